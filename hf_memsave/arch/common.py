@@ -1,0 +1,20 @@
+"""Sites that every architecture shares: modules of PyTorch, and Transformers' own building blocks."""
+
+from hf_memsave.arch.spec import Arch, Site
+
+ARCH = Arch(
+    model_type="*",
+    source="transformers.activations",
+    sites=(
+        Site(cls="torch.nn.modules.normalization.LayerNorm", op="layer_norm"),
+        Site(cls="torch.nn.modules.dropout.Dropout", op="dropout"),
+        Site(cls="torch.nn.modules.linear.Linear", op="linear"),
+        Site(cls="transformers.pytorch_utils.Conv1D", op="conv1d"),
+        Site(cls="torch.nn.modules.activation.GELU", op="activation"),
+        Site(cls="torch.nn.modules.activation.SiLU", op="activation"),
+        Site(cls="GELUActivation", op="activation"),
+        Site(cls="GELUTanh", op="activation"),
+        Site(cls="SiLUActivation", op="activation"),
+        Site(cls="NewGELUActivation", op="new_gelu"),
+    ),
+)

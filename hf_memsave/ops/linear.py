@@ -1,0 +1,44 @@
+r"""``linear``: ``nn.Linear`` and GPT-2's ``Conv1D`` under autocast.
+
+Under autocast a matrix product converts its input and its weight inside C++, where no hook sees the source: every
+consumer keeps a private half-precision copy of its input, and every weight one of itself. Here both conversions are
+explicit, each through its own autograd node as in stock, and promised.
+
+Kept for backward under autocast with fp32 weights ``[out, in]``::
+
+    eager    x in half precision, and the weight in half precision
+    here     nothing but x and the weight as they are
+
+Without autocast the stock forward runs: a linear keeps its input, which others may have promised.
+Exact. One case differs from stock's bits (and is more accurate): a module called twice in one autocast forward, whose
+weight gradients stock adds in half precision before converting them.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_memsave.ops.cast import autocast_low, is_autocast
+from hf_memsave.ops.op import Binding, KeptBytes, Op
+
+
+def kept_bytes(rows: int, in_features: int, out_features: int, itemsize: int) -> KeptBytes:
+    """Under autocast to ``itemsize`` bytes, with an fp32 input that is kept anyway."""
+    return KeptBytes((rows + out_features) * in_features * itemsize, 0)
+
+
+def _linear(module: nn.Linear, binding: Binding, input: Tensor) -> Tensor:
+    if not is_autocast(input):
+        return binding.stock.forward(module, input)
+    return F.linear(autocast_low(input), autocast_low(module.weight), module.bias)
+
+
+def _conv1d(module: nn.Module, binding: Binding, x: Tensor) -> Tensor:
+    if not is_autocast(x):
+        return binding.stock.forward(module, x)
+    flat = x.view(-1, x.size(-1))
+    return torch.addmm(module.bias, autocast_low(flat), autocast_low(module.weight)).view(*x.shape[:-1], module.nf)
+
+
+LINEAR = Op("linear", None, _linear)
+CONV1D = Op("conv1d", None, _conv1d)

@@ -1,0 +1,67 @@
+"""What an op is to the patching layer, and how a patched module knows its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import nn
+
+
+class KeptBytes(NamedTuple):
+    """Bytes an op makes autograd keep: in stock eager code, and here."""
+
+    eager: int
+    here: int
+
+
+def _nothing_to_check(module: nn.Module, names: Mapping[str, str]) -> str | None:
+    return None
+
+
+def children_are_modules(*roles: str) -> Callable[[nn.Module, Mapping[str, str]], str | None]:
+    """A check that the attributes playing ``roles`` are modules."""
+
+    def check(module: nn.Module, names: Mapping[str, str]) -> str | None:
+        for name in (names.get(role, role) for role in roles):
+            child = getattr(module, name, None)
+            if not isinstance(child, nn.Module):
+                return f"its {name} is {type(child).__name__}, not a module"
+        return None
+
+    return check
+
+
+@dataclass(frozen=True)
+class Op:
+    """One memory-saving replacement of a module's forward.
+
+    Attributes:
+        name: Named like its file.
+        setting: The :class:`~hf_memsave.MemSaveConfig` field that chooses it; None if the op is always on.
+        forward: Called as ``forward(module, binding, *args, **kwargs)`` where a tape is innermost; elsewhere the stock
+            forward runs. It must read the module's children at call time and draw random numbers as stock does.
+        check: Returns why this module cannot take the op, or None. Must not change the module.
+        opens_tape: The op puts a tape in place itself, so it runs without one.
+    """
+
+    name: str
+    setting: str | None
+    forward: Callable[..., Any]
+    check: Callable[[nn.Module, Mapping[str, str]], str | None] = _nothing_to_check
+    opens_tape: bool = False
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What one patched class knows: the class it replaces, its op, where to find the children, and the chosen value."""
+
+    stock: Any
+    op: Op
+    names: Mapping[str, str] = field(default_factory=dict)
+    value: str = "recompute"
+
+    def child(self, module: nn.Module, role: str) -> Any:
+        """The attribute of ``module`` that plays ``role`` ("gate", "eps", …)."""
+        return getattr(module, self.names.get(role, role))

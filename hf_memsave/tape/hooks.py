@@ -1,0 +1,148 @@
+"""The tape: a saved-tensor hook that hands out promises, and passes everything else to the hook active outside.
+
+While a :class:`Tape` is the innermost hook, every tensor that autograd wants to keep for backward goes through
+:meth:`Tape.pack`, whoever the consumer is: ``nn.Linear``, SDPA, a PEFT layer. A promised tensor goes on the tape as a
+ticket; any other one to the hook outside (gradient checkpointing, CPU offload, the user's own), or, with none
+outside, as itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
+
+from hf_memsave.errors import KeptTensorChangedError
+from hf_memsave.tape.promise import Promise, Slot, Ticket, attach, fills_storage, find, is_plain
+
+
+class Tape:
+    """``with Tape(): block(x)`` keeps promises instead of promised tensors, and is the context they belong to.
+
+    Does nothing where one of ours is already innermost, without gradients, and wherever saved-tensor hooks cannot
+    work (see :func:`is_available`). Promises made under this tape are void once it ends, and invisible under another
+    one: so none can cross from one checkpointed block into the next.
+    """
+
+    def __init__(self) -> None:
+        self.hooks: saved_tensors_hooks | None = None
+        self.slots: list[weakref.ref[Slot]] = []
+        self.keep: Callable[[Tensor], Any] = _keep
+        self.fetch: Callable[[Any], Tensor] = _fetch
+
+    def __enter__(self) -> Tape:
+        if is_available():
+            outer = _innermost_hooks()
+            if _owner(outer) is None:
+                if outer is not None:
+                    self.keep, self.fetch = outer
+                self.hooks = saved_tensors_hooks(self.pack, self.unpack)
+                self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.hooks is None:
+            return
+        hooks, self.hooks = self.hooks, None
+        hooks.__exit__(*error)
+        for ref in self.slots:
+            if (slot := ref()) is not None:  # somebody holds the tensor: do not hold what it was made from
+                slot.promise = None
+        self.slots.clear()
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Called by autograd with each tensor to keep; returns what goes on the tape."""
+        promise = find(tensor, self)
+        ticket = promise.take(tensor, self.keep) if promise is not None else None
+        return self.keep(tensor) if ticket is None else ticket
+
+    def unpack(self, handle: Any) -> Tensor:
+        """Called by autograd in backward; returns a tensor equal to the one packed."""
+        return handle.get(self.fetch) if isinstance(handle, Ticket) else self.fetch(handle)
+
+    def promise(self, output: Tensor, recompute: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
+        """Register ``recompute(*inputs)`` as a way to get ``output`` back, if that is sound."""
+        if not is_plain(output) or not fills_storage(output) or not all(is_plain(i) for i in inputs):
+            return
+        mine = output.untyped_storage()._cdata
+        if any(i.untyped_storage()._cdata == mine for i in inputs):
+            return  # an identity, or written in place: recomputing would need what it replaces
+        sources = tuple(find(i, self) for i in inputs)
+        slot = attach(Promise(output, recompute, inputs, sources), output, self)
+        self.slots.append(weakref.ref(slot))
+
+
+def current() -> Tape | None:
+    """The tape that is innermost on this thread; None under a foreign hook, and wherever ops must be stock."""
+    if not is_available():
+        return None
+    return _owner(_innermost_hooks())
+
+
+def promise(output: Tensor, recompute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Promise that ``recompute(*inputs)`` equals ``output`` bit for bit.
+
+    Args:
+        output: A fresh tensor. Without a tape, or where it shares its storage, nothing is registered.
+        recompute: Runs in backward, without gradients, under the autocast state of now. Must hold no tensors itself.
+        *inputs: The tensors that ``recompute`` needs, positionally.
+
+    Returns:
+        ``output`` itself.
+    """
+    if (tape := current()) is not None:
+        tape.promise(output, recompute, inputs)
+    return output
+
+
+def promised(fn: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """``fn(*inputs)``, and the promise to do it again."""
+    return promise(fn(*inputs), fn, *inputs)
+
+
+def is_available() -> bool:
+    """Whether saved-tensor hooks do anything useful here.
+
+    Returns:
+        False without gradients; under ``torch.compile`` (its partitioner recomputes by itself) or tracing; in
+        ``torch.func`` transforms and forward-mode AD, which refuse hooks; and where somebody disabled them.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and torch.is_grad_enabled()
+        and not torch.jit.is_tracing()
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+        and torch._C._autograd._saved_tensors_hooks_is_enabled()
+    )
+
+
+def _innermost_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """The (pack, unpack) pair innermost on this thread: the one private door to the hooks active outside."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def _owner(hooks: tuple[Callable[..., Any], Callable[..., Any]] | None) -> Tape | None:
+    owner = getattr(hooks[0], "__self__", None) if hooks is not None else None
+    return owner if isinstance(owner, Tape) else None
+
+
+def _keep(tensor: Tensor) -> tuple[Tensor, int]:
+    return tensor, tensor._version
+
+
+def _fetch(handle: tuple[Tensor, int]) -> Tensor:
+    """Autograd's own check, which Python hooks switch off."""
+    tensor, version = handle
+    if tensor._version != version:
+        raise KeptTensorChangedError(
+            f"a tensor needed for gradient computation has been modified by an inplace operation: {tensor.dtype} "
+            f"{list(tensor.shape)} was kept at version {version} and is now at version {tensor._version}. Write to it "
+            "after backward(), or use the out-of-place form of the operation."
+        )
+    return tensor

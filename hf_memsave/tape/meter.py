@@ -1,0 +1,182 @@
+"""The meter: every byte that a forward leaves alive for backward, wherever it hides.
+
+Memory is counted, not sampled. A dispatch mode sees every storage that any operation allocates, in Python or in C++,
+and the module that was running; a scan of Python's own objects finds tensors made outside the dispatcher (generator
+states). What is still alive when only the loss is held was kept: by autograd, on a ``ctx``, in a closure or a global.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as global_hooks
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+#: Kinds of op, in the order tables and pictures show them.
+KINDS = ("linear", "attention", "norm", "activation", "dropout", "cast", "residual", "embedding", "loss", "other")
+
+
+@dataclass(frozen=True)
+class KeptStorage:
+    """One storage alive after forward: who made it (module path, kind of op, aten op) and its size in bytes."""
+
+    module: str
+    kind: str
+    op: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What :func:`measure_kept` found."""
+
+    storages: tuple[KeptStorage, ...]
+
+    @property
+    def total(self) -> int:
+        """Bytes kept in all."""
+        return sum(s.nbytes for s in self.storages)
+
+    @property
+    def by_module(self) -> dict[str, int]:
+        """Bytes by the path of the module that was running when the storage was made, in order of first use."""
+        return self._sum("module")
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """Bytes by kind of op, in the order of :data:`KINDS`."""
+        found = self._sum("kind")
+        return {kind: found[kind] for kind in KINDS if kind in found}
+
+    def _sum(self, field: str) -> dict[str, int]:
+        total: Counter[str] = Counter()
+        for storage in self.storages:
+            total[getattr(storage, field)] += storage.nbytes
+        return dict(total)
+
+
+def measure_kept(
+    model: nn.Module,
+    batch: Mapping[str, Any] | Sequence[Any] | Tensor,
+    forward: Callable[..., Any] | None = None,
+) -> Kept:
+    """Run one forward and count the bytes kept between forward and backward, by module.
+
+    The model runs in the mode it is in, under the autocast and hooks that are active; parameters, gradients and the
+    random state are left as they were, and nothing is kept afterwards. Parameters, buffers and the batch itself do not
+    count. Of a model output with a loss only the loss is held, as ``Trainer`` does; otherwise the whole output.
+
+    Args:
+        model: Any module.
+        batch: Keyword arguments (a mapping), positional arguments (a list or tuple), or one tensor.
+        forward: Called instead of ``model`` (for a loss of your own, or a checkpointed forward).
+
+    Returns:
+        Every storage alive after forward, with its module, kind of op and bytes.
+    """
+    call = model if forward is None else forward
+    names = {id(m): name or type(m).__name__ for name, m in model.named_modules(remove_duplicate=False)}
+    devices = {t.device for t in model.parameters() if t.device.type == "cuda"}
+    with torch.random.fork_rng(devices), torch.enable_grad():
+        gc.collect()
+        before = {s._cdata: s for s in map(_storage, _live_tensors()) if s is not None}
+        with _watch(names) as watch:
+            if isinstance(batch, Mapping):
+                output = call(**batch)
+            else:
+                output = call(*batch) if isinstance(batch, (list, tuple)) else call(batch)
+        loss = output.get("loss") if isinstance(output, Mapping) else None
+        if loss is not None:
+            output = loss
+        gc.collect()
+        found = [record for ref, record in watch.made.values() if not ref.expired()]
+        known = before.keys() | watch.made.keys()
+        for storage in map(_storage, _live_tensors()):
+            if storage is not None and storage._cdata not in known:
+                known = known | {storage._cdata}
+                found.append(KeptStorage("(outside any op)", "other", "unseen", storage.nbytes()))
+        del output, loss
+    return Kept(tuple(found))
+
+
+class _Watch(TorchDispatchMode):
+    """Records each storage at the op that made it."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()
+        self.names = names
+        self.stack: list[nn.Module] = []
+        self.made: dict[int, tuple[StorageWeakRef, KeptStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        given = {s._cdata for s in map(_storage, tree_leaves((args, kwargs))) if s is not None}
+        for storage in map(_storage, tree_leaves(output)):
+            if storage is None or storage._cdata in given or storage._cdata in self.made or not storage.nbytes():
+                continue
+            module = next((m for m in reversed(self.stack) if id(m) in self.names), None)
+            op = func.overloadpacket.__name__
+            record = KeptStorage(
+                self.names.get(id(module), "(outside the model)"), _kind(self.stack, op), op, storage.nbytes()
+            )
+            # The weak reference keeps the address from being used again while we watch.
+            self.made[storage._cdata] = (StorageWeakRef(storage), record)
+        return output
+
+
+@contextlib.contextmanager
+def _watch(names: dict[int, str]) -> Iterator[_Watch]:
+    watch = _Watch(names)
+    handles = (
+        global_hooks.register_module_forward_pre_hook(lambda m, _: watch.stack.append(m)),
+        global_hooks.register_module_forward_hook(lambda *_: (watch.stack.pop(), None)[1], always_call=True),
+    )
+    try:
+        with watch:
+            yield watch
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+_BY_OP = {
+    "linear": {"addmm", "mm", "bmm", "linear", "convolution", "baddbmm"},
+    "norm": {"native_layer_norm", "native_group_norm", "native_batch_norm", "_fused_rms_norm", "rsqrt"},
+    "activation": {"gelu", "silu", "relu", "tanh", "sigmoid", "erf", "leaky_relu", "hardtanh", "mish"},
+    "dropout": {"native_dropout", "bernoulli_", "bernoulli"},
+    "cast": {"_to_copy"},
+    "residual": {"add", "add_"},
+    "embedding": {"embedding"},
+    "loss": {"_log_softmax", "nll_loss_forward", "nll_loss2d_forward", "mse_loss", "binary_cross_entropy_with_logits"},
+}
+_KIND_OF_OP = {op: kind for kind, ops in _BY_OP.items() for op in ops}
+_BY_CLASS = {"norm": ("norm",), "dropout": ("dropout",), "activation": ("gelu", "silu", "relu", "activation", "mlp")}
+
+
+def _kind(stack: list[nn.Module], op: str) -> str:
+    """By the class of the innermost module where that says it, else by the op."""
+    name = type(stack[-1]).__name__.lower() if stack else ""
+    own = next((kind for kind, words in _BY_CLASS.items() if any(w in name for w in words)), None)
+    of_op = "attention" if "attention" in op else _KIND_OF_OP.get(op)
+    if own == "activation" and of_op in ("linear", "dropout", "cast"):
+        return of_op
+    return own or of_op or ("attention" if "attention" in name or name.endswith("attn") else "other")
+
+
+def _storage(leaf: Any) -> torch.UntypedStorage | None:
+    if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or is_traceable_wrapper_subclass(leaf):
+        return None
+    return leaf.untyped_storage()
+
+
+def _live_tensors() -> Iterator[Tensor]:
+    return (o for o in gc.get_objects() if issubclass(type(o), Tensor))

@@ -1,0 +1,122 @@
+"""Small models of the supported families, from configs, with random weights; and a batch for each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+VOCAB, CLASSES = 512, 2
+
+
+@dataclass(frozen=True)
+class Size:
+    """Widths of a model and its batch; ``layers`` counts the blocks of the stack under test."""
+
+    hidden: int = 32
+    heads: int = 4
+    layers: int = 2
+    batch: int = 2
+    seq: int = 16
+
+    def u(self, itemsize: int) -> int:
+        """Bytes of one activation of the block."""
+        return self.batch * self.seq * self.hidden * itemsize
+
+
+#: The setting in which kept memory is quoted.
+QUOTED = Size(hidden=256, heads=4, batch=4, seq=128)
+
+FAMILIES = (
+    "bert", "roberta", "gpt2", "t5-encoder", "t5-decoder", "t5-gated-encoder", "llama", "mistral", "phi", "phi3",
+)  # fmt: skip
+
+
+def build(family: str, size: Size = Size(), dtype: torch.dtype = torch.float32, dropout: float = 0.1) -> nn.Module:
+    """A training-mode model; hidden dropout as given, attention dropout 0, MLP 4x wide (gated 2.75x), half the kv heads.
+
+    T5's relative attention bias is frozen: on CPU, SDPA keeps seq x seq tensors for a bias that wants a gradient.
+    """
+    torch.manual_seed(0)
+    h, heads = size.hidden, size.heads
+    gated = int(2.75 * h)
+    common = dict(hidden_size=h, num_hidden_layers=size.layers, num_attention_heads=heads, vocab_size=VOCAB)
+    if family in ("bert", "roberta"):
+        options = dict(common, intermediate_size=4 * h, hidden_dropout_prob=dropout, attention_probs_dropout_prob=0.0)
+        if family == "bert":
+            model = BertForSequenceClassification(BertConfig(**options, num_labels=CLASSES))
+        else:
+            model = RobertaForSequenceClassification(RobertaConfig(**options, num_labels=CLASSES))
+    elif family == "gpt2":
+        drops = dict(resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=0.0)
+        model = GPT2LMHeadModel(GPT2Config(n_embd=h, n_layer=size.layers, n_head=heads, vocab_size=VOCAB, **drops))
+    elif family.startswith("t5"):
+        model = _t5(family, size, dropout)
+    elif family == "phi":
+        model = PhiForCausalLM(PhiConfig(**common, intermediate_size=4 * h, resid_pdrop=dropout))
+    else:
+        options = dict(common, intermediate_size=gated, num_key_value_heads=heads // 2, pad_token_id=0)
+        model = {
+            "llama": lambda: LlamaForCausalLM(LlamaConfig(**options)),
+            "mistral": lambda: MistralForCausalLM(MistralConfig(**options)),
+            "phi3": lambda: Phi3ForCausalLM(Phi3Config(**options, resid_pdrop=dropout)),
+        }[family]()
+    return model.to(dtype).train()
+
+
+def _t5(family: str, size: Size, dropout: float) -> nn.Module:
+    is_gated = "gated" in family
+    of_encoder = family.endswith("encoder")
+    model = T5ForConditionalGeneration(
+        T5Config(
+            d_model=size.hidden,
+            d_kv=size.hidden // size.heads,
+            d_ff=int(2.75 * size.hidden) if is_gated else 4 * size.hidden,
+            num_heads=size.heads,
+            num_layers=size.layers if of_encoder else 2,
+            num_decoder_layers=2 if of_encoder else size.layers,
+            vocab_size=VOCAB,
+            dropout_rate=dropout,
+            feed_forward_proj="gated-gelu" if is_gated else "relu",
+            decoder_start_token_id=0,
+        )
+    )
+    for module in model.modules():
+        if type(module).__name__ == "T5Attention":
+            module.dropout = 0.0
+            if module.has_relative_attention_bias:
+                module.relative_attention_bias.weight.requires_grad_(False)
+    return model
+
+
+def batch_for(model: nn.Module, size: Size = Size(), padded: bool = False, seed: int = 1) -> dict[str, torch.Tensor]:
+    """Token ids, an attention mask (right-padded where asked for) and labels, on the model's device."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (size.batch, size.seq)
+    mask = torch.ones(shape, dtype=torch.long)
+    if padded:
+        mask[1:, size.seq * 3 // 4 :] = 0
+    classifies = hasattr(model, "classifier")
+    labels = torch.randint(0, CLASSES, shape[:1], generator=generator) if classifies else None
+    ids = torch.randint(5, VOCAB, shape, generator=generator)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.clone() if labels is None else labels}
+    return {name: value.to(model.device) for name, value in batch.items()}
