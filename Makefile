@@ -1,0 +1,38 @@
+# Everything from a fresh machine: `make test`, `make demo`, `make lint`. Each installs .venv first if it is missing or stale.
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help install test demo lint clean
+
+help: ## Show this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+install: $(INSTALLED) ## Create .venv with the tested versions of everything
+
+test: $(INSTALLED) ## Run the tests; ARGS="-k glue" picks some
+	$(BIN)/python -m pytest $(ARGS)
+
+demo: $(INSTALLED) ## Fine-tune two small models, stock and patched; ARGS="--data-dir DIR" brings real data
+	$(BIN)/memsave demo $(ARGS)
+
+lint: $(INSTALLED) ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean: ## Remove .venv and caches
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+
+# Torch comes first and alone: the build it picks (CPU or CUDA) decides what the rest resolves to.
+$(INSTALLED): pyproject.toml setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "$(PYTHON) is Python %d.%d, but constraints.txt pins versions for Python 3.11 or newer. Set PYTHON=, as in: make PYTHON=python3.11" % sys.version_info[:2])'
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) torch
+	$(PIP_INSTALL) -e '.[test,plot]'
+	@touch $@

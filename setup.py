@@ -1,0 +1,7 @@
+# The one thing pyproject.toml cannot say: found packages, plus a mapped one.
+from setuptools import find_packages, setup
+
+setup(
+    packages=[*find_packages(include=["hf_memsave*"], exclude=["*.tests", "*.tests.*"]), "hf_memsave.configs"],
+    package_dir={"hf_memsave.configs": "configs"},
+)
