@@ -13,7 +13,7 @@ from hf_memsave.arch import ARCHS, COMMON, Site, disproof, guess
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import PatchError
 from hf_memsave.ops import OPS
-from hf_memsave.swap import stock_class
+from hf_memsave.swap import binding_of, stock_class
 
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
 
@@ -118,7 +118,8 @@ def refuse_foreign_patches(model: nn.Module) -> None:
                 f"{name or 'the model'} is patched by Liger-Kernel, process-wide, and the two cannot be combined. Load "
                 "the model in a process that has not applied Liger (for Trainer: use_liger_kernel=False)."
             )
-        if "forward" in module.__dict__ and "_hf_hook" not in module.__dict__:
+        is_ours = binding_of(module) is not None  # Accelerate wraps the forward of a model it prepares
+        if "forward" in module.__dict__ and "_hf_hook" not in module.__dict__ and not is_ours:
             raise PatchError(
                 f"{name or 'the model'} ({type(module).__name__}) has a forward of its own, set on the instance by "
                 "another tool (kernelize, Liger, a monkey patch), which would hide ours. Build the model without it "

@@ -133,7 +133,8 @@ def _owner(hooks: tuple[Callable[..., Any], Callable[..., Any]] | None) -> Tape 
 
 
 def _keep(tensor: Tensor) -> tuple[Tensor, int]:
-    return tensor, tensor._version
+    # Detached: an op that keeps its own output would otherwise own itself, through the output's grad_fn.
+    return (tensor if tensor.grad_fn is None else tensor.detach()), tensor._version
 
 
 def _fetch(handle: tuple[Tensor, int]) -> Tensor:

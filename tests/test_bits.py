@@ -1,0 +1,104 @@
+"""The promise of the default: same loss, gradients and trained parameters, to the bit, dropout included."""
+
+import contextlib
+import copy
+import os
+
+import pytest
+import torch
+from families import FAMILIES, QUOTED, Size, batch_for, build
+
+from hf_memsave import MemSaveConfig, patch
+from hf_memsave.ops import rms_norm
+from hf_memsave.tape import promise
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="bit equality is claimed on CPU")
+
+SIZE = Size(hidden=64, heads=4, batch=2, seq=32)
+MODES = {"fp32": torch.float32, "bf16": torch.bfloat16, "autocast": torch.float32}
+STEPS = 20
+
+
+@pytest.fixture
+def all_threads():
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield
+    torch.set_num_threads(1)
+
+
+def train(model, mode, padded):
+    """Losses, the first step's gradients, and the parameters after all steps."""
+    torch.manual_seed(3)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    losses, first = [], {}
+    for step in range(STEPS):
+        with torch.autocast("cpu", torch.bfloat16) if mode == "autocast" else contextlib.nullcontext():
+            loss = model(**batch_for(model, SIZE, padded, seed=step)).loss
+        loss.backward()
+        first = first or {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, first, dict(model.named_parameters())
+
+
+def assert_same_training(model, config, mode, padded):
+    ours = copy.deepcopy(model)
+    patch(ours, config)
+    stock_losses, stock_grads, stock_parameters = train(model, mode, padded)
+    losses, grads, parameters = train(ours, mode, padded)
+    assert losses == stock_losses
+    assert len(set(losses)) > STEPS // 2  # the run did move
+    assert grads.keys() == stock_grads.keys()
+    assert [n for n in grads if not torch.equal(grads[n], stock_grads[n])] == []
+    assert [n for n in parameters if not torch.equal(parameters[n], stock_parameters[n])] == []
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_equals_stock_bit_for_bit(family, mode, padded):
+    assert_same_training(build(family, SIZE, MODES[mode]), MemSaveConfig(), mode, padded)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_gradients_equal_stock_at_full_size_on_all_threads(family, all_threads):
+    stock = build(family, QUOTED)
+    ours = copy.deepcopy(stock)
+    patch(ours)
+    for model in (stock, ours):
+        torch.manual_seed(3)
+        model(**batch_for(model, QUOTED, padded=True)).loss.backward()
+    for (name, expected), got in zip(stock.named_parameters(), ours.parameters(), strict=True):
+        assert torch.equal(got.grad, expected.grad), name
+
+
+@pytest.mark.parametrize("family", ["bert", "t5-gated-encoder"])
+def test_training_with_masks_equals_stock_bit_for_bit(family):
+    assert_same_training(build(family, SIZE), MemSaveConfig(dropout="mask"), "fp32", padded=False)
+
+
+def test_a_trained_position_bias_and_attention_dropout_change_nothing():
+    model = build("t5-encoder", SIZE)
+    for module in model.modules():
+        if type(module).__name__ == "T5Attention":
+            module.dropout = 0.1
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    assert_same_training(model, MemSaveConfig(), "fp32", padded=True)
+
+
+def test_frozen_parameters_change_nothing():
+    model = build("llama", SIZE)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("q_proj" in name or "v_proj" in name)
+    assert_same_training(model, MemSaveConfig(), "fp32", padded=False)
+
+
+def test_a_wrong_recomputation_would_be_seen(monkeypatch):
+    def wrong(fn, *inputs):
+        return promise(fn(*inputs), lambda *again: fn(*again) * 1.0001, *inputs)
+
+    monkeypatch.setattr(rms_norm, "promised", wrong)
+    with pytest.raises(AssertionError):
+        assert_same_training(build("llama", SIZE), MemSaveConfig(), "fp32", padded=False)
