@@ -123,7 +123,7 @@ class MemSaveConfig:
             fields = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}. Expected a JSON or YAML file.") from error
-        except yaml.YAMLError as error:
+        except (UnicodeDecodeError, yaml.YAMLError) as error:
             raise ConfigError(f"{path} is neither JSON nor YAML: {error}") from error
         return cls.from_dict({} if fields is None else fields)
 

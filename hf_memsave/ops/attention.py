@@ -126,24 +126,31 @@ def _position_bias_mask(
         # Layers must not share the autograd node: their gradients would be added before the mask's own sum.
         inputs = (position_bias,) if mask is None else (position_bias, mask)
         return promised(lambda b, m=None: create_position_bias_mask(b, m, is_causal, q, k), *inputs)
+    if mask is not None and mask.is_inference():
+        return create_position_bias_mask(position_bias, mask, is_causal, q, k).to(dtype)
     of_mask = None if mask is None else (mask.untyped_storage()._cdata, mask._version, mask.shape, mask.stride())
-    made = _memo(
+    return _memo(
         position_bias,
         (of_mask, is_causal, dtype, key.dtype, query.shape[2], key.shape[2]),
-        # The mask is held with the result, so that no other one can take its address.
-        lambda: (create_position_bias_mask(position_bias, mask, is_causal, q, k).to(dtype), mask),
+        lambda: create_position_bias_mask(position_bias, mask, is_causal, q, k).to(dtype),
+        mask,
     )
-    return made[0]
 
 
-def _memo(owner: Tensor, key: Hashable, make: Callable[[], Any]) -> Any:
-    """``make()``, once per state of ``owner``; the result lives as long as the storage of ``owner``."""
+def _memo(owner: Tensor, key: Hashable, make: Callable[[], Tensor], *held: Tensor | None) -> Tensor:
+    """``make()``, once per state of ``owner``; the result lives as long as the storage of ``owner``.
+
+    ``held`` are the tensors whose addresses the key names: held with the result, nobody can take their place.
+    """
+    if owner.is_inference():  # no version counter, so no telling whether it changed
+        return make()
     storage = owner.untyped_storage()
-    memo = getattr(storage, _MEMO, None)
-    if memo is None:
-        memo = {}
-        setattr(storage, _MEMO, memo)
+    memo = getattr(storage, _MEMO, {})
     full = (key, owner._version, owner.shape, owner.stride(), owner.storage_offset())
     if full not in memo:
-        memo[full] = make()
-    return memo[full]
+        made = make()
+        if made.untyped_storage()._cdata == storage._cdata:  # the owner itself, which must not own itself
+            return made
+        memo[full] = (made, held)
+        setattr(storage, _MEMO, memo)
+    return memo[full][0]

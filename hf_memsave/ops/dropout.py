@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from hf_memsave.ops.op import Binding, KeptBytes, Op
 from hf_memsave.tape import Tape, current, promise, promised
 from hf_memsave.tape.codecs import pack_bits, unpack_bits
+from hf_memsave.tape.promise import is_dense
 
 _STATE_BYTES = {"cpu": 5056, "cuda": 16}
 
@@ -51,7 +52,7 @@ def dropout(x: Tensor, p: float, how: str = "seed") -> Tensor:
         return F.dropout(x, p, training=True)
     if x.device.type == "cpu":
         return promised(torch.mul, x, _noise(x, p, how))
-    if x.is_cuda and not torch.cuda.is_current_stream_capturing():
+    if x.is_cuda and _can_redraw(x):
         return _FusedDropout.apply(x, p, how, tape)
     return F.dropout(x, p, training=True)
 
@@ -129,6 +130,11 @@ class _Like:
 def _cuda_generator(device: torch.device) -> torch.Generator:
     index = torch.cuda.current_device() if device.index is None else device.index
     return torch.cuda.default_generators[index]
+
+
+def _can_redraw(x: Tensor) -> bool:
+    # How the kernel hands out random numbers depends on layout and alignment: those of a fresh tensor must do.
+    return is_dense(x) and x.data_ptr() % 16 == 0 and not torch.cuda.is_current_stream_capturing()
 
 
 def _redraw_cuda(state: Tensor, like: _Like, p: float) -> Tensor:

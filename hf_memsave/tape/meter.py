@@ -86,8 +86,7 @@ def measure_kept(
     call = model if forward is None else forward
     names = {id(m): name or type(m).__name__ for name, m in model.named_modules(remove_duplicate=False)}
     devices = {t.device for t in model.parameters() if t.device.type == "cuda"}
-    with torch.random.fork_rng(devices), torch.enable_grad():
-        gc.collect()
+    with torch.random.fork_rng(devices), torch.enable_grad(), _without_autocast_cache():
         before = {s._cdata: s for s in map(_storage, _live_tensors()) if s is not None}
         with _watch(names) as watch:
             if isinstance(batch, Mapping):
@@ -102,7 +101,7 @@ def measure_kept(
         known = before.keys() | watch.made.keys()
         for storage in map(_storage, _live_tensors()):
             if storage is not None and storage._cdata not in known:
-                known = known | {storage._cdata}
+                known.add(storage._cdata)
                 found.append(KeptStorage("(outside any op)", "other", "unseen", storage.nbytes()))
         del output, loss
     return Kept(tuple(found))
@@ -148,6 +147,16 @@ def _watch(names: dict[int, str]) -> Iterator[_Watch]:
             handle.remove()
 
 
+@contextlib.contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """Autocast caches casts of weights: what was cast before would not be counted, what is cast here would stay."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+
+
 _BY_OP = {
     "linear": {"addmm", "mm", "bmm", "linear", "convolution", "baddbmm"},
     "norm": {"native_layer_norm", "native_group_norm", "native_batch_norm", "_fused_rms_norm", "rsqrt"},
@@ -178,5 +187,7 @@ def _storage(leaf: Any) -> torch.UntypedStorage | None:
     return leaf.untyped_storage()
 
 
-def _live_tensors() -> Iterator[Tensor]:
-    return (o for o in gc.get_objects() if issubclass(type(o), Tensor))
+def _live_tensors() -> list[Tensor]:
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor)}
+    return [o for o in objects if type(o) in kinds]

@@ -178,8 +178,11 @@ def is_plain(tensor: Tensor) -> bool:
 
 def fills_storage(tensor: Tensor) -> bool:
     """Whether every byte of the storage belongs to exactly one element of the tensor."""
-    if tensor.numel() * tensor.itemsize != tensor.untyped_storage().nbytes():
-        return False
+    return tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes() and is_dense(tensor)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements lie side by side in memory, in any order, without overlap."""
     return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 

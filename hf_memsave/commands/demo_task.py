@@ -1,0 +1,122 @@
+"""The demo's data: text pairs with a rule to learn, generated here, or a GLUE folder; tokenized either way."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hf_memsave.commands import CommandError
+from hf_memsave.glue import TASKS, guess_task, read_glue
+from hf_memsave.wordpiece import train_wordpiece
+
+_NUMBERS = (
+    "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen "
+    "nineteen twenty"
+).split()
+_PEOPLE = "sailor baker farmer teacher doctor painter dancer judge".split()
+_VERBS = "has finds sells paints keeps".split()
+_THINGS = "boats chairs lamps baskets clocks tables books apples".split()
+_PLACES = "harbour garden kitchen market school attic".split()
+
+_DEV_EXAMPLES = 500
+_VOCABULARY = 8000
+_LONGEST = 64
+
+
+@dataclass(frozen=True)
+class DemoTask:
+    """Encoded examples (token ids and "labels"), their tokenizer, and the two lines that describe them."""
+
+    description: str
+    limits: str
+    labels: int
+    tokenizer: PreTrainedTokenizerBase
+    train: list[dict[str, Any]]
+    dev: list[dict[str, Any]]
+
+    @property
+    def majority(self) -> float:
+        """The accuracy of always answering what most dev examples say."""
+        answers = [example["labels"] for example in self.dev]
+        return max(answers.count(label) for label in set(answers)) / len(answers)
+
+
+def generated_task(train_examples: int, seed: int) -> DemoTask:
+    """Pairs such as "the baker sells nine lamps in the market" and "the baker has more than six lamps".
+
+    The label says whether the second sentence follows from the first, that is, whether its number is the smaller one.
+
+    Args:
+        train_examples: How many to train on.
+        seed: The same seed gives the same pairs.
+
+    Returns:
+        As many training examples, and 500 dev examples.
+    """
+    rng = random.Random(seed)
+    pairs = [_pair(rng) for _ in range(train_examples + _DEV_EXAMPLES)]
+    first, second, labels = (list(column) for column in zip(*pairs, strict=True))
+    description = f'Generated pairs: does "{second[0]}" follow from "{first[0]}"?'
+    return _encoded(description, "", 2, (first, second), labels, train_examples)
+
+
+def _pair(rng: random.Random) -> tuple[str, str, int]:
+    low, high = sorted(rng.sample(range(len(_NUMBERS)), 2))
+    person, thing, place = rng.choice(_PEOPLE), rng.choice(_THINGS), rng.choice(_PLACES)
+    follows = rng.randrange(2)
+    said, claimed = (high, low) if follows else (low, high)
+    fact = f"the {person} {rng.choice(_VERBS)} {_NUMBERS[said]} {thing}"
+    fact = rng.choice([f"{fact} in the {place}", f"in the {place} {fact}"])
+    return fact, f"the {person} {rng.choice(_VERBS)} more than {_NUMBERS[claimed]} {thing}", follows
+
+
+def glue_task(data_dir: Path, train_examples: int) -> DemoTask:
+    """The pairs or sentences of a folder of official GLUE files.
+
+    Args:
+        data_dir: The folder; its name or columns tell the task.
+        train_examples: The most to train on.
+
+    Returns:
+        The first training examples, and the first 500 dev examples.
+
+    Raises:
+        CommandError: The task is no classification.
+        GlueDataError: The folder or a file is missing or malformed.
+    """
+    task = TASKS[guess_task(data_dir)]
+    if not task.labels:
+        raise CommandError(
+            f"{data_dir}: {task.folder} asks for a score, the demo's models answer with a class. Use another task."
+        )
+    train = read_glue(data_dir, task.name, "train")
+    dev = read_glue(data_dir, task.name, task.validation_splits[0])
+    used, total = min(train_examples, len(train)), f"{len(train):,} and {len(dev):,}"
+    train, dev = train.select(range(used)), dev.select(range(min(_DEV_EXAMPLES, len(dev))))
+    texts = tuple([*train[column], *dev[column]] for column in task.text_columns)
+    return _encoded(
+        f"{task.folder} from {data_dir}",
+        f"Used: the first {used:,} training and {len(dev):,} dev examples of {total}, cut to {_LONGEST} tokens.",
+        len(task.labels),
+        texts,
+        [*train["label"], *dev["label"]],
+        used,
+    )
+
+
+def _encoded(
+    description: str, limits: str, classes: int, texts: tuple[list[str], ...], labels: list[int], train_examples: int
+) -> DemoTask:
+    """Tokenize with a vocabulary trained on the training texts, which come first."""
+    tokenizer = train_wordpiece((text for column in texts for text in column[:train_examples]), _VOCABULARY)
+    encoded = tokenizer(*texts, truncation=True, max_length=_LONGEST)
+    names = list(encoded)
+    examples = [
+        {"labels": label, **dict(zip(names, row, strict=True))}
+        for label, *row in zip(labels, *encoded.values(), strict=True)
+    ]
+    return DemoTask(description, limits, classes, tokenizer, examples[:train_examples], examples[train_examples:])

@@ -1,0 +1,173 @@
+r"""Kept memory of a model at its full depth, measured at two small ones.
+
+With layers that repeat after p of them, the bytes kept by each kind of op are affine in the depth L, so two depths give
+them all::
+
+    kept(L) = kept(d) + (L - d) / p * (kept(d + p) - kept(d)),      d = p + L mod p
+
+An encoder-decoder model has such a term for each of its two stacks. That the layers do repeat is checked: the number of
+parameters at full depth (a model on the meta device has no bytes) must follow from the small models' in the same way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_memsave import MemSaveConfig, PatchReport, measure_kept, patch
+from hf_memsave.commands import CommandError
+from hf_memsave.commands.models import SkipValues, at_depth, build, choose_head, depth_fields, make_batch, period
+
+# What the memory check expects: the most that stock keeps in a layer of any family, and for the logits of a token.
+_MOST_U = 50
+_LOGIT_BYTES = 14
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What to measure: a batch ``[batch_size, seq_len]``, weights in ``dtype``, under bf16 autocast or not."""
+
+    batch_size: int
+    seq_len: int
+    dtype: torch.dtype
+    autocast: bool
+    memsave: MemSaveConfig
+
+    @property
+    def u_dtype(self) -> torch.dtype:
+        """The dtype that linear layers compute in, and in which u is counted."""
+        return torch.bfloat16 if self.autocast else self.dtype
+
+
+@dataclass(frozen=True)
+class Affine:
+    """Named amounts at full depth, and the part of them that each layer of a stack adds."""
+
+    total: dict[str, float]
+    per_layer: dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullDepth:
+    """Kept bytes by kind of op, stock and patched, and how they were found.
+
+    Attributes:
+        cls: The model's class.
+        parameters: Their number.
+        sites: What ``patch`` does to the model.
+        depth: Field of the configuration -> number of layers.
+        measured: The depths that were run.
+        u: Bytes of one activation ``[batch, seq, hidden]``.
+        stock: Kept bytes by kind of op.
+        patched: The same, patched.
+    """
+
+    cls: str
+    parameters: int
+    sites: PatchReport
+    depth: dict[str, int]
+    measured: tuple[dict[str, int], ...]
+    u: int
+    stock: Affine
+    patched: Affine
+
+
+def measure_full_depth(config: PreTrainedConfig, setting: Setting, layers: int | None = None) -> FullDepth:
+    """Measure the model of a configuration, stock and patched.
+
+    Args:
+        config: Its widths and vocabulary are kept.
+        setting: What to measure.
+        layers: The depth wanted, instead of the configuration's own.
+
+    Returns:
+        Every figure at full depth.
+
+    Raises:
+        CommandError: The model cannot be run, does not fit the machine's free memory, or its layers do not repeat.
+    """
+    head = choose_head(config)
+    fields = depth_fields(config)
+    full = {field: layers or getattr(config, field) for field in fields}
+    every = {field: period(config) if field == fields[0] else 1 for field in fields}
+    first = {field: every[field] + full[field] % every[field] for field in fields}
+    depths = (first, *(first | {field: first[field] + every[field]} for field in fields))
+
+    with torch.device("meta"):
+        whole = build(head, at_depth(config, full), setting.dtype)
+    _check_memory(config, setting, {field: first[field] + every[field] for field in fields})
+    counts, stock, patched = [], [], []
+    for depth in depths:
+        model = build(head, at_depth(config, depth), setting.dtype)
+        counts.append({"parameters": model.num_parameters()})
+        try:
+            stock.append(_kept(model, head, setting))
+        except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            raise CommandError(
+                f"{type(model).__name__} cannot be trained on {setting.batch_size} x {setting.seq_len} token ids: "
+                f"{type(error).__name__}: {error}. Lower --seq-len if it is beyond the model's positions; other inputs "
+                "need hf_memsave.measure_kept(model, batch)."
+            ) from error
+        patch(model, setting.memsave)
+        patched.append(_kept(model, head, setting))
+
+    expected = _extrapolate(counts, depths, full).total["parameters"]
+    if expected != whole.num_parameters():
+        raise CommandError(
+            f"the layers of {type(whole).__name__} are not alike: expected {expected:,.0f} parameters at full depth, "
+            f"got {whole.num_parameters():,}. Measure it as it is, with hf_memsave.measure_kept(model, batch)."
+        )
+    return FullDepth(
+        cls=type(whole).__name__,
+        parameters=whole.num_parameters(),
+        sites=patch(whole, setting.memsave),
+        depth=full,
+        measured=depths,
+        u=setting.batch_size * setting.seq_len * config.hidden_size * setting.u_dtype.itemsize,
+        stock=_extrapolate(stock, depths, full),
+        patched=_extrapolate(patched, depths, full),
+    )
+
+
+def _extrapolate(points: list[dict[str, int]], depths: tuple[dict[str, int], ...], full: dict[str, int]) -> Affine:
+    """From one point at the first depth, and one with more layers of each stack in turn."""
+    first = points[0]
+    total = dict[str, float](first)
+    per_layer = {}
+    for field, point, depth in zip(full, points[1:], depths[1:], strict=True):
+        step = depth[field] - depths[0][field]
+        per_layer[field] = {name: (point.get(name, 0) - first.get(name, 0)) / step for name in first | point}
+        for name, slope in per_layer[field].items():
+            total[name] = total.get(name, 0) + slope * (full[field] - depths[0][field])
+    return Affine(total, per_layer)
+
+
+def _kept(model: PreTrainedModel, head: Any, setting: Setting) -> dict[str, int]:
+    def forward(**batch: torch.Tensor) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=setting.autocast):
+            return model(**batch)
+
+    batch = make_batch(head, model.config, setting.batch_size, setting.seq_len)
+    with SkipValues():
+        return measure_kept(model, batch, forward).by_kind
+
+
+def _check_memory(config: PreTrainedConfig, setting: Setting, depth: dict[str, int]) -> None:
+    """Refuse what would not fit, before the system ends the process for it."""
+    with torch.device("meta"):
+        parameters = build(choose_head(config), at_depth(config, depth), setting.dtype).num_parameters()
+    tokens = setting.batch_size * setting.seq_len
+    layers = sum(depth.values()) * _MOST_U * config.hidden_size * setting.dtype.itemsize
+    needed = parameters * (setting.dtype.itemsize + 2 * setting.autocast)
+    needed += tokens * (layers + _LOGIT_BYTES * config.vocab_size)
+    if needed > (free := psutil.virtual_memory().available):
+        raise CommandError(
+            f"{' + '.join(map(str, depth.values()))} layers with a batch of {setting.batch_size} x {setting.seq_len} "
+            f"tokens need about {needed / _GIB:.1f} GiB, and {free / _GIB:.1f} GiB are free. Lower --batch-size or "
+            "--seq-len: kept memory grows in proportion to the batch."
+        )

@@ -1,0 +1,96 @@
+"""The pictures that commands draw; needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from hf_memsave.tape.meter import KINDS
+
+if TYPE_CHECKING:
+    from hf_memsave.commands.demo_training import Run
+
+_MIB = 2**20
+_COLORS = dict(
+    zip(
+        KINDS,
+        # Paul Tol's muted scheme, told apart in every kind of colour vision; grey for the rest.
+        ("#332288", "#88CCEE", "#44AA99", "#117733", "#DDCC77", "#999933", "#CC6677", "#882255", "#AA4499", "#BBBBBB"),
+        strict=True,
+    )
+)
+# Shares of the highest bar: smaller segments cannot be seen, or have no room for their figure.
+_SMALLEST, _SMALLEST_LABELLED = 0.001, 0.035
+
+
+def kept_bars(path: Path, title: str, bars: Mapping[str, Mapping[str, float]]) -> None:
+    """Write one stacked bar for each setting, with a segment for each kind of op.
+
+    Args:
+        path: The picture to write.
+        title: What was measured.
+        bars: Label -> bytes by kind of op. The first is the one the others are compared with.
+    """
+    figure = Figure(figsize=(8, 6.5), layout="constrained", dpi=150)
+    figure.suptitle(title, wrap=True, fontsize=11)
+    stacked_bars(figure.add_subplot(), bars)
+    figure.savefig(path)
+
+
+def demo_picture(path: Path, title: str, runs: Mapping[str, tuple[Run, Run]]) -> None:
+    """Write the loss curves of each model, stock under patched, above its two stacked bars.
+
+    Args:
+        path: The picture to write.
+        title: The task.
+        runs: Model -> its stock and its patched run.
+    """
+    figure = Figure(figsize=(5.5 * len(runs), 8.5), layout="constrained", dpi=150)
+    figure.suptitle(title, wrap=True, fontsize=11)
+    rows = figure.subplots(2, len(runs), squeeze=False, height_ratios=(2, 3))
+    for (name, (stock, patched)), curves, bars in zip(runs.items(), *rows, strict=True):
+        steps = range(1, len(stock.losses) + 1)
+        curves.plot(steps, stock.losses, color="#88CCEE", linewidth=4, label="stock")
+        curves.plot(steps, patched.losses, color="#332288", linewidth=1, label="patched")
+        curves.set(title=f"{name}, dev accuracy {patched.accuracy:.1%}", xlabel="step", ylabel="training loss")
+        curves.legend(frameon=False)
+        curves.spines[["top", "right"]].set_visible(False)
+        stacked_bars(bars, {"stock": stock.kept.by_kind, "patched": patched.kept.by_kind})
+    figure.savefig(path)
+
+
+def stacked_bars(axes: Axes, bars: Mapping[str, Mapping[str, float]]) -> None:
+    """Draw the bars of :func:`kept_bars`."""
+    totals = [sum(kept.values()) for kept in bars.values()]
+    highest = max(totals)
+    digits = 0 if highest > 100 * _MIB else 1
+    for kind in KINDS:
+        heights = [kept.get(kind, 0) / _MIB for kept in bars.values()]
+        if max(heights) * _MIB < _SMALLEST * highest:
+            continue
+        bottoms = [sum(kept.get(k, 0) for k in KINDS[: KINDS.index(kind)]) / _MIB for kept in bars.values()]
+        drawn = axes.bar(range(len(bars)), heights, 0.6, bottoms, color=_COLORS[kind], label=kind, edgecolor="white")
+        labels = [f"{h:,.{digits}f}" if h * _MIB > _SMALLEST_LABELLED * highest else "" for h in heights]
+        axes.bar_label(drawn, labels, label_type="center", fontsize=9, color=_ink(_COLORS[kind]))
+    for index, total in enumerate(totals):
+        ratio = f"\n{totals[0] / total:.2f}x less" if index else ""
+        axes.annotate(
+            f"{total / _MIB:,.{digits}f} MiB{ratio}", (index, total / _MIB), (0, 4), textcoords="offset points",
+            ha="center", va="bottom", fontsize=11, fontweight="bold",
+        )  # fmt: skip
+    axes.set_xticks(range(len(bars)), list(bars), fontsize=11)
+    axes.set_ylabel("kept between forward and backward [MiB]")
+    axes.set_ylim(0, highest / _MIB * 1.15)
+    handles, names = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], names[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _ink(color: str) -> str:
+    """Black or white, whichever is read better on ``color``."""
+    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+    return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "white"

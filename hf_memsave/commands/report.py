@@ -1,0 +1,196 @@
+"""``memsave report``: what would be patched in a model, and what it keeps, from its configuration alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from hf_memsave import MemSaveConfig
+from hf_memsave.commands import CommandError, check_folder, check_picture, positive_int
+
+if TYPE_CHECKING:
+    from hf_memsave.commands.depth import Affine, FullDepth, Setting
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_MIB = 2**20
+
+
+def add_to(commands: Any) -> None:
+    """Add this command to the subparsers of ``memsave``."""
+    parser = commands.add_parser(
+        "report",
+        help="what would be patched in a model, and what it keeps, from its config alone",
+        description="Lists the sites that patch() finds in a model, and measures what one training step keeps between "
+        "forward and backward, stock beside patched. Needs the configuration alone: no weights are read. Two small "
+        "depths are measured on the CPU; the figures for the full depth follow from them exactly.",
+    )
+    parser.add_argument(
+        "model",
+        metavar="MODEL_OR_CONFIG",
+        help="a folder with config.json, such a file, a model type (bert, llama, ...: its defaults), a name on the hub",
+    )
+    parser.add_argument("--memsave", metavar="PRESET", default="exact", help="the preset to measure (%(default)s)")
+    parser.add_argument("--batch-size", type=positive_int, default=4, metavar="N", help="sequences (%(default)s)")
+    parser.add_argument("--seq-len", type=positive_int, default=128, metavar="N", help="tokens in each (%(default)s)")
+    parser.add_argument("--dtype", choices=sorted(_DTYPES), help="of the weights (bf16; with --autocast fp32)")
+    parser.add_argument("--autocast", choices=["bf16"], help="compute in bf16 with fp32 weights (Trainer's bf16=True)")
+    parser.add_argument(
+        "--layers", type=positive_int, metavar="N", help="the depth, instead of the configuration's own"
+    )
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the table as stacked bars")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure, in bytes")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print, and write what was asked for.
+
+    Returns:
+        0.
+
+    Raises:
+        CommandError: The options contradict each other, or the model cannot be measured.
+    """
+    memsave = MemSaveConfig.preset(args.memsave)
+    if args.autocast and args.dtype not in (None, "fp32"):
+        raise CommandError(
+            f"--autocast {args.autocast} computes in bf16 with fp32 weights, got --dtype {args.dtype}. Leave one out."
+        )
+    if args.plot:
+        check_picture(args.plot)
+    if args.json:
+        check_folder(args.json)
+
+    import torch
+    import transformers
+
+    from hf_memsave.commands.depth import Setting, measure_full_depth
+    from hf_memsave.commands.models import load_config
+
+    transformers.logging.set_verbosity_error()
+    setting = Setting(
+        batch_size=args.batch_size,
+        seq_len=args.seq_len,
+        dtype=getattr(torch, _DTYPES[args.dtype or ("fp32" if args.autocast else "bf16")]),
+        autocast=bool(args.autocast),
+        memsave=memsave,
+    )
+    console = Console(highlight=False)
+    with console.status(f"Reading the configuration {args.model} ..."):
+        config = load_config(args.model)
+    with console.status("Measuring ..."):
+        result = measure_full_depth(config, setting, args.layers)
+
+    title = describe(args.model, result, setting)
+    console.print(f"\n[bold]{title}[/bold]\npreset {args.memsave}, {result.parameters / 1e6:,.1f} M parameters\n")
+    console.print(f"{result.sites}\n", soft_wrap=True, markup=False)
+    console.print(kept_table(result))
+    console.print(*explain(result, setting), sep="\n")
+    if args.plot:
+        from hf_memsave.commands.pictures import kept_bars
+
+        kept_bars(args.plot, title, {"stock": result.stock.total, f"patched ({args.memsave})": result.patched.total})
+        console.print(f"Picture: {args.plot}")
+    if args.json:
+        figures = {"model": args.model, "memsave": memsave.to_dict(), **to_dict(result, setting)}
+        args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        console.print(f"Figures: {args.json}")
+    return 0
+
+
+def describe(name: str, result: FullDepth, setting: Setting) -> str:
+    """One line: the model, its depth, the batch and the dtype."""
+    name = Path(name).resolve().name if Path(name).exists() else name
+    depth = " + ".join(map(str, result.depth.values()))
+    dtype = f"bf16 autocast, {_short(setting.dtype)} weights" if setting.autocast else _short(setting.dtype)
+    return f"{name}: {result.cls}, {depth} layers, batch {setting.batch_size} x {setting.seq_len} tokens, {dtype}"
+
+
+def kept_table(result: FullDepth) -> Table:
+    """Kept memory by kind of op, stock beside patched: MiB in all, and u in a layer of each stack."""
+    table = Table(box=box.SIMPLE_HEAD, title="Kept between forward and backward", title_justify="left")
+    table.add_column("made by")
+    for setting in ("stock", "patched"):
+        table.add_column(f"{setting}\nMiB", justify="right")
+    for field in result.depth:
+        stack = "" if len(result.depth) == 1 else "\ndecoder" if "decoder" in field else "\nencoder"
+        for setting in ("stock", "patched"):
+            table.add_column(f"{setting}\nu/layer{stack}", justify="right")
+    for kind in kinds(result):
+        table.add_row(kind, *_cells(result, kind))
+    table.add_section()
+    table.add_row("all", *_cells(result, None), style="bold")
+    return table
+
+
+def explain(result: FullDepth, setting: Setting) -> list[str]:
+    """How the figures were found, and what they are not."""
+    stock, patched = _amount(result.stock.total), _amount(result.patched.total)
+    runs = ", ".join(" + ".join(map(str, depth.values())) for depth in result.measured)
+    return [
+        f"[bold]{stock / patched:.2f}x less: {(stock - patched) / _MIB:,.1f} MiB freed.[/bold]",
+        f"u is one activation, batch x seq x hidden in {_short(setting.u_dtype)}: {result.u / _MIB:.3g} MiB.",
+        f"Measured: every byte that is alive after a forward of {runs} layers of full width. Extrapolated: the depth; "
+        "further layers are like those, so the figures are exact.",
+        "A kind is the op that made the tensor. An op that keeps its input instead of its output moves bytes to the op "
+        "before it.",
+        "Dropout is the configuration's, but 0 in attention, and T5's position bias is frozen: for these the CPU's "
+        "attention keeps seq x seq tensors, which a GPU's does not.",
+    ]
+
+
+def to_dict(result: FullDepth, setting: Setting) -> dict[str, Any]:
+    """Every figure, for ``--json``; memory in bytes."""
+
+    def figures(affine: Affine) -> dict[str, Any]:
+        return {
+            "total": _amount(affine.total),
+            "by_kind": affine.total,
+            "per_layer": {field: {"total": _amount(kept), "by_kind": kept} for field, kept in affine.per_layer.items()},
+        }
+
+    return {
+        "class": result.cls,
+        "parameters": result.parameters,
+        "batch_size": setting.batch_size,
+        "seq_len": setting.seq_len,
+        "dtype": _short(setting.dtype),
+        "autocast": "bf16" if setting.autocast else None,
+        "depth": result.depth,
+        "measured": result.measured,
+        "u": result.u,
+        "u_dtype": _short(setting.u_dtype),
+        "sites": [vars(site) for site in result.sites.sites],
+        "stock": figures(result.stock),
+        "patched": figures(result.patched),
+    }
+
+
+def kinds(result: FullDepth) -> list[str]:
+    """The kinds of op that keep anything, in the order of tables and pictures."""
+    from hf_memsave.tape.meter import KINDS
+
+    return [kind for kind in KINDS if kind in result.stock.total or kind in result.patched.total]
+
+
+def _cells(result: FullDepth, kind: str | None) -> list[str]:
+    stock, patched = _amount(result.stock.total, kind), _amount(result.patched.total, kind)
+    cells = [f"{amount / _MIB:,.1f}" for amount in (stock, patched)]
+    for field in result.depth:
+        for affine in (result.stock, result.patched):
+            cells.append(f"{_amount(affine.per_layer[field], kind) / result.u:.2f}")
+    return cells
+
+
+def _amount(kept: dict[str, float], kind: str | None = None) -> float:
+    return sum(kept.values()) if kind is None else kept.get(kind, 0)
+
+
+def _short(dtype: Any) -> str:
+    return next(short for short, name in _DTYPES.items() if str(dtype) == f"torch.{name}")
