@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_memsave.arch import ARCHS, COMMON, Site, disproof, guess
+from hf_memsave.arch import ARCHS, COMMON, Site, guess
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import PatchError
 from hf_memsave.ops import OPS
-from hf_memsave.swap import binding_of, stock_class
+from hf_memsave.ops.expression import match
+from hf_memsave.swap import hides_forward, stock_class
 
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
 
 
 @dataclass(frozen=True)
 class SiteReport:
-    """One site: the module's path, its stock class, the op, and whether it was patched or why not."""
+    """One site: the module's path, its stock class, the op, "patched" or "skipped", and why skipped."""
 
     name: str
     cls: str
     op: str
-    status: Literal["patched", "skipped"]
+    status: str
     reason: str = ""
 
 
@@ -64,10 +65,10 @@ def collect(model: nn.Module, config: MemSaveConfig) -> tuple[list[SiteReport], 
             sites.append(SiteReport(name, cls.__name__, "block", "patched"))
             taped.add(name)
             continue
-        site = known.get(path) or guess(module)
+        site = known.get(path) or guess(cls, module)
         if site is None:
             continue
-        value, reason = _check(name, module, site, config, is_guess=path not in known)
+        value, reason = _check(name, module, site, config, is_own=site not in COMMON.sites and path in known)
         sites.append(SiteReport(name, cls.__name__, site.op, "skipped" if reason else "patched", reason or ""))
         if reason is None:
             plan.append(Planned(module, site, value))
@@ -77,19 +78,31 @@ def collect(model: nn.Module, config: MemSaveConfig) -> tuple[list[SiteReport], 
     return sites, plan
 
 
-def _check(name: str, module: nn.Module, site: Site, config: MemSaveConfig, is_guess: bool) -> tuple[str, str | None]:
+def _check(name: str, module: nn.Module, site: Site, config: MemSaveConfig, is_own: bool) -> tuple[str, str | None]:
     """The value that chooses the op, and why the module cannot take it (None if it can)."""
     op = OPS[site.op]
     value = "on" if op.setting is None else getattr(config, op.setting)
     if value == "stock":
         return value, f"{op.setting}='stock' was asked for"
-    reason = op.check(module, site.names) or (disproof(module, site) if is_guess else None)
-    if reason is not None and not is_guess and site not in COMMON.sites:
+    reason = op.check(module, site.names) or _contradiction(module, site)
+    if reason is not None and is_own:
         raise PatchError(
             f"{name} is a {stock_class(module).__name__}, but {reason}. Expected what op {op.name!r} is exact for; use "
             f"{op.setting}='stock' to leave these modules alone."
         )
     return value, reason
+
+
+def _contradiction(module: nn.Module, site: Site) -> str | None:
+    """Why the module's own source does not say what the op computes; None if it does."""
+    op = OPS[site.op]
+    if not op.expressions:
+        return None
+    names = match(stock_class(module).forward, op.expressions)
+    if names is None:
+        return f"its forward does not say what op {op.name!r} computes"
+    found = {role: attribute for role, attribute in names.items() if site.names.get(role, role) != attribute}
+    return f"its forward uses {found}, where {dict(site.names)} was expected" if found else None
 
 
 def _ancestors(name: str) -> set[str]:
@@ -98,11 +111,16 @@ def _ancestors(name: str) -> set[str]:
 
 
 def _add_root(model: nn.Module, sites: list[SiteReport], plan: list[Planned]) -> None:
-    """A tape for sites outside any model of Transformers; the root itself may be such a site."""
+    """A tape for sites outside any model of Transformers: at the root, or below the wrappers of torch around it."""
+    name = ""
+    while stock_class(model).__module__.startswith(_WRAPPERS):
+        if not isinstance(inner := getattr(model, "module", None), nn.Module):
+            return
+        name, model = f"{name}.module".lstrip("."), inner
     cls = stock_class(model)
-    if not cls.__module__.startswith(_WRAPPERS) and not any(p.module is model for p in plan):
+    if not any(p.module is model for p in plan):
         plan.append(Planned(model, Site(cls=f"{cls.__module__}.{cls.__qualname__}", op="block"), "on"))
-        sites.append(SiteReport("", cls.__name__, "block", "patched"))
+        sites.append(SiteReport(name, cls.__name__, "block", "patched"))
 
 
 def refuse_foreign_patches(model: nn.Module) -> None:
@@ -112,14 +130,13 @@ def refuse_foreign_patches(model: nn.Module) -> None:
         PatchError: Liger-Kernel, kernelize or a monkey patch got there first; the message names module and remedy.
     """
     for name, module in model.named_modules():
-        forward = type(module).forward
-        if type(module).__module__.startswith("liger_kernel") or forward.__module__.startswith("liger_kernel"):
+        cls = stock_class(module)
+        if cls.__module__.startswith("liger_kernel") or cls.forward.__module__.startswith("liger_kernel"):
             raise PatchError(
                 f"{name or 'the model'} is patched by Liger-Kernel, process-wide, and the two cannot be combined. Load "
                 "the model in a process that has not applied Liger (for Trainer: use_liger_kernel=False)."
             )
-        is_ours = binding_of(module) is not None  # Accelerate wraps the forward of a model it prepares
-        if "forward" in module.__dict__ and "_hf_hook" not in module.__dict__ and not is_ours:
+        if hides_forward(module):
             raise PatchError(
                 f"{name or 'the model'} ({type(module).__name__}) has a forward of its own, set on the instance by "
                 "another tool (kernelize, Liger, a monkey patch), which would hide ours. Build the model without it "

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,15 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_memsave.arch import ARCHS
+from hf_memsave.attention_name import attention_sites, use_ours, use_stock
 from hf_memsave.collect import SiteReport, collect, model_types, refuse_foreign_patches
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import PatchError
-from hf_memsave.ops import OPS, attention
-from hf_memsave.swap import binding_of, is_patched, stock_class, swap_in, swap_out
+from hf_memsave.swap import is_wrapped, patched_class, refuse_wrapped, set_class, stock_class
 from hf_memsave.tape import Kept, measure_kept
+
+_NO_GAIN_ALONE = {"block", "linear", "conv1d"}
 
 
 @dataclass(frozen=True)
@@ -118,22 +117,22 @@ def patch(model: nn.Module, config: MemSaveConfig | str | bool | dict[str, Any] 
         raise PatchError(f"patch(model, {config!r}) asks for nothing. Use patch(model), or unpatch(model) to undo.")
     refuse_foreign_patches(model)
     sites, plan = collect(model, resolved)
-    if not any(site.status == "patched" and OPS[site.op].setting for site in sites):
+    if resolved.attention == "recompute":
+        sites += attention_sites(model)
+    if not any(site.status == "patched" and site.op not in _NO_GAIN_ALONE for site in sites):
         raise PatchError(
             f"nothing to patch in {type(model).__name__}: no norm, activation, gated MLP or dropout that hf_memsave "
             f"knows{_reasons(sites)}. Expected a model of Transformers, or one built of torch.nn.LayerNorm, GELU, SiLU "
             "or Dropout; for another one, add a table under hf_memsave/arch."
         )
-    for module, site, value in plan:
-        swap_in(module, site.op, site.names, value)
-    planned = {id(p.module) for p in plan}
+    classes = {id(p.module): patched_class(stock_class(p.module), p.site.op, p.site.names, p.value) for p in plan}
     for name, module in model.named_modules():
-        if is_patched(module) and id(module) not in planned:
-            swap_out(module, name)  # patched by an earlier config, stock in this one
-    if resolved.attention == "recompute":
-        sites += _rename_attention(model, attention.STOCK_NAME, attention.NAME)
-    else:
-        _rename_attention(model, attention.NAME, attention.STOCK_NAME)
+        if is_wrapped(module) and classes.get(id(module)) not in type(module).__mro__:
+            refuse_wrapped(name, module)
+    for module in model.modules():
+        if not is_wrapped(module):  # else it is patched as planned already
+            set_class(module, classes.get(id(module), stock_class(module)))
+    (use_ours if resolved.attention == "recompute" else use_stock)(model)
     return PatchReport(model, resolved, sites)
 
 
@@ -143,34 +142,13 @@ def unpatch(model: nn.Module) -> None:
     Raises:
         PatchError: Another tool has wrapped a patched class since; the model is left as it is.
     """
-    patched = [(name, m) for name, m in model.named_modules() if is_patched(m)]
-    for name, module in sorted(patched, key=lambda item: binding_of(item[1]) is not None):
-        swap_out(module, name)  # those that must be refused come first
-    _rename_attention(model, attention.NAME, attention.STOCK_NAME)
+    for name, module in model.named_modules():
+        refuse_wrapped(name, module)
+    for module in model.modules():
+        set_class(module, stock_class(module))
+    use_stock(model)
 
 
 def _reasons(sites: list[SiteReport]) -> str:
     reasons = sorted({f"{site.cls}: {site.reason}" for site in sites if site.status == "skipped"})
     return f" (skipped: {'; '.join(reasons)})" if reasons else ""
-
-
-def _rename_attention(model: nn.Module, old: str, new: str) -> list[SiteReport]:
-    """Point the configs of ``model`` that name attention ``old`` to ``new``; each model gets its own copy of them."""
-    attention.register()
-    copies: dict[int, PreTrainedConfig] = {}
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and module.config._attn_implementation == old:
-            # Models that choose their attention in any other way would take an unknown name for no name.
-            if hasattr(sys.modules.get(stock_class(module).__module__), "ALL_ATTENTION_FUNCTIONS"):
-                copies.setdefault(id(module.config), copy.copy(module.config))
-    for module in model.modules():
-        mine = module.__dict__.get("config")
-        if id(mine) in copies:
-            module.config = copies[id(mine)]
-    for config in copies.values():
-        config._attn_implementation_internal = new
-    return [
-        SiteReport(name, stock_class(m).__name__, "attention", "patched")
-        for name, m in model.named_modules()
-        if isinstance(m, PreTrainedModel) and m.config._attn_implementation == attention.NAME
-    ]

@@ -22,32 +22,18 @@ _BINDING = "_memsave_binding"
 
 
 def binding_of(module: nn.Module) -> Binding | None:
-    """The binding of a patched module; None if its class is not one of ours."""
-    return vars(type(module)).get(_BINDING)
+    """The binding of a patched module, also under a class that another tool put over ours; None for a stock one."""
+    return getattr(type(module), _BINDING, None)
 
 
 def is_patched(module: nn.Module) -> bool:
-    """Whether the class of ``module`` is one of ours, or another tool's class over one of ours."""
-    return hasattr(type(module), _BINDING)
+    """Whether the module runs one of our ops."""
+    return binding_of(module) is not None
 
 
-def swap_in(module: nn.Module, op: str, names: Mapping[str, str], value: str) -> None:
-    """Make ``module`` (stock, or patched otherwise) run ``op``."""
-    _set_class(module, _patched_class(stock_class(module), op, tuple(sorted(names.items())), value))
-
-
-def swap_out(module: nn.Module, name: str) -> None:
-    """Give a patched module its stock class back.
-
-    Raises:
-        PatchError: Another tool has put a class of its own over ours.
-    """
-    if binding_of(module) is None and is_patched(module):
-        raise PatchError(
-            f"cannot undo {name or 'the model'}: its class is {type(module).__name__} of {type(module).__module__}, "
-            "which another tool (such as FSDP2) put over ours since. Undo before you wrap, or build the model anew."
-        )
-    _set_class(module, stock_class(module))
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether another tool (such as FSDP2) has put a class of its own over ours."""
+    return binding_of(module) is not None and _BINDING not in vars(type(module))
 
 
 def stock_class(module: nn.Module) -> Any:
@@ -56,29 +42,58 @@ def stock_class(module: nn.Module) -> Any:
     return type(module) if binding is None else binding.stock
 
 
-def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+def patched_class(stock: Any, op: str, names: Mapping[str, str], value: str) -> Any:
+    """The subclass of ``stock`` whose forward is that of ``op``."""
+    return _patched_class(stock, op, tuple(sorted(names.items())), value)
+
+
+def refuse_wrapped(name: str, module: nn.Module) -> None:
+    """Raise for a module whose class we cannot change any more.
+
+    Raises:
+        PatchError: Another tool has put a class of its own over ours.
+    """
+    if is_wrapped(module):
+        raise PatchError(
+            f"cannot undo {name or 'the model'}: its class is {type(module).__name__} of {type(module).__module__}, "
+            "which another tool (such as FSDP2) put over ours since. Undo before you wrap, or build the model anew."
+        )
+
+
+def hides_forward(module: nn.Module) -> bool:
+    """Whether a forward on the instance keeps the class's from being called (Accelerate's wrappers do call it)."""
+    own = module.__dict__.get("forward")
+    if own is None or "_hf_hook" in module.__dict__ or _is_from_class(module, own):
+        return False
+    return not (is_patched(module) and _is_from_class(module, module.__dict__.get("_original_forward")))
+
+
+def _is_from_class(module: nn.Module, method: Any) -> bool:
+    function = getattr(method, "__func__", None)
+    return function is not None and (function is stock_class(module).forward or hasattr(function, _BINDING))
+
+
+def set_class(module: nn.Module, cls: Any) -> None:
+    """Change the class of one instance, between a stock class and one of ours."""
     if type(module) is cls:
         return
     module.__class__ = cls
-    if "_old_forward" in module.__dict__:  # Accelerate's hooks have bound the old class's forward
-        module._old_forward = types.MethodType(cls.forward, module)
+    for name in ("forward", "_old_forward"):  # Accelerate's hooks bind the class's forward, and may leave it there
+        if _is_from_class(module, module.__dict__.get(name)):
+            setattr(module, name, types.MethodType(cls.forward, module))
 
 
 @functools.cache
 def _patched_class(stock: Any, op: str, names: tuple[tuple[str, str], ...], value: str) -> Any:
-    binding = Binding(stock=stock, op=OPS[op], names=dict(names), value=value)
-    if binding.op.opens_tape:
+    @functools.wraps(stock.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Of now, not of then: Accelerate binds a forward to the instance, and calls it after the class has changed.
+        binding = None if torch.compiler.is_compiling() else binding_of(self)
+        if binding is None or (current() is None and not binding.op.opens_tape):
+            return stock.forward(self, *args, **kwargs)
+        return binding.op.forward(self, binding, *args, **kwargs)
 
-        @functools.wraps(stock.forward)
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return binding.op.forward(self, binding, *args, **kwargs)
-    else:
-
-        @functools.wraps(stock.forward)
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or current() is None:
-                return stock.forward(self, *args, **kwargs)
-            return binding.op.forward(self, binding, *args, **kwargs)
+    setattr(forward, _BINDING, True)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         _, _, *state = stock.__reduce_ex__(self, protocol)
@@ -90,7 +105,7 @@ def _patched_class(stock: Any, op: str, names: tuple[tuple[str, str], ...], valu
         "__doc__": stock.__doc__,
         "__reduce_ex__": __reduce_ex__,
         "forward": forward,
-        _BINDING: binding,
+        _BINDING: Binding(stock=stock, op=OPS[op], names=dict(names), value=value),
     }
     return type(stock)(stock.__name__, (stock,), body)
 

@@ -52,7 +52,7 @@ FAMILIES = (
 
 
 def build(family: str, size: Size = Size(), dtype: torch.dtype = torch.float32, dropout: float = 0.1) -> nn.Module:
-    """A training-mode model; hidden dropout as given, attention dropout 0, MLP 4x wide (gated 2.75x), half the kv heads.
+    """A model in training mode; dropout as given, in attention 0; MLP 4x wide (gated 2.75x), half the kv heads.
 
     T5's relative attention bias is frozen: on CPU, SDPA keeps seq x seq tensors for a bias that wants a gradient.
     """

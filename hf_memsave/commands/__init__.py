@@ -15,10 +15,9 @@ class CommandError(MemSaveError):
 
 def positive_int(text: str) -> int:
     """An argument's type: a whole number from 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text}")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text!r}")
+    return int(text)
 
 
 def check_picture(path: Path) -> None:

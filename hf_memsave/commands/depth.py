@@ -11,6 +11,8 @@ parameters at full depth (a model on the meta device has no bytes) must follow f
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,7 @@ import psutil
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_memsave import MemSaveConfig, PatchReport, measure_kept, patch
+from hf_memsave import MemSaveConfig, measure_kept, patch
 from hf_memsave.commands import CommandError
 from hf_memsave.commands.models import SkipValues, at_depth, build, choose_head, depth_fields, make_batch, period
 
@@ -48,8 +50,8 @@ class Setting:
 class Affine:
     """Named amounts at full depth, and the part of them that each layer of a stack adds."""
 
-    total: dict[str, float]
-    per_layer: dict[str, dict[str, float]]
+    total: dict[Any, float]
+    per_layer: dict[str, dict[Any, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,8 @@ class FullDepth:
     Attributes:
         cls: The model's class.
         parameters: Their number.
-        sites: What ``patch`` does to the model.
+        sites: (status, op, class, reason) -> how many sites there are.
+        unknown: Model types that no table knows.
         depth: Field of the configuration -> number of layers.
         measured: The depths that were run.
         u: Bytes of one activation ``[batch, seq, hidden]``.
@@ -69,7 +72,8 @@ class FullDepth:
 
     cls: str
     parameters: int
-    sites: PatchReport
+    sites: dict[tuple[str, ...], float]
+    unknown: tuple[str, ...]
     depth: dict[str, int]
     measured: tuple[dict[str, int], ...]
     u: int
@@ -101,7 +105,7 @@ def measure_full_depth(config: PreTrainedConfig, setting: Setting, layers: int |
     with torch.device("meta"):
         whole = build(head, at_depth(config, full), setting.dtype)
     _check_memory(config, setting, {field: first[field] + every[field] for field in fields})
-    counts, stock, patched = [], [], []
+    counts, sites, stock, patched = [], [], [], []
     for depth in depths:
         model = build(head, at_depth(config, depth), setting.dtype)
         counts.append({"parameters": model.num_parameters()})
@@ -113,7 +117,8 @@ def measure_full_depth(config: PreTrainedConfig, setting: Setting, layers: int |
                 f"{type(error).__name__}: {error}. Lower --seq-len if it is beyond the model's positions; other inputs "
                 "need hf_memsave.measure_kept(model, batch)."
             ) from error
-        patch(model, setting.memsave)
+        report = patch(model, setting.memsave)
+        sites.append(Counter((site.status, site.op, site.cls, site.reason) for site in report.sites))
         patched.append(_kept(model, head, setting))
 
     expected = _extrapolate(counts, depths, full).total["parameters"]
@@ -125,7 +130,8 @@ def measure_full_depth(config: PreTrainedConfig, setting: Setting, layers: int |
     return FullDepth(
         cls=type(whole).__name__,
         parameters=whole.num_parameters(),
-        sites=patch(whole, setting.memsave),
+        sites=_extrapolate(sites, depths, full).total,
+        unknown=report.unknown,
         depth=full,
         measured=depths,
         u=setting.batch_size * setting.seq_len * config.hidden_size * setting.u_dtype.itemsize,
@@ -134,14 +140,16 @@ def measure_full_depth(config: PreTrainedConfig, setting: Setting, layers: int |
     )
 
 
-def _extrapolate(points: list[dict[str, int]], depths: tuple[dict[str, int], ...], full: dict[str, int]) -> Affine:
+def _extrapolate(
+    points: Sequence[Mapping[Any, int]], depths: tuple[dict[str, int], ...], full: dict[str, int]
+) -> Affine:
     """From one point at the first depth, and one with more layers of each stack in turn."""
     first = points[0]
-    total = dict[str, float](first)
+    total = dict[Any, float](first)
     per_layer = {}
     for field, point, depth in zip(full, points[1:], depths[1:], strict=True):
         step = depth[field] - depths[0][field]
-        per_layer[field] = {name: (point.get(name, 0) - first.get(name, 0)) / step for name in first | point}
+        per_layer[field] = {name: (point.get(name, 0) - first.get(name, 0)) / step for name in {**first, **point}}
         for name, slope in per_layer[field].items():
             total[name] = total.get(name, 0) + slope * (full[field] - depths[0][field])
     return Affine(total, per_layer)

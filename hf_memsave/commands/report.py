@@ -89,8 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
     title = describe(args.model, result, setting)
     console.print(f"\n[bold]{title}[/bold]\npreset {args.memsave}, {result.parameters / 1e6:,.1f} M parameters\n")
-    console.print(f"{result.sites}\n", soft_wrap=True, markup=False)
-    console.print(kept_table(result))
+    console.print(sites_table(result), kept_table(result), sep="\n")
     console.print(*explain(result, setting), sep="\n")
     if args.plot:
         from hf_memsave.commands.pictures import kept_bars
@@ -106,10 +105,24 @@ def run(args: argparse.Namespace) -> int:
 
 def describe(name: str, result: FullDepth, setting: Setting) -> str:
     """One line: the model, its depth, the batch and the dtype."""
-    name = Path(name).resolve().name if Path(name).exists() else name
+    path = Path(name).resolve()
+    name = path.parent.name if path.is_file() else path.name if path.is_dir() else name
     depth = " + ".join(map(str, result.depth.values()))
     dtype = f"bf16 autocast, {_short(setting.dtype)} weights" if setting.autocast else _short(setting.dtype)
     return f"{name}: {result.cls}, {depth} layers, batch {setting.batch_size} x {setting.seq_len} tokens, {dtype}"
+
+
+def sites_table(result: FullDepth) -> Table:
+    """Every site at full depth: what was patched, and what was not and why."""
+    table = Table(box=box.SIMPLE_HEAD, title="Sites", title_justify="left")
+    table.add_column("count", justify="right")
+    for header in ("class", "op", "status"):
+        table.add_column(header)
+    for (status, op, cls, reason), count in sorted(result.sites.items()):
+        table.add_row(f"{count:.0f}", cls, op, f"{status}: {reason}" if reason else status)
+    if result.unknown:
+        table.caption = f"no table for model type {', '.join(result.unknown)}: sites were found by module class"
+    return table
 
 
 def kept_table(result: FullDepth) -> Table:
@@ -166,7 +179,10 @@ def to_dict(result: FullDepth, setting: Setting) -> dict[str, Any]:
         "measured": result.measured,
         "u": result.u,
         "u_dtype": _short(setting.u_dtype),
-        "sites": [vars(site) for site in result.sites.sites],
+        "sites": [
+            {"status": status, "op": op, "class": cls, "reason": reason, "count": count}
+            for (status, op, cls, reason), count in sorted(result.sites.items())
+        ],
         "stock": figures(result.stock),
         "patched": figures(result.patched),
     }

@@ -140,7 +140,14 @@ def _position_bias_mask(
 def _memo(owner: Tensor, key: Hashable, make: Callable[[], Tensor], *held: Tensor | None) -> Tensor:
     """``make()``, once per state of ``owner``; the result lives as long as the storage of ``owner``.
 
-    ``held`` are the tensors whose addresses the key names: held with the result, nobody can take their place.
+    Args:
+        owner: The tensor it is made from.
+        key: What else it depends on.
+        make: Makes it.
+        *held: Tensors whose addresses the key names: held with the result, so that no other can take their place.
+
+    Returns:
+        The result, or one made before.
     """
     if owner.is_inference():  # no version counter, so no telling whether it changed
         return make()

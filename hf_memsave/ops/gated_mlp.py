@@ -36,7 +36,25 @@ def _chunked_gated_mlp(module: nn.Module, binding: Binding, x: Tensor) -> Tensor
     return binding.child(module, "down")(promised(torch.mul, up, binding.child(module, "act")(gate)))
 
 
-GATED_MLP = Op("gated_mlp", "activation", _gated_mlp, children_are_modules("gate", "up", "down", "act"))
+_GATED = """
+def forward(self, x):
+    return self.down(self.act(self.gate(x)) * self.up(x))
+"""
+_CHUNKED = """
+def forward(self, x):
+    up = self.gate_up(x)
+    gate, up = up.chunk(2, dim=-1)
+    up = up * self.act(gate)
+    return self.down(up)
+"""
+
+GATED_MLP = Op(
+    "gated_mlp", "activation", _gated_mlp, children_are_modules("gate", "up", "down", "act"), expressions=(_GATED,)
+)
 CHUNKED_GATED_MLP = Op(
-    "chunked_gated_mlp", "activation", _chunked_gated_mlp, children_are_modules("gate_up", "down", "act")
+    "chunked_gated_mlp",
+    "activation",
+    _chunked_gated_mlp,
+    children_are_modules("gate_up", "down", "act"),
+    expressions=(_CHUNKED,),
 )

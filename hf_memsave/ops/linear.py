@@ -40,5 +40,13 @@ def _conv1d(module: nn.Module, binding: Binding, x: Tensor) -> Tensor:
     return torch.addmm(module.bias, autocast_low(flat), autocast_low(module.weight)).view(*x.shape[:-1], module.nf)
 
 
+_CONV1D = """
+def forward(self, x):
+    size_out = x.size()[:-1] + (self.nf,)
+    x = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
+    x = x.view(size_out)
+    return x
+"""
+
+CONV1D = Op("conv1d", None, _conv1d, expressions=(_CONV1D,))
 LINEAR = Op("linear", None, _linear)
-CONV1D = Op("conv1d", None, _conv1d)

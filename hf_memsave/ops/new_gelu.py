@@ -83,4 +83,9 @@ def _new_gelu(module: nn.Module, binding: Binding, input: Tensor) -> Tensor:
     return new_gelu(input)
 
 
-NEW_GELU = Op("new_gelu", "activation", _new_gelu)
+_EXPRESSION = """
+def forward(self, x):
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+"""
+
+NEW_GELU = Op("new_gelu", "activation", _new_gelu, expressions=(_EXPRESSION,))

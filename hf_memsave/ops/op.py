@@ -42,7 +42,9 @@ class Op:
         setting: The :class:`~hf_memsave.MemSaveConfig` field that chooses it; None if the op is always on.
         forward: Called as ``forward(module, binding, *args, **kwargs)`` where a tape is innermost; elsewhere the stock
             forward runs. It must read the module's children at call time and draw random numbers as stock does.
-        check: Returns why this module cannot take the op, or None. Must not change the module.
+        check: Returns why this module cannot take the op, or None. Must neither change the module nor run it.
+        expressions: The forwards that the op is exact for, as source text that calls attributes of self by their roles;
+            empty where the op calls the module's own forward, or replaces one of PyTorch's.
         opens_tape: The op puts a tape in place itself, so it runs without one.
     """
 
@@ -51,6 +53,7 @@ class Op:
     forward: Callable[..., Any]
     check: Callable[[nn.Module, Mapping[str, str]], str | None] = _nothing_to_check
     opens_tape: bool = False
+    expressions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -40,5 +40,32 @@ def _out(module: nn.Module, h: Tensor) -> Tensor:
     return module.wo(h)
 
 
-T5_MLP = Op("t5_mlp", "activation", _dense, children_are_modules("wi", "wo", "act", "dropout"))
-T5_GATED_MLP = Op("t5_gated_mlp", "activation", _gated, children_are_modules("wi_0", "wi_1", "wo", "act", "dropout"))
+_TAIL = """
+    h = self.dropout(h)
+    if (
+        isinstance(self.wo.weight, torch.Tensor)
+        and h.dtype != self.wo.weight.dtype
+        and self.wo.weight.dtype != torch.int8
+    ):
+        h = h.to(self.wo.weight.dtype)
+    h = self.wo(h)
+    return h
+"""
+_DENSE = f"""
+def forward(self, h):
+    h = self.wi(h)
+    h = self.act(h){_TAIL}"""
+_GATED = f"""
+def forward(self, h):
+    gate = self.act(self.wi_0(h))
+    up = self.wi_1(h)
+    h = gate * up{_TAIL}"""
+
+T5_MLP = Op("t5_mlp", "activation", _dense, children_are_modules("wi", "wo", "act", "dropout"), expressions=(_DENSE,))
+T5_GATED_MLP = Op(
+    "t5_gated_mlp",
+    "activation",
+    _gated,
+    children_are_modules("wi_0", "wi_1", "wo", "act", "dropout"),
+    expressions=(_GATED,),
+)

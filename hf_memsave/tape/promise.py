@@ -52,11 +52,7 @@ class Promise:
         self.recompute = recompute
         self.stride = output.stride()
         self.autocast = AutocastState(output.device.type)
-        # A 1-D floating-point leaf is a norm's weight or bias: see _settle.
-        self.inputs = [
-            (i.detach(), i._version, s, i.is_leaf and i.dim() == 1 and i.is_floating_point())
-            for i, s in zip(inputs, sources, strict=True)
-        ]
+        self.inputs = [(mine := _own(i), mine._version, s) for i, s in zip(inputs, sources, strict=True)]
         self.held: list[tuple[Any, tuple[int, ...] | None]] | None = None
         self.uses = self.left = 0
         self.task = -1
@@ -71,23 +67,21 @@ class Promise:
         return Ticket(self, view)
 
     def _settle(self, keep: Keep) -> bool:
-        if any(tensor._version != version for tensor, version, *_ in self.inputs):
+        if any(tensor._version != version for tensor, version, _ in self.inputs):
             return False
-        self.held, kept = [], {}
-        for tensor, _, source, is_vector in self.inputs:
+        held: list[tuple[Any, tuple[int, ...] | None]] = []
+        kept: dict[Any, tuple[Any, tuple[int, ...]]] = {}
+        for tensor, _, source in self.inputs:
             ticket = source.take(tensor, keep) if source is not None else None
             if ticket is not None:
-                self.held.append((ticket, None))
+                held.append((ticket, None))
                 continue
             address = tensor.untyped_storage()._cdata, tensor.storage_offset()
             key = (address, tensor.shape, tensor.stride(), tensor.dtype)
             if key not in kept:
-                # A private copy of a norm's weight: FSDP2 frees it before the next block's backward, and optimizers
-                # write to it through .data, which no version counter sees.
-                mine = tensor.clone() if is_vector else tensor
-                kept[key] = (keep(mine), mine.stride())
-            self.held.append(kept[key])
-        self.inputs = []
+                kept[key] = (keep(tensor), tensor.stride())
+            held.append(kept[key])
+        self.held, self.inputs = held, []
         return True
 
     def get(self, fetch: Fetch) -> Tensor:
@@ -119,6 +113,14 @@ class Promise:
             inputs.append(fetched[id(handle)])
         with self.autocast:
             return with_stride(self.recompute(*inputs), self.stride)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    # Of a norm's weight or bias (a 1-D floating-point leaf), a promise holds a private copy. FSDP2 frees those when
+    # their block's forward ends, and gathers them again only for that block's backward, while the next block may need
+    # the norm's output before. And optimizers write to them through .data, which no version counter sees.
+    own = tensor.detach()
+    return own.clone() if tensor.is_leaf and tensor.dim() == 1 and tensor.is_floating_point() else own
 
 
 def _drop(promise: weakref.ref[Promise]) -> None:

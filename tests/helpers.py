@@ -1,0 +1,256 @@
+"""What the tests of single ops share: comparison to the bit, one forward and backward, and the meter on one op."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from hf_memsave.arch import COMMON
+from hf_memsave.swap import patched_class, set_class
+from hf_memsave.tape import Tape, measure_kept
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+#: Ways to hand an op an input that is not contiguous: a name, and a view of a leaf.
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: x.transpose(0, 1),
+    "sliced": lambda x: x[..., ::2],
+    "expanded": lambda x: x[:1].expand(3, *x.shape[1:]),
+    "offset": lambda x: x[1:, 1:],
+}
+
+
+def only_on_cpu(device: torch.device, claim: str = "equality to the bit") -> None:
+    """Skip a test of what is claimed on CPU only."""
+    if device.type != "cpu":
+        pytest.skip(f"{claim} is claimed on CPU only")
+
+
+def subsets(count: int) -> list[tuple[bool, ...]]:
+    """Every choice of which of ``count`` inputs want a gradient."""
+    return list(product((True, False), repeat=count))
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, device: Any = "cpu", seed: int = 0) -> Tensor:
+    """Normal numbers; the same on every device."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return values.to(device, dtype)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The bytes of a floating-point tensor, as integers: tells -0 from 0, and equals NaN with itself."""
+    return tensor.detach().contiguous().view(_INTEGERS[tensor.itemsize])
+
+
+def assert_same_bits(got: Tensor | None, expected: Tensor | None, what: str = "tensor") -> None:
+    """Same dtype, same shape, and same bits; or both None."""
+    if got is None or expected is None:
+        assert got is expected, f"{what}: got {got}, expected {expected}"
+        return
+    assert got.dtype == expected.dtype, f"{what}: got {got.dtype}, expected {expected.dtype}"
+    assert got.shape == expected.shape, f"{what}: got {tuple(got.shape)}, expected {tuple(expected.shape)}"
+    differ = bits(got) != bits(expected)
+    assert not differ.any(), (
+        f"{what}: {int(differ.sum())} of {got.numel()} elements differ, "
+        f"by up to {(got.double() - expected.double()).abs().max().item()}"
+    )
+
+
+class Result(NamedTuple):
+    """A forward and a backward: the op's output, the consumer's gradient, and those of the op's own tensors."""
+
+    output: Tensor
+    of_consumer: Tensor
+    of_inputs: tuple[Tensor | None, ...]
+
+
+def run(
+    fn: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    wanted: Sequence[bool] | None = None,
+    tape: bool = False,
+    autocast: torch.dtype | None = None,
+    seed: int = 7,
+) -> Result:
+    """``fn(*inputs)``, one product that keeps its output, and a backward.
+
+    The first input is an activation, and so no leaf (autocast casts a leaf once for all its consumers); the others are
+    leaves. The product's gradient is the output that backward saw, times a constant: a wrong recomputation shows in
+    each of its elements.
+    """
+    leaves = [x.detach().clone().requires_grad_(w) for x, w in zip(inputs, wanted or [True] * len(inputs), strict=True)]
+    device = inputs[0].device
+    torch.manual_seed(seed)
+    with Tape() if tape else contextlib.nullcontext(), autocasting(device, autocast):
+        output = fn(leaves[0] * 1, *leaves[1:])
+        weight = random(*output.shape, dtype=output.dtype, device=device, seed=1).requires_grad_()
+        product = output * weight
+    product.backward(random(*product.shape, dtype=product.dtype, device=device, seed=2))
+    return Result(output, weight.grad, tuple(x.grad for x in leaves))
+
+
+def autocasting(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    """Autocast to ``dtype``; None for no autocast."""
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+def layout(tensor: Tensor) -> list[int]:
+    """The strides that count: those of dimensions longer than one."""
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+
+
+def assert_same_result(got: Result, expected: Result) -> None:
+    """Output, its layout, and all gradients, to the bit."""
+    assert_same_bits(got.output, expected.output, "output")
+    assert layout(got.output) == layout(expected.output), "the output lies in memory in another order"
+    assert_same_bits(got.of_consumer, expected.of_consumer, "gradient of the consumer")
+    for i, (mine, stock) in enumerate(zip(got.of_inputs, expected.of_inputs, strict=True)):
+        assert_same_bits(mine, stock, f"gradient of input {i}")
+
+
+def assert_exact(
+    op: Callable[..., Tensor], reference: Callable[..., Tensor], inputs: Sequence[Tensor], **options: Any
+) -> None:
+    """Under a tape, ``op`` gives the output and gradients of ``reference`` to the bit."""
+    assert_same_result(run(op, inputs, tape=True, **options), run(reference, inputs, **options))
+
+
+def tensors(result: Result) -> list[Tensor]:
+    """All of them, without those that are None."""
+    return [t for t in (result.output, result.of_consumer, *result.of_inputs) if t is not None]
+
+
+def error(got: Result, truth: Result) -> float:
+    """The largest error of output and gradients, relative to the largest number of each."""
+    worst = 0.0
+    for mine, true in zip(tensors(got), tensors(truth), strict=True):
+        scale = true.abs().max().clamp_min(1e-30)
+        worst = max(worst, ((mine.double() - true.double()).abs().max() / scale).item())
+    return worst
+
+
+def assert_no_worse_than_eager(
+    op: Callable[..., Tensor], reference: Callable[..., Tensor], inputs: Sequence[Tensor]
+) -> None:
+    """Against ``reference`` in float64, the error of ``op`` under a tape is at most stock's, and one rounding."""
+    truth = run(reference, [x.double() for x in inputs])
+    eager = error(run(reference, inputs), truth)
+    assert error(run(op, inputs, tape=True), truth) <= eager + torch.finfo(inputs[0].dtype).eps
+
+
+def taped(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``fn`` and a consumer that keeps its output, under a tape; for ``gradcheck``."""
+
+    def under_tape(*inputs: Tensor) -> Tensor:
+        with Tape():
+            return fn(*inputs).square()
+
+    return under_tape
+
+
+def assert_gradients_are_right(fn: Callable[..., Tensor], *inputs: Tensor, twice: bool = True) -> None:
+    """``gradcheck`` and ``gradgradcheck`` under a tape; the inputs are float64."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    assert torch.autograd.gradcheck(taped(fn), leaves)
+    if twice:
+        assert torch.autograd.gradgradcheck(taped(fn), leaves)
+
+
+def assert_backward_twice(fn: Callable[..., Tensor], *inputs: Tensor) -> None:
+    """With ``retain_graph=True`` a second backward gives the bits of the first."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    loss = taped(fn)(*leaves).sum()
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    second = torch.autograd.grad(loss, leaves)
+    for mine, before in zip(second, first, strict=True):
+        assert_same_bits(mine, before)
+
+
+def swapped(module: nn.Module, op: str, value: str = "recompute", **names: str) -> nn.Module:
+    """``module`` itself, running ``op`` under a tape."""
+    set_class(module, patched_class(type(module), op, names, value))
+    return module
+
+
+def swap_children(module: nn.Module) -> nn.Module:
+    """``module`` itself, with every child that the common table knows running its op."""
+    known = COMMON.by_class()
+    for child in module.children():
+        site = known.get(f"{type(child).__module__}.{type(child).__qualname__}")
+        if site is not None:
+            swapped(child, site.op, "seed" if site.op == "dropout" else "recompute", **site.names)
+    return module
+
+
+def as_function(module: nn.Module) -> Callable[..., Tensor]:
+    """``module`` as a function of its input and then of each of its parameters."""
+    names = [name for name, _ in module.named_parameters()]
+
+    def call(x: Tensor, *parameters: Tensor) -> Tensor:
+        return functional_call(module, dict(zip(names, parameters, strict=True)), (x,))
+
+    return call
+
+
+class Probe(nn.Module):
+    """An op (and a linear after it), under a tape or not; the meter sees all that they keep.
+
+    Args:
+        fn: The op.
+        tape: Whether a tape is in place.
+        producer: Makes the op's input: ``torch.clone`` keeps nothing, so the input counts if the op keeps it;
+            ``torch.sigmoid`` keeps its output, so the input is kept whatever the op does.
+        linear: What consumes the op's output; ``nn.Identity()`` for nothing.
+        autocast: As usual, it ends with the forward, and with it the copies of weights that only its cache holds.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[[Tensor], Tensor],
+        tape: bool,
+        producer: Callable[[Tensor], Tensor],
+        linear: nn.Module,
+        autocast: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.fn, self.tape, self.producer, self.linear, self.autocast = fn, tape, producer, linear, autocast
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        with Tape() if self.tape else contextlib.nullcontext(), autocasting(x.device, self.autocast):
+            return {"loss": self.linear(self.fn(self.producer(x))).sum()}
+
+
+def kept(
+    fn: Callable[[Tensor], Tensor],
+    x: Tensor,
+    tape: bool,
+    producer: Callable[[Tensor], Tensor] = torch.clone,
+    linear: bool = True,
+    autocast: torch.dtype | None = None,
+) -> int:
+    """Bytes that ``fn`` and the linear after it keep, wherever they hide; see :class:`Probe`."""
+    with torch.no_grad(), autocasting(x.device, autocast):
+        output = fn(x)
+    after = nn.Linear(output.shape[-1], 2, dtype=output.dtype) if linear else nn.Identity()
+    found = measure_kept(Probe(fn, tape, producer, after.to(x.device), autocast), x.detach().clone().requires_grad_())
+    (loss,) = (s.nbytes for s in found.storages if s.op == "sum")
+    return found.total - loss
+
+
+def nbytes(*tensors: Tensor) -> int:
+    """Bytes of the elements of all ``tensors``."""
+    return sum(t.numel() * t.itemsize for t in tensors)
+
+
+def generator_state(device: torch.device) -> Tensor:
+    """The state of the generator that dropout draws from."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

@@ -1,0 +1,177 @@
+"""``memsave`` and ``memsave report``: its figures are those of a direct measurement at full depth."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+
+import hf_memsave
+from hf_memsave import commands
+from hf_memsave.cli import main
+
+WIDTH = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4}
+CONFIGS = {
+    "bert": {**WIDTH, "num_hidden_layers": 5, "intermediate_size": 128, "attention_probs_dropout_prob": 0.1},
+    "llama": {**WIDTH, "num_hidden_layers": 4, "intermediate_size": 88, "num_key_value_heads": 2},
+    "gpt2": {"vocab_size": 96, "n_embd": 32, "n_head": 4, "n_layer": 4, "n_positions": 64},
+    "t5": {
+        "vocab_size": 96, "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "num_layers": 3,
+        "num_decoder_layers": 5, "decoder_start_token_id": 0,
+    },
+    # Every third layer attends to all tokens, the others to a window: two masks, and 8 is no multiple of three.
+    "gemma3_text": {
+        **WIDTH, "num_hidden_layers": 8, "intermediate_size": 64, "head_dim": 8, "num_key_value_heads": 2,
+        "sliding_window": 8,
+        "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2 + ["sliding_attention"] * 2,
+    },
+}  # fmt: skip
+HEADS = {"bert": AutoModelForSequenceClassification, "t5": AutoModelForSeq2SeqLM}
+
+
+def write_config(folder: Path, model_type: str, **changes: object) -> Path:
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type, **CONFIGS[model_type], **changes}))
+    return folder
+
+
+def report(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+    status = main(["report", *map(str, argv)])
+    return status, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_report_equals_a_direct_measurement_at_full_depth(model_type, autocast, tmp_path, capsys):
+    folder = write_config(tmp_path, model_type)
+    options = ["--autocast", "bf16"] if autocast else ["--dtype", "fp32"]
+    status, _, errors = report(
+        capsys, folder, *options, "--batch-size", 3, "--seq-len", 24, "--json", tmp_path / "out.json"
+    )
+    assert status == 0, errors
+    figures = json.loads((tmp_path / "out.json").read_text())
+
+    config = AutoConfig.from_pretrained(folder, attention_probs_dropout_prob=0.0, attn_pdrop=0.0)
+    model = HEADS.get(model_type, AutoModelForCausalLM).from_config(config).train()
+    for module in model.modules():
+        if type(module).__name__ == "T5Attention":
+            module.dropout = 0.0
+            if module.has_relative_attention_bias:
+                module.relative_attention_bias.requires_grad_(False)
+    ids = torch.randint(2, 96, (3, 24))
+    batch = {"input_ids": ids, "labels": ids[:, 0] % 2 if model_type == "bert" else ids}
+
+    def forward(**inputs):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            return model(**inputs)
+
+    assert figures["parameters"] == model.num_parameters()
+    assert max(figures["measured"][-1].values()) < max(figures["depth"].values()) or model_type == "gemma3_text"
+    assert figures["stock"]["by_kind"] == hf_memsave.measure_kept(model, batch, forward).by_kind
+    sites = hf_memsave.patch(model)
+    counts = Counter((site.status, site.op, site.cls, site.reason) for site in sites.sites)
+    found = {tuple(s[key] for key in ("status", "op", "class", "reason")): s["count"] for s in figures["sites"]}
+    assert found == counts
+    patched = {kind: kept for kind, kept in figures["patched"]["by_kind"].items() if kept}
+    assert patched == hf_memsave.measure_kept(model, batch, forward).by_kind
+
+
+def test_report_prints_sites_table_and_how_it_was_measured(tmp_path, capsys):
+    status, output, _ = report(capsys, write_config(tmp_path, "t5"), "--seq-len", 16)
+    assert status == 0
+    lines = {line.split()[0]: line.split() for line in output.splitlines() if line.strip()}
+    assert ["8", "T5DenseActDense", "t5_mlp", "patched"] in lines.values()
+    assert len(lines["all"]) == 7  # MiB and, for each stack, u per layer: stock and patched
+    text = " ".join(output.split())
+    assert "T5ForConditionalGeneration, 3 + 5 layers, batch 4 x 16 tokens, bf16" in text
+    assert "1 + 1, 2 + 1, 1 + 2 layers" in text and "Extrapolated" in text and "position bias is frozen" in text
+
+
+def test_report_of_another_depth(tmp_path, capsys):
+    folder = write_config(tmp_path, "llama")
+    totals = []
+    for layers in (4, 9):
+        assert report(capsys, folder, "--layers", layers, "--json", tmp_path / "out.json")[0] == 0
+        figures = json.loads((tmp_path / "out.json").read_text())
+        assert figures["depth"] == {"num_hidden_layers": layers}
+        totals.append(figures["patched"]["total"])
+    assert totals[1] - totals[0] == 5 * figures["patched"]["per_layer"]["num_hidden_layers"]["total"]
+
+
+def test_report_builds_the_architecture_the_config_names(tmp_path, capsys):
+    folder = write_config(tmp_path, "bert", architectures=["BertForMaskedLM"])
+    assert "BertForMaskedLM" in report(capsys, folder / "config.json", "--seq-len", 8)[1]
+
+
+def test_report_draws_a_picture(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "kept.png"
+    assert report(capsys, write_config(tmp_path, "llama"), "--plot", picture)[0] == 0
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+
+
+def test_report_leaves_the_machine_its_memory(tmp_path, capsys):
+    status, _, error = report(capsys, write_config(tmp_path, "llama"), "--batch-size", 10**9)
+    assert status == 2 and "GiB are free" in error
+
+
+def test_report_refuses_layers_that_are_not_alike(tmp_path, capsys):
+    config = {**WIDTH, "num_hidden_layers": 4, "num_key_value_heads": 2, "intermediate_size": 64, "head_dim": 8}
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "mlp_only_layers": [2]}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **config, **experts}))
+    status, _, error = report(capsys, tmp_path)
+    assert status == 2 and "are not alike" in error
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["missing.json"], "no such file or folder"),
+        (["./missing/folder"], "no such file or folder"),
+        (["."], "expected a config.json in this folder"),
+        (["broken.json"], "not a valid JSON file"),
+        (["other.json"], "Should have a `model_type` key"),
+        (["vit"], "no language modelling or classification head"),
+        (["bert", "--memsave", "nope"], "unknown preset 'nope'"),
+        (["bert", "--autocast", "bf16", "--dtype", "bf16"], "Leave one out"),
+        (["bert", "--plot", "nowhere/kept.png"], "expected a file in a folder that exists"),
+        (["bert", "--plot", "kept.xyz"], "expected a name that ends in .png"),
+        (["bert", "--json", "."], "expected a file in a folder that exists"),
+        (["tiny/config.json", "--seq-len", "100"], "Lower --seq-len"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_report_errors_are_one_line_with_a_remedy(argv, expected, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("broken.json").write_text("{")
+    Path("other.json").write_text('{"hidden_size": 3}')
+    Path("tiny").mkdir()
+    write_config(Path("tiny"), "gpt2")
+    status, output, error = report(capsys, *argv)
+    assert (status, output.strip()) == (2, "")
+    assert error.startswith("memsave report: error: ") and error.count("\n") == 1
+    assert expected in error
+
+
+def test_report_without_matplotlib_names_the_extra(capsys, monkeypatch):
+    monkeypatch.setattr(commands, "find_spec", lambda name: None)
+    status, _, error = report(capsys, "bert", "--plot", "kept.png")
+    assert status == 2 and "pip install 'hf_memsave[plot]'" in error
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["nope"], ["report"], ["report", "bert", "--batch-size", "0"], ["demo", "--steps", "x"]], ids=str
+)
+def test_unusable_arguments_end_with_status_2(argv, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(argv)
+    assert exit_.value.code == 2
+    assert "error:" in capsys.readouterr().err
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out == f"hf_memsave {hf_memsave.__version__}\n"

@@ -1,0 +1,206 @@
+"""``MemSaveConfig``: frozen, strict, and the same after a trip through JSON or YAML."""
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+
+from hf_memsave import ConfigError, MemSaveConfig, MemSaveError
+from hf_memsave.config import presets
+
+#: Another value than the default, for every field.
+OTHER = {"activation": "stock", "norm": "stock", "dropout": "mask", "attention": "stock"}
+FIELDS = [field.name for field in dataclasses.fields(MemSaveConfig)]
+
+
+def test_every_field_is_tested():
+    assert list(OTHER) == FIELDS
+    assert all(OTHER[name] != value for name, value in MemSaveConfig().to_dict().items())
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_field_cannot_be_assigned(name):
+    config = MemSaveConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(config, name, OTHER[name])
+
+
+def test_fields_are_given_by_name():
+    with pytest.raises(TypeError, match="positional"):
+        MemSaveConfig("recompute")
+
+
+def test_a_field_that_does_not_exist_is_refused():
+    with pytest.raises(TypeError, match="activations"):
+        MemSaveConfig(activations="stock")
+
+
+@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("value", ["Stock", "", None, True, 1, ["stock"]], ids=repr)
+def test_a_wrong_value_is_refused_with_those_that_are_right(name, value):
+    with pytest.raises(ConfigError, match=f"MemSaveConfig.{name} must be one of .*'stock'.*, got ") as caught:
+        MemSaveConfig(**{name: value})
+    assert repr(value) in str(caught.value)
+    assert f"the default, {getattr(MemSaveConfig(), name)!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_wrong_value_is_refused_by_replace(name):
+    with pytest.raises(ConfigError, match=name):
+        dataclasses.replace(MemSaveConfig(), **{name: "wrong"})
+
+
+def test_a_config_error_is_a_value_error():
+    assert issubclass(ConfigError, MemSaveError)
+    assert issubclass(ConfigError, ValueError)
+
+
+def test_to_dict_has_every_field():
+    assert MemSaveConfig(**OTHER).to_dict() == OTHER
+
+
+def test_from_dict_takes_the_default_for_what_is_left_out():
+    assert MemSaveConfig.from_dict({"norm": "stock"}) == MemSaveConfig(norm="stock")
+
+
+def test_from_dict_names_every_unknown_key_and_the_known_ones():
+    with pytest.raises(ConfigError, match="no field 1, 'norms': expected 'activation', 'norm', 'dropout'"):
+        MemSaveConfig.from_dict({"norms": "stock", 1: 2, "norm": "stock"})
+
+
+@pytest.mark.parametrize("fields", [["norm"], "norm", 3], ids=repr)
+def test_from_dict_refuses_what_is_no_mapping(fields):
+    with pytest.raises(ConfigError, match=f"expected a mapping .* got {type(fields).__name__}"):
+        MemSaveConfig.from_dict(fields)
+
+
+@pytest.mark.parametrize("name", ["config.json", "config.yaml", "config.yml", "config"])
+@pytest.mark.parametrize("fields", [{}, OTHER], ids=["default", "other"])
+def test_a_file_gives_back_what_was_written(tmp_path, name, fields):
+    config = MemSaveConfig(**fields)
+    config.to_file(tmp_path / name)
+    assert MemSaveConfig.from_file(tmp_path / name) == config
+
+
+@pytest.mark.parametrize("name", ["config.json", "config.yaml"])
+def test_a_path_may_be_a_string(tmp_path, name):
+    path = str(tmp_path / name)
+    MemSaveConfig(**OTHER).to_file(path)
+    assert MemSaveConfig.from_file(path) == MemSaveConfig(**OTHER)
+
+
+def test_json_is_written_where_the_name_says_so(tmp_path):
+    MemSaveConfig().to_file(tmp_path / "a.json")
+    MemSaveConfig().to_file(tmp_path / "a.yaml")
+    assert (tmp_path / "a.json").read_text().startswith("{\n")
+    assert (tmp_path / "a.yaml").read_text().startswith("activation: recompute\n")
+
+
+def test_an_empty_file_is_the_default(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("# nothing\n")
+    assert MemSaveConfig.from_file(path) == MemSaveConfig()
+
+
+@pytest.mark.parametrize("text", ["norm: [", "{", "norm: 'stock", "\tnorm: stock", "norm: \0"], ids=repr)
+def test_a_malformed_file_is_named(tmp_path, text):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="config.yaml is neither JSON nor YAML"):
+        MemSaveConfig.from_file(path)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_bytes(b"\x80\x02\xff")
+    with pytest.raises(ConfigError, match="config.yaml"):
+        MemSaveConfig.from_file(path)
+
+
+@pytest.mark.parametrize("text", ["- norm", "norm", "3"], ids=repr)
+def test_a_file_of_something_else_is_refused(tmp_path, text):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="expected a mapping"):
+        MemSaveConfig.from_file(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("norms: stock", "no field 'norms'"), ("norm: yes", "got True")], ids=repr
+)
+def test_a_file_with_a_wrong_field_or_value_is_refused(tmp_path, text, message):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        MemSaveConfig.from_file(path)
+
+
+@pytest.mark.parametrize("name", ["missing.yaml", "."], ids=["missing", "folder"])
+def test_a_file_that_cannot_be_read_is_refused(tmp_path, name):
+    with pytest.raises(ConfigError, match="cannot read .* Expected a JSON or YAML file"):
+        MemSaveConfig.from_file(tmp_path / name)
+
+
+def test_presets_are_listed():
+    assert "exact" in presets()
+
+
+@pytest.mark.parametrize("name", presets())
+def test_every_preset_is_a_config(name):
+    assert isinstance(MemSaveConfig.preset(name), MemSaveConfig)
+
+
+def test_the_exact_preset_is_the_default():
+    assert MemSaveConfig.preset("exact") == MemSaveConfig()
+
+
+def test_the_exact_preset_says_every_field():
+    # So that a new default does not change what the preset means without a look at it.
+    assert set(FIELDS) == {line.split(":")[0] for line in presets()["exact"].read_text().splitlines() if line[0] != "#"}
+
+
+@pytest.mark.parametrize("name", ["exactly", "", "../presets/exact", "exact.yaml"])
+def test_an_unknown_preset_is_refused_with_those_there_are(name):
+    with pytest.raises(ConfigError, match="unknown preset .*: expected one of .*'exact'"):
+        MemSaveConfig.preset(name)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (True, MemSaveConfig()),
+        (False, None),
+        (None, None),
+        ("exact", MemSaveConfig()),
+        ({"norm": "stock"}, MemSaveConfig(norm="stock")),
+        ({}, MemSaveConfig()),
+        (MemSaveConfig(**OTHER), MemSaveConfig(**OTHER)),
+    ],
+    ids=repr,
+)
+def test_resolve(value, expected):
+    assert MemSaveConfig.resolve(value) == expected
+
+
+def test_resolve_gives_back_a_config_itself():
+    config = MemSaveConfig(**OTHER)
+    assert MemSaveConfig.resolve(config) is config
+
+
+@pytest.mark.parametrize("value", [1, 0, 1.5, ["exact"], MemSaveConfig], ids=repr)
+def test_resolve_refuses_anything_else(value):
+    with pytest.raises(ConfigError, match=f"got {type(value).__name__}"):
+        MemSaveConfig.resolve(value)
+
+
+@pytest.mark.parametrize("trip", [copy.copy, copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))])
+def test_a_copy_is_equal(trip):
+    config = MemSaveConfig(**OTHER)
+    assert trip(config) == config
+    assert hash(trip(config)) == hash(config)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_configs_that_differ_are_not_equal(name):
+    assert MemSaveConfig(**{name: OTHER[name]}) != MemSaveConfig()

@@ -1,0 +1,119 @@
+"""``memsave demo``: the same losses stock and patched, or exit status 1."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_memsave import patch
+from hf_memsave.cli import main
+from hf_memsave.commands import demo_training
+from hf_memsave.commands.demo_task import generated_task
+
+pytest.importorskip("matplotlib")
+
+NUMBERS = (
+    "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen".split()
+)
+NUMBERS += "eighteen nineteen twenty".split()
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def rows(output: str) -> list[list[str]]:
+    """The table's cells from the run's name on: run, final loss, dev accuracy, majority, kept MiB, ratio, s/step."""
+    found = re.findall(r"^.* ((?:stock|patched) +\d.*)$", output, flags=re.MULTILINE)
+    return [row.split() for row in found if "%" in row]
+
+
+def test_demo_quick_ends_well_and_learns(tmp_path):
+    command = [sys.executable, "-m", "hf_memsave.cli", "demo", "--quick"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "agree to the last bit in all 70 losses" in " ".join(done.stdout.split())
+    table = rows(done.stdout)
+    assert [row[0] for row in table] == ["stock", "patched"] * 2
+    for stock, patched in (table[:2], table[2:]):
+        assert stock[1:4] == patched[1:4]
+        accuracy, majority, ratio = (float(cell.rstrip("%x")) for cell in (patched[2], patched[3], patched[5]))
+        assert accuracy > 85 and majority < 60 and ratio > 1.7
+    assert (tmp_path / "demo.png").stat().st_size > 10_000
+
+
+def test_demo_fails_when_a_loss_differs(tmp_path, capsys, monkeypatch):
+    def faulty_patch(model):
+        patch(model)
+        with torch.no_grad():
+            model.base_model.get_input_embeddings().weight.mul_(1.01)
+
+    monkeypatch.setattr(demo_training, "patch", faulty_patch)
+    assert main(["demo", "--steps", "2", "--out", str(tmp_path / "demo.png")]) == 1
+    output, error = capsys.readouterr()
+    assert "agree" not in output
+    assert re.search(r"memsave demo: BERT: the loss of step 1 is .* stock and .* patched", error)
+
+
+def test_demo_fails_when_only_a_weight_differs():
+    run = demo_training.Run([0.5], {"w": torch.zeros(2)}, 0.5, None, 0.1)
+    other = demo_training.Run([0.5], {"w": torch.tensor([0.0, 1e-9])}, 0.5, None, 0.1)
+    assert demo_training.difference(run, run) is None
+    assert demo_training.difference(run, other) == "w differs after training"
+
+
+def test_demo_on_a_glue_folder(tmp_path, capsys):
+    folder = tmp_path / "SST-2"
+    write_sst2(folder, 80)
+    assert main(["demo", "--data-dir", str(folder), "--steps", "2", "--out", str(tmp_path / "demo.png")]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "the first 64 training and 80 dev examples of 80 and 80" in output
+    assert "agree to the last bit in all 2 losses" in output
+
+
+def write_sst2(folder: Path, examples: int) -> None:
+    folder.mkdir()
+    lines = ["sentence\tlabel", *(f"a {'good' if i % 2 else 'bad'} film number {i}\t{i % 2}" for i in range(examples))]
+    for name in ("train.tsv", "dev.tsv"):
+        (folder / name).write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("SST-2", None, "train.tsv: expected this file"),
+        ("SST-2", "sentence\tlabel\na good film\n", "train.tsv, line 2: expected 2 columns"),
+        ("STS-B", "sentence1\tsentence2\tscore\na\tb\t2.5\n", "asks for a score"),
+    ],
+    ids=["missing", "malformed", "regression"],
+)
+def test_demo_data_errors_are_one_line(name, content, expected, tmp_path, capsys):
+    folder = tmp_path / name
+    if content:
+        folder.mkdir()
+        (folder / "train.tsv").write_text(content)
+    assert main(["demo", "--data-dir", str(folder), "--out", str(tmp_path / "demo.png")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("memsave demo: error: ") and error.count("\n") == 1
+    assert expected in error
+
+
+def test_generated_labels_follow_the_rule():
+    task = generated_task(200, seed=1)
+    assert 0.5 <= task.majority < 0.6
+    for example in task.train:
+        fact, claim = task.tokenizer.decode(example["input_ids"]).removeprefix("[CLS]").split("[SEP]")[:2]
+        said, claimed = (next(i for i, n in enumerate(NUMBERS) if n in text.split()) for text in (fact, claim))
+        assert example["labels"] == (said > claimed)
+
+
+def test_generated_data_depends_on_the_seed_alone():
+    one, same, other = generated_task(20, 1), generated_task(20, 1), generated_task(20, 2)
+    assert one.train == same.train and one.dev == same.dev
+    assert one.train != other.train

@@ -1,0 +1,83 @@
+"""Checks of the checks: each plants a fault that the op tests must catch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_backward_twice, assert_exact, assert_same_bits, bits, kept, random
+
+from hf_memsave.ops import rms_norm
+from hf_memsave.tape import promise
+
+
+def wrong_gelu(x):
+    return promise(F.gelu(x), lambda x: F.gelu(x, approximate="tanh"), x)
+
+
+def test_a_wrong_recomputation_is_caught(device):
+    with pytest.raises(AssertionError, match="gradient of the consumer: .* elements differ"):
+        assert_exact(wrong_gelu, F.gelu, [random(3, 8, device=device)])
+
+
+def test_a_rounding_too_many_is_caught(device, monkeypatch):
+    x, weight = random(3, 64, dtype=torch.bfloat16, device=device), random(64, dtype=torch.bfloat16, device=device)
+    monkeypatch.setattr(rms_norm, "cast", lambda x, dtype: x)
+    with pytest.raises(AssertionError, match="output"):
+        assert_exact(
+            lambda x, w: rms_norm.rms_norm(x, w, 1e-6).to(x.dtype),
+            lambda x, w: rms_norm.rms_norm_reference(x, w, 1e-6),
+            [x, weight],
+        )
+
+
+class _WrongSecondTime(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.calls = 0
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.calls += 1
+        return dy * ctx.calls
+
+
+def test_a_second_backward_that_differs_is_caught(device):
+    with pytest.raises(AssertionError, match="elements differ"):
+        assert_backward_twice(_WrongSecondTime.apply, random(3, device=device))
+
+
+class _Hides(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.hidden = x.clone()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy
+
+
+def test_bytes_hidden_on_a_ctx_are_counted(device):
+    x = random(3, 8, device=device)
+    assert kept(_Hides.apply, x, tape=True) == 2 * x.nbytes  # the hidden tensor, and the linear's input
+
+
+def test_minus_zero_is_not_zero():
+    with pytest.raises(AssertionError, match="1 of 2 elements differ"):
+        assert_same_bits(torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]))
+
+
+def test_nan_has_the_bits_of_itself():
+    nan = torch.tensor([float("nan")])
+    assert_same_bits(nan, nan.clone())
+    assert torch.equal(bits(nan), bits(nan))
+
+
+def test_another_dtype_is_not_the_same():
+    with pytest.raises(AssertionError, match="expected torch.float32"):
+        assert_same_bits(torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2))
+
+
+def test_a_missing_gradient_is_not_zero():
+    with pytest.raises(AssertionError, match="expected None"):
+        assert_same_bits(torch.zeros(2), None)

@@ -1,0 +1,338 @@
+"""``measure_kept``: every byte between forward and backward counts once, wherever it hides; nothing else does."""
+
+import gc
+from dataclasses import fields
+
+import pytest
+import torch
+from helpers import generator_state
+from torch import nn
+from torch.nn.modules import module as global_hooks
+from torch.utils.checkpoint import checkpoint
+
+from hf_memsave import measure_kept
+from hf_memsave.tape.meter import KINDS, KeptStorage
+
+ROWS, WIDTH, WIDE = 3, 8, 16
+FP32 = 4
+NARROW_BYTES, WIDE_BYTES = ROWS * WIDTH * FP32, ROWS * WIDE * FP32
+
+
+@pytest.fixture
+def x(device):
+    return torch.randn(ROWS, WIDTH, device=device)
+
+
+@pytest.fixture
+def mlp(device):
+    return nn.Sequential(nn.Linear(WIDTH, WIDE), nn.GELU(), nn.Linear(WIDE, WIDTH)).to(device)
+
+
+class Calls(nn.Module):
+    """A module of a function."""
+
+    def __init__(self, fn):
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, *args, **kwargs):
+        return self.fn(*args, **kwargs)
+
+
+def live_storages():
+    gc.collect()
+    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+    return {t.untyped_storage()._cdata for t in tensors}
+
+
+# What counts.
+
+
+def test_a_known_graph_is_counted_exactly(mlp, x):
+    # GELU's input; its output, for the second linear; and the output, which the caller holds.
+    assert measure_kept(mlp, x).total == WIDE_BYTES + WIDE_BYTES + NARROW_BYTES
+
+
+def test_bytes_go_to_the_module_that_made_them(mlp, x):
+    assert measure_kept(mlp, x).by_module == {"0": WIDE_BYTES, "1": WIDE_BYTES, "2": NARROW_BYTES}
+
+
+def test_paths_are_those_of_the_whole_model(mlp, x):
+    model = nn.ModuleDict({"encoder": nn.ModuleDict({"mlp": mlp})})
+    found = measure_kept(model, x, forward=lambda x: model["encoder"]["mlp"](x))
+    assert list(found.by_module) == ["encoder.mlp.0", "encoder.mlp.1", "encoder.mlp.2"]
+
+
+def test_what_the_root_makes_goes_by_its_class(x):
+    assert measure_kept(Calls(torch.clone), x).by_module == {"Calls": NARROW_BYTES}
+
+
+def test_what_a_forward_makes_outside_the_model_says_so(mlp, x):
+    found = measure_kept(mlp, x, forward=lambda x: mlp(x.clone()))
+    assert found.by_module["(outside the model)"] == NARROW_BYTES
+
+
+def test_kinds_are_told_apart(mlp, x):
+    assert measure_kept(mlp, x).by_kind == {"linear": WIDE_BYTES + NARROW_BYTES, "activation": WIDE_BYTES}
+
+
+def test_kinds_and_modules_sum_to_the_total(device, x):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDE), nn.LayerNorm(WIDE), nn.ReLU(), nn.Dropout(0.5)).to(device)
+    found = measure_kept(model, x)
+    assert len(found.storages) > 4
+    assert sum(found.by_kind.values()) == sum(found.by_module.values()) == found.total
+    assert set(found.by_kind) == {"linear", "norm", "activation", "dropout"}
+
+
+def test_kinds_come_in_the_order_of_tables(device, x):
+    model = nn.Sequential(nn.Dropout(0.5), nn.LayerNorm(WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)).to(device)
+    assert list(measure_kept(model, x).by_kind) == [
+        k for k in KINDS if k in ("linear", "norm", "activation", "dropout")
+    ]
+
+
+def test_a_tensor_kept_by_many_counts_once(device, x):
+    q, k, v = (nn.Linear(WIDTH, 1, bias=False, device=device) for _ in range(3))
+    model = Calls(lambda x: sum(f(x) for f in (q, k, v)).sum())
+    assert measure_kept(model, x, forward=lambda x: model(x.clone())).total == NARROW_BYTES + FP32
+
+
+def test_a_view_counts_as_its_whole_storage(device, x):
+    model = Calls(lambda x: x.clone()[0])
+    assert measure_kept(model, x).total == NARROW_BYTES
+
+
+def test_a_tensor_that_nobody_keeps_does_not_count(x):
+    assert measure_kept(Calls(lambda x: (x.clone() + 1).sum()), x).total == FP32
+
+
+class _OnCtx(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, hidden):
+        ctx.hidden = hidden()
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None, None
+
+
+def test_a_tensor_hidden_on_a_ctx_counts(x):
+    model = Calls(lambda x: _OnCtx.apply(x, lambda: x.detach().clone()))
+    x.requires_grad_()
+    assert measure_kept(model, x).total == NARROW_BYTES + FP32
+
+
+def test_a_generator_state_hidden_on_a_ctx_counts(x):
+    state = torch.get_rng_state()
+    model = Calls(lambda x: _OnCtx.apply(x, torch.get_rng_state))
+    found = measure_kept(model, x.requires_grad_())
+    assert found.total == state.nbytes + FP32
+    assert found.by_kind["other"] >= state.nbytes
+
+
+def test_a_tensor_hidden_in_a_closure_counts(x):
+    def forward(x):
+        hidden = x.clone()
+        y = x.sum()
+        y.register_hook(lambda dy: dy * hidden.sum())
+        return y
+
+    assert measure_kept(Calls(forward), x.requires_grad_()).total == NARROW_BYTES + FP32
+
+
+HIDDEN = []
+
+
+def test_a_tensor_hidden_in_a_global_counts(x):
+    def forward(x):
+        HIDDEN.append(x.clone())
+        return x.sum()
+
+    try:
+        assert measure_kept(Calls(forward), x).total == NARROW_BYTES + FP32
+    finally:
+        HIDDEN.clear()
+
+
+def test_a_tensor_hidden_in_an_array_counts(x):
+    arrays = []
+
+    def forward(x):
+        arrays.append(x.cpu().clone().numpy())
+        return x.sum()
+
+    assert measure_kept(Calls(forward), x).total == NARROW_BYTES + FP32
+
+
+def test_what_only_a_cycle_holds_does_not_count(x):
+    def forward(x):
+        cycle = [x.clone()]
+        cycle.append(cycle)
+        return x.sum()
+
+    assert measure_kept(Calls(forward), x).total == FP32
+
+
+def test_what_hooks_keep_instead_counts(mlp, x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().to(torch.float64), lambda t: t.float()):
+        found = measure_kept(mlp, x, forward=lambda x: mlp(x).sum())
+    # Each of x, GELU's input, its output and the two weights, now in twice the bytes.
+    weights = [mlp[2].weight]  # the first one's is not needed: x wants no gradient
+    assert found.total == 2 * (NARROW_BYTES + 2 * WIDE_BYTES + sum(w.nbytes for w in weights)) + FP32
+
+
+def checkpointed(fn, x):
+    return checkpoint(fn, x, use_reentrant=False, preserve_rng_state=False)
+
+
+def test_a_checkpoint_keeps_its_input(mlp, x):
+    def forward(x):
+        return checkpointed(mlp, x.clone().requires_grad_()).sum()
+
+    assert measure_kept(mlp, x, forward=forward).total == NARROW_BYTES + FP32
+
+
+def test_nested_checkpoints_keep_the_outer_ones_input(mlp, x):
+    def inner(x):
+        return checkpointed(mlp, checkpointed(mlp, x))
+
+    def forward(x):
+        return checkpointed(inner, x.clone().requires_grad_()).sum()
+
+    assert measure_kept(mlp, x, forward=forward).total == NARROW_BYTES + FP32
+
+
+def test_a_loss_is_held_without_the_other_outputs(mlp, x):
+    def forward(x):
+        y = mlp(x)
+        return {"loss": y.sum(), "logits": y}
+
+    assert measure_kept(mlp, x, forward=forward).total == 2 * WIDE_BYTES + FP32
+
+
+def test_without_a_loss_the_whole_output_is_held(mlp, x):
+    def forward(x):
+        return {"logits": mlp(x), "extra": x.clone()}
+
+    assert measure_kept(mlp, x, forward=forward).total == 2 * WIDE_BYTES + 2 * NARROW_BYTES
+
+
+# What does not.
+
+
+def test_parameters_buffers_and_the_batch_do_not_count(device, x):
+    model = nn.BatchNorm1d(WIDTH).to(device).eval()
+    found = measure_kept(model, x, forward=lambda x: (x, *model.parameters(), *model.buffers()))
+    assert found.storages == ()
+
+
+def test_a_batch_that_wants_a_gradient_does_not_count(mlp, x):
+    without = measure_kept(mlp, x).total
+    assert measure_kept(mlp, x.requires_grad_()).total == without
+
+
+def test_what_was_alive_before_does_not_count(x):
+    before = torch.randn(100)
+    assert measure_kept(Calls(lambda x: before * 1.0 if x is None else before), x).total == 0
+
+
+# How it is called.
+
+
+@pytest.mark.parametrize("kind", [tuple, list], ids=["tuple", "list"])
+def test_a_sequence_is_positional_arguments(x, kind):
+    assert measure_kept(Calls(lambda a, b: a + b), kind([x, x])).total == NARROW_BYTES
+
+
+def test_a_mapping_is_keyword_arguments(x):
+    assert measure_kept(Calls(lambda *, a, b: a + b), {"a": x, "b": x}).total == NARROW_BYTES
+
+
+def test_a_tensor_is_the_only_argument(x):
+    assert measure_kept(Calls(lambda a: a + 1), x).total == NARROW_BYTES
+
+
+def test_a_forward_of_ones_own_is_called_instead(mlp, x):
+    assert measure_kept(mlp, {"x": x}, forward=lambda x: mlp[0](x)).by_module == {"0": WIDE_BYTES}
+
+
+def test_gradients_are_on_whatever_the_caller_says(mlp, x):
+    expected = measure_kept(mlp, x)
+    with torch.no_grad():
+        assert measure_kept(mlp, x) == expected
+
+
+def test_measuring_again_gives_the_same(device, x):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDE), nn.Dropout(0.5), nn.Linear(WIDE, WIDTH)).to(device)
+    assert measure_kept(model, x) == measure_kept(model, x)
+
+
+def test_measuring_again_under_autocast_gives_the_same(device, mlp, x):
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert measure_kept(mlp, x) == measure_kept(mlp, x)
+
+
+def test_a_storage_says_who_made_it(mlp, x):
+    assert [field.name for field in fields(KeptStorage)] == ["module", "kind", "op", "nbytes"]
+    assert KeptStorage("1", "activation", "gelu", WIDE_BYTES) in measure_kept(mlp, x).storages
+
+
+# What it leaves behind.
+
+
+def test_the_random_state_is_as_it_was(device, x):
+    before = generator_state(device)
+    measure_kept(nn.Dropout(0.5), x)
+    assert torch.equal(generator_state(device), before)
+
+
+def test_gradients_are_as_they_were(mlp, x):
+    mlp(x).sum().backward()
+    mlp[0].bias.grad = None
+    before = {name: p.grad if p.grad is None else p.grad.clone() for name, p in mlp.named_parameters()}
+    measure_kept(mlp, x)
+    for name, p in mlp.named_parameters():
+        assert p.grad is before[name] or torch.equal(p.grad, before[name])
+
+
+def test_the_mode_is_as_it_was(mlp, x):
+    mlp.eval()
+    mlp[1].train()
+    measure_kept(mlp, x)
+    assert [m.training for m in mlp] == [False, True, False]
+
+
+def test_nothing_is_alive_afterwards(mlp, x):
+    before = live_storages()
+    measure_kept(mlp, x)
+    assert live_storages() <= before
+
+
+@pytest.mark.parametrize("is_broken", [False, True], ids=["returns", "raises"])
+def test_no_hook_stays(mlp, x, is_broken):
+    def forward(x):
+        if is_broken:
+            raise ZeroDivisionError
+        return mlp(x)
+
+    def hooks():
+        return len(global_hooks._global_forward_hooks), len(global_hooks._global_forward_pre_hooks)
+
+    before = hooks()
+    try:
+        measure_kept(mlp, x, forward=forward)
+    except ZeroDivisionError:
+        assert is_broken
+    assert hooks() == before
+
+
+def test_the_random_state_is_as_it_was_after_an_error(device, x):
+    def forward(x):
+        nn.functional.dropout(x)
+        raise ZeroDivisionError
+
+    before = generator_state(device)
+    with pytest.raises(ZeroDivisionError):
+        measure_kept(Calls(forward), x)
+    assert torch.equal(generator_state(device), before)

@@ -1,0 +1,125 @@
+"""``transformers.Trainer``: a model built with ``memsave=True`` logs what stock logs, and ends with its weights."""
+
+import pytest
+import torch
+from families import VOCAB, build
+from helpers import only_on_cpu
+from steps import assert_same, patched_classes
+from torch.utils.data import Dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+)
+
+from hf_memsave import measure_kept, patch, unpatch
+
+AUTO = {"bert": AutoModelForSequenceClassification, "llama": AutoModelForCausalLM}
+WAYS = {
+    "fp32": {},
+    "bf16": {"bf16": True},
+    "checkpointing": {"gradient_checkpointing": True},
+    "reentrant checkpointing": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    },
+    "bf16 and checkpointing": {"bf16": True, "gradient_checkpointing": True},
+    "accumulation": {"gradient_accumulation_steps": 2},
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing.* is deprecated:FutureWarning")
+
+
+class Rows(Dataset):
+    """Token ids, a mask, labels, and a column that no forward takes."""
+
+    def __init__(self, family):
+        generator = torch.Generator().manual_seed(0)
+        self.rows = []
+        for number in range(24):
+            ids = torch.randint(5, VOCAB, (12,), generator=generator)
+            mask = torch.ones_like(ids)
+            if number % 3 == 0:
+                mask[9:] = 0
+            label = torch.tensor(number % 2) if family == "bert" else ids.clone()
+            self.rows.append({"input_ids": ids, "attention_mask": mask, "labels": label, "text_length": 12})
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+@pytest.fixture
+def trainer_of(tmp_path, device):
+    only_on_cpu(device)
+
+    def make(family, patched, **options):
+        config = build(family).config
+        torch.manual_seed(1)
+        model = AUTO[family].from_config(config, **({"memsave": True} if patched else {}))
+        arguments = TrainingArguments(
+            tmp_path / str(patched), max_steps=5, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1,
+            report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", seed=3, **options,
+        )  # fmt: skip
+        return Trainer(model, arguments, train_dataset=Rows(family))
+
+    return make
+
+
+def history(trainer):
+    torch.manual_seed(5)  # Trainer seeds when it is made
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [(entry["loss"], entry["grad_norm"], entry["learning_rate"]) for entry in steps]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", AUTO)
+def test_a_run_equals_stocks(family, way, trainer_of):
+    ours, stock = (trainer_of(family, patched, **WAYS[way]) for patched in (True, False))
+    start = {name: p.detach().clone() for name, p in stock.model.named_parameters()}
+    assert_same(dict(ours.model.named_parameters()), start)
+    logged, expected = history(ours), history(stock)
+    assert patched_classes(ours.model) != {} == patched_classes(stock.model)
+    assert len({loss for loss, *_ in expected}) == 5
+    assert logged == expected
+    assert_same(dict(ours.model.named_parameters()), dict(stock.model.named_parameters()))
+    assert any(not torch.equal(p, start[name]) for name, p in stock.model.named_parameters())
+
+
+def test_evaluation_and_prediction_equal_stocks(trainer_of):
+    results = []
+    for patched in (True, False):
+        trainer = trainer_of("bert", patched)
+        history(trainer)
+        output = trainer.predict(Rows("bert"))
+        results.append(
+            {"logits": torch.as_tensor(output.predictions), "loss": torch.tensor(output.metrics["test_loss"])}
+        )
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("way", ["fp32", "bf16"])
+def test_a_trained_model_can_be_patched_again(way, trainer_of):
+    """As a callback does at the start of every run: Accelerate may have wrapped the model's forward by then."""
+    trainer = trainer_of("bert", True, **WAYS[way])
+    trainer.train()
+    before = patched_classes(trainer.model)
+    patch(trainer.model)
+    assert patched_classes(trainer.model) == before
+
+
+@pytest.mark.parametrize("way", ["fp32", "bf16"])
+def test_a_trained_model_can_be_undone(way, trainer_of):
+    ours, stock = (trainer_of("llama", patched, **WAYS[way]) for patched in (True, False))
+    for trainer in (ours, stock):
+        trainer.train()
+    unpatch(ours.model)
+    assert patched_classes(ours.model) == {}
+    batch = {name: row.unsqueeze(0) for name, row in Rows("llama")[1].items() if torch.is_tensor(row)}
+    assert measure_kept(ours.model.train(), batch).total == measure_kept(stock.model.train(), batch).total
+    ours.model.config.use_cache = True  # Trainer has switched it off
+    assert ours.model(**batch).past_key_values is not None  # stock's waste is back
