@@ -1,6 +1,7 @@
 """Models that no table knows: sites guessed by module class, each proven before it is believed."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -168,6 +169,27 @@ class ScaledMLP(ClampedMLP):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * self.scale
 
 
+def doubled(forward):
+    @functools.wraps(forward)
+    def wrapper(self, x):
+        return 2 * forward(self, x)
+
+    return wrapper
+
+
+class DoubledMLP(ClampedMLP):
+    """Its forward is LLaMA's, by name, module and source; somebody has wrapped it."""
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+    forward = doubled(forward)
+
+
+def doubled_mlp():
+    return nn.Sequential(nn.LayerNorm(8), DoubledMLP()), "gated_mlp", "DoubledMLP"
+
+
 def clamped_mlp():
     return nn.Sequential(nn.LayerNorm(8), ClampedMLP()), "gated_mlp", "ClampedMLP"
 
@@ -178,7 +200,15 @@ def scaled_mlp():
 
 @pytest.mark.parametrize(
     "case",
-    [seed_oss_in_eval_mode, olmo2_with_fresh_norms, gemma, gemma_without_weights, clamped_mlp, scaled_mlp],
+    [
+        seed_oss_in_eval_mode,
+        olmo2_with_fresh_norms,
+        gemma,
+        gemma_without_weights,
+        clamped_mlp,
+        scaled_mlp,
+        doubled_mlp,
+    ],  # fmt: skip
     ids=lambda f: f.__name__,
 )
 def test_a_wrong_guess_is_refused_with_a_reason(case):

@@ -1,6 +1,7 @@
 """``patch``: which modules it changes, what it leaves alone, what it refuses, and the way back."""
 
 import copy
+import functools
 import inspect
 import re
 import types
@@ -308,6 +309,16 @@ def _liger_function(model, monkeypatch):
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lce_forward)
 
 
+def _wrapped_function(model, monkeypatch):
+    stock = modeling_llama.LlamaMLP.forward
+
+    @functools.wraps(stock)
+    def forward(self, x):
+        return 2 * stock(self, x)
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", forward)
+
+
 def _kernelized(model, monkeypatch):
     norm = model.model.norm
     norm.forward = types.MethodType(lambda self, x: F.rms_norm(x, x.shape[-1:], self.weight), norm)
@@ -330,6 +341,7 @@ def _another_norm(model, monkeypatch):
 REFUSED = {
     "a class of Liger": (_liger_class, ("model.norm", "Liger", "use_liger_kernel=False")),
     "a forward of Liger": (_liger_function, ("model.layers.0.mlp", "Liger", "use_liger_kernel=False")),
+    "a forward around the class's": (_wrapped_function, ("model.layers.0.mlp", "forward", "activation='stock'")),
     "a forward on the instance": (_kernelized, ("model.norm", "forward", "use_kernels=False")),
     "a function for a module": (
         _plain_function,

@@ -5,7 +5,7 @@ Registered beside Transformers' own functions under the name ``"memsave"``; a pa
 
     stock keeps                                            here
     k and v repeated for every query head (with a mask)    k and v; the repeated ones are promised
-    a float mask per layer                                 one per forward
+    a float mask per layer, made of a boolean one          one per forward
     SDPA's output, and its transposed copy                 the output, laid out so that no copy is needed
     a whole fused qkv projection, pinned by v              v
     T5's position bias plus mask, per layer                one per forward while the bias is frozen

@@ -39,7 +39,7 @@ def dropout_reference(x: Tensor, p: float) -> Tensor:
 
 
 def kept_bytes(shape: tuple[int, ...], itemsize: int, how: str = "seed", device: str = "cpu") -> KeptBytes:
-    """The dropout of ``shape`` and the linear after it, whose input is not otherwise kept."""
+    """The dropout of ``shape`` and the linear after it, beyond the dropout's input (which "here" keeps, once)."""
     n = torch.Size(shape).numel()
     mask = n * (itemsize if device == "cpu" else 1)
     return KeptBytes(mask + n * itemsize, _STATE_BYTES[device] if how == "seed" else -(-n // 8))

@@ -23,7 +23,7 @@ def match(forward: Callable[..., Any], expressions: tuple[str, ...]) -> dict[str
     Returns:
         Role -> attribute, for the first expression that ``forward`` equals; None if there is none, or no source.
     """
-    theirs = _parsed_function(inspect.unwrap(forward))
+    theirs = None if hasattr(forward, "__wrapped__") else _parsed_function(forward)  # a wrapper may do anything
     if theirs is None or theirs.decorator_list:
         return None
     for expression in expressions:

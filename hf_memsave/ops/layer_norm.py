@@ -6,7 +6,7 @@ Forward (``[*, H]``)::
 
 Kept for backward::
 
-    eager    x, mean and 1/std in fp32, and y in the next linear
+    eager    x, mean and 1/std (in x's dtype on CPU), and y in the next linear
     here     x, mean and 1/std                         (y is promised)
 
 Exact: PyTorch's own op and its own backward, which keeps only its input. Source: Ba et al. (2016), arXiv:1607.06450.
@@ -27,7 +27,10 @@ def layer_norm_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, 
 
 
 def kept_bytes(shape: tuple[int, ...], itemsize: int) -> KeptBytes:
-    """The norm of ``[*, H]`` and the linear after it, beyond weight and bias; all want gradients."""
+    """The norm of ``[*, H]`` and the linear after it, beyond weight, bias and our copies of them; all want gradients.
+
+    As on CPU, where mean and 1/std have x's dtype.
+    """
     rows, n = torch.Size(shape[:-1]).numel(), torch.Size(shape).numel()
     return KeptBytes(2 * n * itemsize + 2 * rows * itemsize, n * itemsize + 2 * rows * itemsize)
 

@@ -10,8 +10,8 @@ Kept for backward under autocast with fp32 weights ``[out, in]``::
     here     nothing but x and the weight as they are
 
 Without autocast the stock forward runs: a linear keeps its input, which others may have promised.
-Exact. One case differs from stock's bits (and is more accurate): a module called twice in one autocast forward, whose
-weight gradients stock adds in half precision before converting them.
+Exact. Stock's bits are missed, for the more accurate, where autocast's cache would have shared one cast and so added
+gradients in half precision: a module called twice in one autocast forward, and a leaf that feeds several linears.
 """
 
 import torch

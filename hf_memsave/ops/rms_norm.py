@@ -38,7 +38,7 @@ def t5_layer_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def kept_bytes(shape: tuple[int, ...], itemsize: int) -> KeptBytes:
-    """LLaMA's norm of ``[*, H]`` and the linear after it, beyond the weight; all want gradients."""
+    """LLaMA's norm of ``[*, H]`` and the linear after it, beyond the weight and our copy of it; all want gradients."""
     rows, n = torch.Size(shape[:-1]).numel(), torch.Size(shape).numel()
     # eager: x (fp32) for pow and mul, r, the rounded product for w's gradient, y
     return KeptBytes(n * 4 + rows * 4 + n * itemsize * 2, n * itemsize + rows * 4)

@@ -11,7 +11,7 @@ import contextlib
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -97,7 +97,7 @@ def measure_kept(
         if loss is not None:
             output = loss
         gc.collect()
-        found = [record for ref, record in watch.made.values() if not ref.expired()]
+        found = [replace(record, nbytes=_size(ref)) for ref, record in watch.made.values() if not ref.expired()]
         known = before.keys() | watch.made.keys()
         for storage in map(_storage, _live_tensors()):
             if storage is not None and storage._cdata not in known:
@@ -120,7 +120,7 @@ class _Watch(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         given = {s._cdata for s in map(_storage, tree_leaves((args, kwargs))) if s is not None}
         for storage in map(_storage, tree_leaves(output)):
-            if storage is None or storage._cdata in given or storage._cdata in self.made or not storage.nbytes():
+            if storage is None or storage._cdata in given or storage._cdata in self.made:
                 continue
             module = next((m for m in reversed(self.stack) if id(m) in self.names), None)
             op = func.overloadpacket.__name__
@@ -179,6 +179,11 @@ def _kind(stack: list[nn.Module], op: str) -> str:
     if own == "activation" and of_op in ("linear", "dropout", "cast"):
         return of_op
     return own or of_op or ("attention" if "attention" in name or name.endswith("attn") else "other")
+
+
+def _size(ref: StorageWeakRef) -> int:
+    """Bytes of a live storage now; it may have been resized since it was made."""
+    return torch.UntypedStorage._new_with_weak_ptr(ref.cdata).nbytes()
 
 
 def _storage(leaf: Any) -> torch.UntypedStorage | None:
