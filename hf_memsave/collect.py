@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_memsave.arch import ARCHS, COMMON, Site, guess
+from hf_memsave.arch import ARCHS, COMMON, Site, adapter, guess
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import PatchError
 from hf_memsave.ops import OPS
@@ -65,7 +65,7 @@ def collect(model: nn.Module, config: MemSaveConfig) -> tuple[list[SiteReport], 
             sites.append(SiteReport(name, cls.__name__, "block", "patched"))
             taped.add(name)
             continue
-        site = known.get(path) or guess(cls, module)
+        site = known.get(path) or adapter(cls) or guess(cls, module)
         if site is None:
             continue
         value, reason = _check(name, module, site, config, is_own=site not in COMMON.sites and path in known)
@@ -98,9 +98,9 @@ def _contradiction(module: nn.Module, site: Site) -> str | None:
     op = OPS[site.op]
     if not op.expressions:
         return None
-    names = match(stock_class(module).forward, op.expressions)
+    names = match(getattr(stock_class(module), op.method), op.expressions)
     if names is None:
-        return f"its forward does not say what op {op.name!r} computes"
+        return f"its {op.method} does not say what op {op.name!r} computes"
     found = {role: attribute for role, attribute in names.items() if site.names.get(role, role) != attribute}
     return f"its forward uses {found}, where {dict(site.names)} was expected" if found else None
 

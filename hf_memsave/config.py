@@ -24,12 +24,14 @@ class MemSaveConfig:
         dropout: Masks: drawn again from the generator's state ("seed"), kept in one bit an element ("mask": faster on
             CPU), or kept as stock does.
         attention: SDPA's repeated k and v, masks and transposed output: recomputed or shared, or kept as stock does.
+        lora: PEFT adapters' casts of their input: recomputed, or kept as stock does.
     """
 
     activation: Literal["recompute", "stock"] = field(default="recompute")
     norm: Literal["recompute", "stock"] = field(default="recompute")
     dropout: Literal["seed", "mask", "stock"] = field(default="seed")
     attention: Literal["recompute", "stock"] = field(default="recompute")
+    lora: Literal["recompute", "stock"] = field(default="recompute")
 
     def __post_init__(self) -> None:
         for name, allowed in _choices().items():

@@ -85,15 +85,18 @@ def set_class(module: nn.Module, cls: Any) -> None:
 
 @functools.cache
 def _patched_class(stock: Any, op: str, names: tuple[tuple[str, str], ...], value: str) -> Any:
-    @functools.wraps(stock.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    method = OPS[op].method
+    stock_method = getattr(stock, method)
+
+    @functools.wraps(stock_method)
+    def patched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Of now, not of then: Accelerate binds a forward to the instance, and calls it after the class has changed.
         binding = None if torch.compiler.is_compiling() else binding_of(self)
         if binding is None or (current() is None and not binding.op.opens_tape):
-            return stock.forward(self, *args, **kwargs)
+            return stock_method(self, *args, **kwargs)
         return binding.op.forward(self, binding, *args, **kwargs)
 
-    setattr(forward, _BINDING, True)
+    setattr(patched, _BINDING, True)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         _, _, *state = stock.__reduce_ex__(self, protocol)
@@ -104,7 +107,7 @@ def _patched_class(stock: Any, op: str, names: tuple[tuple[str, str], ...], valu
         "__qualname__": stock.__qualname__,
         "__doc__": stock.__doc__,
         "__reduce_ex__": __reduce_ex__,
-        "forward": forward,
+        method: patched,
         _BINDING: Binding(stock=stock, op=OPS[op], names=dict(names), value=value),
     }
     return type(stock)(stock.__name__, (stock,), body)

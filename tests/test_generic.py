@@ -208,7 +208,7 @@ def scaled_mlp():
         clamped_mlp,
         scaled_mlp,
         doubled_mlp,
-    ],  # fmt: skip
+    ],
     ids=lambda f: f.__name__,
 )
 def test_a_wrong_guess_is_refused_with_a_reason(case):

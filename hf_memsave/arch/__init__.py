@@ -1,7 +1,7 @@
 """Architectures: which module takes which op. Adding one is one table file, and its line here."""
 
 from hf_memsave.arch import bert, common, gpt2, llama, mistral, phi, phi3, roberta, t5
-from hf_memsave.arch.generic import guess
+from hf_memsave.arch.generic import adapter, guess
 from hf_memsave.arch.spec import Arch, Site
 
 ARCHS: dict[str, Arch] = {
@@ -9,4 +9,4 @@ ARCHS: dict[str, Arch] = {
 }
 COMMON: Arch = common.ARCH
 
-__all__ = ["ARCHS", "COMMON", "Arch", "Site", "guess"]
+__all__ = ["ARCHS", "COMMON", "Arch", "Site", "adapter", "guess"]

@@ -32,6 +32,14 @@ PATTERNS = (
 )
 
 
+def adapter(cls: type[nn.Module]) -> Site | None:
+    """The site of a PEFT layer, of any method that converts its input to the adapter's dtype."""
+    is_adapter = any(base.__module__ == "peft.tuners.tuners_utils" for base in cls.__mro__)
+    if not is_adapter or not hasattr(cls, "_cast_input_dtype"):
+        return None
+    return Site(cls=f"{cls.__module__}.{cls.__qualname__}", op="lora")
+
+
 def guess(cls: type[nn.Module], module: nn.Module) -> Site | None:
     """The first pattern that fits ``module``, whose stock class is ``cls``."""
     for pattern in PATTERNS:

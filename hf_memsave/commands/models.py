@@ -38,7 +38,13 @@ _DECODER_DEPTH = ("num_decoder_layers", "decoder_layers")
 aten = torch.ops.aten
 _RANDOM_FILLS = (aten.normal_, aten.uniform_)
 _NOISE = 2**16
-_PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten._grouped_mm: 0, aten.addmm: 1, aten.baddbmm: 1}  # the position of the first factor
+_PRODUCTS = {
+    aten.mm: 0,
+    aten.bmm: 0,
+    aten._grouped_mm: 0,
+    aten.addmm: 1,
+    aten.baddbmm: 1,
+}  # the position of the first factor
 
 
 class SkipValues(TorchDispatchMode):

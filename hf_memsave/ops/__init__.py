@@ -6,6 +6,7 @@ from hf_memsave.ops.dropout import DROPOUT
 from hf_memsave.ops.gated_mlp import CHUNKED_GATED_MLP, GATED_MLP
 from hf_memsave.ops.layer_norm import LAYER_NORM
 from hf_memsave.ops.linear import CONV1D, LINEAR
+from hf_memsave.ops.lora import LORA
 from hf_memsave.ops.new_gelu import NEW_GELU
 from hf_memsave.ops.op import Binding, Op
 from hf_memsave.ops.rms_norm import RMS_NORM, T5_LAYER_NORM
@@ -22,6 +23,7 @@ OPS: dict[str, Op] = {
         GATED_MLP,
         LAYER_NORM,
         LINEAR,
+        LORA,
         NEW_GELU,
         RMS_NORM,
         T5_GATED_MLP,

@@ -27,10 +27,7 @@ def layer_norm_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, 
 
 
 def kept_bytes(shape: tuple[int, ...], itemsize: int) -> KeptBytes:
-    """The norm of ``[*, H]`` and the linear after it, beyond weight, bias and our copies of them; all want gradients.
-
-    As on CPU, where mean and 1/std have x's dtype.
-    """
+    """As for :func:`~hf_memsave.ops.rms_norm.kept_bytes`; on CPU, where mean and 1/std have x's dtype."""
     rows, n = torch.Size(shape[:-1]).numel(), torch.Size(shape).numel()
     return KeptBytes(2 * n * itemsize + 2 * rows * itemsize, n * itemsize + 2 * rows * itemsize)
 

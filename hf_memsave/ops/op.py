@@ -35,7 +35,7 @@ def children_are_modules(*roles: str) -> Callable[[nn.Module, Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Op:
-    """One memory-saving replacement of a module's forward.
+    """One memory-saving replacement of a module's forward, or of another of its methods.
 
     Attributes:
         name: Named like its file.
@@ -45,6 +45,7 @@ class Op:
         check: Returns why this module cannot take the op, or None. Must neither change the module nor run it.
         expressions: The forwards that the op is exact for, as source text that calls attributes of self by their roles;
             empty where the op calls the module's own forward, or replaces one of PyTorch's.
+        method: What the op replaces.
         opens_tape: The op puts a tape in place itself, so it runs without one.
     """
 
@@ -54,6 +55,7 @@ class Op:
     check: Callable[[nn.Module, Mapping[str, str]], str | None] = _nothing_to_check
     opens_tape: bool = False
     expressions: tuple[str, ...] = ()
+    method: str = "forward"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,204 @@
+"""Stock PEFT on a patched model: the floor for any dropout and adapter dtype, with bits and habits of stock."""
+
+import contextlib
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from families import FAMILIES, QUOTED, Size, batch_for, build
+from helpers import only_on_cpu
+from peft import BOFTConfig, IA3Config, LoHaConfig, LoraConfig, OFTConfig, PeftModel, get_peft_model
+
+from hf_memsave import MemSaveConfig, measure_kept, patch, unpatch
+
+SIZE = Size(hidden=64, heads=4, batch=2, seq=32)
+RANK = 8
+#: base dtype, adapters cast to fp32 (PEFT's default), bf16 autocast
+MODES = {
+    "bf16, fp32 adapters": (torch.bfloat16, True, False),
+    "bf16": (torch.bfloat16, False, False),
+    "fp32": (torch.float32, True, False),
+    "autocast": (torch.float32, True, True),
+}
+FLOOR = {"bert": 10, "gpt2": 10, "t5-encoder": 10, "llama": 10.5, "mistral": 10.5, "phi3": 10.5, "phi": 9}
+AUTOCAST_FLOOR = {"bert": 12, "gpt2": 12, "t5-encoder": 12, "llama": 12.5, "mistral": 12.5, "phi3": 12.5, "phi": 10}
+
+
+def adapted(family, mode="bf16, fp32 adapters", dropout=0.05, size=SIZE, **options):
+    dtype, in_fp32, _ = MODES[mode]
+    options = dict(r=RANK, lora_alpha=16, target_modules="all-linear", lora_dropout=dropout, **options)
+    config = LoraConfig(init_lora_weights=False, **options)
+    torch.manual_seed(0)
+    return get_peft_model(build(family, size, dtype), config, autocast_adapter_dtype=in_fp32).train()
+
+
+def autocast(mode):
+    return torch.autocast("cpu", torch.bfloat16) if MODES[mode][2] else contextlib.nullcontext()
+
+
+def train(model, mode, steps):
+    torch.manual_seed(3)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), 1e-3)
+    losses = []
+    for step in range(steps):
+        with autocast(mode):
+            loss = model(**batch_for(model, SIZE, seed=step)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def assert_trains_like(ours, stock, mode="bf16, fp32 adapters", steps=20):
+    losses, adapters = train(ours, mode, steps)
+    stock_losses, stock_adapters = train(stock, mode, steps)
+    assert losses == stock_losses
+    assert len(adapters) > 3
+    assert [n for n in adapters if not torch.equal(adapters[n], stock_adapters[n])] == []
+
+
+# The floor.
+
+
+def rank_terms(model, mode, size):
+    """Bytes of lora_A's outputs, and of the generator states of its dropouts, in one layer."""
+    dtype, in_fp32, is_autocast = MODES[mode]
+    itemsize = 2 if is_autocast or (dtype == torch.bfloat16 and not in_fp32) else 4
+    targets = sum(name.endswith("lora_A") for name, _ in model.named_modules()) / size.layers
+    return targets * (size.batch * size.seq * RANK * itemsize + 5056)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.05])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FLOOR)
+def test_a_layer_keeps_the_floor_and_the_rank_terms(family, mode, dropout, device):
+    only_on_cpu(device)
+    totals = []
+    for layers in (1, 2):
+        size = replace(QUOTED, layers=layers)
+        model = adapted(family, mode, dropout, size)
+        patch(model)
+        with autocast(mode):
+            totals.append(measure_kept(model, batch_for(model, size)).total)
+    u = QUOTED.u(4 if mode == "fp32" else 2)
+    floor = (AUTOCAST_FLOOR if mode == "autocast" else FLOOR)[family] * u
+    assert totals[1] - totals[0] <= 1.03 * (floor + rank_terms(model, mode, size))
+
+
+# Stock's bits.
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_train_like_stock_peft(family, mode, device):
+    only_on_cpu(device)
+    stock = adapted(family, mode)
+    ours = copy.deepcopy(stock)
+    patch(ours)
+    assert_trains_like(ours, stock, mode, steps=20 if family in ("bert", "llama") else 3)
+
+
+def test_the_order_of_patch_and_peft_does_not_matter(device):
+    only_on_cpu(device)
+    torch.manual_seed(0)
+    base = build("llama", SIZE, torch.bfloat16)
+    patch(base)
+    config = LoraConfig(r=RANK, target_modules="all-linear", lora_dropout=0.05, init_lora_weights=False)
+    torch.manual_seed(0)
+    ours = get_peft_model(base, config).train()
+    patch(ours)  # once more, for the adapters that came after
+    stock = copy.deepcopy(ours)
+    unpatch(stock)
+    batch = batch_for(ours, SIZE)
+    assert measure_kept(ours, batch).total < 0.45 * measure_kept(stock, batch).total
+    assert_trains_like(ours, stock, steps=3)
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"use_rslora": True}, {"bias": "lora_only"}], ids=str)
+def test_variants_train_like_stock(options, device):
+    only_on_cpu(device)
+    stock = adapted("llama", **options)
+    ours = copy.deepcopy(stock)
+    patch(ours)
+    assert_trains_like(ours, stock, steps=3)
+    batch = batch_for(ours, SIZE)
+    assert measure_kept(ours, batch).total < measure_kept(stock, batch).total
+
+
+@pytest.mark.parametrize("config", [IA3Config, LoHaConfig, OFTConfig, BOFTConfig], ids=lambda c: c.__name__)
+def test_other_methods_train_like_stock(config, device):
+    only_on_cpu(device)
+    targets = ["q_proj", "v_proj", "down_proj"]
+    more = {IA3Config: {"feedforward_modules": ["down_proj"]}, BOFTConfig: {"boft_block_size": 4}}.get(config, {})
+    if config is OFTConfig:
+        more = {"oft_block_size": 8, "r": 0}
+    torch.manual_seed(0)
+    stock = get_peft_model(build("llama", SIZE), config(target_modules=targets, **more)).train()
+    ours = copy.deepcopy(stock)
+    patch(ours)
+    assert_trains_like(ours, stock, "fp32", steps=3)
+
+
+# Stock's ways of working.
+
+
+def outputs(model):
+    torch.manual_seed(1)
+    with torch.no_grad():
+        return model(**batch_for(model, SIZE)).logits
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_merge_and_unmerge_are_stocks(safe):
+    stock = adapted("llama").eval()
+    ours = copy.deepcopy(stock)
+    patch(ours)
+    for model in (stock, ours):
+        model.merge_adapter(safe_merge=safe)
+    assert torch.equal(outputs(ours), outputs(stock))
+    for model in (stock, ours):
+        model.unmerge_adapter()
+    assert torch.equal(outputs(ours), outputs(stock))
+    assert torch.equal(outputs(ours.merge_and_unload()), outputs(stock.merge_and_unload()))
+
+
+def test_disabled_adapters_and_several_ones_are_stocks(device):
+    only_on_cpu(device)
+    stock = adapted("llama")
+    stock.add_adapter("second", LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+    ours = copy.deepcopy(stock)
+    patch(ours)
+    with stock.disable_adapter(), ours.disable_adapter():
+        assert torch.equal(outputs(ours), outputs(stock))
+    for model in (stock, ours):
+        model.set_adapter("second")
+    assert_trains_like(ours, stock, steps=3)
+
+
+def test_modules_to_save_and_checkpointing_train_like_stock(device):
+    only_on_cpu(device)
+    stock = adapted("llama", modules_to_save=["lm_head"])
+    stock.enable_input_require_grads()
+    stock.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    ours = copy.deepcopy(stock)
+    patch(ours)
+    assert_trains_like(ours, stock, steps=3)
+
+
+def test_saved_adapters_are_stocks(tmp_path):
+    ours = adapted("llama").eval()
+    stock_keys = set(ours.state_dict())
+    patch(ours)
+    assert set(ours.state_dict()) == stock_keys
+    ours.save_pretrained(tmp_path)
+    assert "memsave" not in (tmp_path / "adapter_config.json").read_text()
+    loaded = PeftModel.from_pretrained(build("llama", SIZE, torch.bfloat16), tmp_path).eval()
+    assert torch.equal(outputs(loaded), outputs(ours.eval()))
+
+
+def test_adapters_can_be_left_stock():
+    model = adapted("llama")
+    report = patch(model, MemSaveConfig(lora="stock"))
+    assert {site.op for site in report.skipped} == {"lora"}
