@@ -375,8 +375,9 @@ def test_a_cache_given_by_the_user_is_used(device):
             cache = model(input_ids=ids[:, :5]).past_key_values
         model.train()
         torch.manual_seed(7)
-        logits = model(input_ids=ids[:, 5:], past_key_values=cache).logits
-        results.append({"logits": logits.detach(), "length": torch.tensor(cache.get_seq_length())})
+        output = model(input_ids=ids[:, 5:], past_key_values=cache)
+        assert output.past_key_values is cache
+        results.append({"logits": output.logits.detach(), "length": torch.tensor(cache.get_seq_length())})
     assert results[0]["length"] == SMALL.seq
     assert_same(*results)
 

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+import transformers
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -51,9 +53,6 @@ def run(args: argparse.Namespace) -> int:
         0, or 1 if a patched run differs from its stock one.
     """
     check_picture(args.out)
-    import torch
-    import transformers
-
     from hf_memsave.commands import demo_task, demo_training, pictures
 
     transformers.logging.set_verbosity_error()

@@ -95,6 +95,7 @@ def train(config: PreTrainedConfig, task: DemoTask, steps: int, *, patched: bool
                 report_to="none",
                 disable_tqdm=True,
                 use_cpu=True,
+                dataloader_pin_memory=False,
                 seed=SEED,
             ),
             train_dataset=task.train,

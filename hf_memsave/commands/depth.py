@@ -50,7 +50,7 @@ class Setting:
 class Affine:
     """Named amounts at full depth, and the part of them that each layer of a stack adds."""
 
-    total: dict[Any, float]
+    total: dict[Any, int]
     per_layer: dict[str, dict[Any, float]]
 
 
@@ -65,6 +65,7 @@ class FullDepth:
         unknown: Model types that no table knows.
         depth: Field of the configuration -> number of layers.
         measured: The depths that were run.
+        changes: What was changed in the model for that.
         u: Bytes of one activation ``[batch, seq, hidden]``.
         stock: Kept bytes by kind of op.
         patched: The same, patched.
@@ -72,10 +73,11 @@ class FullDepth:
 
     cls: str
     parameters: int
-    sites: dict[tuple[str, ...], float]
+    sites: dict[tuple[str, ...], int]
     unknown: tuple[str, ...]
     depth: dict[str, int]
     measured: tuple[dict[str, int], ...]
+    changes: tuple[str, ...]
     u: int
     stock: Affine
     patched: Affine
@@ -103,19 +105,19 @@ def measure_full_depth(config: PreTrainedConfig, setting: Setting, layers: int |
     depths = (first, *(first | {field: first[field] + every[field]} for field in fields))
 
     with torch.device("meta"):
-        whole = build(head, at_depth(config, full), setting.dtype)
+        whole, changes = build(head, at_depth(config, full), setting.dtype)
     _check_memory(config, setting, {field: first[field] + every[field] for field in fields})
     counts, sites, stock, patched = [], [], [], []
     for depth in depths:
-        model = build(head, at_depth(config, depth), setting.dtype)
+        model, _ = build(head, at_depth(config, depth), setting.dtype)
         counts.append({"parameters": model.num_parameters()})
         try:
             stock.append(_kept(model, head, setting))
         except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             raise CommandError(
                 f"{type(model).__name__} cannot be trained on {setting.batch_size} x {setting.seq_len} token ids: "
-                f"{type(error).__name__}: {error}. Lower --seq-len if it is beyond the model's positions; other inputs "
-                "need hf_memsave.measure_kept(model, batch)."
+                f"{type(error).__name__}: {error}. Lower --seq-len if it is beyond the model's positions, or try "
+                "--dtype fp32; other inputs need hf_memsave.measure_kept(model, batch)."
             ) from error
         report = patch(model, setting.memsave)
         sites.append(Counter((site.status, site.op, site.cls, site.reason) for site in report.sites))
@@ -134,6 +136,7 @@ def measure_full_depth(config: PreTrainedConfig, setting: Setting, layers: int |
         unknown=report.unknown,
         depth=full,
         measured=depths,
+        changes=changes,
         u=setting.batch_size * setting.seq_len * config.hidden_size * setting.u_dtype.itemsize,
         stock=_extrapolate(stock, depths, full),
         patched=_extrapolate(patched, depths, full),
@@ -145,13 +148,14 @@ def _extrapolate(
 ) -> Affine:
     """From one point at the first depth, and one with more layers of each stack in turn."""
     first = points[0]
-    total = dict[Any, float](first)
+    total = dict(first)
     per_layer = {}
     for field, point, depth in zip(full, points[1:], depths[1:], strict=True):
         step = depth[field] - depths[0][field]
-        per_layer[field] = {name: (point.get(name, 0) - first.get(name, 0)) / step for name in {**first, **point}}
-        for name, slope in per_layer[field].items():
-            total[name] = total.get(name, 0) + slope * (full[field] - depths[0][field])
+        added = {name: point.get(name, 0) - first.get(name, 0) for name in {**first, **point}}
+        for name, amount in added.items():
+            total[name] = total.get(name, 0) + amount * ((full[field] - depths[0][field]) // step)
+        per_layer[field] = {name: amount / step for name, amount in added.items()}
     return Affine(total, per_layer)
 
 
@@ -168,14 +172,15 @@ def _kept(model: PreTrainedModel, head: Any, setting: Setting) -> dict[str, int]
 def _check_memory(config: PreTrainedConfig, setting: Setting, depth: dict[str, int]) -> None:
     """Refuse what would not fit, before the system ends the process for it."""
     with torch.device("meta"):
-        parameters = build(choose_head(config), at_depth(config, depth), setting.dtype).num_parameters()
+        parameters = build(choose_head(config), at_depth(config, depth), setting.dtype)[0].num_parameters()
     tokens = setting.batch_size * setting.seq_len
     layers = sum(depth.values()) * _MOST_U * config.hidden_size * setting.dtype.itemsize
-    needed = parameters * (setting.dtype.itemsize + 2 * setting.autocast)
-    needed += tokens * (layers + _LOGIT_BYTES * config.vocab_size)
+    weights = parameters * (setting.dtype.itemsize + 2 * setting.autocast)
+    needed = weights + tokens * (layers + _LOGIT_BYTES * config.vocab_size)
     if needed > (free := psutil.virtual_memory().available):
         raise CommandError(
             f"{' + '.join(map(str, depth.values()))} layers with a batch of {setting.batch_size} x {setting.seq_len} "
-            f"tokens need about {needed / _GIB:.1f} GiB, and {free / _GIB:.1f} GiB are free. Lower --batch-size or "
-            "--seq-len: kept memory grows in proportion to the batch."
+            f"tokens need about {needed / _GIB:.1f} GiB ({weights / _GIB:.1f} GiB of weights), and "
+            f"{free / _GIB:.1f} GiB are free. Lower --batch-size (kept memory grows in proportion to it) or --seq-len, "
+            "or use a larger machine."
         )

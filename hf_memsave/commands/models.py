@@ -37,33 +37,23 @@ _DECODER_DEPTH = ("num_decoder_layers", "decoder_layers")
 
 aten = torch.ops.aten
 _RANDOM_FILLS = (aten.normal_, aten.uniform_)
-_NOISE = 2**16
-_PRODUCTS = {
-    aten.mm: 0,
-    aten.bmm: 0,
-    aten._grouped_mm: 0,
-    aten.addmm: 1,
-    aten.baddbmm: 1,
-}  # the position of the first factor
+_DRAWN = 2**16
+# Matrix products, and which argument is the first factor.
+_PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten._grouped_mm: 0, aten.addmm: 1, aten.baddbmm: 1}
 
 
 class SkipValues(TorchDispatchMode):
-    """Runs a model for its allocations alone: random weights repeat a few numbers, and matrix products are zeros.
+    """Runs a model for its allocations alone: weights repeat a few random numbers, and matrix products are zeros.
 
     No byte that is kept depends on a value, so what is counted is what a real step keeps, and a layer of any width is
     measured in a moment.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.noise = torch.randn(_NOISE, device="cpu") / 50
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in _RANDOM_FILLS and args[0].is_contiguous() and args[0].device.type == "cpu":
-            *whole, rest = args[0].view(-1).split(_NOISE)
-            for part in whole:
-                part.copy_(self.noise)
-            rest.copy_(self.noise[: len(rest)])
+        if func.overloadpacket in _RANDOM_FILLS and args[0].numel() > _DRAWN and args[0].is_contiguous():
+            few = func(args[0].new_empty(_DRAWN), *args[1:], **(kwargs or {}))
+            for part in args[0].view(-1).split(_DRAWN):
+                part.copy_(few[: len(part)])
             return args[0]
         if func.overloadpacket in _PRODUCTS:
             left, right = args[_PRODUCTS[func.overloadpacket] :][:2]
@@ -161,13 +151,30 @@ def period(config: PreTrainedConfig) -> int:
 
 
 def at_depth(config: PreTrainedConfig, depth: dict[str, int]) -> PreTrainedConfig:
-    """A copy with these numbers of layers, lists with one entry a layer included."""
+    """A copy with other numbers of layers.
+
+    Args:
+        config: Left as it is.
+        depth: A number for each of its :func:`depth_fields`.
+
+    Returns:
+        The copy; its lists with one entry a layer have as many entries.
+
+    Raises:
+        CommandError: The configuration does not say its depth in that field alone.
+    """
     changed = copy.deepcopy(config)
     layers, every = next(iter(depth.values())), period(config)
     for name, values in _lists_by_layer(config).items():
         setattr(changed, name, [values[i % every] for i in range(layers)])
     for field, number in depth.items():
-        setattr(changed, field, number)
+        try:
+            setattr(changed, field, number)
+        except NotImplementedError as error:
+            raise CommandError(
+                f"cannot change the depth of {config.model_type!r}: {error} Expected a model of like layers; measure "
+                "another one with hf_memsave.measure_kept(model, batch)."
+            ) from error
     return changed
 
 
@@ -176,11 +183,11 @@ def _lists_by_layer(config: PreTrainedConfig) -> dict[str, list[Any]]:
     return {k: v for k, v in vars(config).items() if isinstance(v, list) and len(v) == layers and "layer" in k}
 
 
-def build(head: Any, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def build(head: Any, config: PreTrainedConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, tuple[str, ...]]:
     """The model in training mode, on the device that is active, without reading any weights.
 
-    Attention has no dropout and T5's position bias is frozen: the CPU's attention would keep ``[seq, seq]`` tensors for
-    them, which no GPU's does.
+    Attention has no dropout and T5's position bias is frozen: for each of them the CPU's attention keeps tensors
+    ``[batch, heads, seq, seq]``, as a fused GPU kernel does not.
 
     Args:
         head: The Auto class to build with.
@@ -188,12 +195,14 @@ def build(head: Any, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrained
         dtype: Of the weights.
 
     Returns:
-        The model.
+        The model, and what of this had to be changed in it.
     """
     config = copy.deepcopy(config)
+    changes = set()
     for name in _ATTENTION_DROPOUT:
         if getattr(config, name, None):
             setattr(config, name, 0.0)
+            changes.add("attention has no dropout")
     config.pad_token_id = config.pad_token_id or 0
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id
@@ -202,9 +211,11 @@ def build(head: Any, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrained
     for module in model.modules():
         if isinstance(getattr(module, "dropout", None), float) and "Attention" in type(module).__name__:
             module.dropout = 0.0
+            changes.add("attention has no dropout")
         if (bias := getattr(module, "relative_attention_bias", None)) is not None:
             bias.requires_grad_(False)
-    return model
+            changes.add("the position bias is frozen")
+    return model, tuple(sorted(changes))
 
 
 def make_batch(head: Any, config: PreTrainedConfig, batch_size: int, seq_len: int) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ _COLORS = dict(
     )
 )
 # Shares of the highest bar: smaller segments cannot be seen, or have no room for their figure.
-_SMALLEST, _SMALLEST_LABELLED = 0.001, 0.035
+_SMALLEST, _SMALLEST_LABELLED = 0.001, 0.022
 
 
 def kept_bars(path: Path, title: str, bars: Mapping[str, Mapping[str, float]]) -> None:

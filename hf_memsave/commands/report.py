@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+import transformers
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from hf_memsave import MemSaveConfig
 from hf_memsave.commands import CommandError, check_folder, check_picture, positive_int
+from hf_memsave.tape.meter import KINDS
 
 if TYPE_CHECKING:
     from hf_memsave.commands.depth import Affine, FullDepth, Setting
@@ -67,13 +72,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         check_folder(args.json)
 
-    import torch
-    import transformers
-
     from hf_memsave.commands.depth import Setting, measure_full_depth
     from hf_memsave.commands.models import load_config
 
     transformers.logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the last one raises
     setting = Setting(
         batch_size=args.batch_size,
         seq_len=args.seq_len,
@@ -88,18 +91,19 @@ def run(args: argparse.Namespace) -> int:
         result = measure_full_depth(config, setting, args.layers)
 
     title = describe(args.model, result, setting)
-    console.print(f"\n[bold]{title}[/bold]\npreset {args.memsave}, {result.parameters / 1e6:,.1f} M parameters\n")
+    console.print(title, style="bold", markup=False)
+    console.print(f"preset {args.memsave}, {result.parameters / 1e6:,.1f} M parameters\n")
     console.print(sites_table(result), kept_table(result), sep="\n")
     console.print(*explain(result, setting), sep="\n")
     if args.plot:
         from hf_memsave.commands.pictures import kept_bars
 
         kept_bars(args.plot, title, {"stock": result.stock.total, f"patched ({args.memsave})": result.patched.total})
-        console.print(f"Picture: {args.plot}")
+        console.print(f"Picture: {args.plot}", markup=False)
     if args.json:
         figures = {"model": args.model, "memsave": memsave.to_dict(), **to_dict(result, setting)}
         args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-        console.print(f"Figures: {args.json}")
+        console.print(f"Figures: {args.json}", markup=False)
     return 0
 
 
@@ -119,7 +123,7 @@ def sites_table(result: FullDepth) -> Table:
     for header in ("class", "op", "status"):
         table.add_column(header)
     for (status, op, cls, reason), count in sorted(result.sites.items()):
-        table.add_row(f"{count:.0f}", cls, op, f"{status}: {reason}" if reason else status)
+        table.add_row(str(count), cls, op, f"{status}: {reason}" if reason else status)
     if result.unknown:
         table.caption = f"no table for model type {', '.join(result.unknown)}: sites were found by module class"
     return table
@@ -135,8 +139,9 @@ def kept_table(result: FullDepth) -> Table:
         stack = "" if len(result.depth) == 1 else "\ndecoder" if "decoder" in field else "\nencoder"
         for setting in ("stock", "patched"):
             table.add_column(f"{setting}\nu/layer{stack}", justify="right")
-    for kind in kinds(result):
-        table.add_row(kind, *_cells(result, kind))
+    for kind in KINDS:
+        if kind in result.stock.total or kind in result.patched.total:
+            table.add_row(kind, *_cells(result, kind))
     table.add_section()
     table.add_row("all", *_cells(result, None), style="bold")
     return table
@@ -145,17 +150,21 @@ def kept_table(result: FullDepth) -> Table:
 def explain(result: FullDepth, setting: Setting) -> list[str]:
     """How the figures were found, and what they are not."""
     stock, patched = _amount(result.stock.total), _amount(result.patched.total)
-    runs = ", ".join(" + ".join(map(str, depth.values())) for depth in result.measured)
-    return [
+    runs = " and ".join(" + ".join(map(str, depth.values())) for depth in result.measured)
+    lines = [
         f"[bold]{stock / patched:.2f}x less: {(stock - patched) / _MIB:,.1f} MiB freed.[/bold]",
         f"u is one activation, batch x seq x hidden in {_short(setting.u_dtype)}: {result.u / _MIB:.3g} MiB.",
-        f"Measured: every byte that is alive after a forward of {runs} layers of full width. Extrapolated: the depth; "
+        f"Measured: every byte alive after a forward with {runs} layers of full width. Extrapolated: the depth; "
         "further layers are like those, so the figures are exact.",
-        "A kind is the op that made the tensor. An op that keeps its input instead of its output moves bytes to the op "
+        "A tensor counts for the op that made it: an op that keeps its input, not its output, moves bytes to the op "
         "before it.",
-        "Dropout is the configuration's, but 0 in attention, and T5's position bias is frozen: for these the CPU's "
-        "attention keeps seq x seq tensors, which a GPU's does not.",
     ]
+    if result.changes:
+        lines.append(
+            f"For the measurement, {' and '.join(result.changes)}: else the CPU's attention keeps seq x seq tensors, "
+            "which a fused GPU kernel does not."
+        )
+    return lines
 
 
 def to_dict(result: FullDepth, setting: Setting) -> dict[str, Any]:
@@ -177,6 +186,7 @@ def to_dict(result: FullDepth, setting: Setting) -> dict[str, Any]:
         "autocast": "bf16" if setting.autocast else None,
         "depth": result.depth,
         "measured": result.measured,
+        "changes": result.changes,
         "u": result.u,
         "u_dtype": _short(setting.u_dtype),
         "sites": [
@@ -188,13 +198,6 @@ def to_dict(result: FullDepth, setting: Setting) -> dict[str, Any]:
     }
 
 
-def kinds(result: FullDepth) -> list[str]:
-    """The kinds of op that keep anything, in the order of tables and pictures."""
-    from hf_memsave.tape.meter import KINDS
-
-    return [kind for kind in KINDS if kind in result.stock.total or kind in result.patched.total]
-
-
 def _cells(result: FullDepth, kind: str | None) -> list[str]:
     stock, patched = _amount(result.stock.total, kind), _amount(result.patched.total, kind)
     cells = [f"{amount / _MIB:,.1f}" for amount in (stock, patched)]
@@ -204,9 +207,9 @@ def _cells(result: FullDepth, kind: str | None) -> list[str]:
     return cells
 
 
-def _amount(kept: dict[str, float], kind: str | None = None) -> float:
+def _amount(kept: Mapping[Any, float], kind: str | None = None) -> float:
     return sum(kept.values()) if kind is None else kept.get(kind, 0)
 
 
-def _short(dtype: Any) -> str:
+def _short(dtype: torch.dtype) -> str:
     return next(short for short, name in _DTYPES.items() if str(dtype) == f"torch.{name}")
