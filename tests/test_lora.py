@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -10,7 +12,9 @@ from families import FAMILIES, QUOTED, Size, batch_for, build
 from helpers import only_on_cpu
 from peft import BOFTConfig, IA3Config, LoHaConfig, LoraConfig, OFTConfig, PeftModel, get_peft_model
 
-from hf_memsave import MemSaveConfig, measure_kept, patch, unpatch
+import hf_memsave
+from hf_memsave import ConfigError, MemSaveConfig, measure_kept, patch, unpatch
+from hf_memsave.swap import is_patched
 
 SIZE = Size(hidden=64, heads=4, batch=2, seq=32)
 RANK = 8
@@ -202,3 +206,73 @@ def test_adapters_can_be_left_stock():
     model = adapted("llama")
     report = patch(model, MemSaveConfig(lora="stock"))
     assert {site.op for site in report.skipped} == {"lora"}
+
+
+# One call for base and adapters.
+
+
+def memsave_lora(**options):
+    return hf_memsave.MemSaveLoraConfig(
+        r=RANK, target_modules="all-linear", lora_dropout=0.05, init_lora_weights=False, **options
+    )
+
+
+def test_one_call_patches_base_and_adapters(device):
+    only_on_cpu(device)
+    torch.manual_seed(0)
+    ours = get_peft_model(build("llama", SIZE, torch.bfloat16), memsave_lora()).train()
+    assert {"rms_norm", "lora", "dropout", "block"} <= {site.op for site in patch(ours).patched}
+    stock = copy.deepcopy(ours)
+    unpatch(stock)
+    batch = batch_for(ours, SIZE)
+    assert measure_kept(ours, batch).total < 0.45 * measure_kept(stock, batch).total
+    assert_trains_like(ours, stock, steps=3)
+
+
+def test_one_call_needs_no_second_patch():
+    model = get_peft_model(build("llama", SIZE), memsave_lora())
+    before = measure_kept(model.train(), batch_for(model, SIZE)).total
+    patch(model)
+    assert measure_kept(model, batch_for(model, SIZE)).total == before
+
+
+def test_native_add_adapter_patches_too():
+    model = build("llama", SIZE)
+    model.add_adapter(memsave_lora(memsave={"norm": "stock"}))
+    sites = {type(m).__name__ for m in model.modules() if is_patched(m)}
+    assert "LlamaMLP" in sites
+    assert "LlamaRMSNorm" not in sites
+
+
+@pytest.mark.parametrize("config", [memsave_lora(memsave=False), LoraConfig(target_modules=["q_proj"])])
+def test_without_the_field_peft_is_stock(config):
+    model = get_peft_model(build("llama", SIZE), config)
+    assert not any(is_patched(m) for m in model.modules())
+
+
+def test_what_it_saves_loads_without_hf_memsave_and_without_a_warning(tmp_path):
+    torch.manual_seed(0)
+    base = build("llama", SIZE)
+    base.save_pretrained(tmp_path / "base")
+    ours = get_peft_model(base, memsave_lora()).eval()
+    ours.save_pretrained(tmp_path / "adapter")
+    torch.save((batch_for(ours, SIZE), outputs(ours)), tmp_path / "expected.pt")
+    script = (
+        "import sys, warnings, torch; warnings.simplefilter('error', UserWarning)\n"
+        "from peft import PeftModel; from transformers import AutoModelForCausalLM\n"
+        f"base = AutoModelForCausalLM.from_pretrained({str(tmp_path / 'base')!r})\n"
+        f"model = PeftModel.from_pretrained(base, {str(tmp_path / 'adapter')!r}).eval()\n"
+        f"batch, expected = torch.load({str(tmp_path / 'expected.pt')!r})\n"
+        "torch.set_num_threads(1)\n"
+        "assert type(model.peft_config['default']).__name__ == 'LoraConfig'\n"
+        "assert torch.equal(model(**batch).logits.detach(), expected)\n"
+        "assert 'hf_memsave' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "memsave" not in done.stderr
+
+
+def test_a_wrong_preset_is_refused_before_peft_touches_the_model():
+    with pytest.raises(ConfigError, match="unknown preset 'nope'"):
+        memsave_lora(memsave="nope")

@@ -21,6 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
 
 from hf_memsave import measure_kept, patch
 from hf_memsave.ops import dropout
@@ -324,6 +326,18 @@ def test_a_wrong_recomputation_is_seen(mode, monkeypatch):
     expected = MODES[mode](stock)
     with pytest.raises(AssertionError, match="differ"):
         assert_same(MODES[mode](ours), expected)
+
+
+def test_unpickling_makes_our_attention_known(monkeypatch, device):
+    """As in a process that has never patched a model."""
+    model = make("bert", device)
+    expected = step(model, batch_of(model))
+    patch(model)
+    pickled_model = pickle.dumps(model)
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        monkeypatch.delitem(interface._global_mapping, "memsave")
+    loaded = pickle.loads(pickled_model)
+    assert_same(step(loaded, batch_of(loaded)), expected)
 
 
 # The cache
