@@ -10,7 +10,7 @@ from hf_memsave import ConfigError, MemSaveConfig, MemSaveError
 from hf_memsave.config import presets
 
 #: Another value than the default, for every field.
-OTHER = {"activation": "stock", "norm": "stock", "dropout": "mask", "attention": "stock"}
+OTHER = {"activation": "stock", "norm": "stock", "dropout": "mask", "attention": "stock", "lora": "stock"}
 FIELDS = [field.name for field in dataclasses.fields(MemSaveConfig)]
 
 
