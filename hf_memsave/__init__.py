@@ -34,7 +34,6 @@ def __getattr__(name: str) -> Any:
     """Names that need PEFT, which is not loaded before they are asked for."""
     if name != "MemSaveLoraConfig":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from hf_memsave.integrations import peft
+    from hf_memsave.integrations.peft import MemSaveLoraConfig
 
-    peft.install()
-    return peft.MemSaveLoraConfig
+    return MemSaveLoraConfig

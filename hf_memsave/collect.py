@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -21,7 +21,10 @@ _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
 
 @dataclass(frozen=True)
 class SiteReport:
-    """One site: the module's path, its stock class, the op, "patched" or "skipped", and why skipped."""
+    """One site: the module's path, its stock class, the op, and "patched" or "skipped".
+
+    ``reason`` says why it was skipped, or what a patched site still keeps beyond the floor.
+    """
 
     name: str
     cls: str
@@ -31,11 +34,11 @@ class SiteReport:
 
 
 class Planned(NamedTuple):
-    """A module to swap: the site it matches, and the value of the config field that chose the op."""
+    """A module to swap: the site it matches, and what its binding shall hold as value."""
 
     module: nn.Module
     site: Site
-    value: str
+    value: Any
 
 
 def collect(model: nn.Module, config: MemSaveConfig) -> tuple[list[SiteReport], list[Planned]]:
@@ -61,7 +64,7 @@ def collect(model: nn.Module, config: MemSaveConfig) -> tuple[list[SiteReport], 
         cls = stock_class(module)
         path = f"{cls.__module__}.{cls.__qualname__}"
         if isinstance(module, (PreTrainedModel, GradientCheckpointingLayer)):
-            plan.append(Planned(module, Site(cls=path, op="block"), "on"))
+            plan.append(Planned(module, Site(cls=path, op="block"), config))
             sites.append(SiteReport(name, cls.__name__, "block", "patched"))
             taped.add(name)
             continue
@@ -69,12 +72,14 @@ def collect(model: nn.Module, config: MemSaveConfig) -> tuple[list[SiteReport], 
         if site is None:
             continue
         value, reason = _check(name, module, site, config, is_own=site not in COMMON.sites and path in known)
-        sites.append(SiteReport(name, cls.__name__, site.op, "skipped" if reason else "patched", reason or ""))
-        if reason is None:
+        if reason is not None:
+            sites.append(SiteReport(name, cls.__name__, site.op, "skipped", reason))
+        else:
+            sites.append(SiteReport(name, cls.__name__, site.op, "patched", OPS[site.op].note(module)))
             plan.append(Planned(module, site, value))
             uncovered |= not _ancestors(name) & taped
     if uncovered and "" not in taped:
-        _add_root(model, sites, plan)
+        _add_root(model, config, sites, plan)
     return sites, plan
 
 
@@ -110,7 +115,7 @@ def _ancestors(name: str) -> set[str]:
     return {".".join(parts[:i]) for i in range(len(parts))}
 
 
-def _add_root(model: nn.Module, sites: list[SiteReport], plan: list[Planned]) -> None:
+def _add_root(model: nn.Module, config: MemSaveConfig, sites: list[SiteReport], plan: list[Planned]) -> None:
     """A tape for sites outside any model of Transformers: at the root, or below the wrappers of torch around it."""
     name = ""
     while stock_class(model).__module__.startswith(_WRAPPERS):
@@ -119,7 +124,7 @@ def _add_root(model: nn.Module, sites: list[SiteReport], plan: list[Planned]) ->
         name, model = f"{name}.module".lstrip("."), inner
     cls = stock_class(model)
     if not any(p.module is model for p in plan):
-        plan.append(Planned(model, Site(cls=f"{cls.__module__}.{cls.__qualname__}", op="block"), "on"))
+        plan.append(Planned(model, Site(cls=f"{cls.__module__}.{cls.__qualname__}", op="block"), config))
         sites.append(SiteReport(name, cls.__name__, "block", "patched"))
 
 

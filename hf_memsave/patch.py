@@ -10,12 +10,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_memsave.adapters import watch
 from hf_memsave.arch import ARCHS
 from hf_memsave.attention_name import attention_sites, use_ours, use_stock
 from hf_memsave.collect import SiteReport, collect, model_types, refuse_foreign_patches
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import PatchError
-from hf_memsave.swap import is_wrapped, patched_class, refuse_wrapped, set_class, stock_class
+from hf_memsave.swap import binding_of, is_patched, is_wrapped, patched_class, refuse_wrapped, set_class, stock_class
 from hf_memsave.tape import Kept, measure_kept
 
 _NO_GAIN_ALONE = {"block", "linear", "conv1d"}
@@ -58,6 +59,15 @@ class PatchReport:
         """The sites that stayed stock; each has a reason."""
         return tuple(site for site in self.sites if site.status == "skipped")
 
+    @property
+    def added(self) -> tuple[str, ...]:
+        """Paths of sites that came since, such as adapters: the next :func:`patch` of the model covers them."""
+        model = self._model()
+        if model is None or not any(is_patched(module) for module in model.modules()):
+            return ()
+        names = {id(module): name for name, module in model.named_modules()}
+        return tuple(names[id(p.module)] for p in collect(model, self.config)[1] if not is_patched(p.module))
+
     def undo(self) -> None:
         """Make the model stock again; see :func:`unpatch`."""
         if (model := self._model()) is not None:
@@ -91,6 +101,8 @@ class PatchReport:
         for (status, op, cls, reason), count in sorted(counts.items()):
             lines.append(f"  {status:<8} {count:>4} x {op:<18} {cls}{': ' + reason if reason else ''}")
         lines += [f"  no table for model type {kind!r}: sites were found by module class" for kind in self.unknown]
+        if added := self.added:
+            lines.append(f"  {len(added)} sites were added since ({added[0]}, ...): call hf_memsave.patch(model) again")
         return "\n".join(lines)
 
 
@@ -133,6 +145,7 @@ def patch(model: nn.Module, config: MemSaveConfig | str | bool | dict[str, Any] 
         if not is_wrapped(module):  # else it is patched as planned already
             set_class(module, classes.get(id(module), stock_class(module)))
     (use_ours if resolved.attention == "recompute" else use_stock)(model)
+    watch_peft()
     return PatchReport(model, resolved, sites)
 
 
@@ -147,6 +160,27 @@ def unpatch(model: nn.Module) -> None:
     for module in model.modules():
         set_class(module, stock_class(module))
     use_stock(model)
+
+
+def watch_peft() -> None:
+    """Have adapters patched as they are added: to a patched model, or by a config with a ``memsave`` field of ours.
+
+    Needs PEFT to be loaded; patching a model calls it too.
+    """
+    watch(_patch_added)
+
+
+def _patch_added(model: nn.Module, config: Any) -> None:
+    memsave = getattr(config, "memsave", None)
+    if isinstance(memsave, MemSaveConfig):
+        patch(model, memsave)
+        return
+    done: list[str] = []  # patched models, the outermost first, each with the config it was patched with
+    for name, module in model.named_modules():
+        binding = binding_of(module)
+        if binding is not None and binding.op.opens_tape and not f"{name}.".startswith(tuple(done)):
+            done.append(f"{name}." if name else "")
+            patch(module, binding.value)
 
 
 def _reasons(sites: list[SiteReport]) -> str:

@@ -42,7 +42,7 @@ def stock_class(module: nn.Module) -> Any:
     return type(module) if binding is None else binding.stock
 
 
-def patched_class(stock: Any, op: str, names: Mapping[str, str], value: str) -> Any:
+def patched_class(stock: Any, op: str, names: Mapping[str, str], value: Any) -> Any:
     """The subclass of ``stock`` whose forward is that of ``op``."""
     return _patched_class(stock, op, tuple(sorted(names.items())), value)
 
@@ -84,7 +84,7 @@ def set_class(module: nn.Module, cls: Any) -> None:
 
 
 @functools.cache
-def _patched_class(stock: Any, op: str, names: tuple[tuple[str, str], ...], value: str) -> Any:
+def _patched_class(stock: Any, op: str, names: tuple[tuple[str, str], ...], value: Any) -> Any:
     method = OPS[op].method
     stock_method = getattr(stock, method)
 
@@ -113,7 +113,7 @@ def _patched_class(stock: Any, op: str, names: tuple[tuple[str, str], ...], valu
     return type(stock)(stock.__name__, (stock,), body)
 
 
-def _rebuild(stock: Any, op: str, names: tuple[tuple[str, str], ...], value: str) -> nn.Module:
+def _rebuild(stock: Any, op: str, names: tuple[tuple[str, str], ...], value: Any) -> nn.Module:
     """Called by ``copy.deepcopy`` and ``pickle``: an empty module of the patched class, before its state is set."""
     attention.register()
     cls = _patched_class(stock, op, names, value)

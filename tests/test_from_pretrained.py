@@ -348,11 +348,11 @@ def quantized(saved, bits, **options):
 
 
 @pytest.mark.parametrize(("bits", "linear"), [(4, "Linear4bit"), (8, "Linear8bitLt")])
-def test_quantized_linears_are_left_alone_and_norms_patched(bits, linear, saved):
+def test_quantized_linears_keep_their_class_and_norms_are_patched(bits, linear, saved):
     model = quantized(saved, bits, memsave=True)
     linears = [m for m in model.modules() if type(m).__name__ == linear]
     assert len(linears) == 14
-    assert not any(is_patched(m) for m in linears)
+    assert all(is_patched(m) == (bits == 8) for m in linears)  # only its node hides an input
     assert sorted(name for name, cls in patched_classes(model).items() if cls == "LlamaRMSNorm") == [
         "model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm",
         "model.layers.1.input_layernorm", "model.layers.1.post_attention_layernorm", "model.norm",

@@ -1,4 +1,4 @@
-"""Sites that every architecture shares: modules of PyTorch, and Transformers' own building blocks."""
+"""Sites that every architecture shares: modules of PyTorch, PEFT, bitsandbytes, and Transformers' building blocks."""
 
 from hf_memsave.arch.spec import Arch, Site
 
@@ -10,6 +10,8 @@ ARCH = Arch(
         Site(cls="torch.nn.modules.dropout.Dropout", op="dropout"),
         Site(cls="torch.nn.modules.linear.Linear", op="linear"),
         Site(cls="transformers.pytorch_utils.Conv1D", op="conv1d"),
+        Site(cls="bitsandbytes.nn.modules.Linear8bitLt", op="linear_8bit"),
+        Site(cls="peft.tuners.lora.dora.DoraLinearLayer", op="dora"),
         Site(cls="torch.nn.modules.activation.GELU", op="activation"),
         Site(cls="torch.nn.modules.activation.SiLU", op="activation"),
         Site(cls="GELUActivation", op="activation"),

@@ -1,24 +1,18 @@
 """``MemSaveLoraConfig``: ``get_peft_model(model, config)`` patches the base model and the adapters in one call.
 
-It is PEFT's ``LoraConfig`` with one field more, which is never saved: what it saves is a stock adapter. PEFT hands a
-config no model, so the one thing changed in it is ``BaseTuner.inject_adapter``, which afterwards patches the model of a
-config of ours; stock configs pass through.
+It is PEFT's ``LoraConfig`` with one field more, which is never saved: what it saves is a stock adapter.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from peft import LoraConfig
-from peft.tuners.tuners_utils import BaseTuner
 
 from hf_memsave.config import MemSaveConfig
-from hf_memsave.patch import patch
-
-_MARK = "_memsave_stock"
+from hf_memsave.errors import ConfigError
+from hf_memsave.patch import watch_peft
 
 
 @dataclass
@@ -30,7 +24,8 @@ class MemSaveLoraConfig(LoraConfig):
             for a plain ``LoraConfig``.
 
     Raises:
-        ConfigError: ``memsave`` names a preset, field or value that does not exist.
+        ConfigError: ``memsave`` names a preset, field or value that does not exist, or another field asks for a kind of
+            adapter that cannot be saved.
     """
 
     memsave: MemSaveConfig | str | bool | dict[str, Any] | None = field(default=True)
@@ -38,6 +33,14 @@ class MemSaveLoraConfig(LoraConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.memsave = MemSaveConfig.resolve(self.memsave)
+        variants = [f.name for f in fields(self) if f.metadata.get("is_lora_variant") and f.name != "use_dora"]
+        asked = [name for name in (*variants, "target_parameters") if getattr(self, name, None)]
+        if self.memsave is not None and asked:
+            raise ConfigError(
+                f"MemSaveLoraConfig expected LoRA, rsLoRA or DoRA on layers, got {' and '.join(asked)}, whose own "
+                "tensors it cannot save. Use peft.LoraConfig and hf_memsave.patch(model): that trains like stock, "
+                "saves in the base model, and reports the rest."
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """The fields of the ``LoraConfig``."""
@@ -46,20 +49,4 @@ class MemSaveLoraConfig(LoraConfig):
         return fields
 
 
-def install() -> None:
-    """Let PEFT patch for a :class:`MemSaveLoraConfig`; does nothing the second time."""
-    if not hasattr(BaseTuner.inject_adapter, _MARK):
-        BaseTuner.inject_adapter = _then_patch(BaseTuner.inject_adapter)
-
-
-def _then_patch(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def inject_adapter(self: BaseTuner, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        result = stock(self, model, adapter_name, *args, **kwargs)
-        config = self.peft_config[adapter_name]
-        if isinstance(config, MemSaveLoraConfig) and config.memsave is not None:
-            patch(model, config.memsave)
-        return result
-
-    setattr(inject_adapter, _MARK, stock)
-    return inject_adapter
+watch_peft()

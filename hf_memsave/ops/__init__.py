@@ -2,10 +2,12 @@
 
 from hf_memsave.ops.activation import ACTIVATION
 from hf_memsave.ops.block import BLOCK
+from hf_memsave.ops.dora import DORA
 from hf_memsave.ops.dropout import DROPOUT
 from hf_memsave.ops.gated_mlp import CHUNKED_GATED_MLP, GATED_MLP
 from hf_memsave.ops.layer_norm import LAYER_NORM
 from hf_memsave.ops.linear import CONV1D, LINEAR
+from hf_memsave.ops.linear_8bit import LINEAR_8BIT
 from hf_memsave.ops.lora import LORA
 from hf_memsave.ops.new_gelu import NEW_GELU
 from hf_memsave.ops.op import Binding, Op
@@ -19,10 +21,12 @@ OPS: dict[str, Op] = {
         BLOCK,
         CHUNKED_GATED_MLP,
         CONV1D,
+        DORA,
         DROPOUT,
         GATED_MLP,
         LAYER_NORM,
         LINEAR,
+        LINEAR_8BIT,
         LORA,
         NEW_GELU,
         RMS_NORM,

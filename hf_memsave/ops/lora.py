@@ -14,6 +14,7 @@ Exact, for every PEFT method that converts its input by ``_cast_input_dtype``.
 Source: Hu et al. (2021), arXiv:2106.09685.
 """
 
+import re
 from typing import Any
 
 import torch
@@ -31,6 +32,14 @@ def _cast_input(module: nn.Module, binding: Binding, x: Any, dtype: torch.dtype)
     return cast(x, dtype)
 
 
+def _note(module: Any) -> str:
+    """PEFT's other methods, and LoRA's other variants, keep what they compute by themselves."""
+    method = re.match(r"peft\.tuners\.(\w+)", type(module).__module__)
+    variants = {type(v).__name__ for v in getattr(module, "lora_variant", {}).values()} - {"DoraLinearVariant"}
+    own = [method[1]] if method is not None and method[1] != "lora" else sorted(variants)
+    return f"what {' and '.join(own)} computes by itself is kept as in stock" if own else ""
+
+
 _EXPRESSION = """
 def _cast_input_dtype(self, x, dtype):
     if x is None:
@@ -41,4 +50,4 @@ def _cast_input_dtype(self, x, dtype):
     return x.to(dtype=dtype)
 """
 
-LORA = Op("lora", "lora", _cast_input, expressions=(_EXPRESSION,), method=METHOD)
+LORA = Op("lora", "lora", _cast_input, expressions=(_EXPRESSION,), note=_note, method=METHOD)

@@ -20,6 +20,10 @@ def _nothing_to_check(module: nn.Module, names: Mapping[str, str]) -> str | None
     return None
 
 
+def _nothing_to_note(module: nn.Module) -> str:
+    return ""
+
+
 def children_are_modules(*roles: str) -> Callable[[nn.Module, Mapping[str, str]], str | None]:
     """A check that the attributes playing ``roles`` are modules."""
 
@@ -43,6 +47,7 @@ class Op:
         forward: Called as ``forward(module, binding, *args, **kwargs)`` where a tape is innermost; elsewhere the stock
             forward runs. It must read the module's children at call time and draw random numbers as stock does.
         check: Returns why this module cannot take the op, or None. Must neither change the module nor run it.
+        note: Returns what a patched module still keeps beyond the floor, for the report; "" for nothing.
         expressions: The forwards that the op is exact for, as source text that calls attributes of self by their roles;
             empty where the op calls the module's own forward, or replaces one of PyTorch's.
         method: What the op replaces.
@@ -53,6 +58,7 @@ class Op:
     setting: str | None
     forward: Callable[..., Any]
     check: Callable[[nn.Module, Mapping[str, str]], str | None] = _nothing_to_check
+    note: Callable[[nn.Module], str] = _nothing_to_note
     opens_tape: bool = False
     expressions: tuple[str, ...] = ()
     method: str = "forward"
@@ -60,12 +66,15 @@ class Op:
 
 @dataclass(frozen=True)
 class Binding:
-    """What one patched class knows: the class it replaces, its op, where to find the children, and the chosen value."""
+    """What one patched class knows: the class it replaces, its op, where to find the children, and the chosen value.
+
+    The value is that of the op's setting; for a block, the whole config.
+    """
 
     stock: Any
     op: Op
     names: Mapping[str, str] = field(default_factory=dict)
-    value: str = "recompute"
+    value: Any = "recompute"
 
     def child(self, module: nn.Module, role: str) -> Any:
         """The attribute of ``module`` that plays ``role`` ("gate", "eps", …)."""
