@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 import hf_memsave
@@ -177,3 +178,45 @@ def test_version(capsys):
         main(["--version"])
     assert exit_.value.code == 0
     assert capsys.readouterr().out == f"hf_memsave {hf_memsave.__version__}\n"
+
+
+# Adapters
+
+
+@pytest.mark.parametrize("spec", ["r=4,dropout=0.05", "r=4,dtype=model,targets=q_proj+down_proj", "dora=true"])
+def test_report_of_adapters_equals_a_direct_measurement(spec, tmp_path, capsys):
+    folder = write_config(tmp_path, "llama")
+    out = tmp_path / "out.json"
+    status, text, errors = report(capsys, folder, "--lora", spec, "--batch-size", 3, "--seq-len", 24, "--json", out)
+    assert status == 0, errors
+    figures = json.loads(out.read_text())
+    lora = figures["lora"]
+    assert f"r {lora['r']}" in text and "lora_magnitude_vector" not in text
+    targets = lora["targets"].split("+") if "+" in lora["targets"] else lora["targets"]
+    config = LoraConfig(r=lora["r"], lora_dropout=lora["dropout"], target_modules=targets, use_dora=lora["dora"])
+    base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    model = get_peft_model(base, config, autocast_adapter_dtype=lora["dtype"] == "fp32").train()
+    ids = torch.randint(2, 96, (3, 24))
+    assert figures["parameters"] == model.num_parameters()
+    assert figures["stock"]["total"] == hf_memsave.measure_kept(model, {"input_ids": ids, "labels": ids}).total
+    hf_memsave.patch(model)
+    assert figures["patched"]["total"] == hf_memsave.measure_kept(model, {"input_ids": ids, "labels": ids}).total
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("rank=4", "expected r=...,alpha=...,dropout=...,targets=...,dtype=...,dora=..., got 'rank=4'"),
+        ("r=four", "expected a number for r, got 'four'"),
+        ("dropout=1", r"expected r from 1, dropout in [0, 1), dtype fp32 or model, got 'dropout=1'"),
+    ],
+)
+def test_report_refuses_adapters_it_does_not_know(spec, message, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        report(capsys, write_config(tmp_path, "llama"), "--lora", spec)
+    assert message in capsys.readouterr().err
+
+
+def test_report_refuses_targets_that_the_model_lacks(tmp_path, capsys):
+    status, _, error = report(capsys, write_config(tmp_path, "llama"), "--lora", "targets=query")
+    assert status == 2 and "'query'" in error and "Name modules of LlamaForCausalLM with targets=a+b" in error

@@ -22,23 +22,26 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_memsave import MemSaveConfig, measure_kept, patch
 from hf_memsave.commands import CommandError
+from hf_memsave.commands.lora import Lora
 from hf_memsave.commands.models import SkipValues, at_depth, build, choose_head, depth_fields, make_batch, period
 
-# What the memory check expects: the most that stock keeps in a layer of any family, and for the logits of a token.
-_MOST_U = 50
+# What the memory check expects: the most that stock keeps in a layer of any family, plain and with adapters (DoRA in
+# fp32), and for the logits of a token.
+_MOST_U, _MOST_U_ADAPTED = 50, 110
 _LOGIT_BYTES = 14
 _GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What to measure: a batch ``[batch_size, seq_len]``, weights in ``dtype``, under bf16 autocast or not."""
+    """What to measure: a batch ``[batch_size, seq_len]``, weights in ``dtype``, bf16 autocast or not, adapters or not."""
 
     batch_size: int
     seq_len: int
     dtype: torch.dtype
     autocast: bool
     memsave: MemSaveConfig
+    lora: Lora | None = None
 
     @property
     def u_dtype(self) -> torch.dtype:
@@ -105,11 +108,11 @@ def measure_full_depth(config: PreTrainedConfig, setting: Setting, layers: int |
     depths = (first, *(first | {field: first[field] + every[field]} for field in fields))
 
     with torch.device("meta"):
-        whole, changes = build(head, at_depth(config, full), setting.dtype)
+        whole, changes = _build(head, at_depth(config, full), setting)
     _check_memory(config, setting, {field: first[field] + every[field] for field in fields})
     counts, sites, stock, patched = [], [], [], []
     for depth in depths:
-        model, _ = build(head, at_depth(config, depth), setting.dtype)
+        model, _ = _build(head, at_depth(config, depth), setting)
         counts.append({"parameters": model.num_parameters()})
         try:
             stock.append(_kept(model, head, setting))
@@ -159,6 +162,14 @@ def _extrapolate(
     return Affine(total, per_layer)
 
 
+def _build(head: Any, config: PreTrainedConfig, setting: Setting) -> tuple[PreTrainedModel, tuple[str, ...]]:
+    model, changes = build(head, config, setting.dtype)
+    if setting.lora is not None:
+        with SkipValues():
+            setting.lora.add_to(model)
+    return model, changes
+
+
 def _kept(model: PreTrainedModel, head: Any, setting: Setting) -> dict[str, int]:
     def forward(**batch: torch.Tensor) -> Any:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=setting.autocast):
@@ -174,7 +185,8 @@ def _check_memory(config: PreTrainedConfig, setting: Setting, depth: dict[str, i
     with torch.device("meta"):
         parameters = build(choose_head(config), at_depth(config, depth), setting.dtype)[0].num_parameters()
     tokens = setting.batch_size * setting.seq_len
-    layers = sum(depth.values()) * _MOST_U * config.hidden_size * setting.dtype.itemsize
+    most = _MOST_U_ADAPTED if setting.lora else _MOST_U
+    layers = sum(depth.values()) * most * config.hidden_size * setting.dtype.itemsize
     weights = parameters * (setting.dtype.itemsize + 2 * setting.autocast)
     needed = weights + tokens * (layers + _LOGIT_BYTES * config.vocab_size)
     if needed > (free := psutil.virtual_memory().available):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from rich.table import Table
 
 from hf_memsave import MemSaveConfig
 from hf_memsave.commands import CommandError, check_folder, check_picture, positive_int
+from hf_memsave.commands.lora import Lora
 from hf_memsave.tape.meter import KINDS
 
 if TYPE_CHECKING:
@@ -45,6 +47,13 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--seq-len", type=positive_int, default=128, metavar="N", help="tokens in each (%(default)s)")
     parser.add_argument("--dtype", choices=sorted(_DTYPES), help="of the weights (bf16; with --autocast fp32)")
     parser.add_argument("--autocast", choices=["bf16"], help="compute in bf16 with fp32 weights (Trainer's bf16=True)")
+    parser.add_argument(
+        "--lora",
+        type=Lora.parse,
+        metavar="r=16,dropout=0.05",
+        help="train LoRA adapters instead of the model; further keys: alpha, targets=q_proj+v_proj (all-linear), "
+        "dtype=fp32|model (fp32, PEFT's default), dora=true",
+    )
     parser.add_argument(
         "--layers", type=positive_int, metavar="N", help="the depth, instead of the configuration's own"
     )
@@ -83,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
         dtype=getattr(torch, _DTYPES[args.dtype or ("fp32" if args.autocast else "bf16")]),
         autocast=bool(args.autocast),
         memsave=memsave,
+        lora=args.lora,
     )
     console = Console(highlight=False)
     with console.status(f"Reading the configuration {args.model} ..."):
@@ -92,7 +102,8 @@ def run(args: argparse.Namespace) -> int:
 
     title = describe(args.model, result, setting)
     console.print(title, style="bold", markup=False)
-    console.print(f"preset {args.memsave}, {result.parameters / 1e6:,.1f} M parameters\n")
+    console.print(f"preset {args.memsave}, {result.parameters / 1e6:,.1f} M parameters")
+    console.print(f"LoRA on a frozen model: {args.lora}\n" if args.lora else "", markup=False)
     console.print(sites_table(result), kept_table(result), sep="\n")
     console.print(*explain(result, setting), sep="\n")
     if args.plot:
@@ -184,6 +195,7 @@ def to_dict(result: FullDepth, setting: Setting) -> dict[str, Any]:
         "seq_len": setting.seq_len,
         "dtype": _short(setting.dtype),
         "autocast": "bf16" if setting.autocast else None,
+        "lora": dataclasses.asdict(setting.lora) if setting.lora else None,
         "depth": result.depth,
         "measured": result.measured,
         "changes": result.changes,
