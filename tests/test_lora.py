@@ -10,7 +10,7 @@ import pytest
 import torch
 from families import FAMILIES, QUOTED, Size, batch_for, build
 from helpers import only_on_cpu
-from peft import BOFTConfig, IA3Config, LoHaConfig, LoraConfig, OFTConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 
 import hf_memsave
 from hf_memsave import ConfigError, MemSaveConfig, measure_kept, patch, unpatch
@@ -25,8 +25,14 @@ MODES = {
     "fp32": (torch.float32, True, False),
     "autocast": (torch.float32, True, True),
 }
-FLOOR = {"bert": 10, "gpt2": 10, "t5-encoder": 10, "llama": 10.5, "mistral": 10.5, "phi3": 10.5, "phi": 9}
-AUTOCAST_FLOOR = {"bert": 12, "gpt2": 12, "t5-encoder": 12, "llama": 12.5, "mistral": 12.5, "phi3": 12.5, "phi": 10}
+FLOOR = {
+    "bert": 10, "roberta": 10, "gpt2": 10, "t5-encoder": 10, "t5-decoder": 15, "t5-gated-encoder": 11.5,
+    "llama": 10.5, "mistral": 10.5, "phi3": 10.5, "phi": 9,
+}  # fmt: skip
+AUTOCAST_FLOOR = {
+    "bert": 12, "roberta": 12, "gpt2": 12, "t5-encoder": 12, "t5-decoder": 18, "t5-gated-encoder": 13.5,
+    "llama": 12.5, "mistral": 12.5, "phi3": 12.5, "phi": 10,
+}  # fmt: skip
 
 
 def adapted(family, mode="bf16, fp32 adapters", dropout=0.05, size=SIZE, **options):
@@ -66,12 +72,15 @@ def assert_trains_like(ours, stock, mode="bf16, fp32 adapters", steps=20):
 # The floor.
 
 
-def rank_terms(model, mode, size):
-    """Bytes of lora_A's outputs, and of the generator states of its dropouts, in one layer."""
+def rank_terms(targets, mode, size):
+    """Bytes of lora_A's outputs, and of the generator states of its dropouts, in one layer with so many targets."""
     dtype, in_fp32, is_autocast = MODES[mode]
     itemsize = 2 if is_autocast or (dtype == torch.bfloat16 and not in_fp32) else 4
-    targets = sum(name.endswith("lora_A") for name, _ in model.named_modules()) / size.layers
     return targets * (size.batch * size.seq * RANK * itemsize + 5056)
+
+
+def count_targets(model):
+    return sum(name.endswith("lora_A") for name, _ in model.named_modules())
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.05])
@@ -79,16 +88,17 @@ def rank_terms(model, mode, size):
 @pytest.mark.parametrize("family", FLOOR)
 def test_a_layer_keeps_the_floor_and_the_rank_terms(family, mode, dropout, device):
     only_on_cpu(device)
-    totals = []
+    totals, targets = [], []
     for layers in (1, 2):
         size = replace(QUOTED, layers=layers)
         model = adapted(family, mode, dropout, size)
+        targets.append(count_targets(model))
         patch(model)
         with autocast(mode):
             totals.append(measure_kept(model, batch_for(model, size)).total)
     u = QUOTED.u(4 if mode == "fp32" else 2)
     floor = (AUTOCAST_FLOOR if mode == "autocast" else FLOOR)[family] * u
-    assert totals[1] - totals[0] <= 1.03 * (floor + rank_terms(model, mode, size))
+    assert totals[1] - totals[0] <= 1.03 * (floor + rank_terms(targets[1] - targets[0], mode, size))
 
 
 # Stock's bits.
@@ -129,20 +139,6 @@ def test_variants_train_like_stock(options, device):
     assert_trains_like(ours, stock, steps=3)
     batch = batch_for(ours, SIZE)
     assert measure_kept(ours, batch).total < measure_kept(stock, batch).total
-
-
-@pytest.mark.parametrize("config", [IA3Config, LoHaConfig, OFTConfig, BOFTConfig], ids=lambda c: c.__name__)
-def test_other_methods_train_like_stock(config, device):
-    only_on_cpu(device)
-    targets = ["q_proj", "v_proj", "down_proj"]
-    more = {IA3Config: {"feedforward_modules": ["down_proj"]}, BOFTConfig: {"boft_block_size": 4}}.get(config, {})
-    if config is OFTConfig:
-        more = {"oft_block_size": 8, "r": 0}
-    torch.manual_seed(0)
-    stock = get_peft_model(build("llama", SIZE), config(target_modules=targets, **more)).train()
-    ours = copy.deepcopy(stock)
-    patch(ours)
-    assert_trains_like(ours, stock, "fp32", steps=3)
 
 
 # Stock's ways of working.

@@ -34,7 +34,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What to measure: a batch ``[batch_size, seq_len]``, weights in ``dtype``, bf16 autocast or not, adapters or not."""
+    """What to measure: a batch ``[batch_size, seq_len]``, weights in ``dtype``, autocast and adapters if asked for."""
 
     batch_size: int
     seq_len: int

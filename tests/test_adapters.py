@@ -1,0 +1,301 @@
+"""Adapters beyond plain LoRA on all linears: fewer targets, DoRA, quantized bases, PEFT's other methods."""
+
+import copy
+from dataclasses import replace
+
+import peft
+import pytest
+import torch
+from families import QUOTED, batch_for, build
+from helpers import only_on_cpu
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from test_lora import RANK, SIZE, adapted, assert_trains_like, autocast, outputs, rank_terms, train
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from hf_memsave import ConfigError, MemSaveConfig, MemSaveLoraConfig, measure_kept, patch, unpatch
+from hf_memsave.swap import is_patched
+
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+#: Widths of a LLaMA layer's linears, out of each, in units of the hidden size.
+OUT = 1 + 0.5 + 0.5 + 1 + 2.75 + 2.75 + 1
+
+
+def per_layer(make, mode="bf16, fp32 adapters", patched=True):
+    """What a layer keeps: the difference of two depths."""
+    kept = []
+    for layers in (1, 2):
+        model = make(replace(QUOTED, layers=layers))
+        if patched:
+            patch(model)
+        with autocast(mode):
+            kept.append(measure_kept(model, batch_for(model, QUOTED)).total)
+    return kept[1] - kept[0]
+
+
+# Few targets, and frozen parts.
+
+
+@pytest.mark.parametrize("mode", ["bf16, fp32 adapters", "bf16", "fp32", "autocast"])
+def test_lora_on_q_and_v_keeps_the_floor(mode, device):
+    only_on_cpu(device)
+
+    def make(size):
+        config = LoraConfig(r=RANK, target_modules=["q_proj", "v_proj"], lora_dropout=0.05)
+        base = build("llama", size, torch.float32 if mode in ("fp32", "autocast") else torch.bfloat16)
+        return get_peft_model(base, config, autocast_adapter_dtype=mode != "bf16").train()
+
+    u = QUOTED.u(4 if mode == "fp32" else 2)
+    floor = (12.5 if mode == "autocast" else 10.5) * u + rank_terms(2, mode, QUOTED)
+    assert per_layer(make, mode) <= 1.03 * floor
+
+
+@pytest.mark.parametrize("make", [nn.LayerNorm, lambda n: nn.Linear(n, n), lambda n: llama_norm(n)])
+def test_a_frozen_module_keeps_and_computes_no_gradient_of_its_own(make, device):
+    module = nn.Sequential(nn.Linear(16, 16), make(16), nn.Dropout(0.1)).to(device).train()
+    module[1].requires_grad_(False)
+    frozen_stock = measure_kept(module, torch.randn(8, 16, device=device)).total
+    patch(module)
+    frozen = measure_kept(module, torch.randn(8, 16, device=device)).total
+    module(torch.randn(8, 16, device=device)).sum().backward()
+    assert all(p.grad is None for p in module[1].parameters())
+    assert module[0].weight.grad is not None
+    module[1].requires_grad_(True)
+    assert frozen <= measure_kept(module, torch.randn(8, 16, device=device)).total
+    assert frozen <= frozen_stock + 5056  # the dropout's generator state stands for its mask
+
+
+def llama_norm(n):
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    return LlamaRMSNorm(n)
+
+
+# DoRA: the floor, and one base result a target, which the magnitude's gradient is a product with.
+
+
+@pytest.mark.parametrize(
+    ("mode", "dropout", "in_u"), [("bf16", 0.0, 1), ("bf16", 0.05, 1), ("bf16, fp32 adapters", 0.05, 2)]
+)
+def test_dora_keeps_the_floor_and_one_result_a_target(mode, dropout, in_u, device):
+    only_on_cpu(device)
+    ours = per_layer(lambda size: adapted("llama", mode, dropout, size, use_dora=True), mode)
+    magnitudes = 3 * OUT * QUOTED.hidden * 4
+    floor = (10.5 + in_u * OUT) * QUOTED.u(2) + rank_terms(7, mode, QUOTED) + magnitudes
+    assert ours <= 1.03 * floor
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.05])
+@pytest.mark.parametrize("mode", ["bf16, fp32 adapters", "bf16", "fp32", "autocast"])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])  # with biases, transposed weights, without
+def test_dora_trains_like_stock(family, mode, dropout, device):
+    only_on_cpu(device)
+    stock = adapted(family, mode, dropout, use_dora=True)
+    ours = copy.deepcopy(stock)
+    assert "dora" in {site.op for site in patch(ours).patched}
+    assert_trains_like(ours, stock, mode, steps=3)
+
+
+# Quantized bases.
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folders = {}
+
+    def save(size):
+        if size not in folders:
+            folders[size] = tmp_path_factory.mktemp("base")
+            build("llama", size, torch.bfloat16).save_pretrained(folders[size])
+        return folders[size]
+
+    return save
+
+
+def quantized(folder, bits, prepared=True, **options):
+    pytest.importorskip("bitsandbytes")
+    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.bfloat16}
+    asked = BitsAndBytesConfig(load_in_4bit=True, **nf4) if bits == 4 else BitsAndBytesConfig(load_in_8bit=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=asked, dtype=torch.bfloat16)
+    if prepared:
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    torch.manual_seed(0)
+    options = dict(r=RANK, lora_alpha=16, target_modules=LINEARS, lora_dropout=0.05, init_lora_weights=False, **options)
+    return get_peft_model(model, LoraConfig(**options)).train()
+
+
+@pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "bf16"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantized_base_keeps_the_same_floor(bits, prepared, saved, device):
+    only_on_cpu(device)
+    ours = per_layer(lambda size: quantized(saved(size), bits, prepared))
+    u = QUOTED.u(4 if prepared else 2)  # prepare_model_for_kbit_training makes the residual stream fp32
+    assert ours <= 1.03 * (10.5 * u + rank_terms(7, "fp32", QUOTED))
+
+
+def test_the_meter_counts_what_8bit_linears_hide(saved, device):
+    only_on_cpu(device)
+    of = {bits: per_layer(lambda size, bits=bits: quantized(saved(size), bits), patched=False) for bits in (4, 8)}
+    hidden = 2 + 2.75  # each norm's output and the gated product; o_proj's input is kept by attention anyway
+    assert of[8] - of[4] == pytest.approx(hidden * QUOTED.u(4), rel=0.01)
+
+
+@pytest.mark.parametrize(("bits", "dora"), [(4, False), (4, True), (8, False)])  # stock cannot train DoRA on 8 bits
+def test_a_quantized_base_trains_like_stock(bits, dora, saved, device):
+    only_on_cpu(device)
+    stock = quantized(saved(SIZE), bits, use_dora=dora)
+    ours = quantized(saved(SIZE), bits, use_dora=dora)
+    patch(ours)
+    assert_trains_like(ours, stock, steps=3)
+
+
+def test_dora_on_nf4_keeps_no_dequantized_weight(saved, device):
+    only_on_cpu(device)
+    ours = per_layer(lambda size: quantized(saved(size), 4, use_dora=True))
+    floor = (10.5 + OUT) * QUOTED.u(4) + rank_terms(7, "fp32", QUOTED) + 3 * OUT * QUOTED.hidden * 4
+    assert ours <= 1.03 * floor
+
+
+# PEFT's other methods: they train like stock, and the report says what they keep.
+
+METHODS = {
+    "ia3": peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "loha": peft.LoHaConfig(r=4, target_modules=LINEARS),
+    "oft": peft.OFTConfig(oft_block_size=8, r=0, target_modules=LINEARS),
+    "boft": peft.BOFTConfig(boft_block_size=4, target_modules=LINEARS),
+    "VeloraLinearVariant": LoraConfig(r=RANK, target_modules=LINEARS, velora_config=peft.VeloraConfig()),
+}
+PROMPTS = {
+    "prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+}
+
+
+def with_method(config):
+    torch.manual_seed(0)
+    return get_peft_model(build("llama", SIZE), copy.deepcopy(config)).train()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_other_methods_train_like_stock_and_the_report_says_what_stays(name, device):
+    only_on_cpu(device)
+    stock = with_method(METHODS[name])
+    ours = copy.deepcopy(stock)
+    report = patch(ours)
+    assert {s.reason for s in report.patched if s.op == "lora"} == {
+        f"what {name} computes by itself is kept as in stock"
+    }
+    assert f"what {name} computes" in str(report)
+    assert_trains_like(ours, stock, "fp32", steps=3)
+    assert measure_kept(ours, batch_for(ours, SIZE)).total < measure_kept(stock, batch_for(stock, SIZE)).total
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_virtual_tokens_train_like_stock(name, device):
+    only_on_cpu(device)
+    stock = with_method(PROMPTS[name])
+    ours = copy.deepcopy(stock)
+    patch(ours)
+    (losses, ours_after), (stock_losses, stock_after) = train(ours, "fp32", 3), train(stock, "fp32", 3)
+    assert losses == stock_losses and len(set(losses)) == 3
+    assert all(torch.equal(ours_after[n], p) for n, p in stock_after.items()) and stock_after
+
+
+def test_lora_fa_trains_like_stock_and_keeps_no_input_of_lora_a(device):
+    from peft.optimizers import create_lorafa_optimizer
+
+    only_on_cpu(device)
+    stock = adapted("llama", "fp32")
+    ours = copy.deepcopy(stock)
+    patch(ours)
+    finals = []
+    for model in (ours, stock):
+        torch.manual_seed(3)
+        optimizer = create_lorafa_optimizer(model, r=RANK, lora_alpha=16, lr=1e-2)
+        for step in range(3):
+            model(**batch_for(model, SIZE, seed=step)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        finals.append({n: p for n, p in model.named_parameters() if "lora_" in n})
+    assert all(torch.equal(finals[0][n], p) for n, p in finals[1].items())
+    assert measure_kept(ours, batch_for(ours, SIZE)).total < 0.7 * measure_kept(stock, batch_for(stock, SIZE)).total
+
+
+@pytest.mark.parametrize("targets", [["embed_tokens", "q_proj"], ["embed_tokens", "lm_head"]], ids=str)
+def test_adapters_of_embeddings_train_like_stock(targets, device):
+    only_on_cpu(device)
+    torch.manual_seed(0)
+    config = LoraConfig(r=RANK, target_modules=targets, lora_dropout=0.05, init_lora_weights=False)
+    stock = get_peft_model(build("llama", SIZE, torch.bfloat16), config).train()
+    ours = copy.deepcopy(stock)
+    patch(ours)
+    assert_trains_like(ours, stock, steps=3)
+
+
+def test_adapters_of_conv1d_are_at_the_floor_too():
+    model = adapted("gpt2")
+    report = patch(model)
+    assert sum(s.op == "conv1d" for s in report.patched) == 4 * SIZE.layers
+    assert sum(s.op == "lora" and not s.reason for s in report.patched) == 4 * SIZE.layers
+
+
+def test_a_batch_of_several_adapters_is_stocks(device):
+    only_on_cpu(device)
+    stock = adapted("llama")
+    stock.add_adapter("second", LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    stock.eval()
+    ours = copy.deepcopy(stock)
+    patch(ours)
+    batch = batch_for(ours, SIZE)
+    names = ["second", "__base__"]
+    results = []
+    for model in (ours, stock):
+        embeddings = model.get_input_embeddings().weight.requires_grad_()
+        output = model(**batch, adapter_names=names)
+        results.append((output.loss.detach(), *torch.autograd.grad(output.loss, embeddings)))
+    assert all(map(torch.equal, *results))
+    assert not torch.equal(outputs(ours), ours(**batch, adapter_names=names).logits)
+
+
+# In any order.
+
+
+def test_adapters_added_to_a_patched_model_are_patched_with_its_config(tmp_path):
+    build("llama", SIZE).save_pretrained(tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path, memsave=MemSaveConfig(norm="stock", dropout="mask"))
+    model = get_peft_model(base, LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
+    assert {type(m).__name__: m._memsave_binding.value for m in model.modules() if is_patched(m)}["Dropout"] == "mask"
+    assert not any(is_patched(m) for m in model.modules() if "RMSNorm" in type(m).__name__)
+    model.add_adapter("second", LoraConfig(target_modules=["v_proj"]))
+    assert all(is_patched(m) for m in model.modules() if isinstance(m, peft.tuners.lora.Linear))
+    unpatch(model)
+    model.add_adapter("third", LoraConfig(target_modules=["o_proj"]))
+    assert not any(is_patched(m) for m in model.modules())
+
+
+def test_only_the_patched_part_of_a_model_is_patched_again():
+    pair = nn.ModuleDict({"ours": build("llama", SIZE), "stock": build("llama", SIZE)})
+    patch(pair["ours"])
+    peft.inject_adapter_in_model(LoraConfig(target_modules=["q_proj"]), pair)
+    layers = {name: is_patched(m) for name, m in pair.named_modules() if isinstance(m, peft.tuners.lora.Linear)}
+    assert layers == {name: name.startswith("ours") for name in layers} and len(layers) == 2 * SIZE.layers
+
+
+def test_the_report_names_adapters_that_came_unseen(monkeypatch):
+    model = build("llama", SIZE)
+    report = patch(model)
+    assert report.added == () and "again" not in str(report)
+    tuner = peft.tuners.tuners_utils.BaseTuner  # as it is where PEFT was loaded after patching
+    monkeypatch.setattr(tuner, "inject_adapter", tuner.inject_adapter._memsave_stock)
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
+    assert len(report.added) == SIZE.layers * 4  # the layer, its dropout, lora_A and lora_B
+    assert "8 sites were added since" in str(report) and "call hf_memsave.patch(model) again" in str(report)
+    patch(model)
+    assert report.added == ()
+
+
+@pytest.mark.parametrize("options", [{"velora_config": peft.VeloraConfig()}, {"target_parameters": ["x"]}], ids=str)
+def test_adapters_that_cannot_be_saved_are_refused_when_asked_for(options):
+    with pytest.raises(ConfigError, match=rf"got {next(iter(options))}, whose own .* Use peft.LoraConfig"):
+        MemSaveLoraConfig(target_modules=LINEARS, **options)
+    MemSaveLoraConfig(target_modules=LINEARS, memsave=False, **options)
