@@ -1,5 +1,6 @@
 """Fine-tune Hugging Face models with a fraction of the activation memory, and the same gradients to the bit."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hf_memsave.config import MemSaveConfig
@@ -10,6 +11,7 @@ from hf_memsave.tape import Kept, measure_kept
 
 if TYPE_CHECKING:
     from hf_memsave.integrations.peft import MemSaveLoraConfig
+    from hf_memsave.integrations.trainer import MemSaveCallback, MemSaveMixin, MemSaveTrainer
 
 __version__ = "0.1.0"
 
@@ -19,9 +21,12 @@ __all__ = [
     "ConfigError",
     "Kept",
     "KeptTensorChangedError",
+    "MemSaveCallback",
     "MemSaveConfig",
     "MemSaveError",
     "MemSaveLoraConfig",
+    "MemSaveMixin",
+    "MemSaveTrainer",
     "PatchError",
     "PatchReport",
     "measure_kept",
@@ -30,10 +35,16 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Names that need PEFT, which is not loaded before they are asked for."""
-    if name != "MemSaveLoraConfig":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from hf_memsave.integrations.peft import MemSaveLoraConfig
+#: Names that need what is not loaded before they are asked for: PEFT, or the Trainer.
+_LAZY = {
+    "MemSaveCallback": "hf_memsave.integrations.trainer",
+    "MemSaveLoraConfig": "hf_memsave.integrations.peft",
+    "MemSaveMixin": "hf_memsave.integrations.trainer",
+    "MemSaveTrainer": "hf_memsave.integrations.trainer",
+}
 
-    return MemSaveLoraConfig
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from hf_memsave import MemSaveError, __version__
-from hf_memsave.commands import demo, report
+from hf_memsave.commands import demo, doctor, report, verify
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     report.add_to(commands)
     demo.add_to(commands)
+    verify.add_to(commands)
+    doctor.add_to(commands)
 
     args = parser.parse_args(argv)
     try:

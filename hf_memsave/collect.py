@@ -16,6 +16,7 @@ from hf_memsave.ops import OPS
 from hf_memsave.ops.expression import match
 from hf_memsave.swap import hides_forward, stock_class
 
+_BLOCKS = (PreTrainedModel, GradientCheckpointingLayer)
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
 
 
@@ -63,7 +64,10 @@ def collect(model: nn.Module, config: MemSaveConfig) -> tuple[list[SiteReport], 
     for name, module in model.named_modules():
         cls = stock_class(module)
         path = f"{cls.__module__}.{cls.__qualname__}"
-        if isinstance(module, (PreTrainedModel, GradientCheckpointingLayer)):
+        if isinstance(module, _BLOCKS):
+            if hides_forward(module):
+                sites.append(SiteReport(name, cls.__name__, "block", "skipped", _hidden(module)))
+                continue
             plan.append(Planned(module, Site(cls=path, op="block"), config))
             sites.append(SiteReport(name, cls.__name__, "block", "patched"))
             taped.add(name)
@@ -115,6 +119,18 @@ def _ancestors(name: str) -> set[str]:
     return {".".join(parts[:i]) for i in range(len(parts))}
 
 
+def _tool(forward: Any) -> str:
+    """The package that made a forward."""
+    return getattr(forward, "__module__", None) or ""
+
+
+def _hidden(module: nn.Module) -> str:
+    """Why a block with a forward of its own stays stock: what it calls below has tapes of its own."""
+    own = module.__dict__
+    tool = "accelerate" if "_original_forward" in own else _tool(own["forward"]).partition(".")[0]
+    return f"its forward was set by {tool}; what lies below is patched"
+
+
 def _add_root(model: nn.Module, config: MemSaveConfig, sites: list[SiteReport], plan: list[Planned]) -> None:
     """A tape for sites outside any model of Transformers: at the root, or below the wrappers of torch around it."""
     name = ""
@@ -123,7 +139,7 @@ def _add_root(model: nn.Module, config: MemSaveConfig, sites: list[SiteReport], 
             return
         name, model = f"{name}.module".lstrip("."), inner
     cls = stock_class(model)
-    if not any(p.module is model for p in plan):
+    if not any(p.module is model for p in plan) and not hides_forward(model):
         plan.append(Planned(model, Site(cls=f"{cls.__module__}.{cls.__qualname__}", op="block"), config))
         sites.append(SiteReport(name, cls.__name__, "block", "patched"))
 
@@ -141,7 +157,8 @@ def refuse_foreign_patches(model: nn.Module) -> None:
                 f"{name or 'the model'} is patched by Liger-Kernel, process-wide, and the two cannot be combined. Load "
                 "the model in a process that has not applied Liger (for Trainer: use_liger_kernel=False)."
             )
-        if hides_forward(module):
+        forward = module.__dict__.get("forward")
+        if hides_forward(module) and (not isinstance(module, _BLOCKS) or _tool(forward).startswith("liger_kernel")):
             raise PatchError(
                 f"{name or 'the model'} ({type(module).__name__}) has a forward of its own, set on the instance by "
                 "another tool (kernelize, Liger, a monkey patch), which would hide ours. Build the model without it "

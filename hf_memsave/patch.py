@@ -16,7 +16,15 @@ from hf_memsave.attention_name import attention_sites, use_ours, use_stock
 from hf_memsave.collect import SiteReport, collect, model_types, refuse_foreign_patches
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import PatchError
-from hf_memsave.swap import binding_of, is_patched, is_wrapped, patched_class, refuse_wrapped, set_class, stock_class
+from hf_memsave.swap import (
+    is_patched,
+    is_wrapped,
+    patched_class,
+    patched_models,
+    refuse_wrapped,
+    set_class,
+    stock_class,
+)
 from hf_memsave.tape import Kept, measure_kept
 
 _NO_GAIN_ALONE = {"block", "linear", "conv1d"}
@@ -175,12 +183,8 @@ def _patch_added(model: nn.Module, config: Any) -> None:
     if isinstance(memsave, MemSaveConfig):
         patch(model, memsave)
         return
-    done: list[str] = []  # patched models, the outermost first, each with the config it was patched with
-    for name, module in model.named_modules():
-        binding = binding_of(module)
-        if binding is not None and binding.op.opens_tape and not f"{name}.".startswith(tuple(done)):
-            done.append(f"{name}." if name else "")
-            patch(module, binding.value)
+    for patched, its_config in patched_models(model):
+        patch(patched, its_config)
 
 
 def _reasons(sites: list[SiteReport]) -> str:

@@ -42,6 +42,18 @@ def stock_class(module: nn.Module) -> Any:
     return type(module) if binding is None else binding.stock
 
 
+def patched_models(model: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """The outermost patched blocks in ``model``, and the config that each was patched with."""
+    found: list[tuple[nn.Module, Any]] = []
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        binding = binding_of(module)
+        if binding is not None and binding.op.name == "block" and not f"{name}.".startswith(inside):
+            inside += (f"{name}." if name else "",)
+            found.append((module, binding.value))
+    return found
+
+
 def patched_class(stock: Any, op: str, names: Mapping[str, str], value: Any) -> Any:
     """The subclass of ``stock`` whose forward is that of ``op``."""
     return _patched_class(stock, op, tuple(sorted(names.items())), value)

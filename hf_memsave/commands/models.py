@@ -203,9 +203,7 @@ def build(head: Any, config: PreTrainedConfig, dtype: torch.dtype) -> tuple[PreT
         if getattr(config, name, None):
             setattr(config, name, 0.0)
             changes.add("attention has no dropout")
-    config.pad_token_id = config.pad_token_id or 0
-    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = config.pad_token_id
+    name_special_tokens(config)
     with SkipValues():
         model = head.from_config(config, dtype=dtype).train()
     for module in model.modules():
@@ -218,10 +216,21 @@ def build(head: Any, config: PreTrainedConfig, dtype: torch.dtype) -> tuple[PreT
     return model, tuple(sorted(changes))
 
 
+def name_special_tokens(config: PreTrainedConfig) -> None:
+    """Set the special tokens without which some models refuse a batch."""
+    config.pad_token_id = config.pad_token_id or 0
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = config.pad_token_id
+
+
 def make_batch(head: Any, config: PreTrainedConfig, batch_size: int, seq_len: int) -> dict[str, Tensor]:
-    """Token ids ``[batch, seq]``, none of them padding, and the labels that the head takes."""
-    ids = torch.full((batch_size, seq_len), 0 if config.pad_token_id else 1)
-    if not HEADS[head]:
+    """Random token ids ``[batch, seq]``, none of them padding, and the labels that the head takes; always the same."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(config.vocab_size, (batch_size, seq_len), generator=generator)
+    ids[ids == config.pad_token_id] = 0 if config.pad_token_id else 1
+    if head not in (AutoModelForSequenceClassification, AutoModelForTokenClassification):
         return {"input_ids": ids, "labels": ids.clone()}
     label_dtype = torch.float if config.num_labels == 1 else torch.long  # one label means regression
-    return {"input_ids": ids, "labels": torch.zeros(batch_size, dtype=label_dtype)}
+    shape = (batch_size,) if HEADS[head] else (batch_size, seq_len)
+    labels = torch.randint(max(2, config.num_labels), shape, generator=generator)
+    return {"input_ids": ids, "labels": labels.to(label_dtype)}

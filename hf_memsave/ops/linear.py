@@ -2,7 +2,8 @@ r"""``linear``: ``nn.Linear`` and GPT-2's ``Conv1D`` under autocast.
 
 Under autocast a matrix product converts its input and its weight inside C++, where no hook sees the source: every
 consumer keeps a private half-precision copy of its input, and every weight one of itself. Here both conversions are
-explicit, each through its own autograd node as in stock, and promised.
+explicit, each through its own autograd node as in stock, and promised. Where there is no tape, as in the head of a
+model whose forward another tool has replaced, one is made for the weight: x may have nobody else to keep it.
 
 Kept for backward under autocast with fp32 weights ``[out, in]``::
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from hf_memsave.ops.cast import autocast_low, is_autocast
 from hf_memsave.ops.op import Binding, KeptBytes, Op
+from hf_memsave.tape import Tape, is_available
 
 
 def kept_bytes(rows: int, in_features: int, out_features: int, itemsize: int) -> KeptBytes:
@@ -28,16 +30,20 @@ def kept_bytes(rows: int, in_features: int, out_features: int, itemsize: int) ->
 
 
 def _linear(module: nn.Linear, binding: Binding, input: Tensor) -> Tensor:
-    if not is_autocast(input):
+    if not is_autocast(input) or not is_available():
         return binding.stock.forward(module, input)
-    return F.linear(autocast_low(input), autocast_low(module.weight), module.bias)
+    low = autocast_low(input)
+    with Tape():
+        return F.linear(low, autocast_low(module.weight), module.bias)
 
 
 def _conv1d(module: nn.Module, binding: Binding, x: Tensor) -> Tensor:
-    if not is_autocast(x):
+    if not is_autocast(x) or not is_available():
         return binding.stock.forward(module, x)
-    flat = x.view(-1, x.size(-1))
-    return torch.addmm(module.bias, autocast_low(flat), autocast_low(module.weight)).view(*x.shape[:-1], module.nf)
+    flat = autocast_low(x.view(-1, x.size(-1)))
+    with Tape():
+        product = torch.addmm(module.bias, flat, autocast_low(module.weight))
+    return product.view(*x.shape[:-1], module.nf)
 
 
 _CONV1D = """
@@ -48,5 +54,5 @@ def forward(self, x):
     return x
 """
 
-CONV1D = Op("conv1d", None, _conv1d, expressions=(_CONV1D,))
-LINEAR = Op("linear", None, _linear)
+CONV1D = Op("conv1d", None, _conv1d, expressions=(_CONV1D,), opens_tape=True)
+LINEAR = Op("linear", None, _linear, opens_tape=True)

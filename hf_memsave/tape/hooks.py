@@ -20,6 +20,33 @@ from torch.autograd.graph import saved_tensors_hooks
 from hf_memsave.errors import KeptTensorChangedError
 from hf_memsave.tape.promise import Promise, Slot, Ticket, attach, fills_storage, find, is_plain
 
+#: Counts what tapes are asked to keep while a :class:`~hf_memsave.tape.step_meter.StepMeter` watches.
+tally: Tally | None = None
+
+
+class Tally:
+    """Addresses of the storages that autograd asked tapes to keep, by how they answered.
+
+    Attributes:
+        promised: Those promised instead.
+        kept: Those kept for an op of the model.
+        sources: Those kept for a promise.
+    """
+
+    def __init__(self) -> None:
+        self.promised: set[int] = set()
+        self.kept: set[int] = set()
+        self.sources: set[int] = set()
+
+    def keeping(self, keep: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """``keep`` for the sources of promises, counted."""
+
+        def keep_source(tensor: Tensor) -> Any:
+            self.sources.add(tensor.untyped_storage()._cdata)
+            return keep(tensor)
+
+        return keep_source
+
 
 class Tape:
     """``with Tape(): block(x)`` keeps promises instead of promised tensors, and is the context they belong to.
@@ -58,7 +85,11 @@ class Tape:
     def pack(self, tensor: Tensor) -> Any:
         """Called by autograd with each tensor to keep; returns what goes on the tape."""
         promise = find(tensor, self)
-        ticket = promise.take(tensor, self.keep) if promise is not None else None
+        counts = tally if self.keep is _keep else None  # what a hook outside makes of a tensor is not for us to count
+        keep = self.keep if counts is None else counts.keeping(self.keep)
+        ticket = promise.take(tensor, keep) if promise is not None else None
+        if counts is not None:
+            (counts.kept if ticket is None else counts.promised).add(tensor.untyped_storage()._cdata)
         return self.keep(tensor) if ticket is None else ticket
 
     def unpack(self, handle: Any) -> Tensor:

@@ -1,0 +1,250 @@
+"""``memsave doctor``: versions, devices and other patchers, and what would be patched in a model and what not."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import platform
+import sys
+from collections import Counter
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+import transformers
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from transformers import AutoModel, PreTrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import import_utils
+
+from hf_memsave import MemSaveConfig, PatchError, PatchReport, __version__, patch
+from hf_memsave.commands import CommandError
+from hf_memsave.ops import attention
+from hf_memsave.swap import stock_class
+from hf_memsave.tape.hooks import is_available
+
+_PACKAGES = ("torch", "transformers", "peft", "accelerate", "trl", "bitsandbytes", "triton")
+#: Other tools that replace forwards: package -> what it changes once it is loaded.
+_PATCHERS = {
+    "liger_kernel": "replaces the classes of a model family when it is applied",
+    "unsloth": "replaces forwards throughout Transformers as soon as it is imported",
+}
+#: Attention implementations besides eager and sdpa, and the library function that says whether they can run.
+_FUSED = {
+    "flash_attention_2": "is_flash_attn_2_available",
+    "flash_attention_3": "is_flash_attn_3_available",
+    "flash_attention_4": "is_flash_attn_4_available",
+    "flex_attention": "is_torch_flex_attn_available",
+}
+_MISSING = "not installed"
+_CPU_BF16 = ("amx_bf16", "avx512_bf16", "bf16")
+
+
+def add_to(commands: Any) -> None:
+    """Add this command to the subparsers of ``memsave``."""
+    parser = commands.add_parser(
+        "doctor",
+        help="versions, devices and other patchers; what would be patched in a model, and what not and why",
+        description="Prints what a bug report needs. With a model, also what patch() changes in it, found on the meta "
+        "device from its configuration alone. Exit status 1 if something prevents patching, 2 on a wrong argument.",
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL_OR_CONFIG",
+        help="a folder with config.json, such a file, a model type (bert, llama, ...), a name on the hub",
+    )
+    parser.add_argument("--memsave", metavar="PRESET", default="exact", help="the preset to try (%(default)s)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Look around and print.
+
+    Returns:
+        0, or 1 if something prevents patching.
+    """
+    memsave = MemSaveConfig.preset(args.memsave)
+    transformers.logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the last one raises
+    config = None
+    if args.model:
+        from hf_memsave.commands.models import load_config
+
+        config = load_config(args.model)
+    problems = find_problems()
+    model = build_empty(config) if config is not None and not problems else None
+    console = Console(highlight=False)
+    sections = {"Versions": versions, "Devices": devices, "Attention": attentions, "Other patchers": patchers}
+    for title, rows in sections.items():
+        console.print(_section(title, rows()))
+    if model is not None:
+        try:
+            report = patch(model, memsave)
+            console.print(_sites(report), _summary(model, report), sep="\n")
+        except PatchError as error:
+            problems.append(f"{args.model}: {error}")
+    for problem in problems:
+        print(f"memsave doctor: {' '.join(problem.split())}", file=sys.stderr)
+    if not problems:
+        console.print("Nothing found that prevents patching.")
+    return int(bool(problems))
+
+
+def build_empty(config: PreTrainedConfig) -> nn.Module:
+    """The model of a configuration at full depth, on the meta device: it has no bytes.
+
+    Args:
+        config: Of any family, also one without a head that the other commands can train.
+
+    Returns:
+        The model, with the head that ``config`` names, or a usual one, or none.
+
+    Raises:
+        CommandError: It cannot be built.
+    """
+    from hf_memsave.commands.models import choose_head
+
+    try:
+        head = choose_head(config)
+    except CommandError:
+        head = AutoModel
+    try:
+        with torch.device("meta"):
+            return head.from_config(config).train()
+    except (AttributeError, ImportError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise CommandError(
+            f"cannot build a {config.model_type!r} model: {type(error).__name__}: {error}. Expected a configuration "
+            "that Transformers builds a model from. Correct it, or name the model's own folder."
+        ) from error
+
+
+def versions() -> dict[str, str]:
+    """Package -> its version; ours and Python's first."""
+    own = {"hf_memsave": __version__, "python": platform.python_version()}
+    return own | {name: _version(name) for name in _PACKAGES}
+
+
+def devices() -> dict[str, str]:
+    """Device -> its name and what it can compute."""
+    cpu: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    bf16 = "native" if any(cpu.get(name) for name in _CPU_BF16) else "emulated, slow"
+    found = {"cpu": f"{cpu.get('cpu_name', platform.machine())}, {torch.get_num_threads()} threads, bf16 {bf16}"}
+    for i in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(i)
+        bf16 = "native" if major >= 8 else "emulated, slow"
+        found[f"cuda:{i}"] = f"{torch.cuda.get_device_name(i)}, capability {major}.{minor}, bf16 {bf16}"
+    return found if len(found) > 1 else {**found, "cuda": "none found"}
+
+
+def attentions() -> dict[str, str]:
+    """Attention implementation -> whether it is there, and what we do with it."""
+    ours = attention.NAME in ALL_ATTENTION_FUNCTIONS.valid_keys()
+    sdpa = ALL_ATTENTION_FUNCTIONS[attention.STOCK_NAME]
+    is_stock = sdpa is sdpa_attention_forward
+    found = {
+        attention.STOCK_NAME: "available, patched"
+        if is_stock
+        else f"replaced by {sdpa.__module__}.{sdpa.__qualname__}, which patched models do not call; to have it called, "
+        "use MemSaveConfig(attention='stock')",
+        attention.NAME: "registered" if ours else "not registered yet: the first patch() does that",
+        "eager": "available, left as it is",
+    }
+    for name, check in _FUSED.items():
+        is_there = getattr(import_utils, check, bool)()
+        found[name] = "available, left as it is" if is_there else "not available"
+    return found
+
+
+def patchers() -> dict[str, str]:
+    """Tool -> whether it is installed, and active in this process."""
+    found = {}
+    for name, effect in _PATCHERS.items():
+        state = "loaded in this process" if name in sys.modules else "not loaded"
+        installed = _version(name)
+        found[name] = installed if installed == _MISSING else f"{installed}, {state}; it {effect}"
+        if classes := _replaced_by(name):
+            found[name] = f"active: it has replaced {', '.join(classes[:3])}{', ...' if len(classes) > 3 else ''}"
+    return found
+
+
+def find_problems() -> list[str]:
+    """What prevents patching in this process, whatever the model."""
+    found = []
+    with torch.enable_grad():
+        if not is_available():
+            found.append(
+                "saved-tensor hooks are disabled here, so nothing would be promised. Leave the block of torch.func, "
+                "forward-mode AD, or torch.autograd.graph.disable_saved_tensors_hooks that surrounds this."
+            )
+    for name in _PATCHERS:
+        if classes := _replaced_by(name):
+            found.append(
+                f"{name} is active: {classes[0]} is no longer that of Transformers. Use a process that has not applied "
+                "it (for Trainer: use_liger_kernel=False)."
+            )
+    return found
+
+
+def _replaced_by(package: str) -> list[str]:
+    """Classes in the loaded models of Transformers that ``package`` has replaced, or whose forward it has."""
+    found = []
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("transformers.models.") or ".modeling_" not in name:
+            continue
+        for key, value in list(vars(module).items()):
+            if not (isinstance(value, type) and issubclass(value, nn.Module)):
+                continue
+            forward: Any = getattr(value, "forward", None)
+            sources = (value.__module__, getattr(forward, "__module__", None) or "")
+            if any(source.split(".")[0].startswith(package) for source in sources):
+                found.append(f"{name.removeprefix('transformers.models.')}.{key}")
+    return found
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return _MISSING
+
+
+def _section(title: str, rows: dict[str, str]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False, box=box.SIMPLE)
+    for row in rows.items():
+        table.add_row(*row)
+    return table
+
+
+def _sites(report: PatchReport) -> Table:
+    """Every site, grouped: patched; patched, and what it still keeps; skipped, and why."""
+    table = Table(title="Sites", title_justify="left", box=box.SIMPLE_HEAD)
+    for header in ("status", "count", "op", "class", "why"):
+        table.add_column(header)
+    groups = Counter((site.status, site.op, site.cls, site.reason) for site in report.sites)
+    last = ""
+    for (status, op, cls, reason), count in sorted(groups.items()):
+        table.add_row(status if status != last else "", str(count), op, cls, reason)
+        last = status
+    return table
+
+
+def _summary(model: nn.Module, report: PatchReport) -> str:
+    """How many sites, how they were found, and the modules that no op is for."""
+    covered = tuple(f"{site.name}." for site in report.patched if site.op not in ("block", "attention"))
+    known = {site.name for site in report.sites}
+    others = Counter(
+        stock_class(module).__name__
+        for name, module in model.named_modules()
+        if name not in known and not name.startswith(covered) and not list(module.children())
+    )
+    lines = [f"{len(report.patched)} patched, {len(report.skipped)} skipped."]
+    lines += [f"No table for model type {kind!r}: sites were found by module class." for kind in report.unknown]
+    if others:
+        listed = ", ".join(f"{count} {cls}" for cls, count in sorted(others.items()))
+        lines.append(f"Modules that no op is for, and that stay as they are: {listed}.")
+    return "\n".join(lines)

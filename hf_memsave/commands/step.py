@@ -1,0 +1,227 @@
+"""One training step of a model, stock and patched, compared to the bit."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+import transformers
+from torch import Tensor, nn
+
+from hf_memsave import Kept, MemSaveConfig, measure_kept, patch, unpatch
+from hf_memsave.commands import CommandError
+from hf_memsave.swap import patched_models
+
+#: On CUDA, where kernels add in no fixed order: the distance allowed, with 32-bit numbers and with 16-bit ones.
+TOLERANCE, HALF_TOLERANCE = 1e-3, 2e-2
+
+
+class PatchedStepError(CommandError):
+    """A step that works stock, and fails patched."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The loss or one parameter's gradient: whether the bits are equal, and the relative L2 distance to stock's."""
+
+    name: str
+    equal: bool
+    relative: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepComparison:
+    """What :func:`compare_step` found.
+
+    Attributes:
+        losses: Stock's and the patched model's.
+        loss: How they differ.
+        gradients: How each gradient differs. The distance is relative to the norm of stock's, or to a thousandth of the
+            largest of all where that is more: some gradients, such as that of a key's bias, are rounding alone.
+        repeat: The largest distance of stock from itself, run twice. Zero on CPU.
+        tolerance: The distance allowed; zero on CPU, where bits must be equal.
+        stock: Kept bytes.
+        patched: The same, patched.
+    """
+
+    losses: tuple[float, float]
+    loss: Difference
+    gradients: tuple[Difference, ...]
+    repeat: float
+    tolerance: float
+    stock: Kept
+    patched: Kept
+
+    @property
+    def differing(self) -> tuple[Difference, ...]:
+        """What is further from stock's than allowed, the worst first."""
+        found = [d for d in (self.loss, *self.gradients) if not (d.equal or 0 <= d.relative < self.tolerance)]
+        return tuple(sorted(found, key=lambda d: -d.relative))
+
+
+def compare_step(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    config: MemSaveConfig | str | bool | dict[str, Any] = True,
+    *,
+    autocast: torch.dtype | None = None,
+    seed: int = 0,
+) -> StepComparison:
+    """Run forward and backward stock (twice, to see that it repeats itself) and patched, each from the same seed.
+
+    The model runs in the mode it is in. Patched or not, its gradients, buffers and the random state are left as they
+    were.
+
+    Args:
+        model: Returns a mapping with a ``"loss"``.
+        batch: Its keyword arguments.
+        config: As for :func:`hf_memsave.patch`.
+        autocast: The dtype to compute in; None for no autocast.
+        seed: Of dropout, for PyTorch, NumPy and Python.
+
+    Returns:
+        Losses, gradients and kept bytes, compared.
+
+    Raises:
+        CommandError: The stock step fails, has no loss or no gradient, or (on CPU) does not repeat itself.
+        PatchedStepError: The patched step fails.
+        PatchError: The model cannot be patched.
+    """
+    device = next((p.device.type for p in model.parameters()), "cpu")
+
+    def forward(**inputs: Any) -> Any:
+        with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
+            return model(**inputs)
+
+    with _left_as_it_was(model) as start_over:
+        unpatch(model)
+        try:
+            stock, again = (_step(model, forward, batch, start_over, seed) for _ in range(2))
+        except CommandError:
+            raise
+        except Exception as error:
+            raise CommandError(
+                f"{type(model).__name__} cannot run a stock step on {described(batch)}: {type(error).__name__}: "
+                f"{error} Expected a batch that the model trains on. Give one with --batch, or lower --batch-size or "
+                "--seq-len."
+            ) from error
+        repeat = max(_differences(stock, again), key=lambda d: (not d.equal, d.relative))
+        if device == "cpu" and not repeat.equal:
+            raise CommandError(
+                f"stock does not repeat itself: run twice from one seed, {repeat.name} differs by "
+                f"{repeat.relative:.1e}. Expected equal bits. Take state and random numbers of its own out of the "
+                "model's forward, or, if a kernel adds in no fixed order, set OMP_NUM_THREADS=1."
+            )
+        stock_kept = measure_kept(model, batch, forward)
+        patch(model, config)
+        try:
+            loss, *gradients = _differences(stock, patched := _step(model, forward, batch, start_over, seed))
+            patched_kept = measure_kept(model, batch, forward)
+        except Exception as error:
+            raise PatchedStepError(
+                f"the patched step failed, where stock's did not: {type(error).__name__}: {error}"
+            ) from error
+    half = autocast is not None or any(g.dtype != torch.float32 for g in stock.values())
+    return StepComparison(
+        losses=(stock["loss"].item(), patched["loss"].item()),
+        loss=loss,
+        gradients=tuple(gradients),
+        repeat=repeat.relative,
+        tolerance=0.0 if device == "cpu" else HALF_TOLERANCE if half else TOLERANCE,
+        stock=stock_kept,
+        patched=patched_kept,
+    )
+
+
+@contextlib.contextmanager
+def _left_as_it_was(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Gives a function that puts buffers back and drops gradients; at the end everything is as it was."""
+    buffers = [(m._buffers, k, b, b.clone()) for m in model.modules() for k, b in m._buffers.items() if b is not None]
+    gradients = [(p, p.grad) for p in model.parameters()]
+    patched = patched_models(model)
+    states = random.getstate(), numpy.random.get_state()
+
+    @torch.no_grad()
+    def start_over() -> None:
+        for owner, name, buffer, values in buffers:
+            owner[name] = buffer.copy_(values)
+        model.zero_grad(set_to_none=True)
+
+    try:
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            yield start_over
+    finally:
+        unpatch(model)
+        for module, config in patched:
+            patch(module, config)
+        start_over()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+
+
+def _step(
+    model: nn.Module, forward: Callable[..., Any], batch: Mapping[str, Any], start_over: Callable[[], None], seed: int
+) -> dict[str, Tensor]:
+    """The loss, and every gradient by its parameter's name."""
+    start_over()
+    transformers.set_seed(seed)
+    output = forward(**batch)
+    loss = output.get("loss") if isinstance(output, Mapping) else None
+    if not isinstance(loss, Tensor):
+        remedy = "Use a model with a head that takes them." if "labels" in batch else "Add 'labels' to the batch."
+        raise CommandError(
+            f"expected a loss in the output of {type(model).__name__}, got {_named(output)} for a batch of "
+            f"{', '.join(batch)}. {remedy}"
+        )
+    if not loss.requires_grad:
+        raise CommandError(
+            f"nothing to compare: expected parameters of {type(model).__name__} that require a gradient, got none. "
+            "Unfreeze some."
+        )
+    loss.backward()
+    gradients = {n: p.grad.to_dense() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return {"loss": loss.detach(), **gradients}
+
+
+def _differences(stock: dict[str, Tensor], other: dict[str, Tensor]) -> list[Difference]:
+    norms = {name: float(value.double().norm()) for name, value in stock.items()}
+    floor = 1e-3 * max(norm for name, norm in norms.items() if name != "loss")
+    if not floor or not all(map(math.isfinite, norms.values())):
+        raise CommandError(
+            f"nothing to compare: {'all gradients are zero' if not floor else 'the loss or a gradient is not finite'}. "
+            "Expected finite gradients, not all of them zero. Use another batch or dtype."
+        )
+    found = []
+    for name in {**stock, **other}:
+        if name not in stock or name not in other:
+            found.append(Difference(name, equal=False, relative=math.inf))
+            continue
+        distance = float((other[name].double() - stock[name].double()).norm())
+        scale = max(norms[name], 0.0 if name == "loss" else floor) or 1.0
+        relative = distance / scale if math.isfinite(distance) else math.inf
+        found.append(Difference(name, _same_bits(stock[name], other[name]), relative))
+    return found
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(*(t.reshape(-1).contiguous().view(torch.uint8) for t in (a, b)))
+
+
+def _named(output: Any) -> str:
+    return ", ".join(output) if isinstance(output, Mapping) else f"a {type(output).__name__}"
+
+
+def described(batch: Mapping[str, Any]) -> str:
+    """Names and shapes."""
+    return ", ".join(
+        f"{name} {list(value.shape)}" if isinstance(value, Tensor) else name for name, value in batch.items()
+    )

@@ -1,0 +1,172 @@
+"""``MemSaveCallback`` for the stock Trainer and TRL's trainers; ``MemSaveTrainer``, and a mixin for any other.
+
+Patching happens as a trainer is made, and once more as training begins: by then ``model_init`` may have built another
+model, and adapters may have been added. What the first training step keeps is counted as it happens.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
+
+from hf_memsave.config import MemSaveConfig
+from hf_memsave.errors import ConfigError, PatchError
+from hf_memsave.patch import patch, unpatch
+from hf_memsave.tape.step_meter import StepMeter
+
+_MIB = 2**20
+
+
+class MemSaveCallback(TrainerCallback):
+    """Patches the trainer's model, prints the report once, and logs what it frees to everything in ``report_to``.
+
+    With every logged loss come ``memsave/kept_mib`` and ``memsave/freed_mib``, counted in the first training step (its
+    first micro-batch, on this process), and on a GPU ``memsave/peak_mib``, the most that PyTorch had allocated so far.
+
+    Args:
+        memsave: As for :func:`hf_memsave.patch`: True, a preset's name, a dict of fields or a ``MemSaveConfig``.
+        undo: Make the model stock again when training ends.
+
+    Attributes:
+        report: Of the last time the model was patched; None before.
+        metrics: What is logged with every loss.
+
+    Raises:
+        ConfigError: ``memsave`` names a preset, field or value that does not exist, or asks for nothing.
+    """
+
+    def __init__(self, memsave: MemSaveConfig | str | bool | dict[str, Any] = True, undo: bool = False) -> None:
+        config = MemSaveConfig.resolve(memsave)
+        if config is None:
+            raise ConfigError(f"MemSaveCallback({memsave!r}) asks for nothing. Leave the callback out for a stock run.")
+        self.config, self.undo = config, undo
+        self.report: Any = None
+        self.metrics: dict[str, float] = {}
+        self._meter: StepMeter | None = None
+
+    def on_init_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module,
+        handler: CallbackHandler | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Patch the model the trainer was made with; ``handler`` calls us, if it does not do so itself."""
+        self._check(args, handler or _calling_handler())
+        self._patch(state, model)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
+    ) -> None:
+        """Patch what came since, and watch the first step."""
+        self._check(args, _calling_handler())
+        self._patch(state, model)
+        self.metrics = {}
+        if not args.torch_compile:  # a dispatch mode would break its graphs
+            self._meter = StepMeter(model)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add the figures to a logged loss, for the callbacks after this one and for the history."""
+        if logs is None or "loss" not in logs:
+            return
+        if self._meter is not None and self._meter.kept is not None and self._meter.freed is not None:
+            self.metrics = {
+                "memsave/kept_mib": self._meter.kept / _MIB,
+                "memsave/freed_mib": self._meter.freed / _MIB,
+            }
+            self._meter = None
+        if args.device.type == "cuda":
+            self.metrics["memsave/peak_mib"] = torch.cuda.max_memory_allocated(args.device) / _MIB
+        logs.update(self.metrics)
+        if state.log_history:
+            state.log_history[-1].update(self.metrics)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
+    ) -> None:
+        """Stop watching, and undo if asked to."""
+        if self._meter is not None:
+            self._meter.remove()
+        if self.undo:
+            unpatch(model)
+
+    def _check(self, args: TrainingArguments, handler: CallbackHandler | None) -> None:
+        if args.use_liger_kernel:
+            raise PatchError(
+                "use_liger_kernel=True and hf_memsave both replace the model's forwards, and cannot be combined. Set "
+                "use_liger_kernel=False, or leave MemSaveCallback out."
+            )
+        if handler is None:
+            return
+        for other in handler.callbacks:
+            if isinstance(other, MemSaveCallback) and other.config != self.config:
+                raise ConfigError(
+                    f"this trainer has two MemSaveCallbacks with different configs, {other.config} and {self.config}. "
+                    "Expected one config for a model: remove one of them."
+                )
+        # First of all, so that the reporters, which come before any callback of the user's, get what we add to a log.
+        handler.callbacks.remove(self)
+        handler.callbacks.insert(0, self)
+
+    def _patch(self, state: TrainerState, model: nn.Module) -> None:
+        first = self.report is None
+        self.report = patch(model, self.config)
+        if first and state.is_world_process_zero:
+            print(self.report)
+
+
+def _calling_handler() -> CallbackHandler | None:
+    """Who is calling a callback: a trainer tells it nothing of the others."""
+    frame = sys._getframe()
+    while frame is not None and not isinstance(frame.f_locals.get("self"), CallbackHandler):
+        frame = frame.f_back  # type: ignore[assignment]
+    return None if frame is None else frame.f_locals["self"]
+
+
+class MemSaveMixin:
+    """Gives a trainer class the argument ``memsave``: ``class MyTrainer(MemSaveMixin, SFTTrainer)``.
+
+    Args:
+        memsave: As for :class:`MemSaveCallback`; False for a stock run.
+        *args: The trainer's own.
+        **kwargs: The trainer's own.
+
+    Raises:
+        ConfigError: As for :class:`MemSaveCallback`.
+    """
+
+    args: TrainingArguments
+    state: TrainerState
+    control: TrainerControl
+    model: nn.Module
+    callback_handler: CallbackHandler
+    add_callback: Callable[..., None]
+
+    def __init__(
+        self, *args: Any, memsave: MemSaveConfig | str | bool | dict[str, Any] | None = True, **kwargs: Any
+    ) -> None:
+        config = MemSaveConfig.resolve(memsave)  # a wrong name must not cost a download
+        super().__init__(*args, **kwargs)
+        if config is not None:
+            callback = MemSaveCallback(config)
+            self.add_callback(callback)
+            callback.on_init_end(self.args, self.state, self.control, self.model, self.callback_handler)
+
+
+class MemSaveTrainer(MemSaveMixin, Trainer):
+    """``transformers.Trainer`` with the argument ``memsave``."""

@@ -1,0 +1,180 @@
+"""``memsave doctor``: what it prints is so, and what prevents patching ends with status 1."""
+
+import json
+import sys
+from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig, BertForSequenceClassification
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.bert import modeling_bert
+
+import hf_memsave
+from hf_memsave.cli import main
+from hf_memsave.commands import CommandError, doctor
+from hf_memsave.ops import attention
+
+CONFIGS = {
+    "bert": {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "intermediate_size": 64},
+    "vit": {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 64},
+    "mobilenet_v2": {},  # batch norms and ReLU6 alone: nothing of ours
+}
+
+
+def call(capsys, *argv: object) -> tuple[int, list[list[str]], str]:
+    """Status, the words of each line of output, and errors."""
+    status = main(["doctor", *map(str, argv)])
+    output, error = capsys.readouterr()
+    return status, [line.split() for line in output.splitlines()], error
+
+
+@pytest.fixture
+def config(tmp_path):
+    def write(model_type: str, **changes: object) -> Path:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({"model_type": model_type, **CONFIGS[model_type], **changes}))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def plant(monkeypatch):
+    """Pretend that a tool of this name has replaced a class of BERT's, or its forward."""
+
+    def apply(package: str, whole: bool) -> None:
+        forward = modeling_bert.BertSelfOutput.forward
+        theirs = type("Theirs", (modeling_bert.BertSelfOutput,), {"__module__": f"{package}.transformers.layer_norm"})
+        if whole:
+            monkeypatch.setattr(modeling_bert, "BertSelfOutput", theirs)
+        else:
+            patched = type(forward)(forward.__code__, forward.__globals__)
+            patched.__module__ = f"{package}.models.bert"
+            monkeypatch.setattr(modeling_bert.BertSelfOutput, "forward", patched)
+
+    return apply
+
+
+def test_doctor_prints_versions_devices_and_attention(capsys):
+    status, lines, error = call(capsys)
+    assert (status, error) == (0, "")
+    assert ["hf_memsave", hf_memsave.__version__] in lines and ["torch", torch.__version__] in lines
+    assert ["transformers", version("transformers")] in lines
+    assert any(line[:1] == ["cpu"] and "bf16" in line for line in lines)
+    assert any(line[:1] == (["cuda:0"] if torch.cuda.is_available() else ["cuda"]) for line in lines)
+    assert ["sdpa", "available,", "patched"] in lines
+    assert lines[-1] == "Nothing found that prevents patching.".split()
+
+
+def test_doctor_says_which_packages_are_missing(capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "_PACKAGES", ("torch", "no_such_package"))
+    assert ["no_such_package", "not", "installed"] in call(capsys)[1]
+
+
+def test_doctor_says_whether_our_attention_is_registered(capsys, monkeypatch):
+    attention.register()
+    assert ["memsave", "registered"] in call(capsys)[1]
+    monkeypatch.delitem(type(ALL_ATTENTION_FUNCTIONS)._global_mapping, attention.NAME)
+    assert "not registered yet" in doctor.attentions()["memsave"]
+
+
+def test_doctor_says_whose_sdpa_it_is(monkeypatch):
+    def theirs(*args):
+        raise AssertionError
+
+    monkeypatch.setitem(type(ALL_ATTENTION_FUNCTIONS)._global_mapping, "sdpa", theirs)
+    assert "theirs, which patched models do not call" in doctor.attentions()["sdpa"]
+
+
+@pytest.mark.parametrize("model_type", ["bert", "vit"])
+def test_doctor_lists_the_sites_that_patch_finds(model_type, config, capsys):
+    path = config(model_type)
+    status, lines, error = call(capsys, path)
+    assert (status, error) == (0, "")
+    model = doctor.build_empty(AutoConfig.from_pretrained(path))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    sites = hf_memsave.patch(model).sites
+    for (op, cls), count in Counter((site.op, site.cls) for site in sites).items():
+        assert [str(count), op, cls] in [line[-3:] for line in lines]
+    text = " ".join(sum(lines, []))
+    assert f"{len(sites)} patched, 0 skipped." in text
+    assert ("No table for model type 'vit'" in text) == (model_type == "vit")
+    assert ("1 Conv2d" in text) == (model_type == "vit") and ("3 Embedding, 1 Tanh." in text) == (model_type == "bert")
+
+
+def test_doctor_says_why_a_site_is_skipped(config, capsys, monkeypatch):
+    monkeypatch.setattr(doctor.MemSaveConfig, "preset", lambda name: hf_memsave.MemSaveConfig(dropout="stock"))
+    status, lines, _ = call(capsys, config("bert"))
+    text = " ".join(sum(lines, []))
+    assert status == 0 and "skipped 11 dropout Dropout dropout='stock' was asked for" in text
+    assert "11 Dropout" not in text.split("Modules that no op is for")[1]
+
+
+def test_doctor_names_what_cannot_be_patched(config, capsys):
+    status, lines, error = call(capsys, config("mobilenet_v2"))
+    assert status == 1 and "Nothing found that prevents patching." not in [" ".join(line) for line in lines]
+    assert "nothing to patch in MobileNetV2Model" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["class", "forward"])
+@pytest.mark.parametrize("package", ["liger_kernel", "unsloth"])
+def test_doctor_finds_another_patcher_at_work(package, whole, plant, config, capsys):
+    plant(package, whole)
+    status, lines, error = call(capsys, config("bert"))
+    assert status == 1
+    assert [package, "active:", "it", "has", "replaced", "bert.modeling_bert.BertSelfOutput"] in lines
+    assert f"{package} is active" in error and "Use a process that has not applied it" in error
+
+
+def test_doctor_tells_a_patcher_that_is_loaded_from_one_at_work(capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "_version", lambda name: "1.2.3")
+    assert doctor.patchers()["unsloth"].startswith("1.2.3, not loaded; it replaces forwards")
+    monkeypatch.setitem(sys.modules, "unsloth", ModuleType("unsloth"))
+    assert doctor.patchers()["unsloth"].startswith("1.2.3, loaded in this process")
+    assert call(capsys)[0] == 0
+
+
+def test_doctor_finds_disabled_hooks(capsys):
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        status, _, error = call(capsys)
+    assert status == 1 and "saved-tensor hooks are disabled" in error
+    with torch.no_grad():
+        assert call(capsys)[0] == 0
+
+
+def test_doctor_keeps_the_model_of_the_config_as_it_is(config):
+    built = doctor.build_empty(AutoConfig.from_pretrained(config("bert", architectures=["BertForMaskedLM"])))
+    assert isinstance(built, transformers.BertForMaskedLM) and built.training
+    assert isinstance(doctor.build_empty(transformers.BertConfig()), BertForSequenceClassification)
+    assert built.config.attention_probs_dropout_prob == 0.1
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["missing.json"], "no such file or folder"),
+        (["."], "expected a config.json in this folder"),
+        (["broken.json"], "not a valid JSON file"),
+        (["odd.json"], "cannot build a 'bert' model"),
+        (["bert", "--memsave", "nope"], "unknown preset 'nope'"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_doctor_errors_are_one_line_with_a_remedy(argv, expected, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("broken.json").write_text("{")
+    Path("odd.json").write_text('{"model_type": "bert", "hidden_size": 30, "num_attention_heads": 4}')
+    status, lines, error = call(capsys, *argv)
+    assert (status, lines) == (2, [])
+    assert error.startswith("memsave doctor: error: ") and error.count("\n") == 1
+    assert expected in error
+
+
+def test_build_empty_raises_what_the_command_prints():
+    with pytest.raises(CommandError, match="Correct it"):
+        doctor.build_empty(transformers.BertConfig(hidden_size=30, num_attention_heads=4))

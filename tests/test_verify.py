@@ -1,0 +1,274 @@
+"""``memsave verify``: equal where it is, and a planted difference is seen, named, and ends with status 1."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from families import Size, build
+from safetensors.torch import save_file
+from steps import state_of
+from torch import nn
+from transformers import AutoConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers.models.bert import modeling_bert
+
+import hf_memsave
+from hf_memsave.cli import main
+from hf_memsave.commands import CommandError
+from hf_memsave.commands.step import TOLERANCE, Difference, StepComparison, compare_step
+from hf_memsave.ops import activation, dropout
+from hf_memsave.tape import promise
+
+TINY = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 64}
+IDS = torch.arange(12).reshape(2, 6) + 3
+BATCH = {"input_ids": IDS, "labels": torch.tensor([0, 1])}
+
+
+def verify(capsys, *argv: object) -> tuple[int, str, str]:
+    status = main(["verify", *map(str, argv)])
+    output, error = capsys.readouterr()
+    return status, " ".join(output.split()), error
+
+
+@pytest.fixture
+def bert(tmp_path) -> Path:
+    """A folder with a small BERT's configuration: with dropout, and without weights."""
+    folder = tmp_path / "bert"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "bert", **TINY}))
+    return folder
+
+
+class Writer(nn.Module):
+    """A model whose forward writes to an activation after its use: unseen, through ``.data``; or seen."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.write, self.up, self.act, self.down = write, nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1)
+
+    def forward(self, x):
+        hidden = self.up(x)
+        output = self.down(self.act(hidden))
+        self.write(hidden)
+        return {"loss": output.sum()}
+
+
+WRITES = {"data": lambda hidden: hidden.data.mul_(2), "numpy": lambda hidden: hidden.detach().numpy().__imul__(2)}
+
+
+def spoil(monkeypatch, module=activation):
+    """Make every recomputed activation (or dropout) wrong."""
+
+    def wrong(output, recompute, *inputs):
+        return promise(output, lambda *inputs: recompute(*inputs) * 1.5, *inputs)
+
+    monkeypatch.setattr(module, "promise", wrong)
+
+
+@pytest.mark.parametrize("options", [[], ["--autocast", "bf16"], ["--dtype", "bf16"], ["--seq-len", "7"]], ids=str)
+@pytest.mark.parametrize("model", ["bert", "llama", "t5"])
+def test_verify_of_a_config_is_equal(model, options, tmp_path, capsys):
+    config = {"model_type": model, **TINY, "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "num_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    status, output, error = verify(capsys, tmp_path / "config.json", *options)
+    assert (status, error) == (0, "")
+    assert "random weights: input_ids [2, " in output and "Equal to the last bit: the loss and all " in output
+    assert ("bf16 autocast" in output) == ("--autocast" in options)
+
+
+def test_verify_prints_what_compare_step_found(bert, tmp_path, capsys):
+    model = BertForSequenceClassification(AutoConfig.from_pretrained(bert)).train()
+    model.save_pretrained(tmp_path / "saved")
+    batch = {"input_ids": IDS.repeat(8, 8), "labels": torch.arange(16) % 2}
+    torch.save(batch, tmp_path / "batch.pt")
+    status, output, _ = verify(capsys, tmp_path / "saved", "--batch", tmp_path / "batch.pt")
+    found = compare_step(model, batch)
+    assert status == 0 and found.differing == () and found.repeat == found.tolerance == 0
+    assert "weights of saved: input_ids [16, 48], labels [16]" in output
+    assert "loss {:.7g} {:.7g} equal to the bit".format(*found.losses) in output
+    count = len(list(model.parameters()))
+    assert f"gradients {count} of {count} equal to the bit" in output
+    assert found.stock == hf_memsave.measure_kept(model, batch) and 0 < found.patched.total < found.stock.total
+    assert f"kept MiB {found.stock.total / 2**20:.2f} {found.patched.total / 2**20:.2f}" in output
+
+
+LISTS = {name: value.tolist() for name, value in BATCH.items()}
+ROWS = [{name: value[i] for name, value in LISTS.items()} for i in range(2)]
+SAVES = {
+    "b.safetensors": lambda path: save_file(BATCH, path),
+    "b.json": lambda path: path.write_text(json.dumps(LISTS)),
+    "rows.json": lambda path: path.write_text(json.dumps(ROWS)),
+    "b.jsonl": lambda path: path.write_text("".join(json.dumps(row) + "\n" for row in ROWS)),
+}
+
+
+@pytest.mark.parametrize("name", SAVES)
+def test_verify_reads_the_same_batch_from_every_format(name, bert, tmp_path, capsys):
+    torch.save(BATCH, tmp_path / "b.pt")
+    SAVES[name](tmp_path / name)
+    outputs = [verify(capsys, bert, "--batch", tmp_path / file) for file in ("b.pt", name)]
+    assert outputs[0] == outputs[1] and outputs[0][0] == 0
+
+
+def test_verify_of_an_adapter_compares_its_gradients(tmp_path, capsys):
+    peft = pytest.importorskip("peft")
+    base = LlamaForCausalLM(LlamaConfig(**TINY))
+    base.save_pretrained(tmp_path / "base")
+    base.name_or_path = str(tmp_path / "base")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_dropout=0.1, init_lora_weights=False)
+    peft.get_peft_model(base, lora).save_pretrained(tmp_path / "adapter")
+    status, output, _ = verify(capsys, tmp_path / "adapter")
+    assert status == 0
+    assert "adapter adapter" in output and "all 4 gradients" in output
+
+
+@pytest.mark.parametrize("module", [activation, dropout], ids=lambda m: m.__name__)
+def test_verify_sees_a_wrong_gradient(module, bert, capsys, monkeypatch):
+    spoil(monkeypatch, module)
+    status, output, error = verify(capsys, bert)
+    assert status == 1
+    assert "equal to the bit" in output.split("gradients")[0]  # the loss: a forward is right as it is
+    assert "worst gradients" in output and "Different: " in output
+    assert "expected equal bits" in error and "please report" in error
+
+
+def test_verify_leaves_out_what_the_preset_leaves_out(bert, monkeypatch):
+    spoil(monkeypatch)
+    model = BertForSequenceClassification(AutoConfig.from_pretrained(bert)).train()
+    (worst, *_) = compare_step(model, BATCH).differing
+    assert worst.name == "bert.encoder.layer.0.output.dense.weight" and worst.relative == pytest.approx(0.5)
+    assert compare_step(model, BATCH, {"activation": "stock"}).differing == ()
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_write_that_nothing_sees_is_revealed(write):
+    found = compare_step(Writer(write), {"x": torch.randn(4, 8)})
+    assert [d.name for d in found.differing] == ["down.weight"] and found.loss.equal
+
+
+def test_verify_names_the_write_as_a_possible_cause(bert, capsys, monkeypatch):
+    def forward(self, hidden_states):
+        hidden = self.dense(hidden_states)
+        output = self.intermediate_act_fn(hidden)
+        hidden.data.mul_(2)
+        return output
+
+    monkeypatch.setattr(modeling_bert.BertIntermediate, "forward", forward)
+    status, output, error = verify(capsys, bert)
+    assert status == 1 and "Different: 1 of 25 gradients." in output
+    assert output.count("bert.encoder") == 1 and "bert.encoder.layer.0.output.dense.weight 1." in output
+    assert "through .data or NumPy" in error and error.count("\n") == 1
+
+
+def test_a_write_that_is_seen_fails_the_patched_step_alone(bert, capsys, monkeypatch):
+    def forward(self, hidden_states, input_tensor):
+        hidden = self.dense(hidden_states)  # stock's dropout does not need it in backward, only its mask
+        output = self.LayerNorm(self.dropout(hidden) * self.LayerNorm.weight + input_tensor)
+        hidden.detach().mul_(2)
+        return output
+
+    monkeypatch.setattr(modeling_bert.BertOutput, "forward", forward)
+    status, output, error = verify(capsys, bert)
+    assert (status, output) == (1, "")
+    assert "the patched step failed, where stock's did not: KeptTensorChangedError" in error
+
+
+@pytest.mark.parametrize("config", [None, {"activation": "stock"}], ids=["stock", "patched"])
+@pytest.mark.parametrize("fails", [False, True], ids=["equal", "fails"])
+def test_compare_step_leaves_everything_as_it_was(config, fails):
+    model = build("bert", Size())
+    model.register_buffer("calls", torch.zeros(()))
+    model.register_forward_hook(lambda module, args, output: module.calls.add_(1) and None)
+    if config:
+        hf_memsave.patch(model, config)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    before = {name: state[:1] + state[2:] for name, state in state_of(model).items()}
+    states = (torch.get_rng_state(), random.getstate(), str(numpy.random.get_state()))
+    batch = {"input_ids": IDS} | ({} if fails else {"labels": torch.tensor([0, 1])})
+    if fails:
+        with pytest.raises(CommandError, match="Add 'labels' to the batch"):
+            compare_step(model, batch)
+    else:
+        assert compare_step(model, batch).differing == ()
+    own = {name: state[:1] + state[2:] for name, state in state_of(model).items()}  # its config may be a copy
+    assert own == before and model.calls == 0
+    assert all(p.grad is g and bool((g == 1).all()) for p, g in zip(model.parameters(), gradients, strict=True))
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (random.getstate(), str(numpy.random.get_state())) == states[1:]
+
+
+def test_compare_step_tells_a_model_that_does_not_repeat_itself():
+    noise = iter(range(1, 100))
+    model = Writer(lambda hidden: hidden.data.mul_(next(noise)))
+    with pytest.raises(CommandError, match=r"stock does not repeat itself.*Expected equal bits"):
+        compare_step(model, {"x": torch.randn(4, 8)})
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [(0.0, "all gradients are zero"), (float("nan"), "is not finite"), (None, "parameters .* that require a gradient")],
+)
+def test_compare_step_refuses_to_compare_nothing(x, message):
+    model = Writer(lambda hidden: None).requires_grad_(False)
+    model.up.weight.requires_grad_(x is not None)  # its gradient is the input, times something
+    with pytest.raises(CommandError, match=message):
+        compare_step(model, {"x": torch.full((4, 8), x or 0.0)})
+
+
+def test_a_tolerance_counts_only_where_there_is_one():
+    near, far, equal = Difference("a", False, TOLERANCE / 2), Difference("b", False, 1.0), Difference("c", True, 0.0)
+    nothing = hf_memsave.Kept(())
+    both = dict(losses=(1, 1), loss=equal, gradients=(near, far), repeat=0, stock=nothing, patched=nothing)
+    assert StepComparison(**both, tolerance=0.0).differing == (far, near)
+    assert StepComparison(**both, tolerance=TOLERANCE).differing == (far,)
+
+
+NAMED, PADDED = "Expected tensors by name", "padded to one length"
+#: Batch file -> what to write, and the error it gives.
+FILES = {
+    "pickled.pt": (lambda path: torch.save({"input_ids": object()}, path), NAMED),
+    "list.pt": (lambda path: torch.save([IDS], path), NAMED + ', such as {"input_ids": ..., "labels": ...}, got list.'),
+    "mixed.pt": (lambda path: torch.save({"input_ids": IDS, "text": "hello"}, path), "'text': 'str'"),
+    "empty.pt": (Path.touch, NAMED),
+    "unlabelled.pt": (lambda path: torch.save({"input_ids": IDS}, path), "expected a loss in the output of Bert"),
+    "other.pt": (lambda path: torch.save({"pixels": IDS}, path), "cannot run a stock step on pixels [2, 6]"),
+    "far.pt": (lambda path: torch.save({"input_ids": IDS + 1000}, path), "Expected a batch that the model trains on"),
+    "broken.json": (lambda path: path.write_text("{"), PADDED),
+    "ragged.json": (lambda path: path.write_text('{"input_ids": [[1, 2], [3]]}'), PADDED),
+    "words.json": (lambda path: path.write_text('{"input_ids": [["a", "b"]]}'), PADDED),
+    "empty.jsonl": (Path.touch, PADDED),
+    "uneven.jsonl": (lambda path: path.write_text('{"input_ids": [1], "labels": 0}\n{"input_ids": [1]}\n'), PADDED),
+    "broken.safetensors": (lambda path: path.write_bytes(b"nonsense"), PADDED),
+}
+ERRORS = [
+    (["missing.json"], "no such file or folder"),
+    (["."], "expected a config.json in this folder"),
+    (["vit"], "no language modelling or classification head"),
+    (["broken"], "Expected a model that from_pretrained loads"),
+    (["bert", "--memsave", "nope"], "unknown preset 'nope'"),
+    (["bert", "--autocast", "bf16", "--dtype", "fp16"], "Leave one out"),
+    (["bert", "--batch", "other.pt", "--seq-len", "4"], "Leave one out"),
+    (["bert", "--seq-len", "1000"], "lower --batch-size or --seq-len"),
+    (["bert", "--device", "cuda"], "Use --device cpu"),
+    (["bert", "--batch", "missing.pt"], "no such file. Expected tensors by name"),
+    *((["bert", "--batch", name], expected) for name, (_, expected) in FILES.items()),
+]
+
+
+@pytest.mark.parametrize(("argv", "expected"), ERRORS, ids=lambda value: value[-1] if isinstance(value, list) else "")
+def test_verify_errors_are_one_line_with_a_remedy(argv, expected, bert, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text((bert / "config.json").read_text())
+    (tmp_path / "broken" / "model.safetensors").write_bytes(b"nonsense")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name, (write, _) in FILES.items():
+        write(tmp_path / name)
+    status, output, error = verify(capsys, *argv)
+    assert (status, output) == (2, "")
+    assert error.startswith("memsave verify: error: ") and error.count("\n") == 1
+    assert expected in error
