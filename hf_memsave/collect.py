@@ -53,7 +53,7 @@ def collect(model: nn.Module, config: MemSaveConfig) -> tuple[list[SiteReport], 
         A line for each site found, and the modules to swap.
 
     Raises:
-        PatchError: A module of a known architecture is not what its table says.
+        PatchError: A module of a known architecture is not what its table says, or has a forward that hides ours.
     """
     tables = [COMMON, *(ARCHS[t] for t in sorted(model_types(model)) if t in ARCHS)]
     known = {path: site for table in tables for path, site in table.by_class().items()}
@@ -75,6 +75,8 @@ def collect(model: nn.Module, config: MemSaveConfig) -> tuple[list[SiteReport], 
         site = known.get(path) or adapter(cls) or guess(cls, module)
         if site is None:
             continue
+        if OPS[site.op].method == "forward" and hides_forward(module):
+            refuse_hidden(name, module)
         value, reason = _check(name, module, site, config, is_own=site not in COMMON.sites and path in known)
         if reason is not None:
             sites.append(SiteReport(name, cls.__name__, site.op, "skipped", reason))
@@ -139,7 +141,11 @@ def _add_root(model: nn.Module, config: MemSaveConfig, sites: list[SiteReport], 
             return
         name, model = f"{name}.module".lstrip("."), inner
     cls = stock_class(model)
-    if not any(p.module is model for p in plan) and not hides_forward(model):
+    if isinstance(model, _BLOCKS):
+        return  # its forward is hidden, and it is reported as skipped
+    if hides_forward(model):
+        refuse_hidden(name, model)
+    if not any(p.module is model for p in plan):
         plan.append(Planned(model, Site(cls=f"{cls.__module__}.{cls.__qualname__}", op="block"), config))
         sites.append(SiteReport(name, cls.__name__, "block", "patched"))
 
@@ -157,13 +163,21 @@ def refuse_foreign_patches(model: nn.Module) -> None:
                 f"{name or 'the model'} is patched by Liger-Kernel, process-wide, and the two cannot be combined. Load "
                 "the model in a process that has not applied Liger (for Trainer: use_liger_kernel=False)."
             )
-        forward = module.__dict__.get("forward")
-        if hides_forward(module) and (not isinstance(module, _BLOCKS) or _tool(forward).startswith("liger_kernel")):
-            raise PatchError(
-                f"{name or 'the model'} ({type(module).__name__}) has a forward of its own, set on the instance by "
-                "another tool (kernelize, Liger, a monkey patch), which would hide ours. Build the model without it "
-                "(use_kernels=False), or patch before that tool."
-            )
+        if _tool(module.__dict__.get("forward")).startswith("liger_kernel"):
+            refuse_hidden(name, module)
+
+
+def refuse_hidden(name: str, module: nn.Module) -> None:
+    """Raise for a forward that hides ours.
+
+    Raises:
+        PatchError: Always.
+    """
+    raise PatchError(
+        f"{name or 'the model'} ({type(module).__name__}) has a forward of its own, set on the instance by another "
+        "tool (kernelize, Liger, a monkey patch), which would hide ours. Build the model without it "
+        "(use_kernels=False), or patch before that tool."
+    )
 
 
 def model_types(model: nn.Module) -> set[str]:

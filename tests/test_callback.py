@@ -1,0 +1,233 @@
+"""``MemSaveCallback``, ``MemSaveTrainer`` and the mixin: patched at the right moment, reported, logged, undone."""
+
+import json
+
+import pytest
+import torch
+from families import build
+from helpers import only_on_cpu
+from peft import LoraConfig, get_peft_model
+from steps import assert_same, patched_classes
+from test_trainer import Rows
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import hf_memsave
+from hf_memsave import ConfigError, MemSaveCallback, MemSaveConfig, MemSaveTrainer, PatchError, measure_kept, unpatch
+
+MIB = 2**20
+
+
+class Reporter(TrainerCallback):
+    """Stands where those of ``report_to`` stand: before the user's callbacks."""
+
+    def __init__(self):
+        self.logged = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logged.append(dict(logs))
+
+
+@pytest.fixture
+def make(tmp_path, device):
+    only_on_cpu(device)
+
+    def make(model="llama", cls=Trainer, callbacks=(), model_init=None, trainer=None, **options):
+        options = {"max_steps": 3, "bf16": False, "save_strategy": "no", **options}
+        arguments = TrainingArguments(
+            tmp_path / "out", per_device_train_batch_size=4, logging_steps=1, report_to=[], use_cpu=True,
+            disable_tqdm=True, learning_rate=1e-2, **options,
+        )  # fmt: skip
+        if model_init is None:
+            model = build(model) if isinstance(model, str) else model
+        else:
+            model = None
+        return cls(
+            model, arguments, train_dataset=Rows("llama"), callbacks=list(callbacks), model_init=model_init,
+            **(trainer or {}),
+        )  # fmt: skip
+
+    return make
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_the_report_is_printed_once_and_the_model_is_patched_from_the_start(make, capsys):
+    callback = MemSaveCallback()
+    trainer = make(callbacks=[callback])
+    assert "LlamaRMSNorm" in patched_classes(trainer.model).values()
+    trainer.train()
+    trainer.train()
+    assert capsys.readouterr().out.count("sites patched") == 1
+    assert callback.report.config == MemSaveConfig()
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_every_reporter_gets_what_the_first_step_kept_and_freed(make, bf16):
+    reporter = Reporter()
+    trainer = make(callbacks=[reporter, MemSaveCallback()], bf16=bf16)
+    trainer.train()
+    with_loss = [logs for logs in reporter.logged if "loss" in logs]
+    assert len(with_loss) == 3
+    batch = {k: torch.stack([row[k] for row in Rows("llama")][:4]) for k in ("input_ids", "attention_mask", "labels")}
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        ours = measure_kept(trainer.model, batch).total
+        unpatch(trainer.model)
+        stock = measure_kept(trainer.model, batch).total
+    for logs in with_loss:
+        assert logs["memsave/kept_mib"] * MIB == pytest.approx(ours, rel=0.02)  # a batch with other padding
+        assert logs["memsave/freed_mib"] * MIB == pytest.approx(stock - ours, rel=0.05)
+        assert "memsave/peak_mib" not in logs
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["memsave/kept_mib"] for entry in history] == [logs["memsave/kept_mib"] for logs in with_loss]
+
+
+def test_watching_the_first_step_changes_no_bit(make):
+    runs = []
+    for callbacks in ([], [MemSaveCallback()]):
+        trainer = make(callbacks=callbacks, seed=3)
+        trainer.train()
+        runs.append((losses(trainer), dict(trainer.model.named_parameters())))
+    assert runs[0][0] == runs[1][0] and len(set(runs[0][0])) == 3
+    assert_same(runs[0][1], runs[1][1])
+
+
+@pytest.mark.parametrize("undo", [False, True])
+def test_training_ends_patched_or_stock_as_asked(make, undo):
+    trainer = make(callbacks=[MemSaveCallback(undo=undo)])
+    trainer.train()
+    assert bool(patched_classes(trainer.model)) != undo
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("cls", [Trainer, MemSaveTrainer])
+def test_a_model_built_by_model_init_is_patched_each_time(make, cls, bf16):
+    runs = []
+    for patched in (True, False):
+        if cls is Trainer:
+            trainer = make(
+                model_init=lambda: build("llama"), callbacks=[MemSaveCallback()] if patched else [], bf16=bf16
+            )
+        else:
+            trainer = make(cls=cls, model_init=lambda: build("llama"), trainer={"memsave": patched}, bf16=bf16)
+        trainer.train()
+        first = trainer.model
+        trainer.train()
+        assert trainer.model is not first
+        assert ("LlamaRMSNorm" in patched_classes(trainer.model).values()) == patched
+        runs.append(losses(trainer))
+    assert runs[0] == runs[1]
+
+
+def test_a_head_under_a_forward_wrapped_by_accelerate_keeps_no_cast_of_its_weight(make):
+    trainer = make(model_init=lambda: build("llama"), callbacks=[callback := MemSaveCallback()], bf16=True)
+    trainer.train()
+    (skipped,) = callback.report.skipped
+    assert (skipped.cls, skipped.op) == ("LlamaForCausalLM", "block") and "set by accelerate" in skipped.reason
+    plain = make(callbacks=[plain_callback := MemSaveCallback()], bf16=True)
+    plain.train()
+    kept, plain_kept = (c.metrics["memsave/kept_mib"] * MIB for c in (callback, plain_callback))
+    head_input = 4 * 12 * 32
+    assert kept <= plain_kept + head_input * 2  # in bf16, as stock keeps it
+
+
+def test_adapters_and_gradient_accumulation(make):
+    model = get_peft_model(build("llama"), LoraConfig(target_modules="all-linear", lora_dropout=0.05))
+    trainer = make(model, callbacks=[callback := MemSaveCallback()], gradient_accumulation_steps=2)
+    trainer.train()
+    assert {"lora", "dropout", "rms_norm"} <= {site.op for site in callback.report.patched}
+    assert callback.metrics["memsave/freed_mib"] > 0.5 * callback.metrics["memsave/kept_mib"] > 0
+
+
+def test_checkpointing_is_not_counted_as_freed(make):
+    freed = []
+    for checkpointing in (True, False):
+        trainer = make(callbacks=[callback := MemSaveCallback()], gradient_checkpointing=checkpointing)
+        trainer.train()
+        freed.append(callback.metrics["memsave/freed_mib"])
+    assert freed[0] < 0.1 * freed[1]
+
+
+def test_saved_models_are_stocks(make, tmp_path):
+    saved = []
+    for number, callbacks in enumerate(([], [MemSaveCallback()])):
+        trainer = make(callbacks=callbacks, seed=3)
+        trainer.train()
+        trainer.save_model(tmp_path / str(number))
+        saved.append({p.name: p.read_bytes() for p in sorted((tmp_path / str(number)).iterdir())})
+    assert saved[0].keys() == saved[1].keys() >= {"config.json", "model.safetensors"}
+    assert all(saved[0][name] == saved[1][name] for name in saved[0] if name != "training_args.bin")
+    assert "memsave" not in json.dumps(json.loads(saved[1]["config.json"]))
+
+
+def test_evaluation_before_training_is_not_what_is_measured(make):
+    trainer = make(
+        callbacks=[callback := MemSaveCallback()], eval_on_start=True, trainer={"eval_dataset": Rows("llama")}
+    )
+    trainer.train()
+    assert callback.metrics["memsave/kept_mib"] > 0
+
+
+# The trainer of our own, and the mixin.
+
+
+def test_the_trainer_of_our_own_equals_the_callback(make):
+    runs = []
+    for trainer in (make(callbacks=[MemSaveCallback("exact")], seed=3), make(cls=MemSaveTrainer, seed=3)):
+        trainer.train()
+        runs.append(
+            [
+                {k: v for k, v in e.items() if "runtime" not in k and "second" not in k}
+                for e in trainer.state.log_history
+            ]
+        )
+    assert runs[0] == runs[1] and "memsave/kept_mib" in runs[0][0]
+
+
+def test_the_mixin_serves_any_trainer(make):
+    class Mine(hf_memsave.MemSaveMixin, Trainer):
+        pass
+
+    trainer = make(cls=Mine, trainer={"memsave": {"norm": "stock"}})
+    assert set(patched_classes(trainer.model).values()) >= {"LlamaMLP"}
+    assert "LlamaRMSNorm" not in patched_classes(trainer.model).values()
+    assert not patched_classes(make(cls=Mine, trainer={"memsave": False}).model)
+
+
+# Mistakes.
+
+
+@pytest.mark.parametrize("second", [MemSaveConfig(norm="stock"), "exact"])
+def test_two_callbacks_must_agree(make, second):
+    callbacks = [MemSaveCallback(), MemSaveCallback(second)]
+    if second == "exact":
+        make(callbacks=callbacks).train()
+        return
+    with pytest.raises(ConfigError, match="two MemSaveCallbacks with different configs.*remove one"):
+        make(callbacks=callbacks)
+
+
+def test_a_callback_added_after_a_different_one_is_refused_as_training_begins(make):
+    trainer = make(callbacks=[MemSaveCallback()])
+    trainer.add_callback(MemSaveCallback({"norm": "stock"}))
+    with pytest.raises(ConfigError, match="two MemSaveCallbacks"):
+        trainer.train()
+
+
+def test_liger_is_refused(make, monkeypatch):
+    monkeypatch.setattr("transformers.trainer.is_liger_kernel_available", lambda: True, raising=False)
+    with pytest.raises(PatchError, match="Set use_liger_kernel=False"):
+        MemSaveCallback()._check(TrainingArguments("out", use_liger_kernel=True, use_cpu=True), None)
+
+
+def test_asking_for_nothing_is_refused():
+    with pytest.raises(ConfigError, match="asks for nothing"):
+        MemSaveCallback(False)
+    with pytest.raises(ConfigError, match="unknown preset 'nope'"):
+        MemSaveCallback("nope")
+
+
+def test_a_model_with_nothing_to_patch_is_refused_by_name(make):
+    with pytest.raises(PatchError, match="nothing to patch in Linear"):
+        make(torch.nn.Linear(2, 2), callbacks=[MemSaveCallback()])
