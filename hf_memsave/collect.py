@@ -67,6 +67,7 @@ def collect(model: nn.Module, config: MemSaveConfig) -> tuple[list[SiteReport], 
         if isinstance(module, _BLOCKS):
             if hides_forward(module):
                 sites.append(SiteReport(name, cls.__name__, "block", "skipped", _hidden(module)))
+                taped.add(name)
                 continue
             plan.append(Planned(module, Site(cls=path, op="block"), config))
             sites.append(SiteReport(name, cls.__name__, "block", "patched"))
@@ -122,8 +123,8 @@ def _ancestors(name: str) -> set[str]:
 
 
 def _tool(forward: Any) -> str:
-    """The package that made a forward."""
-    return getattr(forward, "__module__", None) or ""
+    """The module whose code a forward is; ``functools.wraps`` cannot hide it."""
+    return getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__", "")
 
 
 def _hidden(module: nn.Module) -> str:

@@ -19,6 +19,8 @@ from hf_memsave.ops import OPS, Binding, attention
 from hf_memsave.tape import current
 
 _BINDING = "_memsave_binding"
+#: The methods of our classes. (A mark on them would be copied by ``functools.wraps``.)
+_METHODS: set[Any] = set()
 
 
 def binding_of(module: nn.Module) -> Binding | None:
@@ -77,12 +79,15 @@ def hides_forward(module: nn.Module) -> bool:
     own = module.__dict__.get("forward")
     if own is None or "_hf_hook" in module.__dict__ or _is_from_class(module, own):
         return False
-    return not (is_patched(module) and _is_from_class(module, module.__dict__.get("_original_forward")))
+    return not _is_ours(module.__dict__.get("_original_forward"))
 
 
 def _is_from_class(module: nn.Module, method: Any) -> bool:
-    function = getattr(method, "__func__", None)
-    return function is not None and (function is stock_class(module).forward or hasattr(function, _BINDING))
+    return _is_ours(method) or getattr(method, "__func__", None) is stock_class(module).forward
+
+
+def _is_ours(method: Any) -> bool:
+    return getattr(method, "__func__", None) in _METHODS
 
 
 def set_class(module: nn.Module, cls: Any) -> None:
@@ -108,8 +113,6 @@ def _patched_class(stock: Any, op: str, names: tuple[tuple[str, str], ...], valu
             return stock_method(self, *args, **kwargs)
         return binding.op.forward(self, binding, *args, **kwargs)
 
-    setattr(patched, _BINDING, True)
-
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         _, _, *state = stock.__reduce_ex__(self, protocol)
         return (_rebuild, (stock, op, names, value), *state)
@@ -122,7 +125,9 @@ def _patched_class(stock: Any, op: str, names: tuple[tuple[str, str], ...], valu
         method: patched,
         _BINDING: Binding(stock=stock, op=OPS[op], names=dict(names), value=value),
     }
-    return type(stock)(stock.__name__, (stock,), body)
+    cls = type(stock)(stock.__name__, (stock,), body)
+    _METHODS.add(getattr(cls, method))
+    return cls
 
 
 def _rebuild(stock: Any, op: str, names: tuple[tuple[str, str], ...], value: Any) -> nn.Module:

@@ -203,6 +203,7 @@ def test_two_callbacks_must_agree(make, second):
     callbacks = [MemSaveCallback(), MemSaveCallback(second)]
     if second == "exact":
         make(callbacks=callbacks).train()
+        assert len(torch.utils._python_dispatch._get_current_dispatch_mode_stack()) == 0
         return
     with pytest.raises(ConfigError, match="two MemSaveCallbacks with different configs.*remove one"):
         make(callbacks=callbacks)

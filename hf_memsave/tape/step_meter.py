@@ -46,20 +46,19 @@ class StepMeter:
             self._stop(self._watch)
 
     def _begin(self, model: nn.Module, args: Any) -> None:
-        if self._watch is None and model.training and torch.is_grad_enabled():
+        if hooks.tally is None and model.training and torch.is_grad_enabled():
             self._watch = _Watch({})
             hooks.tally = self._tally
             self._watch.__enter__()
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         if (watch := self._watch) is None or hooks.tally is not self._tally:
-            return
+            return  # an evaluation, or another meter watches
         self._stop(watch)
         self.remove()
-        wanted = [t for t in tree_leaves(dict(output) if isinstance(output, dict) else output) if isinstance(t, Tensor)]
-        loss = next((t for t in wanted if t.requires_grad), None)  # of a model output, the loss comes first
-        if loss is not None:
-            loss.register_hook(lambda grad: self._count(watch))
+        for tensor in tree_leaves(dict(output) if isinstance(output, dict) else output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:  # whichever backward comes to first
+                tensor.register_hook(lambda grad: self._count(watch))
 
     def _stop(self, watch: _Watch) -> None:
         hooks.tally = None
@@ -67,7 +66,7 @@ class StepMeter:
 
     def _count(self, watch: _Watch) -> None:
         if self.kept is not None:
-            return  # a second backward through the same graph
+            return
         gc.collect()
         alive = {key: record.nbytes for key, (ref, record) in watch.made.items() if not ref.expired()}
         made = {key: record.nbytes for key, (ref, record) in watch.made.items()}
