@@ -9,40 +9,83 @@ A model with random weights and official GLUE files, without any network::
 
     python scripts/run_glue.py --config_name config.json --config_overrides num_hidden_layers=2 \
         --data_dir glue/MRPC --do_train --do_eval --output_dir runs/mrpc --memsave exact
+
+LoRA, from a recipe::
+
+    python scripts/run_glue.py --config configs/recipes/glue-bert-mrpc-lora.yaml --memsave
 """
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import datasets
 import evaluate
 import numpy as np
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    AutoConfig,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     EvalPrediction,
     PreTrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
     TrainingArguments,
     set_seed,
 )
-from transformers.trainer_utils import get_last_checkpoint
 
-import hf_memsave  # from now on from_pretrained and from_config take memsave=
-from glue_arguments import DataArguments, ModelArguments, UsageError, parse_arguments
-from hf_memsave.errors import ConfigError, PatchError
-from hf_memsave.glue import TASKS, GlueDataError, GlueTask, guess_task, read_glue
-from hf_memsave.wordpiece import VocabularyError, load_vocab_tokenizer, train_wordpiece
+import models
+import runs
+from arguments import ModelArguments, SampleArguments, Sides, UsageError, exactly_one, parse_arguments, positive
+from hf_memsave.glue import TASKS, GlueTask, guess_task, read_glue
+from hf_memsave.wordpiece import load_vocab_tokenizer, train_wordpiece
 
 METRICS = Path(__file__).parent / "metrics" / "glue"
+USAGE = "(--model_name_or_path NAME | --config_name NAME | --model_type TYPE) (--task_name TASK | --data_dir DIR)"
+USAGE += " [--memsave [PRESET]] [--lora_r N] [--do_train] [--do_eval] [--do_predict]"
 
 
-def load_splits(args: DataArguments, training: TrainingArguments) -> tuple[GlueTask, dict[str, datasets.Dataset]]:
+@dataclass
+class GlueModelArguments(ModelArguments):
+    """BERT's own kind of tokenizer, beside every model's."""
+
+    vocab_file: str | None = field(default=None, metadata={"help": "A BERT vocab.txt, instead of --tokenizer_name."})
+
+    def __post_init__(self):
+        """Refuse two tokenizers."""
+        super().__post_init__()
+        if self.tokenizer_name and self.vocab_file:
+            exactly_one(self, "tokenizer_name", "vocab_file")
+
+
+@dataclass
+class GlueArguments(SampleArguments):
+    """Which task to train on, and how much of it."""
+
+    SIDES: ClassVar[tuple[Sides, ...]] = ((("task_name",), ("data_dir",)),)
+
+    task_name: str | None = field(default=None, metadata={"help": f"A GLUE task on the hub: {', '.join(TASKS)}."})
+    data_dir: str | None = field(
+        default=None, metadata={"help": "A folder with one task's official TSV files; its name or columns tell which."}
+    )
+    max_seq_length: int = field(default=128, metadata={"help": "Longer examples are cut to this many tokens."})
+    pad_to_max_length: bool = field(
+        default=True, metadata={"help": "Pad to --max_seq_length, or to the longest example of each batch."}
+    )
+
+    def __post_init__(self):
+        """Refuse two answers to one question, and none."""
+        super().__post_init__()
+        exactly_one(self, "task_name", "data_dir")
+        if self.task_name and self.task_name not in TASKS:
+            raise UsageError(
+                f"--task_name: expected one of {', '.join(TASKS)}, got {self.task_name}. Name one of them."
+            )
+        positive(self, "max_seq_length")
+
+
+def load_splits(args: GlueArguments, training: TrainingArguments) -> tuple[GlueTask, dict[str, datasets.Dataset]]:
     """The task, and the splits that the run needs, cut to the wanted number of examples."""
     task = TASKS[args.task_name or guess_task(args.data_dir)]
     limits = {"train": args.max_train_samples} if training.do_train else {}
@@ -50,9 +93,6 @@ def load_splits(args: DataArguments, training: TrainingArguments) -> tuple[GlueT
         limits |= dict.fromkeys(task.validation_splits, args.max_eval_samples)
     if training.do_predict:
         limits |= dict.fromkeys(task.test_splits, args.max_predict_samples)
-    if not limits:
-        raise UsageError("expected at least one of --do_train, --do_eval and --do_predict, got none. Add one.")
-
     splits = {}
     for split, limit in limits.items():
         if args.data_dir:
@@ -71,17 +111,7 @@ def load_splits(args: DataArguments, training: TrainingArguments) -> tuple[GlueT
 
 def load_config(args: ModelArguments, task: GlueTask) -> PreTrainedConfig:
     """The model's configuration, with a head for the task."""
-    name = args.model_name_or_path or args.config_name
-    try:
-        config = AutoConfig.from_pretrained(name)
-        if args.config_overrides:
-            config.update_from_string(args.config_overrides)
-    except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"configuration {name}: {error}") from error
-    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        raise UsageError(
-            f"{name}: expected a model with a sequence classification head, got {config.model_type!r}. Name another."
-        )
+    config = models.load_config(args, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, "a sequence classification head")
     if task.labels:
         known = {str(label).lower(): index for index, label in (config.id2label or {}).items()}
         ids = known if known.keys() == set(task.labels) else {label: i for i, label in enumerate(task.labels)}
@@ -95,59 +125,13 @@ def load_config(args: ModelArguments, task: GlueTask) -> PreTrainedConfig:
 
 
 def load_tokenizer(
-    args: ModelArguments, config: PreTrainedConfig, task: GlueTask, training_set: datasets.Dataset | None
+    args: GlueModelArguments, config: PreTrainedConfig, task: GlueTask, training_set: datasets.Dataset | None
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer asked for, else the pretrained model's, else one trained on the training texts.
-
-    The special tokens and vocabulary of a model with random weights are set to the tokenizer's.
-    """
-    name = args.tokenizer_name or args.model_name_or_path
+    """The tokenizer asked for, else the pretrained model's, else one trained on the training texts."""
     if args.vocab_file:
-        tokenizer = load_vocab_tokenizer(args.vocab_file)
-    elif name:
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            raise UsageError(f"tokenizer {name}: {error} Give --tokenizer_name or --vocab_file.") from error
-    elif training_set is None:
-        raise UsageError(
-            "expected a tokenizer, got none to train one on. Add --do_train, --tokenizer_name or --vocab_file."
-        )
-    else:
-        texts = (text for column in task.text_columns for text in training_set[column])
-        tokenizer = train_wordpiece(texts, config.vocab_size)
-
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if args.config_name:
-        config.vocab_size = len(tokenizer)
-        config.bos_token_id = tokenizer.bos_token_id if tokenizer.bos_token else tokenizer.cls_token_id
-        config.eos_token_id = tokenizer.eos_token_id if tokenizer.eos_token else tokenizer.sep_token_id
-        config.pad_token_id = tokenizer.pad_token_id
-        if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-            config.decoder_start_token_id = config.pad_token_id  # T5's own choice
-    elif config.pad_token_id is None:
-        config.pad_token_id = tokenizer.pad_token_id
-    return tokenizer
-
-
-def memsave_flag(args: ModelArguments) -> dict[str, bool | hf_memsave.MemSaveConfig]:
-    """The keyword that patches a model; a stock model is loaded without it."""
-    if args.memsave in (None, "false"):
-        return {}
-    return {"memsave": True if args.memsave == "true" else hf_memsave.MemSaveConfig.preset(args.memsave)}
-
-
-def load_model(
-    args: ModelArguments, config: PreTrainedConfig, flag: dict[str, bool | hf_memsave.MemSaveConfig]
-) -> PreTrainedModel:
-    """The model with a head for the task, stock or patched."""
-    if args.config_name:
-        return AutoModelForSequenceClassification.from_config(config, **flag)
-    try:
-        return AutoModelForSequenceClassification.from_pretrained(args.model_name_or_path, config=config, **flag)
-    except OSError as error:
-        raise UsageError(f"--model_name_or_path {args.model_name_or_path}: {error}") from error
+        return load_vocab_tokenizer(args.vocab_file)
+    texts = None if training_set is None else (text for column in task.text_columns for text in training_set[column])
+    return models.load_tokenizer(args, config, train_wordpiece, texts)
 
 
 def encode(
@@ -155,7 +139,7 @@ def encode(
     task: GlueTask,
     tokenizer: PreTrainedTokenizerBase,
     config: PreTrainedConfig,
-    args: DataArguments,
+    args: GlueArguments,
 ) -> dict[str, datasets.Dataset]:
     """Tokenize every split; labels become the model's ids, and test splits have none."""
     longest = min(tokenizer.model_max_length, getattr(config, "max_position_embeddings", None) or sys.maxsize)
@@ -208,20 +192,6 @@ def metrics_for(task: GlueTask, config: PreTrainedConfig) -> Callable[[EvalPredi
     return compute
 
 
-def checkpoint_to_resume(training: TrainingArguments) -> str | None:
-    """The checkpoint folder that ``--resume_from_checkpoint`` names; "true" names the last one in the output folder."""
-    wanted = training.resume_from_checkpoint
-    if wanted in (None, "false"):
-        return None
-    folder = Path(training.output_dir if wanted == "true" else wanted)
-    found = get_last_checkpoint(folder) if wanted == "true" and folder.is_dir() else folder
-    if found is None or not Path(found).is_dir():
-        raise UsageError(
-            f"--resume_from_checkpoint: expected a checkpoint in {folder}, found none. Name one that exists."
-        )
-    return str(found)
-
-
 def save_predictions(path: Path, outputs: np.ndarray, task: GlueTask, config: PreTrainedConfig) -> None:
     """Write predictions in the format of GLUE's submissions: index and label, or score."""
     values = task_values(outputs, task, config)
@@ -230,18 +200,22 @@ def save_predictions(path: Path, outputs: np.ndarray, task: GlueTask, config: Pr
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def run(model_args: ModelArguments, data_args: DataArguments, training_args: TrainingArguments) -> None:
+def run(model_args: GlueModelArguments, data_args: GlueArguments, training_args: TrainingArguments) -> None:
     """Train, evaluate and predict as asked; everything that can be refused is refused before training starts."""
+    runs.check_actions(training_args, "do_train", "do_eval", "do_predict")
+    checkpoint = runs.checkpoint_to_resume(training_args)
     set_seed(training_args.seed)
-    flag = memsave_flag(model_args)
-    checkpoint = checkpoint_to_resume(training_args)
     task, splits = load_splits(data_args, training_args)
     config = load_config(model_args, task)
     tokenizer = load_tokenizer(model_args, config, task, splits.get("train"))
+    models.fit(config, tokenizer, random_weights=model_args.random_weights)
     with training_args.main_process_first(desc="tokenizing"):
         splits = encode(splits, task, tokenizer, config, data_args)
+    model = models.load_model(AutoModelForSequenceClassification, model_args, config)
+    if model_args.lora_r:
+        model = models.add_lora(model, model_args, "SEQ_CLS", training_args)
     trainer = Trainer(
-        model=load_model(model_args, config, flag),
+        model=model,
         args=training_args,
         train_dataset=splits.get("train"),
         eval_dataset=splits.get(task.validation_splits[0]),
@@ -251,20 +225,14 @@ def run(model_args: ModelArguments, data_args: DataArguments, training_args: Tra
     )
 
     if training_args.do_train:
-        metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
-        metrics["train_samples"] = len(splits["train"])
-        trainer.save_model()
-        trainer.log_metrics("train", metrics)
-        trainer.save_metrics("train", metrics)
-        trainer.save_state()
+        runs.train(trainer, checkpoint)
     if training_args.do_eval:
         metrics = {}
         for split in task.validation_splits:
             suffix = "_mm" if split.endswith("mismatched") else ""
             results = trainer.evaluate(splits[split]) | {"eval_samples": len(splits[split])}
             metrics |= {name + suffix: value for name, value in results.items()}
-        trainer.log_metrics("eval", metrics)
-        trainer.save_metrics("eval", metrics)
+        runs.report(trainer, "eval", metrics)
     if training_args.do_predict:
         for split in task.test_splits:
             suffix = "_mm" if split.endswith("mismatched") else ""
@@ -276,12 +244,15 @@ def run(model_args: ModelArguments, data_args: DataArguments, training_args: Tra
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, or say in one line why not; returns the exit status."""
-    try:
-        run(*parse_arguments(sys.argv[1:] if argv is None else argv))
-    except (UsageError, GlueDataError, VocabularyError, ConfigError, PatchError) as error:
-        print(f"{Path(__file__).name}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+    return runs.exit_status(__file__, lambda given: run(*parse(given)), argv)
+
+
+def parse(argv: Sequence[str]) -> tuple[GlueModelArguments, GlueArguments, TrainingArguments]:
+    """The arguments of this script."""
+    classes = (GlueModelArguments, GlueArguments, TrainingArguments)
+    return parse_arguments(
+        argv, classes, USAGE, "Fine-tune a Transformers model on a GLUE task, with --memsave or not."
+    )
 
 
 if __name__ == "__main__":

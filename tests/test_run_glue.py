@@ -1,57 +1,51 @@
 """``scripts/run_glue.py``: every task and family runs without a network, and mistakes are answered in one line."""
 
 import json
-import os
 import random
-import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoConfig
+from script_helpers import (
+    CONFIGS,
+    LORA,
+    RECIPES,
+    SCRIPTS,
+    STEPS,
+    assert_moved,
+    assert_refused,
+    assert_same_run,
+    assert_stock_adapter,
+    config,
+    load_script,
+    pretrained,
+    results,
+    run_process,
+)
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import hf_memsave
 from hf_memsave.glue import TASKS
+from hf_memsave.wordpiece import train_wordpiece
 
-REPO = Path(__file__).resolve().parents[1]
-SCRIPT = REPO / "scripts" / "run_glue.py"
-
-SIZES = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=120)
-CONFIGS = {
-    "bert": SIZES | {"max_position_embeddings": 32},
-    "roberta": SIZES | {"max_position_embeddings": 34, "type_vocab_size": 1},
-    "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32, "vocab_size": 120},
-    "llama": SIZES | {"num_key_value_heads": 1, "max_position_embeddings": 32},
-    "t5": {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 120},
-}
-STEPS = ["--max_steps", "2", "--per_device_train_batch_size", "4", "--max_seq_length", "32", "--use_cpu"]
-STEPS += ["--report_to", "none", "--dataloader_pin_memory", "false"]
+FAMILIES = ["bert", "roberta", "gpt2", "llama", "t5"]
+STEPS = [*STEPS, "--max_seq_length", "32"]
+DO = ["--do_train", "--do_eval", "--do_predict"]
 
 
 @pytest.fixture
 def script(monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    import run_glue
-
-    return run_glue
+    return load_script("run_glue", monkeypatch)
 
 
 @pytest.fixture
 def bert(tmp_path):
     return config(tmp_path, "bert")
-
-
-def config(folder: Path, model_type: str) -> str:
-    path = folder / model_type / "config.json"
-    path.parent.mkdir()
-    path.write_text(json.dumps({"model_type": model_type} | CONFIGS[model_type]))
-    return str(path.parent)
 
 
 def data(folder: Path, name: str = "mrpc") -> str:
@@ -76,30 +70,22 @@ def data(folder: Path, name: str = "mrpc") -> str:
     return str(folder)
 
 
-def results(folder: Path) -> dict:
-    return json.loads((folder / "all_results.json").read_text())
-
-
 @pytest.fixture(scope="module")
-def processes(tmp_path_factory) -> dict[str, Path]:
-    """The output folders of two real processes, which differ in the flag only."""
-    folder = tmp_path_factory.mktemp("processes")
-    argv = ["--config_name", config(folder, "bert"), "--data_dir", data(folder), *STEPS]
-    environment = os.environ | {"PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    running = {}
-    for name, flag in {"stock": [], "patched": ["--memsave"]}.items():
-        command = [sys.executable, SCRIPT, *argv, "--do_train", "--do_eval", "--do_predict", *flag]
-        with (folder / f"{name}.log").open("w") as log:
-            running[name] = subprocess.Popen(
-                [*command, "--output_dir", folder / name], env=environment, stdout=log, stderr=log
-            )
-    status = {name: process.wait(timeout=300) for name, process in running.items()}
-    return {name: folder / name if status[name] == 0 else folder / f"{name}.log" for name in status}
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """What one run leaves: patched, in a process of its own and from a recipe; and stock, in this one."""
+    folder = tmp_path_factory.mktemp("runs")
+    options = ["--config_name", config(folder, "bert"), "--data_dir", data(folder), *STEPS, *DO]
+    recipe = folder / "recipe.yaml"
+    recipe.write_text("memsave: exact\nmax_seq_length: 16\n")
+    run_process("run_glue.py", folder / "patched", ["--config", str(recipe), *options])
+    with pytest.MonkeyPatch.context() as patches:
+        script = load_script("run_glue", patches)
+        assert script.main([*options, "--output_dir", str(folder / "stock")]) == 0
+    return {name: folder / name for name in ("stock", "patched")}
 
 
-def test_a_run_leaves_a_model_its_tokenizer_metrics_and_predictions(processes):
-    out = processes["stock"]
-    assert out.is_dir(), out.read_text()
+def test_a_run_leaves_a_model_its_tokenizer_metrics_and_predictions(folders):
+    out = folders["patched"]
     found = results(out)
     assert found["train_samples"] == found["eval_samples"] == 16
     assert found["eval_combined_score"] == pytest.approx((found["eval_accuracy"] + found["eval_f1"]) / 2)
@@ -112,30 +98,78 @@ def test_a_run_leaves_a_model_its_tokenizer_metrics_and_predictions(processes):
     assert {line.split("\t")[1] for line in lines} <= {"0", "1"}
 
 
-def test_the_flag_changes_no_parameter(processes):
-    out = processes["patched"]
-    assert out.is_dir(), out.read_text()
-    stock, patched = (load_file(processes[name] / "model.safetensors") for name in ("stock", "patched"))
-    assert stock.keys() == patched.keys()
-    assert all(torch.equal(stock[name], patched[name]) for name in stock)
-    assert results(processes["stock"])["eval_loss"] == results(out)["eval_loss"]
+def test_the_flag_changes_no_loss_and_no_parameter(folders):
+    assert_same_run(folders["stock"], folders["patched"])
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_lora_trains_the_same_adapters_and_head_with_the_flag(tmp_path, script, model_type, capsys):
+    common = ["--data_dir", data(tmp_path), *STEPS]
+    argv = ["--config_name", config(tmp_path, model_type), *common, *LORA]
+    stock, patched, again = (tmp_path / name for name in ("stock", "patched", "again"))
+    assert script.main([*argv, "--do_train", "--do_eval", "--output_dir", str(stock)]) == 0
+    assert script.main([*argv, "--do_train", "--do_eval", "--memsave", "--output_dir", str(patched)]) == 0
+    assert_same_run(stock, patched, "adapter_model.safetensors")
+    assert_moved(patched)
+    head = {"score", "classifier", "classification_head"} & set(assert_stock_adapter(patched)["modules_to_save"])
+    trained = load_file(patched / "adapter_model.safetensors")
+    assert any(name.split(".")[2] in head and "lora" not in name for name in trained)
+    assert not any("lora" in name and name.split(".")[2] in head for name in trained)
+
+    evaluate = ["--model_name_or_path", str(patched), *common, "--do_eval"]
+    assert script.main([*evaluate, "--memsave", "--output_dir", str(tmp_path / "evaluated")]) == 0
+    assert results(tmp_path / "evaluated")["eval_loss"] == results(patched)["eval_loss"]
+    assert script.main([*evaluate, *LORA, "--output_dir", str(again)]) == 2
+    assert "expected a model without adapters" in capsys.readouterr().err
+
+
+def test_stock_peft_loads_the_adapter_onto_the_pretrained_model(tmp_path, script):
+    tokenizer = train_wordpiece(["cat hat mat sat"], 120)
+    base = pretrained(tmp_path, "bert", AutoModelForSequenceClassification, tokenizer)
+    argv = ["--model_name_or_path", base, "--data_dir", data(tmp_path), *STEPS, *LORA, "--do_train", "--memsave"]
+    out = tmp_path / "out"
+    targets = ["--lora_target_modules", "query", "value", "--lora_dora", "--lora_alpha", "8"]
+    assert script.main([*argv, *targets, "--output_dir", str(out)]) == 0
+    saved = assert_stock_adapter(out)
+    assert set(saved["target_modules"]) == {"query", "value"}
+    assert (saved["r"], saved["lora_alpha"], saved["lora_dropout"], saved["use_dora"]) == (4, 8, 0.1, True)
+    assert saved["base_model_name_or_path"] == base and not (out / "base_model").exists()
+    loaded = PeftModel.from_pretrained(AutoModelForSequenceClassification.from_pretrained(base), out)
+    found = {name.replace(".default", ""): tensor for name, tensor in loaded.state_dict().items()}
+    for name, tensor in load_file(out / "adapter_model.safetensors").items():
+        key = name.replace("classifier.", "classifier.modules_to_save.").replace(
+            "magnitude_vector", "magnitude_vector.weight"
+        )
+        assert torch.equal(found[key], tensor)
+
+
+def test_the_recipe_runs(tmp_path, script):
+    tokenizer = train_wordpiece(["cat hat mat sat"], 120)
+    base = pretrained(tmp_path, "bert", AutoModelForSequenceClassification, tokenizer)
+    recipe = ["--config", str(RECIPES / "glue-bert-mrpc-lora.yaml"), *STEPS, "--output_dir", str(tmp_path / "out")]
+    assert script.main([*recipe, "--model_name_or_path", base, "--data_dir", data(tmp_path)]) == 0
+    assert assert_stock_adapter(tmp_path / "out")["r"] == 8
 
 
 def test_a_mistake_ends_the_process_with_status_2(tmp_path, script, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--memsave"])
+    monkeypatch.setattr(sys, "argv", ["run_glue.py", "--memsave"])
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(SCRIPT), run_name="__main__")
+        runpy.run_path(str(SCRIPTS / "run_glue.py"), run_name="__main__")
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("run_glue.py: error: expected exactly one of")
 
 
-def test_the_flag_frees_memory_and_its_absence_does_not(script, bert):
-    batch = {"input_ids": torch.ones(2, 32, dtype=torch.long), "labels": torch.zeros(2, dtype=torch.long)}
+@pytest.mark.parametrize("lora", [[], LORA], ids=["whole", "lora"])
+def test_the_flag_frees_memory_and_its_absence_does_not(tmp_path, script, bert, lora):
+    batch = {"input_ids": torch.ones(32, 32, dtype=torch.long), "labels": torch.zeros(32, dtype=torch.long)}
 
     def kept(*flag: str) -> int:
-        argv = ["--config_name", bert, "--task_name", "mrpc", "--use_cpu", *flag]
-        args, *_ = script.parse_arguments(argv)
-        model = script.load_model(args, script.load_config(args, TASKS["mrpc"]), script.memsave_flag(args))
+        argv = ["--config_name", bert, "--task_name", "mrpc", "--use_cpu", *lora, *flag, "--output_dir", str(tmp_path)]
+        args, _, training = script.parse(argv)
+        config = script.load_config(args, TASKS["mrpc"])
+        model = script.models.load_model(AutoModelForSequenceClassification, args, config)
+        if lora:
+            model = script.models.add_lora(model, args, "SEQ_CLS", training)
         return hf_memsave.measure_kept(model.train(), batch).total
 
     stock = kept()
@@ -154,7 +188,7 @@ def test_every_task_trains_and_reports_its_metrics(tmp_path, script, bert, name)
     assert len(list(out.glob(f"predict_results_{name}*.txt"))) == len(TASKS[name].test_splits)
 
 
-@pytest.mark.parametrize("model_type", CONFIGS)
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_family_trains_from_random_weights(tmp_path, script, model_type):
     argv = ["--config_name", config(tmp_path, model_type), "--data_dir", data(tmp_path), *STEPS]
     assert script.main([*argv, "--do_train", "--output_dir", str(tmp_path / "out")]) == 0
@@ -184,7 +218,7 @@ def test_the_command_line_overrides_the_config_file(tmp_path, script, bert, writ
     options = {"config_name": bert, "task_name": "mrpc", "do_train": True, "learning_rate": 1e-5, "memsave": True}
     path = tmp_path / "recipe"
     path.write_text(write(options | {"max_seq_length": 64, "pad_to_max_length": False, "seed": None}))
-    model, data_, training = script.parse_arguments(["--config", str(path), "--max_seq_length", "16"])
+    model, data_, training = script.parse(["--config", str(path), "--max_seq_length", "16"])
     assert (model.config_name, model.memsave, data_.task_name) == (bert, "true", "mrpc")
     assert (data_.max_seq_length, data_.pad_to_max_length) == (16, False)
     assert (training.do_train, training.learning_rate, training.seed) == (True, 1e-5, 42)
@@ -199,7 +233,7 @@ def test_config_overrides_reach_the_model(tmp_path, script, bert):
 def test_a_model_with_its_own_order_of_labels_keeps_it(tmp_path, script):
     own = ["CONTRADICTION", "NEUTRAL", "ENTAILMENT"]
     AutoConfig.for_model("bert", **CONFIGS["bert"], id2label=dict(enumerate(own))).save_pretrained(tmp_path)
-    args = script.ModelArguments(model_name_or_path=str(tmp_path))
+    args = script.GlueModelArguments(model_name_or_path=str(tmp_path))
     found = script.load_config(args, TASKS["mnli"])
     assert found.label2id == {"entailment": 2, "neutral": 1, "contradiction": 0}
     logits = torch.eye(3).numpy()  # the model is sure of contradiction, neutral, entailment
@@ -208,10 +242,22 @@ def test_a_model_with_its_own_order_of_labels_keeps_it(tmp_path, script):
 
 # Each mistake: the options that differ from a good run (None: left out), and what the message must say.
 MISTAKES = {
-    "no data": ({"data_dir": None}, "exactly one of --task_name and --data_dir, got neither"),
+    "no data": ({"data_dir": None}, "exactly one of --task_name and --data_dir, got none"),
     "two data": ({"task_name": "mrpc"}, "exactly one of --task_name and --data_dir, got --task_name and --data_dir"),
-    "no model": ({"config_name": None}, "exactly one of --model_name_or_path and --config_name, got neither"),
+    "no model": ({"config_name": None}, "--config_name and --model_type, got none"),
     "unknown task": ({"data_dir": None, "task_name": "ax"}, "--task_name: expected one of cola, .* got ax"),
+    "unknown type": ({"config_name": None, "model_type": "lama"}, "--model_type: expected an architecture .* got lama"),
+    "override of weights": (
+        {"config_name": None, "model_name_or_path": "here", "config_overrides": "depth=2"},
+        "--config_overrides: expected --config_name or --model_type, got pretrained weights",
+    ),
+    "no head": ({"config_name": None, "model_type": "vit"}, "expected a model with a sequence .* got 'vit'"),
+    "no rank": ({"lora_r": "0"}, "--lora_r: expected a positive number, got 0"),
+    "no lora": ({"lora_dropout": "0.1"}, "--lora_dropout: expected --lora_r beside it, got none"),
+    "all dropped": ({"lora_r": "4", "lora_dropout": "1"}, r"--lora_dropout: expected a number in \[0, 1\), got 1.0"),
+    "unknown target": ({"lora_r": "4", "lora_target_modules": "q_proj"}, "got 'q_proj'. Choose from .*query, value"),
+    "no linear": ({"lora_r": "4", "lora_target_modules": "embeddings"}, "--lora_target_modules: .* is not supported"),
+    "bad dtype": ({"dtype": "int8"}, "--dtype: invalid choice: 'int8'"),
     "unknown preset": ({"memsave": "nope"}, "preset 'nope': expected one of .*exact"),
     "unknown option": ({"learnin_rate": "1"}, "got --learnin_rate=1"),
     "bad value": ({"learning_rate": "fast"}, "--learning_rate.*'fast'"),
@@ -233,12 +279,7 @@ def test_a_mistake_is_told_in_one_line_and_trains_nothing(tmp_path, script, bert
     monkeypatch.chdir(tmp_path)
     options = {"config_name": bert, "data_dir": data(tmp_path), "do_train": "true", "max_seq_length": "32"}
     different, message = MISTAKES[mistake]
-    argv = [f"--{name}={value}" for name, value in (options | different).items() if value is not None]
-    assert script.main([*argv, "--output_dir=out"]) == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("run_glue.py: error: ") and "Traceback" not in line
-    assert re.search(message, line), line
-    assert not (tmp_path / "out").exists()
+    assert_refused(script, options | different, message, capsys)
 
 
 def test_a_malformed_line_is_named(tmp_path, script, bert, capsys):

@@ -1,0 +1,204 @@
+"""The arguments that every script here has, read from the command line and, below it, from a YAML or JSON file."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import yaml
+from transformers import CONFIG_MAPPING, HfArgumentParser
+
+from hf_memsave import MemSaveConfig
+
+#: Options of which only one side may be given. Where the command line gives one, the file's others are dropped.
+Sides = tuple[tuple[str, ...], ...]
+
+
+class UsageError(Exception):
+    """Arguments that cannot be followed; the message says what to change."""
+
+
+def exactly_one(options: Any, *names: str) -> None:
+    """Refuse two answers to one question, and none."""
+    given = [f"--{name}" for name in names if getattr(options, name)]
+    if len(given) != 1:
+        wanted = ", ".join(f"--{name}" for name in names[:-1]) + f" and --{names[-1]}"
+        raise UsageError(f"expected exactly one of {wanted}, got {' and '.join(given) or 'none'}. Give one of them.")
+
+
+def beside(options: Any, needed: str, *names: str) -> None:
+    """Refuse options that mean something only with another one."""
+    for name in names:
+        if getattr(options, name) and not getattr(options, needed):
+            raise UsageError(f"--{name}: expected --{needed} beside it, got none. Remove it or add that.")
+
+
+def positive(options: Any, *names: str) -> None:
+    """Refuse numbers below one."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name}: expected a positive number, got {value}. Raise it or leave it out.")
+
+
+@dataclass
+class ModelArguments:
+    """Which model and tokenizer to train, how its activations are kept, and LoRA."""
+
+    SIDES: ClassVar[tuple[Sides, ...]] = (
+        (("model_name_or_path",), ("config_name", "config_overrides"), ("model_type", "config_overrides")),
+    )
+
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "Pretrained weights: a name on the hub or a folder."}
+    )
+    config_name: str | None = field(
+        default=None, metadata={"help": "Random weights: a configuration's name on the hub, its folder or its file."}
+    )
+    model_type: str | None = field(
+        default=None, metadata={"help": "Random weights: an architecture with its default sizes, as in llama."}
+    )
+    config_overrides: str | None = field(
+        default=None, metadata={"help": "Changes to these, as in num_hidden_layers=2,hidden_size=128."}
+    )
+    tokenizer_name: str | None = field(
+        default=None,
+        metadata={
+            "help": "A tokenizer's name on the hub or its folder. If not given: the pretrained model's own, or, for "
+            "random weights, one trained on the training texts."
+        },
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] | None = field(
+        default=None, metadata={"help": "The weights' dtype; Transformers' own choice if not given."}
+    )
+    memsave: str | None = field(
+        default=None,
+        metadata={
+            "nargs": "?",
+            "const": "true",
+            "metavar": "PRESET",
+            "help": "Keep less activation memory: by the default, exact setting, or by the preset named here.",
+        },
+    )
+    lora_r: int | None = field(
+        default=None, metadata={"help": "Train LoRA adapters of this rank, and the task's head, instead of the model."}
+    )
+    lora_alpha: int | None = field(default=None, metadata={"help": "LoRA's scale times its rank; 16 if not given."})
+    lora_dropout: float | None = field(default=None, metadata={"help": "On the adapters' input; 0 if not given."})
+    lora_target_modules: list[str] | None = field(
+        default=None,
+        metadata={
+            "nargs": "+",
+            "metavar": "NAME",
+            "help": "The linears that get adapters, as in q_proj v_proj; all-linear if not given.",
+        },
+    )
+    lora_dora: bool = field(default=False, metadata={"help": "With DoRA's magnitudes."})
+
+    def __post_init__(self):
+        """Refuse what can be refused before anything is loaded."""
+        exactly_one(self, "model_name_or_path", "config_name", "model_type")
+        if self.config_overrides and self.model_name_or_path:
+            raise UsageError(
+                "--config_overrides: expected --config_name or --model_type, got pretrained weights. Remove it."
+            )
+        if self.model_type and self.model_type not in CONFIG_MAPPING:
+            raise UsageError(
+                f"--model_type: expected an architecture of Transformers, got {self.model_type}. Correct it."
+            )
+        self.memsave_config()  # an unknown preset raises a ConfigError
+        positive(self, "lora_r", "lora_alpha")
+        beside(self, "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_dora")
+        if not 0 <= (self.lora_dropout or 0) < 1:
+            raise UsageError(f"--lora_dropout: expected a number in [0, 1), got {self.lora_dropout}. Try 0.05.")
+
+    @property
+    def random_weights(self) -> bool:
+        """Whether nothing pretrained is loaded."""
+        return not self.model_name_or_path
+
+    def memsave_config(self) -> MemSaveConfig | None:
+        """What ``--memsave`` means; None for a stock model."""
+        return MemSaveConfig.resolve({None: False, "false": False, "true": True}.get(self.memsave, self.memsave))
+
+
+@dataclass
+class SampleArguments:
+    """How much of the data to use."""
+
+    SIDES: ClassVar[tuple[Sides, ...]] = ()
+
+    max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first examples only."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first examples only."})
+    max_predict_samples: int | None = field(default=None, metadata={"help": "Predict the first examples only."})
+
+    def __post_init__(self):
+        """Refuse numbers below one."""
+        positive(self, "max_train_samples", "max_eval_samples", "max_predict_samples")
+
+
+class _Parser(HfArgumentParser):
+    """Errors in one line: the usage of some 150 options would bury them."""
+
+    def error(self, message: str):
+        raise UsageError(f"{message}. See --help.")
+
+
+def parse_arguments(argv: Sequence[str], classes: Sequence[type], usage: str, description: str) -> tuple[Any, ...]:
+    """One instance of each class: from the ``--config`` file and the command line, of which the latter wins."""
+    first = _Parser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config")
+    known, rest = first.parse_known_args(argv)
+
+    parser = _Parser(
+        classes, usage=f"%(prog)s [--config FILE] {usage} ...", description=description, allow_abbrev=False
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML or JSON with any of these options as its keys.")
+    options = _options_of_file(Path(known.config)) if known.config else {}
+    for name in _overruled(rest, [sides for cls in classes for sides in getattr(cls, "SIDES", ())]):
+        options.pop(name, None)
+    try:
+        *parsed, _, unknown = parser.parse_args_into_dataclasses(
+            [*_as_argv(options), *rest], return_remaining_strings=True, look_for_args_file=False
+        )
+    except ValueError as error:  # TrainingArguments and MemSaveConfig check their own values
+        raise UsageError(str(error)) from error
+    if unknown:
+        raise UsageError(f"expected the options that --help lists, got {' '.join(unknown)}. Remove or correct them.")
+    return tuple(parsed)
+
+
+def _overruled(argv: Sequence[str], questions: Iterable[Sides]) -> set[str]:
+    given = {option[2:].partition("=")[0] for option in argv if option.startswith("--")}
+    overruled = set()
+    for sides in questions:
+        for name in given:
+            answered = [set(side) for side in sides if name in side]
+            if len(answered) == 1:  # an option of two sides chooses neither
+                overruled |= set().union(*sides) - answered[0]
+    return overruled
+
+
+def _options_of_file(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise UsageError(f"--config {path}: expected a YAML or JSON file, found none. Name one that exists.")
+    try:
+        options = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"--config {path}: expected YAML or JSON. {error}") from error
+    if not isinstance(options, dict):
+        raise UsageError(
+            f"--config {path}: expected options with values, got {type(options).__name__}. Write key: value."
+        )
+    return options
+
+
+def _as_argv(options: dict[str, Any]) -> list[str]:
+    argv = []
+    for name, value in options.items():
+        if isinstance(value, list):
+            argv += [f"--{name}", *map(str, value)]
+        elif value is not None:
+            argv.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
+    return argv

@@ -1,0 +1,122 @@
+"""What the tests of ``scripts/run_*.py`` share: tiny models on disk, runs in this process and in their own, results."""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from hf_memsave.swap import is_patched
+
+REPO = Path(__file__).resolve().parents[1]
+SCRIPTS = REPO / "scripts"
+RECIPES = REPO / "configs" / "recipes"
+
+SIZES = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+CONFIGS = {
+    "bert": SIZES | {"vocab_size": 120, "max_position_embeddings": 32},
+    "roberta": SIZES | {"vocab_size": 120, "max_position_embeddings": 34, "type_vocab_size": 1},
+    "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32, "vocab_size": 300},
+    "llama": SIZES | {"vocab_size": 300, "num_key_value_heads": 1, "max_position_embeddings": 32},
+    "t5": {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 300},
+    "bart": {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 300, "max_position_embeddings": 32}
+    | dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)
+    | dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 32),
+}
+STEPS = ["--max_steps", "2", "--per_device_train_batch_size", "4", "--use_cpu", "--report_to", "none"]
+STEPS += ["--dataloader_pin_memory", "false", "--logging_steps", "1", "--disable_tqdm", "true"]
+LORA = ["--lora_r", "4", "--lora_dropout", "0.1"]
+
+
+def load_script(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    return importlib.import_module(name)
+
+
+def config(folder: Path, model_type: str) -> str:
+    """The folder of a tiny model's configuration."""
+    path = folder / model_type
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"model_type": model_type} | CONFIGS[model_type]))
+    return str(path)
+
+
+def pretrained(folder: Path, model_type: str, auto: type, tokenizer, **changes) -> str:
+    """The folder of a tiny model with weights and a tokenizer."""
+    path = folder / f"pretrained-{model_type}"
+    settings = CONFIGS[model_type] | {"vocab_size": len(tokenizer), "pad_token_id": 0} | changes
+    torch.manual_seed(7)
+    auto.from_config(AutoConfig.for_model(model_type, **settings)).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def spy_on_models(script, monkeypatch: pytest.MonkeyPatch, trainer: str = "Trainer") -> list:
+    """Grows by every model that the script gives to its trainer."""
+    models, stock = [], getattr(script, trainer)
+    monkeypatch.setattr(script, trainer, lambda **options: models.append(options["model"]) or stock(**options))
+    return models
+
+
+def results(folder: Path) -> dict:
+    return json.loads((folder / "all_results.json").read_text())
+
+
+def run_process(name: str, out: Path, argv: list[str]) -> None:
+    """``python scripts/NAME``, as a user would, with one thread."""
+    environment = os.environ | {"PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, SCRIPTS / name, *argv, "--output_dir", out]
+    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def assert_same_run(first: Path, second: Path, weights: str = "model.safetensors") -> None:
+    """Equal losses at every step, and equal saved weights, bit for bit."""
+    losses = [[entry["loss"] for entry in log(folder) if "loss" in entry] for folder in (first, second)]
+    assert losses[0] == losses[1] and len(losses[0]) == 2
+    expected, found = (load_file(folder / weights) for folder in (first, second))
+    assert expected.keys() == found.keys() and len(found) > 1
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    assert results(first).get("eval_loss") == results(second).get("eval_loss")
+
+
+def log(folder: Path) -> list[dict]:
+    return json.loads((folder / "trainer_state.json").read_text())["log_history"]
+
+
+def assert_stock_adapter(folder: Path) -> dict:
+    """Nothing of ours is in what was saved; returns the adapter's configuration."""
+    saved = json.loads((folder / "adapter_config.json").read_text())
+    assert saved["peft_type"] == "LORA" and "memsave" not in saved
+    assert not (folder / "model.safetensors").exists()
+    return saved
+
+
+def assert_patched(*models: torch.nn.Module) -> None:
+    """The first model is stock, the second is patched."""
+    assert [any(is_patched(module) for module in model.modules()) for model in models] == [False, True]
+
+
+def assert_refused(script, options: dict[str, str | None], message: str, capsys: pytest.CaptureFixture) -> None:
+    """The run ends with status 2 and one line that matches ``message``, before there is an output folder."""
+    argv = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    assert script.main([*argv, "--output_dir=out"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith(f"{script.__name__}.py: error: ") and "Traceback" not in line
+    assert re.search(message, line), line
+    assert not Path("out").exists()
+
+
+def assert_moved(folder: Path) -> None:
+    """Training changed the adapters: lora_B starts at zero."""
+    adapters = load_file(folder / "adapter_model.safetensors")
+    assert any("lora_B" in name and tensor.any() for name, tensor in adapters.items())
