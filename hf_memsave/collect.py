@@ -16,7 +16,8 @@ from hf_memsave.ops import OPS
 from hf_memsave.ops.expression import match
 from hf_memsave.swap import hides_forward, stock_class
 
-_BLOCKS = (PreTrainedModel, GradientCheckpointingLayer)
+#: What a tape is put around.
+BLOCKS = (PreTrainedModel, GradientCheckpointingLayer)
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
 
 
@@ -64,7 +65,7 @@ def collect(model: nn.Module, config: MemSaveConfig) -> tuple[list[SiteReport], 
     for name, module in model.named_modules():
         cls = stock_class(module)
         path = f"{cls.__module__}.{cls.__qualname__}"
-        if isinstance(module, _BLOCKS):
+        if isinstance(module, BLOCKS):
             if hides_forward(module):
                 sites.append(SiteReport(name, cls.__name__, "block", "skipped", _hidden(module)))
                 taped.add(name)
@@ -142,7 +143,7 @@ def _add_root(model: nn.Module, config: MemSaveConfig, sites: list[SiteReport], 
             return
         name, model = f"{name}.module".lstrip("."), inner
     cls = stock_class(model)
-    if isinstance(model, _BLOCKS):
+    if isinstance(model, BLOCKS):
         return  # its forward is hidden, and it is reported as skipped
     if hides_forward(model):
         refuse_hidden(name, model)

@@ -20,7 +20,6 @@ from hf_memsave.swap import (
     is_patched,
     is_wrapped,
     patched_class,
-    patched_models,
     refuse_wrapped,
     set_class,
     stock_class,
@@ -145,6 +144,11 @@ def patch(model: nn.Module, config: MemSaveConfig | str | bool | dict[str, Any] 
             f"knows{_reasons(sites)}. Expected a model of Transformers, or one built of torch.nn.LayerNorm, GELU, SiLU "
             "or Dropout; for another one, add a table under hf_memsave/arch."
         )
+    if any(p.module is model and p.site.op != "block" for p in plan):
+        raise PatchError(
+            f"{type(model).__name__} is a site itself, and its tape has to lie around it. Patch a module that contains "
+            "it, such as torch.nn.Sequential(it)."
+        )
     classes = {id(p.module): patched_class(stock_class(p.module), p.site.op, p.site.names, p.value) for p in plan}
     for name, module in model.named_modules():
         if is_wrapped(module) and classes.get(id(module)) not in type(module).__mro__:
@@ -171,20 +175,8 @@ def unpatch(model: nn.Module) -> None:
 
 
 def watch_peft() -> None:
-    """Have adapters patched as they are added: to a patched model, or by a config with a ``memsave`` field of ours.
-
-    Needs PEFT to be loaded; patching a model calls it too.
-    """
-    watch(_patch_added)
-
-
-def _patch_added(model: nn.Module, config: Any) -> None:
-    memsave = getattr(config, "memsave", None)
-    if isinstance(memsave, MemSaveConfig):
-        patch(model, memsave)
-        return
-    for patched, its_config in patched_models(model):
-        patch(patched, its_config)
+    """Have adapters patched as they are added: to a patched model, or by a config with a ``memsave`` field of ours."""
+    watch(patch)
 
 
 def _reasons(sites: list[SiteReport]) -> str:

@@ -206,9 +206,12 @@ def test_report_of_adapters_equals_a_direct_measurement(spec, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("rank=4", "expected r=...,alpha=...,dropout=...,targets=...,dtype=...,dora=..., got 'rank=4'"),
+        ("rank=4", "expected r=...,alpha=...,dropout=...,targets=...,dtype=...,dora=..., each once, got 'rank=4'"),
+        ("r=4,r=8", "each once, got 'r=8'"),
+        ("dora=yes", "expected dora=true or dora=false, got 'yes'"),
+        ("targets=+", "expected names joined by +, got targets='+'"),
         ("r=four", "expected a number for r, got 'four'"),
-        ("dropout=1", r"expected r from 1, dropout in [0, 1), dtype fp32 or model, got 'dropout=1'"),
+        ("dropout=1", r"expected r and alpha from 1, dropout in [0, 1), dtype fp32 or model, got 'dropout=1'"),
     ],
 )
 def test_report_refuses_adapters_it_does_not_know(spec, message, tmp_path, capsys):

@@ -20,8 +20,8 @@ FLOORS = {
     "errors": 0, "config": 0,
     "tape": 2,
     "ops": 3,
-    "adapters": 4, "arch": 4, "swap": 4,
-    "collect": 5, "attention_name": 5, "patch": 5,
+    "arch": 4, "swap": 4,
+    "adapters": 5, "attention_name": 5, "collect": 5, "patch": 5,
     "integrations": 6, "glue": 6, "wordpiece": 6,
     "cli": 7, "commands": 7,
 }  # fmt: skip

@@ -122,7 +122,6 @@ def test_the_order_of_patch_and_peft_does_not_matter(device):
     config = LoraConfig(r=RANK, target_modules="all-linear", lora_dropout=0.05, init_lora_weights=False)
     torch.manual_seed(0)
     ours = get_peft_model(base, config).train()
-    patch(ours)  # once more, for the adapters that came after
     stock = copy.deepcopy(ours)
     unpatch(stock)
     batch = batch_for(ours, SIZE)

@@ -27,7 +27,7 @@ from hf_memsave.commands.models import SkipValues, at_depth, build, choose_head,
 
 # What the memory check expects: the most that stock keeps in a layer of any family, plain and with adapters (DoRA in
 # fp32), and for the logits of a token.
-_MOST_U, _MOST_U_ADAPTED = 50, 110
+_MOST_U, _MOST_U_ADAPTED = 50, 160
 _LOGIT_BYTES = 14
 _GIB = 2**30
 

@@ -20,8 +20,8 @@ class MemSaveLoraConfig(LoraConfig):
     """A ``LoraConfig`` whose adapters, and the model they are added to, keep less activation memory.
 
     Attributes:
-        memsave: As for :func:`hf_memsave.patch`: True, a preset's name, a dict of fields or a ``MemSaveConfig``; False
-            for a plain ``LoraConfig``.
+        memsave: As for :func:`hf_memsave.patch`: a preset's name, a dict of fields or a ``MemSaveConfig``; True for
+            what the model is patched with already, or else for the exact default; False for a plain ``LoraConfig``.
 
     Raises:
         ConfigError: ``memsave`` names a preset, field or value that does not exist, or another field asks for a kind of
@@ -32,10 +32,10 @@ class MemSaveLoraConfig(LoraConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.memsave = MemSaveConfig.resolve(self.memsave)
+        wanted = MemSaveConfig.resolve(self.memsave)  # a wrong name is refused here
         variants = [f.name for f in fields(self) if f.metadata.get("is_lora_variant") and f.name != "use_dora"]
         asked = [name for name in (*variants, "target_parameters") if getattr(self, name, None)]
-        if self.memsave is not None and asked:
+        if wanted is not None and asked:
             raise ConfigError(
                 f"MemSaveLoraConfig expected LoRA, rsLoRA or DoRA on layers, got {' and '.join(asked)}, whose own "
                 "tensors it cannot save. Use peft.LoraConfig and hf_memsave.patch(model): that trains like stock, "
@@ -44,9 +44,9 @@ class MemSaveLoraConfig(LoraConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """The fields of the ``LoraConfig``."""
-        fields = super().to_dict()
-        fields.pop("memsave", None)
-        return fields
+        stock = super().to_dict()
+        stock.pop("memsave", None)
+        return stock
 
 
 watch_peft()

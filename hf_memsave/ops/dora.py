@@ -60,24 +60,37 @@ def _dora(
     return (scale - 1) * base_result + scale * lora_result * scaling
 
 
-def _thin_product(hidden: Tensor, lora_b: nn.Linear) -> Tensor:
-    """``lora_b(hidden)``, promised: its inner dimension is the adapter's rank."""
+def _thin_product(hidden: Tensor, lora_b: nn.Module) -> Tensor:
+    """``lora_b(hidden)``, promised where it is that product alone: its inner dimension is the adapter's rank."""
+    product = lora_b(hidden)
+    cls, own = type(lora_b), vars(lora_b)
+    is_linear = (cls.__module__, cls.__name__) == (nn.Linear.__module__, nn.Linear.__name__)
+    if not is_linear or "forward" in own or own["_forward_hooks"] or own["_forward_pre_hooks"]:
+        return product
     bias = () if lora_b.bias is None else (lora_b.bias,)
-    return promise(lora_b(hidden), F.linear, hidden, lora_b.weight, *bias)
+    return promise(product, F.linear, hidden, lora_b.weight, *bias)
 
 
 def _dequantized(base_layer: Any) -> Tensor:
-    """The base weight; where it is quantized, a promised copy in full precision."""
-    weight = _dequantize(None, base_layer)
-    if weight is not base_layer.weight:
-        promise(weight, partial(_dequantize, base_layer=base_layer), base_layer.weight.data)
+    """The base weight; of NF4 and FP4 a promised copy in full precision."""
+    from peft.utils.integrations import dequantize_module_weight
+
+    weight = dequantize_module_weight(base_layer)
+    quantized: Any = getattr(base_layer, "weight", None)
+    if type(quantized).__name__ == "Params4bit":
+        # Detached it shares the version counter, so a change before backward is seen.
+        promise(weight, partial(_dequantize_4bit, state=quantized.quant_state), quantized.detach())
     return weight
 
 
-def _dequantize(quantized: Tensor | None, base_layer: Any) -> Tensor:
-    from peft.utils.integrations import dequantize_module_weight
+def _dequantize_4bit(quantized: Tensor, state: Any) -> Tensor:
+    from bitsandbytes.functional import dequantize_4bit
 
-    return dequantize_module_weight(base_layer)
+    return dequantize_4bit(quantized, state)
+
+
+def _note(module: nn.Module) -> str:
+    return "keeps the base layer's result: the magnitude's gradient is a sum of products with it"
 
 
 _EXPRESSION = """
@@ -104,4 +117,4 @@ def forward(self, x, *, lora_A, lora_B, scaling, base_layer, base_result=None, a
     return result_dora
 """
 
-DORA = Op("dora", "lora", _dora, expressions=(_EXPRESSION,))
+DORA = Op("dora", "lora", _dora, expressions=(_EXPRESSION,), note=_note)

@@ -1,0 +1,193 @@
+"""Adapters that come before, with or after patching; and what happens to them, and to their models, in between."""
+
+import copy
+
+import peft
+import pytest
+import torch
+from families import batch_for, build
+from helpers import only_on_cpu
+from peft import LoraConfig, get_peft_model
+from test_adapters import quantized, saved  # noqa: F401
+from test_lora import SIZE, adapted
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from hf_memsave import ConfigError, MemSaveConfig, MemSaveLoraConfig, PatchError, adapters, patch, unpatch
+from hf_memsave.swap import binding_of, is_patched
+
+LINEARS = ["q_proj", "v_proj"]
+
+
+def lora(**options):
+    return LoraConfig(target_modules=LINEARS, lora_dropout=0.1, **options)
+
+
+def patched_adapters(model):
+    return {name: is_patched(m) for name, m in model.named_modules() if isinstance(m, peft.tuners.lora.Linear)}
+
+
+def test_adapters_added_to_a_patched_model_are_patched_with_its_config(tmp_path):
+    build("llama", SIZE).save_pretrained(tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path, memsave=MemSaveConfig(norm="stock", dropout="mask"))
+    model = get_peft_model(base, LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
+    assert {type(m).__name__: m._memsave_binding.value for m in model.modules() if is_patched(m)}["Dropout"] == "mask"
+    assert not any(is_patched(m) for m in model.modules() if "RMSNorm" in type(m).__name__)
+    model.add_adapter("second", LoraConfig(target_modules=["v_proj"]))
+    assert all(is_patched(m) for m in model.modules() if isinstance(m, peft.tuners.lora.Linear))
+    unpatch(model)
+    model.add_adapter("third", LoraConfig(target_modules=["o_proj"]))
+    assert not any(is_patched(m) for m in model.modules())
+
+
+def test_only_the_patched_part_of_a_model_is_patched_again():
+    pair = nn.ModuleDict({"ours": build("llama", SIZE), "stock": build("llama", SIZE)})
+    patch(pair["ours"])
+    peft.inject_adapter_in_model(LoraConfig(target_modules=["q_proj"]), pair)
+    layers = {name: is_patched(m) for name, m in pair.named_modules() if isinstance(m, peft.tuners.lora.Linear)}
+    assert layers == {name: name.startswith("ours") for name in layers} and len(layers) == 2 * SIZE.layers
+
+
+def test_the_report_names_adapters_that_came_unseen(monkeypatch):
+    model = build("llama", SIZE)
+    report = patch(model)
+    assert report.added == () and "again" not in str(report)
+    tuner = peft.tuners.tuners_utils.BaseTuner  # as it is where PEFT was loaded after patching
+    monkeypatch.setattr(tuner, "inject_adapter", tuner.inject_adapter._memsave_stock)
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
+    assert len(report.added) == SIZE.layers * 4  # the layer, its dropout, lora_A and lora_B
+    assert "8 sites were added since" in str(report) and "call hf_memsave.patch(model) again" in str(report)
+    patch(model)
+    assert report.added == ()
+
+
+def test_what_was_unpatched_stays_stock_and_what_has_its_own_config_keeps_it():
+    model = build("llama", SIZE)
+    patch(model)
+    unpatch(model.model.layers[1])
+    patch(model.model.layers[0], MemSaveConfig(dropout="mask"))
+    get_peft_model(model, lora())
+    assert patched_adapters(model) == {name: "layers.0" in name for name in patched_adapters(model)}
+    dropouts = [binding_of(m).value for m in model.modules() if type(m).__name__ == "Dropout" and is_patched(m)]
+    assert dropouts == ["mask"] * 2
+    assert not is_patched(model.model.layers[1].mlp)
+
+
+def test_a_config_of_ours_takes_what_the_model_has_unless_it_says_otherwise():
+    for asked, found in ((True, "mask"), ({"dropout": "seed"}, "seed")):
+        model = build("llama", SIZE)
+        patch(model, MemSaveConfig(dropout="mask"))
+        get_peft_model(model, MemSaveLoraConfig(target_modules=LINEARS, lora_dropout=0.1, memsave=asked))
+        assert {binding_of(m).value for m in model.modules() if type(m).__name__ == "Dropout"} == {found}
+
+
+def test_an_adapter_that_cannot_be_patched_is_added_all_the_same(monkeypatch):
+    model = get_peft_model(build("llama", SIZE), lora())
+    patch(model)
+    linear = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer
+    linear.forward = lambda x: x
+    messages = []
+    monkeypatch.setattr(adapters.logger, "warning", lambda text, *args: messages.append(text % args))
+    model.add_adapter("second", lora())
+    assert set(model.peft_config) == {"default", "second"}
+    assert len(messages) == 1 and "layers.0.self_attn.q_proj stays as PEFT made it" in messages[0]
+
+
+def test_a_model_that_cannot_be_patched_is_refused_before_an_adapter_is_in():
+    model = build("llama", SIZE)
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda x: x
+    before = set(model.state_dict())
+    with pytest.raises(PatchError, match="has a forward of its own"):
+        get_peft_model(model, MemSaveLoraConfig(target_modules=LINEARS))
+    assert set(model.state_dict()) == before
+
+
+def test_a_site_alone_is_refused():
+    with pytest.raises(PatchError, match=r"LlamaMLP is a site itself.*Sequential"):
+        patch(build("llama", SIZE).model.layers[0].mlp)
+
+
+@pytest.mark.parametrize("options", [{"velora_config": peft.VeloraConfig()}, {"target_parameters": ["x"]}], ids=str)
+def test_adapters_that_cannot_be_saved_are_refused_when_asked_for(options):
+    with pytest.raises(ConfigError, match=rf"got {next(iter(options))}, whose own .* Use peft.LoraConfig"):
+        MemSaveLoraConfig(target_modules=LINEARS, **options)
+    MemSaveLoraConfig(target_modules=LINEARS, memsave=False, **options)
+
+
+# Between forward and backward.
+
+
+def adapter_gradients(model):
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("change", ["merge", "write"])
+def test_a_quantized_weight_changed_before_backward_is_seen(change, saved, device):  # noqa: F811
+    only_on_cpu(device)
+    found = []
+    for patched in (True, False):
+        model = quantized(saved(SIZE), 4, use_dora=True)
+        if patched:
+            patch(model)
+        torch.manual_seed(3)
+        loss = model(**batch_for(model, SIZE)).loss
+        if change == "merge":
+            model.merge_adapter()
+        else:
+            with torch.no_grad():
+                model.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight.bitwise_xor_(17)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            assert patched and change == "write" and "modified by an inplace operation" in str(error)
+            return
+        found.append(adapter_gradients(model))
+    assert change == "merge" and len(found[0]) > 20
+    assert all(torch.equal(found[0][n], g) for n, g in found[1].items())
+
+
+class Halved(nn.Linear):
+    """As a quantization-aware adapter would be."""
+
+    def forward(self, input):
+        return super().forward(input) * 0.5
+
+
+@pytest.mark.parametrize("how", ["hook", "class"])
+def test_dora_with_an_altered_lora_b_is_stocks(how, device):
+    only_on_cpu(device)
+    stock = adapted("llama", "fp32", 0.0, use_dora=True)
+    ours = copy.deepcopy(stock)
+    for model in (stock, ours):
+        for name, module in model.named_modules():
+            if name.endswith("lora_B.default") and how == "hook":
+                module.register_forward_hook(lambda module, args, output: output * 1.5)
+            elif name.endswith("lora_B.default"):
+                module.__class__ = Halved
+    patch(ours)
+    for model in (stock, ours):
+        model(**batch_for(model, SIZE)).loss.backward()
+    expected = adapter_gradients(stock)
+    assert any("magnitude" in name for name in expected)
+    assert all(torch.equal(adapter_gradients(ours)[n], g) for n, g in expected.items())
+
+
+def test_training_goes_on_as_in_stock_after_merging_and_unmerging(device):
+    only_on_cpu(device)
+    stock = adapted("llama")
+    ours = copy.deepcopy(stock)
+    patch(ours)
+    for model in (stock, ours):
+        for disabled in (False, True):
+            model.merge_adapter()
+            model.unmerge_adapter()
+            torch.manual_seed(3)
+            if disabled:
+                model.get_input_embeddings().weight.requires_grad_()
+                with model.disable_adapter():
+                    model(**batch_for(model, SIZE)).loss.backward()
+            else:
+                model(**batch_for(model, SIZE)).loss.backward()
+    expected = adapter_gradients(stock)
+    assert len(expected) > 20 and all(torch.equal(adapter_gradients(ours)[n], g) for n, g in expected.items())
