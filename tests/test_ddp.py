@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_memsave import patch
+from hf_memsave import measure_kept, patch
 from hf_memsave.swap import is_patched
 
 RANKS, STEPS = 2, 2
@@ -44,6 +44,17 @@ def fsdp(model, patched):
     """Each block's parameters, its norms' too, are freed after its forward and gathered again in backward."""
     if patched:
         patch(model)
+    return shard(model)
+
+
+def fsdp_then_patch(model, patched):
+    shard(model)
+    if patched:
+        patch(model)
+    return model
+
+
+def shard(model):
     mesh = init_device_mesh("cpu", (RANKS,))
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
@@ -52,7 +63,10 @@ def fsdp(model, patched):
     return model
 
 
-WRAPPERS = {"ddp": ddp, "ddp, patched after": ddp_then_patch, "ddp and checkpointing": checkpointed_ddp, "fsdp2": fsdp}
+WRAPPERS = {
+    "ddp": ddp, "ddp, patched after": ddp_then_patch, "ddp and checkpointing": checkpointed_ddp, "fsdp2": fsdp,
+    "fsdp2, patched after": fsdp_then_patch,
+}  # fmt: skip
 CASES = [(family, how) for how in WRAPPERS for family in reversed(FAMILIES)]
 
 
@@ -78,7 +92,26 @@ def train(family, how, patched, rank):
         found[name] = full(parameter)
         if parameter.grad is not None:
             found[f"{name}.grad"] = full(parameter.grad)
+    found["kept"] = torch.tensor(measure_kept(parallel, batch_for(model, padded=True)).total)
     return found
+
+
+def alone(family):
+    """The same in one process: each rank's batch in turn, with that rank's random state."""
+    model = build(family)
+    patch(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    states = [torch.Generator().manual_seed(10 + rank).get_state() for rank in range(RANKS)]
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(RANKS):
+            torch.set_rng_state(states[rank])
+            loss = model(**batch_for(model, padded=True, seed=2 * number + rank)).loss
+            states[rank] = torch.get_rng_state()
+            (loss / RANKS).backward()
+        optimizer.step()
+    found = {f"{name}.grad": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return found, measure_kept(model, batch_for(model, padded=True)).total
 
 
 def work(rank, folder):
@@ -119,7 +152,7 @@ def of_case(ranks, case):
 @pytest.mark.parametrize(("family", "how"), CASES)
 def test_parallel_training_equals_stock_bit_for_bit(family, how, ranks):
     for found in of_case(ranks, (family, how)):
-        ours, stock = dict(found[True]), dict(found[False])
+        ours, stock = ({k: v for k, v in found[patched].items() if k != "kept"} for patched in (True, False))
         assert (ours.pop("patched") > 0, stock.pop("patched") > 0) == (True, False)
         assert_same(ours, stock)
 
@@ -130,3 +163,11 @@ def test_the_ranks_did_average_over_different_data(family, how, ranks):
     assert not torch.equal(first["losses"], second["losses"])
     for name in first:
         assert name == "losses" or torch.equal(first[name], second[name]), name
+
+
+@pytest.mark.parametrize(("family", "how"), CASES)
+def test_gradients_and_kept_bytes_are_those_of_a_single_process(family, how, ranks):
+    expected, kept = alone(family)
+    for found in of_case(ranks, (family, how)):
+        assert_same({name: found[True][name] for name in expected}, expected)
+        assert found[True]["kept"].item() <= kept
