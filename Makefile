@@ -17,7 +17,7 @@ help: ## Show this list
 install: $(INSTALLED) ## Create .venv with the tested versions of everything
 
 test: $(INSTALLED) ## Run the tests; ARGS="-k glue" picks some
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile $(ARGS)
 
 demo: $(INSTALLED) ## Fine-tune two small models, stock and patched; ARGS="--data-dir DIR" brings real data
 	$(BIN)/memsave demo $(ARGS)
