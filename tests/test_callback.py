@@ -169,6 +169,23 @@ def test_evaluation_before_training_is_not_what_is_measured(make):
     assert callback.metrics["memsave/kept_mib"] > 0
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_interrupted_first_step_leaves_no_watch_behind(make, error):
+    def fail(*_):
+        raise error
+
+    trainer = make(callbacks=[MemSaveCallback()])
+    handle = trainer.model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(error):
+        trainer.train()
+    handle.remove()
+    assert "forward" not in vars(trainer.model)
+    assert len(torch.utils._python_dispatch._get_current_dispatch_mode_stack()) == 0
+    again = make(callbacks=[callback := MemSaveCallback()])
+    again.train()
+    assert callback.metrics["memsave/kept_mib"] > 0
+
+
 # The trainer of our own, and the mixin.
 
 

@@ -66,11 +66,17 @@ class MemSaveCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
     ) -> None:
-        """Patch what came since, and watch the first step."""
+        """Patch what came since."""
         self._check(args, _calling_handler())
         self._patch(state, model)
         self.metrics = {}
-        if not args.torch_compile:  # a dispatch mode would break its graphs
+        self._meter = None
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
+    ) -> None:
+        """Watch the first step."""
+        if self._meter is None and not args.torch_compile:  # a dispatch mode would break its graphs
             self._meter = StepMeter(model)
 
     def on_log(
@@ -89,7 +95,6 @@ class MemSaveCallback(TrainerCallback):
                 "memsave/kept_mib": self._meter.kept / _MIB,
                 "memsave/freed_mib": self._meter.freed / _MIB,
             }
-            self._meter = None
         if args.device.type == "cuda":
             self.metrics["memsave/peak_mib"] = torch.cuda.max_memory_allocated(args.device) / _MIB
         logs.update(self.metrics)

@@ -2,12 +2,14 @@
 
 :func:`~hf_memsave.measure_kept` runs a forward to measure it. Inside somebody's training loop that could change what
 follows (running statistics, counters, first-batch initialisations). So this meter watches a forward that happens
-anyway: hooks on the module switch a dispatch mode on and off, and the count is taken as its backward begins.
+anyway, under a dispatch mode, and counts as its backward begins.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +21,10 @@ from hf_memsave.tape.meter import _Watch
 
 
 class StepMeter:
-    """Watches the next training forward of ``model``, then leaves.
+    """Watches the next forward of ``model``, then leaves.
+
+    It stands in for the instance's ``forward`` until then (a module hook would not see a ``KeyboardInterrupt`` end the
+    forward, and the dispatch mode would stay on): make it just before the step.
 
     Attributes:
         kept: Bytes alive as the backward of that forward began, that it had made; None before.
@@ -30,47 +35,46 @@ class StepMeter:
     def __init__(self, model: nn.Module) -> None:
         self.kept: int | None = None
         self.freed: int | None = None
-        self._watch: _Watch | None = None
-        self._tally = hooks.Tally()
-        self._handles = [
-            model.register_forward_pre_hook(self._begin, prepend=True),
-            model.register_forward_hook(self._end, always_call=True),
-        ]
+        self._model: nn.Module | None = model
+        self._own = vars(model).get("forward")
+        stock = model.forward
+
+        @functools.wraps(stock)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self.remove()
+            return self._watched(stock, args, kwargs)
+
+        model.forward = forward
 
     def remove(self) -> None:
-        """Stop watching; does nothing if it has left already."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        if self._watch is not None and hooks.tally is self._tally:
-            self._stop(self._watch)
+        """Leave; does nothing if it has left already."""
+        if self._model is not None:
+            del self._model.forward
+            if self._own is not None:
+                self._model.forward = self._own
+            self._model = self._own = None
 
-    def _begin(self, model: nn.Module, args: Any) -> None:
-        if hooks.tally is None and model.training and torch.is_grad_enabled():
-            self._watch = _Watch({})
-            hooks.tally = self._tally
-            self._watch.__enter__()
-
-    def _end(self, model: nn.Module, args: Any, output: Any) -> None:
-        if (watch := self._watch) is None or hooks.tally is not self._tally:
-            return  # an evaluation, or another meter watches
-        self._stop(watch)
-        self.remove()
+    def _watched(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if hooks.tally is not None or not torch.is_grad_enabled():  # another meter watches, or nothing is kept
+            return forward(*args, **kwargs)
+        watch, hooks.tally = _Watch({}), (tally := hooks.Tally())
+        try:
+            with watch:
+                output = forward(*args, **kwargs)
+        finally:
+            hooks.tally = None
         for tensor in tree_leaves(dict(output) if isinstance(output, dict) else output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:  # whichever backward comes to first
-                tensor.register_hook(lambda grad: self._count(watch))
+                tensor.register_hook(lambda grad: self._count(watch, tally))
+        return output
 
-    def _stop(self, watch: _Watch) -> None:
-        hooks.tally = None
-        watch.__exit__(None, None, None)
-
-    def _count(self, watch: _Watch) -> None:
+    def _count(self, watch: _Watch, tally: hooks.Tally) -> None:
         if self.kept is not None:
             return
         gc.collect()
-        alive = {key: record.nbytes for key, (ref, record) in watch.made.items() if not ref.expired()}
-        made = {key: record.nbytes for key, (ref, record) in watch.made.items()}
-        self.kept = sum(alive.values())
-        promised = sum(made.get(key, 0) for key in self._tally.promised if key not in alive)
-        self.freed = promised - sum(alive.get(key, 0) for key in self._tally.sources - self._tally.kept)
+        made = {key: record.nbytes for key, (_, record) in watch.made.items()}
+        alive = {key for key, (ref, _) in watch.made.items() if not ref.expired()}
+        self.kept = sum(made[key] for key in alive)
+        self.freed = sum(made[key] for key in (tally.promised - alive) & made.keys())
+        self.freed -= sum(made[key] for key in (tally.sources - tally.kept) & alive)
         watch.made.clear()
