@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -18,6 +19,7 @@ from hf_memsave.swap import hides_forward, stock_class
 
 #: What a tape is put around.
 BLOCKS = (PreTrainedModel, GradientCheckpointingLayer)
+_TRACED = (torch.jit.ScriptModule, torch.fx.GraphModule)
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
 
 
@@ -156,9 +158,15 @@ def refuse_foreign_patches(model: nn.Module) -> None:
     """Raise where another tool has replaced a forward already.
 
     Raises:
-        PatchError: Liger-Kernel, kernelize or a monkey patch got there first; the message names module and remedy.
+        PatchError: Liger-Kernel, kernelize or a monkey patch got there first, or the model has been traced; the message
+            names module and remedy.
     """
     for name, module in model.named_modules():
+        if isinstance(module, _TRACED):
+            raise PatchError(
+                f"{name or 'the model'} is a {type(module).__name__}: it has been traced, scripted or exported, and "
+                "runs no module's forward any more. Patch the model that it was made of."
+            )
         cls = stock_class(module)
         if cls.__module__.startswith("liger_kernel") or cls.forward.__module__.startswith("liger_kernel"):
             raise PatchError(

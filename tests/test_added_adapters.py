@@ -191,3 +191,21 @@ def test_training_goes_on_as_in_stock_after_merging_and_unmerging(device):
                 model(**batch_for(model, SIZE)).loss.backward()
     expected = adapter_gradients(stock)
     assert len(expected) > 20 and all(torch.equal(adapter_gradients(ours)[n], g) for n, g in expected.items())
+
+
+def test_active_adapters_of_different_dtypes_train_like_stock(device):
+    only_on_cpu(device)
+    stock = adapted("llama")
+    stock.add_adapter("second", lora(init_lora_weights=False))
+    for name, parameter in stock.named_parameters():
+        if ".second." in name:
+            parameter.data = parameter.data.bfloat16()
+    stock.base_model.set_adapter(["default", "second"])
+    ours = copy.deepcopy(stock)
+    patch(ours)
+    for model in (stock, ours):
+        torch.manual_seed(3)
+        model(**batch_for(model, SIZE)).loss.backward()
+    expected = adapter_gradients(stock)
+    assert {g.dtype for g in expected.values()} == {torch.float32, torch.bfloat16}
+    assert all(torch.equal(adapter_gradients(ours)[n], g) for n, g in expected.items())

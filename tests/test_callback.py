@@ -120,6 +120,23 @@ def test_a_model_built_by_model_init_is_patched_each_time(make, cls, bf16):
     assert runs[0] == runs[1]
 
 
+def test_hyperparameter_search_finds_what_stock_finds(make):
+    optuna = pytest.importorskip("optuna")
+    found = []
+    for callbacks in ([], [MemSaveCallback()]):
+        trainer = make(
+            model_init=lambda trial: build("llama"), callbacks=callbacks, trainer={"eval_dataset": Rows("llama")}
+        )
+        best = trainer.hyperparameter_search(
+            lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", [1e-3, 1e-2])},
+            compute_objective=lambda metrics: metrics["eval_loss"], n_trials=3, direction="minimize", backend="optuna",
+            sampler=optuna.samplers.RandomSampler(seed=0),
+        )  # fmt: skip
+        found.append((best.objective, best.hyperparameters))
+    assert found[0] == found[1]
+    assert callbacks[0].metrics["memsave/freed_mib"] > 0
+
+
 def test_a_head_under_a_forward_wrapped_by_accelerate_keeps_no_cast_of_its_weight(make):
     trainer = make(model_init=lambda: build("llama"), callbacks=[callback := MemSaveCallback()], bf16=True)
     trainer.train()

@@ -7,6 +7,7 @@ import re
 import types
 
 import pytest
+import torch
 import torch.nn.functional as F
 from families import FAMILIES, Size, batch_for, build
 from steps import assert_same, patched_classes, state_of, step
@@ -499,3 +500,18 @@ def test_a_report_does_not_keep_its_model_alive(device):
     with pytest.raises(ReferenceError, match="no longer exists"):
         report.compare({})
     report.undo()  # nothing to undo
+
+
+@pytest.mark.parametrize("how", ["trace", "script", "fx"])
+def test_a_traced_model_is_refused(how):
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).eval()
+    make = {
+        "trace": lambda m: torch.jit.trace(m, torch.randn(2, 4)),
+        "script": torch.jit.script,
+        "fx": torch.fx.symbolic_trace,
+    }
+    traced = nn.ModuleDict({"inner": make[how](model)})
+    with pytest.raises(
+        PatchError, match="inner is a .*traced, scripted or exported.*Patch the model that it was made of"
+    ):
+        patch(traced)
