@@ -79,6 +79,15 @@ def run_process(name: str, out: Path, argv: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def run_both(name: str, folder: Path, options: list[str], recipe: Path) -> dict[str, Path]:
+    """What one run leaves: patched, in a process of its own and from a recipe; and stock, in this one."""
+    run_process(f"{name}.py", folder / "patched", ["--config", str(recipe), *options])
+    with pytest.MonkeyPatch.context() as patches:
+        script = load_script(name, patches)
+        assert script.main([*options, "--output_dir", str(folder / "stock")]) == 0
+    return {run: folder / run for run in ("stock", "patched")}
+
+
 def assert_same_run(first: Path, second: Path, weights: str = "model.safetensors") -> None:
     """Equal losses at every step, and equal saved weights, bit for bit."""
     losses = [[entry["loss"] for entry in log(folder) if "loss" in entry] for folder in (first, second)]

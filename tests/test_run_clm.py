@@ -24,7 +24,7 @@ from script_helpers import (
     load_script,
     pretrained,
     results,
-    run_process,
+    run_both,
     spy_on_models,
 )
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -63,16 +63,11 @@ def base(tmp_path, script):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """What one run leaves: patched, in a process of its own and from a recipe; and stock, in this one."""
     folder = tmp_path_factory.mktemp("runs")
     options = ["--config_name", config(folder, "llama"), "--train_file", text(folder), *STEPS, *DO]
     recipe = folder / "recipe.yaml"
     recipe.write_text("memsave: exact\nblock_size: 8\ndataset_name: not/this\nmodel_type: gpt2\n")
-    run_process("run_clm.py", folder / "patched", ["--config", str(recipe), *options])
-    with pytest.MonkeyPatch.context() as patches:
-        script = load_script("run_clm", patches)
-        assert script.main([*options, "--output_dir", str(folder / "stock")]) == 0
-    return {name: folder / name for name in ("stock", "patched")}
+    return run_both("run_clm", folder, options, recipe)
 
 
 def test_a_run_leaves_a_model_its_tokenizer_and_its_perplexity(folders):

@@ -25,7 +25,7 @@ from script_helpers import (
     load_script,
     pretrained,
     results,
-    run_process,
+    run_both,
 )
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -72,16 +72,11 @@ def data(folder: Path, name: str = "mrpc") -> str:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """What one run leaves: patched, in a process of its own and from a recipe; and stock, in this one."""
     folder = tmp_path_factory.mktemp("runs")
     options = ["--config_name", config(folder, "bert"), "--data_dir", data(folder), *STEPS, *DO]
     recipe = folder / "recipe.yaml"
     recipe.write_text("memsave: exact\nmax_seq_length: 16\n")
-    run_process("run_glue.py", folder / "patched", ["--config", str(recipe), *options])
-    with pytest.MonkeyPatch.context() as patches:
-        script = load_script("run_glue", patches)
-        assert script.main([*options, "--output_dir", str(folder / "stock")]) == 0
-    return {name: folder / name for name in ("stock", "patched")}
+    return run_both("run_glue", folder, options, recipe)
 
 
 def test_a_run_leaves_a_model_its_tokenizer_metrics_and_predictions(folders):

@@ -25,7 +25,7 @@ from script_helpers import (
     load_script,
     pretrained,
     results,
-    run_process,
+    run_both,
     spy_on_models,
 )
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
@@ -74,17 +74,12 @@ def data(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """What one run leaves: patched, in a process of its own and from a recipe; and stock, in this one."""
     folder = tmp_path_factory.mktemp("runs")
     options = ["--config_name", config(folder, "t5"), *data(folder), *STEPS, *DO]
     options += ["--source_prefix", "summarize: ", "--do_predict", "--test_file", write(folder, "test.tsv")]
     recipe = folder / "recipe.json"
     recipe.write_text(json.dumps({"memsave": True, "max_target_length": 4, "dataset_name": "not/this"}))
-    run_process("run_summarization.py", folder / "patched", ["--config", str(recipe), *options])
-    with pytest.MonkeyPatch.context() as patches:
-        script = load_script("run_summarization", patches)
-        assert script.main([*options, "--output_dir", str(folder / "stock")]) == 0
-    return {name: folder / name for name in ("stock", "patched")}
+    return run_both("run_summarization", folder, options, recipe)
 
 
 def test_a_run_leaves_a_model_its_tokenizer_rouge_and_summaries(folders):
