@@ -77,6 +77,7 @@ def refuse_wrapped(name: str, module: nn.Module) -> None:
 def hides_forward(module: nn.Module) -> bool:
     """Whether a forward on the instance keeps the class's from being called (Accelerate's wrappers do call it)."""
     own = module.__dict__.get("forward")
+    own = getattr(own, "_memsave_watches", own)  # our own StepMeter, before the forward it waits for
     if own is None or "_hf_hook" in module.__dict__ or _is_from_class(module, own):
         return False
     return not _is_ours(module.__dict__.get("_original_forward"))

@@ -203,6 +203,17 @@ def test_an_interrupted_first_step_leaves_no_watch_behind(make, error):
     assert callback.metrics["memsave/kept_mib"] > 0
 
 
+def test_a_step_that_fails_before_its_forward_hides_nothing(make, monkeypatch):
+    trainer = make(callbacks=[MemSaveCallback()])
+    with monkeypatch.context() as patches, pytest.raises(ValueError):
+        patches.setattr(trainer, "_prepare_inputs", lambda inputs: int("no batch"))
+        trainer.train()
+    again = make(trainer.model, callbacks=[callback := MemSaveCallback()])
+    assert callback.report.skipped == ()
+    again.train()
+    assert callback.metrics["memsave/kept_mib"] > 0 and "forward" not in vars(trainer.model)
+
+
 # The trainer of our own, and the mixin.
 
 

@@ -68,6 +68,8 @@ class MemSaveCallback(TrainerCallback):
     ) -> None:
         """Patch what came since."""
         self._check(args, _calling_handler())
+        if self._meter is not None:
+            self._meter.remove()  # the run before ended in between a step's begin and its forward
         self._patch(state, model)
         self.metrics = {}
         self._meter = None

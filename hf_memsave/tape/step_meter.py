@@ -44,6 +44,7 @@ class StepMeter:
             self.remove()
             return self._watched(stock, args, kwargs)
 
+        forward._memsave_watches = stock  # type: ignore[attr-defined]
         model.forward = forward
 
     def remove(self) -> None:
