@@ -12,6 +12,9 @@ Kept for backward::
 Exact: PyTorch's own op and its own backward, which keeps only its input. Source: Ba et al. (2016), arXiv:1607.06450.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -36,16 +39,33 @@ def layer_norm(
     x: Tensor, shape: tuple[int, ...], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
     """``F.layer_norm`` of ``x`` ``[*, *shape]``, promised."""
+    recompute = partial(_layer_norm_of, shape=shape, eps=eps)
     x = autocast_fp32(x)
-    parameters = [p for p in (weight, bias) if p is not None]
-    has_weight, has_bias = weight is not None, bias is not None
+    return promise_norm(recompute(x, weight, bias), recompute, x, weight, bias)
 
-    def recompute(x: Tensor, *parameters: Tensor) -> Tensor:
-        w = parameters[0] if has_weight else None
-        b = parameters[-1] if has_bias else None
-        return F.layer_norm(x, shape, w, b, eps)
 
-    return promise(recompute(x, *parameters), recompute, x, *parameters)
+def promise_norm(y: Tensor, recompute: Callable[..., Tensor], x: Tensor, *vectors: Tensor | None) -> Tensor:
+    """Promise that ``recompute(x, *vectors)`` equals ``y``.
+
+    Not where ``x`` is not kept anyway, for want of gradients, nor where copies of the vectors would take more than y.
+
+    Returns:
+        ``y`` itself.
+    """
+    given = [v for v in vectors if v is not None]
+    if not y.requires_grad or y.numel() <= sum(v.numel() for v in given):
+        return y
+    is_given = [v is not None for v in vectors]
+    return promise(y, partial(_with_none, recompute, is_given), x, *given)
+
+
+def _with_none(recompute: Callable[..., Tensor], is_given: list[bool], x: Tensor, *given: Tensor) -> Tensor:
+    rest = iter(given)
+    return recompute(x, *(next(rest) if here else None for here in is_given))
+
+
+def _layer_norm_of(x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...], eps: float) -> Tensor:
+    return F.layer_norm(x, shape, weight, bias, eps)
 
 
 def _layer_norm(module: nn.LayerNorm, binding: Binding, input: Tensor) -> Tensor:
