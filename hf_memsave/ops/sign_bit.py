@@ -1,0 +1,100 @@
+r"""``sign_bit``: an activation and the linear after it, with the indicator in the sign of what they keep.
+
+Forward, and, for an incoming gradient dz, backward, with m = (x < T)::
+
+    y = f(x)            k = y - C, its sign set to m          C: below f's minimum, so y - C is positive
+    z = y Wᵀ + b
+    ŷ = |k| + C
+    db = Σ dz           dW = dzᵀ ŷ              dx = dz W f'(f⁻¹(ŷ, m))
+
+Kept for backward, in x's dtype::
+
+    eager    x, y
+    here     k
+
+Forward is exact: the product takes y itself. ŷ is not y: y - C and |k| + C are rounded to x's dtype, so with ε its
+machine epsilon (2⁻⁷ in bf16)::
+
+    |ŷ - y| <= ε (|y| + |C|)             |dW - dW_exact| <= ε Σ |dz| (|y| + |C|), before the product's own rounding
+
+Unlike in the other variants, a y near 0 has an absolute error, of up to ε |C|. The slope's largest error is that of
+``inverted``. Backward cannot be differentiated again. Source: InvAct (2024), Section 2.1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_memsave.ops.cast import autocast_low
+from hf_memsave.ops.inverse import InverseFit, slope, wide
+from hf_memsave.ops.inverted import fit_of
+from hf_memsave.ops.once import once_differentiable
+from hf_memsave.ops.op import KeptBytes
+
+
+def sign_bit_reference(x: Tensor, forward: Callable[[Tensor], Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The tests' ground truth."""
+    return F.linear(forward(x), weight, bias)
+
+
+def kept_bytes(shape: tuple[int, ...], itemsize: int) -> KeptBytes:
+    """The activation of ``shape`` and the linear."""
+    n = torch.Size(shape).numel() * itemsize
+    return KeptBytes(2 * n, n)
+
+
+def offset(fit: InverseFit) -> float:
+    """C: a multiple of 1/64, exact in every dtype, at least 1/512 (two bf16 roundings) below the minimum."""
+    return math.floor(64 * (fit.minimum[0] - 2**-9)) / 64
+
+
+def sign_bit(
+    x: Tensor, name: str, forward: Callable[[Tensor], Tensor], weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """``F.linear(forward(x), weight, bias)``, where ``forward`` computes the activation ``name``.
+
+    Args:
+        x: ``[*, in]``.
+        name: Of the activation, in :data:`~hf_memsave.ops.elementwise.ACTIVATIONS`.
+        forward: Stock's, so that the output has stock's bits.
+        weight: ``[out, in]``.
+        bias: ``[out]``.
+
+    Returns:
+        ``[*, out]``.
+    """
+    low = None if bias is None else autocast_low(bias)
+    return _SignBit.apply(x, forward, fit_of(name), autocast_low(weight), low)
+
+
+class _SignBit(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], fit: InverseFit, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        y = forward(x)
+        k = y - offset(fit)
+        ctx.save_for_backward(torch.where(x < fit.turn, -k, k), weight)
+        ctx.fit = fit
+        return F.linear(y.to(weight.dtype), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, Tensor | None]:
+        k, weight = ctx.saved_tensors
+        y = wide(k).abs() + offset(ctx.fit)
+        flat = dz.reshape(-1, dz.shape[-1])
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            dx = ((dz @ weight) * slope(y, k.signbit(), ctx.fit, ctx.fit.ulp(k.dtype))).to(k.dtype)
+        if ctx.needs_input_grad[3]:
+            dw = flat.T @ y.to(dz.dtype).reshape(-1, y.shape[-1])
+        if ctx.needs_input_grad[4]:
+            db = flat.sum(0)
+        return dx, None, None, dw, db

@@ -1,0 +1,117 @@
+"""``sign_bit``: an activation and its linear that keep one tensor; stock's output, and a rounding error as stated."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import DTYPES, assert_same_bits, autocasting, kept, random
+from script_helpers import load_script
+
+from hf_memsave.errors import PatchError
+from hf_memsave.ops.elementwise import ACTIVATIONS
+from hf_memsave.ops.inverse import slope, wide
+from hf_memsave.ops.inverse_fits import FITS
+from hf_memsave.ops.sign_bit import kept_bytes, offset, sign_bit, sign_bit_reference
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(params=ACTIVATIONS)
+def name(request):
+    return request.param
+
+
+def gradients(fn, x, weight, bias, dz):
+    leaves = [t.detach().clone().requires_grad_() for t in (x, weight, bias)]
+    z = fn(*leaves)
+    return z.detach(), *torch.autograd.grad(z, leaves, dz)
+
+
+def both(name, x, weight, bias, dz):
+    """The output and gradients of the op, and of stock."""
+    forward = ACTIVATIONS[name].forward
+    mine = gradients(lambda x, w, b: sign_bit(x, name, forward, w, b), x, weight, bias, dz)
+    return mine, gradients(lambda x, w, b: sign_bit_reference(x, forward, w, b), x, weight, bias, dz)
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (2, 3, 8), (8,), (0, 8)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sign_bit_output_and_bias_gradient_are_stocks(device, name, dtype, shape):
+    x, weight, bias = (random(*s, dtype=dtype, device=device, seed=i) for i, s in enumerate((shape, (4, 8), (4,))))
+    dz = random(*shape[:-1], 4, dtype=dtype, device=device, seed=5)
+    mine, stock = both(name, 3 * x, weight, bias, dz)
+    assert_same_bits(mine[0], stock[0], "output")
+    torch.testing.assert_close(mine[1], stock[1], atol=0.15, rtol=0.02)
+    torch.testing.assert_close(mine[3], stock[3], atol=0.02, rtol=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+def test_sign_bit_weight_gradient_errs_as_stated(device, name, dtype):
+    x, weight, bias = (random(*s, dtype=dtype, device=device, seed=i) for i, s in enumerate(((64, 8), (4, 8), (4,))))
+    dz = random(64, 4, dtype=dtype, device=device, seed=5)
+    found = both(name, 3 * x, weight, bias, dz)[0][2]
+    y = ACTIVATIONS[name].forward(3 * x).double()
+    exact, size = dz.double().T @ y, dz.double().abs().T @ (y.abs() - offset(FITS[name]))
+    epsilon = torch.finfo(dtype).eps
+    rounding = epsilon * (64 if dtype == torch.float32 else 1) * (dz.double().abs().T @ y.abs())  # of the product
+    assert ((found.double() - exact).abs() <= epsilon * size + rounding).all()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_sign_bit_slope_from_every_half(device, name, dtype, monkeypatch):
+    slopes = load_script("slopes", monkeypatch)
+    x = slopes.every(dtype).to(device)
+    fit, forward = FITS[name], ACTIVATIONS[name].forward
+    true = slopes.true_slope(name, x)
+    weight = torch.ones(1, 1, dtype=dtype, device=device)
+    leaf = x.clone().unsqueeze(1).requires_grad_()
+    (dx,) = torch.autograd.grad(sign_bit(leaf, name, forward, weight).sum(), leaf)
+    best = (slopes.slope_of_exact_inverse(name, x) - true).abs().max()
+    rounding = torch.finfo(dtype).eps * 1.13 / 2
+    assert not dx.isnan().any()
+    assert (dx.squeeze(1).double() - true).abs().max() <= 1.2 * best + rounding
+    # Every y is above the offset, so its sign is free to hold the indicator.
+    y = forward(x)
+    assert (y > offset(fit)).all()
+    k = wide(y - offset(fit)) + offset(fit)
+    assert (slope(k, x < fit.turn, fit, fit.ulp(dtype)) - true).abs().max() <= 1.2 * best
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sign_bit_keeps_what_it_claims(device, dtype):
+    x = random(3, 5, 8, dtype=dtype, device=device)
+    weight = torch.nn.Parameter(random(4, 8, dtype=dtype, device=device))
+    claim = kept_bytes(tuple(x.shape), x.itemsize)
+    assert kept(lambda x: sign_bit(x, "gelu", F.gelu, weight), x, tape=False, linear=False) == claim.here
+    assert kept(lambda x: sign_bit_reference(x, F.gelu, weight, None), x, tape=False, linear=False) == claim.eager
+
+
+@pytest.mark.parametrize("wanted", ["x", "weight"])
+def test_sign_bit_computes_what_is_wanted(device, wanted):
+    tensors = {"x": random(6, 8, device=device), "weight": random(4, 8, device=device)}
+    tensors[wanted].requires_grad_()
+    sign_bit(tensors["x"], "silu", F.silu, tensors["weight"]).sum().backward()
+    assert [name for name, tensor in tensors.items() if tensor.grad is not None] == [wanted]
+
+
+def test_sign_bit_under_autocast(device):
+    x, weight = random(6, 8, device=device), random(4, 8, device=device)
+    bias = random(4, device=device)
+    dz = random(6, 4, dtype=torch.bfloat16, device=device)
+    with autocasting(device, torch.bfloat16):
+        mine, stock = both("gelu", x, weight, bias, dz)
+    assert_same_bits(mine[0], stock[0], "output")
+    for got, expected in zip(mine[1:], stock[1:], strict=True):
+        assert got.dtype == expected.dtype == torch.float32
+        torch.testing.assert_close(got, expected, atol=0.05, rtol=0.02)
+
+
+def test_sign_bit_refuses_double_backward(device):
+    x, weight = random(6, 8, device=device).requires_grad_(), random(4, 8, device=device)
+    (dx,) = torch.autograd.grad(sign_bit(x, "gelu", F.gelu, weight).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+def test_sign_bit_refuses_what_has_no_fit(device):
+    with pytest.raises(PatchError, match="has no fit"):
+        sign_bit(random(6, 8, device=device), "mish", F.mish, random(4, 8, device=device))
