@@ -1,0 +1,141 @@
+r"""``output_norm``: a LayerNorm or RMSNorm whose backward starts from its output, which the next linear keeps anyway.
+
+Forward, stock's own, and, for an incoming gradient dy, backward (means over H; RMSNorm has no β and no mean(g))::
+
+    y = γ x̂ + β                 x̂ = (x - mean(x)) rstd,  or x rstd
+    x̂ = (y - β) / γ             g = γ dy
+    dx = rstd (g - mean(g) - x̂ mean(g x̂))        dγ = Σ dy x̂        dβ = Σ dy
+
+Kept for backward (``[*, H]``)::
+
+    eager    x, mean and rstd, and y in the next linear
+    here     y, which the next linear shares, and rstd; γ and β themselves, which must not change before backward
+
+The same bytes as ``layer_norm`` and ``rms_norm``: what it spares is making y again. Forward is exact. x̂ has the
+rounding of y, (|x̂| + |β/γ|) ulps: so columns with |β| > |γ|, and those whose γ is 0 or makes y subnormal, also keep
+their x (and LayerNorm the rows' means). Finding them makes the CPU wait for the GPU. Backward is once differentiable.
+
+In half precision the gradients have twice the error of rounding or less, while dy and x̂ correlate by .7 or less in each
+row: beyond, what is left of dy without x̂'s share shrinks, and the error does not. Where |x̂| is far below 1 in a column
+whose β is not (the other columns of rows with outliers, rows with a variance far below eps), x̂ has little left of it.
+Source: Tempo (2022), arXiv:2210.10246, Section 3.2 and Appendix D (which divides by γ unguarded).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_memsave.ops.once import once_differentiable
+from hf_memsave.ops.op import KeptBytes
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+class Normed(NamedTuple):
+    """What a forward returns: y, rstd, and the means if it subtracts them, one a row."""
+
+    y: Tensor
+    rstd: Tensor
+    mean: Tensor | None
+
+
+def kept_bytes(shape: tuple[int, ...], itemsize: int, columns: int = 0, has_mean: bool = True) -> KeptBytes:
+    """Of a LayerNorm (or an RMSNorm in fp32) on CPU and the linear after it; ``columns`` keep their input."""
+    rows, n = torch.Size(shape[:-1]).numel(), torch.Size(shape).numel()
+    wide = max(itemsize, 4)
+    extra = columns * (rows * itemsize + 8) + (rows * wide if columns and has_mean else 0)
+    return KeptBytes(2 * n * itemsize + (1 + has_mean) * rows * itemsize, n * itemsize + rows * wide + extra)
+
+
+def in_need(weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Finds the columns whose x̂ cannot be told from y well enough. Below 8 times tiny, γ makes much of y subnormal.
+
+    Returns:
+        Their indices among all elements of ``weight``, on its device.
+    """
+    size = weight.detach().abs().flatten()
+    well = size >= 8 * torch.finfo(weight.dtype).tiny
+    if bias is not None:
+        well &= bias.detach().abs().flatten() <= size
+    return well.logical_not_().nonzero().flatten()
+
+
+def output_norm(
+    forward: Callable[..., Normed], x: Tensor, weight: Tensor, bias: Tensor | None, columns: Tensor | None = None
+) -> Tensor:
+    """``forward(x, weight, bias).y``, keeping y.
+
+    Args:
+        forward: Stock's, run without autograd.
+        x: ``[*, *weight.shape]``, in weight's dtype.
+        weight: γ.
+        bias: β, or None.
+        columns: The indices that :func:`in_need` found; None for none.
+
+    Returns:
+        y; what comes after should keep it too, or little is saved.
+    """
+    return _OutputNorm.apply(forward, columns, x, weight, bias)
+
+
+class _OutputNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, forward: Callable[..., Normed], columns: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        y, rstd, mean = forward(x, weight, bias)
+        inputs = None if columns is None else x.reshape(-1, weight.numel())[:, columns]
+        ctx.is_centred = mean is not None
+        ctx.save_for_backward(y, rstd, weight, bias, columns, inputs, None if columns is None else mean)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        y, rstd, weight, bias, columns, inputs, mean = ctx.saved_tensors
+        dtype = torch.promote_types(y.dtype, torch.float32)
+        gamma, rstd = weight.flatten().to(dtype), rstd.reshape(-1, 1).to(dtype)
+        normed, dy = (t.reshape(-1, weight.numel()).to(dtype) for t in (y, dy))
+        normed = (normed if bias is None else normed - bias.flatten()) / gamma
+        if columns is not None:
+            inputs = inputs.to(dtype)
+            normed[:, columns] = (inputs if mean is None else inputs - mean.reshape(-1, 1)) * rstd
+        dx = dweight = dbias = None
+        if ctx.needs_input_grad[2]:
+            dx = dy * gamma
+            share = (dx * normed).mean(1, keepdim=True)
+            dx = ((dx - dx.mean(1, keepdim=True) if ctx.is_centred else dx) - normed * share).mul_(rstd)
+            dx = dx.to(y.dtype).view(y.shape)
+        if ctx.needs_input_grad[3]:
+            dweight = (dy * normed).sum(0).to(weight.dtype).view(weight.shape)
+        if ctx.needs_input_grad[4]:
+            dbias = dy.sum(0).to(weight.dtype).view(weight.shape)
+        return None, None, dx, dweight, dbias
+
+
+def layer_normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Normed:
+    """``F.layer_norm``; of halves, PyTorch rounds the statistics on CPU, so they are computed once more."""
+    dims = tuple(range(-weight.dim(), 0))
+    y, mean, rstd = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
+    if rstd.dtype in HALVES:
+        var, mean = torch.var_mean(x.float(), dims, correction=0)
+        rstd = torch.rsqrt(var + eps)
+    return Normed(y, rstd, mean)
+
+
+def rms_normed(x: Tensor, weight: Tensor, bias: None, eps: float) -> Normed:
+    """``LlamaRMSNorm``."""
+    h = x.to(torch.float32)
+    r = torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    return Normed(weight * (h * r).to(x.dtype), r, None)
+
+
+def t5_normed(x: Tensor, weight: Tensor, bias: None, eps: float) -> Normed:
+    """``T5LayerNorm``."""
+    r = torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + eps)
+    h = x * r
+    return Normed(weight * (h.to(weight.dtype) if weight.dtype in HALVES else h), r, None)

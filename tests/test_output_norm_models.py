@@ -1,0 +1,76 @@
+"""``norm="output"`` in models: what is reported and refused, and three steps next to stock's."""
+
+import re
+
+import pytest
+import torch
+from families import QUOTED, batch_for, build
+from helpers import assert_same_bits, only_on_cpu
+from steps import step
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from hf_memsave import MemSaveConfig, PatchError, measure_kept, patch
+
+OUTPUT = MemSaveConfig(norm="output")
+
+
+def llama_with(keeps):
+    model = build("llama")
+    for module in model.modules():
+        if isinstance(module, LlamaRMSNorm):
+            module.weight.data[:keeps] = 0
+    return model
+
+
+@pytest.mark.parametrize(("keeps", "note"), [(0, ""), (4, "keeps the input of 4 of 32"), (5, "recomputed .* 5 of 32")])
+def test_the_report_says_which_columns_keep_their_input(keeps, note):
+    for config, expected in ((OUTPUT, note), (MemSaveConfig(), "")):
+        reasons = [site.reason for site in patch(llama_with(keeps), config).sites if site.op == "rms_norm"]
+        assert len(reasons) == 5
+        assert all(re.match(expected, reason) and bool(reason) == bool(expected) for reason in reasons)
+
+
+def test_the_report_says_that_group_norms_are_recomputed():
+    (site,) = (s for s in patch(nn.Sequential(nn.GroupNorm(2, 8)), OUTPUT).sites if s.op == "group_norm")
+    assert "recomputed from its input" in site.reason
+
+
+def test_a_norm_without_weight_is_refused():
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8, elementwise_affine=False))
+    with pytest.raises(PatchError, match=r"1 \(LayerNorm\) has no weight .* expects one.* Use norm='recompute'"):
+        patch(model, OUTPUT)
+    assert type(model[1]) is nn.LayerNorm
+    patch(model)
+
+
+@pytest.mark.parametrize("config", [OUTPUT, "tempo"], ids=["output", "tempo"])
+@pytest.mark.parametrize("family", ["bert", "llama", "t5-encoder"])
+def test_a_model_trains_as_stock(device, family, config):
+    only_on_cpu(device)
+    if family == "t5-encoder" and config == "tempo":
+        pytest.skip("its ReLU has no inverse")
+    stock, ours = build(family), build(family)
+    patch(ours, config)
+    batch, optimizer = batch_for(stock), torch.optim.SGD(stock.parameters(), 0.1)
+    differ = 0
+    for seed in range(3):
+        ours.load_state_dict(stock.state_dict())
+        got, expected = step(ours, batch, seed), step(stock, batch, seed)
+        assert_same_bits(got["loss"], expected["loss"])
+        for name, gradient in expected.items():
+            differ += not torch.equal(got[name], gradient)
+            slack = (1e-5 if config is OUTPUT else 3e-3) * float(gradient.abs().max()) + 1e-9
+            torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=slack, msg=lambda m, n=name: f"{n}: {m}")
+        optimizer.step()
+    assert differ, "every gradient has stock's bits: the output was not used"
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_a_model_keeps_no_more_than_the_exact_one(device, family):
+    models = [build(family, QUOTED, dropout=0.0).to(device) for _ in range(2)]
+    totals = []
+    for model, config in zip(models, (MemSaveConfig(), OUTPUT), strict=True):
+        patch(model, config)
+        totals.append(measure_kept(model, batch_for(model, QUOTED)).total)
+    assert totals[1] <= totals[0]
