@@ -1,0 +1,180 @@
+r"""``wta_crs``: a linear whose weight gradient is made from a sample of its rows (tokens).
+
+Forward and, for an incoming gradient dz, backward, with h ``[n, in]`` and a draw of k rows i_t with scales s_t::
+
+    z = h Wᵀ + b
+    dh = dz W            db = Σ_i dz_i            (exact, as stock)
+    dW = Σ_t s_t dz_{i_t} h_{i_t}ᵀ                (unbiased: E[dW] = dzᵀ h; Eqs. 5 and 6)
+
+Kept for backward, beside the weight::
+
+    stock    h
+    exact    h, or what it is promised from
+    here     the same and 8 bytes a drawn row, where that is kept anyway (as a norm's input is); else k scaled rows of h
+
+Linears that share an input share one draw, by their joint norm: q, k and v keep the same rows. Sampled are linears in
+training whose weight wants a gradient; all others, and batches with fewer tokens than rows, are exact. Not
+differentiable twice. Source: Liu et al. (2023), arXiv:2305.15265, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from hf_memsave.ops.cast import autocast_low
+from hf_memsave.ops.linear import CONV1D, LINEAR
+from hf_memsave.ops.op import Binding, KeptBytes, Op
+from hf_memsave.sampling.batch import Batch, Tokens
+from hf_memsave.sampling.sampler import Layer, row_norms
+from hf_memsave.tape import Tape, current, is_available
+from hf_memsave.tape.storage import as_activation
+
+#: Where a sampled module finds its :class:`~hf_memsave.sampling.Layer`.
+LAYER = "_memsave_layer"
+_SHARED = "_memsave_shared"
+
+
+def kept_bytes(rows: int, in_features: int, drawn: int, itemsize: int) -> KeptBytes:
+    """Of an input that nobody else keeps."""
+    return KeptBytes(rows * in_features * itemsize, drawn * (in_features * itemsize + 4))
+
+
+class JointNorms:
+    """What backward tells the cache of one draw: the norms of the output gradients of all linears that use it."""
+
+    def __init__(self, layer: Layer, batch: Batch, tokens: Tokens | None) -> None:
+        self.layer, self.batch, self.tokens = layer, batch, tokens
+        self.users = self.waiting = 0
+        self.squared: Tensor | None = None
+
+    def join(self) -> None:
+        """Called by each linear in forward."""
+        self.users += 1
+        self.waiting = self.users
+
+    def learn(self, dz: Tensor) -> None:
+        """Called by each linear in backward, with ``[n, out]``; the last one tells the cache."""
+        squared = row_norms(dz).float().square()
+        self.squared = squared if self.squared is None else self.squared + squared
+        self.waiting -= 1
+        if self.waiting:
+            return
+        joint, self.squared, self.waiting = self.squared, None, self.users  # for a second backward
+        if self.tokens is not None:
+            joint = joint.view_as(self.tokens.mask)
+            self.layer.sampler.cache.update(self.layer.name, self.batch, self.tokens, joint)
+
+
+class _Key(NamedTuple):
+    """The state of an input that a draw belongs to, and the tape it was made under."""
+
+    step: int
+    version: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    tape: object
+
+
+class Shared:
+    """One draw, on the storage of the input it was made for.
+
+    Attributes:
+        index: The rows drawn, int32 ``[k]``; None where all are taken.
+        scale: Their scales, fp32 ``[k]``.
+        rows: The scaled rows ``[k, in]``, by dtype, where they are kept instead of the input.
+        norms: What its users tell the cache.
+    """
+
+    def __init__(self, key: _Key, layer: Layer, x: Tensor, batch: Batch) -> None:
+        tokens = batch.tokens(x)
+        draw = layer.sampler.draw(layer.name, x, tokens, batch)
+        self.key, self.sampler = key, layer.sampler
+        self.index = None if draw is None else draw.index.int()
+        self.scale = None if draw is None else draw.scale
+        self.rows: dict[torch.dtype, Tensor] = {}
+        self.norms = JointNorms(layer, batch, tokens)
+
+
+def _shared(layer: Layer, x: Tensor, batch: Batch) -> Shared:
+    """The draw for ``x``: made by the first linear that takes it, found on its storage by the others."""
+    tape = current()
+    key = _Key(batch.step, x._version, x.shape, x.stride(), x.storage_offset(), None if tape is None else tape.token)
+    found = getattr(x.untyped_storage(), _SHARED, None)
+    if found is None or found.key != key or found.sampler is not layer.sampler:
+        found = Shared(key, layer, x, batch)
+        setattr(x.untyped_storage(), _SHARED, found)
+    return found
+
+
+class _SampledLinear(torch.autograd.Function):
+    """``z = h Wᵀ + b``; ``kept`` is h itself, or the scaled rows of it that were drawn."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor, shared: Shared, is_conv1d: bool
+    ) -> Tensor:
+        ctx.norms, ctx.is_conv1d, ctx.is_whole = shared.norms, is_conv1d, kept is h
+        ctx.save_for_backward(weight, kept, *((shared.index, shared.scale) if kept is h else (shared.index,)))
+        shared.norms.join()
+        return F.linear(h, weight.t() if is_conv1d else weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
+        weight, rows, index, *scale = ctx.saved_tensors
+        flat = dz.reshape(-1, dz.shape[-1])
+        dh = dw = db = None
+        if ctx.needs_input_grad[0]:
+            dh = (flat @ (weight.t() if ctx.is_conv1d else weight)).view(*dz.shape[:-1], -1)
+        if ctx.needs_input_grad[1]:
+            if ctx.is_whole:
+                rows = _scaled(rows, index, *scale)
+            drawn = flat.index_select(0, index)
+            dw = rows.t() @ drawn if ctx.is_conv1d else drawn.t() @ rows
+        if ctx.needs_input_grad[2]:
+            db = flat.sum(0)
+        ctx.norms.learn(flat.detach())
+        return dh, dw, db, None, None, None
+
+
+def _scaled(h: Tensor, index: Tensor, scale: Tensor) -> Tensor:
+    """The drawn rows of ``h`` ``[*, in]``, each times its scale, ``[k, in]``."""
+    rows = h.reshape(-1, h.shape[-1]).index_select(0, index)
+    return (rows * scale[:, None]).to(h.dtype)
+
+
+def _wta_crs(module: nn.Module, binding: Binding, x: Tensor) -> Tensor:
+    layer: Layer | None = module.__dict__.get(LAYER)
+    batch = None if layer is None else layer.sampler.batch
+    dense = CONV1D if hasattr(module, "nf") else LINEAR
+    is_sampled = module.training and module.weight.requires_grad and x.dim() > 1 and is_available()
+    if layer is None or batch is None or not is_sampled:
+        return dense.forward(module, binding, x)
+    shared = _shared(layer, x, batch)
+    if shared.index is None:
+        return dense.forward(module, binding, x)
+    with Tape():
+        h, weight, bias = (None if t is None else autocast_low(t) for t in (x, module.weight, module.bias))
+        return _SampledLinear.apply(h, weight, bias, _kept(h, shared), shared, dense is CONV1D)
+
+
+def _kept(h: Tensor, shared: Shared) -> Tensor:
+    """``h`` where the tape keeps that anyway, or for less than the drawn rows; else those."""
+    if (rows := shared.rows.get(h.dtype)) is not None:
+        return rows
+    tape, index, scale = current(), shared.index, shared.scale
+    if index is None or scale is None or tape is None:
+        return h
+    if tape.cost(h) <= len(index) * h.shape[-1] * h.itemsize:
+        return h
+    rows = shared.rows[h.dtype] = as_activation(_scaled(h.detach(), index, scale))
+    return rows
+
+
+WTA_CRS = Op("wta_crs", "linear", _wta_crs, opens_tape=True)

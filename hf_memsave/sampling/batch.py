@@ -1,0 +1,84 @@
+"""What the sampled linears of one forward know of its batch: which tokens are real, and where they stand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Tokens:
+    """The tokens of one sequence dimension: an encoder's, or a decoder's.
+
+    Attributes:
+        mask: Boolean ``[batch, seq]``, True for real tokens.
+    """
+
+    mask: Tensor
+
+    @cached_property
+    def real(self) -> int:
+        """How many are real (the one transfer to the host that a forward makes)."""
+        return int(self.mask.sum())
+
+    @property
+    def lengths(self) -> Tensor:
+        """Real tokens of each sample, ``[batch]``."""
+        return self.mask.sum(1)
+
+    @property
+    def from_start(self) -> Tensor:
+        """Position among the real tokens, ``[batch, seq]``; for a pad, that of the nearest real one before it, or 0."""
+        return (self.mask.cumsum(1) - 1).clamp_min(0)
+
+    @property
+    def from_end(self) -> Tensor:
+        """The same, counted from the last real token."""
+        return (self.lengths[:, None] - 1 - self.from_start).clamp_min(0)
+
+
+@dataclass
+class Batch:
+    """One forward of the model.
+
+    Attributes:
+        step: How many came before it in training.
+        own: Tokens of the stack that runs; None if nobody gave a mask.
+        decoder: Tokens that a decoder inside will call its own, where nobody gives it a mask.
+        other: In a decoder, the encoder's tokens.
+        other_storage: Address of the encoder's output, by which cross-attention's k and v know whose tokens they see.
+        samples: Rows of the batch in the table of samples, int64 ``[batch]`` on the CPU.
+    """
+
+    step: int
+    own: Tokens | None = None
+    decoder: Tokens | None = None
+    other: Tokens | None = None
+    other_storage: int | None = None
+    samples: Tensor | None = None
+
+    def tokens(self, x: Tensor) -> Tokens | None:
+        """Those whose activations are ``x``, ``[batch, seq, features]``; of its own mask if nobody knows better."""
+        # Some models (OPT) flatten batch and sequence for a while: [batch * seq, features].
+        if x.dim() == 2 and self.own is not None and len(x) == self.own.mask.numel():
+            return self.own
+        if x.dim() != 3:
+            return None
+        shape = x.shape[:2]
+        if self.other is not None and self.other.mask.shape == shape:
+            is_own = self.own is not None and self.own.mask.shape == shape
+            if x.untyped_storage()._cdata == self.other_storage or not is_own:
+                return self.other
+        if self.own is not None and self.own.mask.shape == shape:
+            return self.own
+        return self._unmasked(shape, x.device)
+
+    def _unmasked(self, shape: torch.Size, device: torch.device) -> Tokens:
+        found = self.__dict__.setdefault("_all", {})
+        if (shape, device) not in found:
+            found[shape, device] = tokens = Tokens(torch.ones(shape, dtype=torch.bool, device=device))
+            tokens.__dict__["real"] = shape.numel()
+        return found[shape, device]

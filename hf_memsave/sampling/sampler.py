@@ -1,0 +1,214 @@
+"""The sampler of one model: which batch runs, and which rows each of its sampled products draws.
+
+Rows are drawn from a seed of (seed, process, layer, step), never from the model's generators: a block that is run again
+by gradient checkpointing draws the same, and dropout masks are those of a run without sampling.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+
+from hf_memsave.config import WTACRS
+from hf_memsave.errors import ConfigError
+from hf_memsave.sampling.batch import Batch, Tokens
+from hf_memsave.sampling.estimators import ESTIMATORS, Draw, probabilities
+from hf_memsave.sampling.norm_cache import NormCache
+
+logger = logging.getLogger(__name__)
+
+#: The batch's column of sample indices.
+INDEX = "sample_idx"
+_SLOTS = 2**18
+_IGNORED = -100
+
+
+class Layer(NamedTuple):
+    """What a sampled module knows: its name, and the sampler of its model."""
+
+    name: str
+    sampler: Sampler
+
+
+class Sampler:
+    """Shared by all sampled layers of a model.
+
+    Attributes:
+        config: What was asked for.
+        step: Training forwards so far.
+        cache: Gradient norms of earlier steps.
+
+    Args:
+        config: What was asked for.
+    """
+
+    def __init__(self, config: WTACRS) -> None:
+        samples = {"sample_idx": config.samples, "content": config.samples or _SLOTS}.get(str(config.cache), 0)
+        self.config, self.step = config, 0
+        self.cache = NormCache(config.cache, samples or 0)
+        self._told: set[str] = set()
+        self._local = threading.local()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.cache.flush()
+        return {**self.__dict__, "_local": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _local=threading.local())
+
+    @property
+    def batch(self) -> Batch | None:
+        """The batch that runs on this thread."""
+        return getattr(self._local, "batch", None)
+
+    @contextlib.contextmanager
+    def entering(self, arguments: Mapping[str, Any], given: Batch | None) -> Iterator[None]:
+        """While a block runs: its batch, or the part of it that the block sees.
+
+        Args:
+            arguments: Of its forward, by name.
+            given: The batch of its forward, where it is run again in backward.
+        """
+        outside = self.batch
+        around = outside or given
+        batch = self._begin(arguments) if around is None else _within(around, arguments)
+        self._local.batch = batch
+        try:
+            yield
+        finally:
+            self._local.batch = outside
+
+    def draw(self, layer: str, x: Tensor, tokens: Tokens | None, batch: Batch) -> Draw | None:
+        """The rows of ``x`` ``[*, features]``, counted over all leading dimensions; None where all are to be taken."""
+        total = x.shape[:-1].numel()
+        real = total if tokens is None else tokens.real
+        k = max(round(self.config.budget * real), self.config.minimum)
+        if k >= real:
+            return None
+        norms = row_norms(x.detach()).flatten()
+        predicted = self.cache.predict(layer, batch, tokens)
+        allowed = self.cache.allowed(layer, tokens)
+        p = probabilities(norms, *(None if t is None else t.flatten() for t in (predicted, allowed)))
+        return self.choose(p, k, layer, batch)
+
+    def choose(self, p: Tensor, k: int, layer: str, batch: Batch) -> Draw:
+        """Draw k of the pairs with probabilities p ``[*, m]``."""
+        u = torch.rand(
+            (*p.shape[:-1], k), generator=self._generator(layer, batch.step, p.device), dtype=p.dtype, device=p.device
+        )
+        return ESTIMATORS[self.config.estimator](p, k, u)
+
+    def _generator(self, layer: str, step: int, device: torch.device) -> torch.Generator:
+        rank = torch.distributed.get_rank() if _is_distributed() else 0
+        text = f"{self.config.seed}/{rank}/{layer}/{step}"
+        seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+        return torch.Generator(device).manual_seed(seed)
+
+    def _begin(self, arguments: Mapping[str, Any]) -> Batch:
+        self.cache.flush()
+        self._tell()
+        own = _tokens(arguments.get("attention_mask"))
+        decoder = _tokens(arguments.get("decoder_attention_mask"))
+        if decoder is None and _is_2d(labels := arguments.get("labels")):
+            decoder = Tokens(labels != _IGNORED)
+        batch = Batch(self.step, own, decoder, samples=self._samples(arguments))
+        self.step += 1
+        return batch
+
+    def _samples(self, arguments: Mapping[str, Any]) -> Tensor | None:
+        """The batch's rows in the table of samples, on the CPU."""
+        if self.config.cache == INDEX:
+            return self._checked(arguments.get(INDEX))
+        if self.config.cache != "content":
+            return None
+        ids = arguments.get("input_ids")
+        if not _is_2d(ids) or ids.is_floating_point():
+            raise ConfigError(
+                f"WTACRS(cache='content') expected input_ids [batch, seq] to tell samples apart by, got {_kind(ids)}. "
+                "Use cache='position', or cache='sample_idx' with a column of indices."
+            )
+        mask = arguments.get("attention_mask")
+        mask = mask.cpu() != 0 if _is_2d(mask) and mask.shape == ids.shape else torch.ones_like(ids, device="cpu") > 0
+        # By the position among the real tokens: the same wherever the pads are.
+        odd = torch.randint(2**62, ids.shape[1:], generator=torch.Generator().manual_seed(0)) * 2 + 1
+        return ((((ids.cpu() + 1) * mask) * odd[Tokens(mask).from_start]).sum(1) >> 20).remainder(self.cache.samples)
+
+    def _checked(self, index: Any) -> Tensor:
+        if not isinstance(index, Tensor) or index.dim() != 1 or index.is_floating_point():
+            raise ConfigError(
+                f"WTACRS(cache='sample_idx') expected the batch's column {INDEX!r}, a whole number a sample, got "
+                f"{_kind(index)}. Add it: dataset.add_column({INDEX!r}, range(len(dataset))), or use cache='content'."
+            )
+        index = index.detach().cpu().long()
+        if len(index) and not (0 <= int(index.min()) and int(index.max()) < self.cache.samples):
+            raise ConfigError(
+                f"{INDEX}: expected numbers from 0 to {self.cache.samples - 1}, got {int(index.min())} to "
+                f"{int(index.max())}. Set WTACRS(samples=...) to the number of training samples."
+            )
+        return index
+
+    def _tell(self) -> None:
+        """Report layers whose pads have a gradient after all, once."""
+        if self.step < 1 or self.step & (self.step - 1) and self.step % 64:  # a transfer to the host: not every step
+            return
+        if new := [name for name in self.cache.layers_with_pads() if name not in self._told]:
+            self._told.update(new)
+            logger.warning(
+                "The output gradient of %d sampled linears (%s, ...) is not zero at padded tokens, as with left "
+                "padding or mean pooling: padded rows are drawn like all others there.", len(new), new[0],
+            )  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to draw as this one would: tensors on the CPU."""
+        return {"step": torch.tensor(self.step), **self.cache.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Go on where another run's :meth:`state_dict` was taken."""
+        self.step = int(state["step"])
+        self.cache.load_state_dict({k: v for k, v in state.items() if k != "step"}, device)
+
+
+def row_norms(x: Tensor) -> Tensor:
+    """Euclidean norms over the last dimension, in fp32 at least."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def _within(outside: Batch, arguments: Mapping[str, Any]) -> Batch:
+    """What a block inside the model sees of the batch: a decoder stack has its own tokens, and the encoder's beside."""
+    hidden = arguments.get("encoder_hidden_states")
+    mask = arguments.get("attention_mask")
+    if outside.other is not None:  # gradient checkpointing may hand the block a copy of the encoder's output
+        if isinstance(hidden, Tensor):
+            return replace(outside, other_storage=hidden.untyped_storage()._cdata)
+        return outside
+    if isinstance(hidden, Tensor):
+        other = _tokens(arguments.get("encoder_attention_mask")) or outside.own
+        own = _tokens(mask) or outside.decoder
+        return replace(outside, own=own, other=other, other_storage=hidden.untyped_storage()._cdata)
+    if _is_2d(mask) and (outside.own is None or outside.own.mask.shape != mask.shape):
+        return replace(outside, own=_tokens(mask))
+    return outside
+
+
+def _tokens(mask: Any) -> Tokens | None:
+    return Tokens(mask != 0) if _is_2d(mask) else None
+
+
+def _is_2d(value: Any) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.dim() == 2
+
+
+def _kind(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -1,0 +1,231 @@
+"""Column-row sampling: the expected weight of every pair is 1, C is Theorem 2's, and the variance is as stated."""
+
+import pytest
+import torch
+from draws import best_count, expected_weights, tails, variance
+from helpers import random
+
+from hf_memsave.sampling.estimators import ESTIMATORS, crs, probabilities, topk, winners, wta
+
+M = 12
+UNBIASED = ("wta", "crs")
+
+
+def heavy(m=M, seed=0):
+    """Norms over several orders of magnitude, as those of gradients are."""
+    return (2 * random(m, seed=seed)).exp()
+
+
+NORMS = {
+    "heavy": heavy(),
+    "equal": torch.ones(M),
+    "ties": torch.tensor([3.0, 1, 1, 3, 2, 2, 2, 1, 3, 1, 2, 3]),
+    "zeros": heavy() * (torch.arange(M) % 3 > 0),
+    "all zero": torch.zeros(M),
+    "one": torch.full((M,), 1e-6).index_fill(0, torch.tensor([4]), 1.0),
+    "only one": torch.zeros(M).index_fill(0, torch.tensor([4]), 1.0),
+    "steep": 10.0 ** -torch.arange(M, dtype=torch.float32),
+    "tiny": heavy() * 1e-30,
+    "huge": heavy() * 1e30,
+}
+
+
+@pytest.mark.parametrize("k", [1, 2, 5, M - 1, M])
+@pytest.mark.parametrize("norms", NORMS.values(), ids=NORMS)
+@pytest.mark.parametrize("name", UNBIASED)
+def test_the_expected_weight_of_every_pair_is_one(device, name, norms, k):
+    p = probabilities(norms.to(device))
+    expected = torch.where(p.cpu() > 0, 1.0, 0.0).double()
+    torch.testing.assert_close(expected_weights(name, p, k), expected, rtol=2e-4, atol=0)
+
+
+@pytest.mark.parametrize("k", [1, 5, M])
+@pytest.mark.parametrize("name", UNBIASED)
+def test_the_expected_weight_is_one_to_the_precision_of_the_scale(device, name, k):
+    p = probabilities(heavy().to(device), heavy(seed=1).to(device))
+    expected = torch.ones(M, dtype=torch.float64)
+    torch.testing.assert_close(expected_weights(name, p, k), expected, rtol=2 * torch.finfo(torch.float32).eps, atol=0)
+
+
+@pytest.mark.parametrize("fault", ["no 1/p", "no T_c", "k for k - c", "no scale"])
+def test_a_wrong_scale_is_seen(device, fault, monkeypatch):
+    p, k = probabilities(heavy()), 5
+    c, mass = best_count(p, k), float(tails(p)[best_count(p, k)])
+    assert 0 < c < k - 1
+    factor = {"no T_c": 1 / mass, "k for k - c": (k - c) / k}
+
+    def wrong(p, k, u):
+        draw = wta(p, k, u)
+        is_winner = torch.arange(k) < c
+        if fault == "no 1/p":
+            scale = draw.scale * p.gather(-1, draw.index)
+        else:
+            scale = draw.scale * factor[fault] if fault in factor else torch.ones_like(draw.scale)
+        return draw._replace(scale=torch.where(is_winner, 1.0, scale.float()))
+
+    monkeypatch.setitem(ESTIMATORS, "wta", wrong)
+    assert (expected_weights("wta", p, k) - 1).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("k", range(1, M + 1))
+@pytest.mark.parametrize("norms", NORMS.values(), ids=NORMS)
+def test_the_winners_are_theorem_2s(device, norms, k):
+    p = probabilities(norms.to(device))
+    mass = tails(p.cpu())
+    tail = torch.tensor([float(t) for t in mass], dtype=torch.float64, device=device)
+    c = int(winners(tail, k))
+    assert float(mass[c] / (k - c)) == pytest.approx(float(mass[best_count(p.cpu(), k)] / (k - best_count(p.cpu(), k))))
+
+
+def test_the_winners_come_first_and_unscaled(device):
+    p, k = probabilities(heavy().to(device)), 5
+    c = best_count(p.cpu(), k)
+    draw = wta(p, k, torch.rand(k, dtype=torch.float64, device=device))
+    assert 0 < c < k
+    assert draw.index[:c].tolist() == p.topk(c).indices.tolist()
+    assert draw.scale[:c].tolist() == [1.0] * c
+    assert not set(draw.index[:c].tolist()) & set(draw.index[c:].tolist())
+    assert (draw.scale[c:] >= 1).all()
+
+
+def test_topk_is_biased(device):
+    p, k = probabilities(heavy().to(device)), 5
+    weights = expected_weights("topk", p, k)
+    assert set(weights.tolist()) == {0.0, 1.0}
+    assert weights.nonzero().flatten().tolist() == sorted(p.topk(k).indices.tolist())
+    assert "Biased" in topk.__doc__
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_leading_dimensions_are_batched(device, name):
+    p = probabilities(torch.stack([norms.to(device) for norms in NORMS.values()]).view(2, 5, M))
+    u = torch.rand(2, 5, 4, dtype=torch.float64, device=device)
+    draw = ESTIMATORS[name](p, 4, u)
+    for a in range(2):
+        for b in range(5):
+            one = ESTIMATORS[name](p[a, b], 4, u[a, b])
+            assert torch.equal(draw.index[a, b], one.index) and torch.equal(draw.scale[a, b], one.scale)
+
+
+@pytest.mark.parametrize("u", [0.0, 1 - 2**-53], ids=["first", "last"])
+@pytest.mark.parametrize("k", [1, 3, M])
+@pytest.mark.parametrize("norms", NORMS.values(), ids=NORMS)
+@pytest.mark.parametrize("name", UNBIASED)
+def test_the_ends_of_the_uniform_numbers_give_rows_and_finite_scales(device, name, norms, k, u):
+    p = probabilities(norms.to(device))
+    draw = ESTIMATORS[name](p, k, torch.full((k,), u, dtype=torch.float64, device=device))
+    assert (draw.index >= 0).all() and (draw.index < M).all()
+    assert draw.scale.isfinite().all() and (draw.scale >= 0).all()
+    assert not draw.scale[p[draw.index] == 0].any()
+
+
+# The probabilities.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("norms", NORMS.values(), ids=NORMS)
+def test_probabilities_sum_to_one(device, norms, dtype):
+    p = probabilities(norms.to(device, dtype).clamp_max(torch.finfo(dtype).max), heavy(seed=1).to(device))
+    assert p.dtype == torch.float64 and (p >= 0).all()
+    assert float(p.sum()) == pytest.approx(1, abs=1e-14)
+
+
+def test_probabilities_mix_the_prediction_with_the_norms(device):
+    norms, predicted = heavy().double().to(device), heavy(seed=1).double().to(device)
+    product = norms * predicted
+    expected = 0.9 * product / product.sum() + 0.1 * norms / norms.sum()
+    torch.testing.assert_close(probabilities(norms, predicted), expected)
+
+
+@pytest.mark.parametrize("predicted", [0.0, -1.0, torch.inf, torch.nan, 1e308])
+def test_a_useless_prediction_leaves_the_norms(device, predicted):
+    norms = heavy().double().to(device)
+    torch.testing.assert_close(probabilities(norms, torch.full_like(norms, predicted)), norms / norms.sum())
+
+
+def test_all_zero_rows_are_drawn_evenly_where_allowed(device):
+    allowed = torch.arange(M, device=device) < 8
+    p = probabilities(torch.zeros(M, device=device), allowed=allowed)
+    assert p.tolist() == [0.125] * 8 + [0.0] * 4
+
+
+def test_what_is_not_allowed_is_not_drawn(device):
+    allowed = torch.arange(M, device=device) % 2 == 0
+    p = probabilities(heavy().to(device), heavy(seed=1).to(device), allowed)
+    assert not p[~allowed].any()
+    torch.testing.assert_close(expected_weights("wta", p, 3), allowed.cpu().double(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_rows_that_are_not_finite_are_drawn_always_and_others_have_finite_scales(device, scale, odd):
+    norms = (heavy() * scale).to(device)
+    norms[[3, 7]] = odd
+    p = probabilities(norms, heavy(seed=1).to(device))
+    for seed in range(50):
+        u = torch.rand(5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device)
+        draw = wta(p, 5, u)
+        assert {3, 7} <= set(draw.index.tolist())
+        assert draw.scale.isfinite().all() and (draw.scale >= 1).all()
+        assert (draw.scale * heavy().to(device)[draw.index]).max() <= 10 * heavy().sum()
+
+
+@pytest.mark.parametrize("k", [1, 3, 8])
+@pytest.mark.parametrize("norms", ["heavy", "ties", "zeros", "one", "tiny", "huge"])
+@pytest.mark.parametrize("name", UNBIASED)
+def test_no_row_is_scaled_up_beyond_the_bound(device, name, norms, k):
+    norms = NORMS[norms].double().to(device)
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        predicted = (8 * torch.randn(M, generator=generator)).exp().to(device)  # as wrong as can be
+        u = torch.rand(k, generator=generator, dtype=torch.float64).to(device)
+        index, scale = ESTIMATORS[name](probabilities(norms, predicted), k, u)
+        scaled = (scale * norms[index])[scale > 1]
+        assert (scaled <= 10 * norms.sum() / k * (1 + 1e-6)).all()
+
+
+# The variance.
+
+
+def pairs(seed):
+    """Products of rows, flattened; and their norms."""
+    x, y = random(M, 3, seed=seed).double(), random(M, 4, seed=seed + 100).double()
+    products = torch.einsum("mi,mo->mio", x * heavy(seed=seed).double()[:, None], y).flatten(1)
+    return products, products.norm(dim=1)
+
+
+def independent(p, k, products):
+    """Eq. 6's own variance, with k - c independent draws."""
+    c = best_count(p, k)
+    order = p.argsort(descending=True)[c:]
+    mass = float(tails(p)[c])
+    second = mass * (products[order].square().sum(1) / p[order]).sum()
+    return float((second - products[order].sum(0).square().sum()) / (k - c))
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 8, M - 1])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("is_right", [True, False], ids=["right p", "wrong p"])
+def test_stratified_draws_vary_no_more_than_independent_ones(seed, k, is_right):
+    products, norms = pairs(seed)
+    p = probabilities(norms if is_right else heavy(seed=seed + 50))
+    assert variance("wta", p, k, products) <= independent(p, k, products) * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("k", [4, 6, 8])
+@pytest.mark.parametrize("seed", range(4))
+def test_wta_varies_less_than_crs_and_uniform_draws_where_equation_7_holds(seed, k):
+    products, norms = pairs(seed)
+    p = probabilities(norms)
+    c = best_count(p, k)
+    assert c > 0 and 1 - float(tails(p)[c]) > c / k, "Eq. 7 does not hold"
+    uniform = probabilities(torch.ones(M))
+    assert variance("wta", p, k, products) < variance("crs", p, k, products) < variance("crs", uniform, k, products)
+
+
+def test_crs_has_the_variance_of_independent_draws():
+    products, norms = pairs(0)
+    p, k = probabilities(norms), 4
+    expected = ((products.square().sum(1) / p).sum() - products.sum(0).square().sum()) / k
+    assert variance("crs", p, k, products) == pytest.approx(float(expected), rel=1e-5)
+    assert crs(p, k, torch.full((k,), 0.5, dtype=torch.float64)).index.unique().numel() == 1

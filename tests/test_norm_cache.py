@@ -1,0 +1,283 @@
+"""The cache of gradient norms: whatever is in it, the expected weight of every row stays 1; and what it learns."""
+
+import math
+
+import pytest
+import torch
+from draws import Watched, expected_weights
+from helpers import random
+
+from hf_memsave import WTACRS
+from hf_memsave.sampling.batch import Batch, Tokens
+from hf_memsave.sampling.norm_cache import NONZERO, RATE, UNSEEN, ZERO, NormCache, merged
+
+BATCH, SEQ, IN = 4, 8, 6
+LAYER = "layers.0.q"
+CACHES = {
+    "position": WTACRS(minimum=1),
+    "sample_idx": WTACRS(minimum=1, cache="sample_idx", samples=16),
+    "content": WTACRS(minimum=1, cache="content", samples=64),
+    "none": WTACRS(minimum=1, cache=None),
+}
+
+
+def right_padded(device, lengths=(8, 5, 3, 6)):
+    return Tokens(torch.arange(SEQ, device=device) < torch.tensor(lengths, device=device)[:, None])
+
+
+def gradients(device, tokens, seed=0, pads=0.0):
+    """Squared norms ``[batch, seq]``, with ``pads`` at padded tokens."""
+    squared = (2 * random(*tokens.mask.shape, device=device, seed=seed)).exp()
+    return torch.where(tokens.mask, squared, pads)
+
+
+def batch_of(tokens, samples=(0, 1, 2, 3), step=0):
+    return Batch(step, tokens, samples=torch.tensor(samples))
+
+
+def sampler_of(config, cls=Watched):
+    sampler = cls(config)
+    sampler.cache.know(LAYER)
+    return sampler
+
+
+def cached(sampler, device):
+    tokens = right_padded(device)
+    for step in range(3):
+        sampler.cache.update(LAYER, batch_of(tokens), tokens, gradients(device, tokens, step))
+    sampler.cache.flush()
+
+
+def half_cached(sampler, device):
+    cached(sampler, device)
+    return (0, 1, 9, 10)
+
+
+def never_seen(sampler, device):
+    cached(sampler, device)
+    return (8, 9, 10, 11)
+
+
+def zero_entries(sampler, device):
+    """Of some positions and samples the gradient was zero."""
+    tokens = right_padded(device)
+    squared = gradients(device, tokens)
+    squared[:, ::2] = 0
+    squared[1] = 0
+    sampler.cache.update(LAYER, batch_of(tokens), tokens, squared)
+    sampler.cache.flush()
+
+
+def stale(sampler, device):
+    """Learned of others, at another scale."""
+    tokens = right_padded(device, (2, 8, 8, 1))
+    squared = gradients(device, tokens, 5) * torch.logspace(-12, 12, SEQ, device=device)
+    sampler.cache.update(LAYER, batch_of(tokens, (3, 2, 1, 0)), tokens, squared)
+    sampler.cache.flush()
+
+
+def resumed(sampler, device):
+    other = sampler_of(sampler.config)
+    cached(other, device)
+    sampler.load_state_dict(other.state_dict(), device)
+
+
+def empty(sampler, device):
+    pass
+
+
+STATES = (empty, cached, half_cached, never_seen, zero_entries, stale, resumed)
+
+
+@pytest.mark.parametrize("estimator", ["wta", "crs"])
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("state", STATES, ids=lambda f: f.__name__)
+def test_the_expected_weight_of_every_real_row_is_one(device, state, cache, estimator):
+    config = CACHES[cache]
+    sampler = sampler_of(WTACRS(**vars(config) | {"estimator": estimator}))
+    samples = state(sampler, device) or (0, 1, 2, 3)
+    tokens = right_padded(device, (7, 8, 2, 4))
+    x = random(BATCH, SEQ, IN, device=device, seed=3)
+    draw = sampler.draw(LAYER, x, tokens, batch_of(tokens, samples))
+    assert draw.index.shape == draw.scale.shape == (round(0.3 * tokens.real),)
+    weights = expected_weights(estimator, sampler.p, sampler.k)
+    real = tokens.mask.flatten().cpu()
+    torch.testing.assert_close(weights[real], torch.ones_like(weights[real]), rtol=1e-5, atol=0)
+    pads_are_drawn = state is empty
+    assert (weights[~real] > 0).all() if pads_are_drawn else not weights[~real].any()
+
+
+@pytest.mark.parametrize("cache", ["position", "sample_idx"])
+def test_many_seeds_draw_every_row_once_on_average(device, cache):
+    sampler = sampler_of(CACHES[cache])
+    half_cached(sampler, device)
+    tokens, x = right_padded(device), random(BATCH, SEQ, IN, device=device, seed=3)
+    n, total = 800, torch.zeros(2, BATCH * SEQ, dtype=torch.float64, device=device)
+    for step in range(n):
+        draw = sampler.draw(LAYER, x, tokens, batch_of(tokens, (0, 1, 9, 10), step))
+        weight = torch.zeros(BATCH * SEQ, dtype=torch.float64, device=device)
+        weight.index_add_(0, draw.index, draw.scale.double())
+        total += torch.stack([weight, weight.square()])
+    mean, square = total[:, tokens.mask.flatten()] / n
+    error = ((square - mean.square()) / n).sqrt()
+    assert ((mean - 1).abs() <= 4.5 * error + 1e-6).all()  # of 22 rows: a chance of 1 in 6,000
+
+
+@pytest.mark.parametrize(("pads", "drawn"), [(UNSEEN, True), (ZERO, False), (NONZERO, True)])
+def test_pads_are_drawn_unless_they_were_seen_without_a_gradient(device, pads, drawn):
+    sampler, tokens = sampler_of(CACHES["position"]), right_padded(device)
+    if pads != UNSEEN:
+        of_pads = 1.0 if pads == NONZERO else 0.0
+        sampler.cache.update(LAYER, batch_of(tokens), tokens, gradients(device, tokens, pads=of_pads))
+        assert int(sampler.cache.layers[LAYER].pads) == pads
+    sampler.draw(LAYER, random(BATCH, SEQ, IN, device=device), tokens, batch_of(tokens))
+    assert bool((sampler.p[~tokens.mask.flatten()] > 0).all()) is drawn
+    weights = expected_weights("wta", sampler.p, sampler.k)
+    expected = torch.ones_like(weights) if drawn else tokens.mask.flatten().cpu().double()
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("total", [0.0, 1.0], ids=["nothing", "real tokens"])
+def test_only_a_backward_with_a_gradient_says_that_pads_have_none(device, total):
+    # lora_B is zero at first: the first backward tells lora_A nothing of its pads.
+    cache, tokens = NormCache("position", 0), right_padded(device)
+    cache.update(LAYER, batch_of(tokens), tokens, gradients(device, tokens) * total)
+    assert int(cache.layers[LAYER].pads) == (ZERO if total else UNSEEN)
+
+
+def test_pads_with_a_gradient_are_drawn_again(device):
+    cache, tokens = NormCache("position", 0), right_padded(device)
+    for pads, expected in ((0.0, ZERO), (1e-20, NONZERO), (0.0, NONZERO)):
+        cache.update(LAYER, batch_of(tokens), tokens, gradients(device, tokens, pads=pads))
+        assert int(cache.layers[LAYER].pads) == expected
+    assert cache.layers_with_pads() == [LAYER]
+
+
+def test_a_batch_without_pads_says_nothing_of_them(device):
+    cache, tokens = NormCache("position", 0), right_padded(device, (SEQ,) * BATCH)
+    cache.update(LAYER, batch_of(tokens), tokens, gradients(device, tokens))
+    assert int(cache.layers[LAYER].pads) == UNSEEN
+
+
+@pytest.mark.parametrize("at", ["real", "pad"])
+@pytest.mark.parametrize("odd", [math.inf, math.nan])
+@pytest.mark.parametrize("kind", ["position", "sample_idx"])
+def test_gradients_that_are_not_finite_teach_nothing(device, kind, odd, at):
+    sampler = sampler_of(CACHES[kind])
+    cached(sampler, device)
+    before, tokens = sampler.state_dict(), right_padded(device)
+    squared = gradients(device, tokens, 9)
+    squared[(0, 0) if at == "real" else (2, 7)] = odd
+    sampler.cache.update(LAYER, batch_of(tokens), tokens, squared)
+    after = sampler.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_resumed_run_draws_the_same_bits(device, cache):
+    first, second = sampler_of(CACHES[cache]), sampler_of(CACHES[cache])
+    cached(first, device)
+    first.step = 5
+    second.load_state_dict(first.state_dict(), device)
+    tokens, x = right_padded(device), random(BATCH, SEQ, IN, device=device, seed=3)
+    assert second.step == 5
+    draws = [s.draw(LAYER, x, tokens, batch_of(tokens, (0, 1, 9, 10), s.step)) for s in (first, second)]
+    assert torch.equal(draws[0].index, draws[1].index) and torch.equal(draws[0].scale, draws[1].scale)
+    assert torch.equal(first.p, second.p)
+
+
+def test_layers_that_a_model_lacks_are_left_out(device):
+    sampler = sampler_of(CACHES["sample_idx"])
+    cached(sampler, device)
+    other = Watched(sampler.config)
+    other.cache.know("another")
+    other.load_state_dict(sampler.state_dict(), device)
+    assert not other.cache.layers
+
+
+def test_merged_averages_profiles_and_fills_tables(device):
+    states = []
+    for rank, (lengths, samples) in enumerate((((8, 5, 3, 6), (0, 1, 2, 3)), ((2, 3, 1, 2), (3, 4, 5, 6)))):
+        sampler, tokens = sampler_of(CACHES["sample_idx"]), right_padded(device, lengths)
+        pads = 1.0 if rank else 0.0
+        tokens = Tokens(tokens.mask[:, : max(lengths)])
+        squared = gradients(device, tokens, rank, pads)
+        sampler.cache.update(LAYER, batch_of(tokens, samples), tokens, squared)
+        sampler.step = rank
+        states.append(sampler.state_dict())
+    a, b = states
+    both = merged(states)
+    assert both.keys() == a.keys() | b.keys()
+    assert int(both["step"]) == 1 and int(both[f"{LAYER}/pads"]) == NONZERO
+    start = f"{LAYER}/start"
+    assert len(both[start]) == SEQ
+    torch.testing.assert_close(both[start][:3], (a[start][:3] + b[start]) / 2)
+    assert torch.equal(both[start][3:], a[start][3:])
+    table = both[f"{LAYER}/samples"]
+    assert torch.equal(table[:3], a[f"{LAYER}/samples"][:3]) and torch.equal(table[3:], b[f"{LAYER}/samples"][3:])
+    assert float(both[f"{LAYER}/reference"]) == pytest.approx(
+        (float(a[f"{LAYER}/reference"]) + float(b[f"{LAYER}/reference"])) / 2
+    )
+    sampler_of(CACHES["sample_idx"]).load_state_dict(both, device)
+
+
+# What it learns.
+
+
+@pytest.mark.parametrize("end", ["first", "last"])
+def test_the_profile_finds_a_hot_token_whatever_the_lengths(device, end):
+    def hot(tokens):
+        return tokens.mask & ((tokens.from_start if end == "first" else tokens.from_end) == 0)
+
+    cache = NormCache("position", 0)
+    for lengths in ((8, 5, 3, 6), (7, 2, 4, 8), (1, 6, 5, 3)):
+        tokens = right_padded(device, lengths)
+        cache.update(LAYER, batch_of(tokens), tokens, torch.where(hot(tokens), 100.0, 0.01) * tokens.mask)
+    tokens = right_padded(device, (4, 7, 6, 2))
+    predicted = cache.predict(LAYER, batch_of(tokens), tokens)
+    cold = predicted[tokens.mask & ~hot(tokens)]
+    assert predicted[hot(tokens)].min() > cold.max()
+    assert predicted[hot(tokens)].min() > 2 * cold.mean()
+
+
+def test_the_profile_is_a_running_mean(device):
+    cache, tokens = NormCache("position", 0), right_padded(device, (SEQ,) * BATCH)
+    found = []
+    for seed in range(2):
+        squared = gradients(device, tokens, seed)
+        found.append((squared / squared.mean()).mean(0))
+        cache.update(LAYER, batch_of(tokens), tokens, squared)
+    torch.testing.assert_close(cache.layers[LAYER].start, torch.lerp(found[0], found[1], RATE))
+    torch.testing.assert_close(cache.layers[LAYER].end, torch.lerp(found[0], found[1], RATE).flip(0))
+
+
+def test_the_table_keeps_a_samples_norm_to_a_sixteenth_octave(device):
+    cache, tokens = NormCache("sample_idx", 16), right_padded(device, (SEQ,) * BATCH)
+    cache.know(LAYER)
+    norms = torch.tensor([1e-2, 1.0, 30.0, 400.0], device=device)
+    cache.update(LAYER, batch_of(tokens, (5, 0, 15, 7)), tokens, norms.square()[:, None].expand(-1, SEQ))
+    cache.flush()
+    predicted = cache.predict(LAYER, batch_of(tokens, (15, 7, 0, 5)), tokens)[:, 0]
+    expected = norms[[2, 3, 1, 0]]
+    ratio = (predicted / predicted[0]) / (expected / expected[0])
+    assert (ratio.log2().abs() <= 2 / 16 + 1e-6).all()
+
+
+def test_the_table_of_mnli_at_t5_base_stays_below_100_mb():
+    sampler = Watched(WTACRS(cache="sample_idx", samples=392_702))
+    for layer in range(192):
+        sampler.cache.know(f"layer.{layer}")
+    assert 0 < sampler.cache.nbytes < 100e6
+    assert sampler.cache._table is None, "memory is taken before a sample was seen"
+
+
+@pytest.mark.parametrize("samples", [(0, 1), (0, 1, 2, 3, 4, 5, 6, 7)], ids=len)
+def test_samples_that_are_not_the_rows_of_a_layer_are_left_aside(device, samples):
+    # As in models for multiple choice, which lay the choices of a sample one under the other.
+    sampler, tokens = sampler_of(CACHES["sample_idx"]), right_padded(device)
+    cached(sampler, device)
+    batch = batch_of(tokens, samples)
+    assert sampler.draw(LAYER, random(BATCH, SEQ, IN, device=device), tokens, batch) is not None
+    sampler.cache.update(LAYER, batch, tokens, gradients(device, tokens))
+    sampler.cache.flush()

@@ -1,0 +1,284 @@
+"""Sampled models in training: stock's loss, the same rows however a block is run, and a cache that knows its batch."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from draws import expected_weights
+from families import FAMILIES, Size, batch_for, build
+from helpers import assert_same_bits, only_on_cpu, random
+from peft import LoraConfig, get_peft_model
+from steps import step
+from torch import nn
+
+from hf_memsave import WTACRS, MemSaveConfig, PatchError, patch, unpatch
+from hf_memsave.sampled_layers import sampler_of
+from hf_memsave.sampling.batch import Tokens
+from hf_memsave.sampling.norm_cache import NONZERO, ZERO
+from hf_memsave.swap import binding_of
+
+SIZE = Size(hidden=16, heads=2, layers=2, batch=4, seq=12)
+SAMPLED = MemSaveConfig(linear=WTACRS(minimum=4))
+
+pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+
+
+def sampled(family, device, config=SAMPLED, dropout=0.1):
+    model = build(family, SIZE, dropout=dropout).to(device)
+    patch(model, config)
+    return model
+
+
+def batch_of(model, seed=1, padded=True, size=SIZE):
+    return batch_for(model, size, padded, seed)
+
+
+def names(model, op="wta_crs"):
+    return [name for name, m in model.named_modules() if (b := binding_of(m)) is not None and b.op.name == op]
+
+
+def draws_of(model):
+    """What the model's sampler is asked for from now on: layer, step and mask of each draw."""
+    sampler, found = sampler_of(model), []
+    draw = sampler.draw
+
+    def watched(layer, x, tokens, batch):
+        found.append((layer, batch.step, None if tokens is None else tokens.mask))
+        return draw(layer, x, tokens, batch)
+
+    sampler.draw = watched
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_all_other_gradients_have_the_bits_of_exact_training(device, family):
+    only_on_cpu(device)
+    exact, mine = build(family, SIZE), sampled(family, device)
+    patch(exact)
+    weights = {f"{name}.weight.grad" for name in names(mine)}
+    for seed in (1, 2, 3):
+        got, expected = (step(model, batch_of(model, seed)) for model in (mine, exact))
+        assert weights < expected.keys() == got.keys()
+        for name, tensor in expected.items():
+            if name not in weights:
+                assert_same_bits(got[name], tensor, name)
+        assert any(not torch.equal(got[name], expected[name]) for name in weights), "nothing was sampled"
+
+
+# Checkpointing.
+
+
+def checkpointed(model, use_reentrant):
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    return model
+
+
+KINDS = [pytest.param(True, id="reentrant"), pytest.param(False, id="not reentrant")]
+
+
+@pytest.mark.parametrize("use_reentrant", KINDS)
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "opt", "phi"])
+def test_a_block_that_is_run_again_draws_the_same_rows(device, family, use_reentrant):
+    only_on_cpu(device)
+    plain, again = sampled(family, device), checkpointed(sampled(family, device), use_reentrant)
+    for seed in (1, 2, 3):
+        expected, got = step(plain, batch_of(plain, seed)), step(again, batch_of(again, seed))
+        assert got.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert_same_bits(got[name], tensor, name)
+    assert sampler_of(plain).step == sampler_of(again).step == 3
+
+
+@pytest.mark.parametrize("use_reentrant", KINDS)
+def test_a_decoders_block_that_is_run_again_has_its_own_mask(device, use_reentrant):
+    only_on_cpu(device)
+    plain, again = sampled("t5-decoder", device), checkpointed(sampled("t5-decoder", device), use_reentrant)
+    seen = []
+    for model in (plain, again):
+        found = draws_of(model)
+        step(model, batch_of(model), use_cache=False)  # checkpointing switches it off, and stock's bits depend on it
+        seen.append({layer: int(mask.sum()) for layer, _, mask in found if not layer.endswith("EncDecAttention.k")})
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "use_reentrant"),
+    [(family, kind) for family in ("llama", "bert", "t5-decoder") for kind in (True, False)],
+)
+def test_each_of_two_forwards_is_run_again_with_its_own_batch(device, family, use_reentrant):
+    only_on_cpu(device)
+    model = checkpointed(sampled(family, device), use_reentrant)
+    sizes = [Size(hidden=16, heads=2, layers=2, batch=4, seq=seq) for seq in (12, 9)]
+    batches = [batch_of(model, seed, padded=True, size=size) for seed, size in enumerate(sizes)]
+    losses = [model(**batch).loss for batch in batches]
+    found = draws_of(model)
+    for number, loss in reversed(list(enumerate(losses))):
+        found.clear()
+        loss.backward()
+        assert {step for _, step, _ in found} == {number}
+        masks = [mask for *_, mask in found if mask is not None]
+        assert masks and all(mask.shape[1] == sizes[number].seq for mask in masks)
+        if family != "t5-decoder":
+            assert all(torch.equal(mask, batches[number]["attention_mask"] > 0) for mask in masks)
+
+
+def test_gradients_add_up_over_micro_batches(device):
+    model = sampled("llama", device, dropout=0.0)
+    apart = []
+    start = copy.deepcopy(sampler_of(model).cache.state_dict())
+    for seed in (1, 2):
+        apart.append(step(model, batch_of(model, seed, padded=False)))
+    sampler_of(model).load_state_dict({"step": torch.tensor(0), **start}, device)
+    model.zero_grad()
+    for seed in (1, 2):
+        model(**batch_of(model, seed, padded=False)).loss.backward()
+    assert sampler_of(model).step == 2
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, sum(one[f"{name}.grad"] for one in apart), msg=name)
+
+
+def test_batches_of_any_length_are_learned_from(device):
+    model = sampled("bert", device)
+    for seq in (12, 5, 9, 3, 12):
+        size = Size(hidden=16, heads=2, layers=2, batch=3, seq=seq)
+        results = step(model, batch_of(model, seq, padded=True, size=size))
+        assert all(t.isfinite().all() for t in results.values())
+    profiles = sampler_of(model).cache.layers
+    assert all(len(p.start) == 12 and (p.start >= 0).all() for p in profiles.values())
+
+
+def test_eval_and_no_grad_leave_the_sampler_alone(device):
+    model = sampled("bert", device)
+    batch = batch_of(model)
+    with torch.no_grad():
+        model(**batch)
+    model.eval()
+    model(**batch).loss.backward()
+    assert sampler_of(model).step == 0 and not sampler_of(model).cache.layers
+
+
+# Pads.
+
+
+def pads_of(model):
+    return {name: int(norms.pads) for name, norms in sampler_of(model).cache.layers.items()}
+
+
+def test_right_pads_of_a_classifier_are_not_drawn(device):
+    model = sampled("bert", device)
+    step(model, batch_of(model))
+    assert set(pads_of(model).values()) == {ZERO}
+    found = draws_of(model)
+    step(model, batch_of(model, 2))
+    cache = sampler_of(model).cache
+    assert len(found) == 8
+    for layer, _, mask in found:
+        assert not mask.all() and torch.equal(cache.allowed(layer, Tokens(mask)), mask)
+
+
+def test_left_pads_of_a_causal_model_are_drawn_and_reported(device, caplog):
+    model = sampled("llama", device)
+    batch = batch_of(model)
+    batch["attention_mask"] = batch["attention_mask"].flip(1)
+    with caplog.at_level(logging.WARNING, "hf_memsave"):
+        for _ in range(3):
+            step(model, batch)
+    assert NONZERO in pads_of(model).values()
+    told = [r.getMessage() for r in caplog.records if "is not zero at padded tokens" in r.getMessage()]
+    assert len(told) == 1 and "left padding" in told[0]
+
+
+class Pooled(nn.Module):
+    """A mean over all tokens, pads too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+
+    def forward(self, x, attention_mask):
+        return self.layers[1](torch.tanh(self.layers[0](x))).mean(1)
+
+
+def test_pads_under_mean_pooling_are_drawn_without_bias(device):
+    torch.manual_seed(0)
+    model = Pooled().to(device).train()
+    patch(model, MemSaveConfig(linear=WTACRS(minimum=4)))
+    sampler = sampler_of(model)
+    mask = (torch.arange(8, device=device) < torch.tensor([[8], [5], [3], [6]], device=device)).long()
+    taken = []
+    choose = sampler.choose
+    sampler.choose = lambda p, k, layer, batch: taken.append((p, k)) or choose(p, k, layer, batch)
+    for _ in range(3):
+        model(random(4, 8, 6, device=device), mask).square().sum().backward()
+    assert set(pads_of(model).values()) == {NONZERO} and len(taken) == 6
+    for p, k in taken:
+        weights = expected_weights("wta", p, k)
+        torch.testing.assert_close(weights, torch.ones_like(weights), rtol=1e-5, atol=0)
+
+
+# Which linears, and what is left on the model.
+
+
+def test_all_linears_of_blocks_are_sampled_and_no_head(device):
+    assert len(names(sampled("bert", device))) == 12
+    assert names(sampled("bert", device), "linear") == ["bert.pooler.dense", "classifier"]
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        (("query",), ["bert.encoder.layer.0.attention.self.query", "bert.encoder.layer.1.attention.self.query"]),
+        (("layer.1.output", "classifier"), ["bert.encoder.layer.1.output.dense", "classifier"]),
+    ],
+)
+def test_targets_are_names_or_parts_of_a_path(device, targets, expected):
+    assert names(sampled("bert", device, MemSaveConfig(linear=WTACRS(targets=targets)))) == expected
+
+
+def test_an_unknown_target_is_refused(device):
+    with pytest.raises(
+        PatchError, match=r"WTACRS.targets: expected names of linears of Bert.*got 'q_proj'.*Choose from"
+    ):
+        sampled("bert", device, MemSaveConfig(linear=WTACRS(targets=("query", "q_proj"))))
+
+
+@pytest.mark.parametrize("order", ["patch last", "patch first"])
+def test_of_an_adapter_only_lora_a_is_sampled(device, order):
+    model = build("llama", SIZE).to(device)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    if order == "patch first":
+        patch(model, SAMPLED)
+    model = get_peft_model(model, lora).train()
+    if order == "patch last":
+        patch(model, SAMPLED)
+    results = step(model, batch_of(model))
+    assert not [name for name in names(model) if "lora_B" in name]
+    learned = set(sampler_of(model).cache.layers)
+    assert len(learned) == 2 and all(name.endswith("q_proj.lora_A.default") for name in learned)  # v shares its draw
+    exact = copy.deepcopy(model)
+    patch(exact)
+    for name, tensor in step(exact, batch_of(model)).items():
+        if "lora_B" in name:
+            assert_same_bits(results[name], tensor, name)
+
+
+def test_undo_leaves_no_attribute(device):
+    model = build("bert", SIZE).to(device)
+    before = {name: set(m.__dict__) for name, m in model.named_modules()}
+    patch(model, SAMPLED)
+    step(model, batch_of(model))
+    unpatch(model)
+    assert {name: set(m.__dict__) for name, m in model.named_modules()} == before
+
+
+def test_a_second_patch_keeps_the_cache_and_another_config_does_not(device):
+    model = sampled("bert", device)
+    step(model, batch_of(model))
+    sampler = sampler_of(model)
+    patch(model, SAMPLED)
+    assert sampler_of(model) is sampler and sampler.cache.layers
+    patch(model, MemSaveConfig(linear=WTACRS(budget=0.5)))
+    assert sampler_of(model) is not sampler and not sampler_of(model).cache.layers
+    patch(model)
+    assert sampler_of(model) is None
