@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hf_memsave.config import MemSaveConfig
+from hf_memsave.config import WTACRS, MemSaveConfig
 from hf_memsave.errors import ConfigError, KeptTensorChangedError, MemSaveError, PatchError
 from hf_memsave.integrations import from_pretrained as _from_pretrained
 from hf_memsave.patch import PatchReport, patch, unpatch
@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 _from_pretrained.install()
 
 __all__ = [
+    "WTACRS",
     "ConfigError",
     "Kept",
     "KeptTensorChangedError",

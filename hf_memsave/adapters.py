@@ -17,6 +17,7 @@ from hf_memsave.arch import adapter
 from hf_memsave.collect import BLOCKS, collect, refuse_foreign_patches
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import PatchError
+from hf_memsave.sampled_layers import attach
 from hf_memsave.swap import binding_of, is_patched, patched_class, patched_models, set_class, stock_class
 
 logger = logging.get_logger(__name__)
@@ -73,10 +74,11 @@ def _patch_added(model: nn.Module) -> None:
         if around is None or (config := blocks[around]) is None:
             continue
         try:
-            plan = collect(module, config)[1]
+            plan = collect(module, config, prefix=name)[1]
         except PatchError as error:
             logger.warning("The adapter in %s stays as PEFT made it: %s", name, error)
             continue
         for p in plan:
             if not is_patched(p.module):
                 set_class(p.module, patched_class(stock_class(p.module), p.site.op, p.site.names, p.value))
+    attach(model)

@@ -11,10 +11,12 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave.arch import ARCHS, COMMON, Site, adapter, guess
-from hf_memsave.config import MemSaveConfig
+from hf_memsave.config import WTACRS, MemSaveConfig
 from hf_memsave.errors import PatchError
-from hf_memsave.ops import OPS
+from hf_memsave.ops import OPS, Binding
+from hf_memsave.ops.eager_attention import NAME, implementation, is_attention
 from hf_memsave.ops.expression import match
+from hf_memsave.ops.few_bit import FewBit
 from hf_memsave.swap import hides_forward, stock_class
 
 #: What a tape is put around.
@@ -45,12 +47,13 @@ class Planned(NamedTuple):
     value: Any
 
 
-def collect(model: nn.Module, config: MemSaveConfig) -> tuple[list[SiteReport], list[Planned]]:
+def collect(model: nn.Module, config: MemSaveConfig, prefix: str = "") -> tuple[list[SiteReport], list[Planned]]:
     """Every site of ``model`` that ``config`` asks for, checked; the model is not touched.
 
     Args:
         model: Stock, or patched before.
         config: What was asked for.
+        prefix: The path of ``model`` in the model that it is a part of, for what is chosen by path.
 
     Returns:
         A line for each site found, and the modules to swap.
@@ -79,26 +82,85 @@ def collect(model: nn.Module, config: MemSaveConfig) -> tuple[list[SiteReport], 
         site = known.get(path) or adapter(cls) or guess(cls, module)
         if site is None:
             continue
+        if config.linear is not None and is_sampled(f"{prefix}.{name}", site.op, config.linear):
+            site = Site(cls=site.cls, op="wta_crs")
         if OPS[site.op].method == "forward" and hides_forward(module):
+            if site.op == "eager_attention":  # a stranger's attention is welcome to run instead of stock's
+                sites.append(SiteReport(name, cls.__name__, site.op, "skipped", _hidden(module)))
+                continue
             refuse_hidden(name, module)
         value, reason = _check(name, module, site, config, is_own=site not in COMMON.sites and path in known)
         if reason is not None:
             sites.append(SiteReport(name, cls.__name__, site.op, "skipped", reason))
         else:
-            sites.append(SiteReport(name, cls.__name__, site.op, "patched", OPS[site.op].note(module)))
+            note = _note(name, module, site, value)
+            sites.append(SiteReport(name, cls.__name__, site.op, "patched", note))
             plan.append(Planned(module, site, value))
             uncovered |= not _ancestors(name) & taped
+    if config.linear is not None and config.linear.targets and not prefix:
+        _refuse_no_target(sites, config.linear.targets, model)
+    if config.linear is not None and config.linear.attention and not prefix:
+        _refuse_other_attention(sites, model)
     if uncovered and "" not in taped:
         _add_root(model, config, sites, plan)
     return sites, plan
 
 
-def _check(name: str, module: nn.Module, site: Site, config: MemSaveConfig, is_own: bool) -> tuple[str, str | None]:
+def is_sampled(path: str, op: str, config: WTACRS) -> bool:
+    """Whether the linear at ``path`` is one of those that ``config`` samples."""
+    if op not in ("linear", "conv1d"):
+        return False
+    if config.targets is None:
+        return "lora_B" not in path and any(part.isdigit() for part in path.split("."))
+    dotted = f".{path}."
+    named = [target for target in config.targets if f".{target}." in dotted]
+    return bool(named) and ("lora_B" not in path or "lora_B" in ".".join(named))
+
+
+def _refuse_no_target(sites: list[SiteReport], targets: tuple[str, ...], model: nn.Module) -> None:
+    sampled = [f".{site.name}." for site in sites if site.op == "wta_crs"]
+    if missing := [t for t in targets if not any(f".{t}." in path for path in sampled)]:
+        linears = {site.name.rpartition(".")[2] for site in sites if site.op in ("linear", "conv1d", "wta_crs")}
+        if missing == ["lora_A"] or missing == ["lora_B"]:
+            return  # adapters are added later, as often as not
+        raise PatchError(
+            f"WTACRS.targets: expected names of linears of {type(model).__name__}, got {missing[0]!r}, which is none. "
+            f"Choose from {', '.join(sorted(linears))}, or leave targets out for all linears in repeated blocks."
+        )
+
+
+def _refuse_other_attention(sites: list[SiteReport], model: nn.Module) -> None:
+    found = {name: module for name, module in model.named_modules() if is_attention(stock_class(module))}
+    remedy = f"Load the model with attn_implementation={NAME!r}, or leave attention=True out."
+    if not found:
+        raise PatchError(
+            f"WTACRS(attention=True): expected a model with Transformers' own eager attention, got "
+            f"{type(model).__name__}, which has none. Leave attention=True out."
+        )
+    reports = {site.name: site for site in sites if site.op == "eager_attention"}
+    for name, module in found.items():
+        if name not in reports:
+            raise PatchError(
+                f"WTACRS(attention=True): expected attn_implementation={NAME!r}, got {implementation(module)!r} in "
+                f"{name}. {remedy}"
+            )
+        if reports[name].status == "skipped":
+            raise PatchError(
+                f"WTACRS(attention=True): expected to patch {name}, but {reports[name].reason}. Leave that out, or "
+                "attention=True."
+            )
+
+
+def _check(name: str, module: nn.Module, site: Site, config: MemSaveConfig, is_own: bool) -> tuple[Any, str | None]:
     """The value that chooses the op, and why the module cannot take it (None if it can)."""
     op = OPS[site.op]
     value = "on" if op.setting is None else getattr(config, op.setting)
-    if value == "stock":
-        return value, f"{op.setting}='stock' was asked for"
+    if value == "stock" or value is False:
+        return value, f"{op.setting}={value!r} was asked for"
+    if value == "few_bit":
+        value = FewBit(config.few_bits)
+    if op.takes_config:
+        value = config
     reason = op.check(module, site.names) or _contradiction(module, site)
     if reason is not None and is_own:
         raise PatchError(
@@ -106,6 +168,14 @@ def _check(name: str, module: nn.Module, site: Site, config: MemSaveConfig, is_o
             f"{op.setting}='stock' to leave these modules alone."
         )
     return value, reason
+
+
+def _note(name: str, module: nn.Module, site: Site, value: Any) -> str:
+    op = OPS[site.op]
+    binding = Binding(stock_class(module), op, site.names, value)
+    if (error := op.refuse(module, binding)) is not None:
+        raise PatchError(f"{name or 'the model'} ({stock_class(module).__name__}) {error}")
+    return op.note(module, binding)
 
 
 def _contradiction(module: nn.Module, site: Site) -> str | None:

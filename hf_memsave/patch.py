@@ -16,7 +16,10 @@ from hf_memsave.attention_name import attention_sites, use_ours, use_stock
 from hf_memsave.collect import SiteReport, collect, model_types, refuse_foreign_patches
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import PatchError
+from hf_memsave.ops.block import CODEC
+from hf_memsave.sampled_layers import attach, sampler_of
 from hf_memsave.swap import (
+    binding_of,
     is_patched,
     is_wrapped,
     patched_class,
@@ -25,6 +28,8 @@ from hf_memsave.swap import (
     stock_class,
 )
 from hf_memsave.tape import Kept, measure_kept
+from hf_memsave.tape.quantize import FORMATS
+from hf_memsave.tape.storage import Codec
 
 _NO_GAIN_ALONE = {"block", "linear", "conv1d"}
 
@@ -102,11 +107,26 @@ class PatchReport:
             patch(model, self.config)
         return Comparison(stock, measure_kept(model, batch))
 
+    def _sampling(self) -> list[str]:
+        model, config = self._model(), self.config.linear
+        sampler = None if model is None else sampler_of(model)
+        if config is None or sampler is None:
+            return []
+        unbiased = "biased" if config.estimator == "topk" else "unbiased"
+        what = "weight gradients, and those of attention's products," if config.attention else "weight gradients"
+        line = f"  {what} from {config.budget:.0%} of the tokens: noisy, and {unbiased}"
+        size = sampler.cache.nbytes
+        return [line + (f"; their norms take up to {size / 2**20:.1f} MiB of main memory" if size else "")]
+
     def __str__(self) -> str:
         counts = Counter((site.status, site.op, site.cls, site.reason) for site in self.sites)
         lines = [f"hf_memsave: {len(self.patched)} sites patched, {len(self.skipped)} skipped"]
         for (status, op, cls, reason), count in sorted(counts.items()):
             lines.append(f"  {status:<8} {count:>4} x {op:<18} {cls}{': ' + reason if reason else ''}")
+        lines += self._sampling()
+        if self.config.storage is not None:
+            bits = FORMATS[self.config.storage].bits
+            lines.append(f"  activations that have to be kept are kept in {bits} bits: gradients are approximate")
         lines += [f"  no table for model type {kind!r}: sites were found by module class" for kind in self.unknown]
         if added := self.added:
             lines.append(f"  {len(added)} sites were added since ({added[0]}, ...): call hf_memsave.patch(model) again")
@@ -157,6 +177,8 @@ def patch(model: nn.Module, config: MemSaveConfig | str | bool | dict[str, Any] 
         if not is_wrapped(module):  # else it is patched as planned already
             set_class(module, classes.get(id(module), stock_class(module)))
     (use_ours if resolved.attention == "recompute" else use_stock)(model)
+    attach(model)
+    _attach_codecs(model, resolved.storage)
     watch_peft()
     return PatchReport(model, resolved, sites)
 
@@ -172,11 +194,22 @@ def unpatch(model: nn.Module) -> None:
     for module in model.modules():
         set_class(module, stock_class(module))
     use_stock(model)
+    attach(model)
+    _attach_codecs(model, None)
 
 
 def watch_peft() -> None:
     """Have adapters patched as they are added: to a patched model, or by a config with a ``memsave`` field of ours."""
     watch(patch)
+
+
+def _attach_codecs(model: nn.Module, kind: str | None) -> None:
+    """Give every patched block a codec of this kind (it stays if it was there); take away all others."""
+    for index, module in enumerate(model.modules()):
+        before = module.__dict__.pop(CODEC, None)
+        binding = binding_of(module)
+        if kind is not None and binding is not None and binding.op.name == "block":
+            module.__dict__[CODEC] = before if before is not None and before.kind == kind else Codec(kind, index)
 
 
 def _reasons(sites: list[SiteReport]) -> str:

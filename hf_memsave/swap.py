@@ -7,15 +7,19 @@ class body: ``GradientCheckpointingLayer`` wraps it there, and never sees one th
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave.errors import PatchError
 from hf_memsave.ops import OPS, Binding, attention
+from hf_memsave.ops.block import asks_for_index, call_with_batch
+from hf_memsave.sampling.sampler import INDEX
 from hf_memsave.tape import current
 
 _BINDING = "_memsave_binding"
@@ -114,6 +118,15 @@ def _patched_class(stock: Any, op: str, names: tuple[tuple[str, str], ...], valu
             return stock_method(self, *args, **kwargs)
         return binding.op.forward(self, binding, *args, **kwargs)
 
+    binding = Binding(stock=stock, op=OPS[op], names=dict(names), value=value)
+    if op == "block" and asks_for_index(binding):  # so that Trainer hands the model that column
+        signature = inspect.signature(stock_method)
+        *before, last = signature.parameters.values()
+        after = [last] if last.kind is inspect.Parameter.VAR_KEYWORD else []
+        before += [] if after else [last]
+        index = inspect.Parameter(INDEX, inspect.Parameter.KEYWORD_ONLY, default=None)
+        patched.__signature__ = signature.replace(parameters=[*before, index, *after])  # type: ignore[attr-defined]
+
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         _, _, *state = stock.__reduce_ex__(self, protocol)
         return (_rebuild, (stock, op, names, value), *state)
@@ -124,8 +137,10 @@ def _patched_class(stock: Any, op: str, names: tuple[tuple[str, str], ...], valu
         "__doc__": stock.__doc__,
         "__reduce_ex__": __reduce_ex__,
         method: patched,
-        _BINDING: Binding(stock=stock, op=OPS[op], names=dict(names), value=value),
+        _BINDING: binding,
     }
+    if op == "block" and issubclass(stock, GradientCheckpointingLayer):
+        body["__call__"] = call_with_batch(stock)
     cls = type(stock)(stock.__name__, (stock,), body)
     _METHODS.add(getattr(cls, method))
     return cls

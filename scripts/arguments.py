@@ -10,9 +10,12 @@ import yaml
 from transformers import CONFIG_MAPPING, HfArgumentParser
 
 from hf_memsave import MemSaveConfig
+from hf_memsave.config import presets
 
 #: Options of which only one side may be given. Where the command line gives one, the file's others are dropped.
 Sides = tuple[tuple[str, ...], ...]
+#: Option -> another that is meant for its value: the file's is dropped where the command line gives the first.
+GOES_WITH = {"lr_scheduler_type": "lr_scheduler_kwargs"}
 
 
 class UsageError(Exception):
@@ -77,8 +80,9 @@ class ModelArguments:
         metadata={
             "nargs": "?",
             "const": "true",
-            "metavar": "PRESET",
-            "help": "Keep less activation memory: by the default, exact setting, or by the preset named here.",
+            "metavar": "PRESET|FILE",
+            "help": "Keep less activation memory: by the default, exact setting, by the preset named here, or by a "
+            "YAML or JSON file of MemSaveConfig's fields. In a --config file also these fields themselves.",
         },
     )
     lora_r: int | None = field(
@@ -119,8 +123,18 @@ class ModelArguments:
         return not self.model_name_or_path
 
     def memsave_config(self) -> MemSaveConfig | None:
-        """What ``--memsave`` means; None for a stock model."""
-        return MemSaveConfig.resolve({None: False, "false": False, "true": True}.get(self.memsave, self.memsave))
+        """What ``--memsave`` means: nothing, a preset, a file or, as JSON, fields; None for a stock model."""
+        given = self.memsave
+        if given in (None, "true", "false"):
+            return MemSaveConfig.resolve(given == "true")
+        if given.startswith("{"):  # a mapping in the --config file
+            try:
+                return MemSaveConfig.from_dict(json.loads(given))
+            except json.JSONDecodeError as error:
+                raise UsageError(f"--memsave: expected fields as JSON, got {given}. {error}") from error
+        if given not in presets() and (Path(given).is_file() or Path(given).suffix in (".yaml", ".yml", ".json")):
+            return MemSaveConfig.from_file(given)
+        return MemSaveConfig.preset(given)
 
 
 @dataclass
@@ -171,7 +185,7 @@ def parse_arguments(argv: Sequence[str], classes: Sequence[type], usage: str, de
 
 def _overruled(argv: Sequence[str], questions: Iterable[Sides]) -> set[str]:
     given = {option[2:].partition("=")[0] for option in argv if option.startswith("--")}
-    overruled = set()
+    overruled = {GOES_WITH[name] for name in given & GOES_WITH.keys()}
     for sides in questions:
         for name in given:
             answered = [set(side) for side in sides if name in side]

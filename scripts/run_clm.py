@@ -40,7 +40,7 @@ from byte_bpe import train_byte_bpe
 from text_data import existing, first, pick_columns, read_hub, read_lines, renamed
 
 USAGE = "(--model_name_or_path NAME | --config_name NAME | --model_type TYPE) (--train_file FILE | --dataset_name NAME)"
-USAGE += " [--block_size N] [--memsave [PRESET]] [--lora_r N] [--load_in_4bit] [--do_train] [--do_eval]"
+USAGE += " [--block_size N] [--memsave [PRESET|FILE]] [--lora_r N] [--load_in_4bit] [--do_train] [--do_eval]"
 #: Blocks are no longer than this unless asked for.
 LONGEST_DEFAULT = 1024
 
@@ -210,6 +210,7 @@ def run(model_args: ClmModelArguments, data_args: ClmArguments, training_args: T
         train_dataset=blocks.get("train"),
         eval_dataset=blocks.get("validation"),
         processing_class=tokenizer,
+        callbacks=runs.callbacks(model_args.memsave_config()),
         data_collator=default_data_collator,
     )
 

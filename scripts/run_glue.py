@@ -10,9 +10,10 @@ A model with random weights and official GLUE files, without any network::
     python scripts/run_glue.py --config_name config.json --config_overrides num_hidden_layers=2 \
         --data_dir glue/MRPC --do_train --do_eval --output_dir runs/mrpc --memsave exact
 
-LoRA, from a recipe::
+LoRA, from a recipe; and with weight gradients from a sample of the tokens, as in the paper of WTA-CRS::
 
     python scripts/run_glue.py --config configs/recipes/glue-bert-mrpc-lora.yaml --memsave
+    python scripts/run_glue.py --config configs/glue/bert-base-mrpc-lora-wta-crs.yaml
 """
 
 import sys
@@ -43,7 +44,7 @@ from hf_memsave.wordpiece import load_vocab_tokenizer, train_wordpiece
 
 METRICS = Path(__file__).parent / "metrics" / "glue"
 USAGE = "(--model_name_or_path NAME | --config_name NAME | --model_type TYPE) (--task_name TASK | --data_dir DIR)"
-USAGE += " [--memsave [PRESET]] [--lora_r N] [--do_train] [--do_eval] [--do_predict]"
+USAGE += " [--memsave [PRESET|FILE]] [--lora_r N] [--do_train] [--do_eval] [--do_predict]"
 
 
 @dataclass
@@ -220,6 +221,7 @@ def run(model_args: GlueModelArguments, data_args: GlueArguments, training_args:
         train_dataset=splits.get("train"),
         eval_dataset=splits.get(task.validation_splits[0]),
         processing_class=tokenizer,
+        callbacks=runs.callbacks(model_args.memsave_config()),
         compute_metrics=metrics_for(task, config),
         preprocess_logits_for_metrics=lambda logits, _: logits[0] if isinstance(logits, tuple) else logits,
     )

@@ -37,7 +37,8 @@ from text_data import existing, first, pick_columns, read_hub, read_pairs, renam
 
 METRIC = Path(__file__).parent / "metrics" / "rouge"
 USAGE = "(--model_name_or_path NAME | --config_name NAME | --model_type TYPE) (--train_file FILE | --dataset_name NAME)"
-USAGE += " [--source_prefix TEXT] [--predict_with_generate] [--memsave [PRESET]] [--lora_r N] [--do_train] [--do_eval]"
+USAGE += " [--source_prefix TEXT] [--predict_with_generate] [--memsave [PRESET|FILE]] [--lora_r N] [--do_train]"
+USAGE += " [--do_eval]"
 #: Split -> the option that names its file, and the one that asks for it.
 FILES = {
     "train": ("train_file", "do_train"),
@@ -168,6 +169,7 @@ def run(model_args: ModelArguments, data_args: SummarizationArguments, training_
         train_dataset=splits.get("train"),
         eval_dataset=splits.get("validation"),
         processing_class=tokenizer,
+        callbacks=runs.callbacks(model_args.memsave_config()),
         data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
         compute_metrics=metrics_for(tokenizer) if training_args.predict_with_generate else None,
     )

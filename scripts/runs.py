@@ -4,10 +4,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from arguments import UsageError
+from hf_memsave import MemSaveCallback, MemSaveConfig
 from hf_memsave.errors import ConfigError, PatchError
 from hf_memsave.glue import GlueDataError
 from hf_memsave.wordpiece import VocabularyError
@@ -36,6 +37,11 @@ def checkpoint_to_resume(training: TrainingArguments) -> str | None:
             f"--resume_from_checkpoint: expected a checkpoint in {folder}, found none. Name one that exists."
         )
     return str(found)
+
+
+def callbacks(memsave: MemSaveConfig | None) -> list[TrainerCallback]:
+    """What logs the memory kept and freed, and saves with every checkpoint what sampling remembers; none for stock."""
+    return [MemSaveCallback(memsave)] if memsave else []
 
 
 def train(trainer: Trainer, checkpoint: str | None) -> None:

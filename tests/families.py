@@ -15,6 +15,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PhiConfig,
@@ -48,6 +50,7 @@ QUOTED = Size(hidden=256, heads=4, batch=4, seq=128)
 
 FAMILIES = (
     "bert", "roberta", "gpt2", "t5-encoder", "t5-decoder", "t5-gated-encoder", "llama", "mistral", "phi", "phi3",
+    "opt",
 )  # fmt: skip
 
 
@@ -71,6 +74,9 @@ def build(family: str, size: Size = Size(), dtype: torch.dtype = torch.float32, 
         model = GPT2LMHeadModel(GPT2Config(n_embd=h, n_layer=size.layers, n_head=heads, vocab_size=VOCAB, **drops))
     elif family.startswith("t5"):
         model = _t5(family, size, dropout)
+    elif family == "opt":
+        options = dict(common, ffn_dim=4 * h, word_embed_proj_dim=h, max_position_embeddings=size.seq)
+        model = OPTForCausalLM(OPTConfig(**options, dropout=dropout, attention_dropout=0.0))
     elif family == "phi":
         model = PhiForCausalLM(PhiConfig(**common, intermediate_size=4 * h, resid_pdrop=dropout))
     else:

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from hf_memsave.glue import TASKS
 from hf_memsave.swap import is_patched
 
 REPO = Path(__file__).resolve().parents[1]
@@ -25,6 +27,8 @@ CONFIGS = {
     "roberta": SIZES | {"vocab_size": 120, "max_position_embeddings": 34, "type_vocab_size": 1},
     "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32, "vocab_size": 300},
     "llama": SIZES | {"vocab_size": 300, "num_key_value_heads": 1, "max_position_embeddings": 32},
+    "opt": {"hidden_size": 16, "word_embed_proj_dim": 8, "ffn_dim": 32, "num_hidden_layers": 1, "vocab_size": 300}
+    | {"num_attention_heads": 2, "max_position_embeddings": 32, "do_layer_norm_before": False},
     "t5": {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 300},
     "bart": {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 300, "max_position_embeddings": 32}
     | dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)
@@ -48,6 +52,28 @@ def config(folder: Path, model_type: str) -> str:
     path.mkdir()
     (path / "config.json").write_text(json.dumps({"model_type": model_type} | CONFIGS[model_type]))
     return str(path)
+
+
+def glue_data(folder: Path, name: str = "mrpc") -> str:
+    """Sixteen made-up examples in every file of the task; in a pair, the label tells whether both halves are equal."""
+    task = TASKS[name]
+    folder /= task.folder
+    folder.mkdir()
+    rng = random.Random(0)
+    for split, file in task.files.items():
+        header = ["index", *task.text.values(), *[task.label_column] * (split not in task.test_splits)]
+        if task.headerless and split not in task.test_splits:
+            header = task.headerless
+        lines = [] if header is task.headerless else ["\t".join(header)]
+        for index in range(16):
+            label = index % len(task.labels or range(6))
+            words = [" ".join(rng.choices(["cat", "hat", "mat", "sat"], k=3)) for _ in range(2)]
+            texts = [words[0], words[0 if label else 1]]
+            row = dict(zip(task.text.values(), texts, strict=False))
+            row[task.label_column] = task.label_names[label] if task.labels else f"{label}.5"
+            lines.append("\t".join(row.get(column, str(index)) for column in header))
+        (folder / file).write_text("\n".join(lines) + "\n")
+    return str(folder)
 
 
 def pretrained(folder: Path, model_type: str, auto: type, tokenizer, **changes) -> str:
@@ -96,6 +122,13 @@ def assert_same_run(first: Path, second: Path, weights: str = "model.safetensors
     assert expected.keys() == found.keys() and len(found) > 1
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
     assert results(first).get("eval_loss") == results(second).get("eval_loss")
+
+
+def assert_memory_logged(stock: Path, patched: Path) -> None:
+    """With every loss of the patched run came what it kept; the stock run knows nothing of it."""
+    losses = [[entry for entry in log(folder) if "loss" in entry] for folder in (stock, patched)]
+    names = [[name for entry in entries for name in entry if name.startswith("memsave/")] for entries in losses]
+    assert names == [[], ["memsave/freed_mib", "memsave/kept_mib"] * 2]
 
 
 def log(folder: Path) -> list[dict]:

@@ -6,11 +6,18 @@ import pickle
 
 import pytest
 
-from hf_memsave import ConfigError, MemSaveConfig, MemSaveError
+from hf_memsave import WTACRS, ConfigError, MemSaveConfig, MemSaveError
 from hf_memsave.config import presets
 
 #: Another value than the default, for every field.
-OTHER = {"activation": "stock", "norm": "stock", "dropout": "mask", "attention": "stock", "lora": "stock"}
+OTHER = {
+    "activation": "stock", "few_bits": 2, "norm": "stock", "dropout": "mask", "attention": "stock", "lora": "stock",
+    "frozen": False, "linear": WTACRS(budget=0.5, targets=("query",)), "storage": "int8",
+}  # fmt: skip
+SAMPLED = {
+    "budget": 0.5, "estimator": "wta", "targets": ["query"], "cache": "position", "samples": None, "minimum": 10,
+    "seed": 0, "attention": False,
+}  # fmt: skip
 FIELDS = [field.name for field in dataclasses.fields(MemSaveConfig)]
 
 
@@ -36,7 +43,11 @@ def test_a_field_that_does_not_exist_is_refused():
         MemSaveConfig(activations="stock")
 
 
-@pytest.mark.parametrize("name", FIELDS)
+#: Those with a list of values to choose from.
+CHOICES = [name for name in FIELDS if name not in ("few_bits", "frozen", "linear", "storage")]
+
+
+@pytest.mark.parametrize("name", CHOICES)
 @pytest.mark.parametrize("value", ["Stock", "", None, True, 1, ["stock"]], ids=repr)
 def test_a_wrong_value_is_refused_with_those_that_are_right(name, value):
     with pytest.raises(ConfigError, match=f"MemSaveConfig.{name} must be one of .*'stock'.*, got ") as caught:
@@ -57,7 +68,76 @@ def test_a_config_error_is_a_value_error():
 
 
 def test_to_dict_has_every_field():
-    assert MemSaveConfig(**OTHER).to_dict() == OTHER
+    assert MemSaveConfig(**OTHER).to_dict() == {**OTHER, "linear": SAMPLED}
+
+
+@pytest.mark.parametrize("value", ["wta", 0.3, True, {"budget": 0.3}], ids=repr)
+def test_linear_takes_a_wtacrs_only(value):
+    with pytest.raises(ConfigError, match=r"MemSaveConfig.linear must be None or a WTACRS, got .*Use WTACRS\(budget"):
+        MemSaveConfig(linear=value)
+
+
+@pytest.mark.parametrize("value", [0, 9, 2.5, "4", True, None], ids=repr)
+def test_few_bits_are_one_to_eight(value):
+    with pytest.raises(ConfigError, match=r"few_bits must be a whole number from 1 to 8, got .*default, 4"):
+        MemSaveConfig(few_bits=value)
+
+
+@pytest.mark.parametrize("value", ["True", 1, None], ids=repr)
+def test_frozen_is_true_or_false(value):
+    with pytest.raises(ConfigError, match="MemSaveConfig.frozen must be True or False, got .*default, True"):
+        MemSaveConfig(frozen=value)
+
+
+@pytest.mark.parametrize("value", ["int2", "INT8", 8, True, ""], ids=repr)
+def test_storage_is_int8_or_int4(value):
+    with pytest.raises(ConfigError, match="MemSaveConfig.storage must be None, 'int8' or 'int4', got .*Leave it out"):
+        MemSaveConfig(storage=value)
+
+
+def test_storage_does_not_round_away_the_precision_bit():
+    with pytest.raises(ConfigError, match="activation='precision_bit', which keeps a bit there. Use activation='inv"):
+        MemSaveConfig(storage="int8", activation="precision_bit")
+
+
+def test_linear_is_read_from_a_mapping():
+    assert MemSaveConfig.from_dict({"linear": SAMPLED}) == MemSaveConfig(linear=OTHER["linear"])
+
+
+def test_an_unknown_key_of_linear_is_named():
+    with pytest.raises(ConfigError, match="WTACRS has no field 'budgets': expected 'budget', 'estimator'"):
+        MemSaveConfig.from_dict({"linear": {"budgets": 0.3}})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("budget", 0, r"a number in \(0, 1\], got 0"),
+        ("budget", 1.5, "got 1.5"),
+        ("budget", float("nan"), "got nan"),
+        ("budget", "0.3", "got '0.3'"),
+        ("budget", True, "got True"),
+        ("estimator", "WTA", "'wta', 'crs' or 'topk', got 'WTA'"),
+        ("targets", "query", "names of linears, or None"),
+        ("targets", (), "names of linears"),
+        ("targets", ("",), "names of linears"),
+        ("cache", "sample", "'position', 'sample_idx', 'content' or None, got 'sample'"),
+        ("samples", 10, "None, or with cache='content' a number"),
+        ("minimum", 0, "at least 1, got 0"),
+        ("minimum", 2.5, "at least 1, got 2.5"),
+        ("seed", -1, "at least 0, got -1"),
+        ("attention", 1, "True or False, got 1"),
+    ],
+)
+def test_a_wrong_value_of_wtacrs_is_refused_with_the_remedy(name, value, expected):
+    with pytest.raises(ConfigError, match=rf"WTACRS.{name}: expected .*{expected}.* Use "):
+        WTACRS(**{name: value})
+
+
+@pytest.mark.parametrize("samples", [None, 0, "10"])
+def test_a_table_of_samples_needs_to_know_how_many(samples):
+    with pytest.raises(ConfigError, match=r"WTACRS.samples: expected the number of training samples.*len\(train_data"):
+        WTACRS(cache="sample_idx", samples=samples)
 
 
 def test_from_dict_takes_the_default_for_what_is_left_out():
@@ -65,7 +145,7 @@ def test_from_dict_takes_the_default_for_what_is_left_out():
 
 
 def test_from_dict_names_every_unknown_key_and_the_known_ones():
-    with pytest.raises(ConfigError, match="no field 1, 'norms': expected 'activation', 'norm', 'dropout'"):
+    with pytest.raises(ConfigError, match="no field 1, 'norms': expected 'activation', 'few_bits', 'norm'"):
         MemSaveConfig.from_dict({"norms": "stock", 1: 2, "norm": "stock"})
 
 

@@ -104,7 +104,7 @@ def test_doctor_lists_the_sites_that_patch_finds(model_type, config, capsys):
     text = " ".join(sum(lines, []))
     assert f"{len(sites)} patched, 0 skipped." in text
     assert ("No table for model type 'vit'" in text) == (model_type == "vit")
-    assert ("1 Conv2d" in text) == (model_type == "vit") and ("3 Embedding, 1 Tanh." in text) == (model_type == "bert")
+    assert ("3 Embedding, 1 Tanh." in text) == (model_type == "bert")
 
 
 def test_doctor_says_why_a_site_is_skipped(config, capsys, monkeypatch):
@@ -115,7 +115,8 @@ def test_doctor_says_why_a_site_is_skipped(config, capsys, monkeypatch):
     assert "11 Dropout" not in text.split("Modules that no op is for")[1]
 
 
-def test_doctor_names_what_cannot_be_patched(config, capsys):
+def test_doctor_names_what_cannot_be_patched(config, capsys, monkeypatch):
+    monkeypatch.setattr(doctor.MemSaveConfig, "preset", lambda name: hf_memsave.MemSaveConfig(frozen=False))
     status, lines, error = call(capsys, config("mobilenet_v2"))
     assert status == 1 and "Nothing found that prevents patching." not in [" ".join(line) for line in lines]
     assert "nothing to patch in MobileNetV2Model" in error and error.count("\n") == 1

@@ -16,10 +16,10 @@ from transformers import (
     DeepseekV32ForCausalLM,
     GemmaConfig,
     GemmaForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -46,14 +46,14 @@ MODELS = {
     "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**GATED)),
     "seed_oss": lambda: SeedOssForCausalLM(SeedOssConfig(**GATED, head_dim=8, residual_dropout=0.1)),
     "deepseek_v32": lambda: DeepseekV32ForCausalLM(DeepseekV32Config(**DEEPSEEK)),
-    "opt": lambda: OPTForCausalLM(OPTConfig(**COMMON, ffn_dim=128, word_embed_proj_dim=32)),
+    "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**COMMON, intermediate_size=64)),
 }
 #: Op -> how many sites, beyond linears, blocks and attention.
 GUESSED = {
     "qwen2": {"rms_norm": 5, "gated_mlp": 2, "activation": 2},
     "qwen3": {"rms_norm": 9, "gated_mlp": 2, "activation": 2},
     "gemma": {"gated_mlp": 2, "activation": 2},
-    "opt": {"layer_norm": 5},
+    "gpt_neox": {"layer_norm": 5, "activation": 2, "dropout": 5},
 }
 ALWAYS = {"linear", "block", "attention"}
 

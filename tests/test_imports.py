@@ -18,10 +18,10 @@ SOURCE = Path(hf_memsave.__file__).parent
 #: The floor of each module and package directly under the root; the root itself may import anything.
 FLOORS = {
     "errors": 0, "config": 0,
-    "tape": 2,
+    "tape": 2, "sampling": 2,
     "ops": 3,
     "arch": 4, "swap": 4,
-    "adapters": 5, "attention_name": 5, "collect": 5, "patch": 5,
+    "adapters": 5, "attention_name": 5, "collect": 5, "patch": 5, "sampled_layers": 5,
     "integrations": 6, "glue": 6, "wordpiece": 6,
     "cli": 7, "commands": 7,
 }  # fmt: skip

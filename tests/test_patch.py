@@ -44,6 +44,7 @@ T5 = {
     "t5_layer_norm": "encoder.block.*.layer.{0,1}.layer_norm decoder.block.*.layer.{0,1,2}.layer_norm"
     " {encoder,decoder}.final_layer_norm",
     "t5_mlp": "{encoder.block.*.layer.1,decoder.block.*.layer.2}.DenseReluDense",
+    "rectifier": "{encoder.block.*.layer.1,decoder.block.*.layer.2}.DenseReluDense.act",
     "dropout": "encoder.block.*.layer.{0.,1.,1.DenseReluDense.}dropout"
     " decoder.block.*.layer.{0.,1.,2.,2.DenseReluDense.}dropout {encoder,decoder}.dropout",
     "linear": "{{encoder,decoder}.block.*.layer.0.Self,decoder.block.*.layer.1.EncDec}Attention.{q,k,v,o}"
@@ -54,7 +55,7 @@ GATED_T5 = T5 | {
     "new_gelu": T5["t5_mlp"] + ".act",
     "linear": T5["linear"].replace("{wi,wo}", "{wi_0,wi_1,wo}"),
 }
-del GATED_T5["t5_mlp"]
+del GATED_T5["t5_mlp"], GATED_T5["rectifier"]
 SITES = {
     "bert": BERT,
     "roberta": ROBERTA,
@@ -72,6 +73,13 @@ SITES = {
     "t5-gated-encoder": GATED_T5,
     "llama": LLAMA,
     "mistral": LLAMA,
+    "opt": {
+        "attention": "@ model model.decoder",
+        "block": "@ model model.decoder model.decoder.layers.*",
+        "layer_norm": "model.decoder.layers.*.{self_attn,final}_layer_norm model.decoder.final_layer_norm",
+        "rectifier": "model.decoder.layers.*.activation_fn",
+        "linear": "model.decoder.layers.*.{self_attn.{q_proj,k_proj,v_proj,out_proj},fc1,fc2} lm_head",
+    },
     "phi": {
         "attention": "@ model",
         "block": "@ model model.layers.*",
@@ -413,7 +421,7 @@ def test_asking_for_nothing_is_an_error(nothing, llama):
 
 
 def test_nothing_to_patch_is_an_error(device):
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).to(device)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).to(device)
     before = state_of(model)
     with pytest.raises(PatchError, match=r"nothing to patch in Sequential.*hf_memsave/arch"):
         patch(model)

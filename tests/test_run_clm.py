@@ -15,6 +15,7 @@ from script_helpers import (
     LORA,
     RECIPES,
     STEPS,
+    assert_memory_logged,
     assert_moved,
     assert_patched,
     assert_refused,
@@ -86,6 +87,7 @@ def test_a_run_leaves_a_model_its_tokenizer_and_its_perplexity(folders):
 
 def test_the_flag_changes_no_loss_no_parameter_and_no_token(folders):
     assert_same_run(folders["stock"], folders["patched"])
+    assert_memory_logged(folders["stock"], folders["patched"])
     vocabularies = [(out / "tokenizer.json").read_text() for out in folders.values()]
     assert vocabularies[0] == vocabularies[1]  # trained in two processes
 

@@ -1,7 +1,6 @@
 """``scripts/run_glue.py``: every task and family runs without a network, and mistakes are answered in one line."""
 
 import json
-import random
 import runpy
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from script_helpers import (
     RECIPES,
     SCRIPTS,
     STEPS,
+    assert_memory_logged,
     assert_moved,
     assert_refused,
     assert_same_run,
@@ -27,13 +27,14 @@ from script_helpers import (
     results,
     run_both,
 )
+from script_helpers import glue_data as data
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import hf_memsave
 from hf_memsave.glue import TASKS
 from hf_memsave.wordpiece import train_wordpiece
 
-FAMILIES = ["bert", "roberta", "gpt2", "llama", "t5"]
+FAMILIES = ["bert", "roberta", "gpt2", "llama", "opt", "t5"]
 STEPS = [*STEPS, "--max_seq_length", "32"]
 DO = ["--do_train", "--do_eval", "--do_predict"]
 
@@ -46,28 +47,6 @@ def script(monkeypatch):
 @pytest.fixture
 def bert(tmp_path):
     return config(tmp_path, "bert")
-
-
-def data(folder: Path, name: str = "mrpc") -> str:
-    """Sixteen made-up examples in every file of the task; in a pair, the label tells whether both halves are equal."""
-    task = TASKS[name]
-    folder /= task.folder
-    folder.mkdir()
-    rng = random.Random(0)
-    for split, file in task.files.items():
-        header = ["index", *task.text.values(), *[task.label_column] * (split not in task.test_splits)]
-        if task.headerless and split not in task.test_splits:
-            header = task.headerless
-        lines = [] if header is task.headerless else ["\t".join(header)]
-        for index in range(16):
-            label = index % len(task.labels or range(6))
-            words = [" ".join(rng.choices(["cat", "hat", "mat", "sat"], k=3)) for _ in range(2)]
-            texts = [words[0], words[0 if label else 1]]
-            row = dict(zip(task.text.values(), texts, strict=False))
-            row[task.label_column] = task.label_names[label] if task.labels else f"{label}.5"
-            lines.append("\t".join(row.get(column, str(index)) for column in header))
-        (folder / file).write_text("\n".join(lines) + "\n")
-    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +74,7 @@ def test_a_run_leaves_a_model_its_tokenizer_metrics_and_predictions(folders):
 
 def test_the_flag_changes_no_loss_and_no_parameter(folders):
     assert_same_run(folders["stock"], folders["patched"])
+    assert_memory_logged(folders["stock"], folders["patched"])
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -16,6 +16,7 @@ from script_helpers import (
     LORA,
     RECIPES,
     STEPS,
+    assert_memory_logged,
     assert_moved,
     assert_patched,
     assert_refused,
@@ -97,6 +98,7 @@ def test_a_run_leaves_a_model_its_tokenizer_rouge_and_summaries(folders):
 
 def test_the_flag_changes_no_loss_no_parameter_and_no_summary(folders):
     assert_same_run(folders["stock"], folders["patched"])
+    assert_memory_logged(folders["stock"], folders["patched"])
     summaries = [(out / "generated_predictions.txt").read_bytes() for out in folders.values()]
     assert summaries[0] == summaries[1]
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from hf_memsave.arch.llama import GATED_MLP_NAMES
 from hf_memsave.arch.spec import Site
+from hf_memsave.ops.eager_attention import NAME, implementation, is_attention
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,9 @@ def adapter(cls: type[nn.Module]) -> Site | None:
 
 
 def guess(cls: type[nn.Module], module: nn.Module) -> Site | None:
-    """The first pattern that fits ``module``, whose stock class is ``cls``."""
+    """Eager attention, or the first pattern that fits ``module``, whose stock class is ``cls``."""
+    if is_attention(cls) and implementation(module) == NAME:
+        return Site(cls=f"{cls.__module__}.{cls.__qualname__}", op="eager_attention")
     for pattern in PATTERNS:
         if cls.__name__.endswith(pattern.suffix) and all(hasattr(module, a) for a in pattern.names.values()):
             return Site(cls=f"{cls.__module__}.{cls.__qualname__}", op=pattern.op, names=pattern.names)

@@ -152,7 +152,7 @@ def attentions() -> dict[str, str]:
         else f"replaced by {sdpa.__module__}.{sdpa.__qualname__}, which patched models do not call; to have it called, "
         "use MemSaveConfig(attention='stock')",
         attention.NAME: "registered" if ours else "not registered yet: the first patch() does that",
-        "eager": "available, left as it is",
+        "eager": "available; its weights are kept once, its dropout is drawn again",
     }
     for name, check in _FUSED.items():
         is_there = getattr(import_utils, check, bool)()

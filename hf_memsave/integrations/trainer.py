@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import ConfigError, PatchError
+from hf_memsave.integrations.norms import load_norms, save_norms
 from hf_memsave.patch import patch, unpatch
+from hf_memsave.sampled_layers import sampler_of
 from hf_memsave.tape.step_meter import StepMeter
 
 _MIB = 2**20
@@ -25,6 +29,8 @@ _MIB = 2**20
 
 class MemSaveCallback(TrainerCallback):
     """Patches the trainer's model, prints the report once, and logs what it frees to everything in ``report_to``.
+
+    Checkpoints get a file with the norms that sampled linears draw by, and a resumed run goes on with them.
 
     With every logged loss come ``memsave/kept_mib`` and ``memsave/freed_mib``, counted in the first training step (its
     first micro-batch, on this process), and on a GPU ``memsave/peak_mib``, the most that PyTorch had allocated so far.
@@ -73,6 +79,17 @@ class MemSaveCallback(TrainerCallback):
         self._patch(state, model)
         self.metrics = {}
         self._meter = None
+        checkpoint = _calling("resume_from_checkpoint", str)
+        if checkpoint is not None and state.global_step and sampler_of(model) is not None:
+            load_norms(model, checkpoint)
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
+    ) -> None:
+        """Put into the checkpoint what sampled linears draw by."""
+        trainer = _calling("self", Trainer)
+        folder = args.output_dir if trainer is None else trainer._get_output_dir(trial=_calling("trial", object))
+        save_norms(model, Path(folder) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
@@ -139,10 +156,15 @@ class MemSaveCallback(TrainerCallback):
 
 def _calling_handler() -> CallbackHandler | None:
     """Who is calling a callback: a trainer tells it nothing of the others."""
+    return _calling("self", CallbackHandler)
+
+
+def _calling(name: str, kind: type) -> Any:
+    """The innermost variable of that name and kind in what is calling: a trainer tells its callbacks little."""
     frame = sys._getframe()
-    while frame is not None and not isinstance(frame.f_locals.get("self"), CallbackHandler):
+    while frame is not None and not (name in frame.f_locals and isinstance(frame.f_locals[name], kind)):
         frame = frame.f_back  # type: ignore[assignment]
-    return None if frame is None else frame.f_locals["self"]
+    return None if frame is None else frame.f_locals[name]
 
 
 class MemSaveMixin:

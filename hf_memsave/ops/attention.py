@@ -11,7 +11,7 @@ Registered beside Transformers' own functions under the name ``"memsave"``; a pa
     T5's position bias plus mask, per layer                one per forward while the bias is frozen
 
 Exact: the kernel sees the same numbers. Elsewhere (generation, compile, no gradients, paged caches) the stock function
-runs. Flash and eager attention are left alone.
+runs. Flash attention is left alone; eager attention is :mod:`~hf_memsave.ops.eager_attention`.
 """
 
 from collections.abc import Callable, Hashable
@@ -32,6 +32,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from hf_memsave.ops.cast import is_autocast
 from hf_memsave.tape import current, promise, promised
+from hf_memsave.tape.storage import as_activation
 
 NAME = "memsave"
 STOCK_NAME = "sdpa"
@@ -93,7 +94,7 @@ def _repeated(x: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     repeat = partial(repeat_kv, n_rep=groups)
     if x.dtype == dtype:
         return promised(repeat, x)
-    return promise(repeat(x).to(dtype), repeat, x.detach().to(dtype))
+    return promise(repeat(x).to(dtype), repeat, as_activation(x.detach().to(dtype)))
 
 
 def _transposed(query: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ def _dequantize_4bit(quantized: Tensor, state: Any) -> Tensor:
     return dequantize_4bit(quantized, state)
 
 
-def _note(module: nn.Module) -> str:
+def _note(module: nn.Module, binding: Binding) -> str:
     return "keeps the base layer's result: the magnitude's gradient is a sum of products with it"
 
 

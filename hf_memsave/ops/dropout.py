@@ -29,6 +29,7 @@ from hf_memsave.ops.op import Binding, KeptBytes, Op
 from hf_memsave.tape import Tape, current, promise, promised
 from hf_memsave.tape.codecs import pack_bits, unpack_bits
 from hf_memsave.tape.promise import is_dense
+from hf_memsave.tape.storage import as_activation
 
 _STATE_BYTES = {"cpu": 5056, "cuda": 16}
 
@@ -106,7 +107,7 @@ class _FusedDropout(torch.autograd.Function):
             shape, stride = mask.shape, mask.stride()
             bits = pack_bits(_in_memory_order(mask))
             tape.promise(mask, partial(_mask_from_bits, shape=shape, stride=stride), (bits,))
-        tape.promise(y, partial(_apply_mask, p=p), (x.detach(), mask))
+        tape.promise(y, partial(_apply_mask, p=p), (as_activation(x.detach()), mask))
         ctx.save_for_backward(mask)
         ctx.scale = 1.0 / (1.0 - p)
         return y

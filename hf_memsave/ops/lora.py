@@ -32,7 +32,7 @@ def _cast_input(module: nn.Module, binding: Binding, x: Any, dtype: torch.dtype)
     return cast(x, dtype)
 
 
-def _note(module: Any) -> str:
+def _note(module: Any, binding: Binding) -> str:
     """PEFT's other methods, and LoRA's other variants, keep what they compute by themselves."""
     method = re.match(r"peft\.tuners\.(\w+)", type(module).__module__)
     variants = {type(v).__name__ for v in getattr(module, "lora_variant", {}).values()} - {"DoraLinearVariant"}

@@ -20,8 +20,12 @@ def _nothing_to_check(module: nn.Module, names: Mapping[str, str]) -> str | None
     return None
 
 
-def _nothing_to_note(module: nn.Module) -> str:
+def _nothing_to_note(module: nn.Module, binding: Binding) -> str:
     return ""
+
+
+def _nothing_to_refuse(module: nn.Module, binding: Binding) -> str | None:
+    return None
 
 
 def children_are_modules(*roles: str) -> Callable[[nn.Module, Mapping[str, str]], str | None]:
@@ -48,27 +52,32 @@ class Op:
             forward runs. It must read the module's children at call time and draw random numbers as stock does.
         check: Returns why this module cannot take the op, or None. Must neither change the module nor run it.
         note: Returns what a patched module still keeps beyond the floor, for the report; "" for nothing.
+        refuse: Returns why the value that was asked for cannot be had from this module, and the remedy, or None. Unlike
+            ``check``, it always ends in an error.
         expressions: The forwards that the op is exact for, as source text that calls attributes of self by their roles;
             empty where the op calls the module's own forward, or replaces one of PyTorch's.
         method: What the op replaces.
         opens_tape: The op puts a tape in place itself, so it runs without one.
+        takes_config: The value of its bindings is the whole config, and not that of its setting alone.
     """
 
     name: str
     setting: str | None
     forward: Callable[..., Any]
     check: Callable[[nn.Module, Mapping[str, str]], str | None] = _nothing_to_check
-    note: Callable[[nn.Module], str] = _nothing_to_note
+    note: Callable[[nn.Module, Binding], str] = _nothing_to_note
+    refuse: Callable[[nn.Module, Binding], str | None] = _nothing_to_refuse
     opens_tape: bool = False
     expressions: tuple[str, ...] = ()
     method: str = "forward"
+    takes_config: bool = False
 
 
 @dataclass(frozen=True)
 class Binding:
     """What one patched class knows: the class it replaces, its op, where to find the children, and the chosen value.
 
-    The value is that of the op's setting; for a block, the whole config.
+    The value is that of the op's setting; for a block and an op that ``takes_config``, the whole config.
     """
 
     stock: Any

@@ -18,8 +18,11 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_memsave.errors import KeptTensorChangedError
+from hf_memsave.tape.masks import note_kept
 from hf_memsave.tape.promise import Promise, Slot, Ticket, attach, fills_storage, find, is_plain
+from hf_memsave.tape.storage import Codec, Encoder
 
+_KEPT_BY = "_memsave_kept_by"
 #: Counts what tapes are asked to keep while a :class:`~hf_memsave.tape.step_meter.StepMeter` watches.
 tally: Tally | None = None
 
@@ -38,15 +41,6 @@ class Tally:
         self.kept: set[int] = set()
         self.sources: set[int] = set()
 
-    def keeping(self, keep: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """``keep`` for the sources of promises, counted."""
-
-        def keep_source(tensor: Tensor) -> Any:
-            self.sources.add(tensor.untyped_storage()._cdata)
-            return keep(tensor)
-
-        return keep_source
-
 
 class Tape:
     """``with Tape(): block(x)`` keeps promises instead of promised tensors, and is the context they belong to.
@@ -54,11 +48,17 @@ class Tape:
     Does nothing where one of ours is already innermost, without gradients, and wherever saved-tensor hooks cannot
     work (see :func:`is_available`). Promises made under this tape are void once it ends, and invisible under another
     one: so none can cross from one checkpointed block into the next.
+
+    Args:
+        codec: Codes the activations that have to be kept; None keeps them as they are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, codec: Codec | None = None) -> None:
+        self.codec = codec
+        self.encoder: Encoder | None = None
         self.hooks: saved_tensors_hooks | None = None
         self.slots: list[weakref.ref[Slot]] = []
+        self.token = object()  # marks the storages that this tape was asked to keep
         self.keep: Callable[[Tensor], Any] = _keep
         self.fetch: Callable[[Any], Tensor] = _fetch
 
@@ -70,11 +70,17 @@ class Tape:
                     self.keep, self.fetch = outer
                 self.hooks = saved_tensors_hooks(self.pack, self.unpack)
                 self.hooks.__enter__()
+                if self.codec is not None:
+                    self.encoder = self.codec.encoder()
+                    self.encoder.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         if self.hooks is None:
             return
+        encoder, self.encoder, self.codec = self.encoder, None, None
+        if encoder is not None:
+            encoder.__exit__(*error)
         hooks, self.hooks = self.hooks, None
         hooks.__exit__(*error)
         for ref in self.slots:
@@ -85,16 +91,39 @@ class Tape:
     def pack(self, tensor: Tensor) -> Any:
         """Called by autograd with each tensor to keep; returns what goes on the tape."""
         promise = find(tensor, self)
-        counts = tally if self.keep is _keep else None  # what a hook outside makes of a tensor is not for us to count
-        keep = self.keep if counts is None else counts.keeping(self.keep)
-        ticket = promise.take(tensor, keep) if promise is not None else None
-        if counts is not None:
+        ticket = promise.take(tensor, self._keep_source) if promise is not None else None
+        if (counts := self._counts()) is not None:
             (counts.kept if ticket is None else counts.promised).add(tensor.untyped_storage()._cdata)
-        return self.keep(tensor) if ticket is None else ticket
+        return self._keep_marked(tensor) if ticket is None else ticket
 
     def unpack(self, handle: Any) -> Tensor:
         """Called by autograd in backward; returns a tensor equal to the one packed."""
         return handle.get(self.fetch) if isinstance(handle, Ticket) else self.fetch(handle)
+
+    def cost(self, tensor: Tensor) -> int:
+        """Bytes that keeping ``tensor`` would add to what this tape was asked to keep so far."""
+        promise = find(tensor, self)
+        sources = [tensor] if promise is None else promise.sources()
+        return sum({s.untyped_storage()._cdata: self._own_cost(s) for s in sources}.values())
+
+    def _own_cost(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        return 0 if getattr(storage, _KEPT_BY, None) is self.token else storage.nbytes()
+
+    def _keep_marked(self, tensor: Tensor) -> Any:
+        if is_plain(tensor):
+            setattr(tensor.untyped_storage(), _KEPT_BY, self.token)
+            if self.encoder is not None and (ticket := self.encoder.ticket(tensor, self)) is not None:
+                return ticket
+        return self.keep(tensor)
+
+    def _keep_source(self, tensor: Tensor) -> Any:
+        if (counts := self._counts()) is not None:
+            counts.sources.add(tensor.untyped_storage()._cdata)
+        return self._keep_marked(tensor)
+
+    def _counts(self) -> Tally | None:
+        return tally if self.keep is _keep else None  # what a hook outside makes of a tensor is not for us to count
 
     def promise(self, output: Tensor, recompute: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
         """Register ``recompute(*inputs)`` as a way to get ``output`` back, if that is sound."""
@@ -103,6 +132,9 @@ class Tape:
         mine = output.untyped_storage()._cdata
         if any(i.untyped_storage()._cdata == mine for i in inputs):
             return  # an identity, or written in place: recomputing would need what it replaces
+        if self.encoder is not None:
+            for given in inputs:
+                self.encoder.note(given)
         sources = tuple(find(i, self) for i in inputs)
         slot = attach(Promise(output, recompute, inputs, sources), output, self)
         self.slots.append(weakref.ref(slot))
@@ -165,7 +197,9 @@ def _owner(hooks: tuple[Callable[..., Any], Callable[..., Any]] | None) -> Tape 
 
 def _keep(tensor: Tensor) -> tuple[Tensor, int]:
     # Detached: an op that keeps its own output would otherwise own itself, through the output's grad_fn.
-    return (tensor if tensor.grad_fn is None else tensor.detach()), tensor._version
+    handle = (tensor if tensor.grad_fn is None else tensor.detach()), tensor._version
+    note_kept(tensor, handle)
+    return handle
 
 
 def _fetch(handle: tuple[Tensor, int]) -> Tensor:

@@ -66,11 +66,18 @@ class Promise:
         self.uses += 1
         return Ticket(self, view)
 
+    def sources(self) -> list[Tensor]:
+        """The tensors that the first :meth:`take` would have to keep, those of promised inputs included."""
+        found = []
+        for tensor, _, source in self.inputs:
+            found += [tensor] if source is None else source.sources()
+        return found
+
     def _settle(self, keep: Keep) -> bool:
         if any(tensor._version != version for tensor, version, _ in self.inputs):
             return False
         held: list[tuple[Any, tuple[int, ...] | None]] = []
-        kept: dict[Any, tuple[Any, tuple[int, ...]]] = {}
+        kept: dict[Any, tuple[Any, tuple[int, ...] | None]] = {}
         for tensor, _, source in self.inputs:
             ticket = source.take(tensor, keep) if source is not None else None
             if ticket is not None:
@@ -79,7 +86,8 @@ class Promise:
             address = tensor.untyped_storage()._cdata, tensor.storage_offset()
             key = (address, tensor.shape, tensor.stride(), tensor.dtype)
             if key not in kept:
-                kept[key] = (keep(tensor), tensor.stride())
+                handle = keep(tensor)
+                kept[key] = handle, None if isinstance(handle, Ticket) else tensor.stride()
             held.append(kept[key])
         self.held, self.inputs = held, []
         return True

@@ -1,0 +1,202 @@
+"""``configs/glue``: the files are what the tables say, and every one runs; and what else ``--memsave`` may be."""
+
+import json
+from math import ceil
+
+import pytest
+import torch
+import yaml
+from script_helpers import (
+    REPO,
+    STEPS,
+    assert_moved,
+    assert_refused,
+    assert_stock_adapter,
+    config,
+    glue_data,
+    load_script,
+    log,
+    spy_on_models,
+)
+from transformers import get_scheduler
+
+from hf_memsave import WTACRS, MemSaveConfig
+from hf_memsave.glue import TASKS
+from hf_memsave.ops.wta_crs import LAYER
+
+FOLDER = REPO / "configs" / "glue"
+FILES = sorted(FOLDER.iterdir())
+
+
+@pytest.fixture
+def script(monkeypatch):
+    return load_script("run_glue", monkeypatch)
+
+
+@pytest.fixture
+def writer(monkeypatch):
+    return load_script("write_glue_recipes", monkeypatch)
+
+
+def test_the_files_are_what_the_tables_say(tmp_path, writer):
+    writer.main([str(tmp_path)])
+    assert {f.name: f.read_text() for f in tmp_path.iterdir()} == {f.name: f.read_text() for f in FILES}
+    # fourteen rows of Tables 9 and 10, and OPT's of Table 4
+    assert len(FILES) == 14 * 8 + 4
+    assert [file.name for file in FILES if file.name.startswith("opt")] == [
+        f"opt-350m-{task}-lora-wta-crs.yaml" for task in ("cola", "mrpc", "rte", "stsb")
+    ]
+
+
+# File -> rate, epochs and batch, read off the paper: a corner, or a cell that differs from its neighbours, of each row.
+CELLS = {
+    "bert-base-cola-wta-crs": (2e-5, 20, 128),
+    "bert-base-sst2-lora-wta-crs": (5e-4, 20, 128),
+    "bert-base-stsb-lora-wta-crs": (3e-4, 40, 16),
+    "t5-base-qnli-wta-crs": (3e-6, 10, 100),
+    "t5-base-qnli-wta-crs-0.1": (3e-5, 10, 100),
+    "t5-base-mnli-lora-wta-crs": (3e-5, 20, 100),
+    "t5-base-rte-lora-wta-crs-0.1": (3e-4, 50, 100),
+    "bert-large-cola-wta-crs": (2e-5, 60, 128),
+    "bert-large-sst2-lora-wta-crs": (2e-4, 20, 128),
+    "bert-large-rte-lora-wta-crs": (3e-4, 40, 128),
+    "t5-large-cola-wta-crs": (3e-5, 20, 100),
+    "t5-large-qnli-wta-crs-0.1": (3e-6, 10, 100),
+    "t5-large-mrpc-lora-wta-crs": (3e-4, 40, 100),
+    "t5-large-mrpc-lora-wta-crs-0.1": (3e-4, 20, 100),
+    "t5-3b-mnli-lora-wta-crs": (3e-4, 10, 100),
+    "t5-3b-qnli-lora-wta-crs-0.1": (3e-5, 10, 100),
+    "opt-350m-rte-lora-wta-crs": (3e-4, 60, 100),
+}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_cell_of_the_tables(name):
+    recipe = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    found = (recipe["learning_rate"], recipe["num_train_epochs"], recipe["per_device_train_batch_size"])
+    assert found == CELLS[name]
+
+
+QKV = {"bert": ["query", "key", "value"], "t5": ["q", "k", "v"], "opt": ["q_proj", "k_proj", "v_proj"]}
+
+
+@pytest.mark.parametrize("family", QKV)
+def test_every_file_is_a_run_of_its_name(script, family):
+    for file in (file for file in FILES if file.name.startswith(family)):
+        model, data, training = script.parse(["--config", str(file)])
+        assert training.output_dir == f"runs/glue/{file.stem}"
+        size, task, method = file.stem.removeprefix(f"{family}-").split("-", 2)
+        assert model.model_name_or_path.rpartition("/")[2].startswith(f"{family}-{size}")
+        assert (data.task_name, data.max_seq_length, data.pad_to_max_length) == (task, 128, True)
+        budget = 0.1 if method.endswith("0.1") else 0.3
+        if method.startswith("lora"):
+            assert model.memsave_config() == MemSaveConfig(linear=WTACRS(budget=budget, targets=("lora_A",)))
+            assert (model.lora_r, model.lora_alpha, model.lora_dropout) == (32, 32, 0.1)
+        else:
+            assert model.memsave_config() == MemSaveConfig(linear=WTACRS(budget=budget))
+        assert model.lora_target_modules == (QKV[family] if method.startswith("lora") else None)
+        adam = (training.adam_beta1, training.adam_beta2, training.adam_epsilon, training.weight_decay)
+        assert (training.optim, *adam) == ("adamw_torch", 0.9, 0.999, 1e-8, 0.0)
+
+
+@pytest.mark.filterwarnings("ignore:Both num_training_steps and num_stable_steps are specified")
+@pytest.mark.parametrize("name", ["bert-base-mrpc-lora-wta-crs", "t5-base-rte-wta-crs", "bert-base-rte-wta-crs"])
+def test_the_rate_is_constant_for_500_steps_then_falls_on_a_line_to_zero(script, writer, name):
+    _, data, training = script.parse(["--config", str(FOLDER / f"{name}.yaml")])
+    batches = ceil(writer.TASKS[data.task_name] / training.per_device_train_batch_size)
+    steps = batches * int(training.num_train_epochs)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    options = {"num_warmup_steps": training.get_warmup_steps(steps), "num_training_steps": steps}
+    scheduler = get_scheduler(
+        training.lr_scheduler_type, optimizer, **options, scheduler_specific_kwargs=training.lr_scheduler_kwargs
+    )
+    rates = []
+    for _ in range(steps + 1):
+        rates += scheduler.get_last_lr()
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx([min(1, (steps - i) / (steps - 500)) if i > 500 else 1 for i in range(steps + 1)])
+    assert rates[-1] == (0 if steps > 500 else 1)
+
+
+# One of each family and method, and another task.
+RUNS = {
+    "bert-large-mrpc-wta-crs": ("bert", 6),
+    "bert-base-mrpc-lora-wta-crs": ("bert", 3),
+    "t5-large-stsb-wta-crs-0.1": ("t5", 16),
+    "t5-3b-rte-lora-wta-crs-0.1": ("t5", 9),
+    "opt-350m-cola-lora-wta-crs": ("opt", 3),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_recipe_trains_a_tiny_model(tmp_path, script, monkeypatch, name):
+    family, sampled = RUNS[name]
+    recipe = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    models, out = spy_on_models(script, monkeypatch), tmp_path / "out"
+    size = {"bert": "hidden_size", "t5": "d_model", "opt": "hidden_size"}[family]
+    argv = ["--config", str(FOLDER / f"{name}.yaml"), "--config_name", config(tmp_path, family)]
+    argv += ["--config_overrides", f"{size}=32", "--data_dir", glue_data(tmp_path, recipe["task_name"])]
+    argv += ["--max_seq_length", "32", *STEPS, "--save_strategy", "steps", "--save_steps", "1"]
+    assert script.main([*argv, "--output_dir", str(out)]) == 0
+
+    losses = [entry for entry in log(out) if "loss" in entry]
+    assert [entry["learning_rate"] for entry in losses] == [recipe["learning_rate"]] * 2
+    assert all(entry["memsave/kept_mib"] > 0 for entry in losses)
+    assert any(f"eval_{TASKS[recipe['task_name']].metric}" in entry for entry in log(out))
+    layers = [path for path, module in models[0].named_modules() if LAYER in module.__dict__]
+    assert len(layers) == sampled
+    if "lora" in name:
+        saved = assert_stock_adapter(out)
+        assert set(saved["target_modules"]) == set(recipe["lora_target_modules"])
+        head = {"bert": "classifier", "t5": "classification_head", "opt": "score"}[family]
+        assert head in saved["modules_to_save"]
+        assert all(".lora_A." in path for path in layers)
+        assert_moved(out)
+
+
+def test_the_command_line_wins_over_a_recipe(script):
+    argv = ["--config", str(FOLDER / "bert-base-mrpc-lora-wta-crs.yaml")]
+    model, _, training = script.parse([*argv, "--memsave", "exact", "--lr_scheduler_type", "linear"])
+    assert model.memsave_config() == MemSaveConfig()
+    assert training.lr_scheduler_kwargs is None  # those of the recipe's own scheduler
+
+
+FIELDS = {"dropout": "mask", "linear": {"budget": 0.1, "targets": ["lora_A"]}}
+CONFIG = MemSaveConfig(dropout="mask", linear=WTACRS(budget=0.1, targets=("lora_A",)))
+
+
+@pytest.mark.parametrize("write", [yaml.safe_dump, json.dumps], ids=["yaml", "json"])
+def test_a_config_file_may_hold_the_fields_of_memsave(tmp_path, script, write):
+    path = tmp_path / "run"
+    common = {"config_name": "here", "task_name": "mrpc"}
+    for value, expected in ((FIELDS, CONFIG), ({}, MemSaveConfig()), ({"linear": None}, MemSaveConfig())):
+        path.write_text(write(common | {"memsave": value}))
+        assert script.parse(["--config", str(path)])[0].memsave_config() == expected
+        assert script.parse(["--config", str(path), "--memsave", "false"])[0].memsave_config() is None
+
+
+@pytest.mark.parametrize("name", ["fields.yaml", "fields.json", "fields"])
+def test_memsave_may_name_a_file_of_fields(tmp_path, script, name):
+    CONFIG.to_file(tmp_path / name)
+    argv = ["--config_name", "here", "--task_name", "mrpc", "--memsave"]
+    assert script.parse([*argv, str(tmp_path / name)])[0].memsave_config() == CONFIG
+    assert script.parse(argv)[0].memsave_config() == MemSaveConfig()
+    assert script.parse([*argv, "wta-crs"])[0].memsave_config() == MemSaveConfig(linear=WTACRS(budget=0.3))
+
+
+MISTAKES = {
+    "no such file": ("nowhere.yaml", "cannot read nowhere.yaml"),
+    "no such preset": ("nowhere", "unknown preset 'nowhere'"),
+    "empty": ("", "unknown preset ''"),
+    "no such field": ('{"linea": null}', "MemSaveConfig has no field 'linea'"),
+    "bad value": ('{"linear": {"budget": 2}}', "WTACRS.budget: expected a number in"),
+    "no JSON": ("{linear", "--memsave: expected fields as JSON, got {linear"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_memsave_is_told_in_one_line(tmp_path, script, mistake, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    value, message = MISTAKES[mistake]
+    assert_refused(script, {"config_name": "here", "task_name": "mrpc", "memsave": value}, message, capsys)
