@@ -139,7 +139,7 @@ def _patched_class(stock: Any, op: str, names: tuple[tuple[str, str], ...], valu
         method: patched,
         _BINDING: binding,
     }
-    if op == "block" and issubclass(stock, GradientCheckpointingLayer):
+    if op == "block" and issubclass(stock, GradientCheckpointingLayer) and getattr(value, "linear", None) is not None:
         body["__call__"] = call_with_batch(stock)
     cls = type(stock)(stock.__name__, (stock,), body)
     _METHODS.add(getattr(cls, method))

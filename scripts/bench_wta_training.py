@@ -165,6 +165,8 @@ def write(options: argparse.Namespace, curves: dict[str, dict[str, list[float]]]
             paired = statistics.mean(v - e for v, e in zip(values, of["exact"], strict=True))
             spread = f"{min(values):.4f} to {max(values):.4f}"
             lines.append(f"| {method} | {statistics.mean(values):.4f} | {spread} | {paired:+.4f} |")
+        if not any(of["exact"]):
+            lines += ["", "Exact training learned nothing here by this metric, so equality to it shows nothing."]
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     machine = f"{platform.machine()}, CPU"
     command = f"python scripts/{Path(__file__).name} --glue FOLDER --seeds {options.seeds}"

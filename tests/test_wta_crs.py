@@ -199,12 +199,15 @@ def test_a_second_backward_gives_the_same_bits(device):
             assert_same_bits(a, b)
 
 
-def test_a_second_derivative_is_refused(device):
+@pytest.mark.parametrize("of", ["a sum", "a square"])
+def test_a_second_derivative_raises_and_is_never_left_out(device, of):
     mine, _ = twins(device)
-    y = mine(random(4, 8, IN, device=device).requires_grad_()).square().sum()
-    (gradient,) = torch.autograd.grad(y, [mine[0].weight], create_graph=True)
+    x = random(4, 6, IN, device=device).requires_grad_()
+    y = mine(x)
+    y = y.sum() if of == "a sum" else y.square().sum()  # of a sum, the incoming gradient requires none
+    gradients = torch.autograd.grad(y, [x, mine[0].weight], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
+        sum(gradient.square().sum() for gradient in gradients).backward()
 
 
 def test_a_changed_input_raises_as_in_stock(device):

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from hf_memsave.ops.cast import autocast_low
 from hf_memsave.ops.linear import CONV1D, LINEAR
+from hf_memsave.ops.once import once_differentiable
 from hf_memsave.ops.op import Binding, KeptBytes, Op
 from hf_memsave.sampling.batch import Batch, Tokens
 from hf_memsave.sampling.sampler import Layer, row_norms
@@ -170,6 +170,8 @@ def _kept(h: Tensor, shared: Shared) -> Tensor:
         return rows
     tape, index, scale = current(), shared.index, shared.scale
     if index is None or scale is None or tape is None:
+        return h
+    if not h.requires_grad:  # a frozen embedding's output: kept once for q, k and v, of which LoRA casts each by itself
         return h
     if tape.cost(h) <= len(index) * h.shape[-1] * h.itemsize:
         return h
