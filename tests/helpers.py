@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any, NamedTuple
@@ -15,6 +17,7 @@ from torch.func import functional_call
 from hf_memsave.arch import COMMON
 from hf_memsave.swap import patched_class, set_class
 from hf_memsave.tape import Tape, measure_kept
+from hf_memsave.tape.promise import Promise
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -33,6 +36,17 @@ def only_on_cpu(device: torch.device, claim: str = "equality to the bit") -> Non
     """Skip a test of what is claimed on CPU only."""
     if device.type != "cpu":
         pytest.skip(f"{claim} is claimed on CPU only")
+
+
+#: Promises that other tests hold, and :func:`promises` leaves out.
+EARLIER: weakref.WeakSet[Promise] = weakref.WeakSet()
+
+
+def promises() -> list[Promise]:
+    """Alive now; PyTorch's engine holds what an error left of a backward until this thread's next one."""
+    torch.ones((), requires_grad=True).square().backward()
+    gc.collect()
+    return [o for o in gc.get_objects() if type(o) is Promise and o not in EARLIER]
 
 
 def subsets(count: int) -> list[tuple[bool, ...]]:

@@ -5,14 +5,13 @@ import copy
 import dataclasses
 import gc
 import random
-import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
 import torch
 from families import VOCAB, Size, batch_for, build
-from helpers import autocasting, only_on_cpu
+from helpers import EARLIER, autocasting, only_on_cpu, promises
 from peft import LoraConfig, get_peft_model
 from steps import assert_same, gradients, patched_classes
 from torch.nn.functional import cross_entropy
@@ -21,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from hf_memsave import patch
 from hf_memsave.tape import hooks
 from hf_memsave.tape.meter import _live_tensors, _storage, _watch
-from hf_memsave.tape.promise import Promise
 
 STEPS, EVERY = 1000, 100
 ROUNDS = 8  # of faults of each kind, for each model: 3 x 9 x 8 = 216
@@ -205,20 +203,10 @@ def faults(seed, called, passed):
         yield Injected(kind, chance.choice(modules), chance.random())
 
 
-EARLIER = weakref.WeakSet()
-
-
 @pytest.fixture(autouse=True)
 def _others():
     """What tests of other files hold, in a cache or a traceback, is not for these to judge."""
     EARLIER.update(promises())
-
-
-def promises():
-    """Alive now; PyTorch's engine holds what an error left of a backward until this thread's next one."""
-    torch.ones((), requires_grad=True).square().backward()
-    gc.collect()
-    return [o for o in gc.get_objects() if type(o) is Promise and o not in EARLIER]
 
 
 def assert_nothing_is_left():
