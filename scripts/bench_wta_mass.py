@@ -20,8 +20,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification, set_seed
 
+from bench_training import LENGTH, MODEL, PLANS, encoded
 from bench_wta_crs import markdown
-from bench_wta_training import LENGTH, MODEL, RATE, encoded
 from hf_memsave.sampling.estimators import probabilities, winners
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -40,7 +40,7 @@ def main() -> None:
     train, _, tokenizer = encoded(options.glue, "sst2")
     batches = [collate(tokenizer, train, step) for step in range(options.steps + 21)]
     model = BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), num_labels=2, **MODEL))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PLANS["sst2"].rate)
     for batch in batches[: options.steps]:
         model(**batch).loss.backward()
         optimizer.step()

@@ -10,7 +10,7 @@ from hf_memsave.errors import PatchError
 from hf_memsave.ops.elementwise import ACTIVATIONS
 from hf_memsave.ops.inverse import slope, wide
 from hf_memsave.ops.inverse_fits import FITS
-from hf_memsave.ops.sign_bit import kept_bytes, offset, sign_bit, sign_bit_reference
+from hf_memsave.ops.sign_bit import SignBit, kept_bytes, offset, sign_bit, sign_bit_reference
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -103,6 +103,22 @@ def test_sign_bit_under_autocast(device):
     for got, expected in zip(mine[1:], stock[1:], strict=True):
         assert got.dtype == expected.dtype == torch.float32
         torch.testing.assert_close(got, expected, atol=0.05, rtol=0.02)
+
+
+def test_sign_bit_as_a_layer(device):
+    """It is the two layers that it is made of: same parameters, output and bytes as the function."""
+    stock = torch.nn.Sequential(torch.nn.GELU(approximate="tanh"), torch.nn.Linear(8, 4)).to(device)
+    layer = SignBit(*stock)
+    x, dz = random(6, 8, device=device), random(6, 4, device=device, seed=1)
+    assert {id(p) for p in layer.parameters()} == {id(p) for p in stock.parameters()}
+    assert_same_bits(layer(x), stock(x))
+    weight, bias = stock[1].weight, stock[1].bias
+    expected = gradients(lambda x, w, b: sign_bit(x, "gelu_tanh", stock[0], w, b), x, weight, bias, dz)
+    x.requires_grad_()
+    for mine, right in zip(torch.autograd.grad(layer(x), (x, weight, bias), dz), expected[1:], strict=True):
+        assert_same_bits(mine, right)
+    with pytest.raises(PatchError, match="ReLU.*fit_inverse"):
+        SignBit(torch.nn.ReLU(), stock[1])
 
 
 def test_sign_bit_refuses_double_backward(device):

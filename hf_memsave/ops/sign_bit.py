@@ -29,9 +29,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_memsave.ops.cast import autocast_low
+from hf_memsave.ops.elementwise import required_name
 from hf_memsave.ops.inverse import InverseFit, slope, wide
 from hf_memsave.ops.inverted import fit_of
 from hf_memsave.ops.once import once_differentiable
@@ -71,6 +72,24 @@ def sign_bit(
     """
     low = None if bias is None else autocast_low(bias)
     return _SignBit.apply(x, forward, fit_of(name), autocast_low(weight), low)
+
+
+class SignBit(nn.Module):
+    """``nn.Sequential(activation, linear)`` in one, by :func:`sign_bit`, with both as its children.
+
+    Args:
+        activation: One that :mod:`~hf_memsave.ops.inverse_fits` has a fit of.
+        linear: The linear after it; neither is copied.
+    """
+
+    def __init__(self, activation: nn.Module, linear: nn.Linear) -> None:
+        super().__init__()
+        self.activation, self.linear = activation, linear
+        self.name = required_name(activation)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``linear(activation(input))``."""
+        return sign_bit(input, self.name, self.activation, self.linear.weight, self.linear.bias)
 
 
 class _SignBit(torch.autograd.Function):

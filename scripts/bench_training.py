@@ -1,10 +1,10 @@
-"""Train small BERTs from scratch on real GLUE text with sampled weight gradients, beside exact ones, on paired seeds.
+"""Train small BERTs from scratch on real GLUE text with gradients that are not exact, beside exact, on paired seeds.
 
-    python scripts/bench_wta_training.py --glue FOLDER [--seeds 3] [--workers 2]
+    python scripts/bench_training.py {wta,approximate} --glue FOLDER [--seeds 3] [--workers 2]
 
 FOLDER has the official SST-2 and CoLA folders. Runs of one seed start from the same weights, see the same batches and
-draw the same dropout masks; they differ in the weight gradients alone. Finished runs are kept in --cache, so that an
-interrupted bench goes on. Writes scripts/results/wta-training.{json,md,png}: dev metrics (of the last three
+draw the same dropout masks; they differ in how gradients are made alone. Finished runs are kept in --cache, so that an
+interrupted bench goes on. Writes scripts/results/NAME-training.{json,md,png}: dev metrics (of the last three
 evaluations: mean and range over seeds), curves over steps, and each method's paired difference to exact.
 """
 
@@ -15,10 +15,12 @@ import platform
 import statistics
 import sys
 import tempfile
+import zlib
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,36 +42,100 @@ from transformers import (
 
 from hf_memsave import WTACRS, MemSaveCallback, MemSaveConfig
 from hf_memsave.glue import TASKS, read_glue
+from hf_memsave.ops.sign_bit import SignBit
 from hf_memsave.wordpiece import train_wordpiece
 
 RESULTS = Path(__file__).resolve().parent / "results"
-#: Name -> what samples the weight gradients; None for exact ones.
-METHODS = {
-    "exact": None,
-    "WTA-CRS @0.3": WTACRS(budget=0.3),
-    "WTA-CRS @0.1": WTACRS(budget=0.1),
-    "CRS @0.3": WTACRS(budget=0.3, estimator="crs"),
-    "top-k @0.3": WTACRS(budget=0.3, estimator="topk"),
-    "top-k @0.1": WTACRS(budget=0.1, estimator="topk"),
+
+
+class Method(NamedTuple):
+    """How gradients are made, the method it is paired with, and what is done to the model before."""
+
+    config: MemSaveConfig | None
+    beside: str
+    prepare: Callable[[BertForSequenceClassification], None] | None = None
+
+
+class Plan(NamedTuple):
+    """A task's folder, metric, steps, steps between evaluations, peak learning rate, and its model's own settings."""
+
+    folder: str
+    metric: str
+    steps: int
+    every: int
+    rate: float
+    model: dict[str, float] = {}
+
+
+def freeze_down(model: BertForSequenceClassification) -> None:
+    """Leave the linear after each activation as it was drawn: where its weight is trained, few_bit is exact."""
+    for layer in model.bert.encoder.layer:
+        layer.output.dense.requires_grad_(False)
+
+
+def fuse(model: BertForSequenceClassification) -> None:
+    """Make each activation and the linear after it one."""
+    for layer in model.bert.encoder.layer:
+        layer.output.dense = SignBit(layer.intermediate.intermediate_act_fn, layer.output.dense)
+        layer.intermediate.intermediate_act_fn = torch.nn.Identity()
+
+
+def _sampled(**fields: Any) -> Method:
+    return Method(MemSaveConfig(linear=WTACRS(**fields)), "exact")
+
+
+def _approximate(**fields: Any) -> Method:
+    return Method(MemSaveConfig(**fields), "exact")
+
+
+#: What is compared -> name -> method.
+GROUPS = {
+    "wta": {
+        "exact": Method(None, "exact"),
+        "WTA-CRS @0.3": _sampled(budget=0.3),
+        "WTA-CRS @0.1": _sampled(budget=0.1),
+        "CRS @0.3": _sampled(budget=0.3, estimator="crs"),
+        "top-k @0.3": _sampled(budget=0.3, estimator="topk"),
+        "top-k @0.1": _sampled(budget=0.1, estimator="topk"),
+    },
+    "approximate": {
+        "exact": Method(None, "exact"),
+        "invert": _approximate(activation="invert"),
+        "precision_bit": _approximate(activation="precision_bit"),
+        "sign_bit": Method(None, "exact", fuse),
+        "norm output": _approximate(norm="output"),
+        "tempo": _approximate(activation="invert", norm="output"),
+        "int8": _approximate(storage="int8"),
+        "int4": _approximate(storage="int4"),
+        "exact, frozen down": Method(None, "exact, frozen down", freeze_down),
+        "few_bit 4": Method(MemSaveConfig(activation="few_bit"), "exact, frozen down", freeze_down),
+        "few_bit 1": Method(MemSaveConfig(activation="few_bit", few_bits=1), "exact, frozen down", freeze_down),
+    },
 }
-#: Task -> its folder, metric, steps, and steps between evaluations.
-PLANS = {"sst2": ("SST-2", "accuracy", 300, 30), "cola": ("CoLA", "Matthews correlation", 300, 30)}
-VOCAB, LENGTH, BATCH, RATE = 4000, 32, 32, 5e-4
+METHODS = {name: method for group in GROUPS.values() for name, method in group.items()}
+#: CoLA is learned from scratch only with wide initial weights, after epochs without a sign of it.
+PLANS = {
+    "sst2": Plan("SST-2", "accuracy", 300, 30, 5e-4),
+    "cola": Plan("CoLA", "Matthews correlation", 1072, 134, 5e-4, {"initializer_range": 0.1}),
+}
+VOCAB, LENGTH, BATCH = 4000, 32, 32
 MODEL = dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=512)
 
 
 def main() -> None:
     """Run what is missing, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("group", choices=GROUPS)
     parser.add_argument("--glue", type=Path, required=True, help="the folder of the official tasks' folders")
-    parser.add_argument("--tasks", nargs="+", choices=PLANS, default=list(PLANS))
+    parser.add_argument("--tasks", nargs="+", choices=PLANS, help="(wta: both; approximate: sst2)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "memsave-wta-training")
+    parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "memsave-training")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    options.tasks = options.tasks or (list(PLANS) if options.group == "wta" else ["sst2"])
     options.cache.mkdir(parents=True, exist_ok=True)
-    jobs = [(t, m, s) for s in range(options.seeds) for t in options.tasks for m in METHODS]
+    jobs = [(t, m, s) for s in range(options.seeds) for t in options.tasks for m in GROUPS[options.group]]
     missing = [job for job in jobs if not cached(options.cache, *job).is_file()]
     with ProcessPoolExecutor(options.workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for done in as_completed([pool.submit(run, options.glue, options.cache, *job) for job in missing]):
@@ -80,24 +146,32 @@ def main() -> None:
 
 def cached(folder: Path, task: str, method: str, seed: int) -> Path:
     """Where a run's curve lies."""
-    return folder / f"{task}-{method.replace(' ', '')}-{seed}.json"
+    config, _, prepare = METHODS[method]
+    settings = PLANS[task], config, getattr(prepare, "__name__", None), VOCAB, LENGTH, BATCH, MODEL
+    plan = zlib.crc32(repr(settings).encode())
+    return folder / f"{task}-{method.replace(' ', '')}-{seed}-{plan:08x}.json"
 
 
 def run(glue: Path, folder: Path, task: str, method: str, seed: int) -> str:
     """Train once, and write the dev metric of each evaluation; returns a line about the last."""
-    _, _, steps, every = PLANS[task]
+    plan, chosen = PLANS[task], METHODS[method]
     train, dev, tokenizer = encoded(glue, task)
     set_seed(seed)
-    model = BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), num_labels=2, **MODEL))
+    model = BertForSequenceClassification(
+        BertConfig(vocab_size=len(tokenizer), num_labels=2, **{**MODEL, **plan.model})
+    )
+    if chosen.prepare is not None:
+        chosen.prepare(model)
     curve = Curve("eval_matthews" if task == "cola" else "eval_accuracy")
     callbacks: list[TrainerCallback] = [curve]
-    if METHODS[method] is not None:
-        callbacks.append(MemSaveCallback(MemSaveConfig(linear=METHODS[method])))
+    if chosen.config is not None:
+        callbacks.append(MemSaveCallback(chosen.config))
     with tempfile.TemporaryDirectory() as output:
         args = TrainingArguments(
-            output, max_steps=steps, per_device_train_batch_size=BATCH, per_device_eval_batch_size=256,
-            learning_rate=RATE, warmup_steps=steps // 10, seed=seed, eval_strategy="steps", eval_steps=every,
-            save_strategy="no", logging_steps=every, report_to="none", disable_tqdm=True, use_cpu=True,
+            output, max_steps=plan.steps, per_device_train_batch_size=BATCH, per_device_eval_batch_size=256,
+            learning_rate=plan.rate, warmup_steps=plan.steps // 10, seed=seed, eval_strategy="steps",
+            eval_steps=plan.every, save_strategy="no", logging_steps=plan.every, report_to="none",
+            disable_tqdm=True, use_cpu=True,
         )  # fmt: skip
         Trainer(
             model, args, train_dataset=train, eval_dataset=dev, compute_metrics=metric,
@@ -110,7 +184,7 @@ def run(glue: Path, folder: Path, task: str, method: str, seed: int) -> str:
 @cache
 def encoded(glue: Path, task: str) -> tuple[Dataset, Dataset, PreTrainedTokenizerBase]:
     """A task's training and dev sets, in the ids of a tokenizer trained on the former; made once a process."""
-    folder = glue / PLANS[task][0]
+    folder = glue / PLANS[task].folder
     train, dev = (read_glue(folder, task, split) for split in ("train", TASKS[task].validation_splits[0]))
     tokenizer = train_wordpiece(train["sentence"], VOCAB)
 
@@ -149,32 +223,34 @@ def write(options: argparse.Namespace, curves: dict[str, dict[str, list[float]]]
     """The three files."""
     options.out.mkdir(parents=True, exist_ok=True)
     seeds = range(options.seeds)
+    methods = GROUPS[options.group]
     lines = [
-        "# Training from scratch with sampled weight gradients", "",
+        f"# Training from scratch: {options.group}", "",
         f"BERT of {MODEL['num_hidden_layers']} layers and width {MODEL['hidden_size']}, random weights, batch {BATCH}, "
-        f"AdamW, peak learning rate {RATE}; k counted over real tokens. Dev metric, the mean of the last three "
+        "AdamW; where rows are sampled, k is counted over real tokens. Dev metric, the mean of the last three "
         f"evaluations: mean, and range over {options.seeds} seeds. Paired: the mean over seeds of the difference to "
         "the exact run of the same seed.",
     ]  # fmt: skip
     for task in options.tasks:
-        _, name, steps, every = PLANS[task]
-        lines += ["", f"## {task}: {name} after {steps} steps", "", "| method | mean | range | paired difference |"]
-        lines += ["| --- | --- | --- | --- |"]
-        of = {m: [final(curves[f"{task}/{m}/{s}"]["metric"]) for s in seeds] for m in METHODS}
+        plan = PLANS[task]
+        own = "".join(f", {k} {v}" for k, v in plan.model.items())
+        lines += ["", f"## {task}: {plan.metric} after {plan.steps} steps, peak learning rate {plan.rate}{own}", ""]
+        lines += ["| method | mean | range | paired difference |", "| --- | --- | --- | --- |"]
+        of = {m: [final(curves[f"{task}/{m}/{s}"]["metric"]) for s in seeds] for m in methods}
         for method, values in of.items():
-            paired = statistics.mean(v - e for v, e in zip(values, of["exact"], strict=True))
+            paired = statistics.mean(v - e for v, e in zip(values, of[methods[method].beside], strict=True))
             spread = f"{min(values):.4f} to {max(values):.4f}"
             lines.append(f"| {method} | {statistics.mean(values):.4f} | {spread} | {paired:+.4f} |")
         if not any(of["exact"]):
             lines += ["", "Exact training learned nothing here by this metric, so equality to it shows nothing."]
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     machine = f"{platform.machine()}, CPU"
-    command = f"python scripts/{Path(__file__).name} --glue FOLDER --seeds {options.seeds}"
+    command = f"python scripts/{Path(__file__).name} {options.group} --glue FOLDER --seeds {options.seeds}"
     date = datetime.date.today().isoformat()
     lines += ["", f"- command: `{command}`", f"- machine: {machine}", f"- versions: {versions}", f"- date: {date}", ""]
-    (options.out / "wta-training.md").write_text("\n".join(lines), encoding="utf-8")
+    (options.out / f"{options.group}-training.md").write_text("\n".join(lines), encoding="utf-8")
     rows = ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in curves.items())
-    (options.out / "wta-training.json").write_text(f"{{\n{rows}\n}}\n", encoding="utf-8")
+    (options.out / f"{options.group}-training.json").write_text(f"{{\n{rows}\n}}\n", encoding="utf-8")
     picture(options, curves)
     print("\n".join(lines))
 
@@ -189,17 +265,17 @@ def picture(options: argparse.Namespace, curves: dict[str, dict[str, list[float]
     figure = Figure(figsize=(6 * len(options.tasks), 8), layout="constrained")
     axes = figure.subplots(2, len(options.tasks), squeeze=False)
     for column, task in enumerate(options.tasks):
-        _, name, _, every = PLANS[task]
-        for row, (kind, label) in enumerate((("metric", name), ("loss", "training loss"))):
+        plan = PLANS[task]
+        for row, (kind, label) in enumerate((("metric", plan.metric), ("loss", "training loss"))):
             axis = axes[row][column]
-            for method in METHODS:
+            for method in GROUPS[options.group]:
                 runs = np.array([curves[f"{task}/{method}/{seed}"][kind] for seed in range(options.seeds)])
-                x = np.arange(1, runs.shape[1] + 1) * every
-                (line,) = axis.plot(x, runs.mean(0), label=method, linewidth=2.5 if method == "exact" else 1.2)
+                x = np.arange(1, runs.shape[1] + 1) * plan.every
+                (line,) = axis.plot(x, runs.mean(0), label=method, linewidth=2.5 if method.startswith("exact") else 1.2)
                 axis.fill_between(x, runs.min(0), runs.max(0), alpha=0.12, color=line.get_color(), linewidth=0)
             axis.set(title=task, xlabel="step", ylabel=label)
             axis.legend(fontsize=8)
-    figure.savefig(options.out / "wta-training.png", dpi=120)
+    figure.savefig(options.out / f"{options.group}-training.png", dpi=120)
 
 
 if __name__ == "__main__":
