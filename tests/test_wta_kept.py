@@ -36,7 +36,7 @@ def kept(model, linear, size=SIZE, steps=0, padded=False, **options):
 
     def counted(*args):
         found = draw(*args)
-        rows.append(len(found.index))
+        rows.append(0 if found is None else len(found.index))
         return found
 
     sampler.draw = counted
@@ -86,6 +86,17 @@ def test_the_input_of_a_down_projection_falls_to_the_budget_and_a_bit_an_element
     expected = mlps * of_mlp * (max(round(budget * TOKENS), 10) / TOKENS + 1 / 32)
     assert mlps * of_mlp - (exact - sampled) <= expected + 8 * rows + mask_bytes(0)
     assert mlps * of_mlp - (exact - sampled) >= 0.95 * expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("budget", [0.9, 0.95, 0.99])
+def test_a_budget_of_nearly_all_keeps_no_more_than_all(device, budget, dtype):
+    only_on_cpu(device)
+    model = make("opt", False, device).to(dtype)
+    exact = kept(model, None)[0]
+    sampled, rows = kept(model, WTACRS(budget=budget))
+    assert sampled <= exact + 8 * rows + mask_bytes(0)
+    assert bool(rows) == (budget < 0.95), "drawn up to 15/16, which .95 of 64 tokens exceeds"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

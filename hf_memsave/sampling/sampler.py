@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 INDEX = "sample_idx"
 _SLOTS = 2**18
 _IGNORED = -100
+#: Above this share, drawn rows and what comes with them (a ReLU's bits, their indices) are more than all rows.
+_MOST = 15 / 16
 
 
 class Layer(NamedTuple):
@@ -87,11 +89,11 @@ class Sampler:
             self._local.batch = outside
 
     def draw(self, layer: str, x: Tensor, tokens: Tokens | None, batch: Batch) -> Draw | None:
-        """The rows of ``x`` ``[*, features]``, counted over all leading dimensions; None where all are to be taken."""
+        """The rows of ``x`` ``[*, features]``, counted over all leading dimensions; None where all are taken."""
         total = x.shape[:-1].numel()
         real = total if tokens is None else tokens.real
         k = max(round(self.config.budget * real), self.config.minimum)
-        if k >= real:
+        if k > _MOST * real:
             return None
         norms = row_norms(x.detach()).flatten()
         predicted = self.cache.predict(layer, batch, tokens)
