@@ -14,6 +14,7 @@ from torch import nn
 from transformers.utils import logging
 
 from hf_memsave.arch import adapter
+from hf_memsave.blocks import block_numbers, number_of
 from hf_memsave.collect import BLOCKS, collect, refuse_foreign_patches
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import PatchError
@@ -63,18 +64,19 @@ def _asked_for(model: nn.Module, config: Any) -> MemSaveConfig | None:
 
 def _patch_added(model: nn.Module) -> None:
     """Patch the stock modules of adapters, each with the config of the block it is in; what is stock there stays."""
+    numbers = block_numbers(model)
     blocks: dict[str, Any] = {}  # path, and a dot -> config; None for a stock one
     for name, module in model.named_modules():
         binding = binding_of(module)
-        if isinstance(module, BLOCKS) or (binding is not None and binding.op.name == "block"):
-            blocks[f"{name}." if name else ""] = None if binding is None else binding.value
+        if isinstance(module, BLOCKS) or (binding is not None and binding.tape_config is not None):
+            blocks[f"{name}." if name else ""] = None if binding is None else binding.tape_config
         if adapter(stock_class(module)) is None:
             continue
         around = max(filter(f"{name}.".startswith, blocks), key=len, default=None)
         if around is None or (config := blocks[around]) is None:
             continue
         try:
-            plan = collect(module, config, prefix=name)[1]
+            plan = collect(module, config, prefix=name, block=number_of(name, numbers))[1]
         except PatchError as error:
             logger.warning("The adapter in %s stays as PEFT made it: %s", name, error)
             continue

@@ -17,13 +17,21 @@ from hf_memsave.swap import stock_class
 _NAMES = (attention.STOCK_NAME, attention.NAME)
 
 
-def attention_sites(model: nn.Module) -> list[SiteReport]:
-    """A line for each Transformers model inside ``model`` that attends by SDPA: patched, or skipped and why."""
+def attention_sites(model: nn.Module, stays: str | None = None) -> list[SiteReport]:
+    """A line for each Transformers model inside ``model`` that attends by SDPA: patched, or skipped and why.
+
+    Args:
+        model: Stock or patched.
+        stays: Why all of them are skipped; None if they are not.
+
+    Returns:
+        The lines.
+    """
     sites = []
     for name, module in model.named_modules():
         if isinstance(module, PreTrainedModel) and module.config._attn_implementation in _NAMES:
             cls = stock_class(module)
-            reason = _reason_against(cls.__module__)
+            reason = stays or _reason_against(cls.__module__)
             status = "skipped" if reason else "patched"
             sites.append(SiteReport(name, cls.__name__, "attention", status, reason))
     return sites

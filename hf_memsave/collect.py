@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave.arch import ARCHS, COMMON, Site, adapter, guess
+from hf_memsave.blocks import ancestors, block_numbers, left_out, number_of
 from hf_memsave.config import WTACRS, MemSaveConfig
 from hf_memsave.errors import PatchError
 from hf_memsave.ops import OPS, Binding
@@ -40,20 +41,24 @@ class SiteReport:
 
 
 class Planned(NamedTuple):
-    """A module to swap: the site it matches, and what its binding shall hold as value."""
+    """A module to swap: the site it matches, what its binding shall hold as value, and if it lays its own tape."""
 
     module: nn.Module
     site: Site
     value: Any
+    is_alone: bool = False
 
 
-def collect(model: nn.Module, config: MemSaveConfig, prefix: str = "") -> tuple[list[SiteReport], list[Planned]]:
+def collect(
+    model: nn.Module, config: MemSaveConfig, prefix: str = "", block: int | None = None
+) -> tuple[list[SiteReport], list[Planned]]:
     """Every site of ``model`` that ``config`` asks for, checked; the model is not touched.
 
     Args:
         model: Stock, or patched before.
         config: What was asked for.
         prefix: The path of ``model`` in the model that it is a part of, for what is chosen by path.
+        block: The number of the repeated block that ``model`` is a part of, if it is.
 
     Returns:
         A line for each site found, and the modules to swap.
@@ -66,7 +71,8 @@ def collect(model: nn.Module, config: MemSaveConfig, prefix: str = "") -> tuple[
     sites: list[SiteReport] = []
     plan: list[Planned] = []
     taped: set[str] = set()
-    uncovered = False
+    uncovered = is_alone = False
+    numbers = block_numbers(model)
     for name, module in model.named_modules():
         cls = stock_class(module)
         path = f"{cls.__module__}.{cls.__qualname__}"
@@ -78,40 +84,44 @@ def collect(model: nn.Module, config: MemSaveConfig, prefix: str = "") -> tuple[
             plan.append(Planned(module, Site(cls=path, op="block"), config))
             sites.append(SiteReport(name, cls.__name__, "block", "patched"))
             taped.add(name)
+            is_alone |= not (name or prefix or isinstance(module, PreTrainedModel))
             continue
         site = known.get(path) or adapter(cls) or guess(cls, module)
         if site is None:
             continue
-        if config.linear is not None and is_sampled(f"{prefix}.{name}", site.op, config.linear):
+        is_alone |= not (name or prefix)
+        if config.linear is not None and is_sampled(f"{prefix}.{name}", site.op, config.linear, is_alone):
             site = Site(cls=site.cls, op="wta_crs")
         if OPS[site.op].method == "forward" and hides_forward(module):
             if site.op == "eager_attention":  # a stranger's attention is welcome to run instead of stock's
                 sites.append(SiteReport(name, cls.__name__, site.op, "skipped", _hidden(module)))
                 continue
             refuse_hidden(name, module)
-        value, reason = _check(name, module, site, config, is_own=site not in COMMON.sites and path in known)
+        number = number_of(name, numbers) if block is None else block
+        is_own = site not in COMMON.sites and path in known
+        value, reason = _check(name, module, site, config, number, is_own)
         if reason is not None:
             sites.append(SiteReport(name, cls.__name__, site.op, "skipped", reason))
         else:
             note = _note(name, module, site, value)
             sites.append(SiteReport(name, cls.__name__, site.op, "patched", note))
             plan.append(Planned(module, site, value))
-            uncovered |= not _ancestors(name) & taped
+            uncovered |= not ancestors(name) & taped
     if config.linear is not None and config.linear.targets and not prefix:
         _refuse_no_target(sites, config.linear.targets, model)
     if config.linear is not None and config.linear.attention and not prefix:
         _refuse_other_attention(sites, model)
-    if uncovered and "" not in taped:
+    if uncovered and "" not in taped and not prefix:
         _add_root(model, config, sites, plan)
     return sites, plan
 
 
-def is_sampled(path: str, op: str, config: WTACRS) -> bool:
-    """Whether the linear at ``path`` is one of those that ``config`` samples."""
+def is_sampled(path: str, op: str, config: WTACRS, is_alone: bool = False) -> bool:
+    """Whether the linear at ``path``, perhaps of a layer patched by itself, is one of those that ``config`` samples."""
     if op not in ("linear", "conv1d"):
         return False
     if config.targets is None:
-        return "lora_B" not in path and any(part.isdigit() for part in path.split("."))
+        return "lora_B" not in path and (is_alone or any(part.isdigit() for part in path.split(".")))
     dotted = f".{path}."
     named = [target for target in config.targets if f".{target}." in dotted]
     return bool(named) and ("lora_B" not in path or "lora_B" in ".".join(named))
@@ -151,12 +161,16 @@ def _refuse_other_attention(sites: list[SiteReport], model: nn.Module) -> None:
             )
 
 
-def _check(name: str, module: nn.Module, site: Site, config: MemSaveConfig, is_own: bool) -> tuple[Any, str | None]:
+def _check(
+    name: str, module: nn.Module, site: Site, config: MemSaveConfig, block: int, is_own: bool
+) -> tuple[Any, str | None]:
     """The value that chooses the op, and why the module cannot take it (None if it can)."""
     op = OPS[site.op]
     value = "on" if op.setting is None else getattr(config, op.setting)
     if value == "stock" or value is False:
         return value, f"{op.setting}={value!r} was asked for"
+    if (reason := left_out(config, op.setting, block)) is not None:
+        return value, reason
     if value == "few_bit":
         value = FewBit(config.few_bits)
     if op.takes_config:
@@ -190,11 +204,6 @@ def _contradiction(module: nn.Module, site: Site) -> str | None:
     return f"its forward uses {found}, where {dict(site.names)} was expected" if found else None
 
 
-def _ancestors(name: str) -> set[str]:
-    parts = name.split(".")
-    return {".".join(parts[:i]) for i in range(len(parts))}
-
-
 def _tool(forward: Any) -> str:
     """The module whose code a forward is; ``functools.wraps`` cannot hide it."""
     return getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__", "")
@@ -219,9 +228,12 @@ def _add_root(model: nn.Module, config: MemSaveConfig, sites: list[SiteReport], 
         return  # its forward is hidden, and it is reported as skipped
     if hides_forward(model):
         refuse_hidden(name, model)
-    if not any(p.module is model for p in plan):
-        plan.append(Planned(model, Site(cls=f"{cls.__module__}.{cls.__qualname__}", op="block"), config))
-        sites.append(SiteReport(name, cls.__name__, "block", "patched"))
+    for index, planned in enumerate(plan):
+        if planned.module is model:
+            plan[index] = planned._replace(is_alone=True)
+            return
+    plan.append(Planned(model, Site(cls=f"{cls.__module__}.{cls.__qualname__}", op="block"), config))
+    sites.append(SiteReport(name, cls.__name__, "block", "patched"))
 
 
 def refuse_foreign_patches(model: nn.Module) -> None:

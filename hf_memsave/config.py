@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -12,6 +13,9 @@ from typing import Any, Literal, TypeGuard, get_args, get_origin, get_type_hints
 import yaml
 
 from hf_memsave.errors import ConfigError
+
+#: The fields that :attr:`MemSaveConfig.layers` can limit.
+KINDS = ("activation", "norm", "dropout", "attention", "lora")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +26,7 @@ class WTACRS:
 
     Attributes:
         budget: Rows (tokens) that each weight gradient is made from, over all real tokens of the batch: in (0, 1].
+            Above 15/16 all are taken: drawing would keep no less.
         estimator: "wta" (Eq. 6), "crs" (Eq. 5: unbiased, more noise), or "topk" (the rows of largest probability,
             unscaled: biased, for comparison only).
         targets: Linears to sample, by name or by a part of their path ("q_proj", "lora_A", "encoder.layer.0"); None for
@@ -81,7 +86,8 @@ class MemSaveConfig:
     Attributes:
         activation: Outputs of activations and gates: recomputed from their inputs, or kept as stock does. Not exact:
             "invert" (the output and one bit an element are kept, and the slope is read off them), "precision_bit" (the
-            bit in the output's last one), "few_bit" (:attr:`few_bits` bits of the slope alone).
+            bit in the output's last one), "few_bit" (:attr:`few_bits` bits of the slope alone where nobody wants the
+            output, as before a frozen linear; elsewhere "recompute").
         few_bits: Bits an element for activation="few_bit", 1 to 8.
         norm: Outputs of norms: recomputed from their inputs, or kept as stock does. Not exact: "output" (the output is
             kept instead of the input, and backward starts from it).
@@ -97,6 +103,11 @@ class MemSaveConfig:
             element, rounded at random. Not exact: the weight gradient of a linear that keeps its own input is unbiased,
             the others are approximate. What is promised keeps nothing; of the rest a sampled linear keeps rows, a
             rectifier or few-bit activation bits; what floating-point activation then remains is coded, once.
+        layers: How many blocks to convert of each kind, such as ``{"activation": 6, "norm": 12, "dropout": 0}``: in the
+            first so many repeated blocks of the model (an encoder's before a decoder's) the field of that name holds,
+            elsewhere those modules stay stock. Kinds that are not named, and all with None, are converted everywhere.
+            What lies outside every block (embeddings, a last norm, a head) goes with the first block. SDPA is chosen
+            for a whole model: any number but 0 converts it in every block. Held as sorted pairs.
     """
 
     activation: Literal["recompute", "invert", "precision_bit", "few_bit", "stock"] = field(default="recompute")
@@ -108,8 +119,10 @@ class MemSaveConfig:
     frozen: bool = field(default=True)
     linear: WTACRS | None = field(default=None)
     storage: Literal["int8", "int4"] | None = field(default=None)
+    layers: Mapping[str, int] | tuple[tuple[str, int], ...] | None = field(default=None)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", _as_pairs(self.layers))
         for name, allowed in _choices().items():
             value = getattr(self, name)
             if value not in allowed:
@@ -208,7 +221,12 @@ class MemSaveConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, as JSON and YAML know it."""
-        return json.loads(json.dumps(dataclasses.asdict(self)))
+        fields = dataclasses.asdict(self) | {"layers": dict(self.layers) if self.layers else None}
+        return json.loads(json.dumps(fields))
+
+    def first_blocks(self, kind: str | None) -> int | None:
+        """In how many of the first blocks sites of this kind are converted; None for all."""
+        return dict(self.layers or ()).get(kind or "")
 
     @classmethod
     def from_file(cls, path: str | Path) -> MemSaveConfig:
@@ -239,6 +257,25 @@ def presets() -> dict[str, Any]:
     packaged = files("hf_memsave") / "configs" / "presets"
     folder = packaged if packaged.is_dir() else Path(__file__).parent.parent / "configs" / "presets"
     return {p.name.removesuffix(".yaml"): p for p in sorted(folder.iterdir(), key=str) if p.name.endswith(".yaml")}
+
+
+def _as_pairs(layers: Any) -> tuple[tuple[str, int], ...] | None:
+    """The canonical form of :attr:`MemSaveConfig.layers`, which can be hashed; None where nothing is limited."""
+    if layers is None:
+        return None
+    remedy = "Use layers={'norm': 6}, or leave it out to convert every block."
+    try:
+        pairs = dict(layers if isinstance(layers, (Mapping, tuple)) else [layers])
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"MemSaveConfig.layers must be a mapping or None, got {layers!r}. {remedy}") from error
+    for kind, number in pairs.items():
+        if kind not in KINDS:
+            raise ConfigError(f"MemSaveConfig.layers: expected kinds {_listed(KINDS)}, got {kind!r}. {remedy}")
+        if not (_is_int(number) and number >= 0):
+            raise ConfigError(
+                f"MemSaveConfig.layers[{kind!r}] must be a whole number of blocks, 0 or more, got {number!r}. {remedy}"
+            )
+    return tuple(sorted(pairs.items())) or None
 
 
 def _choices() -> dict[str, tuple[str, ...]]:

@@ -13,5 +13,9 @@ class PatchError(MemSaveError, RuntimeError):
     """A model that cannot be patched, or unpatched, as asked. The model is left as it was."""
 
 
+class PlanError(MemSaveError, RuntimeError):
+    """A plan that cannot be made, such as one that does not fit. The model is left as it was."""
+
+
 class KeptTensorChangedError(MemSaveError, RuntimeError):
     """A tensor that backward needs was written to in place after it was kept."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hf_memsave.adapters import watch
 from hf_memsave.arch import ARCHS
 from hf_memsave.attention_name import attention_sites, use_ours, use_stock
+from hf_memsave.blocks import left_out
 from hf_memsave.collect import SiteReport, collect, model_types, refuse_foreign_patches
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import PatchError
@@ -32,6 +33,8 @@ from hf_memsave.tape.quantize import FORMATS
 from hf_memsave.tape.storage import Codec
 
 _NO_GAIN_ALONE = {"block", "linear", "conv1d"}
+#: Caches of gradient norms that need a model's batch.
+_BY_BATCH = ("sample_idx", "content")
 
 
 @dataclass(frozen=True)
@@ -118,12 +121,19 @@ class PatchReport:
         size = sampler.cache.nbytes
         return [line + (f"; their norms take up to {size / 2**20:.1f} MiB of main memory" if size else "")]
 
+    def _alone(self) -> list[str]:
+        model = self._model()
+        binding = None if model is None else binding_of(model)
+        if binding is None or binding.alone is None:
+            return []
+        return ["  patched by itself: what the layers after it keep of its output, they keep as in stock"]
+
     def __str__(self) -> str:
         counts = Counter((site.status, site.op, site.cls, site.reason) for site in self.sites)
         lines = [f"hf_memsave: {len(self.patched)} sites patched, {len(self.skipped)} skipped"]
         for (status, op, cls, reason), count in sorted(counts.items()):
             lines.append(f"  {status:<8} {count:>4} x {op:<18} {cls}{': ' + reason if reason else ''}")
-        lines += self._sampling()
+        lines += self._sampling() + self._alone()
         if self.config.storage is not None:
             bits = FORMATS[self.config.storage].bits
             lines.append(f"  activations that have to be kept are kept in {bits} bits: gradients are approximate")
@@ -139,8 +149,13 @@ def patch(model: nn.Module, config: MemSaveConfig | str | bool | dict[str, Any] 
     Idempotent; another config replaces the one before. Parameters, buffers, state dict and class names stay as they
     are, and a model that cannot be patched is left untouched.
 
+    A single layer (a norm, activation, MLP, attention, dropout, convolution, or with ``linear`` a linear) is patched as
+    well, and can then stand in any model that is not: it frees what it keeps itself. What it would promise to the layer
+    after it ends with it: one GELU or LayerNorm that is recomputed exactly keeps what stock does, and a ReLU its bits
+    beside what a layer after it keeps. There "tempo" frees memory, or a model that is patched around both.
+
     Args:
-        model: Any module; models of Transformers, and any module that contains known ones.
+        model: Any module; models of Transformers, any module that contains known ones, and a known one itself.
         config: True for the exact default, a preset's name, a dict of fields or a :class:`MemSaveConfig`.
 
     Returns:
@@ -156,27 +171,32 @@ def patch(model: nn.Module, config: MemSaveConfig | str | bool | dict[str, Any] 
         raise PatchError(f"patch(model, {config!r}) asks for nothing. Use patch(model), or unpatch(model) to undo.")
     refuse_foreign_patches(model)
     sites, plan = collect(model, resolved)
+    stays = left_out(resolved, "attention", 0)
     if resolved.attention == "recompute":
-        sites += attention_sites(model)
-    if not any(site.status == "patched" and site.op not in _NO_GAIN_ALONE for site in sites):
+        sites += attention_sites(model, stays)
+    no_gain = _NO_GAIN_ALONE if resolved.storage is None else set()
+    if not any(site.status == "patched" and site.op not in no_gain for site in sites):
+        raise PatchError(f"nothing to patch in {type(model).__name__}: {_why_nothing(sites)}")
+    is_alone = any(p.is_alone for p in plan)
+    if is_alone and resolved.linear is not None and resolved.linear.cache in _BY_BATCH:
         raise PatchError(
-            f"nothing to patch in {type(model).__name__}: no norm, activation, gated MLP or dropout that hf_memsave "
-            f"knows{_reasons(sites)}. Expected a model of Transformers, or one built of torch.nn.LayerNorm, GELU, SiLU "
-            "or Dropout; for another one, add a table under hf_memsave/arch."
+            f"WTACRS(cache={resolved.linear.cache!r}) tells samples apart by a model's batch, which a "
+            f"{type(model).__name__} patched by itself does not see. Use cache='position' or None, or patch the model "
+            "around it."
         )
-    if any(p.module is model and p.site.op != "block" for p in plan):
-        raise PatchError(
-            f"{type(model).__name__} is a site itself, and its tape has to lie around it. Patch a module that contains "
-            "it, such as torch.nn.Sequential(it)."
+    classes = {
+        id(p.module): patched_class(
+            stock_class(p.module), p.site.op, p.site.names, p.value, resolved if p.is_alone else None
         )
-    classes = {id(p.module): patched_class(stock_class(p.module), p.site.op, p.site.names, p.value) for p in plan}
+        for p in plan
+    }
     for name, module in model.named_modules():
         if is_wrapped(module) and classes.get(id(module)) not in type(module).__mro__:
             refuse_wrapped(name, module)
     for module in model.modules():
         if not is_wrapped(module):  # else it is patched as planned already
             set_class(module, classes.get(id(module), stock_class(module)))
-    (use_ours if resolved.attention == "recompute" else use_stock)(model)
+    (use_ours if resolved.attention == "recompute" and stays is None else use_stock)(model)
     attach(model)
     _attach_codecs(model, resolved.storage)
     watch_peft()
@@ -208,10 +228,19 @@ def _attach_codecs(model: nn.Module, kind: str | None) -> None:
     for index, module in enumerate(model.modules()):
         before = module.__dict__.pop(CODEC, None)
         binding = binding_of(module)
-        if kind is not None and binding is not None and binding.op.name == "block":
+        if kind is not None and binding is not None and binding.tape_config is not None:
             module.__dict__[CODEC] = before if before is not None and before.kind == kind else Codec(kind, index)
 
 
-def _reasons(sites: list[SiteReport]) -> str:
+def _why_nothing(sites: list[SiteReport]) -> str:
     reasons = sorted({f"{site.cls}: {site.reason}" for site in sites if site.status == "skipped"})
-    return f" (skipped: {'; '.join(reasons)})" if reasons else ""
+    skipped = f" (skipped: {'; '.join(reasons)})" if reasons else ""
+    if any(site.reason.endswith(" was asked for") for site in sites):
+        return (
+            f"the config leaves out all that hf_memsave could patch there{skipped}. Choose one of these fields, or "
+            "patch(model) for the exact default."
+        )
+    return (
+        f"no norm, activation, gated MLP or dropout that hf_memsave knows{skipped}. Expected a model of Transformers, "
+        "or one built of torch.nn.LayerNorm, GELU, SiLU or Dropout; for another one, add a table under hf_memsave/arch."
+    )

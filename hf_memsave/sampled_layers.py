@@ -37,7 +37,7 @@ def attach(model: nn.Module) -> None:
         module.__dict__[LAYER] = layer
     for module in model.modules():
         binding = binding_of(module)
-        if binding is not None and binding.op.name == "block":
+        if binding is not None and binding.tape_config is not None:
             module.__dict__[SAMPLER] = sampler
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave.errors import PatchError
 from hf_memsave.ops import OPS, Binding, attention
-from hf_memsave.ops.block import asks_for_index, call_with_batch
+from hf_memsave.ops.block import asks_for_index, call_with_batch, entered
 from hf_memsave.sampling.sampler import INDEX
 from hf_memsave.tape import current
 
@@ -49,20 +49,21 @@ def stock_class(module: nn.Module) -> Any:
 
 
 def patched_models(model: nn.Module) -> list[tuple[nn.Module, Any]]:
-    """The outermost patched blocks in ``model``, and the config that each was patched with."""
+    """The outermost modules in ``model`` that lay a tape, and the config that each was patched with."""
     found: list[tuple[nn.Module, Any]] = []
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
         binding = binding_of(module)
-        if binding is not None and binding.op.name == "block" and not f"{name}.".startswith(inside):
+        config = None if binding is None else binding.tape_config
+        if config is not None and not f"{name}.".startswith(inside):
             inside += (f"{name}." if name else "",)
-            found.append((module, binding.value))
+            found.append((module, config))
     return found
 
 
-def patched_class(stock: Any, op: str, names: Mapping[str, str], value: Any) -> Any:
-    """The subclass of ``stock`` whose forward is that of ``op``."""
-    return _patched_class(stock, op, tuple(sorted(names.items())), value)
+def patched_class(stock: Any, op: str, names: Mapping[str, str], value: Any, alone: Any = None) -> Any:
+    """The subclass of ``stock`` whose forward is that of ``op``; with ``alone``, a config, under a tape of its own."""
+    return _patched_class(stock, op, tuple(sorted(names.items())), value, alone)
 
 
 def refuse_wrapped(name: str, module: nn.Module) -> None:
@@ -106,7 +107,7 @@ def set_class(module: nn.Module, cls: Any) -> None:
 
 
 @functools.cache
-def _patched_class(stock: Any, op: str, names: tuple[tuple[str, str], ...], value: Any) -> Any:
+def _patched_class(stock: Any, op: str, names: tuple[tuple[str, str], ...], value: Any, alone: Any) -> Any:
     method = OPS[op].method
     stock_method = getattr(stock, method)
 
@@ -118,7 +119,7 @@ def _patched_class(stock: Any, op: str, names: tuple[tuple[str, str], ...], valu
             return stock_method(self, *args, **kwargs)
         return binding.op.forward(self, binding, *args, **kwargs)
 
-    binding = Binding(stock=stock, op=OPS[op], names=dict(names), value=value)
+    binding = Binding(stock=stock, op=OPS[op], names=dict(names), value=value, alone=alone)
     if op == "block" and asks_for_index(binding):  # so that Trainer hands the model that column
         signature = inspect.signature(stock_method)
         *before, last = signature.parameters.values()
@@ -129,7 +130,7 @@ def _patched_class(stock: Any, op: str, names: tuple[tuple[str, str], ...], valu
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         _, _, *state = stock.__reduce_ex__(self, protocol)
-        return (_rebuild, (stock, op, names, value), *state)
+        return (_rebuild, (stock, op, names, value, alone), *state)
 
     body = {
         "__module__": stock.__module__,
@@ -141,13 +142,29 @@ def _patched_class(stock: Any, op: str, names: tuple[tuple[str, str], ...], valu
     }
     if op == "block" and issubclass(stock, GradientCheckpointingLayer) and getattr(value, "linear", None) is not None:
         body["__call__"] = call_with_batch(stock)
+    if alone is not None:
+        body["forward"] = _under_its_own_tape(stock, patched if method == "forward" else stock.forward)
     cls = type(stock)(stock.__name__, (stock,), body)
-    _METHODS.add(getattr(cls, method))
+    _METHODS.update((getattr(cls, method), cls.forward) if alone is not None else (getattr(cls, method),))
     return cls
 
 
-def _rebuild(stock: Any, op: str, names: tuple[tuple[str, str], ...], value: Any) -> nn.Module:
+def _under_its_own_tape(stock: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a layer that was patched by itself; where a tape is innermost already, it takes that."""
+
+    @functools.wraps(stock.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        binding = None if torch.compiler.is_compiling() else binding_of(self)
+        if binding is None or binding.alone is None or not torch.is_grad_enabled():
+            return inner(self, *args, **kwargs)
+        with entered(self, binding, args, kwargs):
+            return inner(self, *args, **kwargs)
+
+    return forward
+
+
+def _rebuild(stock: Any, op: str, names: tuple[tuple[str, str], ...], value: Any, alone: Any) -> nn.Module:
     """Called by ``copy.deepcopy`` and ``pickle``: an empty module of the patched class, before its state is set."""
     attention.register()
-    cls = _patched_class(stock, op, names, value)
+    cls = _patched_class(stock, op, names, value, alone)
     return cls.__new__(cls)

@@ -103,11 +103,6 @@ def test_a_model_that_cannot_be_patched_is_refused_before_an_adapter_is_in():
     assert set(model.state_dict()) == before
 
 
-def test_a_site_alone_is_refused():
-    with pytest.raises(PatchError, match=r"LlamaMLP is a site itself.*Sequential"):
-        patch(build("llama", SIZE).model.layers[0].mlp)
-
-
 @pytest.mark.parametrize("options", [{"velora_config": peft.VeloraConfig()}, {"target_parameters": ["x"]}], ids=str)
 def test_adapters_that_cannot_be_saved_are_refused_when_asked_for(options):
     with pytest.raises(ConfigError, match=rf"got {next(iter(options))}, whose own .* Use peft.LoraConfig"):

@@ -13,6 +13,7 @@ from hf_memsave.config import presets
 OTHER = {
     "activation": "stock", "few_bits": 2, "norm": "stock", "dropout": "mask", "attention": "stock", "lora": "stock",
     "frozen": False, "linear": WTACRS(budget=0.5, targets=("query",)), "storage": "int8",
+    "layers": {"norm": 12, "activation": 0},
 }  # fmt: skip
 SAMPLED = {
     "budget": 0.5, "estimator": "wta", "targets": ["query"], "cache": "position", "samples": None, "minimum": 10,
@@ -44,7 +45,7 @@ def test_a_field_that_does_not_exist_is_refused():
 
 
 #: Those with a list of values to choose from.
-CHOICES = [name for name in FIELDS if name not in ("few_bits", "frozen", "linear", "storage")]
+CHOICES = [name for name in FIELDS if name not in ("few_bits", "frozen", "linear", "storage", "layers")]
 
 
 @pytest.mark.parametrize("name", CHOICES)
@@ -98,6 +99,44 @@ def test_storage_is_int8_or_int4(value):
 def test_storage_does_not_round_away_the_precision_bit():
     with pytest.raises(ConfigError, match="activation='precision_bit', which keeps a bit there. Use activation='inv"):
         MemSaveConfig(storage="int8", activation="precision_bit")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("norm", "must be a mapping or None, got 'norm'"),
+        (6, "must be a mapping or None, got 6"),
+        (["norm"], r"must be a mapping or None, got \['norm'\]"),
+        ((("norm",),), "must be a mapping or None"),
+        ({"norms": 6}, "expected kinds 'activation', 'norm', 'dropout', 'attention', 'lora', got 'norms'"),
+        ({"linear": 6}, "expected kinds .*, got 'linear'"),
+        ({1: 6}, "expected kinds .*, got 1"),
+        ({"norm": -1}, r"\['norm'\] must be a whole number of blocks, 0 or more, got -1"),
+        ({"norm": 2.0}, "got 2.0"),
+        ({"norm": "2"}, "got '2'"),
+        ({"norm": True}, "got True"),
+        ({"norm": None}, "got None"),
+    ],
+    ids=repr,
+)
+def test_layers_are_numbers_of_blocks_by_kind(value, message):
+    with pytest.raises(
+        ConfigError, match=f"MemSaveConfig.layers.*{message}.*Use layers={{'norm': 6}}, or leave it out"
+    ):
+        MemSaveConfig(layers=value)
+
+
+def test_layers_have_one_form():
+    one, other = MemSaveConfig(layers={"norm": 1, "activation": 2}), MemSaveConfig(layers={"activation": 2, "norm": 1})
+    assert one == other and hash(one) == hash(other)
+    assert dataclasses.replace(one, norm="output").layers == one.layers
+    assert MemSaveConfig(layers={}) == MemSaveConfig()
+    assert [one.first_blocks(kind) for kind in ("norm", "activation", "dropout", None)] == [1, 2, None, None]
+
+
+def test_layers_are_a_mapping_in_a_file(tmp_path):
+    MemSaveConfig(layers={"norm": 12}).to_file(tmp_path / "a.yaml")
+    assert "layers:\n  norm: 12\n" in (tmp_path / "a.yaml").read_text()
 
 
 def test_linear_is_read_from_a_mapping():

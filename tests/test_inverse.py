@@ -135,6 +135,6 @@ def test_a_new_activation_is_one_entry(monkeypatch, slopes):
 
 def test_every_activation_that_is_patched_has_a_fit():
     known = {path for activation in ACTIVATIONS.values() for path in activation.modules}
-    patched = {path for path, site in COMMON.by_class().items() if site.op in ("activation", "new_gelu")}
+    patched = {path for path, site in COMMON.by_class().items() if site.op in ("activation", "new_gelu", "quick_gelu")}
     assert patched <= known
     assert known == set(elementwise._NAMES)

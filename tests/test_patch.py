@@ -435,6 +435,14 @@ def test_a_config_that_leaves_everything_stock_is_an_error(llama):
     assert state_of(llama) == before
 
 
+def test_storage_alone_is_something_to_patch(device):
+    model = build("bert").to(device)
+    stock = measure_kept(model, batch_for(model)).total
+    off = dict.fromkeys(("activation", "norm", "dropout", "attention", "lora"), "stock")
+    patch(model, MemSaveConfig(**off, frozen=False, storage="int8"))
+    assert measure_kept(model, batch_for(model)).total < 0.5 * stock
+
+
 # Other tools that swap classes, after us
 
 

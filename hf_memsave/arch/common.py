@@ -30,6 +30,7 @@ ARCH = Arch(
         Site(cls="GELUTanh", op="activation"),
         Site(cls="SiLUActivation", op="activation"),
         Site(cls="NewGELUActivation", op="new_gelu"),
+        Site(cls="QuickGELUActivation", op="quick_gelu"),
         Site(cls="torch.nn.modules.normalization.GroupNorm", op="group_norm"),
         *(Site(cls=f"torch.nn.modules.activation.{name}", op="rectifier") for name in _RECTIFIERS),
         *(Site(cls=f"torch.nn.modules.{name}{d}d", op=op) for name, op in _BY_DIMENSION.items() for d in (1, 2, 3)),

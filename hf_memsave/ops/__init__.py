@@ -19,6 +19,7 @@ from hf_memsave.ops.new_gelu import NEW_GELU
 from hf_memsave.ops.op import Binding, Op
 from hf_memsave.ops.output_norm import layer_normed, rms_normed, t5_normed
 from hf_memsave.ops.pooling import AVERAGE_POOL, MAX_POOL
+from hf_memsave.ops.quick_gelu import QUICK_GELU
 from hf_memsave.ops.rectifier import RECTIFIER
 from hf_memsave.ops.rms_norm import RMS_NORM, T5_LAYER_NORM
 from hf_memsave.ops.t5_mlp import T5_GATED_MLP, T5_MLP
@@ -46,6 +47,7 @@ OPS: dict[str, Op] = {
         LORA,
         MAX_POOL,
         approximable(NEW_GELU),
+        approximable(QUICK_GELU),
         RECTIFIER,
         from_output(RMS_NORM, rms_normed),
         T5_GATED_MLP,

@@ -8,6 +8,7 @@ Where linears are sampled, it tells their sampler which batch runs.
 import contextlib
 import functools
 import inspect
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -38,8 +39,17 @@ def _block(module: nn.Module, binding: Binding, *args: Any, **kwargs: Any) -> An
         if position is not None and len(args) <= position:
             # A cache nobody reads: Transformers switches it off too, under gradient checkpointing.
             kwargs[_CACHE] = False
-    with _sampling(module, binding, args, kwargs, index, given), Tape(module.__dict__.get(CODEC)):
+    with entered(module, binding, args, kwargs, index, given):
         return stock(module, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def entered(
+    module: nn.Module, binding: Binding, args: Any, kwargs: Any, index: Any = None, given: Any = None
+) -> Iterator[None]:
+    """The forward of a block, or of a layer that was patched by itself: under a tape, and with its sampler told."""
+    with _sampling(module, binding, args, kwargs, index, given), Tape(module.__dict__.get(CODEC)):
+        yield
 
 
 def asks_for_index(binding: Binding) -> bool:

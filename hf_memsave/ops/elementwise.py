@@ -11,17 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_memsave.errors import PatchError
 from hf_memsave.ops.new_gelu import new_gelu_reference
-
-
-def quick_gelu_reference(x: Tensor) -> Tensor:
-    """The expression of ``QuickGELUActivation`` in ``transformers``."""
-    return x * torch.sigmoid(1.702 * x)
+from hf_memsave.ops.quick_gelu import quick_gelu_reference
 
 
 @dataclass(frozen=True)

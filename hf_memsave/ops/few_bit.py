@@ -1,4 +1,4 @@
-r"""``few_bit``: an activation that keeps a few bits of its derivative, for where its output is not kept either.
+r"""``few_bit``: an activation that keeps a few bits of its derivative, unless its input has to be kept anyway.
 
 Forward, stock's own, and, for an incoming gradient dy, backward::
 
@@ -8,11 +8,16 @@ Forward, stock's own, and, for an incoming gradient dy, backward::
 
 Kept for backward::
 
-    eager    x, and y in the next linear if its weight is trained
-    here     c in b bits an element (b/16 of x's bytes in bf16), and y in that linear
+    eager                            x, and y where somebody wants it (a linear whose weight is trained, an adapter,
+                                     the product of a gated MLP)
+    here     nobody wants y          c in b bits an element (b/16 of x's bytes in bf16)
+             somebody wants y        x, as the exact op: y is promised from it, c gives way, and dx is stock's
 
-For activations whose next linear is frozen; where it is trained, ``inverted`` keeps less and errs less. Forward is
-exact. The largest error of the slope falls from .5 (1 bit) to .004 (8 bits) on [-10, 10]: scripts/results/
+So it saves where the next linear is frozen, and costs nothing elsewhere. Who comes later is not known when the
+activation runs: it keeps c, and lets go of it when the promise of y is taken. Without a tape nobody can tell, and c
+stays; and so it does where a foreign hook lies between the two.
+
+Forward is exact. The largest error of the slope falls from .5 (1 bit) to .004 (8 bits) on [-10, 10]: scripts/results/
 inverse-derivatives.md has them all. Beyond, the outermost levels hold. Backward cannot be differentiated again.
 Source: Novikov et al. (2023), FewBit, arXiv:2202.00441.
 """
@@ -30,7 +35,9 @@ from hf_memsave.ops.elementwise import required_name
 from hf_memsave.ops.few_bit_tables import check_bits, levels
 from hf_memsave.ops.once import once_differentiable
 from hf_memsave.ops.op import Binding, KeptBytes
+from hf_memsave.tape import Coded, coded, current
 from hf_memsave.tape.codecs import pack_codes, unpack_codes
+from hf_memsave.tape.promise import AutocastState, Keep
 
 
 class FewBit(NamedTuple):
@@ -39,34 +46,62 @@ class FewBit(NamedTuple):
     bits: int = 4
 
 
-def kept_bytes(shape: tuple[int, ...], itemsize: int, bits: int = 4) -> KeptBytes:
-    """The activation of ``shape`` and a frozen linear after it."""
+def kept_bytes(shape: tuple[int, ...], itemsize: int, bits: int = 4, frozen: bool = True) -> KeptBytes:
+    """The activation of ``shape`` and the linear after it, whose weight is frozen or trained."""
     n = torch.Size(shape).numel()
-    return KeptBytes(n * itemsize, bits * -(-n // 8))
+    return KeptBytes(n * itemsize, bits * -(-n // 8)) if frozen else KeptBytes(2 * n * itemsize, n * itemsize)
 
 
 def few_bit(x: Tensor, name: str, forward: Callable[[Tensor], Tensor], bits: int = 4) -> Tensor:
-    """``forward(x)``, which computes the activation ``name``; keeps ``bits`` bits an element."""
+    """``forward(x)``, which computes the activation ``name``; keeps ``bits`` bits an element, or ``x`` for ``y``."""
     check_bits(bits)
-    return _FewBit.apply(x, forward, name, bits)
+    tape = current()
+    held: list[Coded] = []
+
+    def code(x: Tensor, keep: Keep) -> Coded:
+        held.append(Coded(_codes(x, name, bits), None, keep))
+        return held[0]
+
+    with coded(code):
+        y = _FewBit.apply(x, forward, name, bits, tape is not None)
+    if tape is not None:
+        tape.promise(y, forward, (x,), taken=lambda x: held[0].give_way(tape.pack(x)) if held else None)
+    return y
+
+
+def _codes(x: Tensor, name: str, bits: int) -> Tensor:
+    boundaries = torch.from_numpy(levels(name, bits).boundaries).to(x.device)
+    codes = torch.bucketize(x.float().contiguous(), boundaries, out_int32=True, right=True)
+    return pack_codes(codes.to(torch.uint8), bits)
 
 
 class _FewBit(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], name: str, bits: int) -> Tensor:
-        boundaries = torch.from_numpy(levels(name, bits).boundaries).to(x.device)
-        codes = torch.bucketize(x.float().contiguous(), boundaries, out_int32=True, right=True)
-        ctx.save_for_backward(pack_codes(codes.to(torch.uint8), bits))
-        ctx.table = name, bits
+    def forward(
+        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], name: str, bits: int, is_taped: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x.detach() if is_taped else _codes(x, name, bits))
+        ctx.forward, ctx.table, ctx.autocast = forward, (name, bits), AutocastState(x.device.type)
         return forward(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        (packed,) = ctx.saved_tensors
-        codes = unpack_codes(packed, dy.numel()).view(dy.shape)
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (kept,) = ctx.saved_tensors
+        if kept.is_floating_point():
+            return _exact(kept, dy, ctx), None, None, None, None
+        codes = unpack_codes(kept, dy.numel()).view(dy.shape)
         slope = torch.from_numpy(levels(*ctx.table).levels).to(dy.device)[codes.int()]
-        return (dy * slope).to(dy.dtype), None, None, None
+        return (dy * slope).to(dy.dtype), None, None, None, None
+
+
+def _exact(x: Tensor, dy: Tensor, ctx: Any) -> Tensor:
+    """Stock's own gradient."""
+    x = x.detach().requires_grad_()
+    with torch.enable_grad(), ctx.autocast:
+        y = ctx.forward(x)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    return dx
 
 
 def few_bit_forward(module: nn.Module, binding: Binding, input: Tensor) -> Tensor:

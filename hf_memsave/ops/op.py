@@ -77,13 +77,20 @@ class Op:
 class Binding:
     """What one patched class knows: the class it replaces, its op, where to find the children, and the chosen value.
 
-    The value is that of the op's setting; for a block and an op that ``takes_config``, the whole config.
+    The value is that of the op's setting; for a block and an op that ``takes_config``, the whole config. ``alone`` is
+    the whole config of a layer that was patched by itself, and None elsewhere.
     """
 
     stock: Any
     op: Op
     names: Mapping[str, str] = field(default_factory=dict)
     value: Any = "recompute"
+    alone: Any = None
+
+    @property
+    def tape_config(self) -> Any:
+        """The whole config, of a module that lays a tape around its forward; None if it lays none."""
+        return self.value if self.op.name == "block" else self.alone
 
     def child(self, module: nn.Module, role: str) -> Any:
         """The attribute of ``module`` that plays ``role`` ("gate", "eps", …)."""

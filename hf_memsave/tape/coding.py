@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hf_memsave.tape import hooks
 from hf_memsave.tape.masks import Mask
-from hf_memsave.tape.promise import Fetch, Keep, is_plain
+from hf_memsave.tape.promise import Fetch, Keep, Ticket, is_plain
 
 Code = Callable[[Tensor, Keep], Any]
 
@@ -36,16 +36,21 @@ class Blank:
 
 
 class Coded:
-    """A smaller tensor, which ``decode`` makes the one to be kept from."""
+    """A smaller tensor, which ``decode`` makes the one to be kept from (None: the op decodes by itself)."""
 
     __slots__ = ("held", "decode")
 
-    def __init__(self, code: Tensor, decode: Callable[[Tensor], Tensor], keep: Keep) -> None:
+    def __init__(self, code: Tensor, decode: Callable[[Tensor], Tensor] | None, keep: Keep) -> None:
         self.held, self.decode = keep(code), decode
+
+    def give_way(self, handle: Any) -> None:
+        """Hold ``handle``, what a tape made of the tensor itself, instead of the code."""
+        self.held, self.decode = handle, None
 
     def get(self, fetch: Fetch) -> Tensor:
         """The tensor."""
-        return self.decode(fetch(self.held))
+        held = self.held.get(fetch) if isinstance(self.held, Ticket) else fetch(self.held)
+        return held if self.decode is None else self.decode(held)
 
 
 class _Coding:

@@ -125,8 +125,21 @@ class Tape:
     def _counts(self) -> Tally | None:
         return tally if self.keep is _keep else None  # what a hook outside makes of a tensor is not for us to count
 
-    def promise(self, output: Tensor, recompute: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
-        """Register ``recompute(*inputs)`` as a way to get ``output`` back, if that is sound."""
+    def promise(
+        self,
+        output: Tensor,
+        recompute: Callable[..., Tensor],
+        inputs: tuple[Tensor, ...],
+        taken: Callable[..., None] | None = None,
+    ) -> None:
+        """Register ``recompute(*inputs)`` as a way to get ``output`` back, if that is sound.
+
+        Args:
+            output: As for :func:`promise`.
+            recompute: The same.
+            inputs: The same.
+            taken: Called with the inputs if somebody takes the promise, and so keeps them: no sooner, and at most once.
+        """
         if not is_plain(output) or not fills_storage(output) or not all(is_plain(i) for i in inputs):
             return
         mine = output.untyped_storage()._cdata
@@ -136,7 +149,7 @@ class Tape:
             for given in inputs:
                 self.encoder.note(given)
         sources = tuple(find(i, self) for i in inputs)
-        slot = attach(Promise(output, recompute, inputs, sources), output, self)
+        slot = attach(Promise(output, recompute, inputs, sources, taken), output, self)
         self.slots.append(weakref.ref(slot))
 
 
@@ -198,7 +211,7 @@ def _owner(hooks: tuple[Callable[..., Any], Callable[..., Any]] | None) -> Tape 
 def _keep(tensor: Tensor) -> tuple[Tensor, int]:
     # Detached: an op that keeps its own output would otherwise own itself, through the output's grad_fn.
     handle = (tensor if tensor.grad_fn is None else tensor.detach()), tensor._version
-    note_kept(tensor, handle)
+    note_kept(tensor, handle, _fetch)
     return handle
 
 

@@ -30,25 +30,26 @@ class Mask:
         keep: That of the tape.
     """
 
-    __slots__ = ("shape", "stride", "offset", "dtype", "version", "sides", "held", "is_whole", "__weakref__")
+    __slots__ = ("shape", "stride", "offset", "dtype", "version", "sides", "held", "fetch", "__weakref__")
 
     def __init__(self, tensor: Tensor, flags: Tensor, sides: tuple[float, float], keep: Keep) -> None:
         self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
         self.dtype, self.version, self.sides = tensor.dtype, tensor._version, sides
-        self.held, self.is_whole = keep(pack_bits(flags)), False
+        self.held = keep(pack_bits(flags))
+        self.fetch: Fetch | None = None  # set as the mask gives way
         storage = tensor.untyped_storage()
         setattr(storage, _MASKS, [*getattr(storage, _MASKS, ()), weakref.ref(self)])
 
-    def give_way(self, kept: Tensor, handle: Any) -> None:
+    def give_way(self, kept: Tensor, handle: Any, fetch: Fetch) -> None:
         """Hold ``handle``, that of ``kept`` on the same storage, instead of the bits, unless it was written to."""
         if kept._version == self.version and kept.dtype == self.dtype:
-            self.held, self.is_whole = handle, True
+            self.held, self.fetch = handle, fetch
 
     def get(self, fetch: Fetch) -> Tensor:
         """The tensor itself, or one whose elements lie on the same sides."""
+        if self.fetch is not None:
+            return self.fetch(self.held).as_strided(self.shape, self.stride, self.offset)
         held = fetch(self.held)
-        if self.is_whole:
-            return held.as_strided(self.shape, self.stride, self.offset)
         flags = unpack_bits(held, self.shape.numel()).view(self.shape)
         yes, no = (torch.tensor(side, dtype=self.dtype, device=held.device) for side in self.sides)
         return with_stride(torch.where(flags, yes, no), self.stride)
@@ -60,12 +61,15 @@ def saves_bytes(tensor: Tensor) -> bool:
     return is_plain(tensor) and is_dense(tensor) and not is_kept
 
 
-def note_kept(tensor: Tensor, handle: Any) -> None:
-    """Called with each tensor that is kept as it is, and what it is kept as: its masks give way."""
+def note_kept(tensor: Tensor, handle: Any, fetch: Fetch) -> None:
+    """Called with each tensor that is kept as it is, what it is kept as, and how to get it back: its masks give way.
+
+    The masks may have been made under another hook, whose ``fetch`` is another one.
+    """
     if not is_plain(tensor):
         return
     storage = tensor.untyped_storage()
     setattr(storage, _KEPT, tensor._version)
     for ref in getattr(storage, _MASKS, ()):
         if (mask := ref()) is not None:
-            mask.give_way(tensor, handle)
+            mask.give_way(tensor, handle, fetch)

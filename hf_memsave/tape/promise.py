@@ -36,10 +36,12 @@ class Promise:
         recompute: Returns a tensor of the same shape and bits when called with ``inputs``. Runs without gradients.
         inputs: Tensors only; anything else belongs into ``recompute``.
         sources: For each input, the promise that can give it back, or None.
+        taken: Called with the inputs when the first :meth:`take` has settled the promise.
     """
 
     __slots__ = (
-        "recompute", "stride", "autocast", "inputs", "held", "uses", "left", "task", "result", "lock", "__weakref__",
+        "recompute", "stride", "autocast", "inputs", "held", "taken", "uses", "left", "task", "result", "lock",
+        "__weakref__",
     )  # fmt: skip
 
     def __init__(
@@ -48,8 +50,9 @@ class Promise:
         recompute: Callable[..., Tensor],
         inputs: tuple[Tensor, ...],
         sources: tuple[Promise | None, ...],
+        taken: Callable[..., None] | None = None,
     ) -> None:
-        self.recompute = recompute
+        self.recompute, self.taken = recompute, taken
         self.stride = output.stride()
         self.autocast = AutocastState(output.device.type)
         self.inputs = [(mine := _own(i), mine._version, s) for i, s in zip(inputs, sources, strict=True)]
@@ -89,7 +92,10 @@ class Promise:
                 handle = keep(tensor)
                 kept[key] = handle, None if isinstance(handle, Ticket) else tensor.stride()
             held.append(kept[key])
-        self.held, self.inputs = held, []
+        given, taken = self.inputs, self.taken
+        self.held, self.inputs, self.taken = held, [], None
+        if taken is not None:
+            taken(*(tensor for tensor, _, _ in given))
         return True
 
     def get(self, fetch: Fetch) -> Tensor:

@@ -1,0 +1,349 @@
+"""``few_bit`` keeps bits where nobody wants the output; where somebody does, it is exact and keeps what that does."""
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+from families import Size, batch_for, build
+from helpers import (
+    DTYPES,
+    LAYOUTS,
+    Probe,
+    assert_backward_twice,
+    assert_exact,
+    assert_same_bits,
+    kept,
+    nbytes,
+    only_on_cpu,
+    random,
+    swapped,
+)
+from peft import LoraConfig, get_peft_model
+from steps import assert_same, step
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, QuickGELUActivation, SiLUActivation
+
+from hf_memsave import MemSaveConfig, measure_kept, patch
+from hf_memsave.arch import COMMON
+from hf_memsave.ops import few_bit as module_of_few_bit
+from hf_memsave.ops.few_bit import FewBit, kept_bytes
+from hf_memsave.tape import Coded, Tape
+from hf_memsave.tape.step_meter import StepMeter
+
+MODULES = {
+    "gelu": nn.GELU,
+    "gelu-tanh": partial(nn.GELU, "tanh"),
+    "silu": nn.SiLU,
+    "transformers-gelu": GELUActivation,
+    "transformers-gelu-tanh": GELUTanh,
+    "new-gelu": NewGELUActivation,
+    "quick-gelu": QuickGELUActivation,
+    "transformers-silu": SiLUActivation,
+}
+SIZE = Size(hidden=64)
+#: Of the expression of NewGELU: float64 numbers that autograd keeps for the exact op.
+FACTORS = 3 * 8
+
+
+@pytest.fixture(params=MODULES)
+def kind(request):
+    return request.param
+
+
+def few_bit(module, bits=4):
+    site = COMMON.by_class()[f"{type(module).__module__}.{type(module).__qualname__}"]
+    return swapped(module, site.op, FewBit(bits))
+
+
+@pytest.fixture
+def op(kind):
+    return few_bit(MODULES[kind]())
+
+
+@pytest.fixture
+def stock(kind):
+    return MODULES[kind]()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_few_bit_is_exact_where_its_output_is_wanted(device, op, stock, dtype):
+    only_on_cpu(device)
+    assert_exact(op, stock, [random(7, 5, 9, dtype=dtype, device=device)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_few_bit_is_exact_there_under_autocast(device, op, stock, dtype):
+    only_on_cpu(device)
+    assert_exact(op, stock, [random(3, 8, dtype=dtype, device=device)], autocast=torch.bfloat16)
+
+
+def test_few_bit_goes_back_under_the_autocast_of_its_forward(device):
+    only_on_cpu(device)
+
+    def rounded(x):  # an activation in which autocast converts
+        return torch.nn.functional.gelu(x @ torch.eye(8, device=device))
+
+    op = partial(module_of_few_bit.few_bit, name="gelu", forward=rounded)
+    assert_exact(op, rounded, [random(3, 8, device=device)], autocast=torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", ["gelu", "new-gelu"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_few_bit_is_exact_there_for_views(device, op, stock, layout):
+    only_on_cpu(device)
+    view = LAYOUTS[layout]
+    assert_exact(lambda x: op(view(x)), lambda x: stock(view(x)), [random(4, 5, 8, device=device)])
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (0, 4), (2, 1, 7)], ids=str)
+def test_few_bit_is_exact_there_for_odd_shapes(device, op, stock, shape):
+    only_on_cpu(device)
+    assert_exact(op, stock, [random(*shape, device=device)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_few_bit_keeps_what_the_exact_op_does_before_a_trained_linear(device, op, dtype):
+    x = random(3, 5, 8, dtype=dtype, device=device)
+    claim = kept_bytes(tuple(x.shape), x.itemsize, frozen=False)
+    assert kept(op, x, tape=True) == claim.here == nbytes(x)
+
+
+def test_few_bit_keeps_its_bits_before_a_frozen_linear(device, op):
+    x = random(3, 16, 8, dtype=torch.bfloat16, device=device).requires_grad_()
+    frozen = nn.Linear(8, 2, device=device, dtype=torch.bfloat16).requires_grad_(False)
+    found = measure_kept(Probe(op, True, torch.clone, frozen, None), x)
+    assert found.total - 2 == kept_bytes(tuple(x.shape), 2).here == nbytes(x) // 4  # 2 bytes of loss
+
+
+@pytest.mark.parametrize("kind", ["gelu"])
+def test_few_bit_keeps_no_more_than_stock_where_its_input_is_kept_anyway(device, op, stock):
+    x = random(3, 5, 8, device=device)
+    assert kept(op, x, tape=True, producer=torch.sigmoid) == nbytes(x)
+    assert kept(stock, x, tape=False, producer=torch.sigmoid) == 2 * nbytes(x)
+
+
+@pytest.mark.parametrize("kind", ["silu"])
+def test_few_bit_runs_backward_twice_where_it_is_exact(device, op):
+    assert_backward_twice(op, random(3, 8, device=device))
+
+
+def chain(trained):
+    """Two activations: the linear after the first is trained or not, that after the second the other way."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8)]
+    model = nn.Sequential(*layers, nn.Linear(8, 2))
+    model[2].requires_grad_(trained == 0)
+    model[5].requires_grad_(trained == 1)
+    return model
+
+
+def of_chain(model, x):
+    leaf = x.clone().requires_grad_()
+    model(leaf).square().sum().backward()
+    return leaf.grad
+
+
+@pytest.mark.parametrize("trained", [0, 1])
+def test_each_activation_of_a_model_chooses_for_itself(device, trained):
+    stock = chain(trained).to(device)
+    exact, ours = copy.deepcopy(stock), copy.deepcopy(stock)
+    patch(exact)
+    patch(ours, MemSaveConfig(activation="few_bit"))
+    x = random(64, 8, device=device)
+    n = 64 * 16
+    assert measure_kept(exact, x).total - measure_kept(ours, x).total == n * 4 - n // 2  # one of both
+    for model in (stock, ours):
+        of_chain(model, x)
+    after, before = (ours[3].weight.grad, stock[3].weight.grad) if trained else (None, None)
+    assert_same_bits(after, before)  # of what lies behind the activation that keeps bits
+    assert not torch.equal(ours[0].weight.grad, stock[0].weight.grad)
+
+
+def block(act, trained):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), act, nn.Linear(16, 8))
+    model[2].requires_grad_(trained)
+    return model
+
+
+def in_a_tape(model, x):
+    with Tape():
+        return model(x)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("trained", [True, False])
+def test_few_bit_chooses_in_a_checkpointed_block(device, use_reentrant, trained):
+    def gradients(act, checkpointed):
+        model = block(act, trained).to(device)
+        x = random(64, 8, device=device).requires_grad_()
+        y = checkpoint(in_a_tape, model, x, use_reentrant=use_reentrant) if checkpointed else in_a_tape(model, x)
+        y.square().sum().backward()
+        return [x.grad, *(p.grad for p in model.parameters() if p.requires_grad)]
+
+    expected = gradients(nn.GELU(), False) if trained else gradients(few_bit(nn.GELU()), False)
+    for mine, theirs in zip(gradients(few_bit(nn.GELU()), True), expected, strict=True):
+        assert_same_bits(mine, theirs)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_few_bit_chooses_inside_another_tools_hooks(device, trained):
+    found = []
+    for hooks in (save_on_cpu(), Tape()):
+        model, x = block(few_bit(nn.GELU()), trained).to(device), random(64, 8, device=device).requires_grad_()
+        with hooks:
+            y = in_a_tape(model, x)
+        y.square().sum().backward()
+        found.append([x.grad, *(p.grad for p in model.parameters() if p.requires_grad)])
+    for mine, theirs in zip(*found, strict=True):
+        assert_same_bits(mine, theirs)
+
+
+def test_few_bit_keeps_its_bits_where_a_foreign_hook_lies_before_the_consumer(device):
+    model, x = block(few_bit(nn.GELU()), True).to(device), random(64, 8, device=device).requires_grad_()
+    seen = []
+    with Tape():
+        y = model[1](model[0](x))
+        with saved_tensors_hooks(lambda t: (seen.append(t.shape), t)[1], lambda t: t):
+            z = model[2](y)
+    z.sum().backward()
+    assert y.shape in seen
+    assert_same_bits(x.grad, few_bit_gradient(model, x))
+
+
+def few_bit_gradient(model, x):
+    """By the definition, through a first linear, an activation of 4 bits and a second linear, for a sum."""
+    with torch.no_grad():
+        z = model[0](x)
+    y = z.requires_grad_()
+    slopes = torch.autograd.grad(module_of_few_bit.few_bit(y, "gelu", nn.GELU()).sum(), y)[0]
+    dy = torch.ones(len(x), model[2].out_features) @ model[2].weight
+    return (dy * slopes).detach() @ model[0].weight.detach()
+
+
+def test_an_output_that_its_user_holds_is_not_taken(device):
+    held = []
+
+    def hold(y):
+        held.append(y.detach())
+        return y
+
+    op, x = few_bit(nn.GELU()), random(3, 16, 8, device=device)
+    frozen = nn.Linear(8, 2, device=device).requires_grad_(False)
+    found = measure_kept(Probe(lambda x: hold(op(x)), True, torch.clone, frozen, None), x.requires_grad_())
+    assert found.total - 4 == nbytes(x) + kept_bytes(tuple(x.shape), 4).here
+
+
+def test_an_output_that_was_written_to_is_kept_beside_the_bits(device):
+    op, x = few_bit(nn.GELU()), random(3, 16, 8, device=device)
+    assert kept(lambda x: op(x).neg_(), x, tape=True) == nbytes(x) + kept_bytes(tuple(x.shape), 4).here
+
+
+def test_an_input_that_was_written_to_is_not_promised_from(device):
+    op, x, slope = few_bit(nn.GELU()), random(64, device=device), []
+    for change in (False, True):
+        leaf, weight = x.clone().requires_grad_(), torch.ones(64, device=device, requires_grad=True)
+        with Tape():
+            z = leaf * 1
+            y = op(z)
+            if change:
+                with torch.no_grad():
+                    z.zero_()
+            product = y * weight
+        product.sum().backward()
+        assert_same_bits(weight.grad, nn.GELU()(x))
+        slope.append(leaf.grad)
+    assert 0 < (slope[0] - slope[1]).abs().max() < 0.1  # of the bits, of the input as it was
+
+
+@pytest.mark.parametrize("after", [nn.Dropout(0.3), nn.GELU(), nn.LayerNorm(16)], ids=str)
+def test_few_bit_is_exact_where_its_output_is_wanted_in_the_end(device, after):
+    only_on_cpu(device)
+    found = []
+    for config in ({"activation": "few_bit"}, None):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), copy.deepcopy(after), nn.Linear(16, 2)).to(device)
+        if config is not None:
+            patch(model, config)
+        found.append(of_chain(model, random(32, 8, device=device)))
+    assert_same_bits(*found)
+
+
+def test_few_bit_chooses_on_every_thread(device):
+    only_on_cpu(device)
+    x = random(64, 8, device=device)
+    models = [block(few_bit(nn.GELU()), trained=bool(i % 2)) for i in range(6)]
+    expected = [of_chain(lambda x, m=m: in_a_tape(m, x), x) for m in models]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda m: of_chain(lambda x: in_a_tape(m, x), x), models))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_same_bits(mine, theirs)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5-gated-encoder"])
+def test_a_model_that_is_trained_whole_gets_the_exact_config(device, family):
+    only_on_cpu(device)
+    exact = build(family, SIZE).to(device)
+    ours, stock = copy.deepcopy(exact), copy.deepcopy(exact)
+    patch(exact)
+    patch(ours, MemSaveConfig(activation="few_bit"))
+    batch = batch_for(stock, SIZE)
+    factors = measure_kept(exact, batch).total - measure_kept(ours, batch).total
+    assert factors == FACTORS * {"gpt2": 2, "t5-gated-encoder": 4}.get(family, 0)
+    assert_same(step(ours, batch), step(stock, batch))
+
+
+@pytest.mark.parametrize("targets, is_wanted", [(["query"], False), (["query", "output.dense"], True)], ids=str)
+def test_lora_decides_by_whether_it_reads_the_output(device, targets, is_wanted):
+    only_on_cpu(device)
+
+    def make(config):
+        torch.manual_seed(0)
+        lora = LoraConfig(target_modules=targets, lora_dropout=0.1, init_lora_weights=False)
+        model = get_peft_model(build("bert", SIZE), lora).to(device)
+        if config is not None:
+            patch(model, config)
+        return model
+
+    exact, ours, stock = (make(config) for config in (True, {"activation": "few_bit"}, None))
+    batch = batch_for(build("bert", SIZE), SIZE)
+    freed = measure_kept(exact, batch).total - measure_kept(ours, batch).total
+    n = SIZE.u(4) // 4 * 4
+    # The first block's activation has no gradient before its first adapter; the other keeps an eighth of its input.
+    assert freed == (0 if is_wanted else 2 * (4 * n - n // 2))
+    if is_wanted:
+        assert_same(step(ours, batch), step(stock, batch))
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_step_meter_counts_what_it_frees(device, trained):
+    model, x = block(nn.GELU(), trained).to(device), random(64, 8, device=device)
+    patch(model, MemSaveConfig(activation="few_bit"))
+    meter = StepMeter(model)
+    model(x.requires_grad_()).sum().backward()
+    assert meter.freed == 64 * 16 * 4
+
+
+def no_way_given(monkeypatch):
+    monkeypatch.setattr(Coded, "give_way", lambda self, handle: None)
+
+
+def level_for_slope(monkeypatch):
+    monkeypatch.setattr(module_of_few_bit, "_exact", lambda x, dy, ctx: dy * (x > 0))
+
+
+@pytest.mark.parametrize("plant", [no_way_given, level_for_slope])
+def test_a_fault_is_caught(device, plant, monkeypatch):
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        assert_exact(few_bit(nn.GELU()), nn.GELU(), [random(7, 5, device=device)])
+
+
+def test_a_code_that_stays_is_caught(device, monkeypatch):
+    no_way_given(monkeypatch)
+    x = random(3, 5, 8, device=device)
+    assert kept(few_bit(nn.GELU()), x, tape=True) > kept_bytes(tuple(x.shape), 4, frozen=False).here
