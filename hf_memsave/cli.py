@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from hf_memsave import MemSaveError, __version__
-from hf_memsave.commands import demo, doctor, report, verify
+from hf_memsave.commands import auto, demo, doctor, report, verify
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report.add_to(commands)
     demo.add_to(commands)
     verify.add_to(commands)
+    auto.add_to(commands)
     doctor.add_to(commands)
 
     args = parser.parse_args(argv)

@@ -21,8 +21,8 @@ FLOORS = {
     "tape": 2, "sampling": 2,
     "ops": 3,
     "arch": 4, "swap": 4,
-    "adapters": 5, "attention_name": 5, "collect": 5, "patch": 5, "sampled_layers": 5,
-    "integrations": 6, "glue": 6, "wordpiece": 6,
+    "adapters": 5, "attention_name": 5, "blocks": 5, "collect": 5, "patch": 5, "sampled_layers": 5,
+    "integrations": 6, "planner": 6, "glue": 6, "wordpiece": 6,
     "cli": 7, "commands": 7,
 }  # fmt: skip
 #: Who may use what the root exports.

@@ -126,7 +126,7 @@ def measure_full_depth(config: PreTrainedConfig, setting: Setting, layers: int |
         sites.append(Counter((site.status, site.op, site.cls, site.reason) for site in report.sites))
         patched.append(_kept(model, head, setting))
 
-    expected = _extrapolate(counts, depths, full).total["parameters"]
+    expected = extrapolate(counts, depths, full).total["parameters"]
     if expected != whole.num_parameters():
         raise CommandError(
             f"the layers of {type(whole).__name__} are not alike: expected {expected:,.0f} parameters at full depth, "
@@ -135,21 +135,30 @@ def measure_full_depth(config: PreTrainedConfig, setting: Setting, layers: int |
     return FullDepth(
         cls=type(whole).__name__,
         parameters=whole.num_parameters(),
-        sites=_extrapolate(sites, depths, full).total,
+        sites=extrapolate(sites, depths, full).total,
         unknown=report.unknown,
         depth=full,
         measured=depths,
         changes=changes,
         u=setting.batch_size * setting.seq_len * config.hidden_size * setting.u_dtype.itemsize,
-        stock=_extrapolate(stock, depths, full),
-        patched=_extrapolate(patched, depths, full),
+        stock=extrapolate(stock, depths, full),
+        patched=extrapolate(patched, depths, full),
     )
 
 
-def _extrapolate(
+def extrapolate(
     points: Sequence[Mapping[Any, int]], depths: tuple[dict[str, int], ...], full: dict[str, int]
 ) -> Affine:
-    """From one point at the first depth, and one with more layers of each stack in turn."""
+    """The amounts at full depth, from one point at the first depth and one with more layers of each stack in turn.
+
+    Args:
+        points: Name -> amount, for each of ``depths``.
+        depths: Field -> number of layers: the first, then with one field raised.
+        full: The depth wanted; its fields are raised in its order.
+
+    Returns:
+        All that the points name.
+    """
     first = points[0]
     total = dict(first)
     per_layer = {}

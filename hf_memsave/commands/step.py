@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import torch
 import transformers
 from torch import Tensor, nn
 
 from hf_memsave import Kept, MemSaveConfig, measure_kept, patch, unpatch
 from hf_memsave.commands import CommandError
-from hf_memsave.swap import patched_models
+from hf_memsave.planner.undisturbed import left_as_it_was
 
 #: On CUDA, where kernels add in no fixed order: the distance allowed, with 32-bit numbers and with 16-bit ones.
 TOLERANCE, HALF_TOLERANCE = 1e-3, 2e-2
@@ -99,18 +96,14 @@ def compare_step(
         with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
             return model(**inputs)
 
-    with _left_as_it_was(model) as start_over:
+    with left_as_it_was(model) as start_over:
         unpatch(model)
         try:
             stock, again = (_step(model, forward, batch, start_over, seed) for _ in range(2))
         except CommandError:
             raise
         except Exception as error:
-            raise CommandError(
-                f"{type(model).__name__} cannot run a stock step on {described(batch)}: {type(error).__name__}: "
-                f"{error} Expected a batch that the model trains on. Give one with --batch, or lower --batch-size or "
-                "--seq-len."
-            ) from error
+            raise CommandError(cannot_run(model, batch, error)) from error
         repeat = max(_differences(stock, again), key=lambda d: (not d.equal, d.relative))
         if device == "cpu" and not repeat.equal:
             raise CommandError(
@@ -137,34 +130,6 @@ def compare_step(
         stock=stock_kept,
         patched=patched_kept,
     )
-
-
-@contextlib.contextmanager
-def _left_as_it_was(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Gives a function that puts buffers back and drops gradients; at the end everything is as it was."""
-    buffers = [(m._buffers, k, b, b.clone()) for m in model.modules() for k, b in m._buffers.items() if b is not None]
-    gradients = [(p, p.grad) for p in model.parameters()]
-    patched = patched_models(model)
-    states = random.getstate(), numpy.random.get_state()
-
-    @torch.no_grad()
-    def start_over() -> None:
-        for owner, name, buffer, values in buffers:
-            owner[name] = buffer.copy_(values)
-        model.zero_grad(set_to_none=True)
-
-    try:
-        with torch.random.fork_rng(range(torch.cuda.device_count())):
-            yield start_over
-    finally:
-        unpatch(model)
-        for module, config in patched:
-            patch(module, config)
-        start_over()
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
 
 
 def _step(
@@ -214,6 +179,14 @@ def _differences(stock: dict[str, Tensor], other: dict[str, Tensor]) -> list[Dif
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(*(t.reshape(-1).contiguous().view(torch.uint8) for t in (a, b)))
+
+
+def cannot_run(model: nn.Module, batch: Mapping[str, Any], error: Exception) -> str:
+    """The message for a step that fails without us."""
+    return (
+        f"{type(model).__name__} cannot run a stock step on {described(batch)}: {type(error).__name__}: {error} "
+        "Expected a batch that the model trains on. Give one with --batch, or lower --batch-size or --seq-len."
+    )
 
 
 def _named(output: Any) -> str:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
-from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from hf_memsave import MemSaveConfig
-from hf_memsave.commands import CommandError, positive_int
+from hf_memsave.commands.inputs import add_inputs, load_inputs
 from hf_memsave.commands.step import (
     HALF_TOLERANCE,
     TOLERANCE,
@@ -26,8 +22,6 @@ from hf_memsave.commands.step import (
     described,
 )
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_SEQUENCES, _TOKENS = 2, 64
 _WORST = 5
 _MIB = 2**20
 
@@ -42,21 +36,8 @@ def add_to(commands: Any) -> None:
         f"whose kernels add in no fixed order, to a relative L2 distance of {TOLERANCE:g} ({HALF_TOLERANCE:g} with "
         "16-bit numbers). 1 if they differ, 2 if the step cannot be run.",
     )
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="the folder of a saved model or PEFT adapter, or a name on the hub; or, for random weights, a config.json "
-        "or a model type (bert, llama, ...)",
-    )
-    parser.add_argument(
-        "--batch", type=Path, metavar="FILE", help="tensors by name: torch.save, .safetensors, .json, .jsonl (examples)"
-    )
+    add_inputs(parser)
     parser.add_argument("--memsave", metavar="PRESET", default="exact", help="the preset to verify (%(default)s)")
-    parser.add_argument("--batch-size", type=positive_int, metavar="N", help=f"random sequences ({_SEQUENCES})")
-    parser.add_argument("--seq-len", type=positive_int, metavar="N", help=f"tokens in each ({_TOKENS})")
-    parser.add_argument("--dtype", choices=sorted(_DTYPES), help="of the weights (as saved; with --autocast fp32)")
-    parser.add_argument("--autocast", choices=["bf16"], help="compute in bf16 with fp32 weights (Trainer's bf16=True)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to run (%(default)s)")
     parser.set_defaults(run=run)
 
 
@@ -70,35 +51,17 @@ def run(args: argparse.Namespace) -> int:
         CommandError: The options contradict each other, or the stock step cannot be run.
     """
     memsave = MemSaveConfig.preset(args.memsave)
-    if args.autocast and args.dtype not in (None, "fp32"):
-        raise CommandError(
-            f"--autocast {args.autocast} computes in bf16 with fp32 weights, got --dtype {args.dtype}. Leave one out."
-        )
-    if args.batch and (args.batch_size or args.seq_len):
-        raise CommandError("--batch brings its own sizes, got --batch-size or --seq-len as well. Leave one out.")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise CommandError("--device cuda: expected a CUDA device, found none. Use --device cpu.")
-    from hf_memsave.commands.models import make_batch
-    from hf_memsave.commands.saved import load_model, read_batch
-
-    transformers.logging.set_verbosity_error()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the last one raises
-    batch = read_batch(args.batch) if args.batch else None  # a wrong file must not cost a download
     console = Console(highlight=False)
-    with console.status(f"Loading {args.model} ..."):
-        dtype = _DTYPES["fp32"] if args.autocast else _DTYPES.get(args.dtype)
-        model, head, weights = load_model(args.model, dtype)
-        batch = batch or make_batch(head, model.config, args.batch_size or _SEQUENCES, args.seq_len or _TOKENS)
-        model.to(args.device).train()
-        batch = {name: value.to(args.device) for name, value in batch.items()}
+    inputs = load_inputs(args, console)
+    model, batch = inputs.model, inputs.batch
     try:
         with console.status("Running three steps ..."):
-            found = compare_step(model, batch, memsave, autocast=torch.bfloat16 if args.autocast else None)
+            found = compare_step(model, batch, memsave, autocast=inputs.autocast)
     except PatchedStepError as error:
         print(f"memsave verify: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     context = [f"preset {args.memsave}", args.device, *(["bf16 autocast"] if args.autocast else [])]
-    console.print(f"{type(model).__name__}, {weights}: {described(batch)}", style="bold", markup=False)
+    console.print(f"{type(model).__name__}, {inputs.weights}: {described(batch)}", style="bold", markup=False)
     console.print(", ".join(context), *_tables(found), _verdict(found), sep="\n")
     if found.differing:
         print(f"memsave verify: {_causes(found)}", file=sys.stderr)

@@ -1,0 +1,88 @@
+"""The model and the batch that a command runs a training step of, as its options name them."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+
+from hf_memsave.commands import CommandError, positive_int
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_SEQUENCES, _TOKENS = 2, 64
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A model in training mode, a batch on its device, what the weights are, and the dtype to compute in, if any."""
+
+    model: Any
+    batch: dict[str, Any]
+    weights: str
+    autocast: torch.dtype | None
+
+    def forward(self, **inputs: Any) -> Any:
+        """The model's forward, under autocast where that was asked for."""
+        device = next(self.model.parameters()).device.type
+        with torch.autocast(device, dtype=self.autocast, enabled=self.autocast is not None):
+            return self.model(**inputs)
+
+
+def add_inputs(parser: argparse.ArgumentParser) -> None:
+    """Add the options that :func:`load_inputs` reads."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="the folder of a saved model or PEFT adapter, or a name on the hub; or, for random weights, a config.json "
+        "or a model type (bert, llama, ...)",
+    )
+    parser.add_argument(
+        "--batch", type=Path, metavar="FILE", help="tensors by name: torch.save, .safetensors, .json, .jsonl (examples)"
+    )
+    parser.add_argument("--batch-size", type=positive_int, metavar="N", help=f"random sequences ({_SEQUENCES})")
+    parser.add_argument("--seq-len", type=positive_int, metavar="N", help=f"tokens in each ({_TOKENS})")
+    parser.add_argument("--dtype", choices=sorted(_DTYPES), help="of the weights (as saved; with --autocast fp32)")
+    parser.add_argument("--autocast", choices=["bf16"], help="compute in bf16 with fp32 weights (Trainer's bf16=True)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to run (%(default)s)")
+
+
+def load_inputs(args: argparse.Namespace, console: Console) -> Inputs:
+    """Load what the options name.
+
+    Args:
+        args: With the options of :func:`add_inputs`.
+        console: Shows that it takes a while.
+
+    Returns:
+        Model and batch.
+
+    Raises:
+        CommandError: The options contradict each other, or model or batch cannot be loaded.
+    """
+    if args.autocast and args.dtype not in (None, "fp32"):
+        raise CommandError(
+            f"--autocast {args.autocast} computes in bf16 with fp32 weights, got --dtype {args.dtype}. Leave one out."
+        )
+    if args.batch and (args.batch_size or args.seq_len):
+        raise CommandError("--batch brings its own sizes, got --batch-size or --seq-len as well. Leave one out.")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise CommandError("--device cuda: expected a CUDA device, found none. Use --device cpu.")
+    from hf_memsave.commands.models import make_batch
+    from hf_memsave.commands.saved import load_model, read_batch
+
+    transformers.logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the last one raises
+    batch = read_batch(args.batch) if args.batch else None  # a wrong file must not cost a download
+    with console.status(f"Loading {args.model} ..."):
+        dtype = _DTYPES["fp32"] if args.autocast else _DTYPES.get(args.dtype)
+        model, head, weights = load_model(args.model, dtype)
+        batch = batch or make_batch(head, model.config, args.batch_size or _SEQUENCES, args.seq_len or _TOKENS)
+        model.to(args.device).train()
+        batch = {name: value.to(args.device) for name, value in batch.items()}
+    return Inputs(model, batch, weights, torch.bfloat16 if args.autocast else None)

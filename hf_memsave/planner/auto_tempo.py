@@ -1,0 +1,279 @@
+"""Auto-Tempo: find out by trial what to convert in a model, for one batch and one memory limit.
+
+:func:`fast` asks whether converting everything pays: does the larger batch that then fits train more sequences a
+second? :func:`smart` keeps the batch, and converts only as many blocks of each kind as it takes to fit.
+
+Memory is counted, not sampled: the bytes kept between forward and backward, parameters and buffers, and for each number
+that is trained its gradient and the optimizer's state. What backward computes and drops again is not counted.
+
+Source: Andoorveedu et al. (2022), arXiv:2210.10246, section 5.2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hf_memsave.blocks import block_numbers, number_of
+from hf_memsave.config import KINDS, MemSaveConfig
+from hf_memsave.errors import PatchError, PlanError
+from hf_memsave.ops import OPS
+from hf_memsave.patch import PatchReport, patch, unpatch
+from hf_memsave.planner.trial import Bench, Timer, Trial, gib, largest, limit_of, median_seconds, timed
+from hf_memsave.planner.undisturbed import left_as_it_was
+from hf_memsave.swap import is_patched
+
+#: The share of a step below which two times are the same.
+_NOISE = 1e-3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What :func:`fast` or :func:`smart` found, and what was done: prints as a table.
+
+    Attributes:
+        config: What the model is patched with now; None if it was left stock.
+        batch_size: Sequences in the batch that it is for.
+        memory: The limit in bytes.
+        reason: Why, in one sentence.
+        trials: All that were tried, in order.
+        report: Of the patched model; None if it was left stock.
+    """
+
+    config: MemSaveConfig | None
+    batch_size: int
+    memory: int
+    reason: str
+    trials: tuple[Trial, ...]
+    report: PatchReport | None = None
+
+    @property
+    def converted(self) -> bool:
+        """Whether anything in the model was converted."""
+        return self.config is not None
+
+    def __str__(self) -> str:
+        lines = [f"{'converted':<48} {'batch':>6} {'kept':>12} {'needed':>12} {'seconds':>8}"]
+        for t in self.trials:
+            seconds = "" if t.seconds is None else f"{t.seconds:.4f}"
+            fits = "fits" if t.fits else "too much"
+            lines.append(
+                f"{t.name:<48} {t.batch_size:>6} {gib(t.kept):>12} {gib(t.needed):>12} {seconds:>8} {fits}".rstrip()
+            )
+        return "\n".join([*lines, self.reason])
+
+
+def fast(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    config: MemSaveConfig | str | bool | dict[str, Any] = "tempo",
+    memory: int | str | None = None,
+    *,
+    forward: Callable[..., Any] | None = None,
+    optimizer_bytes: int = 8,
+    max_batch: int | None = None,
+    timer: Timer = median_seconds,
+) -> Plan:
+    """Convert everything, if the larger batch that then fits trains more sequences a second than stock's largest.
+
+    Batches of other sizes repeat or cut the sequences of ``batch``. Weights, buffers, gradients, modes and the random
+    state stay as they are, and on an error the model stays stock.
+
+    Args:
+        model: Stock; it is tried in training mode. Returns a mapping with a ``"loss"``, or the loss.
+        batch: Its keyword arguments; tensors are ``[batch, ...]``, on its device.
+        config: As for :func:`hf_memsave.patch`.
+        memory: The limit, in bytes or as "16GiB". None, on CUDA, for nine tenths of what the device has left.
+        forward: Called instead of ``model``, for a loss of your own or autocast.
+        optimizer_bytes: Of the optimizer's state, for each number that is trained (AdamW: two of four bytes).
+        max_batch: The largest batch to try; None for no limit but memory.
+        timer: Called with a step to run, once or more; returns the seconds of one.
+
+    Returns:
+        The plan; the model is patched with its config, or stock.
+
+    Raises:
+        PlanError: The model is patched already, or not one sequence fits, or the batch has no loss.
+        PatchError: Nothing in the model can be patched.
+        ConfigError: ``config`` names a preset, field or value that does not exist.
+    """
+    resolved, limit = _asked(model, config), limit_of(memory, model)
+    if max_batch is not None and max_batch < 1:
+        raise PlanError(f"max_batch: expected a whole number from 1, or None, got {max_batch!r}. Leave it out.")
+    trials: list[Trial] = []
+    with left_as_it_was(model) as start_over:
+        start_over()
+        bench = Bench(model, batch, limit, forward, optimizer_bytes, timer)
+        stock = largest(bench, "nothing", max_batch or sys.maxsize, trials)
+        patch(model, resolved)
+        converted = largest(bench, "everything", max_batch or sys.maxsize, trials)
+        if converted is None:
+            raise PlanError(
+                f"not one sequence fits with everything converted: expected at most {gib(limit)}, of which "
+                f"{gib(bench.fixed)} are for parameters, gradients and the optimizer. Use shorter sequences, a preset "
+                "that keeps less, gradient checkpointing, or more memory."
+            )
+        size, most = converted.batch_size, 0 if stock is None else stock.batch_size
+        pays = size > most
+        if stock is None:
+            reason = f"Stock, not one sequence fits; converted, {size} do"
+        elif not pays:
+            reason = f"Converted, no more sequences fit than stock's {most}"
+        else:
+            rate = size / timed(bench, converted, trials)
+            unpatch(model)
+            stock_rate = most / timed(bench, stock, trials)
+            pays = rate > stock_rate
+            reason = f"Converted, {rate:.4g} sequences a second at a batch of {size}; stock, {stock_rate:.4g} at {most}"
+    if not pays:
+        return Plan(None, most, limit, f"{reason}: the model stays stock.", tuple(trials))
+    return Plan(resolved, size, limit, f"{reason}: everything is converted.", tuple(trials), patch(model, resolved))
+
+
+def smart(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    config: MemSaveConfig | str | bool | dict[str, Any] = "tempo",
+    memory: int | str | None = None,
+    *,
+    forward: Callable[..., Any] | None = None,
+    optimizer_bytes: int = 8,
+    timer: Timer = median_seconds,
+) -> Plan:
+    """Convert as few blocks of each kind as it takes for ``batch`` to fit.
+
+    Each kind of site (activation, norm, dropout, attention, lora) is first tried alone, for the bytes it frees and the
+    seconds it adds. Then, from everything converted and beginning with the kind that frees the fewest bytes a second,
+    bisection finds the fewest blocks of that kind that still fit: in the end not one block less of any kind would.
+    Weights, buffers, gradients, modes and the random state stay as they are, and on an error the model stays stock.
+
+    Args:
+        model: Stock; it is tried in training mode. Returns a mapping with a ``"loss"``, or the loss.
+        batch: Its keyword arguments; tensors are ``[batch, ...]``, on its device.
+        config: As for :func:`hf_memsave.patch`; its ``layers``, if there are any, are the most that is converted.
+        memory: The limit, in bytes or as "16GiB". None, on CUDA, for nine tenths of what the device has left.
+        forward: Called instead of ``model``, for a loss of your own or autocast.
+        optimizer_bytes: Of the optimizer's state, for each number that is trained (AdamW: two of four bytes).
+        timer: Called with a step to run, once or more; returns the seconds of one.
+
+    Returns:
+        The plan; the model is patched with its config, which says how many blocks in ``layers``, or stock.
+
+    Raises:
+        PlanError: The model is patched already, or everything converted does not fit, or the batch has no loss.
+        PatchError: Nothing in the model can be patched.
+        ConfigError: ``config`` names a preset, field or value that does not exist.
+    """
+    resolved, limit = _asked(model, config), limit_of(memory, model)
+    with left_as_it_was(model) as start_over:
+        start_over()
+        search = _Search(Bench(model, batch, limit, forward, optimizer_bytes, timer), resolved)
+        counts = search.fewest()
+    size, trials = search.bench.batch_size, tuple(search.trials)
+    if counts is None:
+        reason = f"Stock needs {gib(trials[0].needed)} and fits in {gib(limit)}: the model stays stock."
+        return Plan(None, size, limit, reason, trials)
+    found = search.config_of(counts)
+    reason = f"Stock needs {gib(trials[0].needed)}; with {_words(counts)} converted it fits in {gib(limit)}."
+    return Plan(found, size, limit, reason, trials, patch(model, found))
+
+
+class _Search:
+    """The search of :func:`smart`: how many blocks of each kind, counted and not repeated."""
+
+    def __init__(self, bench: Bench, config: MemSaveConfig) -> None:
+        self.bench, self.config = bench, config
+        self.trials: list[Trial] = []
+        self._known: dict[tuple[int, ...], Trial] = {}
+
+    def config_of(self, counts: Mapping[str, int]) -> MemSaveConfig:
+        return dataclasses.replace(self.config, layers={**dict(self.config.layers or ()), **counts})
+
+    def fewest(self) -> dict[str, int] | None:
+        """Blocks to convert of each kind; None if stock fits."""
+        bench = self.bench
+        stock = bench.count("nothing")
+        if stock.fits:
+            self.trials.append(stock)
+            return None
+        steps = _steps(patch(bench.model, self.config), bench.model)
+        everything = bench.count("everything")
+        self.trials += [stock, everything]
+        if not everything.fits:
+            raise PlanError(
+                f"a batch of {bench.batch_size} does not fit: expected at most {gib(bench.memory)}, got "
+                f"{gib(everything.needed)} with everything converted (stock {gib(stock.needed)}). Use a smaller batch, "
+                "a preset that keeps less, gradient checkpointing, or more memory."
+            )
+        counts = {kind: numbers[-1] for kind, numbers in steps.items()}
+        self._known = {tuple(counts.values()): everything}
+        for kind in self._least_worth_first(stock, steps):
+            counts[kind] = self._fewest_of(kind, steps[kind], counts)
+        return counts
+
+    def _fewest_of(self, kind: str, numbers: list[int], counts: Mapping[str, int]) -> int:
+        """The first of ``numbers`` that fits; the last does."""
+        return numbers[bisect_left(numbers[:-1], True, key=lambda number: self._try({**counts, kind: number}).fits)]
+
+    def _least_worth_first(self, stock: Trial, steps: Mapping[str, list[int]]) -> list[str]:
+        """The kinds, by the bytes that each frees alone for a second that it adds."""
+        if len(steps) == 1:
+            return list(steps)
+        unpatch(self.bench.model)
+        seconds = timed(self.bench, stock, self.trials)
+        worth = {}
+        for kind in steps:
+            trial = self._try({other: numbers[-1] if other == kind else 0 for other, numbers in steps.items()})
+            added = timed(self.bench, trial, self.trials) - seconds
+            worth[kind] = (stock.kept - trial.kept) / max(added, _NOISE * seconds)
+        return sorted(worth, key=lambda kind: worth[kind])
+
+    def _try(self, counts: Mapping[str, int]) -> Trial:
+        key = tuple(counts.values())
+        if key not in self._known:
+            try:
+                patch(self.bench.model, self.config_of(counts))
+            except PatchError:
+                if any(key):
+                    raise
+                unpatch(self.bench.model)  # nothing is left to convert
+            self._known[key] = self.bench.count(_words(counts))
+            self.trials.append(self._known[key])
+        return self._known[key]
+
+
+def _asked(model: nn.Module, config: Any) -> MemSaveConfig:
+    if any(is_patched(module) for module in model.modules()):
+        raise PlanError(
+            f"expected a stock {type(model).__name__}, got one that is patched already. Call hf_memsave.unpatch(model) "
+            "first, or load it without memsave=."
+        )
+    resolved = MemSaveConfig.resolve(config)
+    if resolved is None:
+        raise PlanError(f"config: expected something to convert, got {config!r}. Use config='tempo'.")
+    return resolved
+
+
+def _steps(report: PatchReport, model: nn.Module) -> dict[str, list[int]]:
+    """For each kind in the patched model: at how many blocks something more of it is converted, from 0."""
+    numbers = block_numbers(model)
+    found: dict[str, set[int]] = {}
+    for site in report.patched:
+        kind = OPS[site.op].setting if site.op in OPS else None
+        if kind in KINDS:
+            found.setdefault(kind, {0}).add(number_of(site.name, numbers) + 1)
+    if "attention" not in found and any(site.op == "attention" for site in report.patched):
+        found["attention"] = {0, max(1, len(numbers))}  # SDPA: in the whole model, or not
+    if report.config.linear is not None and report.config.linear.attention:
+        found.pop("attention", None)  # its products are sampled in every block
+    return {kind: sorted(found[kind]) for kind in KINDS if kind in found}
+
+
+def _words(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{kind} {number}" for kind, number in counts.items() if number) or "other sites alone"

@@ -1,0 +1,248 @@
+"""What one configuration needs for one batch: bytes, counted; and the seconds of a step."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_memsave.errors import PlanError
+from hf_memsave.tape import measure_kept
+
+#: Runs the step it is given as often as it likes, and returns the seconds of one.
+Timer = Callable[[Callable[[], None]], float]
+
+_STEPS = 5
+#: Of the memory that a CUDA device has left; the rest is for backward's temporaries and fragmentation.
+_USABLE = 0.9
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One configuration that was tried.
+
+    Attributes:
+        name: What was converted, in words.
+        batch_size: Sequences in the batch.
+        kept: Bytes kept between forward and backward.
+        needed: Those, and parameters, buffers, gradients and the optimizer's state.
+        fits: Whether ``needed`` is within the limit.
+        seconds: Of one forward and backward; None where it was not timed.
+    """
+
+    name: str
+    batch_size: int
+    kept: int
+    needed: int
+    fits: bool
+    seconds: float | None = None
+
+
+class _DeviceFullError(PlanError):
+    """A batch that the device has no room for."""
+
+
+class Bench:
+    """Counts and times a model as it is patched at the moment: for use inside ``left_as_it_was``.
+
+    Args:
+        model: Put into training mode if it is not.
+        batch: Keyword arguments; every tensor in it but scalars is ``[batch, ...]``.
+        memory: The limit in bytes.
+        forward: Called instead of the model; None for the model.
+        optimizer_bytes: Of the optimizer's state, for each number that is trained.
+        timer: See :data:`Timer`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Mapping[str, Any],
+        memory: int,
+        forward: Callable[..., Any] | None,
+        optimizer_bytes: int,
+        timer: Timer,
+    ) -> None:
+        if not model.training:  # else parts of it may be in another mode on purpose
+            model.train()
+        self.model, self.batch, self.memory, self.timer = model, batch, memory, timer
+        self.call = model if forward is None else forward
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if not trained:
+            raise PlanError(
+                f"expected parameters of {type(model).__name__} that require a gradient, got none. Unfreeze some."
+            )
+        self.fixed = own_bytes(model) + sum(p.numel() * (p.itemsize + optimizer_bytes) for p in trained)
+        self.batch_size = _batch_size(batch)
+
+    def count(self, name: str, batch_size: int | None = None) -> Trial:
+        """Count what the model needs for the batch, or for one of another size."""
+        size = batch_size or self.batch_size
+        kept = self._run(size, lambda batch: measure_kept(self.model, batch, self._loss).total)
+        needed = self.fixed + kept
+        return Trial(name, size, kept, needed, needed <= self.memory)
+
+    def count_if_room(self, name: str, batch_size: int) -> Trial | None:
+        """The same; None if the device has no room for it."""
+        try:
+            return self.count(name, batch_size)
+        except _DeviceFullError:
+            return None
+
+    def seconds(self, batch_size: int) -> float:
+        """The seconds of one forward and backward."""
+
+        def timed(batch: Mapping[str, Any]) -> float:
+            def step() -> None:
+                self._loss(**batch).backward()
+                self.model.zero_grad(set_to_none=True)
+                if torch.cuda.is_initialized():
+                    torch.cuda.synchronize()
+
+            return self.timer(step)
+
+        return self._run(batch_size, timed)
+
+    def _run(self, batch_size: int, run: Callable[[Mapping[str, Any]], Any]) -> Any:
+        batch = self.batch if batch_size == self.batch_size else resized(self.batch, batch_size)
+        try:
+            return run(batch)
+        except torch.OutOfMemoryError as error:
+            raise _DeviceFullError(
+                f"the device ran out of memory on {batch_size} sequences, expected room for {gib(self.memory)}. What "
+                "backward computes and drops again is not counted: give a smaller limit, or a smaller batch."
+            ) from error
+
+    def _loss(self, **inputs: Any) -> Tensor:
+        output = self.call(**inputs)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+            return loss
+        got = ", ".join(output) if isinstance(output, Mapping) else type(output).__name__
+        raise PlanError(
+            f"expected a loss in the output of {type(self.model).__name__}, got {got}. Add 'labels' to the batch, or "
+            "give a forward= that returns the loss."
+        )
+
+
+def largest(bench: Bench, name: str, most: int, trials: list[Trial]) -> Trial | None:
+    """The largest batch that fits the model as it is, along the line through two counts; None if none does."""
+    known: dict[int, Trial | None] = {}  # None: the device was full
+    first = min(bench.batch_size, most)
+    guesses = [first, first // 2 or min(2, most)]
+    while guesses:
+        for size in guesses:
+            known[size] = trial = bench.count_if_room(name, size)
+            trials += [] if trial is None else [trial]
+        low = max((size for size, trial in known.items() if trial is not None and trial.fits), default=0)
+        high = min((size for size, trial in known.items() if trial is None or not trial.fits), default=most + 1)
+        points = [(0, bench.fixed), *sorted((size, trial.needed) for size, trial in known.items() if trial is not None)]
+        middle = guess = max(1, low + (high - low) // 2)
+        if len(points) > 1:
+            (n, a), (m, b) = points[-2:]
+            if b <= a:
+                raise PlanError(
+                    f"expected a batch of {m} to need more than one of {n}, got {gib(b)} and {gib(a)}. Give tensors "
+                    "[batch, ...] that the loss depends on."
+                )
+            guess = max(n + (bench.memory - a) * (m - n) // (b - a), low, 1)
+            guess = middle if guess >= high else guess  # the line was wrong, or the device is fuller than it says
+        guesses = [] if guess in known or low + 1 >= high else [guess]
+    return known.get(low)
+
+
+def timed(bench: Bench, trial: Trial, trials: list[Trial]) -> float:
+    """The seconds of a step of the model on the trial's batch, which are noted in ``trials`` too."""
+    seconds = bench.seconds(trial.batch_size)
+    trials[trials.index(trial)] = replace(trial, seconds=seconds)
+    return seconds
+
+
+def median_seconds(step: Callable[[], None]) -> float:
+    """The median of a few steps, after one to warm up."""
+    step()
+    seconds = []
+    for _ in range(_STEPS):
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def own_bytes(model: nn.Module) -> int:
+    """Bytes of the parameters and buffers."""
+    return sum(t.numel() * t.itemsize for t in (*model.parameters(), *model.buffers()))
+
+
+def limit_of(memory: int | str | None, model: nn.Module) -> int:
+    """The limit in bytes.
+
+    Args:
+        memory: As for :func:`bytes_of`; None for nine tenths of what this process can have of the model's CUDA device,
+            the model itself included.
+        model: On one device.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        PlanError: It is no size, or None and the model is not on one CUDA device.
+    """
+    if memory is not None:
+        return bytes_of(memory)
+    devices = {p.device for p in model.parameters()}
+    if len(devices) != 1 or (device := next(iter(devices))).type != "cuda":
+        where = ", ".join(sorted(map(str, devices)))
+        raise PlanError(
+            f"memory: expected how much there is, such as '16GiB', got None for a model on {where}. Only for one CUDA "
+            "device it can be asked: name it."
+        )
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    gradients = sum(p.grad.numel() * p.grad.itemsize for p in model.parameters() if p.grad is not None)
+    return int(_USABLE * (free - torch.cuda.memory_allocated(device) + own_bytes(model) + gradients))
+
+
+def bytes_of(size: int | str) -> int:
+    """Bytes, given as such or as a text: "16GiB", "800MB".
+
+    Returns:
+        Bytes.
+
+    Raises:
+        PlanError: It is neither.
+    """
+    from accelerate.utils import convert_file_size_to_int
+
+    try:
+        return convert_file_size_to_int(size)
+    except (AttributeError, OverflowError, ValueError) as error:  # AttributeError: neither a text nor a whole number
+        raise PlanError(
+            f"memory: expected bytes, or a text such as '16GiB' or '800MB', got {size!r}. Write it with a unit."
+        ) from error
+
+
+def gib(count: float) -> str:
+    """Bytes, to be read."""
+    return f"{count / _GIB:,.2f} GiB" if count >= _GIB else f"{count / 2**20:,.2f} MiB"
+
+
+def resized(batch: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """The first ``size`` sequences of the batch, begun again where it ends."""
+    index = torch.arange(size) % _batch_size(batch)
+    return {k: v[index.to(v.device)] if isinstance(v, Tensor) and v.dim() else v for k, v in batch.items()}
+
+
+def _batch_size(batch: Mapping[str, Any]) -> int:
+    expected = "expected a mapping of tensors [batch, ...] of one batch size"
+    if not isinstance(batch, Mapping):
+        raise PlanError(f"the batch: {expected}, got {type(batch).__name__}. Give the model's keyword arguments.")
+    sizes = {k: v.shape[0] for k, v in batch.items() if isinstance(v, Tensor) and v.dim()}
+    if len(set(sizes.values())) != 1 or 0 in sizes.values():
+        raise PlanError(f"the batch: {expected}, got {sizes or list(batch)}. Expand or leave out what has no batch.")
+    return next(iter(sizes.values()))

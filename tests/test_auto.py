@@ -1,0 +1,136 @@
+"""``memsave auto``: from a saved model to a file that every ``memsave=`` takes; and the limit, as it may be given."""
+
+import types
+
+import pytest
+import torch
+import yaml
+from families import batch_for
+from planning import SIZE, bert, between, needs, once
+
+from hf_memsave import MemSaveConfig, patch
+from hf_memsave.cli import main
+from hf_memsave.errors import PlanError
+from hf_memsave.planner import fast, smart, trial
+from hf_memsave.planner.trial import bytes_of, limit_of
+
+
+def auto(capsys, *argv):
+    status = main(["auto", *map(str, argv)])
+    output, error = capsys.readouterr()
+    return status, " ".join(output.split()), error
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with a model and a batch, and limits that are half of what conversion frees, and more than enough."""
+    folder, model = tmp_path_factory.mktemp("saved"), bert()
+    model.set_attn_implementation("sdpa")  # what a saved model is loaded with
+    batch = batch_for(model, SIZE)
+    model.save_pretrained(folder)
+    torch.save(batch, folder / "batch.pt")
+    return types.SimpleNamespace(
+        folder=folder, model=model, batch=batch, half=between(model, batch, 0.5), enough=2 * needs(model, batch)
+    )
+
+
+def kib(size):
+    return f"{size / 1024}KiB"
+
+
+def test_auto_writes_what_smart_finds(saved, tmp_path, capsys):
+    options = ("--batch", saved.folder / "batch.pt", "--memory", kib(saved.half), "--out", tmp_path / "plan.yaml")
+    status, output, error = auto(capsys, saved.folder, *options)
+    assert (status, error) == (0, "") and "preset tempo, cpu, limit" in output and "too much" in output
+    config = MemSaveConfig.from_file(tmp_path / "plan.yaml")
+    assert needs(saved.model, saved.batch, config) <= saved.half < needs(saved.model, saved.batch)
+    assert config.layers and config.norm == "output"
+    assert patch(saved.model, config).patched
+    patch(saved.model, config).undo()
+
+
+def test_auto_prints_the_configuration_without_out(saved, capsys):
+    main(["auto", str(saved.folder), "--batch", str(saved.folder / "batch.pt"), "--memory", kib(saved.half)])
+    output = capsys.readouterr().out
+    assert MemSaveConfig.from_dict(yaml.safe_load(output[output.index("activation: ") :])).layers
+
+
+@pytest.mark.parametrize("how", ["--fast", "--smart"])
+def test_auto_writes_nothing_where_stock_is_better(how, saved, tmp_path, capsys):
+    more = ["--max-batch", 2] if how == "--fast" else []
+    options = [how, "--memory", "1GiB", "--out", tmp_path / "plan.yaml", "--autocast", "bf16", *more]
+    status, output, _ = auto(capsys, saved.folder, *options)
+    assert status == 0 and "bf16 autocast" in output and "there is no configuration to write" in output
+    assert not (tmp_path / "plan.yaml").exists()
+
+
+ERRORS = {
+    "no memory": ([], "expected --memory, such as --memory 16GiB"),
+    "too little": (["--memory", "1MiB"], "with everything converted"),
+    "no folder": (["--memory", "1GiB", "--out", "missing/plan.yaml"], "in a folder that exists"),
+    "no preset": (["--memory", "1GiB", "--memsave", "nope"], "unknown preset 'nope'"),
+    "smart": (["--memory", "1GiB", "--max-batch", "4"], "Add --fast"),
+    "bad batch": (["--memory", "1GiB", "--seq-len", "1000"], "lower --batch-size or --seq-len"),
+}
+
+
+@pytest.mark.parametrize(("argv", "expected"), ERRORS.values(), ids=ERRORS)
+def test_auto_errors_are_one_line_with_a_remedy(argv, expected, saved, capsys):
+    status, output, error = auto(capsys, saved.folder, *argv)
+    assert (status, output) == (2, "") and expected in error
+    assert error.startswith("memsave auto: error: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("argv", [["--memory", "16"], ["--fast", "--smart"], ["--max-batch", "0"]], ids=str)
+def test_auto_refuses_what_no_option_takes(argv, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["auto", "bert", *argv])
+    assert "memsave auto: error: argument --" in capsys.readouterr().err
+
+
+def test_a_limit_is_bytes_or_a_text():
+    assert [bytes_of(size) for size in (7, "16GiB", "1.5MiB", "800MB")] == [7, 2**34, 3 * 2**19, 8 * 10**8]
+    for size in ("16", "much", "GiB", 1.5, -1, "infGiB"):
+        with pytest.raises(PlanError, match=r"memory: expected bytes, or a text .*got .*Write it with a unit"):
+            bytes_of(size)
+
+
+def test_a_limit_may_be_left_out_on_one_cuda_device_only(monkeypatch):
+    cuda = torch.device("cuda", 0)
+    found = {"memory_reserved": 300, "memory_allocated": 200, "mem_get_info": (500, 1000)}
+    for name, value in found.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(trial, "own_bytes", lambda model: 100)
+    on = {device: types.SimpleNamespace(device=torch.device(device), grad=None) for device in ("cuda:0", "cpu")}
+    assert limit_of(None, types.SimpleNamespace(parameters=lambda: [on["cuda:0"]])) == 0.9 * (500 + 300 - 200 + 100)
+    assert on["cuda:0"].device == cuda
+    for devices in (["cpu"], ["cpu", "cuda:0"]):
+        with pytest.raises(PlanError, match="got None for a model on cpu.*name it"):
+            limit_of(None, types.SimpleNamespace(parameters=lambda devices=devices: [on[d] for d in devices]))
+
+
+IDS = torch.ones(2, 6, dtype=torch.long)
+LABELS = torch.zeros(2, dtype=torch.long)
+WRONG = {
+    "no loss": ({"input_ids": IDS}, {}, "expected a loss in the output .*Add 'labels'"),
+    "two sizes": ({"input_ids": IDS, "labels": LABELS[:1]}, {}, "one batch size, got {'input_ids': 2, 'labels': 1}"),
+    "no mapping": (IDS, {}, "expected a mapping of tensors .*got Tensor"),
+    "nothing": ({"input_ids": IDS, "labels": LABELS}, {"config": False}, "expected something to convert, got False"),
+}
+
+
+@pytest.mark.parametrize("search", [fast, smart])
+@pytest.mark.parametrize(("batch", "options", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_arguments_are_refused(search, batch, options, message):
+    model = bert()
+    if search is fast:
+        options = options | {"max_batch": 4}
+    with pytest.raises(PlanError, match=message):
+        search(model, batch, memory="1GiB", timer=once, **options)
+
+
+def test_a_frozen_model_is_refused():
+    with pytest.raises(PlanError, match="that require a gradient, got none. Unfreeze some"):
+        smart(bert().requires_grad_(False), {"input_ids": IDS, "labels": LABELS}, memory="1GiB")
+    with pytest.raises(PlanError, match="max_batch: expected a whole number from 1, or None, got 0"):
+        fast(bert(), {"input_ids": IDS, "labels": LABELS}, memory="1GiB", max_batch=0)

@@ -1,0 +1,147 @@
+"""Auto-Tempo changes nothing in a model but what it converts: weights, eps, modes, gradients, random state."""
+
+import random
+import types
+
+import numpy
+import pytest
+import torch
+from families import batch_for
+from planning import EPS, EXACT, SIZE, bert, between, needs, norms, once, patched
+from steps import assert_same, patched_classes, state_of, step
+
+from hf_memsave import MemSaveConfig, measure_kept, patch, unpatch
+from hf_memsave.errors import PlanError
+from hf_memsave.planner import fast, smart
+from hf_memsave.swap import stock_class
+
+
+def weights(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+class Snapshot:
+    """All that trying a model may touch, and must not."""
+
+    def __init__(self, model):
+        self.model, self.weights = model, weights(model)
+        self.norms = [(norm.eps, norm.weight.data_ptr(), norm.bias.data_ptr()) for norm in norms(model)]
+        self.modes = [module.training for module in model.modules()]
+        self.wants = [p.requires_grad for p in model.parameters()]
+        self.gradients = [(p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
+        self.random = torch.get_rng_state(), random.getstate(), str(numpy.random.get_state())
+        self.state = state_of(model)
+
+    def check(self, is_stock):
+        now = Snapshot(self.model)
+        assert_same(now.weights, self.weights)
+        for name in ("norms", "modes", "wants"):
+            assert getattr(now, name) == getattr(self, name), name
+        for (own, values), (before, kept) in zip(now.gradients, self.gradients, strict=True):
+            assert own is before and (own is None or torch.equal(values, kept))
+        assert torch.equal(now.random[0], self.random[0]) and now.random[1:] == self.random[1:]
+        assert {n: stock_class(m) for n, m in self.model.named_modules()} == {n: s[0] for n, s in self.state.items()}
+        assert not is_stock or now.state == self.state
+
+
+def prepared(device):
+    """A BERT with a frozen part, a part in training mode, some gradients, a buffer that counts and one that drifts."""
+    model = bert(device)
+    model.set_attn_implementation("sdpa")  # patching gives the model another config
+    model.bert.embeddings.requires_grad_(False)
+    model.bert.encoder.layer[1].train()
+    for parameter in model.bert.encoder.layer[0].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    model.register_buffer("calls", torch.zeros((), device=device))
+    model.register_forward_hook(lambda module, args, output: module.calls.add_(1) and None)
+    return model
+
+
+@pytest.mark.parametrize("search", [smart, fast])
+def test_a_plan_leaves_all_but_what_is_converted(search, device):
+    model = prepared(device)
+    batch = batch_for(model, SIZE)
+    limit = between(model, batch, 0.4) + (0 if search is smart else needs(model, batch))
+    snapshot = Snapshot(model)
+    plan = search(model, batch, memory=limit, timer=once)
+    assert plan.converted and {norm.eps for norm in norms(model)} == {EPS}
+    snapshot.check(is_stock=False)
+    unpatch(model)
+    fresh = bert(device)
+    fresh.load_state_dict({name: value for name, value in model.state_dict().items() if name != "calls"})
+    assert_same(weights(fresh), {name: value for name, value in snapshot.weights.items() if name != "calls"})
+
+
+class Fault(Exception):
+    """Not ours."""
+
+
+@pytest.mark.parametrize("where", ["forward", "timer", "backward"])
+@pytest.mark.parametrize("search", [smart, fast])
+def test_a_fault_leaves_the_model_as_it_was(search, where, device):
+    model = prepared(device)
+    batch = batch_for(model, SIZE)
+    limit = between(model, batch, 0.4) + (0 if search is smart else needs(model, batch))
+    raises = types.SimpleNamespace(at=1)
+
+    def maybe(*_):
+        raises.at -= 1
+        if raises.at == 0:
+            raise Fault
+
+    def timer(run):
+        run()
+        random.random(), numpy.random.rand()
+        if where == "timer":
+            maybe()
+        return 1.0
+
+    def forward(**inputs):
+        if where == "forward":
+            maybe()
+        output = model(**inputs)
+        if where == "backward":
+            output.loss.register_hook(maybe)
+        return output
+
+    snapshot, faults = Snapshot(model), 0
+    while True:
+        raises.at = 1 + faults
+        try:
+            plan = search(model, batch, memory=limit, forward=forward, timer=timer)
+        except Fault:
+            faults += 7 if where == "forward" else 1  # that has many
+            snapshot.check(is_stock=True)
+        else:
+            break
+    assert faults >= 2 and plan.converted
+
+
+def test_a_patched_model_is_refused(device):
+    model = patched(bert(device), {"norm": "stock"})
+    classes, before = patched_classes(model), state_of(model)
+    for search in (smart, fast):
+        with pytest.raises(PlanError, match=r"expected a stock Bert.*unpatch\(model\) first"):
+            search(model, batch_for(model, SIZE), memory="1GiB")
+    assert patched_classes(model) == classes and state_of(model) == before
+
+
+def test_an_exact_plan_trains_like_stock(device):
+    model = bert(device).train()
+    batch = batch_for(model, SIZE)
+    stock = step(model, batch)
+    plan = smart(model, batch, EXACT, between(model, batch, 0.4, EXACT))
+    assert plan.report.skipped and all(t.seconds for t in plan.trials if t.seconds is not None)
+    assert_same(step(model, batch), stock)
+
+
+@pytest.mark.parametrize("name", ["plan.yaml", "plan.json"])
+def test_a_plan_goes_through_a_file(name, tmp_path, device):
+    model = bert(device)
+    batch = batch_for(model, SIZE)
+    plan = smart(model, batch, memory=between(model, batch, 0.4), timer=once)
+    plan.config.to_file(tmp_path / name)
+    config = MemSaveConfig.from_file(tmp_path / name)
+    other = bert(device).train()
+    assert config == plan.config and patch(other, config).sites == plan.report.sites
+    assert measure_kept(other, batch).total == measure_kept(model.train(), batch).total

@@ -1,0 +1,212 @@
+"""Auto-Tempo: what it finds fits, and is the least that does."""
+
+import dataclasses
+
+import pytest
+import torch
+from families import batch_for, build
+from planning import EXACT, SIZE, bert, between, fixed, needs, once, patched
+from steps import patched_classes, state_of
+
+from hf_memsave import MemSaveConfig, unpatch
+from hf_memsave.config import KINDS
+from hf_memsave.errors import PlanError
+from hf_memsave.planner import fast, smart
+from hf_memsave.planner.trial import resized
+from hf_memsave.swap import binding_of
+
+
+def gpt2(device="cpu"):
+    model = build("gpt2", SIZE).to(device)
+    model.set_attn_implementation("eager")
+    return model
+
+
+MODELS = {"bert": bert, "gpt2": gpt2}
+
+
+def fewer(config, kind):
+    return dataclasses.replace(config, layers=dict(config.layers) | {kind: dict(config.layers)[kind] - 1})
+
+
+@pytest.mark.parametrize(
+    ("family", "share", "config"),
+    [("bert", 0.02, "tempo"), ("bert", 0.35, "tempo"), ("bert", 0.8, EXACT), ("gpt2", 0.35, "tempo")],
+    ids=["all", "some", "few", "gpt2"],
+)
+def test_smart_finds_the_least_that_fits(family, share, config, device):
+    model = MODELS[family](device)
+    batch = batch_for(model, SIZE)
+    limit = between(model, batch, share, config)
+    plan = smart(model, batch, config, limit, timer=once)
+    assert plan.converted and plan.report.config == plan.config and patched_classes(model)
+    assert needs(model, batch, plan.config) <= limit < needs(model, batch)
+    layers = dict(plan.config.layers)
+    assert set(layers) == {"activation", "norm", "dropout", "attention"} and any(layers.values())
+    for kind in (kind for kind, number in layers.items() if number):
+        if sum(layers.values()) > 1:
+            assert needs(model, batch, fewer(plan.config, kind)) > limit
+    assert MemSaveConfig.resolve(config) == dataclasses.replace(plan.config, layers=None)
+
+
+def test_what_is_needed_is_counted(device):
+    model = bert(device)
+    model.bert.embeddings.requires_grad_(False)
+    batch = batch_for(model, SIZE)
+    plan = smart(model, batch, memory=between(model, batch, 0.5), timer=once)
+    stock, everything = plan.trials[:2]
+    assert (stock.name, stock.batch_size, stock.needed) == ("nothing", 4, needs(model, batch))
+    assert (everything.name, everything.needed) == ("everything", needs(model, batch, "tempo"))
+    assert stock.needed - stock.kept == fixed(model) < fixed(bert())
+    unpatch(model)
+    again = smart(model, batch, memory=stock.needed - 1, optimizer_bytes=0, timer=once)
+    assert not again.converted and again.trials[0].needed < stock.needed
+
+
+@pytest.mark.parametrize("kind", ["activation", "norm", "dropout"])
+def test_smart_with_one_kind(kind, device):
+    model = bert(device)
+    batch = batch_for(model, SIZE)
+    config = MemSaveConfig(**{other: "stock" for other in KINDS if other != kind})
+    plan = smart(model, batch, config, between(model, batch, 0.5, config), timer=once)
+    assert plan.config.layers == ((kind, 2),)
+    assert all(trial.seconds is None for trial in plan.trials)  # nothing to choose between
+
+
+@pytest.mark.parametrize("cheap", ["activation", "norm", "dropout"])
+def test_smart_converts_first_what_costs_least(cheap, device):
+    model = bert(device)
+    batch = batch_for(model, SIZE)
+
+    def timer(run):
+        run()
+        kinds = [b.op.setting for b in map(binding_of, model.modules()) if b is not None]
+        return 1.0 + sum(kind in KINDS and kind != cheap for kind in kinds)
+
+    alone = MemSaveConfig(layers=dict.fromkeys(KINDS, 0) | {cheap: 3})
+    limit = needs(model, batch, alone)
+    plan = smart(model, batch, EXACT, limit, timer=timer)
+    assert dict(plan.config.layers) == dict.fromkeys(KINDS[:-1], 0) | {cheap: 3}
+
+
+def test_smart_counts_sdpa_as_a_whole(device):
+    model = gpt2(device)
+    model.set_attn_implementation("sdpa")
+    batch = batch_for(model, SIZE)
+    plan = smart(model, batch, memory=needs(model, batch, "tempo"), timer=once)
+    assert dict(plan.config.layers)["attention"] in (0, SIZE.layers)
+
+
+def test_smart_converts_no_more_than_its_config_says(device):
+    model = bert(device)
+    batch = batch_for(model, SIZE)
+    config = MemSaveConfig(layers={"norm": 2, "activation": 1, "attention": 0})
+    plan = smart(model, batch, config, between(model, batch, 0, config), timer=once)
+    assert dict(plan.config.layers) == {"norm": 2, "activation": 1, "attention": 0, "dropout": SIZE.layers}
+
+
+def test_a_model_that_fits_stays_stock(device):
+    model = bert(device)
+    before = state_of(model)
+    plan = smart(model, batch := batch_for(model, SIZE), memory=needs(model, batch), timer=once)
+    assert (plan.config, plan.report, plan.converted, len(plan.trials)) == (None, None, False, 1)
+    assert "stays stock" in plan.reason and state_of(model) == before
+
+
+def test_what_cannot_fit_is_an_error_with_figures(device):
+    model = bert(device)
+    batch, before = batch_for(model, SIZE), state_of(model)
+    limit = needs(model, batch, "tempo") - 1
+    with pytest.raises(PlanError, match=r"batch of 4 does not fit: expected at most .* MiB, got .*stock .*smaller bat"):
+        smart(model, batch, memory=limit, timer=once)
+    with pytest.raises(PlanError, match=r"not one sequence fits .*expected at most .* Use shorter sequences"):
+        fast(model, batch, memory=fixed(model), timer=once)
+    assert state_of(model) == before
+
+
+def sizes_of(model, seen):
+    """A forward that notes its batch sizes."""
+
+    def forward(**inputs):
+        seen.append(len(inputs["input_ids"]))
+        return model(**inputs)
+
+    return forward
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_fast_decides_by_sequences_a_second(pays, device):
+    model, seen = bert(device), []
+    batch = batch_for(model, SIZE)
+
+    def timer(run):
+        run()
+        return 1.0 if pays else float(seen[-1]) ** 2
+
+    before, limit = state_of(model), needs(model, resized(batch, 6))
+    plan = fast(model, batch, memory=limit, forward=sizes_of(model, seen), timer=timer)
+    assert plan.converted == pays and ("everything is converted" in plan.reason) == pays
+    timed = {trial.name: trial for trial in plan.trials if trial.seconds is not None}
+    assert timed["nothing"].batch_size == 6 < timed["everything"].batch_size
+    assert plan.batch_size == timed["everything" if pays else "nothing"].batch_size
+    if pays:
+        assert plan.config == MemSaveConfig.preset("tempo")
+        assert patched_classes(model) == patched_classes(patched(bert(device), "tempo"))
+    else:
+        assert state_of(model) == before
+
+
+@pytest.mark.parametrize(("size", "room"), [(1, 2), (1, 7), (3, 5), (9, 2), (9, 7)])
+def test_fast_finds_the_largest_batches(size, room, device):
+    model = bert(device)
+    batch = batch_for(model, SIZE)
+    limit = needs(model, resized(batch, room)) + 100
+    plan = fast(model, resized(batch, size), memory=limit, timer=once)
+    largest = {t.name: t.batch_size for t in plan.trials if t.seconds is not None}
+    assert largest["nothing"] == room and needs(model, resized(batch, room + 1)) > limit
+    most = largest["everything"]
+    assert needs(model, resized(batch, most), "tempo") <= limit < needs(model, resized(batch, most + 1), "tempo")
+
+
+def test_fast_tries_no_larger_batch_than_it_may(device):
+    model, seen = bert(device), []
+    plan = fast(model, batch_for(model, SIZE), memory="1GiB", forward=sizes_of(model, seen), max_batch=5, timer=once)
+    assert max(seen) == plan.batch_size == 5 and not plan.converted and "no more sequences fit" in plan.reason
+
+
+@pytest.mark.parametrize("room", [0, 1, 5])
+def test_fast_takes_a_full_device_for_too_large_a_batch(room):
+    model = bert()
+
+    def forward(**inputs):
+        if len(inputs["input_ids"]) > (room if not patched_classes(model) else 2 * room):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return model(**inputs)
+
+    def run():
+        return fast(model, batch_for(model, SIZE), memory="1GiB", forward=forward, timer=once)
+
+    if room:
+        plan = run()
+        assert plan.config == MemSaveConfig.preset("tempo") and plan.batch_size == 2 * room
+    else:
+        with pytest.raises(PlanError, match="not one sequence fits"):
+            run()
+
+
+def test_a_full_device_is_an_error_for_smart():
+    model = bert()
+
+    def forward(**inputs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(PlanError, match="the device ran out of memory on 4 sequences, .*smaller limit, or a smaller"):
+        smart(model, batch_for(model, SIZE), memory="1GiB", forward=forward, timer=once)
+
+
+def test_a_larger_batch_repeats_the_sequences():
+    batch = {"input_ids": torch.arange(6).reshape(3, 2), "scale": torch.tensor(2.0), "use_cache": False}
+    larger = resized(batch, 7)
+    assert larger["input_ids"][:, 0].tolist() == [0, 2, 4, 0, 2, 4, 0]
+    assert (larger["scale"], larger["use_cache"]) == (2.0, False)
+    assert torch.equal(resized(batch, 2)["input_ids"], batch["input_ids"][:2])
