@@ -1,0 +1,58 @@
+"""Every preset on models of several families: stock's loss to the bit, a gradient for every parameter, no byte more."""
+
+import pytest
+import torch
+from families import batch_for, build
+from helpers import assert_same_bits, only_on_cpu
+from transformers import ViTConfig, ViTForImageClassification
+
+from hf_memsave import MemSaveConfig, PatchError, measure_kept, patch
+from hf_memsave.config import presets
+
+#: Models without a layer of those that selective differentiation is for.
+WITHOUT = ("bert", "llama", "gpt2")
+
+
+def make(family):
+    if family != "vit":
+        model = build(family)
+        return model, batch_for(model)
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
+    model = ViTForImageClassification(ViTConfig(**sizes, image_size=32, patch_size=8)).train()
+    return model, {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.zeros(2, dtype=torch.long)}
+
+
+@pytest.mark.parametrize("family", [*WITHOUT, "t5-encoder", "vit"])
+@pytest.mark.parametrize("name", presets())
+def test_a_preset_trains_a_model_with_stocks_loss(device, family, name):
+    only_on_cpu(device)
+    if name == "selective" and family in WITHOUT:
+        pytest.skip("refused, see below")
+    model, batch = make(family)
+    losses, totals = [], []
+    for config in (None, name):
+        if config:
+            patch(model, config)
+        totals.append(measure_kept(model, batch).total)
+        torch.manual_seed(3)
+        losses.append(model(**batch).loss)
+    losses[1].backward()
+    assert_same_bits(losses[1], losses[0])
+    assert totals[1] <= totals[0]
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("family", WITHOUT)
+def test_selective_differentiation_says_that_it_has_nothing_to_do(family):
+    model, _ = make(family)
+    with pytest.raises(
+        PatchError, match=r"nothing to patch .*norm='stock' was asked for.*patch\(model\) for the exact"
+    ):
+        patch(model, "selective")
+
+
+def test_the_presets_of_papers_are_exact_but_in_one_field():
+    exact = MemSaveConfig()
+    for name, field in (("invact", "activation"), ("few-bit", "activation"), ("wta-crs", "linear")):
+        found, stock = MemSaveConfig.preset(name).to_dict(), exact.to_dict()
+        assert [key for key in stock if found[key] != stock[key]] == [field]
