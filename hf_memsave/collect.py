@@ -46,7 +46,7 @@ class Planned(NamedTuple):
     module: nn.Module
     site: Site
     value: Any
-    is_alone: bool = False
+    lays_tape: bool = False
 
 
 def collect(
@@ -71,7 +71,7 @@ def collect(
     sites: list[SiteReport] = []
     plan: list[Planned] = []
     taped: set[str] = set()
-    uncovered = is_alone = False
+    uncovered = root_is_layer = False
     numbers = block_numbers(model)
     for name, module in model.named_modules():
         cls = stock_class(module)
@@ -84,13 +84,13 @@ def collect(
             plan.append(Planned(module, Site(cls=path, op="block"), config))
             sites.append(SiteReport(name, cls.__name__, "block", "patched"))
             taped.add(name)
-            is_alone |= not (name or prefix or isinstance(module, PreTrainedModel))
+            root_is_layer |= not (name or prefix or isinstance(module, PreTrainedModel))
             continue
         site = known.get(path) or adapter(cls) or guess(cls, module)
         if site is None:
             continue
-        is_alone |= not (name or prefix)
-        if config.linear is not None and is_sampled(f"{prefix}.{name}", site.op, config.linear, is_alone):
+        root_is_layer |= not (name or prefix)
+        if config.linear is not None and is_sampled(f"{prefix}.{name}", site.op, config.linear, root_is_layer):
             site = Site(cls=site.cls, op="wta_crs")
         if OPS[site.op].method == "forward" and hides_forward(module):
             if site.op == "eager_attention":  # a stranger's attention is welcome to run instead of stock's
@@ -116,12 +116,12 @@ def collect(
     return sites, plan
 
 
-def is_sampled(path: str, op: str, config: WTACRS, is_alone: bool = False) -> bool:
+def is_sampled(path: str, op: str, config: WTACRS, has_no_blocks: bool = False) -> bool:
     """Whether the linear at ``path``, perhaps of a layer patched by itself, is one of those that ``config`` samples."""
     if op not in ("linear", "conv1d"):
         return False
     if config.targets is None:
-        return "lora_B" not in path and (is_alone or any(part.isdigit() for part in path.split(".")))
+        return "lora_B" not in path and (has_no_blocks or any(part.isdigit() for part in path.split(".")))
     dotted = f".{path}."
     named = [target for target in config.targets if f".{target}." in dotted]
     return bool(named) and ("lora_B" not in path or "lora_B" in ".".join(named))
@@ -230,7 +230,7 @@ def _add_root(model: nn.Module, config: MemSaveConfig, sites: list[SiteReport], 
         refuse_hidden(name, model)
     for index, planned in enumerate(plan):
         if planned.module is model:
-            plan[index] = planned._replace(is_alone=True)
+            plan[index] = planned._replace(lays_tape=True)
             return
     plan.append(Planned(model, Site(cls=f"{cls.__module__}.{cls.__qualname__}", op="block"), config))
     sites.append(SiteReport(name, cls.__name__, "block", "patched"))

@@ -37,7 +37,8 @@ class WTACRS:
         samples: For "sample_idx": how many samples there are. For "content": how many slots the table has, 262,144 if
             None. The table takes a byte a sample and sampled linear.
         minimum: Fewest rows; a batch with no more real tokens than its rows is exact.
-        seed: Of the draws, which never touch the model's own generators.
+        seed: Of the draws, which never touch the model's own generators. Layers patched one by one draw alike unless
+            theirs differ.
         attention: Also sample both products of eager attention (their four operand gradients).
     """
 
@@ -102,7 +103,7 @@ class MemSaveConfig:
         storage: What still has to be kept: as it is (None), or activations in about 8 ("int8") or 4.5 bits ("int4") an
             element, rounded at random. Not exact: the weight gradient of a linear that keeps its own input is unbiased,
             the others are approximate. What is promised keeps nothing; of the rest a sampled linear keeps rows, a
-            rectifier or few-bit activation bits; what floating-point activation then remains is coded, once.
+            rectifier, few-bit activation or boolean bits; what floating-point activation then remains is coded, once.
         layers: How many blocks to convert of each kind, such as ``{"activation": 6, "norm": 12, "dropout": 0}``: in the
             first so many repeated blocks of the model (an encoder's before a decoder's) the field of that name holds,
             elsewhere those modules stay stock. Kinds that are not named, and all with None, are converted everywhere.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave.adapters import watch
 from hf_memsave.arch import ARCHS
@@ -19,6 +20,7 @@ from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import PatchError
 from hf_memsave.ops.block import CODEC
 from hf_memsave.sampled_layers import attach, sampler_of
+from hf_memsave.sampling.sampler import MOST
 from hf_memsave.swap import (
     binding_of,
     is_patched,
@@ -29,6 +31,7 @@ from hf_memsave.swap import (
     stock_class,
 )
 from hf_memsave.tape import Kept, measure_kept
+from hf_memsave.tape.booleans import leave_buffers
 from hf_memsave.tape.quantize import FORMATS
 from hf_memsave.tape.storage import Codec
 
@@ -113,7 +116,7 @@ class PatchReport:
     def _sampling(self) -> list[str]:
         model, config = self._model(), self.config.linear
         sampler = None if model is None else sampler_of(model)
-        if config is None or sampler is None:
+        if config is None or sampler is None or config.budget > MOST:
             return []
         unbiased = "biased" if config.estimator == "topk" else "unbiased"
         what = "weight gradients, and those of attention's products," if config.attention else "weight gradients"
@@ -149,10 +152,11 @@ def patch(model: nn.Module, config: MemSaveConfig | str | bool | dict[str, Any] 
     Idempotent; another config replaces the one before. Parameters, buffers, state dict and class names stay as they
     are, and a model that cannot be patched is left untouched.
 
-    A single layer (a norm, activation, MLP, attention, dropout, convolution, or with ``linear`` a linear) is patched as
-    well, and can then stand in any model that is not: it frees what it keeps itself. What it would promise to the layer
-    after it ends with it: one GELU or LayerNorm that is recomputed exactly keeps what stock does, and a ReLU its bits
-    beside what a layer after it keeps. There "tempo" frees memory, or a model that is patched around both.
+    A single layer (a norm, activation, MLP, eager attention, dropout, convolution, or with ``linear`` a linear) is
+    patched as well, and can then stand in any model that is not: it frees what it keeps itself. What it would promise
+    to the layer after it ends with it: one GELU or LayerNorm that is recomputed exactly keeps what stock does, and a
+    ReLU its bits beside what a layer after it keeps. There "tempo" frees memory, or a model that is patched around
+    both.
 
     Args:
         model: Any module; models of Transformers, any module that contains known ones, and a known one itself.
@@ -177,8 +181,8 @@ def patch(model: nn.Module, config: MemSaveConfig | str | bool | dict[str, Any] 
     no_gain = _NO_GAIN_ALONE if resolved.storage is None else set()
     if not any(site.status == "patched" and site.op not in no_gain for site in sites):
         raise PatchError(f"nothing to patch in {type(model).__name__}: {_why_nothing(sites)}")
-    is_alone = any(p.is_alone for p in plan)
-    if is_alone and resolved.linear is not None and resolved.linear.cache in _BY_BATCH:
+    sees_no_batch = isinstance(model, GradientCheckpointingLayer) or any(p.lays_tape for p in plan)
+    if sees_no_batch and resolved.linear is not None and resolved.linear.cache in _BY_BATCH:
         raise PatchError(
             f"WTACRS(cache={resolved.linear.cache!r}) tells samples apart by a model's batch, which a "
             f"{type(model).__name__} patched by itself does not see. Use cache='position' or None, or patch the model "
@@ -186,7 +190,7 @@ def patch(model: nn.Module, config: MemSaveConfig | str | bool | dict[str, Any] 
         )
     classes = {
         id(p.module): patched_class(
-            stock_class(p.module), p.site.op, p.site.names, p.value, resolved if p.is_alone else None
+            stock_class(p.module), p.site.op, p.site.names, p.value, resolved if p.lays_tape else None
         )
         for p in plan
     }
@@ -199,6 +203,7 @@ def patch(model: nn.Module, config: MemSaveConfig | str | bool | dict[str, Any] 
     (use_ours if resolved.attention == "recompute" and stays is None else use_stock)(model)
     attach(model)
     _attach_codecs(model, resolved.storage)
+    leave_buffers(model)
     watch_peft()
     return PatchReport(model, resolved, sites)
 

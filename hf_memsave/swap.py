@@ -163,7 +163,7 @@ def _under_its_own_tape(stock: Any, inner: Callable[..., Any]) -> Callable[..., 
     return forward
 
 
-def _rebuild(stock: Any, op: str, names: tuple[tuple[str, str], ...], value: Any, alone: Any) -> nn.Module:
+def _rebuild(stock: Any, op: str, names: tuple[tuple[str, str], ...], value: Any, alone: Any = None) -> nn.Module:
     """Called by ``copy.deepcopy`` and ``pickle``: an empty module of the patched class, before its state is set."""
     attention.register()
     cls = _patched_class(stock, op, names, value, alone)

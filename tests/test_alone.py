@@ -367,6 +367,13 @@ def test_a_cache_by_sample_is_refused_for_a_layer_alone(options):
     assert type(layer) is nn.Linear
 
 
+@pytest.mark.parametrize("options", [{"cache": "content"}, {"cache": "sample_idx", "samples": 8}], ids=str)
+def test_a_cache_by_sample_is_refused_for_a_block_alone(options):
+    block = build("bert").bert.encoder.layer[0]
+    with pytest.raises(PatchError, match="does not see"):
+        patch(block, MemSaveConfig(linear=WTACRS(**options)))
+
+
 def test_a_layer_of_a_patched_model_can_have_a_config_of_its_own(device):
     model = build("llama").to(device)
     patch(model)

@@ -347,3 +347,24 @@ def test_a_code_that_stays_is_caught(device, monkeypatch):
     no_way_given(monkeypatch)
     x = random(3, 5, 8, device=device)
     assert kept(few_bit(nn.GELU()), x, tape=True) > kept_bytes(tuple(x.shape), 4, frozen=False).here
+
+
+@pytest.mark.parametrize("storage", [None, "int8"])
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
+def test_few_bit_keeps_no_more_than_the_exact_op_after_a_norm(device, norm, trained, storage):
+    """The norm keeps what the activation's input is promised from."""
+    stock = nn.Sequential(nn.Linear(64, 64), norm(64), nn.GELU(), nn.Linear(64, 64)).to(device)
+    stock[-1].requires_grad_(trained)
+    x, models = random(32, 64, device=device), {}
+    for value in ("recompute", "few_bit"):
+        models[value] = copy.deepcopy(stock)
+        patch(models[value], MemSaveConfig(activation=value, storage=storage))
+    exact, chosen = (measure_kept(models[value], (x,)).total for value in models)
+    assert chosen <= exact
+    if storage is None:
+        only_on_cpu(device)
+        for model in (stock, models["few_bit"]):
+            model(x).square().sum().backward()
+        for mine, expected in zip(models["few_bit"].parameters(), stock.parameters(), strict=True):
+            assert (mine.grad is None and expected.grad is None) or torch.equal(mine.grad, expected.grad)

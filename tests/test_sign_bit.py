@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import DTYPES, assert_same_bits, autocasting, kept, random
+from peft import LoraConfig, get_peft_model
 from script_helpers import load_script
 
 from hf_memsave.errors import PatchError
@@ -119,6 +120,35 @@ def test_sign_bit_as_a_layer(device):
         assert_same_bits(mine, right)
     with pytest.raises(PatchError, match="ReLU.*fit_inverse"):
         SignBit(torch.nn.ReLU(), stock[1])
+    with pytest.raises(PatchError, match="inplace=False"):
+        SignBit(torch.nn.SiLU(inplace=True), stock[1])
+
+
+def test_sign_bit_takes_its_indicator_before_an_activation_in_place(device, name):
+    weight, x = random(4, 8, device=device), random(6, 8, device=device, seed=1).requires_grad_()
+
+    def in_place(x):
+        return x.copy_(ACTIVATIONS[name].forward(x))
+
+    (mine,) = torch.autograd.grad(sign_bit(x.clone(), name, in_place, weight).sum(), x)
+    (expected,) = torch.autograd.grad(sign_bit(x, name, ACTIVATIONS[name].forward, weight).sum(), x)
+    assert_same_bits(mine, expected)
+
+
+@pytest.mark.parametrize("change", ["lora", "hook", "pre-hook"])
+def test_sign_bit_runs_what_was_made_of_its_linear(device, change):
+    layer = SignBit(torch.nn.GELU(), torch.nn.Linear(8, 4)).to(device)
+    model, x = torch.nn.Sequential(layer), random(6, 8, device=device)
+    if change == "lora":
+        model = get_peft_model(model, LoraConfig(target_modules=["linear"], init_lora_weights=False))
+    elif change == "hook":
+        layer.linear.register_forward_hook(lambda module, args, output: 2 * output)
+    else:
+        layer.linear.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    expected = layer.linear(layer.activation(x))
+    assert_same_bits(model(x), expected)
+    model(x).sum().backward()
+    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
 
 
 def test_sign_bit_refuses_double_backward(device):

@@ -10,12 +10,13 @@ Kept for backward::
 
     eager                            x, and y where somebody wants it (a linear whose weight is trained, an adapter,
                                      the product of a gated MLP)
-    here     nobody wants y          c in b bits an element (b/16 of x's bytes in bf16)
+    here     x is kept already       nothing more (or it is promised from what is), and dx is stock's
+             nobody wants y          c in b bits an element (b/16 of x's bytes in bf16)
              somebody wants y        x, as the exact op: y is promised from it, c gives way, and dx is stock's
 
-So it saves where the next linear is frozen, and costs nothing elsewhere. Who comes later is not known when the
-activation runs: it keeps c, and lets go of it when the promise of y is taken. Without a tape nobody can tell, and c
-stays; and so it does where a foreign hook lies between the two.
+So it saves where the next linear is frozen, and costs nothing where somebody wants y. Who comes later is not known when
+the activation runs: it keeps c, and lets go of it when the promise of y is taken. Without a tape nobody can tell, and c
+stays; and so it does where a foreign hook lies between the two, or where x is kept by what runs later.
 
 Forward is exact. The largest error of the slope falls from .5 (1 bit) to .004 (8 bits) on [-10, 10]: scripts/results/
 inverse-derivatives.md has them all. Beyond, the outermost levels hold. Backward cannot be differentiated again.
@@ -56,16 +57,23 @@ def few_bit(x: Tensor, name: str, forward: Callable[[Tensor], Tensor], bits: int
     """``forward(x)``, which computes the activation ``name``; keeps ``bits`` bits an element, or ``x`` for ``y``."""
     check_bits(bits)
     tape = current()
-    held: list[Coded] = []
+    if tape is None or not (x.requires_grad and torch.is_grad_enabled()):
+        return _FewBit.apply(x, forward, name, bits, False)
+    held: Any = None
 
-    def code(x: Tensor, keep: Keep) -> Coded:
-        held.append(Coded(_codes(x, name, bits), None, keep))
-        return held[0]
+    def code(x: Tensor, keep: Keep) -> Any:
+        nonlocal held
+        is_kept = tape.cost(x) <= bits * -(-x.numel() // 8)
+        held = tape.pack(x) if is_kept else Coded(_codes(x, name, bits), None, keep)
+        return held
+
+    def give_way(x: Tensor) -> None:
+        if isinstance(held, Coded):
+            held.give_way(tape.pack(x))
 
     with coded(code):
-        y = _FewBit.apply(x, forward, name, bits, tape is not None)
-    if tape is not None:
-        tape.promise(y, forward, (x,), taken=lambda x: held[0].give_way(tape.pack(x)) if held else None)
+        y = _FewBit.apply(x, forward, name, bits, True)
+    tape.promise(y, forward, (x,), give_way)
     return y
 
 

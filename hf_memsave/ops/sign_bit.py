@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hf_memsave.errors import PatchError
 from hf_memsave.ops.cast import autocast_low
 from hf_memsave.ops.elementwise import required_name
 from hf_memsave.ops.inverse import InverseFit, slope, wide
@@ -77,19 +78,39 @@ def sign_bit(
 class SignBit(nn.Module):
     """``nn.Sequential(activation, linear)`` in one, by :func:`sign_bit`, with both as its children.
 
+    Once the linear is another one (an adapter, quantized) or has hooks, both run as they are.
+
     Args:
         activation: One that :mod:`~hf_memsave.ops.inverse_fits` has a fit of.
         linear: The linear after it; neither is copied.
+
+    Raises:
+        PatchError: The activation has no fit, or works in place.
     """
 
     def __init__(self, activation: nn.Module, linear: nn.Linear) -> None:
         super().__init__()
+        if getattr(activation, "inplace", False):
+            raise PatchError(
+                f"SignBit expected an activation that leaves its input as it is, got {activation}. Use inplace=False."
+            )
         self.activation, self.linear = activation, linear
         self.name = required_name(activation)
 
     def forward(self, input: Tensor) -> Tensor:
         """``linear(activation(input))``."""
+        if not _is_plain(self.linear):
+            return self.linear(self.activation(input))
         return sign_bit(input, self.name, self.activation, self.linear.weight, self.linear.bias)
+
+
+def _is_plain(linear: nn.Module) -> bool:
+    """Whether a call of it is the product alone. Our own classes have stock's names."""
+    cls, own = type(linear), linear.__dict__
+    has_hooks = any(own[name] for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"))
+    return f"{cls.__module__}.{cls.__qualname__}" == "torch.nn.modules.linear.Linear" and not (
+        has_hooks or own.get("_backward_pre_hooks") or "forward" in own
+    )
 
 
 class _SignBit(torch.autograd.Function):
@@ -97,9 +118,10 @@ class _SignBit(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], fit: InverseFit, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
+        left = x < fit.turn
         y = forward(x)
         k = y - offset(fit)
-        ctx.save_for_backward(torch.where(x < fit.turn, -k, k), weight)
+        ctx.save_for_backward(torch.where(left, -k, k), weight)
         ctx.fit = fit
         return F.linear(y.to(weight.dtype), weight, bias)
 

@@ -30,7 +30,7 @@ INDEX = "sample_idx"
 _SLOTS = 2**18
 _IGNORED = -100
 #: Above this share, drawn rows and what comes with them (a ReLU's bits, their indices) are more than all rows.
-_MOST = 15 / 16
+MOST = 15 / 16
 
 
 class Layer(NamedTuple):
@@ -93,7 +93,7 @@ class Sampler:
         total = x.shape[:-1].numel()
         real = total if tokens is None else tokens.real
         k = max(round(self.config.budget * real), self.config.minimum)
-        if k > _MOST * real:
+        if k > MOST * real:
             return None
         norms = row_norms(x.detach()).flatten()
         predicted = self.cache.predict(layer, batch, tokens)

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_memsave.errors import KeptTensorChangedError
+from hf_memsave.tape.booleans import bits
 from hf_memsave.tape.masks import note_kept
 from hf_memsave.tape.promise import Promise, Slot, Ticket, attach, fills_storage, find, is_plain
 from hf_memsave.tape.storage import Codec, Encoder
@@ -113,6 +114,8 @@ class Tape:
     def _keep_marked(self, tensor: Tensor) -> Any:
         if is_plain(tensor):
             setattr(tensor.untyped_storage(), _KEPT_BY, self.token)
+            if (ticket := bits(tensor, self)) is not None:
+                return ticket
             if self.encoder is not None and (ticket := self.encoder.ticket(tensor, self)) is not None:
                 return ticket
         return self.keep(tensor)
@@ -135,9 +138,9 @@ class Tape:
         """Register ``recompute(*inputs)`` as a way to get ``output`` back, if that is sound.
 
         Args:
-            output: As for :func:`promise`.
-            recompute: The same.
-            inputs: The same.
+            output: As for :func:`promise`, and so the next two.
+            recompute: Runs in backward.
+            inputs: What it needs.
             taken: Called with the inputs if somebody takes the promise, and so keeps them: no sooner, and at most once.
         """
         if not is_plain(output) or not fills_storage(output) or not all(is_plain(i) for i in inputs):
