@@ -1,5 +1,6 @@
 """``memsave auto``: from a saved model to a file that every ``memsave=`` takes; and the limit, as it may be given."""
 
+import sys
 import types
 
 import pytest
@@ -90,8 +91,9 @@ def test_auto_refuses_what_no_option_takes(argv, capsys):
 
 def test_a_limit_is_bytes_or_a_text():
     assert [bytes_of(size) for size in (7, "16GiB", "1.5MiB", "800MB")] == [7, 2**34, 3 * 2**19, 8 * 10**8]
-    for size in ("16", "much", "GiB", 1.5, -1, "infGiB"):
-        with pytest.raises(PlanError, match=r"memory: expected bytes, or a text .*got .*Write it with a unit"):
+    assert [bytes_of(size) for size in ("64TiB", "2 tb", "9" * 400 + "GB")] == [2**46, 2 * 10**12, sys.maxsize]
+    for size in ("16", "much", "GiB", 1.5, -5, 0, "0GiB", "-1GiB", True, None, "infGiB"):
+        with pytest.raises(PlanError, match=r"expected bytes, or a text .*more than 0, got .*a unit: .*GiB, TiB, KB"):
             bytes_of(size)
 
 
@@ -132,5 +134,19 @@ def test_wrong_arguments_are_refused(search, batch, options, message):
 def test_a_frozen_model_is_refused():
     with pytest.raises(PlanError, match="that require a gradient, got none. Unfreeze some"):
         smart(bert().requires_grad_(False), {"input_ids": IDS, "labels": LABELS}, memory="1GiB")
-    with pytest.raises(PlanError, match="max_batch: expected a whole number from 1, or None, got 0"):
-        fast(bert(), {"input_ids": IDS, "labels": LABELS}, memory="1GiB", max_batch=0)
+    for most in (0, True, 1.5):
+        with pytest.raises(PlanError, match=f"max_batch: expected a whole number from 1, or None, got {most}"):
+            fast(bert(), {"input_ids": IDS, "labels": LABELS}, memory="1GiB", max_batch=most)
+
+
+LOSSES = {
+    "many": (lambda output: output.logits, r"expected a loss in the output .*got a tensor \[2, 2\] .*of one number"),
+    "detached": (lambda output: output.loss.detach(), "parameters .* require a gradient, got one that needs none"),
+}
+
+
+@pytest.mark.parametrize(("of", "message"), LOSSES.values(), ids=LOSSES)
+def test_a_loss_that_backward_cannot_begin_at_is_refused(of, message):
+    model = bert()
+    with pytest.raises(PlanError, match=message):
+        smart(model, {"input_ids": IDS, "labels": LABELS}, memory="1GiB", forward=lambda **inputs: of(model(**inputs)))

@@ -9,10 +9,14 @@ import torch
 from families import batch_for
 from planning import EPS, EXACT, SIZE, bert, between, needs, norms, once, patched
 from steps import assert_same, patched_classes, state_of, step
+from torch import nn
 
-from hf_memsave import MemSaveConfig, measure_kept, patch, unpatch
+from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch, unpatch
+from hf_memsave.commands.step import compare_step
 from hf_memsave.errors import PlanError
 from hf_memsave.planner import fast, smart
+from hf_memsave.planner.undisturbed import left_as_it_was
+from hf_memsave.sampled_layers import sampler_of
 from hf_memsave.swap import stock_class
 
 
@@ -145,3 +149,129 @@ def test_a_plan_goes_through_a_file(name, tmp_path, device):
     other = bert(device).train()
     assert config == plan.config and patch(other, config).sites == plan.report.sites
     assert measure_kept(other, batch).total == measure_kept(model.train(), batch).total
+
+
+@pytest.mark.parametrize("search", [smart, fast])
+def test_timing_touches_no_gradient_of_others_and_moves_no_weight(search, device):
+    model = bert(device)
+    outside = nn.Linear(2, 2, device=device)
+    batch = batch_for(model, SIZE)
+    embeds = model.get_input_embeddings()(batch.pop("input_ids")).detach().requires_grad_()
+    batch, scale = {"inputs_embeds": embeds, **batch}, torch.ones((), device=device, requires_grad=True)
+    limit = between(model, batch, 0.4) + (0 if search is smart else needs(model, batch))
+
+    @torch.no_grad()
+    def optimizer(parameter):
+        parameter.add_(1)
+
+    everyone = [*model.parameters(), *outside.parameters(), embeds, scale]
+    for parameter in everyone:
+        parameter.register_post_accumulate_grad_hook(optimizer)
+    values = [parameter.detach().clone() for parameter in everyone]
+    snapshot = Snapshot(model)
+
+    def forward(**inputs):
+        return (outside(model(**inputs).logits) * scale).square().mean()
+
+    plan = search(model, batch, memory=limit, forward=forward, timer=once)
+    assert plan.converted and any(trial.seconds for trial in plan.trials)
+    snapshot.check(is_stock=False)
+    assert all(parameter.grad is None for parameter in everyone)
+    assert all(map(torch.equal, everyone, values))
+
+
+def test_reentrant_checkpointing_cannot_be_timed_and_says_so(device):
+    model = bert(device)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    before, batch = state_of(model), batch_for(model, SIZE)
+    with pytest.raises(PlanError, match="which gradient checkpointing with use_reentrant=True cannot"):
+        smart(model, batch, memory=between(model, batch, 0.4))
+    assert state_of(model) == before
+
+
+#: Of a patched model: blocks by number, a sampler with what it has seen, a codec that has counted.
+CONFIGS = {
+    "layers": MemSaveConfig(layers={"activation": 2, "norm": 1}),
+    "sampled": MemSaveConfig(linear=WTACRS(budget=0.3)),
+    "stored": MemSaveConfig(storage="int8"),
+}
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("by", ["a step", "compare_step", "a fault"])
+def test_a_patched_model_stays_as_it_was(by, config, attention, device):
+    def trained():
+        model = bert(device).train()
+        model.set_attn_implementation(attention)
+        patch(model, config)
+        step(model, batch_for(model, SIZE))
+        return model
+
+    def ours(model):
+        found = {name: {k: v for k, v in vars(m).items() if "_memsave" in k} for name, m in model.named_modules()}
+        return found, getattr(sampler_of(model), "step", None)
+
+    model, other = trained(), trained()
+    batch, before, own = batch_for(model, SIZE), state_of(model), ours(model)
+    if by == "compare_step":
+        compare_step(model, batch, config)
+    else:
+        with pytest.raises(Fault), left_as_it_was(model):
+            assert not patched_classes(model)
+            patch(model, "tempo")
+            step(model, batch)
+            if by == "a fault":
+                model.set_attn_implementation("eager")
+            raise Fault
+    assert state_of(model) == before and ours(model) == own
+    assert_same(step(model, batch), step(other, batch))  # draws the same rows next
+
+
+def test_part_of_a_patched_model_stays_as_it_was(device):
+    model = patched(bert(device), CONFIGS["layers"])
+    before = state_of(model)
+    with left_as_it_was(model.bert.encoder.layer[3]):
+        pass
+    with left_as_it_was(nn.ModuleList(model.bert.encoder.layer[2:])):
+        pass
+    assert state_of(model) == before
+
+
+def buffered():
+    """A BERT with buffers that nobody can write to, and one that drifts, with a NaN in it."""
+    model = prepared("cpu")
+    model.register_buffer("wide", torch.ones(1, 1).expand(4, 4))
+    with torch.inference_mode():
+        model.register_buffer("inferred", torch.ones(2))
+    model.register_buffer("drifts", torch.tensor([float("nan"), -0.0, 1.0]))
+    model.register_forward_hook(lambda module, args, output: (module.drifts.abs_().mul_(2), None)[1])
+    model.register_buffer("wide_nan", torch.full((1,), float("nan")).expand(3))
+    return model
+
+
+def test_buffers_that_cannot_be_written_to_are_no_obstacle():
+    model = buffered()
+    batch, snapshot = batch_for(model, SIZE), Snapshot(model)
+    plan = smart(model, batch, memory=2 * needs(model, batch), timer=once)
+    assert not plan.converted
+    assert torch.signbit(model.drifts[1]) and model.drifts[0].isnan() and model.drifts[2] == 1
+    model.drifts.nan_to_num_()
+    del model.wide_nan, snapshot.weights["wide_nan"]
+    snapshot.weights["drifts"].nan_to_num_()
+    snapshot.check(is_stock=True)
+
+
+def test_a_buffer_that_cannot_be_put_back_keeps_nothing_else_from_it():
+    model = prepared("cpu")
+    model.register_buffer("wide", torch.ones(1, 1).expand(4, 4))
+    snapshot = Snapshot(model)
+    with pytest.raises(RuntimeError, match="single memory location"), left_as_it_was(model):
+        model.train()
+        patch(model)
+        torch.rand(1), random.random(), numpy.random.rand()
+        model.calls.add_(1)
+        model.wide.as_strided((1,), (1,)).add_(1)
+    model.wide.as_strided((1,), (1,)).fill_(1)
+    snapshot.check(is_stock=True)

@@ -174,13 +174,28 @@ def test_fast_tries_no_larger_batch_than_it_may(device):
     assert max(seen) == plan.batch_size == 5 and not plan.converted and "no more sequences fit" in plan.reason
 
 
+def test_fast_counts_a_batch_of_one_once(device):
+    model = bert(device)
+    plan = fast(model, batch_for(model, SIZE), memory="1GiB", max_batch=1, timer=once)
+    assert [(t.name, t.batch_size) for t in plan.trials] == [("nothing", 1), ("everything", 1)]
+
+
+#: What a full device says: CUDA's, the CPU's (a real one), Python's.
+FULL = {
+    "cuda": lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory")),
+    "cpu": lambda: torch.empty(2**50),
+    "python": lambda: (_ for _ in ()).throw(MemoryError),
+}
+
+
+@pytest.mark.parametrize("full", FULL.values(), ids=FULL)
 @pytest.mark.parametrize("room", [0, 1, 5])
-def test_fast_takes_a_full_device_for_too_large_a_batch(room):
+def test_fast_takes_a_full_device_for_too_large_a_batch(room, full):
     model = bert()
 
     def forward(**inputs):
         if len(inputs["input_ids"]) > (room if not patched_classes(model) else 2 * room):
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            full()
         return model(**inputs)
 
     def run():
@@ -194,11 +209,12 @@ def test_fast_takes_a_full_device_for_too_large_a_batch(room):
             run()
 
 
-def test_a_full_device_is_an_error_for_smart():
+@pytest.mark.parametrize("full", FULL.values(), ids=FULL)
+def test_a_full_device_is_an_error_for_smart(full):
     model = bert()
 
     def forward(**inputs):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        full()
 
     with pytest.raises(PlanError, match="the device ran out of memory on 4 sequences, .*smaller limit, or a smaller"):
         smart(model, batch_for(model, SIZE), memory="1GiB", forward=forward, timer=once)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 from rich.console import Console
+from torch import nn
 
 from hf_memsave.commands import CommandError, positive_int
 
@@ -27,11 +29,26 @@ class Inputs:
     weights: str
     autocast: torch.dtype | None
 
-    def forward(self, **inputs: Any) -> Any:
+    @property
+    def forward(self) -> Callable[..., Any]:
         """The model's forward, under autocast where that was asked for."""
-        device = next(self.model.parameters()).device.type
-        with torch.autocast(device, dtype=self.autocast, enabled=self.autocast is not None):
-            return self.model(**inputs)
+        return forward_of(self.model, self.autocast)
+
+
+def forward_of(model: nn.Module, autocast: torch.dtype | None) -> Callable[..., Any]:
+    """The model's forward, under autocast to a dtype; None for no autocast."""
+    device = device_of(model)
+
+    def forward(**inputs: Any) -> Any:
+        with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
+            return model(**inputs)
+
+    return forward
+
+
+def device_of(model: nn.Module) -> str:
+    """The type of device that the model is on."""
+    return next((p.device.type for p in model.parameters()), "cpu")
 
 
 def add_inputs(parser: argparse.ArgumentParser) -> None:

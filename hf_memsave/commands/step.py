@@ -11,9 +11,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from hf_memsave import Kept, MemSaveConfig, measure_kept, patch, unpatch
+from hf_memsave import Kept, MemSaveConfig, MemSaveError, measure_kept, patch
 from hf_memsave.commands import CommandError
-from hf_memsave.planner.undisturbed import left_as_it_was
+from hf_memsave.commands.inputs import device_of, forward_of
+from hf_memsave.planner.loss import loss_of
+from hf_memsave.planner.undisturbed import left_as_it_was, same_bits
 
 #: On CUDA, where kernels add in no fixed order: the distance allowed, with 32-bit numbers and with 16-bit ones.
 TOLERANCE, HALF_TOLERANCE = 1e-3, 2e-2
@@ -76,7 +78,7 @@ def compare_step(
     were.
 
     Args:
-        model: Returns a mapping with a ``"loss"``.
+        model: Returns a mapping with a ``"loss"``, or the loss.
         batch: Its keyword arguments.
         config: As for :func:`hf_memsave.patch`.
         autocast: The dtype to compute in; None for no autocast.
@@ -90,18 +92,12 @@ def compare_step(
         PatchedStepError: The patched step fails.
         PatchError: The model cannot be patched.
     """
-    device = next((p.device.type for p in model.parameters()), "cpu")
-
-    def forward(**inputs: Any) -> Any:
-        with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
-            return model(**inputs)
-
+    device, forward = device_of(model), forward_of(model, autocast)
     with left_as_it_was(model) as start_over:
-        unpatch(model)
         try:
             stock, again = (_step(model, forward, batch, start_over, seed) for _ in range(2))
-        except CommandError:
-            raise
+        except MemSaveError as error:
+            raise CommandError(str(error)) from error
         except Exception as error:
             raise CommandError(cannot_run(model, batch, error)) from error
         repeat = max(_differences(stock, again), key=lambda d: (not d.equal, d.relative))
@@ -138,19 +134,7 @@ def _step(
     """The loss, and every gradient by its parameter's name."""
     start_over()
     transformers.set_seed(seed)
-    output = forward(**batch)
-    loss = output.get("loss") if isinstance(output, Mapping) else None
-    if not isinstance(loss, Tensor):
-        remedy = "Use a model with a head that takes them." if "labels" in batch else "Add 'labels' to the batch."
-        raise CommandError(
-            f"expected a loss in the output of {type(model).__name__}, got {_named(output)} for a batch of "
-            f"{', '.join(batch)}. {remedy}"
-        )
-    if not loss.requires_grad:
-        raise CommandError(
-            f"nothing to compare: expected parameters of {type(model).__name__} that require a gradient, got none. "
-            "Unfreeze some."
-        )
+    loss = loss_of(forward(**batch), model, batch)
     loss.backward()
     gradients = {n: p.grad.to_dense() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
@@ -173,12 +157,8 @@ def _differences(stock: dict[str, Tensor], other: dict[str, Tensor]) -> list[Dif
         distance = float((other[name].double() - stock[name].double()).norm())
         scale = max(norms[name], 0.0 if name == "loss" else floor) or 1.0
         relative = distance / scale if math.isfinite(distance) else math.inf
-        found.append(Difference(name, _same_bits(stock[name], other[name]), relative))
+        found.append(Difference(name, same_bits(stock[name], other[name]), relative))
     return found
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(*(t.reshape(-1).contiguous().view(torch.uint8) for t in (a, b)))
 
 
 def cannot_run(model: nn.Module, batch: Mapping[str, Any], error: Exception) -> str:
@@ -187,10 +167,6 @@ def cannot_run(model: nn.Module, batch: Mapping[str, Any], error: Exception) -> 
         f"{type(model).__name__} cannot run a stock step on {described(batch)}: {type(error).__name__}: {error} "
         "Expected a batch that the model trains on. Give one with --batch, or lower --batch-size or --seq-len."
     )
-
-
-def _named(output: Any) -> str:
-    return ", ".join(output) if isinstance(output, Mapping) else f"a {type(output).__name__}"
 
 
 def described(batch: Mapping[str, Any]) -> str:

@@ -104,7 +104,7 @@ def fast(
         ConfigError: ``config`` names a preset, field or value that does not exist.
     """
     resolved, limit = _asked(model, config), limit_of(memory, model)
-    if max_batch is not None and max_batch < 1:
+    if max_batch is not None and (isinstance(max_batch, bool) or not isinstance(max_batch, int) or max_batch < 1):
         raise PlanError(f"max_batch: expected a whole number from 1, or None, got {max_batch!r}. Leave it out.")
     trials: list[Trial] = []
     with left_as_it_was(model) as start_over:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_memsave.errors import PlanError
+from hf_memsave.planner.loss import loss_of
 from hf_memsave.tape import measure_kept
 
 #: Runs the step it is given as often as it likes, and returns the seconds of one.
@@ -21,6 +24,8 @@ _STEPS = 5
 #: Of the memory that a CUDA device has left; the rest is for backward's temporaries and fragmentation.
 _USABLE = 0.9
 _GIB = 2**30
+_UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
+_SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([KMGT])(I?)B", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -73,12 +78,12 @@ class Bench:
             model.train()
         self.model, self.batch, self.memory, self.timer = model, batch, memory, timer
         self.call = model if forward is None else forward
-        trained = [p for p in model.parameters() if p.requires_grad]
-        if not trained:
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        if not self.trained:
             raise PlanError(
                 f"expected parameters of {type(model).__name__} that require a gradient, got none. Unfreeze some."
             )
-        self.fixed = own_bytes(model) + sum(p.numel() * (p.itemsize + optimizer_bytes) for p in trained)
+        self.fixed = own_bytes(model) + sum(p.numel() * (p.itemsize + optimizer_bytes) for p in self.trained)
         self.batch_size = _batch_size(batch)
 
     def count(self, name: str, batch_size: int | None = None) -> Trial:
@@ -100,8 +105,8 @@ class Bench:
 
         def timed(batch: Mapping[str, Any]) -> float:
             def step() -> None:
-                self._loss(**batch).backward()
-                self.model.zero_grad(set_to_none=True)
+                # Not backward(): it would add to gradients that are not the model's, and run an optimizer in a hook.
+                torch.autograd.grad(self._loss(**batch), self.trained, allow_unused=True)
                 if torch.cuda.is_initialized():
                     torch.cuda.synchronize()
 
@@ -110,32 +115,35 @@ class Bench:
         return self._run(batch_size, timed)
 
     def _run(self, batch_size: int, run: Callable[[Mapping[str, Any]], Any]) -> Any:
-        batch = self.batch if batch_size == self.batch_size else resized(self.batch, batch_size)
         try:
-            return run(batch)
-        except torch.OutOfMemoryError as error:
+            return run(self.batch if batch_size == self.batch_size else resized(self.batch, batch_size))
+        except (RuntimeError, MemoryError) as error:
+            if "use_reentrant=True" in str(error):
+                raise PlanError(
+                    "a step is timed without touching gradients, which gradient checkpointing with use_reentrant=True "
+                    "cannot do. Call gradient_checkpointing_enable({'use_reentrant': False}), Transformers' default."
+                ) from error
+            if not _is_full(error):
+                raise
             raise _DeviceFullError(
                 f"the device ran out of memory on {batch_size} sequences, expected room for {gib(self.memory)}. What "
                 "backward computes and drops again is not counted: give a smaller limit, or a smaller batch."
             ) from error
 
     def _loss(self, **inputs: Any) -> Tensor:
-        output = self.call(**inputs)
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
-            return loss
-        got = ", ".join(output) if isinstance(output, Mapping) else type(output).__name__
-        raise PlanError(
-            f"expected a loss in the output of {type(self.model).__name__}, got {got}. Add 'labels' to the batch, or "
-            "give a forward= that returns the loss."
-        )
+        return loss_of(self.call(**inputs), self.model, inputs)
+
+
+def _is_full(error: Exception) -> bool:
+    """Whether it says that a device, or the machine, has no memory left: PyTorch's of CPU has no type of its own."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: " in str(error)
 
 
 def largest(bench: Bench, name: str, most: int, trials: list[Trial]) -> Trial | None:
     """The largest batch that fits the model as it is, along the line through two counts; None if none does."""
     known: dict[int, Trial | None] = {}  # None: the device was full
     first = min(bench.batch_size, most)
-    guesses = [first, first // 2 or min(2, most)]
+    guesses = list(dict.fromkeys((first, first // 2 or min(2, most))))
     while guesses:
         for size in guesses:
             known[size] = trial = bench.count_if_room(name, size)
@@ -215,16 +223,20 @@ def bytes_of(size: int | str) -> int:
         Bytes.
 
     Raises:
-        PlanError: It is neither.
+        PlanError: It is neither, or not more than 0.
     """
-    from accelerate.utils import convert_file_size_to_int
-
-    try:
-        return convert_file_size_to_int(size)
-    except (AttributeError, OverflowError, ValueError) as error:  # AttributeError: neither a text nor a whole number
-        raise PlanError(
-            f"memory: expected bytes, or a text such as '16GiB' or '800MB', got {size!r}. Write it with a unit."
-        ) from error
+    count = 0
+    if isinstance(size, int) and not isinstance(size, bool):
+        count = size
+    elif isinstance(size, str) and (found := _SIZE.fullmatch(size.strip())):
+        number, unit, binary = found.groups()
+        count = int(min(float(number) * (1024 if binary else 1000) ** _UNITS[unit.upper()], sys.maxsize))
+    if count > 0:
+        return count
+    raise PlanError(
+        f"memory: expected bytes, or a text such as '16GiB' or '800MB', more than 0, got {size!r}. Write it with a "
+        "unit: KiB, MiB, GiB, TiB, KB, MB, GB or TB."
+    )
 
 
 def gib(count: float) -> str:
