@@ -129,7 +129,7 @@ def test_a_layer_alone_is_exact(device, name):
     assert_same(step(ours, x), step(stock, x))
 
 
-@pytest.mark.parametrize("name", LAYERS.keys() - set(EXACT))
+@pytest.mark.parametrize("name", [name for name in LAYERS if name not in EXACT])
 def test_a_layer_alone_errs_as_it_says(device, name):
     stock, ours, x = made(name, device)
     expected, got = step(stock, x), step(ours, x)
