@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 from hf_memsave.config import WTACRS, MemSaveConfig
 from hf_memsave.errors import ConfigError, KeptTensorChangedError, MemSaveError, PatchError
+from hf_memsave.integrations import adapters as _adapters
 from hf_memsave.integrations import from_pretrained as _from_pretrained
-from hf_memsave.patch import PatchReport, patch, unpatch
+from hf_memsave.patching.patch import PatchReport, patch, unpatch
 from hf_memsave.tape import Kept, measure_kept
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _from_pretrained.install()
+_adapters.install()
 
 __all__ = [
     "WTACRS",

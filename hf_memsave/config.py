@@ -225,6 +225,11 @@ class MemSaveConfig:
         fields = dataclasses.asdict(self) | {"layers": dict(self.layers) if self.layers else None}
         return json.loads(json.dumps(fields))
 
+    def converts(self, kind: str, block: int) -> bool:
+        """Whether what is of this kind is converted in the repeated block of this number."""
+        first = self.first_blocks(kind)
+        return getattr(self, kind) != "stock" and (first is None or block < first)
+
     def first_blocks(self, kind: str | None) -> int | None:
         """In how many of the first blocks sites of this kind are converted; None for all."""
         return dict(self.layers or ()).get(kind or "")

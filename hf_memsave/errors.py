@@ -19,3 +19,7 @@ class PlanError(MemSaveError, RuntimeError):
 
 class KeptTensorChangedError(MemSaveError, RuntimeError):
     """A tensor that backward needs was written to in place after it was kept."""
+
+
+class MeasureError(MemSaveError, RuntimeError):
+    """A model or a batch that cannot be built, loaded or run, so that there is nothing to measure."""

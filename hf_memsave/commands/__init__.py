@@ -8,6 +8,9 @@ from pathlib import Path
 
 from hf_memsave.errors import MemSaveError
 
+#: What to do about a step that fails stock, in the options of :mod:`hf_memsave.commands.inputs`.
+GIVE_ANOTHER_BATCH = "Give one with --batch, or lower --batch-size or --seq-len."
+
 
 class CommandError(MemSaveError):
     """A command that cannot do what it was asked to."""

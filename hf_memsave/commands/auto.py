@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_memsave import MemSaveConfig, MemSaveError
-from hf_memsave.commands import CommandError, check_folder, positive_int
+from hf_memsave.commands import GIVE_ANOTHER_BATCH, CommandError, check_folder, positive_int
 from hf_memsave.commands.inputs import add_inputs, load_inputs
-from hf_memsave.commands.step import cannot_run, described
+from hf_memsave.measure.inputs import described
+from hf_memsave.measure.step import cannot_run
 from hf_memsave.planner import Plan, fast, smart
 from hf_memsave.planner.trial import bytes_of, gib
 
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     except MemSaveError:
         raise
     except Exception as error:
-        raise CommandError(cannot_run(inputs.model, inputs.batch, error)) from error
+        raise CommandError(f"{cannot_run(inputs.model, inputs.batch, error)} {GIVE_ANOTHER_BATCH}") from error
     title = f"{type(inputs.model).__name__}, {inputs.weights}: {described(inputs.batch)}"
     console.print(title, style="bold", markup=False)
     context = [f"preset {args.memsave}", args.device, f"limit {gib(plan.memory)}"]

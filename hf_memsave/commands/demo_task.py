@@ -10,8 +10,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hf_memsave.commands import CommandError
-from hf_memsave.glue import TASKS, guess_task, read_glue
-from hf_memsave.wordpiece import train_wordpiece
+from hf_memsave.data.glue import TASKS, guess_task, read_glue
+from hf_memsave.data.wordpiece import train_wordpiece
 
 _NUMBERS = (
     "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen "

@@ -16,15 +16,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from transformers import AutoModel, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import import_utils
 
 from hf_memsave import MemSaveConfig, PatchError, PatchReport, __version__, patch
-from hf_memsave.commands import CommandError
+from hf_memsave.measure.models import build_empty, load_config
 from hf_memsave.ops import attention
-from hf_memsave.swap import stock_class
+from hf_memsave.patching.swap import stock_class
 from hf_memsave.tape.hooks import is_available
 
 _PACKAGES = ("torch", "transformers", "peft", "accelerate", "trl", "bitsandbytes", "triton")
@@ -71,11 +70,7 @@ def run(args: argparse.Namespace) -> int:
     memsave = MemSaveConfig.preset(args.memsave)
     transformers.logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the last one raises
-    config = None
-    if args.model:
-        from hf_memsave.commands.models import load_config
-
-        config = load_config(args.model)
+    config = load_config(args.model) if args.model else None
     problems = find_problems()
     model = build_empty(config) if config is not None and not problems else None
     console = Console(highlight=False)
@@ -93,34 +88,6 @@ def run(args: argparse.Namespace) -> int:
     if not problems:
         console.print("Nothing found that prevents patching.")
     return int(bool(problems))
-
-
-def build_empty(config: PreTrainedConfig) -> nn.Module:
-    """The model of a configuration at full depth, on the meta device: it has no bytes.
-
-    Args:
-        config: Of any family, also one without a head that the other commands can train.
-
-    Returns:
-        The model, with the head that ``config`` names, or a usual one, or none.
-
-    Raises:
-        CommandError: It cannot be built.
-    """
-    from hf_memsave.commands.models import choose_head
-
-    try:
-        head = choose_head(config)
-    except CommandError:
-        head = AutoModel
-    try:
-        with torch.device("meta"):
-            return head.from_config(config).train()
-    except (AttributeError, ImportError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise CommandError(
-            f"cannot build a {config.model_type!r} model: {type(error).__name__}: {error}. Expected a configuration "
-            "that Transformers builds a model from. Correct it, or name the model's own folder."
-        ) from error
 
 
 def versions() -> dict[str, str]:

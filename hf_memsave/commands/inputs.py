@@ -12,9 +12,10 @@ from typing import Any
 import torch
 import transformers
 from rich.console import Console
-from torch import nn
 
 from hf_memsave.commands import CommandError, positive_int
+from hf_memsave.measure.inputs import forward_of, make_batch, read_batch
+from hf_memsave.measure.models import load_model
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _SEQUENCES, _TOKENS = 2, 64
@@ -33,22 +34,6 @@ class Inputs:
     def forward(self) -> Callable[..., Any]:
         """The model's forward, under autocast where that was asked for."""
         return forward_of(self.model, self.autocast)
-
-
-def forward_of(model: nn.Module, autocast: torch.dtype | None) -> Callable[..., Any]:
-    """The model's forward, under autocast to a dtype; None for no autocast."""
-    device = device_of(model)
-
-    def forward(**inputs: Any) -> Any:
-        with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
-            return model(**inputs)
-
-    return forward
-
-
-def device_of(model: nn.Module) -> str:
-    """The type of device that the model is on."""
-    return next((p.device.type for p in model.parameters()), "cpu")
 
 
 def add_inputs(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +65,8 @@ def load_inputs(args: argparse.Namespace, console: Console) -> Inputs:
         Model and batch.
 
     Raises:
-        CommandError: The options contradict each other, or model or batch cannot be loaded.
+        CommandError: The options contradict each other.
+        MeasureError: Model or batch cannot be loaded.
     """
     if args.autocast and args.dtype not in (None, "fp32"):
         raise CommandError(
@@ -90,9 +76,6 @@ def load_inputs(args: argparse.Namespace, console: Console) -> Inputs:
         raise CommandError("--batch brings its own sizes, got --batch-size or --seq-len as well. Leave one out.")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise CommandError("--device cuda: expected a CUDA device, found none. Use --device cpu.")
-    from hf_memsave.commands.models import make_batch
-    from hf_memsave.commands.saved import load_model, read_batch
-
     transformers.logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the last one raises
     batch = read_batch(args.batch) if args.batch else None  # a wrong file must not cost a download

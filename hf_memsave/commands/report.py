@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,11 +19,12 @@ from rich.table import Table
 
 from hf_memsave import MemSaveConfig
 from hf_memsave.commands import CommandError, check_folder, check_picture, positive_int
-from hf_memsave.commands.lora import Lora
+from hf_memsave.commands.lora import parse_lora
+from hf_memsave.errors import MeasureError
 from hf_memsave.tape.meter import KINDS
 
 if TYPE_CHECKING:
-    from hf_memsave.commands.depth import Affine, FullDepth, Setting
+    from hf_memsave.measure.depth import Affine, FullDepth, Setting
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _MIB = 2**20
@@ -49,7 +51,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--autocast", choices=["bf16"], help="compute in bf16 with fp32 weights (Trainer's bf16=True)")
     parser.add_argument(
         "--lora",
-        type=Lora.parse,
+        type=parse_lora,
         metavar="r=16,dropout=0.05",
         help="train LoRA adapters instead of the model; further keys: alpha, targets=q_proj+v_proj (all-linear), "
         "dtype=fp32|model (fp32, PEFT's default), dora=true",
@@ -70,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         CommandError: The options contradict each other, or the model cannot be measured.
+        MeasureError: There is no such model.
     """
     memsave = MemSaveConfig.preset(args.memsave)
     if args.autocast and args.dtype not in (None, "fp32"):
@@ -81,8 +84,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         check_folder(args.json)
 
-    from hf_memsave.commands.depth import Setting, measure_full_depth
-    from hf_memsave.commands.models import load_config
+    from hf_memsave.measure.depth import Setting, measure_full_depth
+    from hf_memsave.measure.models import load_config
 
     transformers.logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the last one raises
@@ -97,8 +100,11 @@ def run(args: argparse.Namespace) -> int:
     console = Console(highlight=False)
     with console.status(f"Reading the configuration {args.model} ..."):
         config = load_config(args.model)
-    with console.status("Measuring ..."):
-        result = measure_full_depth(config, setting, args.layers)
+    try:
+        with console.status("Measuring ..."):
+            result = measure_full_depth(config, setting, args.layers)
+    except MeasureError as error:
+        raise CommandError(_in_options(error)) from error
 
     title = describe(args.model, result, setting)
     console.print(title, style="bold", markup=False)
@@ -208,6 +214,11 @@ def to_dict(result: FullDepth, setting: Setting) -> dict[str, Any]:
         "stock": figures(result.stock),
         "patched": figures(result.patched),
     }
+
+
+def _in_options(error: MeasureError) -> str:
+    """The message, with the fields of a :class:`Setting` called by the options that set them."""
+    return re.sub(r"\b(batch_size|seq_len)\b", lambda name: "--" + name[0].replace("_", "-"), str(error))
 
 
 def _cells(result: FullDepth, kind: str | None) -> list[str]:

@@ -11,15 +11,17 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_memsave import MemSaveConfig
+from hf_memsave.commands import GIVE_ANOTHER_BATCH, CommandError
 from hf_memsave.commands.inputs import add_inputs, load_inputs
-from hf_memsave.commands.step import (
+from hf_memsave.measure.inputs import described
+from hf_memsave.measure.step import (
     HALF_TOLERANCE,
     TOLERANCE,
     Difference,
     PatchedStepError,
     StepComparison,
+    StockStepError,
     compare_step,
-    described,
 )
 
 _WORST = 5
@@ -48,7 +50,8 @@ def run(args: argparse.Namespace) -> int:
         0, or 1 if the patched step fails, or differs by more than allowed.
 
     Raises:
-        CommandError: The options contradict each other, or the stock step cannot be run.
+        CommandError: The options contradict each other, or the stock step fails.
+        MeasureError: Model or batch cannot be loaded, or there is nothing to compare.
     """
     memsave = MemSaveConfig.preset(args.memsave)
     console = Console(highlight=False)
@@ -57,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         with console.status("Running three steps ..."):
             found = compare_step(model, batch, memsave, autocast=inputs.autocast)
+    except StockStepError as error:
+        raise CommandError(f"{error} {GIVE_ANOTHER_BATCH}") from error
     except PatchedStepError as error:
         print(f"memsave verify: {' '.join(str(error).split())}", file=sys.stderr)
         return 1

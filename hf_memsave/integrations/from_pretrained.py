@@ -1,7 +1,7 @@
 """``from_pretrained(..., memsave=True)`` and ``from_config(config, memsave=True)``, on every Auto and direct class.
 
-Every way of loading a model ends in one of two class methods of ``PreTrainedModel``. Wrapping those two is, beside the
-name of our attention function, the only thing this package changes in Transformers itself.
+Every way of loading a model ends in one of two class methods of ``PreTrainedModel``. Wrapping those two is the
+only thing this package changes in Transformers itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import ConfigError
-from hf_memsave.patch import patch
+from hf_memsave.patching.patch import patch
 
 logger = logging.get_logger(__name__)
 

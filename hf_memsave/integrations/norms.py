@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import distributed, nn
 from transformers.utils import logging
 
-from hf_memsave.sampled_layers import sampler_of
+from hf_memsave.patching.sampled_layers import sampler_of
 from hf_memsave.sampling.norm_cache import merged
 
 logger = logging.get_logger(__name__)

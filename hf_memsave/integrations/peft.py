@@ -12,7 +12,7 @@ from peft import LoraConfig
 
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import ConfigError
-from hf_memsave.patch import watch_peft
+from hf_memsave.integrations.adapters import watch
 
 
 @dataclass
@@ -49,4 +49,4 @@ class MemSaveLoraConfig(LoraConfig):
         return stock
 
 
-watch_peft()
+watch()

@@ -20,8 +20,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import ConfigError, PatchError
 from hf_memsave.integrations.norms import load_norms, save_norms
-from hf_memsave.patch import patch, unpatch
-from hf_memsave.sampled_layers import sampler_of
+from hf_memsave.patching.patch import patch, unpatch
+from hf_memsave.patching.sampled_layers import sampler_of
 from hf_memsave.tape.step_meter import StepMeter
 
 _MIB = 2**20

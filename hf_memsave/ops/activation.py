@@ -1,48 +1,38 @@
-r"""``activation``: an elementwise function whose own backward keeps only its input (GELU, tanh-GELU, SiLU).
+"""``activation``: an activation whose gradient is not exact: ``inverted``, ``precision_bit`` or ``few_bit``, by value."""
 
-Forward and, for an incoming gradient dy, backward::
+from __future__ import annotations
 
-    y = f(x)
-    dx = dy f'(x)
-
-Kept for backward, each in x's dtype::
-
-    eager    x, and y in the next linear or product
-    here     x                                         (y is promised)
-
-Exact: PyTorch's own op and its own backward. ReLU has no op of its own: stock keeps its output and nothing else, the
-linear after it keeps that same tensor, and a dropout between them is promised from it. That is the floor.
-"""
-
-from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_memsave.ops.op import Binding, KeptBytes, Op
-from hf_memsave.tape import promise
+from hf_memsave.ops.elementwise import name_of, required_name
+from hf_memsave.ops.few_bit import FewBit, few_bit
+from hf_memsave.ops.inverted import inverted
+from hf_memsave.ops.op import Op
+from hf_memsave.ops.precision_bit import precision_bit
+
+_CHOICES = {"invert": inverted, "precision_bit": precision_bit}
 
 
-def kept_bytes(shape: tuple[int, ...], itemsize: int) -> KeptBytes:
-    """The activation of ``shape`` and the linear after it."""
-    n = torch.Size(shape).numel() * itemsize
-    return KeptBytes(2 * n, n)
+def _activation(module: nn.Module, patch: Any, input: Tensor) -> Tensor:
+    stock = partial(patch.stock.forward, module)
+    if not input.requires_grad:
+        return stock(input)
+    if isinstance(patch.value, FewBit):
+        return few_bit(input, required_name(module), stock, patch.value.bits)
+    return _CHOICES[patch.value](input, required_name(module), stock)
 
 
-def _activation(module: nn.Module, binding: Binding, input: Tensor) -> Tensor:
-    stock = partial(binding.stock.forward, module)
-    return promise(stock(input), stock, input)
-
-
-def _check(module: nn.Module, names: Mapping[str, str]) -> str | None:
+def _check(module: nn.Module, value: Any) -> str:
     if getattr(module, "inplace", False):
         return "it works in place (inplace=True), so its input is gone"
     act = getattr(module, "act", F.gelu)
     if act is F.gelu or (isinstance(act, partial) and act.func is F.gelu):
-        return None
-    return f"expected torch's own gelu, got {getattr(act, '__qualname__', act)}, whose intermediates are kept"
+        return "" if name_of(module) is not None else "it has no fit"
+    return f"expected torch's own gelu, got {getattr(act, '__qualname__', act)}"
 
 
-ACTIVATION = Op("activation", "activation", _activation, _check)
+ACTIVATION = Op("activation", _activation, _check)

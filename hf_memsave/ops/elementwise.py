@@ -6,17 +6,17 @@ what ``inverted`` and its variants need to :mod:`~hf_memsave.ops.inverse_fits`; 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_memsave.errors import PatchError
-from hf_memsave.ops.new_gelu import new_gelu_reference
-from hf_memsave.ops.quick_gelu import quick_gelu_reference
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,20 @@ class Elementwise:
     modules: tuple[str, ...]
 
 
+def _new_gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
 ACTIVATIONS = {
     "gelu": Elementwise(F.gelu, ("torch.nn.modules.activation.GELU", "transformers.activations.GELUActivation")),
     "gelu_tanh": Elementwise(partial(F.gelu, approximate="tanh"), ("transformers.activations.GELUTanh",)),
-    "new_gelu": Elementwise(new_gelu_reference, ("transformers.activations.NewGELUActivation",)),
+    "new_gelu": Elementwise(_new_gelu, ("transformers.activations.NewGELUActivation",)),
     "silu": Elementwise(F.silu, ("torch.nn.modules.activation.SiLU", "transformers.activations.SiLUActivation")),
-    "quick_gelu": Elementwise(quick_gelu_reference, ("transformers.activations.QuickGELUActivation",)),
+    "quick_gelu": Elementwise(_quick_gelu, ("transformers.activations.QuickGELUActivation",)),
 }
 
 _NAMES = {path: name for name, activation in ACTIVATIONS.items() for path in activation.modules}

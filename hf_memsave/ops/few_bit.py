@@ -15,8 +15,8 @@ Kept for backward::
              somebody wants y        x, as the exact op: y is promised from it, c gives way, and dx is stock's
 
 So it saves where the next linear is frozen, and costs nothing where somebody wants y. Who comes later is not known when
-the activation runs: it keeps c, and lets go of it when the promise of y is taken. Without a tape nobody can tell, and c
-stays; and so it does where a foreign hook lies between the two, or where x is kept by what runs later.
+the activation runs: it keeps c, and lets go of it when x is kept, to make y from or for itself. Without a tape nobody can
+tell, and c stays; and so it does where a foreign hook lies between the two.
 
 Forward is exact. The largest error of the slope falls from .5 (1 bit) to .004 (8 bits) on [-10, 10]: scripts/results/
 inverse-derivatives.md has them all. Beyond, the outermost levels hold. Backward cannot be differentiated again.
@@ -26,19 +26,18 @@ Source: Novikov et al. (2023), FewBit, arXiv:2202.00441.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hf_memsave.ops.elementwise import required_name
 from hf_memsave.ops.few_bit_tables import check_bits, levels
 from hf_memsave.ops.once import once_differentiable
-from hf_memsave.ops.op import Binding, KeptBytes
-from hf_memsave.tape import Coded, coded, current
+from hf_memsave.ops.op import KeptBytes
+from hf_memsave.tape import current
 from hf_memsave.tape.codecs import pack_codes, unpack_codes
-from hf_memsave.tape.promise import AutocastState, Keep
+from hf_memsave.tape.private import AutocastState
+from hf_memsave.tape.record import Handle
 
 
 class FewBit(NamedTuple):
@@ -59,21 +58,18 @@ def few_bit(x: Tensor, name: str, forward: Callable[[Tensor], Tensor], bits: int
     tape = current()
     if tape is None or not (x.requires_grad and torch.is_grad_enabled()):
         return _FewBit.apply(x, forward, name, bits, False)
-    held: Any = None
 
-    def code(x: Tensor, keep: Keep) -> Any:
-        nonlocal held
-        is_kept = tape.cost(x) <= bits * -(-x.numel() // 8)
-        held = tape.pack(x) if is_kept else Coded(_codes(x, name, bits), None, keep)
-        return held
+    def code(x: Tensor) -> Handle | None:
+        if tape.cost(x) <= bits * -(-x.numel() // 8):
+            return None  # kept anyway, or had from what is
+        return tape.stand_in(x, _codes(x, name, bits), None)
 
-    def give_way(x: Tensor) -> None:
-        if isinstance(held, Coded):
-            held.give_way(tape.pack(x))
-
-    with coded(code):
+    before, tape.coder = tape.coder, code
+    try:
         y = _FewBit.apply(x, forward, name, bits, True)
-    tape.promise(y, forward, (x,), give_way)
+    finally:
+        tape.coder = before
+    tape.record(y, forward, (x,))
     return y
 
 
@@ -111,7 +107,3 @@ def _exact(x: Tensor, dy: Tensor, ctx: Any) -> Tensor:
     (dx,) = torch.autograd.grad(y, x, dy)
     return dx
 
-
-def few_bit_forward(module: nn.Module, binding: Binding, input: Tensor) -> Tensor:
-    """The forward of a patched module, for ``activation="few_bit"``."""
-    return few_bit(input, required_name(module), partial(binding.stock.forward, module), binding.value.bits)

@@ -11,7 +11,7 @@ Kept for backward, each in x's dtype::
     eager    x, and y in the next linear
     here     y, which the next linear shares, and m in one bit an element
 
-The same bytes as ``activation``, and a bit: what it spares is making y again. It saves nothing where the next op does
+The same bytes as the exact x, and a bit: what it spares is making y again. It saves nothing where the next op does
 not keep y by itself (a frozen linear: see ``few_bit``).
 
 Forward is exact. The slope's largest error is 6.9e-4 from an fp32 y, and from a half-precision y that of y's own
@@ -28,13 +28,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hf_memsave.ops.elementwise import refuse_unknown, required_name
+from hf_memsave.ops.elementwise import refuse_unknown
 from hf_memsave.ops.inverse import InverseFit, slope, wide
 from hf_memsave.ops.inverse_fits import FITS
 from hf_memsave.ops.once import once_differentiable
-from hf_memsave.ops.op import Binding, KeptBytes
+from hf_memsave.ops.op import KeptBytes
 from hf_memsave.tape.codecs import pack_bits, unpack_bits
 
 
@@ -111,7 +111,3 @@ def inverted(x: Tensor, name: str, forward: Callable[[Tensor], Tensor]) -> Tenso
 def _gradients(dy: Tensor, y: Tensor, left: Tensor, fit: InverseFit) -> tuple[Tensor]:
     return ((dy * slope(wide(y), left, fit, fit.ulp(y.dtype))).to(dy.dtype),)
 
-
-def inverted_forward(module: nn.Module, binding: Binding, input: Tensor) -> Tensor:
-    """The forward of a patched module, for ``activation="invert"``."""
-    return inverted(input, required_name(module), partial(binding.stock.forward, module))

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_memsave.ops.op import Binding, KeptBytes, Op
+from hf_memsave.ops.op import KeptBytes, Op
 
 #: The node's class -> the attribute that holds its input, and what to leave there.
 _HIDDEN: dict[str, tuple[str, Any]] = {
@@ -27,8 +27,8 @@ def kept_bytes(rows: int, in_features: int, itemsize: int) -> KeptBytes:
     return KeptBytes(rows * in_features * itemsize, 0)
 
 
-def _linear_8bit(module: nn.Module, binding: Binding, x: Tensor) -> Tensor:
-    y = binding.stock.forward(module, x)
+def _linear_8bit(module: nn.Module, patch: Any, x: Tensor) -> Tensor:
+    y = patch.stock.forward(module, x)
     node = y.grad_fn
     hidden = _HIDDEN.get(type(node).__name__)
     if hidden is not None and not module.weight.requires_grad:
@@ -36,4 +36,4 @@ def _linear_8bit(module: nn.Module, binding: Binding, x: Tensor) -> Tensor:
     return y
 
 
-LINEAR_8BIT = Op("linear_8bit", None, _linear_8bit)
+LINEAR_8BIT = Op("linear_8bit", _linear_8bit)

@@ -11,7 +11,7 @@ Kept for backward (``[*, H]``)::
     eager    x, mean and rstd, and y in the next linear
     here     y, which the next linear shares, and rstd; γ and β themselves, which must not change before backward
 
-The same bytes as ``layer_norm`` and ``rms_norm``: what it spares is making y again. Forward is exact. x̂ has the
+The same bytes as the exact norm: what it spares is making y again. Forward is exact. x̂ has the
 rounding of y, (|x̂| + |β/γ|) ulps: so columns with |β| > |γ|, and those whose γ is 0 or makes y subnormal, also keep
 their x (and LayerNorm the rows' means). Finding them makes the CPU wait for the GPU. Backward is once differentiable.
 
@@ -24,15 +24,18 @@ Source: Tempo (2022), arXiv:2210.10246, Section 3.2 and Appendix D (which divide
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from hf_memsave.ops.cast import HALVES, is_autocast
 from hf_memsave.ops.once import once_differentiable
-from hf_memsave.ops.op import KeptBytes
+from hf_memsave.ops.op import KeptBytes, Op
 
-HALVES = (torch.float16, torch.bfloat16)
+#: One column in this many may keep its input.
+_SHARE = 8
 
 
 class Normed(NamedTuple):
@@ -139,3 +142,58 @@ def t5_normed(x: Tensor, weight: Tensor, bias: None, eps: float) -> Normed:
     r = torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + eps)
     h = x * r
     return Normed(weight * (h.to(weight.dtype) if weight.dtype in HALVES else h), r, None)
+
+
+def _of_class(cls: Any) -> Callable[..., Normed]:
+    if issubclass(cls, nn.LayerNorm):
+        return layer_normed
+    return t5_normed if cls.__name__.startswith("T5") else rms_normed
+
+
+def _parameters(module: nn.Module) -> tuple[Tensor | None, Tensor | None, Any]:
+    eps = getattr(module, "eps", None) or getattr(module, "variance_epsilon", None)
+    return getattr(module, "weight", None), getattr(module, "bias", None), eps
+
+
+def _is_suited(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Where x and γ differ in dtype, the gradient of the wider one would get the rounding of y; and autocast would keep
+    a wider y than x."""
+    is_wanted = any(t is not None and t.requires_grad for t in (x, weight, bias))
+    return is_wanted and x.dtype == weight.dtype and not (is_autocast(x) and x.dtype in HALVES)
+
+
+def _is_too_many(columns: Tensor, weight: Tensor) -> bool:
+    return len(columns) * _SHARE > weight.numel()
+
+
+def _output_norm(module: nn.Module, patch: Any, input: Tensor) -> Tensor:
+    weight, bias, eps = _parameters(module)
+    if weight is None or not _is_suited(input, weight, bias):
+        return patch.stock.forward(module, input)
+    columns = in_need(weight, bias)
+    if _is_too_many(columns, weight):
+        return patch.stock.forward(module, input)
+    forward = partial(_of_class(patch.stock), eps=eps)
+    return output_norm(forward, input, weight, bias, columns if len(columns) else None)
+
+
+def _note(module: nn.Module, value: Any) -> str:
+    weight, bias, _ = _parameters(module)
+    if weight is None or weight.is_meta or not len(columns := in_need(weight, bias)):
+        return ""
+    share = f"{len(columns)} of {weight.numel()} columns"
+    if _is_too_many(columns, weight):
+        return f"recomputed from its input: {share} have |β| > |γ| or γ near 0, over one in {_SHARE}"
+    return f"keeps the input of {share}: |β| > |γ| or γ near 0"
+
+
+def _refuse(module: nn.Module, value: Any) -> str:
+    if _parameters(module)[0] is not None:
+        return ""
+    return (
+        "has no weight (γ), but norm='output' expects one: the backward of its output divides by it. Use "
+        "norm='recompute', or norm='stock'."
+    )
+
+
+OUTPUT_NORM = Op("output_norm", _output_norm, note=_note, refuse=_refuse)

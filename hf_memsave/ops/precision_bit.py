@@ -21,17 +21,15 @@ Source: InvAct (2024), Section 2.1.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hf_memsave.ops.elementwise import required_name
 from hf_memsave.ops.inverse import InverseFit, slope, wide
 from hf_memsave.ops.inverted import fit_of
 from hf_memsave.ops.once import once_differentiable
-from hf_memsave.ops.op import Binding, KeptBytes
+from hf_memsave.ops.op import KeptBytes
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -75,7 +73,3 @@ def precision_bit(x: Tensor, name: str, forward: Callable[[Tensor], Tensor]) -> 
     """``forward(x)``, which computes the activation ``name``, to within one unit in the last place."""
     return _PrecisionBit.apply(x, forward, fit_of(name))
 
-
-def precision_bit_forward(module: nn.Module, binding: Binding, input: Tensor) -> Tensor:
-    """The forward of a patched module, for ``activation="precision_bit"``."""
-    return precision_bit(input, required_name(module), partial(binding.stock.forward, module))

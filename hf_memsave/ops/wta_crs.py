@@ -26,17 +26,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_memsave.ops.cast import autocast_low
-from hf_memsave.ops.linear import CONV1D, LINEAR
 from hf_memsave.ops.once import once_differentiable
-from hf_memsave.ops.op import Binding, KeptBytes, Op
+from hf_memsave.ops.op import KeptBytes, Op
 from hf_memsave.sampling.batch import Batch, Tokens
 from hf_memsave.sampling.sampler import Layer, row_norms
-from hf_memsave.tape import Tape, current, is_available
-from hf_memsave.tape.storage import as_activation
+from hf_memsave.tape import current
+from hf_memsave.tape.hooks import Tape
 
 #: Where a sampled module finds its :class:`~hf_memsave.sampling.Layer`.
 LAYER = "_memsave_layer"
-_SHARED = "_memsave_shared"
 
 
 def kept_bytes(rows: int, in_features: int, drawn: int, itemsize: int) -> KeptBytes:
@@ -71,18 +69,18 @@ class JointNorms:
 
 
 class _Key(NamedTuple):
-    """The state of an input that a draw belongs to, and the tape it was made under."""
+    """The state of an input that a draw belongs to, and whose draw it is."""
 
     step: int
     version: int
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
-    tape: object
+    sampler: int
 
 
 class Shared:
-    """One draw, on the storage of the input it was made for.
+    """One draw, which the tape notes with the storage of the input it was made for.
 
     Attributes:
         index: The rows drawn, int32 ``[k]``; None where all are taken.
@@ -91,25 +89,22 @@ class Shared:
         norms: What its users tell the cache.
     """
 
-    def __init__(self, key: _Key, layer: Layer, x: Tensor, batch: Batch) -> None:
+    def __init__(self, layer: Layer, x: Tensor, batch: Batch) -> None:
         tokens = batch.tokens(x)
         draw = layer.sampler.draw(layer.name, x, tokens, batch)
-        self.key, self.sampler = key, layer.sampler
         self.index = None if draw is None else draw.index.int()
         self.scale = None if draw is None else draw.scale
         self.rows: dict[torch.dtype, Tensor] = {}
         self.norms = JointNorms(layer, batch, tokens)
 
 
-def _shared(layer: Layer, x: Tensor, batch: Batch) -> Shared:
-    """The draw for ``x``: made by the first linear that takes it, found on its storage by the others."""
-    tape = current()
-    key = _Key(batch.step, x._version, x.shape, x.stride(), x.storage_offset(), None if tape is None else tape.token)
-    found = getattr(x.untyped_storage(), _SHARED, None)
-    if found is None or found.key != key or found.sampler is not layer.sampler:
-        found = Shared(key, layer, x, batch)
-        setattr(x.untyped_storage(), _SHARED, found)
-    return found
+def _shared(tape: Tape, layer: Layer, x: Tensor, batch: Batch) -> Shared:
+    """The draw for ``x``: made by the first linear that takes it, found with its storage by the others."""
+    notes = tape.notes(x)
+    key = _Key(batch.step, x._version, x.shape, x.stride(), x.storage_offset(), id(layer.sampler))
+    if key not in notes:
+        notes[key] = Shared(layer, x, batch)
+    return notes[key]
 
 
 class _SampledLinear(torch.autograd.Function):
@@ -149,34 +144,34 @@ def _scaled(h: Tensor, index: Tensor, scale: Tensor) -> Tensor:
     return (rows * scale[:, None]).to(h.dtype)
 
 
-def _wta_crs(module: nn.Module, binding: Binding, x: Tensor) -> Tensor:
+def _wta_crs(module: nn.Module, patch: Any, x: Tensor) -> Tensor:
     layer: Layer | None = module.__dict__.get(LAYER)
     batch = None if layer is None else layer.sampler.batch
-    dense = CONV1D if hasattr(module, "nf") else LINEAR
-    is_sampled = module.training and module.weight.requires_grad and x.dim() > 1 and is_available()
-    if layer is None or batch is None or not is_sampled:
-        return dense.forward(module, binding, x)
-    shared = _shared(layer, x, batch)
+    tape = current()
+    is_sampled = module.training and module.weight.requires_grad and x.dim() > 1
+    if layer is None or batch is None or tape is None or not is_sampled:
+        return patch.stock.forward(module, x)
+    shared = _shared(tape, layer, x, batch)
     if shared.index is None:
-        return dense.forward(module, binding, x)
-    with Tape():
-        h, weight, bias = (None if t is None else autocast_low(t) for t in (x, module.weight, module.bias))
-        return _SampledLinear.apply(h, weight, bias, _kept(h, shared), shared, dense is CONV1D)
+        return patch.stock.forward(module, x)
+    h, weight, bias = (None if t is None else autocast_low(t) for t in (x, module.weight, module.bias))
+    return _SampledLinear.apply(h, weight, bias, _kept(tape, h, shared), shared, hasattr(module, "nf"))
 
 
-def _kept(h: Tensor, shared: Shared) -> Tensor:
+def _kept(tape: Tape, h: Tensor, shared: Shared) -> Tensor:
     """``h`` where the tape keeps that anyway, or for less than the drawn rows; else those."""
     if (rows := shared.rows.get(h.dtype)) is not None:
         return rows
-    tape, index, scale = current(), shared.index, shared.scale
-    if index is None or scale is None or tape is None:
+    index, scale = shared.index, shared.scale
+    if index is None or scale is None:
         return h
     if not h.requires_grad:  # a frozen embedding's output: kept once for q, k and v, of which LoRA casts each by itself
         return h
     if tape.cost(h) <= len(index) * h.shape[-1] * h.itemsize:
         return h
-    rows = shared.rows[h.dtype] = as_activation(_scaled(h.detach(), index, scale))
+    rows = shared.rows[h.dtype] = _scaled(h.detach(), index, scale)
+    tape.as_activation(rows)
     return rows
 
 
-WTA_CRS = Op("wta_crs", "linear", _wta_crs, opens_tape=True)
+WTA_CRS = Op("wta_crs", _wta_crs)

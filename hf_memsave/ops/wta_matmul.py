@@ -34,7 +34,6 @@ from hf_memsave.sampling.batch import Batch
 from hf_memsave.sampling.estimators import probabilities
 from hf_memsave.sampling.sampler import Layer
 from hf_memsave.tape import current
-from hf_memsave.tape.storage import as_activation
 
 _COLUMNS, _ROWS = -1, -2
 
@@ -102,7 +101,10 @@ def _sample(x: Tensor, dim: int, layer: Layer, name: str, batch: Batch) -> Sampl
     size = kept_bytes(tuple(x.shape), dim, index.shape[-1], x.itemsize).here
     if tape is not None and tape.cost(x) + scale.nbytes <= size - index.nbytes:
         return Sample(index, scale, None)
-    return Sample(index, None, as_activation(_scaled(x.detach(), index, scale, dim)))
+    drawn = _scaled(x.detach(), index, scale, dim)
+    if tape is not None:
+        tape.as_activation(drawn)
+    return Sample(index, None, drawn)
 
 
 class _SampledMatmul(torch.autograd.Function):

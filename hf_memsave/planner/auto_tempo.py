@@ -20,14 +20,14 @@ from typing import Any
 
 from torch import nn
 
-from hf_memsave.blocks import block_numbers, number_of
+from hf_memsave.patching.blocks import block_numbers, number_of
 from hf_memsave.config import KINDS, MemSaveConfig
 from hf_memsave.errors import PatchError, PlanError
+from hf_memsave.measure.undisturbed import left_as_it_was
 from hf_memsave.ops import OPS
-from hf_memsave.patch import PatchReport, patch, unpatch
+from hf_memsave.patching.patch import PatchReport, patch, unpatch
 from hf_memsave.planner.trial import Bench, Timer, Trial, gib, largest, limit_of, median_seconds, timed
-from hf_memsave.planner.undisturbed import left_as_it_was
-from hf_memsave.swap import is_patched
+from hf_memsave.patching.swap import is_patched
 
 #: The share of a step below which two times are the same.
 _NOISE = 1e-3

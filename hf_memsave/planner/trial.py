@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_memsave.errors import PlanError
-from hf_memsave.planner.loss import loss_of
+from hf_memsave.errors import MeasureError, PlanError
+from hf_memsave.measure.loss import loss_of
 from hf_memsave.tape import measure_kept
 
 #: Runs the step it is given as often as it likes, and returns the seconds of one.
@@ -131,7 +131,11 @@ class Bench:
             ) from error
 
     def _loss(self, **inputs: Any) -> Tensor:
-        return loss_of(self.call(**inputs), self.model, inputs)
+        output = self.call(**inputs)
+        try:
+            return loss_of(output, self.model, inputs)
+        except MeasureError as error:
+            raise PlanError(str(error)) from error
 
 
 def _is_full(error: Exception) -> bool:

@@ -1,7 +1,22 @@
-"""Codecs: a promise that stores fewer bytes."""
+"""Codecs: a node that gives a tensor back from fewer bytes. Here: booleans in one bit an element, exactly.
+
+PyTorch keeps a byte for each boolean, such as the masks of ``torch.where`` and of CUDA's dropout.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from hf_memsave.tape.record import Handle, Node, Record, Ticket, is_dense
+
+#: Booleans below which bits are not worth their trouble.
+SMALLEST = 4096
 
 _BITS = 8
 
@@ -10,12 +25,12 @@ def pack_bits(flags: Tensor) -> Tensor:
     """Eight booleans a byte, lowest bit first.
 
     Args:
-        flags: Boolean, any shape; read in the order of its elements.
+        flags: Boolean, any shape; read in the order of its elements. Whatever is not zero is true.
 
     Returns:
         uint8 ``[ceil(numel / 8)]``.
     """
-    flat = flags.reshape(-1).view(torch.uint8)
+    flat = (flags.reshape(-1).view(torch.uint8) != 0).view(torch.uint8)
     if rest := -flat.numel() % _BITS:
         flat = torch.cat([flat, flat.new_zeros(rest)])
     columns = flat.view(-1, _BITS).unbind(1)
@@ -50,3 +65,62 @@ def unpack_codes(packed: Tensor, numel: int) -> Tensor:
     for plane, row in enumerate(packed):
         codes |= unpack_bits(row, numel).to(torch.uint8) << plane
     return codes
+
+
+def coded(
+    tape: Any,
+    record: Record,
+    storage: Any,
+    tensor: Tensor,
+    decode: Callable[..., Tensor],
+    codes: tuple[Tensor, ...],
+    is_lossy: bool,
+) -> Handle:
+    """A ticket for ``tensor``, dense, which ``decode(*codes)`` gives back; for all its views, where it is all there is.
+
+    Args:
+        tape: The one that was asked to keep it.
+        record: Of its storage.
+        storage: Of what autograd wants to keep.
+        tensor: That, or a dense copy of it.
+        decode: Makes a tensor of the same shape.
+        codes: What is kept instead.
+        is_lossy: Whether that is not quite the same.
+
+    Returns:
+        What goes on the tape.
+    """
+    nbytes = tensor.numel() * tensor.itemsize
+    node = Node(decode, tensor.stride(), nbytes, tape.block, tape.lock)
+    node.args, node.is_lossy = [tape.keep(code) for code in codes], is_lossy
+    if nbytes == storage.nbytes():
+        record.forget()
+        record.node, record.version = weakref.ref(node), tensor._version
+        record.dtype, record.stride = tensor.dtype, tensor.stride()
+    return Ticket(node, Whole(tensor))
+
+
+class Whole:
+    """The geometry of a dense tensor in a storage of its own."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.stride = tensor.shape, tensor.stride
+
+    def storage_offset(self) -> int:
+        """It starts where its storage does."""
+        return 0
+
+
+def as_bits(tape: Any, record: Record, storage: Any, tensor: Tensor) -> Handle | None:
+    """One bit for each element of a boolean tensor (not of its storage, whose other bytes may be anything)."""
+    if tensor.numel() < SMALLEST or not is_dense(tensor) or storage.nbytes() > 2 * tensor.numel():
+        return None
+    bits = pack_bits(tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset()))
+    decode = partial(_from_bits, shape=tensor.shape, stride=tensor.stride())
+    return coded(tape, record, storage, tensor, decode, (bits,), is_lossy=False)
+
+
+def _from_bits(bits: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
+    out = torch.empty_strided(shape, stride, dtype=torch.bool, device=bits.device)
+    out.as_strided((out.numel(),), (1,)).copy_(unpack_bits(bits, out.numel()))
+    return out

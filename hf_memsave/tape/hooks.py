@@ -1,230 +1,386 @@
-"""The tape: a saved-tensor hook that hands out promises, and passes everything else to the hook active outside.
+"""The tape: a function mode that records how tensors are made, and a saved-tensor hook that asks what to keep of them.
 
-While a :class:`Tape` is the innermost hook, every tensor that autograd wants to keep for backward goes through
-:meth:`Tape.pack`, whoever the consumer is: ``nn.Linear``, SDPA, a PEFT layer. A promised tensor goes on the tape as a
-ticket; any other one to the hook outside (gradient checkpointing, CPU offload, the user's own), or, with none
-outside, as itself.
+While a :class:`Tape` is innermost, every call of a function in the table (:mod:`~hf_memsave.tape.functions`) leaves a
+record on the storage that it makes. Nothing else is computed: most records are never read. When autograd wants to keep
+a tensor, :meth:`Tape.pack` keeps whichever costs fewer new bytes: the tensor, or what it was made from (the price:
+:mod:`~hf_memsave.tape.prices`). What is kept goes to the hook that is active outside (gradient checkpointing, CPU
+offload, the user's own), or stays as it is.
 """
 
 from __future__ import annotations
 
+import operator
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd import forward_ad
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hf_memsave.errors import KeptTensorChangedError
-from hf_memsave.tape.booleans import bits
-from hf_memsave.tape.masks import note_kept
-from hf_memsave.tape.promise import Promise, Slot, Ticket, attach, fills_storage, find, is_plain
-from hf_memsave.tape.storage import Codec, Encoder
+from hf_memsave.tape import prices
+from hf_memsave.tape.codecs import as_bits
+from hf_memsave.tape.ledger import Ledger
+from hf_memsave.tape.private import hooks_work, innermost_hooks, innermost_mode, pop_mode, push_mode
+from hf_memsave.tape.record import MARK, PARAMETER, Handle, Held, Lent, Record, StandIn, Ticket, View, leaves
 
-_KEPT_BY = "_memsave_kept_by"
-#: Counts what tapes are asked to keep while a :class:`~hf_memsave.tape.step_meter.StepMeter` watches.
-tally: Tally | None = None
-
-
-class Tally:
-    """Addresses of the storages that autograd asked tapes to keep, by how they answered.
-
-    Attributes:
-        promised: Those promised instead.
-        kept: Those kept for an op of the model.
-        sources: Those kept for a promise.
-    """
-
-    def __init__(self) -> None:
-        self.promised: set[int] = set()
-        self.kept: set[int] = set()
-        self.sources: set[int] = set()
+#: Told of every tensor that tapes are asked to keep, while a step is measured.
+meter: Ledger | None = None
+_fetch = operator.methodcaller("get")
+#: Tensor type -> whether a storage tells all of its tensors: wrappers around other tensors have none of their own.
+_PLAIN: dict[type, bool] = {}
 
 
-class Tape:
-    """``with Tape(): block(x)`` keeps promises instead of promised tensors, and is the context they belong to.
+class Tape(TorchFunctionMode):
+    """``with Tape(table): block(x)`` records under ``table``, and keeps what costs least.
 
-    Does nothing where one of ours is already innermost, without gradients, and wherever saved-tensor hooks cannot
-    work (see :func:`is_available`). Promises made under this tape are void once it ends, and invisible under another
-    one: so none can cross from one checkpointed block into the next.
+    Records belong to the tape they were made under: so nothing can cross from one checkpointed block into the next.
 
     Args:
-        codec: Codes the activations that have to be kept; None keeps them as they are.
+        table: Function -> what to do when it is called, as ``handler(tape, func, args, kwargs)``.
+        dropout: What is kept of a dropout's mask: the generator's state ("seed"), or a bit an element ("mask").
+        codec: Codes what has to be kept; None keeps it as it is.
+        inputs: What the block is called with: its caller holds it, so it costs nothing.
+        ledger: Told of every tensor that autograd asks to keep.
+
+    Attributes:
+        coder: While one operation runs: chooses a handle for what it wants to keep, or None to leave that to the tape.
+        memo: Results shared within this forward, by whoever puts them there.
+        casts: Leaf -> its conversion under autocast, shared within the whole forward as by autocast's own cache.
+        root: The tape of the model, around those of checkpointed blocks.
+        is_in_attention: SDPA runs.
+        is_in_loss: A loss runs.
+        block: How many blocks have ended.
+        outer: The (pack, unpack) pair active outside, or None.
     """
 
-    def __init__(self, codec: Codec | None = None) -> None:
-        self.codec = codec
-        self.encoder: Encoder | None = None
-        self.hooks: saved_tensors_hooks | None = None
-        self.slots: list[weakref.ref[Slot]] = []
-        self.token = object()  # marks the storages that this tape was asked to keep
-        self.keep: Callable[[Tensor], Any] = _keep
-        self.fetch: Callable[[Any], Tensor] = _fetch
+    def __init__(
+        self,
+        table: Mapping[Any, Any],
+        dropout: str = "seed",
+        codec: Any = None,
+        inputs: Iterable[Any] = (),
+        ledger: Ledger | None = None,
+    ) -> None:
+        super().__init__()
+        self.table, self.dropout, self.codec = table, dropout, codec
+        self.coder: Callable[[Tensor], Handle | None] | None = None
+        self.memo: dict[Any, Any] = {}
+        self.casts: dict[Any, tuple[Tensor, Tensor]] = {}
+        self.root: Tape = self
+        self.is_in_attention = self.is_in_loss = False
+        self.ledger = ledger
+        self.lock = threading.RLock()
+        self.block = 0
+        self.outer: Any = None
+        self._inputs = inputs
+        self._records: list[weakref.ref[Record]] = []
+        self._kept: list[weakref.ref[Record]] = []
+        self._before: tuple[list[weakref.ref[Record]], list[weakref.ref[Record]]] = [], []  # those of the last block
+        self._copies: dict[Any, Held | Lent] = {}
+        self._noted: list[weakref.ref[Record]] = []
+        self._hooks: Any = None
+        self._around: TorchFunctionMode | None = None
 
     def __enter__(self) -> Tape:
-        if is_available():
-            outer = _innermost_hooks()
-            if _owner(outer) is None:
-                if outer is not None:
-                    self.keep, self.fetch = outer
-                self.hooks = saved_tensors_hooks(self.pack, self.unpack)
-                self.hooks.__enter__()
-                if self.codec is not None:
-                    self.encoder = self.codec.encoder()
-                    self.encoder.__enter__()
+        self.outer = innermost_hooks()
+        self._hooks = saved_tensors_hooks(self.pack, _fetch)
+        self._hooks.__enter__()
+        if isinstance(innermost_mode(), Tape):  # that of the model, around a checkpointed block
+            self._around = pop_mode()
+            self.root = self._around.root  # type: ignore[attr-defined]
+        push_mode(self)
+        inputs, self._inputs = self._inputs, ()
+        for tensor in _tensors_in(inputs):
+            record = self.record_of(tensor)
+            if record is not None and record.tape is self:
+                record.is_kept = True
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.hooks is None:
-            return
-        encoder, self.encoder, self.codec = self.encoder, None, None
-        if encoder is not None:
-            encoder.__exit__(*error)
-        hooks, self.hooks = self.hooks, None
+        pop_mode()
+        if self._around is not None:
+            push_mode(self._around)
+            self._around = None
+        hooks, self._hooks = self._hooks, None
         hooks.__exit__(*error)
-        for ref in self.slots:
-            if (slot := ref()) is not None:  # somebody holds the tensor: do not hold what it was made from
-                slot.promise = None
-        self.slots.clear()
+        self.end_block()
+        self.end_block()
+        self.root, _ = self, self.root._empty_casts()
+        for ref in self._noted:
+            if (record := ref()) is not None:
+                record.notes = None
+        self.memo.clear()
+        self.casts.clear()
+        self._copies.clear()
 
-    def pack(self, tensor: Tensor) -> Any:
-        """Called by autograd with each tensor to keep; returns what goes on the tape."""
-        promise = find(tensor, self)
-        ticket = promise.take(tensor, self._keep_source) if promise is not None else None
-        if (counts := self._counts()) is not None:
-            (counts.kept if ticket is None else counts.promised).add(tensor.untyped_storage()._cdata)
-        return self._keep_marked(tensor) if ticket is None else ticket
-
-    def unpack(self, handle: Any) -> Tensor:
-        """Called by autograd in backward; returns a tensor equal to the one packed."""
-        return handle.get(self.fetch) if isinstance(handle, Ticket) else self.fetch(handle)
-
-    def cost(self, tensor: Tensor) -> int:
-        """Bytes that keeping ``tensor`` would add to what this tape was asked to keep so far."""
-        promise = find(tensor, self)
-        sources = [tensor] if promise is None else promise.sources()
-        return sum({s.untyped_storage()._cdata: self._own_cost(s) for s in sources}.values())
-
-    def _own_cost(self, tensor: Tensor) -> int:
-        storage = tensor.untyped_storage()
-        return 0 if getattr(storage, _KEPT_BY, None) is self.token else storage.nbytes()
-
-    def _keep_marked(self, tensor: Tensor) -> Any:
-        if is_plain(tensor):
-            setattr(tensor.untyped_storage(), _KEPT_BY, self.token)
-            if (ticket := bits(tensor, self)) is not None:
-                return ticket
-            if self.encoder is not None and (ticket := self.encoder.ticket(tensor, self)) is not None:
-                return ticket
-        return self.keep(tensor)
-
-    def _keep_source(self, tensor: Tensor) -> Any:
-        if (counts := self._counts()) is not None:
-            counts.sources.add(tensor.untyped_storage()._cdata)
-        return self._keep_marked(tensor)
-
-    def _counts(self) -> Tally | None:
-        return tally if self.keep is _keep else None  # what a hook outside makes of a tensor is not for us to count
-
-    def promise(
-        self,
-        output: Tensor,
-        recompute: Callable[..., Tensor],
-        inputs: tuple[Tensor, ...],
-        taken: Callable[..., None] | None = None,
-    ) -> None:
-        """Register ``recompute(*inputs)`` as a way to get ``output`` back, if that is sound.
+    def end_block(self, *outputs: Any) -> None:
+        """Records outlive their block by one, which decides on what it was given; held longer, peaks would not fall.
 
         Args:
-            output: As for :func:`promise`, and so the next two.
-            recompute: Runs in backward.
-            inputs: What it needs.
-            taken: Called with the inputs if somebody takes the promise, and so keeps them: no sooner, and at most once.
+            *outputs: What the block hands on.
         """
-        if not is_plain(output) or not fills_storage(output) or not all(is_plain(i) for i in inputs):
+        for tensor in _tensors_in(outputs):
+            prices.anchor(self, tensor)
+        records, kept = self._before
+        for ref in kept:
+            if (record := ref()) is not None and record.is_kept and record.func is not None:
+                prices.sweep(self, record)
+        for ref in records:
+            if (record := ref()) is not None:
+                record.forget()
+        self._before = self._records, self._kept
+        self._records, self._kept = [], []
+        self.block += 1
+        if self.casts:
+            self._empty_casts()
+
+    def _empty_casts(self) -> None:
+        """Of leaves, shared under autocast: whoever asked to keep one remakes it, and the next block fills it again."""
+        for cast, _ in self.casts.values():
+            storage = cast.untyped_storage()
+            record = getattr(storage, MARK, None)
+            if record is not None and not record.is_kept and storage.nbytes():
+                storage.resize_(0)
+
+    def is_innermost(self) -> bool:
+        """Whether what is called now asks this tape what to keep, and no foreign hook."""
+        hooks = innermost_hooks()
+        return hooks is not None and getattr(hooks[0], "__self__", None) is self
+
+    # What was made, and from what
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = self.table.get(func)
+        if handler is None or not torch.is_grad_enabled():
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return handler(self, func, args, kwargs or {})
+
+    def call(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``func(*args, **kwargs)``, as if the model had called it."""
+        return self.__torch_function__(func, (), args, kwargs)
+
+    def record(self, out: Tensor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None) -> None:
+        """``func(*args, **kwargs)`` gives ``out``, which shares its storage with no argument, to the bit."""
+        found = leaves(args, kwargs)
+        try:
+            seen = [x._version for x in found]
+            storage = out.untyped_storage()
+        except (RuntimeError, NotImplementedError):  # inference tensors have no version, sparse ones no storage
             return
-        mine = output.untyped_storage()._cdata
-        if any(i.untyped_storage()._cdata == mine for i in inputs):
-            return  # an identity, or written in place: recomputing would need what it replaces
-        if self.encoder is not None:
-            for given in inputs:
-                self.encoder.note(given)
-        sources = tuple(find(i, self) for i in inputs)
-        slot = attach(Promise(output, recompute, inputs, sources, taken), output, self)
-        self.slots.append(weakref.ref(slot))
+        if not all(map(is_plain, found)):
+            return
+        record = getattr(storage, MARK, None)
+        if record is None or record.tape is not self:
+            record = Record(self)
+            setattr(storage, MARK, record)
+        elif record.func is not None:
+            return
+        record.func, record.args, record.kwargs, record.seen = func, args, kwargs, seen
+        record.version, record.dtype, record.stride = out._version, out.dtype, out.stride()
+        self._records.append(weakref.ref(record))
+        if record.handles:  # the op asked to keep its own result, before there was a record
+            if prices.pays(self, record, storage.nbytes() if record.is_kept else 1):
+                prices.settle(self, record, storage)
+            elif record.is_kept:
+                self._weaken(record)
+
+    # What to keep
+
+    def pack(self, tensor: Tensor) -> Handle:
+        """Called by autograd with each tensor to keep; returns what goes on the tape."""
+        if self.coder is not None and (chosen := self.coder(tensor)) is not None:
+            return chosen
+        record = self.record_of(tensor)
+        if record is None or record.tape is None:
+            return self.keep(tensor)
+        storage = tensor.untyped_storage()
+        handle: Handle | None = self.ticket(record, storage, tensor)
+        if self.ledger is not None or meter is not None:
+            self._note(storage, tensor, handle)
+        return self.hold(record, storage, tensor) if handle is None else handle
+
+    def _note(self, storage: Any, tensor: Tensor, handle: Handle | None) -> None:
+        if self.outer is None:  # what a hook outside makes of a tensor is not for us to count
+            for ledger in (self.ledger, meter):
+                if ledger is not None:
+                    ledger.note(storage, tensor, handle)
+
+    def note_source(self, storage: Any, tensor: Tensor) -> None:
+        """``tensor`` is kept to remake another one."""
+        if (self.ledger is not None or meter is not None) and self.outer is None:
+            for ledger in (self.ledger, meter):
+                if ledger is not None:
+                    ledger.note_source(storage, tensor)
+
+    def record_of(self, tensor: Tensor) -> Record | None:
+        """What this tape knows of the storage; None where a storage does not tell the tensor."""
+        if not is_plain(tensor):
+            return None
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # a sparse tensor
+            return None
+        record: Record | None = getattr(storage, MARK, None)
+        if record is None or (record.tape is not self and record.tape is not None):
+            base = tensor._base
+            record = PARAMETER if isinstance(tensor if base is None else base, nn.Parameter) else Record(self)
+            setattr(storage, MARK, record)
+        return record
+
+    def keep(self, tensor: Tensor) -> Held | Lent:
+        """A handle that holds ``tensor`` and nothing less."""
+        if self.outer is None:
+            return Held(tensor)
+        pack, fetch = self.outer
+        return Lent(tensor, pack(tensor), fetch, self.lock)
+
+    def ticket(self, record: Record, storage: Any, tensor: Tensor) -> Ticket | None:
+        """For a tensor that can be had again for less than it takes to keep."""
+        node = None if record.node is None else record.node()
+        if node is None:
+            if record.is_kept or record.func is None or not record.is_of(tensor):
+                return None
+            if not prices.pays(self, record, storage.nbytes()):
+                return None
+            node = prices.settle(self, record, storage)
+        elif not record.is_of(tensor):
+            return None
+        return Ticket(node, tensor)
+
+    def hold(self, record: Record, storage: Any, tensor: Tensor) -> Handle:
+        """For a tensor that has to be kept."""
+        if not record.is_kept and (self.codec is not None or tensor.dtype is torch.bool):
+            code = self.codec if tensor.dtype is not torch.bool else as_bits
+            if (coded := code(self, record, storage, tensor)) is not None:
+                return coded
+        if self.outer is not None and (known := _lent_before(record, tensor)) is not None:
+            known.uses += 1
+            return known
+        handle = self.keep(tensor)
+        if not record.is_kept:
+            record.is_kept = True
+            for ref in record.handles:
+                if isinstance(stand_in := ref(), StandIn):
+                    stand_in.is_kept_as(tensor, handle)
+            if record.func is not None:
+                self._weaken(record)
+        record.handles.append(weakref.ref(handle))
+        return handle
+
+    def stand_in(self, tensor: Tensor, small: Tensor, decode: Callable[[Tensor], Tensor] | None) -> StandIn:
+        """A handle that keeps ``small`` instead of ``tensor``, until that is kept anyway."""
+        handle = StandIn(tensor, self.keep(small), small.nbytes, decode)
+        record = self.record_of(tensor)
+        if record is not None and record.tape is self:
+            record.handles.append(weakref.ref(handle))
+        return handle
+
+    def copy_of(self, parameter: Tensor) -> Held | Lent:
+        """A handle of a small parameter as it is now, one for all that need it.
+
+        FSDP2 frees parameters when their block's forward ends, and gathers them again only for that block's backward,
+        while the next block may need what was made from them before. And optimizers write to them through ``.data``,
+        which no version tells.
+        """
+        key = id(parameter.untyped_storage()), parameter.storage_offset(), parameter.shape, parameter._version
+        handle = self._copies.get(key)
+        if handle is None:
+            handle = self._copies[key] = self.keep(parameter.detach().clone())
+        elif isinstance(handle, Lent):
+            handle.uses += 1
+        return handle
+
+    def is_kept(self, tensor: Tensor) -> bool:
+        """Whether keeping ``tensor`` itself would cost nothing."""
+        record = self.record_of(tensor)
+        return record is not None and (record.tape is None or record.is_kept)
+
+    def cost(self, tensor: Tensor) -> int:
+        """Bytes that having ``tensor`` in backward would add to what is kept so far."""
+        record = self.record_of(tensor)
+        if record is None:
+            return tensor.numel() * tensor.itemsize
+        return sum(prices.price_of(self, tensor, record, tensor.untyped_storage())[0].values())
+
+    def as_activation(self, tensor: Tensor) -> None:
+        """Tell that ``tensor`` depends on the batch, though no autograd node says so."""
+        record = self.record_of(tensor)
+        if record is not None and record.tape is self:
+            record.is_activation = True
+
+    def notes(self, tensor: Tensor) -> dict[Any, Any]:
+        """What others wish to find again with the storage of ``tensor``, while this forward lasts."""
+        record = self.record_of(tensor)
+        if record is None or record.tape is None:
+            return {}
+        if record.notes is None:
+            record.notes = {}
+            self._noted.append(weakref.ref(record))
+        return record.notes
+
+    def before_write(self, tensor: Tensor) -> None:
+        """Called before ``tensor`` is written to: what was to be remade from it is made now, as stock would keep it."""
+        record = self.record_of(tensor)
+        if record is not None and record.dependents:
+            for ref in record.dependents:
+                if (node := ref()) is not None:
+                    node.freeze()
+            record.dependents = None
+
+    def distrust(self, tensor: Tensor) -> None:
+        """Versions of ``tensor`` tell nothing any more: it is kept as it is from now on."""
+        record = self.record_of(tensor)
+        if record is not None and record.tape is self:
+            record.forget()
+            record.node, record.version = None, -1
+
+    def _weaken(self, record: Record) -> None:
+        """The tensor is kept: hold what it was made from no more, but know it again if others keep it too."""
+        record.args = tuple([prices.weak(self, a) for a in record.args])
+        if record.kwargs:
+            record.kwargs = {name: prices.weak(self, a) for name, a in record.kwargs.items()}
+        self._kept.append(weakref.ref(record))
 
 
 def current() -> Tape | None:
     """The tape that is innermost on this thread; None under a foreign hook, and wherever ops must be stock."""
-    if not is_available():
+    if not hooks_work():
         return None
-    return _owner(_innermost_hooks())
-
-
-def promise(output: Tensor, recompute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Promise that ``recompute(*inputs)`` equals ``output`` bit for bit.
-
-    Args:
-        output: A fresh tensor. Without a tape, or where it shares its storage, nothing is registered.
-        recompute: Runs in backward, without gradients, under the autocast state of now. Must hold no tensors itself.
-        *inputs: The tensors that ``recompute`` needs, positionally.
-
-    Returns:
-        ``output`` itself.
-    """
-    if (tape := current()) is not None:
-        tape.promise(output, recompute, inputs)
-    return output
-
-
-def promised(fn: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """``fn(*inputs)``, and the promise to do it again."""
-    return promise(fn(*inputs), fn, *inputs)
-
-
-def is_available() -> bool:
-    """Whether saved-tensor hooks do anything useful here.
-
-    Returns:
-        False without gradients; under ``torch.compile`` (its partitioner recomputes by itself) or tracing; in
-        ``torch.func`` transforms and forward-mode AD, which refuse hooks; and where somebody disabled them.
-    """
-    return (
-        not torch.compiler.is_compiling()
-        and torch.is_grad_enabled()
-        and not torch.jit.is_tracing()
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
-        and torch._C._autograd._saved_tensors_hooks_is_enabled()
-    )
-
-
-def _innermost_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """The (pack, unpack) pair innermost on this thread: the one private door to the hooks active outside."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
-
-
-def _owner(hooks: tuple[Callable[..., Any], Callable[..., Any]] | None) -> Tape | None:
+    hooks = innermost_hooks()
     owner = getattr(hooks[0], "__self__", None) if hooks is not None else None
     return owner if isinstance(owner, Tape) else None
 
 
-def _keep(tensor: Tensor) -> tuple[Tensor, int]:
-    # Detached: an op that keeps its own output would otherwise own itself, through the output's grad_fn.
-    handle = (tensor if tensor.grad_fn is None else tensor.detach()), tensor._version
-    note_kept(tensor, handle, _fetch)
-    return handle
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the tensor is no wrapper around others."""
+    known = _PLAIN.get(type(tensor))
+    if known is None:
+        known = _PLAIN[type(tensor)] = not is_traceable_wrapper_subclass(tensor)
+    return known
 
 
-def _fetch(handle: tuple[Tensor, int]) -> Tensor:
-    """Autograd's own check, which Python hooks switch off."""
-    tensor, version = handle
-    if tensor._version != version:
-        raise KeptTensorChangedError(
-            f"a tensor needed for gradient computation has been modified by an inplace operation: {tensor.dtype} "
-            f"{list(tensor.shape)} was kept at version {version} and is now at version {tensor._version}. Write to it "
-            "after backward(), or use the out-of-place form of the operation."
-        )
-    return tensor
+def _lent_before(record: Record, tensor: Tensor) -> Lent | None:
+    """The handle by which a foreign hook keeps this very view already."""
+    for ref in record.handles:
+        lent = ref()
+        if type(lent) is Lent and lent.via is None and lent.view.is_of(tensor):
+            return lent
+    return None
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
+    """Those in the arguments of a model, and one level below."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (v for v in value if isinstance(v, Tensor))
+
+
+__all__ = ["Tape", "View", "current", "is_plain"]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hf_memsave.tape import hooks
+from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.meter import _Watch
 
 
@@ -28,8 +29,7 @@ class StepMeter:
 
     Attributes:
         kept: Bytes alive as the backward of that forward began, that it had made; None before.
-        freed: Bytes that autograd would have kept then without promises, less what is kept only for promises; None
-            before. Leaves out the KV cache that patched models do not build.
+        freed: Bytes that autograd would have kept then in stock, less what is kept only to remake others; None before.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -56,26 +56,26 @@ class StepMeter:
             self._model = self._own = None
 
     def _watched(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if hooks.tally is not None or not torch.is_grad_enabled():  # another meter watches, or nothing is kept
+        if hooks.meter is not None or not torch.is_grad_enabled():  # another meter watches, or nothing is kept
             return forward(*args, **kwargs)
-        watch, hooks.tally = _Watch({}), (tally := hooks.Tally())
+        watch, hooks.meter = _Watch({}), (ledger := Ledger())
         try:
             with watch:
                 output = forward(*args, **kwargs)
         finally:
-            hooks.tally = None
+            hooks.meter = None
         for tensor in tree_leaves(dict(output) if isinstance(output, dict) else output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:  # whichever backward comes to first
-                tensor.register_hook(lambda grad: self._count(watch, tally))
+                tensor.register_hook(lambda grad: self._count(watch, ledger))
         return output
 
-    def _count(self, watch: _Watch, tally: hooks.Tally) -> None:
+    def _count(self, watch: _Watch, ledger: Ledger) -> None:
         if self.kept is not None:
             return
         gc.collect()
         made = {key: record.nbytes for key, (_, record) in watch.made.items()}
         alive = {key for key, (ref, _) in watch.made.items() if not ref.expired()}
         self.kept = sum(made[key] for key in alive)
-        self.freed = sum(made[key] for key in (tally.promised - alive) & made.keys())
-        self.freed -= sum(made[key] for key in (tally.sources - tally.kept) & alive)
+        self.freed = sum(made[key] for key in (ledger.avoided.keys() - alive) & made.keys())
+        self.freed -= sum(made[key] for key in (ledger.sources.keys() - ledger.kept.keys()) & alive)
         watch.made.clear()

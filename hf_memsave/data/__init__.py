@@ -1,0 +1,1 @@
+"""Text data and tokenizers without a hub."""

@@ -1,0 +1,94 @@
+"""What a training step is run on: a random batch, or one from a file, and the forward that takes it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, PreTrainedConfig
+
+from hf_memsave.errors import MeasureError
+from hf_memsave.measure.models import HEADS
+
+_UNREADABLE = (AttributeError, EOFError, LookupError, OSError, RuntimeError, SafetensorError, TypeError, ValueError)
+
+
+def make_batch(head: Any, config: PreTrainedConfig, batch_size: int, seq_len: int) -> dict[str, Tensor]:
+    """Random token ids ``[batch, seq]``, none of them padding, and the labels that the head takes; always the same."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(config.vocab_size, (batch_size, seq_len), generator=generator)
+    ids[ids == config.pad_token_id] = 0 if config.pad_token_id else 1
+    if head not in (AutoModelForSequenceClassification, AutoModelForTokenClassification):
+        return {"input_ids": ids, "labels": ids.clone()}
+    label_dtype = torch.float if config.num_labels == 1 else torch.long  # one label means regression
+    shape = (batch_size,) if HEADS[head] else (batch_size, seq_len)
+    labels = torch.randint(max(2, config.num_labels), shape, generator=generator)
+    return {"input_ids": ids, "labels": labels.to(label_dtype)}
+
+
+def read_batch(path: Path) -> dict[str, Tensor]:
+    """A batch from a file: ``torch.save`` of a dict of tensors, safetensors, JSON (lists by name), or JSON lines.
+
+    Args:
+        path: Ends in .safetensors, .json or .jsonl (one example a line); any other name means ``torch.save``.
+
+    Returns:
+        Its tensors by name.
+
+    Raises:
+        MeasureError: The file is missing, or holds something else.
+    """
+    expected = 'Expected tensors by name, such as {"input_ids": ..., "labels": ...}'
+    if not path.is_file():
+        raise MeasureError(f"{path}: no such file. {expected}, saved with torch.save, or as .safetensors or .json.")
+    try:
+        if path.suffix == ".safetensors":
+            batch = load_file(path)
+        elif path.suffix in (".json", ".jsonl"):
+            text = path.read_text(encoding="utf-8")
+            lists = json.loads(text) if path.suffix == ".json" else [json.loads(x) for x in text.splitlines() if x]
+            if isinstance(lists, list):
+                lists = {name: [example[name] for example in lists] for name in lists[0]}
+            batch = {name: torch.tensor(values) for name, values in lists.items()}
+        else:
+            batch = torch.load(path, map_location="cpu", weights_only=True)
+    except (*_UNREADABLE, pickle.UnpicklingError) as error:
+        reason = (str(error).splitlines() or ["it ends too early"])[0]
+        raise MeasureError(
+            f"{path}: {type(error).__name__}: {reason}. {expected}, padded to one length. Save it with "
+            "torch.save(dict(batch), ...)."
+        ) from error
+    if not isinstance(batch, dict) or not batch or not all(isinstance(value, Tensor) for value in batch.values()):
+        got = {k: type(v).__name__ for k, v in batch.items()} if isinstance(batch, dict) else type(batch).__name__
+        raise MeasureError(f"{path}: {expected}, got {got}. Save it with torch.save(dict(batch), ...).")
+    return batch
+
+
+def described(batch: Mapping[str, Any]) -> str:
+    """Names and shapes."""
+    return ", ".join(
+        f"{name} {list(value.shape)}" if isinstance(value, Tensor) else name for name, value in batch.items()
+    )
+
+
+def forward_of(model: nn.Module, autocast: torch.dtype | None) -> Callable[..., Any]:
+    """The model's forward, under autocast to a dtype; None for no autocast."""
+    device = device_of(model)
+
+    def forward(**inputs: Any) -> Any:
+        with torch.autocast(device, dtype=autocast, enabled=autocast is not None):
+            return model(**inputs)
+
+    return forward
+
+
+def device_of(model: nn.Module) -> str:
+    """The type of device that the model is on."""
+    return next((p.device.type for p in model.parameters()), "cpu")

@@ -1,0 +1,73 @@
+"""How many layers a configuration asks for, and copies of it that ask for other numbers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from hf_memsave.errors import MeasureError
+
+_DECODER_DEPTH = ("num_decoder_layers", "decoder_layers")
+
+
+def depth_fields(config: PreTrainedConfig) -> tuple[str, ...]:
+    """The fields that say how many layers there are.
+
+    Args:
+        config: Any text model's.
+
+    Returns:
+        One name, or one for the encoder and one for the decoder.
+
+    Raises:
+        MeasureError: There is none.
+    """
+    first = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    fields = tuple(f for f in (first, *_DECODER_DEPTH) if isinstance(getattr(config, f, None), int))
+    if first not in fields:
+        raise MeasureError(
+            f"the configuration of {config.model_type!r} has no field {first!r} with its number of layers. Expected a "
+            "text model; measure another one with hf_memsave.measure_kept(model, batch)."
+        )
+    return fields
+
+
+def period(config: PreTrainedConfig) -> int:
+    """After how many layers the list of layer types, if there is one, repeats itself."""
+    rows = list(zip(*_lists_by_layer(config).values(), strict=True)) or [()]
+    return next(p for p in range(1, len(rows) + 1) if all(rows[i] == rows[i - p] for i in range(p, len(rows))))
+
+
+def at_depth(config: PreTrainedConfig, depth: dict[str, int]) -> PreTrainedConfig:
+    """A copy with other numbers of layers.
+
+    Args:
+        config: Left as it is.
+        depth: A number for each of its :func:`depth_fields`.
+
+    Returns:
+        The copy; its lists with one entry a layer have as many entries.
+
+    Raises:
+        MeasureError: The configuration does not say its depth in that field alone.
+    """
+    changed = copy.deepcopy(config)
+    layers, every = next(iter(depth.values())), period(config)
+    for name, values in _lists_by_layer(config).items():
+        setattr(changed, name, [values[i % every] for i in range(layers)])
+    for field, number in depth.items():
+        try:
+            setattr(changed, field, number)
+        except NotImplementedError as error:
+            raise MeasureError(
+                f"cannot change the depth of {config.model_type!r}: {error} Expected a model of like layers; measure "
+                "another one with hf_memsave.measure_kept(model, batch)."
+            ) from error
+    return changed
+
+
+def _lists_by_layer(config: PreTrainedConfig) -> dict[str, list[Any]]:
+    layers = getattr(config, depth_fields(config)[0])
+    return {k: v for k, v in vars(config).items() if isinstance(v, list) and len(v) == layers and "layer" in k}

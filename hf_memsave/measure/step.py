@@ -1,0 +1,176 @@
+"""One training step of a model, stock and patched, compared to the bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from hf_memsave.config import MemSaveConfig
+from hf_memsave.errors import MeasureError, MemSaveError
+from hf_memsave.measure.inputs import described, device_of, forward_of
+from hf_memsave.measure.loss import loss_of
+from hf_memsave.measure.undisturbed import left_as_it_was, same_bits
+from hf_memsave.patching.patch import patch
+from hf_memsave.tape import Kept, measure_kept
+
+#: On CUDA, where kernels add in no fixed order: the distance allowed, with 32-bit numbers and with 16-bit ones.
+TOLERANCE, HALF_TOLERANCE = 1e-3, 2e-2
+
+
+class StockStepError(MeasureError):
+    """A step that fails stock."""
+
+
+class PatchedStepError(MeasureError):
+    """A step that works stock, and fails patched."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The loss or one parameter's gradient: whether the bits are equal, and the relative L2 distance to stock's."""
+
+    name: str
+    equal: bool
+    relative: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepComparison:
+    """What :func:`compare_step` found.
+
+    Attributes:
+        losses: Stock's and the patched model's.
+        loss: How they differ.
+        gradients: How each gradient differs. The distance is relative to the norm of stock's, or to a thousandth of the
+            largest of all where that is more: some gradients, such as that of a key's bias, are rounding alone.
+        repeat: The largest distance of stock from itself, run twice. Zero on CPU.
+        tolerance: The distance allowed; zero on CPU, where bits must be equal.
+        stock: Kept bytes.
+        patched: The same, patched.
+    """
+
+    losses: tuple[float, float]
+    loss: Difference
+    gradients: tuple[Difference, ...]
+    repeat: float
+    tolerance: float
+    stock: Kept
+    patched: Kept
+
+    @property
+    def differing(self) -> tuple[Difference, ...]:
+        """What is further from stock's than allowed, the worst first."""
+        found = [d for d in (self.loss, *self.gradients) if not (d.equal or 0 <= d.relative < self.tolerance)]
+        return tuple(sorted(found, key=lambda d: -d.relative))
+
+
+def compare_step(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    config: MemSaveConfig | str | bool | dict[str, Any] = True,
+    *,
+    autocast: torch.dtype | None = None,
+    seed: int = 0,
+) -> StepComparison:
+    """Run forward and backward stock (twice, to see that it repeats itself) and patched, each from the same seed.
+
+    The model runs in the mode it is in. Patched or not, its gradients, buffers and the random state are left as they
+    were.
+
+    Args:
+        model: Returns a mapping with a ``"loss"``, or the loss.
+        batch: Its keyword arguments.
+        config: As for :func:`hf_memsave.patch`.
+        autocast: The dtype to compute in; None for no autocast.
+        seed: Of dropout, for PyTorch, NumPy and Python.
+
+    Returns:
+        Losses, gradients and kept bytes, compared.
+
+    Raises:
+        StockStepError: The stock step fails.
+        MeasureError: It has no loss or no gradient, or (on CPU) does not repeat itself.
+        PatchedStepError: The patched step fails.
+        PatchError: The model cannot be patched.
+    """
+    device, forward = device_of(model), forward_of(model, autocast)
+    with left_as_it_was(model) as start_over:
+        try:
+            stock, again = (_step(model, forward, batch, start_over, seed) for _ in range(2))
+        except MemSaveError as error:
+            raise MeasureError(str(error)) from error
+        except Exception as error:
+            raise StockStepError(cannot_run(model, batch, error)) from error
+        repeat = max(_differences(stock, again), key=lambda d: (not d.equal, d.relative))
+        if device == "cpu" and not repeat.equal:
+            raise MeasureError(
+                f"stock does not repeat itself: run twice from one seed, {repeat.name} differs by "
+                f"{repeat.relative:.1e}. Expected equal bits. Take state and random numbers of its own out of the "
+                "model's forward, or, if a kernel adds in no fixed order, set OMP_NUM_THREADS=1."
+            )
+        stock_kept = measure_kept(model, batch, forward)
+        patch(model, config)
+        try:
+            loss, *gradients = _differences(stock, patched := _step(model, forward, batch, start_over, seed))
+            patched_kept = measure_kept(model, batch, forward)
+        except Exception as error:
+            raise PatchedStepError(
+                f"the patched step failed, where stock's did not: {type(error).__name__}: {error}"
+            ) from error
+    half = autocast is not None or any(g.dtype != torch.float32 for g in stock.values())
+    return StepComparison(
+        losses=(stock["loss"].item(), patched["loss"].item()),
+        loss=loss,
+        gradients=tuple(gradients),
+        repeat=repeat.relative,
+        tolerance=0.0 if device == "cpu" else HALF_TOLERANCE if half else TOLERANCE,
+        stock=stock_kept,
+        patched=patched_kept,
+    )
+
+
+def _step(
+    model: nn.Module, forward: Callable[..., Any], batch: Mapping[str, Any], start_over: Callable[[], None], seed: int
+) -> dict[str, Tensor]:
+    """The loss, and every gradient by its parameter's name."""
+    start_over()
+    transformers.set_seed(seed)
+    loss = loss_of(forward(**batch), model, batch)
+    loss.backward()
+    gradients = {n: p.grad.to_dense() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return {"loss": loss.detach(), **gradients}
+
+
+def _differences(stock: dict[str, Tensor], other: dict[str, Tensor]) -> list[Difference]:
+    norms = {name: float(value.double().norm()) for name, value in stock.items()}
+    floor = 1e-3 * max(norm for name, norm in norms.items() if name != "loss")
+    if not floor or not all(map(math.isfinite, norms.values())):
+        raise MeasureError(
+            f"nothing to compare: {'all gradients are zero' if not floor else 'the loss or a gradient is not finite'}. "
+            "Expected finite gradients, not all of them zero. Use another batch or dtype."
+        )
+    found = []
+    for name in {**stock, **other}:
+        if name not in stock or name not in other:
+            found.append(Difference(name, equal=False, relative=math.inf))
+            continue
+        distance = float((other[name].double() - stock[name].double()).norm())
+        scale = max(norms[name], 0.0 if name == "loss" else floor) or 1.0
+        relative = distance / scale if math.isfinite(distance) else math.inf
+        found.append(Difference(name, same_bits(stock[name], other[name]), relative))
+    return found
+
+
+def cannot_run(model: nn.Module, batch: Mapping[str, Any], error: Exception) -> str:
+    """The message for a step that fails without us."""
+    return (
+        f"{type(model).__name__} cannot run a stock step on {described(batch)}: {type(error).__name__}: {error} "
+        "Expected a batch that the model trains on."
+    )

@@ -1,0 +1,25 @@
+"""``quiet``: a module whose kind a configuration leaves to stock. What runs inside is not recorded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from hf_memsave.ops.op import Op
+from hf_memsave.tape import current
+from hf_memsave.tape.table import UNRECORDED
+
+
+def _quiet(module: nn.Module, patch: Any, *args: Any, **kwargs: Any) -> Any:
+    tape = current()
+    if tape is None:
+        return patch.stock.forward(module, *args, **kwargs)
+    before, tape.table = tape.table, UNRECORDED
+    try:
+        return patch.stock.forward(module, *args, **kwargs)
+    finally:
+        tape.table = before
+
+
+QUIET = Op("quiet", _quiet)

@@ -1,0 +1,29 @@
+"""The repeated blocks of a model, numbered: what :attr:`MemSaveConfig.layers` counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+
+def block_numbers(model: nn.Module) -> dict[str, int]:
+    """Path of each outermost repeated block -> its number, in the order in which the model holds them."""
+    numbers: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, GradientCheckpointingLayer) and not ancestors(name) & numbers.keys():
+            numbers[name] = len(numbers)
+    return numbers
+
+
+def number_of(name: str, numbers: Mapping[str, int]) -> int:
+    """The number of the block at or above the path ``name``; outside every block that of the first, 0."""
+    return next((numbers[path] for path in ancestors(name) | {name} if path in numbers), 0)
+
+
+def ancestors(name: str) -> set[str]:
+    """The paths of the modules around the one at ``name``."""
+    parts = name.split(".")
+    return {".".join(parts[:i]) for i in range(len(parts))} - {name}

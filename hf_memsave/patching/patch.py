@@ -1,0 +1,234 @@
+"""``patch(model)``: collect what is to change, check all of it, then swap; ``unpatch(model)``: stock again."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_memsave.config import MemSaveConfig
+from hf_memsave.errors import PatchError
+from hf_memsave.patching.collect import Plan, SiteReport, collect, refuse_foreign_patches
+from hf_memsave.patching.sampled_layers import attach, sampler_of
+from hf_memsave.patching.swap import is_patched, is_wrapped, patched_class, refuse_wrapped, set_class, stock_class
+from hf_memsave.patching.taped import BUFFERS, LEDGER, mark_buffers
+from hf_memsave.sampling.sampler import MOST
+from hf_memsave.tape import Kept, measure_kept
+from hf_memsave.tape.ledger import Ledger
+from hf_memsave.tape.quantize import FORMATS
+
+#: Called with the config that a model was patched with: how doors above learn of it.
+LISTENERS: list[Callable[[MemSaveConfig], None]] = []
+#: Caches of gradient norms that need a model's batch.
+_BY_BATCH = ("sample_idx", "content")
+
+
+#: Lines of a report that name where bytes are.
+_TOP = 4
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Kept memory of one batch, stock beside patched."""
+
+    stock: Kept
+    patched: Kept
+
+    @property
+    def freed(self) -> int:
+        """Bytes that stock keeps and we do not."""
+        return self.stock.total - self.patched.total
+
+
+class PatchReport:
+    """Returned by :func:`~hf_memsave.patch`; prints as a few lines.
+
+    Attributes:
+        config: What was asked for.
+        sites: The models and blocks covered, and every module that is approximated, sampled or left to stock.
+        step: What the first forward with gradients after patching kept and avoided; empty before.
+    """
+
+    def __init__(self, model: nn.Module, config: MemSaveConfig, sites: Sequence[SiteReport], step: Ledger) -> None:
+        self._model = weakref.ref(model)
+        self.config, self.sites, self.step = config, tuple(sites), step
+
+    @property
+    def patched(self) -> tuple[SiteReport, ...]:
+        """The sites that changed."""
+        return tuple(site for site in self.sites if site.status == "patched")
+
+    @property
+    def skipped(self) -> tuple[SiteReport, ...]:
+        """The sites that stayed stock; each has a reason."""
+        return tuple(site for site in self.sites if site.status == "skipped")
+
+    @property
+    def added(self) -> tuple[str, ...]:
+        """Paths of sites that came since, such as adapters: the next :func:`patch` of the model covers them."""
+        model = self._model()
+        if model is None or not any(is_patched(module) for module in model.modules()):
+            return ()
+        names = {id(module): name for name, module in model.named_modules()}
+        return tuple(names[id(module)] for module in collect(model, self.config)[1] if not is_patched(module))
+
+    def undo(self) -> None:
+        """Make the model stock again; see :func:`unpatch`."""
+        if (model := self._model()) is not None:
+            unpatch(model)
+
+    def compare(self, batch: Mapping[str, Any] | Sequence[Any] | Tensor) -> Comparison:
+        """Measure what ``batch`` keeps, stock and patched; the model ends up patched, as it was.
+
+        Args:
+            batch: As for :func:`hf_memsave.measure_kept`.
+
+        Returns:
+            Both measurements, and the bytes freed.
+
+        Raises:
+            ReferenceError: The model is gone.
+        """
+        model = self._model()
+        if model is None:
+            raise ReferenceError("the model of this report no longer exists. Patch the new one for a new report.")
+        unpatch(model)
+        try:
+            stock = measure_kept(model, batch)
+        finally:
+            patch(model, self.config)
+        return Comparison(stock, measure_kept(model, batch))
+
+    def _sampling(self) -> list[str]:
+        model, config = self._model(), self.config.linear
+        sampler = None if model is None else sampler_of(model)
+        if config is None or sampler is None or config.budget > MOST:
+            return []
+        unbiased = "biased" if config.estimator == "topk" else "unbiased"
+        what = "weight gradients, and those of attention's products," if config.attention else "weight gradients"
+        line = f"  {what} from {config.budget:.0%} of the tokens: noisy, and {unbiased}"
+        size = sampler.cache.nbytes
+        return [line + (f"; their norms take up to {size / 2**20:.1f} MiB of main memory" if size else "")]
+
+    def _step(self) -> list[str]:
+        avoided, kept = self.step.nbytes_avoided, self.step.nbytes_kept
+        if not kept:
+            return ["  what it frees is counted in the first training step"]
+        asked = avoided + kept
+        lines = [f"  first step: {kept / 2**20:.1f} MiB kept, {avoided / 2**20:.1f} avoided ({avoided / asked:.0%})"]
+        for what in ("avoided", "kept"):
+            most = list(self.step.by_function(what).items())[:_TOP]
+            lines.append(f"    most {what}: " + ", ".join(f"{name} {n / 2**20:.1f}" for name, n in most) + " MiB")
+        return lines
+
+    def __str__(self) -> str:
+        covered = Counter(site.op for site in self.patched)
+        blocks, models = covered.pop("block", 0), covered.pop("model", 0)
+        lines = [f"hf_memsave: {models} models and {blocks} repeated blocks covered, {len(self.skipped)} modules skipped"]
+        counts = Counter((site.status, site.op, site.cls, site.reason) for site in self.sites)
+        for (status, op, cls, reason), count in sorted(counts.items()):
+            if status == "skipped" or op not in ("model", "block"):
+                lines.append(f"  {status:<8} {count:>4} x {op:<18} {cls}{': ' + reason if reason else ''}")
+        lines += self._sampling()
+        if self.config.storage is not None:
+            bits = FORMATS[self.config.storage].bits
+            lines.append(f"  activations that have to be kept are kept in {bits} bits: gradients are approximate")
+        if added := self.added:
+            lines.append(f"  {len(added)} sites were added since ({added[0]}, ...): call hf_memsave.patch(model) again")
+        return "\n".join(lines + self._step())
+
+
+def patch(model: nn.Module, config: MemSaveConfig | str | bool | Mapping[str, Any] = True) -> PatchReport:
+    """Make fine-tuning ``model`` keep less memory, in place.
+
+    Idempotent; another config replaces the one before. Parameters, buffers, state dict and class names stay as they
+    are, and so do the classes of all modules but the model and its checkpointable blocks (and those of what a config
+    approximates or samples). A model that cannot be patched is left untouched.
+
+    A single layer is patched as well, and can then stand in any model that is not: it frees what it keeps itself, but
+    what the layers after it keep of its output, they keep as in stock.
+
+    Args:
+        model: Any module that has parameters or other modules.
+        config: True for the exact default, a preset's name, a dict of fields or a :class:`MemSaveConfig`.
+
+    Returns:
+        What was patched, or skipped and why, and after the first step what that step kept. Print it;
+        ``report.undo()`` takes everything back.
+
+    Raises:
+        PatchError: The model has nothing that autograd could keep a tensor for, another tool has patched it already, or
+            it cannot have what was asked for.
+        ConfigError: ``config`` names a preset, field or value that does not exist.
+    """
+    resolved = MemSaveConfig.resolve(config)
+    if resolved is None:
+        raise PatchError(f"patch(model, {config!r}) asks for nothing. Use patch(model), or unpatch(model) to undo.")
+    refuse_foreign_patches(model)
+    sites, plan = collect(model, resolved)
+    _refuse_nothing(model)
+    _refuse_unseen_batches(model, resolved)
+    classes = {module: patched_class(patch) for module, patch in plan.items()}
+    for name, module in model.named_modules():
+        if is_wrapped(module) and classes.get(module) not in type(module).__mro__:
+            refuse_wrapped(name, module)
+    for module in model.modules():
+        if not is_wrapped(module):  # else it is patched as planned already
+            set_class(module, classes.get(module, stock_class(module)))
+    attach(model)
+    ledger = Ledger()
+    for module in _roots(plan):
+        mark_buffers(module)
+        module.__dict__[LEDGER] = ledger
+    for listener in LISTENERS:
+        listener(resolved)
+    return PatchReport(model, resolved, sites, ledger)
+
+
+def unpatch(model: nn.Module) -> None:
+    """Give every patched module of ``model`` its stock class back; does nothing to a stock model.
+
+    Raises:
+        PatchError: Another tool has wrapped a patched class since; the model is left as it is.
+    """
+    for name, module in model.named_modules():
+        refuse_wrapped(name, module)
+    for module in model.modules():
+        set_class(module, stock_class(module))
+        for name in (BUFFERS, LEDGER):
+            module.__dict__.pop(name, None)
+    attach(model)
+
+
+def _roots(plan: Plan) -> list[nn.Module]:
+    """The modules that lay a tape and lie in no other such module."""
+    taped = [module for module, patch in plan.items() if patch.config is not None]
+    inside = {id(child) for module in taped for child in module.modules() if child is not module}
+    return [module for module in taped if id(module) not in inside]
+
+
+def _refuse_nothing(model: nn.Module) -> None:
+    if any(True for _ in model.parameters()) or any(True for _ in model.children()):
+        return
+    if type(model).__module__.startswith("torch.nn.modules"):
+        return  # an activation or dropout by itself
+    raise PatchError(
+        f"nothing to patch in {type(model).__name__}: expected a module with parameters or other modules, whose "
+        "forward autograd keeps tensors for. Pass the model that you train."
+    )
+
+
+def _refuse_unseen_batches(model: nn.Module, config: MemSaveConfig) -> None:
+    if config.linear is None or config.linear.cache not in _BY_BATCH:
+        return
+    if not any(isinstance(module, PreTrainedModel) for module in model.modules()):
+        raise PatchError(
+            f"WTACRS(cache={config.linear.cache!r}) tells samples apart by a model's batch, which a "
+            f"{type(model).__name__} patched by itself does not see. Use cache='position' or None, or patch the model "
+            "around it."
+        )

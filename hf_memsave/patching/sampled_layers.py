@@ -1,0 +1,51 @@
+"""Giving every sampled linear and attention of a patched model its name and its sampler, and taking them back."""
+
+from __future__ import annotations
+
+import re
+
+from torch import nn
+
+from hf_memsave.config import WTACRS
+from hf_memsave.ops.wta_crs import LAYER
+from hf_memsave.patching.swap import patch_of
+from hf_memsave.patching.taped import SAMPLER
+from hf_memsave.sampling.sampler import Layer, Sampler
+
+#: What wrappers put before a layer's name: a layer keeps its name, and with it its draws and its norms, under all.
+_WRAPPED = re.compile(r"^((base_model\.model|module|_orig_mod)\.)+")
+
+
+def attach(model: nn.Module) -> None:
+    """Name the sampled layers in ``model`` to one sampler (it stays if it was there); forget those no more sampled."""
+    sampled = {name: module for name, module in model.named_modules() if _config(module) is not None}
+    known = {m.__dict__[LAYER].sampler for m in sampled.values() if LAYER in m.__dict__}
+    for module in model.modules():
+        if (sampler := module.__dict__.pop(SAMPLER, None)) is not None:
+            known.add(sampler)
+        if LAYER in module.__dict__ and _config(module) is None:
+            del module.__dict__[LAYER]
+    if not sampled:
+        return
+    config = next(config for config in map(_config, sampled.values()) if config is not None)
+    sampler = next((s for s in known if s.config == config), None) or Sampler(config)
+    for name, module in sampled.items():
+        before = module.__dict__.get(LAYER)
+        layer = Layer(before.name if before is not None else _WRAPPED.sub("", name), sampler)
+        if hasattr(module, "weight"):  # a linear: the draws of attention ask no cache
+            sampler.cache.know(layer.name)
+        module.__dict__[LAYER] = layer
+    for module in model.modules():
+        patch = patch_of(module)
+        if patch is not None and patch.config is not None:
+            module.__dict__[SAMPLER] = sampler
+
+
+def sampler_of(model: nn.Module) -> Sampler | None:
+    """The sampler of the sampled layers in ``model``; None if there are none."""
+    return next((m.__dict__[LAYER].sampler for m in model.modules() if LAYER in m.__dict__), None)
+
+
+def _config(module: nn.Module) -> WTACRS | None:
+    patch = patch_of(module)
+    return patch.value if patch is not None and isinstance(patch.value, WTACRS) else None

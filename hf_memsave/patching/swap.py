@@ -1,0 +1,172 @@
+"""Swapping the class of one module instance, and back: the only way this package changes a model's behaviour.
+
+The new class has the old one's name, parameters, buffers and state dict; only its ``forward`` differs. It stands in the
+class body: ``GradientCheckpointingLayer`` wraps it there, and never sees one that is assigned later.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hf_memsave.config import MemSaveConfig
+from hf_memsave.errors import PatchError
+from hf_memsave.ops import OPS
+from hf_memsave.patching.taped import asks_for_index, call_with_batch, run_taped
+from hf_memsave.sampling.sampler import INDEX
+
+_PATCH = "_memsave_patch"
+#: The forwards of our classes. (A mark on them would be copied by ``functools.wraps``.)
+_FORWARDS: set[Any] = set()
+
+
+class Patch(NamedTuple):
+    """What one patched class knows.
+
+    Attributes:
+        stock: The class it replaces.
+        config: Where the module lays a tape, what for; None where it lays none.
+        block: The number of the repeated block that it is, or is a part of.
+        op: The name of the op that replaces the forward; None if it stays.
+        value: What chose the op.
+    """
+
+    stock: Any
+    config: MemSaveConfig | None = None
+    block: int = 0
+    op: str | None = None
+    value: Any = None
+
+
+def patch_of(module: nn.Module) -> Patch | None:
+    """What a patched module knows, also under a class that another tool put over ours; None for a stock one."""
+    return getattr(type(module), _PATCH, None)
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Whether the module's class is one of ours."""
+    return patch_of(module) is not None
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether another tool (such as FSDP2) has put a class of its own over ours."""
+    return patch_of(module) is not None and _PATCH not in vars(type(module))
+
+
+def stock_class(module: nn.Module) -> Any:
+    """The class the module has without us."""
+    patch = patch_of(module)
+    return type(module) if patch is None else patch.stock
+
+
+def patched_models(model: nn.Module) -> list[tuple[nn.Module, MemSaveConfig]]:
+    """The outermost modules in ``model`` that lay a tape, and the config that each was patched with."""
+    found: list[tuple[nn.Module, MemSaveConfig]] = []
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        patch = patch_of(module)
+        if patch is not None and patch.config is not None and not f"{name}.".startswith(inside):
+            inside += (f"{name}." if name else "",)
+            found.append((module, patch.config))
+    return found
+
+
+def refuse_wrapped(name: str, module: nn.Module) -> None:
+    """Raise for a module whose class we cannot change any more.
+
+    Raises:
+        PatchError: Another tool has put a class of its own over ours.
+    """
+    if is_wrapped(module):
+        raise PatchError(
+            f"cannot undo {name or 'the model'}: its class is {type(module).__name__} of {type(module).__module__}, "
+            "which another tool (such as FSDP2) put over ours since. Undo before you wrap, or build the model anew."
+        )
+
+
+def hides_forward(module: nn.Module) -> bool:
+    """Whether a forward on the instance keeps the class's from being called (Accelerate's wrappers do call it)."""
+    own = module.__dict__.get("forward")
+    own = getattr(own, "_memsave_watches", own)  # our own StepMeter, before the forward it waits for
+    if own is None or "_hf_hook" in module.__dict__ or _is_from_class(module, own):
+        return False
+    return not _is_ours(module.__dict__.get("_original_forward"))
+
+
+def _is_from_class(module: nn.Module, method: Any) -> bool:
+    return _is_ours(method) or getattr(method, "__func__", None) is stock_class(module).forward
+
+
+def _is_ours(method: Any) -> bool:
+    return getattr(method, "__func__", None) in _FORWARDS
+
+
+def set_class(module: nn.Module, cls: Any) -> None:
+    """Change the class of one instance, between a stock class and one of ours."""
+    if type(module) is cls:
+        return
+    module.__class__ = cls
+    for name in ("forward", "_old_forward"):  # Accelerate's hooks bind the class's forward, and may leave it there
+        if _is_from_class(module, module.__dict__.get(name)):
+            setattr(module, name, types.MethodType(cls.forward, module))
+
+
+@functools.cache
+def patched_class(patch: Patch) -> Any:
+    """The subclass of ``patch.stock`` that does what ``patch`` says."""
+    stock, config = patch.stock, patch.config
+
+    @functools.wraps(stock.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Of now, not of then: Accelerate binds a forward to the instance, and calls it after the class has changed.
+        now = None if torch.compiler.is_compiling() else patch_of(self)
+        if now is None:
+            return stock.forward(self, *args, **kwargs)
+        if now.config is None:
+            return _run_op(self, *args, **kwargs)
+        return run_taped(self, now.config, now.block, _run_op if now.op else now.stock.forward, args, kwargs)
+
+    if config is not None and asks_for_index(config):  # so that Trainer hands the model that column
+        signature = inspect.signature(stock.forward)
+        *before, last = signature.parameters.values()
+        after = [last] if last.kind is inspect.Parameter.VAR_KEYWORD else []
+        before += [] if after else [last]
+        index = inspect.Parameter(INDEX, inspect.Parameter.KEYWORD_ONLY, default=None)
+        forward.__signature__ = signature.replace(parameters=[*before, index, *after])  # type: ignore[attr-defined]
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        _, _, *state = stock.__reduce_ex__(self, protocol)
+        return (_rebuild, (patch,), *state)
+
+    body = {
+        "__module__": stock.__module__,
+        "__qualname__": stock.__qualname__,
+        "__doc__": stock.__doc__,
+        "__reduce_ex__": __reduce_ex__,
+        "forward": forward,
+        _PATCH: patch,
+    }
+    if config is not None and config.linear is not None and issubclass(stock, GradientCheckpointingLayer):
+        body["__call__"] = call_with_batch(stock)
+    cls = type(stock)(stock.__name__, (stock,), body)
+    _FORWARDS.add(cls.forward)
+    return cls
+
+
+def _run_op(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    patch = patch_of(self)
+    if patch is None or patch.op is None:
+        return stock_class(self).forward(self, *args, **kwargs)
+    return OPS[patch.op].forward(self, patch, *args, **kwargs)
+
+
+def _rebuild(patch: Patch) -> nn.Module:
+    """Called by ``copy.deepcopy`` and ``pickle``: an empty module of the patched class, before its state is set."""
+    cls = patched_class(patch)
+    return cls.__new__(cls)

@@ -1,0 +1,137 @@
+"""What a patched model or block does when it is called: its own forward, under a tape.
+
+Outermost it lays the tape. Inside of one, as each repeated block of a model is, it marks where the block ends; but
+under gradient checkpointing a foreign hook lies between it and the model's tape, and it lays its own. Where linears are
+sampled, it tells their sampler which batch runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hf_memsave.config import MemSaveConfig
+from hf_memsave.sampling.sampler import INDEX, Sampler
+from hf_memsave.tape import Tape, current, hooks_work, table_without
+from hf_memsave.tape.ledger import Ledger
+from hf_memsave.tape.record import BUFFER, MARK
+from hf_memsave.tape.storage import Encoder
+
+#: Where a block finds the :class:`~hf_memsave.sampling.sampler.Sampler` of the sampled linears in it.
+SAMPLER = "_memsave_sampler"
+#: Where a model finds who owns its buffers, and what waits to watch its next forward.
+BUFFERS, LEDGER = "_memsave_buffers", "_memsave_ledger"
+#: The argument by which a block that gradient checkpointing runs again knows the batch of its forward.
+BATCH = "_memsave_batch"
+
+
+class Settings(NamedTuple):
+    """What a block's part of the forward runs under.
+
+    Attributes:
+        table: Function -> what the tape does when it is called.
+        dropout: "seed" or "mask".
+    """
+
+    table: Mapping[Any, Any]
+    dropout: str
+
+
+@cache
+def settings_of(config: MemSaveConfig, block: int) -> Settings:
+    """Those of the repeated block of this number."""
+    stock = [kind for kind in ("activation", "norm", "dropout", "attention") if not config.converts(kind, block)]
+    stock += [] if config.frozen else ["frozen"]
+    return Settings(table_without(*stock), config.dropout)
+
+
+def run_taped(
+    module: nn.Module, config: MemSaveConfig, block: int, forward: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """``forward(module, *args, **kwargs)`` under a tape, where one can be laid."""
+    given = kwargs.pop(BATCH, None)
+    index = kwargs.pop(INDEX, None) if asks_for_index(config) else None
+    if not hooks_work():
+        return forward(module, *args, **kwargs)
+    sampler: Sampler | None = module.__dict__.get(SAMPLER)
+    if sampler is None or not module.training:
+        return _run(module, settings_of(config, block), config, forward, args, kwargs)
+    arguments = dict(zip(_parameters(type(module)), args, strict=False)) | kwargs
+    if index is not None:
+        arguments[INDEX] = index
+    with sampler.entering(arguments, given):
+        return _run(module, settings_of(config, block), config, forward, args, kwargs)
+
+
+def _run(
+    module: nn.Module, settings: Settings, config: MemSaveConfig, forward: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    tape = current()
+    if tape is None:
+        codec = None if config.storage is None else Encoder(config.storage)
+        with Tape(*settings, codec, inputs=(*args, *kwargs.values()), ledger=_before_forward(module)):
+            return forward(module, *args, **kwargs)
+    before = tape.table, tape.dropout
+    tape.table, tape.dropout = settings
+    try:
+        out = forward(module, *args, **kwargs)
+    finally:
+        tape.table, tape.dropout = before
+    if isinstance(module, GradientCheckpointingLayer):
+        tape.end_block(*(out if isinstance(out, tuple) else (out,)))
+    return out
+
+
+def _before_forward(module: nn.Module) -> Ledger | None:
+    """Mark the buffers, which ``.to()`` has replaced since; the ledger that waits for this forward."""
+    own = module.__dict__
+    owners = own.get(BUFFERS)
+    if owners and not _is_marked(owners[0]):
+        mark_buffers(module)
+    return own.pop(LEDGER, None)
+
+
+def _is_marked(owner: tuple[nn.Module, str]) -> bool:
+    module, name = owner
+    buffer = module._buffers.get(name)
+    return buffer is None or getattr(buffer.untyped_storage(), MARK, None) is BUFFER
+
+
+def mark_buffers(model: nn.Module) -> None:
+    """Tell tapes what is alive whether they keep it or not (parameters tell by themselves)."""
+    owners = [(m, name) for m in model.modules() for name, buffer in m._buffers.items() if buffer is not None]
+    for module, name in owners:
+        with contextlib.suppress(NotImplementedError):  # sparse
+            setattr(module._buffers[name].untyped_storage(), MARK, BUFFER)
+    model.__dict__[BUFFERS] = owners
+
+
+def asks_for_index(config: MemSaveConfig) -> bool:
+    """Whether the model takes a column of sample indices, for the cache of its sampler."""
+    return config.linear is not None and config.linear.cache == INDEX
+
+
+def call_with_batch(stock: Any) -> Any:
+    """``__call__`` of a block that may be checkpointed: what it is called with comes back when it is run again."""
+
+    @functools.wraps(stock.__call__)
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        sampler: Sampler | None = self.__dict__.get(SAMPLER)
+        if sampler is not None and not torch.compiler.is_compiling() and sampler.batch is not None:
+            kwargs[BATCH] = sampler.batch
+        return stock.__call__(self, *args, **kwargs)
+
+    return __call__
+
+
+@cache
+def _parameters(cls: Any) -> list[str]:
+    return list(inspect.signature(cls.forward).parameters)[1:]

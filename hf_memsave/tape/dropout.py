@@ -1,0 +1,194 @@
+r"""Dropout in every spelling: its mask is drawn again, or kept in one bit an element.
+
+Forward, with q = 1 - p, and backward::
+
+    y = x * m / q       m ~ Bernoulli(q), from the model's own generator, exactly as stock draws it
+    dx = dy * m / q
+
+Kept for backward::
+
+    eager    m / q in x's dtype (CPU) or m as a byte (CUDA), and y in the next linear
+    "seed"   the generator's state before the draw: 5056 bytes (CPU), 16 bytes (CUDA); y is remade from x
+    "mask"   one bit an element; y is remade from x
+
+Exact: the same masks in the same order, so a run with dropout equals stock's. On CPU drawing again takes about as long
+as drawing did; on CUDA it is one cheap kernel. Source: Chen et al. (2016), arXiv:1604.06174; Tempo, arXiv:2210.10246.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_memsave.tape.codecs import pack_bits, unpack_bits
+from hf_memsave.tape.hooks import Tape
+from hf_memsave.tape.record import is_dense
+
+#: Of alpha dropout: what SELU saturates at, negated.
+_ALPHA = 1.7580993408473766
+#: Dimensions of an input that is one sample without a batch: stock adds the batch in between.
+_UNBATCHED = {F.dropout1d: 2, F.dropout3d: 4}
+
+
+def dropout(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """``F.dropout`` and ``torch.dropout``."""
+    input, p, training, inplace = _arguments(*args, **kwargs)
+    if not training or not 0 < p < 1 or not input.numel() or tape.dropout == "stock":
+        return func(*args, **kwargs)
+    if input.device.type == "cpu":
+        noise = _noise(tape, input, input.shape, p)
+        return tape.call(Tensor.mul_ if inplace else torch.mul, input, noise)
+    if input.is_cuda and not inplace and _can_redraw(input):
+        return _fused(tape, input, p)
+    return func(*args, **kwargs)
+
+
+def channel_dropout(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """``F.dropout1d`` to ``3d`` and ``torch.feature_dropout``, which drop whole channels; their noise is small."""
+    input, p, training, inplace = _arguments(*args, **kwargs)
+    is_plain = training and 0 < p < 1 and input.numel() and tape.dropout != "stock" and not inplace
+    if not is_plain or input.dim() < 3 or input.dim() == _UNBATCHED.get(func):
+        return func(*args, **kwargs)
+    noise = input.new_empty(*input.shape[:2], *[1] * (input.dim() - 2)).bernoulli_(1 - p).div_(1 - p)
+    return tape.call(torch.mul, input, noise)
+
+
+def alpha_dropout(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """``F.alpha_dropout``: y = x a m + b, with a and b of the mean and variance that SELU's output has."""
+    input, p, training, inplace = _arguments(*args, **kwargs)
+    is_plain = training and 0 < p < 1 and input.numel() and tape.dropout != "stock" and not inplace
+    if not is_plain or input.device.type != "cpu":
+        return func(*args, **kwargs)
+    a = 1.0 / math.sqrt((_ALPHA * _ALPHA * p + 1) * (1 - p))
+    mask = _noise(tape, input, input.shape, p, is_scaled=False)
+    shift = mask.add(-1).mul_(_ALPHA * a).add_(_ALPHA * a * p)
+    return tape.call(torch.mul, input, tape.call(torch.mul, mask, a)).add_(shift)
+
+
+def _arguments(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: Any = None) -> Any:
+    return input, p, training if train is None else train, inplace
+
+
+def _noise(tape: Tape, like: Tensor, shape: torch.Size, p: float, is_scaled: bool = True) -> Tensor:
+    """The mask, which can be made again.
+
+    Drawn by a private generator that starts where the model's stands and hands back where it ends: another thread that
+    draws at the same time cannot come between what is drawn here and what is drawn again.
+    """
+    state = torch.default_generator.get_state()
+    noise = torch.empty_like(like, requires_grad=False)
+    generator = torch.Generator()
+    generator.set_state(state)
+    _draw(noise, generator, p, is_scaled)
+    torch.default_generator.set_state(generator.get_state())
+    stride, dtype = noise.stride(), noise.dtype
+    if tape.dropout == "seed":
+        redraw = partial(_redraw, shape=shape, stride=stride, dtype=dtype, p=p, is_scaled=is_scaled)
+        tape.record(noise, redraw, (state,))
+    elif is_dense(noise):
+        bits = pack_bits(_in_memory_order(noise) != 0)
+        remake = partial(_from_bits, shape=shape, stride=stride, dtype=dtype, p=p, is_scaled=is_scaled)
+        tape.record(noise, remake, (bits,))
+    return noise
+
+
+def _draw(into: Tensor, generator: torch.Generator, p: float, is_scaled: bool) -> Tensor:
+    into.bernoulli_(1 - p, generator=generator)
+    return into.div_(1 - p) if is_scaled else into
+
+
+def _redraw(state: Tensor, shape: Any, stride: Any, dtype: torch.dtype, p: float, is_scaled: bool) -> Tensor:
+    generator = torch.Generator()  # a private one: backward must not disturb the model's
+    generator.set_state(state)
+    return _draw(torch.empty_strided(shape, stride, dtype=dtype), generator, p, is_scaled)
+
+
+def _from_bits(bits: Tensor, shape: Any, stride: Any, dtype: torch.dtype, p: float, is_scaled: bool) -> Tensor:
+    noise = torch.empty_strided(shape, stride, dtype=dtype)
+    _in_memory_order(noise).copy_(unpack_bits(bits, noise.numel()))
+    return noise.div_(1 - p) if is_scaled else noise
+
+
+def _in_memory_order(dense: Tensor) -> Tensor:
+    return dense.as_strided((dense.numel(),), (1,))
+
+
+# On CUDA, F.dropout is one fused kernel that returns its boolean mask too.
+
+
+def _fused(tape: Tape, x: Tensor, p: float) -> Tensor:
+    state = _cuda_generator(x.device).get_state()
+    y, mask = torch.native_dropout(x, p, True)
+    if tape.dropout == "seed":
+        tape.record(mask, partial(_redraw_cuda, like=_Like(x), p=p), (state,))
+        tape.record(y, partial(_redraw_output, p=p), (x, state))
+    else:
+        bits, shape, stride = pack_bits(_in_memory_order(mask)), mask.shape, mask.stride()
+        tape.record(mask, partial(_mask_from_bits, shape=shape, stride=stride), (bits,))
+        kept_share = torch.tensor(1.0 - p, dtype=torch.float32).item()  # the kernel divides by it in fp32
+        tape.record(y, partial(_apply_mask, scale=1.0 / kept_share), (x, mask))
+    return y
+
+
+class _Like:
+    """Shape, layout and device of a tensor, without the tensor."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.shape, self.stride, self.dtype, self.device = x.shape, x.stride(), x.dtype, x.device
+
+    def empty(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+
+def _cuda_generator(device: torch.device) -> torch.Generator:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
+
+
+def _can_redraw(x: Tensor) -> bool:
+    # How the kernel hands out random numbers depends on layout and alignment: those of a fresh tensor must do.
+    return is_dense(x) and x.data_ptr() % 16 == 0 and not torch.cuda.is_current_stream_capturing()
+
+
+def _redraw_cuda(state: Tensor, like: _Like, p: float) -> Tensor:
+    return _drawn_again(like.empty(), state, p)[1]
+
+
+def _redraw_output(x: Tensor, state: Tensor, p: float) -> Tensor:
+    return _drawn_again(x, state, p)[0]
+
+
+def _drawn_again(x: Tensor, state: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    # The fused kernel draws from the device's default generator only: lend it the old state for one call.
+    generator = _cuda_generator(x.device)
+    now = generator.get_state()
+    try:
+        generator.set_state(state)
+        return torch.native_dropout(x, p, True)
+    finally:
+        generator.set_state(now)
+
+
+def _mask_from_bits(bits: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
+    mask = torch.empty_strided(shape, stride, dtype=torch.bool, device=bits.device)
+    _in_memory_order(mask).copy_(unpack_bits(bits, mask.numel()))
+    return mask
+
+
+def _apply_mask(x: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return torch.ops.aten.native_dropout_backward(x, mask, scale)
+
+
+DROPOUTS = {
+    F.dropout: dropout,
+    torch.dropout: dropout,
+    F.alpha_dropout: alpha_dropout,
+    torch.alpha_dropout: alpha_dropout,
+    **dict.fromkeys((F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout), channel_dropout),
+}

@@ -1,0 +1,149 @@
+"""The table of cheap functions. Adding one is one word, and the generic test takes it.
+
+Cheap is what costs about a memory pass, draws nothing, and gives the same bits again: arithmetic, conversions, copies,
+gathers, activations, norms. Not: reductions (their results are small), products (they are the model's work), and what
+is not deterministic on CUDA (``index_add``, ``cumsum``). What keeps more than it should, or hides what it does, is
+:mod:`~hf_memsave.tape.special`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_memsave.tape.hooks import Tape
+
+Handler = Callable[[Tape, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+#: Functions and methods whose result is always a new tensor.
+NEW = """add sub subtract rsub mul multiply div divide true_divide neg negative pow square sqrt rsqrt reciprocal exp exp2
+expm1 log log1p log2 sin cos tan sinh cosh tanh asin acos atan atan2 sigmoid erf erfc abs absolute sign floor ceil round
+trunc frac fmod remainder floor_divide maximum minimum clamp clamp_min clamp_max clip lerp addcmul addcdiv where
+masked_fill nan_to_num logit softmax log_softmax gt lt ge le eq ne greater less greater_equal less_equal not_equal
+logical_not logical_and logical_or logical_xor bitwise_not bitwise_and bitwise_or bitwise_xor isinf isnan isfinite cat
+concat concatenate stack hstack vstack repeat tile repeat_interleave roll flip rot90 index_select gather take_along_dim
+tril triu clone prelu rms_norm sinc hypot copysign arange zeros ones full zeros_like ones_like full_like
+__rsub__ __rdiv__ __rtruediv__ __rpow__ __rmul__ __radd__ __pow__ __floordiv__ __rfloordiv__ __mod__ __rmod__
+__and__ __or__ __xor__ __rand__ __ror__ __rxor__ __invert__""".split()
+#: Those of ``torch.nn.functional`` alone.
+NEW_FUNCTIONAL = """gelu silu elu selu celu softplus mish hardswish hardsigmoid logsigmoid softsign tanhshrink softmin
+hardshrink softshrink glu softmax log_softmax sigmoid tanh layer_norm rms_norm group_norm normalize prelu""".split()
+#: Those that may return their argument, or a view of it.
+MAY_ALIAS = "to type type_as float half bfloat16 double contiguous reshape flatten reshape_as ravel".split()
+#: Norms and activations, by which a configuration leaves them out.
+NORMS = frozenset({F.layer_norm, F.rms_norm, torch.rms_norm, torch.layer_norm, F.group_norm, torch.group_norm})
+ACTIVATIONS = frozenset(
+    {getattr(F, name) for name in "gelu silu elu selu celu softplus mish hardswish hardsigmoid glu".split()}
+    | {torch.celu, torch.selu}
+)
+#: What CUDA's autocast runs in fp32 (there is no such list of theirs on CPU).
+WIDE_ON_CUDA = frozenset(
+    getattr(home, name)
+    for name in "pow rsqrt exp expm1 log log1p log2 reciprocal softmax log_softmax acos asin cosh sinh tan erfc "
+    "layer_norm rms_norm group_norm normalize softplus softmin __pow__ __rpow__".split()
+    for home in (torch, Tensor, F)
+    if hasattr(home, name)
+)
+
+
+def new(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function whose result is new."""
+    out = func(*args, **kwargs) if kwargs else func(*args)
+    if type(out) is Tensor and (not kwargs or _writes_nowhere(kwargs)):
+        tape.record(out, func, args, kwargs)
+    return out
+
+
+def new_of_list(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function that takes a list, which its caller may change later."""
+    if args and type(args[0]) is list:
+        args = (tuple(args[0]), *args[1:])
+    return new(tape, func, args, kwargs)
+
+
+def may_alias(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function whose result may share storage with its argument: then nothing was made."""
+    out = func(*args, **kwargs) if kwargs else func(*args)
+    if type(out) is not Tensor or not args or not isinstance(args[0], Tensor):
+        return out
+    try:
+        is_new = out.untyped_storage() is not args[0].untyped_storage()
+    except NotImplementedError:  # sparse
+        return out
+    if is_new and out.device == args[0].device:
+        tape.record(out, func, args, kwargs)
+    return out
+
+
+def gathers(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x[index]``: a view, or a copy of what an index of tensors or a list says (which its owner may change later)."""
+    index = args[1]
+    if type(index) is list:
+        args = (args[0], list(index))
+    return may_alias(tape, func, args, kwargs)
+
+
+def may_write(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function of ``torch.nn.functional`` with ``inplace=``."""
+    if kwargs.get("inplace") or any(a is True for a in args):
+        return writes(tape, func, args, kwargs)
+    return new(tape, func, args, kwargs)
+
+
+def writes(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function that writes to its first argument."""
+    if args and isinstance(args[0], Tensor):
+        tape.before_write(args[0])
+    return func(*args, **kwargs)
+
+
+def escapes(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``.data``: a tensor on the same storage whose version starts again, so that no write to either can be told."""
+    tape.before_write(args[0])
+    tape.distrust(args[0])
+    return func(*args, **kwargs)
+
+
+def wide_on_cuda(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function that CUDA's autocast runs in fp32: its conversion made where it can be recorded."""
+    x = args[0]
+    if isinstance(x, Tensor) and x.is_cuda and torch.is_autocast_enabled("cuda"):
+        if x.dtype in (torch.float16, torch.bfloat16):
+            args = (tape.call(Tensor.to, x, torch.float32), *args[1:])
+    return new(tape, func, args, kwargs)
+
+
+def _writes_nowhere(kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("out") is None
+
+
+def _named(names: list[str], *homes: Any) -> Iterator[Any]:
+    for name in names:
+        for home in homes:
+            if callable(found := getattr(home, name, None)):
+                yield found
+
+
+_IN_PLACE = [name for name in dir(Tensor) if name.endswith("_") and not name.endswith("__")]
+_IN_PLACE = sorted({*_IN_PLACE} - {"requires_grad_", "detach_", "share_memory_"})
+_IN_PLACE += [name for name in dir(Tensor) if name.startswith("__i") and name[3:-2] in
+              "add sub mul div truediv floordiv mod pow and or xor lshift rshift".split()]  # fmt: skip
+_HAVE_INPLACE = [getattr(F, n) for n in "silu elu selu celu mish hardswish hardsigmoid".split()]
+
+#: Function -> handler; what a configuration leaves out is taken from it.
+CHEAP: dict[Any, Handler] = {
+    **dict.fromkeys(_named(_IN_PLACE, Tensor, torch), writes),
+    Tensor.__setitem__: writes,
+    Tensor.data.__get__: escapes,  # type: ignore[attr-defined]
+    **dict.fromkeys(_named(NEW, torch, Tensor), new),
+    **dict.fromkeys(_named(NEW_FUNCTIONAL, F), new),
+    **dict.fromkeys(_named(["cat", "concat", "concatenate", "stack", "hstack", "vstack"], torch), new_of_list),
+    **dict.fromkeys(_named(MAY_ALIAS, torch, Tensor), may_alias),
+    Tensor.__getitem__: gathers,
+    **dict.fromkeys(WIDE_ON_CUDA, wide_on_cuda),
+    **dict.fromkeys(_HAVE_INPLACE, may_write),
+}

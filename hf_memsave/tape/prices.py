@@ -1,0 +1,201 @@
+"""What it costs to have a tensor in backward: to keep it, or to remake it from what is kept, or would have to be.
+
+The price of a record is a number of new bytes (the storages that nobody keeps yet, among what it was made from) and of
+functions to run. Each argument is kept already, or remade in turn, or kept now, whichever is less.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_memsave.tape.record import PARAMETER, Handle, Held, Node, Record, Ticket, Weak, arguments, leaves, replaced
+
+#: Functions that remaking one tensor may run.
+MOST_WORK = 64
+#: How many blocks back a tensor may be remade from. A chain through all of them (an fp32 residual sum, remade from the
+#: sum before it) would cost a step's time, and its peak: see :func:`anchor`.
+SPAN = 2
+#: Bytes that are not worth a question.
+TINY = 64
+#: Conversions: what a parameter is converted to, its own module needs, so the parameter is there in backward.
+CASTS = frozenset({Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double})
+
+New = dict[Any, int]
+
+
+def pays(tape: Any, record: Record, nbytes: int) -> bool:
+    """Whether remaking the record's tensor keeps less than ``nbytes``."""
+    found = price(tape, record)
+    return found is not None and found[1] <= MOST_WORK and sum(found[0].values()) < nbytes
+
+
+def price(tape: Any, record: Record, known: Collection[Any] = ()) -> tuple[New, int] | None:
+    """What remaking would newly keep.
+
+    Args:
+        tape: The one whose record it is.
+        record: Not taken yet.
+        known: Storages that will be kept anyway, by address.
+
+    Returns:
+        Address -> bytes, and how many functions it runs; None if an argument has been written to since.
+    """
+    new: New = {}
+    work = 1
+    for x, version in zip(leaves(record.args, record.kwargs), record.seen, strict=True):
+        if x._version != version:
+            return None
+        storage = x.untyped_storage()
+        theirs = tape.record_of(x)
+        if theirs.is_kept or id(storage) in new or id(storage) in known:
+            continue
+        inner, more = price_of(tape, x, theirs, storage, (*known, *new), record.func, MOST_WORK - work)
+        new.update(inner)
+        work += more
+    return new, work
+
+
+def price_of(
+    tape: Any, x: Tensor, record: Record, storage: Any, known: Collection[Any] = (), func: Any = None, most: int = 64
+) -> tuple[New, int]:
+    """The same for having one argument ``x`` of ``func``, with at most ``most`` functions."""
+    if record.tape is None:
+        return ({id(storage): x.numel() * x.itemsize} if _is_copied(x, record, func) else {}), 0
+    if record.is_kept:
+        return {}, 0
+    node = None if record.node is None else record.node()
+    if node is not None:
+        if record.is_of(x) and tape.block - node.first <= SPAN:
+            return {}, node.work
+    elif record.func is not None and record.is_of(x):
+        found = price(tape, record, known)
+        if found is not None and found[1] <= most and sum(found[0].values()) < storage.nbytes():
+            return found
+    return {id(storage): storage.nbytes() - record.nbytes_of_stand_ins()}, 0
+
+
+def settle(tape: Any, record: Record, storage: Any) -> Node:
+    """Make a node of a record: its arguments become handles, and whoever holds the tensor itself asks the node."""
+    node = Node(record.func, record.stride, storage.nbytes(), tape.block, tape.lock)  # type: ignore[arg-type]
+    args, kwargs = record.args, record.kwargs
+    record.forget()
+    record.node = weakref.ref(node)
+    node.args = [_take(tape, a, node) for a in args]
+    if kwargs:
+        node.kwargs = {name: _take(tape, a, node) for name, a in kwargs.items()}
+    record.give_way(node)
+    return node
+
+
+def _take(tape: Any, argument: Any, node: Node) -> Any:
+    if type(argument) in (list, tuple):
+        return type(argument)([_take(tape, a, node) for a in argument])
+    if not isinstance(argument, Tensor):
+        return argument
+    record = tape.record_of(argument)
+    if record.tape is None:
+        return tape.copy_of(argument) if _is_copied(argument, record, node.func) else tape.keep(argument)
+    storage = argument.untyped_storage()
+    theirs = None if record.node is None else record.node()
+    handle: Handle | None = None
+    if theirs is None or tape.block - theirs.first <= SPAN:
+        handle = tape.ticket(record, storage, argument)
+    if handle is None:
+        if record.dependents is None:
+            record.dependents = []
+        record.dependents.append(weakref.ref(node))
+        tape.note_source(storage, argument)
+        handle = tape.hold(record, storage, argument)
+    if type(handle) is Ticket:
+        node.builds_on(handle.node)
+    return handle
+
+
+def anchor(tape: Any, x: Tensor, depth: int = 3) -> None:
+    """What a block hands to the next one must not build on blocks too far back for that one: keep a tensor in between.
+
+    Args:
+        tape: Whose block ends.
+        x: The block's output.
+        depth: How many functions back to look for a tensor that is remade from such blocks.
+    """
+    record = tape.record_of(x)
+    if record is None or record.tape is None or record.is_kept or not record.is_of(x):
+        return
+    node = None if record.node is None else record.node()
+    if node is not None:
+        is_whole = x.stride() == node.stride and x.numel() * x.itemsize == node.nbytes
+        if tape.block + 1 - node.first > SPAN and is_whole and node.fixed is None:
+            node.fix(tape.keep(x))
+            node.first, record.is_kept = tape.block, True
+    elif record.func is not None and depth:
+        for argument in leaves(record.args, record.kwargs):
+            anchor(tape, argument, depth - 1)
+
+
+def _is_copied(x: Tensor, record: Record, func: Any) -> bool:
+    """Whether a node of ``func`` holds a copy of a parameter or buffer ``x``, and not the thing itself."""
+    return x.dim() <= 1 or (record is PARAMETER and func not in CASTS)
+
+
+def weak(tape: Any, argument: Any) -> Any:
+    """An argument of a record whose tensor is kept: held no more, unless it is kept too."""
+    if type(argument) in (list, tuple):
+        return type(argument)([weak(tape, a) for a in argument])
+    if not isinstance(argument, Tensor):
+        return argument
+    record = tape.record_of(argument)
+    is_cheap = record.tape is None or record.is_kept or argument.untyped_storage().nbytes() <= TINY
+    return argument if is_cheap else Weak(record, argument)
+
+
+def sweep(tape: Any, record: Record) -> None:
+    """A tensor that was kept before it was known that others keep all it was made from gives way to a node."""
+    held = next((h for ref in record.handles if type(h := ref()) is Held and h.tensor is not None), None)
+    if held is None or tape.outer is not None:
+        return
+    found = arguments(record.args, record.kwargs)
+    sources = [_source(tape, a, version) for a, version in zip(found, record.seen, strict=True)]
+    work = 1 + sum(source.work for source in sources if isinstance(source, Node))
+    if work > MOST_WORK or any(source is None for source in sources):
+        return
+    nbytes = held.tensor.untyped_storage().nbytes()
+    node = Node(record.func, record.stride, nbytes, tape.block, tape.lock)  # type: ignore[arg-type]
+    handles = iter([_of_source(tape, s, a, node) for s, a in zip(sources, found, strict=True)])
+    node.args = [replaced(a, handles) for a in record.args]
+    if record.kwargs:
+        node.kwargs = {name: replaced(a, handles) for name, a in record.kwargs.items()}
+    record.forget()
+    record.node = weakref.ref(node)
+    record.give_way(node)
+
+
+def _source(tape: Any, argument: Tensor | Weak, version: int) -> Node | Tensor | None:
+    """Where an argument can be had for nothing."""
+    if isinstance(argument, Tensor):
+        return argument if argument._version == version else None
+    record = argument.record()
+    if record is None or argument.version != version:
+        return None
+    node = None if record.node is None else record.node()
+    if node is not None and record.version == version and record.dtype == argument.dtype:
+        return node if tape.block - node.first <= SPAN else None
+    for ref in record.handles:
+        if type(held := ref()) is Held and held.tensor is not None and held.tensor.dtype == argument.dtype:
+            return held.tensor if held.version == held.tensor._version == version else None
+    return None
+
+
+@torch.no_grad()
+def _of_source(tape: Any, source: Node | Tensor, argument: Tensor | Weak, node: Node) -> Handle:
+    if isinstance(source, Node):
+        node.builds_on(source)
+        return Ticket(source, argument)
+    if isinstance(argument, Weak):
+        source = source.as_strided(argument.shape, argument.stride(), argument.storage_offset())
+    return _take(tape, source, node)

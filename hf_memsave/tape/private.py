@@ -1,0 +1,97 @@
+"""Every private name of PyTorch that the tape uses, each with what it answers; one test names them all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.autograd.variable import Variable
+from torch.overrides import TorchFunctionMode
+
+#: The number of the backward that runs on this thread; -1 outside of one.
+backward_id: Callable[[], int] = torch._C._current_graph_task_id
+#: Whether autocast is on for any device.
+any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+
+def innermost_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The (pack, unpack) pair of saved-tensor hooks innermost on this thread."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def hooks_work() -> bool:
+    """Whether saved-tensor hooks do anything useful here.
+
+    Returns:
+        False without gradients; under ``torch.compile`` (its partitioner recomputes by itself) or tracing; in
+        ``torch.func`` transforms and forward-mode AD, which refuse hooks; and where somebody disabled them.
+    """
+    return (
+        torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+        and torch._C._autograd._saved_tensors_hooks_is_enabled()
+    )
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Have ``callback`` called when the backward that runs now ends."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def innermost_mode() -> TorchFunctionMode | None:
+    """The function mode innermost on this thread."""
+    return torch.overrides._get_current_function_mode()
+
+
+def pop_mode() -> TorchFunctionMode:
+    """Take the innermost function mode off; :func:`push_mode` puts it back."""
+    return torch.overrides._pop_mode()
+
+
+def push_mode(mode: TorchFunctionMode) -> None:
+    """Make ``mode`` the innermost function mode."""
+    torch.overrides._push_mode(mode)
+
+
+def unversioned(tensor: torch.Tensor) -> Any:
+    """A context in which writing to ``tensor`` does not count as a change."""
+    return torch.autograd._unsafe_preserve_version_counter(tensor)
+
+
+@contextlib.contextmanager
+def no_autocast() -> Iterator[None]:
+    """Without autocast on any device."""
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+class AutocastState:
+    """The autocast state of a device type now, to be entered again later."""
+
+    __slots__ = ("device", "enabled", "dtype", "inner")
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.inner: torch.autocast | None = None
+        self.enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        self.dtype = torch.get_autocast_dtype(device) if self.enabled else None
+
+    def __enter__(self) -> None:
+        now = AutocastState(self.device)
+        if (now.enabled, now.dtype) != (self.enabled, self.dtype):
+            self.inner = torch.autocast(self.device, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
+            self.inner.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self.inner is not None:
+            self.inner.__exit__(*error)
+            self.inner = None

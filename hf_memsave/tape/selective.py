@@ -1,0 +1,207 @@
+"""Selective differentiation: convolutions, batch norms, pools, paddings and rectifiers keep what wanted gradients need.
+
+                       stock keeps                                here
+    convolution        x, also where the weight is frozen         x where the weight wants a gradient
+    batch norm (eval)  x                                          x where the weight wants a gradient
+    average pool, pad  x, for its shape                           nothing
+    maximum pool       x for its shape, and indices in int64      their places in the windows, mostly a byte each
+    rectifier          y (ReLU) or x                              nothing where x is had anyway; else that tensor, where
+                                                                  another keeps it; else one bit an element
+
+Stock's own operation runs, with its own backward, and only what it keeps is replaced: so gradients, second derivatives
+and every option of it are stock's. Exact. Source: Bhatia & Dangel (2024), 2.2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_memsave.tape.codecs import pack_bits, unpack_bits
+from hf_memsave.tape.hooks import Tape
+from hf_memsave.tape.private import any_autocast
+from hf_memsave.tape.record import Blank, Handle, is_dense, with_stride
+from hf_memsave.tape.special import low
+from hf_memsave.tape.windows import Windows
+
+
+def _coded(tape: Tape, code: Callable[[Tensor], Handle | None], func: Any, args: Any, kwargs: Any) -> Any:
+    """Run one operation; for each tensor that it asks to keep, ``code`` chooses what goes on the tape."""
+    before, tape.coder = tape.coder, code
+    try:
+        return func(*args, **kwargs)
+    finally:
+        tape.coder = before
+
+
+def convolution(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``F.conv1d`` to ``3d`` and ``F.conv_transpose1d`` to ``3d``."""
+    if len(args) < 2 or not tape.is_innermost():
+        return func(*args, **kwargs)
+    x, weight, *rest = args
+    if any_autocast() and torch.is_autocast_enabled(x.device.type):
+        x, weight = low(tape, x), low(tape, weight)
+        rest = [low(tape, a) if isinstance(a, Tensor) else a for a in rest]
+        kwargs = {name: low(tape, a) if isinstance(a, Tensor) else a for name, a in kwargs.items()}
+    args = x, weight, *rest
+    if weight.requires_grad:
+        return func(*args, **kwargs)
+    storage = weight.untyped_storage()
+
+    def code(tensor: Tensor) -> Handle | None:
+        return None if tensor.untyped_storage() is storage else Blank(tensor)
+
+    return _coded(tape, code, func, args, kwargs)
+
+
+def batch_norm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``F.batch_norm``: running statistics are stock's; remaking y must not touch them."""
+    x, mean, var, weight, bias, training, eps = _of_batch_norm(*args, **kwargs)
+    if not tape.is_innermost():
+        return func(*args, **kwargs)
+    wants = weight is not None and weight.requires_grad
+    if not (wants or (training and x.requires_grad)):
+        shape = x.shape
+        return _coded(tape, lambda t: Blank(t) if t.shape == shape else None, func, args, kwargs)
+    y = func(*args, **kwargs)
+    statistics = (None, None) if training else (mean, var)
+    tape.record(y, F.batch_norm, (x, *statistics, weight, bias, training, 0.0, eps))
+    return y
+
+
+def _of_batch_norm(
+    input: Tensor,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    return input, running_mean, running_var, weight, bias, training, eps
+
+
+def shape_alone(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Average pools and paddings, whose backward reads nothing of what they keep but its shape."""
+    if not tape.is_innermost():
+        return func(*args, **kwargs)
+    y = _coded(tape, Blank, func, args, kwargs)
+    if func is F.pad and type(y) is Tensor and y.untyped_storage() is not args[0].untyped_storage():
+        tape.record(y, func, args, kwargs)
+    return y
+
+
+def max_pool(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``F.max_pool1d`` to ``3d``."""
+    x, kernel, stride, padding, dilation, keeps_indices = _of_max_pool(*args, **kwargs)
+    if keeps_indices or not tape.is_innermost():
+        return func(*args, **kwargs)
+    rank = int(func.__name__[-2])
+    sizes = [(o,) * rank if isinstance(o, int) else o for o in (kernel, stride or kernel, padding, dilation)]
+    windows = Windows(x.shape[-rank:], *sizes)
+
+    def code(tensor: Tensor) -> Handle:
+        if tensor.is_floating_point():
+            return Blank(tensor)
+        return tape.stand_in(tensor, windows.places(tensor), partial(windows.indices, stride=tensor.stride()))
+
+    return _coded(tape, code, func, args, kwargs)
+
+
+def _of_max_pool(
+    input: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:
+    return input, kernel_size, stride, padding, dilation, return_indices
+
+
+#: Of a rectifier's arguments: the numbers for which its slope is that of the inside, and what backward may read there,
+#: and elsewhere. None where one bound is infinite.
+Side = tuple[Callable[[Tensor], Tensor], float, float]
+
+
+def _above(threshold: float = 0.0, *_: Any) -> Side:
+    return lambda t: torch.ops.aten.threshold_backward(_ones(t), t, threshold) != 0, math.inf, -math.inf
+
+
+def _above_zero(*_: Any, **__: Any) -> Side:
+    return lambda t: torch.ops.aten.leaky_relu_backward(_ones(t), t, 0.0, False) != 0, math.inf, -math.inf
+
+
+def _between(min_val: float = -1.0, max_val: float = 1.0, *_: Any) -> Side | None:
+    if not math.isfinite(min_val + max_val):
+        return None
+    middle = (min_val + max_val) / 2
+    return lambda t: torch.ops.aten.hardtanh_backward(_ones(t), t, min_val, max_val) != 0, middle, math.inf
+
+
+def _ones(tensor: Tensor) -> Tensor:
+    return tensor.new_ones(()).expand(tensor.shape)
+
+
+def rectifier(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """ReLU, ReLU6, Hardtanh, LeakyReLU and Threshold: dx = dy f'(x), and f' has one value inside and one outside."""
+    is_in_place = bool(kwargs.get("inplace")) or any(a is True for a in args[1:])
+    if is_in_place:
+        tape.before_write(args[0])
+    numbers = [a for a in args[1:] if type(a) is not bool]
+    named = {name: a for name, a in kwargs.items() if name in ("threshold", "min_val", "max_val")}
+    side = _SIDES[func](*numbers, **named)
+    if side is None or not tape.is_innermost():
+        return func(*args, **kwargs)
+    y = _coded(tape, partial(_as_side, tape, side), func, args, kwargs)
+    if not is_in_place and type(y) is Tensor:
+        tape.record(y, func, args, kwargs)
+    return y
+
+
+@torch.no_grad()
+def _as_side(tape: Tape, side: Side, tensor: Tensor) -> Handle | None:
+    """On which side each element lies, in one bit; None where the tensor is had anyway."""
+    record = tape.record_of(tensor)
+    if record is None or tape.is_kept(tensor) or not tensor.is_floating_point() or not is_dense(tensor):
+        return None
+    if record.func is not None and not tape.cost(tensor):
+        return None
+    is_inside, inside, outside = side
+    decode = partial(_from_side, shape=tensor.shape, stride=tensor.stride(), dtype=tensor.dtype, sides=(inside, outside))
+    return tape.stand_in(tensor, pack_bits(is_inside(tensor.detach())), decode)
+
+
+def _from_side(bits: Tensor, shape: torch.Size, stride: Any, dtype: torch.dtype, sides: tuple[float, float]) -> Tensor:
+    flags = unpack_bits(bits, shape.numel()).view(shape)
+    inside, outside = (torch.full((), s, dtype=dtype, device=bits.device) for s in sides)
+    return with_stride(torch.where(flags, inside, outside), stride)
+
+
+_SIDES: dict[Any, Callable[..., Side | None]] = {
+    **dict.fromkeys((F.relu, torch.relu, Tensor.relu), lambda: _above(0.0)),
+    F.relu6: lambda: _between(0.0, 6.0),
+    F.hardtanh: _between,
+    F.leaky_relu: _above_zero,
+    **dict.fromkeys((F.threshold, torch.threshold), _above),
+}
+
+SELECTIVE = {
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), convolution),
+    **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), convolution),
+    F.batch_norm: batch_norm,
+    **dict.fromkeys((F.avg_pool1d, F.avg_pool2d, F.avg_pool3d), shape_alone),
+    **dict.fromkeys((F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d), shape_alone),
+    F.pad: shape_alone,
+    **dict.fromkeys((F.max_pool1d, F.max_pool2d, F.max_pool3d), max_pool),
+    **dict.fromkeys((torch.max_pool1d, torch.max_pool2d, torch.max_pool3d), max_pool),
+    **dict.fromkeys(_SIDES, rectifier),
+}

@@ -1,0 +1,32 @@
+"""Which functions a tape sees, and what it does when they are called; less of them, by configuration."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import MappingProxyType
+
+import torch.nn.functional as F
+
+from hf_memsave.tape.dropout import DROPOUTS
+from hf_memsave.tape.functions import ACTIVATIONS, CHEAP, NORMS, Handler, writes
+from hf_memsave.tape.selective import SELECTIVE
+from hf_memsave.tape.special import SPECIAL
+
+TABLE: dict[object, Handler] = {**CHEAP, **SPECIAL, **DROPOUTS, **SELECTIVE}
+#: The functions of each kind that a configuration can leave to stock.
+KINDS = {
+    "activation": ACTIVATIONS,
+    "norm": NORMS,
+    "dropout": frozenset(DROPOUTS),
+    "attention": frozenset({F.scaled_dot_product_attention}),
+    "frozen": frozenset(SELECTIVE),
+}
+#: Nothing is recorded, but writes are seen.
+UNRECORDED = MappingProxyType({func: handler for func, handler in TABLE.items() if handler is writes})
+
+
+@cache
+def table_without(*kinds: str) -> MappingProxyType[object, Handler]:
+    """The table, less what belongs to these kinds."""
+    left_out = frozenset().union(*(KINDS.get(kind, frozenset()) for kind in kinds))
+    return MappingProxyType({func: handler for func, handler in TABLE.items() if func not in left_out})

@@ -1,0 +1,62 @@
+"""The windows of a max pool: an index into the input takes 8 bytes, its place in the window mostly one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from hf_memsave.tape.record import with_stride
+
+
+class Windows:
+    """The windows of a max pool: between an index into the input's last dimensions, and a place in its window.
+
+    Args:
+        sizes: Of the input's pooled dimensions.
+        kernel: Elements of a window, in each of them.
+        stride: Between windows.
+        padding: Before the first element.
+        dilation: Between the elements of a window.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        kernel: Sequence[int],
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+    ) -> None:
+        self.dimensions = list(zip(sizes, kernel, stride, padding, dilation, strict=True))
+        self.dtype = _code_dtype(math.prod(kernel))
+
+    def places(self, indices: Tensor) -> Tensor:
+        """``indices`` ``[*, *windows]`` as places in each window, counted like the indices; exact."""
+        places, count, rest = torch.zeros_like(indices), 1, indices
+        for size, kernel, dilation, start in self._from_last(indices):
+            places += (rest % size - start) // dilation * count
+            rest, count = rest // size, count * kernel
+        return places.to(self.dtype)
+
+    def indices(self, places: Tensor, stride: tuple[int, ...]) -> Tensor:
+        """The int64 indices that have these places, laid out in memory as ``stride`` says."""
+        rest, count = places.to(torch.int64), 1
+        indices = torch.zeros_like(rest)
+        for size, kernel, dilation, start in self._from_last(places):
+            indices += (rest % kernel * dilation + start) * count
+            rest, count = rest // kernel, count * size
+        return with_stride(indices, stride)
+
+    def _from_last(self, pooled: Tensor) -> Iterator[tuple[int, int, int, Tensor]]:
+        """Of each pooled dimension, the last one first: size, kernel, dilation, and where each window starts."""
+        for before, (size, kernel, stride, padding, dilation) in enumerate(reversed(self.dimensions)):
+            start = torch.arange(pooled.shape[-1 - before], device=pooled.device) * stride - padding
+            yield size, kernel, dilation, start.view(-1, *[1] * before)
+
+
+def _code_dtype(window: int) -> torch.dtype:
+    """The smallest integers that tell the elements of a window apart."""
+    return torch.uint8 if window <= 2**8 else torch.int16 if window <= 2**15 else torch.int32
