@@ -39,8 +39,8 @@ from transformers import (
 import models
 import runs
 from arguments import ModelArguments, SampleArguments, Sides, UsageError, exactly_one, parse_arguments, positive
-from hf_memsave.glue import TASKS, GlueTask, guess_task, read_glue
-from hf_memsave.wordpiece import load_vocab_tokenizer, train_wordpiece
+from hf_memsave.data.glue import TASKS, GlueTask, guess_task, read_glue
+from hf_memsave.data.wordpiece import load_vocab_tokenizer, train_wordpiece
 
 METRICS = Path(__file__).parent / "metrics" / "glue"
 USAGE = "(--model_name_or_path NAME | --config_name NAME | --model_type TYPE) (--task_name TASK | --data_dir DIR)"

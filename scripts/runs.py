@@ -9,9 +9,9 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from arguments import UsageError
 from hf_memsave import MemSaveCallback, MemSaveConfig
+from hf_memsave.data.glue import GlueDataError
+from hf_memsave.data.wordpiece import VocabularyError
 from hf_memsave.errors import ConfigError, PatchError
-from hf_memsave.glue import GlueDataError
-from hf_memsave.wordpiece import VocabularyError
 
 
 def check_actions(training: TrainingArguments, *known: str) -> None:

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_backward_twice, assert_exact, assert_same_bits, bits, kept, random
 
 from hf_memsave.ops import rms_norm
 from hf_memsave.tape import promise
+from support.helpers import assert_backward_twice, assert_exact, assert_same_bits, bits, kept, random
 
 
 def wrong_gelu(x):

@@ -1,6 +1,6 @@
 """Train a LLaMA of ten million random parameters on real text three times: stock, exact, and checkpointed.
 
-    python scripts/compare_runs.py --text FILE [--steps 300]
+    python scripts/bench/compare_runs.py --text FILE [--steps 300]
 
 Every run starts from the same seed and sees the same batches of bytes, in ``transformers.Trainer`` with AdamW; one has
 ``MemSaveCallback``, one stock gradient checkpointing (non-reentrant). Writes a table as Markdown and JSON and a picture
@@ -98,7 +98,7 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=384, help="a multiple of 48, for 6 heads")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results", help="a folder")
+    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parents[1] / "results", help="a folder")
     parser.add_argument("--name", default="compare-llama-10m", help="of the three files written")
     options = parser.parse_args()
     examples = read_examples(options.text, options.seq) if options.text.is_file() else []
@@ -208,7 +208,7 @@ def describe(parser: argparse.ArgumentParser, options: argparse.Namespace, stock
     given = {key: value for key, value in vars(options).items() if value != parser.get_default(key) and key != "out"}
     flags = (f"--{key.replace('_', '-')} {getattr(value, 'name', value)}" for key, value in given.items())
     return {
-        "command": f"python scripts/compare_runs.py {' '.join(flags)}",
+        "command": f"python scripts/bench/compare_runs.py {' '.join(flags)}",
         "model": f"LLaMA, {size / 1e6:.1f}M parameters, hidden {options.hidden}, {options.layers} layers, fp32",
         "task": f"{options.steps} steps of {options.batch_size} x {options.seq} bytes of {options.text.name}",
         "machine": f"{cpu()}, threads: {options.threads}, shared with other work",

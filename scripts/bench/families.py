@@ -1,6 +1,6 @@
 """Step time and kept memory of every family, patched beside stock, in one run.
 
-    python scripts/bench_models.py [--families llama bert] [--dtype bf16] [--steps 20] [--markdown table.md]
+    python scripts/bench/families.py [--families llama bert] [--dtype bf16] [--steps 20] [--markdown table.md]
 
 The two models take alternating steps (forward, backward) on the same batch, so that a drift of the machine meets both;
 the ratio is that of the medians. Sizes are those in which kept memory is quoted: hidden 256, 4 heads, batch 4, seq 128.
@@ -22,8 +22,8 @@ from rich.table import Table
 
 from hf_memsave import MemSaveConfig, measure_kept, patch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from families import FAMILIES, QUOTED, batch_for, build  # noqa: E402 - the tests' own models
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+from support.families import FAMILIES, QUOTED, batch_for, build  # noqa: E402 - the tests' own models
 
 #: Columns: hidden dropout, and how it is kept.
 VARIANTS = {"no dropout": (0.0, "seed"), 'dropout "seed"': (0.1, "seed"), 'dropout "mask"': (0.1, "mask")}

@@ -1,10 +1,10 @@
 """Fit f'∘f⁻¹ of every activation in hf_memsave/ops/elementwise.py, and write hf_memsave/ops/inverse_fits.py.
 
-    python scripts/fit_inverse.py
+    python scripts/bench/fit_inverse.py
 
 Each side of the minimum gets a minimax polynomial in s = √(y - y_min), by linear programming (:mod:`scipy.optimize`):
 the smallest e for which |model - f'| <= e at every sample. See hf_memsave/ops/inverse.py for the model;
-scripts/inverse_errors.py measures what it leaves. A new activation is one entry in that table, and a run of both.
+scripts/bench/inverse_errors.py measures what it leaves. A new activation is one entry in that table, and a run of both.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from torch import Tensor
 from hf_memsave.ops.elementwise import ACTIVATIONS
 from hf_memsave.ops.inverse import InverseFit
 
-TARGET = Path(__file__).resolve().parents[1] / "hf_memsave" / "ops" / "inverse_fits.py"
+TARGET = Path(__file__).resolve().parents[2] / "hf_memsave" / "ops" / "inverse_fits.py"
 LEFT_COEFFICIENTS = 7
 RIGHT_COEFFICIENTS = 10
 #: Beyond the cut the slope is taken as 1; at the cut it still differs from 1 by this.
 AT_CUT = 2.5e-4
 SAMPLES = 3000
-HEADER = '''"""Written by ``python scripts/fit_inverse.py``: do not edit. See :mod:`hf_memsave.ops.inverse`."""
+HEADER = '''"""Written by ``python scripts/bench/fit_inverse.py``: do not edit. See :mod:`hf_memsave.ops.inverse`."""
 
 from hf_memsave.ops.inverse import InverseFit
 

@@ -1,6 +1,6 @@
 """How far the approximate slopes of activations are from f', over every half-precision input and against the papers'.
 
-    python scripts/inverse_errors.py [--out scripts/results]
+    python scripts/bench/inverse_errors.py [--out scripts/results]
 
 Writes inverse-derivatives.{json,md,png}. The errors of half precision stand beside the floor: those of the exact
 inverse (by bisection in float64) of the same forward's own rounded y.
@@ -53,7 +53,7 @@ own Eqs. 5-9 (1 bit beside the output, as ours). FewBit: levels by dynamic progr
 
 ![errors of GELU and SiLU](inverse-derivatives.png)
 
-- command: `python scripts/inverse_errors.py`
+- command: `python scripts/bench/inverse_errors.py`
 - versions: python {python}, torch {torch}
 """
 
@@ -139,7 +139,7 @@ def picture(path: Path, compared: dict[str, dict[str, tuple[float, float]]]) -> 
 def main() -> int:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results", help="a folder")
+    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parents[1] / "results", help="a folder")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)

@@ -1,6 +1,6 @@
 """Kept memory and step time of three CNNs, stock and patched, for gradients of a few of their tensors.
 
-    python scripts/bench_selective.py [--models resnet-101 vgg-16] [--cases All Input] [--batch 8] [--size 224]
+    python scripts/bench/selective.py [--models resnet-101 vgg-16] [--cases All Input] [--batch 8] [--size 224]
 
 Cases, as in Bhatia & Dangel (2024): All parameters; Input alone; the parameters of all convolutions (Conv), of all
 linears (Linear) or of all norms (Norm); those of the first or of the last quarter of the layers (SurgicalFirst,
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--size", type=int, default=224, help="of the square images")
     parser.add_argument("--steps", type=int, default=0, help="alternating steps to time; 0 for memory alone")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--output", type=Path, default=Path(__file__).resolve().parents[1] / "results")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     runs = [(name, mode, case) for name in options.models for mode in ("train", "eval") for case in options.cases]

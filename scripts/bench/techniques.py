@@ -1,6 +1,6 @@
 """Kept memory of each technique alone and of each preset, beside stock and beside ``exact``.
 
-    python scripts/bench_techniques.py [--parts full lora tempo step] [--batch 2] [--quick]
+    python scripts/bench/techniques.py [--parts full lora tempo step] [--batch 2] [--quick]
 
 Full: BERT-Base, ViT-B and CLIP-L trained whole, the models of InvAct's table. LoRA: BERT-Base. Tempo: its
 optimisations one by one, on BERT-Large with eager attention. Step: peak and time of forward and backward of BERT-Base.
@@ -30,10 +30,10 @@ from rich.progress import track
 from torch import nn
 
 from hf_memsave import MemSaveConfig, PatchError, measure_kept, patch
-from hf_memsave.commands.depth import Affine, extrapolate
+from hf_memsave.measure.depth import Affine, extrapolate
 from peak import measure_peak
-from techniques import SETTINGS, STEP, Model, models
 from techniques_report import markdown, picture
+from techniques_settings import SETTINGS, STEP, Model, models
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=11, help="alternating steps to time")
     parser.add_argument("--quick", action="store_true", help="narrow layers and few tokens: for tests")
-    parser.add_argument("--output", type=Path, default=Path(__file__).resolve().parent / "results")
+    parser.add_argument("--output", type=Path, default=Path(__file__).resolve().parents[1] / "results")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     known = models(options.quick, options.batch)
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             results["step"] = {"model": name, "settings": measure_step(model, options.rounds)}
     results["about"] = {
         "command": " ".join(
-            ["python scripts/bench_techniques.py", *(sys.argv[1:] if arguments is None else arguments)]
+            ["python scripts/bench/techniques.py", *(sys.argv[1:] if arguments is None else arguments)]
         ),
         "batch": options.batch,
         "machine": f"1 CPU thread, {platform.machine()}, shared with other work",

@@ -1,4 +1,4 @@
-"""The tables, the text and the picture of ``bench_techniques.py``, from its results."""
+"""The tables, the text and the picture of ``techniques.py``, from its results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``bench_techniques.py`` measures: the techniques, each alone, the presets, and the models, at their widths."""
+"""What ``techniques.py`` measures: the techniques, each alone, the presets, and the models, at their widths."""
 
 from __future__ import annotations
 

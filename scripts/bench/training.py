@@ -1,6 +1,6 @@
 """Train small BERTs from scratch on real GLUE text with gradients that are not exact, beside exact, on paired seeds.
 
-    python scripts/bench_training.py {wta,approximate} --glue FOLDER [--seeds 3] [--workers 2]
+    python scripts/bench/training.py {wta,approximate} --glue FOLDER [--seeds 3] [--workers 2]
 
 FOLDER has the official SST-2 and CoLA folders. Runs of one seed start from the same weights, see the same batches and
 draw the same dropout masks; they differ in how gradients are made alone. Finished runs are kept in --cache, so that an
@@ -41,11 +41,11 @@ from transformers import (
 )
 
 from hf_memsave import WTACRS, MemSaveCallback, MemSaveConfig
-from hf_memsave.glue import TASKS, read_glue
+from hf_memsave.data.glue import TASKS, read_glue
+from hf_memsave.data.wordpiece import train_wordpiece
 from hf_memsave.ops.sign_bit import SignBit
-from hf_memsave.wordpiece import train_wordpiece
 
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 class Method(NamedTuple):
@@ -246,7 +246,7 @@ def write(options: argparse.Namespace, curves: dict[str, dict[str, list[float]]]
             lines += ["", "Exact training learned nothing here by this metric, so equality to it shows nothing."]
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     machine = f"{platform.machine()}, CPU"
-    command = f"python scripts/{Path(__file__).name} {options.group} --glue FOLDER --seeds {options.seeds}"
+    command = f"python scripts/bench/{Path(__file__).name} {options.group} --glue FOLDER --seeds {options.seeds}"
     date = datetime.date.today().isoformat()
     lines += ["", f"- command: `{command}`", f"- machine: {machine}", f"- versions: {versions}", f"- date: {date}", ""]
     (options.out / f"{options.group}-training.md").write_text("\n".join(lines), encoding="utf-8")

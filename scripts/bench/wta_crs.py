@@ -1,6 +1,6 @@
 """Kept memory and speed of sampled weight gradients, beside stock and beside ``exact``.
 
-    python scripts/bench_wta_crs.py [--part memory speed] [--threads 2]
+    python scripts/bench/wta_crs.py [--part memory speed] [--threads 2]
 
 Memory: bytes kept per layer (the difference of two depths, every live storage counted) at the shapes of BERT-Base,
 T5-Base and OPT-350M with sequences of 128 tokens, whole and with LoRA (r 32 on q, k, v, as in the paper, and on all
@@ -32,7 +32,7 @@ from transformers import (
 
 from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch
 
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 SEQ, VOCAB = 128, 512
 SETTINGS = {
     "stock": None,
@@ -206,7 +206,7 @@ def main() -> None:
         "speed": lambda: speed(options.tokens, options.repeats),
     }
     about = [
-        f"- command: `python scripts/{Path(__file__).name} --threads {options.threads}`",
+        f"- command: `python scripts/bench/{Path(__file__).name} --threads {options.threads}`",
         f"- machine: {options.threads} CPU threads, {platform.machine()}",
         f"- versions: torch {torch.__version__}, transformers {transformers.__version__}",
         f"- date: {datetime.date.today().isoformat()}",

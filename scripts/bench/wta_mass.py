@@ -1,6 +1,6 @@
 """Where the probability mass of column-row pairs lies (Fig. 3 of the WTA-CRS paper), and the noise of the estimators.
 
-    python scripts/bench_wta_mass.py --glue FOLDER [--steps 300]
+    python scripts/bench/wta_mass.py --glue FOLDER [--steps 300]
 
 Trains a small BERT on real SST-2 text, then takes each sampled linear's true H and dZ on a fresh batch. Picture: the
 mass of the |C| most probable pairs (Eq. 3) over |C| / k, at k = 0.3 |D|; above the diagonal Eq. 7 holds. Table: the
@@ -20,11 +20,11 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification, set_seed
 
-from bench_training import LENGTH, MODEL, PLANS, encoded
-from bench_wta_crs import markdown
 from hf_memsave.sampling.estimators import probabilities, winners
+from training import LENGTH, MODEL, PLANS, encoded
+from wta_crs import markdown
 
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 BATCH, SHARE = 32, 0.3
 KINDS = {"query": "query", "key": "key", "value": "value", "attention.output.dense": "output"}
 

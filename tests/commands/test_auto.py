@@ -6,14 +6,14 @@ import types
 import pytest
 import torch
 import yaml
-from families import batch_for
-from planning import SIZE, bert, between, needs, once
 
 from hf_memsave import MemSaveConfig, patch
 from hf_memsave.cli import main
 from hf_memsave.errors import PlanError
 from hf_memsave.planner import fast, smart, trial
 from hf_memsave.planner.trial import bytes_of, limit_of
+from support.families import batch_for
+from support.planning import SIZE, bert, between, needs, once
 
 
 def auto(capsys, *argv):

@@ -1,23 +1,17 @@
 """``memsave verify``: equal where it is, and a planted difference is seen, named, and ends with status 1."""
 
 import json
-import random
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
-from families import Size, build
 from safetensors.torch import save_file
-from steps import state_of
-from torch import nn
 from transformers import AutoConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 from transformers.models.bert import modeling_bert
 
 import hf_memsave
 from hf_memsave.cli import main
-from hf_memsave.commands import CommandError
-from hf_memsave.commands.step import TOLERANCE, Difference, StepComparison, compare_step
+from hf_memsave.measure.step import compare_step
 from hf_memsave.ops import activation, dropout
 from hf_memsave.tape import promise
 
@@ -39,23 +33,6 @@ def bert(tmp_path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "bert", **TINY}))
     return folder
-
-
-class Writer(nn.Module):
-    """A model whose forward writes to an activation after its use: unseen, through ``.data``; or seen."""
-
-    def __init__(self, write):
-        super().__init__()
-        self.write, self.up, self.act, self.down = write, nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1)
-
-    def forward(self, x):
-        hidden = self.up(x)
-        output = self.down(self.act(hidden))
-        self.write(hidden)
-        return {"loss": output.sum()}
-
-
-WRITES = {"data": lambda hidden: hidden.data.mul_(2), "numpy": lambda hidden: hidden.detach().numpy().__imul__(2)}
 
 
 def spoil(monkeypatch, module=activation):
@@ -134,20 +111,6 @@ def test_verify_sees_a_wrong_gradient(module, bert, capsys, monkeypatch):
     assert "expected equal bits" in error and "please report" in error
 
 
-def test_verify_leaves_out_what_the_preset_leaves_out(bert, monkeypatch):
-    spoil(monkeypatch)
-    model = BertForSequenceClassification(AutoConfig.from_pretrained(bert)).train()
-    (worst, *_) = compare_step(model, BATCH).differing
-    assert worst.name == "bert.encoder.layer.0.output.dense.weight" and worst.relative == pytest.approx(0.5)
-    assert compare_step(model, BATCH, {"activation": "stock"}).differing == ()
-
-
-@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_a_write_that_nothing_sees_is_revealed(write):
-    found = compare_step(Writer(write), {"x": torch.randn(4, 8)})
-    assert [d.name for d in found.differing] == ["down.weight"] and found.loss.equal
-
-
 def test_verify_names_the_write_as_a_possible_cause(bert, capsys, monkeypatch):
     def forward(self, hidden_states):
         hidden = self.dense(hidden_states)
@@ -173,58 +136,6 @@ def test_a_write_that_is_seen_fails_the_patched_step_alone(bert, capsys, monkeyp
     status, output, error = verify(capsys, bert)
     assert (status, output) == (1, "")
     assert "the patched step failed, where stock's did not: KeptTensorChangedError" in error
-
-
-@pytest.mark.parametrize("config", [None, {"activation": "stock"}], ids=["stock", "patched"])
-@pytest.mark.parametrize("fails", [False, True], ids=["equal", "fails"])
-def test_compare_step_leaves_everything_as_it_was(config, fails):
-    model = build("bert", Size())
-    model.register_buffer("calls", torch.zeros(()))
-    model.register_forward_hook(lambda module, args, output: module.calls.add_(1) and None)
-    if config:
-        hf_memsave.patch(model, config)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    gradients = [parameter.grad for parameter in model.parameters()]
-    before = {name: state[:1] + state[2:] for name, state in state_of(model).items()}
-    states = (torch.get_rng_state(), random.getstate(), str(numpy.random.get_state()))
-    batch = {"input_ids": IDS} | ({} if fails else {"labels": torch.tensor([0, 1])})
-    if fails:
-        with pytest.raises(CommandError, match="Add 'labels' to the batch"):
-            compare_step(model, batch)
-    else:
-        assert compare_step(model, batch).differing == ()
-    own = {name: state[:1] + state[2:] for name, state in state_of(model).items()}  # its config may be a copy
-    assert own == before and model.calls == 0
-    assert all(p.grad is g and bool((g == 1).all()) for p, g in zip(model.parameters(), gradients, strict=True))
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert (random.getstate(), str(numpy.random.get_state())) == states[1:]
-
-
-def test_compare_step_tells_a_model_that_does_not_repeat_itself():
-    noise = iter(range(1, 100))
-    model = Writer(lambda hidden: hidden.data.mul_(next(noise)))
-    with pytest.raises(CommandError, match=r"stock does not repeat itself.*Expected equal bits"):
-        compare_step(model, {"x": torch.randn(4, 8)})
-
-
-@pytest.mark.parametrize(
-    ("x", "message"),
-    [(0.0, "all gradients are zero"), (float("nan"), "is not finite"), (None, "parameters .* that require a gradient")],
-)
-def test_compare_step_refuses_to_compare_nothing(x, message):
-    model = Writer(lambda hidden: None).requires_grad_(False)
-    model.up.weight.requires_grad_(x is not None)  # its gradient is the input, times something
-    with pytest.raises(CommandError, match=message):
-        compare_step(model, {"x": torch.full((4, 8), x or 0.0)})
-
-
-def test_a_tolerance_counts_only_where_there_is_one():
-    near, far, equal = Difference("a", False, TOLERANCE / 2), Difference("b", False, 1.0), Difference("c", True, 0.0)
-    nothing = hf_memsave.Kept(())
-    both = dict(losses=(1, 1), loss=equal, gradients=(near, far), repeat=0, stock=nothing, patched=nothing)
-    assert StepComparison(**both, tolerance=0.0).differing == (far, near)
-    assert StepComparison(**both, tolerance=TOLERANCE).differing == (far,)
 
 
 NAMED, PADDED = "Expected tensors by name", "padded to one length"

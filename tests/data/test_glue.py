@@ -7,11 +7,11 @@ import datasets
 import pytest
 from transformers import AutoTokenizer
 
+from hf_memsave.data.glue import TASKS, GlueDataError, guess_task, read_glue
+from hf_memsave.data.wordpiece import SPECIAL_TOKENS, VocabularyError, load_vocab_tokenizer, train_wordpiece
 from hf_memsave.errors import MemSaveError
-from hf_memsave.glue import TASKS, GlueDataError, guess_task, read_glue
-from hf_memsave.wordpiece import SPECIAL_TOKENS, VocabularyError, load_vocab_tokenizer, train_wordpiece
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
+SHARED = Path(__file__).resolve().parents[3] / "shared"
 
 # The header of each official train.tsv, one line below it, and the example that ``nyu-mll/glue`` makes of that line.
 OFFICIAL = {

@@ -6,11 +6,11 @@ import os
 
 import pytest
 import torch
-from families import FAMILIES, QUOTED, Size, batch_for, build
 
 from hf_memsave import MemSaveConfig, patch
 from hf_memsave.ops import rms_norm
 from hf_memsave.tape import promise
+from support.families import FAMILIES, QUOTED, Size, batch_for, build
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="bit equality is claimed on CPU")
 

@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from families import VOCAB, Size, batch_for, build
-from helpers import EARLIER, autocasting, only_on_cpu, promises
 from peft import LoraConfig, get_peft_model
-from steps import assert_same, gradients, patched_classes
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from hf_memsave import patch
 from hf_memsave.tape import hooks
 from hf_memsave.tape.meter import _live_tensors, _storage, _watch
+from support.families import VOCAB, Size, batch_for, build
+from support.helpers import EARLIER, autocasting, only_on_cpu, promises
+from support.steps import assert_same, gradients, patched_classes
 
 STEPS, EVERY = 1000, 100
 ROUNDS = 8  # of faults of each kind, for each model: 3 x 9 x 8 = 216

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import FAMILIES, QUOTED, batch_for, build
 
 from hf_memsave import measure_kept, patch
+from support.families import FAMILIES, QUOTED, batch_for, build
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="figures are those of CPU kernels")
 

@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from families import VOCAB, Size, build
-from helpers import only_on_cpu
 from peft import LoraConfig, get_peft_model
-from steps import Results, assert_same
-from test_trainer import Rows
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from hf_memsave import MemSaveCallback, MemSaveTrainer
-from hf_memsave.swap import is_patched
+from hf_memsave.patching.swap import is_patched
+from support.families import VOCAB, Size, build
+from support.helpers import only_on_cpu
+from support.rows import Rows
+from support.steps import Results, assert_same
 
 STEPS = 20
 SIZE = Size(hidden=16, heads=2, layers=1)

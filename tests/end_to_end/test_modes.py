@@ -10,10 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import Size, batch_for, build
-from helpers import only_on_cpu
 from peft import LoraConfig, get_peft_model
-from steps import assert_same, gradients, step
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -26,6 +23,9 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from hf_memsave import measure_kept, patch
 from hf_memsave.ops import dropout
+from support.families import Size, batch_for, build
+from support.helpers import only_on_cpu
+from support.steps import assert_same, gradients, step
 
 pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
 

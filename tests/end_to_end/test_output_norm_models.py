@@ -4,13 +4,13 @@ import re
 
 import pytest
 import torch
-from families import QUOTED, batch_for, build
-from helpers import assert_same_bits, only_on_cpu
-from steps import step
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_memsave import MemSaveConfig, PatchError, measure_kept, patch
+from support.families import QUOTED, batch_for, build
+from support.helpers import assert_same_bits, only_on_cpu
+from support.steps import step
 
 OUTPUT = MemSaveConfig(norm="output")
 

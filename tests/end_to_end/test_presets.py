@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from families import batch_for, build
-from helpers import assert_same_bits, only_on_cpu
 from transformers import ViTConfig, ViTForImageClassification
 
 from hf_memsave import MemSaveConfig, PatchError, measure_kept, patch
 from hf_memsave.config import presets
+from support.families import batch_for, build
+from support.helpers import assert_same_bits, only_on_cpu
 
 #: Models without a layer of those that selective differentiation is for.
 WITHOUT = ("bert", "llama", "gpt2")

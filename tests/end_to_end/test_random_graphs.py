@@ -7,12 +7,12 @@ import contextlib
 
 import pytest
 import torch
-from helpers import EARLIER, assert_same_bits, autocasting, promises
-from programs import Backward, draw, graph_of
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_memsave import KeptTensorChangedError
 from hf_memsave.tape.promise import Promise
+from support.helpers import EARLIER, assert_same_bits, autocasting, promises
+from support.programs import Backward, draw, graph_of
 
 BATCHES, BATCH = 20, 100
 

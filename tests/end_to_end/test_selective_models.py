@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_same_bits, only_on_cpu, random
-from selective import Taped, swap_all
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import MobileNetV2Config, MobileNetV2Model, ResNetConfig, ResNetModel
 
 from hf_memsave import measure_kept
+from support.helpers import assert_same_bits, only_on_cpu, random
+from support.selective import Taped, swap_all
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-from bench_selective import CASES, choose, set_norms  # noqa: E402 - its cases
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
+from selective import CASES, choose, set_norms  # noqa: E402 - its cases
 
 
 class Last(nn.Module):

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from helpers import assert_same_bits, only_on_cpu, random
 from torch import nn
 from transformers import (
     CLIPConfig,
@@ -24,6 +23,7 @@ from transformers import (
 )
 
 from hf_memsave import MemSaveConfig, measure_kept, patch
+from support.helpers import assert_same_bits, only_on_cpu, random
 
 SIZE = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, image_size=32)
 PATCHES = dict(SIZE, patch_size=8)

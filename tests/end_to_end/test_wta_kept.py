@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from families import FAMILIES, Size, batch_for, build
-from helpers import only_on_cpu
 from peft import LoraConfig, get_peft_model
 
 from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch
-from hf_memsave.sampled_layers import sampler_of
+from hf_memsave.patching.sampled_layers import sampler_of
+from support.families import FAMILIES, Size, batch_for, build
+from support.helpers import only_on_cpu
 
 SIZE = Size(hidden=64, heads=4, layers=2, batch=2, seq=32)
 TOKENS = SIZE.batch * SIZE.seq

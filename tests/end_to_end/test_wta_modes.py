@@ -5,18 +5,18 @@ import logging
 
 import pytest
 import torch
-from draws import expected_weights
-from families import FAMILIES, Size, batch_for, build
-from helpers import assert_same_bits, only_on_cpu, random
 from peft import LoraConfig, get_peft_model
-from steps import step
 from torch import nn
 
 from hf_memsave import WTACRS, MemSaveConfig, PatchError, patch, unpatch
-from hf_memsave.sampled_layers import sampler_of
+from hf_memsave.patching.sampled_layers import sampler_of
 from hf_memsave.sampling.batch import Tokens
 from hf_memsave.sampling.norm_cache import NONZERO, ZERO
-from hf_memsave.swap import binding_of
+from hf_memsave.patching.swap import binding_of
+from support.draws import expected_weights
+from support.families import FAMILIES, Size, batch_for, build
+from support.helpers import assert_same_bits, only_on_cpu, random
+from support.steps import step
 
 SIZE = Size(hidden=16, heads=2, layers=2, batch=4, seq=12)
 SAMPLED = MemSaveConfig(linear=WTACRS(minimum=4))

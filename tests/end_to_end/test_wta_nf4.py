@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from families import Size, batch_for, build
-from helpers import only_on_cpu
 from peft import LoraConfig, get_peft_model
-from steps import step
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_memsave import MemSaveConfig, measure_kept, patch
+from support.families import Size, batch_for, build
+from support.helpers import only_on_cpu
+from support.steps import step
 
 SIZE = Size(hidden=64, heads=4, layers=2, batch=4, seq=64)
 DRAWS = 40

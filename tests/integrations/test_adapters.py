@@ -6,14 +6,13 @@ from dataclasses import replace
 import peft
 import pytest
 import torch
-from families import QUOTED, batch_for, build
-from helpers import only_on_cpu
-from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from test_lora import RANK, SIZE, adapted, assert_trains_like, autocast, outputs, rank_terms, train
+from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
 
 from hf_memsave import measure_kept, patch
+from support.families import QUOTED, batch_for, build
+from support.helpers import only_on_cpu
+from support.lora import RANK, SIZE, adapted, assert_trains_like, autocast, outputs, quantized, rank_terms, train
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 #: Widths of a LLaMA layer's linears, out of each, in units of the hidden size.
@@ -100,32 +99,6 @@ def test_dora_trains_like_stock(family, mode, dropout, device):
 
 
 # Quantized bases.
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    folders = {}
-
-    def save(size, family="llama"):
-        if (size, family) not in folders:
-            folders[size, family] = tmp_path_factory.mktemp("base")
-            build(family, size, torch.bfloat16).save_pretrained(folders[size, family])
-        return folders[size, family]
-
-    return save
-
-
-def quantized(folder, bits, prepared=True, family="llama", **options):
-    pytest.importorskip("bitsandbytes")
-    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.bfloat16}
-    asked = BitsAndBytesConfig(load_in_4bit=True, **nf4) if bits == 4 else BitsAndBytesConfig(load_in_8bit=True)
-    auto = AutoModelForSequenceClassification if family == "bert" else AutoModelForCausalLM
-    model = auto.from_pretrained(folder, quantization_config=asked, dtype=torch.bfloat16)
-    if prepared:
-        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    torch.manual_seed(0)
-    options = dict(r=RANK, lora_alpha=16, lora_dropout=0.05, init_lora_weights=False, **options)
-    return get_peft_model(model, LoraConfig(target_modules="all-linear", **options)).train()
 
 
 @pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "bf16"])

@@ -5,16 +5,15 @@ import copy
 import peft
 import pytest
 import torch
-from families import batch_for, build
-from helpers import only_on_cpu
 from peft import LoraConfig, get_peft_model
-from test_adapters import quantized, saved  # noqa: F401
-from test_lora import SIZE, adapted
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_memsave import ConfigError, MemSaveConfig, MemSaveLoraConfig, PatchError, adapters, patch, unpatch
-from hf_memsave.swap import binding_of, is_patched
+from hf_memsave.patching.swap import binding_of, is_patched
+from support.families import batch_for, build
+from support.helpers import only_on_cpu
+from support.lora import SIZE, adapted, quantized
 
 LINEARS = ["q_proj", "v_proj"]
 

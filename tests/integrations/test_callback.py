@@ -4,15 +4,15 @@ import json
 
 import pytest
 import torch
-from families import build
-from helpers import only_on_cpu
 from peft import LoraConfig, get_peft_model
-from steps import assert_same, patched_classes
-from test_trainer import Rows
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_memsave
 from hf_memsave import ConfigError, MemSaveCallback, MemSaveConfig, MemSaveTrainer, PatchError, measure_kept, unpatch
+from support.families import build
+from support.helpers import only_on_cpu
+from support.rows import Rows
+from support.steps import assert_same, patched_classes
 
 MIB = 2**20
 

@@ -7,15 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from families import batch_for, build
-from steps import assert_same
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave import measure_kept, patch
-from hf_memsave.swap import is_patched
+from hf_memsave.patching.swap import is_patched
+from support.families import batch_for, build
+from support.steps import assert_same
 
 RANKS, STEPS = 2, 2
 TIMEOUT = datetime.timedelta(seconds=60)

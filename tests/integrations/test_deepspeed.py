@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-CONFIGS = Path(__file__).parents[1] / "configs" / "deepspeed"
+CONFIGS = Path(__file__).parents[2] / "configs" / "deepspeed"
 CASES = [(stage, order) for stage in (2, 3) for order in ("before", "after")]
 FAMILIES = ("bert", "llama")
 
@@ -17,10 +17,10 @@ def worker(folder):
     """One rank: losses and final parameters of every case, stock and patched."""
     import deepspeed
     import torch
-    from families import batch_for, build
 
     from hf_memsave import patch
-    from hf_memsave.swap import is_patched
+    from hf_memsave.patching.swap import is_patched
+    from support.families import batch_for, build
 
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
@@ -65,7 +65,7 @@ def worker(folder):
 def ranks(tmp_path_factory):
     pytest.importorskip("deepspeed")
     folder = tmp_path_factory.mktemp("zero")
-    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", __file__, str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)

@@ -11,10 +11,7 @@ import warnings
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from families import batch_for, build
-from helpers import only_on_cpu
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
-from steps import assert_same, patched_classes, step
 from torch import nn
 from transformers import (
     AutoModel,
@@ -34,8 +31,11 @@ from transformers import (
 import hf_memsave
 from hf_memsave import ConfigError, MemSaveConfig, PatchError
 from hf_memsave.integrations import from_pretrained
-from hf_memsave.swap import is_patched
+from hf_memsave.patching.swap import is_patched
 from hf_memsave.tape import current
+from support.families import batch_for, build
+from support.helpers import only_on_cpu
+from support.steps import assert_same, patched_classes, step
 
 NORMS = {"LlamaRMSNorm", "LayerNorm", "T5LayerNorm"}
 

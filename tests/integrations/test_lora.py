@@ -1,6 +1,5 @@
 """Stock PEFT on a patched model: the floor for any dropout and adapter dtype, with bits and habits of stock."""
 
-import contextlib
 import copy
 import subprocess
 import sys
@@ -8,23 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import FAMILIES, QUOTED, Size, batch_for, build
-from helpers import only_on_cpu
 from peft import LoraConfig, PeftModel, get_peft_model
 
 import hf_memsave
 from hf_memsave import ConfigError, MemSaveConfig, measure_kept, patch, unpatch
-from hf_memsave.swap import is_patched
+from hf_memsave.patching.swap import is_patched
+from support.families import FAMILIES, QUOTED, batch_for, build
+from support.helpers import only_on_cpu
+from support.lora import MODES, RANK, SIZE, adapted, assert_trains_like, autocast, outputs, rank_terms
 
-SIZE = Size(hidden=64, heads=4, batch=2, seq=32)
-RANK = 8
-#: base dtype, adapters cast to fp32 (PEFT's default), bf16 autocast
-MODES = {
-    "bf16, fp32 adapters": (torch.bfloat16, True, False),
-    "bf16": (torch.bfloat16, False, False),
-    "fp32": (torch.float32, True, False),
-    "autocast": (torch.float32, True, True),
-}
 FLOOR = {
     "bert": 10, "roberta": 10, "gpt2": 10, "t5-encoder": 10, "t5-decoder": 15, "t5-gated-encoder": 11.5,
     "llama": 10.5, "mistral": 10.5, "phi3": 10.5, "phi": 9,
@@ -35,48 +26,7 @@ AUTOCAST_FLOOR = {
 }  # fmt: skip
 
 
-def adapted(family, mode="bf16, fp32 adapters", dropout=0.05, size=SIZE, **options):
-    dtype, in_fp32, _ = MODES[mode]
-    options = dict(r=RANK, lora_alpha=16, target_modules="all-linear", lora_dropout=dropout, **options)
-    config = LoraConfig(init_lora_weights=False, **options)
-    torch.manual_seed(0)
-    return get_peft_model(build(family, size, dtype), config, autocast_adapter_dtype=in_fp32).train()
-
-
-def autocast(mode):
-    return torch.autocast("cpu", torch.bfloat16) if MODES[mode][2] else contextlib.nullcontext()
-
-
-def train(model, mode, steps):
-    torch.manual_seed(3)
-    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), 1e-3)
-    losses = []
-    for step in range(steps):
-        with autocast(mode):
-            loss = model(**batch_for(model, SIZE, seed=step)).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def assert_trains_like(ours, stock, mode="bf16, fp32 adapters", steps=20):
-    losses, adapters = train(ours, mode, steps)
-    stock_losses, stock_adapters = train(stock, mode, steps)
-    assert losses == stock_losses
-    assert len(adapters) > 3
-    assert [n for n in adapters if not torch.equal(adapters[n], stock_adapters[n])] == []
-
-
 # The floor.
-
-
-def rank_terms(targets, mode, size):
-    """Bytes of lora_A's outputs, and of the generator states of its dropouts, in one layer with so many targets."""
-    dtype, in_fp32, is_autocast = MODES[mode]
-    itemsize = 2 if is_autocast or (dtype == torch.bfloat16 and not in_fp32) else 4
-    return targets * (size.batch * size.seq * RANK * itemsize + 5056)
 
 
 def count_targets(model):
@@ -141,12 +91,6 @@ def test_variants_train_like_stock(options, device):
 
 
 # Stock's ways of working.
-
-
-def outputs(model):
-    torch.manual_seed(1)
-    with torch.no_grad():
-        return model(**batch_for(model, SIZE)).logits
 
 
 @pytest.mark.parametrize("safe", [False, True])

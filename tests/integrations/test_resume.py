@@ -18,16 +18,16 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from families import Size, build
-from helpers import only_on_cpu
 from peft import LoraConfig, get_peft_model
-from steps import assert_same
-from test_trainer import Rows
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_memsave import MemSaveCallback
-from hf_memsave.swap import is_patched
+from hf_memsave.patching.swap import is_patched
+from support.families import Size, build
+from support.helpers import only_on_cpu
+from support.rows import Rows
+from support.steps import assert_same
 
 STEPS, SAVE_STEPS = 10, 2
 AT_ONCE, PATIENCE = 2, 120  # processes, seconds

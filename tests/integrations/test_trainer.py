@@ -2,10 +2,6 @@
 
 import pytest
 import torch
-from families import VOCAB, build
-from helpers import only_on_cpu
-from steps import assert_same, patched_classes
-from torch.utils.data import Dataset
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -14,6 +10,10 @@ from transformers import (
 )
 
 from hf_memsave import measure_kept, patch, unpatch
+from support.families import build
+from support.helpers import only_on_cpu
+from support.rows import Rows
+from support.steps import assert_same, patched_classes
 
 AUTO = {"bert": AutoModelForSequenceClassification, "llama": AutoModelForCausalLM}
 WAYS = {
@@ -29,27 +29,6 @@ WAYS = {
 }
 
 pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing.* is deprecated:FutureWarning")
-
-
-class Rows(Dataset):
-    """Token ids, a mask, labels, and a column that no forward takes."""
-
-    def __init__(self, family):
-        generator = torch.Generator().manual_seed(0)
-        self.rows = []
-        for number in range(24):
-            ids = torch.randint(5, VOCAB, (12,), generator=generator)
-            mask = torch.ones_like(ids)
-            if number % 3 == 0:
-                mask[9:] = 0
-            label = torch.tensor(number % 2) if family == "bert" else ids.clone()
-            self.rows.append({"input_ids": ids, "attention_mask": mask, "labels": label, "text_length": 12})
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return self.rows[index]
 
 
 @pytest.fixture

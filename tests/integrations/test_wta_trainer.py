@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from datasets import Dataset
-from families import VOCAB, Size, build
-from helpers import assert_same_bits
 from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
 from hf_memsave import WTACRS, ConfigError, MemSaveCallback, MemSaveConfig, patch
 from hf_memsave.integrations.norms import NORMS_NAME, load_norms, save_norms
-from hf_memsave.sampled_layers import sampler_of
+from hf_memsave.patching.sampled_layers import sampler_of
+from support.families import VOCAB, Size, build
+from support.helpers import assert_same_bits
 
 SIZE = Size(batch=4, seq=24)
 SAMPLES = 32

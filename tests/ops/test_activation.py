@@ -5,7 +5,11 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import (
+from torch import nn
+from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
+
+from hf_memsave.ops.activation import ACTIVATION, kept_bytes
+from support.helpers import (
     DTYPES,
     LAYOUTS,
     assert_backward_twice,
@@ -19,10 +23,6 @@ from helpers import (
     run,
     swapped,
 )
-from torch import nn
-from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
-
-from hf_memsave.ops.activation import ACTIVATION, kept_bytes
 
 tanh_gelu = partial(F.gelu, approximate="tanh")
 #: How to build the module, and the function that it is.

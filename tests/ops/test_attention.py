@@ -5,7 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import (
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from hf_memsave.ops import attention as op
+from hf_memsave.ops.attention import attention
+from hf_memsave.tape import Tape
+from support.helpers import (
     DTYPES,
     assert_backward_twice,
     assert_exact,
@@ -20,14 +28,6 @@ from helpers import (
     run,
     subsets,
 )
-from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-
-from hf_memsave.ops import attention as op
-from hf_memsave.ops.attention import attention
-from hf_memsave.tape import Tape
 
 BATCH, HEADS, SEQ, DIM = 2, 4, 6, 8
 MASKS = ("none", "bool", "causal-bool", "float")

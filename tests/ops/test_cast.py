@@ -2,7 +2,10 @@
 
 import pytest
 import torch
-from helpers import (
+
+from hf_memsave.ops.cast import autocast_fp32, autocast_low, cast, cast_reference, is_autocast, kept_bytes
+from hf_memsave.tape import Tape
+from support.helpers import (
     DTYPES,
     LAYOUTS,
     assert_backward_twice,
@@ -15,9 +18,6 @@ from helpers import (
     random,
     run,
 )
-
-from hf_memsave.ops.cast import autocast_fp32, autocast_low, cast, cast_reference, is_autocast, kept_bytes
-from hf_memsave.tape import Tape
 
 
 @pytest.mark.parametrize("wanted", [True, False])

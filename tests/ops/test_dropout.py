@@ -3,7 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import (
+from torch import nn
+
+from hf_memsave.ops.dropout import DROPOUT, dropout, dropout_reference, kept_bytes
+from hf_memsave.tape import Tape
+from support.helpers import (
     DTYPES,
     LAYOUTS,
     assert_backward_twice,
@@ -18,10 +22,6 @@ from helpers import (
     run,
     swapped,
 )
-from torch import nn
-
-from hf_memsave.ops.dropout import DROPOUT, dropout, dropout_reference, kept_bytes
-from hf_memsave.tape import Tape
 
 HOW = ("seed", "mask")
 

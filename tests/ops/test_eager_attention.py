@@ -4,8 +4,14 @@ import copy
 
 import pytest
 import torch
-from families import Size, batch_for, build
-from helpers import (
+from transformers import BertConfig, GPT2Config, GPT2LMHeadModel
+from transformers.models.bert.modeling_bert import BertSelfAttention
+
+from hf_memsave import MemSaveConfig, measure_kept, patch
+from hf_memsave.ops.eager_attention import NAME, kept_bytes
+from support.eager import eager, ops_of
+from support.families import Size, batch_for, build
+from support.helpers import (
     assert_backward_twice,
     assert_gradients_are_right,
     assert_same_bits,
@@ -15,14 +21,7 @@ from helpers import (
     random,
     swapped,
 )
-from steps import assert_same, state_of, step
-from torch import nn
-from transformers import BertConfig, GPT2Config, GPT2LMHeadModel
-from transformers.models.bert.modeling_bert import BertSelfAttention
-
-from hf_memsave import MemSaveConfig, measure_kept, patch
-from hf_memsave.ops.eager_attention import NAME, is_attention, kept_bytes
-from hf_memsave.swap import stock_class
+from support.steps import assert_same, state_of, step
 
 #: Each its own eager function, or another way to use it: plain, downcast, biased, repeated k and v, a fused projection.
 FAMILIES = ("bert", "gpt2", "t5-decoder", "llama", "phi3")
@@ -31,26 +30,7 @@ PRECISIONS = {
     "bf16": (torch.bfloat16, None),
     "autocast": (torch.float32, torch.bfloat16),
 }
-SMALL, WIDE = Size(), Size(seq=48)
-_DROPOUTS = ("dropout", "attn_dropout", "attention_dropout")
-
-
-def attentions(model):
-    """The attention modules of a stock or patched model."""
-    return [module for module in model.modules() if is_attention(stock_class(module))]
-
-
-def eager(family, dropout=0.1, dtype=torch.float32, size=SMALL, device="cpu"):
-    """A model with eager attention, and with dropout in it."""
-    model = build(family, size, dtype)
-    model.set_attn_implementation(NAME)
-    for module in attentions(model):
-        (name,) = (n for n in _DROPOUTS if hasattr(module, n))
-        if isinstance(getattr(module, name), nn.Dropout):
-            getattr(module, name).p = dropout
-        else:
-            setattr(module, name, dropout)
-    return model.to(device)
+WIDE = Size(seq=48)
 
 
 def pair(*args, config=True, **options):
@@ -59,10 +39,6 @@ def pair(*args, config=True, **options):
     ours = copy.deepcopy(stock)
     patch(ours, config)
     return ours, stock
-
-
-def ops_of(report, status="patched"):
-    return {site.op for site in report.sites if site.status == status}
 
 
 # The same bits

@@ -5,15 +5,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from helpers import (
-    DTYPES,
-    LAYOUTS,
-    assert_backward_twice,
-    assert_same_bits,
-    kept,
-    random,
-    run,
-)
 from torch import nn
 from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, QuickGELUActivation, SiLUActivation
 
@@ -26,6 +17,15 @@ from hf_memsave.ops.few_bit_tables import RANGE, Levels, levels
 from hf_memsave.ops.op import Binding
 from hf_memsave.tape import Tape
 from hf_memsave.tape.codecs import pack_bits, pack_codes, unpack_bits, unpack_codes
+from support.helpers import (
+    DTYPES,
+    LAYOUTS,
+    assert_backward_twice,
+    assert_same_bits,
+    kept,
+    random,
+    run,
+)
 
 BITS = range(1, 9)
 MODULES = (nn.GELU, partial(nn.GELU, "tanh"), nn.SiLU, GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation)

@@ -6,8 +6,20 @@ from functools import partial
 
 import pytest
 import torch
-from families import Size, batch_for, build
-from helpers import (
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, QuickGELUActivation, SiLUActivation
+
+from hf_memsave import MemSaveConfig, measure_kept, patch
+from hf_memsave.arch import COMMON
+from hf_memsave.ops import few_bit as module_of_few_bit
+from hf_memsave.ops.few_bit import FewBit, kept_bytes
+from hf_memsave.tape import Coded, Tape
+from hf_memsave.tape.step_meter import StepMeter
+from support.families import Size, batch_for, build
+from support.helpers import (
     DTYPES,
     LAYOUTS,
     Probe,
@@ -20,19 +32,7 @@ from helpers import (
     random,
     swapped,
 )
-from peft import LoraConfig, get_peft_model
-from steps import assert_same, step
-from torch import nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
-from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, QuickGELUActivation, SiLUActivation
-
-from hf_memsave import MemSaveConfig, measure_kept, patch
-from hf_memsave.arch import COMMON
-from hf_memsave.ops import few_bit as module_of_few_bit
-from hf_memsave.ops.few_bit import FewBit, kept_bytes
-from hf_memsave.tape import Coded, Tape
-from hf_memsave.tape.step_meter import StepMeter
+from support.steps import assert_same, step
 
 MODULES = {
     "gelu": nn.GELU,

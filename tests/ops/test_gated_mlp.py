@@ -4,7 +4,15 @@ import copy
 
 import pytest
 import torch
-from helpers import (
+from torch import nn
+from transformers import LlamaConfig, Phi3Config
+from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.phi3.modeling_phi3 import Phi3MLP
+
+from hf_memsave.arch import ARCHS
+from hf_memsave.ops.expression import match
+from hf_memsave.ops.gated_mlp import CHUNKED_GATED_MLP, GATED_MLP, kept_bytes
+from support.helpers import (
     as_function,
     assert_backward_twice,
     assert_exact,
@@ -19,14 +27,6 @@ from helpers import (
     swap_children,
     swapped,
 )
-from torch import nn
-from transformers import LlamaConfig, Phi3Config
-from transformers.models.llama.modeling_llama import LlamaMLP
-from transformers.models.phi3.modeling_phi3 import Phi3MLP
-
-from hf_memsave.arch import ARCHS
-from hf_memsave.ops.expression import match
-from hf_memsave.ops.gated_mlp import CHUNKED_GATED_MLP, GATED_MLP, kept_bytes
 
 HIDDEN, WIDTH = 8, 12
 NAMES = {

@@ -5,7 +5,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import (
+from torch import nn
+from transformers.activations import FastGELUActivation, NewGELUActivation, QuickGELUActivation, SiLUActivation
+
+from hf_memsave.ops import new_gelu, quick_gelu
+from hf_memsave.ops.expression import match
+from hf_memsave.ops.op import Op
+from support.helpers import (
     DTYPES,
     LAYOUTS,
     assert_backward_twice,
@@ -20,12 +26,6 @@ from helpers import (
     run,
     swapped,
 )
-from torch import nn
-from transformers.activations import FastGELUActivation, NewGELUActivation, QuickGELUActivation, SiLUActivation
-
-from hf_memsave.ops import new_gelu, quick_gelu
-from hf_memsave.ops.expression import match
-from hf_memsave.ops.op import Op
 
 
 class Case(NamedTuple):

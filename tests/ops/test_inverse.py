@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from script_helpers import load_script
 
 from hf_memsave.arch import COMMON
 from hf_memsave.ops import elementwise
 from hf_memsave.ops.elementwise import ACTIVATIONS, Elementwise
 from hf_memsave.ops.inverse import InverseFit, slope, wide
 from hf_memsave.ops.inverse_fits import FITS
+from support.script_helpers import load_script
 
 HALVES = (torch.bfloat16, torch.float16)
 FROM_FP32 = 1e-3

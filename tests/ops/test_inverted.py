@@ -5,21 +5,6 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import (
-    DTYPES,
-    LAYOUTS,
-    assert_backward_twice,
-    assert_gradients_are_right,
-    assert_same_bits,
-    assert_same_result,
-    autocasting,
-    bits,
-    kept,
-    layout,
-    only_on_cpu,
-    random,
-    run,
-)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import (
@@ -42,6 +27,21 @@ from hf_memsave.ops.op import Binding
 from hf_memsave.ops.precision_bit import decode, encode
 from hf_memsave.ops.precision_bit import kept_bytes as precision_bit_kept_bytes
 from hf_memsave.tape import Tape
+from support.helpers import (
+    DTYPES,
+    LAYOUTS,
+    assert_backward_twice,
+    assert_gradients_are_right,
+    assert_same_bits,
+    assert_same_result,
+    autocasting,
+    bits,
+    kept,
+    layout,
+    only_on_cpu,
+    random,
+    run,
+)
 
 #: How to build the module, and the name of what it computes.
 KINDS = {

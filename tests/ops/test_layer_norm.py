@@ -2,7 +2,10 @@
 
 import pytest
 import torch
-from helpers import (
+from torch import nn
+
+from hf_memsave.ops.layer_norm import kept_bytes, layer_norm, layer_norm_reference
+from support.helpers import (
     DTYPES,
     LAYOUTS,
     assert_backward_twice,
@@ -18,9 +21,6 @@ from helpers import (
     subsets,
     swapped,
 )
-from torch import nn
-
-from hf_memsave.ops.layer_norm import kept_bytes, layer_norm, layer_norm_reference
 
 EPS = 1e-5
 

@@ -4,7 +4,12 @@ import copy
 
 import pytest
 import torch
-from helpers import (
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_memsave.ops.expression import match
+from hf_memsave.ops.linear import CONV1D, kept_bytes
+from support.helpers import (
     DTYPES,
     as_function,
     assert_backward_twice,
@@ -18,11 +23,6 @@ from helpers import (
     subsets,
     swapped,
 )
-from torch import nn
-from transformers.pytorch_utils import Conv1D
-
-from hf_memsave.ops.expression import match
-from hf_memsave.ops.linear import CONV1D, kept_bytes
 
 ROWS, IN, OUT = 15, 8, 4
 KINDS = {"linear": lambda: nn.Linear(IN, OUT), "conv1d": lambda: Conv1D(OUT, IN)}

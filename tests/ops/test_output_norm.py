@@ -5,7 +5,17 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import (
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+from hf_memsave.errors import KeptTensorChangedError
+from hf_memsave.ops import OPS
+from hf_memsave.ops.op import Binding
+from hf_memsave.ops.output_norm import in_need, kept_bytes, layer_normed, output_norm, rms_normed
+from hf_memsave.tape import Tape
+from support.helpers import (
     LAYOUTS,
     assert_backward_twice,
     assert_gradients_are_right,
@@ -17,16 +27,6 @@ from helpers import (
     random,
     run,
 )
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.t5.modeling_t5 import T5LayerNorm
-
-from hf_memsave.errors import KeptTensorChangedError
-from hf_memsave.ops import OPS
-from hf_memsave.ops.op import Binding
-from hf_memsave.ops.output_norm import in_need, kept_bytes, layer_normed, output_norm, rms_normed
-from hf_memsave.tape import Tape
 
 EPS = 1e-6
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

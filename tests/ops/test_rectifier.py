@@ -2,7 +2,13 @@
 
 import pytest
 import torch
-from helpers import (
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hf_memsave import measure_kept
+from hf_memsave.ops.rectifier import kept_bytes
+from hf_memsave.tape import Tape
+from support.helpers import (
     DTYPES,
     LAYOUTS,
     Probe,
@@ -15,12 +21,6 @@ from helpers import (
     random,
     swapped,
 )
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-
-from hf_memsave import measure_kept
-from hf_memsave.ops.rectifier import kept_bytes
-from hf_memsave.tape import Tape
 
 
 @pytest.fixture

@@ -4,7 +4,21 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import (
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+from hf_memsave.ops.expression import match
+from hf_memsave.ops.rms_norm import (
+    RMS_NORM,
+    T5_LAYER_NORM,
+    kept_bytes,
+    rms_norm,
+    rms_norm_reference,
+    t5_layer_norm,
+    t5_layer_norm_reference,
+)
+from support.helpers import (
     DTYPES,
     LAYOUTS,
     assert_backward_twice,
@@ -20,20 +34,6 @@ from helpers import (
     run,
     subsets,
     swapped,
-)
-from torch import nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.t5.modeling_t5 import T5LayerNorm
-
-from hf_memsave.ops.expression import match
-from hf_memsave.ops.rms_norm import (
-    RMS_NORM,
-    T5_LAYER_NORM,
-    kept_bytes,
-    rms_norm,
-    rms_norm_reference,
-    t5_layer_norm,
-    t5_layer_norm_reference,
 )
 
 EPS = 1e-6

@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from helpers import kept, nbytes, random
-from selective import LAYERS, Taped, swap_all
 from torch import nn
 
 from hf_memsave import measure_kept
 from hf_memsave.ops import batch_norm, channel_dropout, convolution, group_norm, pooling, rectifier
+from support.helpers import kept, nbytes, random
+from support.selective import LAYERS, Taped, swap_all
 
 SHAPE = (2, 4, 12, 12)
 N = 2 * 4 * 12 * 12

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from helpers import (
+
+from support.helpers import (
     DTYPES,
     as_function,
     assert_exact,
@@ -10,7 +11,7 @@ from helpers import (
     random,
     subsets,
 )
-from selective import LAYERS
+from support.selective import LAYERS
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'", "ignore:dropout2d")
 

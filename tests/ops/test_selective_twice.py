@@ -4,8 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import as_function, assert_backward_twice, assert_gradients_are_right, random
-from selective import LAYERS
+
+from support.helpers import as_function, assert_backward_twice, assert_gradients_are_right, random
+from support.selective import LAYERS
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
 

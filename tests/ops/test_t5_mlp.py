@@ -4,7 +4,12 @@ import copy
 
 import pytest
 import torch
-from helpers import (
+from transformers import T5Config
+from transformers.models.t5.modeling_t5 import T5DenseActDense, T5DenseGatedActDense
+
+from hf_memsave.ops.expression import match
+from hf_memsave.ops.t5_mlp import T5_GATED_MLP, T5_MLP
+from support.helpers import (
     as_function,
     assert_backward_twice,
     assert_exact,
@@ -18,11 +23,6 @@ from helpers import (
     swap_children,
     swapped,
 )
-from transformers import T5Config
-from transformers.models.t5.modeling_t5 import T5DenseActDense, T5DenseGatedActDense
-
-from hf_memsave.ops.expression import match
-from hf_memsave.ops.t5_mlp import T5_GATED_MLP, T5_MLP
 
 HIDDEN, WIDTH = 8, 12
 ROWS = 15

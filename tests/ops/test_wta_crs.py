@@ -6,13 +6,13 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same_bits, autocasting, nbytes, random
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch
 from hf_memsave.ops.wta_crs import LAYER, kept_bytes
-from hf_memsave.sampled_layers import sampler_of
+from hf_memsave.patching.sampled_layers import sampler_of
+from support.helpers import assert_same_bits, autocasting, nbytes, random
 
 IN, OUT = 6, 5
 LAYERS = {

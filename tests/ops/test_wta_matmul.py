@@ -5,10 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from families import Size, batch_for
-from helpers import assert_same_bits, kept, random, swapped
-from steps import assert_same, state_of, step
-from test_eager_attention import attentions, eager, ops_of
 from torch import nn
 
 from hf_memsave import WTACRS, MemSaveConfig, PatchError, measure_kept, patch
@@ -16,6 +12,10 @@ from hf_memsave.ops.wta_crs import LAYER
 from hf_memsave.ops.wta_matmul import kept_bytes, wta_matmul
 from hf_memsave.sampling.sampler import Layer, Sampler
 from hf_memsave.tape import Tape
+from support.eager import attentions, eager, ops_of
+from support.families import Size, batch_for
+from support.helpers import assert_same_bits, kept, random, swapped
+from support.steps import assert_same, state_of, step
 
 DRAWS = 20_000
 BATCH, HEADS = 200, 100  # each head of each sequence draws for itself: 20,000 independent draws in one call

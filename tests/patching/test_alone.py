@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from families import build
-from helpers import assert_same_bits, only_on_cpu, random
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.autograd.graph import save_on_cpu
@@ -21,8 +19,10 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from hf_memsave import WTACRS, MemSaveConfig, PatchError, measure_kept, patch, unpatch
-from hf_memsave.swap import binding_of
+from hf_memsave.patching.swap import binding_of
 from hf_memsave.tape import Tape
+from support.families import build
+from support.helpers import assert_same_bits, only_on_cpu, random
 
 N, ROWS, WIDTH = 256 * 32, 256, 32
 FLAT, IMAGE = (4, 64, WIDTH), (2, 16, 16, 16)  # N numbers each

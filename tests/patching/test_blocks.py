@@ -4,15 +4,15 @@ import copy
 import pickle
 
 import pytest
-from families import Size, batch_for, build
 from peft import LoraConfig, get_peft_model
-from steps import assert_same, patched_classes, state_of, step
 
 from hf_memsave import MemSaveConfig, PatchError, measure_kept, patch, unpatch
-from hf_memsave.blocks import block_numbers, number_of
+from hf_memsave.patching.blocks import block_numbers, number_of
 from hf_memsave.config import KINDS
 from hf_memsave.ops import OPS, attention
-from hf_memsave.swap import binding_of
+from hf_memsave.patching.swap import binding_of
+from support.families import Size, batch_for, build
+from support.steps import assert_same, patched_classes, state_of, step
 
 BLOCKS = 3
 #: Wide enough that a mask takes more than the state of the generator that it is drawn from.

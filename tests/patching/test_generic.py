@@ -5,9 +5,6 @@ import functools
 
 import pytest
 import torch
-from families import batch_for, build
-from helpers import only_on_cpu
-from steps import assert_same, patched_classes, step
 from torch import nn
 from transformers import (
     BertConfig,
@@ -30,6 +27,9 @@ from transformers import (
 from transformers.activations import SiLUActivation
 
 from hf_memsave import measure_kept, patch
+from support.families import batch_for, build
+from support.helpers import only_on_cpu
+from support.steps import assert_same, patched_classes, step
 
 COMMON = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=512, pad_token_id=0)
 GATED = dict(COMMON, intermediate_size=88, num_key_value_heads=2, bos_token_id=1, eos_token_id=2)

@@ -9,13 +9,13 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from families import FAMILIES, Size, batch_for, build
-from steps import assert_same, patched_classes, state_of, step
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from hf_memsave import ConfigError, MemSaveConfig, PatchError, measure_kept, patch, unpatch
+from support.families import FAMILIES, Size, batch_for, build
+from support.steps import assert_same, patched_classes, state_of, step
 
 # Per family, op -> paths. "*" stands for the layers 0 and 1, "{a,b}" for a and b, "@" for the model itself.
 BERT = {

@@ -6,18 +6,18 @@ import types
 import numpy
 import pytest
 import torch
-from families import batch_for
-from planning import EPS, EXACT, SIZE, bert, between, needs, norms, once, patched
-from steps import assert_same, patched_classes, state_of, step
 from torch import nn
 
 from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch, unpatch
-from hf_memsave.commands.step import compare_step
 from hf_memsave.errors import PlanError
+from hf_memsave.measure.step import compare_step
+from hf_memsave.measure.undisturbed import left_as_it_was
 from hf_memsave.planner import fast, smart
-from hf_memsave.planner.undisturbed import left_as_it_was
-from hf_memsave.sampled_layers import sampler_of
-from hf_memsave.swap import stock_class
+from hf_memsave.patching.sampled_layers import sampler_of
+from hf_memsave.patching.swap import stock_class
+from support.families import batch_for
+from support.planning import EPS, EXACT, SIZE, bert, between, needs, norms, once, patched
+from support.steps import assert_same, patched_classes, state_of, step
 
 
 def weights(model):

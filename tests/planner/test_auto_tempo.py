@@ -4,16 +4,16 @@ import dataclasses
 
 import pytest
 import torch
-from families import batch_for, build
-from planning import EXACT, SIZE, bert, between, fixed, needs, once, patched
-from steps import patched_classes, state_of
 
 from hf_memsave import MemSaveConfig, unpatch
 from hf_memsave.config import KINDS
 from hf_memsave.errors import PlanError
 from hf_memsave.planner import fast, smart
 from hf_memsave.planner.trial import resized
-from hf_memsave.swap import binding_of
+from hf_memsave.patching.swap import binding_of
+from support.families import batch_for, build
+from support.planning import EXACT, SIZE, bert, between, fixed, needs, once, patched
+from support.steps import patched_classes, state_of
 
 
 def gpt2(device="cpu"):

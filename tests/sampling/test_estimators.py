@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from draws import best_count, expected_weights, tails, variance
-from helpers import random
 
 from hf_memsave.sampling.estimators import ESTIMATORS, crs, probabilities, topk, winners, wta
+from support.draws import best_count, expected_weights, tails, variance
+from support.helpers import random
 
 M = 12
 UNBIASED = ("wta", "crs")

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from draws import Watched, expected_weights
-from helpers import random
 
 from hf_memsave import WTACRS
 from hf_memsave.sampling.batch import Batch, Tokens
 from hf_memsave.sampling.norm_cache import NONZERO, RATE, UNSEEN, ZERO, NormCache, merged
+from support.draws import Watched, expected_weights
+from support.helpers import random
 
 BATCH, SEQ, IN = 4, 8, 6
 LAYER = "layers.0.q"

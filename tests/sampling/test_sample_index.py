@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from helpers import random
 
 from hf_memsave import WTACRS, ConfigError
 from hf_memsave.sampling.sampler import Sampler
+from support.helpers import random
 
 
 def ids_of(lengths, left=False, width=20):

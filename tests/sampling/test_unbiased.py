@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from draws import standard_errors
-from helpers import random
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -12,6 +10,8 @@ from hf_memsave import WTACRS, MemSaveConfig, patch
 from hf_memsave.ops.wta_crs import LAYER
 from hf_memsave.sampling.batch import Batch, Tokens
 from hf_memsave.sampling.sampler import Sampler
+from support.draws import standard_errors
+from support.helpers import random
 
 BATCH, SEQ, IN, OUT = 4, 8, 6, 5
 DRAWS, STEPS = 20_000, 400

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "run_clm.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "run_clm.py"
 CONFIG = {
     "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
     "num_key_value_heads": 1, "max_position_embeddings": 64, "vocab_size": 300,

@@ -6,7 +6,12 @@ from math import ceil
 import pytest
 import torch
 import yaml
-from script_helpers import (
+from transformers import get_scheduler
+
+from hf_memsave import WTACRS, MemSaveConfig
+from hf_memsave.data.glue import TASKS
+from hf_memsave.ops.wta_crs import LAYER
+from support.script_helpers import (
     REPO,
     STEPS,
     assert_moved,
@@ -18,11 +23,6 @@ from script_helpers import (
     log,
     spy_on_models,
 )
-from transformers import get_scheduler
-
-from hf_memsave import WTACRS, MemSaveConfig
-from hf_memsave.glue import TASKS
-from hf_memsave.ops.wta_crs import LAYER
 
 FOLDER = REPO / "configs" / "glue"
 FILES = sorted(FOLDER.iterdir())

@@ -10,7 +10,10 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from script_helpers import (
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import hf_memsave
+from support.script_helpers import (
     CONFIGS,
     LORA,
     RECIPES,
@@ -28,9 +31,6 @@ from script_helpers import (
     run_both,
     spy_on_models,
 )
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-import hf_memsave
 
 DO = ["--do_train", "--do_eval"]
 STEPS = [*STEPS, "--block_size", "16"]

@@ -10,7 +10,12 @@ import torch
 import yaml
 from peft import PeftModel
 from safetensors.torch import load_file
-from script_helpers import (
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+import hf_memsave
+from hf_memsave.data.glue import TASKS
+from hf_memsave.data.wordpiece import train_wordpiece
+from support.script_helpers import (
     CONFIGS,
     LORA,
     RECIPES,
@@ -27,12 +32,7 @@ from script_helpers import (
     results,
     run_both,
 )
-from script_helpers import glue_data as data
-from transformers import AutoConfig, AutoModelForSequenceClassification
-
-import hf_memsave
-from hf_memsave.glue import TASKS
-from hf_memsave.wordpiece import train_wordpiece
+from support.script_helpers import glue_data as data
 
 FAMILIES = ["bert", "roberta", "gpt2", "llama", "opt", "t5"]
 STEPS = [*STEPS, "--max_seq_length", "32"]

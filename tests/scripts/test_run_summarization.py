@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from peft import PeftModel
 from safetensors.torch import load_file
-from script_helpers import (
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from support.script_helpers import (
     LORA,
     RECIPES,
     STEPS,
@@ -29,7 +31,6 @@ from script_helpers import (
     run_both,
     spy_on_models,
 )
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 DO = ["--do_train", "--do_eval", "--predict_with_generate"]
 STEPS = [*STEPS, "--max_source_length", "32", "--max_target_length", "8"]

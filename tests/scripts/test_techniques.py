@@ -1,4 +1,4 @@
-"""``scripts/bench_techniques.py`` on narrow models: what its figures say of the techniques, and its files."""
+"""``scripts/bench/techniques.py`` on narrow models: what its figures say of the techniques, and its files."""
 
 import functools
 import json
@@ -12,10 +12,10 @@ from torch import nn
 
 from hf_memsave import measure_kept
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-from bench_techniques import kept, made, main  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
 from peak import measure_peak  # noqa: E402
-from techniques import SETTINGS, models  # noqa: E402
+from techniques import kept, made, main  # noqa: E402
+from techniques_settings import SETTINGS, models  # noqa: E402
 
 MODELS = models(quick=True, batch=2)
 FULL, LORA = tuple(MODELS["full"]), tuple(MODELS["lora"])

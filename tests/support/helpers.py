@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from hf_memsave.arch import COMMON
-from hf_memsave.swap import patched_class, set_class
+from hf_memsave.patching.swap import patched_class, set_class
 from hf_memsave.tape import Tape, measure_kept
 from hf_memsave.tape.promise import Promise
 

@@ -6,11 +6,11 @@ import copy
 
 import peft  # noqa: F401  patch() would load it: the meter is slow on what is loaded after pytest has collected
 import torch
-from families import CLASSES, VOCAB, Size
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
 from hf_memsave import MemSaveConfig, measure_kept, patch, unpatch
+from support.families import CLASSES, VOCAB, Size
 
 SIZE = Size(hidden=64, layers=4, batch=4)
 EPS = 1e-5

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from helpers import autocasting
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
@@ -16,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 import hf_memsave
+from support.helpers import autocasting
 
 WIDTH = 8
 

@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from hf_memsave.glue import TASKS
-from hf_memsave.swap import is_patched
+from hf_memsave.data.glue import TASKS
+from hf_memsave.patching.swap import is_patched
 
-REPO = Path(__file__).resolve().parents[1]
+REPO = Path(__file__).resolve().parents[2]
 SCRIPTS = REPO / "scripts"
+BENCH = SCRIPTS / "bench"
 RECIPES = REPO / "configs" / "recipes"
 
 SIZES = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
@@ -40,7 +41,8 @@ LORA = ["--lora_r", "4", "--lora_dropout", "0.1"]
 
 
 def load_script(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(SCRIPTS)
+    for folder in (BENCH, SCRIPTS):
+        monkeypatch.syspath_prepend(folder)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     return importlib.import_module(name)

@@ -5,10 +5,10 @@ import copy
 from collections.abc import Callable
 from typing import NamedTuple
 
-from helpers import swapped
 from torch import nn
 
 from hf_memsave.tape import Tape
+from support.helpers import swapped
 
 
 class Layer(NamedTuple):

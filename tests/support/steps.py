@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from helpers import assert_same_bits
 from torch import Tensor, nn
 
-from hf_memsave.swap import is_patched, stock_class
+from hf_memsave.patching.swap import is_patched, stock_class
+from support.helpers import assert_same_bits
 
 Results = dict[str, Tensor]
 

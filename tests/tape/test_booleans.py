@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from helpers import assert_same_bits, random
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_memsave import measure_kept, patch
+from support.helpers import assert_same_bits, random
 
 ROWS, WIDTH = 64, 256
 

@@ -1,12 +1,12 @@
 """A mask is one bit an element; it gives way to the tensor it stands for where that is kept anyway."""
 
 import pytest
-from helpers import assert_same_bits, random, swapped
-from selective import LAYERS, Taped, swap_all
 from torch import nn
 
 from hf_memsave import KeptTensorChangedError, measure_kept
 from hf_memsave.tape import Tape
+from support.helpers import assert_same_bits, random, swapped
+from support.selective import LAYERS, Taped, swap_all
 
 
 def kept(device, trained, patched, relu="ReLU"):

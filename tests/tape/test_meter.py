@@ -5,13 +5,13 @@ from dataclasses import fields
 
 import pytest
 import torch
-from helpers import generator_state
 from torch import nn
 from torch.nn.modules import module as global_hooks
 from torch.utils.checkpoint import checkpoint
 
 from hf_memsave import measure_kept
 from hf_memsave.tape.meter import KINDS, KeptStorage
+from support.helpers import generator_state
 
 ROWS, WIDTH, WIDE = 3, 8, 16
 FP32 = 4

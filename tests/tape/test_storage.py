@@ -6,10 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from families import Size, batch_for, build
-from helpers import only_on_cpu, random
 from peft import LoraConfig, get_peft_model
-from steps import assert_same, gradients, state_of, step
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -17,6 +14,9 @@ from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch
 from hf_memsave.tape import Tape
 from hf_memsave.tape.quantize import FORMATS, decode, encode
 from hf_memsave.tape.storage import Codec
+from support.families import Size, batch_for, build
+from support.helpers import only_on_cpu, random
+from support.steps import assert_same, gradients, state_of, step
 
 SIZE = Size(hidden=64, heads=4, layers=2, batch=4, seq=64)
 KINDS = tuple(FORMATS)

@@ -1,0 +1,80 @@
+"""Models with LoRA adapters, on stock and on quantized bases, and their training."""
+
+import contextlib
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
+
+from support.families import Size, batch_for, build
+
+SIZE = Size(hidden=64, heads=4, batch=2, seq=32)
+RANK = 8
+#: base dtype, adapters cast to fp32 (PEFT's default), bf16 autocast
+MODES = {
+    "bf16, fp32 adapters": (torch.bfloat16, True, False),
+    "bf16": (torch.bfloat16, False, False),
+    "fp32": (torch.float32, True, False),
+    "autocast": (torch.float32, True, True),
+}
+
+
+def adapted(family, mode="bf16, fp32 adapters", dropout=0.05, size=SIZE, **options):
+    dtype, in_fp32, _ = MODES[mode]
+    options = dict(r=RANK, lora_alpha=16, target_modules="all-linear", lora_dropout=dropout, **options)
+    config = LoraConfig(init_lora_weights=False, **options)
+    torch.manual_seed(0)
+    return get_peft_model(build(family, size, dtype), config, autocast_adapter_dtype=in_fp32).train()
+
+
+def autocast(mode):
+    return torch.autocast("cpu", torch.bfloat16) if MODES[mode][2] else contextlib.nullcontext()
+
+
+def train(model, mode, steps):
+    torch.manual_seed(3)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), 1e-3)
+    losses = []
+    for step in range(steps):
+        with autocast(mode):
+            loss = model(**batch_for(model, SIZE, seed=step)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def assert_trains_like(ours, stock, mode="bf16, fp32 adapters", steps=20):
+    losses, adapters = train(ours, mode, steps)
+    stock_losses, stock_adapters = train(stock, mode, steps)
+    assert losses == stock_losses
+    assert len(adapters) > 3
+    assert [n for n in adapters if not torch.equal(adapters[n], stock_adapters[n])] == []
+
+
+def rank_terms(targets, mode, size):
+    """Bytes of lora_A's outputs, and of the generator states of its dropouts, in one layer with so many targets."""
+    dtype, in_fp32, is_autocast = MODES[mode]
+    itemsize = 2 if is_autocast or (dtype == torch.bfloat16 and not in_fp32) else 4
+    return targets * (size.batch * size.seq * RANK * itemsize + 5056)
+
+
+def outputs(model):
+    torch.manual_seed(1)
+    with torch.no_grad():
+        return model(**batch_for(model, SIZE)).logits
+
+
+def quantized(folder, bits, prepared=True, family="llama", **options):
+    pytest.importorskip("bitsandbytes")
+    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.bfloat16}
+    asked = BitsAndBytesConfig(load_in_4bit=True, **nf4) if bits == 4 else BitsAndBytesConfig(load_in_8bit=True)
+    auto = AutoModelForSequenceClassification if family == "bert" else AutoModelForCausalLM
+    model = auto.from_pretrained(folder, quantization_config=asked, dtype=torch.bfloat16)
+    if prepared:
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    torch.manual_seed(0)
+    options = dict(r=RANK, lora_alpha=16, lora_dropout=0.05, init_lora_weights=False, **options)
+    return get_peft_model(model, LoraConfig(target_modules="all-linear", **options)).train()

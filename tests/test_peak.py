@@ -1,0 +1,300 @@
+"""``count_peak`` on known sequences of allocations, and the peak of whole steps, patched over stock."""
+
+import contextlib
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.two_tensor import TwoTensor
+
+from hf_memsave import patch
+from hf_memsave.measure.peak import count_peak
+from support.families import Size, batch_for, build
+from support.lora import adapted
+
+ROWS, WIDTH = 64, 32
+FP32 = 4
+UNIT = ROWS * WIDTH * FP32
+
+
+@pytest.fixture
+def x(device):
+    return torch.randn(ROWS, WIDTH, device=device)
+
+
+def units(step):
+    """The peak and what is left at the end, in tensors like ``x``."""
+    found = count_peak(step)
+    return found.peak / UNIT, found.end / UNIT
+
+
+# What counts.
+
+
+def test_a_known_sequence_is_counted_exactly(x):
+    def step():
+        a = x + 1
+        b = a + 1
+        del a
+        c, d = b + 1, b + 2
+        del b, c
+        d.sum()
+
+    found = count_peak(step)
+    assert found.timeline == (
+        *(("aten.add.Tensor", live * UNIT) for live in (1, 2, 2, 3)),
+        ("aten.sum.default", UNIT + FP32),
+    )
+    assert (found.peak, found.end) == (3 * UNIT, 0)
+
+
+def test_a_planted_leak_is_seen(x):
+    leak = []
+    assert units(lambda: leak.append(x + 1)) == (1, 1)
+    assert units(lambda: leak.append([x + 1, (x + 2)[:1]])) == (2, 2)
+
+
+def test_what_is_returned_is_no_leak_and_an_ops_input_and_output_are_alive_together(x):
+    assert units(lambda: {"loss": (x + 1).exp().exp()}) == (2, 0)
+
+
+@pytest.mark.parametrize("view", [lambda a: a[1:], torch.t, torch.detach, torch.relu_, lambda a: a.view(-1)])
+def test_views_and_writes_in_place_do_not_count_again(x, view):
+    def step():
+        a = x.clone()
+        return view(a), view(a), view(view(a))
+
+    assert units(step) == (1, 0)
+
+
+def test_a_view_keeps_its_whole_storage_alive(x):
+    views = []
+    assert units(lambda: views.append((x + 1)[0, :1])) == (1, 1)
+
+
+def test_what_autograd_keeps_counts_until_its_backward(x):
+    def step():
+        y = x.requires_grad_().exp()  # keeps its output
+        loss = y.sum()
+        del y
+        loss.backward()
+
+    # exp's output and its gradient; that of the sum is expanded from one number.
+    found = count_peak(step)
+    assert found.end == UNIT
+    assert 2 * UNIT <= found.peak <= 2 * UNIT + 2 * FP32
+
+
+def test_what_backward_makes_counts(x):
+    class Wasteful(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return sum([x + i for i in range(5)])
+
+    # Five at once; sum() then has its old and its new result beside them.
+    assert units(lambda: Wasteful.apply(x.requires_grad_()).backward()) == (pytest.approx(7, abs=0.01), 1)
+
+
+def test_gradients_are_what_is_left_and_those_from_before_do_not_count(device, x):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 1)).to(device)
+
+    def step():
+        model(x).sum().backward()
+
+    assert count_peak(step).end == sum(p.nbytes for p in model.parameters())
+    assert count_peak(step).end == 0
+
+
+def test_a_tensor_made_from_numbers_counts():
+    made = []
+    assert count_peak(lambda: made.append(torch.tensor([1.0, 2.0]))).end == 2 * FP32
+
+
+def test_a_wrapper_counts_as_what_it_is_made_of(x):
+    wrapper = TwoTensor(x, x.clone())
+    assert units(lambda: wrapper + 1) == (2, 0)
+
+
+def test_what_a_cycle_holds_counts_to_the_end_of_the_step(x):
+    def step():
+        for _ in range(3):
+            cycle = [x + 1]
+            cycle.append(cycle)
+
+    assert units(step) == (3, 0)
+
+
+def test_a_cast_of_a_weight_counts_though_autocast_has_it(device, x):
+    linear = nn.Linear(WIDTH, WIDTH, bias=False, device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        first = count_peak(lambda: linear(x))
+        assert count_peak(lambda: linear(x)).timeline == first.timeline
+
+
+# What does not.
+
+
+def test_storages_from_before_neither_count_nor_are_subtracted(x):
+    before = [x + 1, x + 2]
+
+    def step():
+        a = before.pop() * 2
+        before.clear()
+        return a * 2
+
+    assert units(step) == (2, 0)
+
+
+# Storages that change their size.
+
+
+def test_a_storage_emptied_and_filled_again_counts_what_it_has(x):
+    lives = []
+
+    def step():
+        a = x + 1
+        a.untyped_storage().resize_(0)
+        lives.append(x + 1)
+        a.untyped_storage().resize_(UNIT)
+        a.fill_(0)
+
+    found = count_peak(step)
+    assert [live / UNIT for _, live in found.timeline] == [1, 1, 2]
+    assert found.end == UNIT
+
+
+def test_an_op_may_resize_too(x):
+    assert units(lambda: (x + 1).resize_(2 * ROWS, WIDTH)) == (2, 0)
+    assert units(lambda: torch.add(x, 1, out=x.new_empty(0))) == (1, 0)
+
+
+def test_of_a_storage_from_before_only_growth_counts(x):
+    storage = x.untyped_storage()
+
+    def step():
+        storage.resize_(0)
+        storage.resize_(UNIT)
+        x.zero_()
+        storage.resize_(3 * UNIT)
+        storage.resize_(UNIT)
+
+    assert units(step) == (2, 0)
+
+
+@pytest.mark.parametrize("is_broken", [False, True], ids=["returns", "raises"])
+def test_resizing_and_the_collector_are_as_they_were(x, is_broken):
+    stock = torch.UntypedStorage.resize_
+
+    def step():
+        assert torch.UntypedStorage.resize_ is not stock
+        assert not gc.isenabled()
+        if is_broken:
+            raise ZeroDivisionError
+        return x + 1
+
+    with pytest.raises(ZeroDivisionError) if is_broken else contextlib.nullcontext():
+        count_peak(step)
+    assert torch.UntypedStorage.resize_ is stock
+    assert "resize_" not in vars(torch.UntypedStorage)
+    assert gc.isenabled()
+
+
+# The bookkeeping itself.
+
+
+def test_counting_keeps_nothing_alive(x):
+    died = []
+
+    def step():
+        a = x + 1
+        weakref.finalize(a.untyped_storage(), died.append, "a")
+        b = a + 1
+        del a
+        assert died == ["a"]
+        return b
+
+    count_peak(step)
+
+
+def test_counting_again_gives_the_same(device):
+    batch = batch_for(model := build("bert").to(device))
+
+    def step():
+        model.zero_grad()
+        model(**batch).loss.backward()
+
+    first = count_peak(step)
+    assert count_peak(step) == first
+
+
+def allocated(step):
+    """The most bytes that torch's CPU allocator had out at once, by the trace of the profiler."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        step()
+    events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+# Whole steps.
+
+#: The size at which limits are quoted.
+LAYERS = Size(hidden=256, heads=4, layers=6, batch=8, seq=128)
+#: Family, whether it has adapters, bf16 autocast; and the most that the peak may be of stock's.
+STEPS = {
+    "bert": ("bert", False, False, 0.64),
+    "llama": ("llama", False, False, 0.60),
+    "llama, bf16, LoRA": ("llama", True, False, 0.31),
+    "bert, autocast": ("bert", False, True, 0.55),
+    "llama, autocast": ("llama", False, True, 0.44),
+}
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="figures are those of CPU kernels")
+
+
+def made(family, has_adapters, is_autocast, size, patched):
+    """A model, and one step of it; the step leaves its gradients."""
+    model = adapted(family, size=size) if has_adapters else build(family, size)
+    if patched:
+        patch(model, True)
+    batch = batch_for(model, size)
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+            loss = model(**batch).loss
+        loss.backward()
+
+    return model, step
+
+
+@on_cpu
+@pytest.mark.parametrize(("family", "has_adapters", "is_autocast", "limit"), STEPS.values(), ids=STEPS)
+def test_a_steps_peak_is_at_most_this_part_of_stocks(family, has_adapters, is_autocast, limit):
+    peaks = {}
+    for patched in (False, True):
+        model, step = made(family, has_adapters, is_autocast, LAYERS, patched)
+        found = count_peak(step)
+        assert found.end == sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        peaks[patched] = found.peak
+    assert peaks[True] <= limit * peaks[False]
+
+
+@on_cpu
+@pytest.mark.parametrize("patched", [False, True], ids=["stock", "patched"])
+@pytest.mark.parametrize(("family", "has_adapters", "is_autocast", "limit"), STEPS.values(), ids=STEPS)
+def test_the_count_agrees_with_the_allocator(family, has_adapters, is_autocast, limit, patched):
+    size = Size(hidden=128, heads=4, layers=2, batch=16, seq=64)
+    model, step = made(family, has_adapters, is_autocast, size, patched)
+    peak = count_peak(step).peak
+    model.zero_grad()
+    assert peak == pytest.approx(allocated(step), rel=0.01)  # of which .5% are the states of LoRA's dropouts

@@ -1,0 +1,264 @@
+"""Every method that PEFT lists trains on a patched model as on a stock one, and keeps less."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import re
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from torch import nn
+
+from hf_memsave import measure_kept, patch
+from support.families import Size, batch_for, build
+from support.helpers import only_on_cpu
+from support.steps import assert_same
+
+LISTED = {kind.value: config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+SIZE = Size()
+STEPS = 2
+#: Tokens that every batch holds: some methods train only what these tokens meet.
+TOKENS = [5, 6, 7, 8]
+
+#: Adapters of linears; of norms for LN_TUNING.
+LINEARS = {"llama": ["q_proj", "v_proj", "down_proj"], "bert": ["query", "value", "output.dense"],
+           "gpt2": ["c_attn", "c_proj"]}  # fmt: skip
+NORMS = {"llama": ["input_layernorm", "norm"], "bert": ["LayerNorm"], "gpt2": ["ln_1", "ln_2"]}
+TASK = {"llama": "CAUSAL_LM", "bert": "SEQ_CLS", "gpt2": "CAUSAL_LM"}
+
+#: Method -> options. "on" says what is adapted ("linears" unless said otherwise), or "task" for methods that ask for
+#: a task type instead.
+METHODS: dict[str, dict[str, Any]] = {
+    "LORA": dict(r=4, lora_dropout=0.1),
+    "ADALORA": dict(init_r=4, target_r=2, total_step=10, tinit=0, tfinal=1, lora_dropout=0.1),
+    "ADAMSS": dict(r=8, num_subspaces=2),
+    "ADAPTION_PROMPT": dict(on="task", adapter_len=4, adapter_layers=2),
+    "BEFT": dict(),
+    "BOFT": dict(boft_block_size=4, boft_dropout=0.1),
+    "C3A": dict(block_size=8),
+    "CARTRIDGE": dict(on="task", num_virtual_tokens=4),
+    "CPT": dict(on="task", cpt_token_ids=[1, 2, 3, 4], cpt_mask=[1] * 4, cpt_tokens_type_mask=[1, 2, 3, 4]),
+    "DEFT": dict(r=4, deft_dropout=0.1),
+    "DELORA": dict(r=4, module_dropout=0.1),
+    "FOURIERFT": dict(n_frequency=20),
+    "FROD": dict(frod_dropout=0.1, progressbar=False),
+    "GLORA": dict(r=4),
+    "GRALORA": dict(r=4, gralora_dropout=0.1),
+    "HIRA": dict(r=4, hira_dropout=0.1),
+    "HRA": dict(r=4),
+    "IA3": dict(feedforward_modules=[]),
+    "LILY": dict(r=4),
+    "LN_TUNING": dict(on="norms"),
+    "LOHA": dict(r=4, rank_dropout=0.1),
+    "LOKR": dict(r=4, rank_dropout=0.1),
+    "MISS": dict(r=4, miss_dropout=0.1),
+    "MULTITASK_PROMPT_TUNING": dict(on="task", num_virtual_tokens=4, num_tasks=2),
+    "OFT": dict(oft_block_size=8, module_dropout=0.1),
+    "OSF": dict(effective_rank=8),
+    "PEANUT": dict(r=4, depth=2),
+    "POLY": dict(r=4, n_tasks=2, n_skills=2, task_type="CAUSAL_LM"),
+    "PREFIX_TUNING": dict(on="task", num_virtual_tokens=4, prefix_projection=True, encoder_hidden_size=16),
+    "PROMPT_TUNING": dict(on="task", num_virtual_tokens=4),
+    "PSOFT": dict(r=4, psoft_dropout=0.1),
+    "PVERA": dict(r=8, pvera_dropout=0.1),
+    "P_TUNING": dict(on="task", num_virtual_tokens=4, encoder_hidden_size=16, encoder_dropout=0.1),
+    "RANDLORA": dict(r=4, randlora_dropout=0.1),
+    "ROAD": dict(group_size=8),
+    "SHADOW": dict(on="task", r=4),
+    "SHIRA": dict(r=4, random_seed=0),
+    "SUPERTUNING": dict(sparsity=0.9),
+    "TINYLORA": dict(r=2, u=8, tinylora_dropout=0.1),
+    "TRAINABLE_TOKENS": dict(on="nothing", token_indices=TOKENS),
+    "UNILORA": dict(r=4, theta_d_length=32, unilora_dropout=0.1),
+    "VBLORA": dict(r=4, num_vectors=16, vector_length=8, vblora_dropout=0.1),
+    "VERA": dict(r=8, vera_dropout=0.1),
+    "WAVEFT": dict(n_frequency=16),
+    "XLORA": dict(on="task", hidden_size=SIZE.hidden, xlora_depth=2, xlora_size=16, use_trainable_adapters=True),
+}  # fmt: skip
+
+#: Methods that cannot be tested here -> why. None so far: all that PEFT lists run on CPU, with random weights.
+SKIPPED: dict[str, str] = {}
+
+#: Family -> methods that PEFT itself refuses there (no linears, another task), or that the table cannot say for it.
+REFUSED = {
+    "llama": set(),
+    "bert": {"ADAPTION_PROMPT", "CPT", "POLY", "SHADOW", "XLORA"},
+    "gpt2": {
+        "ADAMSS", "BEFT", "BOFT", "C3A", "DELORA", "GLORA", "HRA", "LILY", "LOHA", "LOKR", "MISS", "OFT", "OSF",
+        "PEANUT", "POLY", "PSOFT", "ROAD", "SHIRA", "SUPERTUNING", "XLORA",
+    },
+}  # fmt: skip
+#: Methods with parameters that no loss depends on, and how their names are spelled.
+UNUSED = {"SHADOW": rf"\.{SIZE.layers - 1}\.shadow_update|shadow_backbone.*\.wte"}
+
+#: Method -> other options of it that compute something else.
+VARIANTS = [
+    ("LORA", dict(use_dora=True)),
+    ("LORA", dict(lora_bias=True, use_rslora=True, bias="all", modules_to_save=["lm_head"])),
+    ("LORA", dict(use_qalora=True, qalora_group_size=8)),
+    ("LORA", dict(alora_invocation_tokens=TOKENS[:1], task_type="CAUSAL_LM", lora_dropout=0.0)),
+    ("LORA", dict(trainable_token_indices=TOKENS)),
+    ("LORA", dict(target_modules=[], target_parameters=["down_proj.weight", "q_proj.weight"], lora_dropout=0.0)),
+    ("LORA", dict(layer_replication=[(0, 2), (1, 2)])),
+    ("LORA", dict(init_lora_weights="pissa")),
+    ("LORA", dict(target_modules=["embed_tokens", "lm_head", "up_proj"])),
+    ("LORA", dict(velora_config="VeloraConfig")),
+    ("LORA", dict(kasa_config="KasaConfig")),
+    ("LORA", dict(monteclora_config="MontecloraConfig")),
+    ("OFT", dict(coft=True, block_share=True, use_cayley_neumann=False)),
+    ("HRA", dict(apply_GS=True)),
+    ("IA3", dict(feedforward_modules=["down_proj"])),
+    ("MISS", dict(init_weights="bat")),
+    ("LOKR", dict(decompose_both=True)),
+    ("ROAD", dict(variant="road_4")),
+    ("GLORA", dict(config_A_B="vector", config_C="vector", config_D_E="vector")),
+    ("PREFIX_TUNING", dict(prefix_projection=False)),
+    ("P_TUNING", dict(encoder_reparameterization_type="LSTM")),
+    ("DEFT", dict(para=True)),
+    ("PEANUT", dict(act_fn="silu")),
+    ("PSOFT", dict(use_cayley_neumann=True)),
+    ("SUPERTUNING", dict(r=4, lora_alpha=8, lora_dropout=0.1)),
+]
+
+CASES = [(method, family) for family in LINEARS for method in METHODS if method in LISTED.keys() - REFUSED[family]]
+
+
+def config_of(method: str, family: str, experts: str, options: dict[str, Any]) -> Any:
+    asked = METHODS[method] | options
+    on = asked.pop("on", "linears")
+    if on == "task":
+        asked["task_type"] = TASK[family]
+    elif on in ("linears", "norms"):
+        asked.setdefault("target_modules", (LINEARS if on == "linears" else NORMS)[family])
+    if method == "BEFT":
+        asked["target_modules"] = LINEARS[family][1:2]  # a bias of the values, and nothing else
+    if method == "XLORA":
+        asked["adapters"] = {name: f"{experts}/{name}" for name in ("0", "1")}
+    if family == "gpt2" and "fan_in_fan_out" in LISTED[method].__dataclass_fields__:
+        asked["fan_in_fan_out"] = True
+    for name, value in asked.items():
+        if name in ("velora_config", "kasa_config", "monteclora_config"):
+            asked[name] = getattr(peft, value)()
+    return LISTED[method](**asked)
+
+
+def adapted(method: str, family: str, when: str, experts: str, options: dict[str, Any]) -> nn.Module:
+    """A model with adapters; patched ``when``: "never", or "before" or "after" PEFT had it."""
+    base = build(family, SIZE)
+    base.config.use_cache = False  # XLORA asks for that
+    with torch.no_grad():
+        for parameter in base.parameters():
+            if parameter.dim() == 1:  # as after some training: no norm's weight is one, no bias zero
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    if when == "before":
+        patch(base)
+    torch.manual_seed(0)
+    model = get_peft_model(base, config_of(method, family, experts, options))
+    if when == "after":
+        patch(model)
+    return model.train()
+
+
+def batch_of(model: nn.Module, method: str, seed: int) -> dict[str, torch.Tensor]:
+    batch = batch_for(model, SIZE, padded=True, seed=seed)
+    batch["input_ids"][:, : len(TOKENS)] = torch.tensor(TOKENS)
+    if method in ("MULTITASK_PROMPT_TUNING", "POLY"):
+        batch["task_ids"] = torch.tensor([0, 1])
+    if method == "CPT":
+        batch["input_type_mask"] = torch.ones_like(batch["input_ids"])
+    return batch
+
+
+def train(model: nn.Module, method: str) -> dict[str, torch.Tensor]:
+    """Loss and gradients of every step, and the trained parameters after the last."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), 1e-2)
+    torch.manual_seed(3)
+    found = {}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(**batch_of(model, method, seed=step)).loss
+        loss.backward()
+        found[f"{step} loss"] = loss.detach().clone()
+        found |= {f"{step} {name}": p.grad.clone() for name, p in trained.items() if p.grad is not None}
+        optimizer.step()
+        if hasattr(model.base_model, "update_and_allocate"):
+            model.base_model.update_and_allocate(step + 1)
+    return found | {name: p.detach().clone() for name, p in trained.items()}
+
+
+@functools.cache
+def _stock(method: str, family: str, experts: str) -> dict[str, torch.Tensor]:
+    return train(adapted(method, family, "never", experts, {}), method)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory) -> str:
+    """Two saved LoRA adapters, for XLORA to mix."""
+    folder = tmp_path_factory.mktemp("experts")
+    for name in ("0", "1"):
+        config = LoraConfig(r=4, target_modules=LINEARS["llama"], init_lora_weights=False, task_type="CAUSAL_LM")
+        torch.manual_seed(int(name))
+        get_peft_model(build("llama", SIZE), config).save_pretrained(folder / name)
+    return str(folder)
+
+
+@pytest.fixture
+def meter():
+    gc.collect()
+    gc.freeze()  # as in conftest.py: spare the meter what PEFT has loaded since
+    return lambda model, method: measure_kept(model, batch_of(model, method, seed=0)).total
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget():
+    yield
+    _stock.cache_clear()
+
+
+def test_every_method_of_peft_is_in_the_table_or_skipped_with_a_reason():
+    missing = LISTED.keys() - METHODS.keys() - SKIPPED.keys()
+    assert not missing, f"PEFT lists {sorted(missing)}: add each to METHODS, or to SKIPPED with the reason"
+    assert not METHODS.keys() & SKIPPED.keys() and all(SKIPPED.values())
+    untested = METHODS.keys() & LISTED.keys() - {method for method, _ in CASES}
+    assert not untested, f"{sorted(untested)} are refused in every family"
+
+
+@pytest.mark.parametrize(("method", "family"), CASES)
+def test_stock_trains_all_that_the_method_adds(method, family, experts, device):
+    only_on_cpu(device)
+    found = _stock(method, family, experts)
+    assert len({float(found[f"{step} loss"]) for step in range(STEPS)}) == STEPS
+    trained = {name for name in found if not name[0].isdigit()}
+    moved = {name for name in trained if any(found.get(f"{s} {name}", torch.zeros(1)).any() for s in range(STEPS))}
+    assert moved and [name for name in trained - moved if not re.search(UNUSED.get(method, "^$"), name)] == []
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("method", "family"), CASES)
+def test_a_method_trains_like_stock(method, family, when, experts, device):
+    only_on_cpu(device)
+    assert_same(train(adapted(method, family, when, experts, {}), method), _stock(method, family, experts))
+
+
+@pytest.mark.parametrize("method", [method for method, family in CASES if family == "llama"])
+def test_a_method_keeps_less_than_in_stock(method, meter, experts, device):
+    only_on_cpu(device)
+    stock = meter(adapted(method, "llama", "never", experts, {}), method)
+    for when in ("before", "after"):
+        assert meter(adapted(method, "llama", when, experts, {}), method) < 0.98 * stock, when
+
+
+@pytest.mark.parametrize(("method", "options"), VARIANTS, ids=str)
+def test_a_variant_trains_like_stock(method, options, experts, device):
+    only_on_cpu(device)
+    if method not in LISTED:
+        pytest.skip(f"this PEFT has no {method}")
+    stock = train(adapted(method, "llama", "never", experts, options), method)
+    for when in ("before", "after"):
+        assert_same(train(adapted(method, "llama", when, experts, options), method), stock)
