@@ -141,8 +141,6 @@ def sites_table(result: FullDepth) -> Table:
         table.add_column(header)
     for (status, op, cls, reason), count in sorted(result.sites.items()):
         table.add_row(str(count), cls, op, f"{status}: {reason}" if reason else status)
-    if result.unknown:
-        table.caption = f"no table for model type {', '.join(result.unknown)}: sites were found by module class"
     return table
 
 

@@ -70,7 +70,6 @@ class FullDepth:
         cls: The model's class.
         parameters: Their number.
         sites: (status, op, class, reason) -> how many sites there are.
-        unknown: Model types that no table knows.
         depth: Field of the configuration -> number of layers.
         measured: The depths that were run.
         changes: What was changed in the model for that.
@@ -82,7 +81,6 @@ class FullDepth:
     cls: str
     parameters: int
     sites: dict[tuple[str, ...], int]
-    unknown: tuple[str, ...]
     depth: dict[str, int]
     measured: tuple[dict[str, int], ...]
     changes: tuple[str, ...]
@@ -141,7 +139,6 @@ def measure_full_depth(config: PreTrainedConfig, setting: Setting, layers: int |
         cls=type(whole).__name__,
         parameters=whole.num_parameters(),
         sites=extrapolate(sites, depths, full).total,
-        unknown=report.unknown,
         depth=full,
         measured=depths,
         changes=changes,

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from hf_memsave.patching.patch import unpatch
 from hf_memsave.patching.swap import set_class
 
-#: How the names begin under which this package keeps things on a module: its sampler, its name there, its codec.
+#: How the names begin under which patching keeps things on a module: who owns its buffers, the ledger that waits for
+#: the next forward, its sampler and its name there.
 _OURS = "_memsave_"
-#: Where a config of Transformers names its attention.
-_ATTENTION = "_attn_implementation_internal"
 
 
 @contextlib.contextmanager
@@ -47,7 +46,7 @@ def left_as_it_was(model: nn.Module) -> Iterator[Callable[[], None]]:
             stack.callback(_put_back, *each)
         for module in model.modules():
             stack.callback(setattr, module, "training", module.training)
-            stack.callback(_restore, module, type(module), _own(module), *_named(module))
+            stack.callback(_restore, module, type(module), _own(module))
         for parameter in model.parameters():
             stack.callback(setattr, parameter, "grad", parameter.grad)
         stack.callback(numpy.random.set_state, numpy.random.get_state())
@@ -74,18 +73,8 @@ def _own(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in module.__dict__.items() if name.startswith(_OURS)}
 
 
-def _named(module: nn.Module) -> tuple[Any, str | None]:
-    """The module's config and the attention that it names."""
-    config = module.__dict__.get("config")
-    return config, getattr(config, "__dict__", {}).get(_ATTENTION)
-
-
-def _restore(module: nn.Module, cls: Any, own: dict[str, Any], config: Any, attention: str | None) -> None:
+def _restore(module: nn.Module, cls: Any, own: dict[str, Any]) -> None:
     set_class(module, cls)
     for name in _own(module):
         del module.__dict__[name]
     module.__dict__.update(own)
-    if config is not None:  # patching gave the model copies of its own
-        module.__dict__["config"] = config
-        if attention is not None:
-            config.__dict__[_ATTENTION] = attention

@@ -19,19 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_memsave.tape import prices
 from hf_memsave.tape.codecs import as_bits
 from hf_memsave.tape.ledger import Ledger
-from hf_memsave.tape.private import hooks_work, innermost_hooks, innermost_mode, pop_mode, push_mode
-from hf_memsave.tape.record import MARK, PARAMETER, Handle, Held, Lent, Record, StandIn, Ticket, View, leaves
+from hf_memsave.tape.private import hooks_work, innermost_hooks, innermost_mode, no_modes, pop_mode, push_mode
+from hf_memsave.tape.record import MARK, PARAMETER, Handle, Held, Lent, Record, StandIn, Ticket, is_plain, versions
 
 #: Told of every tensor that tapes are asked to keep, while a step is measured.
 meter: Ledger | None = None
 _fetch = operator.methodcaller("get")
-#: Tensor type -> whether a storage tells all of its tensors: wrappers around other tensors have none of their own.
-_PLAIN: dict[type, bool] = {}
 
 
 class Tape(TorchFunctionMode):
@@ -123,6 +120,10 @@ class Tape(TorchFunctionMode):
         Args:
             *outputs: What the block hands on.
         """
+        with no_modes():
+            self._end_block(outputs)
+
+    def _end_block(self, outputs: Iterable[Any]) -> None:
         for tensor in _tensors_in(outputs):
             prices.anchor(self, tensor)
         records, kept = self._before
@@ -167,13 +168,12 @@ class Tape(TorchFunctionMode):
 
     def record(self, out: Tensor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None) -> None:
         """``func(*args, **kwargs)`` gives ``out``, which shares its storage with no argument, to the bit."""
-        found = leaves(args, kwargs)
         try:
-            seen = [x._version for x in found]
+            seen = versions(args, kwargs)
             storage = out.untyped_storage()
         except (RuntimeError, NotImplementedError):  # inference tensors have no version, sparse ones no storage
             return
-        if not all(map(is_plain, found)):
+        if seen is None:
             return
         record = getattr(storage, MARK, None)
         if record is None or record.tape is not self:
@@ -196,11 +196,20 @@ class Tape(TorchFunctionMode):
         """Called by autograd with each tensor to keep; returns what goes on the tape."""
         if self.coder is not None and (chosen := self.coder(tensor)) is not None:
             return chosen
-        record = self.record_of(tensor)
+        kind = type(tensor)
+        if kind is Tensor:  # the usual case, without a call
+            storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
+            record = getattr(storage, MARK, None)
+            if record is None or record.tape is not self:
+                record = self.record_of(tensor)
+        else:
+            record = self.record_of(tensor)
         if record is None or record.tape is None:
             return self.keep(tensor)
         storage = tensor.untyped_storage()
-        handle: Handle | None = self.ticket(record, storage, tensor)
+        handle: Handle | None = None
+        if record.node is not None or (record.func is not None and not record.is_kept):
+            handle = self.ticket(record, storage, tensor)
         if self.ledger is not None or meter is not None:
             self._note(storage, tensor, handle)
         return self.hold(record, storage, tensor) if handle is None else handle
@@ -270,7 +279,7 @@ class Tape(TorchFunctionMode):
                     stand_in.is_kept_as(tensor, handle)
             if record.func is not None:
                 self._weaken(record)
-        record.handles.append(weakref.ref(handle))
+        record.handles = (*record.handles, weakref.ref(handle))
         return handle
 
     def stand_in(self, tensor: Tensor, small: Tensor, decode: Callable[[Tensor], Tensor] | None) -> StandIn:
@@ -278,7 +287,7 @@ class Tape(TorchFunctionMode):
         handle = StandIn(tensor, self.keep(small), small.nbytes, decode)
         record = self.record_of(tensor)
         if record is not None and record.tape is self:
-            record.handles.append(weakref.ref(handle))
+            record.handles = (*record.handles, weakref.ref(handle))
         return handle
 
     def copy_of(self, parameter: Tensor) -> Held | Lent:
@@ -331,7 +340,7 @@ class Tape(TorchFunctionMode):
             for ref in record.dependents:
                 if (node := ref()) is not None:
                     node.freeze()
-            record.dependents = None
+            record.dependents = ()
 
     def distrust(self, tensor: Tensor) -> None:
         """Versions of ``tensor`` tell nothing any more: it is kept as it is from now on."""
@@ -342,9 +351,8 @@ class Tape(TorchFunctionMode):
 
     def _weaken(self, record: Record) -> None:
         """The tensor is kept: hold what it was made from no more, but know it again if others keep it too."""
-        record.args = tuple([prices.weak(self, a) for a in record.args])
-        if record.kwargs:
-            record.kwargs = {name: prices.weak(self, a) for name, a in record.kwargs.items()}
+        weak = prices.weaken(self, record)
+        record.args, record.kwargs = weak.args, weak.kwargs
         self._kept.append(weakref.ref(record))
 
 
@@ -355,14 +363,6 @@ def current() -> Tape | None:
     hooks = innermost_hooks()
     owner = getattr(hooks[0], "__self__", None) if hooks is not None else None
     return owner if isinstance(owner, Tape) else None
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor is no wrapper around others."""
-    known = _PLAIN.get(type(tensor))
-    if known is None:
-        known = _PLAIN[type(tensor)] = not is_traceable_wrapper_subclass(tensor)
-    return known
 
 
 def _lent_before(record: Record, tensor: Tensor) -> Lent | None:
@@ -381,6 +381,3 @@ def _tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from (v for v in value if isinstance(v, Tensor))
-
-
-__all__ = ["Tape", "View", "current", "is_plain"]

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_memsave.tape.record import PARAMETER, Handle, Held, Node, Record, Ticket, Weak, arguments, leaves, replaced
+from hf_memsave.tape.record import MARK, PARAMETER, Handle, Held, Node, Record, Ticket, Weak, arguments, leaves, replaced
 
 #: Functions that remaking one tensor may run.
 MOST_WORK = 64
@@ -51,11 +51,14 @@ def price(tape: Any, record: Record, known: Collection[Any] = ()) -> tuple[New, 
         if x._version != version:
             return None
         storage = x.untyped_storage()
-        theirs = tape.record_of(x)
+        theirs = getattr(storage, MARK, None)
+        if theirs is None or theirs.tape is not tape:
+            theirs = tape.record_of(x)
         if theirs.is_kept or id(storage) in new or id(storage) in known:
             continue
         inner, more = price_of(tape, x, theirs, storage, (*known, *new), record.func, MOST_WORK - work)
-        new.update(inner)
+        if inner:
+            new.update(inner)
         work += more
     return new, work
 
@@ -106,9 +109,7 @@ def _take(tape: Any, argument: Any, node: Node) -> Any:
     if theirs is None or tape.block - theirs.first <= SPAN:
         handle = tape.ticket(record, storage, argument)
     if handle is None:
-        if record.dependents is None:
-            record.dependents = []
-        record.dependents.append(weakref.ref(node))
+        record.dependents = (*record.dependents, weakref.ref(node))
         tape.note_source(storage, argument)
         handle = tape.hold(record, storage, argument)
     if type(handle) is Ticket:
@@ -143,56 +144,102 @@ def _is_copied(x: Tensor, record: Record, func: Any) -> bool:
     return x.dim() <= 1 or (record is PARAMETER and func not in CASTS)
 
 
-def weak(tape: Any, argument: Any) -> Any:
+def weaken(tape: Any, record: Record, depth: int = 1) -> Record:
+    """A copy of a record whose arguments are weak; those in turn remember how they were made, ``depth`` steps back."""
+    copy = Record(record.tape)
+    copy.func, copy.seen, copy.version = record.func, record.seen, record.version
+    copy.dtype, copy.stride = record.dtype, record.stride
+    copy.args = [_weak(tape, a, depth) for a in record.args]
+    if record.kwargs:
+        copy.kwargs = {name: _weak(tape, a, depth) for name, a in record.kwargs.items()}
+    return copy
+
+
+def _weak(tape: Any, argument: Any, depth: int) -> Any:
     """An argument of a record whose tensor is kept: held no more, unless it is kept too."""
     if type(argument) in (list, tuple):
-        return type(argument)([weak(tape, a) for a in argument])
+        return type(argument)([_weak(tape, a, depth) for a in argument])
     if not isinstance(argument, Tensor):
         return argument
-    record = tape.record_of(argument)
-    is_cheap = record.tape is None or record.is_kept or argument.untyped_storage().nbytes() <= TINY
-    return argument if is_cheap else Weak(record, argument)
+    record, storage = tape.record_of(argument), argument.untyped_storage()
+    if record.tape is None or record.is_kept or storage.nbytes() <= TINY:
+        return argument
+    weak = Weak(record, argument)
+    if depth and record.func is not None and record.is_of(argument):
+        weak.recipe, weak.nbytes = weaken(tape, record, depth - 1), storage.nbytes()
+    return weak
 
 
 def sweep(tape: Any, record: Record) -> None:
     """A tensor that was kept before it was known that others keep all it was made from gives way to a node."""
+    if tape.outer is not None:
+        return
+    source = _recipe(tape, record)
+    if source is None or source.work > MOST_WORK:
+        return
     held = next((h for ref in record.handles if type(h := ref()) is Held and h.tensor is not None), None)
-    if held is None or tape.outer is not None:
+    if held is None:
         return
-    found = arguments(record.args, record.kwargs)
-    sources = [_source(tape, a, version) for a, version in zip(found, record.seen, strict=True)]
-    work = 1 + sum(source.work for source in sources if isinstance(source, Node))
-    if work > MOST_WORK or any(source is None for source in sources):
-        return
-    nbytes = held.tensor.untyped_storage().nbytes()
-    node = Node(record.func, record.stride, nbytes, tape.block, tape.lock)  # type: ignore[arg-type]
-    handles = iter([_of_source(tape, s, a, node) for s, a in zip(sources, found, strict=True)])
-    node.args = [replaced(a, handles) for a in record.args]
-    if record.kwargs:
-        node.kwargs = {name: replaced(a, handles) for name, a in record.kwargs.items()}
+    node = _node_of(tape, source, held.tensor.untyped_storage().nbytes())
     record.forget()
     record.node = weakref.ref(node)
     record.give_way(node)
 
 
-def _source(tape: Any, argument: Tensor | Weak, version: int) -> Node | Tensor | None:
+class _Recipe(NamedTuple):
+    """A function whose arguments can all be had for nothing, and where."""
+
+    record: Record
+    arguments: list[Any]
+    sources: list[Any]
+    work: int
+    nbytes: int
+
+
+def _recipe(tape: Any, record: Record, nbytes: int = 0) -> _Recipe | None:
+    found = arguments(record.args, record.kwargs)
+    sources = []
+    for argument, version in zip(found, record.seen, strict=True):
+        source = _source(tape, argument, version)
+        if source is None:
+            return None
+        sources.append(source)
+    work = 1 + sum(source.work for source in sources if isinstance(source, (Node, _Recipe)))
+    return _Recipe(record, found, sources, work, nbytes)
+
+
+def _source(tape: Any, argument: Tensor | Weak, version: int) -> Node | Tensor | _Recipe | None:
     """Where an argument can be had for nothing."""
     if isinstance(argument, Tensor):
         return argument if argument._version == version else None
     record = argument.record()
-    if record is None or argument.version != version:
+    if argument.version != version:
         return None
-    node = None if record.node is None else record.node()
-    if node is not None and record.version == version and record.dtype == argument.dtype:
-        return node if tape.block - node.first <= SPAN else None
-    for ref in record.handles:
-        if type(held := ref()) is Held and held.tensor is not None and held.tensor.dtype == argument.dtype:
-            return held.tensor if held.version == held.tensor._version == version else None
-    return None
+    if record is not None:
+        node = None if record.node is None else record.node()
+        if node is not None and record.version == version and record.dtype == argument.dtype:
+            return node if tape.block - node.first <= SPAN else None
+        for ref in record.handles:
+            if type(held := ref()) is Held and held.tensor is not None and held.tensor.dtype == argument.dtype:
+                return held.tensor if held.version == held.tensor._version == version else None
+    return None if argument.recipe is None else _recipe(tape, argument.recipe, argument.nbytes)
+
+
+def _node_of(tape: Any, recipe: _Recipe, nbytes: int) -> Node:
+    record = recipe.record
+    node = Node(record.func, record.stride, nbytes, tape.block, tape.lock)  # type: ignore[arg-type]
+    pairs = zip(recipe.sources, recipe.arguments, strict=True)
+    handles = iter([_of_source(tape, source, argument, node) for source, argument in pairs])
+    node.args = [replaced(a, handles) for a in record.args]
+    if record.kwargs:
+        node.kwargs = {name: replaced(a, handles) for name, a in record.kwargs.items()}
+    return node
 
 
 @torch.no_grad()
-def _of_source(tape: Any, source: Node | Tensor, argument: Tensor | Weak, node: Node) -> Handle:
+def _of_source(tape: Any, source: Any, argument: Tensor | Weak, node: Node) -> Handle:
+    if isinstance(source, _Recipe):
+        source = _node_of(tape, source, source.nbytes)
     if isinstance(source, Node):
         node.builds_on(source)
         return Ticket(source, argument)

@@ -15,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
 #: Whether autocast is on for any device.
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+#: A context in which no function mode is asked.
+no_modes = torch._C.DisableTorchFunction
 
 
 def innermost_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:

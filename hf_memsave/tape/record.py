@@ -20,7 +20,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_memsave.errors import KeptTensorChangedError, MemSaveError
 from hf_memsave.tape.private import after_backward, any_autocast, backward_id, no_autocast
@@ -49,21 +50,22 @@ class Record:
         notes: What others wish to find again with it.
     """
 
-    __slots__ = (
-        "tape", "func", "args", "kwargs", "seen", "version", "dtype", "stride", "is_kept", "is_activation", "handles",
-        "node", "dependents", "notes", "__weakref__",
-    )  # fmt: skip
+    # On the class, where most records leave them: a record is made at every call of a cheap function.
+    func: Callable[..., Tensor] | None = None
+    args: Any = None
+    kwargs: Any = None
+    seen: Any = None
+    version = -1
+    dtype: Any = None
+    stride: Any = None
+    is_kept = is_activation = False
+    handles: Any = ()
+    node: weakref.ref[Node] | None = None
+    dependents: Any = ()
+    notes: dict[Any, Any] | None = None
 
     def __init__(self, tape: Any) -> None:
         self.tape = tape
-        self.func: Callable[..., Tensor] | None = None
-        self.args: Any = None
-        self.version, self.dtype = -1, None
-        self.is_kept = self.is_activation = False
-        self.handles: list[weakref.ref[Any]] = []
-        self.node: weakref.ref[Node] | None = None
-        self.dependents: list[weakref.ref[Node]] | None = None
-        self.notes: dict[Any, Any] | None = None
 
     def forget(self) -> None:
         """Let go of how it was made: somebody holds the tensor, and must not hold what it was made from."""
@@ -84,7 +86,7 @@ class Record:
         for ref in self.handles:
             if (handle := ref()) is not None:
                 handle.give_way(node)
-        self.handles, self.is_kept = [], False
+        self.handles, self.is_kept = (), False
 
 
 #: On the storage of a parameter: kept whatever the tape does, but written to by optimizers and freed by FSDP.
@@ -150,22 +152,28 @@ class Shared(Handle):
     def get(self) -> Tensor:
         """The tensor; made again if somebody wrote to it since."""
         with self.lock:
-            task, out = backward_id(), self.out
+            task = backward_id()
             if task != self.task:
-                self.task, self.left, out = task, self.uses, None
+                self.task, self.left, self.out = task, self.uses, None
+            self.left -= 1
+            out = self.out
             if out is None or out._version != self.seen:
                 out = self.make()
-                self.out, self.seen = out, out._version
-                if out.is_cuda:
-                    self.stream = torch.cuda.current_stream(out.device)
-                if task != -1 and self.left > 1:  # a user that never asks, in a backward for a subset of the gradients
-                    after_backward(partial(_drop, weakref.ref(self)))
-            elif out.is_cuda:
+                if self.left > 0 and task != -1:
+                    self._share(out)
+                return out
+            if out.is_cuda:
                 self._wait(out)
-            self.left -= 1
-            if self.left <= 0 or task == -1:
+            if self.left <= 0:
                 self.out = None
             return out
+
+    def _share(self, out: Tensor) -> None:
+        if self.out is None:  # a user may never ask, in a backward for a subset of the gradients
+            after_backward(partial(_drop, weakref.ref(self)))
+        self.out, self.seen = out, out._version
+        if out.is_cuda:
+            self.stream = torch.cuda.current_stream(out.device)
 
     def _wait(self, out: Tensor) -> None:
         """What one stream made and another one uses must be ready, and not be given away too early."""
@@ -363,13 +371,48 @@ class Blank(Handle):
 
 
 class Weak(View):
-    """An argument of a record whose tensor is kept: there, if somebody else keeps it or can give it back."""
+    """An argument of a record whose tensor is kept: there, if somebody else keeps it or can give it back.
 
-    __slots__ = ("record",)
+    Attributes:
+        record: Of its storage.
+        recipe: How it was made, where that is known: a record whose own arguments are weak.
+        nbytes: Of its storage.
+    """
+
+    __slots__ = ("record", "recipe", "nbytes")
 
     def __init__(self, record: Record, tensor: Tensor) -> None:
         super().__init__(tensor)
         self.record = weakref.ref(record)
+        self.recipe: Record | None = None
+        self.nbytes = 0
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the tensor is no wrapper around others, which have storages of their own."""
+    known = _PLAIN.get(type(tensor))
+    if known is None:
+        known = _PLAIN[type(tensor)] = not is_traceable_wrapper_subclass(tensor)
+    return known
+
+
+_PLAIN: dict[type, bool] = {Tensor: True, nn.Parameter: True}
+
+
+def versions(args: Any, kwargs: Any) -> list[int] | None:
+    """Those of :func:`leaves`; None if one is no plain tensor."""
+    seen = []
+    for a in args:
+        kind = type(a)
+        if kind is Tensor:
+            seen.append(a._version)
+        elif kind is not float and kind is not int and kind is not torch.dtype:
+            break
+    else:
+        if not kwargs:
+            return seen
+    found = leaves(args, kwargs)
+    return [x._version for x in found] if all(map(is_plain, found)) else None
 
 
 def leaves(args: Any, kwargs: Any) -> list[Tensor]:
