@@ -1,4 +1,4 @@
-# Everything from a fresh machine: `make test`, `make demo`, `make lint`. Each installs .venv first if it is missing or stale.
+# Everything from a fresh machine: `make test`, `make demo`, `make lint`, ... Each installs .venv first, if missing or stale.
 
 PYTHON ?= python3
 ARGS ?=
@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install test demo lint clean
+.PHONY: help install test quick demo lint clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -18,6 +18,9 @@ install: $(INSTALLED) ## Create .venv with the tested versions of everything
 
 test: $(INSTALLED) ## Run the tests; ARGS="-k glue" picks some
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile $(ARGS)
+
+quick: $(INSTALLED) ## Run one case of every test, without the long ones: two minutes on two cores
+	$(BIN)/python -m pytest --quick -n logical --maxprocesses 8 --dist loadfile $(ARGS)
 
 demo: $(INSTALLED) ## Fine-tune two small models, stock and patched; ARGS="--data-dir DIR" brings real data
 	$(BIN)/memsave demo $(ARGS)

@@ -5,9 +5,28 @@ import gc
 import pytest
 import torch
 
+#: Left out by --quick: whole runs, processes side by side, and figures over many models.
+LONG = set()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="the first case of every test, and none of the long files")
+
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.hookimpl(trylast=True)  # after -k and -m
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--quick"):
+        return
+    first = {}
+    for item in items:
+        if item.path.name not in LONG:
+            first.setdefault(item.nodeid.partition("[")[0], item)
+    config.hook.pytest_deselected(items=[item for item in items if item not in first.values()])
+    items[:] = first.values()
 
 
 def pytest_collection_finish():

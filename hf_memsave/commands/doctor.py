@@ -22,9 +22,7 @@ from transformers.utils import import_utils
 
 from hf_memsave import MemSaveConfig, PatchError, PatchReport, __version__, patch
 from hf_memsave.measure.models import build_empty, load_config
-from hf_memsave.ops import attention
-from hf_memsave.patching.swap import stock_class
-from hf_memsave.tape.hooks import is_available
+from hf_memsave.tape import hooks_work
 
 _PACKAGES = ("torch", "transformers", "peft", "accelerate", "trl", "bitsandbytes", "triton")
 #: Other tools that replace forwards: package -> what it changes once it is loaded.
@@ -80,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     if model is not None:
         try:
             report = patch(model, memsave)
-            console.print(_sites(report), _summary(model, report), sep="\n")
+            console.print(_sites(report), _summary(report), sep="\n")
         except PatchError as error:
             problems.append(f"{args.model}: {error}")
     for problem in problems:
@@ -110,17 +108,13 @@ def devices() -> dict[str, str]:
 
 def attentions() -> dict[str, str]:
     """Attention implementation -> whether it is there, and what we do with it."""
-    ours = attention.NAME in ALL_ATTENTION_FUNCTIONS.valid_keys()
-    sdpa = ALL_ATTENTION_FUNCTIONS[attention.STOCK_NAME]
-    is_stock = sdpa is sdpa_attention_forward
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
     found = {
-        attention.STOCK_NAME: "available, patched"
-        if is_stock
-        else f"replaced by {sdpa.__module__}.{sdpa.__qualname__}, which patched models do not call; to have it called, "
-        "use MemSaveConfig(attention='stock')",
-        attention.NAME: "registered" if ours else "not registered yet: the first patch() does that",
+        "sdpa": "available; its mask is kept once, its repeated k and v are made again",
         "eager": "available; its weights are kept once, its dropout is drawn again",
     }
+    if sdpa is not sdpa_attention_forward:
+        found["sdpa"] = f"replaced by {sdpa.__module__}.{sdpa.__qualname__}, which is called, and what it keeps is seen"
     for name, check in _FUSED.items():
         is_there = getattr(import_utils, check, bool)()
         found[name] = "available, left as it is" if is_there else "not available"
@@ -143,9 +137,9 @@ def find_problems() -> list[str]:
     """What prevents patching in this process, whatever the model."""
     found = []
     with torch.enable_grad():
-        if not is_available():
+        if not hooks_work():
             found.append(
-                "saved-tensor hooks are disabled here, so nothing would be promised. Leave the block of torch.func, "
+                "saved-tensor hooks are disabled here, so everything would be kept as in stock. Leave the block of torch.func, "
                 "forward-mode AD, or torch.autograd.graph.disable_saved_tensors_hooks that surrounds this."
             )
     for name in _PATCHERS:
@@ -200,18 +194,12 @@ def _sites(report: PatchReport) -> Table:
     return table
 
 
-def _summary(model: nn.Module, report: PatchReport) -> str:
-    """How many sites, how they were found, and the modules that no op is for."""
-    covered = tuple(f"{site.name}." for site in report.patched if site.op not in ("block", "attention"))
-    known = {site.name for site in report.sites}
-    others = Counter(
-        stock_class(module).__name__
-        for name, module in model.named_modules()
-        if name not in known and not name.startswith(covered) and not list(module.children())
+def _summary(report: PatchReport) -> str:
+    """What the tape covers, and how to learn what that frees."""
+    covered = Counter(site.op for site in report.patched)
+    blocks, models = covered.pop("block", 0), covered.pop("model", 0)
+    others = f"{covered.total()} other modules patched, {len(report.skipped)} skipped."
+    return (
+        f"{models} models and {blocks} repeated blocks covered, {others}\nFunctions are recorded in all that runs "
+        "inside: what that frees, `memsave report` measures."
     )
-    lines = [f"{len(report.patched)} patched, {len(report.skipped)} skipped."]
-    lines += [f"No table for model type {kind!r}: sites were found by module class." for kind in report.unknown]
-    if others:
-        listed = ", ".join(f"{count} {cls}" for cls, count in sorted(others.items()))
-        lines.append(f"Modules that no op is for, and that stay as they are: {listed}.")
-    return "\n".join(lines)

@@ -32,7 +32,7 @@ def install() -> None:
 
 
 def _when_patched(config: MemSaveConfig) -> None:
-    if config.linear is not None or config.lora == "stock":
+    if config.linear is not None or config.lora == "stock" or config.first_blocks("lora") is not None:
         watch()
 
 

@@ -22,9 +22,12 @@ from hf_memsave.errors import ConfigError, PatchError
 from hf_memsave.integrations.norms import load_norms, save_norms
 from hf_memsave.patching.patch import patch, unpatch
 from hf_memsave.patching.sampled_layers import sampler_of
+from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.step_meter import StepMeter
 
 _MIB = 2**20
+#: Functions that are named after the first step.
+_TOP = 8
 
 
 class MemSaveCallback(TrainerCallback):
@@ -34,6 +37,8 @@ class MemSaveCallback(TrainerCallback):
 
     With every logged loss come ``memsave/kept_mib`` and ``memsave/freed_mib``, counted in the first training step (its
     first micro-batch, on this process), and on a GPU ``memsave/peak_mib``, the most that PyTorch had allocated so far.
+    After that step, one line says which functions' results are not kept, and the first logged loss has them too, as
+    ``memsave/avoided_mib/<function>``.
 
     Args:
         memsave: As for :func:`hf_memsave.patch`: True, a preset's name, a dict of fields or a ``MemSaveConfig``.
@@ -55,6 +60,7 @@ class MemSaveCallback(TrainerCallback):
         self.report: Any = None
         self.metrics: dict[str, float] = {}
         self._meter: StepMeter | None = None
+        self._avoided: dict[str, float] | None = None  # by function; None before the first step, empty once logged
 
     def on_init_end(
         self,
@@ -78,7 +84,7 @@ class MemSaveCallback(TrainerCallback):
             self._meter.remove()  # the run before ended in between a step's begin and its forward
         self._patch(state, model)
         self.metrics = {}
-        self._meter = None
+        self._meter = self._avoided = None
         checkpoint = _calling("resume_from_checkpoint", str)
         if checkpoint is not None and state.global_step and sampler_of(model) is not None:
             load_norms(model, checkpoint)
@@ -98,6 +104,16 @@ class MemSaveCallback(TrainerCallback):
         if self._meter is None and not args.torch_compile:  # a dispatch mode would break its graphs
             self._meter = StepMeter(model)
 
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
+    ) -> None:
+        """After the first step, say what it avoided to keep."""
+        step = self.report.step
+        if self._avoided is None and step.nbytes_kept:
+            self._avoided = {name: n / _MIB for name, n in list(step.by_function("avoided").items())[:_TOP]}
+            if state.is_world_process_zero:
+                print(_line(step, self._avoided))
+
     def on_log(
         self,
         args: TrainingArguments,
@@ -116,9 +132,10 @@ class MemSaveCallback(TrainerCallback):
             }
         if args.device.type == "cuda":
             self.metrics["memsave/peak_mib"] = torch.cuda.max_memory_allocated(args.device) / _MIB
-        logs.update(self.metrics)
-        if state.log_history:
-            state.log_history[-1].update(self.metrics)
+        once = {f"memsave/avoided_mib/{name}": mib for name, mib in (self._avoided or {}).items()}
+        self._avoided = None if self._avoided is None else {}
+        for log in (logs, *state.log_history[-1:]):
+            log.update(self.metrics | once)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
@@ -152,6 +169,13 @@ class MemSaveCallback(TrainerCallback):
         self.report = patch(model, self.config)
         if first and state.is_world_process_zero:
             print(self.report)
+
+
+def _line(step: Ledger, avoided: dict[str, float]) -> str:
+    """What a first step kept and avoided, and by which functions."""
+    kept, freed = step.nbytes_kept / _MIB, step.nbytes_avoided / _MIB
+    names = ", ".join(f"{name} {mib:.1f}" for name, mib in avoided.items()) or "nothing"
+    return f"hf_memsave: the first step kept {kept:.1f} MiB and avoided {freed:.1f}: {names}"
 
 
 def _calling_handler() -> CallbackHandler | None:

@@ -79,13 +79,16 @@ def _run(
         codec = None if config.storage is None else Encoder(config.storage)
         with Tape(*settings, codec, inputs=(*args, *kwargs.values()), ledger=_before_forward(module)):
             return forward(module, *args, **kwargs)
+    is_block = isinstance(module, GradientCheckpointingLayer)
+    if is_block:
+        tape.begin_block((*args, *kwargs.values()))
     before = tape.table, tape.dropout
     tape.table, tape.dropout = settings
     try:
         out = forward(module, *args, **kwargs)
     finally:
         tape.table, tape.dropout = before
-    if isinstance(module, GradientCheckpointingLayer):
+    if is_block:
         tape.end_block(*(out if isinstance(out, tuple) else (out,)))
     return out
 

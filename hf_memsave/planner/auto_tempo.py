@@ -20,14 +20,14 @@ from typing import Any
 
 from torch import nn
 
-from hf_memsave.patching.blocks import block_numbers, number_of
+from hf_memsave.arch import kind_of
 from hf_memsave.config import KINDS, MemSaveConfig
-from hf_memsave.errors import PatchError, PlanError
+from hf_memsave.errors import PlanError
 from hf_memsave.measure.undisturbed import left_as_it_was
-from hf_memsave.ops import OPS
+from hf_memsave.patching.blocks import block_numbers, number_of
 from hf_memsave.patching.patch import PatchReport, patch, unpatch
+from hf_memsave.patching.swap import is_patched, stock_class
 from hf_memsave.planner.trial import Bench, Timer, Trial, gib, largest, limit_of, median_seconds, timed
-from hf_memsave.patching.swap import is_patched
 
 #: The share of a step below which two times are the same.
 _NOISE = 1e-3
@@ -100,7 +100,7 @@ def fast(
 
     Raises:
         PlanError: The model is patched already, or not one sequence fits, or the batch has no loss.
-        PatchError: Nothing in the model can be patched.
+        PatchError: The model cannot be patched.
         ConfigError: ``config`` names a preset, field or value that does not exist.
     """
     resolved, limit = _asked(model, config), limit_of(memory, model)
@@ -167,7 +167,7 @@ def smart(
 
     Raises:
         PlanError: The model is patched already, or everything converted does not fit, or the batch has no loss.
-        PatchError: Nothing in the model can be patched.
+        PatchError: The model cannot be patched.
         ConfigError: ``config`` names a preset, field or value that does not exist.
     """
     resolved, limit = _asked(model, config), limit_of(memory, model)
@@ -202,7 +202,8 @@ class _Search:
         if stock.fits:
             self.trials.append(stock)
             return None
-        steps = _steps(patch(bench.model, self.config), bench.model)
+        steps = _steps(self.config, bench.model)
+        patch(bench.model, self.config)
         everything = bench.count("everything")
         self.trials += [stock, everything]
         if not everything.fits:
@@ -223,7 +224,7 @@ class _Search:
 
     def _least_worth_first(self, stock: Trial, steps: Mapping[str, list[int]]) -> list[str]:
         """The kinds, by the bytes that each frees alone for a second that it adds."""
-        if len(steps) == 1:
+        if len(steps) < 2:
             return list(steps)
         unpatch(self.bench.model)
         seconds = timed(self.bench, stock, self.trials)
@@ -237,12 +238,7 @@ class _Search:
     def _try(self, counts: Mapping[str, int]) -> Trial:
         key = tuple(counts.values())
         if key not in self._known:
-            try:
-                patch(self.bench.model, self.config_of(counts))
-            except PatchError:
-                if any(key):
-                    raise
-                unpatch(self.bench.model)  # nothing is left to convert
+            patch(self.bench.model, self.config_of(counts))
             self._known[key] = self.bench.count(_words(counts))
             self.trials.append(self._known[key])
         return self._known[key]
@@ -260,19 +256,26 @@ def _asked(model: nn.Module, config: Any) -> MemSaveConfig:
     return resolved
 
 
-def _steps(report: PatchReport, model: nn.Module) -> dict[str, list[int]]:
-    """For each kind in the patched model: at how many blocks something more of it is converted, from 0."""
+def _steps(config: MemSaveConfig, model: nn.Module) -> dict[str, list[int]]:
+    """For each kind of module in ``model``: at how many blocks ``config`` converts more of it, from 0."""
     numbers = block_numbers(model)
     found: dict[str, set[int]] = {}
-    for site in report.patched:
-        kind = OPS[site.op].setting if site.op in OPS else None
-        if kind in KINDS:
-            found.setdefault(kind, {0}).add(number_of(site.name, numbers) + 1)
-    if "attention" not in found and any(site.op == "attention" for site in report.patched):
-        found["attention"] = {0, max(1, len(numbers))}  # SDPA: in the whole model, or not
-    if report.config.linear is not None and report.config.linear.attention:
+    for name, module in model.named_modules():
+        block = number_of(name, numbers)
+        for kind in _kinds_of(module):
+            if config.converts(kind, block):
+                found.setdefault(kind, {0}).add(block + 1)
+    if config.linear is not None and config.linear.attention:
         found.pop("attention", None)  # its products are sampled in every block
     return {kind: sorted(found[kind]) for kind in KINDS if kind in found}
+
+
+def _kinds_of(module: nn.Module) -> set[str]:
+    """The kinds that a module is of: dropout too where it is only a number, for ``torch.nn.functional.dropout``."""
+    drops = any("dropout" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items())
+    known = kind_of(stock_class(module))
+    is_dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+    return ({known} if known else set()) | ({"dropout"} if drops or is_dropout else set())
 
 
 def _words(counts: Mapping[str, int]) -> str:

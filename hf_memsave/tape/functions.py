@@ -58,13 +58,6 @@ def new(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     return out
 
 
-def new_of_list(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function that takes a list, which its caller may change later."""
-    if args and type(args[0]) is list:
-        args = (tuple(args[0]), *args[1:])
-    return new(tape, func, args, kwargs)
-
-
 def may_alias(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function whose result may share storage with its argument: then nothing was made."""
     out = func(*args, **kwargs) if kwargs else func(*args)
@@ -79,14 +72,6 @@ def may_alias(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
     return out
 
 
-def gathers(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x[index]``: a view, or a copy of what an index of tensors or a list says (which its owner may change later)."""
-    index = args[1]
-    if type(index) is list:
-        args = (args[0], list(index))
-    return may_alias(tape, func, args, kwargs)
-
-
 def may_write(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function of ``torch.nn.functional`` with ``inplace=``."""
     if kwargs.get("inplace") or any(a is True for a in args):
@@ -96,8 +81,9 @@ def may_write(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
 
 def writes(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function that writes to its first argument."""
-    if args and isinstance(args[0], Tensor):
-        tape.before_write(args[0])
+    target = args[0] if args else kwargs.get("input")
+    if isinstance(target, Tensor):
+        tape.before_write(target)
     return func(*args, **kwargs)
 
 
@@ -110,11 +96,14 @@ def escapes(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
 def wide_on_cuda(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function that CUDA's autocast runs in fp32: its conversion made where it can be recorded."""
-    x = args[0]
+    x = args[0] if args else None
     if isinstance(x, Tensor) and x.is_cuda and torch.is_autocast_enabled("cuda"):
         if x.dtype in (torch.float16, torch.bfloat16):
             args = (tape.call(Tensor.to, x, torch.float32), *args[1:])
     return new(tape, func, args, kwargs)
+
+
+writes.is_write = escapes.is_write = True  # type: ignore[attr-defined]
 
 
 def _writes_nowhere(kwargs: dict[str, Any]) -> bool:
@@ -141,9 +130,8 @@ CHEAP: dict[Any, Handler] = {
     Tensor.data.__get__: escapes,  # type: ignore[attr-defined]
     **dict.fromkeys(_named(NEW, torch, Tensor), new),
     **dict.fromkeys(_named(NEW_FUNCTIONAL, F), new),
-    **dict.fromkeys(_named(["cat", "concat", "concatenate", "stack", "hstack", "vstack"], torch), new_of_list),
     **dict.fromkeys(_named(MAY_ALIAS, torch, Tensor), may_alias),
-    Tensor.__getitem__: gathers,
+    Tensor.__getitem__: may_alias,
     **dict.fromkeys(WIDE_ON_CUDA, wide_on_cuda),
     **dict.fromkeys(_HAVE_INPLACE, may_write),
 }

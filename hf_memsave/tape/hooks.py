@@ -24,7 +24,7 @@ from hf_memsave.tape import prices
 from hf_memsave.tape.codecs import as_bits
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.private import hooks_work, innermost_hooks, innermost_mode, no_modes, pop_mode, push_mode
-from hf_memsave.tape.record import MARK, PARAMETER, Handle, Held, Lent, Record, StandIn, Ticket, is_plain, versions
+from hf_memsave.tape.record import MARK, PARAMETER, Handle, Held, Lent, Record, StandIn, Ticket, is_plain, leaves, owned, versions
 
 #: Told of every tensor that tapes are asked to keep, while a step is measured.
 meter: Ledger | None = None
@@ -76,7 +76,7 @@ class Tape(TorchFunctionMode):
         self._inputs = inputs
         self._records: list[weakref.ref[Record]] = []
         self._kept: list[weakref.ref[Record]] = []
-        self._before: tuple[list[weakref.ref[Record]], list[weakref.ref[Record]]] = [], []  # those of the last block
+        self._before: tuple[list[weakref.ref[Record]], list[weakref.ref[Record]]] = [], []  # of the last block
         self._copies: dict[Any, Held | Lent] = {}
         self._noted: list[weakref.ref[Record]] = []
         self._hooks: Any = None
@@ -94,7 +94,7 @@ class Tape(TorchFunctionMode):
         for tensor in _tensors_in(inputs):
             record = self.record_of(tensor)
             if record is not None and record.tape is self:
-                record.is_kept = True
+                record.is_kept = record.is_input = True
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -114,8 +114,14 @@ class Tape(TorchFunctionMode):
         self.casts.clear()
         self._copies.clear()
 
+    def begin_block(self, inputs: Iterable[Any]) -> None:
+        """What a block is given, and blocks far back made, such as an encoder's output: kept once, for all that come."""
+        with no_modes():
+            for tensor in _tensors_in(inputs):
+                prices.anchor(self, tensor, 0, self.block)
+
     def end_block(self, *outputs: Any) -> None:
-        """Records outlive their block by one, which decides on what it was given; held longer, peaks would not fall.
+        """Records outlive their block only for what it hands on, and by one block; held longer, peaks would not fall.
 
         Args:
             *outputs: What the block hands on.
@@ -124,8 +130,10 @@ class Tape(TorchFunctionMode):
             self._end_block(outputs)
 
     def _end_block(self, outputs: Iterable[Any]) -> None:
+        handed_on: set[Record] = set()
         for tensor in _tensors_in(outputs):
-            prices.anchor(self, tensor)
+            prices.anchor(self, tensor, 3, self.block + 1)
+            prices.gather(self, tensor, handed_on)
         records, kept = self._before
         for ref in kept:
             if (record := ref()) is not None and record.is_kept and record.func is not None:
@@ -133,7 +141,11 @@ class Tape(TorchFunctionMode):
         for ref in records:
             if (record := ref()) is not None:
                 record.forget()
-        self._before = self._records, self._kept
+        for ref in self._records:
+            record = ref()
+            if record is not None and not record.is_kept and record not in handed_on:
+                record.forget()
+        self._before = [weakref.ref(record) for record in handed_on], self._kept
         self._records, self._kept = [], []
         self.block += 1
         if self.casts:
@@ -158,9 +170,21 @@ class Tape(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         handler = self.table.get(func)
-        if handler is None or not torch.is_grad_enabled():
+        if handler is None:
             return func(*args, **kwargs) if kwargs else func(*args)
+        if not torch.is_grad_enabled():
+            return self._without_gradients(handler, func, args, kwargs or {})
         return handler(self, func, args, kwargs or {})
+
+    def _without_gradients(self, handler: Any, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Nothing is recorded, but what is written to is seen."""
+        if getattr(handler, "is_write", False) or kwargs.get("inplace") or any(a is True for a in args):
+            target = args[0] if args else kwargs.get("input")
+            if isinstance(target, Tensor):
+                self.before_write(target)
+        if isinstance(out := kwargs.get("out"), Tensor):
+            self.before_write(out)
+        return func(*args, **kwargs)
 
     def call(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``func(*args, **kwargs)``, as if the model had called it."""
@@ -169,11 +193,15 @@ class Tape(TorchFunctionMode):
     def record(self, out: Tensor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None) -> None:
         """``func(*args, **kwargs)`` gives ``out``, which shares its storage with no argument, to the bit."""
         try:
-            seen = versions(args, kwargs)
+            seen = None if kwargs else versions(args)
+            if seen is None:
+                args, kwargs = owned(args), owned(kwargs)
+                found = leaves(args, kwargs)
+                if not all(map(is_plain, found)):
+                    return
+                seen = [x._version for x in found]
             storage = out.untyped_storage()
         except (RuntimeError, NotImplementedError):  # inference tensors have no version, sparse ones no storage
-            return
-        if seen is None:
             return
         record = getattr(storage, MARK, None)
         if record is None or record.tape is not self:
@@ -253,18 +281,21 @@ class Tape(TorchFunctionMode):
         """For a tensor that can be had again for less than it takes to keep."""
         node = None if record.node is None else record.node()
         if node is None:
-            if record.is_kept or record.func is None or not record.is_of(tensor):
+            if record.func is None or record.costs_nothing() or not record.is_of(tensor):
+                return None
+            if record.func is None:
                 return None
             if not prices.pays(self, record, storage.nbytes()):
                 return None
             node = prices.settle(self, record, storage)
-        elif not record.is_of(tensor):
+        elif not record.is_of(tensor) or (node.is_local and node.block != self.block):
             return None
         return Ticket(node, tensor)
 
     def hold(self, record: Record, storage: Any, tensor: Tensor) -> Handle:
         """For a tensor that has to be kept."""
-        if not record.is_kept and (self.codec is not None or tensor.dtype is torch.bool):
+        is_kept = record.costs_nothing()
+        if not is_kept and (self.codec is not None or tensor.dtype is torch.bool):
             code = self.codec if tensor.dtype is not torch.bool else as_bits
             if (coded := code(self, record, storage, tensor)) is not None:
                 return coded
@@ -272,7 +303,7 @@ class Tape(TorchFunctionMode):
             known.uses += 1
             return known
         handle = self.keep(tensor)
-        if not record.is_kept:
+        if not is_kept:
             record.is_kept = True
             for ref in record.handles:
                 if isinstance(stand_in := ref(), StandIn):
@@ -308,7 +339,7 @@ class Tape(TorchFunctionMode):
     def is_kept(self, tensor: Tensor) -> bool:
         """Whether keeping ``tensor`` itself would cost nothing."""
         record = self.record_of(tensor)
-        return record is not None and (record.tape is None or record.is_kept)
+        return record is not None and (record.tape is None or record.costs_nothing())
 
     def cost(self, tensor: Tensor) -> int:
         """Bytes that having ``tensor`` in backward would add to what is kept so far."""
@@ -342,6 +373,12 @@ class Tape(TorchFunctionMode):
                     node.freeze()
             record.dependents = ()
 
+    def release(self, tensor: Tensor) -> None:
+        """Nobody is going to ask for ``tensor`` any more, though it lives on: hold nothing that it was made from."""
+        record = self.record_of(tensor)
+        if record is not None and record.tape is self and not record.is_kept:
+            record.forget()
+
     def distrust(self, tensor: Tensor) -> None:
         """Versions of ``tensor`` tell nothing any more: it is kept as it is from now on."""
         record = self.record_of(tensor)
@@ -352,7 +389,7 @@ class Tape(TorchFunctionMode):
     def _weaken(self, record: Record) -> None:
         """The tensor is kept: hold what it was made from no more, but know it again if others keep it too."""
         weak = prices.weaken(self, record)
-        record.args, record.kwargs = weak.args, weak.kwargs
+        record.args, record.kwargs, record.is_weak = weak.args, weak.kwargs, True
         self._kept.append(weakref.ref(record))
 
 

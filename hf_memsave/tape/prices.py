@@ -11,6 +11,7 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hf_memsave.tape.record import MARK, PARAMETER, Handle, Held, Node, Record, Ticket, Weak, arguments, leaves, replaced
@@ -54,7 +55,7 @@ def price(tape: Any, record: Record, known: Collection[Any] = ()) -> tuple[New, 
         theirs = getattr(storage, MARK, None)
         if theirs is None or theirs.tape is not tape:
             theirs = tape.record_of(x)
-        if theirs.is_kept or id(storage) in new or id(storage) in known:
+        if id(storage) in new or id(storage) in known or (theirs.is_kept and theirs.costs_nothing()):
             continue
         inner, more = price_of(tape, x, theirs, storage, (*known, *new), record.func, MOST_WORK - work)
         if inner:
@@ -69,11 +70,11 @@ def price_of(
     """The same for having one argument ``x`` of ``func``, with at most ``most`` functions."""
     if record.tape is None:
         return ({id(storage): x.numel() * x.itemsize} if _is_copied(x, record, func) else {}), 0
-    if record.is_kept:
+    if record.costs_nothing():
         return {}, 0
     node = None if record.node is None else record.node()
     if node is not None:
-        if record.is_of(x) and tape.block - node.first <= SPAN:
+        if record.is_of(x) and _is_near(tape, node):
             return {}, node.work
     elif record.func is not None and record.is_of(x):
         found = price(tape, record, known)
@@ -102,11 +103,14 @@ def _take(tape: Any, argument: Any, node: Node) -> Any:
         return argument
     record = tape.record_of(argument)
     if record.tape is None:
-        return tape.copy_of(argument) if _is_copied(argument, record, node.func) else tape.keep(argument)
+        if _is_copied(argument, record, node.func):
+            return tape.copy_of(argument)
+        node.is_local |= node.func is F.linear  # which keeps its weight itself
+        return tape.keep(argument)
     storage = argument.untyped_storage()
     theirs = None if record.node is None else record.node()
     handle: Handle | None = None
-    if theirs is None or tape.block - theirs.first <= SPAN:
+    if theirs is None or _is_near(tape, theirs):
         handle = tape.ticket(record, storage, argument)
     if handle is None:
         record.dependents = (*record.dependents, weakref.ref(node))
@@ -117,31 +121,50 @@ def _take(tape: Any, argument: Any, node: Node) -> Any:
     return handle
 
 
-def anchor(tape: Any, x: Tensor, depth: int = 3) -> None:
-    """What a block hands to the next one must not build on blocks too far back for that one: keep a tensor in between.
+def anchor(tape: Any, x: Tensor, depth: int, block: int) -> None:
+    """What a block is given must not build on blocks too far back for it: keep a tensor in between.
 
     Args:
-        tape: Whose block ends.
-        x: The block's output.
+        tape: Whose block begins, or ends.
+        x: What the block is given.
         depth: How many functions back to look for a tensor that is remade from such blocks.
+        block: The number of the block.
     """
     record = tape.record_of(x)
-    if record is None or record.tape is None or record.is_kept or not record.is_of(x):
+    if record is None or record.tape is None or not record.is_of(x) or record.costs_nothing():
         return
     node = None if record.node is None else record.node()
     if node is not None:
         is_whole = x.stride() == node.stride and x.numel() * x.itemsize == node.nbytes
-        if tape.block + 1 - node.first > SPAN and is_whole and node.fixed is None:
-            node.fix(tape.keep(x))
-            node.first, record.is_kept = tape.block, True
+        is_far = block - node.first > SPAN or node.is_local
+        if is_far and is_whole and node.fixed is None:
+            handle = tape.keep(x)
+            node.fix(handle)
+            node.first, node.is_local, record.is_kept = tape.block, False, True
+            record.handles = (*record.handles, weakref.ref(handle))
     elif record.func is not None and depth:
         for argument in leaves(record.args, record.kwargs):
-            anchor(tape, argument, depth - 1)
+            anchor(tape, argument, depth - 1, block)
+
+
+def gather(tape: Any, x: Tensor, found: set[Record]) -> None:
+    """Add to ``found`` the record of ``x``, and those of all that it was made from."""
+    record = tape.record_of(x)
+    if record is None or record.tape is None or record.is_weak or record.func is None or record in found:
+        return
+    found.add(record)
+    for argument in leaves(record.args, record.kwargs):
+        gather(tape, argument, found)
+
+
+def _is_near(tape: Any, node: Node) -> bool:
+    """Whether what is asked for now may build on ``node``."""
+    return tape.block - node.first <= SPAN and not (node.is_local and node.block != tape.block)
 
 
 def _is_copied(x: Tensor, record: Record, func: Any) -> bool:
     """Whether a node of ``func`` holds a copy of a parameter or buffer ``x``, and not the thing itself."""
-    return x.dim() <= 1 or (record is PARAMETER and func not in CASTS)
+    return x.dim() <= 1 or (record is PARAMETER and func not in CASTS and func is not F.linear)
 
 
 def weaken(tape: Any, record: Record, depth: int = 1) -> Record:
@@ -162,7 +185,7 @@ def _weak(tape: Any, argument: Any, depth: int) -> Any:
     if not isinstance(argument, Tensor):
         return argument
     record, storage = tape.record_of(argument), argument.untyped_storage()
-    if record.tape is None or record.is_kept or storage.nbytes() <= TINY:
+    if record.tape is None or storage.nbytes() <= TINY or record.costs_nothing():
         return argument
     weak = Weak(record, argument)
     if depth and record.func is not None and record.is_of(argument):
@@ -178,7 +201,7 @@ def sweep(tape: Any, record: Record) -> None:
     if source is None or source.work > MOST_WORK:
         return
     held = next((h for ref in record.handles if type(h := ref()) is Held and h.tensor is not None), None)
-    if held is None:
+    if held is None or not record.is_of(held.tensor):  # written to before it was kept
         return
     node = _node_of(tape, source, held.tensor.untyped_storage().nbytes())
     record.forget()
@@ -218,7 +241,7 @@ def _source(tape: Any, argument: Tensor | Weak, version: int) -> Node | Tensor |
     if record is not None:
         node = None if record.node is None else record.node()
         if node is not None and record.version == version and record.dtype == argument.dtype:
-            return node if tape.block - node.first <= SPAN else None
+            return node if _is_near(tape, node) else None
         for ref in record.handles:
             if type(held := ref()) is Held and held.tensor is not None and held.tensor.dtype == argument.dtype:
                 return held.tensor if held.version == held.tensor._version == version else None

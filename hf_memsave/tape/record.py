@@ -42,7 +42,9 @@ class Record:
         version: Of the storage's contents, when it was made.
         dtype: Of the tensor that was made.
         stride: Of the tensor that was made; it fills the storage.
-        is_kept: A handle holds the storage itself, or its caller does: it costs no byte more.
+        is_kept: A handle holds the storage itself, or did: see :meth:`costs_nothing`.
+        is_input: Whoever called the model holds it.
+        is_weak: What it was made from is known weakly alone.
         is_activation: It depends on the batch, though nothing says so (a tensor made inside an autograd Function).
         handles: Those that hold the storage, or stand in for it, and may still give way to a ticket.
         node: The node that gives it back, if one was settled.
@@ -58,7 +60,7 @@ class Record:
     version = -1
     dtype: Any = None
     stride: Any = None
-    is_kept = is_activation = False
+    is_kept = is_input = is_weak = is_activation = False
     handles: Any = ()
     node: weakref.ref[Node] | None = None
     dependents: Any = ()
@@ -71,6 +73,17 @@ class Record:
         """Let go of how it was made: somebody holds the tensor, and must not hold what it was made from."""
         self.func = self.args = self.kwargs = self.seen = None
 
+    def costs_nothing(self) -> bool:
+        """Whether somebody still holds the storage."""
+        if self.is_kept and not self.is_input:
+            for ref in reversed(self.handles):
+                if (handle := ref()) is not None and type(handle) is not StandIn:
+                    return True
+            self.is_kept = False  # its holders are gone: a branch that nobody differentiates
+            if self.is_weak:
+                self.forget()
+        return self.is_input
+
     def is_of(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is a view of what was made, as it was made."""
         is_same = self.version == tensor._version and self.dtype == tensor.dtype
@@ -82,11 +95,16 @@ class Record:
         return sum(s.nbytes for s in stand_ins)
 
     def give_way(self, node: Node) -> None:
-        """Have all handles of the storage ask ``node`` instead."""
+        """Have all handles of what was made ask ``node`` instead; those of what was written to it later stay."""
+        left = []
         for ref in self.handles:
-            if (handle := ref()) is not None:
+            if (handle := ref()) is None:
+                continue
+            if handle.version == self.version:
                 handle.give_way(node)
-        self.handles, self.is_kept = (), False
+            else:
+                left.append(ref)
+        self.handles, self.is_kept = tuple(left), bool(left)
 
 
 #: On the storage of a parameter: kept whatever the tape does, but written to by optimizers and freed by FSDP.
@@ -193,27 +211,31 @@ class Node(Shared):
 
     Attributes:
         work: Functions that one call runs when nothing is at hand.
+        block: The block that it was made in.
         first: The earliest block that it builds on.
+        is_local: It reads a parameter, which is sure to be there in the backward of its own block alone.
         is_lossy: What it gives is not the tensor to the bit.
     """
 
-    __slots__ = ("func", "args", "kwargs", "stride", "nbytes", "work", "first", "is_lossy", "fixed")
+    __slots__ = ("func", "args", "kwargs", "stride", "nbytes", "work", "block", "first", "is_lossy", "is_local", "fixed")
 
     def __init__(
-        self, func: Callable[..., Tensor], stride: tuple[int, ...], nbytes: int, first: int, lock: Any
+        self, func: Callable[..., Tensor], stride: tuple[int, ...], nbytes: int, block: int, lock: Any
     ) -> None:
         super().__init__(lock)
         self.func, self.stride, self.nbytes = func, stride, nbytes
         self.fixed: Handle | None = None
         self.args: Any = ()
         self.kwargs: Any = None
-        self.work, self.first, self.is_lossy = 1, first, False
+        self.work, self.block, self.first = 1, block, block
+        self.is_lossy = self.is_local = False
 
     def builds_on(self, other: Node) -> None:
         """``other`` gives an argument."""
         self.work += other.work
         self.first = min(self.first, other.first)
         self.is_lossy |= other.is_lossy
+        self.is_local |= other.is_local
 
     def make(self) -> Tensor:
         """The function, run again without gradients, and without autocast: its casts stand among the records."""
@@ -249,12 +271,12 @@ class Node(Shared):
 class Lent(Shared):
     """A tensor that a foreign hook keeps, as whatever it made of it; it may still give way to another handle."""
 
-    __slots__ = ("handle", "fetch", "view", "via")
+    __slots__ = ("handle", "fetch", "view", "version", "via")
 
     def __init__(self, tensor: Tensor, handle: Any, fetch: Callable[[Any], Tensor], lock: Any) -> None:
         super().__init__(lock)
         self.uses = 1
-        self.handle, self.fetch, self.view = handle, fetch, View(tensor)
+        self.handle, self.fetch, self.view, self.version = handle, fetch, View(tensor), tensor._version
         self.via: Handle | None = None
 
     def give_way(self, node: Node) -> None:
@@ -321,12 +343,12 @@ class StandIn(Handle):
         decode: Makes a tensor from that, for the operation to read; None if the operation decodes by itself.
     """
 
-    __slots__ = ("view", "small", "nbytes", "decode", "via", "__weakref__")
+    __slots__ = ("view", "version", "small", "nbytes", "decode", "via", "__weakref__")
 
     def __init__(
         self, tensor: Tensor, small: Handle, nbytes: int, decode: Callable[[Tensor], Tensor] | None
     ) -> None:
-        self.view, self.decode, self.nbytes = View(tensor), decode, nbytes
+        self.view, self.version, self.decode, self.nbytes = View(tensor), tensor._version, decode, nbytes
         self.small: Handle | None = small
         self.via: Handle | None = None
 
@@ -399,39 +421,45 @@ def is_plain(tensor: Tensor) -> bool:
 _PLAIN: dict[type, bool] = {Tensor: True, nn.Parameter: True}
 
 
-def versions(args: Any, kwargs: Any) -> list[int] | None:
-    """Those of :func:`leaves`; None if one is no plain tensor."""
+def versions(args: Any) -> list[int] | None:
+    """Those of the tensors in ``args``, where nothing but tensors and numbers is there; else None."""
     seen = []
     for a in args:
         kind = type(a)
         if kind is Tensor:
             seen.append(a._version)
         elif kind is not float and kind is not int and kind is not torch.dtype:
-            break
-    else:
-        if not kwargs:
-            return seen
-    found = leaves(args, kwargs)
-    return [x._version for x in found] if all(map(is_plain, found)) else None
+            return None
+    return seen
+
+
+def owned(argument: Any) -> Any:
+    """A copy of the lists in an argument, which its owner may change later."""
+    if type(argument) in (list, tuple):
+        return type(argument)([owned(a) for a in argument])
+    return {k: owned(a) for k, a in argument.items()} if type(argument) is dict else argument
 
 
 def leaves(args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors among the arguments of a call, and in lists of them, in order."""
     found = []
-    for a in args:
+    for a in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(a, Tensor):
             found.append(a)
         elif type(a) in (list, tuple):
-            found += [x for x in a if isinstance(x, Tensor)]
-    if kwargs:
-        found += [a for a in kwargs.values() if isinstance(a, Tensor)]
+            found += leaves(a, None)
     return found
 
 
 def arguments(args: Any, kwargs: Any) -> list[Tensor | Weak]:
     """The same, where tensors may be held weakly."""
-    flat = [x for a in args for x in (a if type(a) in (list, tuple) else (a,))]
-    return [a for a in (*flat, *(kwargs or {}).values()) if isinstance(a, (Tensor, Weak))]
+    found = []
+    for a in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(a, (Tensor, Weak)):
+            found.append(a)
+        elif type(a) in (list, tuple):
+            found += arguments(a, None)
+    return found
 
 
 def replaced(argument: Any, handles: Iterator[Any]) -> Any:

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_memsave.tape.codecs import pack_bits, unpack_bits
+from hf_memsave.tape.functions import may_write
 from hf_memsave.tape.hooks import Tape
 from hf_memsave.tape.private import any_autocast
 from hf_memsave.tape.record import Blank, Handle, is_dense, with_stride
@@ -90,7 +91,7 @@ def _of_batch_norm(
 
 def shape_alone(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Average pools and paddings, whose backward reads nothing of what they keep but its shape."""
-    if not tape.is_innermost():
+    if not args or not tape.is_innermost():
         return func(*args, **kwargs)
     y = _coded(tape, Blank, func, args, kwargs)
     if func is F.pad and type(y) is Tensor and y.untyped_storage() is not args[0].untyped_storage():
@@ -153,6 +154,8 @@ def _ones(tensor: Tensor) -> Tensor:
 
 def rectifier(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """ReLU, ReLU6, Hardtanh, LeakyReLU and Threshold: dx = dy f'(x), and f' has one value inside and one outside."""
+    if not args:
+        return may_write(tape, func, args, kwargs)
     is_in_place = bool(kwargs.get("inplace")) or any(a is True for a in args[1:])
     if is_in_place:
         tape.before_write(args[0])

@@ -78,6 +78,7 @@ def attention(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
     if not tape.is_innermost():
         return func(*args, **kwargs)
     query, key, value, mask, rest = _arguments(*args, **kwargs)
+    given = key, value
     if any_autocast() and torch.is_autocast_enabled(query.device.type):
         query, key, value = low(tape, query), low(tape, key), low(tape, value)
     if mask is not None:
@@ -89,6 +90,8 @@ def attention(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
         return func(query, key, value, mask, **rest)
     finally:
         tape.is_in_attention = False
+        for tensor in given:  # a cache may hold it for long: let go of what it was made from
+            tape.release(tensor)
 
 
 def _arguments(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -113,22 +116,29 @@ def _made_before(tape: Tape, mask: Tensor) -> Tensor:
     record = tape.record_of(mask)
     if record is None or record.func is None or record.is_kept:
         return mask
-    key = mask.shape, mask.stride(), _identity(tape, mask)
-    made, _ = tape.memo.setdefault(key, (mask, record.args))  # which holds them: no other can take their address
+    made = tape.memo[_identity(tape, mask)][1]
     return made if made._version == mask._version else mask
 
 
 def _identity(tape: Tape, argument: Any, depth: int = 4) -> Any:
-    """Equal for arguments that hold the same numbers: the same tensor, or one made in the same way."""
+    """Equal for arguments that hold the same numbers: the same tensor, or one made in the same way.
+
+    The memo holds the first tensor of each identity: its address stays its own, also when its record is forgotten.
+    """
     if not isinstance(argument, Tensor):
         return argument if isinstance(argument, Hashable) else id(argument)
-    where = argument.storage_offset(), argument.shape, argument.stride(), argument.dtype
-    record = tape.record_of(argument)
-    if record is None or record.func is None or not depth or record.is_kept or not record.is_of(argument):
-        return *where, id(argument.untyped_storage()), argument._version
-    kwargs = (record.kwargs or {}).items()
-    made = [_identity(tape, a, depth - 1) for a in (*record.args, *(value for _, value in kwargs))]
-    return *where, record.func, *made, *(name for name, _ in kwargs)
+    geometry = argument.storage_offset(), argument.shape, argument.stride(), argument.dtype
+    address = "address", id(argument.untyped_storage()), argument._version, *geometry
+    if address in tape.memo:
+        return tape.memo[address][0]
+    record, identity = tape.record_of(argument), address
+    if record is not None and record.func is not None and depth and not record.is_kept and record.is_of(argument):
+        kwargs = (record.kwargs or {}).items()
+        made = [_identity(tape, a, depth - 1) for a in (*record.args, *(value for _, value in kwargs))]
+        identity = *geometry, record.func, *made, *(name for name, _ in kwargs)  # type: ignore[assignment]
+    if identity not in tape.memo:
+        tape.memo[identity] = tape.memo[address] = identity, argument
+    return identity
 
 
 def float_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,11 +6,12 @@ import os
 
 import pytest
 import torch
+from transformers import AlbertConfig, AlbertForSequenceClassification
 
 from hf_memsave import MemSaveConfig, patch
-from hf_memsave.ops import rms_norm
-from hf_memsave.tape import promise
-from support.families import FAMILIES, QUOTED, Size, batch_for, build
+from hf_memsave.tape.record import Node
+from support.families import FAMILIES, MORE, QUOTED, VOCAB, Size, batch_for, build
+from support.helpers import assert_same_bits
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="bit equality is claimed on CPU")
 
@@ -48,7 +49,7 @@ def assert_same_training(model, config, mode, padded):
     stock_losses, stock_grads, stock_parameters = train(model, mode, padded)
     losses, grads, parameters = train(ours, mode, padded)
     assert losses == stock_losses
-    assert len(set(losses)) > STEPS // 2  # the run did move
+    assert len(set(losses)) > STEPS // 4  # the run did move
     assert grads.keys() == stock_grads.keys()
     assert [n for n in grads if not torch.equal(grads[n], stock_grads[n])] == []
     assert [n for n in parameters if not torch.equal(parameters[n], stock_parameters[n])] == []
@@ -59,6 +60,12 @@ def assert_same_training(model, config, mode, padded):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_equals_stock_bit_for_bit(family, mode, padded):
     assert_same_training(build(family, SIZE, MODES[mode]), MemSaveConfig(), mode, padded)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", MORE)
+def test_training_of_more_families_equals_stock_bit_for_bit(family, mode):
+    assert_same_training(build(family, SIZE, MODES[mode]), MemSaveConfig(), mode, padded=True)
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
@@ -96,34 +103,41 @@ def test_frozen_parameters_change_nothing():
 
 
 def test_a_wrong_recomputation_would_be_seen(monkeypatch):
-    def wrong(fn, *inputs):
-        return promise(fn(*inputs), lambda *again: fn(*again) * 1.0001, *inputs)
+    right = Node._run
 
-    monkeypatch.setattr(rms_norm, "promised", wrong)
+    def wrong(node):
+        out = right(node)
+        return out * 1.0001 if out.is_floating_point() else out
+
+    monkeypatch.setattr(Node, "_run", wrong)
     with pytest.raises(AssertionError):
         assert_same_training(build("llama", SIZE), MemSaveConfig(), "fp32", padded=False)
 
 
-def test_a_linear_called_twice_under_autocast_is_no_worse_than_stock():
-    # The one known case without stock's bits: autocast caches the weight's cast, so that stock adds the two weight
-    # gradients in bf16; ours are added in fp32.
+def test_blocks_that_share_their_weights_equal_stock_under_autocast():
+    # Autocast's cache lasts for the whole forward, whatever of it the tape gives back in between.
+    torch.manual_seed(0)
+    options = dict(embedding_size=32, hidden_size=64, num_attention_heads=4, intermediate_size=128, vocab_size=VOCAB)
+    model = AlbertForSequenceClassification(AlbertConfig(**options, num_hidden_layers=4)).train()
+    assert_same_training(model, MemSaveConfig(), "autocast", padded=True)
+
+
+def test_a_linear_called_twice_under_autocast_is_as_in_stock():
+    # Autocast casts its weight once, and adds the two weight gradients in bf16; in two submodules of a model too.
     class Twice(torch.nn.Module):
         def __init__(self):
             super().__init__()
             self.norm, self.linear = torch.nn.LayerNorm(64), torch.nn.Linear(64, 64)
 
         def forward(self, x):
-            return self.linear(self.linear(self.norm(x))).float().pow(2).mean()
-
-    def gradient(model, x, autocast):
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = model(x)
-        return torch.autograd.grad(loss, model.linear.weight)[0].double()
+            return self.linear(torch.nn.functional.gelu(self.linear(self.norm(x)))).float().pow(2).mean()
 
     stock, x = Twice(), torch.randn(512, 64)
     ours = copy.deepcopy(stock)
     patch(ours)
-    exact = gradient(copy.deepcopy(stock).double(), x.double(), autocast=False)
-    errors = [(gradient(model, x, autocast=True) - exact).norm() for model in (stock, ours)]
-    assert not torch.equal(gradient(stock, x, True), gradient(ours, x, True))
-    assert errors[1] <= errors[0]
+    for model in (stock, ours):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x)
+        loss.backward()
+    for (name, expected), got in zip(stock.named_parameters(), ours.parameters(), strict=True):
+        assert_same_bits(got.grad, expected.grad, name)

@@ -18,7 +18,7 @@ from hf_memsave import patch
 from hf_memsave.tape import hooks
 from hf_memsave.tape.meter import _live_tensors, _storage, _watch
 from support.families import VOCAB, Size, batch_for, build
-from support.helpers import EARLIER, autocasting, only_on_cpu, promises
+from support.helpers import EARLIER, autocasting, nodes, only_on_cpu
 from support.steps import assert_same, gradients, patched_classes
 
 STEPS, EVERY = 1000, 100
@@ -206,14 +206,14 @@ def faults(seed, called, passed):
 @pytest.fixture(autouse=True)
 def _others():
     """What tests of other files hold, in a cache or a traceback, is not for these to judge."""
-    EARLIER.update(promises())
+    EARLIER.update(nodes())
 
 
 def assert_nothing_is_left():
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None, "saved-tensor hooks are left"
-    assert not _get_current_dispatch_mode_stack() and hooks.tally is None, "a dispatch mode is left"
+    assert not _get_current_dispatch_mode_stack() and hooks.meter is None, "a dispatch mode is left"
     assert not torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()
-    assert not (left := promises()), f"{len(left)} promises are alive"
+    assert not (left := nodes()), f"{len(left)} nodes are alive"
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -253,14 +253,14 @@ def test_faults_are_of_every_kind_and_200_in_all():
     assert len({(fault.kind, fault.module) for fault in found}) > len(KINDS)
 
 
-def test_a_promise_that_is_held_is_seen():
+def test_a_node_that_is_held_is_seen():
     run = pair("bert")[0]
     loss = run.loss()
-    assert promises()
-    with pytest.raises(AssertionError, match="promises are alive"):
+    assert nodes()
+    with pytest.raises(AssertionError, match="nodes are alive"):
         assert_nothing_is_left()
     del loss
-    assert not promises()
+    assert not nodes()
 
 
 def live_bytes():
@@ -288,7 +288,7 @@ def test_live_bytes_are_flat_over_1000_steps(name, device):
         assert left_by(run) == 0
         bytes_.append(live_bytes())
         objects.append(len(gc.get_objects()))
-        assert not promises()
+        assert not nodes()
     assert len(set(bytes_)) == 1, bytes_
     assert max(objects) - min(objects) < EVERY, objects  # one a step would be 1,000
     assert loss < start

@@ -1,5 +1,6 @@
 """``norm="output"`` in models: what is reported and refused, and three steps next to stock's."""
 
+import copy
 import re
 
 import pytest
@@ -9,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_memsave import MemSaveConfig, PatchError, measure_kept, patch
 from support.families import QUOTED, batch_for, build
-from support.helpers import assert_same_bits, only_on_cpu
+from support.helpers import assert_same_bits, only_on_cpu, random
 from support.steps import step
 
 OUTPUT = MemSaveConfig(norm="output")
@@ -25,15 +26,23 @@ def llama_with(keeps):
 
 @pytest.mark.parametrize(("keeps", "note"), [(0, ""), (4, "keeps the input of 4 of 32"), (5, "recomputed .* 5 of 32")])
 def test_the_report_says_which_columns_keep_their_input(keeps, note):
-    for config, expected in ((OUTPUT, note), (MemSaveConfig(), "")):
-        reasons = [site.reason for site in patch(llama_with(keeps), config).sites if site.op == "rms_norm"]
-        assert len(reasons) == 5
-        assert all(re.match(expected, reason) and bool(reason) == bool(expected) for reason in reasons)
+    report = patch(llama_with(keeps), OUTPUT)
+    reasons = [site.reason for site in report.sites if site.op == "output_norm"]
+    assert len(reasons) == 5
+    assert all(re.match(note, reason) and bool(reason) == bool(note) for reason in reasons)
+    assert not note or re.search(note, str(report))
+    assert not [site for site in patch(llama_with(keeps)).sites if site.op not in ("model", "block")]
 
 
-def test_the_report_says_that_group_norms_are_recomputed():
-    (site,) = (s for s in patch(nn.Sequential(nn.GroupNorm(2, 8)), OUTPUT).sites if s.op == "group_norm")
-    assert "recomputed from its input" in site.reason
+def test_a_group_norm_is_remade_exactly():
+    stock = nn.Sequential(nn.Linear(8, 8), nn.GroupNorm(2, 8), nn.Linear(8, 8))
+    ours = copy.deepcopy(stock)
+    assert not [site for site in patch(ours, OUTPUT).sites if site.op == "output_norm"]
+    x = random(5, 8)
+    for model in (ours, stock):
+        model(x).square().sum().backward()
+    for mine, theirs in zip(ours.parameters(), stock.parameters(), strict=True):
+        assert_same_bits(mine.grad, theirs.grad)
 
 
 def test_a_norm_without_weight_is_refused():

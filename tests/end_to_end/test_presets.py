@@ -4,13 +4,10 @@ import pytest
 import torch
 from transformers import ViTConfig, ViTForImageClassification
 
-from hf_memsave import MemSaveConfig, PatchError, measure_kept, patch
+from hf_memsave import MemSaveConfig, measure_kept, patch
 from hf_memsave.config import presets
 from support.families import batch_for, build
 from support.helpers import assert_same_bits, only_on_cpu
-
-#: Models without a layer of those that selective differentiation is for.
-WITHOUT = ("bert", "llama", "gpt2")
 
 
 def make(family):
@@ -22,12 +19,10 @@ def make(family):
     return model, {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.zeros(2, dtype=torch.long)}
 
 
-@pytest.mark.parametrize("family", [*WITHOUT, "t5-encoder", "vit"])
+@pytest.mark.parametrize("family", ["bert", "llama", "gpt2", "t5-encoder", "vit"])
 @pytest.mark.parametrize("name", presets())
 def test_a_preset_trains_a_model_with_stocks_loss(device, family, name):
     only_on_cpu(device)
-    if name == "selective" and family in WITHOUT:
-        pytest.skip("refused, see below")
     model, batch = make(family)
     losses, totals = [], []
     for config in (None, name):
@@ -40,15 +35,6 @@ def test_a_preset_trains_a_model_with_stocks_loss(device, family, name):
     assert_same_bits(losses[1], losses[0])
     assert totals[1] <= totals[0]
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
-
-
-@pytest.mark.parametrize("family", WITHOUT)
-def test_selective_differentiation_says_that_it_has_nothing_to_do(family):
-    model, _ = make(family)
-    with pytest.raises(
-        PatchError, match=r"nothing to patch .*norm='stock' was asked for.*patch\(model\) for the exact"
-    ):
-        patch(model, "selective")
 
 
 def test_the_presets_of_papers_are_exact_but_in_one_field():

@@ -10,8 +10,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_memsave import KeptTensorChangedError
-from hf_memsave.tape.promise import Promise
-from support.helpers import EARLIER, assert_same_bits, autocasting, promises
+from hf_memsave.tape import prices
+from support.helpers import EARLIER, assert_same_bits, autocasting, nodes
 from support.programs import Backward, draw, graph_of
 
 BATCHES, BATCH = 20, 100
@@ -116,29 +116,28 @@ def check(program):
 
 
 @pytest.fixture
-def taken(monkeypatch):
-    """Grows by one for each promise that autograd takes."""
-    tickets = []
-    take = Promise.take
+def settled(monkeypatch):
+    """Grows by one for each tensor that is remade instead of kept."""
+    found = []
+    settle = prices.settle
 
-    def counted(self, view, keep):
-        ticket = take(self, view, keep)
-        tickets.extend([None] * (ticket is not None))
-        return ticket
+    def counted(*args):
+        found.append(None)
+        return settle(*args)
 
-    monkeypatch.setattr(Promise, "take", counted)
-    return tickets
+    monkeypatch.setattr(prices, "settle", counted)
+    return found
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
-def test_random_graphs_are_as_in_stock(batch, taken):
-    EARLIER.update(promises())  # of other tests: save_on_cpu without a backward, on CPU, never lets go of a graph
-    outcomes, with_promises = [], 0
+def test_random_graphs_are_as_in_stock(batch, settled):
+    EARLIER.update(nodes())  # of other tests: save_on_cpu without a backward, on CPU, never lets go of a graph
+    outcomes, with_nodes = [], 0
     for seed in range(batch * BATCH, (batch + 1) * BATCH):
-        taken.clear()
+        settled.clear()
         outcomes.append(check(draw(seed)))
-        with_promises += bool(taken)
-    assert with_promises > 0.8 * BATCH, "few programs took a promise: the test tests little"
+        with_nodes += bool(settled)
+    assert with_nodes > 0.8 * BATCH, "few programs remade a tensor: the test tests little"
     assert outcomes.count("same") > 0.7 * BATCH, "few programs run in stock"
     assert outcomes.count("raised") < 0.05 * BATCH, "we raise where stock does not, in more than few programs"
-    assert not promises(), "a promise outlived its graph"
+    assert not nodes(), "a node outlived its graph"

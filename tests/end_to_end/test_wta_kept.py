@@ -71,7 +71,7 @@ def test_nor_beside_stock_norms_and_activations(device, family, options):
     exact = kept(model, None, **options)[0]
     sampled, rows = kept(model, WTACRS(), **options)
     assert sampled <= exact + 8 * rows + mask_bytes(0)
-    if "dropout" not in options and not (family == "t5-decoder" and "activation" in options):  # a stock ReLU keeps y
+    if "norm" in options or ("activation" in options and family == "bert"):  # T5's ReLU keeps y, LLaMA's product is had
         assert sampled < 0.95 * exact, "what nobody else keeps falls to the drawn rows"
 
 

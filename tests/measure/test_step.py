@@ -115,5 +115,5 @@ def test_a_tolerance_counts_only_where_there_is_one():
 
 def test_compare_step_tells_a_step_that_fails_stock():
     model = build("bert", Size())
-    with pytest.raises(StockStepError, match=r"cannot run a stock step on pixels \[2, 6\]: TypeError"):
+    with pytest.raises(StockStepError, match=r"cannot run a stock step on pixels \[2, 6\]: "):
         compare_step(model, {"pixels": IDS})

@@ -9,6 +9,12 @@ from torch import nn
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    ElectraConfig,
+    ElectraForSequenceClassification,
+    GemmaConfig,
+    GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -21,6 +27,10 @@ from transformers import (
     Phi3ForCausalLM,
     PhiConfig,
     PhiForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     RobertaConfig,
     RobertaForSequenceClassification,
     T5Config,
@@ -52,6 +62,8 @@ FAMILIES = (
     "bert", "roberta", "gpt2", "t5-encoder", "t5-decoder", "t5-gated-encoder", "llama", "mistral", "phi", "phi3",
     "opt",
 )  # fmt: skip
+#: More of them, for the tests of what is kept.
+MORE = ("distilbert", "electra", "qwen2", "qwen3", "gemma")
 
 
 def build(family: str, size: Size = Size(), dtype: torch.dtype = torch.float32, dropout: float = 0.1) -> nn.Module:
@@ -63,12 +75,18 @@ def build(family: str, size: Size = Size(), dtype: torch.dtype = torch.float32, 
     h, heads = size.hidden, size.heads
     gated = int(2.75 * h)
     common = dict(hidden_size=h, num_hidden_layers=size.layers, num_attention_heads=heads, vocab_size=VOCAB)
-    if family in ("bert", "roberta"):
+    if family in ("bert", "roberta", "electra"):
         options = dict(common, intermediate_size=4 * h, hidden_dropout_prob=dropout, attention_probs_dropout_prob=0.0)
-        if family == "bert":
-            model = BertForSequenceClassification(BertConfig(**options, num_labels=CLASSES))
-        else:
-            model = RobertaForSequenceClassification(RobertaConfig(**options, num_labels=CLASSES))
+        options["num_labels"] = CLASSES
+        model = {
+            "bert": lambda: BertForSequenceClassification(BertConfig(**options)),
+            "roberta": lambda: RobertaForSequenceClassification(RobertaConfig(**options)),
+            "electra": lambda: ElectraForSequenceClassification(ElectraConfig(**options, embedding_size=h)),
+        }[family]()
+    elif family == "distilbert":
+        options = dict(dim=h, hidden_dim=4 * h, n_layers=size.layers, n_heads=heads, vocab_size=VOCAB)
+        drops = dict(dropout=dropout, attention_dropout=0.0)
+        model = DistilBertForSequenceClassification(DistilBertConfig(**options, **drops, num_labels=CLASSES))
     elif family == "gpt2":
         drops = dict(resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=0.0)
         model = GPT2LMHeadModel(GPT2Config(n_embd=h, n_layer=size.layers, n_head=heads, vocab_size=VOCAB, **drops))
@@ -85,6 +103,9 @@ def build(family: str, size: Size = Size(), dtype: torch.dtype = torch.float32, 
             "llama": lambda: LlamaForCausalLM(LlamaConfig(**options)),
             "mistral": lambda: MistralForCausalLM(MistralConfig(**options)),
             "phi3": lambda: Phi3ForCausalLM(Phi3Config(**options, resid_pdrop=dropout)),
+            "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**options)),
+            "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**options, head_dim=h // heads)),
+            "gemma": lambda: GemmaForCausalLM(GemmaConfig(**options, head_dim=h // heads)),
         }[family]()
     return model.to(dtype).train()
 

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from hf_memsave.arch import COMMON
-from hf_memsave.patching.swap import patched_class, set_class
-from hf_memsave.tape import Tape, measure_kept
-from hf_memsave.tape.promise import Promise
+from hf_memsave.patching.swap import Patch, patched_class, set_class
+from hf_memsave.tape import Tape, measure_kept, table_without
+from hf_memsave.tape.record import Node
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -38,15 +37,20 @@ def only_on_cpu(device: torch.device, claim: str = "equality to the bit") -> Non
         pytest.skip(f"{claim} is claimed on CPU only")
 
 
-#: Promises that other tests hold, and :func:`promises` leaves out.
-EARLIER: weakref.WeakSet[Promise] = weakref.WeakSet()
+def taping(*stock: str, **options: Any) -> Tape:
+    """A tape as a patched model lays it, without these kinds."""
+    return Tape(table_without(*stock), **options)
 
 
-def promises() -> list[Promise]:
+#: Nodes that other tests hold, and :func:`nodes` leaves out.
+EARLIER: weakref.WeakSet[Node] = weakref.WeakSet()
+
+
+def nodes() -> list[Node]:
     """Alive now; PyTorch's engine holds what an error left of a backward until this thread's next one."""
     torch.ones((), requires_grad=True).square().backward()
     gc.collect()
-    return [o for o in gc.get_objects() if type(o) is Promise and o not in EARLIER]
+    return [o for o in gc.get_objects() if type(o) is Node and o not in EARLIER]
 
 
 def subsets(count: int) -> list[tuple[bool, ...]]:
@@ -104,7 +108,7 @@ def run(
     leaves = [x.detach().clone().requires_grad_(w) for x, w in zip(inputs, wanted or [True] * len(inputs), strict=True)]
     device = inputs[0].device
     torch.manual_seed(seed)
-    with Tape() if tape else contextlib.nullcontext(), autocasting(device, autocast):
+    with taping() if tape else contextlib.nullcontext(), autocasting(device, autocast):
         output = fn(leaves[0] * 1, *leaves[1:])
         weight = random(*output.shape, dtype=output.dtype, device=device, seed=1).requires_grad_()
         product = output * weight
@@ -165,7 +169,7 @@ def taped(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``fn`` and a consumer that keeps its output, under a tape; for ``gradcheck``."""
 
     def under_tape(*inputs: Tensor) -> Tensor:
-        with Tape():
+        with taping():
             return fn(*inputs).square()
 
     return under_tape
@@ -189,19 +193,9 @@ def assert_backward_twice(fn: Callable[..., Tensor], *inputs: Tensor) -> None:
         assert_same_bits(mine, before)
 
 
-def swapped(module: nn.Module, op: str, value: str = "recompute", **names: str) -> nn.Module:
-    """``module`` itself, running ``op`` under a tape."""
-    set_class(module, patched_class(type(module), op, names, value))
-    return module
-
-
-def swap_children(module: nn.Module) -> nn.Module:
-    """``module`` itself, with every child that the common table knows running its op."""
-    known = COMMON.by_class()
-    for child in module.children():
-        site = known.get(f"{type(child).__module__}.{type(child).__qualname__}")
-        if site is not None:
-            swapped(child, site.op, "seed" if site.op == "dropout" else "recompute", **site.names)
+def swapped(module: nn.Module, op: str, value: Any = True) -> nn.Module:
+    """``module`` itself, running ``op`` where a tape is laid."""
+    set_class(module, patched_class(Patch(type(module), op=op, value=value)))
     return module
 
 
@@ -239,7 +233,7 @@ class Probe(nn.Module):
         self.fn, self.tape, self.producer, self.linear, self.autocast = fn, tape, producer, linear, autocast
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        with Tape() if self.tape else contextlib.nullcontext(), autocasting(x.device, self.autocast):
+        with taping() if self.tape else contextlib.nullcontext(), autocasting(x.device, self.autocast):
             return {"loss": self.linear(self.fn(self.producer(x))).sum()}
 
 

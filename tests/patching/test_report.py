@@ -1,0 +1,204 @@
+"""The report of ``patch``: what it covers, what the first step kept and avoided, and a warning where that is little."""
+
+import copy
+import logging
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from hf_memsave import MemSaveConfig, PatchError, measure_kept, patch
+from support.families import FAMILIES, Size, batch_for, build
+from support.steps import patched_classes, state_of, step
+
+MIB = 2**20
+
+
+@pytest.fixture
+def llama(device):
+    return build("llama").to(device)
+
+
+def test_the_report_reads_as_a_table(llama):
+    lines = str(patch(llama, MemSaveConfig(norm="stock"))).splitlines()
+    assert lines == [
+        "hf_memsave: 1 models and 2 repeated blocks covered, 0 modules skipped",
+        "  patched     5 x quiet              LlamaRMSNorm",
+        "  what it frees is counted in the first training step",
+    ]
+
+
+def test_the_report_says_what_is_approximate(device):
+    text = str(patch(build("bert").to(device), MemSaveConfig(activation="invert", storage="int8")))
+    assert "  patched     2 x activation         GELUActivation" in text
+    assert "kept in 8 bits: gradients are approximate" in text
+
+
+def test_the_report_says_why_a_module_is_skipped(device):
+    model = nn.Sequential(nn.Linear(8, 8), nn.SiLU(inplace=True)).to(device)
+    report = patch(model, {"activation": "invert"})
+    (skipped,) = report.skipped
+    assert (skipped.name, skipped.reason) == ("1", "it works in place (inplace=True), so its input is gone")
+    assert f"  skipped     1 x activation         SiLU: {skipped.reason}" in str(report)
+
+
+# The first step
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_first_step_is_counted_as_the_meter_counts_it(family, device):
+    model = build(family, Size(hidden=64)).to(device)
+    batch = batch_for(model, Size(hidden=64))
+    stock = measure_kept(model, batch).total
+    report = patch(model)
+    assert not report.step.nbytes_kept and not report.step.nbytes_avoided
+    kept = measure_kept(model, batch).total
+    assert report.step.nbytes_kept == pytest.approx(kept, rel=0.05)
+    assert report.step.nbytes_avoided == pytest.approx(stock - kept, rel=0.05)
+
+
+def test_functions_add_up_the_most_first(llama):
+    report = patch(llama)
+    step(llama, batch_for(llama))
+    kept, avoided = (report.step.by_function(what) for what in ("kept", "avoided"))
+    assert sum(kept.values()) == report.step.nbytes_kept and sum(avoided.values()) >= report.step.nbytes_avoided
+    for found in (kept, avoided):
+        assert list(found.values()) == sorted(found.values(), reverse=True)
+    assert {"silu", "mul"} <= avoided.keys() and "embedding" in kept
+    text = str(report)
+    share = report.step.nbytes_avoided / (report.step.nbytes_avoided + report.step.nbytes_kept)
+    assert f"avoided ({share:.0%})" in text and "most avoided: " in text and "most kept: " in text
+
+
+def test_only_a_forward_with_gradients_is_counted_and_only_the_first(llama):
+    report, batch = patch(llama), batch_for(llama)
+    with torch.no_grad():
+        llama.eval()(**batch)
+    assert not report.step.nbytes_kept
+    step(llama.train(), batch)
+    before = report.step.nbytes_kept, report.step.nbytes_avoided
+    step(llama, batch_for(llama, Size(batch=4)))
+    assert (report.step.nbytes_kept, report.step.nbytes_avoided) == before != (0, 0)
+
+
+def test_each_patch_counts_anew(llama):
+    first = patch(llama)
+    step(llama, batch_for(llama))
+    second = patch(llama, {"norm": "stock"})
+    assert not second.step.nbytes_kept
+    step(llama, batch_for(llama))
+    assert 0 < second.step.nbytes_avoided < first.step.nbytes_avoided
+
+
+def test_a_copy_does_not_count_for_its_original(llama):
+    report = patch(llama)
+    other = copy.deepcopy(llama)
+    step(other, batch_for(other))
+    assert not report.step.nbytes_kept
+    step(llama, batch_for(llama))
+    assert report.step.nbytes_kept
+
+
+# Measuring stock beside patched
+
+
+@pytest.mark.parametrize("first", ["compare", "step"])
+def test_compare_measures_stock_and_patched(first, llama):
+    batch = batch_for(llama)
+    stock = copy.deepcopy(llama)
+    report = patch(llama)
+    if first == "step":
+        step(llama, batch)
+    before = patched_classes(llama)
+    comparison = report.compare(batch)
+    assert comparison.stock.total == measure_kept(stock, batch).total
+    assert comparison.patched.total == measure_kept(llama, batch).total
+    assert comparison.freed == comparison.stock.total - comparison.patched.total > comparison.patched.total / 2
+    assert patched_classes(llama) == before
+    step(llama, batch)
+    assert report.step.nbytes_avoided
+
+
+def test_compare_leaves_the_model_patched_when_the_batch_fails(llama):
+    report = patch(llama)
+    before = state_of(llama)
+    with pytest.raises(ValueError, match="input_ids"):
+        report.compare({})
+    assert state_of(llama) == before
+
+
+def test_a_report_does_not_keep_its_model_alive(device):
+    report = patch(build("phi").to(device))
+    with pytest.raises(ReferenceError, match="no longer exists"):
+        report.compare({})
+    report.undo()  # nothing to undo
+
+
+# Where little can be done
+
+
+class Linears(nn.Module):
+    """Keeps the input of each linear, which cannot be had for less."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+
+    def forward(self, x):
+        return {"loss": self.layers(x).sum()}
+
+
+@pytest.fixture
+def said(caplog):
+    """Every warning, logged or raised as such."""
+    with warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.WARNING):
+        warnings.simplefilter("always")
+        logging.getLogger("transformers").addHandler(caplog.handler)
+        yield lambda: [r.getMessage() for r in caplog.records] + [str(w.message) for w in caught]
+        logging.getLogger("transformers").removeHandler(caplog.handler)
+
+
+def of_ours(messages):
+    return [message for message in messages if "avoid" in message]
+
+
+def test_a_model_where_little_is_avoided_gets_one_warning_that_says_where_its_bytes_are(said, device):
+    model = Linears().to(device)
+    report = patch(model)
+    for _ in range(3):
+        model(torch.randn(32, 64, device=device))["loss"].backward()
+    assert report.step.nbytes_avoided < 0.05 * report.step.nbytes_kept
+    (message,) = of_ours(said())
+    assert next(iter(report.step.by_function("kept"))) in message and "Linears" in message
+
+
+def test_a_model_loaded_with_everything_left_to_stock_is_no_error_and_gets_one_warning(said, tmp_path):
+    build("llama").save_pretrained(tmp_path)
+    off = dict.fromkeys(("norm", "activation", "dropout", "attention", "lora"), "stock") | {"frozen": False}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, memsave=off).train()
+    for _ in range(2):
+        step(model, batch_for(model))
+    # What is not of any kind, such as residual sums and casts, is recorded all the same.
+    assert len(of_ours(said())) <= 1
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_a_model_where_much_is_avoided_gets_none(family, checkpointing, said, device):
+    model = build(family).to(device)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    patch(model)
+    step(model, batch_for(model))
+    assert of_ours(said()) == []
+
+
+def test_a_module_without_parameters_is_refused_but_an_activation_by_itself_is_not():
+    class Empty(nn.Module):
+        pass
+
+    with pytest.raises(PatchError, match="nothing to patch in Empty"):
+        patch(Empty())
+    assert [site.op for site in patch(nn.GELU()).sites] == ["model"]

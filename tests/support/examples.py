@@ -1,0 +1,297 @@
+"""Arguments for every function of the table of cheap functions: a new line of the table needs one here."""
+
+import operator
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from support.helpers import random
+
+SHAPE = (8, 20)
+
+
+class Arguments:
+    """Fresh tensors to call functions with, made when asked for; the same ones each time.
+
+    Args:
+        device: Where they lie.
+        dtype: Of those of floating point.
+        frozen: Whether none of them wants a gradient.
+        view: Of what is handed on.
+        producer: Makes activations of leaves.
+    """
+
+    def __init__(self, device, dtype=torch.float32, frozen=False, view=None, producer=torch.clone):
+        self.device, self.dtype, self.frozen, self.view, self.producer = device, dtype, frozen, view, producer
+        self.leaves: list[Tensor] = []
+
+    def _activation(self, values: Tensor, is_viewed: bool = True) -> Tensor:
+        leaf = values.to(self.device, self.dtype).requires_grad_(not self.frozen)
+        self.leaves.append(leaf)
+        activation = self.producer(leaf)
+        return activation if self.view is None or not is_viewed else self.view(activation)
+
+    def _normal(self, seed: int) -> Tensor:
+        return random(*SHAPE, seed=seed)
+
+    @cached_property
+    def x(self) -> Tensor:
+        return self._activation(self._normal(1))
+
+    @cached_property
+    def y(self) -> Tensor:
+        return self._activation(self._normal(2))
+
+    @cached_property
+    def z(self) -> Tensor:
+        return self._activation(self._normal(3))
+
+    @cached_property
+    def u(self) -> Tensor:
+        """Between .1 and .9."""
+        return self._activation(self._normal(4).sigmoid() * 0.8 + 0.1)
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """As long as the last dimension."""
+        return self._activation(random(self.last, seed=5), is_viewed=False)
+
+    @cached_property
+    def bias(self) -> Tensor:
+        return self._activation(random(self.last, seed=6), is_viewed=False)
+
+    @cached_property
+    def flag(self) -> Tensor:
+        return self._like(self._normal(7) > 0)
+
+    @cached_property
+    def other_flag(self) -> Tensor:
+        return self._like(self._normal(8) > 0)
+
+    @cached_property
+    def i(self) -> Tensor:
+        """Small integers."""
+        return self._like((self._normal(9) * 5).long())
+
+    @cached_property
+    def j(self) -> Tensor:
+        """Small integers above zero."""
+        return self._like((self._normal(10) * 5).long().abs() + 1)
+
+    def _like(self, values: Tensor) -> Tensor:
+        values = values.to(self.device)
+        return values if self.view is None else self.view(values)
+
+    @property
+    def last(self) -> int:
+        """The length of the last dimension."""
+        return self.x.shape[-1]
+
+    def normal(self, *shape: int) -> Tensor:
+        return random(*shape, dtype=self.dtype, device=self.device, seed=11)
+
+    def indices(self, *numbers: int) -> Tensor:
+        return torch.tensor(numbers, device=self.device)
+
+
+Make = Callable[[Arguments], tuple[Any, ...]]
+
+
+def of(names: str, *makes: Make) -> dict[str, tuple[Make, ...]]:
+    return dict.fromkeys(names.split(), makes)
+
+
+def x(a):
+    return (a.x,)
+
+
+def unit(a):
+    return (a.u,)
+
+
+def flag(a):
+    return (a.flag,)
+
+
+def scaled(a):  # positive, above 1
+    return (a.u + 1.5,)
+
+
+TWO = (lambda a: (a.x, a.y), lambda a: (a.x, a.weight), lambda a: (a.x, 2.0))
+COMPARED = (lambda a: (a.x, a.y), lambda a: (a.x, 0.0))
+FLAGS = (lambda a: (a.flag, a.other_flag),)
+JOINED = (lambda a: ([a.x, a.y],), lambda a: ((a.x, a.x),))
+
+#: Name -> ways to call it, each as the positional arguments; a dict at the end is keyword arguments.
+EXAMPLES: dict[str, tuple[Make, ...]] = {
+    **of(
+        "neg negative square exp exp2 expm1 sin cos sinh cosh tanh atan sigmoid erf erfc abs absolute sign floor ceil "
+        "round trunc frac isinf isnan isfinite clone zeros_like ones_like sinc softsign tanhshrink logsigmoid "
+        "log_sigmoid ravel relu asinh arcsinh arctan angle deg2rad rad2deg sgn fix positive i0 "
+        "selu celu mish hardswish hardsigmoid silu",
+        x,
+    ),
+    **of("asin acos log log2 logit log10 tan erfinv arcsin arccos atanh arctanh lgamma digamma", unit),
+    **of("log1p sqrt rsqrt reciprocal acosh arccosh", scaled),
+    **of("add sub subtract mul multiply div divide true_divide __rsub__ __rmul__ __radd__ __rdiv__ __rtruediv__ fmod "
+         "remainder floor_divide __floordiv__ __rfloordiv__ __mod__ __rmod__ copysign", *TWO),
+    **of("maximum minimum hypot atan2 arctan2", *TWO[:2]),
+    **of("rsub", lambda a: (a.x, a.y), lambda a: (a.x, 2.0), lambda a: (a.x, a.y, {"alpha": 0.5})),
+    **of("pow __pow__", lambda a: (a.x, 3), lambda a: (a.u, a.y), lambda a: (a.x, 0.5)),
+    **of("__rpow__", lambda a: (a.x, 2.0), lambda a: (a.y, a.u)),
+    **of("gt lt ge le eq ne greater less greater_equal less_equal not_equal", *COMPARED),
+    **of("logical_and logical_or logical_xor __and__ __or__ __xor__ __rand__ __ror__ __rxor__", *FLAGS),
+    **of("bitwise_and bitwise_or bitwise_xor", lambda a: (a.i, a.j), *FLAGS),
+    **of("logical_not __invert__", flag),
+    **of("bitwise_not", flag, lambda a: (a.i,)),
+    **of("gelu", x, lambda a: (a.x, {"approximate": "tanh"})),
+    **of("elu", x, lambda a: (a.x, 0.7)),
+    **of("softplus", x, lambda a: (a.x, 2.0, 5.0)),
+    **of("hardshrink softshrink", x, lambda a: (a.x, 0.3)),
+    **of("glu", lambda a: (a.x.repeat(2, 1), 0)),
+    **of("softmax log_softmax softmin", lambda a: (a.x, -1), lambda a: (a.x, {"dim": 0}),
+         lambda a: (a.x, -1, {"dtype": torch.float64})),
+    **of("normalize", x, lambda a: (a.x, 1.0, 0)),
+    **of("prelu", lambda a: (a.x, torch.full((1,), 0.2, dtype=a.dtype, device=a.device))),
+    **of("layer_norm rms_norm", lambda a: (a.x, [a.last]), lambda a: (a.x, (a.last,), a.weight),
+         lambda a: (a.x, [a.last], {"weight": a.weight})),
+    **of("group_norm", lambda a: (a.x, 1), lambda a: (a.x, 1, a.weight, a.bias)),
+    **of("clamp clip", lambda a: (a.x, -0.5, 0.5), lambda a: (a.x, {"min": a.y}), lambda a: (a.x, None, a.y)),
+    **of("clamp_min clamp_max", lambda a: (a.x, 0.1), lambda a: (a.x, a.y)),
+    **of("lerp", lambda a: (a.x, a.y, a.z), lambda a: (a.x, a.y, 0.3)),
+    **of("addcmul addcdiv", lambda a: (a.x, a.y, a.u), lambda a: (a.x, a.y, a.u, {"value": 0.3})),
+    **of("where", lambda a: (a.flag, a.x, a.y), lambda a: (a.flag, a.x, 0.5)),
+    **of("masked_fill", lambda a: (a.x, a.flag, -1.0), lambda a: (a.x, a.flag, a.bias[0])),
+    **of("nan_to_num", lambda a: (a.x / (a.x > 0),), lambda a: (a.x, 1.0)),
+    **of("cat concat concatenate stack", *JOINED, lambda a: ([a.x, a.y], 1)),
+    **of("hstack vstack", *JOINED),
+    **of("repeat", lambda a: (a.x, 1, 2), lambda a: (a.x, [2, 1])),
+    **of("tile", lambda a: (a.x, (2,)), lambda a: (a.x, [2, 3])),
+    **of("repeat_interleave", lambda a: (a.x, 2), lambda a: (a.x, a.j[:, 0].clone(), {"dim": 0})),
+    **of("roll", lambda a: (a.x, 1), lambda a: (a.x, [1, 2], [0, 1])),
+    **of("flip", lambda a: (a.x, [0]), lambda a: (a.x, (0, 1))),
+    **of("rot90", lambda a: (a.x, 1, [0, 1]), lambda a: (a.x, 2, (0, 1))),
+    **of("index_select", lambda a: (a.x, 0, a.indices(1, 1, 2))),
+    **of("gather", lambda a: (a.x, 0, a.i.abs() % 3)),
+    **of("take_along_dim", lambda a: (a.x, a.i.abs() % 3, 0), lambda a: (a.x.contiguous(), a.i.abs().flatten() % 9)),
+    **of("tril triu", x, lambda a: (a.x, 1)),
+    **of("arange", lambda a: (7, {"device": a.device}), lambda a: (0.5, 4.0, 0.5, {"device": a.device})),
+    **of("zeros ones", lambda a: (4, 6, {"device": a.device}), lambda a: ([4, 6], {"device": a.device})),
+    **of("full", lambda a: ((4, 6), 2.0, {"device": a.device}), lambda a: ([4, 6], 3, {"device": a.device})),
+    **of("full_like", lambda a: (a.x, 2.0)),
+    **of("to", lambda a: (a.x, torch.float64), lambda a: (a.x, {"dtype": torch.bfloat16, "copy": True}),
+         lambda a: (a.x, a.y), lambda a: (a.x, a.i), lambda a: (a.x, a.device)),
+    **of("type", lambda a: (a.x, torch.float64), x),
+    **of("type_as", lambda a: (a.x, a.i), lambda a: (a.i, a.x)),
+    **of("float half bfloat16 double", x, lambda a: (a.i,), flag),
+    **of("contiguous", x, lambda a: (a.x.transpose(0, 1),)),
+    **of("reshape", lambda a: (a.x, (-1,)), lambda a: (a.x.transpose(0, 1), [-1, a.last])),
+    **of("flatten", lambda a: (a.x,), lambda a: (a.x.transpose(0, 1), 0, 1)),
+    **of("reshape_as", lambda a: (a.x.transpose(0, 1), a.x)),
+    **of("__getitem__", lambda a: (a.x, a.indices(0, 2, 1)), lambda a: (a.x, (a.indices(0, 1), slice(1, None))),
+         lambda a: (a.x, [0, 2]), lambda a: (a.x, (slice(None), [0, 2])), lambda a: (a.x, a.flag),
+         lambda a: (a.x, (0, None)), lambda a: (a.x, slice(1, 3))),
+}  # fmt: skip
+#: Functions that write to their first argument, beside those whose name without "_" or "i" stands above.
+WRITERS: dict[str, tuple[Make, ...]] = {
+    **of("addbmm_", lambda a: (a.x, a.normal(2, 8, 3), a.normal(2, 3, 20))),
+    **of("baddbmm_", lambda a: (a.x[None], a.normal(1, 8, 3), a.normal(1, 3, 20))),
+    **of("addmm_", lambda a: (a.x, a.normal(8, 3), a.normal(3, 20))),
+    **of("addmv_", lambda a: (a.weight, a.normal(20, 3), a.normal(3))),
+    **of("addr_", lambda a: (a.x, a.normal(8), a.normal(20))),
+    **of("apply_", lambda a: (a.x, lambda number: number + 1)),
+    **of("map_", lambda a: (a.x, a.y, operator.add)),
+    **of("map2_", lambda a: (a.x, a.y, a.z, lambda x, y, z: x + y + z)),
+    **of("bernoulli_ cauchy_ exponential_ log_normal_ normal_ random_ uniform_ zero_ conj_physical_", x),
+    **of("_philox_normal_ _philox_uniform_", lambda a: (a.x, torch.tensor([3, 4], dtype=torch.uint64, device=a.device))),
+    **of("geometric_", lambda a: (a.x, 0.5)),
+    **of("bitwise_left_shift_ bitwise_right_shift_ __ilshift__ __irshift__ gcd_ lcm_", lambda a: (a.i, a.j)),
+    **of("copy_ set_ resize_as_", lambda a: (a.x, a.y)),
+    **of("fill_ fill_diagonal_", lambda a: (a.x, 3.0)),
+    **of("resize_", lambda a: (a.x, 9, 20)),
+    **of("cumprod_ cumsum_ unsqueeze_", lambda a: (a.x, 0)),
+    **of("squeeze_", lambda a: (a.x[:1], 0)),
+    **of("swapaxes_ swapdims_ transpose_", lambda a: (a.x, 0, 1)),
+    **of("t_", x),
+    **of("as_strided_", lambda a: (a.x, (20, 8), (1, 20))),
+    **of("float_power_", lambda a: (a.u.double(), 2)),
+    **of("heaviside_ ldexp_ nextafter_ xlogy_", lambda a: (a.u, a.y)),
+    **of("igamma_ igammac_", lambda a: (a.u, a.u + 1)),
+    **of("mvlgamma_", lambda a: (a.u + 3, 2)),
+    **of("polygamma_", lambda a: (a.u, 1)),
+    **of("renorm_", lambda a: (a.x, 2, 0, 1.0)),
+    **of("index_add_ index_copy_", lambda a: (a.x, 0, a.indices(0, 2), a.y[:2])),
+    **of("index_fill_", lambda a: (a.x, 0, a.indices(0, 2), 3.0)),
+    **of("index_put_", lambda a: (a.x, (a.indices(0, 2),), a.y[:2])),
+    **of("index_reduce_", lambda a: (a.x, 0, a.indices(0, 2), a.y[:2], "amax")),
+    **of("masked_scatter_", lambda a: (a.x, a.flag, a.y)),
+    **of("put_", lambda a: (a.x, a.indices(0, 2), a.y[0, :2])),
+    **of("scatter_ scatter_add_", lambda a: (a.x, 0, a.indices(0, 2)[None], a.y)),
+    **of("scatter_reduce_", lambda a: (a.x, 0, a.indices(0, 2)[None], a.y, "amax")),
+    **of("__setitem__", lambda a: (a.x, 0, 3.0), lambda a: (a.x, a.flag, 3.0)),
+    **of("_coalesced_", lambda a: (a.x.to_sparse(), False)),
+    **of("resize_as_sparse_", lambda a: (a.x.to_sparse(), a.y.to_sparse())),
+    **of("sparse_resize_ sparse_resize_and_clear_", lambda a: (a.x.to_sparse(), (9, 20), 2, 0)),
+}  # fmt: skip
+#: As methods, where those take their arguments in another order.
+METHODS = {
+    "where": (lambda a: (a.x, a.flag, a.y), lambda a: (a.x, a.flag, 0.5)),
+    "tile": (lambda a: (a.x, 2), lambda a: (a.x, [2, 3])),
+}
+
+
+class Call(NamedTuple):
+    """A function of the table, and one way to call it."""
+
+    function: Any
+    make: Make
+
+    def __call__(self, a: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        *args, last = self.make(a)
+        return (tuple(args), last) if isinstance(last, dict) else ((*args, last), {})
+
+
+def name_of(function: Any) -> str:
+    """``torch.add``, ``Tensor.add`` or ``F.gelu``."""
+    name = function.__name__
+    for prefix, home in (("torch", torch), ("Tensor", Tensor), ("F", F)):
+        if getattr(home, name, None) is function:
+            return f"{prefix}.{name}"
+    found = [n for n in dir(Tensor) if getattr(Tensor, n, None) is function] + [n for n in dir(F) if getattr(F, n) is function]
+    return found[0] if found else name
+
+
+def calls_of(function: Any) -> list[Call]:
+    """All ways to call ``function``.
+
+    Raises:
+        LookupError: There is none.
+    """
+    name = name_of(function)
+    home, _, bare = name.rpartition(".")
+    makes = (METHODS.get(bare) if home == "Tensor" else None) or EXAMPLES.get(bare) or WRITERS.get(bare)
+    if makes is None and bare.startswith("__i"):
+        makes = EXAMPLES.get(f"__{bare[3:]}") or EXAMPLES.get(bare[3:-2])
+    elif makes is None:
+        makes = EXAMPLES.get(bare.removesuffix("_"))
+    if makes is None:
+        raise LookupError(f"{name} has no example arguments: add some to tests/support/examples.py")
+    return [Call(function, make) for make in makes]
+
+
+def every(functions: Iterable[Any]) -> Any:
+    """One test for each."""
+    functions = list(functions)
+    return pytest.mark.parametrize("function", functions, ids=[name_of(f) for f in functions])
+
+
+def consumed(y: Tensor) -> tuple[Tensor, Tensor]:
+    """A product that keeps ``y``, and the leaf whose gradient is ``y`` times a constant."""
+    dtype = y.dtype if y.is_floating_point() else torch.float32
+    weight = random(*y.shape, dtype=dtype, device=y.device, seed=21).requires_grad_()
+    return y * weight, weight

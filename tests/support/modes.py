@@ -1,0 +1,287 @@
+"""Ways to train: each function trains a model in its way, and returns what came out."""
+
+import copy
+import functools
+import io
+import pickle
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from support.families import Size, batch_for, build
+from support.steps import gradients, step
+
+FAMILIES = ("bert", "llama", "gpt2", "t5-decoder")
+CAUSAL = ("llama", "gpt2", "t5-decoder")
+SMALL = Size(hidden=32, heads=4, layers=2, batch=2, seq=8)
+
+
+def make(family, device="cpu"):
+    """With dropout in attention too, where the family has it."""
+    model = build(family, SMALL).to(device)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.1
+        for name in ("attention_dropout", "dropout"):  # LLaMA's and T5's attention hold a number
+            if isinstance(module.__dict__.get(name), float):
+                setattr(module, name, 0.1)
+    return model
+
+
+def batch_of(model, seed=1):
+    return batch_for(model, SMALL, padded=True, seed=seed)
+
+
+
+def plain(model):
+    return step(model, batch_of(model))
+
+
+def checkpointed(model, use_reentrant, **options):
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant}, **options)
+    return step(model, batch_of(model))
+
+
+def offloaded(model):
+    with save_on_cpu():
+        return step(model, batch_of(model))
+
+
+def offloaded_forward(model):
+    """Backward runs outside of the user's hooks."""
+    model.zero_grad()
+    torch.manual_seed(7)
+    with save_on_cpu():
+        loss = model(**batch_of(model)).loss
+    loss.backward()
+    return {"loss": loss.detach(), **gradients(model)}
+
+
+def with_hooks_of_ones_own(model):
+    """Hooks that keep numbers only: no strides, no tensor identity, no storage."""
+    with saved_tensors_hooks(
+        lambda t: (t.detach().cpu().numpy().copy(), t.device), lambda h: torch.tensor(h[0]).to(h[1])
+    ):
+        return step(model, batch_of(model))
+
+
+def checkpointed_and_offloaded(model):
+    with save_on_cpu():
+        return checkpointed(model, use_reentrant=False)
+
+
+def accumulated(model):
+    model.zero_grad()
+    torch.manual_seed(7)
+    losses = []
+    for seed in range(3):
+        loss = model(**batch_of(model, seed)).loss / 3
+        loss.backward()
+        losses.append(loss.detach())
+    return {"losses": torch.stack(losses), **gradients(model)}
+
+
+def two_forwards_then_two_backwards(model):
+    model.zero_grad()
+    torch.manual_seed(7)
+    losses = [model(**batch_of(model, seed)).loss for seed in (1, 2)]
+    for loss in losses:
+        loss.backward()
+    return {"losses": torch.stack([loss.detach() for loss in losses]), **gradients(model)}
+
+
+def two_forwards_one_backward(model):
+    model.zero_grad()
+    torch.manual_seed(7)
+    loss = model(**batch_of(model, 1)).loss + model(**batch_of(model, 2)).loss
+    loss.backward()
+    return {"loss": loss.detach(), **gradients(model)}
+
+
+def optimized(model):
+    torch.manual_seed(7)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for seed in range(3):
+        model(**batch_of(model, seed)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.named_parameters())
+
+
+def generated_in_between(model):
+    first = step(model, batch_of(model))
+    ids = batch_of(model)["input_ids"][:1]
+    outputs = {}
+    for mode in ("train", "eval"):
+        getattr(model, mode)()
+        if model.can_generate():
+            torch.manual_seed(3)
+            outputs[mode] = model.generate(ids, max_new_tokens=4, do_sample=False, num_beams=1, eos_token_id=None)
+        else:
+            with torch.no_grad():
+                outputs[mode] = model(input_ids=ids).logits
+    return {f"first.{k}": v for k, v in first.items()} | outputs | step(model.train(), batch_of(model, 2), seed=8)
+
+
+def copied(model):
+    twin = copy.deepcopy(model)
+    return {f"copy.{k}": v for k, v in step(twin, batch_of(twin)).items()} | step(model, batch_of(model))
+
+
+def pickled(model):
+    return plain(pickle.loads(pickle.dumps(model)))
+
+
+def saved_whole(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return plain(torch.load(file, weights_only=False))
+
+
+def backward_twice(model):
+    model.zero_grad()
+    torch.manual_seed(7)
+    loss = model(**batch_of(model)).loss
+    loss.backward(retain_graph=True)
+    once = {f"once.{k}": v for k, v in gradients(model).items()}
+    loss.backward()
+    return {**once, **gradients(model)}
+
+
+def some_gradients_then_all(model):
+    model.zero_grad()
+    torch.manual_seed(7)
+    loss = model(**batch_of(model)).loss
+    subset = list(model.parameters())[-3:]
+    some = torch.autograd.grad(loss, subset, retain_graph=True, allow_unused=True)
+    loss.backward()
+    return {f"some.{i}": g for i, g in enumerate(some) if g is not None} | gradients(model)
+
+
+def gradient_penalty(model):
+    """A gradient of gradients."""
+    model.zero_grad()
+    torch.manual_seed(7)
+    with sdpa_kernel(SDPBackend.MATH):  # the others have no double backward
+        loss = model(**batch_of(model)).loss
+        wanted = [p for p in model.parameters() if p.requires_grad]
+        first = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
+        penalty = sum(g.square().sum() for g in first if g is not None)
+        (loss + penalty).backward()
+    return {"loss": loss.detach(), "penalty": penalty.detach(), **gradients(model)}
+
+
+def checkpointed_by_hand(model, use_reentrant):
+    """The user's own checkpoint around one submodule inside a block."""
+    for module in model.modules():
+        if type(module).__name__ in ("BertIntermediate", "LlamaMLP", "GPT2MLP", "T5DenseActDense"):
+            module.forward = functools.partial(checkpoint, module.forward, use_reentrant=use_reentrant)
+    return step(model, batch_of(model))
+
+
+def in_eval_mode(model):
+    return step(model.eval(), batch_of(model))
+
+
+def without_gradients(model):
+    torch.manual_seed(7)
+    with torch.no_grad():
+        return {"logits": model(**batch_of(model)).logits}
+
+
+def in_inference_mode(model):
+    with torch.inference_mode():
+        logits = model.eval()(**batch_of(model)).logits
+    return {"logits": logits.clone()}
+
+
+def with_hidden_states(model):
+    model.zero_grad()
+    torch.manual_seed(7)
+    output = model(**batch_of(model), output_hidden_states=True)
+    hidden = output.hidden_states if "hidden_states" in output else output.decoder_hidden_states
+    assert len(hidden) == 3
+    loss = output.loss + sum(h.square().mean() for h in hidden)
+    loss.backward()
+    return {"loss": loss.detach(), **{f"hidden.{i}": h.detach() for i, h in enumerate(hidden)}, **gradients(model)}
+
+
+def with_frozen_parameters(model):
+    for index, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(index % 3 == 0)
+    return plain(model)
+
+
+def from_embeddings(model):
+    """The input itself wants a gradient."""
+    batch = batch_of(model)
+    ids = batch.pop("input_ids")
+    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+    return {**step(model, batch | {"inputs_embeds": embedded}), "input": embedded.grad}
+
+
+def with_adapters(model):
+    """LoRA put around the patched linears."""
+    torch.manual_seed(5)
+    model = get_peft_model(model, LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear"))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return step(model, batch_of(model.get_base_model()))
+
+
+def scaled(model):
+    """fp16 with a GradScaler whose first scale overflows: one skipped step, then real ones."""
+    device = model.device.type
+    torch.manual_seed(7)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**40, backoff_factor=2.0**-30)
+    start = [p.detach().clone() for p in model.parameters()]
+    moved, scales = [], []
+    for seed in range(3):
+        with torch.autocast(device, torch.float16):
+            loss = model(**batch_of(model, seed)).loss
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+        moved.append(any(not torch.equal(a, b) for a, b in zip(start, model.parameters(), strict=True)))
+    assert moved == [False, True, True]
+    return {"scales": torch.tensor(scales), **dict(model.named_parameters())}
+
+
+MODES = {
+    "plain": plain,
+    "reentrant checkpointing": functools.partial(checkpointed, use_reentrant=True),
+    "non-reentrant checkpointing": functools.partial(checkpointed, use_reentrant=False),
+    "every second layer checkpointed": functools.partial(checkpointed, use_reentrant=False, every_n_layers=2),
+    "save_on_cpu": offloaded,
+    "save_on_cpu in forward only": offloaded_forward,
+    "checkpointing under save_on_cpu": checkpointed_and_offloaded,
+    "hooks of one's own": with_hooks_of_ones_own,
+    "reentrant checkpoint by hand": functools.partial(checkpointed_by_hand, use_reentrant=True),
+    "non-reentrant checkpoint by hand": functools.partial(checkpointed_by_hand, use_reentrant=False),
+    "gradient accumulation": accumulated,
+    "two forwards, two backwards": two_forwards_then_two_backwards,
+    "two forwards, one backward": two_forwards_one_backward,
+    "AdamW": optimized,
+    "generate in between": generated_in_between,
+    "deepcopy": copied,
+    "pickle": pickled,
+    "torch.save": saved_whole,
+    "backward twice": backward_twice,
+    "some gradients, then all": some_gradients_then_all,
+    "gradient penalty": gradient_penalty,
+    "eval mode": in_eval_mode,
+    "hidden states": with_hidden_states,
+    "frozen parameters": with_frozen_parameters,
+    "inputs_embeds": from_embeddings,
+    "adapters": with_adapters,
+    "GradScaler": scaled,
+}
+WITHOUT_GRADIENTS = {"no_grad": without_gradients, "inference_mode": in_inference_mode}

@@ -1,0 +1,152 @@
+"""The tape beside the saved-tensor hooks of others: gradient checkpointing, CPU offload, another tape, the user's own."""
+
+import pytest
+import torch
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from hf_memsave.tape import Tape, current
+from support.helpers import assert_same_bits, nodes, random, taping
+
+
+@pytest.fixture
+def x(device):
+    return random(4, 20, device=device).requires_grad_()
+
+
+@pytest.fixture
+def weight(device):
+    return random(20, 20, device=device, seed=1).requires_grad_()
+
+
+def of_ones(y):
+    """The gradient of a weight W in (y W).sum()."""
+    return y.detach().T @ torch.ones(4, 20, device=y.device)
+
+
+def test_what_is_remade_is_invisible_under_a_foreign_hook(x, weight):
+    kept = []
+    with taping(inputs=[x]):
+        y = torch.sin(x.detach())
+        with saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda h: h):
+            z = (y @ weight).sum()
+            with taping():
+                z = z + (y @ weight).sum()
+    assert kept.count(y.shape) == 2  # both times as a plain tensor, through the foreign hook
+    z.backward()
+    assert_same_bits(weight.grad, 2 * of_ones(y))
+
+
+def test_what_is_kept_goes_through_the_hook_outside(x, weight):
+    packed = []
+    with saved_tensors_hooks(lambda t: packed.append(tuple(t.shape)) or t, lambda h: h), taping():
+        h = x.detach().sigmoid()
+        z = (h @ weight + torch.sin(h) @ weight + torch.cos(h) @ weight).sum()
+    assert packed == [(4, 20)]  # h once; weight is not needed, as x wants no gradient
+    z.backward()
+    assert_same_bits(weight.grad, of_ones(torch.cos(h)) + of_ones(torch.sin(h)) + of_ones(h))
+
+
+def test_a_handle_of_the_hook_outside_is_fetched_once_per_backward(x, weight):
+    fetched = []
+    h = x.detach()
+    with saved_tensors_hooks(lambda t: t, lambda h: fetched.append(1) or h), taping():
+        z = (h @ weight).sum() + (torch.sin(h) @ weight).sum() + (torch.cos(h) @ weight).sum()
+    for expected in (1, 2):
+        z.backward(retain_graph=True)
+        assert len(fetched) == expected
+
+
+def test_strides_that_a_hook_outside_loses_are_restored(device, weight):
+    x, seen = random(20, 4, device=device).T, []
+
+    def fn(x):
+        seen.append(x.stride())
+        return torch.sin(x)
+
+    with saved_tensors_hooks(lambda t: t.contiguous(), lambda h: h), Tape({}, inputs=[x]) as tape:
+        y = fn(x)
+        tape.record(y, fn, (x,))
+        z = (y @ weight).sum()
+    z.backward()
+    assert seen == [x.stride()] * 2
+    assert_same_bits(weight.grad, of_ones(torch.sin(x)))
+
+
+def test_the_innermost_tape_is_the_current_one():
+    with taping() as outer:
+        with taping() as inner:
+            assert current() is inner
+        assert current() is outer
+        with saved_tensors_hooks(lambda t: t, lambda t: t):
+            assert current() is None
+            with taping() as beyond:
+                assert current() is beyond
+    assert current() is None
+
+
+def test_a_tape_in_a_tape_gives_the_same_gradients(x, weight):
+    with taping():
+        y = torch.sin(x)
+        with taping():
+            z = (torch.cos(y) @ weight + y @ weight).sum()
+        z = z + (torch.exp(y) @ weight).sum()
+    expected = of_ones(torch.cos(x.sin())), of_ones(x.sin()), of_ones(torch.exp(x.sin()))
+    z.backward()
+    torch.testing.assert_close(weight.grad, sum(expected))
+
+
+def test_the_tape_is_left_when_the_block_raises():
+    with pytest.raises(ZeroDivisionError), taping():
+        raise ZeroDivisionError
+    assert current() is None
+    assert torch.overrides._get_current_function_mode() is None
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_nothing_crosses_from_one_checkpointed_block_into_the_next(x, weight, use_reentrant):
+    def block(h):
+        with taping():
+            return torch.sin(h @ weight) * h.cos()
+
+    def gradients(wrap):
+        h = x
+        for _ in range(3):
+            h = wrap(h)
+        x.grad = weight.grad = None
+        h.sum().backward()
+        return x.grad, weight.grad
+
+    with taping():
+        got = gradients(lambda h: checkpoint(block, h, use_reentrant=use_reentrant))
+    for mine, stock in zip(got, gradients(lambda h: torch.sin(h @ weight) * h.cos()), strict=True):
+        assert_same_bits(mine, stock)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpointed_block_keeps_nothing_but_its_inputs(x, weight, use_reentrant):
+    def block(h):
+        with taping():
+            return torch.sin(torch.exp(h) @ weight)
+
+    with taping():
+        y = checkpoint(block, x * 1, use_reentrant=use_reentrant)
+    assert not nodes()
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_offload_to_the_cpu(x, weight, where):
+    def forward(hooks):
+        x.grad = weight.grad = None
+        with hooks[0]():
+            with hooks[1]():
+                y = torch.sin(x * 2)
+                z = torch.exp(y @ weight)
+        z.sum().backward()
+        return x.grad, weight.grad
+
+    hooks = (save_on_cpu, taping) if where == "outside" else (taping, save_on_cpu)
+    expected = forward((torch.enable_grad, torch.enable_grad))
+    for mine, stock in zip(forward(hooks), expected, strict=True):
+        assert_same_bits(mine, stock)

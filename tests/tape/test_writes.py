@@ -1,0 +1,196 @@
+"""Whatever writes to a tensor in the forward: what was to be remade from the tensor is as it was, as in stock."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hf_memsave import KeptTensorChangedError
+from hf_memsave.tape.functions import CHEAP, writes
+from hf_memsave.tape.record import Held, Ticket
+from hf_memsave.tape.table import TABLE, UNRECORDED
+from support.examples import Arguments, calls_of, every
+from support.helpers import assert_same_bits, random, taping
+
+WRITERS = [function for function, handler in CHEAP.items() if handler is writes]
+#: Named as if they wrote to a tensor, which they do not; or too deep inside PyTorch to be called by a model.
+NOT_WRITING = {"requires_grad_", "detach_", "share_memory_"}
+INNER = ("_", "embedding_renorm_")
+
+
+def check(target, write, device, grad=True):
+    """``write(target)`` in the forward, after something was to be remade from ``target``, and before something else is."""
+    expected = target.detach() * 2, target.detach() * 3
+    with taping(inputs=[target]) as tape:
+        taken, recorded = target.detach() * 2, target.detach() * 3
+        handle = tape.pack(taken)
+        assert isinstance(handle, Ticket), "nothing is remade from it"
+        with torch.set_grad_enabled(grad):
+            write(target)
+        later = tape.pack(recorded)
+    assert_same_bits(handle.get(), expected[0])
+    assert_same_bits(later.get(), expected[1])
+
+
+@every(WRITERS)
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+def test_a_function_that_writes(device, function, grad):
+    for call in calls_of(function):
+        args, kwargs = call(Arguments(device, frozen=True))
+        target = args[0]
+        if target.is_sparse:  # nothing is remade from it
+            with taping():
+                function(*args, **kwargs)
+            continue
+        try:
+            function(*call(Arguments(device, frozen=True))[0], **kwargs)
+        except NotImplementedError:
+            pytest.skip("no kernel")
+        check(target, lambda target: function(target, *args[1:], **kwargs), device, grad)  # noqa: B023
+
+
+def test_every_function_that_writes_is_known():
+    homes = torch, torch.Tensor, F, torch._C._nn, torch.special, nn.init
+    found = {name: getattr(h, name) for h in homes for name in dir(h) if name.endswith("_") and not name.endswith("__")}
+    unknown = {name for name, f in found.items() if callable(f) and f not in TABLE}
+    assert {name for name in unknown - NOT_WRITING if not name.startswith(INNER)} == set()
+
+
+OTHERS = {
+    "out=": lambda t: torch.add(t, 1, out=t),
+    "out= of a view": lambda t: torch.add(t[0], 1, out=t[1]),
+    "inplace= by name": lambda t: F.silu(t, inplace=True),
+    "inplace= by place": lambda t: F.elu(t, 1.0, True),
+    "inplace=, all by name": lambda t: F.hardswish(input=t, inplace=True),
+    "a rectifier": lambda t: F.relu(t, inplace=True),
+    "leaky relu": lambda t: F.leaky_relu(t, 0.1, True),
+    "hardtanh": lambda t: F.hardtanh(t, inplace=True),
+    "rrelu": lambda t: F.rrelu(t, inplace=True),
+    "threshold": lambda t: F.threshold(t, 0.1, 0.5, inplace=True),
+    "F.elu_": lambda t: F.elu_(t),
+    "F.selu_": lambda t: F.selu_(t),
+    "F.leaky_relu_": lambda t: F.leaky_relu_(t),
+    "dropout": lambda t: F.dropout(t, 0.5, inplace=True),
+    "dropout of all": lambda t: F.dropout(t, 1.0, inplace=True),
+    "torch.dropout_": lambda t: torch.dropout_(t, 0.5, True),
+    "alpha dropout": lambda t: F.alpha_dropout(t, 0.5, True, True),
+    "feature alpha dropout": lambda t: F.feature_alpha_dropout(t, 0.5, True, True),
+    "channel dropout": lambda t: F.dropout1d(t, 0.5, True, True),
+    "a module": lambda t: nn.ReLU6(inplace=True)(t),
+    "an operator": lambda t: t.__iadd__(1),
+    "an item": lambda t: t.__setitem__((0, slice(1, 3)), 1.0),
+    "a view": lambda t: t[1:].mul_(2),
+    "a detached view": lambda t: t.detach().t().mul_(2),
+    ".data": lambda t: t.data.mul_(2),
+    ".data of a view": lambda t: t[1:].data.zero_(),
+    "an unbound part": lambda t: t.unbind()[0].mul_(2),
+    "self by name": lambda t: torch.relu_(input=t),
+}
+#: What is written to inside them is known only afterwards.
+HIDDEN = {
+    "out= of a product": lambda t: torch.mm(t, torch.eye(20, device=t.device), out=t),
+    "foreach": lambda t: torch._foreach_mul_([t], 2),
+    "init": lambda t: nn.init.ones_(t),
+    "init from a distribution": lambda t: nn.init.normal_(t),
+    "normalize": lambda t: F.normalize(t, out=t),
+    "aten": lambda t: torch.ops.aten.mul_(t, 2),
+}
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_way_to_write(device, name, grad):
+    check(random(8, 20, device=device), OTHERS[name], device, grad)
+
+
+def check_refused(target, write):
+    """What was taken before is as it was, or refused; what is taken later is as it was."""
+    expected = target.detach() * 2, target.detach() * 3
+    with taping(inputs=[target]) as tape:
+        taken, recorded = target.detach() * 2, target.detach() * 3
+        handle = tape.pack(taken)
+        assert isinstance(handle, Ticket), "nothing is remade from it"
+        write(target)
+        later = tape.pack(recorded)
+    with contextlib.suppress(KeptTensorChangedError):
+        assert_same_bits(handle.get(), expected[0])
+    assert_same_bits(later.get(), expected[1])
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_hidden_way_to_write_is_as_it_was_or_refused(device, name):
+    check_refused(random(8, 20, device=device), HIDDEN[name])
+
+
+@pytest.mark.parametrize("stock", ["activation", "dropout", "frozen"])
+@pytest.mark.parametrize("name", ["inplace= by name", "a rectifier", "dropout", "an operator"])
+def test_a_write_of_a_kind_that_is_left_to_stock(device, name, stock):
+    target = random(8, 20, device=device)
+    expected = target * 2
+    with taping(stock, inputs=[target]) as tape:
+        handle = tape.pack(target * 2)
+        OTHERS[name](target)
+    assert_same_bits(handle.get(), expected)
+
+
+@pytest.mark.parametrize("name", ["inplace= by name", "a rectifier", "dropout", "an operator", ".data", "out="])
+def test_a_write_where_nothing_is_recorded(device, name):
+    target = random(8, 20, device=device)
+    expected = target * 2
+    with taping(inputs=[target]) as tape:
+        handle = tape.pack(target * 2)
+        tape.table = UNRECORDED
+        OTHERS[name](target)
+    assert_same_bits(handle.get(), expected)
+
+
+def test_the_running_statistics_of_a_batch_norm(device):
+    norm, x = nn.BatchNorm1d(20).to(device), random(8, 20, device=device)
+    check_refused(norm.running_mean, lambda _: norm(x))
+
+
+def test_the_rows_of_an_embedding_that_are_renormalized(device):
+    embedding = nn.Embedding(8, 20, max_norm=0.1).to(device)
+    check_refused(embedding.weight.detach(), lambda _: embedding(torch.arange(8, device=device)))
+
+
+# Of what was made.
+
+
+@pytest.mark.parametrize("name", OTHERS | HIDDEN)
+def test_a_result_that_is_written_to_before_it_is_kept_is_kept_as_it_is(device, name):
+    source = random(8, 20, device=device)
+    with taping(inputs=[source]) as tape:
+        y = source * 2
+        (OTHERS | HIDDEN)[name](y)
+        handle = tape.pack(y)
+        expected = y.detach().clone()
+        assert isinstance(handle, Held) or torch.equal(handle.get(), expected)
+    assert_same_bits(handle.get(), expected)
+
+
+def test_two_versions_of_a_result_are_told_apart(device):
+    source = random(8, 20, device=device)
+    with taping(inputs=[source]) as tape:
+        y = source.sin()
+        first = tape.pack(y)
+        before = y.clone()
+        y.mul_(2)
+        second = tape.pack(y)
+    assert_same_bits(first.get(), before)
+    assert_same_bits(second.get(), y)
+
+
+# After the forward.
+
+
+@pytest.mark.parametrize("name", ["a view", "a detached view", "out=", "an operator", "inplace= by name"])
+def test_a_source_that_is_written_to_after_the_forward_raises(device, name):
+    source = random(8, 20, device=device)
+    with taping(inputs=[source]) as tape:
+        handle = tape.pack(source * 2)
+    OTHERS[name](source)
+    with pytest.raises(KeptTensorChangedError, match="modified by an inplace operation"):
+        handle.get()
