@@ -5,12 +5,9 @@ import gc
 import pytest
 import torch
 
-#: Left out by --quick: whole runs, processes side by side, and figures over many models.
-LONG = set()
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="the first case of every test, and none of the long files")
+    parser.addoption("--quick", action="store_true", help="the first case of every test that is not marked long")
 
 
 def pytest_configure() -> None:
@@ -23,7 +20,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     first = {}
     for item in items:
-        if item.path.name not in LONG:
+        if item.get_closest_marker("long") is None:
             first.setdefault(item.nodeid.partition("[")[0], item)
     config.hook.pytest_deselected(items=[item for item in items if item not in first.values()])
     items[:] = first.values()

@@ -1,21 +1,24 @@
-"""``quiet``: a module whose kind a configuration leaves to stock. What runs inside is not recorded."""
+"""``quiet``: a module whose kind a configuration leaves to stock. What runs inside is not recorded, but its dropouts."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch.nn.functional as F
 from torch import nn
 
 from hf_memsave.ops.op import Op
 from hf_memsave.tape import current
-from hf_memsave.tape.table import UNRECORDED
+from hf_memsave.tape.dropout import dropout
+from hf_memsave.tape.table import UNRECORDED, UNRECORDED_BUT_DROPOUTS
 
 
 def _quiet(module: nn.Module, patch: Any, *args: Any, **kwargs: Any) -> Any:
     tape = current()
     if tape is None:
         return patch.stock.forward(module, *args, **kwargs)
-    before, tape.table = tape.table, UNRECORDED
+    before = tape.table
+    tape.table = UNRECORDED_BUT_DROPOUTS if before.get(F.dropout) is dropout else UNRECORDED
     try:
         return patch.stock.forward(module, *args, **kwargs)
     finally:

@@ -104,15 +104,16 @@ def _collect_taped(
             continue
         cls = stock_class(module)
         op = "block" if is_block else "model"
-        if hides_forward(module):
-            if module is outer and not isinstance(module, (PreTrainedModel, GradientCheckpointingLayer)):
+        is_hidden = hides_forward(module)
+        if is_hidden and (is_block or not isinstance(module, PreTrainedModel)):
+            if not is_block:
                 _refuse_hidden(name, module)
             sites.append(SiteReport(name, cls.__name__, op, "skipped", _hidden(module)))
             continue
         if not is_block:
             roots.append(f"{name}." if name else "")
         number = number_of(name, numbers) if config.layers else 0
-        plan[module] = Patch(cls, config, number)
+        plan[module] = Patch(cls, config, number, is_hidden=is_hidden)
         sites.append(SiteReport(name, cls.__name__, op, "patched"))
 
 
@@ -139,6 +140,8 @@ def _choice(
     if config.linear is not None and config.linear.attention and is_attention(cls) and implementation(module) == NAME:
         return "eager_attention", config.linear
     kind = kind_of(cls)
+    if kind == "attention" and any(kind_of(stock_class(m)) == kind for m in module.modules() if m is not module):
+        return None, None  # it holds an attention, and a norm and a dropout beside
     if kind in _QUIET and not config.converts(kind, block):
         return "quiet", "stock"
     if kind is None or name not in KINDS or getattr(config, kind) == "recompute":

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_memsave.arch import kind_of
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import PatchError
 from hf_memsave.patching.collect import Plan, SiteReport, collect, refuse_foreign_patches
@@ -101,7 +102,8 @@ class PatchReport:
         try:
             stock = measure_kept(model, batch)
         finally:
-            patch(model, self.config)
+            again = patch(model, self.config)
+        self.step = again.step if not self.step.nbytes_kept else self.step
         return Comparison(stock, measure_kept(model, batch))
 
     def _sampling(self) -> list[str]:
@@ -215,7 +217,7 @@ def _roots(plan: Plan) -> list[nn.Module]:
 def _refuse_nothing(model: nn.Module) -> None:
     if any(True for _ in model.parameters()) or any(True for _ in model.children()):
         return
-    if type(model).__module__.startswith("torch.nn.modules"):
+    if type(model).__module__.startswith("torch.nn.modules") or kind_of(type(model)) is not None:
         return  # an activation or dropout by itself
     raise PatchError(
         f"nothing to patch in {type(model).__name__}: expected a module with parameters or other modules, whose "

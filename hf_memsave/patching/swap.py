@@ -35,6 +35,7 @@ class Patch(NamedTuple):
         block: The number of the repeated block that it is, or is a part of.
         op: The name of the op that replaces the forward; None if it stays.
         value: What chose the op.
+        is_hidden: Another tool (Accelerate, TRL) has set a forward on the instance: the tape is laid around the call.
     """
 
     stock: Any
@@ -42,6 +43,7 @@ class Patch(NamedTuple):
     block: int = 0
     op: str | None = None
     value: Any = None
+    is_hidden: bool = False
 
 
 def patch_of(module: nn.Module) -> Patch | None:
@@ -149,14 +151,31 @@ def patched_class(patch: Patch) -> Any:
         "__qualname__": stock.__qualname__,
         "__doc__": stock.__doc__,
         "__reduce_ex__": __reduce_ex__,
-        "forward": forward,
         _PATCH: patch,
     }
+    if patch.is_hidden:
+        body["__call__"] = _taped_call(stock)
+    else:
+        body["forward"] = forward
     if config is not None and config.linear is not None and issubclass(stock, GradientCheckpointingLayer):
         body["__call__"] = call_with_batch(stock)
     cls = type(stock)(stock.__name__, (stock,), body)
-    _FORWARDS.add(cls.forward)
+    if not patch.is_hidden:
+        _FORWARDS.add(cls.forward)
     return cls
+
+
+def _taped_call(stock: Any) -> Any:
+    """``__call__`` of a model whose own forward another tool has hidden: a tape around whatever runs."""
+
+    @functools.wraps(stock.__call__)
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        now = None if torch.compiler.is_compiling() else patch_of(self)
+        if now is None or now.config is None:
+            return stock.__call__(self, *args, **kwargs)
+        return run_taped(self, now.config, now.block, stock.__call__, args, kwargs)
+
+    return __call__
 
 
 def _run_op(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging
 
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.sampling.sampler import INDEX, Sampler
@@ -25,6 +26,10 @@ from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.record import BUFFER, MARK
 from hf_memsave.tape.storage import Encoder
 
+logger = logging.get_logger(__name__)
+
+#: A part of what would be kept; a model that frees less is warned of.
+LEAST = 0.05
 #: Where a block finds the :class:`~hf_memsave.sampling.sampler.Sampler` of the sampled linears in it.
 SAMPLER = "_memsave_sampler"
 #: Where a model finds who owns its buffers, and what waits to watch its next forward.
@@ -77,8 +82,14 @@ def _run(
     tape = current()
     if tape is None:
         codec = None if config.storage is None else Encoder(config.storage)
-        with Tape(*settings, codec, inputs=(*args, *kwargs.values()), ledger=_before_forward(module)):
-            return forward(module, *args, **kwargs)
+        ledger = _before_forward(module)
+        with Tape(*settings, codec, inputs=(*args, *kwargs.values()), ledger=ledger) as tape:
+            out = forward(module, *args, **kwargs)
+        if ledger is not None:
+            ledger.close()
+            if not tape.is_around:  # else blocks were checkpointed, and counted by nobody
+                _warn_if_in_vain(module, ledger)
+        return out
     is_block = isinstance(module, GradientCheckpointingLayer)
     if is_block:
         tape.begin_block((*args, *kwargs.values()))
@@ -100,6 +111,16 @@ def _before_forward(module: nn.Module) -> Ledger | None:
     if owners and not _is_marked(owners[0]):
         mark_buffers(module)
     return own.pop(LEDGER, None)
+
+
+def _warn_if_in_vain(module: nn.Module, ledger: Ledger) -> None:
+    avoided, kept = ledger.nbytes_avoided, ledger.nbytes_kept
+    if avoided < LEAST * (avoided + kept):
+        most = ", ".join(f"{name} {n / 2**20:.1f} MiB" for name, n in list(ledger.by_function("kept").items())[:3])
+        logger.warning(
+            "hf_memsave freed %.1f%% of what the first training step of %s keeps: %.1f MiB stay, most of it made by %s.",
+            100 * avoided / (avoided + kept), type(module).__name__, kept / 2**20, most,
+        )  # fmt: skip
 
 
 def _is_marked(owner: tuple[nn.Module, str]) -> bool:

@@ -97,6 +97,7 @@ def coded(
         record.forget()
         record.node, record.version = weakref.ref(node), tensor._version
         record.dtype, record.stride = tensor.dtype, tensor.stride()
+    tape.note_small(node, sum(code.nbytes for code in codes), "code")
     return Ticket(node, Whole(tensor))
 
 

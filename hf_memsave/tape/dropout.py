@@ -39,6 +39,8 @@ _UNBATCHED = {F.dropout1d: 2, F.dropout3d: 4}
 def dropout(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """``F.dropout`` and ``torch.dropout``."""
     input, p, training, inplace = _arguments(*args, **kwargs)
+    if inplace:
+        tape.before_write(input)
     if not training or not 0 < p < 1 or not input.numel() or tape.dropout == "stock":
         return func(*args, **kwargs)
     if input.device.type == "cpu":
@@ -52,6 +54,8 @@ def dropout(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
 def channel_dropout(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """``F.dropout1d`` to ``3d`` and ``torch.feature_dropout``, which drop whole channels; their noise is small."""
     input, p, training, inplace = _arguments(*args, **kwargs)
+    if inplace:
+        tape.before_write(input)
     is_plain = training and 0 < p < 1 and input.numel() and tape.dropout != "stock" and not inplace
     if not is_plain or input.dim() < 3 or input.dim() == _UNBATCHED.get(func):
         return func(*args, **kwargs)
@@ -62,6 +66,8 @@ def channel_dropout(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...],
 def alpha_dropout(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """``F.alpha_dropout``: y = x a m + b, with a and b of the mean and variance that SELU's output has."""
     input, p, training, inplace = _arguments(*args, **kwargs)
+    if inplace:
+        tape.before_write(input)
     is_plain = training and 0 < p < 1 and input.numel() and tape.dropout != "stock" and not inplace
     if not is_plain or input.device.type != "cpu":
         return func(*args, **kwargs)

@@ -52,10 +52,18 @@ WIDE_ON_CUDA = frozenset(
 
 def new(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function whose result is new."""
+    if kwargs and kwargs.get("out") is not None:
+        return unrecorded(tape, func, args, kwargs)
     out = func(*args, **kwargs) if kwargs else func(*args)
-    if type(out) is Tensor and (not kwargs or _writes_nowhere(kwargs)):
+    if type(out) is Tensor:
         tape.record(out, func, args, kwargs)
     return out
+
+
+def unrecorded(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function that is left to stock, or writes to what ``out=`` or ``inplace=`` says."""
+    tape.before_writes(args, kwargs)
+    return func(*args, **kwargs)
 
 
 def may_alias(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -82,9 +90,14 @@ def may_write(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
 def writes(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function that writes to its first argument."""
     target = args[0] if args else kwargs.get("input")
-    if isinstance(target, Tensor):
-        tape.before_write(target)
-    return func(*args, **kwargs)
+    if not isinstance(target, Tensor) or target.is_inference():
+        return func(*args, **kwargs)
+    tape.before_write(target)
+    version = target._version
+    out = func(*args, **kwargs)
+    if target._version == version:  # ``apply_`` and ``map_``
+        tape.distrust(target)
+    return out
 
 
 def escapes(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -106,10 +119,6 @@ def wide_on_cuda(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kw
 writes.is_write = escapes.is_write = True  # type: ignore[attr-defined]
 
 
-def _writes_nowhere(kwargs: dict[str, Any]) -> bool:
-    return kwargs.get("out") is None
-
-
 def _named(names: list[str], *homes: Any) -> Iterator[Any]:
     for name in names:
         for home in homes:
@@ -118,6 +127,7 @@ def _named(names: list[str], *homes: Any) -> Iterator[Any]:
 
 
 _IN_PLACE = [name for name in dir(Tensor) if name.endswith("_") and not name.endswith("__")]
+_IN_PLACE += [name for home in (torch, F, torch._C._nn) for name in dir(home) if name.endswith("_") and name[0] != "_"]
 _IN_PLACE = sorted({*_IN_PLACE} - {"requires_grad_", "detach_", "share_memory_"})
 _IN_PLACE += [name for name in dir(Tensor) if name.startswith("__i") and name[3:-2] in
               "add sub mul div truediv floordiv mod pow and or xor lshift rshift".split()]  # fmt: skip
@@ -125,7 +135,7 @@ _HAVE_INPLACE = [getattr(F, n) for n in "silu elu selu celu mish hardswish hards
 
 #: Function -> handler; what a configuration leaves out is taken from it.
 CHEAP: dict[Any, Handler] = {
-    **dict.fromkeys(_named(_IN_PLACE, Tensor, torch), writes),
+    **dict.fromkeys(_named(_IN_PLACE, Tensor, torch, F, torch._C._nn), writes),
     Tensor.__setitem__: writes,
     Tensor.data.__get__: escapes,  # type: ignore[attr-defined]
     **dict.fromkeys(_named(NEW, torch, Tensor), new),

@@ -40,7 +40,7 @@ class Tape(TorchFunctionMode):
         table: Function -> what to do when it is called, as ``handler(tape, func, args, kwargs)``.
         dropout: What is kept of a dropout's mask: the generator's state ("seed"), or a bit an element ("mask").
         codec: Codes what has to be kept; None keeps it as it is.
-        inputs: What the block is called with: its caller holds it, so it costs nothing.
+        inputs: What the block is called with: the batch, and what a checkpoint holds, costs nothing.
         ledger: Told of every tensor that autograd asks to keep.
 
     Attributes:
@@ -50,6 +50,7 @@ class Tape(TorchFunctionMode):
         root: The tape of the model, around those of checkpointed blocks.
         is_in_attention: SDPA runs.
         is_in_loss: A loss runs.
+        is_around: Checkpointed blocks within laid tapes of their own.
         block: How many blocks have ended.
         outer: The (pack, unpack) pair active outside, or None.
     """
@@ -68,7 +69,7 @@ class Tape(TorchFunctionMode):
         self.memo: dict[Any, Any] = {}
         self.casts: dict[Any, tuple[Tensor, Tensor]] = {}
         self.root: Tape = self
-        self.is_in_attention = self.is_in_loss = False
+        self.is_in_attention = self.is_in_loss = self.is_around = False
         self.ledger = ledger
         self.lock = threading.RLock()
         self.block = 0
@@ -88,12 +89,15 @@ class Tape(TorchFunctionMode):
         self._hooks.__enter__()
         if isinstance(innermost_mode(), Tape):  # that of the model, around a checkpointed block
             self._around = pop_mode()
+            self._around.is_around = True  # type: ignore[attr-defined]
             self.root = self._around.root  # type: ignore[attr-defined]
         push_mode(self)
         inputs, self._inputs = self._inputs, ()
         for tensor in _tensors_in(inputs):
             record = self.record_of(tensor)
-            if record is not None and record.tape is self:
+            if record is None or record.tape is not self:
+                continue
+            if self.outer is not None or tensor.grad_fn is None:  # a checkpoint holds it, or it is the batch
                 record.is_kept = record.is_input = True
         return self
 
@@ -171,6 +175,8 @@ class Tape(TorchFunctionMode):
     ) -> Any:
         handler = self.table.get(func)
         if handler is None:
+            if kwargs and (kwargs.get("out") is not None or kwargs.get("inplace")):
+                self.before_writes(args, kwargs)
             return func(*args, **kwargs) if kwargs else func(*args)
         if not torch.is_grad_enabled():
             return self._without_gradients(handler, func, args, kwargs or {})
@@ -178,13 +184,20 @@ class Tape(TorchFunctionMode):
 
     def _without_gradients(self, handler: Any, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Nothing is recorded, but what is written to is seen."""
-        if getattr(handler, "is_write", False) or kwargs.get("inplace") or any(a is True for a in args):
-            target = args[0] if args else kwargs.get("input")
+        if getattr(handler, "is_write", False):
+            return handler(self, func, args, kwargs)
+        self.before_writes(args, kwargs)
+        return func(*args, **kwargs)
+
+    def before_writes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a call that may write to what ``out=`` names, or with ``inplace`` to its first argument."""
+        out = kwargs.get("out")
+        targets = list(out) if isinstance(out, (list, tuple)) else [out]
+        if kwargs.get("inplace") or any(a is True for a in args):
+            targets.append(args[0] if args else kwargs.get("input"))
+        for target in targets:
             if isinstance(target, Tensor):
                 self.before_write(target)
-        if isinstance(out := kwargs.get("out"), Tensor):
-            self.before_write(out)
-        return func(*args, **kwargs)
 
     def call(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``func(*args, **kwargs)``, as if the model had called it."""
@@ -235,25 +248,25 @@ class Tape(TorchFunctionMode):
         if record is None or record.tape is None:
             return self.keep(tensor)
         storage = tensor.untyped_storage()
+        if self.ledger is not None or meter is not None:
+            self.note(record, storage, tensor)
         handle: Handle | None = None
         if record.node is not None or (record.func is not None and not record.is_kept):
             handle = self.ticket(record, storage, tensor)
-        if self.ledger is not None or meter is not None:
-            self._note(storage, tensor, handle)
         return self.hold(record, storage, tensor) if handle is None else handle
 
-    def _note(self, storage: Any, tensor: Tensor, handle: Handle | None) -> None:
+    def note(self, record: Record, storage: Any, tensor: Tensor, is_source: bool = False) -> None:
+        """Tell those who count that ``tensor`` was asked for, or is needed to remake another one."""
         if self.outer is None:  # what a hook outside makes of a tensor is not for us to count
             for ledger in (self.ledger, meter):
                 if ledger is not None:
-                    ledger.note(storage, tensor, handle)
+                    ledger.note(record, storage, tensor, is_source)
 
-    def note_source(self, storage: Any, tensor: Tensor) -> None:
-        """``tensor`` is kept to remake another one."""
-        if (self.ledger is not None or meter is not None) and self.outer is None:
-            for ledger in (self.ledger, meter):
-                if ledger is not None:
-                    ledger.note_source(storage, tensor)
+    def note_small(self, handle: Handle, nbytes: int, name: str) -> None:
+        """Tell them that so little is kept instead of a tensor."""
+        for ledger in (self.ledger, meter):
+            if ledger is not None and self.outer is None:
+                ledger.note_small(handle, nbytes, name)
 
     def record_of(self, tensor: Tensor) -> Record | None:
         """What this tape knows of the storage; None where a storage does not tell the tensor."""
@@ -316,6 +329,7 @@ class Tape(TorchFunctionMode):
     def stand_in(self, tensor: Tensor, small: Tensor, decode: Callable[[Tensor], Tensor] | None) -> StandIn:
         """A handle that keeps ``small`` instead of ``tensor``, until that is kept anyway."""
         handle = StandIn(tensor, self.keep(small), small.nbytes, decode)
+        self.note_small(handle, small.nbytes, "code")
         record = self.record_of(tensor)
         if record is not None and record.tape is self:
             record.handles = (*record.handles, weakref.ref(handle))
@@ -384,7 +398,7 @@ class Tape(TorchFunctionMode):
         record = self.record_of(tensor)
         if record is not None and record.tape is self:
             record.forget()
-            record.node, record.version = None, -1
+            record.node, record.version, record.is_distrusted = None, -1, True
 
     def _weaken(self, record: Record) -> None:
         """The tensor is kept: hold what it was made from no more, but know it again if others keep it too."""

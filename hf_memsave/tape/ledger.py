@@ -1,67 +1,85 @@
-"""What tapes were asked to keep in one forward, and how they answered: by function and by block."""
+"""What a tape was asked to keep in one forward, and how it answered: by function, once the forward is over."""
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from hf_memsave.tape.record import Ticket
+from hf_memsave.tape.record import Record, StandIn
 
 
-@dataclass
+class _Asked(NamedTuple):
+    """A storage that autograd asked to keep, or that is kept to remake others."""
+
+    record: weakref.ref[Record]
+    nbytes: int
+    made_by: str
+    is_source: bool
+
+
 class Ledger:
-    """Storages that autograd asked to keep, each counted once, by address.
+    """Counts storages once each, by what became of them when the forward had ended.
 
     Attributes:
-        avoided: Those that are remade instead: bytes, and what remakes them.
-        kept: Those that are kept for an operation of the model: bytes, and what made them.
-        sources: Those that are kept because others are remade from them: bytes, and what made them.
+        avoided: Bytes that autograd asked to keep and does not, by the function that makes them again.
+        kept: Bytes that are kept, for an operation of the model or to remake others, by what made them.
+        addresses: Of the storages that autograd asked for.
+        sources: Of those that are kept to remake others.
     """
 
-    avoided: dict[int, tuple[int, str]] = field(default_factory=dict)
-    kept: dict[int, tuple[int, str]] = field(default_factory=dict)
-    sources: dict[int, tuple[int, str]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.avoided: Counter[str] = Counter()
+        self.kept: Counter[str] = Counter()
+        self.addresses: set[int] = set()
+        self.sources: set[int] = set()
+        self._asked: dict[int, _Asked] = {}
+        self._small: list[tuple[weakref.ref[Any], int, str]] = []
 
-    def note(self, storage: Any, tensor: Any, handle: Any) -> None:
-        """Autograd asked for ``tensor``, and gets ``handle``; None if it is kept as it is."""
-        address, nbytes = storage._cdata, storage.nbytes()
-        if isinstance(handle, Ticket):
-            self.avoided[address] = nbytes, _name(handle.node.func)
-        else:
-            self.kept.setdefault(address, (nbytes, _maker(tensor)))
+    def note(self, record: Record, storage: Any, tensor: Any, is_source: bool = False) -> None:
+        """Autograd asked for ``tensor``, or another one is to be remade from it."""
+        (self.sources if is_source else self.addresses).add(storage._cdata)
+        if record.number is None:
+            record.number = len(self._asked)
+            self._asked[record.number] = _Asked(weakref.ref(record), storage.nbytes(), _maker(tensor), is_source)
+        elif not is_source and record.number in self._asked:
+            self._asked[record.number] = self._asked[record.number]._replace(is_source=False)
 
-    def note_source(self, storage: Any, tensor: Any) -> None:
-        """``tensor`` is kept because something is remade from it."""
-        self.sources.setdefault(storage._cdata, (storage.nbytes(), _maker(tensor)))
+    def note_small(self, handle: Any, nbytes: int, name: str) -> None:
+        """``handle`` keeps this much instead of a tensor."""
+        self._small.append((weakref.ref(handle), nbytes, name))
+
+    def close(self) -> None:
+        """The forward is over: count."""
+        for record_of, nbytes, made_by, is_source in self._asked.values():
+            record = record_of()
+            if record is not None and record.costs_nothing():
+                self.kept[made_by] += nbytes
+            elif not is_source:
+                self.avoided[made_by] += nbytes
+        for handle_of, nbytes, name in self._small:
+            handle = handle_of()
+            if handle is not None and not (isinstance(handle, StandIn) and handle.via is not None):
+                self.kept[name] += nbytes
+                self.avoided[name] -= nbytes
+        self.avoided = +self.avoided
+        self._asked, self._small = {}, []
 
     @property
     def nbytes_avoided(self) -> int:
         """What stock would have kept beyond what is kept now."""
-        for_them = sum(nbytes for address, (nbytes, _) in self.sources.items() if address not in self.kept)
-        return sum(nbytes for nbytes, _ in self._avoided().values()) - for_them
+        return sum(self.avoided.values())
 
     @property
     def nbytes_kept(self) -> int:
         """What is kept, for the model's operations or for remaking."""
-        return sum(nbytes for nbytes, _ in (self.sources | self.kept).values())
+        return sum(self.kept.values())
 
     def by_function(self, what: str) -> dict[str, int]:
         """Bytes of ``what`` ("avoided" or "kept") by function, the most first."""
-        total: Counter[str] = Counter()
-        for nbytes, name in (self._avoided() if what == "avoided" else self.sources | self.kept).values():
-            total[name] += nbytes
-        return dict(total.most_common())
-
-    def _avoided(self) -> dict[int, tuple[int, str]]:
-        return {a: entry for a, entry in self.avoided.items() if a not in self.kept and a not in self.sources}
-
-
-def _name(func: Any) -> str:
-    func = getattr(func, "func", func)  # a partial's
-    return getattr(func, "__name__", type(func).__name__).strip("_")
+        return dict((self.avoided if what == "avoided" else self.kept).most_common())
 
 
 def _maker(tensor: Any) -> str:
     """The operation that made it, by its autograd node."""
-    return "leaf" if tensor.grad_fn is None else tensor.grad_fn.name().removesuffix("Backward0").lower()
+    return "no gradient" if tensor.grad_fn is None else tensor.grad_fn.name().removesuffix("Backward0").lower()

@@ -55,6 +55,8 @@ def price(tape: Any, record: Record, known: Collection[Any] = ()) -> tuple[New, 
         theirs = getattr(storage, MARK, None)
         if theirs is None or theirs.tape is not tape:
             theirs = tape.record_of(x)
+        if theirs.is_distrusted:
+            return None
         if id(storage) in new or id(storage) in known or (theirs.is_kept and theirs.costs_nothing()):
             continue
         inner, more = price_of(tape, x, theirs, storage, (*known, *new), record.func, MOST_WORK - work)
@@ -114,7 +116,7 @@ def _take(tape: Any, argument: Any, node: Node) -> Any:
         handle = tape.ticket(record, storage, argument)
     if handle is None:
         record.dependents = (*record.dependents, weakref.ref(node))
-        tape.note_source(storage, argument)
+        tape.note(record, storage, argument, is_source=True)
         handle = tape.hold(record, storage, argument)
     if type(handle) is Ticket:
         node.builds_on(handle.node)
@@ -234,9 +236,10 @@ def _recipe(tape: Any, record: Record, nbytes: int = 0) -> _Recipe | None:
 def _source(tape: Any, argument: Tensor | Weak, version: int) -> Node | Tensor | _Recipe | None:
     """Where an argument can be had for nothing."""
     if isinstance(argument, Tensor):
-        return argument if argument._version == version else None
+        is_same = argument._version == version and not tape.record_of(argument).is_distrusted
+        return argument if is_same else None
     record = argument.record()
-    if argument.version != version:
+    if argument.version != version or (record is not None and record.is_distrusted):
         return None
     if record is not None:
         node = None if record.node is None else record.node()

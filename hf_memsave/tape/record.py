@@ -45,6 +45,8 @@ class Record:
         is_kept: A handle holds the storage itself, or did: see :meth:`costs_nothing`.
         is_input: Whoever called the model holds it.
         is_weak: What it was made from is known weakly alone.
+        is_distrusted: It may be written to without its version telling.
+        number: In a ledger.
         is_activation: It depends on the batch, though nothing says so (a tensor made inside an autograd Function).
         handles: Those that hold the storage, or stand in for it, and may still give way to a ticket.
         node: The node that gives it back, if one was settled.
@@ -60,7 +62,8 @@ class Record:
     version = -1
     dtype: Any = None
     stride: Any = None
-    is_kept = is_input = is_weak = is_activation = False
+    is_kept = is_input = is_weak = is_activation = is_distrusted = False
+    number: int | None = None
     handles: Any = ()
     node: weakref.ref[Node] | None = None
     dependents: Any = ()

@@ -64,6 +64,10 @@ def convolution(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwa
 def batch_norm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``F.batch_norm``: running statistics are stock's; remaking y must not touch them."""
     x, mean, var, weight, bias, training, eps = _of_batch_norm(*args, **kwargs)
+    for statistic in (mean, var):  # written to without a version to tell
+        if training and statistic is not None:
+            tape.before_write(statistic)
+            tape.distrust(statistic)
     if not tape.is_innermost():
         return func(*args, **kwargs)
     wants = weight is not None and weight.requires_grad
@@ -197,6 +201,7 @@ _SIDES: dict[Any, Callable[..., Side | None]] = {
     **dict.fromkeys((F.threshold, torch.threshold), _above),
 }
 
+RECTIFIERS = frozenset(_SIDES)
 SELECTIVE = {
     **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), convolution),
     **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), convolution),

@@ -33,9 +33,9 @@ _THIN, _WIDER = 64, 8
 
 def product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A matrix product."""
-    if any_autocast() and _is_autocast(args) and tape.is_innermost():
-        args = tuple([low(tape, a) if isinstance(a, Tensor) else a for a in args])
-        kwargs = {name: low(tape, a) if isinstance(a, Tensor) else a for name, a in kwargs.items()}
+    if any_autocast() and _is_autocast((*args, *kwargs.values())) and tape.is_innermost():
+        args = tuple([_low(tape, a) for a in args])
+        kwargs = {name: _low(tape, a) for name, a in kwargs.items()}
     out = func(*args, **kwargs) if kwargs else func(*args)
     if func is F.linear and type(out) is Tensor and len(args) > 1:
         inner = args[1].shape[-1]
@@ -44,8 +44,13 @@ def product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     return out
 
 
-def _is_autocast(args: tuple[Any, ...]) -> bool:
-    return bool(args) and isinstance(args[0], Tensor) and torch.is_autocast_enabled(args[0].device.type)
+def _is_autocast(arguments: tuple[Any, ...]) -> bool:
+    device = next((a.device.type for a in arguments if isinstance(a, Tensor)), None)
+    return device is not None and torch.is_autocast_enabled(device)
+
+
+def _low(tape: Tape, argument: Any) -> Any:
+    return low(tape, argument) if isinstance(argument, Tensor) else argument
 
 
 def low(tape: Tape, x: Tensor) -> Tensor:

@@ -76,6 +76,6 @@ class StepMeter:
         made = {key: record.nbytes for key, (_, record) in watch.made.items()}
         alive = {key for key, (ref, _) in watch.made.items() if not ref.expired()}
         self.kept = sum(made[key] for key in alive)
-        self.freed = sum(made[key] for key in (ledger.avoided.keys() - alive) & made.keys())
-        self.freed -= sum(made[key] for key in (ledger.sources.keys() - ledger.kept.keys()) & alive)
+        self.freed = sum(made[key] for key in (ledger.addresses - alive) & made.keys())
+        self.freed -= sum(made[key] for key in (ledger.sources - ledger.addresses) & alive)
         watch.made.clear()

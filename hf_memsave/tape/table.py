@@ -8,8 +8,8 @@ from types import MappingProxyType
 import torch.nn.functional as F
 
 from hf_memsave.tape.dropout import DROPOUTS
-from hf_memsave.tape.functions import ACTIVATIONS, CHEAP, NORMS, Handler, writes
-from hf_memsave.tape.selective import SELECTIVE
+from hf_memsave.tape.functions import ACTIVATIONS, CHEAP, NORMS, Handler, escapes, may_write, unrecorded, writes
+from hf_memsave.tape.selective import RECTIFIERS, SELECTIVE
 from hf_memsave.tape.special import SPECIAL
 
 TABLE: dict[object, Handler] = {**CHEAP, **SPECIAL, **DROPOUTS, **SELECTIVE}
@@ -21,12 +21,19 @@ KINDS = {
     "attention": frozenset({F.scaled_dot_product_attention}),
     "frozen": frozenset(SELECTIVE),
 }
-#: Nothing is recorded, but writes are seen.
-UNRECORDED = MappingProxyType({func: handler for func, handler in TABLE.items() if handler is writes})
+#: Functions that can write to their argument, whatever a configuration leaves out.
+_MAY_WRITE = {func for func, handler in TABLE.items() if handler is may_write} | {*DROPOUTS, *RECTIFIERS}
+#: Nothing is recorded, but writes are seen; the same with dropouts as they are.
+UNRECORDED = MappingProxyType(
+    {func: handler for func, handler in TABLE.items() if handler in (writes, escapes)}
+    | dict.fromkeys(_MAY_WRITE, unrecorded)
+)
+UNRECORDED_BUT_DROPOUTS = MappingProxyType({**UNRECORDED, **DROPOUTS})
 
 
 @cache
 def table_without(*kinds: str) -> MappingProxyType[object, Handler]:
     """The table, less what belongs to these kinds."""
     left_out = frozenset().union(*(KINDS.get(kind, frozenset()) for kind in kinds))
-    return MappingProxyType({func: handler for func, handler in TABLE.items() if func not in left_out})
+    rest = {func: handler for func, handler in TABLE.items() if func not in left_out}
+    return MappingProxyType(rest | dict.fromkeys(left_out & _MAY_WRITE, unrecorded))

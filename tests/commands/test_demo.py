@@ -34,6 +34,7 @@ def rows(output: str) -> list[list[str]]:
     return [row.split() for row in found if "%" in row]
 
 
+@pytest.mark.long
 def test_demo_quick_ends_well_and_learns(tmp_path):
     command = [sys.executable, "-m", "hf_memsave.cli", "demo", "--quick"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)

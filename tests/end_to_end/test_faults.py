@@ -26,6 +26,8 @@ ROUNDS = 8  # of faults of each kind, for each model: 3 x 9 x 8 = 216
 SIZE = Size(hidden=16, heads=2, layers=2, batch=2, seq=8)
 MODELS = ("bert", "llama with LoRA under autocast", "gpt2 with checkpointing")
 
+pytestmark = pytest.mark.long
+
 
 class Fault(Exception):
     """Stands for any error of the user's."""

@@ -38,7 +38,10 @@ CASES = [
     if kind != "sft" or family in CAUSAL
 ]
 
-pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing.* is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.filterwarnings("ignore:.gradient_checkpointing.* is deprecated:FutureWarning"),
+]
 
 
 class Run(NamedTuple):

@@ -21,6 +21,8 @@ CLAIMS = [
     "keeps what stock keeps",
 ]
 
+pytestmark = pytest.mark.long
+
 
 def execute(notebook, folder: Path) -> str:
     """Run every cell with ``folder`` as the current one; returns what was printed."""

@@ -16,6 +16,8 @@ from support.programs import Backward, draw, graph_of
 
 BATCHES, BATCH = 20, 100
 
+pytestmark = pytest.mark.long
+
 
 class Run:
     """What a program gives on one graph: tensors by label, in order, and the error that ended it."""

@@ -21,6 +21,8 @@ RANKS, STEPS = 2, 2
 TIMEOUT = datetime.timedelta(seconds=60)
 FAMILIES = ("bert", "llama")
 
+pytestmark = pytest.mark.long
+
 
 def ddp(model, patched):
     if patched:

@@ -12,6 +12,8 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "deepspeed"
 CASES = [(stage, order) for stage in (2, 3) for order in ("before", "after")]
 FAMILIES = ("bert", "llama")
 
+pytestmark = pytest.mark.long
+
 
 def worker(folder):
     """One rank: losses and final parameters of every case, stock and patched."""

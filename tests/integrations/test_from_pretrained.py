@@ -435,6 +435,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.long
 def test_a_trained_model_loads_in_a_process_without_hf_memsave(saved, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(saved["llama"], memsave=True).train()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

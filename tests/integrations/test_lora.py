@@ -189,6 +189,7 @@ def test_without_the_field_peft_is_stock(config):
     assert not any(is_patched(m) for m in model.modules())
 
 
+@pytest.mark.long
 def test_what_it_saves_loads_without_hf_memsave_and_without_a_warning(tmp_path):
     torch.manual_seed(0)
     base = build("llama", SIZE)

@@ -35,6 +35,8 @@ FAMILIES = ("bert", "llama with LoRA")
 PLACES = ("forward", "backward", "optimizer", "step end", "saved")
 ENDS = ("stock", "memsave")
 
+pytestmark = pytest.mark.long
+
 
 class Kill(NamedTuple):
     """Where a run dies: in which of its steps (the first is 1), at what, and in a pass of the model, in which layer."""

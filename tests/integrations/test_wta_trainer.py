@@ -136,6 +136,7 @@ def work(rank, folder):
     torch.save(seen, folder / f"{rank}.pt")
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_two_processes_gathers_what_each_has_seen(tmp_path, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with socket.socket() as free:

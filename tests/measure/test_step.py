@@ -11,9 +11,8 @@ from transformers import BertConfig, BertForSequenceClassification
 import hf_memsave
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure.step import TOLERANCE, Difference, StepComparison, StockStepError, compare_step
-from hf_memsave.ops import activation
-from hf_memsave.tape import promise
 from support.families import Size, build
+from support.planted import plant_wrong_gradient
 from support.steps import state_of
 
 TINY = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 64}
@@ -38,21 +37,13 @@ class Writer(nn.Module):
 WRITES = {"data": lambda hidden: hidden.data.mul_(2), "numpy": lambda hidden: hidden.detach().numpy().__imul__(2)}
 
 
-def spoil(monkeypatch, module=activation):
-    """Make every recomputed activation (or dropout) wrong."""
-
-    def wrong(output, recompute, *inputs):
-        return promise(output, lambda *inputs: recompute(*inputs) * 1.5, *inputs)
-
-    monkeypatch.setattr(module, "promise", wrong)
-
-
-def test_compare_step_leaves_out_what_the_preset_leaves_out(monkeypatch):
-    spoil(monkeypatch)
-    model = BertForSequenceClassification(BertConfig(**TINY)).train()
-    (worst, *_) = compare_step(model, BATCH).differing
-    assert worst.name == "bert.encoder.layer.0.output.dense.weight" and worst.relative == pytest.approx(0.5)
-    assert compare_step(model, BATCH, {"activation": "stock"}).differing == ()
+def test_compare_step_sees_a_wrong_gradient_and_how_wrong_it_is(monkeypatch):
+    plant_wrong_gradient(monkeypatch, but_for={"activation": "stock"})
+    model, other = (BertForSequenceClassification(BertConfig(**TINY)).train() for _ in range(2))
+    found = compare_step(model, BATCH).differing
+    assert {d.name for d in found} == {f"bert.encoder.layer.0.{n}output.dense.weight" for n in ("", "attention.")}
+    assert [d.relative for d in found] == [pytest.approx(0.5)] * 2
+    assert compare_step(other, BATCH, {"activation": "stock"}).differing == ()
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)

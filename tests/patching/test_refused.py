@@ -60,7 +60,9 @@ def test_a_refused_model_is_left_as_it_was(spoil, before, llama, monkeypatch):
     assert state_of(llama) == state
 
 
-@pytest.mark.parametrize("make", [torch.jit.script, torch.fx.symbolic_trace, "trace"], ids=str)
+@pytest.mark.parametrize(
+    "make", [torch.jit.script, torch.fx.symbolic_trace, "trace"], ids=["script", "symbolic_trace", "trace"]
+)
 def test_a_traced_part_is_refused(make):
     part = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).eval()
     traced = nn.ModuleDict({"inner": torch.jit.trace(part, torch.randn(2, 4)) if make == "trace" else make(part)})

@@ -8,9 +8,9 @@ import torch
 from hf_memsave import MemSaveConfig, unpatch
 from hf_memsave.config import KINDS
 from hf_memsave.errors import PlanError
+from hf_memsave.patching.swap import patched_models
 from hf_memsave.planner import fast, smart
 from hf_memsave.planner.trial import resized
-from hf_memsave.patching.swap import binding_of
 from support.families import batch_for, build
 from support.planning import EXACT, SIZE, bert, between, fixed, needs, once, patched
 from support.steps import patched_classes, state_of
@@ -80,21 +80,13 @@ def test_smart_converts_first_what_costs_least(cheap, device):
 
     def timer(run):
         run()
-        kinds = [b.op.setting for b in map(binding_of, model.modules()) if b is not None]
-        return 1.0 + sum(kind in KINDS and kind != cheap for kind in kinds)
+        layers = [dict(config.layers) for _, config in patched_models(model)]
+        return 1.0 + sum(number for found in layers for kind, number in found.items() if kind != cheap)
 
     alone = MemSaveConfig(layers=dict.fromkeys(KINDS, 0) | {cheap: 3})
     limit = needs(model, batch, alone)
     plan = smart(model, batch, EXACT, limit, timer=timer)
     assert dict(plan.config.layers) == dict.fromkeys(KINDS[:-1], 0) | {cheap: 3}
-
-
-def test_smart_counts_sdpa_as_a_whole(device):
-    model = gpt2(device)
-    model.set_attn_implementation("sdpa")
-    batch = batch_for(model, SIZE)
-    plan = smart(model, batch, memory=needs(model, batch, "tempo"), timer=once)
-    assert dict(plan.config.layers)["attention"] in (0, SIZE.layers)
 
 
 def test_smart_converts_no_more_than_its_config_says(device):

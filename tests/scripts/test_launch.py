@@ -23,7 +23,7 @@ ENGINES = {
     ],
 }  # fmt: skip
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="two processes over gloo, on CPU")
+pytestmark = [pytest.mark.long, pytest.mark.skipif(torch.cuda.is_available(), reason="two processes over gloo, on CPU")]
 
 
 def launch(folder, engine, *flags):

@@ -27,6 +27,8 @@ from support.script_helpers import (
 FOLDER = REPO / "configs" / "glue"
 FILES = sorted(FOLDER.iterdir())
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def script(monkeypatch):

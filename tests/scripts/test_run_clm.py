@@ -36,6 +36,8 @@ DO = ["--do_train", "--do_eval"]
 STEPS = [*STEPS, "--block_size", "16"]
 ADAPTERS = "adapter_model.safetensors"
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def script(monkeypatch):

@@ -38,6 +38,8 @@ FAMILIES = ["bert", "roberta", "gpt2", "llama", "opt", "t5"]
 STEPS = [*STEPS, "--max_seq_length", "32"]
 DO = ["--do_train", "--do_eval", "--do_predict"]
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def script(monkeypatch):

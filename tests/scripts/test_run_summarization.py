@@ -35,6 +35,8 @@ from support.script_helpers import (
 DO = ["--do_train", "--do_eval", "--predict_with_generate"]
 STEPS = [*STEPS, "--max_source_length", "32", "--max_target_length", "8"]
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def script(monkeypatch):

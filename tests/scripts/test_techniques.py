@@ -21,6 +21,8 @@ MODELS = models(quick=True, batch=2)
 FULL, LORA = tuple(MODELS["full"]), tuple(MODELS["lora"])
 ALL = [*(("full", name) for name in FULL), *(("lora", name) for name in LORA)]
 
+pytestmark = pytest.mark.long
+
 
 @functools.cache
 def total(part, model, setting):

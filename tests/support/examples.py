@@ -208,7 +208,7 @@ WRITERS: dict[str, tuple[Make, ...]] = {
     **of("map_", lambda a: (a.x, a.y, operator.add)),
     **of("map2_", lambda a: (a.x, a.y, a.z, lambda x, y, z: x + y + z)),
     **of("bernoulli_ cauchy_ exponential_ log_normal_ normal_ random_ uniform_ zero_ conj_physical_", x),
-    **of("_philox_normal_ _philox_uniform_", lambda a: (a.x, torch.tensor([3, 4], dtype=torch.uint64, device=a.device))),
+    **of("_philox_normal_ _philox_uniform_", lambda a: (a.x, a.indices(3, 4).to(torch.uint64))),
     **of("geometric_", lambda a: (a.x, 0.5)),
     **of("bitwise_left_shift_ bitwise_right_shift_ __ilshift__ __irshift__ gcd_ lcm_", lambda a: (a.i, a.j)),
     **of("copy_ set_ resize_as_", lambda a: (a.x, a.y)),
@@ -262,7 +262,9 @@ def name_of(function: Any) -> str:
     for prefix, home in (("torch", torch), ("Tensor", Tensor), ("F", F)):
         if getattr(home, name, None) is function:
             return f"{prefix}.{name}"
-    found = [n for n in dir(Tensor) if getattr(Tensor, n, None) is function] + [n for n in dir(F) if getattr(F, n) is function]
+    found = [n for n in dir(Tensor) if getattr(Tensor, n, None) is function] + [
+        n for n in dir(F) if getattr(F, n) is function
+    ]
     return found[0] if found else name
 
 

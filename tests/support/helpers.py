@@ -42,6 +42,13 @@ def taping(*stock: str, **options: Any) -> Tape:
     return Tape(table_without(*stock), **options)
 
 
+def laid(tape: Any) -> contextlib.AbstractContextManager[Any]:
+    """A tape for True, none for False, or the one that ``tape`` makes."""
+    if callable(tape):
+        return tape()
+    return taping() if tape else contextlib.nullcontext()
+
+
 #: Nodes that other tests hold, and :func:`nodes` leaves out.
 EARLIER: weakref.WeakSet[Node] = weakref.WeakSet()
 
@@ -95,7 +102,7 @@ def run(
     fn: Callable[..., Tensor],
     inputs: Sequence[Tensor],
     wanted: Sequence[bool] | None = None,
-    tape: bool = False,
+    tape: Any = False,
     autocast: torch.dtype | None = None,
     seed: int = 7,
 ) -> Result:
@@ -108,7 +115,7 @@ def run(
     leaves = [x.detach().clone().requires_grad_(w) for x, w in zip(inputs, wanted or [True] * len(inputs), strict=True)]
     device = inputs[0].device
     torch.manual_seed(seed)
-    with taping() if tape else contextlib.nullcontext(), autocasting(device, autocast):
+    with laid(tape), autocasting(device, autocast):
         output = fn(leaves[0] * 1, *leaves[1:])
         weight = random(*output.shape, dtype=output.dtype, device=device, seed=1).requires_grad_()
         product = output * weight
@@ -136,10 +143,14 @@ def assert_same_result(got: Result, expected: Result) -> None:
 
 
 def assert_exact(
-    op: Callable[..., Tensor], reference: Callable[..., Tensor], inputs: Sequence[Tensor], **options: Any
+    op: Callable[..., Tensor],
+    reference: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    tape: Any = True,
+    **options: Any,
 ) -> None:
     """Under a tape, ``op`` gives the output and gradients of ``reference`` to the bit."""
-    assert_same_result(run(op, inputs, tape=True, **options), run(reference, inputs, **options))
+    assert_same_result(run(op, inputs, tape=tape, **options), run(reference, inputs, **options))
 
 
 def tensors(result: Result) -> list[Tensor]:
@@ -165,28 +176,30 @@ def assert_no_worse_than_eager(
     assert error(run(op, inputs, tape=True), truth) <= eager + torch.finfo(inputs[0].dtype).eps
 
 
-def taped(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def taped(fn: Callable[..., Tensor], tape: Any = True) -> Callable[..., Tensor]:
     """``fn`` and a consumer that keeps its output, under a tape; for ``gradcheck``."""
 
     def under_tape(*inputs: Tensor) -> Tensor:
-        with taping():
+        with laid(tape):
             return fn(*inputs).square()
 
     return under_tape
 
 
-def assert_gradients_are_right(fn: Callable[..., Tensor], *inputs: Tensor, twice: bool = True) -> None:
+def assert_gradients_are_right(
+    fn: Callable[..., Tensor], *inputs: Tensor, twice: bool = True, tape: Any = True
+) -> None:
     """``gradcheck`` and ``gradgradcheck`` under a tape; the inputs are float64."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    assert torch.autograd.gradcheck(taped(fn), leaves)
+    assert torch.autograd.gradcheck(taped(fn, tape), leaves)
     if twice:
-        assert torch.autograd.gradgradcheck(taped(fn), leaves)
+        assert torch.autograd.gradgradcheck(taped(fn, tape), leaves)
 
 
-def assert_backward_twice(fn: Callable[..., Tensor], *inputs: Tensor) -> None:
+def assert_backward_twice(fn: Callable[..., Tensor], *inputs: Tensor, tape: Any = True) -> None:
     """With ``retain_graph=True`` a second backward gives the bits of the first."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    loss = taped(fn)(*leaves).sum()
+    loss = taped(fn, tape)(*leaves).sum()
     first = torch.autograd.grad(loss, leaves, retain_graph=True)
     second = torch.autograd.grad(loss, leaves)
     for mine, before in zip(second, first, strict=True):
@@ -214,7 +227,7 @@ class Probe(nn.Module):
 
     Args:
         fn: The op.
-        tape: Whether a tape is in place.
+        tape: Whether a tape is in place, or what makes one.
         producer: Makes the op's input: ``torch.clone`` keeps nothing, so the input counts if the op keeps it;
             ``torch.sigmoid`` keeps its output, so the input is kept whatever the op does.
         linear: What consumes the op's output; ``nn.Identity()`` for nothing.
@@ -224,7 +237,7 @@ class Probe(nn.Module):
     def __init__(
         self,
         fn: Callable[[Tensor], Tensor],
-        tape: bool,
+        tape: Any,
         producer: Callable[[Tensor], Tensor],
         linear: nn.Module,
         autocast: torch.dtype | None,
@@ -233,14 +246,14 @@ class Probe(nn.Module):
         self.fn, self.tape, self.producer, self.linear, self.autocast = fn, tape, producer, linear, autocast
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        with taping() if self.tape else contextlib.nullcontext(), autocasting(x.device, self.autocast):
+        with laid(self.tape), autocasting(x.device, self.autocast):
             return {"loss": self.linear(self.fn(self.producer(x))).sum()}
 
 
 def kept(
     fn: Callable[[Tensor], Tensor],
     x: Tensor,
-    tape: bool,
+    tape: Any,
     producer: Callable[[Tensor], Tensor] = torch.clone,
     linear: bool = True,
     autocast: torch.dtype | None = None,

@@ -35,7 +35,6 @@ def batch_of(model, seed=1):
     return batch_for(model, SMALL, padded=True, seed=seed)
 
 
-
 def plain(model):
     return step(model, batch_of(model))
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from hf_memsave.tape import Tape
-from support.helpers import swapped
+
+from support.helpers import swapped, taping
 
 
 class Layer(NamedTuple):
@@ -128,5 +128,5 @@ class Taped(nn.Module):
         self.model, self.tape = model, tape
 
     def forward(self, x):
-        with Tape() if self.tape else contextlib.nullcontext():
+        with taping() if self.tape else contextlib.nullcontext():
             return {"loss": self.model(x).sum()}

@@ -1,13 +1,154 @@
 """What SDPA keeps under a tape, to the byte, and for how long."""
 
 import gc
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from support.helpers import assert_same_bits, kept, only_on_cpu, random, taping
-from tape.test_attention import BATCH, DIM, HEADS, LAYOUTS, MASKS, SEQ, attention, bias_of, inputs, mask_of
+from hf_memsave.tape import Tape, table_without
+from support.attention import BATCH, DIM, HEADS, MASKS, SEQ, attention, bias_of, inputs, mask_of
+from support.helpers import assert_same_bits, kept, nodes, only_on_cpu, random, taping
+
+U = BATCH * SEQ * HEADS * DIM * 4  # one of q, k, v and the output, in fp32
+LSE = BATCH * HEADS * SEQ * 4  # the log of each row's sum, which the CPU kernel keeps
+FLOAT_MASK = BATCH * SEQ * SEQ * 4
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(device):
+    only_on_cpu(device, "this count of bytes")
+
+
+#: Makes a tensor that nothing can remake, and keeps nothing.
+opaque = torch.ops.aten.clone
+
+
+def kept_by(call, tape, groups=1, layers=1, autocast=None):
+    """Bytes kept by ``layers`` attentions in a row and the linear after them."""
+
+    def attend(x):
+        for _ in range(layers):
+            x = call(opaque(x), opaque(x[:, :, ::groups]), opaque(x[:, :, ::groups]))
+        return x.flatten(2)
+
+    return kept(attend, random(BATCH, SEQ, HEADS, DIM), tape=tape, autocast=autocast)
+
+
+def both(call, **options):
+    return kept_by(call, False, **options), kept_by(call, True, **options)
+
+
+def test_attention_keeps_its_output_once():
+    assert both(attention(layout="rotated")) == (5 * U + LSE, 4 * U + LSE)
+
+
+def test_attention_keeps_k_and_v_as_they_were_before_they_were_repeated():
+    assert both(attention(mask_of("float", "cpu"), groups=2), groups=2) == (4 * U + LSE, 3 * U + LSE)
+
+
+@pytest.mark.parametrize("kind", ["bool", "causal-bool"])
+def test_attention_keeps_no_float_mask_of_a_boolean_one(kind):
+    stock, here = both(attention(mask_of(kind, "cpu")), layers=3)
+    assert stock == 3 * (4 * U + LSE + FLOAT_MASK)
+    assert here == 3 * (4 * U + LSE)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_attention_keeps_no_mask_made_of_a_frozen_position_bias(kind):
+    bias = bias_of("cpu")
+    call = attention(mask_of(kind, "cpu"))
+    stock, here = both(lambda q, k, v: call(q, k, v, bias), layers=3)
+    assert stock == 3 * (4 * U + LSE + BATCH * HEADS * SEQ * SEQ * 4)
+    assert here == 3 * (4 * U + LSE)
+
+
+def spying(seen):
+    """A tape that shows which masks the kernel is given."""
+    stock = F.scaled_dot_product_attention
+    handler = table_without()[stock]
+
+    def spy(q, k, v, mask=None, **options):
+        seen.append(mask)
+        return stock(q, k, v, mask, **options)
+
+    return Tape({**table_without(), stock: lambda tape, func, args, kwargs: handler(tape, spy, args, kwargs)})
+
+
+@pytest.mark.parametrize(("kind", "with_bias"), [("bool", True), ("bool", False), ("float", True)])
+def test_layers_share_one_float_mask(kind, with_bias):
+    """In forward as in backward, where it is remade once."""
+    attend, bias = attention(mask_of(kind, "cpu")), bias_of("cpu") if with_bias else None
+    x, seen = random(BATCH, SEQ, HEADS, DIM).requires_grad_(), []
+    with spying(seen):
+        for _ in range(3):
+            x = attend(opaque(x), opaque(x), opaque(x), bias)
+        assert len({mask.data_ptr() for mask in seen}) == 1
+        del seen[:]
+    assert sum(node.nbytes == BATCH * (HEADS if with_bias else 1) * SEQ * SEQ * 4 for node in nodes()) == 1
+
+
+def test_the_float_mask_does_not_live_past_the_tape():
+    q, k, v = (x.requires_grad_() for x in inputs("cpu"))
+    seen = []
+    with spying(seen):
+        y = attention(mask_of("bool", "cpu"))(q, k, v)
+    (ref,) = (StorageWeakRef(mask.untyped_storage()) for mask in seen)
+    del seen[:]
+    gc.collect()
+    assert ref.expired()
+    y.sum().backward()
+
+
+def test_attention_does_not_let_v_hold_a_fused_projection():
+    def attend(q, k, v):
+        fused = opaque(torch.ops.aten.cat([q, k, v], 2))
+        q, k, v = fused.split(HEADS, dim=2)
+        return attention()(opaque(q), opaque(k), v)
+
+    assert both(attend) == ((2 + 3 + 1) * U + LSE, 4 * U + LSE)
+
+
+def test_attention_under_autocast_keeps_k_and_v_once_in_half_precision():
+    """Rotated in fp32, repeated and converted: remade from what the projections gave."""
+    cos, mask = random(1, SEQ, 1, DIM), mask_of("float", "cpu")
+
+    def attend(q, k, v):
+        q, k, v = (torch.ops.aten._to_copy(x, dtype=torch.bfloat16) for x in (q, k, v))
+        return attention(mask, groups=2)(q * cos, k * cos, v)
+
+    stock, here = both(attend, groups=2, autocast=torch.bfloat16)
+    assert here == (U + U // 2 + U // 2 + U) // 2 + LSE + FLOAT_MASK // 2
+    assert here < stock
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "permuted"])
+@pytest.mark.parametrize("kind", MASKS)
+def test_what_layers_share_dies_with_the_mask_and_the_bias(kind, layout):
+    bias = bias_of("cpu")
+    if layout == "permuted":  # as T5 computes it
+        bias = bias.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    mask = mask_of(kind, "cpu")
+    refs = [StorageWeakRef(t.untyped_storage()) for t in (bias, mask) if t is not None]
+    attend = attention(mask)
+    with taping():
+        loss = attend(*(x.requires_grad_() for x in inputs("cpu")), bias).sum()
+    loss.backward()
+    del loss, bias, mask, attend
+    gc.collect()
+    assert all(ref.expired() for ref in refs)
+
+
+def test_masks_of_two_forwards_are_not_confused():
+    q, k, v = (x.requires_grad_() for x in inputs("cpu"))
+    mask = mask_of("bool", "cpu")
+    for change in (False, True):
+        if change:
+            mask[:, :, :, 0] = False
+        with taping():
+            y = attention(mask)(q, k, v)
+        got = torch.autograd.grad(y.sum(), (q, k, v))
+        expected = torch.autograd.grad(attention(mask)(q, k, v).sum(), (q, k, v))
+        for mine, stock in zip(got, expected, strict=True):
+            assert_same_bits(mine, stock)

@@ -67,7 +67,9 @@ class Program:
             try:
                 if self.when == "before":
                     written(targets, self.is_recorded)
-                outputs, weights = zip(*[consumer(y.clone() if apart else y) for consumer in self.consumers], strict=True)
+                outputs, weights = zip(
+                    *[consumer(y.clone() if apart else y) for consumer in self.consumers], strict=True
+                )
                 if self.when == "inside":
                     written(targets, self.is_recorded)
                 if self.when == "after":

@@ -1,4 +1,4 @@
-"""The tape beside the saved-tensor hooks of others: gradient checkpointing, CPU offload, another tape, the user's own."""
+"""The tape beside the saved-tensor hooks of others: checkpointing, CPU offload, another tape, the user's own."""
 
 import pytest
 import torch

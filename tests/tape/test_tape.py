@@ -165,7 +165,9 @@ def test_a_change_after_the_forward_raises_as_in_stock(x, weight, what):
     changed = {"a source": h, "what is kept": h, "a kept output": y, "a weight": weight}[what]
     with torch.no_grad():
         changed.add_(1)
-    with pytest.raises(KeptTensorChangedError, match="modified by an inplace operation.*version 0 and is now at version 1"):
+    with pytest.raises(
+        KeptTensorChangedError, match="modified by an inplace operation.*version 0 and is now at version 1"
+    ):
         z.backward()
 
 

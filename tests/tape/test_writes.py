@@ -21,7 +21,7 @@ INNER = ("_", "embedding_renorm_")
 
 
 def check(target, write, device, grad=True):
-    """``write(target)`` in the forward, after something was to be remade from ``target``, and before something else is."""
+    """``write(target)`` in the forward, between two that are remade from ``target``."""
     expected = target.detach() * 2, target.detach() * 3
     with taping(inputs=[target]) as tape:
         taken, recorded = target.detach() * 2, target.detach() * 3

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -235,14 +236,33 @@ def test_counting_again_gives_the_same(device):
 
 
 def allocated(step):
-    """The most bytes that torch's CPU allocator had out at once, by the trace of the profiler."""
+    """The most bytes that torch's CPU allocator had out at once, by the trace of the profiler.
+
+    Without what an op takes and gives back before it returns: a kernel's own buffer, which the count does not see.
+    """
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         step()
-    events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events, made, own = [], {}, set()
+
+    def walk(event, parent):
+        if event.tag == _EventType.Allocation:
+            ptr, nbytes = event.extra_fields.ptr, event.extra_fields.alloc_size
+            events.append((event.start_time_ns, len(events), nbytes))
+            if nbytes > 0:
+                made[ptr] = parent, len(events) - 1
+            elif ptr in made:
+                owner, number = made.pop(ptr)
+                if owner == parent != 0:
+                    own.update({number, len(events) - 1})
+        for child in event.children:
+            walk(child, event.id)
+
+    for event in sorted(trace.profiler.kineto_results.experimental_event_tree(), key=lambda e: e.start_time_ns):
+        walk(event, 0)
     live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
+    for _, number, nbytes in sorted(events):
+        live += 0 if number in own else nbytes
         peak = max(peak, live)
     return peak
 
@@ -253,10 +273,10 @@ def allocated(step):
 LAYERS = Size(hidden=256, heads=4, layers=6, batch=8, seq=128)
 #: Family, whether it has adapters, bf16 autocast; and the most that the peak may be of stock's.
 STEPS = {
-    "bert": ("bert", False, False, 0.64),
-    "llama": ("llama", False, False, 0.60),
-    "llama, bf16, LoRA": ("llama", True, False, 0.31),
-    "bert, autocast": ("bert", False, True, 0.55),
+    "bert": ("bert", False, False, 0.63),
+    "llama": ("llama", False, False, 0.595),
+    "llama, bf16, LoRA": ("llama", True, False, 0.295),
+    "bert, autocast": ("bert", False, True, 0.51),
     "llama, autocast": ("llama", False, True, 0.44),
 }
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="figures are those of CPU kernels")

@@ -1,0 +1,270 @@
+"""Dropout in every spelling, under a tape: stock's masks from stock's draws, for a state or one bit an element."""
+
+import threading
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hf_memsave.tape.record import Ticket
+from support.helpers import (
+    DTYPES,
+    LAYOUTS,
+    assert_backward_twice,
+    assert_exact,
+    assert_gradients_are_right,
+    assert_same_bits,
+    assert_same_result,
+    generator_state,
+    kept,
+    only_on_cpu,
+    random,
+    run,
+    taping,
+)
+
+HOW = ("seed", "mask", "stock")
+#: What the kept state of the generator takes.
+STATE = {"cpu": 5056, "cuda": 16}
+SPELLINGS = {
+    "F.dropout": F.dropout,
+    "F.dropout, by name": lambda x, p: F.dropout(input=x, p=p, training=True, inplace=False),
+    "F.dropout, in place": lambda x, p: F.dropout(x * 1, p, True, True),
+    "torch.dropout": lambda x, p: torch.dropout(x, p, True),
+    "torch.dropout, by name": lambda x, p: torch.dropout(input=x, p=p, train=True),
+    "nn.Dropout": lambda x, p: nn.Dropout(p)(x),
+    "nn.Dropout, in place": lambda x, p: nn.Dropout(p, inplace=True)(x * 1),
+    "F.alpha_dropout": lambda x, p: F.alpha_dropout(x, p, True),
+    "F.alpha_dropout, in place": lambda x, p: F.alpha_dropout(x * 1, p, True, True),
+    "torch.alpha_dropout": lambda x, p: torch.alpha_dropout(x, p, True),
+    "nn.AlphaDropout": lambda x, p: nn.AlphaDropout(p)(x),
+    "F.feature_alpha_dropout": lambda x, p: F.feature_alpha_dropout(x, p, True),
+    "nn.FeatureAlphaDropout": lambda x, p: nn.FeatureAlphaDropout(p)(x),
+    "torch.feature_dropout": lambda x, p: torch.feature_dropout(x, p, True),
+    "F.dropout1d": lambda x, p: F.dropout1d(x, p),
+    "F.dropout1d, in place": lambda x, p: F.dropout1d(x * 1, p, True, True),
+    "F.dropout1d of one sample": lambda x, p: F.dropout1d(x[0], p),
+    "F.dropout2d": lambda x, p: F.dropout2d(x[None], p),
+    "F.dropout3d": lambda x, p: F.dropout3d(x[None, None], p),
+    "F.dropout3d of one sample": lambda x, p: F.dropout3d(x[None], p),
+    "nn.Dropout2d": lambda x, p: nn.Dropout2d(p)(x[None]),
+}
+#: Those that have an entry in the table, and do not write in place.
+KNOWN = [name for name in SPELLINGS if "in place" not in name and "eature_alpha" not in name and "FeatureA" not in name]
+
+
+@pytest.fixture(params=HOW)
+def how(request):
+    return partial(taping, dropout=request.param)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_it_is_exact(device, how, name, p):
+    only_on_cpu(device)
+    fn = partial(SPELLINGS[name], p=p)
+    for dtype in DTYPES:
+        for wanted in (True, False):
+            assert_exact(fn, fn, [random(3, 5, 8, dtype=dtype, device=device)], tape=how, wanted=[wanted])
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 1.0])
+def test_it_drops_what_stock_drops(device, how, p):
+    """On CUDA too."""
+    x = torch.ones(1000, device=device)
+    ours, stock = (run(lambda x: F.dropout(x, p), [x], tape=tape) for tape in (how, False))
+    assert torch.equal(ours.output == 0, stock.output == 0)
+    assert torch.equal(ours.of_consumer == 0, stock.output == 0), "backward saw another mask"
+    assert torch.equal(ours.of_inputs[0] == 0, stock.output == 0), "backward used another mask"
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_it_draws_as_much_as_stock(device, how, name):
+    for shape in ((1, 1, 1), (1, 3, 5), (2, 2, 4), (5, 10, 20)):
+        for p in (0.0, 0.1, 1.0):
+            states = []
+            for tape in (taping(), how()):
+                x = random(*shape, device=device).requires_grad_()
+                torch.manual_seed(3)
+                with tape if states else torch.enable_grad():
+                    SPELLINGS[name](x, p)
+                states.append(generator_state(device))
+            assert torch.equal(*states)
+
+
+def test_it_leaves_the_generator_alone_in_backward(device, how):
+    x = random(100, device=device).requires_grad_()
+    with how():
+        loss = F.dropout(x, 0.5).square().sum()
+    torch.rand(5, device=device)  # so that the state is not the one that drawing the mask again leaves
+    before = generator_state(device)
+    loss.backward()
+    assert torch.equal(generator_state(device), before)
+
+
+def test_it_does_not_mind_draws_before_backward(device, how):
+    x = torch.ones(1000, device=device, requires_grad=True)
+    with how():
+        y = F.dropout(x, 0.5)
+        loss = y.square().sum()
+    torch.manual_seed(99)
+    torch.rand(5, device=device)
+    loss.backward()
+    assert torch.equal(x.grad == 0, y == 0)
+
+
+def test_it_does_not_mind_draws_on_another_thread(device):
+    """While it draws: what is drawn again comes from a private generator that starts where the model's stood."""
+    only_on_cpu(device, "one generator for all threads")
+    stop = threading.Event()
+
+    def draw():
+        while not stop.is_set():
+            torch.rand(10)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        for _ in range(50):
+            x = torch.ones(5000, requires_grad=True)
+            with taping():
+                y = F.dropout(x, 0.5)
+                loss = y.square().sum()
+            loss.backward()
+            assert torch.equal(x.grad == 0, y == 0)
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_it_draws_anew_each_time(device, how):
+    x = torch.ones(1000, device=device, requires_grad=True)
+    with how():
+        assert not torch.equal(F.dropout(x, 0.5), F.dropout(x, 0.5))
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
+def test_two_in_a_row_before_a_linear_are_exact(device, how, autocast):
+    only_on_cpu(device)
+
+    def fn(x, w):
+        return F.linear(F.dropout(F.dropout(x, 0.1), 0.5), w)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        given = [random(3, 5, 8, dtype=dtype, device=device), random(4, 8, dtype=dtype, device=device, seed=3)]
+        assert_exact(fn, fn, given, tape=how, autocast=autocast)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (9,), (0, 4), (2, 0, 4), (3, 1, 5)], ids=str)
+def test_it_is_exact_for_odd_shapes(device, how, shape):
+    only_on_cpu(device)
+    x = random(*shape, device=device)
+    assert_exact(F.dropout, F.dropout, [x], tape=how)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_it_is_exact_for_views(device, how, name, layout):
+    only_on_cpu(device)
+    view = LAYOUTS[layout]
+    if "in place" in name and layout == "expanded":
+        pytest.skip("nothing can be written to it")
+
+    def fn(x):
+        return SPELLINGS[name](view(x), 0.5)
+
+    assert_exact(fn, fn, [random(4, 5, 8, device=device)], tape=how)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_it_has_the_right_gradients(device, how, name):
+    def same_mask(x):
+        torch.manual_seed(0)
+        return SPELLINGS[name](x, 0.5)
+
+    assert_gradients_are_right(same_mask, random(1, 2, 3, dtype=torch.float64, device=device), tape=how)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_it_runs_backward_twice(device, how, name):
+    assert_backward_twice(lambda x: SPELLINGS[name](x, 0.5), random(3, 4, 8, device=device), tape=how)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["F.dropout", "torch.dropout", "F.dropout, by name", "nn.Dropout"])
+def test_it_keeps_a_state_or_one_bit_an_element(device, name, dtype):
+    x, fn = random(30, 50, 9, dtype=dtype, device=device), partial(SPELLINGS[name], p=0.1)
+    options = dict(producer=torch.sigmoid)  # which keeps the input itself
+    noise = x.nbytes if device.type == "cpu" else x.numel()
+    stock = x.nbytes + noise + x.nbytes
+    assert kept(fn, x, tape=False, **options) == stock
+    assert kept(fn, x, tape=partial(taping, dropout="seed"), **options) == x.nbytes + STATE[device.type]
+    assert kept(fn, x, tape=partial(taping, dropout="mask"), **options) == x.nbytes + -(-x.numel() // 8)
+    assert kept(fn, x, tape=partial(taping, dropout="stock"), **options) == stock
+
+
+@pytest.mark.parametrize("how", ["seed", "mask"])
+@pytest.mark.parametrize("name", ["F.alpha_dropout", "nn.AlphaDropout"])
+def test_alpha_dropout_keeps_no_noise(device, name, how):
+    only_on_cpu(device, "this count of bytes")
+    x, fn = random(30, 50, 9, device=device), partial(SPELLINGS[name], p=0.1)
+    stock, here = (kept(fn, x, tape, linear=False) for tape in (False, partial(taping, dropout=how)))
+    assert stock >= x.nbytes
+    assert here == (STATE["cpu"] if how == "seed" else -(-x.numel() // 8))
+
+
+@pytest.mark.parametrize("name", ["torch.feature_dropout", "F.dropout1d", "F.dropout2d", "F.dropout3d"])
+def test_channel_dropout_keeps_one_number_a_channel(device, how, name):
+    x, fn = random(30, 50, 9, device=device), partial(SPELLINGS[name], p=0.1)
+    channels = {"F.dropout2d": 30, "F.dropout3d": 1}.get(name, 30 * 50)
+    assert kept(fn, x, tape=False, producer=torch.sigmoid) == 2 * x.nbytes + 4 * channels
+    expected = x.nbytes + 4 * channels + (x.nbytes if how.keywords["dropout"] == "stock" else 0)
+    assert kept(fn, x, tape=how, producer=torch.sigmoid) == expected
+
+
+def test_a_small_mask_is_kept_where_that_is_less_than_a_state(device):
+    only_on_cpu(device, "this count of bytes")
+    x = random(3, 8, device=device)
+    assert kept(F.dropout, x, tape=True, producer=torch.sigmoid) <= kept(F.dropout, x, False, producer=torch.sigmoid)
+
+
+@pytest.mark.parametrize("name", ["F.dropout", "nn.Dropout", "F.dropout1d"])
+def test_its_result_is_remade_where_the_input_is_kept(device, name):
+    x = random(30, 50, 90, device=device)
+    with taping(inputs=[x]) as tape:
+        y = SPELLINGS[name](x, 0.1)
+        handle = tape.pack(y)
+    assert isinstance(handle, Ticket) or device.type == "cuda"
+    assert_same_bits(handle.get(), y)
+
+
+@pytest.mark.parametrize("name", ["F.dropout", "nn.Dropout", "F.alpha_dropout", "F.dropout1d"])
+def test_in_eval_it_draws_nothing_and_is_stock(device, how, name):
+    eval_ = {
+        "F.dropout": lambda x: F.dropout(x, 0.3, training=False),
+        "nn.Dropout": nn.Dropout(0.3).eval(),
+        "F.alpha_dropout": lambda x: F.alpha_dropout(x, 0.3),
+        "F.dropout1d": lambda x: F.dropout1d(x, 0.3, training=False),
+    }[name]
+    x, before = random(3, 4, 8, device=device).requires_grad_(), generator_state(device)
+    with how():
+        assert_same_bits(eval_(x), x)
+    assert torch.equal(generator_state(device), before)
+    assert_same_result(run(eval_, [x], tape=how), run(eval_, [x]))
+
+
+def test_without_gradients_it_is_stock(device, how):
+    x = random(3, 8, device=device)
+    torch.manual_seed(3)
+    expected = F.dropout(x, 0.5)
+    torch.manual_seed(3)
+    with how(), torch.no_grad():
+        assert_same_bits(F.dropout(x, 0.5), expected)
+
+
+def test_a_wrong_probability_is_refused_as_in_stock(device, how):
+    for p in (-0.1, 1.1):
+        with how(), pytest.raises(ValueError, match="dropout probability has to be between 0 and 1"):
+            F.dropout(random(3, device=device).requires_grad_(), p)
