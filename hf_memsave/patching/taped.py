@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
@@ -23,6 +23,8 @@ from hf_memsave.config import MemSaveConfig
 from hf_memsave.sampling.sampler import INDEX, Sampler
 from hf_memsave.tape import Tape, current, hooks_work, table_without
 from hf_memsave.tape.ledger import Ledger
+from hf_memsave.tape.hooks import tensors_in
+from hf_memsave.tape.private import innermost_hooks
 from hf_memsave.tape.record import BUFFER, MARK
 from hf_memsave.tape.storage import Encoder
 
@@ -83,7 +85,7 @@ def _run(
     if tape is None:
         codec = None if config.storage is None else Encoder(config.storage)
         ledger = _before_forward(module)
-        with Tape(*settings, codec, inputs=(*args, *kwargs.values()), ledger=ledger) as tape:
+        with Tape(*settings, codec, inputs=_held_by_caller(args, kwargs), ledger=ledger) as tape:
             out = forward(module, *args, **kwargs)
         if ledger is not None:
             ledger.close()
@@ -102,6 +104,12 @@ def _run(
     if is_block:
         tape.end_block(*(out if isinstance(out, tuple) else (out,)))
     return out
+
+
+def _held_by_caller(args: Any, kwargs: Any) -> list[Tensor]:
+    """The batch; and all that a block is called with, where a foreign hook is outside: a checkpoint holds that."""
+    given = tensors_in((*args, *kwargs.values()))
+    return list(given) if innermost_hooks() is not None else [t for t in given if t.grad_fn is None]
 
 
 def _before_forward(module: nn.Module) -> Ledger | None:

@@ -40,7 +40,7 @@ class Tape(TorchFunctionMode):
         table: Function -> what to do when it is called, as ``handler(tape, func, args, kwargs)``.
         dropout: What is kept of a dropout's mask: the generator's state ("seed"), or a bit an element ("mask").
         codec: Codes what has to be kept; None keeps it as it is.
-        inputs: What the block is called with: the batch, and what a checkpoint holds, costs nothing.
+        inputs: What the caller holds until backward: it costs nothing.
         ledger: Told of every tensor that autograd asks to keep.
 
     Attributes:
@@ -93,11 +93,9 @@ class Tape(TorchFunctionMode):
             self.root = self._around.root  # type: ignore[attr-defined]
         push_mode(self)
         inputs, self._inputs = self._inputs, ()
-        for tensor in _tensors_in(inputs):
+        for tensor in tensors_in(inputs):
             record = self.record_of(tensor)
-            if record is None or record.tape is not self:
-                continue
-            if self.outer is not None or tensor.grad_fn is None:  # a checkpoint holds it, or it is the batch
+            if record is not None and record.tape is self:
                 record.is_kept = record.is_input = True
         return self
 
@@ -121,7 +119,7 @@ class Tape(TorchFunctionMode):
     def begin_block(self, inputs: Iterable[Any]) -> None:
         """What a block is given, and blocks far back made, such as an encoder's output: kept once, for all that come."""
         with no_modes():
-            for tensor in _tensors_in(inputs):
+            for tensor in tensors_in(inputs):
                 prices.anchor(self, tensor, 0, self.block)
 
     def end_block(self, *outputs: Any) -> None:
@@ -135,7 +133,7 @@ class Tape(TorchFunctionMode):
 
     def _end_block(self, outputs: Iterable[Any]) -> None:
         handed_on: set[Record] = set()
-        for tensor in _tensors_in(outputs):
+        for tensor in tensors_in(outputs):
             prices.anchor(self, tensor, 3, self.block + 1)
             prices.gather(self, tensor, handed_on)
         records, kept = self._before
@@ -425,7 +423,7 @@ def _lent_before(record: Record, tensor: Tensor) -> Lent | None:
     return None
 
 
-def _tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
     """Those in the arguments of a model, and one level below."""
     for value in values:
         if isinstance(value, Tensor):

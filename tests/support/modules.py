@@ -79,7 +79,7 @@ NORMS = {
     "LlamaRMSNorm": _rms(lambda: LlamaRMSNorm(HIDDEN)),
     "T5LayerNorm": _rms(lambda: T5LayerNorm(HIDDEN)),
     "Gemma2RMSNorm": _rms(lambda: Gemma2RMSNorm(HIDDEN)),
-    "nn.RMSNorm": _rms(lambda: nn.RMSNorm(HIDDEN)),
+    "nn.RMSNorm": Module(lambda: nn.RMSNorm(HIDDEN), smooth=False),
 }
 ACTIVATIONS = {
     "nn.GELU": Module(nn.GELU),
@@ -90,16 +90,17 @@ ACTIVATIONS = {
     "nn.Softplus": Module(nn.Softplus),
     "nn.Hardswish": Module(nn.Hardswish, smooth=False),
     "GELUActivation": Module(GELUActivation),
-    "GELUActivation in Python": Module(lambda: GELUActivation(use_gelu_python=True), factors=3),
+    "GELUActivation in Python": Module(lambda: GELUActivation(use_gelu_python=True), factors=2),
     "GELUTanh": Module(GELUTanh),
     "GELUTanh in Python": Module(lambda: GELUTanh(use_gelu_tanh_python=True), factors=3),
     "NewGELUActivation": Module(NewGELUActivation, factors=3),
-    "FastGELUActivation": Module(FastGELUActivation, factors=5),
+    "FastGELUActivation": Module(FastGELUActivation, factors=3),
     "QuickGELUActivation": Module(QuickGELUActivation, factors=1),
     "SiLUActivation": Module(SiLUActivation),
     "MishActivation": Module(MishActivation),
     "ReLUSquaredActivation": Module(ReLUSquaredActivation, smooth=False),
-    **{f"ACT2FN[{name!r}]": Module(lambda name=name: ACT2FN[name], smooth=False) for name in ("gelu_10", "laplace")},
+    "ClippedGELUActivation": Module(lambda: ACT2FN["gelu_10"], smooth=False),
+    "LaplaceActivation": Module(lambda: ACT2FN["laplace"], factors=2, smooth=False),
 }
 MLPS = {
     "LlamaMLP": Module(_llama("silu"), _wide(2)),
