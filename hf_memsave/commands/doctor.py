@@ -139,8 +139,8 @@ def find_problems() -> list[str]:
     with torch.enable_grad():
         if not hooks_work():
             found.append(
-                "saved-tensor hooks are disabled here, so everything would be kept as in stock. Leave the block of torch.func, "
-                "forward-mode AD, or torch.autograd.graph.disable_saved_tensors_hooks that surrounds this."
+                "saved-tensor hooks are disabled here, so everything would be kept as in stock. Leave the block of "
+                "torch.func, forward-mode AD, or torch.autograd.graph.disable_saved_tensors_hooks that surrounds this."
             )
     for name in _PATCHERS:
         if classes := _replaced_by(name):

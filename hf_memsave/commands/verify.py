@@ -105,11 +105,10 @@ def _causes(found: StepComparison) -> str:
     expected = f"at most {found.tolerance:g}" if found.tolerance else "equal bits"
     worst = found.differing[0]
     return (
-        f"{worst.name} differs by {worst.relative:.1e}; expected {expected}. Look first for code in the model that, "
-        "between forward and backward, writes to an activation through .data or NumPy: nothing can see that, and what "
-        "is computed again from that activation is then wrong. Write in place without .data, or to a copy. Under "
-        "autocast, bits may also differ where the README says so (What is exact). Otherwise please report this, with "
-        "the versions that `memsave doctor` prints."
+        f"{worst.name} differs by {worst.relative:.1e}; expected {expected}. Look first for code in the model that "
+        "writes to an activation through NumPy or a pointer: nothing can see that, and what is computed again from "
+        "that activation is then wrong. Write with torch, or to a copy. Under autocast, bits may also differ where the "
+        "README says so (What is exact). Otherwise please report this, with the versions that `memsave doctor` prints."
     )
 
 

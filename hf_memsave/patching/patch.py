@@ -17,7 +17,7 @@ from hf_memsave.errors import PatchError
 from hf_memsave.patching.collect import Plan, SiteReport, collect, refuse_foreign_patches
 from hf_memsave.patching.sampled_layers import attach, sampler_of
 from hf_memsave.patching.swap import is_patched, is_wrapped, patched_class, refuse_wrapped, set_class, stock_class
-from hf_memsave.patching.taped import BUFFERS, LEDGER, mark_buffers
+from hf_memsave.patching.taped import BUFFERS, CODED, LEDGER, mark_buffers
 from hf_memsave.sampling.sampler import MOST
 from hf_memsave.tape import Kept, measure_kept
 from hf_memsave.tape.ledger import Ledger
@@ -183,6 +183,10 @@ def patch(model: nn.Module, config: MemSaveConfig | str | bool | Mapping[str, An
         if not is_wrapped(module):  # else it is patched as planned already
             set_class(module, classes.get(module, stock_class(module)))
     attach(model)
+    for index, module in enumerate(plan):
+        before = module.__dict__.pop(CODED, (index, 0))
+        if resolved.storage is not None and plan[module].config is not None:
+            module.__dict__[CODED] = before
     ledger = Ledger()
     for module in _roots(plan):
         mark_buffers(module)
@@ -202,7 +206,7 @@ def unpatch(model: nn.Module) -> None:
         refuse_wrapped(name, module)
     for module in model.modules():
         set_class(module, stock_class(module))
-        for name in (BUFFERS, LEDGER):
+        for name in (BUFFERS, LEDGER, CODED):
             module.__dict__.pop(name, None)
     attach(model)
 

@@ -36,6 +36,8 @@ LEAST = 0.05
 SAMPLER = "_memsave_sampler"
 #: Where a model finds who owns its buffers, and what waits to watch its next forward.
 BUFFERS, LEDGER = "_memsave_buffers", "_memsave_ledger"
+#: Where a block whose activations are coded finds its number, and how many forwards it has coded.
+CODED = "_memsave_coded"
 #: The argument by which a block that gradient checkpointing runs again knows the batch of its forward.
 BATCH = "_memsave_batch"
 
@@ -83,7 +85,11 @@ def _run(
 ) -> Any:
     tape = current()
     if tape is None:
-        codec = None if config.storage is None else Encoder(config.storage)
+        codec = None
+        if config.storage is not None:
+            index, forward_number = module.__dict__.get(CODED, (0, 0))
+            module.__dict__[CODED] = index, forward_number + 1
+            codec = Encoder(config.storage, index, forward_number)
         ledger = _before_forward(module)
         with Tape(*settings, codec, inputs=_held_by_caller(args, kwargs), ledger=ledger) as tape:
             out = forward(module, *args, **kwargs)

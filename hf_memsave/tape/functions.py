@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_memsave.tape.hooks import Tape
+from hf_memsave.tape.prices import CASTS
 
 Handler = Callable[[Tape, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -75,8 +76,11 @@ def may_alias(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
         is_new = out.untyped_storage() is not args[0].untyped_storage()
     except NotImplementedError:  # sparse
         return out
-    if is_new and out.device == args[0].device:
-        tape.record(out, func, args, kwargs)
+    if not is_new or out.device != args[0].device:
+        return out
+    if len(args) > 1 and isinstance(args[1], Tensor) and func in CASTS:  # which is there for its dtype
+        func, args, kwargs = Tensor.to, (args[0], out.dtype), {}
+    tape.record(out, func, args, kwargs)
     return out
 
 

@@ -85,7 +85,7 @@ def attention(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
     query, key, value, mask, rest = _arguments(*args, **kwargs)
     given = key, value
     if any_autocast() and torch.is_autocast_enabled(query.device.type):
-        query, key, value = low(tape, query), low(tape, key), low(tape, value)
+        query, key, value = low(tape, query), _low_heads(tape, key), _low_heads(tape, value)
     if mask is not None:
         mask = _shared_mask(tape, mask, query.dtype)
     value = _unpinned(tape, value, (query, key))
@@ -103,6 +103,23 @@ def _arguments(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: 
     names = "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"
     rest = dict(zip(names, args, strict=False)) | kwargs
     return query, key, value, rest.pop("attn_mask", None), rest
+
+
+def _low_heads(tape: Tape, x: Tensor) -> Tensor:
+    """``x`` in low precision; where it is repeated for every query head, remade from what it was before, in that."""
+    record = tape.record_of(x)
+    once = record.args[0] if record is not None and record.func is Tensor.reshape and not record.is_weak else None
+    out = low(tape, x)
+    if isinstance(once, Tensor) and 0 in once.stride() and out is not x:
+        expanded, shape = once.shape, x.shape
+        once = once[tuple(slice(None, 1) if stride == 0 else slice(None) for stride in once.stride())]
+        tape.release(out)
+        tape.record(out, _repeated, (once.detach().to(out.dtype), expanded, shape))
+    return out
+
+
+def _repeated(once: Tensor, expanded: torch.Size, shape: torch.Size) -> Tensor:
+    return once.expand(expanded).reshape(shape)
 
 
 def _shared_mask(tape: Tape, mask: Tensor, dtype: torch.dtype) -> Tensor:

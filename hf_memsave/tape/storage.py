@@ -12,7 +12,6 @@ infinities would be left of a block.
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 from typing import Any
 
@@ -26,8 +25,6 @@ from hf_memsave.tape.record import Handle, Record, is_dense
 #: Elements of a tensor below which a code is not worth its launches.
 SMALLEST = 512
 _CODED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-#: Tells the draws of all forwards apart.
-_forwards = itertools.count()
 
 
 class Encoder:
@@ -35,11 +32,13 @@ class Encoder:
 
     Args:
         kind: A key of :data:`FORMATS`.
+        index: Tells the draws of a model's blocks apart.
+        forward: Tells those of its forwards apart.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, index: int, forward: int) -> None:
         self.form = FORMATS[kind]
-        self.seed = hash((torch.initial_seed(), next(_forwards))) & (2**63 - 1)
+        self.seed = hash((torch.initial_seed(), index, forward)) & (2**63 - 1)
         self.generators: dict[torch.device, torch.Generator] = {}
 
     def __call__(self, tape: Any, record: Record, storage: Any, tensor: Tensor) -> Handle | None:

@@ -6,11 +6,12 @@ import inspect
 from typing import Any
 
 import torch
-from small_configs import IMAGE, LENGTH, MEL_BINS, PATCH, VOCABULARY, by_name, small_config
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto import modeling_auto
+
+from small_configs import IMAGE, LENGTH, MEL_BINS, PATCH, VOCABULARY, by_name, small_config
 
 BATCH, SPECIAL_TOKENS, FRAMES = 2, 32, 96
 

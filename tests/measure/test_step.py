@@ -21,7 +21,7 @@ BATCH = {"input_ids": IDS, "labels": torch.tensor([0, 1])}
 
 
 class Writer(nn.Module):
-    """A model whose forward writes to an activation after its use: unseen, through ``.data``; or seen."""
+    """A model whose forward writes to an activation after its use: through NumPy, which nothing sees, or ``.data``."""
 
     def __init__(self, write):
         super().__init__()
@@ -46,10 +46,10 @@ def test_compare_step_sees_a_wrong_gradient_and_how_wrong_it_is(monkeypatch):
     assert compare_step(other, BATCH, {"activation": "stock"}).differing == ()
 
 
-@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_a_write_that_nothing_sees_is_revealed(write):
-    found = compare_step(Writer(write), {"x": torch.randn(4, 8)})
-    assert [d.name for d in found.differing] == ["down.weight"] and found.loss.equal
+@pytest.mark.parametrize(("write", "wrong"), [("data", []), ("numpy", ["down.weight"])])
+def test_a_write_that_nothing_sees_is_revealed(write, wrong):
+    found = compare_step(Writer(WRITES[write]), {"x": torch.randn(4, 8)})
+    assert [d.name for d in found.differing] == wrong and found.loss.equal
 
 
 @pytest.mark.parametrize("config", [None, {"activation": "stock"}], ids=["stock", "patched"])
@@ -63,7 +63,7 @@ def test_compare_step_leaves_everything_as_it_was(config, fails):
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     gradients = [parameter.grad for parameter in model.parameters()]
-    before = {name: state[:1] + state[2:] for name, state in state_of(model).items()}
+    before = state_of(model)
     states = (torch.get_rng_state(), random.getstate(), str(numpy.random.get_state()))
     batch = {"input_ids": IDS} | ({} if fails else {"labels": torch.tensor([0, 1])})
     if fails:
@@ -71,8 +71,7 @@ def test_compare_step_leaves_everything_as_it_was(config, fails):
             compare_step(model, batch)
     else:
         assert compare_step(model, batch).differing == ()
-    own = {name: state[:1] + state[2:] for name, state in state_of(model).items()}  # its config may be a copy
-    assert own == before and model.calls == 0
+    assert state_of(model) == before and model.calls == 0
     assert all(p.grad is g and bool((g == 1).all()) for p, g in zip(model.parameters(), gradients, strict=True))
     assert torch.equal(torch.get_rng_state(), states[0])
     assert (random.getstate(), str(numpy.random.get_state())) == states[1:]

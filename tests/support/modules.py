@@ -90,7 +90,9 @@ ACTIVATIONS = {
     "nn.Softplus": Module(nn.Softplus),
     "nn.Hardswish": Module(nn.Hardswish, smooth=False),
     "GELUActivation": Module(GELUActivation),
-    "GELUActivation in Python": Module(lambda: GELUActivation(use_gelu_python=True), factors=2),
+    "GELUActivation in Python": Module(
+        lambda: GELUActivation(use_gelu_python=True), lambda itemsize: ROWS * HIDDEN * itemsize, factors=2
+    ),
     "GELUTanh": Module(GELUTanh),
     "GELUTanh in Python": Module(lambda: GELUTanh(use_gelu_tanh_python=True), factors=3),
     "NewGELUActivation": Module(NewGELUActivation, factors=3),

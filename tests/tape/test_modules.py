@@ -143,10 +143,13 @@ def test_it_keeps_what_it_claims(device, name, dtype):
     case = MODULES[name]
     claim = x.nbytes + case.extra(x.itemsize) + 8 * case.factors
     linear = name not in MLPS
-    here = kept(module, x, tape=True, linear=linear)
-    assert here < kept(module, x, tape=False, linear=linear)
-    if dtype != torch.float64 or name not in IN_FP32:  # of which it keeps the fp32 copy
-        assert here == claim or name == "nn.RMSNorm"  # whose parts PyTorch hides on CPU
+    here, stock = (kept(module, x, tape=tape, linear=linear) for tape in (True, False))
+    if name == "nn.RMSNorm":  # whose parts PyTorch hides on CPU
+        assert here <= stock
+    elif name in IN_FP32 and dtype == torch.float64:
+        assert here < stock
+    else:
+        assert here <= claim < stock
 
 
 @pytest.mark.parametrize("name", ["LlamaMLP", "Phi3MLP", "LlamaMLP of gelu_new"])
