@@ -1,9 +1,12 @@
-r"""Kept memory of a model at its full depth, measured at two small ones.
+r"""Kept memory of a model at its full depth, measured at two smaller ones.
 
-With layers that repeat after p of them, the bytes kept by each kind of op are affine in the depth L, so two depths give
-them all::
+With layers that repeat after P of them, beginning with the fourth, the bytes kept by each kind of op are affine in the
+depth L along each class of depths that differ by multiples of P, so two depths give them all::
 
-    kept(L) = kept(d) + (L - d) / p * (kept(d + p) - kept(d)),      d = p + L mod p
+    kept(L) = kept(d) + (L - d) / P * (kept(d + P) - kept(d)),      d = 4 + (L - 4) mod P
+
+P is the least common multiple of 6 and the period of the model's own layers: under autocast a tape keeps a residual sum
+after every second or third block, and remakes those between.
 
 An encoder-decoder model has such a term for each of its two stacks. That the layers do repeat is checked: the number of
 parameters at full depth (a model on the meta device has no bytes) must follow from the small models' in the same way.
@@ -11,6 +14,7 @@ parameters at full depth (a model on the meta device has no bytes) must follow f
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +39,8 @@ from hf_memsave.tape import measure_kept
 _MOST_U, _MOST_U_ADAPTED = 50, 160
 _LOGIT_BYTES = 14
 _GIB = 2**30
+#: After how many blocks what a tape keeps of one repeats itself, and from which block on.
+_REPEATS, _FROM = 6, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,13 +112,13 @@ def measure_full_depth(config: PreTrainedConfig, setting: Setting, layers: int |
     head = choose_head(config)
     fields = depth_fields(config)
     full = {field: layers or getattr(config, field) for field in fields}
-    every = {field: period(config) if field == fields[0] else 1 for field in fields}
-    first = {field: every[field] + full[field] % every[field] for field in fields}
+    every = {field: math.lcm(_REPEATS, period(config) if field == fields[0] else 1) for field in fields}
+    first = {field: min(n, _FROM + (n - _FROM) % every[field]) for field, n in full.items()}
     depths = (first, *(first | {field: first[field] + every[field]} for field in fields))
 
     with torch.device("meta"):
         whole, changes = _build(head, at_depth(config, full), setting)
-    _check_memory(config, setting, {field: first[field] + every[field] for field in fields})
+    _check_memory(config, setting, max(depths, key=lambda depth: sum(depth.values())))
     counts, sites, stock, patched = [], [], [], []
     for depth in depths:
         model, _ = _build(head, at_depth(config, depth), setting)
@@ -194,11 +200,12 @@ def _kept(model: PreTrainedModel, head: Any, setting: Setting) -> dict[str, int]
 def _check_memory(config: PreTrainedConfig, setting: Setting, depth: dict[str, int]) -> None:
     """Refuse what would not fit, before the system ends the process for it."""
     with torch.device("meta"):
-        parameters = build(choose_head(config), at_depth(config, depth), setting.dtype)[0].num_parameters()
+        model, _ = build(choose_head(config), at_depth(config, depth), setting.dtype)
+    parameters = sum(p.numel() for p in {p.shape: p for p in model.parameters()}.values())  # equal ones share memory
     tokens = setting.batch_size * setting.seq_len
     most = _MOST_U_ADAPTED if setting.lora else _MOST_U
     layers = sum(depth.values()) * most * config.hidden_size * setting.dtype.itemsize
-    weights = parameters * (setting.dtype.itemsize + 2 * setting.autocast)
+    weights = parameters * setting.dtype.itemsize + 2 * setting.autocast * model.num_parameters()
     needed = weights + tokens * (layers + _LOGIT_BYTES * config.vocab_size)
     if needed > (free := psutil.virtual_memory().available):
         raise MeasureError(

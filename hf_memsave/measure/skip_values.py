@@ -19,9 +19,18 @@ class SkipValues(TorchDispatchMode):
 
     No byte that is kept depends on a value, so what is counted is what a real step keeps, and a layer of any width is
     measured in a moment.
+
+    Args:
+        shares: Lay large tensors of one shape over the same memory: for building a model, whose weights do not count.
     """
 
+    def __init__(self, shares: bool = False) -> None:
+        super().__init__()
+        self.shared: dict[Any, torch.Tensor] | None = {} if shares else None
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.empty.memory_format and self.shared is not None:
+            return self._empty(func(*args, device="meta"), func, args, kwargs or {})
         if func.overloadpacket in _RANDOM_FILLS and args[0].numel() > _DRAWN and args[0].is_contiguous():
             few = func(args[0].new_empty(_DRAWN), *args[1:], **(kwargs or {}))
             for part in args[0].view(-1).split(_DRAWN):
@@ -31,3 +40,12 @@ class SkipValues(TorchDispatchMode):
             left, right = args[_PRODUCTS[func.overloadpacket] :][:2]
             return left.new_zeros(*left.shape[:-1], right.shape[-1])
         return func(*args, **(kwargs or {}))
+
+    def _empty(self, like: torch.Tensor, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        if like.numel() <= _DRAWN:
+            return func(*args, **kwargs)
+        key = like.shape, tuple(sorted((name, str(value)) for name, value in kwargs.items()))
+        if key not in self.shared:
+            self.shared[key] = func(*args, **kwargs)
+        known = self.shared[key]
+        return known.new_empty(0).set_(known.untyped_storage(), 0, known.shape, known.stride())

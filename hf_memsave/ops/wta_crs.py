@@ -32,6 +32,7 @@ from hf_memsave.sampling.batch import Batch, Tokens
 from hf_memsave.sampling.sampler import Layer, row_norms
 from hf_memsave.tape import current
 from hf_memsave.tape.hooks import Tape
+from hf_memsave.tape.private import no_modes
 
 #: Where a sampled module finds its :class:`~hf_memsave.sampling.Layer`.
 LAYER = "_memsave_layer"
@@ -103,7 +104,8 @@ def _shared(tape: Tape, layer: Layer, x: Tensor, batch: Batch) -> Shared:
     notes = tape.notes(x)
     key = _Key(batch.step, x._version, x.shape, x.stride(), x.storage_offset(), id(layer.sampler))
     if key not in notes:
-        notes[key] = Shared(layer, x, batch)
+        with no_modes():  # what a draw computes is its own, and small
+            notes[key] = Shared(layer, x, batch)
     return notes[key]
 
 
@@ -169,7 +171,8 @@ def _kept(tape: Tape, h: Tensor, shared: Shared) -> Tensor:
         return h
     if tape.cost(h) <= len(index) * h.shape[-1] * h.itemsize:
         return h
-    rows = shared.rows[h.dtype] = _scaled(h.detach(), index, scale)
+    with no_modes():
+        rows = shared.rows[h.dtype] = _scaled(h.detach(), index, scale)
     tape.as_activation(rows)
     return rows
 

@@ -34,6 +34,7 @@ from hf_memsave.sampling.batch import Batch
 from hf_memsave.sampling.estimators import probabilities
 from hf_memsave.sampling.sampler import Layer
 from hf_memsave.tape import current
+from hf_memsave.tape.private import no_modes
 
 _COLUMNS, _ROWS = -1, -2
 
@@ -101,7 +102,8 @@ def _sample(x: Tensor, dim: int, layer: Layer, name: str, batch: Batch) -> Sampl
     size = kept_bytes(tuple(x.shape), dim, index.shape[-1], x.itemsize).here
     if tape is not None and tape.cost(x) + scale.nbytes <= size - index.nbytes:
         return Sample(index, scale, None)
-    drawn = _scaled(x.detach(), index, scale, dim)
+    with no_modes():
+        drawn = _scaled(x.detach(), index, scale, dim)
     if tape is not None:
         tape.as_activation(drawn)
     return Sample(index, None, drawn)

@@ -47,7 +47,6 @@ class Tape(TorchFunctionMode):
         coder: While one operation runs: chooses a handle for what it wants to keep, or None to leave that to the tape.
         memo: Results shared within this forward, by whoever puts them there.
         casts: Leaf -> its conversion under autocast, shared within the whole forward as by autocast's own cache.
-        root: The tape of the model, around those of checkpointed blocks.
         is_in_attention: SDPA runs.
         is_in_loss: A loss runs.
         is_around: Checkpointed blocks within laid tapes of their own.
@@ -68,7 +67,7 @@ class Tape(TorchFunctionMode):
         self.coder: Callable[[Tensor], Handle | None] | None = None
         self.memo: dict[Any, Any] = {}
         self.casts: dict[Any, tuple[Tensor, Tensor]] = {}
-        self.root: Tape = self
+        self._root: Tape | None = None
         self.is_in_attention = self.is_in_loss = self.is_around = False
         self.ledger = ledger
         self.lock = threading.RLock()
@@ -90,7 +89,7 @@ class Tape(TorchFunctionMode):
         if isinstance(innermost_mode(), Tape):  # that of the model, around a checkpointed block
             self._around = pop_mode()
             self._around.is_around = True  # type: ignore[attr-defined]
-            self.root = self._around.root  # type: ignore[attr-defined]
+            self._root = self._around.root  # type: ignore[attr-defined]
         push_mode(self)
         inputs, self._inputs = self._inputs, ()
         for tensor in tensors_in(inputs):
@@ -108,13 +107,15 @@ class Tape(TorchFunctionMode):
         hooks.__exit__(*error)
         self.end_block()
         self.end_block()
-        self.root, _ = self, self.root._empty_casts()
+        self.root._empty_casts()
         for ref in self._noted:
             if (record := ref()) is not None:
                 record.notes = None
         self.memo.clear()
         self.casts.clear()
         self._copies.clear()
+        # Storages that live on know the tape: it must not hold what knows them.
+        self.outer = self.ledger = self.codec = self._root = None
 
     def begin_block(self, inputs: Iterable[Any]) -> None:
         """What a block is given, and blocks far back made, such as an encoder's output: kept once, for all that come."""
@@ -160,6 +161,11 @@ class Tape(TorchFunctionMode):
             record = getattr(storage, MARK, None)
             if record is not None and not record.is_kept and storage.nbytes():
                 storage.resize_(0)
+
+    @property
+    def root(self) -> Tape:
+        """The tape of the model, around those of checkpointed blocks."""
+        return self if self._root is None else self._root
 
     def is_innermost(self) -> bool:
         """Whether what is called now asks this tape what to keep, and no foreign hook."""

@@ -82,7 +82,7 @@ def test_report_prints_sites_table_and_how_it_was_measured(tmp_path, capsys):
     status, output, _ = report(capsys, write_config(tmp_path, "t5"), "--seq-len", 16)
     assert status == 0
     lines = {line.split()[0]: line.split() for line in output.splitlines() if line.strip()}
-    assert ["8", "T5DenseActDense", "t5_mlp", "patched"] in lines.values()
+    assert ["8", "T5Block", "block", "patched"] in lines.values()
     assert len(lines["all"]) == 7  # MiB and, for each stack, u per layer: stock and patched
     text = " ".join(output.split())
     assert "T5ForConditionalGeneration, 3 + 5 layers, batch 4 x 16 tokens, bf16" in text

@@ -119,9 +119,9 @@ def test_a_write_after_the_forward_fails_the_patched_step_alone(bert, capsys, mo
     written = []
 
     def forward(self, hidden_states, input_tensor):
-        written.append(hidden := self.dense(hidden_states))  # of which stock keeps the half and the double
-        weight = self.LayerNorm.weight
-        return self.LayerNorm((hidden * 0.5) * weight + (hidden * 2) * weight + input_tensor)
+        hidden = self.dense(hidden_states)
+        written.append(first := hidden[:, :1].clone())  # which stock keeps repeated
+        return self.LayerNorm(first.repeat(1, hidden.shape[1], 1) * self.LayerNorm.weight + hidden + input_tensor)
 
     def write(module, args, output):
         if isinstance(module, BertForSequenceClassification):

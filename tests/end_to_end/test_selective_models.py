@@ -13,7 +13,7 @@ from transformers import MobileNetV2Config, MobileNetV2Model, ResNetConfig, ResN
 
 from hf_memsave import measure_kept
 from support.helpers import assert_same_bits, only_on_cpu, random
-from support.selective import Taped, swap_all
+from support.selective import Taped
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
 from selective import CASES, choose, set_norms  # noqa: E402 - its cases
@@ -71,7 +71,7 @@ def make(name, case, mode, device, dtype=torch.float32):
         pytest.skip(f"{name} has nothing for {case}")
     stock = stock.to(device, dtype)
     images = random(2, 3, 64, 64, dtype=dtype, device=device).requires_grad_(case == "Input")
-    return Taped(stock, False), Taped(swap_all(copy.deepcopy(stock)), True), images
+    return Taped(stock, False), Taped(copy.deepcopy(stock), True), images
 
 
 def step(model, images):

@@ -1,5 +1,6 @@
 """``few_bit``: stock's forward, a step function for a slope, and b bits an element; and the codec of its codes."""
 
+import copy
 from functools import partial
 
 import numpy as np
@@ -9,13 +10,9 @@ from torch import nn
 from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, QuickGELUActivation, SiLUActivation
 
 from hf_memsave.errors import ConfigError, PatchError
-from hf_memsave.ops.activation import ACTIVATION
-from hf_memsave.ops.approximate import approximable
 from hf_memsave.ops.elementwise import ACTIVATIONS, required_name
 from hf_memsave.ops.few_bit import FewBit, few_bit, kept_bytes
 from hf_memsave.ops.few_bit_tables import RANGE, Levels, levels
-from hf_memsave.ops.op import Binding
-from hf_memsave.tape import Tape
 from hf_memsave.tape.codecs import pack_bits, pack_codes, unpack_bits, unpack_codes
 from support.helpers import (
     DTYPES,
@@ -25,6 +22,8 @@ from support.helpers import (
     kept,
     random,
     run,
+    swapped,
+    taping,
 )
 
 BITS = range(1, 9)
@@ -44,8 +43,7 @@ def op(module):
 
 
 def bound(module, bits):
-    binding = Binding(type(module), ACTIVATION, value=FewBit(bits))
-    return partial(approximable(ACTIVATION).forward, module, binding)
+    return swapped(copy.deepcopy(module), "activation", FewBit(bits))
 
 
 def frozen(module):
@@ -76,7 +74,7 @@ def test_few_bit_forward_is_stocks(device, module, op, dtype):
 def test_few_bit_backward_is_the_level_of_the_input(device, dtype, bits):
     x = (random(501, dtype=dtype, device=device) * 4).requires_grad_()
     dy = random(501, dtype=dtype, device=device, seed=3)
-    with Tape():
+    with taping():
         bound(nn.GELU(), bits)(x).backward(dy)
     table = levels("gelu", bits)
     pieces = np.searchsorted(table.boundaries, x.detach().float().cpu().numpy(), side="right")
@@ -113,7 +111,7 @@ def test_few_bit_runs_backward_twice_but_not_double(device):
     op = bound(nn.SiLU(), 4)
     assert_backward_twice(op, random(3, 8, device=device))
     x = random(3, 8, device=device).requires_grad_()
-    with Tape():
+    with taping():
         (dx,) = torch.autograd.grad(op(x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()

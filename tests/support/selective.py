@@ -1,30 +1,28 @@
-"""The layers of selective differentiation: how to make each one, its op, and the shape of its input."""
+"""The layers of selective differentiation: how to make each one, its kind, and the shape of its input."""
 
-import contextlib
 import copy
 from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import nn
 
-
-from support.helpers import swapped, taping
+from support.helpers import laid
 
 
 class Layer(NamedTuple):
     make: Callable[[], nn.Module]
-    op: str
+    kind: str
     shape: tuple[int, ...]
 
     @property
     def modes(self):
         """Of training, those that differ."""
-        return (True, False) if self.op in ("batch_norm", "channel_dropout") else (True,)
+        return (True, False) if self.kind in ("batch_norm", "channel_dropout") else (True,)
 
     def pair(self, device, dtype, training=True):
-        """Stock's, and a copy of it that runs our op."""
-        stock = self.make().to(device, dtype).train(training)
-        return stock, swapped(copy.deepcopy(stock), self.op)
+        """Two of them, with buffers of their own."""
+        layer = self.make().to(device, dtype).train(training)
+        return layer, copy.deepcopy(layer)
 
 
 def shape(dimensions):
@@ -105,19 +103,10 @@ _FAMILIES = {
 
 #: Name -> layer.
 LAYERS = {
-    name: Layer(lambda cls=cls, args=args, options=options: cls(*args, **options), op, shape)
-    for op, family in _FAMILIES.items()
+    name: Layer(lambda cls=cls, args=args, options=options: cls(*args, **options), kind, shape)
+    for kind, family in _FAMILIES.items()
     for name, cls, args, options, shape in family()
 }
-OPS_BY_CLASS = {type(layer.make()): layer.op for layer in LAYERS.values()}
-
-
-def swap_all(model):
-    """``model`` itself, with every layer of a class above running its op."""
-    for module in model.modules():
-        if type(module) in OPS_BY_CLASS:
-            swapped(module, OPS_BY_CLASS[type(module)])
-    return model
 
 
 class Taped(nn.Module):
@@ -128,5 +117,5 @@ class Taped(nn.Module):
         self.model, self.tape = model, tape
 
     def forward(self, x):
-        with taping() if self.tape else contextlib.nullcontext():
+        with laid(self.tape):
             return {"loss": self.model(x).sum()}

@@ -165,7 +165,7 @@ def test_a_second_backward_gives_the_bits_of_the_first(device, function):
         args, kwargs = call(a)
         with taping():
             y = function(*args, **kwargs)
-            if not isinstance(y, Tensor) or "floor" in str(y.grad_fn) or "Remainder" in str(y.grad_fn):
+            if not isinstance(y, Tensor) or "NotImplemented" in str(y.grad_fn):
                 continue  # no derivative
             z, weight = consumed(y)
         first, second = (

@@ -1,0 +1,212 @@
+"""Convolutions, batch norms, pools, paddings and rectifiers under a tape: stock's bits, whatever wants a gradient."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from support.helpers import (
+    DTYPES,
+    LAYOUTS,
+    as_function,
+    assert_backward_twice,
+    assert_exact,
+    assert_gradients_are_right,
+    only_on_cpu,
+    random,
+    subsets,
+)
+from support.selective import LAYERS
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'", "ignore:dropout2d")
+
+#: A layer, and in train or in eval where that makes a difference.
+MODES = [(n, training) for n, layer in LAYERS.items() for training in layer.modes]
+
+
+def tensors(layer, stock, device, dtype):
+    """The layer's input and parameters, all as separate tensors: each side of a comparison copies them."""
+    return [random(*layer.shape, dtype=dtype, device=device), *(p.detach() for p in stock.parameters())]
+
+
+def assert_same_buffers(mine, stock):
+    assert [name for name, _ in mine.named_buffers()] == [name for name, _ in stock.named_buffers()]
+    for got, expected in zip(mine.buffers(), stock.buffers(), strict=True):
+        assert torch.equal(got, expected)
+
+
+def assert_layer_is_exact(name, device, dtype, training, wanted):
+    layer = LAYERS[name]
+    stock, ours = layer.pair(device, dtype, training)
+    assert_exact(as_function(ours), as_function(stock), tensors(layer, stock, device, dtype), wanted=wanted)
+    assert_same_buffers(ours, stock)
+
+
+@pytest.mark.parametrize("name, training", MODES, ids=str)
+def test_a_layer_is_exact_for_every_subset_of_wanted_gradients(device, name, training):
+    only_on_cpu(device)
+    for wanted in subsets(1 + len(list(LAYERS[name].make().parameters()))):
+        assert_layer_is_exact(name, device, torch.float32, training, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("name, training", MODES, ids=str)
+def test_a_layer_is_exact_in_every_dtype_whether_trained_or_frozen(device, name, training, dtype):
+    only_on_cpu(device)
+    if name == "AvgPool3d" and dtype in (torch.bfloat16, torch.float16) and device.type == "cpu":
+        pytest.skip("stock has no kernel")
+    count = len(list(LAYERS[name].make().parameters()))
+    for wanted in {(True,) * (count + 1), (True,) + (False,) * count}:
+        assert_layer_is_exact(name, device, dtype, training, wanted)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize(
+    "name", [name for name, layer in LAYERS.items() if len(layer.shape) > 3 and "unbatched" not in name]
+)
+def test_a_layer_is_exact_in_channels_last(device, name, frozen):
+    only_on_cpu(device)
+    layer = LAYERS[name]
+    stock, ours = layer.pair(device, torch.float32, training=False)
+    inputs = tensors(layer, stock, device, torch.float32)
+    last = torch.channels_last if len(layer.shape) == 4 else torch.channels_last_3d
+
+    def reordered(module):
+        return lambda x, *parameters: as_function(module)(x.contiguous(memory_format=last), *parameters)
+
+    wanted = [True, *[not frozen] * (len(inputs) - 1)]
+    assert_exact(reordered(ours), reordered(stock), inputs, wanted=wanted)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_is_exact_under_autocast(device, name, frozen):
+    only_on_cpu(device)
+    layer = LAYERS[name]
+    stock, ours = layer.pair(device, torch.float32)
+    inputs = tensors(layer, stock, device, torch.float32)
+    wanted = [True, *[not frozen] * (len(inputs) - 1)]
+    assert_exact(as_function(ours), as_function(stock), inputs, wanted=wanted, autocast=torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["Conv2d-zeros", "MaxPool2d", "AvgPool2d", "Dropout2d", "ReLU", "ReLU6"])
+def test_a_layer_is_exact_for_an_empty_batch(device, name):
+    only_on_cpu(device)
+    stock, ours = LAYERS[name].pair(device, torch.float32)
+    for module in (stock, ours):
+        module.requires_grad_(False)
+    assert_exact(ours, stock, [random(0, *LAYERS[name].shape[1:], device=device)])
+
+
+@pytest.mark.parametrize("name", ["ReLU", "ReLU6", "LeakyReLU", "Hardtanh", "Threshold"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_rectifier_is_exact_for_numbers_at_and_beyond_its_bounds(device, name, dtype):
+    only_on_cpu(device)
+    edges = [0.0, -0.0, 1e-45, -1e-45, 6.0, 0.1, 0.7, -0.3, 1.0, torch.inf, -torch.inf, torch.nan, 65504.0, 6.01, -1, 5]
+    stock, ours = LAYERS[name].pair(device, dtype)
+    assert_exact(ours, stock, [torch.tensor(edges * 4, dtype=dtype, device=device)])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["ReLU", "ReLU6", "LeakyReLU", "Hardtanh", "Threshold"])
+def test_a_rectifier_of_a_view_is_exact(device, name, layout):
+    only_on_cpu(device)
+    module, view = LAYERS[name].make(), LAYOUTS[layout]
+    assert_exact(lambda x: module(view(x)), lambda x: module(view(x)), [random(3, 8, 5, device=device)])
+
+
+# However it is called.
+
+CALLS = {
+    "relu by name": lambda x: F.relu(input=x),
+    "torch.relu": lambda x: torch.relu(input=x),
+    "Tensor.relu": lambda x: x.relu(),
+    "Tensor.relu_": lambda x: (x * 1).relu_(),
+    "leaky relu by name": lambda x: F.leaky_relu(x, negative_slope=0.2),
+    "hardtanh by name": lambda x: F.hardtanh(x, min_val=-0.2, max_val=0.3),
+    "hardtanh by place": lambda x: F.hardtanh(x, -0.2, 0.3, False),
+    "hardtanh without a bound": lambda x: F.hardtanh(x, 0.0, float("inf")),
+    "threshold": lambda x: F.threshold(x, 0.1, 20.0),
+    "threshold by name": lambda x: F.threshold(x, threshold=0.1, value=-1.0),
+    "torch.threshold": lambda x: torch.threshold(x, 0.1, 0.0),
+    "clamp": lambda x: x.clamp(0.0, 6.0),
+    "max pool by name": lambda x: F.max_pool2d(input=x, kernel_size=3, stride=2, padding=1, ceil_mode=True),
+    "max pool with indices": lambda x: F.max_pool2d(x, 2, return_indices=True)[0],
+    "torch.max_pool2d": lambda x: torch.max_pool2d(x, 2),
+    "adaptive max pool": lambda x: F.adaptive_max_pool2d(x, 3),
+    "average pool by name": lambda x: F.avg_pool2d(input=x, kernel_size=2, count_include_pad=False, padding=1),
+    "adaptive average pool": lambda x: F.adaptive_avg_pool2d(x, (None, 2)),
+    "lp pool": lambda x: F.lp_pool2d(x, 2, 2),
+    **{f"pad {mode}": partial(lambda x, mode: F.pad(x, (1, 2, 2, 1), mode=mode), mode=mode)
+       for mode in ("constant", "reflect", "replicate", "circular")},
+    "pad of nothing": lambda x: F.pad(x, (0, 0)),
+    "pad by name": lambda x: F.pad(input=x, pad=(1, 1), value=3.0),
+    "cut": lambda x: F.pad(x, (-1, -1)),
+    "interpolate": lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"),
+    "unfold": lambda x: F.unfold(x, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_it_is_exact_however_it_is_called(device, name):
+    only_on_cpu(device)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = random(2, 4, 8, 9, dtype=dtype, device=device)
+        assert_exact(CALLS[name], CALLS[name], [x])
+        assert_exact(lambda x: CALLS[name](x).cos(), lambda x: CALLS[name](x).cos(), [x])
+
+
+@pytest.mark.parametrize("call", ["names", "places"])
+def test_a_convolution_is_exact_however_it_is_called(device, call):
+    only_on_cpu(device)
+
+    def fn(x, w, b):
+        return F.conv2d(input=x, weight=w, bias=b, padding=1) if call == "names" else F.conv2d(x, w, b, 1, 1)
+
+    given = [random(*shape, device=device) for shape in ((2, 4, 6, 6), (3, 4, 3, 3), (3,))]
+    for wanted in subsets(3):
+        for autocast in (None, torch.bfloat16):
+            assert_exact(fn, fn, given, wanted=wanted, autocast=autocast)
+
+
+# Twice.
+
+ONE_OF_EACH = [
+    "Conv1d-zeros", "Conv2d-reflect", "Conv2d-same", "Conv2d-strided", "Conv3d-zeros", "ConvTranspose1d",
+    "ConvTranspose2d-nobias", "BatchNorm2d", "BatchNorm1d-plain", "MaxPool2d", "MaxPool3d", "AvgPool2d",
+    "AdaptiveAvgPool2d", "Dropout2d", "ReLU", "ReLU6", "LeakyReLU", "Hardtanh", "Threshold", "ReLU-inplace",
+]  # fmt: skip
+
+
+def in_float64(name, device):
+    """A layer, a small input, and how to call it with the same random numbers each time."""
+    layer = LAYERS[name]
+    module, _ = layer.pair(device, torch.float64, training=layer.kind == "channel_dropout")
+    small = [min(size, 3 if len(layer.shape) < 5 else 2) for size in layer.shape[2:]]
+    x = random(1, layer.shape[1], *small, dtype=torch.float64, device=device)
+
+    def call(function, *inputs):
+        torch.manual_seed(0)
+        return function(inputs[0] * 1, *inputs[1:])
+
+    return module, x, call
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_a_frozen_layer_has_the_right_second_derivatives(device, name):
+    module, x, call = in_float64(name, device)
+    assert_gradients_are_right(partial(call, module.requires_grad_(False)), x)
+
+
+@pytest.mark.parametrize("name", ["Conv1d-reflect", "ConvTranspose1d", "BatchNorm1d"])
+def test_a_trained_layer_has_the_right_second_derivatives(device, name):
+    module, x, call = in_float64(name, device)
+    x = torch.cat([x, x.flip(-1)])  # a batch of two
+    assert_gradients_are_right(partial(call, as_function(module)), x, *(p.detach() for p in module.parameters()))
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_a_frozen_layer_runs_backward_twice(device, name):
+    module, x, call = in_float64(name, device)
+    assert_backward_twice(partial(call, module.requires_grad_(False)), x)
