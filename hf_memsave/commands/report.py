@@ -36,7 +36,7 @@ def add_to(commands: Any) -> None:
         "report",
         help="what would be patched in a model, and what it keeps, from its config alone",
         description="Lists the sites that patch() finds in a model, and measures what one training step keeps between "
-        "forward and backward, stock beside patched. Needs the configuration alone: no weights are read. Two small "
+        "forward and backward, stock beside patched. Needs the configuration alone: no weights are read. Small "
         "depths are measured on the CPU; the figures for the full depth follow from them exactly.",
     )
     parser.add_argument(
@@ -165,12 +165,15 @@ def kept_table(result: FullDepth) -> Table:
 def explain(result: FullDepth, setting: Setting) -> list[str]:
     """How the figures were found, and what they are not."""
     stock, patched = _amount(result.stock.total), _amount(result.patched.total)
-    runs = " and ".join(" + ".join(map(str, depth.values())) for depth in result.measured)
+    stock_runs, runs = (
+        " and ".join(" + ".join(map(str, depth.values())) for depth in result.measured[setting])
+        for setting in ("stock", "patched")
+    )
     lines = [
         f"[bold]{stock / patched:.2f}x less: {(stock - patched) / _MIB:,.1f} MiB freed.[/bold]",
         f"u is one activation, batch x seq x hidden in {_short(setting.u_dtype)}: {result.u / _MIB:.3g} MiB.",
-        f"Measured: every byte alive after a forward with {runs} layers of full width. Extrapolated: the depth; "
-        "further layers are like those, so the figures are exact.",
+        f"Measured: every byte alive after a forward with {runs} layers of full width (stock: {stock_runs}). "
+        "Extrapolated: the depth; further layers are like those, so the figures are exact.",
         "A tensor counts for the op that made it: an op that keeps its input, not its output, moves bytes to the op "
         "before it.",
     ]

@@ -1,12 +1,12 @@
-r"""Kept memory of a model at its full depth, measured at two smaller ones.
+r"""Kept memory of a model at its full depth, measured at smaller ones.
 
-With layers that repeat after P of them, beginning with the fourth, the bytes kept by each kind of op are affine in the
-depth L along each class of depths that differ by multiples of P, so two depths give them all::
+With layers that repeat after p of them, the bytes kept by each kind of op are affine in the depth L, so two depths give
+them all::
 
-    kept(L) = kept(d) + (L - d) / P * (kept(d + P) - kept(d)),      d = 4 + (L - 4) mod P
+    kept(L) = kept(d) + (L - d) / p * (kept(d + p) - kept(d)),      d = p + L mod p
 
-P is the least common multiple of 6 and the period of the model's own layers: under autocast a tape keeps a residual sum
-after every second or third block, and remakes those between.
+Patched, p is a multiple of 6, and d at least 4: under autocast a tape keeps a residual sum after every second or third
+block, and remakes those between.
 
 An encoder-decoder model has such a term for each of its two stacks. That the layers do repeat is checked: the number of
 parameters at full depth (a model on the meta device has no bytes) must follow from the small models' in the same way.
@@ -39,7 +39,7 @@ from hf_memsave.tape import measure_kept
 _MOST_U, _MOST_U_ADAPTED = 50, 160
 _LOGIT_BYTES = 14
 _GIB = 2**30
-#: After how many blocks what a tape keeps of one repeats itself, and from which block on.
+# After how many blocks what a tape keeps of one repeats itself, and from which on.
 _REPEATS, _FROM = 6, 4
 
 
@@ -77,7 +77,7 @@ class FullDepth:
         parameters: Their number.
         sites: (status, op, class, reason) -> how many sites there are.
         depth: Field of the configuration -> number of layers.
-        measured: The depths that were run.
+        measured: The depths that were run, "stock" and "patched".
         changes: What was changed in the model for that.
         u: Bytes of one activation ``[batch, seq, hidden]``.
         stock: Kept bytes by kind of op.
@@ -88,7 +88,7 @@ class FullDepth:
     parameters: int
     sites: dict[tuple[str, ...], int]
     depth: dict[str, int]
-    measured: tuple[dict[str, int], ...]
+    measured: dict[str, tuple[dict[str, int], ...]]
     changes: tuple[str, ...]
     u: int
     stock: Affine
@@ -112,30 +112,26 @@ def measure_full_depth(config: PreTrainedConfig, setting: Setting, layers: int |
     head = choose_head(config)
     fields = depth_fields(config)
     full = {field: layers or getattr(config, field) for field in fields}
-    every = {field: math.lcm(_REPEATS, period(config) if field == fields[0] else 1) for field in fields}
-    first = {field: min(n, _FROM + (n - _FROM) % every[field]) for field, n in full.items()}
-    depths = (first, *(first | {field: first[field] + every[field]} for field in fields))
+    own = {field: period(config) if field == fields[0] else 1 for field in fields}
+    depths = _depths({field: own[field] + n % own[field] for field, n in full.items()}, own)
+    every = {field: math.lcm(_REPEATS, n) for field, n in own.items()}
+    deeper = _depths({field: min(n, _FROM + (n - _FROM) % every[field]) for field, n in full.items()}, every)
 
     with torch.device("meta"):
         whole, changes = _build(head, at_depth(config, full), setting)
-    _check_memory(config, setting, max(depths, key=lambda depth: sum(depth.values())))
-    counts, sites, stock, patched = [], [], [], []
-    for depth in depths:
+    _check_memory(config, setting, max(depths, key=_sum))
+    stock = [_kept_stock(head, config, depth, setting) for depth in depths]
+    deepest = max(deeper, key=_sum)
+    _check_memory(config, setting, deepest, _sum(extrapolate(stock, depths, deepest).total))
+    counts, sites, patched = [], [], []
+    for depth in deeper:
         model, _ = _build(head, at_depth(config, depth), setting)
         counts.append({"parameters": model.num_parameters()})
-        try:
-            stock.append(_kept(model, head, setting))
-        except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-            raise MeasureError(
-                f"{type(model).__name__} cannot be trained on {setting.batch_size} x {setting.seq_len} token ids: "
-                f"{type(error).__name__}: {error}. Lower seq_len if it is beyond the model's positions, or try "
-                "fp32 weights; other inputs need hf_memsave.measure_kept(model, batch)."
-            ) from error
         report = patch(model, setting.memsave)
         sites.append(Counter((site.status, site.op, site.cls, site.reason) for site in report.sites))
         patched.append(_kept(model, head, setting))
 
-    expected = extrapolate(counts, depths, full).total["parameters"]
+    expected = extrapolate(counts, deeper, full).total["parameters"]
     if expected != whole.num_parameters():
         raise MeasureError(
             f"the layers of {type(whole).__name__} are not alike: expected {expected:,.0f} parameters at full depth, "
@@ -144,14 +140,23 @@ def measure_full_depth(config: PreTrainedConfig, setting: Setting, layers: int |
     return FullDepth(
         cls=type(whole).__name__,
         parameters=whole.num_parameters(),
-        sites=extrapolate(sites, depths, full).total,
+        sites=extrapolate(sites, deeper, full).total,
         depth=full,
-        measured=depths,
+        measured={"stock": depths, "patched": deeper},
         changes=changes,
         u=setting.batch_size * setting.seq_len * config.hidden_size * setting.u_dtype.itemsize,
         stock=extrapolate(stock, depths, full),
-        patched=extrapolate(patched, depths, full),
+        patched=extrapolate(patched, deeper, full),
     )
+
+
+def _depths(first: dict[str, int], every: dict[str, int]) -> tuple[dict[str, int], ...]:
+    """The first depth, and one with more layers of each stack in turn."""
+    return (first, *(first | {field: first[field] + every[field]} for field in first))
+
+
+def _sum(amounts: Mapping[Any, int]) -> int:
+    return sum(amounts.values())
 
 
 def extrapolate(
@@ -187,6 +192,18 @@ def _build(head: Any, config: PreTrainedConfig, setting: Setting) -> tuple[PreTr
     return model, changes
 
 
+def _kept_stock(head: Any, config: PreTrainedConfig, depth: dict[str, int], setting: Setting) -> dict[str, int]:
+    model, _ = _build(head, at_depth(config, depth), setting)
+    try:
+        return _kept(model, head, setting)
+    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise MeasureError(
+            f"{type(model).__name__} cannot be trained on {setting.batch_size} x {setting.seq_len} token ids: "
+            f"{type(error).__name__}: {error}. Lower seq_len if it is beyond the model's positions, or try fp32 "
+            "weights; other inputs need hf_memsave.measure_kept(model, batch)."
+        ) from error
+
+
 def _kept(model: PreTrainedModel, head: Any, setting: Setting) -> dict[str, int]:
     def forward(**batch: torch.Tensor) -> Any:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=setting.autocast):
@@ -197,16 +214,17 @@ def _kept(model: PreTrainedModel, head: Any, setting: Setting) -> dict[str, int]
         return measure_kept(model, batch, forward).by_kind
 
 
-def _check_memory(config: PreTrainedConfig, setting: Setting, depth: dict[str, int]) -> None:
-    """Refuse what would not fit, before the system ends the process for it."""
+def _check_memory(config: PreTrainedConfig, setting: Setting, depth: dict[str, int], kept: int | None = None) -> None:
+    """Refuse what would not fit, before the system ends the process for it; ``kept`` is what stock keeps, if known."""
     with torch.device("meta"):
         model, _ = build(choose_head(config), at_depth(config, depth), setting.dtype)
     parameters = sum(p.numel() for p in {p.shape: p for p in model.parameters()}.values())  # equal ones share memory
-    tokens = setting.batch_size * setting.seq_len
-    most = _MOST_U_ADAPTED if setting.lora else _MOST_U
-    layers = sum(depth.values()) * most * config.hidden_size * setting.dtype.itemsize
+    if kept is None:
+        most = _MOST_U_ADAPTED if setting.lora else _MOST_U
+        per_token = _sum(depth) * most * config.hidden_size * setting.dtype.itemsize + _LOGIT_BYTES * config.vocab_size
+        kept = setting.batch_size * setting.seq_len * per_token
     weights = parameters * setting.dtype.itemsize + 2 * setting.autocast * model.num_parameters()
-    needed = weights + tokens * (layers + _LOGIT_BYTES * config.vocab_size)
+    needed = weights + kept
     if needed > (free := psutil.virtual_memory().available):
         raise MeasureError(
             f"{' + '.join(map(str, depth.values()))} layers with a batch of {setting.batch_size} x {setting.seq_len} "

@@ -106,7 +106,7 @@ def choose_head(config: PreTrainedConfig) -> Any:
 
 
 def build(head: Any, config: PreTrainedConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, tuple[str, ...]]:
-    """The model in training mode, on the device that is active, without reading any weights.
+    """The model in training mode, on the device that is active, without reading any weights; large ones share memory.
 
     Attention has no dropout and T5's position bias is frozen: for each of them the CPU's attention keeps tensors
     ``[batch, heads, seq, seq]``, as a fused GPU kernel does not.
@@ -126,7 +126,7 @@ def build(head: Any, config: PreTrainedConfig, dtype: torch.dtype) -> tuple[PreT
             setattr(config, name, 0.0)
             changes.add("attention has no dropout")
     name_special_tokens(config)
-    with SkipValues():
+    with SkipValues(shares=True):
         model = head.from_config(config, dtype=dtype).train()
     for module in model.modules():
         if isinstance(getattr(module, "dropout", None), float) and "Attention" in type(module).__name__:

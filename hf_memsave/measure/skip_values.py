@@ -30,7 +30,7 @@ class SkipValues(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten.empty.memory_format and self.shared is not None:
-            return self._empty(func(*args, device="meta"), func, args, kwargs or {})
+            return self._shared(func(*args, **(kwargs or {})), self.shared)
         if func.overloadpacket in _RANDOM_FILLS and args[0].numel() > _DRAWN and args[0].is_contiguous():
             few = func(args[0].new_empty(_DRAWN), *args[1:], **(kwargs or {}))
             for part in args[0].view(-1).split(_DRAWN):
@@ -41,11 +41,8 @@ class SkipValues(TorchDispatchMode):
             return left.new_zeros(*left.shape[:-1], right.shape[-1])
         return func(*args, **(kwargs or {}))
 
-    def _empty(self, like: torch.Tensor, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-        if like.numel() <= _DRAWN:
-            return func(*args, **kwargs)
-        key = like.shape, tuple(sorted((name, str(value)) for name, value in kwargs.items()))
-        if key not in self.shared:
-            self.shared[key] = func(*args, **kwargs)
-        known = self.shared[key]
-        return known.new_empty(0).set_(known.untyped_storage(), 0, known.shape, known.stride())
+    def _shared(self, made: torch.Tensor, shared: dict[Any, torch.Tensor]) -> torch.Tensor:
+        if made.numel() <= _DRAWN or not made.is_floating_point():
+            return made
+        known = shared.setdefault((made.shape, made.dtype, made.device), made)
+        return made.new_empty(0).set_(known.untyped_storage(), 0, made.shape, made.stride())

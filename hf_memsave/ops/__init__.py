@@ -1,4 +1,4 @@
-"""One op per file; this is the table of those that replace a module's forward. All others are functions: see ``tape``."""
+"""One op per file; the table of those that replace a module's forward. All else is functions: see ``tape``."""
 
 from hf_memsave.ops.activation import ACTIVATION
 from hf_memsave.ops.eager_attention import EAGER_ATTENTION
@@ -8,8 +8,6 @@ from hf_memsave.ops.output_norm import OUTPUT_NORM
 from hf_memsave.ops.quiet import QUIET
 from hf_memsave.ops.wta_crs import WTA_CRS
 
-OPS: dict[str, Op] = {
-    op.name: op for op in (ACTIVATION, EAGER_ATTENTION, LINEAR_8BIT, OUTPUT_NORM, QUIET, WTA_CRS)
-}
+OPS: dict[str, Op] = {op.name: op for op in (ACTIVATION, EAGER_ATTENTION, LINEAR_8BIT, OUTPUT_NORM, QUIET, WTA_CRS)}
 
 __all__ = ["OPS", "Op"]

@@ -1,4 +1,4 @@
-r"""``eager_attention``: the model's own eager attention, with both of its products sampled (``WTACRS(attention=True)``).
+r"""``eager_attention``: the model's own eager attention, its products sampled (``WTACRS(attention=True)``).
 
 Forward, with s the scale, M the masks and biases and D dropout::
 

@@ -1,7 +1,8 @@
 """The activations that have an approximate backward: a new one is one entry here, and one run of a script.
 
-Each falls from 0 to one minimum and then rises towards y = x. ``scripts/fit_inverse.py`` reads this table, and writes
-what ``inverted`` and its variants need to :mod:`~hf_memsave.ops.inverse_fits`; ``few_bit`` makes its levels from it.
+Each falls from 0 to one minimum and then rises towards y = x. ``scripts/bench/fit_inverse.py`` reads this table, and
+writes what ``inverted`` and its variants need to :mod:`~hf_memsave.ops.inverse_fits`; ``few_bit`` makes its levels
+from it.
 """
 
 from __future__ import annotations
@@ -80,5 +81,6 @@ def refuse_unknown(found: str) -> NoReturn:
     """
     raise PatchError(
         f"activation {found!r} has no fit: expected one of {', '.join(ACTIVATIONS)}. Add it to ACTIVATIONS in "
-        "hf_memsave/ops/elementwise.py and fit it with `python scripts/fit_inverse.py`, or use activation='recompute'."
+        "hf_memsave/ops/elementwise.py and fit it with `python scripts/bench/fit_inverse.py`, or use "
+        "activation='recompute'."
     )

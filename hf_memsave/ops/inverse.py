@@ -25,7 +25,7 @@ from torch import Tensor
 
 
 class InverseFit(NamedTuple):
-    """What ``scripts/fit_inverse.py`` found for one activation.
+    """What ``scripts/bench/fit_inverse.py`` found for one activation.
 
     Attributes:
         turn: T, where the minimum is.

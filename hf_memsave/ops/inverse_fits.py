@@ -1,4 +1,4 @@
-"""Written by ``python scripts/fit_inverse.py``: do not edit. See :mod:`hf_memsave.ops.inverse`."""
+"""Written by ``python scripts/bench/fit_inverse.py``: do not edit. See :mod:`hf_memsave.ops.inverse`."""
 
 from hf_memsave.ops.inverse import InverseFit
 

@@ -110,4 +110,3 @@ def inverted(x: Tensor, name: str, forward: Callable[[Tensor], Tensor]) -> Tenso
 
 def _gradients(dy: Tensor, y: Tensor, left: Tensor, fit: InverseFit) -> tuple[Tensor]:
     return ((dy * slope(wide(y), left, fit, fit.ulp(y.dtype))).to(dy.dtype),)
-

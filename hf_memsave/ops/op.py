@@ -26,8 +26,8 @@ class Op:
 
     Attributes:
         name: Named like its file.
-        forward: Called as ``forward(module, patch, *args, **kwargs)``, where ``patch.stock`` is the module's stock class
-            and ``patch.value`` what was chosen. It must draw random numbers as stock does.
+        forward: Called as ``forward(module, patch, *args, **kwargs)``, where ``patch.stock`` is the module's stock
+            class and ``patch.value`` what was chosen. It must draw random numbers as stock does.
         check: Returns why this module cannot take the op, or "". Must neither change the module nor run it.
         note: Returns what a patched module still keeps beyond what was chosen, for the report; "" for nothing.
         refuse: Returns why the value that was asked for cannot be had from this module, and the remedy, or "". Unlike

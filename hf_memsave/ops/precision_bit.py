@@ -72,4 +72,3 @@ class _PrecisionBit(torch.autograd.Function):
 def precision_bit(x: Tensor, name: str, forward: Callable[[Tensor], Tensor]) -> Tensor:
     """``forward(x)``, which computes the activation ``name``, to within one unit in the last place."""
     return _PrecisionBit.apply(x, forward, fit_of(name))
-

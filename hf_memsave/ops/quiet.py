@@ -1,4 +1,4 @@
-"""``quiet``: a module whose kind a configuration leaves to stock. What runs inside is not recorded, but its dropouts."""
+"""``quiet``: a module whose kind a configuration leaves to stock. Of what runs inside, dropouts alone are recorded."""
 
 from __future__ import annotations
 

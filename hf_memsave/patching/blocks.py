@@ -8,7 +8,6 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 
-
 def block_numbers(model: nn.Module) -> dict[str, int]:
     """Path of each outermost repeated block -> its number, in the order in which the model holds them."""
     numbers: dict[str, int] = {}

@@ -131,7 +131,9 @@ class PatchReport:
     def __str__(self) -> str:
         covered = Counter(site.op for site in self.patched)
         blocks, models = covered.pop("block", 0), covered.pop("model", 0)
-        lines = [f"hf_memsave: {models} models and {blocks} repeated blocks covered, {len(self.skipped)} modules skipped"]
+        lines = [
+            f"hf_memsave: {models} models and {blocks} repeated blocks covered, {len(self.skipped)} modules skipped"
+        ]
         counts = Counter((site.status, site.op, site.cls, site.reason) for site in self.sites)
         for (status, op, cls, reason), count in sorted(counts.items()):
             if status == "skipped" or op not in ("model", "block"):
@@ -145,7 +147,7 @@ class PatchReport:
         return "\n".join(lines + self._step())
 
 
-def patch(model: nn.Module, config: MemSaveConfig | str | bool | Mapping[str, Any] = True) -> PatchReport:
+def patch(model: nn.Module, config: MemSaveConfig | str | bool | dict[str, Any] = True) -> PatchReport:
     """Make fine-tuning ``model`` keep less memory, in place.
 
     Idempotent; another config replaces the one before. Parameters, buffers, state dict and class names stay as they

@@ -22,8 +22,8 @@ from transformers.utils import logging
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.sampling.sampler import INDEX, Sampler
 from hf_memsave.tape import Tape, current, hooks_work, table_without
-from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.hooks import tensors_in
+from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.private import innermost_hooks
 from hf_memsave.tape.record import BUFFER, MARK
 from hf_memsave.tape.storage import Encoder
@@ -73,7 +73,8 @@ def run_taped(
     sampler: Sampler | None = module.__dict__.get(SAMPLER)
     if sampler is None or not module.training:
         return _run(module, settings_of(config, block), config, forward, args, kwargs)
-    arguments = dict(zip(_parameters(type(module)), args, strict=False)) | kwargs
+    cls: Any = type(module)
+    arguments = dict(zip(_parameters(cls), args, strict=False)) | kwargs
     if index is not None:
         arguments[INDEX] = index
     with sampler.entering(arguments, given):
@@ -132,7 +133,7 @@ def _warn_if_in_vain(module: nn.Module, ledger: Ledger) -> None:
     if avoided < LEAST * (avoided + kept):
         most = ", ".join(f"{name} {n / 2**20:.1f} MiB" for name, n in list(ledger.by_function("kept").items())[:3])
         logger.warning(
-            "hf_memsave freed %.1f%% of what the first training step of %s keeps: %.1f MiB stay, most of it made by %s.",
+            "hf_memsave freed %.1f%% of what the first training step of %s keeps: %.1f MiB stay, most made by %s.",
             100 * avoided / (avoided + kept), type(module).__name__, kept / 2**20, most,
         )  # fmt: skip
 

@@ -82,11 +82,8 @@ def _arguments(input: Tensor, p: float = 0.5, training: bool = True, inplace: bo
 
 
 def _noise(tape: Tape, like: Tensor, shape: torch.Size, p: float, is_scaled: bool = True) -> Tensor:
-    """The mask, which can be made again.
-
-    Drawn by a private generator that starts where the model's stands and hands back where it ends: another thread that
-    draws at the same time cannot come between what is drawn here and what is drawn again.
-    """
+    # Drawn by a private generator that starts where the model's stands and hands back where it ends: another thread
+    # that draws at the same time cannot come between what is drawn here and what is drawn again.
     state = torch.default_generator.get_state()
     noise = torch.empty_like(like, requires_grad=False)
     generator = torch.Generator()

@@ -21,18 +21,18 @@ from hf_memsave.tape.prices import CASTS
 Handler = Callable[[Tape, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 #: Functions and methods whose result is always a new tensor.
-NEW = """add sub subtract rsub mul multiply div divide true_divide neg negative pow square sqrt rsqrt reciprocal exp exp2
-expm1 log log1p log2 sin cos tan sinh cosh tanh asin acos atan atan2 sigmoid erf erfc abs absolute sign floor ceil round
-trunc frac fmod remainder floor_divide maximum minimum clamp clamp_min clamp_max clip lerp addcmul addcdiv where
+NEW = """add sub subtract rsub mul multiply div divide true_divide neg negative pow square sqrt rsqrt reciprocal exp
+exp2 expm1 log log1p log2 sin cos tan sinh cosh tanh asin acos atan atan2 sigmoid erf erfc abs absolute sign floor ceil
+round trunc frac fmod remainder floor_divide maximum minimum clamp clamp_min clamp_max clip lerp addcmul addcdiv where
 masked_fill nan_to_num logit softmax log_softmax gt lt ge le eq ne greater less greater_equal less_equal not_equal
 logical_not logical_and logical_or logical_xor bitwise_not bitwise_and bitwise_or bitwise_xor isinf isnan isfinite cat
 concat concatenate stack hstack vstack repeat tile repeat_interleave roll flip rot90 index_select gather take_along_dim
-tril triu clone prelu rms_norm sinc hypot copysign arange zeros ones full zeros_like ones_like full_like
+tril triu clone rms_norm sinc hypot copysign arange zeros ones full zeros_like ones_like full_like
 __rsub__ __rdiv__ __rtruediv__ __rpow__ __rmul__ __radd__ __pow__ __floordiv__ __rfloordiv__ __mod__ __rmod__
 __and__ __or__ __xor__ __rand__ __ror__ __rxor__ __invert__""".split()
 #: Those of ``torch.nn.functional`` alone.
 NEW_FUNCTIONAL = """gelu silu elu selu celu softplus mish hardswish hardsigmoid logsigmoid softsign tanhshrink softmin
-hardshrink softshrink glu softmax log_softmax sigmoid tanh layer_norm rms_norm group_norm normalize prelu""".split()
+hardshrink softshrink glu softmax log_softmax sigmoid tanh layer_norm rms_norm group_norm normalize""".split()
 #: Those that may return their argument, or a view of it.
 MAY_ALIAS = "to type type_as float half bfloat16 double contiguous reshape flatten reshape_as ravel".split()
 #: Norms and activations, by which a configuration leaves them out.
@@ -141,7 +141,7 @@ _HAVE_INPLACE = [getattr(F, n) for n in "silu elu selu celu mish hardswish hards
 CHEAP: dict[Any, Handler] = {
     **dict.fromkeys(_named(_IN_PLACE, Tensor, torch, F, torch._C._nn), writes),
     Tensor.__setitem__: writes,
-    Tensor.data.__get__: escapes,  # type: ignore[attr-defined]
+    Tensor.data.__get__: escapes,
     **dict.fromkeys(_named(NEW, torch, Tensor), new),
     **dict.fromkeys(_named(NEW_FUNCTIONAL, F), new),
     **dict.fromkeys(_named(MAY_ALIAS, torch, Tensor), may_alias),

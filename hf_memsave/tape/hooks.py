@@ -24,7 +24,20 @@ from hf_memsave.tape import prices
 from hf_memsave.tape.codecs import as_bits
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.private import hooks_work, innermost_hooks, innermost_mode, no_modes, pop_mode, push_mode
-from hf_memsave.tape.record import MARK, PARAMETER, Handle, Held, Lent, Record, StandIn, Ticket, is_plain, leaves, owned, versions
+from hf_memsave.tape.record import (
+    MARK,
+    PARAMETER,
+    Handle,
+    Held,
+    Lent,
+    Record,
+    StandIn,
+    Ticket,
+    is_plain,
+    leaves,
+    owned,
+    versions,
+)
 
 #: Told of every tensor that tapes are asked to keep, while a step is measured.
 meter: Ledger | None = None
@@ -88,8 +101,8 @@ class Tape(TorchFunctionMode):
         self._hooks.__enter__()
         if isinstance(innermost_mode(), Tape):  # that of the model, around a checkpointed block
             self._around = pop_mode()
-            self._around.is_around = True  # type: ignore[attr-defined]
-            self._root = self._around.root  # type: ignore[attr-defined]
+            self._around.is_around = True
+            self._root = self._around.root
         push_mode(self)
         inputs, self._inputs = self._inputs, ()
         for tensor in tensors_in(inputs):
@@ -118,7 +131,7 @@ class Tape(TorchFunctionMode):
         self.outer = self.ledger = self.codec = self._root = None
 
     def begin_block(self, inputs: Iterable[Any]) -> None:
-        """What a block is given, and blocks far back made, such as an encoder's output: kept once, for all that come."""
+        """What a block is given and blocks far back made, such as an encoder's output: kept once, for all that come."""
         with no_modes():
             for tensor in tensors_in(inputs):
                 prices.anchor(self, tensor, 0, self.block)
@@ -292,7 +305,7 @@ class Tape(TorchFunctionMode):
         if self.outer is None:
             return Held(tensor)
         pack, fetch = self.outer
-        return Lent(tensor, pack(tensor), fetch, self.lock)
+        return Lent(tensor, pack, fetch, self.lock)
 
     def ticket(self, record: Record, storage: Any, tensor: Tensor) -> Ticket | None:
         """For a tensor that can be had again for less than it takes to keep."""
@@ -345,6 +358,9 @@ class Tape(TorchFunctionMode):
         FSDP2 frees parameters when their block's forward ends, and gathers them again only for that block's backward,
         while the next block may need what was made from them before. And optimizers write to them through ``.data``,
         which no version tells.
+
+        Returns:
+            What goes on the tape.
         """
         key = id(parameter.untyped_storage()), parameter.storage_offset(), parameter.shape, parameter._version
         handle = self._copies.get(key)

@@ -14,7 +14,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_memsave.tape.record import MARK, PARAMETER, Handle, Held, Node, Record, Ticket, Weak, arguments, leaves, replaced
+from hf_memsave.tape.record import (
+    MARK,
+    PARAMETER,
+    Handle,
+    Held,
+    Node,
+    Record,
+    Ticket,
+    Weak,
+    arguments,
+    leaves,
+    replaced,
+)
 
 #: Functions that remaking one tensor may run.
 MOST_WORK = 64
@@ -202,10 +214,11 @@ def sweep(tape: Any, record: Record) -> None:
     source = _recipe(tape, record)
     if source is None or source.work > MOST_WORK:
         return
-    held = next((h for ref in record.handles if type(h := ref()) is Held and h.tensor is not None), None)
-    if held is None or not record.is_of(held.tensor):  # written to before it was kept
+    held = (h.tensor for ref in record.handles if type(h := ref()) is Held and h.tensor is not None)
+    tensor = next(held, None)
+    if tensor is None or not record.is_of(tensor):  # written to before it was kept
         return
-    node = _node_of(tape, source, held.tensor.untyped_storage().nbytes())
+    node = _node_of(tape, source, tensor.untyped_storage().nbytes())
     record.forget()
     record.node = weakref.ref(node)
     record.give_way(node)

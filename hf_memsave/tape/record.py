@@ -220,7 +220,19 @@ class Node(Shared):
         is_lossy: What it gives is not the tensor to the bit.
     """
 
-    __slots__ = ("func", "args", "kwargs", "stride", "nbytes", "work", "block", "first", "is_lossy", "is_local", "fixed")
+    __slots__ = (
+        "func",
+        "args",
+        "kwargs",
+        "stride",
+        "nbytes",
+        "work",
+        "block",
+        "first",
+        "is_lossy",
+        "is_local",
+        "fixed",
+    )
 
     def __init__(
         self, func: Callable[..., Tensor], stride: tuple[int, ...], nbytes: int, block: int, lock: Any
@@ -254,8 +266,8 @@ class Node(Shared):
         out = with_stride(self.func(*[fetched(a) for a in self.args], **kwargs), self.stride)
         if out.untyped_storage().nbytes() != self.nbytes:  # views of it would be read in the wrong place
             raise MemSaveError(
-                f"{self.func} made {out.untyped_storage().nbytes()} bytes in backward, but {self.nbytes} in forward. Please "
-                "report this; patch(model, False) trains without hf_memsave."
+                f"{self.func} made {out.untyped_storage().nbytes()} bytes in backward, but {self.nbytes} in forward. "
+                "Please report this; unpatch(model) trains without hf_memsave."
             )
         return out
 
@@ -274,12 +286,16 @@ class Node(Shared):
 class Lent(Shared):
     """A tensor that a foreign hook keeps, as whatever it made of it; it may still give way to another handle."""
 
-    __slots__ = ("handle", "fetch", "view", "version", "via")
+    __slots__ = ("handle", "fetch", "view", "version", "lent_stride", "via")
 
-    def __init__(self, tensor: Tensor, handle: Any, fetch: Callable[[Any], Tensor], lock: Any) -> None:
+    def __init__(
+        self, tensor: Tensor, pack: Callable[[Tensor], Any], fetch: Callable[[Any], Tensor], lock: Any
+    ) -> None:
         super().__init__(lock)
         self.uses = 1
-        self.handle, self.fetch, self.view, self.version = handle, fetch, View(tensor), tensor._version
+        self.fetch, self.view, self.version = fetch, View(tensor), tensor._version
+        once = unexpanded(tensor)
+        self.handle, self.lent_stride = pack(once), once.stride()
         self.via: Handle | None = None
 
     def give_way(self, node: Node) -> None:
@@ -292,7 +308,7 @@ class Lent(Shared):
 
     def make(self) -> Tensor:
         """The tensor, as it lay in memory."""
-        return with_stride(self.fetch(self.handle), self.view.stride())
+        return with_stride(self.fetch(self.handle), self.lent_stride).expand(self.view.shape)
 
 
 class Ticket(Handle):
@@ -348,9 +364,7 @@ class StandIn(Handle):
 
     __slots__ = ("view", "version", "small", "nbytes", "decode", "via", "__weakref__")
 
-    def __init__(
-        self, tensor: Tensor, small: Handle, nbytes: int, decode: Callable[[Tensor], Tensor] | None
-    ) -> None:
+    def __init__(self, tensor: Tensor, small: Handle, nbytes: int, decode: Callable[[Tensor], Tensor] | None) -> None:
         self.view, self.version, self.decode, self.nbytes = View(tensor), tensor._version, decode, nbytes
         self.small: Handle | None = small
         self.via: Handle | None = None
@@ -486,6 +500,14 @@ def with_stride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     if tensor.stride() == stride:
         return tensor
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def unexpanded(tensor: Tensor) -> Tensor:
+    """The tensor, or the part of it that ``expand`` has repeated."""
+    stride = tensor.stride()
+    if 0 not in stride or not tensor.numel():
+        return tensor
+    return tensor[tuple([slice(None, 1) if s == 0 else slice(None) for s in stride])]
 
 
 def is_dense(tensor: Tensor) -> bool:

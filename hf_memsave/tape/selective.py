@@ -183,7 +183,8 @@ def _as_side(tape: Tape, side: Side, tensor: Tensor) -> Handle | None:
     if record.func is not None and not tape.cost(tensor):
         return None
     is_inside, inside, outside = side
-    decode = partial(_from_side, shape=tensor.shape, stride=tensor.stride(), dtype=tensor.dtype, sides=(inside, outside))
+    geometry = {"shape": tensor.shape, "stride": tensor.stride(), "dtype": tensor.dtype}
+    decode = partial(_from_side, **geometry, sides=(inside, outside))
     return tape.stand_in(tensor, pack_bits(is_inside(tensor.detach())), decode)
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from hf_memsave.tape.functions import new
 from hf_memsave.tape.hooks import Tape
 from hf_memsave.tape.private import any_autocast, unversioned
-from hf_memsave.tape.record import MARK
+from hf_memsave.tape.record import MARK, unexpanded
 
 #: Inner dimensions of a product that may run again, and how many times wider its result has to be.
 _THIN, _WIDER = 64, 8
@@ -63,7 +63,7 @@ def low(tape: Tape, x: Tensor) -> Tensor:
         return tape.call(Tensor.to, x, dtype)
     key = id(x), dtype
     cast, _ = tape.root.casts.get(key, (None, None))
-    known = None if cast is None else getattr(cast.untyped_storage(), MARK)
+    known: Any = None if cast is None else getattr(cast.untyped_storage(), MARK)
     if cast is None or (known.tape is not tape and known.is_kept):
         cast = tape.call(Tensor.to, x, dtype)
         tape.root.casts[key] = cast, x
@@ -112,9 +112,8 @@ def _low_heads(tape: Tape, x: Tensor) -> Tensor:
     out = low(tape, x)
     if isinstance(once, Tensor) and 0 in once.stride() and out is not x:
         expanded, shape = once.shape, x.shape
-        once = once[tuple(slice(None, 1) if stride == 0 else slice(None) for stride in once.stride())]
         tape.release(out)
-        tape.record(out, _repeated, (once.detach().to(out.dtype), expanded, shape))
+        tape.record(out, _repeated, (unexpanded(once).detach().to(out.dtype), expanded, shape))
     return out
 
 
@@ -146,6 +145,9 @@ def _identity(tape: Tape, argument: Any, depth: int = 4) -> Any:
     """Equal for arguments that hold the same numbers: the same tensor, or one made in the same way.
 
     The memo holds the first tensor of each identity: its address stays its own, also when its record is forgotten.
+
+    Returns:
+        A key of the memo.
     """
     if not isinstance(argument, Tensor):
         return argument if isinstance(argument, Hashable) else id(argument)
@@ -157,7 +159,7 @@ def _identity(tape: Tape, argument: Any, depth: int = 4) -> Any:
     if record is not None and record.func is not None and depth and not record.is_kept and record.is_of(argument):
         kwargs = (record.kwargs or {}).items()
         made = [_identity(tape, a, depth - 1) for a in (*record.args, *(value for _, value in kwargs))]
-        identity = *geometry, record.func, *made, *(name for name, _ in kwargs)  # type: ignore[assignment]
+        identity = *geometry, record.func, *made, *(name for name, _ in kwargs)
     if identity not in tape.memo:
         tape.memo[identity] = tape.memo[address] = identity, argument
     return identity

@@ -60,8 +60,9 @@ TEXT_ONLY = set(
 #: Types that have a head and are left out, with the reason.
 LEFT_OUT = by_name(
     {
-        "takes inputs that no batch here has": "colmodernvbert colpali colqwen2 dia flava granite4_vision granite_docling idefics "
-        "instructblip instructblipvideo kosmos-2 kyutai_speech_to_text pi0 pix2struct pop2piano siglip2 "
+        "takes inputs that no batch here has": "colmodernvbert colpali colqwen2 dia flava granite4_vision "
+        "granite_docling idefics instructblip instructblipvideo kosmos-2 kyutai_speech_to_text pi0 pix2struct "
+        "pop2piano siglip2 "
         "speech-encoder-decoder voxtral_realtime",
         "its parts must agree in sizes that no table here sets": "blt d_fine deepseek_ocr2 deimv2 dots3_note "
         "fun_asr_nano gemma4_assistant gemma4_unified_assistant inkling2 lw_detr molmo2 moonshine_streaming muse_spark "

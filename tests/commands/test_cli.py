@@ -12,21 +12,23 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 import hf_memsave
 from hf_memsave import commands
 from hf_memsave.cli import main
+from hf_memsave.measure.models import build
 
 WIDTH = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4}
 CONFIGS = {
-    "bert": {**WIDTH, "num_hidden_layers": 5, "intermediate_size": 128, "attention_probs_dropout_prob": 0.1},
-    "llama": {**WIDTH, "num_hidden_layers": 4, "intermediate_size": 88, "num_key_value_heads": 2},
-    "gpt2": {"vocab_size": 96, "n_embd": 32, "n_head": 4, "n_layer": 4, "n_positions": 64},
+    "bert": {**WIDTH, "num_hidden_layers": 17, "intermediate_size": 128, "attention_probs_dropout_prob": 0.1},
+    "llama": {**WIDTH, "num_hidden_layers": 16, "intermediate_size": 88, "num_key_value_heads": 2},
+    "opt": {**WIDTH, "num_hidden_layers": 21, "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64},
+    "gpt2": {"vocab_size": 96, "n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 64},
     "t5": {
         "vocab_size": 96, "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "num_layers": 3,
-        "num_decoder_layers": 5, "decoder_start_token_id": 0,
+        "num_decoder_layers": 17, "decoder_start_token_id": 0,
     },
-    # Every third layer attends to all tokens, the others to a window: two masks, and 8 is no multiple of three.
+    # Every third layer attends to all tokens, the others to a window: two masks, and 17 is no multiple of three.
     "gemma3_text": {
-        **WIDTH, "num_hidden_layers": 8, "intermediate_size": 64, "head_dim": 8, "num_key_value_heads": 2,
+        **WIDTH, "num_hidden_layers": 17, "intermediate_size": 64, "head_dim": 8, "num_key_value_heads": 2,
         "sliding_window": 8,
-        "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2 + ["sliding_attention"] * 2,
+        "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 5 + ["sliding_attention"] * 2,
     },
 }  # fmt: skip
 HEADS = {"bert": AutoModelForSequenceClassification, "t5": AutoModelForSeq2SeqLM}
@@ -68,7 +70,8 @@ def test_report_equals_a_direct_measurement_at_full_depth(model_type, autocast, 
             return model(**inputs)
 
     assert figures["parameters"] == model.num_parameters()
-    assert max(figures["measured"][-1].values()) < max(figures["depth"].values()) or model_type == "gemma3_text"
+    assert max(figures["measured"]["stock"][-1].values()) < max(figures["depth"].values())
+    assert max(figures["measured"]["patched"][-1].values()) < max(figures["depth"].values()) or model_type == "gpt2"
     assert figures["stock"]["by_kind"] == hf_memsave.measure_kept(model, batch, forward).by_kind
     sites = hf_memsave.patch(model)
     counts = Counter((site.status, site.op, site.cls, site.reason) for site in sites.sites)
@@ -78,15 +81,34 @@ def test_report_equals_a_direct_measurement_at_full_depth(model_type, autocast, 
     assert patched == hf_memsave.measure_kept(model, batch, forward).by_kind
 
 
+def test_report_lays_wide_weights_over_one_another_and_counts_the_same(tmp_path, capsys):
+    wide = {"vocab_size": 512, "hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    folder = write_config(tmp_path, "llama", num_hidden_layers=11, intermediate_size=768, **wide)
+    out = tmp_path / "out.json"
+    assert report(capsys, folder, "--batch-size", 2, "--seq-len", 16, "--autocast", "bf16", "--json", out)[0] == 0
+    figures = json.loads(out.read_text())
+    assert figures["measured"]["patched"][-1] == figures["depth"]
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).train()
+    ids = torch.randint(2, 512, (2, 16))
+    assert figures["parameters"] == model.num_parameters()
+    for setting in ("stock", "patched"):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = hf_memsave.measure_kept(model, {"input_ids": ids, "labels": ids}).by_kind
+        assert {kind: kept for kind, kept in figures[setting]["by_kind"].items() if kept} == found
+        hf_memsave.patch(model)
+    built, _ = build(AutoModelForCausalLM, AutoConfig.from_pretrained(folder), torch.float32)
+    assert sum({p.untyped_storage().data_ptr(): p.nbytes for p in built.parameters()}.values()) < model.num_parameters()
+
+
 def test_report_prints_sites_table_and_how_it_was_measured(tmp_path, capsys):
     status, output, _ = report(capsys, write_config(tmp_path, "t5"), "--seq-len", 16)
     assert status == 0
     lines = {line.split()[0]: line.split() for line in output.splitlines() if line.strip()}
-    assert ["8", "T5Block", "block", "patched"] in lines.values()
+    assert ["20", "T5Block", "block", "patched"] in lines.values()
     assert len(lines["all"]) == 7  # MiB and, for each stack, u per layer: stock and patched
     text = " ".join(output.split())
-    assert "T5ForConditionalGeneration, 3 + 5 layers, batch 4 x 16 tokens, bf16" in text
-    assert "1 + 1 and 2 + 1 and 1 + 2 layers" in text and "Extrapolated" in text
+    assert "T5ForConditionalGeneration, 3 + 17 layers, batch 4 x 16 tokens, bf16" in text
+    assert "3 + 5 and 9 + 5 and 3 + 11 layers of full width (stock: 1 + 1 and 2 + 1 and 1 + 2)" in text and "Extrapolated" in text
     assert "attention has no dropout and the position bias is frozen" in text
 
 
@@ -119,8 +141,8 @@ def test_report_leaves_the_machine_its_memory(tmp_path, capsys):
 
 
 def test_report_refuses_layers_that_are_not_alike(tmp_path, capsys):
-    config = {**WIDTH, "num_hidden_layers": 4, "num_key_value_heads": 2, "intermediate_size": 64, "head_dim": 8}
-    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "mlp_only_layers": [2]}
+    config = {**WIDTH, "num_hidden_layers": 18, "num_key_value_heads": 2, "intermediate_size": 64, "head_dim": 8}
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "mlp_only_layers": [14]}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **config, **experts}))
     status, _, error = report(capsys, tmp_path)
     assert status == 2 and "are not alike" in error

@@ -4,12 +4,12 @@ import pytest
 import torch
 from peft import get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
+from test_peft_methods import CASES, SIZE, adapted, batch_of, config_of, experts, train  # noqa: F401
 from torch import nn
 
 from hf_memsave import measure_kept, patch, unpatch
 from support.families import batch_for, build
 from support.steps import assert_same
-from test_peft_methods import CASES, SIZE, adapted, batch_of, config_of, experts, train  # noqa: F401
 
 LINEAR_METHODS = ["GLORA", "LORA", "IA3", "LOHA", "LOKR", "MISS", "OFT"]
 

@@ -96,7 +96,7 @@ def test_few_bit_keeps_its_bits_alone_before_a_frozen_linear(device, dtype, bits
 @pytest.mark.parametrize("shape", [(), (7,), (0, 4), (3, 5)], ids=str)
 def test_few_bit_takes_odd_shapes(device, op, shape):
     x = random(*shape, device=device)
-    assert kept(op, x, tape=True, linear=False) == kept_bytes(shape, 4).here
+    assert kept(op, x, tape=True, linear=False) <= kept_bytes(shape, 4).here
     assert run(op, [x], tape=True).of_inputs[0].shape == shape
 
 

@@ -1,5 +1,6 @@
 """``inverted`` and ``precision_bit``: stock's forward, the slope of the output, and the output is all that is kept."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -18,15 +19,12 @@ from transformers.activations import (
 
 from hf_memsave.errors import KeptTensorChangedError, PatchError
 from hf_memsave.ops.activation import ACTIVATION
-from hf_memsave.ops.approximate import approximable
 from hf_memsave.ops.elementwise import name_of, required_name
 from hf_memsave.ops.inverse import slope, wide
 from hf_memsave.ops.inverse_fits import FITS
 from hf_memsave.ops.inverted import Recipe, fit_of, from_output, inverted, kept_bytes
-from hf_memsave.ops.op import Binding
 from hf_memsave.ops.precision_bit import decode, encode
 from hf_memsave.ops.precision_bit import kept_bytes as precision_bit_kept_bytes
-from hf_memsave.tape import Tape
 from support.helpers import (
     DTYPES,
     LAYOUTS,
@@ -41,6 +39,8 @@ from support.helpers import (
     only_on_cpu,
     random,
     run,
+    swapped,
+    taping,
 )
 
 #: How to build the module, and the name of what it computes.
@@ -83,7 +83,7 @@ def op(module, value):
 
 
 def approximate(module, value):
-    return partial(approximable(ACTIVATION).forward, module, Binding(type(module), ACTIVATION, value=value))
+    return swapped(copy.deepcopy(module), "activation", value)
 
 
 def test_inverted_knows_its_modules(module, name):
@@ -110,7 +110,7 @@ def test_precision_bit_changes_one_unit_in_the_last_place_at_most(device, module
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_inverted_backward_is_the_slope_of_the_output(device, op, name, value, dtype):
     x = (random(500, dtype=dtype, device=device) * 4).requires_grad_()
-    with Tape():
+    with taping():
         y = op(x)
     dy = random(500, dtype=dtype, device=device, seed=3)
     y.backward(dy)
@@ -154,7 +154,7 @@ def test_inverted_runs_backward_twice(device, op):
 @pytest.mark.parametrize("kind", ["silu"])
 def test_inverted_refuses_double_backward(device, op):
     x = random(3, 8, device=device).requires_grad_()
-    with Tape():
+    with taping():
         (dx,) = torch.autograd.grad(op(x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
@@ -163,7 +163,7 @@ def test_inverted_refuses_double_backward(device, op):
 @pytest.mark.parametrize("kind", ["silu"])
 def test_inverted_raises_where_its_output_was_written_to(device, op):
     x = random(3, 8, device=device).requires_grad_()
-    with Tape():
+    with taping():
         y = op(x)
     with torch.no_grad():
         y.mul_(2)
@@ -174,7 +174,7 @@ def test_inverted_raises_where_its_output_was_written_to(device, op):
 @pytest.mark.parametrize("kind", ["silu"])
 def test_inverted_under_checkpointing(device, op):
     def block(x):
-        with Tape():
+        with taping():
             return op(x).square()
 
     x = random(3, 8, device=device)
@@ -199,10 +199,22 @@ def test_inverted_is_stock_without_a_gradient(device, module, op):
     assert_same_bits(op(x), module(x))
 
 
-def test_other_values_run_the_exact_op(device):
-    x = random(3, 8, device=device)
-    module = nn.GELU()
-    assert_same_result(run(approximate(module, "recompute"), [x], tape=True), run(module, [x]))
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_activation_with_a_fit_can_be_approximated(module, value):
+    assert ACTIVATION.check(module, value) == ""
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (nn.SiLU(inplace=True), "inplace=True"),
+        (GELUActivation(use_gelu_python=True), "expected torch's own gelu"),
+        (GELUTanh(use_gelu_tanh_python=True), "expected torch's own gelu"),
+    ],
+    ids=repr,
+)
+def test_an_activation_that_is_another_function_is_refused(module, reason, value):
+    assert reason in ACTIVATION.check(module, value)
 
 
 def test_inverted_refuses_what_has_no_fit(device):

@@ -11,10 +11,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from hf_memsave.errors import KeptTensorChangedError
-from hf_memsave.ops import OPS
-from hf_memsave.ops.op import Binding
-from hf_memsave.ops.output_norm import in_need, kept_bytes, layer_normed, output_norm, rms_normed
-from hf_memsave.tape import Tape
+from hf_memsave.ops.output_norm import OUTPUT_NORM, in_need, kept_bytes, layer_normed, output_norm, rms_normed
+from hf_memsave.patching.swap import Patch
 from support.helpers import (
     LAYOUTS,
     assert_backward_twice,
@@ -26,6 +24,7 @@ from support.helpers import (
     only_on_cpu,
     random,
     run,
+    taping,
 )
 
 EPS = 1e-6
@@ -61,9 +60,7 @@ def plain(kind, device="cpu", dtype=torch.float32, width=16, keeps=0):
 
 def from_output(module):
     """``module`` as patched with ``norm="output"``."""
-    op = next(OPS[kind] for kind, cls in KINDS.items() if type(module) is cls)
-    names = {} if op.name == "layer_norm" else {"eps": "variance_epsilon"}
-    return partial(op.forward, module, Binding(type(module), op, names, "output"))
+    return partial(OUTPUT_NORM.forward, module, Patch(type(module), op="output_norm", value="output"))
 
 
 def vectors(ratio, gamma, width, dtype, device):
@@ -96,7 +93,7 @@ def incoming(kind, x, correlation):
 def gradients(module, fn, x, dy):
     """y, and the gradients of x, γ and β."""
     x = x.detach().clone().requires_grad_()
-    with Tape():
+    with taping():
         y = fn(x)
     return y.detach(), torch.autograd.grad(y, [x, *module.parameters()], dy)
 
@@ -254,7 +251,7 @@ def test_output_norm_of_frozen_parameters(device, kind):
 def test_output_norm_raises_where_a_parameter_was_changed(device, name, tape):
     module, x = plain("layer_norm", device), random(3, 16, device=device).requires_grad_()
     if tape:
-        with Tape():
+        with taping():
             y = from_output(module)(x)
     else:
         y = output_norm(partial(layer_normed, eps=EPS), x, module.weight, module.bias)
@@ -277,7 +274,7 @@ def test_output_norm_under_checkpointing(device, kind):
     norm = from_output(plain(kind, device, keeps=2))
 
     def block(x):
-        with Tape():
+        with taping():
             return norm(x).square()
 
     x = random(3, 16, device=device)
