@@ -21,7 +21,8 @@ class SkipValues(TorchDispatchMode):
     measured in a moment.
 
     Args:
-        shares: Lay large tensors of one shape over the same memory: for building a model, whose weights do not count.
+        shares: Lay large tensors of one shape over the same memory, and leave there what is there: for building a
+            model, whose weights do not count.
     """
 
     def __init__(self, shares: bool = False) -> None:
@@ -32,6 +33,8 @@ class SkipValues(TorchDispatchMode):
         if func is aten.empty.memory_format and self.shared is not None:
             return self._shared(func(*args, **(kwargs or {})), self.shared)
         if func.overloadpacket in _RANDOM_FILLS and args[0].numel() > _DRAWN and args[0].is_contiguous():
+            if self.shared is not None:
+                return args[0]
             few = func(args[0].new_empty(_DRAWN), *args[1:], **(kwargs or {}))
             for part in args[0].view(-1).split(_DRAWN):
                 part.copy_(few[: len(part)])

@@ -54,12 +54,15 @@ class Settings(NamedTuple):
     dropout: str
 
 
-@cache
 def settings_of(config: MemSaveConfig, block: int) -> Settings:
     """Those of the repeated block of this number."""
+    return Settings(table_without(*_left_out(config, block)), config.dropout)
+
+
+@cache
+def _left_out(config: MemSaveConfig, block: int) -> tuple[str, ...]:
     stock = [kind for kind in ("activation", "norm", "dropout", "attention") if not config.converts(kind, block)]
-    stock += [] if config.frozen else ["frozen"]
-    return Settings(table_without(*stock), config.dropout)
+    return (*stock, *([] if config.frozen else ["frozen"]))
 
 
 def run_taped(

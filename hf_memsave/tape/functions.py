@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_memsave.tape.hooks import Tape
 from hf_memsave.tape.prices import CASTS
@@ -106,6 +106,8 @@ def writes(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 
 def escapes(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``.data``: a tensor on the same storage whose version starts again, so that no write to either can be told."""
+    if isinstance(args[0], nn.Parameter) and type(args[0]) is not nn.Parameter:
+        return args[0].detach()  # a quantized weight, dequantized from its ``.data``: its version must go on telling
     tape.before_write(args[0])
     tape.distrust(args[0])
     return func(*args, **kwargs)

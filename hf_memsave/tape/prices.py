@@ -119,7 +119,7 @@ def _take(tape: Any, argument: Any, node: Node) -> Any:
     if record.tape is None:
         if _is_copied(argument, record, node.func):
             return tape.copy_of(argument)
-        node.is_local |= node.func is F.linear  # which keeps its weight itself
+        node.is_local |= _is_local(node.func)
         return tape.keep(argument)
     storage = argument.untyped_storage()
     theirs = None if record.node is None else record.node()
@@ -178,7 +178,12 @@ def _is_near(tape: Any, node: Node) -> bool:
 
 def _is_copied(x: Tensor, record: Record, func: Any) -> bool:
     """Whether a node of ``func`` holds a copy of a parameter or buffer ``x``, and not the thing itself."""
-    return x.dim() <= 1 or (record is PARAMETER and func not in CASTS and func is not F.linear)
+    return x.dim() <= 1 or (record is PARAMETER and func not in CASTS and not _is_local(func))
+
+
+def _is_local(func: Any) -> bool:
+    """Whether ``func`` reads a parameter that its own module's backward needs: a thin product, or dequantizing."""
+    return func is F.linear or isinstance(func, torch._ops.OpOverload)
 
 
 def weaken(tape: Any, record: Record, depth: int = 1) -> Record:

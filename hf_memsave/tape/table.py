@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from types import MappingProxyType
 
+import torch
 import torch.nn.functional as F
 
 from hf_memsave.tape.dropout import DROPOUTS
-from hf_memsave.tape.functions import ACTIVATIONS, CHEAP, NORMS, Handler, escapes, may_write, unrecorded, writes
+from hf_memsave.tape.functions import ACTIVATIONS, CHEAP, NORMS, Handler, escapes, may_write, new, unrecorded, writes
 from hf_memsave.tape.selective import RECTIFIERS, SELECTIVE
 from hf_memsave.tape.special import SPECIAL
 
@@ -31,9 +33,16 @@ UNRECORDED = MappingProxyType(
 UNRECORDED_BUT_DROPOUTS = MappingProxyType({**UNRECORDED, **DROPOUTS})
 
 
-@cache
 def table_without(*kinds: str) -> MappingProxyType[object, Handler]:
     """The table, less what belongs to these kinds."""
+    return _table_without(kinds, "bitsandbytes" in sys.modules)
+
+
+@cache
+def _table_without(kinds: tuple[str, ...], has_quantized: bool) -> MappingProxyType[object, Handler]:
     left_out = frozenset().union(*(KINDS.get(kind, frozenset()) for kind in kinds))
     rest = {func: handler for func, handler in TABLE.items() if func not in left_out}
+    if has_quantized:  # a base weight in full precision is made again, as DoRA needs it
+        ops = torch.ops.bitsandbytes
+        rest |= dict.fromkeys((ops.dequantize_4bit.default, ops.dequantize_blockwise.default), new)
     return MappingProxyType(rest | dict.fromkeys(left_out & _MAY_WRITE, unrecorded))

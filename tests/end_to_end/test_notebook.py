@@ -52,7 +52,7 @@ def test_notebook_runs_and_shows_what_it_says(tmp_path):
     printed = execute(notebook, folder)
     assert not [output for output in outputs(notebook) if output.output_type == "error"]
     assert re.findall(r"^(.*): (True|False)$", printed, flags=re.MULTILINE) == [(claim, "True") for claim in CLAIMS]
-    assert re.search(r"hf_memsave: [1-9]\d* sites patched, 0 skipped", printed)
+    assert re.search(r"hf_memsave: 1 models and [1-9]\d* repeated blocks covered, 0 modules skipped", printed)
     assert "memsave/kept_mib" in printed and "memsave/freed_mib" in printed
     kept = re.findall(r"stock keeps ([\d.]+) MiB, patched ([\d.]+) MiB", printed)
     assert len(kept) == 2 and all(float(patched) < 0.6 * float(stock) for stock, patched in kept)

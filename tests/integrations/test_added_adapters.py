@@ -9,8 +9,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hf_memsave import ConfigError, MemSaveConfig, MemSaveLoraConfig, PatchError, adapters, patch, unpatch
-from hf_memsave.patching.swap import binding_of, is_patched
+from hf_memsave import WTACRS, ConfigError, MemSaveConfig, MemSaveLoraConfig, PatchError, measure_kept, patch, unpatch
+from hf_memsave.integrations import adapters
+from hf_memsave.patching.swap import is_patched, patch_of
 from support.families import batch_for, build
 from support.helpers import only_on_cpu
 from support.lora import SIZE, adapted, quantized
@@ -22,18 +23,35 @@ def lora(**options):
     return LoraConfig(target_modules=LINEARS, lora_dropout=0.1, **options)
 
 
-def patched_adapters(model):
-    return {name: is_patched(m) for name, m in model.named_modules() if isinstance(m, peft.tuners.lora.Linear)}
+#: A configuration that has something to do in adapters; the exact one has not.
+SAMPLED = MemSaveConfig(linear=WTACRS(budget=0.3, targets=("lora_A",)))
 
 
-def test_adapters_added_to_a_patched_model_are_patched_with_its_config(tmp_path):
+def sampled(model):
+    loras = (pair for pair in model.named_modules() if "lora_A" in pair[0])
+    return {name: is_patched(m) for name, m in loras if type(m).__name__ == "Linear"}
+
+
+def test_adapters_of_a_patched_model_keep_their_classes_and_what_they_keep_is_that_of_one_patched_later(device):
+    kept = []
+    for first in (True, False):
+        model = build("llama", SIZE).to(device)
+        if first:
+            patch(model)
+        model = get_peft_model(model, lora())
+        if not first:
+            patch(model)
+        assert not any(is_patched(m) for m in model.modules() if isinstance(m, (peft.tuners.lora.Linear, nn.Linear)))
+        kept.append(measure_kept(model, batch_for(model, SIZE)).total)
+    assert kept[0] == kept[1]
+
+
+def test_adapters_added_to_a_patched_model_are_sampled_as_its_config_says(tmp_path):
     build("llama", SIZE).save_pretrained(tmp_path)
-    base = AutoModelForCausalLM.from_pretrained(tmp_path, memsave=MemSaveConfig(norm="stock", dropout="mask"))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path, memsave=SAMPLED)
     model = get_peft_model(base, LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
-    assert {type(m).__name__: m._memsave_binding.value for m in model.modules() if is_patched(m)}["Dropout"] == "mask"
-    assert not any(is_patched(m) for m in model.modules() if "RMSNorm" in type(m).__name__)
     model.add_adapter("second", LoraConfig(target_modules=["v_proj"]))
-    assert all(is_patched(m) for m in model.modules() if isinstance(m, peft.tuners.lora.Linear))
+    assert len(sampled(model)) == 2 * SIZE.layers and all(sampled(model).values())
     unpatch(model)
     model.add_adapter("third", LoraConfig(target_modules=["o_proj"]))
     assert not any(is_patched(m) for m in model.modules())
@@ -41,35 +59,23 @@ def test_adapters_added_to_a_patched_model_are_patched_with_its_config(tmp_path)
 
 def test_only_the_patched_part_of_a_model_is_patched_again():
     pair = nn.ModuleDict({"ours": build("llama", SIZE), "stock": build("llama", SIZE)})
-    patch(pair["ours"])
+    patch(pair["ours"], SAMPLED)
     peft.inject_adapter_in_model(LoraConfig(target_modules=["q_proj"]), pair)
-    layers = {name: is_patched(m) for name, m in pair.named_modules() if isinstance(m, peft.tuners.lora.Linear)}
-    assert layers == {name: name.startswith("ours") for name in layers} and len(layers) == 2 * SIZE.layers
+    found = sampled(pair)
+    assert found == {name: name.startswith("ours") for name in found} and len(found) == 2 * SIZE.layers
 
 
 def test_the_report_names_adapters_that_came_unseen(monkeypatch):
     model = build("llama", SIZE)
-    report = patch(model)
+    report = patch(model, SAMPLED)
     assert report.added == () and "again" not in str(report)
     tuner = peft.tuners.tuners_utils.BaseTuner  # as it is where PEFT was loaded after patching
     monkeypatch.setattr(tuner, "inject_adapter", tuner.inject_adapter._memsave_stock)
     get_peft_model(model, LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
-    assert len(report.added) == SIZE.layers * 4  # the layer, its dropout, lora_A and lora_B
-    assert "8 sites were added since" in str(report) and "call hf_memsave.patch(model) again" in str(report)
-    patch(model)
+    assert len(report.added) == SIZE.layers
+    assert "2 sites were added since" in str(report) and "call hf_memsave.patch(model) again" in str(report)
+    patch(model, SAMPLED)
     assert report.added == ()
-
-
-def test_what_was_unpatched_stays_stock_and_what_has_its_own_config_keeps_it():
-    model = build("llama", SIZE)
-    patch(model)
-    unpatch(model.model.layers[1])
-    patch(model.model.layers[0], MemSaveConfig(dropout="mask"))
-    get_peft_model(model, lora())
-    assert patched_adapters(model) == {name: "layers.0" in name for name in patched_adapters(model)}
-    dropouts = [binding_of(m).value for m in model.modules() if type(m).__name__ == "Dropout" and is_patched(m)]
-    assert dropouts == ["mask"] * 2
-    assert not is_patched(model.model.layers[1].mlp)
 
 
 def test_a_config_of_ours_takes_what_the_model_has_unless_it_says_otherwise():
@@ -77,13 +83,13 @@ def test_a_config_of_ours_takes_what_the_model_has_unless_it_says_otherwise():
         model = build("llama", SIZE)
         patch(model, MemSaveConfig(dropout="mask"))
         get_peft_model(model, MemSaveLoraConfig(target_modules=LINEARS, lora_dropout=0.1, memsave=asked))
-        assert {binding_of(m).value for m in model.modules() if type(m).__name__ == "Dropout"} == {found}
+        assert patch_of(model).config.dropout == found
 
 
 def test_an_adapter_that_cannot_be_patched_is_added_all_the_same(monkeypatch):
     model = get_peft_model(build("llama", SIZE), lora())
-    patch(model)
-    linear = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer
+    patch(model, SAMPLED)
+    linear = model.base_model.model.model.layers[0].self_attn.q_proj.lora_A["default"]
     linear.forward = lambda x: x
     messages = []
     monkeypatch.setattr(adapters.logger, "warning", lambda text, *args: messages.append(text % args))
@@ -94,11 +100,11 @@ def test_an_adapter_that_cannot_be_patched_is_added_all_the_same(monkeypatch):
 
 def test_a_model_that_cannot_be_patched_is_refused_before_an_adapter_is_in():
     model = build("llama", SIZE)
-    mlp = model.model.layers[0].mlp
-    mlp.forward = lambda x: x
+    linear = model.model.layers[0].mlp.up_proj
+    linear.forward = lambda x: x
     before = set(model.state_dict())
     with pytest.raises(PatchError, match="has a forward of its own"):
-        get_peft_model(model, MemSaveLoraConfig(target_modules=LINEARS))
+        get_peft_model(model, MemSaveLoraConfig(target_modules=LINEARS, memsave={"linear": {"budget": 0.3}}))
     assert set(model.state_dict()) == before
 
 

@@ -124,7 +124,7 @@ class Attention(nn.Module):
         self.norm, self.how = nn.LayerNorm(64), how
 
     def forward(self, x):
-        x = self.norm(x) if self.how == "promised" else x * 1
+        x = self.norm(x) if self.how == "remade" else torch.ops.aten.clone(x)  # which nothing can remake
         if self.how == "kept":
             x = torch.sigmoid(x)
         return {"loss": sum(layer(x).sum() for layer in self.layers)}
@@ -148,7 +148,7 @@ def test_q_k_and_v_share_one_draw(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("how", ["promised", "kept", "free"])
+@pytest.mark.parametrize("how", ["remade", "kept", "free"])
 def test_kept_are_indices_and_scales_or_one_set_of_rows(device, how, dtype):
     x = random(4, 32, 64, dtype=dtype, device=device).requires_grad_()
     model = attention(how, device, dtype)

@@ -11,10 +11,9 @@ from hf_memsave import WTACRS, MemSaveConfig, PatchError, measure_kept, patch
 from hf_memsave.ops.wta_crs import LAYER
 from hf_memsave.ops.wta_matmul import kept_bytes, wta_matmul
 from hf_memsave.sampling.sampler import Layer, Sampler
-from hf_memsave.tape import Tape
 from support.eager import attentions, eager, ops_of
 from support.families import Size, batch_for
-from support.helpers import assert_same_bits, kept, random, swapped
+from support.helpers import assert_same_bits, kept, random, swapped, taping
 from support.steps import assert_same, state_of, step
 
 DRAWS = 20_000
@@ -73,7 +72,7 @@ def in_errors(config, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_forward_has_the_bits_of_stock(device, dtype):
     a, b, _ = operands(2, 3, dtype=dtype, device=device)
-    with Tape():
+    with taping():
         got = sampling()(a.requires_grad_(), b.requires_grad_())
     assert "Sampled" in type(got.grad_fn).__name__
     assert_same_bits(got, torch.matmul(a, b))
@@ -282,8 +281,11 @@ def test_sampled_attention_refuses_other_attention(device, name):
 
 def test_sampled_attention_refuses_what_it_cannot_patch(device):
     linear = WTACRS(attention=True)
-    with pytest.raises(PatchError, match="attention='stock' was asked for"):
-        patch(eager("bert", device=device), MemSaveConfig(attention="stock", linear=linear))
+    hidden = eager("bert", device=device)
+    module = hidden.bert.encoder.layer[0].attention.self
+    module.forward = partial(type(module).forward, module)
+    with pytest.raises(PatchError, match="to patch bert.encoder.layer.0.attention.self, but its forward was set"):
+        patch(hidden, MemSaveConfig(linear=linear))
     with pytest.raises(PatchError, match="got Sequential, which has none"):
         patch(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), MemSaveConfig(linear=linear))
 
@@ -291,10 +293,8 @@ def test_sampled_attention_refuses_what_it_cannot_patch(device):
 def test_sampled_attention_is_reported_and_undone(device):
     model = eager("bert", device=device)
     batch = batch_for(model, padded=True)
-    before, expected = state_of(model), step(model, batch)
-    report = patch(model, CONFIG)
-    assert "eager_attention" in ops_of(report)
-    assert "and those of attention's products" in str(report)
+    before, expected, report = state_of(model), step(model, batch), patch(model, CONFIG)
+    assert "eager_attention" in ops_of(report) and "and those of attention's products" in str(report)
     report.undo()
     assert state_of(model) == before
     assert_same(step(model, batch), expected)

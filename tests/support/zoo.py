@@ -101,7 +101,7 @@ _MAKE: dict[str, Callable[[dict[str, Any], Size, float], nn.Module]] = {
 ZOO = tuple(_MAKE)
 
 
-def build(name: str, size: Size = Size(), dtype: torch.dtype = torch.float32, dropout: float = 0.1) -> nn.Module:
+def build(name: str, size: Size, dtype: torch.dtype = torch.float32, dropout: float = 0.1) -> nn.Module:
     """A model in training mode; dropout as given where the kind has it, in attention 0; half the heads of k and v."""
     torch.manual_seed(0)
     common = dict(
@@ -110,7 +110,7 @@ def build(name: str, size: Size = Size(), dtype: torch.dtype = torch.float32, dr
     return _MAKE[name](common, size, dropout).to(dtype).train()
 
 
-def zoo_batch(model: nn.Module, size: Size = Size(), padded: bool = False, seed: int = 1) -> dict[str, torch.Tensor]:
+def zoo_batch(model: nn.Module, size: Size, padded: bool = False, seed: int = 1) -> dict[str, torch.Tensor]:
     """As ``batch_for``; for Whisper, sounds of twice as many frames as its encoder has positions."""
     batch = batch_for(model, size, padded, seed)
     if model.config.model_type != "whisper":

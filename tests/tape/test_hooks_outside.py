@@ -1,10 +1,14 @@
 """The tape beside the saved-tensor hooks of others: checkpointing, CPU offload, another tape, the user's own."""
 
+import contextlib
+
 import pytest
 import torch
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch import nn
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from hf_memsave import patch
 from hf_memsave.tape import Tape, current
 from support.helpers import assert_same_bits, nodes, random, taping
 
@@ -150,3 +154,43 @@ def test_offload_to_the_cpu(x, weight, where):
     expected = forward((torch.enable_grad, torch.enable_grad))
     for mine, stock in zip(forward(hooks), expected, strict=True):
         assert_same_bits(mine, stock)
+
+
+# Where hooks cannot work.
+
+
+@pytest.fixture
+def model(device):
+    return nn.Sequential(nn.LayerNorm(20), nn.Linear(20, 20), nn.GELU(), nn.Linear(20, 1)).to(device)
+
+
+def test_a_patched_model_is_stock_in_torch_func(model, x):
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters):
+        assert current() is None
+        return torch.func.functional_call(model, parameters, (x.detach(),)).sum()
+
+    expected = torch.func.grad(loss)(parameters)
+    patch(model)
+    for name, gradient in torch.func.grad(loss)(parameters).items():
+        assert_same_bits(gradient, expected[name], name)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("where", ["disabled hooks", "no gradients", "forward mode", "tracing"])
+def test_a_patched_model_lays_no_tape(model, x, where):
+    seen = []
+    model[1].register_forward_hook(lambda *_: seen.append(current()))
+    patch(model)
+    with contextlib.ExitStack() as stack:
+        if where == "disabled hooks":
+            stack.enter_context(disable_saved_tensors_hooks("not here"))
+        if where == "no gradients":
+            stack.enter_context(torch.no_grad())
+        if where == "forward mode":
+            stack.enter_context(torch.autograd.forward_ad.dual_level())
+        torch.jit.trace(model, x) if where == "tracing" else model(x)
+    assert set(seen) == {None}
+    model(x)
+    assert isinstance(seen[-1], Tape)

@@ -1,6 +1,7 @@
 """``storage="int8" | "int4"``: what still has to be kept, in fewer bits; unbiased, shared, and nobody else's draws."""
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -11,11 +12,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch
-from hf_memsave.tape import Tape
 from hf_memsave.tape.quantize import FORMATS, decode, encode
-from hf_memsave.tape.storage import Codec
+from hf_memsave.tape.storage import Encoder
 from support.families import Size, batch_for, build
-from support.helpers import only_on_cpu, random
+from support.helpers import only_on_cpu, random, taping
 from support.steps import assert_same, gradients, state_of, step
 
 SIZE = Size(hidden=64, heads=4, layers=2, batch=4, seq=64)
@@ -27,6 +27,14 @@ SHARES = {
     ("int8", torch.float32): 0.37, ("int8", torch.bfloat16): 0.6,
     ("int4", torch.float32): 0.3, ("int4", torch.bfloat16): 0.5,
 }  # fmt: skip
+
+
+#: Tells the draws of all encoders apart.
+FORWARDS = itertools.count()
+
+
+def encoder(kind):
+    return Encoder(kind, 0, next(FORWARDS))
 
 
 def trip(x, kind, generator=None):
@@ -108,10 +116,10 @@ def test_what_is_not_finite_makes_nans_of_its_block_alone(kind, bad):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_weight_gradient_of_a_linear_is_unbiased(kind):
     x, weight = random(64, 16), random(8, 16, seed=1).requires_grad_()
-    dz, codec, draws = random(64, 8, seed=2), Codec(kind, 0), []
+    dz, codec, draws = random(64, 8, seed=2), encoder(kind), []
     for _ in range(2000):
         h = x.clone().requires_grad_() * 1
-        with Tape(codec):
+        with taping(codec=codec):
             z = F.linear(h, weight)
         draws.append(torch.autograd.grad(z, weight, dz)[0].double())
     truth = dz.double().T @ x.double()
@@ -125,20 +133,20 @@ def test_one_code_for_all_views_and_none_for_what_is_small_or_a_parameter(monkey
         "hf_memsave.tape.storage.encode", lambda x, *rest: (coded.append(x.numel()), encode(x, *rest))[1]
     )
     weights = [nn.Parameter(random(64, 64, seed=i)) for i in range(3)]
-    with Tape(Codec("int8", 0)):
+    with taping(codec=encoder("int8")):
         h = random(2, 32, 64).requires_grad_() * 1
         q, k, v = (F.linear(h, w) for w in weights)
         small = h[:1, :4, :4].contiguous() * 1
         loss = q.sum() + k.sum() + v.sum() + (h.transpose(0, 1) * 3).square().sum() + small.square().sum()
         loss = loss + weights[0].t().square().sum() + weights[0].bfloat16().square().sum()
-    assert coded == [h.numel(), h.numel()]  # h, once for its three linears; and 3 h
+    assert coded == [h.numel()]  # once for its three linears, and for 3 h, which is made of it
     loss.backward()
 
 
 def test_a_small_part_of_a_large_tensor_does_not_pin_it(device):
     class First(nn.Module):
         def forward(self, x):
-            with Tape(Codec("int8", 0)):
+            with taping(codec=encoder("int8")):
                 return (x * 1)[:, 0].square().sum()
 
     assert measure_kept(First(), random(16, 64, 64).requires_grad_().to(device)).total < 16 * 64 * 1.2 + 100
@@ -147,7 +155,7 @@ def test_a_small_part_of_a_large_tensor_does_not_pin_it(device):
 def test_a_tensor_changed_after_it_was_coded_is_of_before():
     weight = random(64, 64, seed=1).requires_grad_()
     h = random(64, 64).requires_grad_() * 1
-    with Tape(Codec("int8", 0)):
+    with taping(codec=encoder("int8")):
         z = F.linear(h, weight)
     before = h.detach().clone()
     with torch.no_grad():
@@ -162,9 +170,9 @@ def test_sdpas_softmax_is_computed_again_from_8_bits_at_least(kind):
     mask = torch.zeros(64, 64).masked_fill(torch.ones(64, 64).triu(1).bool(), torch.finfo(torch.float32).min)
     mask = mask.requires_grad_() * 1  # as T5's, whose bias is trained
     ours, exact = [], []
-    for codec, into in ((None, exact), (Codec(kind, 0), ours)):
+    for codec, into in ((None, exact), (encoder(kind), ours)):
         for _ in range(1 if codec is None else 20):
-            with Tape(codec):
+            with taping(codec=codec):
                 o = F.scaled_dot_product_attention(3 * q, 3 * k, v * 1, attn_mask=mask)
             into.append(torch.autograd.grad(o, (q, k, v), random(*o.shape, seed=5)))
     for mine, (truth,) in zip(zip(*ours, strict=True), zip(*exact, strict=True), strict=True):

@@ -200,3 +200,39 @@ def test_a_source_that_is_written_to_after_the_forward_raises(device, name):
     OTHERS[name](source)
     with pytest.raises(KeptTensorChangedError, match="modified by an inplace operation"):
         handle.get()
+
+
+@pytest.fixture
+def x(device):
+    return random(4, 20, device=device).requires_grad_()
+
+
+@pytest.fixture
+def weight(device):
+    return random(20, 20, device=device, seed=1).requires_grad_()
+
+
+@pytest.mark.parametrize("what", ["a source", "what is kept", "a kept output", "a weight"])
+def test_a_change_after_the_forward_raises_as_in_stock(x, weight, what):
+    with taping():
+        h = x * 1
+        y = torch.exp(h) if what == "a kept output" else torch.sin(h) if what == "a source" else h
+        z = (y @ weight).sum()
+    changed = {"a source": h, "what is kept": h, "a kept output": y, "a weight": weight}[what]
+    with torch.no_grad():
+        changed.add_(1)
+    with pytest.raises(
+        KeptTensorChangedError, match="modified by an inplace operation.*version 0 and is now at version 1"
+    ):
+        z.backward()
+
+
+def test_a_norms_weight_is_copied_so_that_writes_through_data_do_not_matter(device, weight):
+    scale = nn.Parameter(random(20, device=device))
+    x = random(4, 20, device=device)
+    expected = (scale * x).detach().T @ torch.ones(4, 20, device=device)
+    with taping(inputs=[x]):
+        z = ((scale * x).detach() @ weight).sum()
+    scale.data.zero_()
+    z.backward()
+    assert_same_bits(weight.grad, expected)

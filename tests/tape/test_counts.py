@@ -1,0 +1,76 @@
+"""What the tape costs its host, in counts that no machine changes: what it does for two layers of a model."""
+
+import contextlib
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hf_memsave import patch
+from hf_memsave.tape import Tape, prices
+from hf_memsave.tape.record import Node
+from support.families import FAMILIES, MORE, QUOTED, batch_for, build
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA's dropout is another function")
+
+COUNTED = (Tape, "record"), (Tape, "pack"), (prices, "settle"), (Node, "make")
+#: At most so many records, tensors packed, nodes settled at once and nodes run, in fp32 and under bf16 autocast. Nodes
+#: of the sweep at a block's end are among those run.
+LIMITS = {
+    "bert": ((18, 60, 10, 10), (50, 60, 34, 34)),
+    "roberta": ((18, 60, 10, 10), (50, 60, 34, 34)),
+    "gpt2": ((36, 58, 26, 28), (56, 58, 42, 44)),
+    "t5-encoder": ((40, 68, 16, 16), (66, 68, 44, 44)),
+    "t5-decoder": ((72, 110, 22, 22), (112, 110, 66, 66)),
+    "t5-gated-encoder": ((56, 82, 34, 34), (86, 82, 66, 66)),
+    "llama": ((52, 76, 12, 12), (82, 76, 40, 40)),
+    "mistral": ((52, 76, 12, 12), (82, 76, 40, 40)),
+    "phi": ((60, 64, 24, 24), (98, 64, 46, 46)),
+    "phi3": ((66, 68, 18, 18), (84, 68, 34, 34)),
+    "opt": ((24, 60, 8, 8), (56, 60, 32, 32)),
+    "distilbert": ((14, 58, 8, 8), (46, 58, 32, 32)),
+    "electra": ((18, 60, 10, 10), (50, 60, 34, 34)),
+    "qwen2": ((52, 76, 12, 12), (88, 76, 40, 40)),
+    "qwen3": ((72, 100, 42, 42), (110, 100, 82, 82)),
+    "gemma": ((56, 76, 12, 16), (86, 76, 40, 44)),
+}
+
+
+@pytest.fixture
+def counts(monkeypatch):
+    found = Counter()
+
+    def counted(owner, name):
+        right = getattr(owner, name)
+
+        def count(*args, **kwargs):
+            found[name] += 1
+            return right(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, count)
+
+    for owner, name in COUNTED:
+        counted(owner, name)
+    return found
+
+
+def of_step(counts, family, layers, autocast):
+    size = replace(QUOTED, layers=layers)
+    model = build(family, size)
+    patch(model)
+    counts.clear()
+    with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
+        loss = model(**batch_for(model, size)).loss
+    loss.backward()
+    return Counter(counts)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "autocast"])
+@pytest.mark.parametrize("family", FAMILIES + MORE)
+def test_two_layers_take_no_more_steps_of_the_tape(family, mode, counts):
+    of_4, of_6 = (of_step(counts, family, layers, mode == "autocast") for layers in (4, 6))
+    found = tuple(of_6[name] - of_4[name] for _, name in COUNTED)
+    limit = LIMITS[family][mode == "autocast"]
+    assert all(n > 0 for n in found)
+    assert all(n <= most for n, most in zip(found, limit, strict=True)), f"{found}, expected at most {limit}"

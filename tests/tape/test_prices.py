@@ -1,0 +1,207 @@
+"""What the tape keeps of what it might: the fewest new bytes, for a bounded time in backward."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from hf_memsave.tape import Tape
+from hf_memsave.tape.prices import MOST_WORK, SPAN
+from hf_memsave.tape.record import Held, Ticket
+from support.helpers import assert_same_bits, kept, nbytes, nodes, random, taping
+
+SHAPE = (8, 40)
+
+
+@pytest.fixture
+def a(device):
+    return random(*SHAPE, device=device)
+
+
+@pytest.fixture
+def b(device):
+    return random(*SHAPE, device=device, seed=1)
+
+
+def is_remade(handle):
+    """Also of one that was kept before its sources were."""
+    return isinstance(handle, Ticket) or (isinstance(handle, Held) and handle.tensor is None)
+
+
+def alive(tensor_ref):
+    return not tensor_ref.expired()
+
+
+# Which.
+
+
+def test_one_tensor_is_kept_and_not_two_that_it_is_made_of(a, b):
+    with taping() as tape:
+        handle = tape.pack(a + b)
+    assert not is_remade(handle)
+
+
+@pytest.mark.parametrize("others_first", [True, False])
+def test_a_tensor_is_remade_of_two_that_are_kept(a, b, others_first):
+    handles = {}
+    with taping() as tape:
+        y = a + b
+        for name in "aby" if others_first else "yab":
+            handles[name] = tape.pack({"a": a, "b": b, "y": y}[name])
+        ref, expected = StorageWeakRef(y.untyped_storage()), y.clone()
+        del y
+    assert is_remade(handles["y"]) and not is_remade(handles["a"])
+    assert not alive(ref)
+    assert_same_bits(handles["y"].get(), expected)
+
+
+def test_a_tensor_is_remade_of_one_that_is_kept_and_one_that_is_remade(a):
+    with taping() as tape:
+        handles = [tape.pack(a), tape.pack(a.sin() * a.cos())]
+    assert [is_remade(handle) for handle in handles] == [False, True]
+
+
+def test_the_narrower_of_a_tensor_and_its_source_is_kept(device):
+    wide, low = random(*SHAPE, device=device), random(*SHAPE, dtype=torch.bfloat16, device=device)
+    with taping() as tape:
+        assert not is_remade(tape.pack(wide.bfloat16()))
+        assert is_remade(tape.pack(low.float()))
+
+
+def test_one_source_is_kept_for_all_that_is_made_of_it(device):
+    x = random(*SHAPE, dtype=torch.bfloat16, device=device).requires_grad_()
+
+    def fn(x):
+        wide = torch.ops.aten.clone(x).float()
+        return sum(torch.ops.aten.mul(y, y).bfloat16() for y in (wide * 2, wide.exp() * 1, wide + 1))
+
+    factors = 2 * 8  # which autograd keeps as float64 tensors
+    assert kept(fn, x, tape=True, linear=False) == x.nbytes + factors
+
+
+def test_a_part_is_kept_where_the_whole_is_not_needed(device):
+    x = random(64, 40, device=device)
+    assert kept(lambda x: torch.ops.aten.sin(x[:4].neg()), x, tape=True, linear=False) == nbytes(x[:4])
+
+
+def test_what_a_tape_is_called_with_costs_nothing(a):
+    with taping(inputs=[a]) as tape:
+        assert is_remade(tape.pack(a.sin()))
+    with taping() as tape:
+        assert not is_remade(tape.pack(a.sin()))
+
+
+def test_a_matrix_costs_nothing_to_convert_and_a_vector_a_copy(device):
+    matrix, vector = nn.Parameter(random(64, 40, device=device)), nn.Parameter(random(40, device=device))
+    with taping() as tape:
+        low, wide = tape.pack(matrix.bfloat16()), tape.pack(vector.repeat(64, 1))
+    expected = vector.detach().repeat(64, 1)
+    vector.data.zero_()  # as optimizers do
+    assert is_remade(low) and is_remade(wide)
+    assert_same_bits(low.get(), matrix.bfloat16())
+    assert_same_bits(wide.get(), expected)
+
+
+@pytest.mark.parametrize("change", ["written", "freed"])
+def test_a_parameter_that_changes_after_its_block_is_as_it_was(a, change):
+    """FSDP2 frees parameters as their block ends; a kept tensor may give way to its sources later."""
+    vector = nn.Parameter(random(SHAPE[1], device=a.device))
+    with taping() as tape:
+        y = a * vector
+        handle = tape.pack(y)
+        of_source = tape.pack(a)
+        tape.end_block(y)
+        if change == "written":
+            vector.data.zero_()
+        else:
+            vector.untyped_storage().resize_(0)
+    assert of_source is not None
+    assert_same_bits(handle.get(), y)
+
+
+def test_a_tensor_whose_keeper_died_is_not_kept_for_others(a):
+    """A branch that no gradient goes through: ``h.sigmoid() > 0.5``."""
+    with taping() as tape:
+        h = torch.ops.aten.clone(a).requires_grad_()
+        torch.ops.aten.sigmoid(h)  # keeps its result
+        s = h * 2
+        torch.ops.aten.square(s)  # keeps s
+        mask = s > 0.5
+        handle = tape.pack(mask)
+    assert not is_remade(handle)
+
+
+def test_a_kept_tensor_holds_nothing_that_it_was_made_of(a):
+    with taping() as tape:
+        left, right = torch.ops.aten.clone(a), torch.ops.aten.clone(a)[:1]
+        refs = [StorageWeakRef(t.untyped_storage()) for t in (left, right)]
+        of_left = tape.pack(left)
+        y = left + right
+        handle = tape.pack(y)
+    del left, right, of_left
+    assert not any(map(alive, refs))
+    assert_same_bits(handle.get(), y)
+
+
+# How much work.
+
+
+def test_no_tensor_takes_more_than_so_many_functions(a):
+    with taping(inputs=[a]) as tape:
+        x, handles = a, []
+        for _ in range(4 * MOST_WORK):
+            x = torch.sin(x)
+            handles.append(tape.pack(x))
+    assert max(node.work for node in nodes()) <= MOST_WORK
+    assert sum(not is_remade(handle) for handle in handles) <= 8
+    assert_same_bits(handles[-1].get(), x)
+
+
+def test_no_tensor_is_remade_from_many_blocks_back(device):
+    """A residual sum in fp32 of branches in bf16, as under autocast: in backward each sum is made a few times at most."""
+    x, calls, blocks = random(*SHAPE, device=device).requires_grad_(), [], 24
+
+    def add(x, y):
+        calls.append(1)
+        return torch.add(x, y)
+
+    with Tape({}, inputs=[x]) as tape:
+        for _ in range(blocks):
+            branch = torch.ops.aten._to_copy(torch.ops.aten.sin(x.detach()), dtype=torch.bfloat16).requires_grad_()
+            y = torch.ops.aten.mul(branch, branch)  # keeps the branch
+            total = add(x, y)
+            tape.record(total, add, (x, y))
+            x = total
+            z = torch.ops.aten.square(x)  # keeps the sum
+            tape.end_block(x)
+    assert max(node.work for node in nodes()) <= 2 * SPAN + 2
+    calls.clear()
+    (x + z).sum().backward()
+    assert len(calls) <= 3 * blocks
+
+
+# Autocast.
+
+
+def test_backward_under_autocast_remakes_what_was_made_without(device):
+    x, w = random(4, 8, device=device), random(64, 8, device=device)
+    weight = random(4, 64, device=device).requires_grad_()
+    with taping(inputs=[x, w]) as tape:
+        y = F.linear(x, w)  # thin: such a product may run again
+        assert is_remade(tape.pack(y))
+        z = (y * weight).sum()
+    with torch.autocast(device.type, torch.bfloat16):
+        z.backward()
+    assert_same_bits(weight.grad, y)
+
+
+def test_backward_without_autocast_remakes_what_was_made_under_it(device):
+    x, w = random(4, 8, device=device), random(64, 8, device=device)
+    weight = random(4, 64, device=device).requires_grad_()
+    with torch.autocast(device.type, torch.bfloat16), taping(inputs=[x, w]) as tape:
+        y = F.linear(x, w)
+        assert is_remade(tape.pack(y))
+        z = (y * weight).sum()
+    z.backward()
+    assert_same_bits(weight.grad, y.float())
