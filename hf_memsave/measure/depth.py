@@ -5,8 +5,8 @@ them all::
 
     kept(L) = kept(d) + (L - d) / p * (kept(d + p) - kept(d)),      d = p + L mod p
 
-Patched, p is a multiple of 6, and d at least 4: under autocast a tape keeps a residual sum after every second or third
-block, and remakes those between.
+Patched, p is a multiple of s (s + 1), and d at least s + 2, where s is :data:`~hf_memsave.tape.prices.SPAN`: under
+autocast a tape keeps a residual sum after every s-th or next block, and remakes those between.
 
 An encoder-decoder model has such a term for each of its two stacks. That the layers do repeat is checked: the number of
 parameters at full depth (a model on the meta device has no bytes) must follow from the small models' in the same way.
@@ -33,6 +33,7 @@ from hf_memsave.measure.models import build, choose_head
 from hf_memsave.measure.skip_values import SkipValues
 from hf_memsave.patching.patch import patch
 from hf_memsave.tape import measure_kept
+from hf_memsave.tape.prices import SPAN
 
 # What the memory check expects: the most that stock keeps in a layer of any family, plain and with adapters (DoRA in
 # fp32), and for the logits of a token.
@@ -40,7 +41,7 @@ _MOST_U, _MOST_U_ADAPTED = 50, 160
 _LOGIT_BYTES = 14
 _GIB = 2**30
 # After how many blocks what a tape keeps of one repeats itself, and from which on.
-_REPEATS, _FROM = 6, 4
+_REPEATS, _FROM = SPAN * (SPAN + 1), SPAN + 2
 
 
 @dataclass(frozen=True, kw_only=True)

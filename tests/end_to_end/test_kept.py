@@ -48,8 +48,12 @@ def kept(family, mode, layers, padded=False, patched=True, batch=QUOTED.batch):
         return measure_kept(model, batch_for(model, size, padded)).total
 
 
-def u_per_layer(family, mode, padded=False, patched=True, first=2, last=4):
-    """The mean of an even number of layers: every second one keeps a residual sum for the one before it too."""
+def u_per_layer(family, mode, padded=False, patched=True, last=4):
+    """The mean of an even number of layers, as every second one may keep a residual sum for the one before it too.
+
+    A T5 decoder's third layer pays for all: there its stack's bias and the encoder's output are kept, once.
+    """
+    first, last = (4, last + 2) if family == "t5-decoder" else (2, last)
     itemsize = 4 if mode == "fp32" else 2
     bytes_ = kept(family, mode, last, padded, patched) - kept(family, mode, first, padded, patched)
     return bytes_ / (last - first) / QUOTED.u(itemsize)

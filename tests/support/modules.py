@@ -4,7 +4,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from transformers import LlamaConfig, Phi3Config, T5Config
 from transformers.activations import (
     ACT2FN,
@@ -116,6 +118,31 @@ MLPS = {
     "T5DenseGatedActDense without dropout": Module(_t5(T5DenseGatedActDense, "gated-gelu", 0.0), _wide(2), 3),
 }  # fmt: skip
 MODULES = {**NORMS, **ACTIVATIONS, **MLPS}
+
+
+#: Layers that hide what they do in functions of C++ or Python, or that are seldom seen: no more than stock.
+OTHERS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Tensor]]] = {
+    "MultiheadAttention": (lambda: nn.MultiheadAttention(HIDDEN, 4, dropout=0.1), lambda m, x: m(x, x, x)[0]),
+    "TransformerEncoderLayer": (lambda: nn.TransformerEncoderLayer(HIDDEN, 4, WIDTH), lambda m, x: m(x)),
+    "TransformerDecoderLayer": (lambda: nn.TransformerDecoderLayer(HIDDEN, 4, WIDTH), lambda m, x: m(x, x)),
+    "LSTM": (lambda: nn.LSTM(HIDDEN, HIDDEN), lambda m, x: m(x)[0]),
+    "GRU": (lambda: nn.GRU(HIDDEN, HIDDEN), lambda m, x: m(x)[0]),
+    "weight_norm": (lambda: weight_norm(nn.Linear(HIDDEN, HIDDEN)), lambda m, x: m(x)),
+    "spectral_norm": (lambda: spectral_norm(nn.Linear(HIDDEN, HIDDEN)).eval(), lambda m, x: m(x)),
+    "Bilinear": (lambda: nn.Bilinear(HIDDEN, HIDDEN, 8), lambda m, x: m(x, x)),
+    "InstanceNorm1d": (lambda: nn.InstanceNorm1d(SEQ, affine=True), lambda m, x: m(x)),
+    "LocalResponseNorm": (lambda: nn.LocalResponseNorm(2), lambda m, x: m(x)),
+    "CosineSimilarity": (nn.CosineSimilarity, lambda m, x: m(x, x.flip(0))),
+    "PReLU": (nn.PReLU, lambda m, x: m(x)),
+    "Softmax": (lambda: nn.Softmax(-1), lambda m, x: m(x)),
+    "gumbel softmax": (nn.Identity, lambda m, x: F.gumbel_softmax(x, hard=True)),
+    "cross entropy": (nn.Identity, lambda m, x: F.cross_entropy(x.flatten(0, 1), torch.zeros(ROWS).to(x).long())[None]),
+    "smooth l1": (nn.Identity, lambda m, x: F.smooth_l1_loss(x, x * 2)[None]),
+    "cumsum": (nn.Identity, lambda m, x: x.cumsum(0).exp()),
+    "sort": (nn.Identity, lambda m, x: x.sort()[0].exp() * x),
+    "fft": (nn.Identity, lambda m, x: torch.fft.rfft(x).abs()),
+    "einsum": (lambda: nn.Linear(HIDDEN, HIDDEN), lambda m, x: torch.einsum("abc,dc->abd", x, m.weight)),
+}
 
 
 def made(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:

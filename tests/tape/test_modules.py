@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from support.helpers import (
     DTYPES,
@@ -16,7 +17,7 @@ from support.helpers import (
     random,
     subsets,
 )
-from support.modules import ACTIVATIONS, BATCH, HIDDEN, MLPS, MODULES, NORMS, ROWS, SEQ, WIDTH, given, made
+from support.modules import ACTIVATIONS, BATCH, HIDDEN, MLPS, MODULES, NORMS, OTHERS, ROWS, SEQ, WIDTH, given, made
 
 SHAPE = (BATCH, SEQ, HIDDEN)
 #: Norms that convert what they are given to fp32.
@@ -171,3 +172,22 @@ def test_t5_keeps_no_copy_for_an_fp32_output_projection(device, name):
     assert_is_stocks(module, x)
     assert_is_stocks(module.half(), x.half())
 
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_layer_is_exact_and_keeps_no_more_than_stock(device, name, autocast):
+    make, call = OTHERS[name]
+    torch.manual_seed(0)
+    module, x = make().to(device), random(*SHAPE, device=device)
+
+    class Calls(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = module
+
+        def forward(self, x):
+            return call(self.module, x)
+
+    assert_is_stocks(Calls(), x, autocast=autocast)
+    here, stock = (kept(Calls(), x, tape, linear=False, autocast=autocast) for tape in (True, False))
+    assert here <= stock

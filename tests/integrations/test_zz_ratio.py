@@ -1,0 +1,226 @@
+"""Adapters beyond plain LoRA on all linears: fewer targets, DoRA, quantized bases, PEFT's other methods."""
+
+import copy
+from dataclasses import replace
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from hf_memsave import measure_kept, patch
+from support.families import QUOTED, batch_for, build
+from support.helpers import only_on_cpu
+from support.lora import RANK, SIZE, adapted, assert_trains_like, autocast, outputs, quantized, rank_terms, train
+
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+#: Between them, what is kept after every second or third block evens out.
+DEPTHS = 2, 8
+#: Widths of a LLaMA layer's linears, out of each, in units of the hidden size.
+OUT = 1 + 0.5 + 0.5 + 1 + 2.75 + 2.75 + 1
+
+
+def per_layer(make, mode="bf16, fp32 adapters", patched=True):
+    """What a layer keeps, on average: the difference of two depths."""
+    kept = []
+    for layers in DEPTHS:
+        model = make(replace(QUOTED, layers=layers))
+        if patched:
+            patch(model)
+        with autocast(mode):
+            kept.append(measure_kept(model, batch_for(model, QUOTED)).total)
+    return (kept[1] - kept[0]) / (DEPTHS[1] - DEPTHS[0])
+
+
+# Few targets, and frozen parts.
+
+
+@pytest.mark.parametrize("mode", ["bf16, fp32 adapters", "bf16", "fp32", "autocast"])
+def test_lora_on_q_and_v_keeps_the_floor(mode, device):
+    only_on_cpu(device)
+
+    def make(size):
+        config = LoraConfig(r=RANK, target_modules=["q_proj", "v_proj"], lora_dropout=0.05)
+        base = build("llama", size, torch.float32 if mode in ("fp32", "autocast") else torch.bfloat16)
+        return get_peft_model(base, config, autocast_adapter_dtype=mode != "bf16").train()
+
+    u = QUOTED.u(4 if mode == "fp32" else 2)
+    floor = (12.5 if mode == "autocast" else 10.5) * u + rank_terms(2, mode, QUOTED)
+    print('RATIO', mode, per_layer(make,mode)/QUOTED.u(2), per_layer(make, mode) / floor)
+
+
+@pytest.mark.parametrize("kind", ["norm", "linear", "llama_norm"])
+def test_a_frozen_module_keeps_and_computes_no_gradient_of_its_own(kind, device):
+    frozen = {"norm": nn.LayerNorm, "linear": lambda n: nn.Linear(n, n), "llama_norm": llama_norm}[kind](256)
+    model = nn.Sequential(nn.Linear(256, 256), frozen, nn.SiLU(), nn.Linear(256, 8)).to(device)
+    frozen.requires_grad_(False)
+    patch(model)
+    x = torch.randn(64, 256, device=device)
+    model(x).sum().backward()
+    assert all(p.grad is None for p in frozen.parameters())
+    assert model[0].weight.grad is not None
+    u = x.numel() * 4
+    statistics = {"norm": 2 * 64 * 4, "linear": 0, "llama_norm": 64 * 4}[kind]
+    of_silu = 0 if kind == "norm" else u  # SiLU's input is LayerNorm's output, which is made again
+    kept = measure_kept(model, x).total - 64 * 8 * 4  # less the output
+    assert (
+        kept <= (0 if kind == "linear" else u) + of_silu + statistics + 2 * 256 * 4
+    )  # its own copy of a weight and a bias
+
+
+def llama_norm(n):
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    return LlamaRMSNorm(n)
+
+
+# DoRA: the floor, and one base result a target, which the magnitude's gradient is a product with.
+
+
+@pytest.mark.parametrize(
+    ("mode", "dropout", "in_u"), [("bf16", 0.0, 1), ("bf16", 0.05, 1), ("bf16, fp32 adapters", 0.05, 2)]
+)
+def test_dora_keeps_the_floor_and_one_result_a_target(mode, dropout, in_u, device):
+    only_on_cpu(device)
+    ours = per_layer(lambda size: adapted("llama", mode, dropout, size, use_dora=True), mode)
+    magnitudes = 3 * OUT * QUOTED.hidden * 4
+    floor = (10.5 + in_u * OUT) * QUOTED.u(2) + rank_terms(7, mode, QUOTED) + magnitudes
+    print('RATIO', ours/QUOTED.u(2), ours / (floor))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.05])
+@pytest.mark.parametrize("mode", ["bf16, fp32 adapters", "bf16", "fp32", "autocast"])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])  # with biases, transposed weights, without
+def test_dora_trains_like_stock(family, mode, dropout, device):
+    only_on_cpu(device)
+    stock = adapted(family, mode, dropout, use_dora=True)
+    ours = copy.deepcopy(stock)
+    patch(ours)
+    assert_trains_like(ours, stock, mode, steps=3)
+
+
+# Quantized bases.
+
+
+@pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "bf16"])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("family", "floor", "targets"), [("bert", 10, 6), ("gpt2", 10, 4), ("llama", 10.5, 7)])
+def test_a_quantized_base_keeps_the_same_floor(family, floor, targets, bits, prepared, saved, device):
+    only_on_cpu(device)
+    ours = per_layer(lambda size: quantized(saved(size, family), bits, prepared, family))
+    u = QUOTED.u(4 if prepared else 2)  # prepare_model_for_kbit_training makes the residual stream fp32
+    print('RATIO', ours/QUOTED.u(2), ours / ((floor * u + rank_terms(targets, "fp32", QUOTED))))
+
+
+def test_the_meter_counts_what_8bit_linears_hide(saved, device):
+    only_on_cpu(device)
+    of = {bits: per_layer(lambda size, bits=bits: quantized(saved(size), bits), patched=False) for bits in (4, 8)}
+    hidden = 2 + 2.75  # each norm's output and the gated product; o_proj's input is kept by attention anyway
+    assert of[8] - of[4] == pytest.approx(hidden * QUOTED.u(4), rel=0.01)
+
+
+@pytest.mark.parametrize(("bits", "dora"), [(4, False), (4, True), (8, False)])  # stock cannot train DoRA on 8 bits
+def test_a_quantized_base_trains_like_stock(bits, dora, saved, device):
+    only_on_cpu(device)
+    stock = quantized(saved(SIZE), bits, use_dora=dora)
+    ours = quantized(saved(SIZE), bits, use_dora=dora)
+    patch(ours)
+    assert_trains_like(ours, stock, steps=3)
+
+
+def test_dora_on_nf4_keeps_no_dequantized_weight(saved, device):
+    only_on_cpu(device)
+    ours = per_layer(lambda size: quantized(saved(size), 4, use_dora=True))
+    floor = (10.5 + OUT) * QUOTED.u(4) + rank_terms(7, "fp32", QUOTED) + 3 * OUT * QUOTED.hidden * 4
+    print('RATIO', ours/QUOTED.u(2), ours / (floor))
+
+
+# PEFT's other methods.
+
+METHODS = {
+    "ia3": peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "loha": peft.LoHaConfig(r=4, target_modules=LINEARS),
+    "oft": peft.OFTConfig(oft_block_size=8, r=0, target_modules=LINEARS),
+    "boft": peft.BOFTConfig(boft_block_size=4, target_modules=LINEARS),
+    "VeloraLinearVariant": LoraConfig(r=RANK, target_modules=LINEARS, velora_config=peft.VeloraConfig()),
+}
+PROMPTS = {
+    "prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+}
+
+
+def with_method(config):
+    torch.manual_seed(0)
+    return get_peft_model(build("llama", SIZE), copy.deepcopy(config)).train()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_other_methods_train_like_stock_and_keep_less(name, device):
+    only_on_cpu(device)
+    stock = with_method(METHODS[name])
+    ours = copy.deepcopy(stock)
+    patch(ours)
+    assert_trains_like(ours, stock, "fp32", steps=3)
+    assert measure_kept(ours, batch_for(ours, SIZE)).total < measure_kept(stock, batch_for(stock, SIZE)).total
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_virtual_tokens_train_like_stock(name, device):
+    only_on_cpu(device)
+    stock = with_method(PROMPTS[name])
+    ours = copy.deepcopy(stock)
+    patch(ours)
+    (losses, ours_after), (stock_losses, stock_after) = train(ours, "fp32", 3), train(stock, "fp32", 3)
+    assert losses == stock_losses and len(set(losses)) == 3
+    assert all(torch.equal(ours_after[n], p) for n, p in stock_after.items()) and stock_after
+
+
+def test_lora_fa_trains_like_stock_and_keeps_no_input_of_lora_a(device):
+    from peft.optimizers import create_lorafa_optimizer
+
+    only_on_cpu(device)
+    stock = adapted("llama", "fp32")
+    ours = copy.deepcopy(stock)
+    patch(ours)
+    finals = []
+    for model in (ours, stock):
+        torch.manual_seed(3)
+        optimizer = create_lorafa_optimizer(model, r=RANK, lora_alpha=16, lr=1e-2)
+        for step in range(3):
+            model(**batch_for(model, SIZE, seed=step)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        finals.append({n: p for n, p in model.named_parameters() if "lora_" in n})
+    assert all(torch.equal(finals[0][n], p) for n, p in finals[1].items())
+    assert measure_kept(ours, batch_for(ours, SIZE)).total < 0.7 * measure_kept(stock, batch_for(stock, SIZE)).total
+
+
+@pytest.mark.parametrize("targets", [["embed_tokens", "q_proj"], ["embed_tokens", "lm_head"]], ids=str)
+def test_adapters_of_embeddings_train_like_stock(targets, device):
+    only_on_cpu(device)
+    torch.manual_seed(0)
+    config = LoraConfig(r=RANK, target_modules=targets, lora_dropout=0.05, init_lora_weights=False)
+    stock = get_peft_model(build("llama", SIZE, torch.bfloat16), config).train()
+    ours = copy.deepcopy(stock)
+    patch(ours)
+    assert_trains_like(ours, stock, steps=3)
+
+
+def test_a_batch_of_several_adapters_is_stocks(device):
+    only_on_cpu(device)
+    stock = adapted("llama")
+    stock.add_adapter("second", LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    stock.eval()
+    ours = copy.deepcopy(stock)
+    patch(ours)
+    batch = batch_for(ours, SIZE)
+    names = ["second", "__base__"]
+    results = []
+    for model in (ours, stock):
+        embeddings = model.get_input_embeddings().weight.requires_grad_()
+        output = model(**batch, adapter_names=names)
+        results.append((output.loss.detach(), *torch.autograd.grad(output.loss, embeddings)))
+    assert all(map(torch.equal, *results))
+    assert not torch.equal(outputs(ours), ours(**batch, adapter_names=names).logits)

@@ -1,0 +1,128 @@
+"""The private names of PyTorch: all in one file, each there, and each answering what it is asked."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+
+import hf_memsave
+from hf_memsave.tape import private
+from support.helpers import random, taping
+
+TAPE = Path(hf_memsave.__file__).parent / "tape"
+#: Files that watch what is kept, and are no part of training.
+METERS = {"meter.py", "step_meter.py"}
+#: Public in all but name: PyTorch documents how to subclass tensors by them.
+DOCUMENTED = "torch.utils._python_dispatch"
+
+
+def private_names(path):
+    """Dotted names of torch, with a part that begins with an underscore."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            found.add(ast.unparse(node))
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {
+        name
+        for name in found
+        if name.startswith("torch.") and any(part.startswith("_") and part[:2] != "__" for part in name.split("."))
+    }
+
+
+def test_private_names_stand_in_one_file():
+    for path in TAPE.glob("*.py"):
+        if path.name not in METERS | {"private.py"}:
+            assert {name for name in private_names(path) if not name.startswith(DOCUMENTED)} == set(), path.name
+
+
+def test_every_private_name_is_there():
+    names = private_names(TAPE / "private.py")
+    assert len(names) > 8
+    for name in names:
+        found = torch
+        for part in name.split(".")[1:]:
+            found = getattr(found, part)
+
+
+def test_innermost_hooks_are_those_of_this_place():
+    def pack(tensor):
+        return tensor
+
+    assert private.innermost_hooks() is None
+    with saved_tensors_hooks(pack, pack):
+        assert private.innermost_hooks() == (pack, pack)
+        with taping() as tape:
+            assert private.innermost_hooks()[0].__self__ is tape
+        assert private.innermost_hooks() == (pack, pack)
+    assert private.innermost_hooks() is None
+
+
+def test_hooks_work_where_they_do():
+    assert private.hooks_work()
+    with torch.no_grad():
+        assert not private.hooks_work()
+    with disable_saved_tensors_hooks("not here"):
+        assert not private.hooks_work()
+    with torch.autograd.forward_ad.dual_level():
+        assert not private.hooks_work()
+    seen = []
+    torch.func.grad(lambda x: seen.append(private.hooks_work()) or x.sum())(torch.ones(2))
+    assert seen == [False]
+    assert private.hooks_work()
+
+
+def test_a_backward_has_a_number_and_an_end():
+    numbers, events = [], []
+
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            numbers.append(private.backward_id())
+            private.after_backward(lambda: events.append("end"))
+            events.append("asked")
+            return dy
+
+    assert private.backward_id() == -1
+    for _ in range(2):
+        x = random(3).requires_grad_()
+        (Asks.apply(x) + Asks.apply(x)).sum().backward()
+    assert numbers[0] == numbers[1] != numbers[2] == numbers[3] > -1
+    assert events == ["asked", "asked", "end", "end"] * 2
+
+
+def test_modes_are_put_back():
+    assert private.innermost_mode() is None
+    with taping() as outer:
+        with taping() as inner:
+            assert private.innermost_mode() is inner
+        assert private.innermost_mode() is outer
+        mode = private.pop_mode()
+        assert private.innermost_mode() is None
+        private.push_mode(mode)
+    assert private.innermost_mode() is None
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_autocast_is_switched_off_and_on_again(device, enabled):
+    with torch.autocast(device.type, torch.bfloat16, enabled=enabled):
+        assert private.any_autocast() == enabled
+        with private.no_autocast():
+            assert not private.any_autocast()
+        assert private.any_autocast() == enabled
+
+
+def test_a_write_that_does_not_count():
+    x = random(3)
+    version = x._version
+    with private.unversioned(x):
+        x.zero_()
+    assert x._version == version
+    assert not x.any()
