@@ -12,13 +12,12 @@ from torch import nn
 from hf_memsave import measure_kept, patch
 from support.families import QUOTED, batch_for, build
 from support.helpers import only_on_cpu
-from support.lora import RANK, SIZE, adapted, assert_trains_like, autocast, outputs, quantized, rank_terms, train
+from support.lora import RANK, SIZE, adapted, assert_trains_like, autocast, outputs, quantized, train
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 #: Between them, what is kept after every second or third block evens out.
 DEPTHS = 2, 8
-#: Widths of a LLaMA layer's linears, out of each, in units of the hidden size.
-OUT = 1 + 0.5 + 0.5 + 1 + 2.75 + 2.75 + 1
+U = QUOTED.u(2)
 
 
 def per_layer(make, mode="bf16, fp32 adapters", patched=True):
@@ -36,8 +35,10 @@ def per_layer(make, mode="bf16, fp32 adapters", patched=True):
 # Few targets, and frozen parts.
 
 
-@pytest.mark.parametrize("mode", ["bf16, fp32 adapters", "bf16", "fp32", "autocast"])
-def test_lora_on_q_and_v_keeps_the_floor(mode, device):
+@pytest.mark.parametrize(
+    ("mode", "floor"), [("bf16, fp32 adapters", 10.72), ("bf16", 10.66), ("fp32", 2 * 10.61), ("autocast", 11.16)]
+)
+def test_lora_on_q_and_v_keeps_the_floor(mode, floor, device):
     only_on_cpu(device)
 
     def make(size):
@@ -45,9 +46,7 @@ def test_lora_on_q_and_v_keeps_the_floor(mode, device):
         base = build("llama", size, torch.float32 if mode in ("fp32", "autocast") else torch.bfloat16)
         return get_peft_model(base, config, autocast_adapter_dtype=mode != "bf16").train()
 
-    u = QUOTED.u(4 if mode == "fp32" else 2)
-    floor = (12.5 if mode == "autocast" else 10.5) * u + rank_terms(2, mode, QUOTED)
-    assert per_layer(make, mode) <= 1.03 * floor
+    assert per_layer(make, mode) <= floor * U
 
 
 @pytest.mark.parametrize("kind", ["norm", "linear", "llama_norm"])
@@ -75,18 +74,15 @@ def llama_norm(n):
     return LlamaRMSNorm(n)
 
 
-# DoRA: the floor, and one base result a target, which the magnitude's gradient is a product with.
+# DoRA: the floor; with dropout, one base result a target, which the magnitude's gradient is a product with.
 
 
 @pytest.mark.parametrize(
-    ("mode", "dropout", "in_u"), [("bf16", 0.0, 1), ("bf16", 0.05, 1), ("bf16, fp32 adapters", 0.05, 2)]
+    ("mode", "dropout", "floor"), [("bf16", 0.0, 12.83), ("bf16", 0.05, 20.46), ("bf16, fp32 adapters", 0.05, 30.23)]
 )
-def test_dora_keeps_the_floor_and_one_result_a_target(mode, dropout, in_u, device):
+def test_dora_keeps_the_floor_and_one_result_a_target(mode, dropout, floor, device):
     only_on_cpu(device)
-    ours = per_layer(lambda size: adapted("llama", mode, dropout, size, use_dora=True), mode)
-    magnitudes = 3 * OUT * QUOTED.hidden * 4
-    floor = (10.5 + in_u * OUT) * QUOTED.u(2) + rank_terms(7, mode, QUOTED) + magnitudes
-    assert ours <= 1.03 * floor
+    assert per_layer(lambda size: adapted("llama", mode, dropout, size, use_dora=True), mode) <= floor * U
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.05])
@@ -103,14 +99,18 @@ def test_dora_trains_like_stock(family, mode, dropout, device):
 # Quantized bases.
 
 
+#: Family -> what a layer keeps in 4 or 8 bits as loaded; and prepared by PEFT, which makes the residual stream fp32, and
+#: with it all that 8-bit linears take. 4-bit ones compute in bf16.
+QUANTIZED = {"bert": (10.6, 12.65, 20.63), "gpt2": (10.44, 14.48, 20.46), "llama": (11.14, 13.15, 21.65)}
+
+
 @pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "bf16"])
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize(("family", "floor", "targets"), [("bert", 10, 6), ("gpt2", 10, 4), ("llama", 10.5, 7)])
-def test_a_quantized_base_keeps_the_same_floor(family, floor, targets, bits, prepared, saved, device):
+@pytest.mark.parametrize("family", QUANTIZED)
+def test_a_quantized_base_keeps_the_floor(family, bits, prepared, saved, device):
     only_on_cpu(device)
-    ours = per_layer(lambda size: quantized(saved(size, family), bits, prepared, family))
-    u = QUOTED.u(4 if prepared else 2)  # prepare_model_for_kbit_training makes the residual stream fp32
-    assert ours <= 1.03 * (floor * u + rank_terms(targets, "fp32", QUOTED))
+    floor = QUANTIZED[family][bits // 4 if prepared else 0]
+    assert per_layer(lambda size: quantized(saved(size, family), bits, prepared, family)) <= floor * U
 
 
 def test_the_meter_counts_what_8bit_linears_hide(saved, device):
@@ -131,9 +131,7 @@ def test_a_quantized_base_trains_like_stock(bits, dora, saved, device):
 
 def test_dora_on_nf4_keeps_no_dequantized_weight(saved, device):
     only_on_cpu(device)
-    ours = per_layer(lambda size: quantized(saved(size), 4, use_dora=True))
-    floor = (10.5 + OUT) * QUOTED.u(4) + rank_terms(7, "fp32", QUOTED) + 3 * OUT * QUOTED.hidden * 4
-    assert ours <= 1.03 * floor
+    assert per_layer(lambda size: quantized(saved(size), 4, use_dora=True)) <= 33.4 * U
 
 
 # PEFT's other methods.
