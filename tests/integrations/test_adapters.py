@@ -99,8 +99,8 @@ def test_dora_trains_like_stock(family, mode, dropout, device):
 # Quantized bases.
 
 
-#: Family -> what a layer keeps in 4 or 8 bits as loaded; and prepared by PEFT, which makes the residual stream fp32, and
-#: with it all that 8-bit linears take. 4-bit ones compute in bf16.
+#: Family -> what a layer keeps in 4 or 8 bits as loaded; and prepared by PEFT, which makes the residual stream fp32,
+#: and with it all that 8-bit linears take. 4-bit ones compute in bf16.
 QUANTIZED = {"bert": (10.6, 12.65, 20.63), "gpt2": (10.44, 14.48, 20.46), "llama": (11.14, 13.15, 21.65)}
 
 

@@ -1,0 +1,205 @@
+"""Models loaded in other ways: offloaded by Accelerate, quantized, or with adapters."""
+
+import types
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaForCausalLM
+
+import hf_memsave
+from hf_memsave.patching.swap import is_patched
+from hf_memsave.tape import current
+from support.families import batch_for, build
+from support.helpers import only_on_cpu
+from support.steps import assert_same, patched_classes, step
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder of a stock LLaMA."""
+    folder = tmp_path_factory.mktemp("llama")
+    build("llama").save_pretrained(folder)
+    return {"llama": folder}
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory, saved):
+    """A LoRA adapter of the LLaMA model, as PEFT saves it; its B matrices are not zero."""
+    torch.manual_seed(0)
+    model = get_peft_model(LlamaForCausalLM.from_pretrained(saved["llama"]), LoraConfig(r=4, lora_dropout=0.1))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    folder = tmp_path_factory.mktemp("adapter")
+    model.save_pretrained(folder)
+    return folder
+
+
+# Accelerate's hooks
+
+OFFLOADED = {
+    "model.embed_tokens": "cpu",
+    "model.rotary_emb": "cpu",
+    "model.layers.0": "cpu",
+    "model.layers.1": "disk",
+    "model.norm": "disk",
+    "lm_head": "cpu",
+}
+
+
+@pytest.fixture
+def dispatched(saved, tmp_path, device):
+    only_on_cpu(device, "a map of CPU and disk")
+
+    def load(**options):
+        return AutoModelForCausalLM.from_pretrained(
+            saved["llama"], device_map=OFFLOADED, offload_folder=tmp_path, **options
+        )
+
+    return load
+
+
+def test_an_offloaded_models_hooks_call_our_forward(dispatched):
+    model = dispatched(memsave=True)
+    hooked = [m for m in model.modules() if "_old_forward" in m.__dict__ and is_patched(m)]
+    assert {type(m).__name__ for m in hooked} == {"LlamaForCausalLM", "LlamaDecoderLayer"}
+    for module in hooked:
+        assert isinstance(module._old_forward, types.MethodType)
+        assert module._old_forward.__func__ is type(module).forward
+
+
+def test_an_offloaded_model_runs_under_our_tape(dispatched):
+    model = dispatched(memsave=True)
+    taped = []
+    for module in (model.model.norm, model.model.layers[1].mlp):
+        module.register_forward_pre_hook(lambda *_: taped.append(current() is not None))
+    model(input_ids=torch.arange(5, 15)[None])
+    assert taped == [True, True]
+
+
+def test_an_offloaded_model_gives_stocks_bits(dispatched):
+    results = []
+    for options in ({"memsave": True}, {}):
+        model = dispatched(**options).train()
+        embedded = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        out = model(inputs_embeds=embedded, use_cache=False)
+        out.logits.square().sum().backward()
+        results.append({"logits": out.logits.detach(), "grad": embedded.grad})
+    assert_same(*results)
+
+
+def test_undo_of_an_offloaded_model_rebinds_the_hooks(dispatched):
+    model = dispatched(memsave=True)
+    hf_memsave.unpatch(model)
+    for module in model.modules():
+        if "_old_forward" in module.__dict__:
+            assert module._old_forward.__func__ is type(module).forward
+    assert patched_classes(model) == {}
+
+
+def taped_norm_calls(model):
+    """Whether our tape is on while each norm runs, in one forward."""
+    seen = []
+    handles = [
+        module.register_forward_pre_hook(lambda *_: seen.append(current() is not None))
+        for module in model.modules()
+        if type(module).__name__ == "LlamaRMSNorm"
+    ]
+    model(**batch_for(model))
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize("first", ["patched", "hooked"])
+def test_hooks_and_patches_come_in_any_order(first, device):
+    model = build("llama").to(device)
+    if first == "patched":
+        hf_memsave.patch(model)
+    for module in model.modules():
+        add_hook_to_module(module, ModelHook())
+    if first == "hooked":
+        hf_memsave.patch(model)
+    assert taped_norm_calls(model) == [True] * 5
+    hf_memsave.unpatch(model)
+    assert taped_norm_calls(model) == [False] * 5
+
+
+def test_undo_reaches_a_forward_that_accelerate_left_on_the_instance(device):
+    model = build("llama").to(device)
+    hf_memsave.patch(model)
+    for module in model.modules():
+        add_hook_to_module(module, ModelHook())
+    remove_hook_from_module(model, recurse=True)
+    assert taped_norm_calls(model) == [True] * 5
+    hf_memsave.unpatch(model)
+    assert taped_norm_calls(model) == [False] * 5
+
+
+# Quantized models
+
+
+def quantized(saved, bits, **options):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    config = BitsAndBytesConfig(
+        load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+    # device_map: the quantizer would move the model to a GPU by itself
+    device_map = {"": 0} if torch.cuda.is_available() else {"": "cpu"}
+    return AutoModelForCausalLM.from_pretrained(
+        saved["llama"], quantization_config=config, device_map=device_map, **options
+    )
+
+
+@pytest.mark.parametrize(("bits", "linear"), [(4, "Linear4bit"), (8, "Linear8bitLt")])
+def test_quantized_linears_keep_their_class(bits, linear, saved):
+    model = quantized(saved, bits, memsave=True)
+    linears = [m for m in model.modules() if type(m).__name__ == linear]
+    assert len(linears) == 14
+    assert all(is_patched(m) == (bits == 8) for m in linears)  # only its node hides an input
+    assert {type(m).__name__ for m in model.modules() if is_patched(m)} - {linear} == {
+        "LlamaForCausalLM", "LlamaDecoderLayer"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantized_model_gives_stocks_bits(bits, saved, device):
+    only_on_cpu(device)
+    results = []
+    for options in ({"memsave": True}, {}):
+        model = quantized(saved, bits, **options).train()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("norm" in name or "embed" in name)
+        results.append(step(model, batch_for(model)))
+    assert_same(*results)
+
+
+# Adapters
+
+ADAPTER_DOORS = {"native": AutoModelForCausalLM, "peft": AutoPeftModelForCausalLM}
+
+
+@pytest.mark.parametrize("door", ADAPTER_DOORS)
+def test_an_adapter_folder_loads_patched(door, adapter):
+    model = ADAPTER_DOORS[door].from_pretrained(adapter, memsave=True)
+    base = model if door == "native" else model.get_base_model()
+    assert {type(m).__name__ for m in base.modules() if is_patched(m)} == {"LlamaForCausalLM", "LlamaDecoderLayer"}
+    assert sum("lora_A" in name for name, _ in model.named_parameters()) == 4  # q and v of two layers
+
+
+@pytest.mark.parametrize("door", ADAPTER_DOORS)
+def test_an_adapter_trains_with_stocks_bits(door, adapter, device):
+    only_on_cpu(device)
+    results = []
+    for options in ({"memsave": True}, {}):
+        model = ADAPTER_DOORS[door].from_pretrained(adapter, **options).train()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora_" in name)
+        results.append(step(model, batch_for(model)))
+    assert_same(*results)
+    assert len(results[0]) == 1 + 8
+
+
