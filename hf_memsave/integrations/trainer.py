@@ -174,8 +174,8 @@ class MemSaveCallback(TrainerCallback):
 def _line(step: Ledger, avoided: dict[str, float]) -> str:
     """What a first step kept and avoided, and by which functions."""
     kept, freed = step.nbytes_kept / _MIB, step.nbytes_avoided / _MIB
-    names = ", ".join(f"{name} {mib:.1f}" for name, mib in avoided.items()) or "nothing"
-    return f"hf_memsave: the first step kept {kept:.1f} MiB and avoided {freed:.1f}: {names}"
+    names = ", ".join(f"{name} {mib:.3g}" for name, mib in avoided.items()) or "nothing"
+    return f"hf_memsave: the first step kept {kept:.3g} MiB and avoided {freed:.3g}: {names}"
 
 
 def _calling_handler() -> CallbackHandler | None:

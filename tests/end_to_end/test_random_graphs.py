@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_memsave import KeptTensorChangedError
-from hf_memsave.tape import prices
+from hf_memsave.tape.record import Node
 from support.helpers import EARLIER, assert_same_bits, autocasting, nodes
 from support.programs import Backward, draw, graph_of
 
@@ -118,27 +118,27 @@ def check(program):
 
 
 @pytest.fixture
-def settled(monkeypatch):
-    """Grows by one for each tensor that is remade instead of kept."""
+def made(monkeypatch):
+    """Grows by one for each tensor that is to be remade instead of kept."""
     found = []
-    settle = prices.settle
+    init = Node.__init__
 
-    def counted(*args):
+    def counted(self, *args):
         found.append(None)
-        return settle(*args)
+        init(self, *args)
 
-    monkeypatch.setattr(prices, "settle", counted)
+    monkeypatch.setattr(Node, "__init__", counted)
     return found
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
-def test_random_graphs_are_as_in_stock(batch, settled):
+def test_random_graphs_are_as_in_stock(batch, made):
     EARLIER.update(nodes())  # of other tests: save_on_cpu without a backward, on CPU, never lets go of a graph
     outcomes, with_nodes = [], 0
     for seed in range(batch * BATCH, (batch + 1) * BATCH):
-        settled.clear()
+        made.clear()
         outcomes.append(check(draw(seed)))
-        with_nodes += bool(settled)
+        with_nodes += bool(made)
     assert with_nodes > 0.8 * BATCH, "few programs remade a tensor: the test tests little"
     assert outcomes.count("same") > 0.7 * BATCH, "few programs run in stock"
     assert outcomes.count("raised") < 0.05 * BATCH, "we raise where stock does not, in more than few programs"

@@ -1,6 +1,7 @@
 """``MemSaveCallback``, ``MemSaveTrainer`` and the mixin: patched at the right moment, reported, logged, undone."""
 
 import json
+import logging
 
 import pytest
 import torch
@@ -141,8 +142,7 @@ def test_hyperparameter_search_finds_what_stock_finds(make):
 def test_a_head_under_a_forward_wrapped_by_accelerate_keeps_no_cast_of_its_weight(make):
     trainer = make(model_init=lambda: build("llama"), callbacks=[callback := MemSaveCallback()], bf16=True)
     trainer.train()
-    (skipped,) = callback.report.skipped
-    assert (skipped.cls, skipped.op) == ("LlamaForCausalLM", "model") and "set by accelerate" in skipped.reason
+    assert callback.report.skipped == () and "_original_forward" in vars(trainer.model)
     plain = make(callbacks=[plain_callback := MemSaveCallback()], bf16=True)
     plain.train()
     kept, plain_kept = (c.metrics["memsave/kept_mib"] * MIB for c in (callback, plain_callback))
@@ -275,6 +275,44 @@ def test_asking_for_nothing_is_refused():
         MemSaveCallback("nope")
 
 
-def test_a_model_with_nothing_to_patch_is_refused_by_name(make):
-    with pytest.raises(PatchError, match="nothing to patch in Linear"):
-        make(torch.nn.Linear(2, 2), callbacks=[MemSaveCallback()])
+# What is avoided, by function; and where that is little.
+
+
+class Linears(torch.nn.Module):
+    """Keeps the input of each linear, which cannot be had for less."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(512, 64)
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        return {"loss": self.layers(self.embed(input_ids)).sum()}
+
+
+def test_one_line_says_what_was_avoided_by_function(make, capsys):
+    reporter = Reporter()
+    trainer = make(callbacks=[reporter, callback := MemSaveCallback()])
+    for _ in range(2):
+        trainer.train()
+        (line,) = [text for text in capsys.readouterr().out.splitlines() if "the first step kept" in text]
+        step = callback.report.step
+        assert f"kept {step.nbytes_kept / MIB:.3g} MiB and avoided {step.nbytes_avoided / MIB:.3g}: " in line
+        avoided = step.by_function("avoided")
+        name, most = next(iter(avoided.items()))
+        assert f": {name} {most / MIB:.3g}" in line
+        of_functions = [{k: v for k, v in logs.items() if "avoided_mib" in k} for logs in reporter.logged if "loss" in logs]
+        expected = {f"memsave/avoided_mib/{name}": n / MIB for name, n in list(avoided.items())[:8]}
+        assert of_functions[-3:] == [expected, {}, {}]
+
+
+@pytest.mark.parametrize(("model", "warnings"), [("llama", 0), (Linears, 1)])
+def test_a_model_where_little_is_avoided_trains_and_gets_one_warning(make, model, warnings, caplog):
+    trainer = make(model if isinstance(model, str) else model(), callbacks=[callback := MemSaveCallback()])
+    with caplog.at_level(logging.WARNING, "hf_memsave"):
+        trainer.train()
+        trainer.train()
+    found = [record.getMessage() for record in caplog.records if "hf_memsave freed" in record.getMessage()]
+    assert len(found) == warnings and len(set(losses(trainer))) == 3
+    for message in found:
+        assert "Linears" in message and next(iter(callback.report.step.by_function("kept"))) in message
