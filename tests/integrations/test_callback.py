@@ -301,7 +301,9 @@ def test_one_line_says_what_was_avoided_by_function(make, capsys):
         avoided = step.by_function("avoided")
         name, most = next(iter(avoided.items()))
         assert f": {name} {most / MIB:.3g}" in line
-        of_functions = [{k: v for k, v in logs.items() if "avoided_mib" in k} for logs in reporter.logged if "loss" in logs]
+        of_functions = [
+            {k: v for k, v in logs.items() if "avoided_mib" in k} for logs in reporter.logged if "loss" in logs
+        ]
         expected = {f"memsave/avoided_mib/{name}": n / MIB for name, n in list(avoided.items())[:8]}
         assert of_functions[-3:] == [expected, {}, {}]
 

@@ -1,0 +1,64 @@
+"""``scripts/bench/sweep_models.py``: small models of many types train as in stock, bit for bit, and a sweep says so."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCH = Path(__file__).parents[1] / "scripts" / "bench"
+#: Text encoders and decoders, both together, experts, a recurrent mixer; images, sound, and images with text.
+TYPES = ["bert", "deberta-v2", "gpt2", "llama", "gemma2", "mixtral", "mamba2", "t5", "bart", "vit", "wav2vec2", "llava"]
+
+
+@pytest.fixture
+def sweep(monkeypatch):
+    monkeypatch.syspath_prepend(BENCH)
+    return importlib.import_module("sweep_models")
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_equal_to_stock_in_every_mode(sweep, model_type):
+    model, batch = sweep.small_model(model_type)
+    for mode in sweep.MODES:
+        *_, run = sweep.compare(model_type, mode, model, batch)
+        assert (run.status, run.finite) == (sweep.SAME, True), run
+        assert run.patched < run.stock or mode == "checkpointing", run
+
+
+def test_small_models_cover_most_types(sweep):
+    types = set(sweep.model_types())
+    assert len(types) >= 200 and set(TYPES) < types
+    model, batch = sweep.small_model("qwen2_vl")
+    assert sum(weight.numel() for weight in model.parameters()) < 1e6
+    assert batch["attention_mask"].sum(1).tolist() == [64 // 4 + 48, 64 // 4 + 32] and "pixel_values" in batch
+
+
+def test_a_type_that_is_left_out_says_why(sweep):
+    with pytest.raises(LookupError, match="stays large"):
+        sweep.small_model("evolla")
+
+
+def test_differences(sweep):
+    one = {"loss": torch.tensor([1.0, float("nan")]), "gradient of a": torch.tensor([2.0]), "gradient of b": None}
+    assert sweep.differences(one, one) == ""
+    assert sweep.differences(one, {"loss": one["loss"]}) == "other parameters or buffers"
+    assert sweep.differences(one, one | {"gradient of a": torch.tensor([3.0])}) == "gradient of a, by up to 5e-01"
+    other = one | {"gradient of a": torch.tensor([2]), "gradient of b": torch.tensor([0.0])}
+    assert sweep.differences(one, other) == "gradient of a and 1 more of 3 values, by up to inf"
+
+
+def test_a_difference_fails_the_sweep_until_it_is_explained(sweep, monkeypatch):
+    run = sweep.Run("bert", "bf16", sweep.DIFFERS, "loss", 2, 1)
+    assert run.unexplained and run.ratio == 0.5
+    monkeypatch.setitem(sweep.EXPLAINED, ("bert", "bf16"), "known")
+    assert not run.unexplained
+    assert "  - loss (known): bert (bf16)" in sweep.summary([run], ["bf16"])
+
+
+def test_report(sweep, tmp_path):
+    assert sweep.main(["--types", "bert", "evolla", "--modes", "fp32", "--out", str(tmp_path / "report")]) == 0
+    same, skipped = json.loads((tmp_path / "report.json").read_text())["runs"]
+    assert (same["type"], same["status"], skipped["status"]) == ("bert", "same", "skipped")
+    assert f"| bert | {same['patched'] / same['stock']:.2f} = |" in (tmp_path / "report.md").read_text()
