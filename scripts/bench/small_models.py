@@ -6,11 +6,12 @@ import inspect
 from typing import Any
 
 import torch
-from small_configs import IMAGE, LENGTH, MEL_BINS, PATCH, VOCABULARY, by_name, small_config
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto import modeling_auto
+
+from small_configs import IMAGE, LENGTH, MEL_BINS, PATCH, VOCABULARY, by_name, small_config
 
 BATCH, SPECIAL_TOKENS, FRAMES = 2, 32, 96
 
@@ -59,8 +60,9 @@ TEXT_ONLY = set(
 #: Types that have a head and are left out, with the reason.
 LEFT_OUT = by_name(
     {
-        "takes inputs that no batch here has": "colmodernvbert colpali colqwen2 dia flava granite4_vision granite_docling idefics "
-        "instructblip instructblipvideo kosmos-2 kyutai_speech_to_text pi0 pix2struct pop2piano siglip2 "
+        "takes inputs that no batch here has": "colmodernvbert colpali colqwen2 dia flava granite4_vision "
+        "granite_docling idefics instructblip instructblipvideo kosmos-2 kyutai_speech_to_text pi0 pix2struct "
+        "pop2piano siglip2 "
         "speech-encoder-decoder voxtral_realtime",
         "its parts must agree in sizes that no table here sets": "blt d_fine deepseek_ocr2 deimv2 dots3_note "
         "fun_asr_nano gemma4_assistant gemma4_unified_assistant inkling2 lw_detr molmo2 moonshine_streaming muse_spark "

@@ -259,11 +259,10 @@ def summary(runs: Sequence[Run], modes: Sequence[str]) -> list[str]:
         f"- median kept/stock: {', '.join(medians) or 'none'}",
     ]
     more = [run for run in measured if run.ratio > 1]
-    lines += _listed("keep more than stock", more, modes, lambda run: f"{run.ratio:.3f}")
+    lines += _listed("keep more than stock", more, lambda run: f"{run.ratio:.2f}")
     for status in (DIFFERS, FAILED, UNSTABLE, NOTHING, SKIPPED):
-        lines += _listed(status, [run for run in runs if run.status == status], modes, _reason)
-    infinite = [run for run in measured if not run.finite]
-    return lines + _listed("not finite in stock", infinite, modes, lambda run: "inf or nan")
+        lines += _listed(status, [run for run in runs if run.status == status], _reason)
+    return lines + _listed("not finite in stock", [run for run in measured if not run.finite], lambda run: "inf or nan")
 
 
 def _reason(run: Run) -> str:
@@ -271,15 +270,14 @@ def _reason(run: Run) -> str:
     return f"{run.detail} ({explained})" if explained else run.detail
 
 
-def _listed(title: str, runs: Sequence[Run], modes: Sequence[str], reason: Callable[[Run], str]) -> list[str]:
-    """A line with a title, and under it one for each reason, with its types and, if not all, their modes."""
+def _listed(title: str, runs: Sequence[Run], reason: Callable[[Run], str]) -> list[str]:
+    """A line with a title, and under it one for each reason, with its types and modes."""
     grouped: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
         grouped[reason(run)][run.type].append(run.mode)
     lines = [f"- {title}: {len({run.type for run in runs})} types, {len(runs)} runs" if runs else f"- {title}: none"]
     for why, types in sorted(grouped.items()):
-        names = [name if len(some) == len(modes) else f"{name} ({', '.join(some)})" for name, some in types.items()]
-        lines.append(f"  - {why}: {', '.join(names)}")
+        lines.append(f"  - {why}: " + ", ".join(f"{name} ({', '.join(modes)})" for name, modes in types.items()))
     return lines
 
 
