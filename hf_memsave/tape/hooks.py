@@ -300,6 +300,13 @@ class Tape(TorchFunctionMode):
             setattr(storage, MARK, record)
         return record
 
+    def known(self, tensor: Tensor) -> Record | None:
+        """The same, where it is known already: FSDP2 fills the storages of parameters, before they are parameters."""
+        try:
+            return getattr(tensor.untyped_storage(), MARK, None) if is_plain(tensor) else None
+        except NotImplementedError:  # a sparse tensor
+            return None
+
     def keep(self, tensor: Tensor) -> Held | Lent:
         """A handle that holds ``tensor`` and nothing less."""
         if self.outer is None:
@@ -362,13 +369,17 @@ class Tape(TorchFunctionMode):
         Returns:
             What goes on the tape.
         """
-        key = id(parameter.untyped_storage()), parameter.storage_offset(), parameter.shape, parameter._version
+        key = _key(parameter)
         handle = self._copies.get(key)
         if handle is None:
             handle = self._copies[key] = self.keep(parameter.detach().clone())
         elif isinstance(handle, Lent):
             handle.uses += 1
         return handle
+
+    def has_copy(self, parameter: Tensor) -> bool:
+        """Whether :meth:`copy_of` made one already."""
+        return _key(parameter) in self._copies
 
     def is_kept(self, tensor: Tensor) -> bool:
         """Whether keeping ``tensor`` itself would cost nothing."""
@@ -400,7 +411,7 @@ class Tape(TorchFunctionMode):
 
     def before_write(self, tensor: Tensor) -> None:
         """Called before ``tensor`` is written to: what was to be remade from it is made now, as stock would keep it."""
-        record = self.record_of(tensor)
+        record = self.known(tensor)
         if record is not None and record.dependents:
             for ref in record.dependents:
                 if (node := ref()) is not None:
@@ -434,6 +445,10 @@ def current() -> Tape | None:
     hooks = innermost_hooks()
     owner = getattr(hooks[0], "__self__", None) if hooks is not None else None
     return owner if isinstance(owner, Tape) else None
+
+
+def _key(parameter: Tensor) -> tuple[Any, ...]:
+    return id(parameter.untyped_storage()), parameter.storage_offset(), parameter.shape, parameter._version
 
 
 def _lent_before(record: Record, tensor: Tensor) -> Lent | None:

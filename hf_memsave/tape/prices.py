@@ -6,6 +6,7 @@ functions to run. Each argument is kept already, or remade in turn, or kept now,
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Collection
 from typing import Any, NamedTuple
@@ -83,7 +84,7 @@ def price_of(
 ) -> tuple[New, int]:
     """The same for having one argument ``x`` of ``func``, with at most ``most`` functions."""
     if record.tape is None:
-        return ({id(storage): x.numel() * x.itemsize} if _is_copied(x, record, func) else {}), 0
+        return _price_of_copy(tape, x, storage) if _is_copied(x, record, func) else ({}, 0)
     if record.costs_nothing():
         return {}, 0
     node = None if record.node is None else record.node()
@@ -95,6 +96,12 @@ def price_of(
         if found is not None and found[1] <= most and sum(found[0].values()) < storage.nbytes():
             return found
     return {id(storage): storage.nbytes() - record.nbytes_of_stand_ins()}, 0
+
+
+def _price_of_copy(tape: Any, x: Tensor, storage: Any) -> tuple[New, int]:
+    """Of a parameter, or none at all where FSDP2 has freed it."""
+    is_there = storage.nbytes() or tape.has_copy(x) or not x.numel()
+    return {id(storage): x.numel() * x.itemsize if is_there else sys.maxsize}, 0
 
 
 def settle(tape: Any, record: Record, storage: Any) -> Node:
@@ -169,6 +176,8 @@ def gather(tape: Any, x: Tensor, found: set[Record]) -> None:
     found.add(record)
     for argument in leaves(record.args, record.kwargs):
         gather(tape, argument, found)
+        if argument.dim() <= 1 and tape.record_of(argument) is PARAMETER:
+            tape.copy_of(argument)  # while it is there
 
 
 def _is_near(tape: Any, node: Node) -> bool:

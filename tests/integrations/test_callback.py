@@ -313,7 +313,6 @@ def test_a_model_where_little_is_avoided_trains_and_gets_one_warning(make, model
     trainer = make(model if isinstance(model, str) else model(), callbacks=[callback := MemSaveCallback()])
     with caplog.at_level(logging.WARNING, "hf_memsave"):
         trainer.train()
-        trainer.train()
     found = [record.getMessage() for record in caplog.records if "hf_memsave freed" in record.getMessage()]
     assert len(found) == warnings and len(set(losses(trainer))) == 3
     for message in found:

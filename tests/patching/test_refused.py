@@ -163,7 +163,7 @@ TAKEN = {
     "a function for a module": (_function, None),
     "a forward on a block": (_replaced("model.layers.1"), "model.layers.1"),
     "a forward on the model inside": (_replaced("model"), None),
-    "a forward on the model": (_replaced(""), ""),
+    "a forward on the model": (_replaced(""), None),
 }
 
 

@@ -6,7 +6,6 @@ A new function needs its arguments in ``support/examples.py``, and nothing here.
 
 import contextlib
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -111,9 +110,9 @@ class Keeping(nn.Module):
 
 
 @every(FUNCTIONS)
-@pytest.mark.parametrize("producer", [torch.clone, torch.sigmoid], ids=["free", "kept"])
-def test_it_keeps_no_more_than_stock_and_nothing_of_its_own_where_its_arguments_are_kept(device, function, producer):
+def test_it_keeps_no_more_than_stock_and_nothing_of_its_own_where_its_arguments_are_kept(device, function):
     x = random(1, device=device)
-    mine, stock = (Keeping(function, producer, tape) for tape in (True, False))
-    freed = measure_kept(stock, x).total - measure_kept(mine, x).total
-    assert freed >= (mine.made if producer is torch.sigmoid else 0)
+    for producer in (torch.clone, torch.sigmoid):  # the second keeps what it makes
+        mine, stock = (Keeping(function, producer, tape) for tape in (True, False))
+        freed = measure_kept(stock, x).total - measure_kept(mine, x).total
+        assert freed >= (mine.made if producer is torch.sigmoid else 0), producer

@@ -35,7 +35,6 @@ class Calls(nn.Module):
         return self.fn(*args, **kwargs)
 
 
-
 # What counts.
 
 
