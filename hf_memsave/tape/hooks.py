@@ -33,6 +33,8 @@ from hf_memsave.tape.record import (
     Record,
     StandIn,
     Ticket,
+    Weak,
+    arguments,
     is_plain,
     leaves,
     owned,
@@ -154,6 +156,8 @@ class Tape(TorchFunctionMode):
         for ref in kept:
             if (record := ref()) is not None and record.is_kept and record.func is not None:
                 prices.sweep(self, record)
+                if record.is_weak:
+                    record.forget()
         for ref in records:
             if (record := ref()) is not None:
                 record.forget()
@@ -246,7 +250,7 @@ class Tape(TorchFunctionMode):
             if prices.pays(self, record, storage.nbytes() if record.is_kept else 1):
                 prices.settle(self, record, storage)
             elif record.is_kept:
-                self._weaken(record)
+                self._weaken(record, storage.nbytes())
 
     # What to keep
 
@@ -325,7 +329,7 @@ class Tape(TorchFunctionMode):
             if not prices.pays(self, record, storage.nbytes()):
                 return None
             node = prices.settle(self, record, storage)
-        elif not record.is_of(tensor) or (node.is_local and node.block != self.block):
+        elif not record.is_of(tensor) or not node.is_there():
             return None
         return Ticket(node, tensor)
 
@@ -346,7 +350,7 @@ class Tape(TorchFunctionMode):
                 if isinstance(stand_in := ref(), StandIn):
                     stand_in.is_kept_as(tensor, handle)
             if record.func is not None:
-                self._weaken(record)
+                self._weaken(record, storage.nbytes())
         record.handles = (*record.handles, weakref.ref(handle))
         return handle
 
@@ -431,11 +435,15 @@ class Tape(TorchFunctionMode):
             record.forget()
             record.node, record.version, record.is_distrusted = None, -1, True
 
-    def _weaken(self, record: Record) -> None:
+    def _weaken(self, record: Record, nbytes: int) -> None:
         """The tensor is kept: hold what it was made from no more, but know it again if others keep it too."""
-        weak = prices.weaken(self, record)
+        weak = prices.weaken(self, record, nbytes)
         record.args, record.kwargs, record.is_weak = weak.args, weak.kwargs, True
-        self._kept.append(weakref.ref(record))
+        ref = weakref.ref(record)
+        self._kept.append(ref)
+        sources = [a for a in arguments(record.args, record.kwargs) if type(a) is Weak]
+        if len(sources) == 1 and self.outer is None and (source := sources[0].record()) is not None:
+            source.remakes = (*source.remakes, (ref, nbytes))
 
 
 def current() -> Tape | None:

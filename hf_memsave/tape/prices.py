@@ -36,6 +36,8 @@ MOST_WORK = 64
 SPAN = 2
 #: Bytes that are not worth a question.
 TINY = 64
+#: So small a part of a tensor is held while it is open whether that can be remade from it.
+SMALL = 64
 #: Conversions: what a parameter is converted to, its own module needs, so the parameter is there in backward.
 CASTS = frozenset({Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double})
 
@@ -84,7 +86,7 @@ def price_of(
 ) -> tuple[New, int]:
     """The same for having one argument ``x`` of ``func``, with at most ``most`` functions."""
     if record.tape is None:
-        return _price_of_copy(tape, x, storage) if _is_copied(x, record, func) else ({}, 0)
+        return _price_of_parameter(tape, x, storage, _is_copied(x, record, func)), 0
     if record.costs_nothing():
         return {}, 0
     node = None if record.node is None else record.node()
@@ -95,13 +97,14 @@ def price_of(
         found = price(tape, record, known)
         if found is not None and found[1] <= most and sum(found[0].values()) < storage.nbytes():
             return found
-    return {id(storage): storage.nbytes() - record.nbytes_of_stand_ins()}, 0
+    return {id(storage): max(0, storage.nbytes() - record.nbytes_let_go())}, 0
 
 
-def _price_of_copy(tape: Any, x: Tensor, storage: Any) -> tuple[New, int]:
-    """Of a parameter, or none at all where FSDP2 has freed it."""
-    is_there = storage.nbytes() or tape.has_copy(x) or not x.numel()
-    return {id(storage): x.numel() * x.itemsize if is_there else sys.maxsize}, 0
+def _price_of_parameter(tape: Any, x: Tensor, storage: Any, is_copied: bool) -> New:
+    """Nothing, or a copy's bytes; it cannot be had where FSDP2 has freed it."""
+    if not storage.nbytes() and x.numel() and not (is_copied and tape.has_copy(x)):
+        return {id(storage): sys.maxsize}
+    return {id(storage): x.numel() * x.itemsize} if is_copied else {}
 
 
 def settle(tape: Any, record: Record, storage: Any) -> Node:
@@ -126,7 +129,8 @@ def _take(tape: Any, argument: Any, node: Node) -> Any:
     if record.tape is None:
         if _is_copied(argument, record, node.func):
             return tape.copy_of(argument)
-        node.is_local |= _is_local(node.func)
+        if _is_local(node.func):
+            node.reads = (*node.reads, argument.untyped_storage())
         return tape.keep(argument)
     storage = argument.untyped_storage()
     theirs = None if record.node is None else record.node()
@@ -157,11 +161,11 @@ def anchor(tape: Any, x: Tensor, depth: int, block: int) -> None:
     node = None if record.node is None else record.node()
     if node is not None:
         is_whole = x.stride() == node.stride and x.numel() * x.itemsize == node.nbytes
-        is_far = block - node.first > SPAN or node.is_local
+        is_far = block - node.first > SPAN or not node.is_there()
         if is_far and is_whole and node.fixed is None:
             handle = tape.keep(x)
             node.fix(handle)
-            node.first, node.is_local, record.is_kept = tape.block, False, True
+            node.first, record.is_kept = tape.block, True
             record.handles = (*record.handles, weakref.ref(handle))
     elif record.func is not None and depth:
         for argument in leaves(record.args, record.kwargs):
@@ -182,7 +186,7 @@ def gather(tape: Any, x: Tensor, found: set[Record]) -> None:
 
 def _is_near(tape: Any, node: Node) -> bool:
     """Whether what is asked for now may build on ``node``."""
-    return tape.block - node.first <= SPAN and not (node.is_local and node.block != tape.block)
+    return tape.block - node.first <= SPAN and node.is_there()
 
 
 def _is_copied(x: Tensor, record: Record, func: Any) -> bool:
@@ -195,29 +199,39 @@ def _is_local(func: Any) -> bool:
     return func is F.linear or isinstance(func, torch._ops.OpOverload)
 
 
-def weaken(tape: Any, record: Record, depth: int = 1) -> Record:
-    """A copy of a record whose arguments are weak; those in turn remember how they were made, ``depth`` steps back."""
+def weaken(tape: Any, record: Record, nbytes: int, depth: int = 1) -> Record:
+    """A copy of the record of ``nbytes``, with weak arguments; those remember how they were made, ``depth`` steps back.
+
+    What is small beside it, such as a row's mean, stays: until the sweep.
+    """
     copy = Record(record.tape)
+    small = max(TINY, nbytes // SMALL)
     copy.func, copy.seen, copy.version = record.func, record.seen, record.version
     copy.dtype, copy.stride = record.dtype, record.stride
-    copy.args = [_weak(tape, a, depth) for a in record.args]
+    copy.args = [_weak(tape, record.func, a, small, depth) for a in record.args]
     if record.kwargs:
-        copy.kwargs = {name: _weak(tape, a, depth) for name, a in record.kwargs.items()}
+        copy.kwargs = {name: _weak(tape, record.func, a, small, depth) for name, a in record.kwargs.items()}
     return copy
 
 
-def _weak(tape: Any, argument: Any, depth: int) -> Any:
+def _weak(tape: Any, func: Any, argument: Any, small: int, depth: int) -> Any:
     """An argument of a record whose tensor is kept: held no more, unless it is kept too."""
     if type(argument) in (list, tuple):
-        return type(argument)([_weak(tape, a, depth) for a in argument])
+        return type(argument)([_weak(tape, func, a, small, depth) for a in argument])
     if not isinstance(argument, Tensor):
         return argument
     record, storage = tape.record_of(argument), argument.untyped_storage()
-    if record.tape is None or storage.nbytes() <= TINY or record.costs_nothing():
+    if record is PARAMETER and func not in CASTS and not _is_local(func):
+        if argument.dim() > 1 or not (storage.nbytes() or tape.has_copy(argument)):
+            return Weak(record, argument)  # no version tells of what optimizers do, and FSDP2
+        tape.copy_of(argument)
+        return argument
+    if record.tape is None or storage.nbytes() <= small or record.costs_nothing():
         return argument
     weak = Weak(record, argument)
     if depth and record.func is not None and record.is_of(argument):
-        weak.recipe, weak.nbytes = weaken(tape, record, depth - 1), storage.nbytes()
+        weak.nbytes = storage.nbytes()
+        weak.recipe = weaken(tape, record, weak.nbytes, depth - 1)
     return weak
 
 

@@ -50,6 +50,7 @@ class Record:
         is_activation: It depends on the batch, though nothing says so (a tensor made inside an autograd Function).
         handles: Those that hold the storage, or stand in for it, and may still give way to a ticket.
         node: The node that gives it back, if one was settled.
+        remakes: Records of what is kept, though this storage alone would give it back; and their bytes.
         dependents: Nodes that hold the storage as an argument.
         notes: What others wish to find again with it.
     """
@@ -66,6 +67,7 @@ class Record:
     number: int | None = None
     handles: Any = ()
     node: weakref.ref[Node] | None = None
+    remakes: Any = ()
     dependents: Any = ()
     notes: dict[Any, Any] | None = None
 
@@ -92,10 +94,11 @@ class Record:
         is_same = self.version == tensor._version and self.dtype == tensor.dtype
         return is_same and not (tensor.is_conj() or tensor.is_neg())
 
-    def nbytes_of_stand_ins(self) -> int:
+    def nbytes_let_go(self) -> int:
         """What would be let go of if the storage itself were kept."""
         stand_ins = [h for ref in self.handles if isinstance(h := ref(), StandIn)]
-        return sum(s.nbytes for s in stand_ins)
+        kept = [n for ref, n in self.remakes if (r := ref()) is not None and r.func is not None and r.costs_nothing()]
+        return sum(s.nbytes for s in stand_ins) + sum(kept)
 
     def give_way(self, node: Node) -> None:
         """Have all handles of what was made ask ``node`` instead; those of what was written to it later stay."""
@@ -216,7 +219,7 @@ class Node(Shared):
         work: Functions that one call runs when nothing is at hand.
         block: The block that it was made in.
         first: The earliest block that it builds on.
-        is_local: It reads a parameter, which is sure to be there in the backward of its own block alone.
+        reads: Storages of parameters that it reads, or nodes that it builds on: FSDP2 may free them.
         is_lossy: What it gives is not the tensor to the bit.
     """
 
@@ -230,7 +233,7 @@ class Node(Shared):
         "block",
         "first",
         "is_lossy",
-        "is_local",
+        "reads",
         "fixed",
     )
 
@@ -243,14 +246,16 @@ class Node(Shared):
         self.args: Any = ()
         self.kwargs: Any = None
         self.work, self.block, self.first = 1, block, block
-        self.is_lossy = self.is_local = False
+        self.is_lossy = False
+        self.reads: tuple[Any, ...] = ()
 
     def builds_on(self, other: Node) -> None:
         """``other`` gives an argument."""
         self.work += other.work
         self.first = min(self.first, other.first)
         self.is_lossy |= other.is_lossy
-        self.is_local |= other.is_local
+        if other.reads:
+            self.reads = tuple({*self.reads, *other.reads})
 
     def make(self) -> Tensor:
         """The function, run again without gradients, and without autocast: its casts stand among the records."""
@@ -274,7 +279,11 @@ class Node(Shared):
     def fix(self, handle: Handle) -> None:
         """Give what ``handle`` does from now on, and let go of the arguments."""
         with self.lock:
-            self.fixed, self.args, self.kwargs, self.work = handle, (), None, 0
+            self.fixed, self.args, self.kwargs, self.work, self.reads = handle, (), None, 0, ()
+
+    def is_there(self) -> bool:
+        """Whether nobody has freed what it reads: what is there after its own block, is there in backward."""
+        return all(storage.nbytes() for storage in self.reads)
 
     def freeze(self) -> None:
         """Run now, and keep the result: an argument is about to be written to."""
