@@ -48,9 +48,6 @@ def seeded() -> None:
 
 #: Tests that fail, and are known to: how their name starts -> what falls short. To be emptied.
 SHORT = {
-    "test_a_chain_never_keeps_more_than_stock": "a channel dropout at the end keeps up to 32 bytes more than stock",
-    "test_a_model_patched_twice_keeps_what_one_patched_once_does[{'attention'": "its control sees no difference",
-    "test_a_layer_alone_runs_in_a_checkpoint_and_under_hooks[gelu by 4": "exact where a checkpoint holds its input",
 }
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hf_memsave.tape.hooks import Tape
 from hf_memsave.tape.prices import CASTS
-from hf_memsave.tape.private import compiled_functions
+from hf_memsave.tape.private import c_functions
 
 Handler = Callable[[Tape, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -134,9 +134,7 @@ def _named(names: list[str], *homes: Any) -> Iterator[Any]:
 
 
 _IN_PLACE = [name for name in dir(Tensor) if name.endswith("_") and not name.endswith("__")]
-_IN_PLACE += [
-    name for home in (torch, F, compiled_functions) for name in dir(home) if name.endswith("_") and name[0] != "_"
-]
+_IN_PLACE += [name for home in (torch, F, c_functions) for name in dir(home) if name.endswith("_") and name[0] != "_"]
 _IN_PLACE = sorted({*_IN_PLACE} - {"requires_grad_", "detach_", "share_memory_"})
 _IN_PLACE += [name for name in dir(Tensor) if name.startswith("__i") and name[3:-2] in
               "add sub mul div truediv floordiv mod pow and or xor lshift rshift".split()]  # fmt: skip
@@ -144,7 +142,7 @@ _HAVE_INPLACE = [getattr(F, n) for n in "silu elu selu celu mish hardswish hards
 
 #: Function -> handler; what a configuration leaves out is taken from it.
 CHEAP: dict[Any, Handler] = {
-    **dict.fromkeys(_named(_IN_PLACE, Tensor, torch, F, compiled_functions), writes),
+    **dict.fromkeys(_named(_IN_PLACE, Tensor, torch, F, c_functions), writes),
     Tensor.__setitem__: writes,
     Tensor.data.__get__: escapes,
     **dict.fromkeys(_named(NEW, torch, Tensor), new),

@@ -200,12 +200,15 @@ def _is_local(func: Any) -> bool:
 
 
 def weaken(tape: Any, record: Record, nbytes: int, depth: int = 1) -> Record:
-    """A copy of the record of ``nbytes``, with weak arguments; those remember how they were made, ``depth`` steps back.
+    """A copy of a record, with weak arguments that remember how they were made, ``depth`` steps back.
 
-    What is small beside it, such as a row's mean, stays: until the sweep.
+    What is small beside its tensor of ``nbytes``, such as a row's mean, stays: until the sweep.
+
+    Returns:
+        The copy.
     """
     copy = Record(record.tape)
-    small = max(TINY, nbytes // SMALL)
+    small = max(min(TINY, nbytes // 8), nbytes // SMALL)
     copy.func, copy.seen, copy.version = record.func, record.seen, record.version
     copy.dtype, copy.stride = record.dtype, record.stride
     copy.args = [_weak(tape, record.func, a, small, depth) for a in record.args]

@@ -18,7 +18,7 @@ any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 #: A context in which no function mode is asked.
 no_modes = torch._C.DisableTorchFunction
 #: Functions of ``torch.nn.functional`` that are written in C++, in place among them.
-compiled_functions = torch._C._nn
+c_functions = torch._C._nn
 #: The class of ``torch.ops.library.name.overload``.
 OpOverload = torch._ops.OpOverload
 

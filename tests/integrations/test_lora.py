@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
 
 import hf_memsave
 from hf_memsave import ConfigError, MemSaveConfig, measure_kept, patch, unpatch
@@ -15,6 +16,7 @@ from hf_memsave.patching.swap import is_patched
 from support.families import FAMILIES, QUOTED, batch_for, build
 from support.helpers import only_on_cpu
 from support.lora import MODES, RANK, SIZE, adapted, assert_trains_like, autocast, outputs, rank_terms
+from support.steps import patched_classes
 
 FLOOR = {
     "bert": 10, "roberta": 10, "gpt2": 10, "t5-encoder": 10, "t5-decoder": 15, "t5-gated-encoder": 11.5,
@@ -141,10 +143,22 @@ def test_saved_adapters_are_stocks(tmp_path):
     assert torch.equal(outputs(loaded), outputs(ours.eval()))
 
 
-def test_adapters_can_be_left_stock():
-    model = adapted("llama")
+def test_adapters_can_be_left_stock(device):
+    only_on_cpu(device, "this count of bytes")
+    model = adapted("llama", dropout=0.0)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    inputs = {(name, "_to_copy", 4 * SIZE.batch * SIZE.seq * layer.in_features) for name, layer in layers.items()}
+
+    def casts_of_inputs():
+        storages = measure_kept(model, batch_for(model, SIZE)).storages
+        return inputs & {(s.module, s.op, s.nbytes) for s in storages}
+
+    assert casts_of_inputs() == inputs != set()
     report = patch(model, MemSaveConfig(lora="stock"))
-    assert {site.op for site in report.skipped} == {"lora"}
+    assert {site.name for site in report.patched if site.op == "quiet"} == layers.keys()
+    assert casts_of_inputs() == inputs
+    patch(model)
+    assert casts_of_inputs() == set()
 
 
 # One call for base and adapters.
@@ -160,11 +174,13 @@ def test_one_call_patches_base_and_adapters(device):
     only_on_cpu(device)
     torch.manual_seed(0)
     ours = get_peft_model(build("llama", SIZE, torch.bfloat16), memsave_lora()).train()
-    assert {"rms_norm", "lora", "dropout", "block"} <= {site.op for site in patch(ours).patched}
     stock = copy.deepcopy(ours)
     unpatch(stock)
     batch = batch_for(ours, SIZE)
-    assert measure_kept(ours, batch).total < 0.45 * measure_kept(stock, batch).total
+    kept, before = measure_kept(ours, batch), measure_kept(stock, batch)
+    assert kept.total < 0.45 * before.total
+    of_base, of_adapters = "activation", "dropout"
+    assert before.by_kind.keys() - kept.by_kind.keys() == {of_base, of_adapters}
     assert_trains_like(ours, stock, steps=3)
 
 
@@ -175,12 +191,19 @@ def test_one_call_needs_no_second_patch():
     assert measure_kept(model, batch_for(model, SIZE)).total == before
 
 
-def test_native_add_adapter_patches_too():
-    model = build("llama", SIZE)
-    model.add_adapter(memsave_lora(memsave={"norm": "stock"}))
-    sites = {type(m).__name__ for m in model.modules() if is_patched(m)}
-    assert "LlamaMLP" in sites
-    assert "LlamaRMSNorm" not in sites
+def test_native_add_adapter_patches_too(device):
+    only_on_cpu(device, "this count of bytes")
+    kept, patched = [], []
+    for memsave in (False, {"norm": "stock"}, True):
+        model = build("llama", SIZE)
+        model.add_adapter(memsave_lora(memsave=memsave))
+        patched.append(set(patched_classes(model).values()))
+        kept.append(measure_kept(model.train(), batch_for(model, SIZE)))
+    assert patched[1] - patched[2] == {"LlamaRMSNorm"} and patched[0] == set()
+    stock, ours, exact = kept
+    assert exact.total < ours.total < stock.total
+    assert "activation" in stock.by_kind.keys() - ours.by_kind.keys()
+    assert ours.by_kind["dropout"] < stock.by_kind["dropout"] / 3  # adapters have the only ones
 
 
 @pytest.mark.parametrize("config", [memsave_lora(memsave=False), LoraConfig(target_modules=["q_proj"])])

@@ -52,6 +52,10 @@ class Program:
         self.call, self.device, self.what, self.when, self.is_recorded = call, device, what, when, is_recorded
         self.consumers = consumers
 
+    def __str__(self):
+        written = f"{self.what} written {self.when}, recorded: {self.is_recorded}" if self.what else "nothing written"
+        return f"{self.call.function}, {written}, for {[consumer.__name__ for consumer in self.consumers]}"
+
     def outcome(self, tape, apart=False):
         """Gradients, or the error; ``apart``: each function gets copies of its own, so that no write can matter."""
         a = Arguments(self.device)
@@ -92,9 +96,9 @@ def assert_stocks_or_refused(program):
     elif program.when == "after" and isinstance(mine, KeptTensorChangedError):
         return
     if isinstance(mine, Exception):
-        raise mine
+        raise AssertionError(str(program)) from mine
     for i, (gradient, expected) in enumerate(zip(mine, stock, strict=True)):
-        assert_same_bits(gradient, expected, f"gradient {i} ({program.what} written {program.when})")
+        assert_same_bits(gradient, expected, f"gradient {i} of {program}")
 
 
 @every(FUNCTIONS)

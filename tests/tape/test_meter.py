@@ -1,6 +1,5 @@
 """``measure_kept``: every byte between forward and backward counts once, wherever it hides; nothing else does."""
 
-
 import pytest
 import torch
 from torch import nn

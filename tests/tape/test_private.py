@@ -11,9 +11,9 @@ import hf_memsave
 from hf_memsave.tape import private
 from support.helpers import random, taping
 
-TAPE = Path(hf_memsave.__file__).parent / "tape"
+PACKAGE = Path(hf_memsave.__file__).parent
 #: Files that watch what is kept, and are no part of training.
-METERS = {"meter.py", "step_meter.py"}
+METERS = {"meter.py", "step_meter.py", "peak.py"}
 #: Public in all but name: PyTorch documents how to subclass tensors by them.
 DOCUMENTED = "torch.utils._python_dispatch"
 
@@ -34,13 +34,13 @@ def private_names(path):
 
 
 def test_private_names_stand_in_one_file():
-    for path in TAPE.glob("*.py"):
+    for path in PACKAGE.rglob("*.py"):
         if path.name not in METERS | {"private.py"}:
             assert {name for name in private_names(path) if not name.startswith(DOCUMENTED)} == set(), path.name
 
 
 def test_every_private_name_is_there():
-    names = private_names(TAPE / "private.py")
+    names = private_names(PACKAGE / "tape" / "private.py")
     assert len(names) > 8
     for name in names:
         found = torch
