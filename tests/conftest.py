@@ -44,15 +44,3 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
-
-
-#: Tests that fail, and are known to: how their name starts -> what falls short. To be emptied.
-SHORT = {
-}
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_itemcollected(item):
-    for name, reason in SHORT.items():
-        if item.name.startswith(name):
-            item.add_marker(pytest.mark.xfail(reason=reason, strict=False))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
+import weakref
 
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.sampling.sampler import INDEX, Sampler
@@ -40,6 +41,10 @@ BUFFERS, LEDGER = "_memsave_buffers", "_memsave_ledger"
 CODED = "_memsave_coded"
 #: The argument by which a block that gradient checkpointing runs again knows the batch of its forward.
 BATCH = "_memsave_batch"
+
+
+#: What the tapes of each module have decided.
+_decided: weakref.WeakKeyDictionary[nn.Module, dict[int, int]] = weakref.WeakKeyDictionary()
 
 
 class Settings(NamedTuple):
@@ -95,7 +100,8 @@ def _run(
             module.__dict__[CODED] = index, forward_number + 1
             codec = Encoder(config.storage, index, forward_number)
         ledger = _before_forward(module)
-        with Tape(*settings, codec, inputs=_held_by_caller(args, kwargs), ledger=ledger) as tape:
+        decided = _decided.setdefault(module, {})
+        with Tape(*settings, codec, _held_by_caller(args, kwargs), ledger, decided) as tape:
             out = forward(module, *args, **kwargs)
         if ledger is not None:
             ledger.close()
@@ -117,9 +123,12 @@ def _run(
 
 
 def _held_by_caller(args: Any, kwargs: Any) -> list[Tensor]:
-    """The batch; and all that a block is called with, where a foreign hook is outside: a checkpoint holds that."""
+    """Token ids and masks; and all that a block is called with, where a foreign hook is outside: a checkpoint holds it.
+
+    Not what is large: a caller may pass a conversion of its own, and ``Trainer`` lets go of the batch before backward.
+    """
     given = tensors_in((*args, *kwargs.values()))
-    return list(given) if innermost_hooks() is not None else [t for t in given if t.grad_fn is None]
+    return list(given) if innermost_hooks() is not None else [t for t in given if not t.dtype.is_floating_point]
 
 
 def _before_forward(module: nn.Module) -> Ledger | None:

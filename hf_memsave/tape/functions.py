@@ -123,6 +123,14 @@ def wide_on_cuda(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kw
     return new(tape, func, args, kwargs)
 
 
+def assigns(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """``x.data = y``: another storage, though no version tells."""
+    tape.before_write(args[0])
+    func(*args, **kwargs)
+    tape.distrust(args[0])
+
+
+assigns.is_write = True  # type: ignore[attr-defined]
 writes.is_write = escapes.is_write = True  # type: ignore[attr-defined]
 
 
@@ -145,6 +153,7 @@ CHEAP: dict[Any, Handler] = {
     **dict.fromkeys(_named(_IN_PLACE, Tensor, torch, F, c_functions), writes),
     Tensor.__setitem__: writes,
     Tensor.data.__get__: escapes,
+    Tensor.data.__set__: assigns,
     **dict.fromkeys(_named(NEW, torch, Tensor), new),
     **dict.fromkeys(_named(NEW_FUNCTIONAL, F), new),
     **dict.fromkeys(_named(MAY_ALIAS, torch, Tensor), may_alias),

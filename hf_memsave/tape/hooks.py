@@ -30,15 +30,15 @@ from hf_memsave.tape.record import (
     Handle,
     Held,
     Lent,
+    Node,
     Record,
     StandIn,
     Ticket,
     Weak,
-    arguments,
     is_plain,
     leaves,
     owned,
-    versions,
+    plain_tensors,
 )
 
 #: Told of every tensor that tapes are asked to keep, while a step is measured.
@@ -57,6 +57,7 @@ class Tape(TorchFunctionMode):
         codec: Codes what has to be kept; None keeps it as it is.
         inputs: What the caller holds until backward: it costs nothing.
         ledger: Told of every tensor that autograd asks to keep.
+        decided: What earlier forwards of the same module decided to keep: see :func:`~hf_memsave.tape.prices.pays`.
 
     Attributes:
         coder: While one operation runs: chooses a handle for what it wants to keep, or None to leave that to the tape.
@@ -76,6 +77,7 @@ class Tape(TorchFunctionMode):
         codec: Any = None,
         inputs: Iterable[Any] = (),
         ledger: Ledger | None = None,
+        decided: dict[int, int] | None = None,
     ) -> None:
         super().__init__()
         self.table, self.dropout, self.codec = table, dropout, codec
@@ -85,6 +87,7 @@ class Tape(TorchFunctionMode):
         self._root: Tape | None = None
         self.is_in_attention = self.is_in_loss = self.is_around = False
         self.ledger = ledger
+        self.decided: dict[int, int] = {} if decided is None else decided
         self.lock = threading.RLock()
         self.block = 0
         self.outer: Any = None
@@ -93,8 +96,10 @@ class Tape(TorchFunctionMode):
         self._kept: list[weakref.ref[Record]] = []
         self._before: tuple[list[weakref.ref[Record]], list[weakref.ref[Record]]] = [], []  # of the last block
         self._copies: dict[Any, Held | Lent] = {}
+        self._readers: dict[int, list[weakref.ref[Node]]] = {}
         self._noted: list[weakref.ref[Record]] = []
         self._hooks: Any = None
+        self._state = 0
         self._around: TorchFunctionMode | None = None
 
     def __enter__(self) -> Tape:
@@ -107,10 +112,12 @@ class Tape(TorchFunctionMode):
             self._root = self._around.root
         push_mode(self)
         inputs, self._inputs = self._inputs, ()
+        self._state = hash((id(self.table), self.dropout, self.outer is None, self.codec is None))
         for tensor in tensors_in(inputs):
             record = self.record_of(tensor)
             if record is not None and record.tape is self:
                 record.is_kept = record.is_input = True
+                self.happened(tensor.shape)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -129,6 +136,7 @@ class Tape(TorchFunctionMode):
         self.memo.clear()
         self.casts.clear()
         self._copies.clear()
+        self._readers.clear()
         # Storages that live on know the tape: it must not hold what knows them.
         self.outer = self.ledger = self.codec = self._root = None
 
@@ -156,8 +164,6 @@ class Tape(TorchFunctionMode):
         for ref in kept:
             if (record := ref()) is not None and record.is_kept and record.func is not None:
                 prices.sweep(self, record)
-                if record.is_weak:
-                    record.forget()
         for ref in records:
             if (record := ref()) is not None:
                 record.forget()
@@ -227,13 +233,13 @@ class Tape(TorchFunctionMode):
     def record(self, out: Tensor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None) -> None:
         """``func(*args, **kwargs)`` gives ``out``, which shares its storage with no argument, to the bit."""
         try:
-            seen = None if kwargs else versions(args)
+            seen = None if kwargs else plain_tensors(args)
             if seen is None:
                 args, kwargs = owned(args), owned(kwargs)
                 found = leaves(args, kwargs)
                 if not all(map(is_plain, found)):
                     return
-                seen = [x._version for x in found]
+                seen = [(x, x._version) for x in found]
             storage = out.untyped_storage()
         except (RuntimeError, NotImplementedError):  # inference tensors have no version, sparse ones no storage
             return
@@ -257,15 +263,10 @@ class Tape(TorchFunctionMode):
     def pack(self, tensor: Tensor) -> Handle:
         """Called by autograd with each tensor to keep; returns what goes on the tape."""
         if self.coder is not None and (chosen := self.coder(tensor)) is not None:
+            if self.ledger is not None or meter is not None:
+                self._note_replaced(tensor)
             return chosen
-        kind = type(tensor)
-        if kind is Tensor:  # the usual case, without a call
-            storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
-            record = getattr(storage, MARK, None)
-            if record is None or record.tape is not self:
-                record = self.record_of(tensor)
-        else:
-            record = self.record_of(tensor)
+        record = self.record_of(tensor)
         if record is None or record.tape is None:
             return self.keep(tensor)
         storage = tensor.untyped_storage()
@@ -276,12 +277,27 @@ class Tape(TorchFunctionMode):
             handle = self.ticket(record, storage, tensor)
         return self.hold(record, storage, tensor) if handle is None else handle
 
+    def happened(self, *what: Any) -> int:
+        """Add to all that has happened in this forward, as far as it decides what to keep.
+
+        Returns:
+            A number for it.
+        """
+        self._state = hash((self._state, len(self._records), *what))
+        return self._state
+
     def note(self, record: Record, storage: Any, tensor: Tensor, is_source: bool = False) -> None:
         """Tell those who count that ``tensor`` was asked for, or is needed to remake another one."""
         if self.outer is None:  # what a hook outside makes of a tensor is not for us to count
             for ledger in (self.ledger, meter):
                 if ledger is not None:
                     ledger.note(record, storage, tensor, is_source)
+
+    def _note_replaced(self, tensor: Tensor) -> None:
+        """The same where something else is kept instead."""
+        record = self.record_of(tensor)
+        if record is not None and record.tape is self:
+            self.note(record, tensor.untyped_storage(), tensor)
 
     def note_small(self, handle: Handle, nbytes: int, name: str) -> None:
         """Tell them that so little is kept instead of a tensor."""
@@ -291,7 +307,8 @@ class Tape(TorchFunctionMode):
 
     def record_of(self, tensor: Tensor) -> Record | None:
         """What this tape knows of the storage; None where a storage does not tell the tensor."""
-        if not is_plain(tensor):
+        kind = type(tensor)
+        if kind is not Tensor and kind is not nn.Parameter and not is_plain(tensor):
             return None
         try:
             storage = tensor.untyped_storage()
@@ -299,9 +316,19 @@ class Tape(TorchFunctionMode):
             return None
         record: Record | None = getattr(storage, MARK, None)
         if record is None or (record.tape is not self and record.tape is not None):
-            base = tensor._base
-            record = PARAMETER if isinstance(tensor if base is None else base, nn.Parameter) else Record(self)
+            record = self._new_record(tensor, record)
             setattr(storage, MARK, record)
+        return record
+
+    def _new_record(self, tensor: Tensor, known: Record | None) -> Record:
+        if known is not None and known.around is not None and known.around.tape is self:
+            return known.around  # it was another tape's while a checkpointed block ran
+        base = tensor._base
+        if isinstance(tensor if base is None else base, nn.Parameter):
+            return PARAMETER
+        record = Record(self)
+        if known is not None and known.tape is self._root:
+            record.around = known
         return record
 
     def known(self, tensor: Tensor) -> Record | None:
@@ -322,9 +349,7 @@ class Tape(TorchFunctionMode):
         """For a tensor that can be had again for less than it takes to keep."""
         node = None if record.node is None else record.node()
         if node is None:
-            if record.func is None or record.costs_nothing() or not record.is_of(tensor):
-                return None
-            if record.func is None:
+            if record.costs_nothing() or record.func is None or not record.is_of(tensor):
                 return None
             if not prices.pays(self, record, storage.nbytes()):
                 return None
@@ -346,6 +371,7 @@ class Tape(TorchFunctionMode):
         handle = self.keep(tensor)
         if not is_kept:
             record.is_kept = True
+            self.happened(storage.nbytes())
             for ref in record.handles:
                 if isinstance(stand_in := ref(), StandIn):
                     stand_in.is_kept_as(tensor, handle)
@@ -416,11 +442,21 @@ class Tape(TorchFunctionMode):
     def before_write(self, tensor: Tensor) -> None:
         """Called before ``tensor`` is written to: what was to be remade from it is made now, as stock would keep it."""
         record = self.known(tensor)
-        if record is not None and record.dependents:
-            for ref in record.dependents:
-                if (node := ref()) is not None:
-                    node.freeze()
-            record.dependents = ()
+        if record is not None and record.tape is None:
+            self._freeze(self._readers.pop(id(tensor.untyped_storage()), ()))
+        while record is not None and record.tape is not None:
+            self._freeze(record.dependents)
+            record.dependents, record = (), record.around
+
+    @staticmethod
+    def _freeze(nodes: Iterable[weakref.ref[Node]]) -> None:
+        for ref in nodes:
+            if (node := ref()) is not None:
+                node.freeze()
+
+    def reads(self, node: Node, parameter: Tensor) -> None:
+        """``node`` holds a parameter or a buffer itself."""
+        self._readers.setdefault(id(parameter.untyped_storage()), []).append(weakref.ref(node))
 
     def release(self, tensor: Tensor) -> None:
         """Nobody is going to ask for ``tensor`` any more, though it lives on: hold nothing that it was made from."""
@@ -437,13 +473,16 @@ class Tape(TorchFunctionMode):
 
     def _weaken(self, record: Record, nbytes: int) -> None:
         """The tensor is kept: hold what it was made from no more, but know it again if others keep it too."""
+        if self.decided.get(record.key) == prices.NEVER:
+            record.forget()
+            return
         weak = prices.weaken(self, record, nbytes)
-        record.args, record.kwargs, record.is_weak = weak.args, weak.kwargs, True
+        record.args, record.kwargs, record.seen, record.is_weak = weak.args, weak.kwargs, weak.seen, True
         ref = weakref.ref(record)
         self._kept.append(ref)
-        sources = [a for a in arguments(record.args, record.kwargs) if type(a) is Weak]
+        sources = [a for a, _ in record.seen if type(a) is Weak]
         if len(sources) == 1 and self.outer is None and (source := sources[0].record()) is not None:
-            source.remakes = (*source.remakes, (ref, nbytes))
+            source.remakes = (*source.remakes, (ref, nbytes, sources[0].version))
 
 
 def current() -> Tape | None:
@@ -456,7 +495,8 @@ def current() -> Tape | None:
 
 
 def _key(parameter: Tensor) -> tuple[Any, ...]:
-    return id(parameter.untyped_storage()), parameter.storage_offset(), parameter.shape, parameter._version
+    geometry = parameter.storage_offset(), parameter.shape, parameter.stride(), parameter.dtype
+    return id(parameter.untyped_storage()), *geometry, parameter._version
 
 
 def _lent_before(record: Record, tensor: Tensor) -> Lent | None:

@@ -22,7 +22,8 @@ class Ledger:
     """Counts storages once each, by what became of them when the forward had ended.
 
     Attributes:
-        avoided: Bytes that autograd asked to keep and does not, by the function that makes them again.
+        avoided: Bytes that autograd asked to keep and does not, by the function that made them; below zero for what is
+            kept instead.
         kept: Bytes that are kept, for an operation of the model or to remake others, by what made them.
         addresses: Of the storages that autograd asked for.
         sources: Of those that are kept to remake others.
@@ -62,13 +63,12 @@ class Ledger:
             if handle is not None and not (isinstance(handle, StandIn) and handle.via is not None):
                 self.kept[name] += nbytes
                 self.avoided[name] -= nbytes
-        self.avoided = +self.avoided
         self._asked, self._small = {}, []
 
     @property
     def nbytes_avoided(self) -> int:
         """What stock would have kept beyond what is kept now."""
-        return sum(self.avoided.values())
+        return max(0, sum(self.avoided.values()))
 
     @property
     def nbytes_kept(self) -> int:
@@ -77,7 +77,7 @@ class Ledger:
 
     def by_function(self, what: str) -> dict[str, int]:
         """Bytes of ``what`` ("avoided" or "kept") by function, the most first."""
-        return dict((self.avoided if what == "avoided" else self.kept).most_common())
+        return dict((+(self.avoided if what == "avoided" else self.kept)).most_common())
 
 
 def _maker(tensor: Any) -> str:

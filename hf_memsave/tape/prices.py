@@ -9,12 +9,14 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Collection
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_memsave.tape.private import OpOverload
 from hf_memsave.tape.record import (
     MARK,
     PARAMETER,
@@ -25,7 +27,6 @@ from hf_memsave.tape.record import (
     Ticket,
     Weak,
     arguments,
-    leaves,
     replaced,
 )
 
@@ -44,27 +45,79 @@ CASTS = frozenset({Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.
 New = dict[Any, int]
 
 
+#: Decisions: it pays; it does not; nor does a sweep find all that it was made from.
+YES, NO, NEVER = 1, 2, 3
+#: How many are remembered.
+MOST_DECIDED = 2**16
+
+
 def pays(tape: Any, record: Record, nbytes: int) -> bool:
-    """Whether remaking the record's tensor keeps less than ``nbytes``."""
-    found = price(tape, record)
-    return found is not None and found[1] <= MOST_WORK and sum(found[0].values()) < nbytes
+    """Whether remaking the record's tensor keeps less than ``nbytes``.
+
+    A model does the same at every step, and a decision is about bytes alone. So it is made once, and found again by all
+    that has happened in the forward until then.
+
+    Returns:
+        Whether to remake it.
+    """
+    func = record.func.func if type(record.func) is partial else record.func
+    record.key = key = tape.happened(nbytes, func)
+    decision = tape.decided.get(key)
+    if decision is None:
+        found = price(tape, record)
+        is_less = found is not None and sum(found[0].values()) < nbytes
+        if len(tape.decided) >= MOST_DECIDED:
+            tape.decided.clear()
+        tape.decided[key] = YES if is_less else NO
+        return is_less
+    return decision == YES and all(_is_as_it_was(tape, x, version) for x, version in record.seen)
 
 
-def price(tape: Any, record: Record, known: Collection[Any] = ()) -> tuple[New, int] | None:
+def _is_as_it_was(tape: Any, x: Tensor, version: int) -> bool:
+    """Whether a function may run again on ``x``: nobody has written to it, nor, if it is a parameter, freed it."""
+    record = tape.record_of(x)
+    if x._version != version or record.is_distrusted:
+        return False
+    return record.tape is not None or x.untyped_storage().nbytes() > 0 or not x.numel() or tape.has_copy(x)
+
+
+class Question:
+    """What is known while one price is found.
+
+    Attributes:
+        left: Records that may still be looked at.
+        kept: Addresses of storages that it would cost less to keep than to remake.
+    """
+
+    __slots__ = ("left", "kept")
+
+    def __init__(self) -> None:
+        self.left = 4 * MOST_WORK
+        self.kept: set[int] = set()
+
+
+def price(
+    tape: Any, record: Record, known: Collection[Any] = (), question: Question | None = None, most: int = MOST_WORK
+) -> tuple[New, int] | None:
     """What remaking would newly keep.
 
     Args:
         tape: The one whose record it is.
         record: Not taken yet.
-        known: Storages that will be kept anyway, by address.
+        known: Storages that will be there anyway, by address.
+        question: Within which this one is asked.
+        most: Functions that it may run.
 
     Returns:
-        Address -> bytes, and how many functions it runs; None if an argument has been written to since.
+        Address -> bytes, and how many functions it runs; None if those are too many, or an argument has been written
+        to since.
     """
+    question = Question() if question is None else question
+    question.left -= 1
     new: New = {}
     work = 1
-    for x, version in zip(leaves(record.args, record.kwargs), record.seen, strict=True):
-        if x._version != version:
+    for x, version in record.seen:
+        if x._version != version or work > most or question.left < 0:
             return None
         storage = x.untyped_storage()
         theirs = getattr(storage, MARK, None)
@@ -74,17 +127,24 @@ def price(tape: Any, record: Record, known: Collection[Any] = ()) -> tuple[New, 
             return None
         if id(storage) in new or id(storage) in known or (theirs.is_kept and theirs.costs_nothing()):
             continue
-        inner, more = price_of(tape, x, theirs, storage, (*known, *new), record.func, MOST_WORK - work)
-        if inner:
-            new.update(inner)
+        so_far = (*known, *new) if new else known
+        inner, more = price_of(tape, x, theirs, storage, so_far, record.func, question, most - work)
+        new.update(inner)
         work += more
-    return new, work
+    return (new, work) if work <= most else None
 
 
 def price_of(
-    tape: Any, x: Tensor, record: Record, storage: Any, known: Collection[Any] = (), func: Any = None, most: int = 64
+    tape: Any,
+    x: Tensor,
+    record: Record,
+    storage: Any,
+    known: Collection[Any] = (),
+    func: Any = None,
+    question: Question | None = None,
+    most: int = MOST_WORK,
 ) -> tuple[New, int]:
-    """The same for having one argument ``x`` of ``func``, with at most ``most`` functions."""
+    """The same for having one argument ``x`` of ``func``."""
     if record.tape is None:
         return _price_of_parameter(tape, x, storage, _is_copied(x, record, func)), 0
     if record.costs_nothing():
@@ -93,11 +153,14 @@ def price_of(
     if node is not None:
         if record.is_of(x) and _is_near(tape, node):
             return {}, node.work
-    elif record.func is not None and record.is_of(x):
-        found = price(tape, record, known)
-        if found is not None and found[1] <= most and sum(found[0].values()) < storage.nbytes():
+    elif record.func is not None and (question is None or id(storage) not in question.kept) and record.is_of(x):
+        found = price(tape, record, known, question, most)
+        if found is not None and sum(found[0].values()) < storage.nbytes():
+            found[0][id(storage)] = 0  # who else needs it, finds it there
             return found
-    return {id(storage): max(0, storage.nbytes() - record.nbytes_let_go())}, 0
+        if question is not None:
+            question.kept.add(id(storage))
+    return {id(storage): max(0, storage.nbytes() - record.nbytes_let_go(x._version))}, 0
 
 
 def _price_of_parameter(tape: Any, x: Tensor, storage: Any, is_copied: bool) -> New:
@@ -131,6 +194,7 @@ def _take(tape: Any, argument: Any, node: Node) -> Any:
             return tape.copy_of(argument)
         if _is_local(node.func):
             node.reads = (*node.reads, argument.untyped_storage())
+        tape.reads(node, argument)
         return tape.keep(argument)
     storage = argument.untyped_storage()
     theirs = None if record.node is None else record.node()
@@ -156,7 +220,9 @@ def anchor(tape: Any, x: Tensor, depth: int, block: int) -> None:
         block: The number of the block.
     """
     record = tape.record_of(x)
-    if record is None or record.tape is None or not record.is_of(x) or record.costs_nothing():
+    if record is None or (record.node is None and record.func is None):
+        return
+    if not record.is_of(x) or record.costs_nothing():
         return
     node = None if record.node is None else record.node()
     if node is not None:
@@ -168,20 +234,22 @@ def anchor(tape: Any, x: Tensor, depth: int, block: int) -> None:
             node.first, record.is_kept = tape.block, True
             record.handles = (*record.handles, weakref.ref(handle))
     elif record.func is not None and depth:
-        for argument in leaves(record.args, record.kwargs):
+        for argument, _ in record.seen:
             anchor(tape, argument, depth - 1, block)
 
 
 def gather(tape: Any, x: Tensor, found: set[Record]) -> None:
     """Add to ``found`` the record of ``x``, and those of all that it was made from."""
-    record = tape.record_of(x)
-    if record is None or record.tape is None or record.is_weak or record.func is None or record in found:
-        return
-    found.add(record)
-    for argument in leaves(record.args, record.kwargs):
-        gather(tape, argument, found)
-        if argument.dim() <= 1 and tape.record_of(argument) is PARAMETER:
-            tape.copy_of(argument)  # while it is there
+    tensors = [x]
+    while tensors:
+        record = tape.record_of(tensors.pop())
+        if record is None or record.tape is None or record.is_weak or record.func is None or record in found:
+            continue
+        found.add(record)
+        for argument, _ in record.seen:
+            tensors.append(argument)
+            if argument.dim() <= 1 and tape.record_of(argument) is PARAMETER:
+                tape.copy_of(argument)  # while it is there
 
 
 def _is_near(tape: Any, node: Node) -> bool:
@@ -196,7 +264,7 @@ def _is_copied(x: Tensor, record: Record, func: Any) -> bool:
 
 def _is_local(func: Any) -> bool:
     """Whether ``func`` reads a parameter that its own module's backward needs: a thin product, or dequantizing."""
-    return func is F.linear or isinstance(func, torch._ops.OpOverload)
+    return func is F.linear or isinstance(func, OpOverload)
 
 
 def weaken(tape: Any, record: Record, nbytes: int, depth: int = 1) -> Record:
@@ -209,11 +277,12 @@ def weaken(tape: Any, record: Record, nbytes: int, depth: int = 1) -> Record:
     """
     copy = Record(record.tape)
     small = max(min(TINY, nbytes // 8), nbytes // SMALL)
-    copy.func, copy.seen, copy.version = record.func, record.seen, record.version
-    copy.dtype, copy.stride = record.dtype, record.stride
+    copy.func, copy.version, copy.dtype, copy.stride = record.func, record.version, record.dtype, record.stride
     copy.args = [_weak(tape, record.func, a, small, depth) for a in record.args]
     if record.kwargs:
         copy.kwargs = {name: _weak(tape, record.func, a, small, depth) for name, a in record.kwargs.items()}
+    versions = [version for _, version in record.seen]
+    copy.seen = list(zip(arguments(copy.args, copy.kwargs), versions, strict=True))
     return copy
 
 
@@ -244,6 +313,9 @@ def sweep(tape: Any, record: Record) -> None:
         return
     source = _recipe(tape, record)
     if source is None or source.work > MOST_WORK:
+        if tape.decided.get(record.key) == NO:
+            tape.decided[record.key] = NEVER
+        record.forget()
         return
     held = (h.tensor for ref in record.handles if type(h := ref()) is Held and h.tensor is not None)
     tensor = next(held, None)
@@ -266,15 +338,14 @@ class _Recipe(NamedTuple):
 
 
 def _recipe(tape: Any, record: Record, nbytes: int = 0) -> _Recipe | None:
-    found = arguments(record.args, record.kwargs)
     sources = []
-    for argument, version in zip(found, record.seen, strict=True):
+    for argument, version in record.seen:
         source = _source(tape, argument, version)
         if source is None:
             return None
         sources.append(source)
     work = 1 + sum(source.work for source in sources if isinstance(source, (Node, _Recipe)))
-    return _Recipe(record, found, sources, work, nbytes)
+    return _Recipe(record, [argument for argument, _ in record.seen], sources, work, nbytes)
 
 
 def _source(tape: Any, argument: Tensor | Weak, version: int) -> Node | Tensor | _Recipe | None:
@@ -291,7 +362,8 @@ def _source(tape: Any, argument: Tensor | Weak, version: int) -> Node | Tensor |
             return node if _is_near(tape, node) else None
         for ref in record.handles:
             if type(held := ref()) is Held and held.tensor is not None and held.tensor.dtype == argument.dtype:
-                return held.tensor if held.version == held.tensor._version == version else None
+                is_same = held.version == held.tensor._version == version and not held.is_flipped()
+                return held.tensor if is_same and not argument.is_flipped else None
     return None if argument.recipe is None else _recipe(tape, argument.recipe, argument.nbytes)
 
 

@@ -14,11 +14,13 @@ Handles are what autograd, or another node, holds instead of a tensor; each has 
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -38,7 +40,7 @@ class Record:
         func: What made it, called as ``func(*args, **kwargs)``; None where nobody knows, or once it was taken.
         args: As called; :class:`Weak` once the tensor is kept: what nobody else keeps could not have served anyway.
         kwargs: As called.
-        seen: The versions of the tensors among them, in order.
+        seen: The tensors among them, in order, each with its version.
         version: Of the storage's contents, when it was made.
         dtype: Of the tensor that was made.
         stride: Of the tensor that was made; it fills the storage.
@@ -46,11 +48,13 @@ class Record:
         is_input: Whoever called the model holds it.
         is_weak: What it was made from is known weakly alone.
         is_distrusted: It may be written to without its version telling.
+        key: Of the decision whether to keep it.
         number: In a ledger.
         is_activation: It depends on the batch, though nothing says so (a tensor made inside an autograd Function).
         handles: Those that hold the storage, or stand in for it, and may still give way to a ticket.
         node: The node that gives it back, if one was settled.
-        remakes: Records of what is kept, though this storage alone would give it back; and their bytes.
+        remakes: What is kept, though this storage alone would give it back: records, their bytes, and at what version.
+        around: The record that the tape around has of the storage.
         dependents: Nodes that hold the storage as an argument.
         notes: What others wish to find again with it.
     """
@@ -64,10 +68,12 @@ class Record:
     dtype: Any = None
     stride: Any = None
     is_kept = is_input = is_weak = is_activation = is_distrusted = False
+    key = 0
     number: int | None = None
     handles: Any = ()
     node: weakref.ref[Node] | None = None
     remakes: Any = ()
+    around: Record | None = None
     dependents: Any = ()
     notes: dict[Any, Any] | None = None
 
@@ -91,14 +97,16 @@ class Record:
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is a view of what was made, as it was made."""
-        is_same = self.version == tensor._version and self.dtype == tensor.dtype
-        return is_same and not (tensor.is_conj() or tensor.is_neg())
+        return self.version == tensor._version and self.dtype == tensor.dtype and not is_flipped(tensor)
 
-    def nbytes_let_go(self) -> int:
-        """What would be let go of if the storage itself were kept."""
+    def nbytes_let_go(self, version: int) -> int:
+        """What would be let go of if the storage itself were kept, as it is at ``version``."""
+        if not self.handles and not self.remakes:
+            return 0
         stand_ins = [h for ref in self.handles if isinstance(h := ref(), StandIn)]
-        kept = [n for ref, n in self.remakes if (r := ref()) is not None and r.func is not None and r.costs_nothing()]
-        return sum(s.nbytes for s in stand_ins) + sum(kept)
+        kept = [(n, ref()) for ref, n, seen in self.remakes if seen == version]
+        let_go = [n for n, r in kept if r is not None and r.func is not None and r.costs_nothing()]
+        return sum(s.nbytes for s in stand_ins) + sum(let_go)
 
     def give_way(self, node: Node) -> None:
         """Have all handles of what was made ask ``node`` instead; those of what was written to it later stay."""
@@ -106,7 +114,7 @@ class Record:
         for ref in self.handles:
             if (handle := ref()) is None:
                 continue
-            if handle.version == self.version:
+            if handle.version == self.version and not handle.is_flipped():
                 handle.give_way(node)
             else:
                 left.append(ref)
@@ -136,13 +144,17 @@ class Held(Handle):
 
     def __init__(self, tensor: Tensor) -> None:
         # Detached: an op that keeps its own output would otherwise own itself, through the output's grad_fn.
-        self.tensor: Tensor | None = tensor if tensor.grad_fn is None else tensor.detach()
+        self.tensor: Tensor | None = tensor if tensor.is_leaf else tensor.detach()
         self.version = tensor._version
         self.via: Handle | None = None
 
     def give_way(self, node: Node) -> None:
         """Ask ``node``, which gives the same tensor, instead."""
         self.via, self.tensor = Ticket(node, self.tensor), None
+
+    def is_flipped(self) -> bool:
+        """Whether it is a conjugate or negative view."""
+        return self.tensor is not None and is_flipped(self.tensor)
 
     def get(self) -> Tensor:
         """The tensor, unless it was written to: autograd's own check, which Python hooks switch off."""
@@ -311,6 +323,10 @@ class Lent(Shared):
         """Ask ``node``, which gives the same tensor, instead."""
         self.via, self.handle = Ticket(node, self.view), None
 
+    def is_flipped(self) -> bool:
+        """Whether it is a conjugate or negative view."""
+        return self.view.is_flipped
+
     def get(self) -> Tensor:
         """The tensor; a foreign hook is asked once per backward."""
         return super().get() if self.via is None else self.via.get()
@@ -341,11 +357,11 @@ class Ticket(Handle):
 class View:
     """The geometry of a tensor, without its bytes."""
 
-    __slots__ = ("shape", "_stride", "_offset", "dtype", "version")
+    __slots__ = ("shape", "_stride", "_offset", "dtype", "version", "is_flipped")
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self._stride, self._offset = tensor.shape, tensor.stride(), tensor.storage_offset()
-        self.dtype, self.version = tensor.dtype, tensor._version
+        self.dtype, self.version, self.is_flipped = tensor.dtype, tensor._version, is_flipped(tensor)
 
     def stride(self) -> tuple[int, ...]:
         """As of the tensor."""
@@ -357,8 +373,9 @@ class View:
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether ``tensor``, on the same storage, has this geometry and content."""
-        mine = self.shape, self._stride, self._offset, self.dtype, self.version
-        return mine == (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor._version)
+        mine = self.shape, self._stride, self._offset, self.dtype, self.version, self.is_flipped
+        theirs = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+        return mine == (*theirs, tensor._version, is_flipped(tensor))
 
 
 class StandIn(Handle):
@@ -383,6 +400,10 @@ class StandIn(Handle):
         if not node.is_lossy:
             self._become(Ticket(node, self.view))
 
+    def is_flipped(self) -> bool:
+        """Whether it stands for a conjugate or negative view."""
+        return self.view.is_flipped
+
     def is_kept_as(self, tensor: Tensor, handle: Handle) -> None:
         """Share the bytes of ``tensor``, of the same storage, which ``handle`` now keeps."""
         view = self.view
@@ -390,7 +411,7 @@ class StandIn(Handle):
             if view.is_of(tensor):
                 handle.uses += 1
                 self._become(handle)
-        elif view.version == tensor._version and view.dtype == tensor.dtype:
+        elif view.version == tensor._version and view.dtype == tensor.dtype and not is_flipped(tensor):
             mine = tensor.detach().as_strided(view.shape, view.stride(), view.storage_offset())
             self._become(Held(mine))
 
@@ -436,6 +457,11 @@ class Weak(View):
         self.nbytes = 0
 
 
+def is_flipped(tensor: Tensor) -> bool:
+    """Whether the storage holds the conjugate or the negative of what the tensor is."""
+    return tensor.is_neg() or tensor.is_conj()
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether the tensor is no wrapper around others, which have storages of their own."""
     known = _PLAIN.get(type(tensor))
@@ -447,23 +473,26 @@ def is_plain(tensor: Tensor) -> bool:
 _PLAIN: dict[type, bool] = {Tensor: True, nn.Parameter: True}
 
 
-def versions(args: Any) -> list[int] | None:
-    """Those of the tensors in ``args``, where nothing but tensors and numbers is there; else None."""
-    seen = []
+def plain_tensors(args: Any) -> list[tuple[Tensor, int]] | None:
+    """The tensors in ``args`` and their versions, where nothing but plain ones and numbers is there; else None."""
+    found = []
     for a in args:
         kind = type(a)
-        if kind is Tensor:
-            seen.append(a._version)
+        if kind is Tensor or kind is nn.Parameter:
+            found.append((a, a._version))
         elif kind is not float and kind is not int and kind is not torch.dtype:
             return None
-    return seen
+    return found
 
 
 def owned(argument: Any) -> Any:
-    """A copy of the lists in an argument, which its owner may change later."""
-    if type(argument) in (list, tuple):
-        return type(argument)([owned(a) for a in argument])
-    return {k: owned(a) for k, a in argument.items()} if type(argument) is dict else argument
+    """A copy of the lists and arrays in an argument, which their owner may change later."""
+    if isinstance(argument, (list, tuple)):
+        items = [owned(a) for a in argument]
+        return items if isinstance(argument, list) else tuple(items)
+    if type(argument) is dict:
+        return {k: owned(a) for k, a in argument.items()}
+    return copy.copy(argument) if isinstance(argument, np.ndarray) else argument
 
 
 def leaves(args: Any, kwargs: Any) -> list[Tensor]:
@@ -472,7 +501,7 @@ def leaves(args: Any, kwargs: Any) -> list[Tensor]:
     for a in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(a, Tensor):
             found.append(a)
-        elif type(a) in (list, tuple):
+        elif isinstance(a, (list, tuple)):
             found += leaves(a, None)
     return found
 

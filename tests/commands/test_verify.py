@@ -120,8 +120,8 @@ def test_a_write_after_the_forward_fails_the_patched_step_alone(bert, capsys, mo
 
     def forward(self, hidden_states, input_tensor):
         hidden = self.dense(hidden_states)
-        written.append(first := hidden[:, :1].clone())  # which stock keeps repeated
-        return self.LayerNorm(first.repeat(1, hidden.shape[1], 1) * self.LayerNorm.weight + hidden + input_tensor)
+        written.append(mean := hidden.mean(1, keepdim=True))  # which stock keeps repeated
+        return self.LayerNorm(mean.repeat(1, hidden.shape[1], 1) * self.LayerNorm.weight + hidden + input_tensor)
 
     def write(module, args, output):
         if isinstance(module, BertForSequenceClassification):

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_memsave import MemSaveConfig, PatchError, measure_kept, patch
 from support.families import FAMILIES, QUOTED, Size, batch_for, build
+from support.helpers import only_on_cpu, random
 from support.steps import patched_classes, state_of, step
 
 MIB = 2**20
@@ -58,6 +59,17 @@ def test_the_first_step_is_counted_as_the_meter_counts_it(family, device):
     kept = measure_kept(model, batch).total
     assert report.step.nbytes_kept == pytest.approx(kept, rel=0.02)
     assert report.step.nbytes_avoided == pytest.approx(stock - kept, rel=0.02)
+
+
+def test_what_is_kept_instead_of_a_tensor_is_less_avoided(device):
+    only_on_cpu(device, "this count of bytes")
+    frozen = nn.Conv2d(8, 8, 3).requires_grad_(False)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), frozen, nn.ReLU(), nn.AdaptiveAvgPool2d(1))
+    x = random(2, 3, 32, 32)
+    stock = measure_kept(model, x).total
+    report = patch(model)
+    kept = measure_kept(model, x).total
+    assert report.step.nbytes_avoided == stock - kept > stock / 2
 
 
 def test_functions_add_up_the_most_first(llama):

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_memsave import measure_kept
-from hf_memsave.tape.functions import CHEAP, escapes, writes
+from hf_memsave.tape.functions import CHEAP
 from hf_memsave.tape.record import Ticket, leaves
 from support.examples import Arguments, calls_of, consumed, every
 from support.helpers import LAYOUTS, assert_same_bits, only_on_cpu, random, taping
 
-FUNCTIONS = [function for function, handler in CHEAP.items() if handler not in (writes, escapes)]
+FUNCTIONS = [function for function, handler in CHEAP.items() if not getattr(handler, "is_write", False)]
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 

@@ -1,0 +1,77 @@
+"""Attacks by writes inside the forward: to buffers, to what a checkpointed block has touched, through ``.data =``."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from support.attacks import WIDTH, Block, assert_trains_like_stock, kept_of
+from support.helpers import nbytes, random
+
+
+def test_a_queue_of_keys(device):
+    """As MoCo keeps one: used, and then filled."""
+
+    def fn(model, x):
+        query = F.normalize(model.f(x.mean(1)), dim=-1)
+        out = query @ model.queue.clone().detach()
+        with torch.no_grad():
+            model.queue[:, :2] = query.T
+        return out
+
+    assert_trains_like_stock(fn, random(2, 16, WIDTH, device=device), queue=random(WIDTH, 64))
+
+
+def test_a_codebook_that_decays(device):
+    def fn(model, x):
+        out = model.f(x) @ F.normalize(model.codes, dim=-1).T
+        with torch.no_grad():
+            model.codes.mul_(0.99)
+        return out
+
+    assert_trains_like_stock(fn, random(2, 16, WIDTH, device=device), codes=random(8, WIDTH))
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_what_a_checkpointed_block_touched_by_a_closure(is_checkpointed, device):
+    def fn(model, x):
+        position = model.f(x).detach()
+        out = model.o(torch.cat([position, position * 2, position * 3], -1))
+        x = model.g(x)
+        x = checkpoint(lambda x: model.block(x, position), x, use_reentrant=False) if is_checkpointed else x
+        position.add_(0)
+        return x + out
+
+    block = Block(lambda block, x, p: x + torch.tanh(block.f(x + p)))
+    assert_trains_like_stock(fn, random(2, 16, WIDTH, device=device), block=block)
+
+
+def test_data_that_is_assigned(device):
+    def fn(model, x):
+        a = model.f(x).detach()
+        out = model.o(torch.cat([a, a * 3, a * 2], -1))
+        a.data = torch.zeros_like(a)
+        return out
+
+    assert_trains_like_stock(fn, random(2, 16, WIDTH, device=device))
+
+
+def test_what_cannot_be_remade_after_a_write_does_not_count_as_let_go_of(device):
+    def fn(model, x):
+        a = model.f(x)
+        out = model.g(a * 2).sum()
+        a.mul_(3)
+        return out + model.h(a.double().float()).sum()
+
+    mine, stock = kept_of(fn, random(8, 64, WIDTH, device=device))
+    assert mine <= stock
+
+
+def test_a_row_of_a_table_is_kept_and_not_the_table(device):
+    def fn(model, x):
+        rows = model.table[torch.arange(16, device=x.device)]
+        return model.g(rows * x.mean(0))
+
+    table = torch.nn.Parameter(random(5000, WIDTH), requires_grad=False)
+    mine, stock = kept_of(fn, random(2, 16, WIDTH, device=device), table=table)
+    assert mine <= stock < nbytes(table)
