@@ -19,7 +19,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from torch import nn
 
 from hf_memsave import MemSaveConfig, PatchError, measure_kept, patch
 from hf_memsave.measure.depth import Affine, extrapolate
-from peak import measure_peak
+from hf_memsave.measure.peak import count_peak
 from techniques_report import markdown, picture
 from techniques_settings import SETTINGS, STEP, Model, models
 
@@ -129,6 +129,13 @@ def made(model: Model, depth: dict[str, int], config: MemSaveConfig | None) -> t
             raise
         return None, batch
     return module, batch
+
+
+def measure_peak(model: nn.Module, batch: Mapping[str, Any]) -> int:
+    """Bytes at the peak of one forward and backward where gradients are accumulated: they are there before."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    return count_peak(lambda: model(**batch).loss.backward()).peak
 
 
 def measure_step(model: Model, rounds: int) -> dict[str, dict[str, Any]]:

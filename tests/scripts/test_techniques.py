@@ -13,8 +13,7 @@ from torch import nn
 from hf_memsave import measure_kept
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
-from peak import measure_peak  # noqa: E402
-from techniques import kept, made, main  # noqa: E402
+from techniques import kept, made, main, measure_peak  # noqa: E402
 from techniques_settings import OFF, SETTINGS, models  # noqa: E402
 
 MODELS = models(quick=True, batch=2)
