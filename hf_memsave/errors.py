@@ -1,5 +1,11 @@
 """Every error this package raises on purpose; each message says what was expected, what was found, and the remedy."""
 
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
 
 class MemSaveError(Exception):
     """Base of all errors raised by hf_memsave."""
@@ -23,3 +29,16 @@ class KeptTensorChangedError(MemSaveError, RuntimeError):
 
 class MeasureError(MemSaveError, RuntimeError):
     """A model or a batch that cannot be built, loaded or run, so that there is nothing to measure."""
+
+
+def not_a_module(call: str, got: Any) -> str:
+    """What to say of ``call``, such as "patch(model)", where ``got`` is no module."""
+    if isinstance(got, type) and issubclass(got, nn.Module):
+        found, remedy = f"the class {got.__name__}", "Make a model of it first, or load one with its from_pretrained."
+    elif isinstance(got, str):
+        found, remedy = f"the text {got!r}", "Load the model first, as with AutoModelForCausalLM.from_pretrained."
+    else:
+        found = "None" if got is None else f"an object of class {type(got).__name__}"
+        has_model = isinstance(getattr(got, "model", None), nn.Module)
+        remedy = "Pass its .model." if has_model else "Pass the model that you train."
+    return f"{call}: expected a torch.nn.Module, got {found}. {remedy}"

@@ -23,7 +23,6 @@ from hf_memsave.integrations.norms import load_norms, save_norms
 from hf_memsave.patching.patch import patch, unpatch
 from hf_memsave.patching.sampled_layers import sampler_of
 from hf_memsave.tape.ledger import Ledger
-from hf_memsave.tape.step_meter import StepMeter
 
 _MIB = 2**20
 #: Functions that are named after the first step.
@@ -59,7 +58,6 @@ class MemSaveCallback(TrainerCallback):
         self.config, self.undo = config, undo
         self.report: Any = None
         self.metrics: dict[str, float] = {}
-        self._meter: StepMeter | None = None
         self._avoided: dict[str, float] | None = None  # by function; None before the first step, empty once logged
 
     def on_init_end(
@@ -80,11 +78,8 @@ class MemSaveCallback(TrainerCallback):
     ) -> None:
         """Patch what came since."""
         self._check(args, _calling_handler())
-        if self._meter is not None:
-            self._meter.remove()  # the run before ended in between a step's begin and its forward
         self._patch(state, model)
-        self.metrics = {}
-        self._meter = self._avoided = None
+        self.metrics, self._avoided = {}, None
         checkpoint = _calling("resume_from_checkpoint", str)
         if checkpoint is not None and state.global_step and sampler_of(model) is not None:
             load_norms(model, checkpoint)
@@ -96,13 +91,6 @@ class MemSaveCallback(TrainerCallback):
         trainer = _calling("self", Trainer)
         folder = args.output_dir if trainer is None else trainer._get_output_dir(trial=_calling("trial", object))
         save_norms(model, Path(folder) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
-    ) -> None:
-        """Watch the first step."""
-        if self._meter is None and not args.torch_compile:  # a dispatch mode would break its graphs
-            self._meter = StepMeter(model)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
@@ -125,10 +113,11 @@ class MemSaveCallback(TrainerCallback):
         """Add the figures to a logged loss, for the callbacks after this one and for the history."""
         if logs is None or "loss" not in logs:
             return
-        if self._meter is not None and self._meter.kept is not None and self._meter.freed is not None:
+        step = self.report.step
+        if step.nbytes_kept:
             self.metrics = {
-                "memsave/kept_mib": self._meter.kept / _MIB,
-                "memsave/freed_mib": self._meter.freed / _MIB,
+                "memsave/kept_mib": step.nbytes_kept / _MIB,
+                "memsave/freed_mib": step.nbytes_avoided / _MIB,
             }
         if args.device.type == "cuda":
             self.metrics["memsave/peak_mib"] = torch.cuda.max_memory_allocated(args.device) / _MIB
@@ -140,9 +129,7 @@ class MemSaveCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
     ) -> None:
-        """Stop watching, and undo if asked to."""
-        if self._meter is not None:
-            self._meter.remove()
+        """Undo, if asked to."""
         if self.undo:
             unpatch(model)
 

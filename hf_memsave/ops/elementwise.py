@@ -1,7 +1,7 @@
 """The activations that have an approximate backward: a new one is one entry here, and one run of a script.
 
 Each falls from 0 to one minimum and then rises towards y = x. ``scripts/bench/fit_inverse.py`` reads this table, and
-writes what ``inverted`` and its variants need to :mod:`~hf_memsave.ops.inverse_fits`; ``few_bit`` makes its levels
+writes what ``inverted`` and its variants need to :mod:`~hf_memsave.ops.inverse`; ``few_bit`` makes its levels
 from it.
 """
 

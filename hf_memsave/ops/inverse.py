@@ -17,8 +17,11 @@ Source: InvAct (2024), Eqs. 5-9, with other functions: theirs reach 1.9e-2 (GELU
 
 from __future__ import annotations
 
+import json
 import math
-from typing import NamedTuple
+from collections.abc import Iterator
+from importlib.resources import files
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +47,18 @@ class InverseFit(NamedTuple):
     def ulp(self, dtype: torch.dtype) -> float:
         """The distance of two neighbours in ``dtype`` at the minimum."""
         return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(-self.minimum[0]))
+
+
+def _read() -> Iterator[tuple[str, InverseFit]]:
+    found: dict[str, dict[str, Any]] = json.loads(
+        files(__package__).joinpath("inverse_fits.json").read_text(encoding="utf-8")
+    )
+    for name, fit in found.items():
+        yield name, InverseFit(**{key: tuple(v) if isinstance(v, list) else v for key, v in fit.items()})
+
+
+#: Of every activation, by name: written by ``scripts/bench/fit_inverse.py``.
+FITS = dict(_read())
 
 
 def slope(y: Tensor, left: Tensor, fit: InverseFit, ulp: float) -> Tensor:

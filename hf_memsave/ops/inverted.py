@@ -31,8 +31,7 @@ import torch
 from torch import Tensor
 
 from hf_memsave.ops.elementwise import refuse_unknown
-from hf_memsave.ops.inverse import InverseFit, slope, wide
-from hf_memsave.ops.inverse_fits import FITS
+from hf_memsave.ops.inverse import FITS, InverseFit, slope, wide
 from hf_memsave.ops.once import once_differentiable
 from hf_memsave.ops.op import KeptBytes
 from hf_memsave.tape.codecs import pack_bits, unpack_bits
@@ -92,7 +91,7 @@ def fit_of(name: str) -> InverseFit:
     """The fit of an activation.
 
     Returns:
-        The entry of :data:`~hf_memsave.ops.inverse_fits.FITS`.
+        The entry of :data:`~hf_memsave.ops.inverse.FITS`.
 
     Raises:
         PatchError: There is none.

@@ -81,7 +81,7 @@ class SignBit(nn.Module):
     Once the linear is another one (an adapter, quantized) or has hooks, both run as they are.
 
     Args:
-        activation: One that :mod:`~hf_memsave.ops.inverse_fits` has a fit of.
+        activation: One that :mod:`~hf_memsave.ops.inverse` has a fit of.
         linear: The linear after it; neither is copied.
 
     Raises:

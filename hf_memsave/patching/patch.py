@@ -13,13 +13,14 @@ from transformers import PreTrainedModel
 
 from hf_memsave.arch import kind_of
 from hf_memsave.config import MemSaveConfig
-from hf_memsave.errors import PatchError
+from hf_memsave.errors import PatchError, not_a_module
 from hf_memsave.patching.collect import Plan, SiteReport, collect, refuse_foreign_patches
 from hf_memsave.patching.sampled_layers import attach, sampler_of
 from hf_memsave.patching.swap import is_patched, is_wrapped, patched_class, refuse_wrapped, set_class, stock_class
 from hf_memsave.patching.taped import BUFFERS, CODED, LEDGER, mark_buffers
 from hf_memsave.sampling.sampler import MOST
 from hf_memsave.tape import Kept, measure_kept
+from hf_memsave.tape.codecs import leave_alone
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.quantize import FORMATS
 
@@ -31,6 +32,11 @@ _BY_BATCH = ("sample_idx", "content")
 
 #: Lines of a report that name where bytes are.
 _TOP = 4
+#: Said of a model that seems to be trained without its forward.
+_UNCALLED = (
+    "  not called since it was patched, though it got gradients: of any method but forward (such as training_step)\n"
+    "    the repeated blocks alone are covered. Patch the module whose forward that method calls"
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,7 @@ class PatchReport:
 
     def __init__(self, model: nn.Module, config: MemSaveConfig, sites: Sequence[SiteReport], step: Ledger) -> None:
         self._model = weakref.ref(model)
+        self._had_gradients = _has_gradients(model)
         self.config, self.sites, self.step = config, tuple(sites), step
 
     @property
@@ -120,7 +127,9 @@ class PatchReport:
     def _step(self) -> list[str]:
         avoided, kept = self.step.nbytes_avoided, self.step.nbytes_kept
         if not kept:
-            return ["  what it frees is counted in the first training step"]
+            model = self._model()
+            is_trained = model is not None and _has_gradients(model) and not self._had_gradients
+            return [_UNCALLED if is_trained else "  what it frees is counted in the first training step"]
         asked = avoided + kept
         lines = [f"  first step: {kept / 2**20:.1f} MiB kept, {avoided / 2**20:.1f} avoided ({avoided / asked:.0%})"]
         for what in ("avoided", "kept"):
@@ -166,10 +175,12 @@ def patch(model: nn.Module, config: MemSaveConfig | str | bool | dict[str, Any] 
         ``report.undo()`` takes everything back.
 
     Raises:
-        PatchError: The model has nothing that autograd could keep a tensor for, another tool has patched it already, or
-            it cannot have what was asked for.
+        PatchError: The model is no module, or has nothing that autograd could keep a tensor for, another tool has
+            patched it already, or it cannot have what was asked for.
         ConfigError: ``config`` names a preset, field or value that does not exist.
     """
+    if not isinstance(model, nn.Module):
+        raise PatchError(not_a_module("patch(model)", model))
     resolved = MemSaveConfig.resolve(config)
     if resolved is None:
         raise PatchError(f"patch(model, {config!r}) asks for nothing. Use patch(model), or unpatch(model) to undo.")
@@ -193,6 +204,7 @@ def patch(model: nn.Module, config: MemSaveConfig | str | bool | dict[str, Any] 
     for module in _roots(plan):
         mark_buffers(module)
         module.__dict__[LEDGER] = ledger
+    leave_alone([vars(module) for module in model.modules()])
     for listener in LISTENERS:
         listener(resolved)
     return PatchReport(model, resolved, sites, ledger)
@@ -202,8 +214,10 @@ def unpatch(model: nn.Module) -> None:
     """Give every patched module of ``model`` its stock class back; does nothing to a stock model.
 
     Raises:
-        PatchError: Another tool has wrapped a patched class since; the model is left as it is.
+        PatchError: Another tool has wrapped a patched class since, and the model is left as it is; or it is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise PatchError(not_a_module("unpatch(model)", model))
     for name, module in model.named_modules():
         refuse_wrapped(name, module)
     for module in model.modules():
@@ -218,6 +232,10 @@ def _roots(plan: Plan) -> list[nn.Module]:
     taped = [module for module, patch in plan.items() if patch.config is not None]
     inside = {id(child) for module in taped for child in module.modules() if child is not module}
     return [module for module in taped if id(module) not in inside]
+
+
+def _has_gradients(model: nn.Module) -> bool:
+    return any(parameter.grad is not None for parameter in model.parameters())
 
 
 def _refuse_nothing(model: nn.Module) -> None:

@@ -18,8 +18,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import PatchError
 from hf_memsave.ops import OPS
-from hf_memsave.patching.taped import asks_for_index, call_with_batch, run_taped
+from hf_memsave.patching.taped import LEDGER, asks_for_index, call_with_batch, run_taped
 from hf_memsave.sampling.sampler import INDEX
+from hf_memsave.tape import current
+from hf_memsave.tape.codecs import leave_alone
 
 _PATCH = "_memsave_patch"
 #: The forwards of our classes. (A mark on them would be copied by ``functools.wraps``.)
@@ -95,7 +97,6 @@ def refuse_wrapped(name: str, module: nn.Module) -> None:
 def hides_forward(module: nn.Module) -> bool:
     """Whether a forward on the instance keeps the class's from being called (Accelerate's wrappers do call it)."""
     own = module.__dict__.get("forward")
-    own = getattr(own, "_memsave_watches", own)  # our own StepMeter, before the forward it waits for
     if own is None or "_hf_hook" in module.__dict__ or _is_from_class(module, own):
         return False
     return not _is_ours(module.__dict__.get("_original_forward"))
@@ -132,7 +133,7 @@ def patched_class(patch: Patch) -> Any:
             return stock.forward(self, *args, **kwargs)
         if now.config is None:
             return _run_op(self, *args, **kwargs)
-        return run_taped(self, now.config, now.block, _run_op if now.op else now.stock.forward, args, kwargs)
+        return _run_taped(self, now, _run_op if now.op else now.stock.forward, args, kwargs)
 
     if config is not None and asks_for_index(config):  # so that Trainer hands the model that column
         signature = inspect.signature(stock.forward)
@@ -146,11 +147,17 @@ def patched_class(patch: Patch) -> Any:
         _, _, *state = stock.__reduce_ex__(self, protocol)
         return (_rebuild, (patch,), *state)
 
+    def _replicate_for_data_parallel(self: Any) -> Any:
+        replica = stock._replicate_for_data_parallel(self)
+        self.__dict__.pop(LEDGER, None)  # one replica has it now, and counts one step
+        return replica
+
     body = {
         "__module__": stock.__module__,
         "__qualname__": stock.__qualname__,
         "__doc__": stock.__doc__,
         "__reduce_ex__": __reduce_ex__,
+        "_replicate_for_data_parallel": _replicate_for_data_parallel,
         _PATCH: patch,
     }
     if patch.is_hidden:
@@ -173,9 +180,15 @@ def _taped_call(stock: Any) -> Any:
         now = None if torch.compiler.is_compiling() else patch_of(self)
         if now is None or now.config is None:
             return stock.__call__(self, *args, **kwargs)
-        return run_taped(self, now.config, now.block, stock.__call__, args, kwargs)
+        return _run_taped(self, now, stock.__call__, args, kwargs)
 
     return __call__
+
+
+def _run_taped(self: nn.Module, now: Patch, forward: Any, args: Any, kwargs: Any) -> Any:
+    if current() is None:  # a caller of one's own, or a checkpoint, may hold the masks of the batch
+        leave_alone((args, kwargs))
+    return run_taped(self, now.config, now.block, forward, args, kwargs)  # type: ignore[arg-type]
 
 
 def _run_op(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

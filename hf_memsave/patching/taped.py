@@ -10,17 +10,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
-import weakref
 
 from hf_memsave.config import MemSaveConfig
+from hf_memsave.patching.refusal import taped_or_stock
 from hf_memsave.sampling.sampler import INDEX, Sampler
 from hf_memsave.tape import Tape, current, hooks_work, table_without
 from hf_memsave.tape.hooks import tensors_in
@@ -94,20 +96,10 @@ def _run(
 ) -> Any:
     tape = current()
     if tape is None:
-        codec = None
-        if config.storage is not None:
-            index, forward_number = module.__dict__.get(CODED, (0, 0))
-            module.__dict__[CODED] = index, forward_number + 1
-            codec = Encoder(config.storage, index, forward_number)
-        ledger = _before_forward(module)
-        decided = _decided.setdefault(module, {})
-        with Tape(*settings, codec, _held_by_caller(args, kwargs), ledger, decided) as tape:
-            out = forward(module, *args, **kwargs)
-        if ledger is not None:
-            ledger.close()
-            if not tape.is_around:  # else blocks were checkpointed, and counted by nobody
-                _warn_if_in_vain(module, ledger)
-        return out
+        taped = partial(_lay, module, settings, config, forward, args, kwargs)
+        if SAMPLER in module.__dict__:  # which has seen more than can be put back
+            return taped()
+        return taped_or_stock(module, (*args, *kwargs.values()), taped, partial(_stock, module, forward, args, kwargs))
     is_block = isinstance(module, GradientCheckpointingLayer)
     if is_block:
         tape.begin_block((*args, *kwargs.values()))
@@ -122,13 +114,50 @@ def _run(
     return out
 
 
-def _held_by_caller(args: Any, kwargs: Any) -> list[Tensor]:
-    """Token ids and masks; and all that a block is called with, where a foreign hook is outside: a checkpoint holds it.
+def _lay(
+    module: nn.Module, settings: Settings, config: MemSaveConfig, forward: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """The forward under a tape of its own."""
+    codec = None
+    if config.storage is not None:
+        index, forward_number = module.__dict__.get(CODED, (0, 0))
+        module.__dict__[CODED] = index, forward_number + 1
+        codec = Encoder(config.storage, index, forward_number)
+    ledger = _before_forward(module)
+    decided = _decided.setdefault(module, {})
+    try:
+        with Tape(*settings, codec, _held_by_checkpoint(args, kwargs), ledger, decided) as tape:
+            out = forward(module, *args, **kwargs)
+    except BaseException:
+        if ledger is not None:  # the next forward is counted
+            ledger.forget()
+            module.__dict__[LEDGER] = ledger
+        raise
+    if ledger is not None:
+        ledger.close()
+        if not tape.is_around:  # else blocks were checkpointed, and counted by nobody
+            _warn_if_in_vain(module, ledger)
+    return out
 
-    Not what is large: a caller may pass a conversion of its own, and ``Trainer`` lets go of the batch before backward.
+
+def _stock(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The forward under no tape; blocks in it lay theirs, and count what they keep together."""
+    if (ledger := module.__dict__.pop(LEDGER, None)) is not None:
+        for block in module.modules():
+            if isinstance(block, GradientCheckpointingLayer) and block is not module:
+                block.__dict__[LEDGER] = ledger
+    return forward(module, *args, **kwargs)
+
+
+def _held_by_checkpoint(args: Any, kwargs: Any) -> list[Tensor]:
+    """All that a block is called with, where a foreign hook is outside: that of a checkpoint, which holds it.
+
+    Not a batch: ``Trainer`` lets go of it before backward, and who collates the next one may fill the same tensors.
+
+    Returns:
+        What costs nothing.
     """
-    given = tensors_in((*args, *kwargs.values()))
-    return list(given) if innermost_hooks() is not None else [t for t in given if not t.dtype.is_floating_point]
+    return list(tensors_in((*args, *kwargs.values()))) if innermost_hooks() is not None else []
 
 
 def _before_forward(module: nn.Module) -> Ledger | None:
@@ -158,7 +187,7 @@ def _is_marked(owner: tuple[nn.Module, str]) -> bool:
 
 def mark_buffers(model: nn.Module) -> None:
     """Tell tapes what is alive whether they keep it or not (parameters tell by themselves)."""
-    owners = [(m, name) for m in model.modules() for name, buffer in m._buffers.items() if buffer is not None]
+    owners = [(m, name) for m in model.modules() for name, b in m._buffers.items() if b is not None and not is_lazy(b)]
     for module, name in owners:
         with contextlib.suppress(NotImplementedError):  # sparse
             setattr(module._buffers[name].untyped_storage(), MARK, BUFFER)

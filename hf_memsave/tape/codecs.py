@@ -5,8 +5,10 @@ PyTorch keeps a byte for each boolean, such as the masks of ``torch.where`` and 
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,6 +19,8 @@ from hf_memsave.tape.record import Handle, Node, Record, Ticket, is_dense
 
 #: Booleans below which bits are not worth their trouble.
 SMALLEST = 4096
+#: On the storage of booleans, a function that gives the forward in which they were coded; or None, once that is over.
+CODED_IN = "_memsave_coded_in"
 
 _BITS = 8
 
@@ -75,8 +79,8 @@ def coded(
     decode: Callable[..., Tensor],
     codes: tuple[Tensor, ...],
     is_lossy: bool,
-) -> Handle:
-    """A ticket for ``tensor``, dense, which ``decode(*codes)`` gives back; for all its views, where it is all there is.
+) -> Node:
+    """Gives ``tensor``, dense, back as ``decode(*codes)``; and all its views, where it is all that there is.
 
     Args:
         tape: The one that was asked to keep it.
@@ -88,7 +92,7 @@ def coded(
         is_lossy: Whether that is not quite the same.
 
     Returns:
-        What goes on the tape.
+        For tickets that go on the tape.
     """
     nbytes = tensor.numel() * tensor.itemsize
     node = Node(decode, tensor.stride(), nbytes, tape.block, tape.lock)
@@ -98,7 +102,7 @@ def coded(
         record.node, record.version = weakref.ref(node), tensor._version
         record.dtype, record.stride = tensor.dtype, tensor.stride()
     tape.note_small(node, sum(code.nbytes for code in codes), "code")
-    return Ticket(node, Whole(tensor))
+    return node
 
 
 class Whole:
@@ -113,15 +117,33 @@ class Whole:
 
 
 def as_bits(tape: Any, record: Record, storage: Any, tensor: Tensor) -> Handle | None:
-    """One bit for each element of a boolean tensor (not of its storage, whose other bytes may be anything)."""
-    if tensor.numel() < SMALLEST or not is_dense(tensor) or storage.nbytes() > 2 * tensor.numel():
+    """One bit for each byte of the storage of a boolean tensor, for all its views; None where that saves nothing."""
+    if not SMALLEST <= storage.nbytes() <= 2 * tensor.numel() or not is_dense(tensor) or _lives_on(tape, storage):
         return None
-    bits = pack_bits(tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset()))
-    decode = partial(_from_bits, shape=tensor.shape, stride=tensor.stride())
-    return coded(tape, record, storage, tensor, decode, (bits,), is_lossy=False)
+    setattr(storage, CODED_IN, weakref.ref(tape.root))
+    flags = tensor.detach().as_strided((storage.nbytes(),), (1,), 0)
+    decode = partial(unpack_bits, numel=flags.numel())
+    node = coded(tape, record, storage, flags, decode, (pack_bits(flags),), is_lossy=False)
+    node.first = sys.maxsize  # it builds on no block, so it is too far from none
+    return Ticket(node, tensor)
 
 
-def _from_bits(bits: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
-    out = torch.empty_strided(shape, stride, dtype=torch.bool, device=bits.device)
-    out.as_strided((out.numel(),), (1,)).copy_(unpack_bits(bits, out.numel()))
-    return out
+def _lives_on(tape: Any, storage: Any) -> bool:
+    """Whether somebody holds the booleans beyond a forward: bits of them would be kept in addition."""
+    coded_in = getattr(storage, CODED_IN, None)
+    return coded_in is not None and coded_in() is not tape.root
+
+
+def leave_alone(held: Any, depth: int = 4) -> None:
+    """Never code the booleans in ``held``, nor in containers in it: whoever calls this may hold them until backward."""
+    if isinstance(held, Tensor):
+        if held.dtype is torch.bool:
+            with contextlib.suppress(NotImplementedError, RuntimeError):  # it is sparse, or of a transform
+                setattr(held.untyped_storage(), CODED_IN, _no_forward)
+    elif depth and isinstance(held, (list, tuple, Mapping)):
+        for inner in held.values() if isinstance(held, Mapping) else held:
+            leave_alone(inner, depth - 1)
+
+
+def _no_forward() -> None:
+    return None

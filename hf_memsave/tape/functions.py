@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from hf_memsave.tape.hooks import Tape
 from hf_memsave.tape.prices import CASTS
@@ -107,6 +108,8 @@ def writes(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 
 def escapes(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``.data``: a tensor on the same storage whose version starts again, so that no write to either can be told."""
+    if is_lazy(args[0]):
+        return func(*args, **kwargs)
     if isinstance(args[0], nn.Parameter) and type(args[0]) is not nn.Parameter:
         return args[0].detach()  # a quantized weight, dequantized from its ``.data``: its version must go on telling
     tape.before_write(args[0])
@@ -123,11 +126,14 @@ def wide_on_cuda(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kw
     return new(tape, func, args, kwargs)
 
 
-def assigns(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def assigns(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x.data = y``: another storage, though no version tells."""
+    if is_lazy(args[0]):
+        return func(*args, **kwargs)
     tape.before_write(args[0])
     func(*args, **kwargs)
     tape.distrust(args[0])
+    return None
 
 
 assigns.is_write = True  # type: ignore[attr-defined]

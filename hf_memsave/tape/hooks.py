@@ -23,7 +23,16 @@ from torch.overrides import TorchFunctionMode
 from hf_memsave.tape import prices
 from hf_memsave.tape.codecs import as_bits
 from hf_memsave.tape.ledger import Ledger
-from hf_memsave.tape.private import hooks_work, innermost_hooks, innermost_mode, no_modes, pop_mode, push_mode
+from hf_memsave.tape.private import (
+    hooks_work,
+    in_transform,
+    innermost_hooks,
+    innermost_mode,
+    no_dispatch,
+    no_modes,
+    pop_mode,
+    push_mode,
+)
 from hf_memsave.tape.record import (
     MARK,
     PARAMETER,
@@ -41,8 +50,6 @@ from hf_memsave.tape.record import (
     plain_tensors,
 )
 
-#: Told of every tensor that tapes are asked to keep, while a step is measured.
-meter: Ledger | None = None
 _fetch = operator.methodcaller("get")
 
 
@@ -183,7 +190,8 @@ class Tape(TorchFunctionMode):
             storage = cast.untyped_storage()
             record = getattr(storage, MARK, None)
             if record is not None and not record.is_kept and storage.nbytes():
-                storage.resize_(0)
+                with no_dispatch():  # not the storage: selective checkpointing may hold it too
+                    cast.data = cast.new_empty(0)
 
     @property
     def root(self) -> Tape:
@@ -191,9 +199,9 @@ class Tape(TorchFunctionMode):
         return self if self._root is None else self._root
 
     def is_innermost(self) -> bool:
-        """Whether what is called now asks this tape what to keep, and no foreign hook."""
+        """Whether what is called now asks this tape what to keep: no foreign hook, and no ``torch.func`` transform."""
         hooks = innermost_hooks()
-        return hooks is not None and getattr(hooks[0], "__self__", None) is self
+        return hooks is not None and getattr(hooks[0], "__self__", None) is self and not in_transform()
 
     # What was made, and from what
 
@@ -263,35 +271,33 @@ class Tape(TorchFunctionMode):
     def pack(self, tensor: Tensor) -> Handle:
         """Called by autograd with each tensor to keep; returns what goes on the tape."""
         if self.coder is not None and (chosen := self.coder(tensor)) is not None:
-            if self.ledger is not None or meter is not None:
+            if self.ledger is not None:
                 self._note_replaced(tensor)
             return chosen
         record = self.record_of(tensor)
         if record is None or record.tape is None:
             return self.keep(tensor)
         storage = tensor.untyped_storage()
-        if self.ledger is not None or meter is not None:
+        if self.ledger is not None:
             self.note(record, storage, tensor)
         handle: Handle | None = None
         if record.node is not None or (record.func is not None and not record.is_kept):
             handle = self.ticket(record, storage, tensor)
         return self.hold(record, storage, tensor) if handle is None else handle
 
-    def happened(self, *what: Any) -> int:
+    def happened(self, what: Any, func: Any = None) -> int:
         """Add to all that has happened in this forward, as far as it decides what to keep.
 
         Returns:
             A number for it.
         """
-        self._state = hash((self._state, len(self._records), *what))
-        return self._state
+        self._state = state = hash((self._state, len(self._records), what, func))
+        return state
 
     def note(self, record: Record, storage: Any, tensor: Tensor, is_source: bool = False) -> None:
-        """Tell those who count that ``tensor`` was asked for, or is needed to remake another one."""
-        if self.outer is None:  # what a hook outside makes of a tensor is not for us to count
-            for ledger in (self.ledger, meter):
-                if ledger is not None:
-                    ledger.note(record, storage, tensor, is_source)
+        """Tell the ledger that ``tensor`` was asked for, or is needed to remake another one."""
+        if self.ledger is not None and self.outer is None:  # what a hook outside makes of it is not for us to count
+            self.ledger.note(record, storage, tensor, is_source)
 
     def _note_replaced(self, tensor: Tensor) -> None:
         """The same where something else is kept instead."""
@@ -300,10 +306,9 @@ class Tape(TorchFunctionMode):
             self.note(record, tensor.untyped_storage(), tensor)
 
     def note_small(self, handle: Handle, nbytes: int, name: str) -> None:
-        """Tell them that so little is kept instead of a tensor."""
-        for ledger in (self.ledger, meter):
-            if ledger is not None and self.outer is None:
-                ledger.note_small(handle, nbytes, name)
+        """Tell it that so little is kept instead of a tensor."""
+        if self.ledger is not None and self.outer is None:
+            self.ledger.note_small(handle, nbytes, name)
 
     def record_of(self, tensor: Tensor) -> Record | None:
         """What this tape knows of the storage; None where a storage does not tell the tensor."""
@@ -371,12 +376,14 @@ class Tape(TorchFunctionMode):
         handle = self.keep(tensor)
         if not is_kept:
             record.is_kept = True
-            self.happened(storage.nbytes())
+            nbytes = storage.nbytes()
             for ref in record.handles:
                 if isinstance(stand_in := ref(), StandIn):
                     stand_in.is_kept_as(tensor, handle)
-            if record.func is not None:
-                self._weaken(record, storage.nbytes())
+            if record.func is None:
+                self.happened(nbytes)
+            else:
+                self._weaken(record, nbytes)
         record.handles = (*record.handles, weakref.ref(handle))
         return handle
 

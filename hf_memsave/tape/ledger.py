@@ -25,21 +25,16 @@ class Ledger:
         avoided: Bytes that autograd asked to keep and does not, by the function that made them; below zero for what is
             kept instead.
         kept: Bytes that are kept, for an operation of the model or to remake others, by what made them.
-        addresses: Of the storages that autograd asked for.
-        sources: Of those that are kept to remake others.
     """
 
     def __init__(self) -> None:
         self.avoided: Counter[str] = Counter()
         self.kept: Counter[str] = Counter()
-        self.addresses: set[int] = set()
-        self.sources: set[int] = set()
         self._asked: dict[int, _Asked] = {}
         self._small: list[tuple[weakref.ref[Any], int, str]] = []
 
     def note(self, record: Record, storage: Any, tensor: Any, is_source: bool = False) -> None:
         """Autograd asked for ``tensor``, or another one is to be remade from it."""
-        (self.sources if is_source else self.addresses).add(storage._cdata)
         if record.number is None:
             record.number = len(self._asked)
             self._asked[record.number] = _Asked(weakref.ref(record), storage.nbytes(), _maker(tensor), is_source)
@@ -50,12 +45,17 @@ class Ledger:
         """``handle`` keeps this much instead of a tensor."""
         self._small.append((weakref.ref(handle), nbytes, name))
 
+    def forget(self) -> None:
+        """The forward failed: count another one."""
+        self._asked, self._small = {}, []
+
     def close(self) -> None:
         """The forward is over: count."""
         for record_of, nbytes, made_by, is_source in self._asked.values():
             record = record_of()
             if record is not None and record.costs_nothing():
                 self.kept[made_by] += nbytes
+                self.avoided[made_by] -= nbytes if is_source else 0
             elif not is_source:
                 self.avoided[made_by] += nbytes
         for handle_of, nbytes, name in self._small:

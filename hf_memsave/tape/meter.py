@@ -18,8 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as global_hooks
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
+
+from hf_memsave.errors import MeasureError, not_a_module
 
 #: Kinds of op, in the order tables and pictures show them.
 KINDS = ("linear", "attention", "norm", "activation", "dropout", "cast", "residual", "embedding", "loss", "other")
@@ -82,7 +85,22 @@ def measure_kept(
 
     Returns:
         Every storage alive after forward, with its module, kind of op and bytes.
+
+    Raises:
+        MeasureError: The model is no module, the batch is text, or inference mode is on, in which nothing is kept.
     """
+    if not isinstance(model, nn.Module):
+        raise MeasureError(not_a_module("measure_kept(model, batch)", model))
+    if isinstance(batch, (str, bytes)):
+        raise MeasureError(
+            f"measure_kept(model, batch): expected a mapping, list, tuple or tensor, got the text {batch!r:.40}. "
+            "Tokenize it first, as in tokenizer(text, return_tensors='pt'); or pass [text] to a model that takes text."
+        )
+    if torch.is_inference_mode_enabled():
+        raise MeasureError(
+            "measure_kept(model, batch): expected grad mode or torch.no_grad(), got torch.inference_mode(), in which "
+            "nothing is kept for backward. Call it outside of that."
+        )
     call = model if forward is None else forward
     names = {id(m): name or type(m).__name__ for name, m in model.named_modules(remove_duplicate=False)}
     devices = {t.device for t in model.parameters() if t.device.type == "cuda"}
@@ -187,7 +205,9 @@ def _size(ref: StorageWeakRef) -> int:
 
 
 def _storage(leaf: Any) -> torch.UntypedStorage | None:
-    if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or is_traceable_wrapper_subclass(leaf):
+    if not isinstance(leaf, Tensor) or is_lazy(leaf) or leaf.layout is not torch.strided:
+        return None
+    if is_traceable_wrapper_subclass(leaf):
         return None
     return leaf.untyped_storage()
 

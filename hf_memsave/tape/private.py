@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,8 +16,12 @@ from torch.overrides import TorchFunctionMode
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
 #: Whether autocast is on for any device.
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+#: Whether a ``torch.func`` transform runs: autocast does not work as usual there, and tensors have no storages.
+in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 #: A context in which no function mode is asked.
 no_modes = torch._C.DisableTorchFunction
+#: A context in which no dispatch mode sees what is called.
+no_dispatch = torch._C._DisableTorchDispatch
 #: Functions of ``torch.nn.functional`` that are written in C++, in place among them.
 c_functions = torch._C._nn
 #: The class of ``torch.ops.library.name.overload``.
@@ -39,7 +44,7 @@ def hooks_work() -> bool:
         torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
-        and not torch._C._are_functorch_transforms_active()
+        and not in_transform()
         and forward_ad._current_level < 0
         and torch._C._autograd._saved_tensors_hooks_is_enabled()
     )
@@ -65,19 +70,40 @@ def push_mode(mode: TorchFunctionMode) -> None:
     torch.overrides._push_mode(mode)
 
 
-def unversioned(tensor: torch.Tensor) -> Any:
-    """A context in which writing to ``tensor`` does not count as a change."""
-    return torch.autograd._unsafe_preserve_version_counter(tensor)
+class _Token:
+    """Alive for as long as who holds it."""
+
+
+def autocast_cache() -> weakref.ref[Any]:
+    """What autocast shares of its conversions, from now on.
+
+    Returns:
+        A weak reference, to a note on the node of a conversion that autocast alone holds: it dies when autocast lets go
+        of all of them, as it does where the outermost context ends, and where it is told to.
+    """
+    enabled = torch.is_autocast_enabled("cpu")
+    torch.set_autocast_enabled("cpu", True)
+    try:
+        with no_dispatch():
+            leaf = torch.empty(0, 0, dtype=torch.float32, device="cpu", requires_grad=True)
+            product: Any = torch.mm(leaf, leaf)
+    finally:
+        torch.set_autocast_enabled("cpu", enabled)
+    token = product.grad_fn.next_functions[0][0].metadata["hf_memsave"] = _Token()
+    return weakref.ref(token)
 
 
 @contextlib.contextmanager
 def no_autocast() -> Iterator[None]:
-    """Without autocast on any device."""
-    with contextlib.ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
+    """Without autocast on any device; what it shares stays, as it would not where an ``autocast`` ends."""
+    on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    for device in on:
+        torch.set_autocast_enabled(device, False)
+    try:
         yield
+    finally:
+        for device in on:
+            torch.set_autocast_enabled(device, True)
 
 
 class AutocastState:

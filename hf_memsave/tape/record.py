@@ -279,8 +279,13 @@ class Node(Shared):
         return self._run()
 
     def _run(self) -> Tensor:
-        kwargs = {name: fetched(a) for name, a in self.kwargs.items()} if self.kwargs else {}
-        out = with_stride(self.func(*[fetched(a) for a in self.args], **kwargs), self.stride)
+        args = [a.get() if isinstance(a, Handle) else fetched(a) for a in self.args]
+        if self.kwargs:
+            out = self.func(*args, **{name: fetched(a) for name, a in self.kwargs.items()})
+        else:
+            out = self.func(*args)
+        if out.stride() != self.stride:
+            out = with_stride(out, self.stride)
         if out.untyped_storage().nbytes() != self.nbytes:  # views of it would be read in the wrong place
             raise MemSaveError(
                 f"{self.func} made {out.untyped_storage().nbytes()} bytes in backward, but {self.nbytes} in forward. "

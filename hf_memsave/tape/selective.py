@@ -15,9 +15,10 @@ and every option of it are stock's. Exact. Source: Bhatia & Dangel (2024), 2.2.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -98,26 +99,35 @@ def shape_alone(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwa
     if not args or not tape.is_innermost():
         return func(*args, **kwargs)
     y = _coded(tape, Blank, func, args, kwargs)
-    if func is F.pad and type(y) is Tensor and y.untyped_storage() is not args[0].untyped_storage():
-        tape.record(y, func, args, kwargs)
+    if func is F.pad and type(y) is Tensor and y.dtype is args[0].dtype:  # else autocast has converted its input
+        if y.untyped_storage() is not args[0].untyped_storage():
+            tape.record(y, func, args, kwargs)
     return y
 
 
 def max_pool(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``F.max_pool1d`` to ``3d``."""
-    x, kernel, stride, padding, dilation, keeps_indices = _of_max_pool(*args, **kwargs)
+    x, keeps_indices, *options = _of_max_pool(*args, **kwargs)
     if keeps_indices or not tape.is_innermost():
         return func(*args, **kwargs)
     rank = int(func.__name__[-2])
-    sizes = [(o,) * rank if isinstance(o, int) else o for o in (kernel, stride or kernel, padding, dilation)]
-    windows = Windows(x.shape[-rank:], *sizes)
 
     def code(tensor: Tensor) -> Handle:
         if tensor.is_floating_point():
             return Blank(tensor)
+        kernel, stride, padding, dilation = [_per_dimension(option, rank) for option in options]
+        windows = Windows(x.shape[-rank:], kernel, stride or kernel, padding, dilation)
         return tape.stand_in(tensor, windows.places(tensor), partial(windows.indices, stride=tensor.stride()))
 
     return _coded(tape, code, func, args, kwargs)
+
+
+def _per_dimension(option: Any, rank: int) -> tuple[int, ...]:
+    """A pool's option as PyTorch reads it: one number for all dimensions, or one for each; or nothing."""
+    if option is None:
+        return ()
+    numbers = [int(number) for number in (option if isinstance(option, (tuple, list)) else [option])]
+    return tuple(numbers * rank if len(numbers) == 1 else numbers)
 
 
 def _of_max_pool(
@@ -129,31 +139,42 @@ def _of_max_pool(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Any:
-    return input, kernel_size, stride, padding, dilation, return_indices
+    return input, return_indices, kernel_size, stride, padding, dilation
 
 
-#: Of a rectifier's arguments: the numbers for which its slope is that of the inside, and what backward may read there,
-#: and elsewhere. None where one bound is infinite.
-Side = tuple[Callable[[Tensor], Tensor], float, float]
+class Side(NamedTuple):
+    """Which numbers lie inside, where a rectifier's slope is another one than outside.
+
+    Attributes:
+        slope: Not zero inside, as ``slope(ones, tensor, *bounds)``.
+        bounds: As the rectifier was called.
+        inside: What backward may read for a number inside.
+        outside: And for one outside.
+    """
+
+    slope: Callable[..., Tensor]
+    bounds: tuple[Any, ...]
+    inside: float = math.inf
+    outside: float = -math.inf
+
+    def flags(self, tensor: Tensor) -> Tensor:
+        """Which elements lie inside."""
+        return self.slope(tensor.new_ones(()).expand(tensor.shape), tensor, *self.bounds) != 0
 
 
 def _above(threshold: float = 0.0, *_: Any) -> Side:
-    return lambda t: torch.ops.aten.threshold_backward(_ones(t), t, threshold) != 0, math.inf, -math.inf
+    return Side(torch.ops.aten.threshold_backward, (float(threshold),))
 
 
 def _above_zero(*_: Any, **__: Any) -> Side:
-    return lambda t: torch.ops.aten.leaky_relu_backward(_ones(t), t, 0.0, False) != 0, math.inf, -math.inf
+    return Side(torch.ops.aten.leaky_relu_backward, (0.0, False))
 
 
 def _between(min_val: float = -1.0, max_val: float = 1.0, *_: Any) -> Side | None:
-    if not math.isfinite(min_val + max_val):
+    if not math.isfinite(min_val + max_val):  # no number lies outside a bound that is infinite
         return None
-    middle = (min_val + max_val) / 2
-    return lambda t: torch.ops.aten.hardtanh_backward(_ones(t), t, min_val, max_val) != 0, middle, math.inf
-
-
-def _ones(tensor: Tensor) -> Tensor:
-    return tensor.new_ones(()).expand(tensor.shape)
+    least, most = float(min_val), float(max_val)
+    return Side(torch.ops.aten.hardtanh_backward, (least, most), (least + most) / 2, math.inf)
 
 
 def rectifier(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -176,21 +197,27 @@ def rectifier(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
 
 @torch.no_grad()
 def _as_side(tape: Tape, side: Side, tensor: Tensor) -> Handle | None:
-    """On which side each element lies, in one bit; None where the tensor is had anyway."""
+    """On which side each element lies, in one bit; None where the tensor is had anyway, or takes less than its bits."""
     record = tape.record_of(tensor)
     if record is None or tape.is_kept(tensor) or not tensor.is_floating_point() or not is_dense(tensor):
         return None
     if record.func is not None and not tape.cost(tensor):
         return None
-    is_inside, inside, outside = side
-    geometry = {"shape": tensor.shape, "stride": tensor.stride(), "dtype": tensor.dtype}
-    decode = partial(_from_side, **geometry, sides=(inside, outside))
-    return tape.stand_in(tensor, pack_bits(is_inside(tensor.detach())), decode)
+    geometry = tensor.shape, tensor.stride(), tensor.dtype
+    notes, key = tape.notes(tensor), (side, *geometry, tensor.storage_offset(), tensor._version)
+    if key in notes and (known := notes[key]()) is not None and known.via is None:
+        return known
+    if record.nbytes_let_go(tensor._version) + tensor.numel() // 8 >= tensor.untyped_storage().nbytes():
+        return None
+    decode = partial(_from_side, side=side, shape=tensor.shape, stride=tensor.stride(), dtype=tensor.dtype)
+    handle = tape.stand_in(tensor, pack_bits(side.flags(tensor.detach())), decode)
+    notes[key] = weakref.ref(handle)
+    return handle
 
 
-def _from_side(bits: Tensor, shape: torch.Size, stride: Any, dtype: torch.dtype, sides: tuple[float, float]) -> Tensor:
+def _from_side(bits: Tensor, side: Side, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     flags = unpack_bits(bits, shape.numel()).view(shape)
-    inside, outside = (torch.full((), s, dtype=dtype, device=bits.device) for s in sides)
+    inside, outside = (torch.full((), s, dtype=dtype, device=bits.device) for s in (side.inside, side.outside))
     return with_stride(torch.where(flags, inside, outside), stride)
 
 

@@ -15,17 +15,17 @@ A product whose inner dimension is as small as an adapter's rank costs about a m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_memsave.tape.functions import new
+from hf_memsave.tape.functions import new, unrecorded
 from hf_memsave.tape.hooks import Tape
-from hf_memsave.tape.private import any_autocast, unversioned
-from hf_memsave.tape.record import MARK, unexpanded
+from hf_memsave.tape.private import any_autocast, autocast_cache, no_dispatch
+from hf_memsave.tape.record import MARK, Blank, unexpanded
 
 #: Inner dimensions of a product that may run again, and how many times wider its result has to be.
 _THIN, _WIDER = 64, 8
@@ -33,6 +33,9 @@ _THIN, _WIDER = 64, 8
 
 def product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A matrix product."""
+    if kwargs and kwargs.get("out") is not None:  # autocast converts nothing there
+        return unrecorded(tape, func, args, kwargs)
+    given = args, kwargs
     if any_autocast() and _is_autocast((*args, *kwargs.values())) and tape.is_innermost():
         args = tuple([_low(tape, a) for a in args])
         kwargs = {name: _low(tape, a) for name, a in kwargs.items()}
@@ -40,8 +43,17 @@ def product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     if func is F.linear and type(out) is Tensor and len(args) > 1:
         inner = args[1].shape[-1]
         if inner <= _THIN and out.shape[-1] >= _WIDER * inner:
+            args = tuple([_own(tape, a, made) for a, made in zip(given[0], args, strict=True)])
+            kwargs = {name: _own(tape, given[1][name], made) for name, made in kwargs.items()}
             tape.record(out, func, args, kwargs)
     return out
+
+
+def chain(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``torch.linalg.multi_dot``: a product of what a list holds; a vector in it becomes a view first."""
+    if kwargs or not any_autocast() or not tape.is_innermost() or not _is_autocast(tuple(args[0])):
+        return unrecorded(tape, func, args, kwargs)
+    return func([_low(tape, m if m.dim() == 2 else m.view_as(m)) for m in args[0]])
 
 
 def _is_autocast(arguments: tuple[Any, ...]) -> bool:
@@ -61,21 +73,40 @@ def low(tape: Tape, x: Tensor) -> Tensor:
     is_shared = x.is_leaf and x.requires_grad and x.dtype == torch.float32 and not x._is_view()
     if not is_shared or not torch.is_autocast_cache_enabled():
         return tape.call(Tensor.to, x, dtype)
-    key = id(x), dtype
-    cast, _ = tape.root.casts.get(key, (None, None))
-    known: Any = None if cast is None else getattr(cast.untyped_storage(), MARK)
+    casts, key = _casts(tape), (id(x), dtype)
+    cast, _ = casts.get(key, (None, None))
+    if cast is not None and cast.shape != x.shape:  # emptied at the end of a block
+        with torch.no_grad(), no_dispatch():
+            cast.data = x.to(dtype)
+        tape.record(cast, Tensor.to, (x, dtype))
+        return cast
+    known: Any = None if cast is None else getattr(cast.untyped_storage(), MARK, None)
     if cast is None or (known.tape is not tape and known.is_kept):
         cast = tape.call(Tensor.to, x, dtype)
-        tape.root.casts[key] = cast, x
-        return cast
-    storage = cast.untyped_storage()
-    if not storage.nbytes():  # emptied at the end of a block
-        with torch.no_grad(), unversioned(cast):
-            storage.resize_(cast.numel() * cast.itemsize)
-            cast.copy_(x)
-    if known.tape is not tape:
+        casts[key] = cast, x
+    elif known.tape is not tape:
         tape.record(cast, Tensor.to, (x, dtype))
     return cast
+
+
+def _casts(tape: Tape) -> dict[Any, tuple[Tensor, Tensor]]:
+    """The shared conversions; none any more where autocast has let go of its own since, within the forward."""
+    root = tape.root
+    if (alive := root.memo.get(autocast_cache)) is None or alive() is None:
+        root.casts.clear()
+        before, tape.coder = tape.coder, Blank
+        root.memo[autocast_cache] = autocast_cache()
+        tape.coder = before
+    return root.casts
+
+
+def _own(tape: Tape, given: Any, made: Any) -> Any:
+    """An argument of a product, to be recorded: the shared conversion of a leaf is emptied too early."""
+    if made is given or not (given.is_leaf and given.requires_grad):
+        return made
+    own = given.detach().to(made.dtype)
+    tape.record(own, Tensor.to, (given, made.dtype))
+    return own
 
 
 def attention(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -84,10 +115,11 @@ def attention(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
         return func(*args, **kwargs)
     query, key, value, mask, rest = _arguments(*args, **kwargs)
     given = key, value
-    if any_autocast() and torch.is_autocast_enabled(query.device.type):
+    is_low = any_autocast() and torch.is_autocast_enabled(query.device.type)
+    if is_low:
         query, key, value = low(tape, query), _low_heads(tape, key), _low_heads(tape, value)
     if mask is not None:
-        mask = _shared_mask(tape, mask, query.dtype)
+        mask = _shared_mask(tape, mask, query.dtype, is_low)
     value = _unpinned(tape, value, (query, key))
     key = _unpinned(tape, key, (query, value))
     tape.is_in_attention = True
@@ -107,62 +139,94 @@ def _arguments(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: 
 
 def _low_heads(tape: Tape, x: Tensor) -> Tensor:
     """``x`` in low precision; where it is repeated for every query head, remade from what it was before, in that."""
-    record = tape.record_of(x)
-    once = record.args[0] if record is not None and record.func is Tensor.reshape and not record.is_weak else None
+    once = _repeated_from(tape, x)
     out = low(tape, x)
-    if isinstance(once, Tensor) and 0 in once.stride() and out is not x:
+    if once is not None and out is not x:
         expanded, shape = once.shape, x.shape
         tape.release(out)
         tape.record(out, _repeated, (unexpanded(once).detach().to(out.dtype), expanded, shape))
     return out
 
 
+def _repeated_from(tape: Tape, x: Tensor) -> Tensor | None:
+    """The expanded tensor that ``x`` is a copy of, where nobody has written to either."""
+    record = tape.record_of(x)
+    if record is None or record.func is not Tensor.reshape or record.is_weak or not record.is_of(x):
+        return None
+    once, version = record.seen[0]
+    if 0 not in once.stride() or not x.is_contiguous() or x.numel() != once.numel():  # or x is a view of the copy
+        return None
+    source = tape.record_of(once)
+    return once if once._version == version and source is not None and not source.is_distrusted else None
+
+
 def _repeated(once: Tensor, expanded: torch.Size, shape: torch.Size) -> Tensor:
     return once.expand(expanded).reshape(shape)
 
 
-def _shared_mask(tape: Tape, mask: Tensor, dtype: torch.dtype) -> Tensor:
+def _shared_mask(tape: Tape, mask: Tensor, dtype: torch.dtype, is_low: bool) -> Tensor:
     if mask.requires_grad:
-        return low(tape, mask) if mask.dtype != dtype else mask
+        return low(tape, mask) if is_low else mask
     mask = _made_before(tape, mask)
     if mask.dtype == torch.bool:
         return _made_before(tape, tape.call(float_mask, mask, dtype))
-    if mask.dtype != dtype:  # under autocast
-        return _made_before(tape, low(tape, mask))
-    return mask
+    return _made_before(tape, low(tape, mask)) if is_low else mask
 
 
 def _made_before(tape: Tape, mask: Tensor) -> Tensor:
     """The same mask as an earlier layer made from the same tensors (such as a boolean mask, or T5's position bias)."""
     record = tape.record_of(mask)
-    if record is None or record.func is None or record.is_kept:
+    if record is None or record.func is None or record.is_kept or not record.is_of(mask):
         return mask
-    made = tape.memo[_identity(tape, mask)][1]
-    return made if made._version == mask._version else mask
+    _, made, version = tape.memo.get(_identity(tape, mask, mask._version), (None, mask, mask._version))
+    theirs = tape.record_of(made)
+    return mask if theirs is None or theirs.is_distrusted or made._version != version else made
 
 
-def _identity(tape: Tape, argument: Any, depth: int = 4) -> Any:
-    """Equal for arguments that hold the same numbers: the same tensor, or one made in the same way.
+def _identity(tape: Tape, x: Tensor, version: int, depth: int = 4) -> Any:
+    """Equal for tensors that held the same numbers at this version: the same tensor, or one made in the same way.
 
     The memo holds the first tensor of each identity: its address stays its own, also when its record is forgotten.
 
     Returns:
         A key of the memo.
     """
-    if not isinstance(argument, Tensor):
-        return argument if isinstance(argument, Hashable) else id(argument)
-    geometry = argument.storage_offset(), argument.shape, argument.stride(), argument.dtype
-    address = "address", id(argument.untyped_storage()), argument._version, *geometry
+    record = tape.record_of(x)
+    if record is None or record.is_distrusted:
+        return object()
+    geometry = x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()
+    is_its = record.version == version and record.dtype == x.dtype and not record.is_kept
+    address = id(x.untyped_storage()), version, *geometry
     if address in tape.memo:
         return tape.memo[address][0]
-    record, identity = tape.record_of(argument), address
-    if record is not None and record.func is not None and depth and not record.is_kept and record.is_of(argument):
-        kwargs = (record.kwargs or {}).items()
-        made = [_identity(tape, a, depth - 1) for a in (*record.args, *(value for _, value in kwargs))]
-        identity = *geometry, record.func, *made, *(name for name, _ in kwargs)
+    identity: Any = address
+    if record.func is not None and is_its and depth:
+        versions = {id(argument): seen for argument, seen in record.seen}
+        kwargs = record.kwargs or {}
+        made = [_same(tape, a, versions, depth - 1) for a in (*record.args, *kwargs.values())]
+        identity = *geometry, record.func, *made, *kwargs
     if identity not in tape.memo:
-        tape.memo[identity] = tape.memo[address] = identity, argument
+        tape.memo[identity] = tape.memo[address] = identity, x, version
     return identity
+
+
+#: Arguments that say all by their value.
+_VALUES = frozenset({int, bool, str, type(None), type(...), torch.dtype, torch.device, torch.memory_format})
+
+
+def _same(tape: Tape, argument: Any, versions: dict[int, int], depth: int) -> Any:
+    """Equal for equal arguments of one function, of tensors as they were when it was called."""
+    if isinstance(argument, Tensor):
+        version = versions.get(id(argument))
+        return object() if version is None else _identity(tape, argument, version, depth)
+    kind = type(argument)
+    if isinstance(argument, (list, tuple)):
+        return kind, *[_same(tape, a, versions, depth) for a in argument]
+    if kind is slice:
+        return kind, *[_same(tape, a, versions, depth) for a in (argument.start, argument.stop, argument.step)]
+    if kind is float:
+        return argument.hex()
+    return (kind, argument) if kind in _VALUES else object()
 
 
 def float_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -191,6 +255,7 @@ def loss(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 SPECIAL = {
     F.cross_entropy: loss,
     F.scaled_dot_product_attention: attention,
+    torch.linalg.multi_dot: chain,
     float_mask: new,
     **dict.fromkeys(
         (

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_memsave.tape.codecs import coded
+from hf_memsave.tape.codecs import Whole, coded
 from hf_memsave.tape.quantize import FORMATS, Format, decode, encode
-from hf_memsave.tape.record import Handle, Record, is_dense
+from hf_memsave.tape.record import Handle, Record, Ticket, is_dense
 
 #: Elements of a tensor below which a code is not worth its launches.
 SMALLEST = 512
@@ -51,7 +51,7 @@ class Encoder:
         form = FORMATS["int8"] if tape.is_in_attention or tape.is_in_loss else self.form
         remake = partial(_decoded, form=form, shape=mine.shape, stride=mine.stride(), dtype=mine.dtype)
         codes = encode(flat, form, self._generator(flat.device))
-        return coded(tape, record, storage, mine, remake, codes, is_lossy=True)
+        return Ticket(coded(tape, record, storage, mine, remake, codes, is_lossy=True), Whole(mine))
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self.generators:

@@ -1,4 +1,4 @@
-"""Fit f'∘f⁻¹ of every activation in hf_memsave/ops/elementwise.py, and write hf_memsave/ops/inverse_fits.py.
+"""Fit f'∘f⁻¹ of every activation in hf_memsave/ops/elementwise.py, and write hf_memsave/ops/inverse_fits.json.
 
     python scripts/bench/fit_inverse.py
 
@@ -10,6 +10,7 @@ scripts/bench/inverse_errors.py measures what it leaves. A new activation is one
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Callable
@@ -25,19 +26,12 @@ from torch import Tensor
 from hf_memsave.ops.elementwise import ACTIVATIONS
 from hf_memsave.ops.inverse import InverseFit
 
-TARGET = Path(__file__).resolve().parents[2] / "hf_memsave" / "ops" / "inverse_fits.py"
+TARGET = Path(__file__).resolve().parents[2] / "hf_memsave" / "ops" / "inverse_fits.json"
 LEFT_COEFFICIENTS = 7
 RIGHT_COEFFICIENTS = 10
 #: Beyond the cut the slope is taken as 1; at the cut it still differs from 1 by this.
 AT_CUT = 2.5e-4
 SAMPLES = 3000
-HEADER = '''"""Written by ``python scripts/bench/fit_inverse.py``: do not edit. See :mod:`hf_memsave.ops.inverse`."""
-
-from hf_memsave.ops.inverse import InverseFit
-
-FITS = {
-'''
-
 Function = Callable[[Tensor], Tensor]
 
 
@@ -84,23 +78,17 @@ def _minimax(f: Function, x: np.ndarray, minimum: float, count: int, is_left: bo
     return tuple(float(c) for c in powers.coef)
 
 
-def source(fits: dict[str, InverseFit]) -> str:
-    """The text of the module, each number to 10 digits (fp32 has 8), T and the minimum in full."""
-    lines = [HEADER]
-    for name, found in fits.items():
-        lines += [f'    "{name}": InverseFit(\n', f"        turn={found.turn!r},\n"]
-        lines += [f"        minimum={found.minimum!r},\n", f"        cut={found.cut:.10g},\n"]
-        for side in ("left", "right"):
-            numbers = "".join(f"            {c:.10g},\n" for c in getattr(found, side))
-            lines.append(f"        {side}=(\n{numbers}        ),\n")
-        lines.append("    ),\n")
-    return "".join([*lines, "}\n"])
+def rounded(found: InverseFit) -> InverseFit:
+    """The fit with coefficients of 10 digits (fp32 has 8), T and the minimum in full."""
+    left, right = (tuple(float(f"{c:.10g}") for c in side) for side in (found.left, found.right))
+    return found._replace(cut=float(f"{found.cut:.10g}"), left=left, right=right)
 
 
 def main() -> int:
     """Fit and write."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    TARGET.write_text(source({name: fit(a.forward) for name, a in ACTIVATIONS.items()}), encoding="utf-8")
+    fits = {name: rounded(fit(a.forward))._asdict() for name, a in ACTIVATIONS.items()}
+    TARGET.write_text(json.dumps(fits, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

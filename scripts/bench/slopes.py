@@ -8,8 +8,7 @@ from torch import Tensor
 
 from fit_inverse import slopes
 from hf_memsave.ops.elementwise import ACTIVATIONS
-from hf_memsave.ops.inverse import slope, wide
-from hf_memsave.ops.inverse_fits import FITS
+from hf_memsave.ops.inverse import FITS, slope, wide
 from hf_memsave.ops.precision_bit import decode, encode
 
 HALVES = (torch.bfloat16, torch.float16)

@@ -201,5 +201,3 @@ def test_an_adapter_trains_with_stocks_bits(door, adapter, device):
         results.append(step(model, batch_for(model)))
     assert_same(*results)
     assert len(results[0]) == 1 + 8
-
-

@@ -20,8 +20,7 @@ from transformers.activations import (
 from hf_memsave.errors import KeptTensorChangedError, PatchError
 from hf_memsave.ops.activation import ACTIVATION
 from hf_memsave.ops.elementwise import name_of, required_name
-from hf_memsave.ops.inverse import slope, wide
-from hf_memsave.ops.inverse_fits import FITS
+from hf_memsave.ops.inverse import FITS, slope, wide
 from hf_memsave.ops.inverted import Recipe, fit_of, from_output, inverted, kept_bytes
 from hf_memsave.ops.precision_bit import decode, encode
 from hf_memsave.ops.precision_bit import kept_bytes as precision_bit_kept_bytes

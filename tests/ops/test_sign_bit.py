@@ -7,8 +7,7 @@ from peft import LoraConfig, get_peft_model
 
 from hf_memsave.errors import PatchError
 from hf_memsave.ops.elementwise import ACTIVATIONS
-from hf_memsave.ops.inverse import slope, wide
-from hf_memsave.ops.inverse_fits import FITS
+from hf_memsave.ops.inverse import FITS, slope, wide
 from hf_memsave.ops.sign_bit import SignBit, kept_bytes, offset, sign_bit, sign_bit_reference
 from support.helpers import DTYPES, assert_same_bits, autocasting, kept, random
 from support.script_helpers import load_script

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_memsave
 from hf_memsave.tape import private
@@ -13,7 +14,7 @@ from support.helpers import random, taping
 
 PACKAGE = Path(hf_memsave.__file__).parent
 #: Files that watch what is kept, and are no part of training.
-METERS = {"meter.py", "step_meter.py", "peak.py"}
+METERS = {"meter.py", "peak.py"}
 #: Public in all but name: PyTorch documents how to subclass tensors by them.
 DOCUMENTED = "torch.utils._python_dispatch"
 
@@ -119,10 +120,48 @@ def test_autocast_is_switched_off_and_on_again(device, enabled):
         assert private.any_autocast() == enabled
 
 
-def test_a_write_that_does_not_count():
-    x = random(3)
-    version = x._version
-    with private.unversioned(x):
-        x.zero_()
-    assert x._version == version
-    assert not x.any()
+def test_autocast_does_not_let_go_where_it_is_switched_off():
+    torch.set_autocast_enabled("cpu", True)  # as without a context, at whose end it would
+    try:
+        alive = private.autocast_cache()
+        with private.no_autocast():
+            pass
+        assert alive() is not None
+    finally:
+        torch.set_autocast_enabled("cpu", False)
+        torch.clear_autocast_cache()
+    assert alive() is None
+
+
+def test_it_is_told_when_autocast_lets_go(device):
+    with torch.autocast(device.type, torch.bfloat16):
+        alive = private.autocast_cache()
+        with torch.autocast(device.type, enabled=False):
+            pass
+        assert alive() is not None
+        torch.clear_autocast_cache()
+        assert alive() is None
+        alive = private.autocast_cache()
+        assert alive() is not None
+    assert alive() is None
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_no_dispatch_mode_sees_what_is_hidden_from_it():
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode(), private.no_dispatch():
+        torch.ones(3).neg()
+    assert not seen
+
+
+def test_transforms_are_told():
+    assert not private.in_transform()
+    inside = []
+    torch.func.vmap(lambda x: inside.append(private.in_transform()) or x)(torch.ones(2))
+    assert inside == [True]

@@ -62,6 +62,7 @@ def test_a_function_that_writes(device, function, grad):
             function(*call(Arguments(device, frozen=True))[0], **kwargs)
         except NotImplementedError:
             pytest.skip("no kernel")
+
         def write(target, call=call, args=args[1:], kwargs=kwargs):
             call.function(target, *args, **kwargs)
 
