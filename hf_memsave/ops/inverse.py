@@ -50,11 +50,10 @@ class InverseFit(NamedTuple):
 
 
 def _read() -> Iterator[tuple[str, InverseFit]]:
-    found: dict[str, dict[str, Any]] = json.loads(
-        files(__package__).joinpath("inverse_fits.json").read_text(encoding="utf-8")
-    )
+    found = json.loads(files(__package__).joinpath("inverse_fits.json").read_text(encoding="utf-8"))
     for name, fit in found.items():
-        yield name, InverseFit(**{key: tuple(v) if isinstance(v, list) else v for key, v in fit.items()})
+        values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in fit.items()}
+        yield name, InverseFit(**values)
 
 
 #: Of every activation, by name: written by ``scripts/bench/fit_inverse.py``.

@@ -12,7 +12,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +22,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from hf_memsave.config import MemSaveConfig
-from hf_memsave.patching.refusal import taped_or_stock
+from hf_memsave.errors import PatchError
 from hf_memsave.sampling.sampler import INDEX, Sampler
 from hf_memsave.tape import Tape, current, hooks_work, table_without
 from hf_memsave.tape.hooks import tensors_in
 from hf_memsave.tape.ledger import Ledger
-from hf_memsave.tape.private import innermost_hooks
+from hf_memsave.tape.private import innermost_hooks, refuses_hooks
 from hf_memsave.tape.record import BUFFER, MARK
 from hf_memsave.tape.storage import Encoder
 
@@ -96,10 +96,7 @@ def _run(
 ) -> Any:
     tape = current()
     if tape is None:
-        taped = partial(_lay, module, settings, config, forward, args, kwargs)
-        if SAMPLER in module.__dict__:  # which has seen more than can be put back
-            return taped()
-        return taped_or_stock(module, (*args, *kwargs.values()), taped, partial(_stock, module, forward, args, kwargs))
+        return _lay(module, settings, config, forward, args, kwargs)
     is_block = isinstance(module, GradientCheckpointingLayer)
     if is_block:
         tape.begin_block((*args, *kwargs.values()))
@@ -128,25 +125,22 @@ def _lay(
     try:
         with Tape(*settings, codec, _held_by_checkpoint(args, kwargs), ledger, decided) as tape:
             out = forward(module, *args, **kwargs)
-    except BaseException:
+    except BaseException as error:
         if ledger is not None:  # the next forward is counted
             ledger.forget()
             module.__dict__[LEDGER] = ledger
+        if innermost_hooks() is None and refuses_hooks(error):
+            raise PatchError(
+                f"the forward of {type(module).__name__} calls what refuses saved-tensor hooks, by which hf_memsave "
+                "works (torch.func.grad and its like do). Patch the parts of the model that do not: patch(model.part). "
+                "unpatch(model) trains without hf_memsave."
+            ) from error
         raise
     if ledger is not None:
         ledger.close()
         if not tape.is_around:  # else blocks were checkpointed, and counted by nobody
             _warn_if_in_vain(module, ledger)
     return out
-
-
-def _stock(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The forward under no tape; blocks in it lay theirs, and count what they keep together."""
-    if (ledger := module.__dict__.pop(LEDGER, None)) is not None:
-        for block in module.modules():
-            if isinstance(block, GradientCheckpointingLayer) and block is not module:
-                block.__dict__[LEDGER] = ledger
-    return forward(module, *args, **kwargs)
 
 
 def _held_by_checkpoint(args: Any, kwargs: Any) -> list[Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.autograd.variable import Variable
 from torch.overrides import TorchFunctionMode
 
@@ -24,6 +25,8 @@ no_modes = torch._C.DisableTorchFunction
 no_dispatch = torch._C._DisableTorchDispatch
 #: Functions of ``torch.nn.functional`` that are written in C++, in place among them.
 c_functions = torch._C._nn
+#: What every refusal of saved-tensor hooks comes from.
+_refuses: Any = disable_saved_tensors_hooks.__wrapped__
 #: The class of ``torch.ops.library.name.overload``.
 OpOverload = torch._ops.OpOverload
 
@@ -48,6 +51,14 @@ def hooks_work() -> bool:
         and forward_ad._current_level < 0
         and torch._C._autograd._saved_tensors_hooks_is_enabled()
     )
+
+
+def refuses_hooks(error: BaseException) -> bool:
+    """Whether ``disable_saved_tensors_hooks``, which every refusal comes from, raised ``error``."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback is not None and traceback.tb_frame.f_code is _refuses.__code__
 
 
 def after_backward(callback: Callable[[], None]) -> None:
