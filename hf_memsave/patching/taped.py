@@ -25,11 +25,11 @@ from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import PatchError
 from hf_memsave.sampling.sampler import INDEX, Sampler
 from hf_memsave.tape import Tape, current, hooks_work, table_without
-from hf_memsave.tape.hooks import tensors_in
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.private import innermost_hooks, refuses_hooks
 from hf_memsave.tape.record import BUFFER, MARK
 from hf_memsave.tape.storage import Encoder
+from hf_memsave.tape.tensors import tensors_in
 
 logger = logging.get_logger(__name__)
 

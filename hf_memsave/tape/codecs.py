@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_memsave.tape.record import Handle, Node, Record, Ticket, is_dense
+from hf_memsave.tape.handles import Handle, Node, Ticket
+from hf_memsave.tape.record import Record
+from hf_memsave.tape.tensors import is_dense
 
 #: Booleans below which bits are not worth their trouble.
 SMALLEST = 4096

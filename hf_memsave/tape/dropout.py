@@ -28,7 +28,7 @@ from torch import Tensor
 
 from hf_memsave.tape.codecs import pack_bits, unpack_bits
 from hf_memsave.tape.hooks import Tape
-from hf_memsave.tape.record import is_dense
+from hf_memsave.tape.tensors import is_dense
 
 #: Of alpha dropout: what SELU saturates at, negated.
 _ALPHA = 1.7580993408473766

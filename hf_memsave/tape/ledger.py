@@ -6,7 +6,8 @@ import weakref
 from collections import Counter
 from typing import Any, NamedTuple
 
-from hf_memsave.tape.record import Record, StandIn
+from hf_memsave.tape.record import Record
+from hf_memsave.tape.stand_ins import StandIn
 
 
 class _Asked(NamedTuple):

@@ -10,25 +10,14 @@ import sys
 import weakref
 from collections.abc import Collection
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_memsave.tape.handles import Handle, Node, Ticket
 from hf_memsave.tape.private import OpOverload
-from hf_memsave.tape.record import (
-    MARK,
-    PARAMETER,
-    Handle,
-    Held,
-    Node,
-    Record,
-    Ticket,
-    Weak,
-    arguments,
-    replaced,
-)
+from hf_memsave.tape.record import MARK, PARAMETER, Record
 
 #: Functions that remaking one tensor may run.
 MOST_WORK = 64
@@ -151,7 +140,7 @@ def price_of(
         return {}, 0
     node = None if record.node is None else record.node()
     if node is not None:
-        if record.is_of(x) and _is_near(tape, node):
+        if record.is_of(x) and is_near(tape, node):
             return {}, node.work
     elif record.func is not None and (question is None or id(storage) not in question.kept) and record.is_of(x):
         found = price(tape, record, known, question, most)
@@ -176,30 +165,31 @@ def settle(tape: Any, record: Record, storage: Any) -> Node:
     args, kwargs = record.args, record.kwargs
     record.forget()
     record.node = weakref.ref(node)
-    node.args = [_take(tape, a, node) for a in args]
+    node.args = [take(tape, a, node) for a in args]
     if kwargs:
-        node.kwargs = {name: _take(tape, a, node) for name, a in kwargs.items()}
+        node.kwargs = {name: take(tape, a, node) for name, a in kwargs.items()}
     record.give_way(node)
     return node
 
 
-def _take(tape: Any, argument: Any, node: Node) -> Any:
+def take(tape: Any, argument: Any, node: Node) -> Any:
+    """A handle of an argument of ``node``: kept already, remade in turn, or kept from now on."""
     if type(argument) in (list, tuple):
-        return type(argument)([_take(tape, a, node) for a in argument])
+        return type(argument)([take(tape, a, node) for a in argument])
     if not isinstance(argument, Tensor):
         return argument
     record = tape.record_of(argument)
     if record.tape is None:
         if _is_copied(argument, record, node.func):
             return tape.copy_of(argument)
-        if _is_local(node.func):
+        if is_local(node.func):
             node.reads = (*node.reads, argument.untyped_storage())
         tape.reads(node, argument)
         return tape.keep(argument)
     storage = argument.untyped_storage()
     theirs = None if record.node is None else record.node()
     handle: Handle | None = None
-    if theirs is None or _is_near(tape, theirs):
+    if theirs is None or is_near(tape, theirs):
         handle = tape.ticket(record, storage, argument)
     if handle is None:
         record.dependents = (*record.dependents, weakref.ref(node))
@@ -252,139 +242,16 @@ def gather(tape: Any, x: Tensor, found: set[Record]) -> None:
                 tape.copy_of(argument)  # while it is there
 
 
-def _is_near(tape: Any, node: Node) -> bool:
+def is_near(tape: Any, node: Node) -> bool:
     """Whether what is asked for now may build on ``node``."""
     return tape.block - node.first <= SPAN and node.is_there()
 
 
 def _is_copied(x: Tensor, record: Record, func: Any) -> bool:
     """Whether a node of ``func`` holds a copy of a parameter or buffer ``x``, and not the thing itself."""
-    return x.dim() <= 1 or (record is PARAMETER and func not in CASTS and not _is_local(func))
+    return x.dim() <= 1 or (record is PARAMETER and func not in CASTS and not is_local(func))
 
 
-def _is_local(func: Any) -> bool:
+def is_local(func: Any) -> bool:
     """Whether ``func`` reads a parameter that its own module's backward needs: a thin product, or dequantizing."""
     return func is F.linear or isinstance(func, OpOverload)
-
-
-def weaken(tape: Any, record: Record, nbytes: int, depth: int = 1) -> Record:
-    """A copy of a record, with weak arguments that remember how they were made, ``depth`` steps back.
-
-    What is small beside its tensor of ``nbytes``, such as a row's mean, stays: until the sweep.
-
-    Returns:
-        The copy.
-    """
-    copy = Record(record.tape)
-    small = max(min(TINY, nbytes // 8), nbytes // SMALL)
-    copy.func, copy.version, copy.dtype, copy.stride = record.func, record.version, record.dtype, record.stride
-    copy.args = [_weak(tape, record.func, a, small, depth) for a in record.args]
-    if record.kwargs:
-        copy.kwargs = {name: _weak(tape, record.func, a, small, depth) for name, a in record.kwargs.items()}
-    versions = [version for _, version in record.seen]
-    copy.seen = list(zip(arguments(copy.args, copy.kwargs), versions, strict=True))
-    return copy
-
-
-def _weak(tape: Any, func: Any, argument: Any, small: int, depth: int) -> Any:
-    """An argument of a record whose tensor is kept: held no more, unless it is kept too."""
-    if type(argument) in (list, tuple):
-        return type(argument)([_weak(tape, func, a, small, depth) for a in argument])
-    if not isinstance(argument, Tensor):
-        return argument
-    record, storage = tape.record_of(argument), argument.untyped_storage()
-    if record is PARAMETER and func not in CASTS and not _is_local(func):
-        if argument.dim() > 1 or not (storage.nbytes() or tape.has_copy(argument)):
-            return Weak(record, argument)  # no version tells of what optimizers do, and FSDP2
-        tape.copy_of(argument)
-        return argument
-    if record.tape is None or storage.nbytes() <= small or record.costs_nothing():
-        return argument
-    weak = Weak(record, argument)
-    if depth and record.func is not None and record.is_of(argument):
-        weak.nbytes = storage.nbytes()
-        weak.recipe = weaken(tape, record, weak.nbytes, depth - 1)
-    return weak
-
-
-def sweep(tape: Any, record: Record) -> None:
-    """A tensor that was kept before it was known that others keep all it was made from gives way to a node."""
-    if tape.outer is not None:
-        return
-    source = _recipe(tape, record)
-    if source is None or source.work > MOST_WORK:
-        if tape.decided.get(record.key) == NO:
-            tape.decided[record.key] = NEVER
-        record.forget()
-        return
-    held = (h.tensor for ref in record.handles if type(h := ref()) is Held and h.tensor is not None)
-    tensor = next(held, None)
-    if tensor is None or not record.is_of(tensor):  # written to before it was kept
-        return
-    node = _node_of(tape, source, tensor.untyped_storage().nbytes())
-    record.forget()
-    record.node = weakref.ref(node)
-    record.give_way(node)
-
-
-class _Recipe(NamedTuple):
-    """A function whose arguments can all be had for nothing, and where."""
-
-    record: Record
-    arguments: list[Any]
-    sources: list[Any]
-    work: int
-    nbytes: int
-
-
-def _recipe(tape: Any, record: Record, nbytes: int = 0) -> _Recipe | None:
-    sources = []
-    for argument, version in record.seen:
-        source = _source(tape, argument, version)
-        if source is None:
-            return None
-        sources.append(source)
-    work = 1 + sum(source.work for source in sources if isinstance(source, (Node, _Recipe)))
-    return _Recipe(record, [argument for argument, _ in record.seen], sources, work, nbytes)
-
-
-def _source(tape: Any, argument: Tensor | Weak, version: int) -> Node | Tensor | _Recipe | None:
-    """Where an argument can be had for nothing."""
-    if isinstance(argument, Tensor):
-        is_same = argument._version == version and not tape.record_of(argument).is_distrusted
-        return argument if is_same else None
-    record = argument.record()
-    if argument.version != version or (record is not None and record.is_distrusted):
-        return None
-    if record is not None:
-        node = None if record.node is None else record.node()
-        if node is not None and record.version == version and record.dtype == argument.dtype:
-            return node if _is_near(tape, node) else None
-        for ref in record.handles:
-            if type(held := ref()) is Held and held.tensor is not None and held.tensor.dtype == argument.dtype:
-                is_same = held.version == held.tensor._version == version and not held.is_flipped()
-                return held.tensor if is_same and not argument.is_flipped else None
-    return None if argument.recipe is None else _recipe(tape, argument.recipe, argument.nbytes)
-
-
-def _node_of(tape: Any, recipe: _Recipe, nbytes: int) -> Node:
-    record = recipe.record
-    node = Node(record.func, record.stride, nbytes, tape.block, tape.lock)  # type: ignore[arg-type]
-    pairs = zip(recipe.sources, recipe.arguments, strict=True)
-    handles = iter([_of_source(tape, source, argument, node) for source, argument in pairs])
-    node.args = [replaced(a, handles) for a in record.args]
-    if record.kwargs:
-        node.kwargs = {name: replaced(a, handles) for name, a in record.kwargs.items()}
-    return node
-
-
-@torch.no_grad()
-def _of_source(tape: Any, source: Any, argument: Tensor | Weak, node: Node) -> Handle:
-    if isinstance(source, _Recipe):
-        source = _node_of(tape, source, source.nbytes)
-    if isinstance(source, Node):
-        node.builds_on(source)
-        return Ticket(source, argument)
-    if isinstance(argument, Weak):
-        source = source.as_strided(argument.shape, argument.stride(), argument.storage_offset())
-    return _take(tape, source, node)

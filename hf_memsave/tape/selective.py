@@ -26,10 +26,12 @@ from torch import Tensor
 
 from hf_memsave.tape.codecs import pack_bits, unpack_bits
 from hf_memsave.tape.functions import may_write
+from hf_memsave.tape.handles import Handle
 from hf_memsave.tape.hooks import Tape
 from hf_memsave.tape.private import any_autocast
-from hf_memsave.tape.record import Blank, Handle, is_dense, with_stride
 from hf_memsave.tape.special import low
+from hf_memsave.tape.stand_ins import Blank
+from hf_memsave.tape.tensors import is_dense, with_stride
 from hf_memsave.tape.windows import Windows
 
 

@@ -25,7 +25,9 @@ from torch import Tensor
 from hf_memsave.tape.functions import new, unrecorded
 from hf_memsave.tape.hooks import Tape
 from hf_memsave.tape.private import any_autocast, autocast_cache, no_dispatch
-from hf_memsave.tape.record import MARK, Blank, unexpanded
+from hf_memsave.tape.record import MARK
+from hf_memsave.tape.stand_ins import Blank
+from hf_memsave.tape.tensors import unexpanded
 
 #: Inner dimensions of a product that may run again, and how many times wider its result has to be.
 _THIN, _WIDER = 64, 8

@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from hf_memsave.tape.codecs import Whole, coded
+from hf_memsave.tape.handles import Handle, Ticket
 from hf_memsave.tape.quantize import FORMATS, Format, decode, encode
-from hf_memsave.tape.record import Handle, Record, Ticket, is_dense
+from hf_memsave.tape.record import Record
+from hf_memsave.tape.tensors import is_dense
 
 #: Elements of a tensor below which a code is not worth its launches.
 SMALLEST = 512

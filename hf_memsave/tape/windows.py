@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from hf_memsave.tape.record import with_stride
+from hf_memsave.tape.tensors import with_stride
 
 
 class Windows:

@@ -9,7 +9,7 @@ import torch
 from transformers import AlbertConfig, AlbertForSequenceClassification
 
 from hf_memsave import MemSaveConfig, patch
-from hf_memsave.tape.record import Node
+from hf_memsave.tape.handles import Node
 from support.families import FAMILIES, MORE, QUOTED, VOCAB, Size, batch_for, build
 from support.helpers import assert_same_bits
 

@@ -7,7 +7,7 @@ import pytest
 
 from hf_memsave import patch
 from hf_memsave.patching.swap import patched_class
-from hf_memsave.tape.record import Node
+from hf_memsave.tape.handles import Node
 from support.modes import FAMILIES, MODES, WITHOUT_GRADIENTS, batch_of, make
 from support.steps import assert_same, step
 

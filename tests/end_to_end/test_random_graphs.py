@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_memsave import KeptTensorChangedError
-from hf_memsave.tape.record import Node
+from hf_memsave.tape.handles import Node
 from support.helpers import EARLIER, assert_same_bits, autocasting, nodes
 from support.programs import Backward, draw, graph_of
 

@@ -13,7 +13,7 @@ from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation
 from hf_memsave import measure_kept
 from hf_memsave.ops import few_bit as module_of_few_bit
 from hf_memsave.ops.few_bit import FewBit, kept_bytes
-from hf_memsave.tape.record import StandIn
+from hf_memsave.tape.stand_ins import StandIn
 from support.helpers import (
     DTYPES,
     LAYOUTS,

@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from hf_memsave.patching.swap import Patch, patched_class, set_class
 from hf_memsave.tape import Tape, measure_kept, table_without
-from hf_memsave.tape.record import Node
+from hf_memsave.tape.handles import Node
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

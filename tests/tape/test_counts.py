@@ -9,7 +9,7 @@ import torch
 
 from hf_memsave import patch
 from hf_memsave.tape import Tape, prices
-from hf_memsave.tape.record import Node
+from hf_memsave.tape.handles import Node
 from support.families import FAMILIES, MORE, QUOTED, batch_for, build
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA's dropout is another function")

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_memsave.tape.record import Ticket
+from hf_memsave.tape.handles import Ticket
 from support.helpers import (
     DTYPES,
     LAYOUTS,

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from hf_memsave import measure_kept
 from hf_memsave.tape.functions import CHEAP
-from hf_memsave.tape.record import Ticket, leaves
+from hf_memsave.tape.handles import Ticket
+from hf_memsave.tape.tensors import leaves
 from support.examples import Arguments, calls_of, consumed, every
 from support.helpers import LAYOUTS, assert_same_bits, only_on_cpu, random, taping
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_memsave import KeptTensorChangedError
 from hf_memsave.tape.functions import CHEAP
-from hf_memsave.tape.record import leaves
+from hf_memsave.tape.tensors import leaves
 from support.examples import Arguments, calls_of, consumed, every
 from support.helpers import assert_same_bits, only_on_cpu, random, taping
 

@@ -7,8 +7,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memsave.tape import Tape
+from hf_memsave.tape.handles import Held, Ticket
 from hf_memsave.tape.prices import MOST_WORK, SPAN
-from hf_memsave.tape.record import Held, Ticket
 from support.helpers import assert_same_bits, kept, nbytes, nodes, random, taping
 
 SHAPE = (8, 40)

@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memsave.tape import Tape, current
-from hf_memsave.tape.record import Held
+from hf_memsave.tape.handles import Held
 from support.helpers import assert_same_bits, nodes, random, taping
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_memsave import KeptTensorChangedError
 from hf_memsave.tape.functions import CHEAP, writes
-from hf_memsave.tape.record import Held, Ticket
+from hf_memsave.tape.handles import Held, Ticket
 from hf_memsave.tape.table import TABLE, UNRECORDED
 from support.examples import Arguments, calls_of, every
 from support.helpers import assert_same_bits, random, taping

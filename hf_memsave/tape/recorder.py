@@ -1,0 +1,218 @@
+"""What a tape knows: a record of every storage, who counts them, and who must hear of a write."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hf_memsave.tape import prices, sweep
+from hf_memsave.tape.handles import Handle, Node
+from hf_memsave.tape.ledger import Ledger
+from hf_memsave.tape.private import no_dispatch, no_modes
+from hf_memsave.tape.record import MARK, PARAMETER, Record
+from hf_memsave.tape.tensors import is_plain, tensors_in
+
+
+class Recorder(TorchFunctionMode):
+    """The part of a tape that knows storages.
+
+    Args:
+        ledger: Told of every tensor that autograd asks to keep.
+
+    Attributes:
+        block: How many blocks have ended.
+        casts: Leaf -> its conversion under autocast, shared within the whole forward as by autocast's own cache.
+        outer: The (pack, unpack) pair active outside, or None.
+    """
+
+    def __init__(self, ledger: Ledger | None) -> None:
+        super().__init__()
+        self.ledger = ledger
+        self.outer: Any = None
+        self._root: Any = None
+        self._records: list[weakref.ref[Record]] = []
+        self._readers: dict[int, list[weakref.ref[Node]]] = {}
+        self._noted: list[weakref.ref[Record]] = []
+        self._state = 0
+        self.block = 0
+        self.casts: dict[Any, tuple[Tensor, Tensor]] = {}
+        self._kept: list[weakref.ref[Record]] = []
+        self._before: tuple[list[weakref.ref[Record]], list[weakref.ref[Record]]] = [], []  # of the last block
+
+    def record_of(self, tensor: Tensor) -> Record | None:
+        """What this tape knows of the storage; None where a storage does not tell the tensor."""
+        kind = type(tensor)
+        if kind is not Tensor and kind is not nn.Parameter and not is_plain(tensor):
+            return None
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # a sparse tensor
+            return None
+        record: Record | None = getattr(storage, MARK, None)
+        if record is None or (record.tape is not self and record.tape is not None):
+            record = self._new_record(tensor, record)
+            setattr(storage, MARK, record)
+        return record
+
+    def _new_record(self, tensor: Tensor, known: Record | None) -> Record:
+        if known is not None and known.around is not None and known.around.tape is self:
+            return known.around  # it was another tape's while a checkpointed block ran
+        base = tensor._base
+        if isinstance(tensor if base is None else base, nn.Parameter):
+            return PARAMETER
+        record = Record(self)
+        if known is not None and known.tape is self._root:
+            record.around = known
+        return record
+
+    def known(self, tensor: Tensor) -> Record | None:
+        """The same, where it is known already: FSDP2 fills the storages of parameters, before they are parameters."""
+        try:
+            return getattr(tensor.untyped_storage(), MARK, None) if is_plain(tensor) else None
+        except NotImplementedError:  # a sparse tensor
+            return None
+
+    def notes(self, tensor: Tensor) -> dict[Any, Any]:
+        """What others wish to find again with the storage of ``tensor``, while this forward lasts."""
+        record = self.record_of(tensor)
+        if record is None or record.tape is None:
+            return {}
+        if record.notes is None:
+            record.notes = {}
+            self._noted.append(weakref.ref(record))
+        return record.notes
+
+    def as_activation(self, tensor: Tensor) -> None:
+        """Tell that ``tensor`` depends on the batch, though no autograd node says so."""
+        record = self.record_of(tensor)
+        if record is not None and record.tape is self:
+            record.is_activation = True
+
+    def is_kept(self, tensor: Tensor) -> bool:
+        """Whether keeping ``tensor`` itself would cost nothing."""
+        record = self.record_of(tensor)
+        return record is not None and (record.tape is None or record.costs_nothing())
+
+    def before_writes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a call that may write to what ``out=`` names, or with ``inplace`` to its first argument."""
+        out = kwargs.get("out")
+        targets = list(out) if isinstance(out, (list, tuple)) else [out]
+        if kwargs.get("inplace") or any(a is True for a in args):
+            targets.append(args[0] if args else kwargs.get("input"))
+        for target in targets:
+            if isinstance(target, Tensor):
+                self.before_write(target)
+
+    def before_write(self, tensor: Tensor) -> None:
+        """Called before ``tensor`` is written to: what was to be remade from it is made now, as stock would keep it."""
+        record = self.known(tensor)
+        if record is not None and record.tape is None:
+            self._freeze(self._readers.pop(id(tensor.untyped_storage()), ()))
+        while record is not None and record.tape is not None:
+            self._freeze(record.dependents)
+            record.dependents, record = (), record.around
+
+    @staticmethod
+    def _freeze(nodes: Iterable[weakref.ref[Node]]) -> None:
+        for ref in nodes:
+            if (node := ref()) is not None:
+                node.freeze()
+
+    def reads(self, node: Node, parameter: Tensor) -> None:
+        """``node`` holds a parameter or a buffer itself."""
+        self._readers.setdefault(id(parameter.untyped_storage()), []).append(weakref.ref(node))
+
+    def release(self, tensor: Tensor) -> None:
+        """Nobody is going to ask for ``tensor`` any more, though it lives on: hold nothing that it was made from."""
+        record = self.record_of(tensor)
+        if record is not None and record.tape is self and not record.is_kept:
+            record.forget()
+
+    def distrust(self, tensor: Tensor) -> None:
+        """Versions of ``tensor`` tell nothing any more: it is kept as it is from now on."""
+        record = self.record_of(tensor)
+        if record is not None and record.tape is self:
+            record.forget()
+            record.node, record.version, record.is_distrusted = None, -1, True
+
+    def happened(self, what: Any, func: Any = None) -> int:
+        """Add to all that has happened in this forward, as far as it decides what to keep.
+
+        Returns:
+            A number for it.
+        """
+        self._state = state = hash((self._state, len(self._records), what, func))
+        return state
+
+    def note(self, record: Record, storage: Any, tensor: Tensor, is_source: bool = False) -> None:
+        """Tell the ledger that ``tensor`` was asked for, or is needed to remake another one."""
+        if self.ledger is not None and self.outer is None:  # what a hook outside makes of it is not for us to count
+            self.ledger.note(record, storage, tensor, is_source)
+
+    def _note_replaced(self, tensor: Tensor) -> None:
+        """The same where something else is kept instead."""
+        record = self.record_of(tensor)
+        if record is not None and record.tape is self:
+            self.note(record, tensor.untyped_storage(), tensor)
+
+    def note_small(self, handle: Handle, nbytes: int, name: str) -> None:
+        """Tell it that so little is kept instead of a tensor."""
+        if self.ledger is not None and self.outer is None:
+            self.ledger.note_small(handle, nbytes, name)
+
+    # Blocks
+
+    def begin_block(self, inputs: Iterable[Any]) -> None:
+        """What a block is given and blocks far back made, such as an encoder's output: kept once, for all that come."""
+        with no_modes():
+            for tensor in tensors_in(inputs):
+                prices.anchor(self, tensor, 0, self.block)
+
+    def end_block(self, *outputs: Any) -> None:
+        """Records outlive their block only for what it hands on, and by one block; held longer, peaks would not fall.
+
+        Args:
+            *outputs: What the block hands on.
+        """
+        with no_modes():
+            self._end_block(outputs)
+
+    def _end_block(self, outputs: Iterable[Any]) -> None:
+        handed_on: set[Record] = set()
+        for tensor in tensors_in(outputs):
+            prices.anchor(self, tensor, 3, self.block + 1)
+            prices.gather(self, tensor, handed_on)
+        records, kept = self._before
+        for ref in kept:
+            if (record := ref()) is not None and record.is_kept and record.func is not None:
+                sweep.sweep(self, record)
+        for ref in records:
+            if (record := ref()) is not None:
+                record.forget()
+        for ref in self._records:
+            record = ref()
+            if record is not None and not record.is_kept and record not in handed_on:
+                record.forget()
+        self._before = [weakref.ref(record) for record in handed_on], self._kept
+        self._records, self._kept = [], []
+        self.block += 1
+        if self.casts:
+            self._empty_casts()
+
+    def _empty_casts(self) -> None:
+        """Of leaves, shared under autocast: whoever asked to keep one remakes it, and the next block fills it again."""
+        for cast, _ in self.casts.values():
+            storage = cast.untyped_storage()
+            record = getattr(storage, MARK, None)
+            if record is not None and not record.is_kept and storage.nbytes():
+                with no_dispatch():  # not the storage: selective checkpointing may hold it too
+                    cast.data = cast.new_empty(0)
+
+    @property
+    def root(self) -> Any:
+        """The tape of the model, around those of checkpointed blocks."""
+        return self if self._root is None else self._root

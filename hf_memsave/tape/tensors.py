@@ -1,0 +1,120 @@
+"""What a tensor is beside its bytes: its geometry, and which of the arguments of a call are tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+class View:
+    """The geometry of a tensor, without its bytes."""
+
+    __slots__ = ("shape", "_stride", "_offset", "dtype", "version", "is_flipped")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self._stride, self._offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+        self.dtype, self.version, self.is_flipped = tensor.dtype, tensor._version, is_flipped(tensor)
+
+    def stride(self) -> tuple[int, ...]:
+        """As of the tensor."""
+        return self._stride
+
+    def storage_offset(self) -> int:
+        """As of the tensor."""
+        return self._offset
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether ``tensor``, on the same storage, has this geometry and content."""
+        mine = self.shape, self._stride, self._offset, self.dtype, self.version, self.is_flipped
+        theirs = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+        return mine == (*theirs, tensor._version, is_flipped(tensor))
+
+
+def is_flipped(tensor: Tensor) -> bool:
+    """Whether the storage holds the conjugate or the negative of what the tensor is."""
+    return tensor.is_neg() or tensor.is_conj()
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the tensor is no wrapper around others, which have storages of their own."""
+    known = _PLAIN.get(type(tensor))
+    if known is None:
+        known = _PLAIN[type(tensor)] = not is_traceable_wrapper_subclass(tensor)
+    return known
+
+
+_PLAIN: dict[type, bool] = {Tensor: True, nn.Parameter: True}
+
+
+def plain_tensors(args: Any) -> list[tuple[Tensor, int]] | None:
+    """The tensors in ``args`` and their versions, where nothing but plain ones and numbers is there; else None."""
+    found = []
+    for a in args:
+        kind = type(a)
+        if kind is Tensor or kind is nn.Parameter:
+            found.append((a, a._version))
+        elif kind is not float and kind is not int and kind is not torch.dtype:
+            return None
+    return found
+
+
+def owned(argument: Any) -> Any:
+    """A copy of the lists and arrays in an argument, which their owner may change later."""
+    if isinstance(argument, (list, tuple)):
+        items = [owned(a) for a in argument]
+        return items if isinstance(argument, list) else tuple(items)
+    if type(argument) is dict:
+        return {k: owned(a) for k, a in argument.items()}
+    return copy.copy(argument) if isinstance(argument, np.ndarray) else argument
+
+
+def leaves(args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors among the arguments of a call, and in lists of them, in order."""
+    found = []
+    for a in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(a, Tensor):
+            found.append(a)
+        elif isinstance(a, (list, tuple)):
+            found += leaves(a, None)
+    return found
+
+
+def with_stride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """The tensor itself, or a copy that lies in memory as ``stride`` says: some sums depend on it."""
+    if tensor.stride() == stride:
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def unexpanded(tensor: Tensor) -> Tensor:
+    """The tensor, or the part of it that ``expand`` has repeated."""
+    stride = tensor.stride()
+    if 0 not in stride or not tensor.numel():
+        return tensor
+    return tensor[tuple([slice(None, 1) if s == 0 else slice(None) for s in stride])]
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements lie side by side in memory, in any order, without overlap."""
+    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
+    """Those in the arguments of a model, and one level below."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (v for v in value if isinstance(v, Tensor))
+
+
+def place_of(tensor: Tensor) -> tuple[Any, ...]:
+    """What tells it, as it is now, from all tensors of which the storages are alive."""
+    geometry = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    return id(tensor.untyped_storage()), *geometry, tensor._version
