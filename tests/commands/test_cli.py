@@ -63,7 +63,7 @@ def test_report_equals_a_direct_measurement_at_full_depth(model_type, autocast, 
             if module.has_relative_attention_bias:
                 module.relative_attention_bias.requires_grad_(False)
     ids = torch.randint(2, 96, (3, 24))
-    batch = {"input_ids": ids, "labels": ids[:, 0] % 2 if model_type == "bert" else ids}
+    batch = {"input_ids": ids, "labels": ids[:, 0] % 2 if model_type == "bert" else ids.clone()}
 
     def forward(**inputs):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
@@ -93,7 +93,7 @@ def test_report_lays_wide_weights_over_one_another_and_counts_the_same(tmp_path,
     assert figures["parameters"] == model.num_parameters()
     for setting in ("stock", "patched"):
         with torch.autocast("cpu", torch.bfloat16):
-            found = hf_memsave.measure_kept(model, {"input_ids": ids, "labels": ids}).by_kind
+            found = hf_memsave.measure_kept(model, {"input_ids": ids, "labels": ids.clone()}).by_kind
         assert {kind: kept for kind, kept in figures[setting]["by_kind"].items() if kept} == found
         hf_memsave.patch(model)
     built, _ = build(AutoModelForCausalLM, AutoConfig.from_pretrained(folder), torch.float32)
