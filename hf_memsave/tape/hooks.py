@@ -231,7 +231,7 @@ class Tape(Recorder):
         if not is_kept:
             record.is_kept = True
             nbytes = storage.nbytes()
-            for ref in record.handles:
+            for ref in () if record.is_distrusted else record.handles:
                 if isinstance(stand_in := ref(), StandIn):
                     stand_in.is_kept_as(tensor, handle)
             if record.func is None:

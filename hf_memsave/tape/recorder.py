@@ -138,6 +138,8 @@ class Recorder(TorchFunctionMode):
         if record is not None and record.tape is self:
             record.forget()
             record.node, record.version, record.is_distrusted = None, -1, True
+            if record.notes:
+                record.notes.clear()
 
     def happened(self, what: Any, func: Any = None) -> int:
         """Add to all that has happened in this forward, as far as it decides what to keep.

@@ -44,7 +44,8 @@ def product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     out = func(*args, **kwargs) if kwargs else func(*args)
     if func is F.linear and type(out) is Tensor and len(args) > 1:
         inner = args[1].shape[-1]
-        if inner <= _THIN and out.shape[-1] >= _WIDER * inner:
+        is_thin = inner <= _THIN and out.shape[-1] >= _WIDER * inner
+        if is_thin and (not any_autocast() or tape.is_innermost()):  # else its conversions are hidden
             args = tuple([_own(tape, a, made) for a, made in zip(given[0], args, strict=True)])
             kwargs = {name: _own(tape, given[1][name], made) for name, made in kwargs.items()}
             tape.record(out, func, args, kwargs)

@@ -1,12 +1,19 @@
 """Attacks by writes inside the forward: to buffers, to what a checkpointed block has touched, through ``.data =``."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from support.attacks import WIDTH, Block, assert_trains_like_stock, kept_of
-from support.helpers import nbytes, random
+from support.helpers import autocasting, nbytes, random
+
+
+def copied():
+    return saved_tensors_hooks(torch.clone, lambda kept: kept)
 
 
 def test_a_queue_of_keys(device):
@@ -54,6 +61,32 @@ def test_data_that_is_assigned(device):
         return out
 
     assert_trains_like_stock(fn, random(2, 16, WIDTH, device=device))
+
+
+@pytest.mark.parametrize("context", [torch.enable_grad, copied], ids=["no hook", "hook"])
+def test_data_taken_after_a_write(context, device):
+    """Its version starts again: it must not be taken for what was kept before the write."""
+
+    def fn(model, x):
+        a = model.f(x)
+        first = model.g(a)
+        a.detach().add_(1)
+        return first.detach() + model.h(a.data)
+
+    assert_trains_like_stock(fn, random(2, 16, WIDTH, device=device), context)
+
+
+@pytest.mark.parametrize("context", [copied, torch.enable_grad], ids=["hook", "no hook"])
+def test_a_thin_product_under_a_hook_and_autocast(context, device):
+    def fn(model, x):
+        x = model.f(x)
+        with context():
+            x = model.wide(model.thin(x)).sin()
+        return model.h(x[..., :WIDTH])
+
+    parts = dict(thin=torch.nn.Linear(WIDTH, 4), wide=torch.nn.Linear(4, 2 * WIDTH))
+    low = functools.partial(autocasting, device, torch.bfloat16)
+    assert_trains_like_stock(fn, random(2, 16, WIDTH, device=device), low, **parts)
 
 
 def test_what_cannot_be_remade_after_a_write_does_not_count_as_let_go_of(device):
