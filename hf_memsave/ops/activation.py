@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_memsave.ops.elementwise import name_of, required_name
+from hf_memsave.ops.elementwise import ACTIVATIONS, name_of, required_name
 from hf_memsave.ops.few_bit import FewBit, few_bit
 from hf_memsave.ops.inverted import inverted
 from hf_memsave.ops.op import Op
@@ -19,11 +19,12 @@ _CHOICES = {"invert": inverted, "precision_bit": precision_bit}
 
 def _activation(module: nn.Module, patch: Any, input: Tensor) -> Tensor:
     stock = partial(patch.stock.forward, module)
-    if not input.requires_grad:
+    if not input.requires_grad or _check(module, patch.value):  # it may have changed since it was patched
         return stock(input)
-    if isinstance(patch.value, FewBit):
-        return few_bit(input, required_name(module), stock, patch.value.bits)
-    return _CHOICES[patch.value](input, required_name(module), stock)
+    name = required_name(module)
+    if isinstance(patch.value, FewBit):  # which calls it again in backward, when the module may have changed
+        return few_bit(input, name, ACTIVATIONS[name].forward, patch.value.bits)
+    return _CHOICES[patch.value](input, name, stock)
 
 
 def _check(module: nn.Module, value: Any) -> str:

@@ -26,6 +26,8 @@ from hf_memsave.ops.op import Op
 from hf_memsave.ops.wta_crs import LAYER
 from hf_memsave.ops.wta_matmul import wta_matmul
 from hf_memsave.sampling.sampler import Layer
+from hf_memsave.tape import current
+from hf_memsave.tape.private import innermost_hooks
 
 #: The implementation that this op is for, and the function that stands for it in each modeling file.
 NAME = "eager"
@@ -59,11 +61,16 @@ class _Sampling(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         is_product = func in _PRODUCTS and not kwargs and all(type(a) is Tensor and a.dim() >= 4 for a in args)
-        if not is_product:
+        if not is_product or _is_run_again():
             return func(*args, **(kwargs or {}))
         self.products += 1
         a, b = map(autocast_low, args)
         return wta_matmul(a, b, self.layer, f"product {self.products}")
+
+
+def _is_run_again() -> bool:
+    """Whether a checkpoint of the user's own may run this again, when no batch runs: a foreign hook is innermost."""
+    return current() is None and innermost_hooks() is not None
 
 
 def _eager_attention(module: nn.Module, patch: Any, *args: Any, **kwargs: Any) -> Any:

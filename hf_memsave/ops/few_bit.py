@@ -53,7 +53,13 @@ def kept_bytes(shape: tuple[int, ...], itemsize: int, bits: int = 4, frozen: boo
 
 
 def few_bit(x: Tensor, name: str, forward: Callable[[Tensor], Tensor], bits: int = 4) -> Tensor:
-    """``forward(x)``, which computes the activation ``name``; keeps ``bits`` bits an element, or ``x`` for ``y``."""
+    """``forward(x)``, which computes the activation ``name``; keeps ``bits`` bits an element, or ``x`` for ``y``.
+
+    Backward may call ``forward`` again: it must not depend on what can change until then.
+
+    Returns:
+        The output.
+    """
     check_bits(bits)
     tape = current()
     if tape is None or not (x.requires_grad and torch.is_grad_enabled()):
@@ -90,6 +96,7 @@ class _FewBit(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], name: str, bits: int, is_taped: bool
     ) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x.detach() if is_taped else _codes(x, name, bits))
         ctx.forward, ctx.table, ctx.autocast = forward, (name, bits), AutocastState(x.device.type)
         return forward(x)

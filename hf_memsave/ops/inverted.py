@@ -75,6 +75,7 @@ class _FromOutput(torch.autograd.Function):
     def forward(ctx: Any, f: Callable[..., Tensor], recipe: Recipe, x: Tensor, *others: Tensor) -> Tensor:
         y = f(x, *others)
         bits = None if recipe.indicator is None else pack_bits(recipe.indicator(x))
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(y, bits, *others)
         ctx.recipe = recipe
         return y

@@ -16,6 +16,11 @@ class KeptBytes(NamedTuple):
     here: int
 
 
+def is_parametrized(module: nn.Module) -> bool:
+    """Whether reading a parameter of ``module`` computes it, each time: spectral_norm counts its reads."""
+    return "parametrizations" in module._modules
+
+
 def _nothing(module: nn.Module, value: Any) -> str:
     return ""
 

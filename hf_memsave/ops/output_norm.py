@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from hf_memsave.ops.cast import HALVES, is_autocast
 from hf_memsave.ops.once import once_differentiable
-from hf_memsave.ops.op import KeptBytes, Op
+from hf_memsave.ops.op import KeptBytes, Op, is_parametrized
 
 #: One column in this many may keep its input.
 _SHARE = 8
@@ -93,6 +93,7 @@ class _OutputNorm(torch.autograd.Function):
         y, rstd, mean = forward(x, weight, bias)
         inputs = None if columns is None else x.reshape(-1, weight.numel())[:, columns]
         ctx.is_centred = mean is not None
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(y, rstd, weight, bias, columns, inputs, None if columns is None else mean)
         return y
 
@@ -167,6 +168,8 @@ def _is_too_many(columns: Tensor, weight: Tensor) -> bool:
 
 
 def _output_norm(module: nn.Module, patch: Any, input: Tensor) -> Tensor:
+    if is_parametrized(module):
+        return patch.stock.forward(module, input)
     weight, bias, eps = _parameters(module)
     if weight is None or not _is_suited(input, weight, bias):
         return patch.stock.forward(module, input)

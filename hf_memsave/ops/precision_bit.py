@@ -57,6 +57,7 @@ class _PrecisionBit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], fit: InverseFit) -> Tensor:
         y = encode(forward(x), x < fit.turn)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(y)
         ctx.fit = fit
         return y

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from hf_memsave.errors import PatchError
 from hf_memsave.ops.cast import autocast_low
-from hf_memsave.ops.elementwise import required_name
+from hf_memsave.ops.elementwise import name_of, required_name
 from hf_memsave.ops.inverse import InverseFit, slope, wide
 from hf_memsave.ops.inverted import fit_of
 from hf_memsave.ops.once import once_differentiable
@@ -78,7 +78,7 @@ def sign_bit(
 class SignBit(nn.Module):
     """``nn.Sequential(activation, linear)`` in one, by :func:`sign_bit`, with both as its children.
 
-    Once the linear is another one (an adapter, quantized) or has hooks, both run as they are.
+    Once the activation or the linear is another one (an adapter, quantized), or that has hooks, both run as they are.
 
     Args:
         activation: One that :mod:`~hf_memsave.ops.inverse` has a fit of.
@@ -94,14 +94,15 @@ class SignBit(nn.Module):
             raise PatchError(
                 f"SignBit expected an activation that leaves its input as it is, got {activation}. Use inplace=False."
             )
+        required_name(activation)
         self.activation, self.linear = activation, linear
-        self.name = required_name(activation)
 
     def forward(self, input: Tensor) -> Tensor:
         """``linear(activation(input))``."""
-        if not _is_plain(self.linear):
+        name = name_of(self.activation)
+        if name is None or not _is_plain(self.linear):
             return self.linear(self.activation(input))
-        return sign_bit(input, self.name, self.activation, self.linear.weight, self.linear.bias)
+        return sign_bit(input, name, self.activation, self.linear.weight, self.linear.bias)
 
 
 def _is_plain(linear: nn.Module) -> bool:
@@ -121,6 +122,7 @@ class _SignBit(torch.autograd.Function):
         left = x < fit.turn
         y = forward(x)
         k = y - offset(fit)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(torch.where(left, -k, k), weight)
         ctx.fit = fit
         return F.linear(y.to(weight.dtype), weight, bias)

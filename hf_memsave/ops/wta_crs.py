@@ -13,7 +13,7 @@ Kept for backward, beside the weight::
     here     the same and 8 bytes a drawn row, where that is kept anyway (as a norm's input is); else k scaled rows of h
 
 Linears that share an input share one draw, by their joint norm: q, k and v keep the same rows. Sampled are linears in
-training whose weight wants a gradient; all others, and batches with fewer tokens than rows, are exact. Not
+training whose weight wants a gradient; parametrized ones, and batches with fewer tokens than rows, are exact. Not
 differentiable twice. Source: Liu et al. (2023), arXiv:2305.15265, Algorithm 1.
 """
 
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from hf_memsave.ops.cast import autocast_low
 from hf_memsave.ops.once import once_differentiable
-from hf_memsave.ops.op import KeptBytes, Op
+from hf_memsave.ops.op import KeptBytes, Op, is_parametrized
 from hf_memsave.sampling.batch import Batch, Tokens
 from hf_memsave.sampling.sampler import Layer, row_norms
 from hf_memsave.tape import current
@@ -56,15 +56,16 @@ class JointNorms:
         self.users += 1
         self.waiting = self.users
 
-    def learn(self, dz: Tensor) -> None:
-        """Called by each linear in backward, with ``[n, out]``; the last one tells the cache."""
-        squared = row_norms(dz).float().square()
-        self.squared = squared if self.squared is None else self.squared + squared
+    def learn(self, dz: Tensor | None) -> None:
+        """Called by each linear in backward, with ``[n, out]`` or None for none; the last one tells the cache."""
+        if dz is not None:
+            squared = row_norms(dz).float().square()
+            self.squared = squared if self.squared is None else self.squared + squared
         self.waiting -= 1
         if self.waiting:
             return
         joint, self.squared, self.waiting = self.squared, None, self.users  # for a second backward
-        if self.tokens is not None:
+        if self.tokens is not None and joint is not None:
             joint = joint.view_as(self.tokens.mask)
             self.layer.sampler.cache.update(self.layer.name, self.batch, self.tokens, joint)
 
@@ -117,13 +118,20 @@ class _SampledLinear(torch.autograd.Function):
         ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor, shared: Shared, is_conv1d: bool
     ) -> Tensor:
         ctx.norms, ctx.is_conv1d, ctx.is_whole = shared.norms, is_conv1d, kept is h
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(weight, kept, *((shared.index, shared.scale) if kept is h else (shared.index,)))
         shared.norms.join()
         return F.linear(h, weight.t() if is_conv1d else weight, bias)
 
     @staticmethod
+    def backward(ctx: Any, dz: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dz is None:
+            ctx.norms.learn(None)
+        return _SampledLinear.gradients(ctx, dz)
+
+    @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
+    def gradients(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
         weight, rows, index, *scale = ctx.saved_tensors
         flat = dz.reshape(-1, dz.shape[-1])
         dh = dw = db = None
@@ -150,8 +158,9 @@ def _wta_crs(module: nn.Module, patch: Any, x: Tensor) -> Tensor:
     layer: Layer | None = module.__dict__.get(LAYER)
     batch = None if layer is None else layer.sampler.batch
     tape = current()
-    is_sampled = module.training and module.weight.requires_grad and x.dim() > 1
-    if layer is None or batch is None or tape is None or not is_sampled:
+    if layer is None or batch is None or tape is None or x.dim() < 2 or is_parametrized(module):
+        return patch.stock.forward(module, x)
+    if not (module.training and module.weight.requires_grad):
         return patch.stock.forward(module, x)
     shared = _shared(tape, layer, x, batch)
     if shared.index is None:

@@ -115,6 +115,7 @@ class _SampledMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, columns: Sample | None, rows: Sample | None) -> Tensor:
         for_a, for_b = ctx.needs_input_grad[:2]
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*_kept(b, columns, for_a), *_kept(a, rows, for_b))
         return torch.matmul(a, b)
 

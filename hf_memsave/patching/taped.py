@@ -26,7 +26,7 @@ from hf_memsave.errors import PatchError
 from hf_memsave.sampling.sampler import INDEX, Sampler
 from hf_memsave.tape import Tape, current, hooks_work, table_without
 from hf_memsave.tape.ledger import Ledger
-from hf_memsave.tape.private import innermost_hooks, refuses_hooks
+from hf_memsave.tape.private import checkpoint_frame, innermost_hooks, refuses_hooks
 from hf_memsave.tape.record import BUFFER, MARK
 from hf_memsave.tape.storage import Encoder
 from hf_memsave.tape.tensors import tensors_in
@@ -87,7 +87,7 @@ def run_taped(
     arguments = dict(zip(_parameters(cls), args, strict=False)) | kwargs
     if index is not None:
         arguments[INDEX] = index
-    with sampler.entering(arguments, given):
+    with sampler.entering(arguments, given, checkpoint_frame()):
         return _run(module, settings_of(config, block), config, forward, args, kwargs)
 
 

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import logging
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeGuard
@@ -58,13 +59,14 @@ class Sampler:
         self.cache = NormCache(config.cache, samples or 0)
         self._told: set[str] = set()
         self._local = threading.local()
+        self._checkpointed: weakref.WeakKeyDictionary[Any, Batch] = weakref.WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
         self.cache.flush()
-        return {**self.__dict__, "_local": None}
+        return {**self.__dict__, "_local": None, "_checkpointed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _local=threading.local())
+        self.__dict__.update(state, _local=threading.local(), _checkpointed=weakref.WeakKeyDictionary())
 
     @property
     def batch(self) -> Batch | None:
@@ -72,16 +74,19 @@ class Sampler:
         return getattr(self._local, "batch", None)
 
     @contextlib.contextmanager
-    def entering(self, arguments: Mapping[str, Any], given: Batch | None) -> Iterator[None]:
+    def entering(self, arguments: Mapping[str, Any], given: Batch | None, frame: Any = None) -> Iterator[None]:
         """While a block runs: its batch, or the part of it that the block sees.
 
         Args:
             arguments: Of its forward, by name.
             given: The batch of its forward, where it is run again in backward.
+            frame: What a checkpoint of the user's own knows of the call, the same in the forward and when run again.
         """
         outside = self.batch
-        around = outside or given
+        around = outside or given or (None if frame is None else self._checkpointed.get(frame))
         batch = self._begin(arguments) if around is None else _within(around, arguments)
+        if frame is not None:
+            self._checkpointed.setdefault(frame, around or batch)
         self._local.batch = batch
         try:
             yield

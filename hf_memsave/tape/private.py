@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,6 +35,23 @@ OpOverload = torch._ops.OpOverload
 def innermost_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """The (pack, unpack) pair of saved-tensor hooks innermost on this thread."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def checkpoint_frame() -> Any:
+    """What ``torch.utils.checkpoint`` knows of the call that runs in it; the same in the forward and when run again.
+
+    Returns:
+        An object that lives as long as that call can be run again; None outside of a non-reentrant checkpoint.
+    """
+    hooks = innermost_hooks()
+    pack = None if hooks is None else inspect.unwrap(hooks[0])
+    if not inspect.isfunction(pack):
+        return None
+    held = dict(zip(pack.__code__.co_freevars, (cell.cell_contents for cell in pack.__closure__ or ()), strict=True))
+    if (frame := held.get("frame")) is not None:
+        return frame if hasattr(frame, "recompute_fn") else None
+    found = held.get("target_frame_ref")
+    return None if found is None else found()
 
 
 def hooks_work() -> bool:

@@ -25,6 +25,7 @@ from support.helpers import (
     swapped,
     taping,
 )
+from support.slopes import PLANTED, assert_errs_by_slope
 
 BITS = range(1, 9)
 MODULES = (nn.GELU, partial(nn.GELU, "tanh"), nn.SiLU, GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation)
@@ -104,7 +105,32 @@ def test_few_bit_takes_odd_shapes(device, op, shape):
 def test_few_bit_takes_views(device, view):
     x = random(4, 5, 8, device=device)
     got, stock = (run(lambda x, op=op: op(LAYOUTS[view](x)), [x], tape=True) for op in (bound(nn.SiLU(), 8), nn.SiLU()))
-    torch.testing.assert_close(got.of_inputs[0], stock.of_inputs[0], atol=0.2, rtol=0)
+    assert_errs_by_slope(
+        got.of_inputs[0], stock.of_inputs[0].double(), size_of_incoming(x, LAYOUTS[view]), 0.0045, 1e-5
+    )
+
+
+def size_of_incoming(x, view):
+    """What ``run`` multiplies the slopes by, back through ``view``; of what meets in an element, the sum."""
+    leaf = x.double().requires_grad_()
+    seen = view(leaf)
+    incoming = random(*seen.shape, device=x.device, seed=1) * random(*seen.shape, device=x.device, seed=2)
+    return torch.autograd.grad(seen, leaf, incoming.abs().double())[0]
+
+
+#: Of a whole tensor, the product after it makes few_bit keep its input: the gradient is stock's.
+PARTS = [view for view in LAYOUTS if view != "transposed"]
+
+
+@pytest.mark.parametrize("view", PARTS)
+def test_few_bit_with_wrong_levels_is_caught(device, view, monkeypatch):
+    def wrong(name, bits):
+        table = levels(name, bits)
+        return Levels(table.boundaries, (table.levels * PLANTED).astype(table.levels.dtype))
+
+    monkeypatch.setattr("hf_memsave.ops.few_bit.levels", wrong)
+    with pytest.raises(AssertionError, match="too far"):
+        test_few_bit_takes_views(device, view)
 
 
 def test_few_bit_runs_backward_twice_but_not_double(device):

@@ -19,7 +19,7 @@ from transformers.activations import (
 
 from hf_memsave.errors import KeptTensorChangedError, PatchError
 from hf_memsave.ops.activation import ACTIVATION
-from hf_memsave.ops.elementwise import name_of, required_name
+from hf_memsave.ops.elementwise import ACTIVATIONS, name_of, required_name
 from hf_memsave.ops.inverse import FITS, slope, wide
 from hf_memsave.ops.inverted import Recipe, fit_of, from_output, inverted, kept_bytes
 from hf_memsave.ops.precision_bit import decode, encode
@@ -41,6 +41,7 @@ from support.helpers import (
     swapped,
     taping,
 )
+from support.slopes import PLANTED, SLOPE, assert_errs_by_slope
 
 #: How to build the module, and the name of what it computes.
 KINDS = {
@@ -142,7 +143,48 @@ def test_inverted_takes_views(device, module, op, view):
     got = run(lambda x: op(LAYOUTS[view](x)), [x], tape=True)
     stock = run(lambda x: module(LAYOUTS[view](x)), [x])
     assert layout(got.output) == layout(stock.output)
-    torch.testing.assert_close(got.of_inputs[0], stock.of_inputs[0], atol=5e-3, rtol=1e-3)
+    leaf = x.double().requires_grad_()
+    seen = LAYOUTS[view](leaf)
+    (size,) = torch.autograd.grad(seen, leaf, incoming(seen).abs())  # of what meets in an element, the sum
+    assert_errs_by_slope(got.of_inputs[0], stock.of_inputs[0].double(), size, SLOPE[x.dtype], 1e-5)
+
+
+def incoming(y):
+    """What ``run`` hands an op that made ``y``."""
+    return (random(*y.shape, device=y.device, seed=1) * random(*y.shape, device=y.device, seed=2)).double()
+
+
+@pytest.mark.parametrize("kind", ["gelu"])
+@pytest.mark.parametrize("view", LAYOUTS)
+def test_inverted_with_a_wrong_slope_is_caught(device, module, op, value, view, monkeypatch):
+    file = "inverted" if value == "invert" else value
+    monkeypatch.setattr(f"hf_memsave.ops.{file}.slope", lambda *args: PLANTED * slope(*args))
+    with pytest.raises(AssertionError, match="too far"):
+        test_inverted_takes_views(device, module, op, view)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_inverted_slope_is_near_the_true_one(device, module, op, name, dtype):
+    """Of what was drawn; every half there is, is in ``test_inverse``."""
+    x = (random(500, dtype=dtype, device=device) * 4).requires_grad_()
+    true = x.detach().double().requires_grad_()
+    (dx,) = torch.autograd.grad(op_under_tape(op, x).sum(), x)
+    (expected,) = torch.autograd.grad(ACTIVATIONS[name].forward(true).sum(), true)
+    rounding = torch.finfo(dtype).eps
+    assert_errs_by_slope(dx, expected, torch.ones_like(expected), 1.5 * SLOPE[dtype], rounding)
+
+
+def op_under_tape(op, x):
+    with taping():
+        return op(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_inverted_slope_that_is_wrong_is_caught(device, module, op, name, value, dtype, monkeypatch):
+    file = "inverted" if value == "invert" else value
+    monkeypatch.setattr(f"hf_memsave.ops.{file}.slope", lambda *args: PLANTED * slope(*args))
+    with pytest.raises(AssertionError, match="too far"):
+        test_inverted_slope_is_near_the_true_one(device, module, op, name, dtype)
 
 
 @pytest.mark.parametrize("kind", ["silu"])
@@ -188,7 +230,9 @@ def test_inverted_under_autocast(device, module, op, value):
     assert got.output.dtype == stock.output.dtype
     if value == "invert":
         assert_same_bits(got.output, stock.output)
-    torch.testing.assert_close(got.of_inputs[0], stock.of_inputs[0], atol=0.1, rtol=0.02)
+    size = (incoming(x).abs() * 1.02).clamp_min(1e-3)  # of factors and products that are rounded to bf16
+    largest = 1.5 * SLOPE[torch.bfloat16]
+    assert_errs_by_slope(got.of_inputs[0], stock.of_inputs[0].double(), size, largest, 0.01 * size)
 
 
 @pytest.mark.parametrize("kind", ["gelu"])

@@ -11,6 +11,7 @@ from hf_memsave.ops.inverse import FITS, slope, wide
 from hf_memsave.ops.sign_bit import SignBit, kept_bytes, offset, sign_bit, sign_bit_reference
 from support.helpers import DTYPES, assert_same_bits, autocasting, kept, random
 from support.script_helpers import load_script
+from support.slopes import PLANTED, SLOPE, assert_errs_by_slope
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -40,8 +41,31 @@ def test_sign_bit_output_and_bias_gradient_are_stocks(device, name, dtype, shape
     dz = random(*shape[:-1], 4, dtype=dtype, device=device, seed=5)
     mine, stock = both(name, 3 * x, weight, bias, dz)
     assert_same_bits(mine[0], stock[0], "output")
-    torch.testing.assert_close(mine[1], stock[1], atol=0.15, rtol=0.02)
-    torch.testing.assert_close(mine[3], stock[3], atol=0.02, rtol=0.01)
+    assert_input_gradient(mine[1], name, 3 * x, weight, dz)
+    assert_bias_gradient(mine[3], dz)
+
+
+def assert_input_gradient(dx, name, x, weight, dz, low=None):
+    """The slope's error, and the rounding of both products: in ``dz``'s dtype (``low`` under autocast) and in x's."""
+    exact, size = dz.double() @ weight.double(), dz.double().abs() @ weight.double().abs()
+    leaf = x.double().requires_grad_()
+    (slope,) = torch.autograd.grad(ACTIVATIONS[name].forward(leaf).sum(), leaf)
+    rounding = (len(weight) * torch.finfo(low or dz.dtype).eps + 2 * torch.finfo(x.dtype).eps) * size
+    assert_errs_by_slope(dx, exact * slope, exact, SLOPE[x.dtype], 1.2 * rounding)
+
+
+def assert_bias_gradient(db, dz):
+    """Rounded at most once for each row, and once more."""
+    rows = dz.double().reshape(-1, dz.shape[-1])
+    room = (len(rows) + 1) * torch.finfo(dz.dtype).eps * rows.abs().sum(0)
+    assert ((db.double() - rows.sum(0)).abs() <= room).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_sign_bit_with_a_wrong_slope_is_caught(device, name, dtype, monkeypatch):
+    monkeypatch.setattr("hf_memsave.ops.sign_bit.slope", lambda *args: PLANTED * slope(*args))
+    with pytest.raises(AssertionError, match="too far"):
+        test_sign_bit_output_and_bias_gradient_are_stocks(device, name, dtype, (6, 8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
@@ -100,9 +124,12 @@ def test_sign_bit_under_autocast(device):
     with autocasting(device, torch.bfloat16):
         mine, stock = both("gelu", x, weight, bias, dz)
     assert_same_bits(mine[0], stock[0], "output")
-    for got, expected in zip(mine[1:], stock[1:], strict=True):
-        assert got.dtype == expected.dtype == torch.float32
-        torch.testing.assert_close(got, expected, atol=0.05, rtol=0.02)
+    assert {t.dtype for t in (*mine[1:], *stock[1:])} == {torch.float32}
+    assert_input_gradient(mine[1], "gelu", x, weight, dz, low=torch.bfloat16)
+    y, size = F.gelu(x.double()), dz.double().abs().T @ (F.gelu(x.double()).abs() - offset(FITS["gelu"]))
+    room = (2 + len(x)) * torch.finfo(torch.bfloat16).eps * size
+    assert ((mine[2].double() - dz.double().T @ y).abs() <= room).all()
+    assert_bias_gradient(mine[3], dz)
 
 
 def test_sign_bit_as_a_layer(device):

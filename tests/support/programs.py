@@ -1,249 +1,191 @@
-"""Random programs over small tensors and the modules of one graph, drawn from a seed, for ``test_random_graphs``."""
+"""Random programs over small tensors and the modules of one graph, drawn from a seed: :func:`draw`."""
 
-import contextlib
-import functools
 import random
-from typing import NamedTuple
+import warnings
 
 import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig
-from transformers.activations import GELUActivation, NewGELUActivation
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-import hf_memsave
 from support.helpers import autocasting
+from support.program_graph import Backward, Program, Step, graph_of
+from support.program_ops import (
+    ACTIVATIONS,
+    ATTRIBUTES,
+    CASTS,
+    CHECKPOINTS,
+    DRAWS,
+    ELEMENTWISE,
+    ESCAPES,
+    HAS_LINEAR,
+    HIDDEN_WRITES,
+    MASK_WRITES,
+    MASKS,
+    MAY_WRITE,
+    MODULES,
+    OF_MASK,
+    OF_MASKS,
+    OF_SCORES,
+    OF_TWO,
+    PARAMETERS,
+    SCRIBBLES,
+    TAKES_TWO,
+    VIEWS,
+    WIDTH,
+    WRITES,
+)
 
-WIDTH = 8
-
-# The language: a program is a list of events (forwards, steps outside of the model, backwards), a forward of steps.
-
-MODULES = ("ln", "rms", "gelu", "new_gelu", "silu", "drop", "linear0", "linear1", "linear2", "mlp", "layer")
-HAS_LINEAR = {"linear0", "linear1", "linear2", "mlp", "layer"}
-PARAMETERS = ("ln.weight", "rms.weight", "linear0.weight", "linear1.bias", "mlp.down_proj.weight")
-ELEMENTWISE = {
-    "tanh": torch.tanh,
-    "sin": torch.sin,
-    "square": torch.square,
-    "softmax": lambda x: torch.softmax(x, -1),
-    "relu": torch.relu,
-    "half_of": lambda x: x * 0.5,
-    "clone": torch.clone,
+#: Kind of step -> functions, how often, and what a program needs for it.
+KINDS = {
+    "modules": (MODULES, 10, ""),
+    "elementwise": (ELEMENTWISE, 2, ""),
+    "of two": (OF_TWO, 4, ""),
+    "views": (VIEWS, 3, ""),
+    "casts": (CASTS, 1, ""),
+    "activations": (ACTIVATIONS, 1, ""),
+    "more activations": (ACTIVATIONS, 5, "attributes"),
+    "escapes": (ESCAPES, 3, "escapes"),
+    "scribbles": (SCRIBBLES, 3, "scribbles"),
+    "of mask": (OF_MASK, 3, "masks"),
+    "of scores": (OF_SCORES, 3, "masks"),
+    "of masks": (OF_MASKS, 2, "masks"),
 }
-OF_TWO = {
-    "add": torch.add,
-    "sub": torch.sub,
-    "mul": torch.mul,
-    "matmul": lambda x, y: x @ (y if x.shape[-1] == y.shape[-2] else y.mT),
+#: What a program may have, and how often.
+FEATURES = {
+    "writes": 0.5,
+    "attributes": 0.25,
+    "escapes": 0.2,
+    "scribbles": 0.25,
+    "masks": 0.35,
+    "faults": 0.15,
+    "contexts": 0.3,
 }
-VIEWS = {
-    "transpose": lambda x: x.transpose(0, -1),
-    "tail": lambda x: x[..., 1:],
-    "even": lambda x: x[..., ::2],
-    "chunk": lambda x: x.chunk(2, -1)[1],
-    "rows": lambda x: x[1:],
-    "expand": lambda x: x[:1].expand(2, *x.shape[1:]),
-    "flat": lambda x: x.view(-1, x.shape[-1]),
-    "detach": torch.detach,
-}
-CASTS = {
-    "bf16": lambda x: x.to(torch.bfloat16),
-    "fp32": lambda x: x.to(torch.float32),
-    "pad": lambda x: F.pad(x, (0, WIDTH - x.shape[-1])),  # back to what the modules take
-}
-PURE = ELEMENTWISE | OF_TWO | VIEWS | CASTS
-WRITES = {
-    "add_": lambda x: x.add_(1),
-    "mul_": lambda x: x.mul_(1.5),
-    "zero_": torch.zero_,
-    "dropout_": lambda x: F.dropout(x, 0.5, training=True, inplace=True),
-    "add_from_": lambda x, y: x.add_(y),
-    "copy_part_": lambda x, y: x[..., :2].copy_(y[..., -2:]),
-}
-TAKES_TWO = {*OF_TWO, "add_from_", "copy_part_"}
-
-
-class Step(NamedTuple):
-    """``out = op(*args)``; ``op`` may be a chain, "ln > gelu"; ``how`` is "", no_grad, checkpoint or detached."""
-
-    op: str
-    args: tuple[str, ...]
-    out: str = ""
-    how: str = ""
-
-    def __str__(self):
-        return f"    {self.out or '_'} = {self.how}{' ' * bool(self.how)}{self.op}({', '.join(self.args)})"
-
-
-class Backward(NamedTuple):
-    """``autograd.grad`` of ``outputs`` for ``wanted``, ``backward`` if that is empty; ``twice`` differentiates it."""
-
-    outputs: tuple[str, ...]
-    wanted: tuple[str, ...] = ()
-    retain: bool = False
-    twice: bool = False
-
-
-class Program(NamedTuple):
-    seed: int
-    autocast: torch.dtype | None
-    dtype: torch.dtype
-    dropout: str
-    copies: bool  # a hook outside copies whatever is kept
-    inputs: dict[str, tuple[tuple[int, ...], bool]]  # shape, and whether it wants a gradient
-    events: list  # "forward" and its steps, "outside" and its steps, or a Backward
-
-    @property
-    def writes(self):
-        return any(s.op in WRITES for e in self.events if not isinstance(e, Backward) for s in e[1])
-
-    def __str__(self):
-        lines = [f"{name}={value}" for name, value in self._asdict().items() if name != "events"]
-        for event in self.events:
-            lines += [f"  {event}"] if isinstance(event, Backward) else [f"  {event[0]}", *map(str, event[1])]
-        return "\n".join(lines)
-
-
-class Layer(GradientCheckpointingLayer):
-    """Gets a tape of its own, which counts where it is checkpointed."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.norm, self.mlp, self.drop = LlamaRMSNorm(WIDTH), LlamaMLP(config), nn.Dropout(0.2)
-
-    def forward(self, x):
-        return x + self.drop(self.mlp(self.norm(x)))
-
-
-class Graph(nn.Module):
-    """Its forward runs the steps of a program on named tensors."""
-
-    def __init__(self):
-        super().__init__()
-        config = LlamaConfig(hidden_size=WIDTH, intermediate_size=12, num_attention_heads=2)
-        self.ln, self.rms = nn.LayerNorm(WIDTH), LlamaRMSNorm(WIDTH)
-        self.gelu, self.new_gelu, self.silu = GELUActivation(), NewGELUActivation(), nn.SiLU()
-        self.drop = nn.Dropout(0.3)
-        self.linear0, self.linear1, self.linear2 = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.mlp, self.layer = LlamaMLP(config), Layer(config)
-
-    def forward(self, steps, tensors):
-        for step in steps:
-            self.do(step, tensors)
-
-    def do(self, step, tensors):
-        if step.op == "del":  # and take the freed memory
-            shapes = [(tensors[name].shape, tensors.pop(name).dtype) for name in step.args]
-            tensors["junk"] = [torch.full(shape, torch.nan, dtype=dtype) for shape, dtype in shapes]
-            return
-        args = [self.lookup(name, tensors) for name in step.args]
-        if step.how == "detached":
-            args[0] = args[0].detach()
-        run = functools.partial(self.chain, step.op.split(" > "))
-        if step.how == "checkpoint":
-            result = checkpoint(run, *args, use_reentrant=False)
-        else:
-            with torch.no_grad() if step.how == "no_grad" else contextlib.nullcontext():
-                result = run(*args)
-        if step.out:
-            tensors[step.out] = result
-
-    def chain(self, ops, *args):
-        for op in ops:
-            fn = PURE.get(op) or WRITES.get(op) or getattr(self, op)
-            args = (fn(*args),)
-        return args[0]
-
-    def lookup(self, name, tensors):
-        return self.get_parameter(name) if "." in name else tensors[name]
-
-
-@functools.cache
-def built(dtype, dropout):
-    torch.manual_seed(0)
-    graph = Graph().to(dtype)
-    if dropout != "stock":
-        hf_memsave.patch(graph, {"dropout": dropout})
-    return graph, [p.detach().clone() for p in graph.parameters()]
-
-
-def graph_of(dtype, dropout="stock"):
-    """The one graph of its kind, with the weights of before any program."""
-    graph, weights = built(dtype, dropout)
-    graph.zero_grad()
-    with torch.no_grad():
-        for parameter, weight in zip(graph.parameters(), weights, strict=True):
-            parameter.copy_(weight)
-    return graph
-
-
-# Drawing a program. It runs while it is drawn, so that its shapes and dtypes fit.
 
 
 class Drawing:
+    """A program runs while it is drawn, so that its shapes and dtypes fit."""
+
     def __init__(self, seed):
         self.rng = rng = random.Random(seed)
         self.dtype = rng.choices((torch.float32, torch.bfloat16), (3, 1))[0]
         self.autocast = torch.bfloat16 if self.dtype == torch.float32 and rng.random() < 0.3 else None
-        self.writes = rng.random() < 0.5
+        self.has = {feature for feature, often in FEATURES.items() if rng.random() < often}
+        self.kinds = {name: kind for name, kind in KINDS.items() if not kind[2] or kind[2] in self.has}
         self.graph = graph_of(self.dtype)
         shape = rng.choice([(2, 3, WIDTH), (4, WIDTH), (1, WIDTH), (2, 2, 2, WIDTH), (0, WIDTH)])
         self.inputs = {f"x{i}": (shape, i == 0 or rng.random() < 0.5) for i in range(rng.randint(1, 3))}
+        rows = torch.Size(shape).numel() // WIDTH
+        masks = {"e0": shape, "m0": (1, 1, rows, rows)} if "masks" in self.has else {}
+        self.masks = {name: (shape, rng.choice([*MASKS])) for name, shape in masks.items()}
         self.tensors = {name: torch.zeros(shape, dtype=self.dtype) for name in self.inputs}
-        self.count, self.used, self.views_without_grad = 0, set(), set()
+        self.tensors |= {name: torch.ones(shape, dtype=torch.bool) for name, (shape, _) in self.masks.items()}
+        self.given = {*self.tensors}
+        self.count, self.written = 0, ""
+        self.used, self.views_without_grad = set(), set()
+        self.spoiled, self.escaped = set(), set()  # storages that backward writes to, and those of which is a .data
 
-    def names(self):
-        return [name for name in self.tensors if name != "junk"]
+    def names(self, masks=""):
+        """Of activations, or of masks of one kind."""
+        return [n for n in self.tensors if n != "junk" and (n[0] in masks if masks else n[0] not in "em")]
 
-    def pick(self):
-        names = self.names()
+    def pick(self, masks=""):
+        names = self.names(masks)
         return self.rng.choice(names[-4:] if self.rng.random() < 0.7 else names)
+
+    def place(self, name):
+        tensor = self.graph.lookup(name, self.tensors)
+        return tensor.untyped_storage()._cdata
 
     def try_step(self, step):
         try:
-            with torch.no_grad(), autocasting(torch.device("cpu"), self.autocast):
+            with torch.no_grad(), warnings.catch_warnings(), autocasting(torch.device("cpu"), self.autocast):
+                warnings.simplefilter("ignore")
                 self.graph.do(step, self.tensors)
         except (RuntimeError, IndexError):
             return []
         return [step]
 
     def args_of(self, op, first):
-        if op not in TAKES_TWO:
-            return (first,)
+        if op in OF_MASK or op in OF_SCORES:
+            mask = self.pick("e" if op in OF_MASK else "m")
+            return (first, mask) if op in OF_MASK else (first, self.second_of(first), mask)
+        return (first, self.second_of(first)) if op in TAKES_TWO else (first,)
+
+    def second_of(self, first):
         alike = [n for n in self.names() if self.tensors[n].shape == self.graph.lookup(first, self.tensors).shape]
-        return first, self.rng.choice(alike or self.names())
+        return self.rng.choice(alike or self.names())
 
     def pure_op(self):
-        kind = self.rng.choices((MODULES, ELEMENTWISE, OF_TWO, VIEWS, CASTS), (10, 2, 4, 3, 1))[0]
-        op = self.rng.choice(list(kind))
+        kind = self.rng.choices([*self.kinds], [often for _, often, _ in self.kinds.values()])[0]
+        op = self.rng.choice([*self.kinds[kind][0]])
         # Under autocast stock casts a weight once for two calls, and adds gradients in bf16 (README, "What is exact").
         return self.pure_op() if self.autocast and op in HAS_LINEAR & self.used else op
 
+    def how(self):
+        how = self.rng.choices(("", "no_grad", "checkpoint", "context"), (20, 1, 3, 2 * ("contexts" in self.has)))[0]
+        if how == "checkpoint":
+            return self.rng.choice(CHECKPOINTS if "contexts" in self.has else CHECKPOINTS[:3])
+        if how != "context":
+            return how
+        # Saving "on the CPU" copies nothing there: what is written to is spoiled in stock, too.
+        hows = ["copies", *["offload"] * (not self.has & {"writes", "scribbles"})]
+        return self.rng.choice(hows + ["no_autocast" if self.autocast else "autocast"] * (self.dtype == torch.float32))
+
+    def chain_of(self, how):
+        ops = [self.pure_op() for _ in range(self.rng.randint(1, 4) if how in CHECKPOINTS else 1)]
+        takes_more = {*TAKES_TWO, *OF_MASK, *OF_SCORES}
+        ops = [*dict.fromkeys(op for op in ops if op == ops[0] or op not in takes_more)]
+        return ops[:1] if ops[0] in OF_MASKS else [op for op in ops if op not in OF_MASKS]
+
     def pure(self):
-        how = self.rng.choices(("", "no_grad", "checkpoint"), (20, 1, 3))[0]
-        ops = [self.pure_op() for _ in range(self.rng.randint(1, 4) if how == "checkpoint" else 1)]
-        ops = [*dict.fromkeys(op for op in ops if op == ops[0] or op not in TAKES_TWO)]
-        self.count += 1
-        args = self.args_of(ops[0], self.pick())
+        how = self.how()
+        ops = self.chain_of(how)
+        first = self.pick("em") if ops[0] in OF_MASKS else self.pick()
+        if ops[0] in ESCAPES and self.written in self.tensors:
+            first = self.written
+        args = self.args_of(ops[0], first)
         # Under any saved-tensor hook, checkpoint gets such a view back as a leaf that wants a gradient (PyTorch's bug).
-        if how == "checkpoint" and self.views_without_grad & {*args}:
+        if how in CHECKPOINTS and self.views_without_grad & {*args}:
             how = ""
-        steps = self.try_step(Step(" > ".join(ops), args, out := f"t{self.count}", how))
+        if not self.is_allowed(ops, args, how):
+            return []
+        self.count += 1
+        out = f"{first[0] if ops[0] in OF_MASKS else 't'}{self.count}"
+        steps = self.try_step(Step(" > ".join(ops), args, out, how))
         self.used |= {op for op in ops if steps}
-        if (ops[0] in VIEWS | CASTS) and (how == "no_grad" or args[0] in self.views_without_grad):
+        if (ops[0] in VIEWS | CASTS) and (
+            how == "no_grad" or {*ops} & {*ESCAPES} or args[0] in self.views_without_grad
+        ):
             self.views_without_grad.add(out)
+        if steps and {*ops} & {*ESCAPES}:
+            self.escaped.add(self.place(out))
         return steps
 
+    def is_allowed(self, ops, args, how):
+        """Whether stock could give gradients of it: no leaf, and no storage with a ``.data``, is written to."""
+        if how == "autocast" and self.given & {*args}:  # a leaf is cast once for all products
+            return False
+        if {*ops} & {*SCRIBBLES} or any(self.graph.get_submodule(op).inplace for op in {*ops} & MAY_WRITE):
+            places = {self.place(name) for name in args}
+            if self.given & {*args} or self.escaped & places or {*ops} & {*ESCAPES}:
+                return False
+            self.spoiled |= places
+        return not {*ops} & {*ESCAPES} or self.place(args[0]) not in self.spoiled
+
     def write(self):
+        if self.masks and self.rng.random() < 0.3:
+            return self.try_step(Step(self.rng.choice([*MASK_WRITES]), (self.pick("em"),)))
         op = self.rng.choice(list(WRITES))
         if self.rng.random() < 0.1:
             return self.try_step(Step(op, self.args_of(op, self.rng.choice(PARAMETERS)), how="no_grad"))
         first = self.pick()
+        if self.place(first) in self.escaped:
+            return []
         hows = ("no_grad", "detached", *[""] * (first not in self.inputs))  # stock refuses a leaf
+        self.written = first
         return self.try_step(Step(op, self.args_of(op, first), how=self.rng.choice(hows)))
+
+    def set_attribute(self):
+        path = self.rng.choice([p for p in ATTRIBUTES if "writes" in self.has or not p.endswith("inplace")])
+        return self.try_step(Step("set", (path, repr(self.rng.choice(ATTRIBUTES[path])))))
 
     def delete(self, spare):
         names = [name for name in self.names() if name not in spare]
@@ -254,30 +196,62 @@ class Drawing:
         steps, size = [], self.rng.randint(6, 16)
         while len(steps) < size:
             r = self.rng.random()
-            if r < 0.12 and self.writes:
+            if r < 0.12 and "writes" in self.has:
                 steps += self.write()
             elif r < 0.2 and len(self.names()) > len(self.inputs) + 3:
                 steps += self.delete(spare=self.inputs)
+            elif r < 0.25 and "attributes" in self.has:
+                steps += self.set_attribute()
             else:
                 steps += self.pure()
-        return "forward", steps
+        if "faults" not in self.has or self.rng.random() < 0.5:
+            return [("forward", steps)]
+        at = self.rng.randrange(size)
+        return [("fails", [*steps[:at], Step("raise", ())]), ("forward", steps[at:])]
 
     def outside(self, spare):
-        steps = self.write() if self.writes and self.rng.random() < 0.6 else []
+        steps = self.write() if "writes" in self.has and self.rng.random() < 0.6 else []
+        steps += self.set_attribute() if "attributes" in self.has and self.rng.random() < 0.7 else []
         return "outside", steps + (self.delete(spare) if self.rng.random() < 0.5 else [])
+
+    def between_steps(self):
+        """The graph of one step of training is gone, and the next one begins: now what no version tells may happen."""
+        gone = tuple(name for name in self.tensors if name not in self.given and name != "junk")
+        steps = [Step("del", gone), *[Step("optimizer", ())] * (self.rng.random() < 0.5)]
+        steps = [done for step in steps for done in self.try_step(step)]
+        if self.masks:
+            steps += self.try_step(Step(self.rng.choice([*HIDDEN_WRITES]), (self.rng.choice([*self.masks]),)))
+        self.spoiled, self.escaped = set(), set()
+        return "outside", steps
 
     def backwards(self, outputs):
         rng = self.rng
         wanted = tuple(rng.sample([*self.names(), *PARAMETERS], rng.randint(1, 3)))
         every = tuple(self.inputs) + PARAMETERS
+        fails = rng.choice(self.names()) if "faults" in self.has and rng.random() < 0.6 else ""
         return rng.choice([
-            [Backward(outputs)],
-            [Backward(outputs, retain=True), Backward(outputs)],
-            [Backward(outputs[:1], retain=rng.random() < 0.8), Backward(outputs[1:])],
+            [Backward(outputs, fails=fails)],
+            [Backward(outputs, retain=True, fails=fails), Backward(outputs)],
+            [Backward(outputs[:1], retain=rng.random() < 0.8), Backward(outputs[1:], fails=fails)],
             [Backward(outputs, wanted, retain=True), Backward(outputs)],
             [Backward(outputs, wanted)],
             [Backward(outputs, every, twice=True)],
         ])  # fmt: skip
+
+    def training_step(self):
+        """Forwards, and the backwards of what they give."""
+        events = self.forward()
+        if self.rng.random() < 0.25:
+            events += [self.outside(self.inputs), *self.forward()]
+        outputs = tuple(self.names()[-3:])
+        live = {*outputs, *self.given, *self.rng.sample(self.names(), min(len(self.names()), 2))}
+        dead = tuple(n for n in self.tensors if n not in live and n != "junk")
+        events.append(("outside", self.try_step(Step("del", dead))))
+        backwards = self.backwards(outputs)
+        needed = {*self.given, *outputs, *(name for b in backwards for name in (*b.wanted, b.fails))}
+        for backward in backwards:
+            events += [self.outside(needed), backward]
+        return events
 
 
 def draw(seed):
@@ -285,16 +259,12 @@ def draw(seed):
     first = []
     if d.autocast:  # a leaf that wants a gradient is cast once for all its linears, as a weight is
         first = [Step("half_of", (name,), name) for name, (_, wants) in d.inputs.items() if wants]
-    _, steps = d.forward()
-    events = [("forward", first + steps)]
-    if d.rng.random() < 0.25:
-        events += [d.outside(d.inputs), d.forward()]
-    outputs = tuple(d.names()[-3:])
-    live = {*outputs, *d.inputs, *d.rng.sample(d.names(), min(len(d.names()), 2))}
-    events.append(("outside", d.try_step(Step("del", tuple(n for n in d.names() if n not in live)))))
-    backwards = d.backwards(outputs)
-    needed = {*d.inputs, *outputs, *(name for b in backwards for name in b.wanted)}
-    for backward in backwards:
-        events += [d.outside(needed), backward]
-    how = d.rng.choice(("seed", "mask"))
-    return Program(seed, d.autocast, d.dtype, how, d.rng.random() < 0.1, d.inputs, events)
+    (where, steps), *events = d.training_step()
+    events = [(where, first + steps), *events]
+    if d.rng.random() < (0.5 if d.masks else 0.1) and not d.autocast:
+        events += [d.between_steps(), *d.training_step()]
+    dropout = d.rng.choice(("seed", "mask"))
+    around = d.rng.choices(("", "copies", "offload"), (18, 2, d.has.isdisjoint({"writes", "scribbles"})))[0]
+    p = Program(seed, d.autocast, d.dtype, dropout, around, False, d.inputs, d.masks, events)
+    draws = any(DRAWS & {*step.op.split(" > ")} for step in p.steps)
+    return p._replace(threads=not draws and d.rng.random() < 0.1)
