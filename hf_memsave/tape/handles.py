@@ -207,7 +207,7 @@ class Node(Shared):
 class Lent(Shared):
     """A tensor that a foreign hook keeps, as whatever it made of it; it may still give way to another handle."""
 
-    __slots__ = ("handle", "fetch", "view", "version", "lent_stride", "via")
+    __slots__ = ("handle", "fetch", "view", "version", "lent_stride", "fetched", "via")
 
     def __init__(
         self, tensor: Tensor, pack: Callable[[Tensor], Any], fetch: Callable[[Any], Tensor], lock: Any
@@ -217,6 +217,7 @@ class Lent(Shared):
         self.fetch, self.view, self.version = fetch, View(tensor), tensor._version
         once = unexpanded(tensor)
         self.handle, self.lent_stride = pack(once), once.stride()
+        self.fetched: int | None = None
         self.via: Handle | None = None
 
     def give_way(self, node: Node) -> None:
@@ -233,7 +234,15 @@ class Lent(Shared):
 
     def make(self) -> Tensor:
         """The tensor, as it lay in memory."""
-        return with_stride(self.fetch(self.handle), self.lent_stride).expand(self.view.shape)
+        out = self.fetch(self.handle)
+        if self.fetched is None:
+            self.fetched = out._version
+        elif self.fetched != out._version:  # the hook gives the same tensor each time, and a backward wrote to it
+            raise KeptTensorChangedError(
+                f"a {out.dtype} {list(out.shape)} that a saved-tensor hook keeps for several operations was written to "
+                "by the backward of one of them. Have that backward write to a copy, or use no such hook."
+            )
+        return with_stride(out, self.lent_stride).expand(self.view.shape)
 
 
 class Ticket(Handle):

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from hf_memsave import KeptTensorChangedError
 from support.attacks import WIDTH, Block, assert_trains_like_stock, kept_of
 from support.helpers import autocasting, nbytes, random
 
@@ -87,6 +88,36 @@ def test_a_thin_product_under_a_hook_and_autocast(context, device):
     parts = dict(thin=torch.nn.Linear(WIDTH, 4), wide=torch.nn.Linear(4, 2 * WIDTH))
     low = functools.partial(autocasting, device, torch.bfloat16)
     assert_trains_like_stock(fn, random(2, 16, WIDTH, device=device), low, **parts)
+
+
+class Scribbles(torch.autograd.Function):
+    """Its backward writes to what it kept."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * x.cos_()
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_backward_writes_to_what_a_hook_keeps_for_others_too(is_first, device):
+    """Stock has a copy for each of them; ours one for all: it is right, or says so."""
+
+    def fn(model, x):
+        x = model.f(x)
+        parts = [lambda: Scribbles.apply(x), lambda: model.g(x)]
+        first, second = (part() for part in (parts if is_first else parts[::-1]))
+        return first * 2 + second
+
+    try:
+        assert_trains_like_stock(fn, random(2, 16, WIDTH, device=device), copied)
+    except KeptTensorChangedError as error:
+        assert "written to by the backward" in str(error)
 
 
 def test_what_cannot_be_remade_after_a_write_does_not_count_as_let_go_of(device):

@@ -37,7 +37,7 @@ def test_random_graphs_are_as_in_stock(batch, made):
         made.clear()
         outcomes.append(check(draw(seed)))
         with_nodes += bool(made)
-    assert with_nodes > 0.8 * BATCH, "few programs remade a tensor: the test tests little"
+    assert with_nodes > 0.75 * BATCH, "few programs remade a tensor: the test tests little"
     assert outcomes.count("same") > 0.55 * BATCH, "few programs run in stock"
     assert outcomes.count("raised") < 0.05 * BATCH, "we raise where stock does not, in more than few programs"
     assert not nodes(), "a node outlived its graph"
