@@ -24,14 +24,7 @@ from hf_memsave.tape import prices, sweep
 from hf_memsave.tape.codecs import as_bits
 from hf_memsave.tape.handles import Handle, Held, Lent, Ticket
 from hf_memsave.tape.ledger import Ledger
-from hf_memsave.tape.private import (
-    hooks_work,
-    in_transform,
-    innermost_hooks,
-    innermost_mode,
-    pop_mode,
-    push_mode,
-)
+from hf_memsave.tape.private import hooks_work, in_transform, innermost_hooks, innermost_mode, pop_mode, push_mode
 from hf_memsave.tape.record import MARK, Record, Weak
 from hf_memsave.tape.recorder import Recorder
 from hf_memsave.tape.stand_ins import StandIn
