@@ -28,7 +28,7 @@ class WTACRS:
         budget: Rows (tokens) that each weight gradient is made from, over all real tokens of the batch: in (0, 1].
             Above 15/16 all are taken: drawing would keep no less.
         estimator: "wta" (Eq. 6), "crs" (Eq. 5: unbiased, more noise), or "topk" (the rows of largest probability,
-            unscaled: biased, for comparison only).
+            unscaled: biased, to compare).
         targets: Linears to sample, by name or by a part of their path ("q_proj", "lora_A", "encoder.layer.0"); None for
             all in repeated blocks. Where a target has LoRA, its lora_A is sampled. lora_B is sampled only if named.
         cache: What predicts a row's gradient norm: "position" (a running profile by layer and position, a few KB);
