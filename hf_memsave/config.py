@@ -285,17 +285,14 @@ def _as_pairs(layers: Any) -> tuple[tuple[str, int], ...] | None:
 
 
 def _choices() -> dict[str, tuple[str, ...]]:
-    hints = get_type_hints(MemSaveConfig).items()
-    return {name: get_args(hint) for name, hint in hints if get_origin(hint) is Literal}
+    return {name: get_args(h) for name, h in get_type_hints(MemSaveConfig).items() if get_origin(h) is Literal}
 
 
 def _refuse_unknown(cls: type, fields: dict[str, Any]) -> None:
     known = [f.name for f in dataclasses.fields(cls)]
     if unknown := sorted(fields.keys() - set(known), key=str):
-        raise ConfigError(
-            f"{cls.__name__} has no field {_listed(unknown)}: expected {_listed(known)}. "
-            "Check the spelling, or leave it out."
-        )
+        found = f"{cls.__name__} has no field {_listed(unknown)}: expected {_listed(known)}"
+        raise ConfigError(f"{found}. Check the spelling, or leave it out.")
 
 
 def _listed(names: Any) -> str:

@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_memsave import measure_kept
 from hf_memsave.tape.meter import KINDS
+from support.calls import Calls
 
 ROWS, WIDTH, WIDE = 3, 8, 16
 FP32 = 4
@@ -21,17 +22,6 @@ def x(device):
 @pytest.fixture
 def mlp(device):
     return nn.Sequential(nn.Linear(WIDTH, WIDE), nn.GELU(), nn.Linear(WIDE, WIDTH)).to(device)
-
-
-class Calls(nn.Module):
-    """A module of a function."""
-
-    def __init__(self, fn):
-        super().__init__()
-        self.fn = fn
-
-    def forward(self, *args, **kwargs):
-        return self.fn(*args, **kwargs)
 
 
 # What counts.

@@ -10,6 +10,7 @@ from torch.nn.modules import module as global_hooks
 
 from hf_memsave import measure_kept
 from hf_memsave.tape.meter import KeptStorage
+from support.calls import Calls
 from support.helpers import generator_state
 
 ROWS, WIDTH, WIDE = 3, 8, 16
@@ -25,17 +26,6 @@ def x(device):
 @pytest.fixture
 def mlp(device):
     return nn.Sequential(nn.Linear(WIDTH, WIDE), nn.GELU(), nn.Linear(WIDE, WIDTH)).to(device)
-
-
-class Calls(nn.Module):
-    """A module of a function."""
-
-    def __init__(self, fn):
-        super().__init__()
-        self.fn = fn
-
-    def forward(self, *args, **kwargs):
-        return self.fn(*args, **kwargs)
 
 
 def live_storages():
