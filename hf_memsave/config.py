@@ -4,80 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, TypeGuard, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
 from hf_memsave.errors import ConfigError
+from hf_memsave.wtacrs import WTACRS, is_int
 
 #: The fields that :attr:`MemSaveConfig.layers` can limit.
-KINDS = ("activation", "norm", "dropout", "attention", "lora")
-
-
-@dataclass(frozen=True, kw_only=True)
-class WTACRS:
-    """Sampled weight gradients of linears, for :attr:`MemSaveConfig.linear`: unbiased, noisy, and from fewer rows.
-
-    Source: Liu et al. (2023), arXiv:2305.15265.
-
-    Attributes:
-        budget: Rows (tokens) that each weight gradient is made from, over all real tokens of the batch: in (0, 1].
-            Above 15/16 all are taken: drawing would keep no less.
-        estimator: "wta" (Eq. 6), "crs" (Eq. 5: unbiased, more noise), or "topk" (the rows of largest probability,
-            unscaled: biased, to compare).
-        targets: Linears to sample, by name or by a part of their path ("q_proj", "lora_A", "encoder.layer.0"); None for
-            all in repeated blocks. Where a target has LoRA, its lora_A is sampled. lora_B is sampled only if named.
-        cache: What predicts a row's gradient norm: "position" (a running profile by layer and position, a few KB);
-            also the sample's own last norm, found by the batch's column "sample_idx" or by a hash of its tokens
-            ("content"); or None (rows are drawn by the norm of the activation alone).
-        samples: For "sample_idx": how many samples there are. For "content": how many slots the table has, 262,144 if
-            None. The table takes a byte a sample and sampled linear.
-        minimum: Fewest rows; a batch with no more real tokens than its rows is exact.
-        seed: Of the draws, which never touch the model's own generators. Layers patched one by one draw alike unless
-            theirs differ.
-        attention: Also sample both products of eager attention (their four operand gradients).
-    """
-
-    budget: float = 0.3
-    estimator: Literal["wta", "crs", "topk"] = "wta"
-    targets: tuple[str, ...] | None = None
-    cache: Literal["position", "sample_idx", "content"] | None = "position"
-    samples: int | None = None
-    minimum: int = 10
-    seed: int = 0
-    attention: bool = False
-
-    def __post_init__(self) -> None:
-        if isinstance(self.targets, list):
-            object.__setattr__(self, "targets", tuple(self.targets))
-        is_number = isinstance(self.budget, (int, float)) and not isinstance(self.budget, bool)
-        self._expect("budget", is_number and 0 < self.budget <= 1, "a number in (0, 1]", "0.3")
-        self._expect("estimator", self.estimator in ("wta", "crs", "topk"), "'wta', 'crs' or 'topk'", "'wta'")
-        names = isinstance(self.targets, tuple) and self.targets and all(t and isinstance(t, str) for t in self.targets)
-        self._expect("targets", self.targets is None or names, "names of linears, or None for all in blocks", "None")
-        caches = ("position", "sample_idx", "content", None)
-        self._expect("cache", self.cache in caches, "'position', 'sample_idx', 'content' or None", "'position'")
-        self._expect("minimum", _is_int(self.minimum) and self.minimum >= 1, "a whole number of at least 1", "10")
-        self._expect("seed", _is_int(self.seed) and self.seed >= 0, "a whole number of at least 0", "0")
-        self._expect("attention", isinstance(self.attention, bool), "True or False", "False")
-        if self.cache == "sample_idx":
-            needed = "the number of training samples, since cache='sample_idx' asks for a table of them"
-            self._expect("samples", _is_int(self.samples) and self.samples >= 1, needed, "samples=len(train_dataset)")
-        elif self.samples is not None:
-            fits = self.cache == "content" and _is_int(self.samples) and self.samples >= 1
-            self._expect("samples", fits, "None, or with cache='content' a number of slots", "None")
-
-    def _expect(self, name: str, is_right: Any, expected: str, remedy: str) -> None:
-        if not is_right:
-            raise ConfigError(f"WTACRS.{name}: expected {expected}, got {getattr(self, name)!r}. Use {remedy}.")
-
-
-def _is_int(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
+KINDS = ("activation", "norm", "dropout", "attention", "lora", "checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,16 +39,25 @@ class MemSaveConfig:
         frozen: Selective differentiation: convolutions, batch norms, pools and rectifiers keep only what the wanted
             gradients need.
         lora: PEFT adapters' casts of their input: recomputed, or kept as stock does.
+        loss: A language model's head and cross-entropy: "chunked" (where the logits take more than 128 MiB in fp32,
+            they are computed a chunk at a time, and gradients equal stock's up to the order of fp32 sums; below, to
+            the bit), or "stock".
         linear: Weight gradients of linears: exact (None), or unbiased from a sample of rows (:class:`WTACRS`).
         storage: What still has to be kept: as it is (None), or activations in about 8 ("int8") or 4.5 bits ("int4") an
             element, rounded at random. Not exact: the weight gradient of a linear that keeps its own input is unbiased,
             the others are approximate. What is promised keeps nothing; of the rest a sampled linear keeps rows, a
             rectifier, few-bit activation or boolean bits; what floating-point activation then remains is coded, once.
+        checkpoint: Which products of a repeated block run again in backward, so that what they give is not kept: none
+            (the floor); "o_proj" (attention's output projection), and with it "qkv", and with those "up", "gate" (all
+            of an MLP that an activation reads), "block" (and attention itself). Exact; it costs their time.
+        offload: Whether what still has to be kept goes to main memory, and comes back in backward. Exact. It is for
+            CUDA, where it shares the bus with nothing else; under gradient checkpointing, a block's input stays.
         layers: How many blocks to convert of each kind, such as ``{"activation": 6, "norm": 12, "dropout": 0}``: in the
             first so many repeated blocks of the model (an encoder's before a decoder's) the field of that name holds,
             elsewhere those modules stay stock. Kinds that are not named, and all with None, are converted everywhere.
             What lies outside every block (embeddings, a last norm, a head) goes with the first block. SDPA is chosen
-            for a whole model: any number but 0 converts it in every block. Held as sorted pairs.
+            for a whole model: any number but 0 converts it in every block. For "checkpoint" also a part of the blocks,
+            such as 0.5. Held as sorted pairs.
     """
 
     activation: Literal["recompute", "invert", "precision_bit", "few_bit", "stock"] = field(default="recompute")
@@ -118,9 +67,12 @@ class MemSaveConfig:
     attention: Literal["recompute", "stock"] = field(default="recompute")
     lora: Literal["recompute", "stock"] = field(default="recompute")
     frozen: bool = field(default=True)
+    loss: Literal["chunked", "stock"] = field(default="chunked")
     linear: WTACRS | None = field(default=None)
     storage: Literal["int8", "int4"] | None = field(default=None)
-    layers: Mapping[str, int] | tuple[tuple[str, int], ...] | None = field(default=None)
+    checkpoint: Literal["o_proj", "qkv", "up", "gate", "block"] | None = field(default=None)
+    offload: bool = field(default=False)
+    layers: Mapping[str, float] | tuple[tuple[str, float], ...] | None = field(default=None)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", _as_pairs(self.layers))
@@ -131,24 +83,21 @@ class MemSaveConfig:
                     f"MemSaveConfig.{name} must be one of {_listed(allowed)}, got {value!r}. "
                     f"Leave it out for the default, {allowed[0]!r}."
                 )
-        if not (_is_int(self.few_bits) and 1 <= self.few_bits <= 8):
+        if not (is_int(self.few_bits) and 1 <= self.few_bits <= 8):
             raise ConfigError(
                 f"MemSaveConfig.few_bits must be a whole number from 1 to 8, got {self.few_bits!r}. "
                 "Leave it out for the default, 4."
             )
-        if not isinstance(self.frozen, bool):
-            raise ConfigError(
-                f"MemSaveConfig.frozen must be True or False, got {self.frozen!r}. Leave it out for the default, True."
-            )
+        for name, default in (("frozen", True), ("offload", False)):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ConfigError(
+                    f"MemSaveConfig.{name} must be True or False, got {value!r}. Leave it out for the default, "
+                    f"{default}."
+                )
         if not (self.linear is None or isinstance(self.linear, WTACRS)):
             raise ConfigError(
                 f"MemSaveConfig.linear must be None or a WTACRS, got {self.linear!r}. Use WTACRS(budget=0.3), or leave "
                 "it out for exact weight gradients."
-            )
-        if self.storage not in (None, "int8", "int4"):
-            raise ConfigError(
-                f"MemSaveConfig.storage must be None, 'int8' or 'int4', got {self.storage!r}. Leave it out to keep "
-                "activations as they are."
             )
         if self.storage is not None and self.activation == "precision_bit":
             raise ConfigError(
@@ -225,13 +174,15 @@ class MemSaveConfig:
         fields = dataclasses.asdict(self) | {"layers": dict(self.layers) if self.layers else None}
         return json.loads(json.dumps(fields))
 
-    def converts(self, kind: str, block: int) -> bool:
-        """Whether what is of this kind is converted in the repeated block of this number."""
+    def converts(self, kind: str, block: int, blocks: int = 0) -> bool:
+        """Whether what is of this kind is converted in the repeated block of this number, of so many."""
         first = self.first_blocks(kind)
-        return getattr(self, kind) != "stock" and (first is None or block < first)
+        if isinstance(first, float):
+            first = math.ceil(first * blocks)
+        return getattr(self, kind) not in ("stock", None) and (first is None or block < first)
 
-    def first_blocks(self, kind: str | None) -> int | None:
-        """In how many of the first blocks sites of this kind are converted; None for all."""
+    def first_blocks(self, kind: str | None) -> float | None:
+        """In how many of the first blocks sites of this kind are converted, or in what part of them; None for all."""
         return dict(self.layers or ()).get(kind or "")
 
     @classmethod
@@ -265,7 +216,7 @@ def presets() -> dict[str, Any]:
     return {p.name.removesuffix(".yaml"): p for p in sorted(folder.iterdir(), key=str) if p.name.endswith(".yaml")}
 
 
-def _as_pairs(layers: Any) -> tuple[tuple[str, int], ...] | None:
+def _as_pairs(layers: Any) -> tuple[tuple[str, float], ...] | None:
     """The canonical form of :attr:`MemSaveConfig.layers`, which can be hashed; None where nothing is limited."""
     if layers is None:
         return None
@@ -277,15 +228,27 @@ def _as_pairs(layers: Any) -> tuple[tuple[str, int], ...] | None:
     for kind, number in pairs.items():
         if kind not in KINDS:
             raise ConfigError(f"MemSaveConfig.layers: expected kinds {_listed(KINDS)}, got {kind!r}. {remedy}")
-        if not (_is_int(number) and number >= 0):
+        if kind == "checkpoint" and isinstance(number, float):
+            if not 0 <= number <= 1:
+                raise ConfigError(
+                    f"MemSaveConfig.layers['checkpoint'] must be a whole number of blocks, or a part of them from 0.0 "
+                    f"to 1.0, got {number!r}. Use 0.5 for the first half, or leave it out for all blocks."
+                )
+        elif not (is_int(number) and number >= 0):
             raise ConfigError(
                 f"MemSaveConfig.layers[{kind!r}] must be a whole number of blocks, 0 or more, got {number!r}. {remedy}"
             )
     return tuple(sorted(pairs.items())) or None
 
 
-def _choices() -> dict[str, tuple[str, ...]]:
-    return {name: get_args(h) for name, h in get_type_hints(MemSaveConfig).items() if get_origin(h) is Literal}
+def _choices() -> dict[str, tuple[str | None, ...]]:
+    """Field -> the values it may have, the default first, where those are names."""
+    found: dict[str, tuple[str | None, ...]] = {}
+    for name, hint in get_type_hints(MemSaveConfig).items():
+        literal = next((h for h in (hint, *get_args(hint)) if get_origin(h) is Literal), None)
+        if literal is not None:
+            found[name] = get_args(literal) if hint is literal else (None, *get_args(literal))
+    return found
 
 
 def _refuse_unknown(cls: type, fields: dict[str, Any]) -> None:

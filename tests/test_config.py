@@ -12,8 +12,8 @@ from hf_memsave.config import presets
 #: Another value than the default, for every field.
 OTHER = {
     "activation": "stock", "few_bits": 2, "norm": "stock", "dropout": "mask", "attention": "stock", "lora": "stock",
-    "frozen": False, "linear": WTACRS(budget=0.5, targets=("query",)), "storage": "int8",
-    "layers": {"norm": 12, "activation": 0},
+    "frozen": False, "loss": "stock", "linear": WTACRS(budget=0.5, targets=("query",)), "storage": "int8",
+    "checkpoint": "up", "offload": True, "layers": {"norm": 12, "activation": 0},
 }  # fmt: skip
 SAMPLED = {
     "budget": 0.5, "estimator": "wta", "targets": ["query"], "cache": "position", "samples": None, "minimum": 10,
@@ -45,7 +45,8 @@ def test_a_field_that_does_not_exist_is_refused():
 
 
 #: Those with a list of values to choose from.
-CHOICES = [name for name in FIELDS if name not in ("few_bits", "frozen", "linear", "storage", "layers")]
+NO_NAMES = ("few_bits", "frozen", "linear", "storage", "checkpoint", "offload", "layers")
+CHOICES = [name for name in FIELDS if name not in NO_NAMES]
 
 
 @pytest.mark.parametrize("name", CHOICES)
@@ -92,7 +93,7 @@ def test_frozen_is_true_or_false(value):
 
 @pytest.mark.parametrize("value", ["int2", "INT8", 8, True, ""], ids=repr)
 def test_storage_is_int8_or_int4(value):
-    with pytest.raises(ConfigError, match="MemSaveConfig.storage must be None, 'int8' or 'int4', got .*Leave it out"):
+    with pytest.raises(ConfigError, match="storage must be one of None, 'int8', 'int4', got .*Leave it out"):
         MemSaveConfig(storage=value)
 
 
@@ -108,7 +109,7 @@ def test_storage_does_not_round_away_the_precision_bit():
         (6, "must be a mapping or None, got 6"),
         (["norm"], r"must be a mapping or None, got \['norm'\]"),
         ((("norm",),), "must be a mapping or None"),
-        ({"norms": 6}, "expected kinds 'activation', 'norm', 'dropout', 'attention', 'lora', got 'norms'"),
+        ({"norms": 6}, "expected kinds 'activation', 'norm', .*'lora', 'checkpoint', got 'norms'"),
         ({"linear": 6}, "expected kinds .*, got 'linear'"),
         ({1: 6}, "expected kinds .*, got 1"),
         ({"norm": -1}, r"\['norm'\] must be a whole number of blocks, 0 or more, got -1"),

@@ -31,6 +31,8 @@ KINDS = {
 }
 #: Linears, whose weight gradients can be sampled.
 LINEARS = ("torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D")
+#: Linears that can run again; of bitsandbytes' in 8 bits, what they keep cannot be seen.
+RUN_AGAIN = (*LINEARS, "bitsandbytes.nn.modules.Linear4bit")
 #: What keeps tensors where no tape can see them, and the op that helps.
 HIDDEN = {"bitsandbytes.nn.modules.Linear8bitLt": "linear_8bit"}
 

@@ -57,10 +57,10 @@ def count_peak(step: Callable[[], Any]) -> Peak:
     Returns:
         The peak, what is left at the end, and the bytes alive after each op.
     """
-    count = _Count()
+    count = Count()
     torch.clear_autocast_cache()  # a cast of a weight from before would not be counted
     try:
-        with _collector_off(), count.watching_resizes():
+        with collector_off(), count.watching_resizes():
             with count:
                 step()
             gc.collect()
@@ -82,32 +82,46 @@ class _Entry:
         return max(0, self.nbytes - self.before)
 
 
-class _Count(TorchDispatchMode):
-    """The bytes alive of all storages that ops make while the mode is on, and the most that they came to."""
+class Count(TorchDispatchMode):
+    """The bytes alive of all storages that ops make while the mode is on, and the most that they came to.
 
-    def __init__(self) -> None:
+    Args:
+        device: The type of device that counts; None for all.
+        unit: What an allocator rounds the bytes of a storage up to.
+    """
+
+    def __init__(self, device: str | None = None, unit: int = 1) -> None:
         super().__init__()
+        self.device, self.unit = device, unit
         self.made: dict[int, _Entry] = {}
         self.live = self.peak = 0
         self.timeline: list[tuple[str, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [(storage, storage.nbytes()) for storage in _storages((args, kwargs))]
+        given = [(storage, storage.nbytes()) for storage in self._storages((args, kwargs))]
         output = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(...): made just now, and not by an op
             given = []
         for storage, before in given:
             self.see(storage, before)
         known = {storage._cdata for storage, _ in given}
-        for storage in _storages(output):
+        for storage in self._storages(output):
             if storage._cdata not in known:
                 self.see(storage)
-        self.timeline.append((str(func), self.live))
+        self.note(func, args)
         return output
+
+    def note(self, func: Any, args: Any) -> None:
+        """Called after each op."""
+        self.timeline.append((str(func), self.live))
+
+    def _storages(self, tree: Any) -> Iterator[torch.UntypedStorage]:
+        return storages(tree, self.device)
 
     def see(self, storage: torch.UntypedStorage, before: int = 0) -> None:
         """Count the bytes that ``storage`` has now; it had ``before`` of them before the op, none if it is new."""
-        key, nbytes = storage._cdata, storage.nbytes()
+        key, nbytes = storage._cdata, rounded(storage.nbytes(), self.unit)
+        before = rounded(before, self.unit)
         entry = self.made.get(key)
         if entry is None:
             if nbytes == before:  # from before the step, or empty
@@ -147,7 +161,7 @@ class _Count(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def _collector_off() -> Iterator[None]:
+def collector_off() -> Iterator[None]:
     """When it comes depends on everything that the process did before."""
     gc.collect()
     was_on = gc.isenabled()
@@ -159,12 +173,17 @@ def _collector_off() -> Iterator[None]:
             gc.enable()
 
 
-def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
-    """Those of all dense tensors in ``tree``, and of the tensors that a wrapper is made of."""
+def rounded(nbytes: int, unit: int) -> int:
+    """``nbytes``, rounded up to a multiple of ``unit``."""
+    return -(-nbytes // unit) * unit
+
+
+def storages(tree: Any, device: str | None = None) -> Iterator[torch.UntypedStorage]:
+    """Those of all dense tensors in ``tree`` on such a device, and of the tensors that a wrapper is made of."""
     for leaf in tree_leaves(tree):
         if not isinstance(leaf, Tensor):
             continue
         if is_traceable_wrapper_subclass(leaf):
-            yield from _storages([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
-        elif leaf.layout is torch.strided:
+            yield from storages([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]], device)
+        elif leaf.layout is torch.strided and not leaf.is_meta and device in (None, leaf.device.type):
             yield leaf.untyped_storage()

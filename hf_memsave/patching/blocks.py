@@ -22,6 +22,11 @@ def number_of(name: str, numbers: Mapping[str, int]) -> int:
     return next((numbers[path] for path in ancestors(name) | {name} if path in numbers), 0)
 
 
+def is_in_block(name: str, numbers: Mapping[str, int]) -> bool:
+    """Whether the path ``name`` is that of a repeated block, or lies in one."""
+    return bool((ancestors(name) | {name}) & numbers.keys())
+
+
 def ancestors(name: str) -> set[str]:
     """The paths of the modules around the one at ``name``."""
     parts = name.split(".")

@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_memsave.arch import HIDDEN, KINDS, LINEARS, kind_of, path_of
+from hf_memsave.arch import HIDDEN, KINDS, LINEARS, RUN_AGAIN, is_run_again, kind_of, path_of
 from hf_memsave.config import WTACRS, MemSaveConfig
 from hf_memsave.errors import PatchError
 from hf_memsave.ops import OPS
 from hf_memsave.ops.eager_attention import NAME, implementation, is_attention
 from hf_memsave.ops.few_bit import FewBit
-from hf_memsave.patching.blocks import block_numbers, number_of
+from hf_memsave.patching.blocks import block_numbers, is_in_block, number_of
+from hf_memsave.patching.refusals import (
+    SiteReport,
+    hidden,
+    refuse_hidden,
+    refuse_no_rung,
+    refuse_no_target,
+    refuse_other_attention,
+)
 from hf_memsave.patching.swap import Patch, hides_forward, stock_class
+from hf_memsave.patching.taped import head_of
 
-_TRACED = (torch.jit.ScriptModule, torch.fx.GraphModule)
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
+#: Ops that nobody has asked for by name.
+_UNASKED = ("quiet", "eager_attention", "lazy_head")
 #: Kinds whose modules are text in Python: left to stock, what runs inside is not recorded.
 _QUIET = ("activation", "norm", "attention", "lora")
-
-
-@dataclass(frozen=True)
-class SiteReport:
-    """One module: its path, its stock class, what is done there, and "patched" or "skipped".
-
-    ``op`` is "model" or "block" for what lays a tape or ends a block of one, else the name of the op that replaces its
-    forward. ``reason`` says why it was skipped, or what a patched one still keeps.
-    """
-
-    name: str
-    cls: str
-    op: str
-    status: str
-    reason: str = ""
 
 
 Plan = dict[nn.Module, Patch]
@@ -65,18 +58,23 @@ def collect(
     numbers = block_numbers(model)
     if not prefix:
         _collect_taped(model, config, sites, plan, numbers)
+    heads = {head_of(m) for m in model.modules()} if config.loss == "chunked" else set()
     root_is_layer = not prefix and not isinstance(model, PreTrainedModel) and not numbers.keys() - {""}
     for name, module in model.named_modules():
         number = number_of(name, numbers) if block is None else block
         op, value = _choice(f"{prefix}.{name}", module, config, number, root_is_layer)
+        if op is None and (block is not None or is_in_block(name, numbers)):
+            op, value = _rung(name, module, config, number, len(numbers))
+        if op is None and module in heads and not _is_known_by_weight(module):
+            op, value = "lazy_head", config.loss
         if op is None:
             continue
         cls = stock_class(module)
         if hides_forward(module):
-            if op in ("quiet", "eager_attention"):  # another tool's forward runs instead: nothing of ours is asked for
-                sites.append(SiteReport(name, cls.__name__, op, "skipped", _hidden(module)))
+            if op in _UNASKED:  # another tool's forward runs instead
+                sites.append(SiteReport(name, cls.__name__, op, "skipped", hidden(module)))
                 continue
-            _refuse_hidden(name, module)
+            refuse_hidden(name, module)
         if reason := OPS[op].refuse(module, value):
             raise PatchError(f"{name or 'the model'} ({cls.__name__}) {reason}")
         if reason := OPS[op].check(module, value):
@@ -85,9 +83,11 @@ def collect(
         sites.append(SiteReport(name, cls.__name__, op, "patched", OPS[op].note(module, value)))
         before = plan.get(module, Patch(cls))
         plan[module] = before._replace(op=op, value=value, block=number)
+    if config.checkpoint is not None and not prefix:
+        refuse_no_rung(sites, config, model)
     if config.linear is not None and not prefix:
-        _refuse_no_target(sites, config.linear, model)
-        _refuse_other_attention(sites, config.linear, model)
+        refuse_no_target(sites, config.linear, model)
+        refuse_other_attention(sites, config.linear, model)
     return sites, plan
 
 
@@ -107,14 +107,23 @@ def _collect_taped(
         is_hidden = hides_forward(module)
         if is_hidden and (is_block or not isinstance(module, PreTrainedModel)):
             if not is_block:
-                _refuse_hidden(name, module)
-            sites.append(SiteReport(name, cls.__name__, op, "skipped", _hidden(module)))
+                refuse_hidden(name, module)
+            sites.append(SiteReport(name, cls.__name__, op, "skipped", hidden(module)))
             continue
         if not is_block:
             roots.append(f"{name}." if name else "")
         number = number_of(name, numbers) if config.layers else 0
-        plan[module] = Patch(cls, config, number, is_hidden=is_hidden)
+        is_again = is_block and config.checkpoint == "block"
+        is_again = is_again and config.converts("checkpoint", number_of(name, numbers), len(numbers))
+        plan[module] = Patch(cls, config, number, is_hidden=is_hidden, is_checkpointed=is_again)
         sites.append(SiteReport(name, cls.__name__, op, "patched"))
+        if is_again:
+            sites.append(SiteReport(name, cls.__name__, "run_again", "patched"))
+
+
+def _is_known_by_weight(head: nn.Module) -> bool:
+    """Whether a tape sees ``F.linear`` called with the head's weight, so that its class can stay."""
+    return isinstance(head, nn.Linear) and not type(head).__module__.startswith("bitsandbytes")
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -151,6 +160,16 @@ def _choice(
     return "activation", FewBit(config.few_bits) if config.activation == "few_bit" else config.activation
 
 
+def _rung(
+    path: str, module: nn.Module, config: MemSaveConfig, block: int, blocks: int
+) -> tuple[str | None, str | None]:
+    """The op of a linear that runs again; a block that does as a whole needs none."""
+    if config.checkpoint in (None, "block") or not config.converts("checkpoint", block, blocks):
+        return None, None
+    is_wanted = path_of(stock_class(module)) in RUN_AGAIN and is_run_again(path, str(config.checkpoint))
+    return ("run_again", config.checkpoint) if is_wanted else (None, None)
+
+
 def is_sampled(path: str, config: WTACRS, has_no_blocks: bool = False) -> bool:
     """Whether the linear at ``path``, perhaps of a layer patched by itself, is one of those that ``config`` samples."""
     if config.targets is None:
@@ -158,81 +177,3 @@ def is_sampled(path: str, config: WTACRS, has_no_blocks: bool = False) -> bool:
     dotted = f".{path}."
     named = [target for target in config.targets if f".{target}." in dotted]
     return bool(named) and ("lora_B" not in path or "lora_B" in ".".join(named))
-
-
-def _refuse_no_target(sites: list[SiteReport], config: WTACRS, model: nn.Module) -> None:
-    sampled = [f".{site.name}." for site in sites if site.op == "wta_crs"]
-    missing = [t for t in config.targets or () if not any(f".{t}." in path for path in sampled)]
-    if missing and missing not in (["lora_A"], ["lora_B"]):  # adapters are added later, as often as not
-        linears = {name.rpartition(".")[2] for name, m in model.named_modules() if path_of(stock_class(m)) in LINEARS}
-        raise PatchError(
-            f"WTACRS.targets: expected names of linears of {type(model).__name__}, got {missing[0]!r}, which is none. "
-            f"Choose from {', '.join(sorted(linears))}, or leave targets out for all linears in repeated blocks."
-        )
-
-
-def _refuse_other_attention(sites: list[SiteReport], config: WTACRS, model: nn.Module) -> None:
-    if not config.attention:
-        return
-    found = {name: module for name, module in model.named_modules() if is_attention(stock_class(module))}
-    remedy = f"Load the model with attn_implementation={NAME!r}, or leave attention=True out."
-    if not found:
-        raise PatchError(
-            f"WTACRS(attention=True): expected a model with Transformers' own eager attention, got "
-            f"{type(model).__name__}, which has none. Leave attention=True out."
-        )
-    reports = {site.name: site for site in sites if site.op == "eager_attention"}
-    for name, module in found.items():
-        if name not in reports:
-            raise PatchError(
-                f"WTACRS(attention=True): expected attn_implementation={NAME!r}, got {implementation(module)!r} in "
-                f"{name}. {remedy}"
-            )
-        if reports[name].status == "skipped":
-            raise PatchError(
-                f"WTACRS(attention=True): expected to patch {name}, but {reports[name].reason}. Leave that out, or "
-                "attention=True."
-            )
-
-
-def _tool(forward: Any) -> str:
-    """The module whose code a forward is; ``functools.wraps`` cannot hide it."""
-    return getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__", "")
-
-
-def _hidden(module: nn.Module) -> str:
-    """Why a module with a forward of its own stays stock: what it calls below has tapes of its own."""
-    own = module.__dict__
-    tool = "accelerate" if "_original_forward" in own else _tool(own["forward"]).partition(".")[0]
-    return f"its forward was set by {tool}; what lies below is patched"
-
-
-def refuse_foreign_patches(model: nn.Module) -> None:
-    """Raise where another tool has replaced a forward already.
-
-    Raises:
-        PatchError: Liger-Kernel, kernelize or a monkey patch got there first, or the model has been traced; the message
-            names module and remedy.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, _TRACED):
-            raise PatchError(
-                f"{name or 'the model'} is a {type(module).__name__}: it has been traced, scripted or exported, and "
-                "runs no module's forward any more. Patch the model that it was made of."
-            )
-        cls = stock_class(module)
-        if cls.__module__.startswith("liger_kernel") or cls.forward.__module__.startswith("liger_kernel"):
-            raise PatchError(
-                f"{name or 'the model'} is patched by Liger-Kernel, process-wide, and the two cannot be combined. Load "
-                "the model in a process that has not applied Liger (for Trainer: use_liger_kernel=False)."
-            )
-        if _tool(module.__dict__.get("forward")).startswith("liger_kernel"):
-            _refuse_hidden(name, module)
-
-
-def _refuse_hidden(name: str, module: nn.Module) -> None:
-    raise PatchError(
-        f"{name or 'the model'} ({type(module).__name__}) has a forward of its own, set on the instance by another "
-        "tool (kernelize, Liger, a monkey patch), which would hide ours. Build the model without it "
-        "(use_kernels=False), or patch before that tool."
-    )

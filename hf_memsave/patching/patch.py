@@ -14,7 +14,9 @@ from transformers import PreTrainedModel
 from hf_memsave.arch import kind_of
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import PatchError, not_a_module
-from hf_memsave.patching.collect import Plan, SiteReport, collect, refuse_foreign_patches
+from hf_memsave.patching.checkpointed import checkpoint_blocks
+from hf_memsave.patching.collect import Plan, collect
+from hf_memsave.patching.refusals import SiteReport, refuse_foreign_patches
 from hf_memsave.patching.sampled_layers import attach, sampler_of
 from hf_memsave.patching.swap import is_patched, is_wrapped, patched_class, refuse_wrapped, set_class, stock_class
 from hf_memsave.patching.taped import BUFFERS, CODED, LEDGER, mark_buffers
@@ -132,6 +134,8 @@ class PatchReport:
             return [_UNCALLED if is_trained else "  what it frees is counted in the first training step"]
         asked = avoided + kept
         lines = [f"  first step: {kept / 2**20:.1f} MiB kept, {avoided / 2**20:.1f} avoided ({avoided / asked:.0%})"]
+        if self.step.is_loss_chunked:
+            lines.append("    the loss was computed in chunks: it equals stock's up to the order of fp32 sums")
         for what in ("avoided", "kept"):
             most = list(self.step.by_function(what).items())[:_TOP]
             lines.append(f"    most {what}: " + ", ".join(f"{name} {n / 2**20:.1f}" for name, n in most) + " MiB")
@@ -196,6 +200,7 @@ def patch(model: nn.Module, config: MemSaveConfig | str | bool | dict[str, Any] 
         if not is_wrapped(module):  # else it is patched as planned already
             set_class(module, classes.get(module, stock_class(module)))
     attach(model)
+    checkpoint_blocks(model, [module for module, patch in plan.items() if patch.is_checkpointed])
     for index, module in enumerate(plan):
         before = module.__dict__.pop(CODED, (index, 0))
         if resolved.storage is not None and plan[module].config is not None:
@@ -224,6 +229,7 @@ def unpatch(model: nn.Module) -> None:
         set_class(module, stock_class(module))
         for name in (BUFFERS, LEDGER, CODED):
             module.__dict__.pop(name, None)
+    checkpoint_blocks(model, ())
     attach(model)
 
 

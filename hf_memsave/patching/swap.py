@@ -37,6 +37,7 @@ class Patch(NamedTuple):
         block: The number of the repeated block that it is, or is a part of.
         op: The name of the op that replaces the forward; None if it stays.
         value: What chose the op.
+        is_checkpointed: It is a block that runs again as a whole.
         is_hidden: Another tool (Accelerate, TRL) has set a forward on the instance: the tape is laid around the call.
     """
 
@@ -46,6 +47,7 @@ class Patch(NamedTuple):
     op: str | None = None
     value: Any = None
     is_hidden: bool = False
+    is_checkpointed: bool = False
 
 
 def patch_of(module: nn.Module) -> Patch | None:
@@ -128,7 +130,13 @@ def patched_class(patch: Patch) -> Any:
     @functools.wraps(stock.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Of now, not of then: Accelerate binds a forward to the instance, and calls it after the class has changed.
-        now = None if torch.compiler.is_compiling() else patch_of(self)
+        if torch.compiler.is_compiling():
+            if config is not None:
+                from hf_memsave.patching.compiled import keep_the_floor  # which loads the compiler
+
+                keep_the_floor()
+            return stock.forward(self, *args, **kwargs)
+        now = patch_of(self)
         if now is None:
             return stock.forward(self, *args, **kwargs)
         if now.config is None:

@@ -18,15 +18,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import PatchError
+from hf_memsave.ops.lazy_head import of_linear
 from hf_memsave.sampling.sampler import INDEX, Sampler
 from hf_memsave.tape import Tape, current, hooks_work, table_without
 from hf_memsave.tape.ledger import Ledger
-from hf_memsave.tape.private import checkpoint_frame, innermost_hooks, refuses_hooks
+from hf_memsave.tape.offload import Offload
+from hf_memsave.tape.private import (
+    checkpoint_frame,
+    function_in_backward,
+    functions_in_forward,
+    innermost_hooks,
+    refuses_hooks,
+)
 from hf_memsave.tape.record import BUFFER, MARK
 from hf_memsave.tape.storage import Encoder
 from hf_memsave.tape.tensors import tensors_in
@@ -78,16 +87,18 @@ def run_taped(
     """``forward(module, *args, **kwargs)`` under a tape, where one can be laid."""
     given = kwargs.pop(BATCH, None)
     index = kwargs.pop(INDEX, None) if asks_for_index(config) else None
-    if not hooks_work():
-        return forward(module, *args, **kwargs)
     sampler: Sampler | None = module.__dict__.get(SAMPLER)
+    if not hooks_work():
+        if sampler is not None and module.training and not torch.is_grad_enabled():
+            sampler.remember(functions_in_forward(), function_in_backward())
+        return forward(module, *args, **kwargs)
     if sampler is None or not module.training:
         return _run(module, settings_of(config, block), config, forward, args, kwargs)
     cls: Any = type(module)
     arguments = dict(zip(_parameters(cls), args, strict=False)) | kwargs
     if index is not None:
         arguments[INDEX] = index
-    with sampler.entering(arguments, given, checkpoint_frame()):
+    with sampler.entering(arguments, given, checkpoint_frame(), function_in_backward()):
         return _run(module, settings_of(config, block), config, forward, args, kwargs)
 
 
@@ -121,9 +132,11 @@ def _lay(
         module.__dict__[CODED] = index, forward_number + 1
         codec = Encoder(config.storage, index, forward_number)
     ledger = _before_forward(module)
-    decided = _decided.setdefault(module, {})
+    decided, held = _decided.setdefault(module, {}), _held_by_checkpoint(args, kwargs)
     try:
-        with Tape(*settings, codec, _held_by_checkpoint(args, kwargs), ledger, decided) as tape:
+        with _offload(config), Tape(*settings, codec, held, ledger, decided) as tape:
+            if config.loss == "chunked" and isinstance(head := head_of(module), nn.Linear):
+                tape.head, tape.logits = head, of_linear
             out = forward(module, *args, **kwargs)
     except BaseException as error:
         if ledger is not None:  # the next forward is counted
@@ -141,6 +154,21 @@ def _lay(
         if not tape.is_around:  # else blocks were checkpointed, and counted by nobody
             _warn_if_in_vain(module, ledger)
     return out
+
+
+def _offload(config: MemSaveConfig) -> contextlib.AbstractContextManager[Any]:
+    """Where what is kept goes, if no foreign hook has its own place for it."""
+    return Offload() if config.offload and innermost_hooks() is None else contextlib.nullcontext()
+
+
+def head_of(model: nn.Module) -> nn.Module | None:
+    """What gives logits over a vocabulary."""
+    if not isinstance(model, PreTrainedModel):
+        return None
+    try:
+        return model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):  # some models say that they have one, and do not
+        return None
 
 
 def _held_by_checkpoint(args: Any, kwargs: Any) -> list[Tensor]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
@@ -49,6 +49,7 @@ class Tape(Recorder):
     Attributes:
         coder: While one operation runs: chooses a handle for what it wants to keep, or None to leave that to the tape.
         memo: Results shared within this forward, by whoever puts them there.
+        head: The linear that gives logits, if those may be computed later; ``logits`` is called for them, or gives None.
         is_in_attention: SDPA runs.
         is_in_loss: A loss runs.
         is_around: Checkpointed blocks within laid tapes of their own.
@@ -67,6 +68,8 @@ class Tape(Recorder):
         self.table, self.dropout, self.codec = table, dropout, codec
         self.coder: Callable[[Tensor], Handle | None] | None = None
         self.memo: dict[Any, Any] = {}
+        self.head: nn.Module | None = None
+        self.logits: Any = None
         self.is_in_attention = self.is_in_loss = self.is_around = False
         self.decided: dict[int, int] = {} if decided is None else decided
         self.lock = threading.RLock()

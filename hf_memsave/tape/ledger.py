@@ -25,12 +25,14 @@ class Ledger:
     Attributes:
         avoided: Bytes that autograd asked to keep and does not, by the function that made them; below zero for what is
             kept instead.
+        is_loss_chunked: Logits were not computed at once.
         kept: Bytes that are kept, for an operation of the model or to remake others, by what made them.
     """
 
     def __init__(self) -> None:
         self.avoided: Counter[str] = Counter()
         self.kept: Counter[str] = Counter()
+        self.is_loss_chunked = False
         self._asked: dict[int, _Asked] = {}
         self._small: list[tuple[weakref.ref[Any], int, str]] = []
 

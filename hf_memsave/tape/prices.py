@@ -15,6 +15,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_memsave.tape.again import LinearAgain
 from hf_memsave.tape.handles import Handle, Node, Ticket
 from hf_memsave.tape.private import OpOverload
 from hf_memsave.tape.record import MARK, PARAMETER, Record
@@ -49,7 +50,11 @@ def pays(tape: Any, record: Record, nbytes: int) -> bool:
     Returns:
         Whether to remake it.
     """
-    func = record.func.func if type(record.func) is partial else record.func
+    func: Any = record.func
+    if type(func) is partial:
+        func = func.func
+    elif type(func) is LinearAgain:
+        func = LinearAgain
     record.key = key = tape.happened(nbytes, func)
     decision = tape.decided.get(key)
     if decision is None:
@@ -80,13 +85,13 @@ class Question:
 
     __slots__ = ("left", "kept")
 
-    def __init__(self) -> None:
-        self.left = 4 * MOST_WORK
+    def __init__(self, most: int) -> None:
+        self.left = 4 * most
         self.kept: set[int] = set()
 
 
 def price(
-    tape: Any, record: Record, known: Collection[Any] = (), question: Question | None = None, most: int = MOST_WORK
+    tape: Any, record: Record, known: Collection[Any] = (), question: Question | None = None, most: int | None = None
 ) -> tuple[New, int] | None:
     """What remaking would newly keep.
 
@@ -95,13 +100,14 @@ def price(
         record: Not taken yet.
         known: Storages that will be there anyway, by address.
         question: Within which this one is asked.
-        most: Functions that it may run.
+        most: Functions that it may run; as many as the tape allows, if None.
 
     Returns:
         Address -> bytes, and how many functions it runs; None if those are too many, or an argument has been written
         to since.
     """
-    question = Question() if question is None else question
+    most = tape.most_work if most is None else most
+    question = Question(most) if question is None else question
     question.left -= 1
     new: New = {}
     work = 1
@@ -131,7 +137,7 @@ def price_of(
     known: Collection[Any] = (),
     func: Any = None,
     question: Question | None = None,
-    most: int = MOST_WORK,
+    most: int | None = None,
 ) -> tuple[New, int]:
     """The same for having one argument ``x`` of ``func``."""
     if record.tape is None:
@@ -253,5 +259,5 @@ def _is_copied(x: Tensor, record: Record, func: Any) -> bool:
 
 
 def is_local(func: Any) -> bool:
-    """Whether ``func`` reads a parameter that its own module's backward needs: a thin product, or dequantizing."""
-    return func is F.linear or isinstance(func, OpOverload)
+    """Whether ``func`` reads a parameter that its own module's backward needs: a product, or dequantizing."""
+    return func is F.linear or isinstance(func, (OpOverload, LinearAgain))

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.autograd import forward_ad
+from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.autograd.variable import Variable
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
 
 #: The number of the backward that runs on this thread; -1 outside of one.
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
@@ -22,14 +27,22 @@ any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 #: A context in which no function mode is asked.
 no_modes = torch._C.DisableTorchFunction
-#: A context in which no dispatch mode sees what is called.
-no_dispatch = torch._C._DisableTorchDispatch
+#: A context in which no tensor subclass is asked.
+no_subclasses = torch._C.DisableTorchFunctionSubclass
 #: Functions of ``torch.nn.functional`` that are written in C++, in place among them.
 c_functions = torch._C._nn
 #: What every refusal of saved-tensor hooks comes from.
 _refuses: Any = disable_saved_tensors_hooks.__wrapped__
 #: The class of ``torch.ops.library.name.overload``.
 OpOverload = torch._ops.OpOverload
+#: Devices that autocast can be on for, the one that a library may add among them.
+AUTOCAST = ("cpu", "cuda", "privateuseone")
+
+
+def no_dispatch() -> contextlib.AbstractContextManager[Any]:
+    """A context in which no dispatch mode sees what is called; but where tensors are fake, as a mode makes them so."""
+    is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return contextlib.nullcontext() if is_fake else torch._C._DisableTorchDispatch()
 
 
 def innermost_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
@@ -37,21 +50,44 @@ def innermost_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
-def checkpoint_frame() -> Any:
-    """What ``torch.utils.checkpoint`` knows of the call that runs in it; the same in the forward and when run again.
+def checkpoint_frame() -> tuple[Any, Any]:
+    """What ``torch.utils.checkpoint`` knows of the call that runs in it, non-reentrant.
 
     Returns:
-        An object that lives as long as that call can be run again; None outside of a non-reentrant checkpoint.
+        An object that is the same in the forward and when run again, and lives as long as it can be; and one that is
+        another in each run, and lives until that ends. None and None outside of a checkpoint.
     """
     hooks = innermost_hooks()
     pack = None if hooks is None else inspect.unwrap(hooks[0])
     if not inspect.isfunction(pack):
-        return None
+        return None, None
     held = dict(zip(pack.__code__.co_freevars, (cell.cell_contents for cell in pack.__closure__ or ()), strict=True))
-    if (frame := held.get("frame")) is not None:
-        return frame if hasattr(frame, "recompute_fn") else None
-    found = held.get("target_frame_ref")
-    return None if found is None else found()
+    frame = held.get("frame")
+    if frame is None and (found := held.get("target_frame_ref")) is not None:
+        frame = found()
+    return (frame, pack) if hasattr(frame, "recompute_fn") else (None, None)
+
+
+def function_in_backward() -> Any:
+    """The context of the ``torch.autograd.Function`` whose backward the engine runs; None if it runs no such one."""
+    node = torch._C._current_autograd_node()
+    return node if isinstance(node, FunctionCtx) else None
+
+
+def functions_in_forward() -> Iterator[Any]:
+    """The contexts of those whose forwards the caller runs in: a reentrant checkpoint's comes back in backward.
+
+    Yields:
+        Them, innermost first.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_argcount:
+            context = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(context, FunctionCtx):
+                yield context
+        frame = frame.f_back
 
 
 def hooks_work() -> bool:
@@ -125,7 +161,7 @@ def autocast_cache() -> weakref.ref[Any]:
 @contextlib.contextmanager
 def no_autocast() -> Iterator[None]:
     """Without autocast on any device; what it shares stays, as it would not where an ``autocast`` ends."""
-    on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    on = [device for device in AUTOCAST if torch.is_autocast_enabled(device)]
     for device in on:
         torch.set_autocast_enabled(device, False)
     try:

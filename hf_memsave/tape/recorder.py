@@ -27,6 +27,7 @@ class Recorder(TorchFunctionMode):
         block: How many blocks have ended.
         casts: Leaf -> its conversion under autocast, shared within the whole forward as by autocast's own cache.
         outer: The (pack, unpack) pair active outside, or None.
+        most_work: How many functions remaking one tensor may run.
     """
 
     def __init__(self, ledger: Ledger | None) -> None:
@@ -39,6 +40,7 @@ class Recorder(TorchFunctionMode):
         self._noted: list[weakref.ref[Record]] = []
         self._state = 0
         self.block = 0
+        self.most_work = prices.MOST_WORK
         self.casts: dict[Any, tuple[Tensor, Tensor]] = {}
         self._kept: list[weakref.ref[Record]] = []
         self._before: tuple[list[weakref.ref[Record]], list[weakref.ref[Record]]] = [], []  # of the last block

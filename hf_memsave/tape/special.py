@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hf_memsave.tape.functions import new, unrecorded
 from hf_memsave.tape.hooks import Tape
-from hf_memsave.tape.private import any_autocast, autocast_cache, no_dispatch
+from hf_memsave.tape.private import FakeTensor, any_autocast, autocast_cache, no_dispatch
 from hf_memsave.tape.record import MARK
 from hf_memsave.tape.stand_ins import Blank
 from hf_memsave.tape.tensors import unexpanded
@@ -37,12 +37,16 @@ def product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     """A matrix product."""
     if kwargs and kwargs.get("out") is not None:  # autocast converts nothing there
         return unrecorded(tape, func, args, kwargs)
+    if tape.head is not None and func is F.linear and len(args) > 1 and args[1] is tape.head.weight:
+        made = tape.logits(tape.head, *args, **kwargs)
+        if made is not None:
+            return made
     given = args, kwargs
     if any_autocast() and _is_autocast((*args, *kwargs.values())) and tape.is_innermost():
         args = tuple([_low(tape, a) for a in args])
         kwargs = {name: _low(tape, a) for name, a in kwargs.items()}
     out = func(*args, **kwargs) if kwargs else func(*args)
-    if func is F.linear and type(out) is Tensor and len(args) > 1:
+    if func is F.linear and len(args) > 1 and (type(out) is Tensor or type(out) is FakeTensor):
         inner = args[1].shape[-1]
         is_thin = inner <= _THIN and out.shape[-1] >= _WIDER * inner
         if is_thin and (not any_autocast() or tape.is_innermost()):  # else its conversions are hidden

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_memsave.tape.handles import Handle, Held, Node, Ticket
-from hf_memsave.tape.prices import CASTS, MOST_WORK, NEVER, NO, SMALL, TINY, is_local, is_near, take
+from hf_memsave.tape.prices import CASTS, NEVER, NO, SMALL, TINY, is_local, is_near, take
 from hf_memsave.tape.record import PARAMETER, Record, Weak, arguments, replaced
 
 
@@ -58,7 +58,7 @@ def sweep(tape: Any, record: Record) -> None:
     if tape.outer is not None:
         return
     source = _recipe(tape, record)
-    if source is None or source.work > MOST_WORK:
+    if source is None or source.work > tape.most_work:
         if tape.decided.get(record.key) == NO:
             tape.decided[record.key] = NEVER
         record.forget()

@@ -25,6 +25,9 @@ ENGINES = {
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(torch.cuda.is_available(), reason="two processes over gloo, on CPU")]
 
+#: What a thread of torch's own, still running when a process ends, says now and then, in stock runs too.
+AT_EXIT = "terminate called without an active exception"
+
 
 def launch(folder, engine, *flags):
     (folder / "config.json").write_text(json.dumps(CONFIG))
@@ -36,7 +39,10 @@ def launch(folder, engine, *flags):
     command += ["--do_train", "--max_steps=3", "--logging_steps=1", "--per_device_train_batch_size=2", "--use_cpu"]
     command += ["--report_to=none", "--dataloader_pin_memory=false", *flags]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, check=False)
+    for _ in range(3):
+        done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, check=False)
+        if done.returncode == 0 or AT_EXIT not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr[-3000:]
     history = json.loads((out / "trainer_state.json").read_text())["log_history"]
     return [entry["loss"] for entry in history if "loss" in entry], (out / "model.safetensors").read_bytes()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import hf_memsave
 from hf_memsave.tape import private
@@ -15,6 +16,8 @@ from support.helpers import random, taping
 PACKAGE = Path(hf_memsave.__file__).parent
 #: Files that watch what is kept, and are no part of training.
 METERS = {"meter.py", "peak.py"}
+#: Loaded only where a model is compiled: importing the compiler takes a second.
+COMPILED = {"compiled.py"}
 #: Public in all but name: PyTorch documents how to subclass tensors by them.
 DOCUMENTED = "torch.utils._python_dispatch"
 
@@ -36,7 +39,7 @@ def private_names(path):
 
 def test_private_names_stand_in_one_file():
     for path in PACKAGE.rglob("*.py"):
-        if path.name not in METERS | {"private.py"}:
+        if "_vendor" not in path.parts and path.name not in METERS | COMPILED | {"private.py"}:
             assert {name for name in private_names(path) if not name.startswith(DOCUMENTED)} == set(), path.name
 
 
@@ -165,3 +168,45 @@ def test_transforms_are_told():
     inside = []
     torch.func.vmap(lambda x: inside.append(private.in_transform()) or x)(torch.ones(2))
     assert inside == [True]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_reentrant_checkpoint_is_one_function_in_forward_and_backward():
+    seen = []
+
+    def fn(x):
+        seen.append(([*private.functions_in_forward()], private.function_in_backward()))
+        return x.sin()
+
+    def inner(x):
+        return checkpoint(fn, x.cos(), use_reentrant=True)
+
+    checkpoint(inner, random(3).requires_grad_(), use_reentrant=True).sum().backward()
+    (first, nobody), (second, of_second), (third, of_third) = seen
+    assert len(first) == 2 and nobody is None, "neither has gradients in the forward"
+    assert len(second) == 1 and of_second is first[1] and second[0] is not first[0], "the outer one is run again"
+    assert third == [] and of_third is second[0], "the inner one is run again"
+    assert [*private.functions_in_forward()] == [] and private.function_in_backward() is None
+
+
+def test_a_checkpoint_has_one_frame_and_another_run_each_time():
+    seen = []
+
+    def fn(x):
+        seen.append(private.checkpoint_frame())
+        return x.sin()
+
+    y = checkpoint(fn, random(3).requires_grad_(), use_reentrant=False)
+    for retain in (True, False):
+        y.sum().backward(retain_graph=retain)
+    (frame, *frames), runs = zip(*seen, strict=True)
+    assert len(seen) == 3 and all(other is frame for other in frames) and len({*map(id, runs)}) == 3
+    assert private.checkpoint_frame() == (None, None)
+
+
+def test_the_backward_of_an_op_is_no_function_of_ours():
+    x, seen = random(3).requires_grad_(), []
+    y = x.sin()
+    y.register_hook(lambda grad: seen.append(private.function_in_backward()))
+    y.sum().backward()
+    assert seen == [None]

@@ -1,0 +1,165 @@
+r"""``chunked_loss``: a language model's head and its cross-entropy, a few rows at a time.
+
+Kept for backward, with T tokens, V words and x ``[T, H]`` the head's input::
+
+    eager    the logits in the model's dtype, in fp32, and their log-softmax: up to 10 V bytes a token, 14 V at the peak
+    here     dx, and the gradients of the head's own parameters, if they want any; one chunk at the peak
+
+With z = head(x), p = softmax(z), e the target's one-hot row, s the label smoothing and w the class weights::
+
+    loss_i = -(1 - s) w_t log p_t - s/V sum_v w_v log p_v
+    dz_i   = p ((1 - s) w_t + s/V sum_v w_v) - (1 - s) w_t e - s/V w
+
+Both are computed in forward, chunk after chunk, so the head runs as often as in stock. While all logits fit in one
+chunk, stock's own expression runs, bit for bit. Beyond, all equals stock's up to the order of fp32 sums; and a gradient
+that is summed over chunks is summed in fp32. Source: Wijmans et al. (2024), arXiv:2411.09009; Hsu et al. (2024),
+arXiv:2410.10989.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from hf_memsave.ops.once import once_differentiable
+from hf_memsave.tape.private import no_modes
+
+#: Bytes that a chunk takes; and that all logits may take in fp32 where there are no chunks.
+CHUNK = 128 * 2**20
+
+
+class _Options(NamedTuple):
+    """What ``F.cross_entropy`` is called with."""
+
+    weight: Tensor | None
+    ignore_index: int
+    reduction: str
+    label_smoothing: float
+
+
+def cross_entropy(
+    hidden: Tensor,
+    head: Callable[[Tensor], Tensor],
+    parameters: Sequence[Tensor],
+    like: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """``F.cross_entropy(head(hidden), target, ...)``, a chunk of rows at a time.
+
+    Args:
+        hidden: ``[T, H]``.
+        head: ``[t, H]`` -> logits ``[t, V]``.
+        parameters: Those of the head that want a gradient.
+        like: Of the shape ``[T, V]`` and dtype of the logits.
+        target: Classes ``[T]``.
+        weight: Of each class ``[V]``, or None.
+        size_average: Old; must be None.
+        ignore_index: The class of rows that count for nothing.
+        reduce: Old; must be None.
+        reduction: "mean" or "sum"; "none" (``[T]``) where the head wants no gradient.
+        label_smoothing: In [0, 1].
+
+    Returns:
+        The loss, in the logits' dtype; None where this is asked for what it does not know.
+    """
+    is_known = reduction in ("mean", "sum") or (reduction == "none" and not parameters)
+    is_plain = like.dim() == 2 and target.shape == like.shape[:1] and not target.is_floating_point()
+    wants_weight = weight is not None and weight.requires_grad
+    if not (is_known and is_plain) or wants_weight or size_average is not None or reduce is not None:
+        return None
+    options = _Options(weight, ignore_index, reduction, label_smoothing)
+    return _ChunkedLoss.apply(hidden, target, head, options, like.dtype, like.shape[-1], *parameters)  
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, target: Tensor, head: Any, options: _Options, dtype: Any, words: int, *parameters: Any
+    ) -> Tensor:
+        wide = dtype if dtype == torch.float64 else torch.float32
+        losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
+        dx = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        wanted = [p for p, needs in zip(parameters, ctx.needs_input_grad[6:], strict=True) if needs]
+        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, wide)) for p in wanted]
+        itemsize = torch.empty(0, dtype=wide).itemsize + 2 * torch.empty(0, dtype=dtype).itemsize
+        rows = max(1, CHUNK // (words * itemsize))
+        with no_modes(), saved_tensors_hooks(_same, _same):
+            for start in range(0, len(hidden), rows):
+                part = slice(start, start + rows)
+                x = hidden[part].detach().requires_grad_()
+                with torch.enable_grad():
+                    logits = head(x)
+                losses[part], dz = _loss_and_gradient(logits.detach(), target[part], options, wide)
+                found = torch.autograd.grad(logits, [x, *wanted], dz, allow_unused=True)
+                del logits, dz
+                if dx is not None and found[0] is not None:
+                    dx[part] = found[0]
+                for total, gradient in zip(sums, found[1:], strict=True):
+                    if gradient is not None:
+                        total += gradient
+        gradients = [total.to(p.dtype) for total, p in zip(sums, wanted, strict=True)]
+        total, scale = _reduced(losses, target, options)
+        ctx.save_for_backward(dx, scale, *gradients)
+        ctx.set_materialize_grads(False)
+        return total.to(dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        dx, scale, *gradients = ctx.saved_tensors
+        factor = dy.to(scale.dtype) * scale
+        found = iter([(g * factor).to(g.dtype) for g in gradients])
+        by_row = factor.unsqueeze(-1) if factor.dim() else factor
+        first = None if dx is None else (dx * by_row).to(dx.dtype)
+        return first, None, None, None, None, None, *(next(found) if n else None for n in ctx.needs_input_grad[6:])
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _loss_and_gradient(z: Tensor, target: Tensor, options: _Options, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Of each row, before any reduction; the gradient is in the dtype of ``z``."""
+    is_counted = target != options.ignore_index
+    index = target.where(is_counted, 0).unsqueeze(-1)
+    p = z.to(wide, copy=True)
+    lse = p.logsumexp(-1, keepdim=True)
+    smoothing, words = options.label_smoothing, z.shape[-1]
+    weight = None if options.weight is None else options.weight.to(wide)
+    of_target = 1.0 - smoothing if weight is None else (1.0 - smoothing) * weight[index]
+    loss = of_target * (lse - p.gather(-1, index))
+    total = 1.0 if weight is None else weight.mean()
+    if smoothing:
+        rest = lse - p.mean(-1, keepdim=True) if weight is None else lse * total - (p @ weight / words).unsqueeze(-1)
+        loss = loss + smoothing * rest
+    p.sub_(lse).exp_().mul_(of_target + smoothing * total)
+    p.scatter_add_(-1, index, torch.full_like(loss, -1.0) * of_target)
+    if smoothing:
+        p.sub_(smoothing / words if weight is None else smoothing / words * weight)
+    p.masked_fill_(~is_counted.unsqueeze(-1), 0.0)
+    return loss.squeeze(-1).masked_fill(~is_counted, 0.0), p.to(z.dtype)
+
+
+def _reduced(losses: Tensor, target: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
+    """The loss, and what a row's gradient is multiplied with."""
+    one = losses.new_ones(())
+    if options.reduction == "none":
+        return losses, one
+    if options.reduction == "sum":
+        return losses.sum(), one
+    is_counted = target != options.ignore_index
+    if options.weight is None:
+        count = is_counted.sum().to(losses.dtype)
+    else:
+        count = options.weight.to(losses.dtype)[target.where(is_counted, 0)].masked_fill(~is_counted, 0.0).sum()
+    return losses.sum() / count, torch.where(count > 0, 1.0 / count, 0.0)

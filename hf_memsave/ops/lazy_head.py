@@ -1,0 +1,75 @@
+"""The head of a language model whose logits are many hands on :class:`LazyLogits` instead.
+
+Kept for backward: see ``chunked_loss``. Where all logits fit in one chunk, and where no tape is laid (evaluation,
+``generate``, ``torch.compile``), stock's own product runs. A head that is a plain linear is known by its weight, as it
+is called, and its class stays; one that adapters wrap, or that is quantized, is replaced by the op ``lazy_head``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_memsave.ops import chunked_loss
+from hf_memsave.ops.lazy_logits import Head, LazyLogits, versions_of
+from hf_memsave.ops.op import Op, is_parametrized
+from hf_memsave.tape import current
+from hf_memsave.tape.private import AutocastState
+
+
+def logits_of(module: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor | None:
+    """What ``forward(hidden)`` gives, not computed yet; None where it is to be computed at once.
+
+    Args:
+        module: A head, with ``out_features`` words.
+        forward: Its forward.
+        hidden: ``[..., H]``.
+
+    Returns:
+        Logits ``[..., V]``.
+    """
+    tape = current()
+    if tape is None or not _is_long(module, hidden):
+        return None
+    if tape.ledger is not None:
+        tape.ledger.is_loss_chunked = True
+    autocast = AutocastState(hidden.device.type)
+    dtype = autocast.dtype if autocast.enabled and hidden.dtype != torch.float64 else hidden.dtype
+    words: Any = module.out_features
+    like = torch.empty(*hidden.shape[:-1], words, dtype=dtype, device="meta")
+    return LazyLogits.of(hidden, Head(module, forward, (), autocast, versions_of(module)), like)
+
+
+def of_linear(module: nn.Module, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """The same for ``F.linear(hidden, weight, bias)``, called by a head ``module``."""
+    return logits_of(module, partial(F.linear, weight=weight, bias=bias), hidden)
+
+
+def _is_long(module: nn.Module, hidden: Tensor) -> bool:
+    """Whether the logits of ``hidden`` are more than a chunk; a dropout would draw other masks for chunks."""
+    words: Any = module.out_features
+    wants = hidden.requires_grad or any(p.requires_grad for p in module.parameters())
+    if not wants or hidden.shape[:-1].numel() * words * 4 <= chunked_loss.CHUNK:
+        return False
+    return not any(isinstance(m, nn.Dropout) and m.p and m.training for m in module.modules())
+
+
+def _lazy_head(module: nn.Module, patch: Any, *args: Any, **kwargs: Any) -> Any:
+    made = None
+    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+        made = logits_of(module, partial(patch.stock.forward, module), args[0])
+    return patch.stock.forward(module, *args, **kwargs) if made is None else made
+
+
+def _check(module: nn.Module, value: Any) -> str:
+    if not isinstance(getattr(module, "out_features", None), int):
+        return f"expected a linear, got {type(module).__name__}"
+    return "it is parametrized: reading its weight computes it" if is_parametrized(module) else ""
+
+
+LAZY_HEAD = Op("lazy_head", _lazy_head, _check)

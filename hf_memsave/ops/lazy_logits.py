@@ -1,0 +1,232 @@
+"""Logits that nobody has computed yet: a loss takes them chunk by chunk, and whoever else touches them gets them whole.
+
+A language model's head hands on a :class:`LazyLogits`: a tensor by shape, dtype and device, without bytes. What the
+model does between head and loss (``float()``, a softcap, a scale, ``view(-1, vocabulary)``, dropping the last token)
+gives another one. ``F.cross_entropy`` of it is :func:`~hf_memsave.ops.chunked_loss.cross_entropy`. Any other function
+runs on the logits themselves, computed once by the head's own forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_memsave.errors import KeptTensorChangedError
+from hf_memsave.ops import chunked_loss
+from hf_memsave.ops.once import once_differentiable
+from hf_memsave.tape.private import AutocastState, no_subclasses, tree_leaves, tree_map
+
+#: A function, and its other arguments.
+Step = tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]]
+
+#: What a tensor is, told without its bytes.
+_TOLD = {
+    getattr(Tensor, name).__get__
+    for name in "shape dtype device ndim layout requires_grad grad_fn is_leaf is_cuda is_cpu is_meta is_sparse "
+    "is_quantized itemsize nbytes retains_grad output_nr _backward_hooks".split()
+} | {
+    getattr(Tensor, name)
+    for name in "size dim numel nelement is_floating_point is_complex element_size register_hook get_device is_sparse "
+    "__len__ ndimension is_signed".split()
+    if callable(getattr(Tensor, name))
+}
+#: Functions of each logit by itself, where their other arguments are numbers.
+_ELEMENTWISE = {
+    getattr(home, name)
+    for name in "float double half bfloat16 to tanh mul div true_divide multiply divide __mul__ __rmul__ __truediv__ "
+    "neg clamp type".split()
+    for home in (torch, Tensor)
+    if hasattr(home, name)
+}
+#: Functions that keep the order of the numbers.
+_RESHAPED = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten}
+_SAME = {Tensor.contiguous}
+
+
+@dataclass(frozen=True)
+class Head:
+    """What computes logits.
+
+    Attributes:
+        module: The head, whose parameters want gradients or not.
+        forward: Its own forward.
+        steps: What is done to its output, one number at a time.
+        autocast: Under which it runs.
+        versions: Of its parameters.
+    """
+
+    module: nn.Module
+    forward: Callable[[Tensor], Tensor]
+    steps: tuple[Step, ...]
+    autocast: AutocastState
+    versions: tuple[int, ...]
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """The logits of ``hidden`` ``[..., H]``.
+
+        Returns:
+            ``[..., V]``.
+
+        Raises:
+            KeptTensorChangedError: A parameter of the head was written to since the forward.
+        """
+        if self.versions != versions_of(self.module):
+            raise KeptTensorChangedError(
+                "these logits are computed when they are first read, and the head's weights have been written to since "
+                "the forward. Read them before optimizer.step(), or use MemSaveConfig(loss='stock')."
+            )
+        with self.autocast:
+            logits = self.forward(hidden)
+            for func, args, kwargs in self.steps:
+                logits = func(logits, *args, **kwargs)
+        return logits
+
+    def parameters(self) -> list[Tensor]:
+        """Those of the module that want a gradient."""
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+
+def versions_of(module: nn.Module) -> tuple[int, ...]:
+    """By which a later write to a parameter shows."""
+    return tuple(parameter._version for parameter in module.parameters())
+
+
+class LazyLogits(Tensor):
+    """Logits ``[..., V]`` of ``hidden`` ``[..., H]``; see the module."""
+
+    hidden: Tensor
+    head: Head
+    _real: Tensor | None
+
+    @staticmethod
+    def of(hidden: Tensor, head: Head, like: Tensor) -> LazyLogits:
+        """Logits of the shape and dtype of ``like``, a tensor without bytes."""
+        lazy: Any = _Later.apply(hidden, head, like, *head.parameters())
+        lazy.hidden, lazy.head, lazy._real = hidden, head, None
+        return lazy
+
+    def real(self) -> Tensor:
+        """The logits, computed when they are first asked for, and then shared."""
+        if self._real is None:
+            with torch.enable_grad():
+                self._real = _Real.apply(self)
+        assert self._real is not None
+        return self._real
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self = args[0] if args else None
+        if isinstance(self, LazyLogits) and self._real is None:
+            if func in _TOLD:
+                with no_subclasses():
+                    return func(*args, **kwargs)
+            if func in _SAME:
+                return self
+            found = _derived(self, func, args[1:], kwargs)
+            if found is None and func is F.cross_entropy:
+                found = _loss(self, *args[1:], **kwargs)
+            if found is not None:
+                return found
+        args, kwargs = tree_map(_real, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is torch.ops.aten.detach.default:  # which autograd does to what a function returns
+            return _empty(args[0])
+        args, kwargs = tree_map(_real, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return repr(self.real())
+
+
+def _real(argument: Any) -> Any:
+    return argument.real() if isinstance(argument, LazyLogits) else argument
+
+
+def _derived(lazy: LazyLogits, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The same, one function later; None where that is not known to be the function of fewer, or other, rows."""
+    if any(isinstance(a, Tensor) for a in tree_leaves((args, kwargs))):
+        return None
+    head, hidden, vocabulary = lazy.head, lazy.hidden, lazy.shape[-1]
+    if func in _ELEMENTWISE:
+        here = _without_device(lazy, args, kwargs)
+        if here is None:
+            return None
+        like = func(_shape(lazy, vocabulary), *here[0], **here[1])
+        return LazyLogits.of(hidden, replace(head, steps=(*head.steps, (func, *here))), like)
+    if func in _RESHAPED:
+        like = func(_shape(lazy, vocabulary), *args, **kwargs)
+        if like.shape[-1:] == lazy.shape[-1:]:  # rows stay whole, and in order
+            return LazyLogits.of(hidden.reshape(*like.shape[:-1], hidden.shape[-1]), head, like)
+    if func is Tensor.__getitem__:
+        like, wider = (_shape(lazy, width)[args[0]] for width in (vocabulary, vocabulary + 1))
+        if like.dim() and wider.shape == (*like.shape[:-1], vocabulary + 1) and like.shape[-1] == vocabulary:
+            return LazyLogits.of(hidden[args[0]], head, like)
+    return None
+
+
+def _shape(lazy: LazyLogits, width: int) -> Tensor:
+    return torch.empty(*lazy.shape[:-1], width, dtype=lazy.dtype, device="meta")
+
+
+def _without_device(lazy: LazyLogits, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The arguments but for a device that is the logits' own; None for another one, and for what writes elsewhere."""
+    devices = (torch.device, str)
+    named = [a for a in (*args, kwargs.get("device")) if isinstance(a, devices)]
+    if "out" in kwargs or any(torch.device(d) != lazy.device for d in named):
+        return None
+    rest = {name: a for name, a in kwargs.items() if name != "device"}
+    return tuple(a for a in args if not isinstance(a, devices)), rest
+
+
+def _loss(lazy: LazyLogits, target: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+    """``F.cross_entropy`` chunk by chunk; None where that does not know how."""
+    return chunked_loss.cross_entropy(lazy.hidden, lazy.head, lazy.head.parameters(), lazy, target, *args, **kwargs)
+
+
+class _Later(torch.autograd.Function):
+    """The place of logits in the graph: whoever hands down their gradient, it goes on to what they were made of."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Head, like: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.head = head
+        return _empty(like, hidden.device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        (hidden,) = ctx.saved_tensors
+        inputs = [hidden.detach().requires_grad_(), *ctx.head.parameters()]
+        with torch.enable_grad():
+            logits = ctx.head(inputs[0])
+        dx, *rest = torch.autograd.grad(logits, inputs, dy, allow_unused=True)
+        return dx, None, None, *rest
+
+
+class _Real(torch.autograd.Function):
+    """The logits themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, lazy: LazyLogits) -> Tensor:
+        return lazy.head(lazy.hidden.detach())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy
+
+
+def _empty(like: Tensor, device: Any = None) -> Tensor:
+    make: Any = Tensor._make_wrapper_subclass
+    return make(LazyLogits, like.shape, dtype=like.dtype, device=device or like.device)

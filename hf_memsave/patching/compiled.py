@@ -1,0 +1,30 @@
+"""Under ``torch.compile`` no tape is laid: the compiler's own partitioner decides, and is told to keep the floor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._dynamo.callback import callback_handler
+from torch._functorch import config
+
+#: Below 1 the partitioner recomputes what costs less than a product; at 1, what costs nothing.
+BUDGET = 0.99
+
+
+@torch.compiler.assume_constant_result  # so that it is called where a graph is traced, and leaves nothing in the graph
+def keep_the_floor() -> int:
+    """Give the partitioner of what is compiled now a budget, unless the user did; it is taken back when that is done.
+
+    Returns:
+        Nothing of use: what is called while tracing has to return something.
+    """
+    if config.activation_memory_budget == 1.0:
+        config.activation_memory_budget = BUDGET
+        callback_handler.register_end_callback(_restore)
+    return 0
+
+
+def _restore(*_: Any) -> None:
+    config.activation_memory_budget = 1.0
+    callback_handler.remove_end_callback(_restore)

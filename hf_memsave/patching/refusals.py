@@ -1,0 +1,141 @@
+"""What a patch refuses, with an error that names the module and the remedy, and what it skips."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_memsave.arch import LINEARS, RUN_AGAIN, path_of
+from hf_memsave.config import WTACRS, MemSaveConfig
+from hf_memsave.errors import PatchError
+from hf_memsave.ops.eager_attention import NAME, implementation, is_attention
+from hf_memsave.patching.swap import stock_class
+
+_TRACED = (torch.jit.ScriptModule, torch.fx.GraphModule)
+
+
+@dataclass(frozen=True)
+class SiteReport:
+    """One module: its path, its stock class, what is done there, and "patched" or "skipped".
+
+    ``op`` is "model" or "block" for what lays a tape or ends a block of one, else the name of the op that replaces its
+    forward. ``reason`` says why it was skipped, or what a patched one still keeps.
+    """
+
+    name: str
+    cls: str
+    op: str
+    status: str
+    reason: str = ""
+
+
+def refuse_no_rung(sites: list[SiteReport], config: MemSaveConfig, model: nn.Module) -> None:
+    """Raise where nothing runs again, though that was asked for.
+
+    Raises:
+        PatchError: No linear of a repeated block has a known name.
+    """
+    if config.first_blocks("checkpoint") == 0 or any(site.op == "run_again" for site in sites):
+        return
+    linears = {name.rpartition(".")[2] for name, m in model.named_modules() if path_of(stock_class(m)) in RUN_AGAIN}
+    raise PatchError(
+        f"MemSaveConfig(checkpoint={config.checkpoint!r}): expected linears of a known name in repeated blocks of "
+        f"{type(model).__name__} (o_proj, q_proj, up_proj, gate_proj, ...), got "
+        f"{', '.join(sorted(linears)) or 'none'}. Use model.gradient_checkpointing_enable(), or leave checkpoint out."
+    )
+
+
+def refuse_no_target(sites: list[SiteReport], config: WTACRS, model: nn.Module) -> None:
+    """Raise where a target of sampling is no linear.
+
+    Raises:
+        PatchError: It names the target, and the linears there are.
+    """
+    sampled = [f".{site.name}." for site in sites if site.op == "wta_crs"]
+    missing = [t for t in config.targets or () if not any(f".{t}." in path for path in sampled)]
+    if missing and missing not in (["lora_A"], ["lora_B"]):  # adapters are added later, as often as not
+        linears = {name.rpartition(".")[2] for name, m in model.named_modules() if path_of(stock_class(m)) in LINEARS}
+        raise PatchError(
+            f"WTACRS.targets: expected names of linears of {type(model).__name__}, got {missing[0]!r}, which is none. "
+            f"Choose from {', '.join(sorted(linears))}, or leave targets out for all linears in repeated blocks."
+        )
+
+
+def refuse_other_attention(sites: list[SiteReport], config: WTACRS, model: nn.Module) -> None:
+    """Raise where attention shall be sampled, and is not Transformers' own eager one.
+
+    Raises:
+        PatchError: It names the module.
+    """
+    if not config.attention:
+        return
+    found = {name: module for name, module in model.named_modules() if is_attention(stock_class(module))}
+    remedy = f"Load the model with attn_implementation={NAME!r}, or leave attention=True out."
+    if not found:
+        raise PatchError(
+            f"WTACRS(attention=True): expected a model with Transformers' own eager attention, got "
+            f"{type(model).__name__}, which has none. Leave attention=True out."
+        )
+    reports = {site.name: site for site in sites if site.op == "eager_attention"}
+    for name, module in found.items():
+        if name not in reports:
+            raise PatchError(
+                f"WTACRS(attention=True): expected attn_implementation={NAME!r}, got {implementation(module)!r} in "
+                f"{name}. {remedy}"
+            )
+        if reports[name].status == "skipped":
+            raise PatchError(
+                f"WTACRS(attention=True): expected to patch {name}, but {reports[name].reason}. Leave that out, or "
+                "attention=True."
+            )
+
+
+def _tool(forward: Any) -> str:
+    """The module whose code a forward is; ``functools.wraps`` cannot hide it."""
+    return getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__", "")
+
+
+def hidden(module: nn.Module) -> str:
+    """Why a module with a forward of its own stays stock: what it calls below has tapes of its own."""
+    own = module.__dict__
+    tool = "accelerate" if "_original_forward" in own else _tool(own["forward"]).partition(".")[0]
+    return f"its forward was set by {tool}; what lies below is patched"
+
+
+def refuse_foreign_patches(model: nn.Module) -> None:
+    """Raise where another tool has replaced a forward already.
+
+    Raises:
+        PatchError: Liger-Kernel, kernelize or a monkey patch got there first, or the model has been traced; the message
+            names module and remedy.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, _TRACED):
+            raise PatchError(
+                f"{name or 'the model'} is a {type(module).__name__}: it has been traced, scripted or exported, and "
+                "runs no module's forward any more. Patch the model that it was made of."
+            )
+        cls = stock_class(module)
+        if cls.__module__.startswith("liger_kernel") or cls.forward.__module__.startswith("liger_kernel"):
+            raise PatchError(
+                f"{name or 'the model'} is patched by Liger-Kernel, process-wide, and the two cannot be combined. Load "
+                "the model in a process that has not applied Liger (for Trainer: use_liger_kernel=False)."
+            )
+        if _tool(module.__dict__.get("forward")).startswith("liger_kernel"):
+            refuse_hidden(name, module)
+
+
+def refuse_hidden(name: str, module: nn.Module) -> None:
+    """Raise for a module whose own forward would hide ours.
+
+    Raises:
+        PatchError: It names the module.
+    """
+    raise PatchError(
+        f"{name or 'the model'} ({type(module).__name__}) has a forward of its own, set on the instance by another "
+        "tool (kernelize, Liger, a monkey patch), which would hide ours. Build the model without it "
+        "(use_kernels=False), or patch before that tool."
+    )

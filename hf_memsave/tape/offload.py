@@ -1,0 +1,155 @@
+"""Offload: what a tape still has to keep goes to main memory, and comes back in backward, before it is asked for.
+
+A storage is copied once, however many views of it are kept. On CUDA it goes into pinned memory on a stream of its own,
+while the model computes; in backward, whenever one is asked for, those kept before it are on their way. On CPU it is a
+plain copy. Exact: a copy there and back. Source: ``torch.autograd.graph.save_on_cpu``; Rajbhandari et al. (2021),
+arXiv:2104.07857.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from hf_memsave.errors import MemSaveError
+from hf_memsave.tape.record import BUFFER, MARK
+
+#: Bytes below which a storage stays where it is.
+SMALLEST = 2**16
+#: How many are on their way back beside the one that is asked for.
+AHEAD = 2
+#: The part of main memory that may be taken.
+SHARE = 0.8
+#: On a storage: its copy in main memory, and of what version.
+_COPY = "_memsave_copy"
+
+
+class Offload(saved_tensors_hooks):
+    """``with Offload(): loss = model(x)``: saved tensors lie in main memory, parameters and buffers but."""
+
+    def __init__(self) -> None:
+        super().__init__(_Pack(), _unpack)
+
+
+class _Pack:
+    """Called by autograd, or a tape, with each tensor to keep."""
+
+    def __init__(self) -> None:
+        self._last: weakref.ref[Away] | None = None
+
+    def __call__(self, tensor: Tensor) -> Any:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < SMALLEST or _is_there_anyway(tensor):
+            return tensor.detach()
+        away, version = getattr(storage, _COPY, (lambda: None, None))
+        copy: Away | None = away()
+        if copy is None or version != tensor._version:
+            copy = Away(tensor, self._last)
+            self._last = weakref.ref(copy)
+            setattr(storage, _COPY, (weakref.ref(copy), tensor._version))
+        return copy, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    copy, dtype, shape, stride, offset = packed
+    return copy.back().view(dtype).as_strided(shape, stride, offset)
+
+
+def _is_there_anyway(tensor: Tensor) -> bool:
+    base = tensor if tensor._base is None else tensor._base
+    return isinstance(base, nn.Parameter) or getattr(tensor.untyped_storage(), MARK, None) is BUFFER
+
+
+class Away:
+    """The bytes of one storage, in main memory.
+
+    Attributes:
+        total: Bytes of all that are alive.
+    """
+
+    total = 0
+
+    def __init__(self, tensor: Tensor, before: weakref.ref[Away] | None) -> None:
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        _refuse_too_much(nbytes := len(whole))
+        self.device, self._before = tensor.device, before
+        self._there: weakref.ref[Tensor] | None = None
+        self._on_its_way: tuple[Tensor, Any] | None = None
+        self.host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=tensor.is_cuda)
+        Away.total += nbytes
+        weakref.finalize(self, _gone, nbytes)
+        if tensor.is_cuda:
+            stream = _stream(self.device)
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(stream):
+                self.host.copy_(whole, non_blocking=True)
+            whole.record_stream(stream)
+        else:
+            self.host.copy_(whole)
+
+    def back(self) -> Tensor:
+        """The bytes where they were, shared by all that ask while one of them holds them."""
+        there = None if self._there is None else self._there()
+        if there is None:
+            there = self._arrived()
+            self._there = weakref.ref(there)
+        self._send_for_those_before()
+        return there
+
+    def _arrived(self) -> Tensor:
+        if self.device.type != "cuda":
+            return self.host.to(self.device, copy=True)
+        self._send_for()
+        assert self._on_its_way is not None
+        there, event = self._on_its_way
+        self._on_its_way = None
+        now = torch.cuda.current_stream(self.device)
+        now.wait_event(event)
+        there.record_stream(now)
+        return there
+
+    def _send_for(self) -> None:
+        if self._on_its_way is None:
+            stream = _stream(self.device)
+            with torch.cuda.stream(stream):
+                there = self.host.to(self.device, non_blocking=True)
+                self._on_its_way = there, stream.record_event()
+
+    def _send_for_those_before(self) -> None:
+        if self.device.type != "cuda":
+            return
+        one: Away | None = self
+        for _ in range(AHEAD):
+            one = None if one is None or one._before is None else one._before()
+            if one is not None and (one._there is None or one._there() is None):
+                one._send_for()
+
+
+def _gone(nbytes: int) -> None:
+    Away.total -= nbytes
+
+
+_streams: dict[torch.device, Any] = {}
+
+
+def _stream(device: torch.device) -> Any:
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]
+
+
+def _refuse_too_much(nbytes: int) -> None:
+    main_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if Away.total + nbytes > SHARE * main_memory:
+        raise MemSaveError(
+            f"offload=True: expected room for {(Away.total + nbytes) / 2**30:.1f} GiB in main memory, got "
+            f"{SHARE * main_memory / 2**30:.1f} GiB ({SHARE:.0%} of what this machine has). Use a smaller batch, or "
+            "checkpoint='gate', or no offload."
+        )

@@ -1,0 +1,71 @@
+"""``WTACRS``: which linears are sampled, how, and from how many rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeGuard
+
+from hf_memsave.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class WTACRS:
+    """Sampled weight gradients of linears, for :attr:`MemSaveConfig.linear`: unbiased, noisy, and from fewer rows.
+
+    Source: Liu et al. (2023), arXiv:2305.15265.
+
+    Attributes:
+        budget: Rows (tokens) that each weight gradient is made from, over all real tokens of the batch: in (0, 1].
+            Above 15/16 all are taken: drawing would keep no less.
+        estimator: "wta" (Eq. 6), "crs" (Eq. 5: unbiased, more noise), or "topk" (the rows of largest probability,
+            unscaled: biased, to compare).
+        targets: Linears to sample, by name or by a part of their path ("q_proj", "lora_A", "encoder.layer.0"); None for
+            all in repeated blocks. Where a target has LoRA, its lora_A is sampled. lora_B is sampled only if named.
+        cache: What predicts a row's gradient norm: "position" (a running profile by layer and position, a few KB);
+            also the sample's own last norm, found by the batch's column "sample_idx" or by a hash of its tokens
+            ("content"); or None (rows are drawn by the norm of the activation alone).
+        samples: For "sample_idx": how many samples there are. For "content": how many slots the table has, 262,144 if
+            None. The table takes a byte a sample and sampled linear.
+        minimum: Fewest rows; a batch with no more real tokens than its rows is exact.
+        seed: Of the draws, which never touch the model's own generators. Layers patched one by one draw alike unless
+            theirs differ.
+        attention: Also sample both products of eager attention (their four operand gradients).
+    """
+
+    budget: float = 0.3
+    estimator: Literal["wta", "crs", "topk"] = "wta"
+    targets: tuple[str, ...] | None = None
+    cache: Literal["position", "sample_idx", "content"] | None = "position"
+    samples: int | None = None
+    minimum: int = 10
+    seed: int = 0
+    attention: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.targets, list):
+            object.__setattr__(self, "targets", tuple(self.targets))
+        is_number = isinstance(self.budget, (int, float)) and not isinstance(self.budget, bool)
+        self._expect("budget", is_number and 0 < self.budget <= 1, "a number in (0, 1]", "0.3")
+        self._expect("estimator", self.estimator in ("wta", "crs", "topk"), "'wta', 'crs' or 'topk'", "'wta'")
+        names = isinstance(self.targets, tuple) and self.targets and all(t and isinstance(t, str) for t in self.targets)
+        self._expect("targets", self.targets is None or names, "names of linears, or None for all in blocks", "None")
+        caches = ("position", "sample_idx", "content", None)
+        self._expect("cache", self.cache in caches, "'position', 'sample_idx', 'content' or None", "'position'")
+        self._expect("minimum", is_int(self.minimum) and self.minimum >= 1, "a whole number of at least 1", "10")
+        self._expect("seed", is_int(self.seed) and self.seed >= 0, "a whole number of at least 0", "0")
+        self._expect("attention", isinstance(self.attention, bool), "True or False", "False")
+        if self.cache == "sample_idx":
+            needed = "the number of training samples, since cache='sample_idx' asks for a table of them"
+            self._expect("samples", is_int(self.samples) and self.samples >= 1, needed, "samples=len(train_dataset)")
+        elif self.samples is not None:
+            fits = self.cache == "content" and is_int(self.samples) and self.samples >= 1
+            self._expect("samples", fits, "None, or with cache='content' a number of slots", "None")
+
+    def _expect(self, name: str, is_right: Any, expected: str, remedy: str) -> None:
+        if not is_right:
+            raise ConfigError(f"WTACRS.{name}: expected {expected}, got {getattr(self, name)!r}. Use {remedy}.")
+
+
+def is_int(value: Any) -> TypeGuard[int]:
+    """Whether ``value`` is a whole number; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,315 @@
+"""The chunked loss: stock's to the bit while it fits; beyond, as near to float64, with one chunk at the peak."""
+
+import contextlib
+import copy
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from hf_memsave import MemSaveConfig, patch
+from hf_memsave.measure.peak import count_peak
+from hf_memsave.ops import chunked_loss
+from hf_memsave.ops.lazy_logits import LazyLogits
+from support.families import Size, batch_for, build
+
+SMALL = 8192
+CAUSAL = ("gpt2", "llama", "gemma", "phi", "opt")
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(chunked_loss, "CHUNK", SMALL)
+
+
+def lm(family, dtype=torch.float32):
+    return build(family, Size(), dtype, dropout=0.0)
+
+
+def softcapped():
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=512)
+    sizes |= dict(num_key_value_heads=2, head_dim=8, pad_token_id=0)
+    return Gemma2ForCausalLM(Gemma2Config(**sizes, attn_implementation="eager", final_logit_softcapping=5.0)).train()
+
+
+def scaled():
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=512)
+    return CohereForCausalLM(CohereConfig(**sizes, logit_scale=0.5, pad_token_id=0)).train()
+
+
+def step(model, batch, **options):
+    model.zero_grad()
+    out = model(**batch, **options)
+    out.loss.backward()
+    return out, [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def in_float64(model, batch, **options):
+    return step(copy.deepcopy(model).double(), batch, **options)
+
+
+def error(ours, exact):
+    """The largest distance of any gradient, over its own size."""
+    pairs = [(a, b) for a, b in zip(ours, exact, strict=True) if b is not None and b.abs().max() > 0]
+    assert len(pairs) > 5
+    return max(((a.double() - b).norm() / b.norm()).item() for a, b in pairs)
+
+
+def test_a_loss_that_fits_is_stocks_to_the_bit():
+    model, batch = lm("llama"), batch_for(lm("llama"), Size())
+    stock, expected = step(model, batch)
+    patch(model)
+    out, found = step(model, batch)
+    assert type(out.logits) is torch.Tensor
+    assert torch.equal(out.loss, stock.loss)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("make", [*[lambda f=f: lm(f) for f in CAUSAL], lambda: lm("t5-decoder"), softcapped, scaled])
+def test_chunks_are_as_near_to_float64_as_stock(make, small_chunks):
+    model = make()
+    batch = batch_for(model, Size(), padded=True)
+    batch["labels"] = batch["labels"].masked_fill(torch.rand(batch["labels"].shape) < 0.2, -100)
+    _, exact = in_float64(model, batch)
+    stock, of_stock = step(model, batch)
+    report = patch(model)
+    out, ours = step(model, batch)
+    assert type(out.logits) is LazyLogits
+    assert "the loss was computed in chunks" in str(report)
+    assert out.loss.dtype == stock.loss.dtype
+    assert error(ours, exact) <= 1.5 * error(of_stock, exact)
+    assert torch.allclose(out.loss, stock.loss, rtol=1e-6)
+    assert torch.equal(out.logits, stock.logits)
+
+
+@pytest.mark.parametrize("mode", ["bf16", "autocast"])
+def test_in_low_precision_too(mode, small_chunks):
+    model = lm("llama", torch.bfloat16 if mode == "bf16" else torch.float32)
+    batch = batch_for(model, Size())
+    _, exact = in_float64(model, batch)
+    context = torch.autocast("cpu", torch.bfloat16) if mode == "autocast" else contextlib.nullcontext()
+    with context:
+        stock, of_stock = step(model, batch)
+        patch(model)
+        out, ours = step(model, batch)
+    assert type(out.logits) is LazyLogits
+    assert out.logits.dtype == stock.logits.dtype
+    assert error(ours, exact) <= 1.1 * error(of_stock, exact)
+
+
+@pytest.mark.parametrize("count", [None, 7, torch.tensor(5)], ids=str)
+def test_num_items_in_batch_divides_the_sum(count, small_chunks):
+    model, batch = lm("llama"), batch_for(lm("llama"), Size())
+    options = {} if count is None else {"num_items_in_batch": count}
+    stock, expected = step(model, batch, **options)
+    patch(model)
+    out, found = step(model, batch, **options)
+    assert type(out.logits) is LazyLogits
+    assert torch.allclose(out.loss, stock.loss, rtol=1e-6)
+    assert error(found, [p.double() for p in expected]) < 1e-5
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("has_weight", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_every_option_of_cross_entropy(reduction, has_weight, smoothing):
+    torch.manual_seed(0)
+    x, w = torch.randn(37, 8, dtype=torch.float64, requires_grad=True), torch.randn(50, 8, dtype=torch.float64)
+    w.requires_grad_(reduction != "none")
+    target = torch.randint(0, 50, (37,))
+    target[::5] = -1
+    options = dict(weight=torch.rand(50, dtype=torch.float64) if has_weight else None, ignore_index=-1)
+    options |= dict(reduction=reduction, label_smoothing=smoothing)
+    upstream = torch.randn(37 if reduction == "none" else (), dtype=torch.float64)
+    wanted = [x, w] if w.requires_grad else [x]
+
+    stock = F.cross_entropy(x @ w.T, target, **options)
+    expected = torch.autograd.grad(stock, wanted, upstream)
+    before, chunked_loss.CHUNK = chunked_loss.CHUNK, 50 * 8 * 3 * 5
+    try:
+        like = torch.empty(37, 50, dtype=torch.float64, device="meta")
+        ours = chunked_loss.cross_entropy(x, lambda part: part @ w.T, wanted[1:], like, target, **options)
+    finally:
+        chunked_loss.CHUNK = before
+    found = torch.autograd.grad(ours, wanted, upstream)
+    torch.testing.assert_close(ours, stock, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
+
+def test_a_batch_of_ignored_rows_alone_is_as_in_stock(small_chunks):
+    model, batch = lm("llama"), batch_for(lm("llama"), Size())
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    stock, expected = step(model, batch)
+    patch(model)
+    out, found = step(model, batch)
+    assert stock.loss.isnan() and out.loss.isnan()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("frozen", ["head", "all but the head"])
+def test_what_is_frozen_gets_nothing(frozen, small_chunks):
+    model = build("llama", Size(), dropout=0.0)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_((name == "lm_head.weight") == (frozen != "head"))
+    batch = batch_for(model, Size())
+    stock, expected = step(model, batch)
+    patch(model)
+    out, found = step(model, batch)
+    assert type(out.logits) is LazyLogits
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.allclose(a, b, rtol=1e-4, atol=1e-7)
+
+
+# Anybody else gets logits
+
+
+def hands_on(model, batch):
+    patch(model)
+    out = model(**batch)
+    assert type(out.logits) is LazyLogits
+    return out.logits
+
+
+READS = {
+    "argmax": lambda x: x.argmax(-1),
+    "softmax": lambda x: x.softmax(-1),
+    "numpy": lambda x: x.detach().numpy().sum(),
+    "item": lambda x: x[0, 0, 0].item(),
+    "a mask": lambda x: x[torch.ones(x.shape[:2], dtype=torch.bool)],
+    "cat": lambda x: torch.cat([x, x]),
+    "matmul": lambda x: x @ torch.ones(x.shape[-1], 2),
+    "a part of the words": lambda x: x[..., :7],
+    "the last token, as float": lambda x: x[:, -1].float(),
+    "rows": lambda x: x.view(-1, x.shape[-1])[3:5],
+    "other rows": lambda x: x.reshape(-1, 4),
+    "words first": lambda x: x.transpose(1, 2),
+    "topk": lambda x: x.topk(3).values,
+    "clone": lambda x: x.clone(),
+    "scaled": lambda x: (x / 3.0).tanh() * 2,
+    "scaled by a tensor": lambda x: x * torch.tensor(2.0),
+    "in place": lambda x: x.clone().mul_(2),
+    "norm": lambda x: torch.linalg.vector_norm(x),
+    "gather": lambda x: x.gather(-1, torch.zeros(*x.shape[:2], 1, dtype=torch.long)),
+    "list": lambda x: torch.tensor(x.tolist()),
+    "iteration": lambda x: next(iter(x)),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_who_reads_logits_reads_stocks(read, has_gradient, small_chunks):
+    model, batch = lm("llama"), batch_for(lm("llama"), Size())
+    stock = model(**batch).logits
+    with torch.set_grad_enabled(has_gradient):
+        expected = torch.as_tensor(READS[read](stock))
+    logits = hands_on(model, batch)
+    with torch.set_grad_enabled(has_gradient):
+        found = READS[read](logits)
+        if isinstance(found, LazyLogits):
+            found = found.clone()
+    found = torch.as_tensor(found)
+    assert torch.equal(found, expected)
+    assert found.requires_grad == expected.requires_grad or not has_gradient
+
+
+class Doubled(torch.autograd.Function):
+    """A loss of somebody else's, which is handed the tensor itself."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        return 2 * logits.sum()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy.expand(2, 16, 512) * 2
+
+
+LOSSES = {
+    "own function": Doubled.apply,
+    "softmax and gather": lambda x: -x.log_softmax(-1)[..., 3].mean(),
+    "probabilities as target": lambda x: F.cross_entropy(x.view(-1, 512), torch.full((32, 512), 1 / 512)),
+    "words first": lambda x: F.cross_entropy(x.transpose(1, 2), torch.zeros(2, 16, dtype=torch.long)),
+    "cross-entropy outside": lambda x: F.cross_entropy(x[:, :-1].reshape(-1, 512), torch.zeros(30, dtype=torch.long)),
+    "in place": lambda x: x.mul_(2).square().mean(),
+    "twice": lambda x: x.square().mean() + F.cross_entropy(x.view(-1, 512).float(), torch.zeros(32, dtype=torch.long)),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_of_the_users_own_have_stocks_gradients(loss, small_chunks):
+    model, batch = lm("llama"), batch_for(lm("llama"), Size())
+    del batch["labels"]
+    LOSSES[loss](model(**batch).logits).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    LOSSES[loss](hands_on(model, batch)).backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-7)
+
+
+def test_hooks_on_logits_run(small_chunks):
+    model, batch = lm("llama"), batch_for(lm("llama"), Size())
+    logits, seen = hands_on(model, batch), []
+    logits.register_hook(lambda gradient: seen.append(gradient.shape))
+    logits.exp().sum().backward()
+    assert seen == [logits.shape]
+
+
+def test_logits_read_after_the_step_raise(small_chunks):
+    model, batch = lm("llama"), batch_for(lm("llama"), Size())
+    patch(model)
+    out = model(**batch)
+    out.loss.backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    with pytest.raises(RuntimeError, match=r"before optimizer\.step\(\)"):
+        out.logits.argmax(-1)
+
+
+def test_evaluation_and_generation_are_stocks(small_chunks):
+    model, batch = lm("llama"), batch_for(lm("llama"), Size())
+    with torch.no_grad():
+        expected = model(**batch)
+    patch(model)
+    with torch.no_grad():
+        out = model(**batch)
+    assert type(out.logits) is torch.Tensor
+    assert torch.equal(out.logits, expected.logits)
+    assert torch.equal(out.loss, expected.loss)
+
+
+def test_stock_asked_for_is_stock(small_chunks):
+    model, batch = lm("llama"), batch_for(lm("llama"), Size())
+    patch(model, MemSaveConfig(loss="stock"))
+    assert type(model(**batch).logits) is torch.Tensor
+
+
+@pytest.mark.parametrize("words", [32_000, 128_000])
+@pytest.mark.parametrize("is_frozen", [True, False], ids=["frozen head", "trained head"])
+def test_the_peak_is_one_chunk(words, is_frozen):
+    if torch.cuda.is_available():
+        pytest.skip("figures are those of CPU kernels")
+    tokens, h = 2 * 1024 * 32_000 // words * 2, 64
+    config = LlamaConfig(
+        hidden_size=h, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1, vocab_size=words,
+        max_position_embeddings=tokens,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(torch.bfloat16).train()
+    model.lm_head.weight.requires_grad_(not is_frozen)
+    ids = torch.randint(0, words, (1, tokens))
+    model(input_ids=ids[:, :8], labels=ids[:, :8]).loss.backward()
+    peaks = []
+    for config in (MemSaveConfig(loss="stock"), MemSaveConfig()):
+        patch(model, config)
+        gc.collect()
+        peaks.append(count_peak(lambda: model(input_ids=ids, labels=ids).loss.backward()).peak)
+    assert peaks[0] >= 12 * words * tokens
+    of_blocks = 40 * 2 * h * tokens
+    gradient = 0 if is_frozen else (4 + 2 + 2) * words * h
+    assert peaks[1] <= chunked_loss.CHUNK + 2 * h * tokens + of_blocks + gradient
