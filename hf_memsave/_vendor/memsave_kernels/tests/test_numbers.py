@@ -1,0 +1,81 @@
+"""Every kernel against PyTorch and float64; spoilt by 1%, outside of its tensors, twice."""
+
+import pytest
+import torch
+
+from cases import CASES
+from cases.case import Case, maker, no_worse, widen
+from interpreter import round_to_nearest, watching
+
+round_to_nearest()
+INTERPRETED = not torch.cuda.is_available()
+SHAPES = [(3, 32), (5, 37)]
+EVERY = [(case, dtype, shape) for case in CASES for dtype in case.dtypes for shape in SHAPES]
+
+
+def check(case: Case, args: tuple) -> None:
+    results = case.ours(*args), case.eager(torch.float32, *args), case.eager(torch.float64, *widen(args))
+    for number, (ours, eager, exact) in enumerate(zip(*results, strict=True)):
+        assert ours.dtype == eager.dtype
+        no_worse(f"result {number}", ours, eager, exact, case.roundings)
+
+
+@pytest.mark.parametrize(("case", "dtype", "shape"), EVERY, ids=str)
+def test_no_worse_than_eager(case, dtype, shape):
+    check(case, case.inputs(maker(dtype), *shape))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="only the interpreter can be watched")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_an_error_of_1_percent_in_any_store_is_caught(case):
+    args = case.inputs(maker(case.dtypes[0]), *SHAPES[1])
+    with watching() as watch:
+        case.ours(*args)
+    stores = {(one.kernel, name) for one in watch.launches for name, n in one.written.items() if n}
+    assert stores
+    for store in sorted(stores):
+        with watching(spoil=store), pytest.raises(AssertionError):
+            check(case, args)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_same_twice(case):
+    args = case.inputs(maker(case.dtypes[0]), *SHAPES[1])
+    for first, second in zip(case.ours(*args), case.ours(*args), strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_no_rows(case):
+    args = case.inputs(maker(torch.float32), 0, 8)
+    for ours, eager in zip(case.ours(*args), case.eager(torch.float32, *args), strict=True):
+        torch.testing.assert_close(ours, eager, equal_nan=True)  # the mean of no losses is NaN
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="only the interpreter can be watched")
+@pytest.mark.parametrize("case", [case for case in CASES if case.bytes_per_element], ids=str)
+def test_moves_no_more_bytes_than_it_must(case):
+    rows, columns = 8, 64
+    args = case.inputs(maker(torch.bfloat16), rows, columns)
+    with watching() as watch:
+        case.ours(*args)
+    moved: dict[str, float] = {}
+    for one in watch.launches:
+        moved[one.kernel] = max(moved.get(one.kernel, 0), one.bytes_of_matrices(rows * columns) / (rows * columns))
+    assert moved == pytest.approx(case.bytes_per_element, abs=2 / columns)  # one element a row is not a pass
+
+
+def strided(t):
+    """The same values, every other element of a larger tensor."""
+    if not isinstance(t, torch.Tensor) or not t.dim():
+        return t
+    large = t.new_zeros((*t.shape[:-1], 2 * t.shape[-1]))
+    large[..., ::2] = t
+    return large[..., ::2]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_strides_do_not_matter(case):
+    args = case.inputs(maker(case.dtypes[0]), *SHAPES[1])
+    for ours, expected in zip(case.ours(*map(strided, args)), case.ours(*args), strict=True):
+        assert torch.equal(ours, expected)
