@@ -10,7 +10,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 def is_autocast(x: Tensor) -> bool:
     """Whether autocast is on where ``x`` lies."""
-    return x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
+    return torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
 
 
 def autocast_low(x: Tensor) -> Tensor:

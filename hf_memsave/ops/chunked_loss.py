@@ -78,7 +78,7 @@ def cross_entropy(
     if not (is_known and is_plain) or wants_weight or size_average is not None or reduce is not None:
         return None
     options = _Options(weight, ignore_index, reduction, label_smoothing)
-    return _ChunkedLoss.apply(hidden, target, head, options, like.dtype, like.shape[-1], *parameters)  
+    return _ChunkedLoss.apply(hidden, target, head, options, like.dtype, like.shape[-1], *parameters)
 
 
 class _ChunkedLoss(torch.autograd.Function):

@@ -27,7 +27,7 @@ from hf_memsave.ops.wta_crs import LAYER
 from hf_memsave.ops.wta_matmul import wta_matmul
 from hf_memsave.sampling.sampler import Layer
 from hf_memsave.tape import current
-from hf_memsave.tape.private import innermost_hooks
+from hf_memsave.tape.private import FakeTensor, innermost_hooks
 
 #: The implementation that this op is for, and the function that stands for it in each modeling file.
 NAME = "eager"
@@ -60,7 +60,9 @@ class _Sampling(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        is_product = func in _PRODUCTS and not kwargs and all(type(a) is Tensor and a.dim() >= 4 for a in args)
+        is_product = (
+            func in _PRODUCTS and not kwargs and all(type(a) in (Tensor, FakeTensor) and a.dim() >= 4 for a in args)
+        )
         if not is_product or _is_run_again():
             return func(*args, **(kwargs or {}))
         self.products += 1

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_memsave.ops.few_bit_tables import check_bits, levels
+from hf_memsave.ops.few_bit_tables import check_bits, on_device
 from hf_memsave.ops.once import once_differentiable
 from hf_memsave.ops.op import KeptBytes
 from hf_memsave.tape import current
@@ -86,7 +86,7 @@ def few_bit(x: Tensor, name: str, forward: Callable[[Tensor], Tensor], bits: int
 
 
 def _codes(x: Tensor, name: str, bits: int) -> Tensor:
-    boundaries = torch.from_numpy(levels(name, bits).boundaries).to(x.device)
+    boundaries, _ = on_device(name, bits, x.device)
     codes = torch.bucketize(x.float().contiguous(), boundaries, out_int32=True, right=True)
     return pack_codes(codes.to(torch.uint8), bits)
 
@@ -108,7 +108,7 @@ class _FewBit(torch.autograd.Function):
         if kept.is_floating_point():
             return _exact(kept, dy, ctx), None, None, None, None
         codes = unpack_codes(kept, dy.numel()).view(dy.shape)
-        slope = torch.from_numpy(levels(*ctx.table).levels).to(dy.device)[codes.int()]
+        slope = on_device(ctx.table[0], ctx.table[1], dy.device)[1][codes.int()]
         return (dy * slope).to(dy.dtype), None, None, None, None
 
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_memsave.errors import ConfigError
 from hf_memsave.ops.elementwise import ACTIVATIONS, refuse_unknown
@@ -64,11 +65,23 @@ def levels(name: str, bits: int) -> Levels:
     check_bits(bits)
     if name not in ACTIVATIONS:
         refuse_unknown(name)
-    edges, slopes = _samples(ACTIVATIONS[name].forward)
+    with _disable_current_modes():  # under a mode of fake tensors there would be no numbers
+        edges, slopes = _samples(ACTIVATIONS[name].forward)
     cells = _cells(slopes)
     cuts = np.array([0, *_best_cuts(cells, slopes, 2**bits), len(slopes)])
     means = np.add.reduceat(slopes, cuts[:-1]) / np.diff(cuts)
     return Levels(edges[cuts[1:-1]].astype(np.float32), means.astype(np.float32))
+
+
+def on_device(name: str, bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Boundaries and levels as tensors; on CUDA copied there once, as a copy makes the host wait."""
+    return _copied(name, bits, device) if device.type == "cuda" else _copied.__wrapped__(name, bits, device)
+
+
+@functools.cache
+def _copied(name: str, bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    table = levels(name, bits)
+    return torch.from_numpy(table.boundaries).to(device), torch.from_numpy(table.levels).to(device)
 
 
 def _samples(forward: Callable[[Tensor], Tensor]) -> tuple[np.ndarray, np.ndarray]:

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hf_memsave.device import has_numbers
 from hf_memsave.ops.cast import HALVES, is_autocast
 from hf_memsave.ops.once import once_differentiable
 from hf_memsave.ops.op import KeptBytes, Op, is_parametrized
@@ -57,11 +58,16 @@ def kept_bytes(shape: tuple[int, ...], itemsize: int, columns: int = 0, has_mean
 def in_need(weight: Tensor, bias: Tensor | None) -> Tensor:
     """Finds the columns whose x̂ cannot be told from y well enough. Below 8 times tiny, γ makes much of y subnormal.
 
+    An infinite γ leaves nothing of it.
+
     Returns:
         Their indices among all elements of ``weight``, on its device.
     """
+    if not has_numbers(weight):
+        return weight.new_empty(0, dtype=torch.long)
     size = weight.detach().abs().flatten()
-    well = size >= 8 * torch.finfo(weight.dtype).tiny
+    finite = torch.finfo(weight.dtype)
+    well = (size >= 8 * finite.tiny).logical_and_(size <= finite.max)
     if bias is not None:
         well &= bias.detach().abs().flatten() <= size
     return well.logical_not_().nonzero().flatten()

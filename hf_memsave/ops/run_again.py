@@ -20,12 +20,14 @@ from torch import Tensor, nn
 from hf_memsave.ops.op import Op, is_parametrized
 from hf_memsave.tape import current
 from hf_memsave.tape.again import MOST_WORK_OF_A_BLOCK, LinearAgain
+from hf_memsave.tape.private import FakeTensor
 
 
 def _linear(module: nn.Module, patch: Any, *args: Any, **kwargs: Any) -> Any:
     y = patch.stock.forward(module, *args, **kwargs)
     tape = current()
-    if tape is not None and type(y) is Tensor and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+    is_plain = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+    if tape is not None and is_plain and type(y) in (Tensor, FakeTensor):
         tape.most_work = MOST_WORK_OF_A_BLOCK
         tape.release(y)  # a quantized linear ends with a conversion, of what nobody can remake
         again = LinearAgain(partial(patch.stock.forward, module), y.device.type)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from hf_memsave.device import has_numbers
 
 
 @dataclass
@@ -21,8 +25,8 @@ class Tokens:
 
     @cached_property
     def real(self) -> int:
-        """How many are real (the one transfer to the host that a forward makes)."""
-        return int(self.mask.sum())
+        """How many are real (the one transfer to the host that a forward makes); all, where there are no numbers."""
+        return int(self.mask.sum()) if has_numbers(self.mask) else self.mask.numel()
 
     @property
     def lengths(self) -> Tensor:
@@ -82,3 +86,27 @@ class Batch:
             found[shape, device] = tokens = Tokens(torch.ones(shape, dtype=torch.bool, device=device))
             tokens.__dict__["real"] = shape.numel()
         return found[shape, device]
+
+
+class Checkpointed:
+    """The batches of calls that a checkpoint of the user's own may run again, for as long as it may."""
+
+    def __init__(self) -> None:
+        self._batches: weakref.WeakKeyDictionary[Any, dict[int, Batch]] = weakref.WeakKeyDictionary()
+        self._calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def count(self, run: Any) -> int:
+        """How many calls came before in one run of a checkpoint; None for no checkpoint."""
+        if run is None:
+            return 0
+        self._calls[run] = calls = self._calls.get(run, 0) + 1
+        return calls - 1
+
+    def note(self, checkpoint: Any, batch: Batch, call: int = 0) -> None:
+        """The batch of a call in a checkpoint; the first one stays."""
+        if checkpoint is not None:
+            self._batches.setdefault(checkpoint, {}).setdefault(call, batch)
+
+    def batch(self, checkpoint: Any, call: int = 0) -> Batch | None:
+        """That of a call, if it has been noted."""
+        return None if checkpoint is None else self._batches.get(checkpoint, {}).get(call)

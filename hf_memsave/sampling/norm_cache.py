@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_memsave.device import has_numbers
 from hf_memsave.sampling.batch import Batch, Tokens
 
 #: Weight of the newest step in a running mean.
@@ -137,7 +138,7 @@ class NormCache:
 
     def layers_with_pads(self) -> list[str]:
         """Layers whose pads have been seen to have a gradient."""
-        return [name for name, norms in self.layers.items() if int(norms.pads) == NONZERO]
+        return [name for name, norms in self.layers.items() if _is_nonzero(norms.pads)]
 
     def flush(self) -> None:
         """Write what backward has found of each sample to the table."""
@@ -221,3 +222,7 @@ def merged(states: list[dict[str, Any]]) -> dict[str, Any]:
         else:
             result[name] = torch.stack(values).max(0).values
     return result
+
+
+def _is_nonzero(pads: Tensor) -> bool:
+    return has_numbers(pads) and int(pads) == NONZERO

@@ -10,8 +10,7 @@ import contextlib
 import hashlib
 import logging
 import threading
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeGuard
 
@@ -19,8 +18,9 @@ import torch
 from torch import Tensor
 
 from hf_memsave.config import WTACRS
+from hf_memsave.device import new_generator
 from hf_memsave.errors import ConfigError
-from hf_memsave.sampling.batch import Batch, Tokens
+from hf_memsave.sampling.batch import Batch, Checkpointed, Tokens
 from hf_memsave.sampling.estimators import ESTIMATORS, Draw, probabilities
 from hf_memsave.sampling.norm_cache import NormCache
 
@@ -59,14 +59,14 @@ class Sampler:
         self.cache = NormCache(config.cache, samples or 0)
         self._told: set[str] = set()
         self._local = threading.local()
-        self._checkpointed: weakref.WeakKeyDictionary[Any, Batch] = weakref.WeakKeyDictionary()
+        self._checkpointed = Checkpointed()
 
     def __getstate__(self) -> dict[str, Any]:
         self.cache.flush()
         return {**self.__dict__, "_local": None, "_checkpointed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _local=threading.local(), _checkpointed=weakref.WeakKeyDictionary())
+        self.__dict__.update(state, _local=threading.local(), _checkpointed=Checkpointed())
 
     @property
     def batch(self) -> Batch | None:
@@ -74,24 +74,43 @@ class Sampler:
         return getattr(self._local, "batch", None)
 
     @contextlib.contextmanager
-    def entering(self, arguments: Mapping[str, Any], given: Batch | None, frame: Any = None) -> Iterator[None]:
+    def entering(
+        self,
+        arguments: Mapping[str, Any],
+        given: Batch | None,
+        checkpoint: tuple[Any, Any] = (None, None),
+        function: Any = None,
+    ) -> Iterator[None]:
         """While a block runs: its batch, or the part of it that the block sees.
 
         Args:
             arguments: Of its forward, by name.
             given: The batch of its forward, where it is run again in backward.
-            frame: What a checkpoint of the user's own knows of the call, the same in the forward and when run again.
+            checkpoint: What the user's own, that it runs in, has in common with its forward, and what with this run.
+            function: Whose backward it runs in, as that of a reentrant checkpoint.
         """
-        outside = self.batch
-        around = outside or given or (None if frame is None else self._checkpointed.get(frame))
+        outside, (frame, run) = self.batch, checkpoint
+        call = self._checkpointed.count(run)
+        around = outside or given or self._checkpointed.batch(frame, call) or self._checkpointed.batch(function)
         batch = self._begin(arguments) if around is None else _within(around, arguments)
-        if frame is not None:
-            self._checkpointed.setdefault(frame, around or batch)
+        self._checkpointed.note(frame, around or batch, call)
         self._local.batch = batch
         try:
             yield
         finally:
             self._local.batch = outside
+
+    def remember(self, functions: Iterable[Any], function: Any) -> None:
+        """Where a block runs without gradients: whoever runs it again with them asks for its batch.
+
+        Args:
+            functions: Whose forwards the block runs in.
+            function: Whose backward it runs in.
+        """
+        batch = self.batch or self._checkpointed.batch(function)
+        if batch is not None:
+            for context in functions:
+                self._checkpointed.note(context, batch)
 
     def draw(self, layer: str, x: Tensor, tokens: Tokens | None, batch: Batch) -> Draw | None:
         """The rows of ``x`` ``[*, features]``, counted over all leading dimensions; None where all are taken."""
@@ -117,7 +136,7 @@ class Sampler:
         rank = torch.distributed.get_rank() if _is_distributed() else 0
         text = f"{self.config.seed}/{rank}/{layer}/{step}"
         seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-        return torch.Generator(device).manual_seed(seed)
+        return new_generator(device, seed)
 
     def _begin(self, arguments: Mapping[str, Any]) -> Batch:
         self.cache.flush()

@@ -12,22 +12,29 @@ Kept for backward::
     "mask"   one bit an element; y is remade from x
 
 Exact: the same masks in the same order, so a run with dropout equals stock's. On CPU drawing again takes about as long
-as drawing did; on CUDA it is one cheap kernel. Source: Chen et al. (2016), arXiv:1604.06174; Tempo, arXiv:2210.10246.
+as drawing did, and a mask is kept in bits where another thread drew between the reading of the state and the mask. On
+CUDA it is one cheap kernel, which draws from the device's default generator: threads that train take turns at it, but
+one that draws by itself does not. Source: Chen et al. (2016), arXiv:1604.06174; Tempo, arXiv:2210.10246.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_memsave.tape.codecs import pack_bits, unpack_bits
+from hf_memsave import device
+from hf_memsave.tape.codecs import coded, pack_bits, unpack_bits
+from hf_memsave.tape.handles import Ticket
 from hf_memsave.tape.hooks import Tape
+from hf_memsave.tape.private import in_transform
 from hf_memsave.tape.tensors import is_dense
 
 #: Of alpha dropout: what SELU saturates at, negated.
@@ -41,12 +48,12 @@ def dropout(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     input, p, training, inplace = _arguments(*args, **kwargs)
     if inplace:
         tape.before_write(input)
-    if not training or not 0 < p < 1 or not input.numel() or tape.dropout == "stock":
+    if not training or not 0 < p < 1 or not input.numel() or tape.dropout == "stock" or in_transform():
         return func(*args, **kwargs)
     if input.device.type == "cpu":
         noise = _noise(tape, input, input.shape, p)
         return tape.call(Tensor.mul_ if inplace else torch.mul, input, noise)
-    if input.is_cuda and not inplace and _can_redraw(input):
+    if not inplace and device.fuses_dropout(input) and _can_redraw(input):
         return _fused(tape, input, p)
     return func(*args, **kwargs)
 
@@ -69,7 +76,7 @@ def alpha_dropout(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], k
     if inplace:
         tape.before_write(input)
     is_plain = training and 0 < p < 1 and input.numel() and tape.dropout != "stock" and not inplace
-    if not is_plain or input.device.type != "cpu":
+    if not is_plain or input.device.type != "cpu" or in_transform():
         return func(*args, **kwargs)
     a = 1.0 / math.sqrt((_ALPHA * _ALPHA * p + 1) * (1 - p))
     mask = _noise(tape, input, input.shape, p, is_scaled=False)
@@ -82,16 +89,14 @@ def _arguments(input: Tensor, p: float = 0.5, training: bool = True, inplace: bo
 
 
 def _noise(tape: Tape, like: Tensor, shape: torch.Size, p: float, is_scaled: bool = True) -> Tensor:
-    # Drawn by a private generator that starts where the model's stands and hands back where it ends: another thread
-    # that draws at the same time cannot come between what is drawn here and what is drawn again.
+    # Other threads draw from the model's generator too, so its state is read, and never set.
     state = torch.default_generator.get_state()
-    noise = torch.empty_like(like, requires_grad=False)
-    generator = torch.Generator()
-    generator.set_state(state)
-    _draw(noise, generator, p, is_scaled)
-    torch.default_generator.set_state(generator.get_state())
+    noise = torch.empty_like(like, requires_grad=False).bernoulli_(1 - p)
+    is_drawn_again = tape.dropout == "seed" and _begins_at(state, noise, p)
+    if is_scaled:
+        noise.div_(1 - p)
     stride, dtype = noise.stride(), noise.dtype
-    if tape.dropout == "seed":
+    if is_drawn_again:
         redraw = partial(_redraw, shape=shape, stride=stride, dtype=dtype, p=p, is_scaled=is_scaled)
         tape.record(noise, redraw, (state,))
     elif is_dense(noise):
@@ -101,15 +106,30 @@ def _noise(tape: Tape, like: Tensor, shape: torch.Size, p: float, is_scaled: boo
     return noise
 
 
-def _draw(into: Tensor, generator: torch.Generator, p: float, is_scaled: bool) -> Tensor:
-    into.bernoulli_(1 - p, generator=generator)
-    return into.div_(1 - p) if is_scaled else into
+class _Private(threading.local):
+    """A generator of each thread's own: what is drawn from a kept state leaves the model's alone."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+
+    def at(self, state: Tensor) -> torch.Generator:
+        return self.generator.set_state(state)
+
+
+_private = _Private()
+
+
+def _begins_at(state: Tensor, drawn: Tensor, p: float) -> bool:
+    """Whether ``drawn`` came from ``state``: not if another thread drew between the state's reading and the draw."""
+    # So many elements are drawn again that those of another draw are the same by chance once in e^32 times.
+    count = min(drawn.numel(), math.ceil(16 / (p * (1 - p))))
+    again = torch.empty(count, dtype=drawn.dtype).bernoulli_(1 - p, generator=_private.at(state))
+    return torch.equal(drawn.as_strided((count,), (1,)), again)
 
 
 def _redraw(state: Tensor, shape: Any, stride: Any, dtype: torch.dtype, p: float, is_scaled: bool) -> Tensor:
-    generator = torch.Generator()  # a private one: backward must not disturb the model's
-    generator.set_state(state)
-    return _draw(torch.empty_strided(shape, stride, dtype=dtype), generator, p, is_scaled)
+    noise = torch.empty_strided(shape, stride, dtype=dtype).bernoulli_(1 - p, generator=_private.at(state))
+    return noise.div_(1 - p) if is_scaled else noise
 
 
 def _from_bits(bits: Tensor, shape: Any, stride: Any, dtype: torch.dtype, p: float, is_scaled: bool) -> Tensor:
@@ -124,19 +144,41 @@ def _in_memory_order(dense: Tensor) -> Tensor:
 
 # On CUDA, F.dropout is one fused kernel that returns its boolean mask too.
 
+#: Whose turn it is to read or lend a device's default generator.
+_turn = threading.RLock()
+
 
 def _fused(tape: Tape, x: Tensor, p: float) -> Tensor:
-    state = _cuda_generator(x.device).get_state()
-    y, mask = torch.native_dropout(x, p, True)
     if tape.dropout == "seed":
-        tape.record(mask, partial(_redraw_cuda, like=_Like(x), p=p), (state,))
-        tape.record(y, partial(_redraw_output, p=p), (x, state))
-    else:
-        bits, shape, stride = pack_bits(_in_memory_order(mask)), mask.shape, mask.stride()
-        tape.record(mask, partial(_mask_from_bits, shape=shape, stride=stride), (bits,))
-        kept_share = torch.tensor(1.0 - p, dtype=torch.float32).item()  # the kernel divides by it in fp32
-        tape.record(y, partial(_apply_mask, scale=1.0 / kept_share), (x, mask))
+        return _fused_from_seed(tape, x, p)
+    y, mask = torch.native_dropout(x, p, True)
+    bits, shape, stride = pack_bits(_in_memory_order(mask)), mask.shape, mask.stride()
+    tape.record(mask, partial(_mask_from_bits, shape=shape, stride=stride), (bits,))
+    tape.record(y, partial(_apply_mask, scale=scale_of(p)), (x, mask))
     return y
+
+
+def _fused_from_seed(tape: Tape, x: Tensor, p: float) -> Tensor:
+    def code(mask: Tensor) -> Ticket | None:  # autograd asks for the mask while it is drawn
+        if mask.dtype is not torch.bool or (record := tape.record_of(mask)) is None:
+            return None
+        redraw = partial(_redraw_cuda, like=_Like(x), p=p)
+        return Ticket(coded(tape, record, mask.untyped_storage(), mask, redraw, (state,), is_lossy=False), mask)
+
+    before, tape.coder = tape.coder, code
+    try:
+        with _turn:
+            state = device.default_generator(x.device).get_state()
+            y, _ = torch.native_dropout(x, p, True)
+    finally:
+        tape.coder = before
+    tape.record(y, partial(_redraw_output, p=p), (x, state))
+    return y
+
+
+def scale_of(p: float) -> float:
+    """What the fused kernel multiplies with: it divides 1 by 1 - p in fp32."""
+    return 1.0 / float(np.float32(1.0 - p))
 
 
 class _Like:
@@ -149,14 +191,9 @@ class _Like:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
-def _cuda_generator(device: torch.device) -> torch.Generator:
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return torch.cuda.default_generators[index]
-
-
 def _can_redraw(x: Tensor) -> bool:
     # How the kernel hands out random numbers depends on layout and alignment: those of a fresh tensor must do.
-    return is_dense(x) and x.data_ptr() % 16 == 0 and not torch.cuda.is_current_stream_capturing()
+    return is_dense(x) and device.is_aligned(x, 16) and not device.is_capturing(x.device)
 
 
 def _redraw_cuda(state: Tensor, like: _Like, p: float) -> Tensor:
@@ -169,13 +206,14 @@ def _redraw_output(x: Tensor, state: Tensor, p: float) -> Tensor:
 
 def _drawn_again(x: Tensor, state: Tensor, p: float) -> tuple[Tensor, Tensor]:
     # The fused kernel draws from the device's default generator only: lend it the old state for one call.
-    generator = _cuda_generator(x.device)
-    now = generator.get_state()
-    try:
-        generator.set_state(state)
-        return torch.native_dropout(x, p, True)
-    finally:
-        generator.set_state(now)
+    generator = device.default_generator(x.device)
+    with _turn:
+        now = generator.get_state()
+        try:
+            generator.set_state(state)
+            return torch.native_dropout(x, p, True)
+        finally:
+            generator.set_state(now)
 
 
 def _mask_from_bits(bits: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hf_memsave.device import widens
 from hf_memsave.tape.hooks import Tape
 from hf_memsave.tape.prices import CASTS
-from hf_memsave.tape.private import c_functions
+from hf_memsave.tape.private import FakeTensor, any_autocast, c_functions
 
 Handler = Callable[[Tape, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -58,7 +59,7 @@ def new(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     if kwargs and kwargs.get("out") is not None:
         return unrecorded(tape, func, args, kwargs)
     out = func(*args, **kwargs) if kwargs else func(*args)
-    if type(out) is Tensor:
+    if type(out) is Tensor or type(out) is FakeTensor:
         tape.record(out, func, args, kwargs)
     return out
 
@@ -72,7 +73,7 @@ def unrecorded(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwar
 def may_alias(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function whose result may share storage with its argument: then nothing was made."""
     out = func(*args, **kwargs) if kwargs else func(*args)
-    if type(out) is not Tensor or not args or not isinstance(args[0], Tensor):
+    if not (type(out) is Tensor or type(out) is FakeTensor) or not args or not isinstance(args[0], Tensor):
         return out
     try:
         is_new = out.untyped_storage() is not args[0].untyped_storage()
@@ -120,7 +121,7 @@ def escapes(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
 def wide_on_cuda(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function that CUDA's autocast runs in fp32: its conversion made where it can be recorded."""
     x = args[0] if args else None
-    if isinstance(x, Tensor) and x.is_cuda and torch.is_autocast_enabled("cuda"):
+    if any_autocast() and isinstance(x, Tensor) and widens(x):
         if x.dtype in (torch.float16, torch.bfloat16):
             args = (tape.call(Tensor.to, x, torch.float32), *args[1:])
     return new(tape, func, args, kwargs)

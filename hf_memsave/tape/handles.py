@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_memsave.device import current_stream
 from hf_memsave.errors import KeptTensorChangedError, MemSaveError
 from hf_memsave.tape.private import after_backward, any_autocast, backward_id, no_autocast
 from hf_memsave.tape.tensors import View, is_flipped, unexpanded, with_stride
@@ -93,7 +94,7 @@ class Shared(Handle):
                 if self.left > 0 and task != -1:
                     self._share(out)
                 return out
-            if out.is_cuda:
+            if not out.is_cpu:
                 self._wait(out)
             if self.left <= 0:
                 self.out = None
@@ -103,12 +104,12 @@ class Shared(Handle):
         if self.out is None:  # a user may never ask, in a backward for a subset of the gradients
             after_backward(partial(_drop, weakref.ref(self)))
         self.out, self.seen = out, out._version
-        if out.is_cuda:
-            self.stream = torch.cuda.current_stream(out.device)
+        if not out.is_cpu:
+            self.stream = current_stream(out.device)
 
     def _wait(self, out: Tensor) -> None:
         """What one stream made and another one uses must be ready, and not be given away too early."""
-        now = torch.cuda.current_stream(out.device)
+        now = current_stream(out.device)
         if now != self.stream:
             now.wait_stream(self.stream)
             out.record_stream(now)

@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from hf_memsave.device import fuses_dropout
 from hf_memsave.errors import MeasureError, not_a_module
 
 #: Kinds of op, in the order tables and pictures show them.
@@ -103,7 +104,7 @@ def measure_kept(
         )
     call = model if forward is None else forward
     names = {id(m): name or type(m).__name__ for name, m in model.named_modules(remove_duplicate=False)}
-    devices = {t.device for t in model.parameters() if t.device.type == "cuda"}
+    devices = {t.device for t in model.parameters() if fuses_dropout(t)}
     with torch.random.fork_rng(devices), torch.enable_grad(), _without_autocast_cache():
         before = {s._cdata: s for s in map(_storage, _live_tensors()) if s is not None}
         with _watch(names) as watch:

@@ -28,7 +28,7 @@ from hf_memsave.tape.codecs import pack_bits, unpack_bits
 from hf_memsave.tape.functions import may_write
 from hf_memsave.tape.handles import Handle
 from hf_memsave.tape.hooks import Tape
-from hf_memsave.tape.private import any_autocast
+from hf_memsave.tape.private import FakeTensor, any_autocast
 from hf_memsave.tape.special import low
 from hf_memsave.tape.stand_ins import Blank
 from hf_memsave.tape.tensors import is_dense, with_stride
@@ -101,7 +101,9 @@ def shape_alone(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwa
     if not args or not tape.is_innermost():
         return func(*args, **kwargs)
     y = _coded(tape, Blank, func, args, kwargs)
-    if func is F.pad and type(y) is Tensor and y.dtype is args[0].dtype:  # else autocast has converted its input
+    if (
+        func is F.pad and (type(y) is Tensor or type(y) is FakeTensor) and y.dtype is args[0].dtype
+    ):  # else autocast has converted its input
         if y.untyped_storage() is not args[0].untyped_storage():
             tape.record(y, func, args, kwargs)
     return y
@@ -192,7 +194,7 @@ def rectifier(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
     if side is None or not tape.is_innermost():
         return func(*args, **kwargs)
     y = _coded(tape, partial(_as_side, tape, side), func, args, kwargs)
-    if not is_in_place and type(y) is Tensor:
+    if not is_in_place and (type(y) is Tensor or type(y) is FakeTensor):
         tape.record(y, func, args, kwargs)
     return y
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_memsave.device import new_generator
 from hf_memsave.tape.codecs import Whole, coded
 from hf_memsave.tape.handles import Handle, Ticket
 from hf_memsave.tape.quantize import FORMATS, Format, decode, encode
@@ -57,7 +58,7 @@ class Encoder:
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self.generators:
-            self.generators[device] = torch.Generator(device).manual_seed(self.seed)
+            self.generators[device] = new_generator(device, self.seed)
         return self.generators[device]
 
 

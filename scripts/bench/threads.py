@@ -4,7 +4,8 @@
 
 Each training thread has a model of its own. Both draw from the one generator of the process: so no step can be compared
 with a step of stock. Instead, each dropout notes the mask that its forward applied, and each backward is compared with
-the gradients that this mask gives. Threads change places every --interval seconds. Exits with 1 if any step was wrong.
+the gradients that this mask gives. The third thread must not be given the same numbers twice. Threads change places
+every --interval seconds. Exits with 1 if any step was wrong, or any draw was given again.
 """
 
 import argparse
@@ -23,14 +24,17 @@ from hf_memsave import MemSaveConfig, patch
 
 #: Numbers in a mask: enough for a draw to take longer than a thread's turn.
 ROWS, WIDTH = 64, 64
+#: Draws among which one is looked for again.
+RECENT = 10_000
 
 
 class Count(NamedTuple):
-    """Steps of all training threads, how many of them were wrong, and draws of the thread that only draws."""
+    """Steps of all training threads, how many were wrong; draws of the thread that only draws, how many came again."""
 
     steps: int
     wrong: int
     draws: int
+    again: int
 
 
 class Net(nn.Module):
@@ -82,7 +86,7 @@ def switching(interval: float):
 def count(seconds: float, interval: float = 1e-6, train: Callable[[Net, Tensor], bool] = step) -> Count:
     """Two training threads and one that draws, for a while."""
     found: list[bool] = []
-    draws = [0]
+    draws = again = 0
     end = time.monotonic() + seconds
 
     def trainer() -> None:
@@ -92,9 +96,14 @@ def count(seconds: float, interval: float = 1e-6, train: Callable[[Net, Tensor],
             found.append(train(net, x))
 
     def drawer() -> None:
+        nonlocal draws, again
+        recent: dict[tuple[float, ...], None] = {}
         while time.monotonic() < end:
-            torch.randn(1000)
-            draws[0] += 1
+            drawn = tuple(torch.rand(4, dtype=torch.float64).tolist())
+            draws, again = draws + 1, again + (drawn in recent)
+            recent[drawn] = None
+            if len(recent) > RECENT:
+                del recent[next(iter(recent))]
 
     errors: list[BaseException] = []
 
@@ -112,7 +121,7 @@ def count(seconds: float, interval: float = 1e-6, train: Callable[[Net, Tensor],
             thread.join()
     if errors:
         raise errors[0]
-    return Count(len(found), found.count(False), draws[0])
+    return Count(len(found), found.count(False), draws, again)
 
 
 def main() -> None:
@@ -123,8 +132,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = count(options.seconds, options.interval)
-    print(f"{found.steps} steps, {found.wrong} wrong, beside {found.draws} draws, in {options.seconds:.0f} s")
-    sys.exit(found.wrong > 0)
+    print(
+        f"{found.steps} steps, {found.wrong} wrong, beside {found.draws} draws, {found.again} given again, in "
+        f"{options.seconds:.0f} s"
+    )
+    sys.exit(found.wrong + found.again > 0)
 
 
 if __name__ == "__main__":

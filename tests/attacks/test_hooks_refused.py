@@ -37,6 +37,10 @@ TAKES: dict[str, Callable] = {
     "jvp": lambda model, x: torch.func.jvp(lambda t: torch.tanh(model.f(t)) * 2, (x,), (torch.ones_like(x),))[1],
     "convolution in vmap": lambda model, x: torch.vmap(F.conv1d)(x.transpose(1, 2)[:, None].float(), model.frozen),
     "dropout in vmap": lambda model, x: torch.vmap(lambda t: F.dropout(t, 0.5) * 2, randomness="different")(x),
+    "the same dropout in vmap": lambda model, x: torch.vmap(lambda t: F.dropout(t, 0.5) * 2, randomness="same")(x),
+    "alpha dropout in vmap": lambda model, x: torch.vmap(F.alpha_dropout, (0, None, None), randomness="different")(
+        x, 0.5, True
+    ),
 }  # fmt: skip
 
 

@@ -1,11 +1,16 @@
-"""Two threads train with dropout by seed while a third draws: each backward has the mask of its own forward."""
+"""Two threads train with dropout by seed while a third draws: each has its own numbers, backward those of forward."""
 
+import contextlib
+import threading
+import time
 from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from hf_memsave.tape import dropout
+from support.helpers import DTYPES, LAYOUTS, assert_exact, kept, random, taping
 from support.script_helpers import load_script
 
 SECONDS = 3
@@ -16,10 +21,47 @@ def threads(monkeypatch):
     return load_script("threads", monkeypatch)
 
 
-def test_masks_are_drawn_again_as_they_were(threads):
+@pytest.fixture
+def verdicts(monkeypatch):
+    """What each dropout found of the state that it had read: whether the mask came from it."""
+    found = []
+    check = dropout._begins_at
+    monkeypatch.setattr(dropout, "_begins_at", lambda *args: (found.append(check(*args)), found[-1])[1])
+    return found
+
+
+@pytest.fixture
+def drawn_between(monkeypatch):
+    """Another thread's draw falls between the reading of the state and the mask's."""
+    make = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: (torch.rand(1), make(*args, **kwargs))[1])
+
+
+def test_masks_are_drawn_again_as_they_were(threads, verdicts):
     found = threads.count(SECONDS)
     assert found.wrong == 0, found
     assert found.steps > 50 and found.draws > 1000, found
+    assert not all(verdicts) and any(verdicts), "no thread drew between a state and its mask"
+
+
+def test_no_thread_is_given_the_numbers_of_before(threads):
+    found = threads.count(SECONDS)
+    assert found.again == 0, found
+    assert found.steps > 50 and found.draws > 1000, found
+
+
+def test_a_state_that_is_set_again_is_seen(threads, monkeypatch):
+    """Planted: a private generator draws the mask, and the model's is set to where that one ends."""
+
+    def by_another(tape, like, shape, p, is_scaled=True):
+        generator = torch.Generator()
+        generator.set_state(torch.default_generator.get_state())
+        noise = torch.empty_like(like, requires_grad=False).bernoulli_(1 - p, generator=generator).div_(1 - p)
+        torch.default_generator.set_state(generator.get_state())
+        return noise
+
+    monkeypatch.setattr(dropout, "_noise", by_another)
+    assert threads.count(SECONDS).again > 0
 
 
 def test_a_state_that_is_read_before_another_thread_draws_is_seen(threads, monkeypatch):
@@ -38,3 +80,79 @@ def test_a_state_that_is_read_before_another_thread_draws_is_seen(threads, monke
     monkeypatch.setattr(dropout, "_noise", in_two_steps)
     found = threads.count(0.5)
     assert found.wrong == found.steps > 0, found
+
+
+@pytest.mark.parametrize("p", [1e-6, 0.01, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fn", [F.dropout, F.alpha_dropout], ids=lambda fn: fn.__name__)
+def test_a_draw_in_between_costs_no_exactness(fn, dtype, p, drawn_between):
+    def stock(x):
+        torch.rand(1)
+        return fn(x, p, True)
+
+    assert_exact(lambda x: fn(x, p, True), stock, [random(30, 50, 9, dtype=dtype)])
+
+
+@pytest.mark.parametrize("p", [0.01, 0.5, 0.99])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_draw_in_between_is_noticed(layout, p, drawn_between, verdicts):
+    with taping():
+        F.dropout(LAYOUTS[layout](random(80, 50, 8).requires_grad_()), p)
+    assert verdicts == [False]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_draw_in_between_keeps_one_bit_an_element(dtype, drawn_between):
+    x = random(30, 50, 9, dtype=dtype)
+    assert kept(partial(F.dropout, p=0.1), x, tape=True, producer=torch.sigmoid) == x.nbytes + -(-x.numel() // 8)
+
+
+@pytest.mark.parametrize("threads_of_torch", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nobody_between_is_noticed_too(dtype, layout, threads_of_torch, verdicts):
+    """A mask's first elements are those of a smaller draw: of every size, layout and share of kept elements."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads_of_torch)
+    try:
+        for shape in ((1, 1, 1), (3, 5, 7), (40, 20, 1), (89, 9, 1), (100, 100, 10)):
+            x = LAYOUTS[layout](random(*shape, dtype=dtype).requires_grad_())
+            for p in (1e-6, 0.01, 0.1, 0.5, 0.9):
+                with taping():
+                    F.dropout(x, p)
+    finally:
+        torch.set_num_threads(before)
+    assert verdicts and all(verdicts)
+
+
+def wrong_steps_of_fused(threads):
+    """Of two threads that train with the one kernel that CUDA has for dropout, which draws from the default generator.
+
+    CPU has that function, too; nobody calls it there.
+    """
+    found = []
+
+    def train():
+        end = time.monotonic() + 1
+        while time.monotonic() < end:
+            x, weight = (torch.ones(64, 64, requires_grad=True) for _ in "xw")
+            with taping(inputs=[x]) as tape:
+                y = dropout._fused(tape, x, 0.3)
+                (y * weight).sum().backward()
+            found.append(torch.equal(weight.grad, y))
+
+    workers = [threading.Thread(target=train) for _ in range(2)]
+    with threads.switching(1e-6):
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    assert len(found) > 100
+    return found.count(False)
+
+
+@pytest.mark.parametrize("takes_turns", [True, False])
+def test_threads_take_turns_at_the_generator_that_a_kernel_draws_from(takes_turns, threads, monkeypatch):
+    if not takes_turns:  # planted
+        monkeypatch.setattr(dropout, "_turn", contextlib.nullcontext())
+    assert (wrong_steps_of_fused(threads) == 0) == takes_turns

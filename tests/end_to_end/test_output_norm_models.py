@@ -9,8 +9,11 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_memsave import MemSaveConfig, PatchError, measure_kept, patch
+from hf_memsave.ops import inverted, output_norm
+from hf_memsave.ops.inverse import slope
 from support.families import QUOTED, batch_for, build
 from support.helpers import assert_same_bits, only_on_cpu, random
+from support.slopes import PLANTED
 from support.steps import step
 
 OUTPUT = MemSaveConfig(norm="output")
@@ -53,26 +56,71 @@ def test_a_norm_without_weight_is_refused():
     patch(model)
 
 
-@pytest.mark.parametrize("config", [OUTPUT, "tempo"], ids=["output", "tempo"])
+def wrong_norm(monkeypatch):
+    """The slope of each norm is too large."""
+    of_class = output_norm._of_class
+
+    def too_large(cls):
+        def forward(*args, **kwargs):
+            y, rstd, mean = of_class(cls)(*args, **kwargs)
+            return output_norm.Normed(y, PLANTED * rstd, mean)
+
+        return forward
+
+    monkeypatch.setattr(output_norm, "_of_class", too_large)
+
+
+def wrong_activation(monkeypatch):
+    """The slope of each activation is too large."""
+    monkeypatch.setattr(inverted, "slope", lambda *args: PLANTED * slope(*args))
+
+
+#: The largest relative error of a gradient: measured half of it or less. LLaMA's and T5's statistics are fp32.
+SLACK = {
+    "output": {torch.float32: 1e-6, torch.float64: 3e-7, torch.bfloat16: 0.04},
+    "tempo": {torch.float32: 7e-4, torch.float64: 7e-4, torch.bfloat16: 0.04},
+}
+CONFIGS = {"output": OUTPUT, "tempo": "tempo"}
+
+
+def worst_share(got, expected, slack):
+    """The largest error of a gradient, of what it may be: of its own size, and rounding of that of all together."""
+    total = torch.stack([gradient.double().norm() for gradient in expected.values()]).norm()
+    eps = 10 * torch.finfo(expected["loss"].dtype).eps
+    return max(
+        float((got[name].double() - true.double()).norm() / (slack * true.double().norm() + eps * total))
+        for name, true in expected.items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "plant"),
+    [("output", None), ("tempo", None), ("output", wrong_norm), ("tempo", wrong_norm), ("tempo", wrong_activation)],
+    ids=lambda value: getattr(value, "__name__", str(value or "right")),
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["bert", "llama", "t5-encoder"])
-def test_a_model_trains_as_stock(device, family, config):
+def test_a_model_trains_as_stock(device, family, dtype, config, plant, monkeypatch):
     only_on_cpu(device)
     if family == "t5-encoder" and config == "tempo":
         pytest.skip("its ReLU has no inverse")
-    stock, ours = build(family), build(family)
-    patch(ours, config)
+    if plant is not None and dtype == torch.bfloat16:
+        pytest.skip("a hundredth is little next to its rounding")
+    if plant is not None:
+        plant(monkeypatch)
+    stock, ours = build(family, dtype=dtype), build(family, dtype=dtype)
+    patch(ours, CONFIGS[config])
     batch, optimizer = batch_for(stock), torch.optim.SGD(stock.parameters(), 0.1)
-    differ = 0
+    differ, shares = 0, []
     for seed in range(3):
         ours.load_state_dict(stock.state_dict())
         got, expected = step(ours, batch, seed), step(stock, batch, seed)
         assert_same_bits(got["loss"], expected["loss"])
-        for name, gradient in expected.items():
-            differ += not torch.equal(got[name], gradient)
-            slack = (1e-5 if config is OUTPUT else 3e-3) * float(gradient.abs().max()) + 1e-9
-            torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=slack, msg=lambda m, n=name: f"{n}: {m}")
+        differ += sum(not torch.equal(got[name], gradient) for name, gradient in expected.items())
+        shares.append(worst_share(got, expected, SLACK[config][dtype]))
         optimizer.step()
     assert differ, "every gradient has stock's bits: the output was not used"
+    assert (max(shares) <= 1) == (plant is None), shares
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])

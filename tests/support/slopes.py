@@ -24,3 +24,15 @@ def assert_errs_by_slope(got: Tensor, true: Tensor, incoming: Tensor, largest: f
     assert true.dtype == incoming.dtype == torch.float64
     error, room = (got.double() - true).abs(), largest * incoming.abs() + rounding
     assert (error <= room).all(), f"{float((error - room).max()):.2g} too far, {int((error > room).sum())} times"
+
+
+def slope_error(got: Tensor, true: Tensor) -> float:
+    """By which share ``got`` is too long along ``true``: noise without bias leaves next to nothing of it."""
+    got, true = got.double().flatten(), true.double().flatten()
+    return float((got - true) @ true / (true @ true))
+
+
+def assert_has_slope_of(got: Tensor, true: Tensor, largest: float) -> None:
+    """The error along ``true`` is at most ``largest``, and that tells :data:`PLANTED`."""
+    assert largest < (PLANTED - 1) / 1.5
+    assert abs(slope_error(got, true)) <= largest, slope_error(got, true)

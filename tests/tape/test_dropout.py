@@ -116,7 +116,7 @@ def test_it_does_not_mind_draws_before_backward(device, how):
 
 
 def test_it_does_not_mind_draws_on_another_thread(device):
-    """While it draws: what is drawn again comes from a private generator that starts where the model's stood."""
+    """While it draws: a state that did not make the mask is not drawn from again."""
     only_on_cpu(device, "one generator for all threads")
     stop = threading.Event()
 

@@ -1,0 +1,62 @@
+"""What a device does. Whoever needs to know asks here, and not for its name.
+
+A device does as CPU does, or as CUDA does. One more does as CUDA does without being there: :data:`STAND_IN`, the device
+on which :mod:`hf_memsave.measure` runs a model for its memory, whose tensors have shapes and no numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: The name of the device that does as CUDA does on any machine.
+STAND_IN = "fakegpu"
+_AS_CUDA = frozenset({"cuda", STAND_IN})
+
+
+def fuses_dropout(x: Tensor) -> bool:
+    """Whether ``F.dropout`` is one kernel there, which keeps a boolean mask; else it multiplies with noise."""
+    return x.device.type in _AS_CUDA
+
+
+def widens(x: Tensor) -> bool:
+    """Whether autocast is on for the device of ``x``, and converts what loses by low precision to fp32."""
+    kind = x.device.type
+    return kind in _AS_CUDA and torch.is_autocast_enabled(kind)
+
+
+def has_numbers(x: Tensor) -> bool:
+    """Whether a program may ask for the numbers in ``x``; on CUDA it waits for them."""
+    return x.device.type not in ("meta", STAND_IN)
+
+
+def is_aligned(x: Tensor, nbytes: int) -> bool:
+    """Whether the first element of ``x`` lies at a multiple of ``nbytes``."""
+    if x.device.type == STAND_IN:  # it has no addresses, and its storages begin where an allocator's would
+        return x.storage_offset() * x.itemsize % nbytes == 0
+    return x.data_ptr() % nbytes == 0
+
+
+def default_generator(device: torch.device) -> Any:
+    """The generator that kernels of ``device`` draw from unless they are given one."""
+    if device.type not in _AS_CUDA:
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    return module.default_generators[module.current_device() if device.index is None else device.index]
+
+
+def new_generator(device: torch.device, seed: int) -> torch.Generator:
+    """A generator of its own for draws on ``device``."""
+    return torch.Generator("cpu" if device.type == STAND_IN else device).manual_seed(seed)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is called now goes into a graph of CUDA's, to run again with other random numbers."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def current_stream(device: torch.device) -> Any:
+    """The stream that ``device`` works on now; None where everything is done in order."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None

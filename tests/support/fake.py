@@ -1,0 +1,69 @@
+"""Models of :mod:`support.families` on the stand-in for a CUDA device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hf_memsave import measure_kept, patch
+from hf_memsave.device import STAND_IN
+from hf_memsave.measure.fake_device import fake_device, to_fake
+from hf_memsave.measure.inputs import forward_of
+from support.families import QUOTED, batch_for, build
+from support.lora import adapted
+
+ATTENTION = ("flash", "efficient", "cudnn")
+
+
+@contextmanager
+def on_fake(make: Any, attention: str = "flash") -> Iterator[tuple[nn.Module, dict[str, torch.Tensor]]]:
+    """The model that ``make`` makes, and its batch, without weights or numbers."""
+    with torch.device("meta"):
+        model = make()
+    with fake_device(attention) as device:
+        batch = batch_for(to_fake(model, device), QUOTED)
+        yield model, {name: value for name, value in batch.items() if name != "attention_mask"}
+
+
+def kept_on_fake(
+    family: str, layers: int, mode: str = "bf16", attention: str = "flash", lora: bool = False, config: Any = True
+) -> int:
+    """Bytes kept, patched by ``config``; stock for None."""
+    size = replace(QUOTED, layers=layers)
+    dtype = torch.float32 if mode == "autocast" else torch.bfloat16
+
+    def make() -> nn.Module:
+        return adapted(family, size=size) if lora else build(family, size, dtype)
+
+    with on_fake(make, attention) as (model, batch):
+        if config is not None:
+            patch(model, config)
+        return measure_kept(model, batch, forward_of(model, torch.bfloat16 if mode == "autocast" else None)).total
+
+
+def u_on_fake(
+    family: str, mode: str = "bf16", attention: str = "flash", lora: bool = False, config: Any = True
+) -> float:
+    """What a layer keeps, in u of 16 bits: the mean of an even number of them."""
+    first = 4 if family == "t5-decoder" else 2
+    last = first + (4 if mode == "autocast" else 2)
+    few, more = (kept_on_fake(family, n, mode, attention, lora, config) for n in (first, last))
+    return (more - few) / (last - first) / QUOTED.u(2)
+
+
+class NoTransfers(TorchDispatchMode):
+    """Raises where a program copies between host and device, for which it would wait."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        of = {t.device.type for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor) and t.dim()}
+        if "copy" in str(func) and len(of) > 1 and STAND_IN in of:
+            raise AssertionError(f"{func} copies between {of}")
+        return out

@@ -1,0 +1,61 @@
+"""What a device does."""
+
+import numpy as np
+import pytest
+import torch
+
+from hf_memsave import device as ask
+from hf_memsave.measure.fake_device import STATE_BYTES, fake_device
+from hf_memsave.tape.dropout import scale_of
+
+STEPS = [step / 1000 for step in range(1, 1000)]
+
+
+def fused(x, mask, p):
+    """CUDA's kernel, in fp32: it is given 1 - p, and multiplies with 1 over it."""
+    kept_share = np.float32(1.0 - p)
+    return x * mask * (np.float32(1.0) / kept_share)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_dropouts_scale_is_that_of_the_fused_kernel_for_every_p(wrong):
+    x = np.random.default_rng(0).standard_normal(64).astype(np.float32)
+    mask = (np.arange(64) % 3 > 0).astype(np.float32)
+    differ = []
+    for p in STEPS:
+        scale = np.float32(1.0 / (1.0 - p) if wrong else scale_of(p))
+        if (x * scale * mask != fused(x, mask, p)).any():
+            differ.append(p)
+    assert len(differ) == (226 if wrong else 0)
+
+
+def test_a_cpu_does_as_cpus_do():
+    x = torch.ones(8)
+    assert not ask.fuses_dropout(x)
+    assert not ask.widens(x)
+    assert ask.has_numbers(x)
+    assert ask.default_generator(x.device) is torch.default_generator
+    assert ask.current_stream(x.device) is None
+    assert not ask.is_capturing(x.device)
+    assert not ask.has_numbers(x.to("meta"))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not ask.widens(x)
+
+
+@pytest.mark.parametrize("offset", range(8))
+def test_alignment_is_that_of_the_first_element(offset):
+    assert ask.is_aligned(torch.empty(16)[offset:], 16) == (offset % 4 == 0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_the_stand_in_does_as_cuda_does():
+    with fake_device() as device:
+        x = torch.ones(64, device=device)
+        assert ask.fuses_dropout(x)
+        assert not ask.has_numbers(x)
+        assert [ask.is_aligned(x[n:], 16) for n in (0, 1, 4)] == [True, False, True]
+        assert ask.default_generator(device).get_state().nbytes == STATE_BYTES
+        assert torch.rand(3, generator=ask.new_generator(device, 1), device=device).shape == (3,)
+        assert not ask.widens(x)
+        with torch.autocast(device.type, torch.bfloat16):
+            assert ask.widens(x)
