@@ -13,6 +13,7 @@ from hf_memsave.tape import Kept, measure_kept
 if TYPE_CHECKING:
     from hf_memsave.integrations.peft import MemSaveLoraConfig
     from hf_memsave.integrations.trainer import MemSaveCallback, MemSaveMixin, MemSaveTrainer
+    from hf_memsave.measure.estimate import estimate
 
 __version__ = "0.1.0"
 
@@ -32,6 +33,7 @@ __all__ = [
     "MemSaveTrainer",
     "PatchError",
     "PatchReport",
+    "estimate",
     "measure_kept",
     "patch",
     "unpatch",
@@ -44,6 +46,7 @@ _LAZY = {
     "MemSaveLoraConfig": "hf_memsave.integrations.peft",
     "MemSaveMixin": "hf_memsave.integrations.trainer",
     "MemSaveTrainer": "hf_memsave.integrations.trainer",
+    "estimate": "hf_memsave.measure.estimate",
 }
 
 

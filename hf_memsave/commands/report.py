@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         with console.status("Measuring ..."):
             result = measure_full_depth(config, setting, args.layers)
     except MeasureError as error:
-        raise CommandError(_in_options(error)) from error
+        raise CommandError(in_options(error)) from error
 
     title = describe(args.model, result, setting)
     console.print(title, style="bold", markup=False)
@@ -217,7 +217,7 @@ def to_dict(result: FullDepth, setting: Setting) -> dict[str, Any]:
     }
 
 
-def _in_options(error: MeasureError) -> str:
+def in_options(error: Exception) -> str:
     """The message, with the fields of a :class:`Setting` called by the options that set them."""
     return re.sub(r"\b(batch_size|seq_len)\b", lambda name: "--" + name[0].replace("_", "-"), str(error))
 

@@ -25,13 +25,14 @@ Source: Novikov et al. (2023), FewBit, arXiv:2202.00441.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_memsave.ops.few_bit_tables import check_bits, on_device
+from hf_memsave.ops.few_bit_tables import check_bits, levels
 from hf_memsave.ops.once import once_differentiable
 from hf_memsave.ops.op import KeptBytes
 from hf_memsave.tape import current
@@ -89,6 +90,19 @@ def _codes(x: Tensor, name: str, bits: int) -> Tensor:
     boundaries, _ = on_device(name, bits, x.device)
     codes = torch.bucketize(x.float().contiguous(), boundaries, out_int32=True, right=True)
     return pack_codes(codes.to(torch.uint8), bits)
+
+
+def on_device(name: str, bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Boundaries and levels as tensors; on CUDA copied there once, as a copy makes the host wait."""
+    return _copied(name, bits, device) if device.type == "cuda" else _as_tensors(name, bits, device)
+
+
+def _as_tensors(name: str, bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    table = levels(name, bits)
+    return torch.from_numpy(table.boundaries).to(device), torch.from_numpy(table.levels).to(device)
+
+
+_copied = functools.cache(_as_tensors)
 
 
 class _FewBit(torch.autograd.Function):

@@ -73,17 +73,6 @@ def levels(name: str, bits: int) -> Levels:
     return Levels(edges[cuts[1:-1]].astype(np.float32), means.astype(np.float32))
 
 
-def on_device(name: str, bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Boundaries and levels as tensors; on CUDA copied there once, as a copy makes the host wait."""
-    return _copied(name, bits, device) if device.type == "cuda" else _copied.__wrapped__(name, bits, device)
-
-
-@functools.cache
-def _copied(name: str, bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    table = levels(name, bits)
-    return torch.from_numpy(table.boundaries).to(device), torch.from_numpy(table.levels).to(device)
-
-
 def _samples(forward: Callable[[Tensor], Tensor]) -> tuple[np.ndarray, np.ndarray]:
     """Edges of equal intervals, and the mean of f' in each: the rise of f over its width."""
     edges = np.linspace(-RANGE, RANGE, _SAMPLES + 1)

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_memsave import device
+from hf_memsave.device import default_generator, fuses_dropout, is_aligned, is_capturing
 from hf_memsave.tape.codecs import coded, pack_bits, unpack_bits
 from hf_memsave.tape.handles import Ticket
 from hf_memsave.tape.hooks import Tape
@@ -53,7 +53,7 @@ def dropout(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     if input.device.type == "cpu":
         noise = _noise(tape, input, input.shape, p)
         return tape.call(Tensor.mul_ if inplace else torch.mul, input, noise)
-    if not inplace and device.fuses_dropout(input) and _can_redraw(input):
+    if not inplace and fuses_dropout(input) and _can_redraw(input):
         return _fused(tape, input, p)
     return func(*args, **kwargs)
 
@@ -168,7 +168,7 @@ def _fused_from_seed(tape: Tape, x: Tensor, p: float) -> Tensor:
     before, tape.coder = tape.coder, code
     try:
         with _turn:
-            state = device.default_generator(x.device).get_state()
+            state = default_generator(x.device).get_state()
             y, _ = torch.native_dropout(x, p, True)
     finally:
         tape.coder = before
@@ -193,7 +193,7 @@ class _Like:
 
 def _can_redraw(x: Tensor) -> bool:
     # How the kernel hands out random numbers depends on layout and alignment: those of a fresh tensor must do.
-    return is_dense(x) and device.is_aligned(x, 16) and not device.is_capturing(x.device)
+    return is_dense(x) and is_aligned(x, 16) and not is_capturing(x.device)
 
 
 def _redraw_cuda(state: Tensor, like: _Like, p: float) -> Tensor:
@@ -206,7 +206,7 @@ def _redraw_output(x: Tensor, state: Tensor, p: float) -> Tensor:
 
 def _drawn_again(x: Tensor, state: Tensor, p: float) -> tuple[Tensor, Tensor]:
     # The fused kernel draws from the device's default generator only: lend it the old state for one call.
-    generator = device.default_generator(x.device)
+    generator = default_generator(x.device)
     with _turn:
         now = generator.get_state()
         try:

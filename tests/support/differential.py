@@ -1,6 +1,7 @@
 """Runs random programs patched and stock, compares them to the bit, and shrinks what differs."""
 
 import contextlib
+import operator
 import sys
 import threading
 import warnings
@@ -9,7 +10,7 @@ import torch
 
 from hf_memsave import KeptTensorChangedError
 from hf_memsave.tape import codecs
-from support.helpers import assert_same_bits, autocasting
+from support.helpers import assert_same_bits, autocasting, nodes
 from support.program_graph import Backward, Fault, graph_of
 from support.program_ops import CONTEXTS, MASKS, copies
 
@@ -178,6 +179,28 @@ def differs(program):
     except Exception:  # such as a name that no step gives any more
         return False
     return False
+
+
+class _Kept:
+    """A tensor that stock keeps, in what Python can count."""
+
+    alive = 0
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+        _Kept.alive += 1
+
+    def __del__(self):
+        _Kept.alive -= 1
+
+
+def outlives_in_stock(program):
+    """Whether stock's own graph holds itself for ever: a tensor without gradient is kept, and then written to."""
+    before = _Kept.alive
+    with torch.autograd.graph.saved_tensors_hooks(_Kept, operator.attrgetter("tensor")):
+        Run(program, graph_of(program.dtype))
+    nodes()
+    return _Kept.alive > before
 
 
 def renamed(program, old, new):

@@ -1,0 +1,148 @@
+"""``memsave estimate``: whether a training step fits a GPU, from the configuration alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from hf_memsave import MemSaveConfig, MemSaveError
+from hf_memsave.commands import CommandError, check_folder, positive_int
+from hf_memsave.commands.lora import parse_lora
+from hf_memsave.commands.report import in_options
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_OPTIMIZERS = ("adamw", "adamw_fused", "adamw_8bit", "adafactor", "sgd", "sgd_momentum")
+
+
+def add_to(commands: Any) -> None:
+    """Add this command to the subparsers of ``memsave``."""
+    parser = commands.add_parser(
+        "estimate",
+        help="whether a training step fits a GPU, from the config alone: no weights, no GPU",
+        description="Estimates the peak memory of a training step on a CUDA GPU, stock beside patched. A few layers "
+        "run on a stand-in for a CUDA device, where every byte is counted; the full depth follows from them exactly. "
+        "Not modelled: fragmentation, and buffers of communication.",
+    )
+    parser.add_argument(
+        "model",
+        metavar="MODEL_OR_CONFIG",
+        help="a folder with config.json, such a file, a model type (bert, llama, ...: its defaults), a name on the hub",
+    )
+    add = parser.add_argument
+    add("--memsave", metavar="PRESET", default="exact", help="the preset to estimate beside stock (%(default)s)")
+    add("--batch-size", type=positive_int, default=1, metavar="N", help="sequences on each device (%(default)s)")
+    add("--seq-len", type=positive_int, default=2048, metavar="N", help="tokens in each (%(default)s)")
+    add("--dtype", choices=sorted(_DTYPES), help="of the weights (bf16; with --autocast fp32)")
+    add("--autocast", choices=["bf16", "fp16"], help="compute in 16 bits with fp32 weights (Trainer's bf16=True)")
+    add("--optimizer", choices=_OPTIMIZERS, default="adamw", help="(%(default)s)")
+    add(
+        "--lora",
+        type=parse_lora,
+        metavar="r=16,dropout=0.05",
+        help="train LoRA adapters instead of the model; further keys: alpha, targets=q_proj+v_proj (all-linear), "
+        "dtype=fp32|model (fp32, PEFT's default), dora=true",
+    )
+    add("--quantized", choices=["nf4"], help="with --lora, a base in 4 bits (QLoRA)")
+    add("--checkpointing", action="store_true", help="with gradient checkpointing")
+    add("--accumulation", type=positive_int, default=1, metavar="N", help="batches a step (%(default)s)")
+    add("--attention", choices=["flash", "efficient", "cudnn", "eager"], default="flash", help="(%(default)s)")
+    add("--padded", action="store_true", help="the batch comes with an attention mask")
+    add("--devices", type=positive_int, default=1, metavar="N", help="how many GPUs train together (%(default)s)")
+    add("--sharding", choices=["ddp", "zero1", "zero2", "fsdp"], default="ddp", help="over the GPUs (%(default)s)")
+    add("--layers", type=positive_int, metavar="N", help="the depth, instead of the configuration's own")
+    add("--memory", metavar="SIZE", help="what there is, such as 24GiB: says whether it fits, and what would")
+    add("--json", type=Path, metavar="FILE", help="write every figure, in bytes")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Estimate, print, and write what was asked for.
+
+    Returns:
+        0; 1 if it does not fit ``--memory``.
+
+    Raises:
+        CommandError: The options contradict each other, or the step cannot be estimated.
+    """
+    if args.autocast and args.dtype not in (None, "fp32"):
+        raise CommandError(
+            f"--autocast {args.autocast} computes in 16 bits with fp32 weights, got --dtype {args.dtype}. Leave one "
+            "out."
+        )
+    if args.json:
+        check_folder(args.json)
+    memsave = MemSaveConfig.preset(args.memsave)
+
+    from hf_memsave.measure.estimate import estimate
+    from hf_memsave.measure.models import load_config
+    from hf_memsave.planner.trial import bytes_of
+
+    transformers.logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the last one raises
+    memory = None if args.memory is None else bytes_of(args.memory)
+    config = load_config(args.model)
+    console = Console(highlight=False)
+    training = {
+        "batch_size": args.batch_size,
+        "seq_len": args.seq_len,
+        "dtype": _DTYPES[args.dtype or ("fp32" if args.autocast else "bf16")],
+        "autocast": _DTYPES[args.autocast] if args.autocast else None,
+        **{k: getattr(args, k) for k in
+           ("optimizer", "lora", "quantized", "checkpointing", "accumulation", "attention", "padded")},
+    }  # fmt: skip
+    options = {"devices": args.devices, "sharding": args.sharding, "layers": args.layers}
+    try:
+        with _progress(console) as progress:
+            bar = progress.add_task("Tracing a few layers", total=1)
+            result = estimate(
+                config, memsave=memsave, memory=memory, **training, **options,
+                progress=lambda share: progress.update(bar, completed=share),
+            )  # fmt: skip
+    except MemSaveError as error:
+        raise CommandError(in_options(error)) from error
+    console.print(str(result), markup=False, soft_wrap=True)
+    figures = result.to_dict()
+    if memory is not None:
+        figures["largest"] = _largest(config, result, training, memsave, memory, args, console)
+    if args.json:
+        args.json.write_text(json.dumps({"model_or_config": args.model, **figures}, indent=2) + "\n", encoding="utf-8")
+        console.print(f"Figures: {args.json}", markup=False)
+    return int(result.fits is False)
+
+
+def _largest(
+    config: Any, result: Any, training: dict[str, Any], memsave: Any, memory: int, args: Any, console: Console
+) -> dict[str, dict[str, int]]:
+    """The largest batch and the longest sequence that fit, stock and patched; printed too."""
+    from hf_memsave.measure.fit import largest
+    from hf_memsave.measure.training import Training
+
+    found: dict[str, dict[str, int]] = {"stock": {}, "patched": {}}
+    with _progress(console) as progress:
+        bar = progress.add_task("Looking for what fits", total=4)
+        for name in ("batch_size", "seq_len"):
+            for label, chosen in (("stock", None), ("patched", memsave)):
+                found[label][name] = largest(
+                    config, result.depth, Training(**training), chosen, name, memory, (args.sharding, args.devices)
+                )
+                progress.advance(bar)
+    for label, numbers in found.items():
+        console.print(
+            f"{label}: the largest batch that fits is {numbers['batch_size']} (of {args.seq_len} tokens), the longest "
+            f"sequence {numbers['seq_len']} (in batches of {args.batch_size}).",
+            soft_wrap=True,
+        )
+    return found
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True)

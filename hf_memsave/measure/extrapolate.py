@@ -1,0 +1,94 @@
+r"""A step of a deep model, from steps of shallow ones.
+
+The blocks of a stack are alike, after p of them at the latest. So at the same moment of a block counted from the first
+one, or from the last one, a model with p layers more has so many bytes more alive, whatever its depth::
+
+    live(L) = live(d) + (L - d) / p * (live(d + p) - live(d))
+
+and of the blocks between, each has a number of bytes between those of its neighbours: the highest moment of all is
+found among the first and the last ones. An encoder and a decoder have a term each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hf_memsave.errors import MeasureError
+from hf_memsave.measure.trace import Moment, Place, Trace
+
+
+def extrapolated(first: Any, deeper: Sequence[Any], times: Sequence[int]) -> Any:
+    """A number, or a dict of numbers, at full depth.
+
+    Args:
+        first: At the first depth.
+        deeper: With more layers of each stack in turn.
+        times: How often what each of them has more is there at full depth.
+
+    Returns:
+        The same kind of thing.
+    """
+    if isinstance(first, Mapping):
+        names = dict.fromkeys([*first, *(name for other in deeper for name in other)])
+        return {n: extrapolated(first.get(n, 0), [other.get(n, 0) for other in deeper], times) for n in names}
+    return first + sum(n * (other - first) for other, n in zip(deeper, times, strict=True))
+
+
+def trace_at_full_depth(first: Trace, deeper: Sequence[Trace], times: Sequence[int]) -> Trace:
+    """The step at full depth: its first blocks and its last ones.
+
+    Args:
+        first: At the first depth.
+        deeper: With more layers of each stack in turn.
+        times: How often what each of them has more is there at full depth.
+
+    Returns:
+        Its highest moments.
+
+    Raises:
+        MeasureError: The blocks are not alike.
+    """
+
+    def of(get: Callable[[Trace], Any]) -> Any:
+        return extrapolated(get(first), [get(trace) for trace in deeper], times)
+
+    blocks = of(lambda trace: trace.blocks)
+    places: dict[Place, Moment] = {}
+    for place in first.places:
+        for is_from_end in _ends(place, first.blocks):
+
+            def moment(trace: Trace, place: Place = place, is_from_end: bool = is_from_end) -> Moment:
+                return trace.places[_same(place, first.blocks, trace.blocks, is_from_end)]
+
+            try:
+                found = of(lambda trace, moment=moment: moment(trace)._asdict() | {"op": 0})  # type: ignore[misc]
+            except KeyError as error:
+                raise MeasureError(
+                    f"the blocks of {place.stack or 'the model'} are not alike: a deeper one has no {error}. Measure "
+                    "the model as it is, with hf_memsave.measure.peak.count_peak."
+                ) from error
+            places[_same(place, first.blocks, blocks, is_from_end)] = Moment(
+                found["live"], found["gradients"], first.places[place].op
+            )
+    return Trace(
+        places=places,
+        blocks=blocks,
+        parameters=of(lambda trace: trace.parameters),
+        trained=of(lambda trace: trace.trained),
+        states=of(lambda trace: trace.states),
+        largest=first.largest,
+    )
+
+
+def _ends(place: Place, blocks: Mapping[str, int]) -> list[bool]:
+    """From which ends to count: the last block may be unlike the others, counted from the first, and the reverse."""
+    if not place.stack:
+        return [False]
+    is_last = place.block == blocks[place.stack] - 1
+    return [*([] if is_last else [False]), *([True] if is_last or place.block else [])]
+
+
+def _same(place: Place, mine: Mapping[str, int], theirs: Mapping[str, int], is_from_end: bool) -> Place:
+    more = theirs[place.stack] - mine[place.stack] if is_from_end else 0
+    return place._replace(block=place.block + more)

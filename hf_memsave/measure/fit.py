@@ -1,0 +1,98 @@
+"""The largest batch and the longest sequence whose training step fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from hf_memsave.config import MemSaveConfig
+from hf_memsave.errors import MeasureError
+from hf_memsave.measure.estimate import CONTEXT, WORKSPACES, trace_in_full
+from hf_memsave.measure.sharding import sharded
+from hf_memsave.measure.training import Training
+
+#: Nobody asks for more.
+_MOST = 2**22
+
+
+def largest(
+    config: PreTrainedConfig,
+    depth: dict[str, int],
+    training: Training,
+    memsave: MemSaveConfig | None,
+    name: str,
+    memory: int,
+    sharding: tuple[str, int] = ("ddp", 1),
+) -> int:
+    """The largest "batch_size" or "seq_len" that fits, all else as it is.
+
+    Args:
+        config: Of the model.
+        depth: Field of the configuration -> number of layers.
+        training: What to do.
+        memsave: How the model is patched; None for stock.
+        name: Of the field of ``training``.
+        memory: Bytes.
+        sharding: A name and a number of devices.
+
+    Returns:
+        A number; 0 if not even 1 fits.
+    """
+    most = _MOST if name == "batch_size" else getattr(config, "max_position_embeddings", None) or _MOST
+
+    @cache
+    def needed(number: int) -> int:
+        fields: dict[str, Any] = {name: number}
+        changed = replace(training, **fields)
+        traced, _ = trace_in_full(config, depth, changed, memsave, keeps=False)
+        return sharded(traced.trace, *sharding).peak + WORKSPACES + CONTEXT
+
+    return search(needed, memory, getattr(training, name), most)
+
+
+def search(needed: Callable[[int], int], memory: int, start: int, most: int) -> int:
+    """The largest number up to ``most`` for which ``needed``, which rises about evenly, is at most ``memory``.
+
+    Args:
+        needed: What a number needs; each question costs seconds.
+        memory: What there is.
+        start: A number to begin with.
+        most: The largest number that is allowed.
+
+    Returns:
+        A number; 0 if not even 1 fits.
+
+    Raises:
+        MeasureError: No number can be asked about.
+    """
+    asked: dict[int, int] = {}
+    low, high, guess = 0, most + 1, min(start, most)
+    while high - low > 1:
+        try:
+            asked[guess] = needed(guess)
+        except MeasureError:  # beyond what the model takes
+            if not low:
+                raise
+            asked[guess] = 2 * memory
+        if asked[guess] <= memory:
+            low = guess
+        else:
+            high = guess
+        guess = min(max(_on_the_line(asked, memory, low, high), low + 1), high - 1)
+    return low
+
+
+def _on_the_line(asked: dict[int, int], memory: int, low: int, high: int) -> int:
+    """Where a line through the two numbers asked about last meets ``memory``; if there is none, another number."""
+    if not low:
+        return 1
+    if len(asked) < 2:
+        return 2 * low
+    (a, cost_a), (b, cost_b) = list(asked.items())[-2:]
+    if cost_a == cost_b:
+        return (low + high) // 2
+    return int(a + (memory - cost_a) * (b - a) / (cost_b - cost_a))

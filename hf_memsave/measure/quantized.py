@@ -1,0 +1,80 @@
+"""QLoRA's frozen base, in 4 bits and without values: the modules that PEFT knows, and no kernel that runs."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_memsave.errors import MeasureError
+
+#: Elements that share a scale, and scales that share one of theirs (double quantization).
+_BLOCK, _SCALES = 64, 256
+_COMPUTE = torch.bfloat16
+
+
+def quantize(model: PreTrainedModel) -> None:
+    """Hold the linears' weights in NF4, as bitsandbytes does; the rest in fp32, as PEFT prepares it. In place.
+
+    Args:
+        model: On the meta device. The linear that gives its output stays as it is.
+
+    Raises:
+        MeasureError: bitsandbytes is missing.
+    """
+    output = model.get_output_embeddings()
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) is nn.Linear and child is not output and not name.startswith(("classifier", "score")):
+                setattr(module, name, _linear_class()(child))
+    model.is_loaded_in_4bit = True
+    for p in model.parameters():
+        p.requires_grad_(False)
+        if p.dtype in (torch.float16, torch.bfloat16):
+            p.data = p.data.float()
+
+
+@cache
+def _linear_class() -> Any:
+    try:
+        from bitsandbytes.nn import Linear4bit
+    except ImportError as error:
+        raise MeasureError("quantized: needs bitsandbytes, which is missing. Run: pip install bitsandbytes") from error
+
+    class NF4Linear(Linear4bit):
+        """``Linear4bit``, which PEFT knows by its class."""
+
+        def __init__(self, like: nn.Linear) -> None:
+            nn.Module.__init__(self)
+            self.in_features, self.out_features, self.bias = like.in_features, like.out_features, like.bias
+            self.compute_dtype = _COMPUTE
+            packed = like.weight.new_empty(like.weight.numel() // 2, 1, dtype=torch.uint8)
+            self.weight = nn.Parameter(packed, requires_grad=False)
+            self.weight.compress_statistics, self.weight.quant_type = True, "nf4"
+            scales = -(-like.weight.numel() // _BLOCK)
+            self.register_buffer("scales", packed.new_empty(scales), persistent=False)
+            self.register_buffer("of_scales", like.weight.new_empty(-(-scales // _SCALES), dtype=torch.float32), False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            bias = None if self.bias is None else self.bias.to(_COMPUTE)
+            shape = self.out_features, self.in_features
+            return _Product.apply(x.to(_COMPUTE), self.weight, shape, bias).to(x.dtype)
+
+    return NF4Linear
+
+
+class _Product(torch.autograd.Function):
+    """bitsandbytes' ``MatMul4Bit``: keeps the packed weight alone, and unpacks it in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
+        ctx.packed, ctx.shape = packed, shape
+        return F.linear(x, packed.new_empty(shape, dtype=x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return dy @ ctx.packed.new_empty(ctx.shape, dtype=dy.dtype), None, None, None

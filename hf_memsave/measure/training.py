@@ -1,0 +1,200 @@
+"""A training step to be estimated: what is trained, on what, and how; and the same traced at small depths."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
+
+from hf_memsave.config import MemSaveConfig
+from hf_memsave.errors import MeasureError
+from hf_memsave.measure.fake_device import fake_device, to_fake
+from hf_memsave.measure.inputs import forward_of, make_batch
+from hf_memsave.measure.kernels import ATTENTION
+from hf_memsave.measure.layers import at_depth
+from hf_memsave.measure.lora import Lora
+from hf_memsave.measure.models import choose_head, name_special_tokens
+from hf_memsave.measure.optimizers import OPTIMIZERS
+from hf_memsave.measure.peak import rounded
+from hf_memsave.measure.quantized import quantize
+from hf_memsave.measure.trace import UNIT, Trace, trace_step
+from hf_memsave.patching.patch import patch
+from hf_memsave.tape import measure_kept
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_UNRUNNABLE = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """One step of training.
+
+    Attributes:
+        batch_size: Sequences.
+        seq_len: Tokens in each.
+        dtype: Of the weights.
+        autocast: The dtype to compute in; None for that of the weights.
+        optimizer: A key of :data:`~hf_memsave.measure.optimizers.OPTIMIZERS`.
+        lora: Adapters on a frozen model; None to train the model itself.
+        quantized: "nf4" for a frozen model in 4 bits (QLoRA); None for one as it is.
+        checkpointing: With gradient checkpointing of every block.
+        accumulation: Batches a step.
+        attention: The kernel to prefer ("flash", "efficient", "cudnn"), or "eager" for none.
+        padded: Whether the batch comes with an attention mask.
+    """
+
+    batch_size: int
+    seq_len: int
+    dtype: torch.dtype = torch.bfloat16
+    autocast: torch.dtype | None = None
+    optimizer: str = "adamw"
+    lora: Lora | None = None
+    quantized: str | None = None
+    checkpointing: bool = False
+    accumulation: int = 1
+    attention: str = "flash"
+    padded: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "seq_len", "accumulation"):
+            number = getattr(self, name)
+            is_number = isinstance(number, int) and not isinstance(number, bool) and number > 0
+            _expect(is_number, name, "a whole number from 1", number)
+        _expect(self.dtype in _DTYPES, "dtype", "torch.float32, torch.bfloat16 or torch.float16", self.dtype)
+        _expect(self.autocast in (None, *_DTYPES[1:]), "autocast", "None or a dtype of 16 bits", self.autocast)
+        _expect(self.optimizer in OPTIMIZERS, "optimizer", " or ".join(OPTIMIZERS), self.optimizer)
+        _expect(self.quantized in (None, "nf4"), "quantized", "None or 'nf4'", self.quantized)
+        _expect(
+            self.quantized is None or self.lora, "lora", "adapters on the quantized model, which is frozen", self.lora
+        )
+        _expect(
+            self.attention in (*ATTENTION, "eager"), "attention", f"{' or '.join(ATTENTION)} or eager", self.attention
+        )
+
+    @property
+    def u_itemsize(self) -> int:
+        """Bytes of an element of an activation."""
+        return (self.autocast or self.dtype).itemsize
+
+
+def _expect(is_right: Any, name: str, expected: str, got: Any) -> None:
+    if not is_right:
+        raise MeasureError(f"{name}: expected {expected}, got {got!r}. Change {name}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """A step as traced: its :class:`~hf_memsave.measure.trace.Trace`, and what it keeps.
+
+    Attributes:
+        trace: Its bytes.
+        numbers: How many "parameters" there are, and how many are "trained".
+        by_kind: Kept bytes by kind of op.
+        by_module: Kept bytes by module, with "*" for the number of a block.
+    """
+
+    trace: Trace
+    numbers: dict[str, int]
+    by_kind: dict[str, int] = field(default_factory=dict)
+    by_module: dict[str, int] = field(default_factory=dict)
+
+
+def build(config: PreTrainedConfig, training: Training) -> PreTrainedModel:
+    """The model in training mode on the device that is active, or on the meta device: it has no weights."""
+    config = copy.deepcopy(config)
+    name_special_tokens(config)
+    implementation = "eager" if training.attention == "eager" else "sdpa"
+    model = choose_head(config).from_config(config, dtype=training.dtype, attn_implementation=implementation)
+    if training.quantized:
+        quantize(model)
+    if training.lora is not None:
+        training.lora.add_to(model)
+    if training.checkpointing:
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
+    return model.train()
+
+
+def trace_at(
+    config: PreTrainedConfig,
+    depth: dict[str, int],
+    training: Training,
+    memsave: MemSaveConfig | None,
+    keeps: bool = True,
+    on_cpu: bool = False,
+) -> Traced:
+    """Trace a step at another depth, on the stand-in device.
+
+    Args:
+        config: Of the model.
+        depth: Field of the configuration -> number of layers.
+        training: What to do.
+        memsave: How the model is patched; None for stock.
+        keeps: Whether to count what is kept too.
+        on_cpu: Run it on the CPU instead, with random weights.
+
+    Returns:
+        What was counted.
+
+    Raises:
+        MeasureError: The model cannot be built or trained so.
+    """
+    changed = at_depth(config, depth)
+    batch: dict[str, Any] = make_batch(choose_head(config), changed, training.batch_size, training.seq_len)
+    if training.padded:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    preferred = ATTENTION[0] if training.attention == "eager" else training.attention
+    try:
+        with torch.device("cpu" if on_cpu else "meta"):
+            model = build(changed, training)
+        _check_positions(model, training.seq_len)
+        with contextlib.nullcontext("cpu") if on_cpu else fake_device(preferred) as device:
+            if not on_cpu:
+                to_fake(model, device)
+            if memsave is not None:
+                patch(model, memsave)
+            batch = {name: value.to(device) for name, value in batch.items()}
+            if training.checkpointing and choose_head(config) is AutoModelForCausalLM:
+                # It stays empty. Without one, Transformers takes fake positions for packed sequences.
+                batch["past_key_values"] = DynamicCache()
+            forward = forward_of(model, training.autocast)
+            trace = trace_step(model, batch, OPTIMIZERS[training.optimizer], forward, training.accumulation)
+            storages = measure_kept(model, batch, forward).storages if keeps else ()
+    except MeasureError:
+        raise
+    except _UNRUNNABLE as error:
+        raise MeasureError(
+            f"{config.model_type!r} cannot be trained on {training.batch_size} x {training.seq_len} token ids here: "
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} Lower seq_len if it is beyond "
+            "the model's positions; other inputs need hf_memsave.measure_kept(model, batch)."
+        ) from error
+    by_kind: Counter[str] = Counter()
+    by_module: Counter[str] = Counter()
+    for storage in storages:
+        nbytes = rounded(storage.nbytes, UNIT)
+        by_kind[storage.kind] += nbytes
+        by_module[_without_number(storage.module)] += nbytes
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    numbers = {"parameters": model.num_parameters(), "trained": trained}
+    return Traced(trace=trace, numbers=numbers, by_kind=dict(by_kind), by_module=dict(by_module))
+
+
+def _check_positions(model: PreTrainedModel, seq_len: int) -> None:
+    """Refuse what a lookup of positions would: on the stand-in device, no index is out of range."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and ("position" in name or "wpe" in name):
+            if module.num_embeddings < seq_len:
+                raise MeasureError(
+                    f"seq_len: expected at most {module.num_embeddings} tokens, the rows of {name}, got {seq_len}. "
+                    "Lower seq_len."
+                )
+
+
+def _without_number(path: str) -> str:
+    return ".".join("*" if part.isdecimal() else part for part in path.split("."))

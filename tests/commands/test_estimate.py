@@ -1,0 +1,59 @@
+"""``memsave estimate``: prints a table, says whether it fits, and what would."""
+
+import json
+
+import pytest
+import torch
+
+from hf_memsave.cli import main
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+SMALL = {"model_type": "bert", "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 99}
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**SMALL, "num_hidden_layers": 5}))
+    return str(path)
+
+
+def test_it_prints_and_writes(config, tmp_path, capsys):
+    assert main(["estimate", config, "--seq-len", "32", "--json", str(tmp_path / "out.json")]) == 0
+    assert "bert, 5 layers" in capsys.readouterr().out
+    figures = json.loads((tmp_path / "out.json").read_text())
+    assert figures["stock"]["peak"] >= figures["patched"]["peak"] > 0
+    assert figures["fits"] is None
+
+
+@pytest.mark.long
+def test_it_says_what_fits(config, tmp_path, capsys):
+    options = ["estimate", config, "--seq-len", "32", "--memory", "1GiB", "--json", str(tmp_path / "out.json")]
+    assert main(options) == 0
+    out = capsys.readouterr().out
+    assert "Fits in 1.00 GiB." in out
+    largest = json.loads((tmp_path / "out.json").read_text())["largest"]
+    assert largest["patched"]["batch_size"] > largest["stock"]["batch_size"] > 1
+    assert largest["stock"]["seq_len"] == 512
+    assert main([*options[:4], "--memory", "100MiB"]) == 1
+    assert "Does not fit in 0.10 GiB." in capsys.readouterr().out
+
+
+BAD = {
+    "no unit": (["--memory", "24"], "Write it with a unit"),
+    "two dtypes": (["--autocast", "bf16", "--dtype", "bf16"], "Leave one out"),
+    "too long": (["--seq-len", "5000"], "--seq-len: expected at most 512 tokens"),
+    "no adapters": (["--quantized", "nf4"], "lora: expected adapters"),
+    "a preset": (["--memsave", "magic"], "unknown preset 'magic'"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD)
+def test_bad_options_are_told(config, options, message, capsys):
+    assert main(["estimate", config, *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_unknown_model_is_told(capsys):
+    assert main(["estimate", "nosuch/config.json"]) == 2
+    assert "no such file or folder" in capsys.readouterr().err

@@ -1,0 +1,220 @@
+"""The stand-in for a CUDA device: does as CUDA does, and the library keeps there what it keeps on CPU."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hf_memsave import patch
+from hf_memsave.device import STAND_IN
+from hf_memsave.errors import MeasureError
+from hf_memsave.measure import fake_device as module
+from hf_memsave.measure.fake_device import STATE_BYTES, fake_device, to_fake
+from hf_memsave.measure.inputs import forward_of
+from hf_memsave.measure.kernels import attention, chosen
+from hf_memsave.measure.private import data_errors
+from hf_memsave.tape import measure_kept
+from support.fake import ATTENTION, NoTransfers, on_fake, u_on_fake
+from support.families import FAMILIES, MORE, QUOTED, build
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device"),
+]
+
+FLOOR = {
+    **dict.fromkeys(("bert", "roberta", "distilbert", "electra", "gpt2", "opt", "t5-encoder"), 10),
+    **dict.fromkeys(("llama", "mistral", "phi3", "qwen2", "qwen3", "gemma"), 10.5),
+    "t5-decoder": 15, "t5-gated-encoder": 11.5, "phi": 9,
+}  # fmt: skip
+#: LoRA as PEFT has it by default; a dropout keeps 16 bytes.
+LORA = {"bert": 10.5, "gpt2": 10.4, "llama": 11.1, "phi": 9.6, "phi3": 10.9}
+#: Stock: a byte an element for each of BERT's two dropouts, where CPU keeps two; norms of LLaMA in fp32.
+STOCK = {"bert": 17.06, "llama": 22.05}
+
+
+@pytest.mark.parametrize("kernel", ATTENTION)
+@pytest.mark.parametrize("family", FAMILIES + MORE)
+def test_a_layer_keeps_its_floor(family, kernel):
+    assert FLOOR[family] <= u_on_fake(family, attention=kernel) <= 1.03 * FLOOR[family]
+
+
+@pytest.mark.parametrize("family", FAMILIES + MORE)
+def test_a_layer_keeps_its_floor_under_autocast(family):
+    assert u_on_fake(family, "autocast") <= 1.03 * (FLOOR[family] + 0.5)
+
+
+@pytest.mark.parametrize("family", LORA)
+def test_a_layer_with_lora_keeps_the_floor(family):
+    assert u_on_fake(family, lora=True) <= LORA[family]
+
+
+@pytest.mark.parametrize("family", STOCK)
+def test_stock_keeps_what_cuda_keeps(family):
+    assert u_on_fake(family, config=None) == pytest.approx(STOCK[family], abs=0.01)
+
+
+@pytest.mark.parametrize("preset", ["exact", "invact", "few-bit"])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5-decoder", "phi3"])
+def test_a_step_makes_the_host_wait_for_nothing(family, preset):
+    with on_fake(lambda: build(family, QUOTED, torch.bfloat16)) as (model, batch):
+        patch(model, preset)
+        forward = forward_of(model, None)
+        with NoTransfers() if preset != "few-bit" else torch.enable_grad():
+            forward(**batch).loss.backward()
+        assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("ask", [torch.Tensor.item, bool, float, torch.nonzero, lambda x: x[x > 0]])
+def test_what_asks_for_a_number_raises(ask):
+    with fake_device() as device, pytest.raises((*data_errors(), RuntimeError)):
+        ask(torch.ones((), device=device) if ask is not torch.nonzero else torch.ones(3, device=device))
+
+
+def test_a_copy_to_the_host_is_caught():
+    with fake_device() as device, NoTransfers(), pytest.raises(AssertionError, match="copies between"):
+        torch.ones(3, device=device).cpu()
+
+
+@pytest.mark.parametrize(
+    ("call", "dtype"),
+    [
+        (lambda x: F.linear(x, x), torch.bfloat16),
+        (lambda x: x @ x.mT, torch.bfloat16),
+        (lambda x: F.layer_norm(x, x.shape[-1:]), torch.float32),
+        (lambda x: x.bfloat16().softmax(-1), torch.float32),
+        (lambda x: x.bfloat16().pow(2), torch.float32),
+        (lambda x: F.gelu(x.bfloat16()), torch.bfloat16),
+        (lambda x: x.bfloat16().mean(), torch.bfloat16),
+        (lambda x: x.bfloat16().sum(), torch.float32),
+        (lambda x: torch.addcmul(x, x.bfloat16(), x), torch.float32),
+        (lambda x: x.double() @ x.double().mT, torch.float64),
+    ],
+)
+def test_autocast_does_as_cudas(call, dtype):
+    with fake_device() as device, torch.autocast(device.type, torch.bfloat16):
+        assert call(torch.ones(4, 4, device=device)).dtype == dtype
+
+
+def test_autocast_converts_a_weight_once():
+    with fake_device() as device, torch.autocast(device.type, torch.bfloat16):
+        layer = to_fake(nn.Linear(64, 64, bias=False), device)
+        x = torch.ones(2, 64, device=device, requires_grad=True)
+        kept = measure_kept(layer, x, lambda x: layer(layer(x)))
+        assert sum(s.nbytes for s in kept.storages if s.op == "_to_copy" and s.nbytes > 4096) == 64 * 64 * 2
+
+
+def test_dropout_is_fused_and_keeps_a_byte():
+    with fake_device() as device:
+        x = torch.ones(4, 1024, device=device, requires_grad=True)
+        kept = measure_kept(nn.Dropout(0.1), x, lambda x: F.dropout(x).sum())
+        assert kept.by_kind["dropout"] == x.numel()
+
+
+def test_a_seed_is_kept_and_no_mask():
+    with on_fake(lambda: build("bert", QUOTED, torch.bfloat16)) as (model, batch):
+        patch(model)
+        kept = [s for s in measure_kept(model, batch).storages if s.kind == "dropout"]
+        assert {s.nbytes for s in kept if s.nbytes < 4096} <= {STATE_BYTES}
+        assert not [s for s in kept if s.op == "bitwise_or_"]
+
+
+SHAPES = {
+    "flash": ((torch.bfloat16, 64, None, False), "flash"),
+    "a mask": ((torch.bfloat16, 64, torch.ones(8, 8) > 0, False), "efficient"),
+    "fp32": ((torch.float32, 64, None, False), "efficient"),
+    "fp32, fewer kv heads": ((torch.float32, 64, None, True), "math"),
+    "fewer kv heads": ((torch.bfloat16, 64, None, True), "flash"),
+    "wide heads": ((torch.bfloat16, 512, None, False), "efficient"),
+}
+
+
+@pytest.mark.parametrize(("of", "expected"), SHAPES.values(), ids=SHAPES)
+def test_the_kernel_is_the_one_that_can(of, expected):
+    dtype, width, mask, grouped = of
+    with fake_device() as device:
+        q = torch.ones(2, 4, 8, width, dtype=dtype, device=device, requires_grad=True)
+        k = q[:, :2] if grouped else q
+        mask = None if mask is None else mask.to(device)
+        assert chosen(q, k, k, mask, grouped) == expected
+        out = attention(q, k, k, mask, enable_gqa=grouped)
+        out.sum().backward()
+        assert out.shape == q.grad.shape == q.shape
+
+
+@pytest.mark.parametrize("kernel", ATTENTION)
+@pytest.mark.parametrize("width", [20, 64])
+def test_attention_keeps_q_k_v_o_and_a_number_a_row(kernel, width):
+    with fake_device(kernel) as device:
+        x = torch.ones(2, 4, 128, width, dtype=torch.bfloat16, device=device, requires_grad=True)
+        forward = lambda x: F.scaled_dot_product_attention(x * 1, x * 1, x * 1).sum()  # noqa: E731
+        total = measure_kept(nn.Identity(), x, forward).total
+    padded = 24 if width == 20 and kernel != "efficient" else width  # cuDNN cannot, and flash pads
+    of_one, numbers = 2 * 4 * 128 * padded * 2, 2 * 4 * 128 * 4
+    assert 0 <= total - 4 * of_one - numbers <= 64
+
+
+def test_a_constant_can_be_made_there():
+    with fake_device() as device:
+        for value in (1.0, [1.0], []):
+            assert torch.tensor(value, device=device).device.type == STAND_IN
+        assert (torch.tensor([1], device=device).view(1, 1) + 1).shape == (1, 1)
+
+
+def test_it_works_where_a_backward_ran_before():
+    code = """
+import torch
+torch.ones(2, requires_grad=True).sum().backward()
+from hf_memsave.measure.fake_device import fake_device
+with fake_device() as device:
+    x = torch.ones(2, device=device, requires_grad=True)
+    x.square().sum().backward()
+    assert x.grad.shape == (2,)
+x = torch.ones(2, requires_grad=True)
+x.square().sum().backward()
+assert x.grad.tolist() == [2, 2]
+assert not torch.accelerator.is_available()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(module.__file__).parents[2])
+
+
+def test_what_is_shared_stays_shared():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    with fake_device() as device:
+        to_fake(model, device)
+        assert model[0].weight is model[1].weight
+        assert model[0].weight.device.type == STAND_IN
+
+
+def test_outside_the_process_is_as_it_was():
+    with fake_device():
+        pass
+    assert not torch.accelerator.is_available()
+    x = torch.randn(3, requires_grad=True)
+    (x * 2 + x).sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 3.0))
+
+
+def test_an_unknown_kernel_is_refused():
+    with pytest.raises(MeasureError, match="expected one of flash, efficient, cudnn, got 'fast'"), fake_device("fast"):
+        pass
+
+
+def test_a_torch_without_it_is_told(monkeypatch):
+    monkeypatch.setattr(module, "_register", module._register.__wrapped__)
+    monkeypatch.delattr(torch._C._acc, "PrivateUse1Hooks")
+    monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "privateuseone")
+    with pytest.raises(MeasureError, match="needs PyTorch 2.11 or later, got .* pip install -U torch"), fake_device():
+        pass
+
+
+def test_a_place_that_is_taken_is_told(monkeypatch):
+    monkeypatch.setattr(module, "_register", module._register.__wrapped__)
+    monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "npu")
+    with pytest.raises(MeasureError, match="'npu' has taken"), fake_device():
+        pass
