@@ -192,6 +192,8 @@ def take(tape: Any, argument: Any, node: Node) -> Any:
             node.reads = (*node.reads, argument.untyped_storage())
         tape.reads(node, argument)
         return tape.keep(argument)
+    if not argument.requires_grad:  # a write could give it a graph, which would then hold itself by this handle
+        argument = argument.detach()
     storage = argument.untyped_storage()
     theirs = None if record.node is None else record.node()
     handle: Handle | None = None

@@ -50,8 +50,9 @@ def convolution(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwa
         return func(*args, **kwargs)
     x, weight, *rest = args
     if any_autocast() and torch.is_autocast_enabled(x.device.type):
-        x, weight = low(tape, x), low(tape, weight)
         rest = [low(tape, a) if isinstance(a, Tensor) else a for a in rest]
+        weight = low(tape, weight)
+        x = low(tape, x)  # last, in the order of autocast's own conversions
         kwargs = {name: low(tape, a) if isinstance(a, Tensor) else a for name, a in kwargs.items()}
     args = x, weight, *rest
     if weight.requires_grad:

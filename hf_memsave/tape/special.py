@@ -8,6 +8,7 @@ SDPA keeps q, k, v and its output, and
 
     stock                                                    here
     a float mask per layer, made of a boolean one            one per forward, remade from the boolean one
+    CUDA: a copy of it, if its rows are not 8 k elements     one per forward, with rows that are
     a whole fused qkv projection, pinned by v                v
 
 A product whose inner dimension is as small as an adapter's rank costs about a memory pass: it may run again (DoRA).
@@ -22,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_memsave.device import mask_multiple
 from hf_memsave.tape.functions import new, unrecorded
 from hf_memsave.tape.hooks import Tape
 from hf_memsave.tape.private import FakeTensor, any_autocast, autocast_cache, no_dispatch
@@ -43,7 +45,7 @@ def product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
             return made
     given = args, kwargs
     if any_autocast() and _is_autocast((*args, *kwargs.values())) and tape.is_innermost():
-        args = tuple([_low(tape, a) for a in args])
+        args = tuple([_low(tape, a) for a in reversed(args)][::-1])  # in the order of autocast's own conversions
         kwargs = {name: _low(tape, a) for name, a in kwargs.items()}
     out = func(*args, **kwargs) if kwargs else func(*args)
     if func is F.linear and len(args) > 1 and (type(out) is Tensor or type(out) is FakeTensor):
@@ -124,7 +126,8 @@ def attention(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
     given = key, value
     is_low = any_autocast() and torch.is_autocast_enabled(query.device.type)
     if is_low:
-        query, key, value = low(tape, query), _low_heads(tape, key), _low_heads(tape, value)
+        value, key = _low_heads(tape, value), _low_heads(tape, key)  # in autocast's order
+        query = low(tape, query)
     if mask is not None:
         mask = _shared_mask(tape, mask, query.dtype, is_low)
     value = _unpinned(tape, value, (query, key))
@@ -177,7 +180,11 @@ def _shared_mask(tape: Tape, mask: Tensor, dtype: torch.dtype, is_low: bool) -> 
     mask = _made_before(tape, mask)
     if mask.dtype == torch.bool:
         return _made_before(tape, tape.call(float_mask, mask, dtype))
-    return _made_before(tape, low(tape, mask)) if is_low else mask
+    if is_low:
+        mask = _made_before(tape, low(tape, mask))
+    multiple = mask_multiple(mask)
+    is_laid = mask.stride(-1) == 1 and not any(stride % multiple for stride in mask.stride()[:-1])
+    return mask if multiple == 1 or is_laid else _made_before(tape, tape.call(laid_out, mask))
 
 
 def _made_before(tape: Tape, mask: Tensor) -> Tensor:
@@ -238,7 +245,19 @@ def _same(tape: Tape, argument: Any, versions: dict[int, int], depth: int) -> An
 
 def float_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """What SDPA makes of a boolean mask by itself, in every layer."""
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    zeros = _empty_mask(mask, dtype).zero_() if mask_multiple(mask) > 1 else torch.zeros_like(mask, dtype=dtype)
+    return zeros.masked_fill_(mask.logical_not(), float("-inf"))
+
+
+def laid_out(mask: Tensor) -> Tensor:
+    """``mask``, its rows so far apart as CUDA's kernels ask for: of any other, each layer makes and keeps a copy."""
+    return _empty_mask(mask, mask.dtype).copy_(mask)
+
+
+def _empty_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    length = mask.shape[-1]
+    padded = -length % mask_multiple(mask)
+    return mask.new_empty((*mask.shape[:-1], length + padded), dtype=dtype)[..., :length]
 
 
 def _unpinned(tape: Tape, x: Tensor, others: tuple[Tensor, ...]) -> Tensor:
@@ -264,6 +283,7 @@ SPECIAL = {
     F.scaled_dot_product_attention: attention,
     torch.linalg.multi_dot: chain,
     float_mask: new,
+    laid_out: new,
     **dict.fromkeys(
         (
             F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm,

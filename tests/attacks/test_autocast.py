@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from hf_memsave import patch
 from support.attacks import WIDTH, Block, assert_trains_like_stock
 from support.helpers import autocasting, random
 
@@ -159,3 +160,32 @@ def test_blocks_share_a_weight_that_is_emptied_between_them(assert_same_under_au
     first, second = (Block(lambda block, x: x + torch.tanh(block.f(torch.sin(x)))) for _ in range(2))
     second.f = first.f
     assert_same_under_autocast(lambda model, x: model.blocks(model.f(x)), blocks=nn.Sequential(first, second, first))
+
+
+class WithItself(nn.Module):
+    """Hands on what it multiplies, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        h = x.transpose(1, 2)
+        return h, h @ h, F.scaled_dot_product_attention(h, h, h)
+
+
+@pytest.mark.parametrize("which", [1, 2], ids=["matmul", "sdpa"])
+def test_a_product_of_a_tensor_with_itself_which_others_read_too(which, device):
+    """Three gradients meet, and their sum depends on the order in which the conversions were made."""
+    model, results = WithItself().to(device), []
+    for _ in range(2):
+        found = []
+        for seed in range(20):
+            x = random(2, 8, 8, device=device, seed=seed).requires_grad_()
+            with autocasting(device, torch.bfloat16):
+                out = model(x)
+            seeds = [random(*t.shape, device=device, seed=100 + seed).to(t.dtype) for t in (out[0], out[which], x)]
+            found.append(torch.autograd.grad([out[0], out[which], x], x, seeds)[0])
+        results.append(found)
+        patch(model)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -5,12 +5,13 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from hf_memsave import KeptTensorChangedError
+from hf_memsave import KeptTensorChangedError, patch
 from support.attacks import WIDTH, Block, assert_trains_like_stock, kept_of
-from support.helpers import autocasting, nbytes, random
+from support.helpers import EARLIER, autocasting, nbytes, nodes, random
 
 
 def copied():
@@ -139,3 +140,22 @@ def test_a_row_of_a_table_is_kept_and_not_the_table(device):
     table = torch.nn.Parameter(random(5000, WIDTH), requires_grad=False)
     mine, stock = kept_of(fn, random(2, 16, WIDTH, device=device), table=table)
     assert mine <= stock < nbytes(table)
+
+
+def test_a_source_that_later_depends_on_what_is_remade_from_it(device):
+    """What held it held then, by its graph, itself: for ever."""
+    EARLIER.update(nodes())
+    model = nn.Sequential(Repeats(), nn.Linear(64, 1)).to(device)
+    patch(model)
+    source = torch.randn(8, 4, device=device)
+    y = model(source)
+    source.add_(y)
+    del y, source
+    assert not nodes()
+
+
+class Repeats(nn.Module):
+    """Makes much of little."""
+
+    def forward(self, x):
+        return x.repeat(1, 16)
