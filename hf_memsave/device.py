@@ -32,6 +32,16 @@ def has_numbers(x: Tensor) -> bool:
     return x.device.type not in ("meta", STAND_IN)
 
 
+def waits(x: Tensor) -> bool:
+    """Whether a program that asks for the numbers in ``x`` waits for what is queued there."""
+    return x.device.type not in ("cpu", "meta")
+
+
+def mask_multiple(x: Tensor) -> int:
+    """Of how many elements the rows of an attention mask are a multiple; other masks each layer's kernel copies."""
+    return 8 if x.device.type in _AS_CUDA else 1
+
+
 def is_aligned(x: Tensor, nbytes: int) -> bool:
     """Whether the first element of ``x`` lies at a multiple of ``nbytes``."""
     if x.device.type == STAND_IN:  # it has no addresses, and its storages begin where an allocator's would

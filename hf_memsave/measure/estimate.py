@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig
 
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import MeasureError
+from hf_memsave.measure.elsewhere import away_from_gpus
 from hf_memsave.measure.extrapolate import extrapolated, trace_at_full_depth
 from hf_memsave.measure.layers import depth_fields, period
 from hf_memsave.measure.lora import Lora
@@ -161,8 +162,8 @@ def estimate(
     Raises:
         MeasureError: The model or a field is not known, or the step cannot be run.
     """
-    config = _config_of(model_or_config, training)
-    setting = _training(batch_size=batch_size, seq_len=seq_len, **training)
+    config = config_of(model_or_config, training)
+    setting = training_of(batch_size=batch_size, seq_len=seq_len, **training)
     resolved = MemSaveConfig.resolve(memsave)
     fields = depth_fields(config)
     depth = {field: layers or getattr(config, field) for field in fields}
@@ -186,6 +187,7 @@ def estimate(
     )
 
 
+@away_from_gpus
 def trace_in_full(
     config: PreTrainedConfig,
     depth: dict[str, int],
@@ -257,16 +259,35 @@ def _described(place: Place, op: str) -> str:
     return f"in the {place.phase}{where}, in {op}"
 
 
-def _training(**fields: Any) -> Training:
+def training_of(**fields: Any) -> Training:
+    """The training that these fields describe; ``lora`` may be a dict.
+
+    Returns:
+        The training.
+
+    Raises:
+        MeasureError: There is no such field, or it has no such value.
+    """
     known = {field.name for field in dataclasses.fields(Training)}
     if unknown := fields.keys() - known:
         raise MeasureError(f"estimate: expected fields {', '.join(sorted(known))}, got {', '.join(sorted(unknown))}.")
     if isinstance(lora := fields.get("lora"), dict):
+        names = [field.name for field in dataclasses.fields(Lora)]
+        if unknown := lora.keys() - set(names):
+            raise MeasureError(f"lora: expected fields {', '.join(names)}, got {', '.join(sorted(unknown))}.")
         fields["lora"] = Lora(**lora)
     return Training(**fields)
 
 
-def _config_of(model_or_config: Any, training: dict[str, Any]) -> PreTrainedConfig:
+def config_of(model_or_config: Any, training: dict[str, Any]) -> PreTrainedConfig:
+    """The configuration of what :func:`estimate` takes; a model's dtype is added to ``training``.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        MeasureError: It is none of those.
+    """
     if isinstance(model_or_config, str):
         return load_config(model_or_config)
     if isinstance(model_or_config, PreTrainedConfig):

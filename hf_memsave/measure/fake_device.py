@@ -76,6 +76,11 @@ _module = _Module()
 
 @cache
 def _register() -> None:
+    if torch.cuda.is_available():
+        raise MeasureError(
+            "the stand-in for a CUDA device needs a process without GPUs, as PyTorch would take it for theirs until "
+            "the process ends. Run it with CUDA_VISIBLE_DEVICES= in the environment; hf_memsave.estimate does so."
+        )
     register_device(_module, _module.is_available)
     register_constants()
     register_autocast()
@@ -93,7 +98,7 @@ def fake_device(attention: str = "flash") -> Iterator[torch.device]:
         The device.
 
     Raises:
-        MeasureError: There is no such kernel, or no such device in this version of PyTorch.
+        MeasureError: There is no such kernel, or no such device in this version of PyTorch; or there are GPUs.
     """
     if attention not in ATTENTION:
         raise MeasureError(f"attention: expected one of {', '.join(ATTENTION)}, got {attention!r}. Use 'flash'.")

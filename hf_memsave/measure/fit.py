@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import MeasureError
+from hf_memsave.measure.elsewhere import away_from_gpus
 from hf_memsave.measure.estimate import CONTEXT, WORKSPACES, trace_in_full
 from hf_memsave.measure.sharding import sharded
 from hf_memsave.measure.training import Training
@@ -19,6 +20,7 @@ from hf_memsave.measure.training import Training
 _MOST = 2**22
 
 
+@away_from_gpus
 def largest(
     config: PreTrainedConfig,
     depth: dict[str, int],

@@ -19,15 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_memsave.device import mask_multiple
 from hf_memsave.measure.private import library
 
 aten = torch.ops.aten
 HALVES = (torch.float16, torch.bfloat16)
 #: Kernels by name, in the order in which PyTorch prefers them (before Hopper's, where cuDNN may come first).
 ATTENTION = ("flash", "efficient", "cudnn")
-#: The widest head of each, and the multiple that masks are padded to.
+#: The widest head of each.
 _WIDEST = {"flash": 256, "efficient": 1 << 16, "cudnn": 256}
-_MASK_MULTIPLE = 16
 
 
 class Preferred:
@@ -85,9 +85,9 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, is_causal: bool
 
 def _efficient(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, is_causal: bool, scale: Any, gqa: bool) -> Tensor:
     if mask is not None:
-        length = mask.shape[-1]
-        if length % _MASK_MULTIPLE:
-            mask = F.pad(mask, (0, -length % _MASK_MULTIPLE))[..., :length]
+        length, multiple = mask.shape[-1], mask_multiple(mask)
+        if mask.stride(-1) != 1 or any(stride % multiple for stride in mask.stride()[:-1]):
+            mask = F.pad(mask, (0, multiple - length % multiple))[..., :length]
         mask = mask.expand(*q.shape[:-1], k.shape[-2])
     wants = any(x.requires_grad for x in (q, k, v)) and torch.is_grad_enabled()
     return aten._scaled_dot_product_efficient_attention(q, k, v, mask, wants, p, is_causal, scale=scale)[0]

@@ -13,7 +13,8 @@ Kept for backward (``[*, H]``)::
 
 The same bytes as the exact norm: what it spares is making y again. Forward is exact. x̂ has the
 rounding of y, (|x̂| + |β/γ|) ulps: so columns with |β| > |γ|, and those whose γ is 0 or makes y subnormal, also keep
-their x (and LayerNorm the rows' means). Finding them makes the CPU wait for the GPU. Backward is once differentiable.
+their x (and LayerNorm the rows' means). Finding them makes the host wait for the device: on CUDA one norm asks for all
+that have run before, so that a forward waits once. Backward is once differentiable.
 
 In half precision the gradients have twice the error of rounding or less, while dy and x̂ correlate by .7 or less in each
 row: beyond, what is left of dy without x̂'s share shrinks, and the error does not. Where |x̂| is far below 1 in a column
@@ -23,6 +24,7 @@ Source: Tempo (2022), arXiv:2210.10246, Section 3.2 and Appendix D (which divide
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,13 +32,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_memsave.device import has_numbers
+from hf_memsave.device import has_numbers, waits
 from hf_memsave.ops.cast import HALVES, is_autocast
 from hf_memsave.ops.once import once_differentiable
 from hf_memsave.ops.op import KeptBytes, Op, is_parametrized
+from hf_memsave.tape import current
+from hf_memsave.tape.private import no_modes
 
 #: One column in this many may keep its input.
 _SHARE = 8
+#: Those that have run on a device that the host would wait for.
+_asking: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class Normed(NamedTuple):
@@ -65,12 +71,61 @@ def in_need(weight: Tensor, bias: Tensor | None) -> Tensor:
     """
     if not has_numbers(weight):
         return weight.new_empty(0, dtype=torch.long)
-    size = weight.detach().abs().flatten()
+    return _is_in_need(weight.detach().flatten(), None if bias is None else bias.detach().flatten()).nonzero().flatten()
+
+
+def _is_in_need(weight: Tensor, bias: Tensor | None) -> Tensor:
+    size = weight.abs()
     finite = torch.finfo(weight.dtype)
     well = (size >= 8 * finite.tiny).logical_and_(size <= finite.max)
     if bias is not None:
-        well &= bias.detach().abs().flatten() <= size
-    return well.logical_not_().nonzero().flatten()
+        well &= bias.abs() <= size
+    return well.logical_not_()
+
+
+def _columns(module: nn.Module, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """:func:`in_need` of a norm; where the host would wait, found for all norms when the first of a forward asks."""
+    tape = current()
+    if tape is None or not waits(weight):
+        return in_need(weight, bias)
+    _asking.add(module)
+    memo = tape.root.memo
+    state = _state(weight, bias)
+    if state not in memo:
+        norms = [p for m in list(_asking) if _is_here(*(p := _parameters(m)[:2]), weight)]
+        with no_modes():
+            memo.update(_ask([p for p in norms if _state(*p) not in memo and p[0] is not weight] + [(weight, bias)]))
+    return memo[state][0]
+
+
+def _state(weight: Tensor, bias: Tensor | None) -> Any:
+    """Another one when either has changed, or lies elsewhere."""
+    return in_need, *((id(t), t._version, t.untyped_storage()._cdata) for t in (weight, bias) if t is not None)
+
+
+def _is_here(weight: Tensor | None, bias: Tensor | None, like: Tensor) -> bool:
+    """Whether the vectors of a norm can be read with those of ``like``: not where they are sharded or offloaded."""
+    known = [t for t in (weight, bias) if t is not None]
+    is_like = all(type(t) is type(like) and (t.device, t.dtype) == (like.device, like.dtype) for t in known)
+    return weight is not None and is_like and all(t.untyped_storage().nbytes() for t in known)
+
+
+def _ask(norms: list[tuple[Tensor, Tensor | None]]) -> dict[Any, Any]:
+    """Find the columns of all, for one transfer to the host, and one back for each that has such columns.
+
+    Returns:
+        By state: :func:`in_need` of each, and its vectors, so that no other ones take their place in memory.
+    """
+    if has_numbers(norms[0][0]):
+        weights = [weight.detach().flatten() for weight, _ in norms]
+        biases = [
+            torch.zeros_like(w) if b is None else b.detach().flatten() for w, (_, b) in zip(weights, norms, strict=True)
+        ]
+        found = _is_in_need(torch.cat(weights), torch.cat(biases)).cpu().split([len(w) for w in weights])
+        columns = [one.nonzero().flatten().to(weights[0].device) for one in found]
+    else:
+        columns = [in_need(*norm) for norm in norms]
+    return {_state(*norm): (one, norm) for norm, one in zip(norms, columns, strict=True)}
 
 
 def output_norm(
@@ -179,7 +234,7 @@ def _output_norm(module: nn.Module, patch: Any, input: Tensor) -> Tensor:
     weight, bias, eps = _parameters(module)
     if weight is None or not _is_suited(input, weight, bias):
         return patch.stock.forward(module, input)
-    columns = in_need(weight, bias)
+    columns = _columns(module, weight, bias)
     if _is_too_many(columns, weight):
         return patch.stock.forward(module, input)
     forward = partial(_of_class(patch.stock), eps=eps)

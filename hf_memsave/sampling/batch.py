@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -19,14 +19,26 @@ class Tokens:
 
     Attributes:
         mask: Boolean ``[batch, seq]``, True for real tokens.
+        beside: Those of the same batch that are asked for together.
     """
 
     mask: Tensor
+    beside: weakref.ref[Tokens] | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def real(self) -> int:
-        """How many are real (the one transfer to the host that a forward makes); all, where there are no numbers."""
-        return int(self.mask.sum()) if has_numbers(self.mask) else self.mask.numel()
+        """How many are real; all, where there are no numbers.
+
+        The size of a draw depends on it, so the host waits for it: once per forward of the model.
+        """
+        if not has_numbers(self.mask):
+            return self.mask.numel()
+        beside = self.beside() if self.beside is not None else None
+        asked = [self, beside] if beside is not None and beside.mask.device == self.mask.device else [self]
+        mine, *others = torch.stack([tokens.mask.sum() for tokens in asked]).tolist()
+        for tokens, number in zip(asked[1:], others, strict=True):
+            tokens.__dict__["real"] = number
+        return int(mine)
 
     @property
     def lengths(self) -> Tensor:

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import logging
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeGuard
@@ -145,6 +146,8 @@ class Sampler:
         decoder = _tokens(arguments.get("decoder_attention_mask"))
         if decoder is None and _is_2d(labels := arguments.get("labels")):
             decoder = Tokens(labels != _IGNORED)
+        if own is not None and decoder is not None:
+            own.beside, decoder.beside = weakref.ref(decoder), weakref.ref(own)
         batch = Batch(self.step, own, decoder, samples=self._samples(arguments))
         self.step += 1
         return batch

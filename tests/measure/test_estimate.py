@@ -10,6 +10,7 @@ import hf_memsave
 from hf_memsave import MemSaveConfig, MemSaveError, measure_kept, patch
 from hf_memsave.config import presets
 from hf_memsave.errors import MeasureError
+from hf_memsave.measure import estimate as module
 from hf_memsave.measure.estimate import CONTEXT, WORKSPACES, _depths, estimate
 from hf_memsave.measure.extrapolate import extrapolated, trace_at_full_depth
 from hf_memsave.measure.fit import search
@@ -91,15 +92,15 @@ def test_few_layers_tell_of_many(family, adapters, setting):
         {"autocast": torch.bfloat16, "dtype": torch.float32},
         {"checkpointing": True},
         {"padded": True},
-        {"attention": "eager"},
-        {"accumulation": 4},
+        pytest.param({"attention": "eager"}, marks=pytest.mark.long),
+        pytest.param({"accumulation": 4}, marks=pytest.mark.long),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("memsave", [None, MemSaveConfig()], ids=["stock", "exact"])
 def test_few_layers_tell_of_many_in_every_mode(fields, memsave):
     config, of = CONFIGS["llama"], training(**fields)
-    depth = depth_of(config, 11)
+    depth = depth_of(config, 11 if memsave else 6)
     trace, kept = predicted(config, depth, of, memsave)
     true = trace_at(config, depth, of, memsave)
     assert kept == pytest.approx(sum(true.by_kind.values()), rel=0.01)
@@ -121,9 +122,20 @@ def counted(config, depth, of, memsave):
     return kept, peak
 
 
-@pytest.mark.parametrize("setting", ["stock", "exact", "tempo", "wta-crs"])
-@pytest.mark.parametrize("adapters", ADAPTERS)
-@pytest.mark.parametrize("family", CONFIGS)
+REAL = [(family, *of) for family in CONFIGS for of in (("full", "exact"), ("LoRA", "stock"))]
+REAL += [
+    ("bert", "LoRA bf16", "exact"),
+    ("llama", "LoRA", "exact"),
+    ("t5", "full", "tempo"),
+    ("bert", "full", "wta-crs"),
+]
+MORE_REAL = itertools.product(CONFIGS, ADAPTERS, ("stock", "exact", "tempo", "wta-crs"))
+
+
+@pytest.mark.parametrize(
+    ("family", "adapters", "setting"),
+    [*REAL, *(pytest.param(*one, marks=pytest.mark.long) for one in MORE_REAL if one not in REAL)],
+)
 def test_a_real_step_keeps_and_peaks_as_predicted(family, adapters, setting):
     config, memsave = CONFIGS[family], SETTINGS[setting]
     of = training(lora=ADAPTERS[adapters], optimizer="sgd")
@@ -255,6 +267,16 @@ BAD = {
 def test_bad_input_is_told(model, fields, message):
     with pytest.raises(MemSaveError, match=message):
         estimate(model, **{"batch_size": 1, "seq_len": 8, **fields})
+
+
+def test_where_there_are_gpus_it_runs_in_another_process(monkeypatch):
+    of = dict(batch_size=1, seq_len=16, memsave=False, layers=3)
+    here = estimate(CONFIGS["llama"], **of)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(module, "trace_at", None)
+    assert estimate(CONFIGS["llama"], **of) == here
+    with pytest.raises(MeasureError, match="expected at most 1024 tokens"):
+        estimate(CONFIGS["gpt2"], **of | {"seq_len": 1025})
 
 
 def test_layers_that_are_not_alike_are_told():

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_memsave import patch
+from hf_memsave import MemSaveConfig, patch
 from hf_memsave.device import STAND_IN
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure import fake_device as module
@@ -17,8 +17,9 @@ from hf_memsave.measure.fake_device import STATE_BYTES, fake_device, to_fake
 from hf_memsave.measure.inputs import forward_of
 from hf_memsave.measure.kernels import attention, chosen
 from hf_memsave.measure.private import data_errors
-from hf_memsave.tape import measure_kept
-from support.fake import ATTENTION, NoTransfers, on_fake, u_on_fake
+from hf_memsave.ops import output_norm
+from hf_memsave.tape import measure_kept, special
+from support.fake import ATTENTION, NoTransfers, kept_on_fake, on_fake, u_on_fake
 from support.families import FAMILIES, MORE, QUOTED, build
 
 pytestmark = [
@@ -37,8 +38,15 @@ LORA = {"bert": 10.5, "gpt2": 10.4, "llama": 11.1, "phi": 9.6, "phi3": 10.9}
 STOCK = {"bert": 17.06, "llama": 22.05}
 
 
-@pytest.mark.parametrize("kernel", ATTENTION)
-@pytest.mark.parametrize("family", FAMILIES + MORE)
+ALWAYS = ("bert", "llama", "phi3", "t5-decoder")
+EVERY = [
+    pytest.param(family, kernel, marks=() if kernel == "flash" or family in ALWAYS else pytest.mark.long)
+    for family in FAMILIES + MORE
+    for kernel in ATTENTION
+]
+
+
+@pytest.mark.parametrize(("family", "kernel"), EVERY)
 def test_a_layer_keeps_its_floor(family, kernel):
     assert FLOOR[family] <= u_on_fake(family, attention=kernel) <= 1.03 * FLOOR[family]
 
@@ -58,15 +66,55 @@ def test_stock_keeps_what_cuda_keeps(family):
     assert u_on_fake(family, config=None) == pytest.approx(STOCK[family], abs=0.01)
 
 
-@pytest.mark.parametrize("preset", ["exact", "invact", "few-bit"])
+@pytest.mark.parametrize("preset", ["exact", "invact", "few-bit", "tempo"])
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5-decoder", "phi3"])
 def test_a_step_makes_the_host_wait_for_nothing(family, preset):
     with on_fake(lambda: build(family, QUOTED, torch.bfloat16)) as (model, batch):
         patch(model, preset)
         forward = forward_of(model, None)
-        with NoTransfers() if preset != "few-bit" else torch.enable_grad():
+        with NoTransfers(only_to_host=preset == "few-bit"):  # its tables are copied there, on CUDA once
             forward(**batch).loss.backward()
         assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def test_norms_ask_together_once_a_forward(monkeypatch):
+    asked, ask = [], output_norm._ask
+    monkeypatch.setattr(output_norm, "_ask", lambda norms: asked.append(len(norms)) or ask(norms))
+    with on_fake(lambda: build("bert", QUOTED, torch.bfloat16)) as (model, batch):
+        patch(model, MemSaveConfig(norm="output"))
+        number = sum(isinstance(module, nn.LayerNorm) for module in model.modules())
+        model(**batch)
+        assert asked == number * [1]
+        model(**batch)
+        assert asked[number:] == [number]
+
+
+@pytest.mark.parametrize("family", ["llama", "t5-encoder", "bert"])
+@pytest.mark.parametrize("kernel", ["efficient", "cudnn"])
+def test_a_mask_with_odd_rows_is_laid_out_once(family, kernel):
+    def kept(padded):
+        return [kept_on_fake(family, n, attention=kernel, seq=130, padded=padded) for n in (4, 6)]
+
+    (few, more), (few_padded, more_padded) = kept(False), kept(True)
+    assert more_padded - few_padded == pytest.approx(more - few, rel=1e-3)
+
+
+def test_kernels_that_lay_out_masks_themselves_keep_one_a_layer(monkeypatch):
+    monkeypatch.setattr(special, "mask_multiple", lambda mask: 1)
+    few, more = (kept_on_fake("bert", n, attention="efficient", seq=130, padded=True) for n in (4, 6))
+    without = [kept_on_fake("bert", n, attention="efficient", seq=130) for n in (4, 6)]
+    assert more - few - (without[1] - without[0]) == pytest.approx(2 * QUOTED.batch * 130 * 136 * 2, rel=0.01)
+
+
+@pytest.mark.parametrize("length", [128, 130])
+@pytest.mark.parametrize("kind", [torch.bool, torch.bfloat16])
+def test_the_efficient_kernel_takes_the_masks_of_special_as_they_are(kind, length):
+    with fake_device("efficient") as device:
+        mask = torch.ones(2, 1, length, length, dtype=kind, device=device)
+        laid = special.float_mask(mask, torch.bfloat16) if kind == torch.bool else special.laid_out(mask)
+        assert laid.shape == mask.shape
+        assert laid.dtype == torch.bfloat16
+        assert laid.stride() == (length * 136, length * 136, 136, 1) if length == 130 else laid.is_contiguous()
 
 
 @pytest.mark.parametrize("ask", [torch.Tensor.item, bool, float, torch.nonzero, lambda x: x[x > 0]])
@@ -210,6 +258,13 @@ def test_a_torch_without_it_is_told(monkeypatch):
     monkeypatch.delattr(torch._C._acc, "PrivateUse1Hooks")
     monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "privateuseone")
     with pytest.raises(MeasureError, match="needs PyTorch 2.11 or later, got .* pip install -U torch"), fake_device():
+        pass
+
+
+def test_a_process_with_gpus_is_told(monkeypatch):
+    monkeypatch.setattr(module, "_register", module._register.__wrapped__)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(MeasureError, match="a process without GPUs.* CUDA_VISIBLE_DEVICES="), fake_device():
         pass
 
 

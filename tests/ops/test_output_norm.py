@@ -1,5 +1,6 @@
 """``norm="output"``: stock's forward, and gradients from the output that are no worse than twice stock's error."""
 
+import weakref
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from hf_memsave.errors import KeptTensorChangedError
+from hf_memsave.ops import output_norm as output_norm_file
 from hf_memsave.ops.output_norm import OUTPUT_NORM, in_need, kept_bytes, layer_normed, output_norm, rms_normed
 from hf_memsave.patching.swap import Patch
 from support.helpers import (
@@ -152,6 +154,51 @@ def test_output_norm_would_be_wrong_if_no_column_kept_its_input(device):
 
     assert worst(None) > 50
     assert worst(in_need(module.weight, module.bias)) < 2
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """How many norms each transfer told of, where the host waits for the device as for CUDA."""
+    numbers, ask = [], output_norm_file._ask
+    monkeypatch.setattr(output_norm_file, "waits", lambda x: True)
+    monkeypatch.setattr(output_norm_file, "_asking", weakref.WeakSet())
+    monkeypatch.setattr(output_norm_file, "_ask", lambda norms: numbers.append(len(norms)) or ask(norms))
+    return numbers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_norms_that_ask_together_find_what_each_would(asked, kind):
+    modules = [module_of(kind, *vectors(10.0 if kind == "layer_norm" else 0, "mixed", 64, torch.float32, "cpu"))]
+    modules += [plain(kind, width=32, keeps=n) for n in (0, 2)]
+    for _ in range(2):
+        with taping():
+            for module in modules:
+                bias = getattr(module, "bias", None)
+                assert_same_bits(output_norm_file._columns(module, module.weight, bias), in_need(module.weight, bias))
+    assert asked == [1, 1, 1, 3]
+
+
+def test_a_norm_that_changes_asks_again(asked):
+    module = plain("rms_norm")
+    x = random(4, 16).requires_grad_()
+    with taping():
+        from_output(module)(x)
+        with torch.no_grad():
+            module.weight[3] = 0
+        y = from_output(module)(x)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert asked == [1, 1]
+    assert dx.isfinite().all()
+
+
+def test_one_of_another_dtype_or_sharded_is_not_asked(asked):
+    here, low, elsewhere, freed = (plain("rms_norm", dtype=d) for d in (*DTYPES[:2], *2 * DTYPES[:1]))
+    elsewhere.to("meta")
+    freed.weight.untyped_storage().resize_(0)
+    output_norm_file._asking.update((low, elsewhere, freed))
+    with taping():
+        output_norm_file._columns(here, here.weight, None)
+    assert asked == [1]
 
 
 def test_output_norm_finds_the_columns_in_need():

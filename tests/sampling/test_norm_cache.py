@@ -1,6 +1,7 @@
 """The cache of gradient norms: whatever is in it, the expected weight of every row stays 1; and what it learns."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from hf_memsave import WTACRS
 from hf_memsave.sampling.batch import Batch, Tokens
 from hf_memsave.sampling.norm_cache import NONZERO, RATE, UNSEEN, ZERO, NormCache, merged
+from hf_memsave.sampling.sampler import Sampler
 from support.draws import Watched, expected_weights
 from support.helpers import random
 
@@ -281,3 +283,12 @@ def test_samples_that_are_not_the_rows_of_a_layer_are_left_aside(device, samples
     assert sampler.draw(LAYER, random(BATCH, SEQ, IN, device=device), tokens, batch) is not None
     sampler.cache.update(LAYER, batch, tokens, gradients(device, tokens))
     sampler.cache.flush()
+
+
+def test_the_tokens_of_two_stacks_are_counted_together():
+    masks = torch.tensor([[1, 1, 0], [1, 0, 0]]) > 0, torch.tensor([[1, 1], [1, 1]]) > 0
+    batch = Sampler(WTACRS())._begin({"attention_mask": masks[0].long(), "decoder_attention_mask": masks[1].long()})
+    assert (batch.own.real, batch.decoder.__dict__["real"]) == (3, 4)
+    decoder = weakref.ref(batch.decoder)
+    del batch
+    assert decoder() is None

@@ -16,33 +16,42 @@ from hf_memsave import measure_kept, patch
 from hf_memsave.device import STAND_IN
 from hf_memsave.measure.fake_device import fake_device, to_fake
 from hf_memsave.measure.inputs import forward_of
-from support.families import QUOTED, batch_for, build
+from support.families import QUOTED, Size, batch_for, build
 from support.lora import adapted
 
 ATTENTION = ("flash", "efficient", "cudnn")
 
 
 @contextmanager
-def on_fake(make: Any, attention: str = "flash") -> Iterator[tuple[nn.Module, dict[str, torch.Tensor]]]:
-    """The model that ``make`` makes, and its batch, without weights or numbers."""
+def on_fake(
+    make: Any, attention: str = "flash", size: Size = QUOTED, padded: bool = False
+) -> Iterator[tuple[nn.Module, dict[str, torch.Tensor]]]:
+    """The model that ``make`` makes, and its batch, without weights or numbers; with a mask if it is ``padded``."""
     with torch.device("meta"):
         model = make()
     with fake_device(attention) as device:
-        batch = batch_for(to_fake(model, device), QUOTED)
-        yield model, {name: value for name, value in batch.items() if name != "attention_mask"}
+        batch = batch_for(to_fake(model, device), size)
+        yield model, {name: value for name, value in batch.items() if padded or name != "attention_mask"}
 
 
 def kept_on_fake(
-    family: str, layers: int, mode: str = "bf16", attention: str = "flash", lora: bool = False, config: Any = True
+    family: str,
+    layers: int,
+    mode: str = "bf16",
+    attention: str = "flash",
+    lora: bool = False,
+    config: Any = True,
+    seq: int = QUOTED.seq,
+    padded: bool = False,
 ) -> int:
     """Bytes kept, patched by ``config``; stock for None."""
-    size = replace(QUOTED, layers=layers)
+    size = replace(QUOTED, layers=layers, seq=seq)
     dtype = torch.float32 if mode == "autocast" else torch.bfloat16
 
     def make() -> nn.Module:
         return adapted(family, size=size) if lora else build(family, size, dtype)
 
-    with on_fake(make, attention) as (model, batch):
+    with on_fake(make, attention, size, padded) as (model, batch):
         if config is not None:
             patch(model, config)
         return measure_kept(model, batch, forward_of(model, torch.bfloat16 if mode == "autocast" else None)).total
@@ -59,11 +68,16 @@ def u_on_fake(
 
 
 class NoTransfers(TorchDispatchMode):
-    """Raises where a program copies between host and device, for which it would wait."""
+    """Raises where a program copies between host and device, for which it would wait; or to the host alone."""
+
+    def __init__(self, only_to_host: bool = False) -> None:
+        super().__init__()
+        self.only_to_host = only_to_host
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         of = {t.device.type for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor) and t.dim()}
-        if "copy" in str(func) and len(of) > 1 and STAND_IN in of:
+        is_to_host = isinstance(out, torch.Tensor) and out.device.type == "cpu"
+        if "copy" in str(func) and len(of) > 1 and STAND_IN in of and (is_to_host or not self.only_to_host):
             raise AssertionError(f"{func} copies between {of}")
         return out
