@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install test quick demo lint clean
+.PHONY: help install test kernels quick demo lint clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -18,6 +18,10 @@ install: $(INSTALLED) ## Create .venv with the tested versions of everything
 
 test: $(INSTALLED) ## Run the tests; ARGS="-k glue" picks some
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile $(ARGS)
+	$(if $(ARGS),,$(MAKE) kernels)
+
+kernels: $(INSTALLED) ## Run the tests of the vendored Triton kernels, in Triton's interpreter
+	cd hf_memsave/_vendor/memsave_kernels && TRITON_INTERPRET=1 $(CURDIR)/$(BIN)/python -m pytest -m "not long" -n logical --maxprocesses 8
 
 quick: $(INSTALLED) ## Run one case of every test, without the long ones: two minutes on two cores
 	$(BIN)/python -m pytest --quick -n logical --maxprocesses 8 --dist loadfile $(ARGS)

@@ -2,6 +2,9 @@
 from setuptools import find_packages, setup
 
 setup(
-    packages=[*find_packages(include=["hf_memsave*"], exclude=["*.tests", "*.tests.*"]), "hf_memsave.configs"],
+    packages=[
+        *find_packages(include=["hf_memsave*"], exclude=["*.tests", "*.tests.*", "hf_memsave._vendor*"]),
+        "hf_memsave.configs",
+    ],
     package_dir={"hf_memsave.configs": "configs"},
 )

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hf_memsave.integrations.peft import MemSaveLoraConfig
     from hf_memsave.integrations.trainer import MemSaveCallback, MemSaveMixin, MemSaveTrainer
     from hf_memsave.measure.estimate import estimate
+    from hf_memsave.planner.plan import plan
 
 __version__ = "0.1.0"
 
@@ -36,6 +37,7 @@ __all__ = [
     "estimate",
     "measure_kept",
     "patch",
+    "plan",
     "unpatch",
 ]
 
@@ -47,6 +49,7 @@ _LAZY = {
     "MemSaveMixin": "hf_memsave.integrations.trainer",
     "MemSaveTrainer": "hf_memsave.integrations.trainer",
     "estimate": "hf_memsave.measure.estimate",
+    "plan": "hf_memsave.planner.plan",
 }
 
 

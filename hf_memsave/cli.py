@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from hf_memsave import MemSaveError, __version__
-from hf_memsave.commands import auto, demo, doctor, estimate, report, verify
+from hf_memsave.commands import auto, demo, doctor, estimate, plan, report, verify
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     report.add_to(commands)
     estimate.add_to(commands)
+    plan.add_to(commands)
     demo.add_to(commands)
     verify.add_to(commands)
     auto.add_to(commands)

@@ -38,6 +38,15 @@ def add_to(commands: Any) -> None:
     )
     add = parser.add_argument
     add("--memsave", metavar="PRESET", default="exact", help="the preset to estimate beside stock (%(default)s)")
+    add_step(parser)
+    add("--memory", metavar="SIZE", help="what there is, such as 24GiB: says whether it fits, and what would")
+    add("--json", type=Path, metavar="FILE", help="write every figure, in bytes")
+    parser.set_defaults(run=run)
+
+
+def add_step(parser: argparse.ArgumentParser) -> None:
+    """Add the options that describe a training step."""
+    add = parser.add_argument
     add("--batch-size", type=positive_int, default=1, metavar="N", help="sequences on each device (%(default)s)")
     add("--seq-len", type=positive_int, default=2048, metavar="N", help="tokens in each (%(default)s)")
     add("--dtype", choices=sorted(_DTYPES), help="of the weights (bf16; with --autocast fp32)")
@@ -58,9 +67,6 @@ def add_to(commands: Any) -> None:
     add("--devices", type=positive_int, default=1, metavar="N", help="how many GPUs train together (%(default)s)")
     add("--sharding", choices=["ddp", "zero1", "zero2", "fsdp"], default="ddp", help="over the GPUs (%(default)s)")
     add("--layers", type=positive_int, metavar="N", help="the depth, instead of the configuration's own")
-    add("--memory", metavar="SIZE", help="what there is, such as 24GiB: says whether it fits, and what would")
-    add("--json", type=Path, metavar="FILE", help="write every figure, in bytes")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,11 +78,6 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         CommandError: The options contradict each other, or the step cannot be estimated.
     """
-    if args.autocast and args.dtype not in (None, "fp32"):
-        raise CommandError(
-            f"--autocast {args.autocast} computes in 16 bits with fp32 weights, got --dtype {args.dtype}. Leave one "
-            "out."
-        )
     if args.json:
         check_folder(args.json)
     memsave = MemSaveConfig.preset(args.memsave)
@@ -90,17 +91,10 @@ def run(args: argparse.Namespace) -> int:
     memory = None if args.memory is None else bytes_of(args.memory)
     config = load_config(args.model)
     console = Console(highlight=False)
-    training = {
-        "batch_size": args.batch_size,
-        "seq_len": args.seq_len,
-        "dtype": _DTYPES[args.dtype or ("fp32" if args.autocast else "bf16")],
-        "autocast": _DTYPES[args.autocast] if args.autocast else None,
-        **{k: getattr(args, k) for k in
-           ("optimizer", "lora", "quantized", "checkpointing", "accumulation", "attention", "padded")},
-    }  # fmt: skip
+    training = step_of(args)
     options = {"devices": args.devices, "sharding": args.sharding, "layers": args.layers}
     try:
-        with _progress(console) as progress:
+        with progress_bar(console) as progress:
             bar = progress.add_task("Tracing a few layers", total=1)
             result = estimate(
                 config, memsave=memsave, memory=memory, **training, **options,
@@ -118,6 +112,28 @@ def run(args: argparse.Namespace) -> int:
     return int(result.fits is False)
 
 
+def step_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of :class:`~hf_memsave.measure.training.Training`, as the options say.
+
+    Returns:
+        Name -> value.
+
+    Raises:
+        CommandError: They contradict each other.
+    """
+    if args.autocast and args.dtype not in (None, "fp32"):
+        raise CommandError(
+            f"--autocast {args.autocast} computes in 16 bits with fp32 weights, got --dtype {args.dtype}. Leave one "
+            "out."
+        )
+    names = ("batch_size", "seq_len", "optimizer", "lora", "quantized", "checkpointing", "accumulation", "attention",
+             "padded")  # fmt: skip
+    return {name: getattr(args, name) for name in names} | {
+        "dtype": _DTYPES[args.dtype or ("fp32" if args.autocast else "bf16")],
+        "autocast": _DTYPES[args.autocast] if args.autocast else None,
+    }
+
+
 def _largest(
     config: Any, result: Any, training: dict[str, Any], memsave: Any, memory: int, args: Any, console: Console
 ) -> dict[str, dict[str, int]]:
@@ -126,7 +142,7 @@ def _largest(
     from hf_memsave.measure.training import Training
 
     found: dict[str, dict[str, int]] = {"stock": {}, "patched": {}}
-    with _progress(console) as progress:
+    with progress_bar(console) as progress:
         bar = progress.add_task("Looking for what fits", total=4)
         for name in ("batch_size", "seq_len"):
             for label, chosen in (("stock", None), ("patched", memsave)):
@@ -143,6 +159,7 @@ def _largest(
     return found
 
 
-def _progress(console: Console) -> Progress:
+def progress_bar(console: Console) -> Progress:
+    """A bar that goes away when it is done."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True)

@@ -16,8 +16,8 @@ from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import PatchError
 from hf_memsave.patching.blocks import block_numbers, number_of
 from hf_memsave.patching.collect import collect
-from hf_memsave.patching.refusals import refuse_foreign_patches
 from hf_memsave.patching.patch import LISTENERS, patch
+from hf_memsave.patching.refusals import refuse_foreign_patches
 from hf_memsave.patching.sampled_layers import attach
 from hf_memsave.patching.swap import is_patched, patch_of, patched_class, patched_models, set_class
 

@@ -49,7 +49,7 @@ class Tape(Recorder):
     Attributes:
         coder: While one operation runs: chooses a handle for what it wants to keep, or None to leave that to the tape.
         memo: Results shared within this forward, by whoever puts them there.
-        head: The linear that gives logits, if those may be computed later; ``logits`` is called for them, or gives None.
+        head: The linear that gives logits, if those may be computed later; ``logits`` gives them, or None.
         is_in_attention: SDPA runs.
         is_in_loss: A loss runs.
         is_around: Checkpointed blocks within laid tapes of their own.

@@ -1,0 +1,73 @@
+"""``memsave plan``: the cheapest exact setting whose training step fits, from the configuration alone."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+from typing import Any
+
+import transformers
+from rich.console import Console
+
+from hf_memsave import MemSaveError
+from hf_memsave.commands import CommandError, check_folder
+from hf_memsave.commands.estimate import add_step, progress_bar, step_of
+from hf_memsave.commands.report import in_options
+
+
+def add_to(commands: Any) -> None:
+    """Add this command to the subparsers of ``memsave``."""
+    parser = commands.add_parser(
+        "plan",
+        help="the cheapest exact setting whose training step fits a GPU: no weights, no GPU",
+        description="Finds how many layers have to run how much again in backward for a training step to fit, and "
+        "writes the configuration. It estimates as memsave estimate does.",
+    )
+    parser.add_argument(
+        "model",
+        metavar="MODEL_OR_CONFIG",
+        help="a folder with config.json, such a file, a model type (bert, llama, ...: its defaults), a name on the hub",
+    )
+    parser.add_argument("--budget", metavar="SIZE", required=True, help="what there is, such as 24GiB")
+    add_step(parser)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the configuration, as YAML or .json")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan, print, and write what was asked for.
+
+    Returns:
+        0.
+
+    Raises:
+        CommandError: The options contradict each other, nothing fits, or the step cannot be estimated.
+    """
+    if args.out:
+        check_folder(args.out)
+    training = step_of(args)
+
+    from hf_memsave.measure.models import load_config
+    from hf_memsave.planner.plan import plan
+
+    transformers.logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the last one raises
+    config = load_config(args.model)
+    if args.layers:
+        config.num_hidden_layers = args.layers
+    console = Console(highlight=False)
+    try:
+        with progress_bar(console) as progress:
+            bar = progress.add_task("Tracing a few layers", total=1)
+            found = plan(
+                config, budget=args.budget, devices=args.devices, sharding=args.sharding, **training,
+                progress=lambda share: progress.update(bar, completed=share),
+            )  # fmt: skip
+    except MemSaveError as error:
+        raise CommandError(in_options(error)) from error
+    console.print(str(found), markup=False, soft_wrap=True)
+    if args.out:
+        found.config.to_file(args.out)
+        console.print(f"Configuration: {args.out}", markup=False)
+    return 0
