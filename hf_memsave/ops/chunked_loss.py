@@ -73,7 +73,7 @@ def cross_entropy(
         The loss, in the logits' dtype; None where this is asked for what it does not know.
     """
     is_known = reduction in ("mean", "sum") or (reduction == "none" and not parameters)
-    is_plain = like.dim() == 2 and target.shape == like.shape[:1] and not target.is_floating_point()
+    is_plain = like.dim() == 2 and target.shape == like.shape[:1] and target.dtype == torch.int64
     wants_weight = weight is not None and weight.requires_grad
     if not (is_known and is_plain) or wants_weight or size_average is not None or reduce is not None:
         return None
@@ -107,6 +107,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 for total, gradient in zip(sums, found[1:], strict=True):
                     if gradient is not None:
                         total += gradient
+                del found
         gradients = [total.to(p.dtype) for total, p in zip(sums, wanted, strict=True)]
         total, scale = _reduced(losses, target, options)
         ctx.save_for_backward(dx, scale, *gradients)

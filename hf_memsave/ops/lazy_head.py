@@ -51,12 +51,25 @@ def of_linear(module: nn.Module, hidden: Tensor, weight: Tensor, bias: Tensor | 
 
 
 def _is_long(module: nn.Module, hidden: Tensor) -> bool:
-    """Whether the logits of ``hidden`` are more than a chunk; a dropout would draw other masks for chunks."""
+    """Whether the logits of ``hidden`` are more than a chunk, and more than what the chunks' sums take.
+
+    A dropout would draw other masks for chunks; a hook may look at logits, or take the weights away (FSDP2, ZeRO-3).
+
+    Returns:
+        True where it pays, and changes nothing but the order of sums.
+    """
     words: Any = module.out_features
-    wants = hidden.requires_grad or any(p.requires_grad for p in module.parameters())
-    if not wants or hidden.shape[:-1].numel() * words * 4 <= chunked_loss.CHUNK:
+    logits = hidden.shape[:-1].numel() * words
+    wanted = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    if not (hidden.requires_grad or wanted) or logits * 4 <= chunked_loss.CHUNK or 2 * wanted > 3 * logits:
         return False
-    return not any(isinstance(m, nn.Dropout) and m.p and m.training for m in module.modules())
+    return not any(isinstance(m, nn.Dropout) and m.p and m.training or _has_hooks(m) for m in module.modules())
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._backward_hooks or module._backward_pre_hooks) or any(
+        hasattr(parameter, "ds_id") for parameter in module.parameters(recurse=False)
+    )
 
 
 def _lazy_head(module: nn.Module, patch: Any, *args: Any, **kwargs: Any) -> Any:

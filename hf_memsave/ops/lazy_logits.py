@@ -3,11 +3,12 @@
 A language model's head hands on a :class:`LazyLogits`: a tensor by shape, dtype and device, without bytes. What the
 model does between head and loss (``float()``, a softcap, a scale, ``view(-1, vocabulary)``, dropping the last token)
 gives another one. ``F.cross_entropy`` of it is :func:`~hf_memsave.ops.chunked_loss.cross_entropy`. Any other function
-runs on the logits themselves, computed once by the head's own forward.
+runs on the logits themselves, computed once by the head's own forward; then their views are views of those.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,10 +29,10 @@ Step = tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]]
 _TOLD = {
     getattr(Tensor, name).__get__
     for name in "shape dtype device ndim layout requires_grad grad_fn is_leaf is_cuda is_cpu is_meta is_sparse "
-    "is_quantized itemsize nbytes retains_grad output_nr _backward_hooks".split()
+    "is_quantized itemsize nbytes retains_grad output_nr".split()
 } | {
     getattr(Tensor, name)
-    for name in "size dim numel nelement is_floating_point is_complex element_size register_hook get_device is_sparse "
+    for name in "size dim numel nelement is_floating_point is_complex element_size get_device is_sparse "
     "__len__ ndimension is_signed".split()
     if callable(getattr(Tensor, name))
 }
@@ -43,9 +44,10 @@ _ELEMENTWISE = {
     for home in (torch, Tensor)
     if hasattr(home, name)
 }
+#: Functions that ask for the gradient of logits.
+_WATCHES = {Tensor.register_hook, Tensor.retain_grad}
 #: Functions that keep the order of the numbers.
-_RESHAPED = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten}
-_SAME = {Tensor.contiguous}
+_RESHAPED = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.contiguous}
 
 
 @dataclass(frozen=True)
@@ -57,14 +59,14 @@ class Head:
         forward: Its own forward.
         steps: What is done to its output, one number at a time.
         autocast: Under which it runs.
-        versions: Of its parameters.
+        versions: Of its parameters: see :func:`versions_of`.
     """
 
     module: nn.Module
     forward: Callable[[Tensor], Tensor]
     steps: tuple[Step, ...]
     autocast: AutocastState
-    versions: tuple[int, ...]
+    versions: tuple[tuple[int, int, int], ...]
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """The logits of ``hidden`` ``[..., H]``.
@@ -73,12 +75,12 @@ class Head:
             ``[..., V]``.
 
         Raises:
-            KeptTensorChangedError: A parameter of the head was written to since the forward.
+            KeptTensorChangedError: A parameter of the head was written to, or freed, since the forward.
         """
         if self.versions != versions_of(self.module):
             raise KeptTensorChangedError(
-                "these logits are computed when they are first read, and the head's weights have been written to since "
-                "the forward. Read them before optimizer.step(), or use MemSaveConfig(loss='stock')."
+                "these logits are computed when they are first read, and the head's weights have been written to, or "
+                "freed, since the forward. Read them before optimizer.step(), or use MemSaveConfig(loss='stock')."
             )
         with self.autocast:
             logits = self.forward(hidden)
@@ -91,32 +93,76 @@ class Head:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
 
-def versions_of(module: nn.Module) -> tuple[int, ...]:
-    """By which a later write to a parameter shows."""
-    return tuple(parameter._version for parameter in module.parameters())
+def versions_of(module: nn.Module) -> tuple[tuple[int, int, int], ...]:
+    """By which a later write to a parameter shows, and that FSDP2 or ZeRO-3 has taken it away."""
+    return tuple((id(parameter), parameter._version, parameter.numel()) for parameter in module.parameters())
 
 
 class LazyLogits(Tensor):
-    """Logits ``[..., V]`` of ``hidden`` ``[..., H]``; see the module."""
+    """Logits ``[..., V]`` of ``hidden`` ``[..., H]``; see the module.
+
+    Attributes:
+        hidden: The head's input.
+        head: What computes them.
+        like: A tensor without bytes, of the geometry and dtype that they have in stock.
+        base: Those that they are a view of in stock, and by which function.
+        is_taken: A loss, or other logits, were computed past them.
+        is_watched: Their gradient is asked for: nothing is computed past them any more.
+    """
 
     hidden: Tensor
     head: Head
+    like: Tensor
+    base: tuple[LazyLogits, Step] | None
+    is_taken: bool
+    is_watched: bool
     _real: Tensor | None
 
     @staticmethod
-    def of(hidden: Tensor, head: Head, like: Tensor) -> LazyLogits:
+    def of(hidden: Tensor, head: Head, like: Tensor, base: tuple[LazyLogits, Step] | None = None) -> LazyLogits:
         """Logits of the shape and dtype of ``like``, a tensor without bytes."""
         lazy: Any = _Later.apply(hidden, head, like, *head.parameters())
-        lazy.hidden, lazy.head, lazy._real = hidden, head, None
+        lazy.hidden, lazy.head, lazy.like, lazy.base = hidden, head, like, base
+        lazy.is_taken, lazy.is_watched, lazy._real = False, False, None
         return lazy
 
     def real(self) -> Tensor:
         """The logits, computed when they are first asked for, and then shared."""
         if self._real is None:
             with torch.enable_grad():
-                self._real = _Real.apply(self)
+                if self.base is None or self.is_watched:
+                    self._real = _Real.apply(self)
+                else:
+                    base, (func, args, kwargs) = self.base
+                    self._real = func(base.real(), *args, **kwargs)
         assert self._real is not None
         return self._real
+
+    def is_real(self) -> bool:
+        """Whether somebody has read them, or what they are a view of: and may have written to them, or watches."""
+        is_here = self.is_watched or self._real is not None
+        return is_here or (self.base is not None and self.base[0].is_real())
+
+    def watch(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``register_hook`` of what is not computed yet (FSDP2 has freed the head), or ``retain_grad``."""
+        is_fsdp = any(str(getattr(hook, "__module__", "")).startswith("torch.distributed") for hook in args)
+        if self.is_taken and not is_fsdp:
+            warnings.warn(
+                f"{func.__name__}: a loss of these logits was computed in chunks, and gives them no gradient. Call it "
+                "in a forward hook of the head, or use MemSaveConfig(loss='stock').",
+                stacklevel=4,
+            )
+        if func is Tensor.retain_grad:
+            return self.real().retain_grad()
+        self.is_watched = True
+        with no_subclasses():
+            return func(self, *args, **kwargs)
+
+    def take(self) -> None:
+        """Whoever asks for their gradient from now on would not get it."""
+        self.is_taken = True
+        if self.base is not None:
+            self.base[0].take()
 
     @classmethod
     def __torch_function__(
@@ -124,16 +170,18 @@ class LazyLogits(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         self = args[0] if args else None
-        if isinstance(self, LazyLogits) and self._real is None:
+        if isinstance(self, LazyLogits) and not self.is_real():
             if func in _TOLD:
                 with no_subclasses():
                     return func(*args, **kwargs)
-            if func in _SAME:
-                return self
+            if func in _WATCHES:
+                return self.watch(func, *args[1:], **kwargs)
             found = _derived(self, func, args[1:], kwargs)
             if found is None and func is F.cross_entropy:
                 found = _loss(self, *args[1:], **kwargs)
             if found is not None:
+                if found is not self and getattr(found, "base", None) is None:
+                    self.take()
                 return found
         args, kwargs = tree_map(_real, (args, kwargs))
         return func(*args, **kwargs)
@@ -162,17 +210,28 @@ def _derived(lazy: LazyLogits, func: Callable[..., Any], args: Sequence[Any], kw
         here = _without_device(lazy, args, kwargs)
         if here is None:
             return None
-        like = func(_shape(lazy, vocabulary), *here[0], **here[1])
+        like = func(lazy.like, *here[0], **here[1])
+        if like is lazy.like:
+            return lazy
         return LazyLogits.of(hidden, replace(head, steps=(*head.steps, (func, *here))), like)
     if func in _RESHAPED:
-        like = func(_shape(lazy, vocabulary), *args, **kwargs)
+        like = func(lazy.like, *args, **kwargs)
+        if like is lazy.like:
+            return lazy
         if like.shape[-1:] == lazy.shape[-1:]:  # rows stay whole, and in order
-            return LazyLogits.of(hidden.reshape(*like.shape[:-1], hidden.shape[-1]), head, like)
+            rows = hidden.reshape(*like.shape[:-1], hidden.shape[-1])
+            return LazyLogits.of(rows, head, like, _base(lazy, like, (func, tuple(args), kwargs)))
     if func is Tensor.__getitem__:
-        like, wider = (_shape(lazy, width)[args[0]] for width in (vocabulary, vocabulary + 1))
+        like, wider = lazy.like[args[0]], _shape(lazy, vocabulary + 1)[args[0]]
         if like.dim() and wider.shape == (*like.shape[:-1], vocabulary + 1) and like.shape[-1] == vocabulary:
-            return LazyLogits.of(hidden[args[0]], head, like)
+            return LazyLogits.of(hidden[args[0]], head, like, _base(lazy, like, (func, tuple(args), kwargs)))
     return None
+
+
+def _base(lazy: LazyLogits, like: Tensor, step: Step) -> tuple[LazyLogits, Step] | None:
+    """What ``like`` would be a view of; None for a copy."""
+    is_view = like.untyped_storage()._cdata == lazy.like.untyped_storage()._cdata
+    return (lazy, step) if is_view else None
 
 
 def _shape(lazy: LazyLogits, width: int) -> Tensor:

@@ -2,22 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+import threading
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 #: How ``gradient_checkpointing_enable`` tells a layer, too.
 _NAMES = ("gradient_checkpointing", "_gradient_checkpointing_func")
+#: Kinds of PEFT's adapters that are a cache.
+_BRING_A_CACHE = ("PREFIX_TUNING", "CARTRIDGE")
 #: Where a block finds what it was told before.
 BEFORE = "_memsave_checkpointed"
 
 
 class _Ours(partial):
     """The function by which a block checkpoints itself, to be told from what others set since."""
+
+
+class _Flag:
+    """True where a block is to run again: a cache is neither read nor written then, as in ``generate``."""
+
+    def __bool__(self) -> bool:
+        return torch.is_grad_enabled() and not getattr(_caches, "is_asked_for", False)
+
+
+_caches = threading.local()
+
+
+@contextlib.contextmanager
+def with_cache(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Run no block again while ``model`` is called with these, if they ask for a cache or bring one (a prefix)."""
+    cache = arguments.get("past_key_values")
+    is_filled = cache is not None and (not hasattr(cache, "get_seq_length") or cache.get_seq_length() > 0)
+    is_prefix = getattr(getattr(model, "active_peft_config", None), "peft_type", None) in _BRING_A_CACHE
+    if not (is_filled or is_prefix or arguments.get("use_cache")):
+        yield
+        return
+    before, _caches.is_asked_for = getattr(_caches, "is_asked_for", False), True
+    try:
+        yield
+    finally:
+        _caches.is_asked_for = before
 
 
 def checkpoint_blocks(model: nn.Module, blocks: Collection[nn.Module]) -> None:
@@ -33,4 +64,4 @@ def checkpoint_blocks(model: nn.Module, blocks: Collection[nn.Module]) -> None:
         own = module.__dict__
         if not getattr(module, _NAMES[0], False):  # else the whole model is checkpointed already
             own[BEFORE] = {name: own[name] for name in _NAMES if name in own}
-            own.update(zip(_NAMES, (True, _Ours(checkpoint, use_reentrant=False)), strict=True))
+            own.update(zip(_NAMES, (_Flag(), _Ours(checkpoint, use_reentrant=False)), strict=True))

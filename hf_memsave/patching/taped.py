@@ -25,6 +25,7 @@ from transformers.utils import logging
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import PatchError
 from hf_memsave.ops.lazy_head import of_linear
+from hf_memsave.patching.checkpointed import with_cache
 from hf_memsave.sampling.sampler import INDEX, Sampler
 from hf_memsave.tape import Tape, current, hooks_work, table_without
 from hf_memsave.tape.ledger import Ledger
@@ -134,8 +135,8 @@ def _lay(
     ledger = _before_forward(module)
     decided, held = _decided.setdefault(module, {}), _held_by_checkpoint(args, kwargs)
     try:
-        with _offload(config), Tape(*settings, codec, held, ledger, decided) as tape:
-            if config.loss == "chunked" and isinstance(head := head_of(module), nn.Linear):
+        with with_cache(module, kwargs), _offload(config), Tape(*settings, codec, held, ledger, decided) as tape:
+            if config.loss == "chunked" and isinstance(head := _head_below(module), nn.Linear):
                 tape.head, tape.logits = head, of_linear
             out = forward(module, *args, **kwargs)
     except BaseException as error:
@@ -169,6 +170,15 @@ def head_of(model: nn.Module) -> nn.Module | None:
         return model.get_output_embeddings()
     except (AttributeError, NotImplementedError):  # some models say that they have one, and do not
         return None
+
+
+def _head_below(module: nn.Module) -> nn.Module | None:
+    """That of the model that ``module`` is, or is around, as PEFT's are; none that FSDP2 frees after the forward."""
+    state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+    if any(group.post_forward_mesh_info is not None for group in getattr(state, "_fsdp_param_groups", ())):
+        return None
+    models = (m for m in module.modules() if isinstance(m, PreTrainedModel))
+    return None if (model := next(models, None)) is None else head_of(model)
 
 
 def _held_by_checkpoint(args: Any, kwargs: Any) -> list[Tensor]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_memsave.errors import MemSaveError
+from hf_memsave.errors import KeptTensorChangedError, MemSaveError
 from hf_memsave.tape.record import BUFFER, MARK
 
 #: Bytes below which a storage stays where it is.
@@ -45,21 +45,31 @@ class _Pack:
     def __call__(self, tensor: Tensor) -> Any:
         storage = tensor.untyped_storage()
         if storage.nbytes() < SMALLEST or _is_there_anyway(tensor):
-            return tensor.detach()
+            return tensor.detach(), tensor._version
         away, version = getattr(storage, _COPY, (lambda: None, None))
         copy: Away | None = away()
         if copy is None or version != tensor._version:
             copy = Away(tensor, self._last)
             self._last = weakref.ref(copy)
             setattr(storage, _COPY, (weakref.ref(copy), tensor._version))
-        return copy, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+        view = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+        return copy, *view, tensor.is_conj(), tensor.is_neg()
 
 
 def _unpack(packed: Any) -> Tensor:
-    if isinstance(packed, Tensor):
-        return packed
-    copy, dtype, shape, stride, offset = packed
-    return copy.back().view(dtype).as_strided(shape, stride, offset)
+    if isinstance(packed[0], Tensor):
+        tensor, version = packed
+        if tensor._version != version:
+            raise KeptTensorChangedError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"{tuple(tensor.shape)} tensor is at version {tensor._version}, expected version {version} instead. "
+                "Write to it after backward."
+            )
+        return tensor
+    copy, dtype, shape, stride, offset, is_conj, is_neg = packed
+    found = torch.empty(0, dtype=dtype, device=copy.device).set_(copy.back().untyped_storage(), offset, shape, stride)
+    found = torch._neg_view(found) if is_neg else found
+    return found.conj() if is_conj else found
 
 
 def _is_there_anyway(tensor: Tensor) -> bool:

@@ -1,0 +1,90 @@
+"""Rungs and offload where models bring caches, and where what is kept is odd or is written to."""
+
+import pytest
+import torch
+from peft import PrefixTuningConfig, TaskType, get_peft_model
+
+from hf_memsave import MemSaveConfig, patch
+from hf_memsave.tape import offload
+from hf_memsave.tape.offload import Offload
+from support.families import Size, batch_for, build
+
+BLOCK = MemSaveConfig(checkpoint="block")
+
+
+def lm(family="llama"):
+    return build(family, Size(), dropout=0.0)
+
+
+def prefixed(family):
+    model = lm(family)
+    torch.manual_seed(1)
+    return get_peft_model(model, PrefixTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=4)).train()
+
+
+def gradients(model, loss):
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_prefix_is_not_lost_in_blocks_that_run_again(family):
+    found = []
+    for is_patched in (False, True):
+        model = prefixed(family)
+        if is_patched:
+            patch(model, BLOCK)
+        found.append(gradients(model, model(**batch_for(model, Size())).loss))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_cache_that_is_asked_for_is_filled_and_read():
+    found = []
+    for is_patched in (False, True):
+        model = lm()
+        if is_patched:
+            patch(model, BLOCK)
+        ids = batch_for(model, Size())["input_ids"]
+        cache = model(input_ids=ids[:, :8], use_cache=True).past_key_values
+        found.append(gradients(model, model(input_ids=ids[:, 8:], labels=ids[:, 8:], past_key_values=cache).loss))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_generate_in_training_mode_gives_stocks_tokens():
+    model = lm()
+    ids = batch_for(model, Size())["input_ids"][:, :4]
+    options = dict(max_new_tokens=6, do_sample=False, pad_token_id=0)
+    expected = model.generate(ids, **options)
+    patch(model, BLOCK)
+    assert torch.equal(model.generate(ids, **options), expected)
+
+
+VIEWS = {
+    "conjugated": lambda: torch.randn(64, 64, dtype=torch.complex64).conj(),
+    "negated": lambda: torch.randn(64, 64, dtype=torch.complex64).conj().imag,
+    "of odd bytes": lambda: torch.zeros(4097, dtype=torch.uint8)[:4096].view(torch.float32).fill_(3.0),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_any_view_comes_back_as_it_was(view, monkeypatch):
+    monkeypatch.setattr(offload, "SMALLEST", 256)
+    x = VIEWS[view]()
+    w = torch.ones_like(x.resolve_conj().resolve_neg()).requires_grad_()
+    with Offload():
+        y = (w * x).sum()
+    y.abs().backward() if y.is_complex() else y.backward()
+    found, w.grad = w.grad, None
+    y = (w * x).sum()
+    y.abs().backward() if y.is_complex() else y.backward()
+    assert torch.equal(found, w.grad)
+
+
+def test_a_weight_written_to_before_backward_raises_as_without_offload():
+    model = lm()
+    patch(model, MemSaveConfig(offload=True))
+    loss = model(**batch_for(model, Size())).loss
+    with torch.no_grad():
+        model.model.layers[0].mlp.gate_proj.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
