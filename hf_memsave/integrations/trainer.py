@@ -22,6 +22,7 @@ from hf_memsave.errors import ConfigError, PatchError
 from hf_memsave.integrations.norms import load_norms, save_norms
 from hf_memsave.patching.patch import patch, unpatch
 from hf_memsave.patching.sampled_layers import sampler_of
+from hf_memsave.patching.swap import patched_models
 from hf_memsave.tape.ledger import Ledger
 
 _MIB = 2**20
@@ -40,7 +41,8 @@ class MemSaveCallback(TrainerCallback):
     ``memsave/avoided_mib/<function>``.
 
     Args:
-        memsave: As for :func:`hf_memsave.patch`: True, a preset's name, a dict of fields or a ``MemSaveConfig``.
+        memsave: As for :func:`hf_memsave.patch`: True, a preset's name, a dict of fields or a ``MemSaveConfig``. None
+            for what the model is patched with already, or else the exact default.
         undo: Make the model stock again when training ends.
 
     Attributes:
@@ -51,8 +53,9 @@ class MemSaveCallback(TrainerCallback):
         ConfigError: ``memsave`` names a preset, field or value that does not exist, or asks for nothing.
     """
 
-    def __init__(self, memsave: MemSaveConfig | str | bool | dict[str, Any] = True, undo: bool = False) -> None:
-        config = MemSaveConfig.resolve(memsave)
+    def __init__(self, memsave: MemSaveConfig | str | bool | dict[str, Any] | None = None, undo: bool = False) -> None:
+        self._takes_what_is_there = memsave is None
+        config = MemSaveConfig() if memsave is None else MemSaveConfig.resolve(memsave)
         if config is None:
             raise ConfigError(f"MemSaveCallback({memsave!r}) asks for nothing. Leave the callback out for a stock run.")
         self.config, self.undo = config, undo
@@ -153,6 +156,8 @@ class MemSaveCallback(TrainerCallback):
 
     def _patch(self, state: TrainerState, model: nn.Module) -> None:
         first = self.report is None
+        if self._takes_what_is_there and (found := patched_models(model)):
+            self.config = found[0][1]
         self.report = patch(model, self.config)
         if first and state.is_world_process_zero:
             print(self.report)

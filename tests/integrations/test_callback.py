@@ -318,3 +318,20 @@ def test_a_model_where_little_is_avoided_trains_and_gets_one_warning_a_run(make,
         assert len(found) == runs * warnings and len(set(losses(trainer))) == 3
     for message in found:
         assert "Linears" in message and next(iter(callback.report.step.by_function("kept"))) in message
+
+
+def test_a_callback_without_an_argument_keeps_what_the_model_was_patched_with(make):
+    model = build("llama")
+    hf_memsave.patch(model, "wta-crs")
+    before = {name: patch_of(module) for name, module in model.named_modules()}
+    callback = MemSaveCallback()
+    make(model, callbacks=[callback]).train()
+    assert callback.config == MemSaveConfig.preset("wta-crs")
+    assert {name: patch_of(module) for name, module in model.named_modules()} == before
+
+
+def test_a_callback_without_an_argument_patches_a_stock_model_exactly(make):
+    callback = MemSaveCallback()
+    trainer = make(callbacks=[callback])
+    assert callback.config == MemSaveConfig()
+    assert is_patched(trainer.model)
