@@ -1,0 +1,155 @@
+"""README and docs: links lead somewhere, commands and fields exist, and every Python snippet runs."""
+
+import contextlib
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from hf_memsave import MemSaveConfig
+from hf_memsave.config import presets
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+WORDS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES]
+#: In front of a snippet: why no test can run it.
+NO_RUN = re.compile(r"<!-- no-run: \S.*? -->\n\Z")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^()\s]+)\)")
+
+#: What a page may take for granted: a small model, saved and at hand, and what it is trained on.
+GIVEN = """
+import torch
+torch.set_num_threads(1)
+from transformers import LlamaConfig, LlamaForCausalLM
+torch.manual_seed(0)
+model = LlamaForCausalLM(LlamaConfig(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+    vocab_size=64, pad_token_id=0, use_cache=False,
+)).train()
+name = "small"
+model.save_pretrained(name)
+ids = torch.randint(1, 64, (2, 16))
+images = torch.randn(2, 3, 8, 8)
+dataset = [{"input_ids": row, "labels": row} for row in ids]
+"""
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+def blocks(path, language):
+    """The page's blocks in that language that run, in order."""
+    text = path.read_text(encoding="utf-8")
+    found = [(m.group(1), m.group(2), text[: m.start()]) for m in BLOCK.finditer(text)]
+    return [code for tag, code, before in found if tag == language and not NO_RUN.search(before)]
+
+
+def prose(path):
+    """The page without its blocks."""
+    return BLOCK.sub("", path.read_text(encoding="utf-8"))
+
+
+def anchors(path):
+    """The anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", prose(path), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken(path):
+    """The page's relative links that lead nowhere."""
+    found = []
+    for link in LINK.findall(prose(path)):
+        target, _, anchor = link.partition("#")
+        if "://" in target:
+            continue
+        there = (path.parent / target).resolve() if target else path
+        if not there.exists() or (anchor and anchor not in anchors(there)):
+            found.append(link)
+    return found
+
+
+def run(code, folder):
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], cwd=folder, env=environment, capture_output=True, text=True,
+        timeout=300,
+    )  # fmt: skip
+
+
+def test_readme_has_at_most_120_lines():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+def test_readme_links_every_page():
+    links = LINK.findall(prose(ROOT / "README.md"))
+    assert len(PAGES) >= 9
+    assert [page.name for page in PAGES if f"docs/{page.name}" not in links] == []
+
+
+@pytest.mark.parametrize("path", WORDS, ids=name_of)
+def test_links_resolve(path):
+    assert broken(path) == []
+
+
+def test_links_that_lead_nowhere_are_seen(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A title: `x.y`\n[a](#a-title-xy) [b](page.md) [c](none.md) [d](#none) [e](page.md#none)\n")
+    assert broken(page) == ["none.md", "#none", "page.md#none"]
+
+
+def test_every_table_of_results_is_listed():
+    listed = (ROOT / "docs" / "numbers.md").read_text(encoding="utf-8")
+    results = [path.name for path in (ROOT / "scripts" / "results").glob("*.md")]
+    assert results
+    assert [name for name in results if f"](../scripts/results/{name})" not in listed] == []
+
+
+def test_every_field_and_preset_has_its_row():
+    rows = re.findall(r"^\| `([\w-]+)` \|", prose(ROOT / "docs" / "configuration.md"), flags=re.MULTILINE)
+    fields = [field.name for field in dataclasses.fields(MemSaveConfig)]
+    assert sorted(rows) == sorted([*fields, *presets()])
+
+
+def test_commands_have_their_options():
+    """Every ``memsave`` command of a bash block is known to the command line, with its options."""
+    lines = [line for path in WORDS for block in blocks(path, "bash") for line in block.splitlines()]
+    commands = [line.split("#")[0].split() for line in lines if line.startswith("memsave ")]
+    assert {command[1] for command in commands} >= {"report", "estimate", "plan", "verify", "doctor", "auto"}
+    unknown = []
+    for command in commands:
+        words = help_of(command[1]).replace(",", " ").replace("[", " ").replace("]", " ").split()
+        unknown += [(command[1], word) for word in command if word.startswith("--") and word not in words]
+    assert unknown == []
+
+
+def help_of(command):
+    import io
+
+    from hf_memsave.cli import main
+
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+        main([command, "--help"])
+    assert f"memsave {command}" in text.getvalue()
+    return text.getvalue()
+
+
+@pytest.mark.parametrize("path", [path for path in WORDS if blocks(path, "python")], ids=name_of)
+def test_snippets_run(path, tmp_path):
+    """A page's snippets, from top to bottom, in one process."""
+    done = run(textwrap.dedent(GIVEN) + "\n".join(blocks(path, "python")), tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_snippet_that_fails_is_seen(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```python\nx = 1\n```\n<!-- no-run: why -->\n```python\n1 / 0\n```\n```python\nx / 0\n```\n")
+    assert blocks(page, "python") == ["x = 1\n", "x / 0\n"]
+    assert "ZeroDivisionError" in run("".join(blocks(page, "python")), tmp_path).stderr
