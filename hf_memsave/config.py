@@ -16,8 +16,10 @@ import yaml
 from hf_memsave.errors import ConfigError
 from hf_memsave.wtacrs import WTACRS, is_int
 
-#: The fields that :attr:`MemSaveConfig.layers` can limit.
-KINDS = ("activation", "norm", "dropout", "attention", "lora", "checkpoint")
+#: The fields that say what to do with a kind of module.
+KINDS = ("activation", "norm", "dropout", "attention", "lora")
+#: Those that :attr:`MemSaveConfig.layers` can limit.
+LIMITED = (*KINDS, "checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +176,12 @@ class MemSaveConfig:
         fields = dataclasses.asdict(self) | {"layers": dict(self.layers) if self.layers else None}
         return json.loads(json.dumps(fields))
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether gradients are stock's: to the bit, but for the order of sums in a chunked loss."""
+        is_read_off = self.activation not in ("recompute", "stock") or self.norm == "output"
+        return not is_read_off and self.linear is None and self.storage is None
+
     def converts(self, kind: str, block: int, blocks: int = 0) -> bool:
         """Whether what is of this kind is converted in the repeated block of this number, of so many."""
         first = self.first_blocks(kind)
@@ -226,8 +234,8 @@ def _as_pairs(layers: Any) -> tuple[tuple[str, float], ...] | None:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"MemSaveConfig.layers must be a mapping or None, got {layers!r}. {remedy}") from error
     for kind, number in pairs.items():
-        if kind not in KINDS:
-            raise ConfigError(f"MemSaveConfig.layers: expected kinds {_listed(KINDS)}, got {kind!r}. {remedy}")
+        if kind not in LIMITED:
+            raise ConfigError(f"MemSaveConfig.layers: expected kinds {_listed(LIMITED)}, got {kind!r}. {remedy}")
         if kind == "checkpoint" and isinstance(number, float):
             if not 0 <= number <= 1:
                 raise ConfigError(

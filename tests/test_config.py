@@ -324,3 +324,14 @@ def test_a_copy_is_equal(trip):
 @pytest.mark.parametrize("name", FIELDS)
 def test_configs_that_differ_are_not_equal(name):
     assert MemSaveConfig(**{name: OTHER[name]}) != MemSaveConfig()
+
+
+@pytest.mark.parametrize(
+    ("name", "is_exact"),
+    [("exact", True), ("selective", True), ("tempo", False), ("invact", False), ("few-bit", False), ("wta-crs", False),
+     ("lora-wta-crs", False)],
+)  # fmt: skip
+def test_a_preset_knows_whether_it_is_exact(name, is_exact):
+    assert MemSaveConfig.preset(name).is_exact == is_exact
+    assert not MemSaveConfig(storage="int8").is_exact
+    assert MemSaveConfig(checkpoint="block", offload=True).is_exact

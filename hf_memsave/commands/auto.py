@@ -40,7 +40,7 @@ def add_to(commands: Any) -> None:
         metavar="SIZE",
         help="the limit, such as 16GiB (on CUDA: nine tenths of what the device has left)",
     )
-    parser.add_argument("--memsave", metavar="PRESET", default="tempo", help="what to convert to (%(default)s)")
+    parser.add_argument("--memsave", metavar="PRESET", default="exact", help="what to convert to (%(default)s)")
     parser.add_argument("--max-batch", type=positive_int, metavar="N", help="with --fast, the largest batch to try")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the configuration, as YAML or .json")
     parser.set_defaults(run=run)
@@ -75,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"{cannot_run(inputs.model, inputs.batch, error)} {GIVE_ANOTHER_BATCH}") from error
     title = f"{type(inputs.model).__name__}, {inputs.weights}: {described(inputs.batch)}"
     console.print(title, style="bold", markup=False)
-    context = [f"preset {args.memsave}", args.device, f"limit {gib(plan.memory)}"]
+    preset = args.memsave if memsave.is_exact else f"{args.memsave} (gradients are approximate)"
+    context = [f"preset {preset}", args.device, f"limit {gib(plan.memory)}"]
     console.print(", ".join([*context, *(["bf16 autocast"] if args.autocast else [])]), _table(plan), sep="\n")
     console.print(plan.reason)
     _write(plan, args.out, console)

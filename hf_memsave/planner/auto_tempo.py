@@ -72,7 +72,7 @@ class Plan:
 def fast(
     model: nn.Module,
     batch: Mapping[str, Any],
-    config: MemSaveConfig | str | bool | dict[str, Any] = "tempo",
+    config: MemSaveConfig | str | bool | dict[str, Any] = True,
     memory: int | str | None = None,
     *,
     forward: Callable[..., Any] | None = None,
@@ -139,7 +139,7 @@ def fast(
 def smart(
     model: nn.Module,
     batch: Mapping[str, Any],
-    config: MemSaveConfig | str | bool | dict[str, Any] = "tempo",
+    config: MemSaveConfig | str | bool | dict[str, Any] = True,
     memory: int | str | None = None,
     *,
     forward: Callable[..., Any] | None = None,
@@ -252,7 +252,7 @@ def _asked(model: nn.Module, config: Any) -> MemSaveConfig:
         )
     resolved = MemSaveConfig.resolve(config)
     if resolved is None:
-        raise PlanError(f"config: expected something to convert, got {config!r}. Use config='tempo'.")
+        raise PlanError(f"config: expected something to convert, got {config!r}. Use config=True.")
     return resolved
 
 

@@ -43,12 +43,19 @@ def kib(size):
 def test_auto_writes_what_smart_finds(saved, tmp_path, capsys):
     options = ("--batch", saved.folder / "batch.pt", "--memory", kib(saved.half), "--out", tmp_path / "plan.yaml")
     status, output, error = auto(capsys, saved.folder, *options)
-    assert (status, error) == (0, "") and "preset tempo, cpu, limit" in output and "too much" in output
+    assert (status, error) == (0, "") and "preset exact, cpu, limit" in output and "too much" in output
     config = MemSaveConfig.from_file(tmp_path / "plan.yaml")
     assert needs(saved.model, saved.batch, config) <= saved.half < needs(saved.model, saved.batch)
-    assert config.layers and config.norm == "output"
+    assert config.layers and config.is_exact
     assert patch(saved.model, config).patched
     patch(saved.model, config).undo()
+
+
+def test_auto_says_that_a_preset_is_approximate(saved, capsys):
+    options = ("--batch", saved.folder / "batch.pt", "--memory", kib(saved.half), "--memsave", "tempo")
+    status, output, _ = auto(capsys, saved.folder, *options)
+    assert status == 0
+    assert "preset tempo (gradients are approximate), cpu" in output
 
 
 def test_auto_prints_the_configuration_without_out(saved, capsys):

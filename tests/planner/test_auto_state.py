@@ -144,7 +144,7 @@ def test_an_exact_plan_trains_like_stock(device):
 def test_a_plan_goes_through_a_file(name, tmp_path, device):
     model = bert(device)
     batch = batch_for(model, SIZE)
-    plan = smart(model, batch, memory=between(model, batch, 0.4), timer=once)
+    plan = smart(model, batch, "tempo", memory=between(model, batch, 0.4), timer=once)
     plan.config.to_file(tmp_path / name)
     config = MemSaveConfig.from_file(tmp_path / name)
     other = bert(device).train()
@@ -187,7 +187,7 @@ def test_reentrant_checkpointing_cannot_be_timed_and_says_so(device):
     model.enable_input_require_grads()
     before, batch = state_of(model), batch_for(model, SIZE)
     with pytest.raises(PlanError, match="which gradient checkpointing with use_reentrant=True cannot"):
-        smart(model, batch, memory=between(model, batch, 0.4))
+        smart(model, batch, "tempo", memory=between(model, batch, 0.4))
     assert state_of(model) == before
 
 
@@ -254,7 +254,7 @@ def buffered():
 def test_buffers_that_cannot_be_written_to_are_no_obstacle():
     model = buffered()
     batch, snapshot = batch_for(model, SIZE), Snapshot(model)
-    plan = smart(model, batch, memory=2 * needs(model, batch), timer=once)
+    plan = smart(model, batch, "tempo", memory=2 * needs(model, batch), timer=once)
     assert not plan.converted
     assert torch.signbit(model.drifts[1]) and model.drifts[0].isnan() and model.drifts[2] == 1
     model.drifts.nan_to_num_()

@@ -53,13 +53,13 @@ def test_what_is_needed_is_counted(device):
     model = bert(device)
     model.bert.embeddings.requires_grad_(False)
     batch = batch_for(model, SIZE)
-    plan = smart(model, batch, memory=between(model, batch, 0.5), timer=once)
+    plan = smart(model, batch, "tempo", memory=between(model, batch, 0.5), timer=once)
     stock, everything = plan.trials[:2]
     assert (stock.name, stock.batch_size, stock.needed) == ("nothing", 4, needs(model, batch))
     assert (everything.name, everything.needed) == ("everything", needs(model, batch, "tempo"))
     assert stock.needed - stock.kept == fixed(model) < fixed(bert())
     unpatch(model)
-    again = smart(model, batch, memory=stock.needed - 1, optimizer_bytes=0, timer=once)
+    again = smart(model, batch, "tempo", memory=stock.needed - 1, optimizer_bytes=0, timer=once)
     assert not again.converted and again.trials[0].needed < stock.needed
 
 
@@ -100,7 +100,7 @@ def test_smart_converts_no_more_than_its_config_says(device):
 def test_a_model_that_fits_stays_stock(device):
     model = bert(device)
     before = state_of(model)
-    plan = smart(model, batch := batch_for(model, SIZE), memory=needs(model, batch), timer=once)
+    plan = smart(model, batch := batch_for(model, SIZE), "tempo", memory=needs(model, batch), timer=once)
     assert (plan.config, plan.report, plan.converted, len(plan.trials)) == (None, None, False, 1)
     assert "stays stock" in plan.reason and state_of(model) == before
 
@@ -110,9 +110,9 @@ def test_what_cannot_fit_is_an_error_with_figures(device):
     batch, before = batch_for(model, SIZE), state_of(model)
     limit = needs(model, batch, "tempo") - 1
     with pytest.raises(PlanError, match=r"batch of 4 does not fit: expected at most .* MiB, got .*stock .*smaller bat"):
-        smart(model, batch, memory=limit, timer=once)
+        smart(model, batch, "tempo", memory=limit, timer=once)
     with pytest.raises(PlanError, match=r"not one sequence fits .*expected at most .* Use shorter sequences"):
-        fast(model, batch, memory=fixed(model), timer=once)
+        fast(model, batch, "tempo", memory=fixed(model), timer=once)
     assert state_of(model) == before
 
 
@@ -136,7 +136,7 @@ def test_fast_decides_by_sequences_a_second(pays, device):
         return 1.0 if pays else float(seen[-1]) ** 2
 
     before, limit = state_of(model), needs(model, resized(batch, 6))
-    plan = fast(model, batch, memory=limit, forward=sizes_of(model, seen), timer=timer)
+    plan = fast(model, batch, "tempo", memory=limit, forward=sizes_of(model, seen), timer=timer)
     assert plan.converted == pays and ("everything is converted" in plan.reason) == pays
     timed = {trial.name: trial for trial in plan.trials if trial.seconds is not None}
     assert timed["nothing"].batch_size == 6 < timed["everything"].batch_size
@@ -153,7 +153,7 @@ def test_fast_finds_the_largest_batches(size, room, device):
     model = bert(device)
     batch = batch_for(model, SIZE)
     limit = needs(model, resized(batch, room)) + 100
-    plan = fast(model, resized(batch, size), memory=limit, timer=once)
+    plan = fast(model, resized(batch, size), "tempo", memory=limit, timer=once)
     largest = {t.name: t.batch_size for t in plan.trials if t.seconds is not None}
     assert largest["nothing"] == room and needs(model, resized(batch, room + 1)) > limit
     most = largest["everything"]
@@ -162,13 +162,15 @@ def test_fast_finds_the_largest_batches(size, room, device):
 
 def test_fast_tries_no_larger_batch_than_it_may(device):
     model, seen = bert(device), []
-    plan = fast(model, batch_for(model, SIZE), memory="1GiB", forward=sizes_of(model, seen), max_batch=5, timer=once)
+    plan = fast(
+        model, batch_for(model, SIZE), "tempo", memory="1GiB", forward=sizes_of(model, seen), max_batch=5, timer=once
+    )
     assert max(seen) == plan.batch_size == 5 and not plan.converted and "no more sequences fit" in plan.reason
 
 
 def test_fast_counts_a_batch_of_one_once(device):
     model = bert(device)
-    plan = fast(model, batch_for(model, SIZE), memory="1GiB", max_batch=1, timer=once)
+    plan = fast(model, batch_for(model, SIZE), "tempo", memory="1GiB", max_batch=1, timer=once)
     assert [(t.name, t.batch_size) for t in plan.trials] == [("nothing", 1), ("everything", 1)]
 
 
@@ -191,7 +193,7 @@ def test_fast_takes_a_full_device_for_too_large_a_batch(room, full):
         return model(**inputs)
 
     def run():
-        return fast(model, batch_for(model, SIZE), memory="1GiB", forward=forward, timer=once)
+        return fast(model, batch_for(model, SIZE), "tempo", memory="1GiB", forward=forward, timer=once)
 
     if room:
         plan = run()
@@ -209,7 +211,7 @@ def test_a_full_device_is_an_error_for_smart(full):
         full()
 
     with pytest.raises(PlanError, match="the device ran out of memory on 4 sequences, .*smaller limit, or a smaller"):
-        smart(model, batch_for(model, SIZE), memory="1GiB", forward=forward, timer=once)
+        smart(model, batch_for(model, SIZE), "tempo", memory="1GiB", forward=forward, timer=once)
 
 
 def test_a_larger_batch_repeats_the_sequences():
@@ -218,3 +220,12 @@ def test_a_larger_batch_repeats_the_sequences():
     assert larger["input_ids"][:, 0].tolist() == [0, 2, 4, 0, 2, 4, 0]
     assert (larger["scale"], larger["use_cache"]) == (2.0, False)
     assert torch.equal(resized(batch, 2)["input_ids"], batch["input_ids"][:2])
+
+
+def test_without_a_config_what_it_converts_is_exact():
+    model = bert()
+    batch = batch_for(model, SIZE)
+    plan = smart(model, batch, EXACT, between(model, batch, 0.5, EXACT), timer=once)
+    again = smart(bert(), batch, memory=plan.memory, timer=once)
+    assert again.config == plan.config
+    assert again.config.is_exact
