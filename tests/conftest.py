@@ -5,6 +5,8 @@ import gc
 import pytest
 import torch
 
+from support.helpers import EARLIER, nodes
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="the first case of every test that is not marked long")
@@ -44,3 +46,10 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def without_nodes_of_other_tests(request) -> None:
+    """Where a test counts nodes: save_on_cpu without a backward, on CPU, never lets go of a graph."""
+    if hasattr(request.module, "nodes"):
+        EARLIER.update(nodes())

@@ -7,7 +7,7 @@ import pytest
 
 from hf_memsave.tape.handles import Node
 from support.differential import check
-from support.helpers import EARLIER, nodes
+from support.helpers import nodes
 from support.programs import draw
 
 BATCHES, BATCH = 20, 100
@@ -38,7 +38,6 @@ def spread(share):
 
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_random_graphs_are_as_in_stock(batch, made):
-    EARLIER.update(nodes())  # of other tests: save_on_cpu without a backward, on CPU, never lets go of a graph
     outcomes, with_nodes = [], 0
     for seed in range(batch * BATCH, (batch + 1) * BATCH):
         made.clear()
