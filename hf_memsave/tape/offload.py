@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_memsave.errors import KeptTensorChangedError, MemSaveError
+from hf_memsave.tape.private import neg_view
 from hf_memsave.tape.record import BUFFER, MARK
 
 #: Bytes below which a storage stays where it is.
@@ -68,7 +69,7 @@ def _unpack(packed: Any) -> Tensor:
         return tensor
     copy, dtype, shape, stride, offset, is_conj, is_neg = packed
     found = torch.empty(0, dtype=dtype, device=copy.device).set_(copy.back().untyped_storage(), offset, shape, stride)
-    found = torch._neg_view(found) if is_neg else found
+    found = neg_view(found) if is_neg else found
     return found.conj() if is_conj else found
 
 

@@ -27,6 +27,8 @@ any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 #: A context in which no function mode is asked.
 no_modes = torch._C.DisableTorchFunction
+#: A view that is the negative of what its storage holds.
+neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 #: A context in which no tensor subclass is asked.
 no_subclasses = torch._C.DisableTorchFunctionSubclass
 #: Functions of ``torch.nn.functional`` that are written in C++, in place among them.
