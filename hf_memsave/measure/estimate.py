@@ -18,20 +18,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_memsave.config import MemSaveConfig
-from hf_memsave.errors import MeasureError
 from hf_memsave.measure.elsewhere import away_from_gpus
 from hf_memsave.measure.extrapolate import extrapolated, trace_at_full_depth
 from hf_memsave.measure.layers import depth_fields, period
-from hf_memsave.measure.lora import Lora
-from hf_memsave.measure.models import load_config
 from hf_memsave.measure.sharding import sharded
 from hf_memsave.measure.trace import Place
-from hf_memsave.measure.training import Traced, Training, trace_at
+from hf_memsave.measure.training import Traced, Training, config_of, trace_at, training_of
 from hf_memsave.tape.prices import SPAN
 
 _MIB, _GIB = 2**20, 2**30
@@ -257,50 +253,6 @@ def _described(place: Place, op: str) -> str:
     op = op.removeprefix("aten.").partition(".")[0]
     where = f"{' after' if place.is_after else ' of'} block {place.block} of {place.stack}" if place.stack else ""
     return f"in the {place.phase}{where}, in {op}"
-
-
-def training_of(**fields: Any) -> Training:
-    """The training that these fields describe; ``lora`` may be a dict.
-
-    Returns:
-        The training.
-
-    Raises:
-        MeasureError: There is no such field, or it has no such value.
-    """
-    known = {field.name for field in dataclasses.fields(Training)}
-    if unknown := fields.keys() - known:
-        raise MeasureError(f"estimate: expected fields {', '.join(sorted(known))}, got {', '.join(sorted(unknown))}.")
-    if isinstance(lora := fields.get("lora"), dict):
-        names = [field.name for field in dataclasses.fields(Lora)]
-        if unknown := lora.keys() - set(names):
-            raise MeasureError(f"lora: expected fields {', '.join(names)}, got {', '.join(sorted(unknown))}.")
-        fields["lora"] = Lora(**lora)
-    return Training(**fields)
-
-
-def config_of(model_or_config: Any, training: dict[str, Any]) -> PreTrainedConfig:
-    """The configuration of what :func:`estimate` takes; a model's dtype is added to ``training``.
-
-    Returns:
-        The configuration.
-
-    Raises:
-        MeasureError: It is none of those.
-    """
-    if isinstance(model_or_config, str):
-        return load_config(model_or_config)
-    if isinstance(model_or_config, PreTrainedConfig):
-        return model_or_config
-    config = getattr(model_or_config, "config", None)
-    if not isinstance(config, PreTrainedConfig):
-        raise MeasureError(
-            "estimate: expected a configuration or a model of Transformers, its folder or its name on the hub, got "
-            f"{type(model_or_config).__name__}. Count another model's step with hf_memsave.measure.peak.count_peak."
-        )
-    if isinstance(dtype := getattr(model_or_config, "dtype", None), torch.dtype):
-        training.setdefault("dtype", dtype)
-    return config
 
 
 def _gib(nbytes: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ from hf_memsave.measure.inputs import forward_of, make_batch
 from hf_memsave.measure.kernels import ATTENTION
 from hf_memsave.measure.layers import at_depth
 from hf_memsave.measure.lora import Lora
-from hf_memsave.measure.models import choose_head, name_special_tokens
+from hf_memsave.measure.models import choose_head, load_config, name_special_tokens
 from hf_memsave.measure.optimizers import OPTIMIZERS
 from hf_memsave.measure.peak import rounded
 from hf_memsave.measure.quantized import quantize
@@ -86,6 +87,50 @@ class Training:
 def _expect(is_right: Any, name: str, expected: str, got: Any) -> None:
     if not is_right:
         raise MeasureError(f"{name}: expected {expected}, got {got!r}. Change {name}.")
+
+
+def training_of(**fields: Any) -> Training:
+    """The training that these fields describe; ``lora`` may be a dict.
+
+    Returns:
+        The training.
+
+    Raises:
+        MeasureError: There is no such field, or it has no such value.
+    """
+    known = {field.name for field in dataclasses.fields(Training)}
+    if unknown := fields.keys() - known:
+        raise MeasureError(f"estimate: expected fields {', '.join(sorted(known))}, got {', '.join(sorted(unknown))}.")
+    if isinstance(lora := fields.get("lora"), dict):
+        names = [field.name for field in dataclasses.fields(Lora)]
+        if unknown := lora.keys() - set(names):
+            raise MeasureError(f"lora: expected fields {', '.join(names)}, got {', '.join(sorted(unknown))}.")
+        fields["lora"] = Lora(**lora)
+    return Training(**fields)
+
+
+def config_of(model_or_config: Any, training: dict[str, Any]) -> PreTrainedConfig:
+    """The configuration of what :func:`estimate` takes; a model's dtype is added to ``training``.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        MeasureError: It is none of those.
+    """
+    if isinstance(model_or_config, str):
+        return load_config(model_or_config)
+    if isinstance(model_or_config, PreTrainedConfig):
+        return model_or_config
+    config = getattr(model_or_config, "config", None)
+    if not isinstance(config, PreTrainedConfig):
+        raise MeasureError(
+            "estimate: expected a configuration or a model of Transformers, its folder or its name on the hub, got "
+            f"{type(model_or_config).__name__}. Count another model's step with hf_memsave.measure.peak.count_peak."
+        )
+    if isinstance(dtype := getattr(model_or_config, "dtype", None), torch.dtype):
+        training.setdefault("dtype", dtype)
+    return config
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,13 +93,14 @@ class _ChunkedLoss(torch.autograd.Function):
         sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, wide)) for p in wanted]
         itemsize = torch.empty(0, dtype=wide).itemsize + 2 * torch.empty(0, dtype=dtype).itemsize
         rows = max(1, CHUNK // (words * itemsize))
+        count = _count(target, options, wide)
         with no_modes(), saved_tensors_hooks(_same, _same):
             for start in range(0, len(hidden), rows):
                 part = slice(start, start + rows)
                 x = hidden[part].detach().requires_grad_()
                 with torch.enable_grad():
                     logits = head(x)
-                losses[part], dz = _loss_and_gradient(logits.detach(), target[part], options, wide)
+                losses[part], dz = _loss_and_gradient(logits.detach(), target[part], options, count)
                 found = torch.autograd.grad(logits, [x, *wanted], dz, allow_unused=True)
                 del logits, dz
                 if dx is not None and found[0] is not None:
@@ -108,17 +109,16 @@ class _ChunkedLoss(torch.autograd.Function):
                     if gradient is not None:
                         total += gradient
                 del found
-        gradients = [total.to(p.dtype) for total, p in zip(sums, wanted, strict=True)]
-        total, scale = _reduced(losses, target, options)
-        ctx.save_for_backward(dx, scale, *gradients)
+        ctx.save_for_backward(dx, *[total.to(p.dtype) for total, p in zip(sums, wanted, strict=True)])
         ctx.set_materialize_grads(False)
-        return total.to(dtype)
+        ctx.wide = wide
+        return (losses if options.reduction == "none" else losses.sum() / count).to(dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        dx, scale, *gradients = ctx.saved_tensors
-        factor = dy.to(scale.dtype) * scale
+        dx, *gradients = ctx.saved_tensors
+        factor = dy.to(ctx.wide)
         found = iter([(g * factor).to(g.dtype) for g in gradients])
         by_row = factor.unsqueeze(-1) if factor.dim() else factor
         first = None if dx is None else (dx * by_row).to(dx.dtype)
@@ -129,8 +129,9 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _loss_and_gradient(z: Tensor, target: Tensor, options: _Options, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Of each row, before any reduction; the gradient is in the dtype of ``z``."""
+def _loss_and_gradient(z: Tensor, target: Tensor, options: _Options, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row, the loss before and the gradient after the division by ``count``; the latter in the dtype of z."""
+    wide = count.dtype
     is_counted = target != options.ignore_index
     index = target.where(is_counted, 0).unsqueeze(-1)
     p = z.to(wide, copy=True)
@@ -147,20 +148,15 @@ def _loss_and_gradient(z: Tensor, target: Tensor, options: _Options, wide: torch
     p.scatter_add_(-1, index, torch.full_like(loss, -1.0) * of_target)
     if smoothing:
         p.sub_(smoothing / words if weight is None else smoothing / words * weight)
-    p.masked_fill_(~is_counted.unsqueeze(-1), 0.0)
+    p.div_(count).masked_fill_(~is_counted.unsqueeze(-1), 0.0)
     return loss.squeeze(-1).masked_fill(~is_counted, 0.0), p.to(z.dtype)
 
 
-def _reduced(losses: Tensor, target: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
-    """The loss, and what a row's gradient is multiplied with."""
-    one = losses.new_ones(())
-    if options.reduction == "none":
-        return losses, one
-    if options.reduction == "sum":
-        return losses.sum(), one
+def _count(target: Tensor, options: _Options, wide: torch.dtype) -> Tensor:
+    """What the sum of losses is divided by; and each gradient, before it is rounded to its dtype."""
+    if options.reduction != "mean":
+        return torch.ones((), dtype=wide, device=target.device)
     is_counted = target != options.ignore_index
     if options.weight is None:
-        count = is_counted.sum().to(losses.dtype)
-    else:
-        count = options.weight.to(losses.dtype)[target.where(is_counted, 0)].masked_fill(~is_counted, 0.0).sum()
-    return losses.sum() / count, torch.where(count > 0, 1.0 / count, 0.0)
+        return is_counted.sum().to(wide)
+    return options.weight.to(wide)[target.where(is_counted, 0)].masked_fill(~is_counted, 0.0).sum()

@@ -36,10 +36,12 @@ def logits_of(module: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Te
     tape = current()
     if tape is None or not _is_long(module, hidden):
         return None
-    if tape.ledger is not None:
-        tape.ledger.is_loss_chunked = True
     autocast = AutocastState(hidden.device.type)
     dtype = autocast.dtype if autocast.enabled and hidden.dtype != torch.float64 else hidden.dtype
+    if dtype == torch.float16:  # whose gradients a loss scale of the caller's keeps in range, and it comes too late
+        return None
+    if tape.ledger is not None:
+        tape.ledger.is_loss_chunked = True
     words: Any = module.out_features
     like = torch.empty(*hidden.shape[:-1], words, dtype=dtype, device="meta")
     return LazyLogits.of(hidden, Head(module, forward, (), autocast, versions_of(module)), like)
@@ -53,7 +55,8 @@ def of_linear(module: nn.Module, hidden: Tensor, weight: Tensor, bias: Tensor | 
 def _is_long(module: nn.Module, hidden: Tensor) -> bool:
     """Whether the logits of ``hidden`` are more than a chunk, and more than what the chunks' sums take.
 
-    A dropout would draw other masks for chunks; a hook may look at logits, or take the weights away (FSDP2, ZeRO-3).
+    A dropout would draw other masks for chunks; a hook may look at logits, or take the weights away (FSDP2,
+    ZeRO-3, Accelerate's offload).
 
     Returns:
         True where it pays, and changes nothing but the order of sums.
@@ -67,9 +70,9 @@ def _is_long(module: nn.Module, hidden: Tensor) -> bool:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._backward_hooks or module._backward_pre_hooks) or any(
-        hasattr(parameter, "ds_id") for parameter in module.parameters(recurse=False)
-    )
+    hooks = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
+    is_fetched = any(hasattr(parameter, "ds_id") for parameter in module.parameters(recurse=False))
+    return bool(hooks) or is_fetched or "_hf_hook" in module.__dict__
 
 
 def _lazy_head(module: nn.Module, patch: Any, *args: Any, **kwargs: Any) -> Any:

@@ -135,7 +135,7 @@ def _lay(
     ledger = _before_forward(module)
     decided, held = _decided.setdefault(module, {}), _held_by_checkpoint(args, kwargs)
     try:
-        with with_cache(module, kwargs), _offload(config), Tape(*settings, codec, held, ledger, decided) as tape:
+        with _cache(module, config, kwargs), _offload(config), Tape(*settings, codec, held, ledger, decided) as tape:
             if config.loss == "chunked" and isinstance(head := _head_below(module), nn.Linear):
                 tape.head, tape.logits = head, of_linear
             out = forward(module, *args, **kwargs)
@@ -155,6 +155,13 @@ def _lay(
         if not tape.is_around:  # else blocks were checkpointed, and counted by nobody
             _warn_if_in_vain(module, ledger)
     return out
+
+
+def _cache(
+    module: nn.Module, config: MemSaveConfig, arguments: Mapping[str, Any]
+) -> contextlib.AbstractContextManager[Any]:
+    """Where whole blocks run again, a call that asks for a cache is told apart."""
+    return with_cache(module, arguments) if config.checkpoint == "block" else contextlib.nullcontext()
 
 
 def _offload(config: MemSaveConfig) -> contextlib.AbstractContextManager[Any]:

@@ -18,12 +18,12 @@ from transformers import PreTrainedConfig
 from hf_memsave.arch import RUN_AGAIN, is_run_again, path_of
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import PlanError
-from hf_memsave.measure.estimate import CONTEXT, WORKSPACES, config_of, trace_in_full, training_of
+from hf_memsave.measure.estimate import CONTEXT, WORKSPACES, trace_in_full
 from hf_memsave.measure.layers import depth_fields
 from hf_memsave.measure.models import build_empty
 from hf_memsave.measure.sharding import sharded
 from hf_memsave.measure.trace import Place, Trace
-from hf_memsave.measure.training import Training
+from hf_memsave.measure.training import Training, config_of, training_of
 from hf_memsave.patching.blocks import block_numbers, is_in_block
 from hf_memsave.planner.trial import bytes_of, gib
 

@@ -53,10 +53,10 @@ def in_float64(model, batch, **options):
 
 
 def error(ours, exact):
-    """The largest distance of any gradient, over its own size."""
-    pairs = [(a, b) for a, b in zip(ours, exact, strict=True) if b is not None and b.abs().max() > 0]
+    """The distance of all gradients, over their size."""
+    pairs = [(a.double(), b) for a, b in zip(ours, exact, strict=True) if b is not None]
     assert len(pairs) > 5
-    return max(((a.double() - b).norm() / b.norm()).item() for a, b in pairs)
+    return (sum((a - b).square().sum() for a, b in pairs) / sum(b.square().sum() for _, b in pairs)).sqrt().item()
 
 
 def test_a_loss_that_fits_is_stocks_to_the_bit():
@@ -71,34 +71,40 @@ def test_a_loss_that_fits_is_stocks_to_the_bit():
 
 @pytest.mark.parametrize("make", [*[lambda f=f: lm(f) for f in CAUSAL], lambda: lm("t5-decoder"), softcapped, scaled])
 def test_chunks_are_as_near_to_float64_as_stock(make, small_chunks):
-    model = make()
-    batch = batch_for(model, Size(), padded=True)
-    batch["labels"] = batch["labels"].masked_fill(torch.rand(batch["labels"].shape) < 0.2, -100)
-    _, exact = in_float64(model, batch)
-    stock, of_stock = step(model, batch)
-    report = patch(model)
-    out, ours = step(model, batch)
-    assert type(out.logits) is LazyLogits
-    assert "the loss was computed in chunks" in str(report)
-    assert out.loss.dtype == stock.loss.dtype
-    assert error(ours, exact) <= 1.5 * error(of_stock, exact)
-    assert torch.allclose(out.loss, stock.loss, rtol=1e-6)
-    assert torch.equal(out.logits, stock.logits)
+    assert of_ours_over_stocks(make) <= 1
 
 
-@pytest.mark.parametrize("mode", ["bf16", "autocast"])
-def test_in_low_precision_too(mode, small_chunks):
-    model = lm("llama", torch.bfloat16 if mode == "bf16" else torch.float32)
-    batch = batch_for(model, Size())
-    _, exact = in_float64(model, batch)
-    context = torch.autocast("cpu", torch.bfloat16) if mode == "autocast" else contextlib.nullcontext()
-    with context:
-        stock, of_stock = step(model, batch)
-        patch(model)
-        out, ours = step(model, batch)
-    assert type(out.logits) is LazyLogits
-    assert out.logits.dtype == stock.logits.dtype
-    assert error(ours, exact) <= 1.1 * error(of_stock, exact)
+#: Each chunk's part of the head's gradient is rounded to bf16 before it is summed: over 16 draws, 0 to 4% more.
+@pytest.mark.parametrize(("mode", "bound"), [("bf16", 1.04), ("autocast", 1.02)])
+def test_in_low_precision_too(mode, bound, small_chunks):
+    is_bf16 = mode == "bf16"
+    context = contextlib.nullcontext() if is_bf16 else torch.autocast("cpu", torch.bfloat16)
+    assert of_ours_over_stocks(lambda: lm("llama", torch.bfloat16 if is_bf16 else torch.float32), context) <= bound
+
+
+def of_ours_over_stocks(make, context=None, draws=6):
+    """Over several models and batches: the distance of our gradients to float64, over that of stock's."""
+    distances = torch.zeros(2)
+    for seed in range(draws):
+        model = make()
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.02 * torch.randn_like(parameter))
+        batch = batch_for(model, Size(), padded=True)
+        batch["labels"] = batch["labels"].masked_fill(torch.rand(batch["labels"].shape) < 0.2, -100)
+        _, exact = in_float64(model, batch)
+        with context or contextlib.nullcontext():
+            stock, of_stock = step(model, batch)
+            report = patch(model)
+            out, ours = step(model, batch)
+        assert type(out.logits) is LazyLogits
+        assert "the loss was computed in chunks" in str(report)
+        assert (out.loss.dtype, out.logits.dtype) == (stock.loss.dtype, stock.logits.dtype)
+        assert torch.allclose(out.loss, stock.loss, rtol=1e-6)
+        assert torch.equal(out.logits, stock.logits)
+        distances += torch.tensor([error(ours, exact), error(of_stock, exact)]).square()
+    return (distances[0] / distances[1]).sqrt().item()
 
 
 @pytest.mark.parametrize("count", [None, 7, torch.tensor(5)], ids=str)
@@ -282,6 +288,13 @@ def test_evaluation_and_generation_are_stocks(small_chunks):
     assert type(out.logits) is torch.Tensor
     assert torch.equal(out.logits, expected.logits)
     assert torch.equal(out.loss, expected.loss)
+
+
+def test_fp16_is_stocks_as_its_loss_scale_would_come_too_late(small_chunks):
+    model, batch = lm("llama"), batch_for(lm("llama"), Size())
+    patch(model)
+    with torch.autocast("cpu", torch.float16):
+        assert type(model(**batch).logits) is torch.Tensor
 
 
 def test_stock_asked_for_is_stock(small_chunks):

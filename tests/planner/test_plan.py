@@ -9,7 +9,7 @@ from hf_memsave import MemSaveConfig, MemSaveError, patch
 from hf_memsave.errors import PlanError
 from hf_memsave.measure.estimate import CONTEXT, WORKSPACES, estimate
 from hf_memsave.measure.peak import count_peak
-from hf_memsave.measure.training import Training, build
+from hf_memsave.measure.training import Training, build, trace_at, training_of
 from hf_memsave.planner.plan import plan
 
 pytestmark = [
@@ -45,27 +45,32 @@ def test_what_fits_at_the_floor_costs_nothing(ends):
     assert len(found.tried) == 1
 
 
-@pytest.mark.parametrize("share", [0.05, 0.8])
-def test_no_cheaper_setting_fits(ends, share):
-    """By brute force over the layers of the rung it chose: one layer less is too much."""
-    config, (floor, _, least) = ends
-    budget = int(least + share * (floor - least))
+def traced(config, rung, layers):
+    """What a setting needs, by its own step, traced at full depth: no mixture of others."""
+    memsave = MemSaveConfig(checkpoint=rung, layers={"checkpoint": layers} if rung else None)
+    depth = {"num_hidden_layers": LAYERS}
+    return trace_at(config, depth, training_of(**STEP), memsave, keeps=False).trace.peak + CONTEXT + WORKSPACES
+
+
+@pytest.fixture(scope="module")
+def of_every_setting(ends):
+    config, _ = ends
+    settings = [(None, 0), *((rung, n) for rung in ("gate", "block") for n in range(1, LAYERS + 1))]
+    return config, {setting: traced(config, *setting) for setting in settings}
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.8])
+def test_it_finds_what_brute_force_finds(of_every_setting, share):
+    """Of all settings, each traced by itself, the one with the fewest layers of the cheaper rung that fits."""
+    config, needs = of_every_setting
+    budget = int(min(needs.values()) + share * (needs[None, 0] - min(needs.values())))
     found = plan(config, budget=budget, **STEP)
-    assert found.best.needed <= budget
     rung, layers = found.config.checkpoint, dict(found.config.layers)["checkpoint"]
-    cheaper = [s for s in _all(config) if s.cost < found.best.cost - 1e-9]
-    assert cheaper
-    assert all(s.needed > budget for s in cheaper)
-    assert rung in ("gate", "block")
-    assert 1 <= layers <= LAYERS
-
-
-def _all(config):
-    from hf_memsave.measure.estimate import training_of
-    from hf_memsave.planner.plan import _Search
-
-    search = _Search(config, training_of(**STEP), ("ddp", 1))
-    return [search.whole(None)] + [s for r in ("gate", "block") if search.whole(r) for s in search.mixtures(r)]
+    assert needs[rung, layers] == pytest.approx(found.best.needed, rel=0.005)
+    assert needs[rung, layers] <= 1.005 * budget
+    assert needs[rung, layers - 1 or LAYERS] > 0.995 * budget or layers == 1
+    if rung == "block":
+        assert all(needs["gate", n] > 0.995 * budget for n in range(1, layers + 1))
 
 
 def test_a_larger_budget_never_costs_more(ends):
