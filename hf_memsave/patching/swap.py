@@ -20,8 +20,6 @@ from hf_memsave.errors import PatchError
 from hf_memsave.ops import OPS
 from hf_memsave.patching.taped import LEDGER, asks_for_index, call_with_batch, run_taped
 from hf_memsave.sampling.sampler import INDEX
-from hf_memsave.tape import current
-from hf_memsave.tape.codecs import leave_alone
 
 _PATCH = "_memsave_patch"
 #: The forwards of our classes. (A mark on them would be copied by ``functools.wraps``.)
@@ -141,7 +139,7 @@ def patched_class(patch: Patch) -> Any:
             return stock.forward(self, *args, **kwargs)
         if now.config is None:
             return _run_op(self, *args, **kwargs)
-        return _run_taped(self, now, _run_op if now.op else now.stock.forward, args, kwargs)
+        return run_taped(self, now.config, now.block, _run_op if now.op else now.stock.forward, args, kwargs)
 
     if config is not None and asks_for_index(config):  # so that Trainer hands the model that column
         signature = inspect.signature(stock.forward)
@@ -188,15 +186,9 @@ def _taped_call(stock: Any) -> Any:
         now = None if torch.compiler.is_compiling() else patch_of(self)
         if now is None or now.config is None:
             return stock.__call__(self, *args, **kwargs)
-        return _run_taped(self, now, stock.__call__, args, kwargs)
+        return run_taped(self, now.config, now.block, stock.__call__, args, kwargs)
 
     return __call__
-
-
-def _run_taped(self: nn.Module, now: Patch, forward: Any, args: Any, kwargs: Any) -> Any:
-    if current() is None:  # a caller of one's own, or a checkpoint, may hold the masks of the batch
-        leave_alone((args, kwargs))
-    return run_taped(self, now.config, now.block, forward, args, kwargs)  # type: ignore[arg-type]
 
 
 def _run_op(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -28,6 +29,7 @@ from hf_memsave.ops.lazy_head import of_linear
 from hf_memsave.patching.checkpointed import with_cache
 from hf_memsave.sampling.sampler import INDEX, Sampler
 from hf_memsave.tape import Tape, current, hooks_work, table_without
+from hf_memsave.tape.codecs import leave_alone
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.offload import Offload
 from hf_memsave.tape.private import (
@@ -73,13 +75,13 @@ class Settings(NamedTuple):
 
 def settings_of(config: MemSaveConfig, block: int) -> Settings:
     """Those of the repeated block of this number."""
-    return Settings(table_without(*_left_out(config, block)), config.dropout)
+    return _settings(config, block, "bitsandbytes" in sys.modules)
 
 
 @cache
-def _left_out(config: MemSaveConfig, block: int) -> tuple[str, ...]:
+def _settings(config: MemSaveConfig, block: int, has_quantized: bool) -> Settings:
     stock = [kind for kind in ("activation", "norm", "dropout", "attention") if not config.converts(kind, block)]
-    return (*stock, *([] if config.frozen else ["frozen"]))
+    return Settings(table_without(*stock, *([] if config.frozen else ["frozen"])), config.dropout)
 
 
 def run_taped(
@@ -89,25 +91,32 @@ def run_taped(
     given = kwargs.pop(BATCH, None)
     index = kwargs.pop(INDEX, None) if asks_for_index(config) else None
     sampler: Sampler | None = module.__dict__.get(SAMPLER)
-    if not hooks_work():
+    tape = current()
+    if tape is None and not hooks_work():
         if sampler is not None and module.training and not torch.is_grad_enabled():
             sampler.remember(functions_in_forward(), function_in_backward())
         return forward(module, *args, **kwargs)
     if sampler is None or not module.training:
-        return _run(module, settings_of(config, block), config, forward, args, kwargs)
+        return _run(module, tape, settings_of(config, block), config, forward, args, kwargs)
     cls: Any = type(module)
     arguments = dict(zip(_parameters(cls), args, strict=False)) | kwargs
     if index is not None:
         arguments[INDEX] = index
     with sampler.entering(arguments, given, checkpoint_frame(), function_in_backward()):
-        return _run(module, settings_of(config, block), config, forward, args, kwargs)
+        return _run(module, tape, settings_of(config, block), config, forward, args, kwargs)
 
 
 def _run(
-    module: nn.Module, settings: Settings, config: MemSaveConfig, forward: Callable[..., Any], args: Any, kwargs: Any
+    module: nn.Module,
+    tape: Tape | None,
+    settings: Settings,
+    config: MemSaveConfig,
+    forward: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
 ) -> Any:
-    tape = current()
     if tape is None:
+        leave_alone((args, kwargs))  # a caller of one's own, or a checkpoint, may hold the masks of the batch
         return _lay(module, settings, config, forward, args, kwargs)
     is_block = isinstance(module, GradientCheckpointingLayer)
     if is_block:
@@ -184,8 +193,9 @@ def _head_below(module: nn.Module) -> nn.Module | None:
     state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
     if any(group.post_forward_mesh_info is not None for group in getattr(state, "_fsdp_param_groups", ())):
         return None
-    models = (m for m in module.modules() if isinstance(m, PreTrainedModel))
-    return None if (model := next(models, None)) is None else head_of(model)
+    is_model = isinstance(module, PreTrainedModel)
+    model = module if is_model else next((m for m in module.modules() if isinstance(m, PreTrainedModel)), None)
+    return None if model is None else head_of(model)
 
 
 def _held_by_checkpoint(args: Any, kwargs: Any) -> list[Tensor]:

@@ -69,12 +69,14 @@ class Held(Handle):
 class Shared(Handle):
     """Gives a tensor that is made on demand, once per backward, and dropped after the last of its users asked."""
 
-    __slots__ = ("uses", "left", "task", "out", "seen", "stream", "lock", "__weakref__")
+    # On the class, where most leave them, as those of a record.
+    uses = left = 0
+    task = -1
+    out: Tensor | None = None
+    seen = 0
+    stream: Any = None
 
     def __init__(self, lock: Any) -> None:
-        self.uses = self.left = 0
-        self.task = -1
-        self.out: Tensor | None = None
         self.lock = lock  # CUDA runs backward, and so this, on one thread per device
 
     def make(self) -> Tensor:
@@ -131,31 +133,19 @@ class Node(Shared):
         is_lossy: What it gives is not the tensor to the bit.
     """
 
-    __slots__ = (
-        "func",
-        "args",
-        "kwargs",
-        "stride",
-        "nbytes",
-        "work",
-        "block",
-        "first",
-        "is_lossy",
-        "reads",
-        "fixed",
-    )
+    args: Any = ()
+    kwargs: Any = None
+    fixed: Handle | None = None
+    work = 1
+    is_lossy = False
+    reads: tuple[Any, ...] = ()
 
     def __init__(
         self, func: Callable[..., Tensor], stride: tuple[int, ...], nbytes: int, block: int, lock: Any
     ) -> None:
-        super().__init__(lock)
         self.func, self.stride, self.nbytes = func, stride, nbytes
-        self.fixed: Handle | None = None
-        self.args: Any = ()
-        self.kwargs: Any = None
-        self.work, self.block, self.first = 1, block, block
-        self.is_lossy = False
-        self.reads: tuple[Any, ...] = ()
+        self.block = self.first = block
+        self.lock = lock
 
     def builds_on(self, other: Node) -> None:
         """``other`` gives an argument."""
@@ -207,8 +197,6 @@ class Node(Shared):
 
 class Lent(Shared):
     """A tensor that a foreign hook keeps, as whatever it made of it; it may still give way to another handle."""
-
-    __slots__ = ("handle", "fetch", "view", "version", "lent_stride", "fetched", "via")
 
     def __init__(
         self, tensor: Tensor, pack: Callable[[Tensor], Any], fetch: Callable[[Any], Tensor], lock: Any

@@ -93,7 +93,7 @@ class Tape(Recorder):
             record = self.record_of(tensor)
             if record is not None and record.tape is self:
                 record.is_kept = record.is_input = True
-                self.happened(tensor.shape)
+                self._state = hash((self._state, tensor.shape))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -105,6 +105,8 @@ class Tape(Recorder):
         hooks.__exit__(*error)
         self.end_block()
         self.end_block()
+        if error[0] is None:
+            prices.learn(self)
         self.root._empty_casts()
         for ref in self._noted:
             if (record := ref()) is not None:
@@ -148,8 +150,12 @@ class Tape(Recorder):
 
     def record(self, out: Tensor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None) -> None:
         """``func(*args, **kwargs)`` gives ``out``, which shares its storage with no argument, to the bit."""
+        self._calls += 1
+        made = hash((self._state, self._calls))
+        if self.decided.get(made) == prices.UNASKED:
+            return
         try:
-            seen = None if kwargs else plain_tensors(args)
+            seen = plain_tensors(args if not kwargs else (*args, *kwargs.values()))
             if seen is None:
                 args, kwargs = owned(args), owned(kwargs)
                 found = leaves(args, kwargs)
@@ -166,9 +172,11 @@ class Tape(Recorder):
         elif record.func is not None:
             return
         record.func, record.args, record.kwargs, record.seen = func, args, kwargs, seen
-        record.version, record.dtype, record.stride = out._version, out.dtype, out.stride()
+        record.version, record.dtype, record.stride, record.made = out._version, out.dtype, out.stride(), made
         self._records.append(weakref.ref(record))
+        self.made.append(made)
         if record.handles:  # the op asked to keep its own result, before there was a record
+            self.asked.add(made)
             if prices.pays(self, record, storage.nbytes() if record.is_kept else 1):
                 prices.settle(self, record, storage)
             elif record.is_kept:
@@ -182,9 +190,14 @@ class Tape(Recorder):
             if self.ledger is not None:
                 self._note_replaced(tensor)
             return chosen
-        record = self.record_of(tensor)
-        if record is None or record.tape is None:
+        kind = type(tensor)
+        if kind is nn.Parameter:
             return self.keep(tensor)
+        record = getattr(tensor.untyped_storage(), MARK, None) if kind is Tensor else None
+        if record is None or record.tape is not self:
+            record = self.record_of(tensor)
+            if record is None or record.tape is None:
+                return self.keep(tensor)
         storage = tensor.untyped_storage()
         if self.ledger is not None:
             self.note(record, storage, tensor)
@@ -207,7 +220,10 @@ class Tape(Recorder):
             if record.costs_nothing() or record.func is None or not record.is_of(tensor):
                 return None
             if not prices.pays(self, record, storage.nbytes()):
+                if self.decided[record.key] != prices.NEVER:
+                    self.asked.add(record.made)
                 return None
+            self.asked.add(record.made)
             node = prices.settle(self, record, storage)
         elif not record.is_of(tensor) or not node.is_there():
             return None
@@ -231,7 +247,7 @@ class Tape(Recorder):
                 if isinstance(stand_in := ref(), StandIn):
                     stand_in.is_kept_as(tensor, handle)
             if record.func is None:
-                self.happened(nbytes)
+                self.asks(nbytes)
             else:
                 self._weaken(record, nbytes)
         record.handles = (*record.handles, weakref.ref(handle))

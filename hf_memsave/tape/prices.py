@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Collection
-from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -19,6 +18,7 @@ from hf_memsave.tape.again import LinearAgain
 from hf_memsave.tape.handles import Handle, Node, Ticket
 from hf_memsave.tape.private import OpOverload
 from hf_memsave.tape.record import MARK, PARAMETER, Record
+from hf_memsave.tape.tensors import CONSTANT
 
 #: Functions that remaking one tensor may run.
 MOST_WORK = 64
@@ -37,6 +37,8 @@ New = dict[Any, int]
 
 #: Decisions: it pays; it does not; nor does a sweep find all that it was made from.
 YES, NO, NEVER = 1, 2, 3
+#: Of a call: somebody asked how its result was made; nobody did in one forward; nor in the next.
+ASKED, ONCE, UNASKED = 4, 5, 6
 #: How many are remembered.
 MOST_DECIDED = 2**16
 
@@ -50,12 +52,7 @@ def pays(tape: Any, record: Record, nbytes: int) -> bool:
     Returns:
         Whether to remake it.
     """
-    func: Any = record.func
-    if type(func) is partial:
-        func = func.func
-    elif type(func) is LinearAgain:
-        func = LinearAgain
-    record.key = key = tape.happened(nbytes, func)
+    record.key = key = tape.asks(nbytes)
     decision = tape.decided.get(key)
     if decision is None:
         found = price(tape, record)
@@ -63,16 +60,29 @@ def pays(tape: Any, record: Record, nbytes: int) -> bool:
         if len(tape.decided) >= MOST_DECIDED:
             tape.decided.clear()
         tape.decided[key] = YES if is_less else NO
+        tape.has_decided = True
         return is_less
-    return decision == YES and all(_is_as_it_was(tape, x, version) for x, version in record.seen)
-
-
-def _is_as_it_was(tape: Any, x: Tensor, version: int) -> bool:
-    """Whether a function may run again on ``x``: nobody has written to it, nor, if it is a parameter, freed it."""
-    record = tape.record_of(x)
-    if x._version != version or record.is_distrusted:
+    if decision != YES:
         return False
-    return record.tape is not None or x.untyped_storage().nbytes() > 0 or not x.numel() or tape.has_copy(x)
+    for x, version in record.seen:  # nobody has written to it, nor, if it is a parameter, freed it
+        theirs = tape.record_of(x)
+        if x._version != version or theirs.is_distrusted:
+            return False
+        if theirs.tape is None and not (x.untyped_storage().nbytes() or not x.numel() or tape.has_copy(x)):
+            return False
+    return True
+
+
+def learn(tape: Any) -> None:
+    """After a forward that decided nothing anew: a record that nobody asked, twice, is not made in the next ones."""
+    if tape.has_decided:
+        return
+    for made in tape.made:
+        known = tape.decided.get(made)
+        if made in tape.asked:
+            tape.decided[made] = ASKED
+        elif known != ASKED:
+            tape.decided[made] = ONCE if known is None else UNASKED
 
 
 class Question:
@@ -149,6 +159,7 @@ def price_of(
         if record.is_of(x) and is_near(tape, node):
             return {}, node.work
     elif record.func is not None and (question is None or id(storage) not in question.kept) and record.is_of(x):
+        tape.asked.add(record.made)
         found = price(tape, record, known, question, most)
         if found is not None and sum(found[0].values()) < storage.nbytes():
             found[0][id(storage)] = 0  # who else needs it, finds it there
@@ -171,7 +182,7 @@ def settle(tape: Any, record: Record, storage: Any) -> Node:
     args, kwargs = record.args, record.kwargs
     record.forget()
     record.node = weakref.ref(node)
-    node.args = [take(tape, a, node) for a in args]
+    node.args = [take(tape, a, node) if type(a) not in CONSTANT else a for a in args]
     if kwargs:
         node.kwargs = {name: take(tape, a, node) for name, a in kwargs.items()}
     record.give_way(node)
@@ -180,10 +191,9 @@ def settle(tape: Any, record: Record, storage: Any) -> Node:
 
 def take(tape: Any, argument: Any, node: Node) -> Any:
     """A handle of an argument of ``node``: kept already, remade in turn, or kept from now on."""
-    if type(argument) in (list, tuple):
-        return type(argument)([take(tape, a, node) for a in argument])
     if not isinstance(argument, Tensor):
-        return argument
+        is_many = type(argument) in (list, tuple)
+        return type(argument)([take(tape, a, node) for a in argument]) if is_many else argument
     record = tape.record_of(argument)
     if record.tape is None:
         if _is_copied(argument, record, node.func):
@@ -201,7 +211,8 @@ def take(tape: Any, argument: Any, node: Node) -> Any:
         handle = tape.ticket(record, storage, argument)
     if handle is None:
         record.dependents = (*record.dependents, weakref.ref(node))
-        tape.note(record, storage, argument, is_source=True)
+        if tape.ledger is not None:
+            tape.note(record, storage, argument, is_source=True)
         handle = tape.hold(record, storage, argument)
     if type(handle) is Ticket:
         node.builds_on(handle.node)

@@ -38,6 +38,7 @@ class Record:
         is_weak: What it was made from is known weakly alone.
         is_distrusted: It may be written to without its version telling.
         key: Of the decision whether to keep it.
+        made: Of the call that made it, the same in every forward that does the same.
         number: In a ledger.
         is_activation: It depends on the batch, though nothing says so (a tensor made inside an autograd Function).
         handles: Those that hold the storage, or stand in for it, and may still give way to a ticket.
@@ -57,7 +58,7 @@ class Record:
     dtype: Any = None
     stride: Any = None
     is_kept = is_input = is_weak = is_activation = is_distrusted = False
-    key = 0
+    key = made = 0
     number: int | None = None
     handles: Any = ()
     node: weakref.ref[Node] | None = None

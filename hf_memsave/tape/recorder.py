@@ -28,6 +28,9 @@ class Recorder(TorchFunctionMode):
         casts: Leaf -> its conversion under autocast, shared within the whole forward as by autocast's own cache.
         outer: The (pack, unpack) pair active outside, or None.
         most_work: How many functions remaking one tensor may run.
+        has_decided: A decision was taken that no earlier forward had taken.
+        made: Of each record that was made, what tells it from others in this forward and finds it in the next.
+        asked: Those of which anybody asked how their tensor was made.
     """
 
     def __init__(self, ledger: Ledger | None) -> None:
@@ -38,7 +41,10 @@ class Recorder(TorchFunctionMode):
         self._records: list[weakref.ref[Record]] = []
         self._readers: dict[int, list[weakref.ref[Node]]] = {}
         self._noted: list[weakref.ref[Record]] = []
-        self._state = 0
+        self._state = self._calls = 0
+        self.has_decided = False
+        self.made: list[int] = []
+        self.asked: set[int] = set()
         self.block = 0
         self.most_work = prices.MOST_WORK
         self.casts: dict[Any, tuple[Tensor, Tensor]] = {}
@@ -143,14 +149,16 @@ class Recorder(TorchFunctionMode):
             if record.notes:
                 record.notes.clear()
 
-    def happened(self, what: Any, func: Any = None) -> int:
-        """Add to all that has happened in this forward, as far as it decides what to keep.
+    def asks(self, nbytes: int) -> int:
+        """Whether to keep so much is asked. A forward is known by its calls and by its questions, but for tiny ones.
 
         Returns:
-            A number for it.
+            A number for the question, and all before.
         """
-        self._state = state = hash((self._state, len(self._records), what, func))
-        return state
+        key = hash((self._state, self._calls, nbytes))
+        if nbytes > prices.TINY:
+            self._state = key
+        return key
 
     def note(self, record: Record, storage: Any, tensor: Tensor, is_source: bool = False) -> None:
         """Tell the ledger that ``tensor`` was asked for, or is needed to remake another one."""

@@ -206,6 +206,7 @@ def _as_side(tape: Tape, side: Side, tensor: Tensor) -> Handle | None:
     record = tape.record_of(tensor)
     if record is None or tape.is_kept(tensor) or not tensor.is_floating_point() or not is_dense(tensor):
         return None
+    tape.asked.add(record.made)
     if record.func is not None and not tape.cost(tensor):
         return None
     geometry = tensor.shape, tensor.stride(), tensor.dtype

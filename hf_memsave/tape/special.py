@@ -163,6 +163,7 @@ def _repeated_from(tape: Tape, x: Tensor) -> Tensor | None:
     record = tape.record_of(x)
     if record is None or record.func is not Tensor.reshape or record.is_weak or not record.is_of(x):
         return None
+    tape.asked.add(record.made)
     once, version = record.seen[0]
     if 0 not in once.stride() or not x.is_contiguous() or x.numel() != once.numel():  # or x is a view of the copy
         return None
@@ -192,6 +193,7 @@ def _made_before(tape: Tape, mask: Tensor) -> Tensor:
     record = tape.record_of(mask)
     if record is None or record.func is None or record.is_kept or not record.is_of(mask):
         return mask
+    tape.asked.add(record.made)
     _, made, version = tape.memo.get(_identity(tape, mask, mask._version), (None, mask, mask._version))
     theirs = tape.record_of(made)
     return mask if theirs is None or theirs.is_distrusted or made._version != version else made
@@ -215,6 +217,7 @@ def _identity(tape: Tape, x: Tensor, version: int, depth: int = 4) -> Any:
         return tape.memo[address][0]
     identity: Any = address
     if record.func is not None and is_its and depth:
+        tape.asked.add(record.made)
         versions = {id(argument): seen for argument, seen in record.seen}
         kwargs = record.kwargs or {}
         made = [_same(tape, a, versions, depth - 1) for a in (*record.args, *kwargs.values())]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_memsave.tape.handles import Handle, Held, Node, Ticket
-from hf_memsave.tape.prices import CASTS, NEVER, NO, SMALL, TINY, is_local, is_near, take
+from hf_memsave.tape.prices import CASTS, NEVER, NO, SMALL, TINY, YES, is_local, is_near, take
 from hf_memsave.tape.record import PARAMETER, Record, Weak, arguments, replaced
 
 
@@ -48,6 +48,7 @@ def _weak(tape: Any, func: Any, argument: Any, small: int, depth: int) -> Any:
         return argument
     weak = Weak(record, argument)
     if depth and record.func is not None and record.is_of(argument):
+        tape.asked.add(record.made)
         weak.nbytes = storage.nbytes()
         weak.recipe = weaken(tape, record, weak.nbytes, depth - 1)
     return weak
@@ -60,13 +61,15 @@ def sweep(tape: Any, record: Record) -> None:
     source = _recipe(tape, record)
     if source is None or source.work > tape.most_work:
         if tape.decided.get(record.key) == NO:
-            tape.decided[record.key] = NEVER
+            tape.decided[record.key], tape.has_decided = NEVER, True
         record.forget()
         return
     held = (h.tensor for ref in record.handles if type(h := ref()) is Held and h.tensor is not None)
     tensor = next(held, None)
     if tensor is None or not record.is_of(tensor):  # written to before it was kept
         return
+    if not any(isinstance(one, _Recipe) for one in source.sources):  # the next forward need not wait for the sweep
+        tape.decided[record.key], tape.has_decided = YES, True
     node = _node_of(tape, source, tensor.untyped_storage().nbytes())
     record.forget()
     record.node = weakref.ref(node)

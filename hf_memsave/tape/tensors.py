@@ -52,14 +52,28 @@ def is_plain(tensor: Tensor) -> bool:
 _PLAIN: dict[type, bool] = {Tensor: True, nn.Parameter: True}
 
 
-def plain_tensors(args: Any) -> list[tuple[Tensor, int]] | None:
-    """The tensors in ``args`` and their versions, where nothing but plain ones and numbers is there; else None."""
+#: Types of arguments that hold no tensor, and that nobody can change later.
+CONSTANT = frozenset(
+    {float, int, bool, str, slice, type(None), type(...), torch.dtype, torch.device, torch.memory_format, torch.layout}
+)
+
+
+def plain_tensors(args: Iterable[Any]) -> list[tuple[Tensor, int]] | None:
+    """The tensors in ``args``, in order, and their versions; None where there is anything that could change later.
+
+    Returns:
+        They, where nothing but plain tensors, numbers and their like is there.
+    """
     found = []
     for a in args:
         kind = type(a)
         if kind is Tensor or kind is nn.Parameter:
             found.append((a, a._version))
-        elif kind is not float and kind is not int and kind is not torch.dtype:
+        elif kind is tuple or kind is torch.Size:
+            if (inner := plain_tensors(a)) is None:
+                return None
+            found += inner
+        elif kind not in CONSTANT:
             return None
     return found
 
