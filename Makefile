@@ -6,13 +6,16 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# What uses other libraries' own functions most.
+OLDEST := tests/patching/test_patch.py tests/end_to_end/test_bits.py tests/end_to_end/test_kept.py \
+	tests/integrations/test_from_pretrained.py tests/integrations/test_lora.py
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install test kernels quick demo lint clean
+.PHONY: help install test test-oldest kernels quick demo lint clean
 
 help: ## Show this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
 install: $(INSTALLED) ## Create .venv with the tested versions of everything
 
@@ -20,8 +23,15 @@ test: $(INSTALLED) ## Run the tests; ARGS="-k glue" picks some
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile $(ARGS)
 	$(if $(ARGS),,$(MAKE) kernels)
 
-kernels: $(INSTALLED) ## Run the tests of the vendored Triton kernels, in Triton's interpreter
+test-oldest: ## Run a part of the tests with the oldest versions, in an environment of its own, .venv-oldest
+	test -x .venv-oldest/bin/pip || $(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --disable-pip-version-check -c constraints-oldest.txt torch
+	.venv-oldest/bin/python -m pip install --disable-pip-version-check -c constraints-oldest.txt -e . pytest
+	.venv-oldest/bin/python -m pytest --quick $(OLDEST) $(ARGS)
+
+kernels: $(INSTALLED) ## Run the tests of the vendored Triton kernels, and of ops fused by them, in Triton's interpreter
 	cd hf_memsave/_vendor/memsave_kernels && TRITON_INTERPRET=1 $(CURDIR)/$(BIN)/python -m pytest -m "not long" -n logical --maxprocesses 8
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 tests/ops/test_fused.py
 
 quick: $(INSTALLED) ## Run one case of every test, without the long ones: two minutes on two cores
 	$(BIN)/python -m pytest --quick -n logical --maxprocesses 8 --dist loadfile $(ARGS)
@@ -34,12 +44,12 @@ lint: $(INSTALLED) ## Check style and types
 	$(BIN)/mypy
 
 clean: ## Remove .venv and caches
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) .venv-oldest build *.egg-info .pytest_cache .ruff_cache .mypy_cache
 
 # Torch comes first and alone: the build it picks (CPU or CUDA) decides what the rest resolves to.
 $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "$(PYTHON) is Python %d.%d, but constraints.txt pins versions for Python 3.11 or newer. Set PYTHON=, as in: make PYTHON=python3.11" % sys.version_info[:2])'
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) torch
-	$(PIP_INSTALL) -e '.[test,plot]'
+	$(PIP_INSTALL) -e '.[test]'
 	@touch $@

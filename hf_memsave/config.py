@@ -7,13 +7,14 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
-from hf_memsave.errors import ConfigError
+from hf_memsave.config_files import fields_of, is_file, presets
+from hf_memsave.errors import ConfigError, PlanError
+from hf_memsave.sizes import bytes_of
 from hf_memsave.wtacrs import WTACRS, is_int
 
 #: The fields that say what to do with a kind of module.
@@ -44,6 +45,9 @@ class MemSaveConfig:
         loss: A language model's head and cross-entropy: "chunked" (where the logits take more than 128 MiB in fp32,
             they are computed a chunk at a time, and gradients equal stock's up to the order of fp32 sums; below, to
             the bit), or "stock".
+        backend: What computes RMSNorms, activations and gated MLPs: the model's own operations ("torch"), or one Triton
+            kernel each way ("auto": where Triton runs; "triton": or an error). Exact, but rounded once, in fp32: not
+            stock's bits.
         linear: Weight gradients of linears: exact (None), or unbiased from a sample of rows (:class:`WTACRS`).
         storage: What still has to be kept: as it is (None), or activations in about 8 ("int8") or 4.5 bits ("int4") an
             element, rounded at random. Not exact: the weight gradient of a linear that keeps its own input is unbiased,
@@ -54,6 +58,9 @@ class MemSaveConfig:
             of an MLP that an activation reads), "block" (and attention itself). Exact; it costs their time.
         offload: Whether what still has to be kept goes to main memory, and comes back in backward. Exact. It is for
             CUDA, where it shares the bus with nothing else; under gradient checkpointing, a block's input stays.
+        budget: What a training step may take of a GPU, in bytes or as "24GiB": the cheapest checkpoint and offload that
+            fit are planned (:func:`hf_memsave.plan`) where a batch size and a sequence length are known:
+            ``MemSaveCallback`` and ``MemSaveTrainer``.
         layers: How many blocks to convert of each kind, such as ``{"activation": 6, "norm": 12, "dropout": 0}``: in the
             first so many repeated blocks of the model (an encoder's before a decoder's) the field of that name holds,
             elsewhere those modules stay stock. Kinds that are not named, and all with None, are converted everywhere.
@@ -70,10 +77,12 @@ class MemSaveConfig:
     lora: Literal["recompute", "stock"] = field(default="recompute")
     frozen: bool = field(default=True)
     loss: Literal["chunked", "stock"] = field(default="chunked")
+    backend: Literal["torch", "auto", "triton"] = field(default="torch")
     linear: WTACRS | None = field(default=None)
     storage: Literal["int8", "int4"] | None = field(default=None)
     checkpoint: Literal["o_proj", "qkv", "up", "gate", "block"] | None = field(default=None)
     offload: bool = field(default=False)
+    budget: int | str | None = field(default=None)
     layers: Mapping[str, float] | tuple[tuple[str, float], ...] | None = field(default=None)
 
     def __post_init__(self) -> None:
@@ -101,39 +110,76 @@ class MemSaveConfig:
                 f"MemSaveConfig.linear must be None or a WTACRS, got {self.linear!r}. Use WTACRS(budget=0.3), or leave "
                 "it out for exact weight gradients."
             )
+        if self.budget is not None:
+            self._check_budget()
         if self.storage is not None and self.activation == "precision_bit":
             raise ConfigError(
                 f"MemSaveConfig.storage={self.storage!r} rounds the last bit of what it keeps, got "
                 "activation='precision_bit', which keeps a bit there. Use activation='invert', or leave storage out."
             )
 
+    def _check_budget(self) -> None:
+        assert self.budget is not None
+        try:
+            bytes_of(self.budget)
+        except PlanError as error:
+            raise ConfigError(f"MemSaveConfig.budget: {error}") from error
+        if self.checkpoint is not None or self.offload or "checkpoint" in dict(self.layers or ()):
+            raise ConfigError(
+                f"MemSaveConfig.budget={self.budget!r} chooses checkpoint and offload, got "
+                f"checkpoint={self.checkpoint!r}, offload={self.offload}, layers={dict(self.layers or ())}. Leave out "
+                "either the budget or those."
+            )
+
     @classmethod
-    def resolve(cls, value: MemSaveConfig | str | bool | dict[str, Any] | None) -> MemSaveConfig | None:
+    def resolve(
+        cls, value: MemSaveConfig | str | Path | bool | dict[str, Any] | None, *, may_plan: bool = False
+    ) -> MemSaveConfig | None:
         """What a ``memsave=`` argument means.
 
         Args:
-            value: True for the default, a preset's name, a dict of fields, a config, or False.
+            value: True for the default, a preset's name, a YAML or JSON file (as ``memsave plan --out`` writes it), a
+                dict of fields, a config, or False.
+            may_plan: Whether a budget is allowed, for a caller that knows a batch size and a sequence length.
 
         Returns:
             The config; None for False and None.
 
         Raises:
-            ConfigError: It names a preset, field or value that does not exist.
+            ConfigError: It names a preset, file, field or value that does not exist, or a budget where no batch is
+                known.
         """
-        if isinstance(value, cls):
-            return value
         if value is None or value is False:
             return None
         if value is True:
-            return cls()
-        if isinstance(value, str):
-            return cls.preset(value)
-        if isinstance(value, dict):
-            return cls.from_dict(value)
-        raise ConfigError(
-            f"memsave must be True, False, a preset's name or a MemSaveConfig, got {type(value).__name__}. "
-            "Use memsave=True for the exact default."
-        )
+            found = cls()
+        elif isinstance(value, cls):
+            found = value
+        elif isinstance(value, (str, Path)):
+            found = cls.named(value)
+        elif isinstance(value, dict):
+            found = cls.from_dict(value)
+        else:
+            raise ConfigError(
+                "memsave must be True, False, a preset's name, a YAML or JSON file or a MemSaveConfig, got "
+                f"{type(value).__name__}. Use memsave=True for the exact default."
+            )
+        if found.budget is not None and not may_plan:
+            raise ConfigError(
+                f"MemSaveConfig.budget={found.budget!r}: expected a batch size and a sequence length to plan for, got "
+                f"none here. Use hf_memsave.plan(model, budget={found.budget!r}, batch_size=..., seq_len=...).config, "
+                "or give the budget to MemSaveCallback or MemSaveTrainer, which know both."
+            )
+        return found
+
+    @classmethod
+    def named(cls, name: str | Path) -> MemSaveConfig:
+        """The config of a preset, or of a YAML or JSON file.
+
+        Returns:
+            As :meth:`preset` or :meth:`from_file`.
+        """
+        return cls.from_file(name) if isinstance(name, Path) or is_file(name) else cls.preset(name)
 
     @classmethod
     def preset(cls, name: str) -> MemSaveConfig:
@@ -148,8 +194,8 @@ class MemSaveConfig:
         found = presets()
         if name not in found:
             raise ConfigError(
-                f"unknown preset {name!r}: expected one of {_listed(found)}. Use memsave=True for the exact default, "
-                "or MemSaveConfig(...) to choose each field."
+                f"unknown preset {name!r}: expected one of {_listed(found)}, or a .yaml or .json file. Use "
+                "memsave=True for the exact default, or MemSaveConfig(...) to choose each field."
             )
         return cls.from_dict(yaml.safe_load(found[name].read_text(encoding="utf-8")) or {})
 
@@ -201,27 +247,18 @@ class MemSaveConfig:
             The config that :meth:`to_file` wrote.
 
         Raises:
-            ConfigError: The file is missing or malformed, or a field or value does not exist.
+            ConfigError: The file is missing, empty or malformed, or a field or value does not exist.
         """
+        fields = fields_of(path)
         try:
-            fields = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}. Expected a JSON or YAML file.") from error
-        except (UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(f"{path} is neither JSON nor YAML: {error}") from error
-        return cls.from_dict({} if fields is None else fields)
+            return cls.from_dict(fields)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
 
     def to_file(self, path: str | Path) -> None:
         """Write JSON where the name ends in ``.json``, else YAML."""
         text = json.dumps(self.to_dict(), indent=2) if str(path).endswith(".json") else yaml.safe_dump(self.to_dict())
         Path(path).write_text(text, encoding="utf-8")
-
-
-def presets() -> dict[str, Any]:
-    """Preset name -> its YAML file."""
-    packaged = files("hf_memsave") / "configs" / "presets"
-    folder = packaged if packaged.is_dir() else Path(__file__).parent.parent / "configs" / "presets"
-    return {p.name.removesuffix(".yaml"): p for p in sorted(folder.iterdir(), key=str) if p.name.endswith(".yaml")}
 
 
 def _as_pairs(layers: Any) -> tuple[tuple[str, float], ...] | None:

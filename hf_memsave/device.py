@@ -27,6 +27,11 @@ def widens(x: Tensor) -> bool:
     return kind in _AS_CUDA and torch.is_autocast_enabled(kind)
 
 
+def has_kernels(x: Tensor) -> bool:
+    """Whether Triton compiles kernels for the device of ``x``."""
+    return x.device.type in _AS_CUDA
+
+
 def has_numbers(x: Tensor) -> bool:
     """Whether a program may ask for the numbers in ``x``; on CUDA it waits for them."""
     return x.device.type not in ("meta", STAND_IN)

@@ -3,18 +3,24 @@
 import copy
 import dataclasses
 import pickle
+from pathlib import Path
 
 import pytest
+from torch import nn
+from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 
-from hf_memsave import WTACRS, ConfigError, MemSaveConfig, MemSaveError
+from hf_memsave import WTACRS, ConfigError, MemSaveConfig, MemSaveError, patch
 from hf_memsave.config import presets
 
 #: Another value than the default, for every field.
 OTHER = {
     "activation": "stock", "few_bits": 2, "norm": "stock", "dropout": "mask", "attention": "stock", "lora": "stock",
-    "frozen": False, "loss": "stock", "linear": WTACRS(budget=0.5, targets=("query",)), "storage": "int8",
-    "checkpoint": "up", "offload": True, "layers": {"norm": 12, "activation": 0},
+    "frozen": False, "loss": "stock", "backend": "auto", "linear": WTACRS(budget=0.5, targets=("query",)),
+    "storage": "int8", "checkpoint": "up", "offload": True, "budget": "24GiB",
+    "layers": {"norm": 12, "activation": 0},
 }  # fmt: skip
+#: Those that may be given together.
+TOGETHER = {name: value for name, value in OTHER.items() if name != "budget"}
 SAMPLED = {
     "budget": 0.5, "estimator": "wta", "targets": ["query"], "cache": "position", "samples": None, "minimum": 10,
     "seed": 0, "attention": False,
@@ -45,14 +51,14 @@ def test_a_field_that_does_not_exist_is_refused():
 
 
 #: Those with a list of values to choose from.
-NO_NAMES = ("few_bits", "frozen", "linear", "storage", "checkpoint", "offload", "layers")
+NO_NAMES = ("few_bits", "frozen", "linear", "storage", "checkpoint", "offload", "budget", "layers")
 CHOICES = [name for name in FIELDS if name not in NO_NAMES]
 
 
 @pytest.mark.parametrize("name", CHOICES)
 @pytest.mark.parametrize("value", ["Stock", "", None, True, 1, ["stock"]], ids=repr)
 def test_a_wrong_value_is_refused_with_those_that_are_right(name, value):
-    with pytest.raises(ConfigError, match=f"MemSaveConfig.{name} must be one of .*'stock'.*, got ") as caught:
+    with pytest.raises(ConfigError, match=f"MemSaveConfig.{name} must be one of .*'(stock|torch)'.*, got ") as caught:
         MemSaveConfig(**{name: value})
     assert repr(value) in str(caught.value)
     assert f"the default, {getattr(MemSaveConfig(), name)!r}" in str(caught.value)
@@ -70,7 +76,7 @@ def test_a_config_error_is_a_value_error():
 
 
 def test_to_dict_has_every_field():
-    assert MemSaveConfig(**OTHER).to_dict() == {**OTHER, "linear": SAMPLED}
+    assert MemSaveConfig(**TOGETHER).to_dict() == {**TOGETHER, "budget": None, "linear": SAMPLED}
 
 
 @pytest.mark.parametrize("value", ["wta", 0.3, True, {"budget": 0.3}], ids=repr)
@@ -196,7 +202,7 @@ def test_from_dict_refuses_what_is_no_mapping(fields):
 
 
 @pytest.mark.parametrize("name", ["config.json", "config.yaml", "config.yml", "config"])
-@pytest.mark.parametrize("fields", [{}, OTHER], ids=["default", "other"])
+@pytest.mark.parametrize("fields", [{}, TOGETHER], ids=["default", "other"])
 def test_a_file_gives_back_what_was_written(tmp_path, name, fields):
     config = MemSaveConfig(**fields)
     config.to_file(tmp_path / name)
@@ -206,8 +212,8 @@ def test_a_file_gives_back_what_was_written(tmp_path, name, fields):
 @pytest.mark.parametrize("name", ["config.json", "config.yaml"])
 def test_a_path_may_be_a_string(tmp_path, name):
     path = str(tmp_path / name)
-    MemSaveConfig(**OTHER).to_file(path)
-    assert MemSaveConfig.from_file(path) == MemSaveConfig(**OTHER)
+    MemSaveConfig(**TOGETHER).to_file(path)
+    assert MemSaveConfig.from_file(path) == MemSaveConfig(**TOGETHER)
 
 
 def test_json_is_written_where_the_name_says_so(tmp_path):
@@ -217,9 +223,17 @@ def test_json_is_written_where_the_name_says_so(tmp_path):
     assert (tmp_path / "a.yaml").read_text().startswith("activation: recompute\n")
 
 
-def test_an_empty_file_is_the_default(tmp_path):
+@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n"], ids=repr)
+def test_an_empty_file_is_refused_with_a_remedy(tmp_path, text):
     path = tmp_path / "config.yaml"
-    path.write_text("# nothing\n")
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"config.yaml is empty: expected fields .* Use memsave=True"):
+        MemSaveConfig.from_file(path)
+
+
+def test_an_empty_mapping_is_the_default(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("{}")
     assert MemSaveConfig.from_file(path) == MemSaveConfig()
 
 
@@ -295,7 +309,7 @@ def test_an_unknown_preset_is_refused_with_those_there_are(name):
         ("exact", MemSaveConfig()),
         ({"norm": "stock"}, MemSaveConfig(norm="stock")),
         ({}, MemSaveConfig()),
-        (MemSaveConfig(**OTHER), MemSaveConfig(**OTHER)),
+        (MemSaveConfig(**TOGETHER), MemSaveConfig(**TOGETHER)),
     ],
     ids=repr,
 )
@@ -304,7 +318,7 @@ def test_resolve(value, expected):
 
 
 def test_resolve_gives_back_a_config_itself():
-    config = MemSaveConfig(**OTHER)
+    config = MemSaveConfig(**TOGETHER)
     assert MemSaveConfig.resolve(config) is config
 
 
@@ -316,7 +330,7 @@ def test_resolve_refuses_anything_else(value):
 
 @pytest.mark.parametrize("trip", [copy.copy, copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))])
 def test_a_copy_is_equal(trip):
-    config = MemSaveConfig(**OTHER)
+    config = MemSaveConfig(**TOGETHER)
     assert trip(config) == config
     assert hash(trip(config)) == hash(config)
 
@@ -335,3 +349,65 @@ def test_a_preset_knows_whether_it_is_exact(name, is_exact):
     assert MemSaveConfig.preset(name).is_exact == is_exact
     assert not MemSaveConfig(storage="int8").is_exact
     assert MemSaveConfig(checkpoint="block", offload=True).is_exact
+
+
+# Wherever a preset is, a file is accepted
+
+
+@pytest.mark.parametrize("name", ["plan.yaml", "plan.yml", "plan.json", "plan"])
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_file_is_accepted_wherever_a_preset_is(tmp_path, name, kind):
+    MemSaveConfig(**TOGETHER).to_file(tmp_path / name)
+    assert MemSaveConfig.resolve(kind(tmp_path / name)) == MemSaveConfig(**TOGETHER)
+
+
+def test_a_preset_goes_before_a_file_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    MemSaveConfig(norm="stock").to_file("exact")
+    assert MemSaveConfig.resolve("exact") == MemSaveConfig()
+    assert MemSaveConfig.resolve(Path("exact")) == MemSaveConfig(norm="stock")
+
+
+def test_a_model_is_patched_by_a_file(tmp_path):
+    path = tmp_path / "plan.yaml"
+    MemSaveConfig(checkpoint="gate", layers={"checkpoint": 1}).to_file(path)
+    config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+    for given in (str(path), path):
+        report = patch(BertForSequenceClassification(config), given)
+        assert report.config == MemSaveConfig(checkpoint="gate", layers={"checkpoint": 1})
+        model = AutoModelForSequenceClassification.from_config(config, memsave=given)
+        assert patch(model, given).config == report.config
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "is empty"), ("norms: stock", "plan.yaml: MemSaveConfig has no field 'norms': expected .*'norm'")],
+)
+def test_a_model_refuses_a_wrong_file(tmp_path, text, message):
+    (tmp_path / "plan.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        patch(nn.GELU(), tmp_path / "plan.yaml")
+
+
+# A budget
+
+
+@pytest.mark.parametrize("budget", ["24", "much", 0, -1, 1.5, True], ids=repr)
+def test_a_budget_is_bytes_or_a_size_with_a_unit(budget):
+    with pytest.raises(ConfigError, match=r"MemSaveConfig.budget: .*expected bytes, or a text such as '16GiB'"):
+        MemSaveConfig(budget=budget)
+
+
+@pytest.mark.parametrize("fields", [{"checkpoint": "up"}, {"offload": True}, {"layers": {"checkpoint": 2}}], ids=repr)
+def test_a_budget_chooses_what_it_is_given_with(fields):
+    with pytest.raises(ConfigError, match="chooses checkpoint and offload, got .* Leave out either"):
+        MemSaveConfig(budget="24GiB", **fields)
+
+
+def test_a_budget_without_a_batch_is_refused_and_names_the_planner(tmp_path):
+    config = MemSaveConfig(budget="24GiB")
+    config.to_file(tmp_path / "plan.yaml")
+    for given in (config, {"budget": "24GiB"}, tmp_path / "plan.yaml"):
+        with pytest.raises(ConfigError, match=r"expected a batch size .* Use hf_memsave.plan\(model, budget='24GiB'"):
+            patch(nn.GELU(), given)
+    assert MemSaveConfig.resolve(config, may_plan=True) == config

@@ -10,7 +10,7 @@ from torch import nn
 from hf_memsave.ops.elementwise import ACTIVATIONS
 
 #: Where norms that say ``weight * (x * rsqrt(mean(x²) + eps)).to(x.dtype)``, as LLaMA's does, are defined.
-_LIKE_LLAMA = {
+LIKE_LLAMA = {
     "llama": "LlamaRMSNorm",
     "mistral": "MistralRMSNorm",
     "mixtral": "MixtralRMSNorm",
@@ -26,7 +26,7 @@ _LIKE_LLAMA = {
 KINDS = {
     "torch.nn.modules.normalization.LayerNorm": "norm",
     "transformers.models.t5.modeling_t5.T5LayerNorm": "norm",
-    **{f"transformers.models.{file}.modeling_{file}.{cls}": "norm" for file, cls in _LIKE_LLAMA.items()},
+    **{f"transformers.models.{file}.modeling_{file}.{cls}": "norm" for file, cls in LIKE_LLAMA.items()},
     **{path: "activation" for activation in ACTIVATIONS.values() for path in activation.modules},
 }
 #: Linears, whose weight gradients can be sampled.

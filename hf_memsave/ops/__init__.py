@@ -2,6 +2,8 @@
 
 from hf_memsave.ops.activation import ACTIVATION
 from hf_memsave.ops.eager_attention import EAGER_ATTENTION
+from hf_memsave.ops.fused.activation import FUSED_ACTIVATION, FUSED_GATED
+from hf_memsave.ops.fused.rms_norm import FUSED_RMS_NORM
 from hf_memsave.ops.lazy_head import LAZY_HEAD
 from hf_memsave.ops.linear_8bit import LINEAR_8BIT
 from hf_memsave.ops.op import Op
@@ -10,7 +12,10 @@ from hf_memsave.ops.quiet import QUIET
 from hf_memsave.ops.run_again import RUN_AGAIN
 from hf_memsave.ops.wta_crs import WTA_CRS
 
-_ALL = (ACTIVATION, EAGER_ATTENTION, LAZY_HEAD, LINEAR_8BIT, OUTPUT_NORM, QUIET, RUN_AGAIN, WTA_CRS)
+_ALL = (
+    ACTIVATION, EAGER_ATTENTION, FUSED_ACTIVATION, FUSED_GATED, FUSED_RMS_NORM, LAZY_HEAD, LINEAR_8BIT, OUTPUT_NORM,
+    QUIET, RUN_AGAIN, WTA_CRS,
+)  # fmt: skip
 OPS: dict[str, Op] = {op.name: op for op in _ALL}
 
 __all__ = ["OPS", "Op"]

@@ -37,7 +37,6 @@ class Op:
         note: Returns what a patched module still keeps beyond what was chosen, for the report; "" for nothing.
         refuse: Returns why the value that was asked for cannot be had from this module, and the remedy, or "". Unlike
             ``check``, it always ends in an error.
-        needs_tape: Where no tape is innermost, the stock forward runs.
     """
 
     name: str
@@ -45,4 +44,3 @@ class Op:
     check: Callable[[nn.Module, Any], str] = _nothing
     note: Callable[[nn.Module, Any], str] = _nothing
     refuse: Callable[[nn.Module, Any], str] = _nothing
-    needs_tape: bool = True

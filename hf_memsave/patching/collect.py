@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_memsave.arch import HIDDEN, KINDS, LINEARS, RUN_AGAIN, is_run_again, kind_of, path_of
+from hf_memsave.arch import FUSED, HIDDEN, KINDS, LINEARS, RUN_AGAIN, is_run_again, kind_of, path_of
 from hf_memsave.config import WTACRS, MemSaveConfig
 from hf_memsave.errors import PatchError
 from hf_memsave.ops import OPS
 from hf_memsave.ops.eager_attention import NAME, implementation, is_attention
 from hf_memsave.ops.few_bit import FewBit
+from hf_memsave.ops.fused.kernels import why_not
 from hf_memsave.patching.blocks import block_numbers, is_in_block, number_of
 from hf_memsave.patching.refusals import (
     SiteReport,
@@ -58,6 +60,11 @@ def collect(
     numbers = block_numbers(model)
     if not prefix:
         _collect_taped(model, config, sites, plan, numbers)
+    if config.backend != "torch" and (reason := why_not(model)):
+        if config.backend == "triton":
+            raise PatchError(f"backend='triton' cannot run: {reason}. Use backend='auto' or 'torch'.")
+        config = replace(config, backend="torch")
+        sites.append(SiteReport(prefix, type(model).__name__, "fused", "skipped", reason))
     heads = {head_of(m) for m in model.modules()} if config.loss == "chunked" else set()
     root_is_layer = not prefix and not isinstance(model, PreTrainedModel) and not numbers.keys() - {""}
     for name, module in model.named_modules():
@@ -148,6 +155,10 @@ def _choice(
         return HIDDEN[name], True
     if config.linear is not None and config.linear.attention and is_attention(cls) and implementation(module) == NAME:
         return "eager_attention", config.linear
+    fused = FUSED.get(name)
+    if config.backend != "torch" and fused is not None:
+        if getattr(config, fused.kind) == "recompute" and config.converts(fused.kind, block):
+            return fused.op, fused.value
     kind = kind_of(cls)
     if kind == "attention" and any(kind_of(stock_class(m)) == kind for m in module.modules() if m is not module):
         return None, None  # it holds an attention, and a norm and a dropout beside

@@ -238,7 +238,7 @@ class _Search:
     def _try(self, counts: Mapping[str, int]) -> Trial:
         key = tuple(counts.values())
         if key not in self._known:
-            patch(self.bench.model, self.config_of(counts))
+            patch(self.bench.model, self.config_of(counts), replace=True)
             self._known[key] = self.bench.count(_words(counts))
             self.trials.append(self._known[key])
         return self._known[key]

@@ -1,55 +1,34 @@
-"""The cheapest exact setting whose step fits a budget, found without a GPU.
-
-What runs again in backward costs the same for every byte that it frees, up to the gate (a linear frees its output for
-its product: one byte for so many operations as its input is wide). So there are two rungs to choose from: "gate", which
-runs the fewest linears for what a layer frees, and "block", which also runs attention, where that is not enough; and
-the number of layers. The peak of every such mixture follows from three traced steps: none, all, and all of the other.
-"""
+"""The cheapest setting whose step fits a budget, found without a GPU; and the largest step that fits one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_memsave.arch import RUN_AGAIN, is_run_again, path_of
 from hf_memsave.config import MemSaveConfig
-from hf_memsave.errors import PlanError
-from hf_memsave.measure.estimate import CONTEXT, WORKSPACES, trace_in_full
-from hf_memsave.measure.layers import depth_fields
-from hf_memsave.measure.models import build_empty
+from hf_memsave.errors import MeasureError, PlanError
+from hf_memsave.measure.fit import search
+from hf_memsave.measure.lora import Lora
 from hf_memsave.measure.sharding import sharded
-from hf_memsave.measure.trace import Place, Trace
-from hf_memsave.measure.training import Training, config_of, training_of
-from hf_memsave.patching.blocks import block_numbers, is_in_block
-from hf_memsave.planner.trial import bytes_of, gib
+from hf_memsave.measure.training import config_of, training_of
+from hf_memsave.planner.rates import Rates, rates_of
+from hf_memsave.planner.settings import Family, Setting, Settings
+from hf_memsave.planner.traces import trace_of
+from hf_memsave.sizes import bytes_of, gib
 
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """One setting, and what it takes.
-
-    Attributes:
-        config: To patch with.
-        needed: Bytes at the peak, with what CUDA takes for itself.
-        cost: Operations that run again, as a part of those of stock's step.
-    """
-
-    config: MemSaveConfig
-    needed: int
-    cost: float
-
-    @property
-    def name(self) -> str:
-        """What is done, in words."""
-        rung, layers = self.config.checkpoint, dict(self.config.layers or ()).get("checkpoint")
-        return "the floor" if rung is None else f"checkpoint={rung!r} in {layers} layers"
-
-    def __str__(self) -> str:
-        return f"{self.name:<36}{gib(self.needed):>12}{self.cost:>10.1%} more operations"
+#: Codecs that may be allowed, whose gradients are approximate.
+LOSSY = ("int8", "int4")
+#: The settings of which the largest batch and the longest sequence are told.
+_ENDS = (Family(None, False, None), Family(None, False, "gate"), Family(None, True, None), Family(None, False, "block"),
+         Family(None, True, "block"))  # fmt: skip
+#: Nobody asks for more.
+_MOST = 2**22
+_MOST_DEVICES = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +38,7 @@ class BudgetPlan:
     Attributes:
         best: The cheapest that fits.
         budget: Bytes that there are.
-        tried: The floor, and each rung in all layers, as far as they were needed.
+        tried: The floor, and each other setting that was traced, in all layers.
     """
 
     best: Setting
@@ -73,7 +52,8 @@ class BudgetPlan:
 
     def __str__(self) -> str:
         lines = [str(setting) for setting in dict.fromkeys((*self.tried, self.best))]
-        return "\n".join([*lines, f"The cheapest in {gib(self.budget)}: {self.best.name}."])
+        exact = "" if self.config.is_exact else " Its gradients are approximate."
+        return "\n".join([*lines, f"The cheapest in {gib(self.budget)}: {self.best.name}.{exact}"])
 
 
 def plan(
@@ -82,18 +62,26 @@ def plan(
     budget: int | str,
     batch_size: int,
     seq_len: int,
+    memsave: MemSaveConfig | str | Path | bool | dict[str, Any] = True,
+    lossy: Collection[str] = (),
+    rates: Rates | str = "a100",
+    main_memory: int | str | None = None,
     devices: int = 1,
     sharding: str = "ddp",
     progress: Callable[[float], None] | None = None,
     **training: Any,
 ) -> BudgetPlan:
-    """Find the cheapest exact setting whose training step fits.
+    """Find the cheapest setting whose training step fits.
 
     Args:
         model_or_config: As for :func:`hf_memsave.estimate`.
         budget: What there is, in bytes or as "24GiB".
         batch_size: Sequences, on each device.
         seq_len: Tokens in each.
+        memsave: What to begin with, as for :func:`hf_memsave.patch`; the plan chooses its checkpoint and offload.
+        lossy: Of "int8" and "int4", the codecs that may be used too. Without any, the plan is as exact as ``memsave``.
+        rates: What the device does in a second, or its name: "a100", "h100", "rtx4090".
+        main_memory: What offload may take of it, on each device; None for any amount.
         devices: Over how many to shard.
         sharding: As for :func:`hf_memsave.estimate`.
         progress: Told the share that is done.
@@ -103,113 +91,152 @@ def plan(
         The plan; ``patch(model, plan.config)`` does it.
 
     Raises:
-        PlanError: Nothing fits; it says by how much, and what would.
+        ConfigError: ``memsave`` names what does not exist.
+        PlanError: Nothing fits; it says by how much, and what would. Or an argument has no such value.
         MeasureError: The model or a field is not known, or the step cannot be run.
     """
-    limit = bytes_of(budget)
+    limit, most_away = bytes_of(budget), None if main_memory is None else bytes_of(main_memory)
     config = config_of(model_or_config, training)
-    search = _Search(config, training_of(batch_size=batch_size, seq_len=seq_len, **training), (sharding, devices))
+    step = training_of(batch_size=batch_size, seq_len=seq_len, **training)
+    settings = Settings(config, step, (sharding, devices), _start(memsave), rates_of(rates))
+    tell = progress or (lambda share: None)
     tried: list[Setting] = []
-    for done, rung in enumerate((None, "gate", "block")):
-        (progress or _nobody)(done / 3)
-        tried.append(search.whole(rung))
-        if tried[-1].needed <= limit:
-            break
-    else:
-        raise PlanError(_too_much(tried, limit))
-    (progress or _nobody)(1)
-    mixtures = [s for rung in search.traces if rung for s in search.mixtures(rung)]
-    best = min((s for s in (tried[0], *mixtures) if s.needed <= limit), key=lambda s: (s.cost, s.needed))
+    best: Setting | None = None
+    families = sorted(settings.families(_codecs(lossy)), key=lambda family: settings.least_cost(family, limit))
+    for done, family in enumerate(families):
+        tell(done / len(families))
+        if best is not None and settings.least_cost(family, limit) >= best.cost:
+            break  # they come in the order of that
+        tried.append(settings.whole(family))
+        fitting = [s for s in settings.of(family) if s.needed <= limit and s.away <= (most_away or s.away)]
+        best = min((s for s in (best, *fitting) if s is not None), key=lambda s: (s.cost, s.needed), default=None)
+    tell(1)
+    if best is None:
+        raise PlanError(_too_much(settings, tried, limit))
     return BudgetPlan(best=best, budget=limit, tried=tuple(tried))
 
 
-def _nobody(share: float) -> None:
-    return None
+def largest(
+    model_or_config: str | PreTrainedConfig | nn.Module,
+    *,
+    budget: int | str,
+    batch_size: int,
+    seq_len: int,
+    memsave: MemSaveConfig | str | Path | bool | dict[str, Any] = True,
+    rates: Rates | str = "a100",
+    devices: int = 1,
+    sharding: str = "ddp",
+    progress: Callable[[float], None] | None = None,
+    **training: Any,
+) -> dict[str, tuple[int, int]]:
+    """The largest batch (of ``seq_len``) and the longest sequence (in batches of ``batch_size``) that fit.
+
+    Args:
+        model_or_config: As for :func:`plan`.
+        budget: As for :func:`plan`.
+        batch_size: Of the longest sequence.
+        seq_len: Of the largest batch.
+        memsave: As for :func:`plan`.
+        rates: As for :func:`plan`.
+        devices: As for :func:`plan`.
+        sharding: As for :func:`plan`.
+        progress: Told the share that is done.
+        **training: As for :func:`plan`.
+
+    Returns:
+        Setting in words -> sequences, tokens: at the floor, with each rung in all layers, and with offload.
+
+    Raises:
+        MeasureError: As for :func:`plan`.
+    """
+    limit = bytes_of(budget)
+    config = config_of(model_or_config, training)
+    step = training_of(batch_size=batch_size, seq_len=seq_len, **training)
+    settings = Settings(config, step, (sharding, devices), _start(memsave), rates_of(rates))
+    found = {}
+    for done, family in enumerate(_ENDS):
+        (progress or (lambda share: None))(done / len(_ENDS))
+        found[_name(settings, family)] = (_most(settings, family, limit, "batch_size"),
+                                          _most(settings, family, limit, "seq_len"))  # fmt: skip
+    return found
 
 
-def _too_much(tried: list[Setting], limit: int) -> str:
-    least = min(tried, key=lambda setting: setting.needed)
-    return (
-        f"nothing fits: expected at most {gib(limit)}, got {gib(least.needed)} by {least.name}, which is "
-        f"{gib(least.needed - limit)} too much. Use a smaller batch or shorter sequences, adapters (lora=) on a "
-        "frozen or quantized base, an optimizer with smaller states, or shard over more devices."
+def _start(memsave: Any) -> MemSaveConfig:
+    start = MemSaveConfig.resolve(memsave, may_plan=True)
+    if start is None:
+        raise PlanError(f"memsave: expected what to begin with, got {memsave!r}. Leave it out for the exact default.")
+    return replace(start, budget=None, checkpoint=None, offload=False)
+
+
+def _codecs(lossy: Collection[str]) -> tuple[str, ...]:
+    names = (lossy,) if isinstance(lossy, str) else tuple(lossy)
+    if unknown := [name for name in names if name not in LOSSY]:
+        raise PlanError(
+            f"lossy: expected some of {', '.join(LOSSY)}, got {unknown[0]!r}. Leave it out for exact plans."
+        )
+    return names
+
+
+def _name(settings: Settings, family: Family) -> str:
+    parts = [f"checkpoint={family.rung!r}"] if family.rung else []
+    return ", ".join([*parts, *(["offload"] if family.offload else [])]) or "the floor"
+
+
+def _at(settings: Settings, **changes: Any) -> Settings:
+    return Settings(
+        settings.config, replace(settings.training, **changes), settings.shards, settings.base, settings.rates
     )
 
 
-class _Search:
-    """Traces as they are needed, of one model and step."""
+def _most(settings: Settings, family: Family, limit: int, name: str) -> int:
+    """The largest "batch_size" or "seq_len" of the family's setting in all layers; 0 if not even 1 fits."""
+    most = _MOST if name == "batch_size" else getattr(settings.config, "max_position_embeddings", None) or _MOST
 
-    def __init__(self, config: PreTrainedConfig, training: Training, shards: tuple[str, int]) -> None:
-        self.config, self.training, self.shards = config, training, shards
-        self.depth = {field: getattr(config, field) for field in depth_fields(config)}
-        self.traces: dict[str | None, Trace] = {}
-        self.kept: dict[str | None, list[float]] = {}
-        self.costs = _costs(config, training)
+    def needed(number: int) -> int:
+        return _at(settings, **{name: number}).whole(family).needed
 
-    @property
-    def layers(self) -> int:
-        return sum(self.depth.values())
-
-    def whole(self, rung: Any) -> Setting:
-        """The rung in all layers."""
-        traced, per_layer = trace_in_full(self.config, self.depth, self.training, MemSaveConfig(checkpoint=rung))
-        self.traces[rung] = sharded(traced.trace, *self.shards)
-        self.kept[rung] = list(per_layer.values())
-        return self._setting(rung, self.layers, self.traces[rung].peak)
-
-    def mixtures(self, rung: str) -> Iterator[Setting]:
-        """The rung in 1 layer, 2 layers, ..., all."""
-        for layers in range(1, self.layers + 1):
-            yield self._setting(rung, layers, self._peak(rung, layers))
-
-    def _setting(self, rung: Any, layers: int, peak: int) -> Setting:
-        config = MemSaveConfig(checkpoint=rung, layers={"checkpoint": layers} if rung else None)
-        cost = self.costs[rung] * layers if rung else 0.0
-        return Setting(config=config, needed=peak + WORKSPACES + CONTEXT, cost=cost)
-
-    def _peak(self, rung: str, layers: int) -> int:
-        """With the rung in the first ``layers``: there a block sees what it sees where all have it."""
-        plain, all_of_it = self.traces[None], self.traces[rung]
-        numbers = _numbers(plain)
-        freed = [a - b for a, b in zip(self.kept[None], self.kept[rung], strict=True)]
-        by_block = [f for f, n in zip(freed, self.depth.values(), strict=True) for _ in range(n)]
-        highest = 0
-        for place, moment in plain.places.items():
-            number = numbers.get((place.stack, place.block))
-            if place.stack and number is not None and number < layers:
-                there = all_of_it.places.get(_untimed(place, all_of_it), moment)
-                highest = max(highest, there.live)
-            elif place.phase == "optimizer":
-                highest = max(highest, moment.live)
-            else:
-                highest = max(highest, moment.live - int(sum(by_block[:layers])))
-        return highest
+    return search(needed, limit, getattr(settings.training, name), most)
 
 
-def _numbers(trace: Trace) -> dict[tuple[str, int], int]:
-    found = [(stack, block) for stack, count in trace.blocks.items() for block in range(count)]
-    return {place: number for number, place in enumerate(found)}
+def _too_much(settings: Settings, tried: list[Setting], limit: int) -> str:
+    least = min(tried, key=lambda setting: setting.needed)
+    config = least.config
+    family = Family(
+        config.storage if config.storage != settings.base.storage else None, config.offload, config.checkpoint
+    )
+    would = [*_smaller(settings, family, limit), *_divided(settings, family, limit), *_adapted(settings, family, limit)]
+    remedy = f"What fits: {'; '.join(would)}." if would else "Not one sequence of one token fits: use a smaller model."
+    return (
+        f"nothing fits: expected at most {gib(limit)}, got {gib(least.needed)} by {least.name}, which is "
+        f"{gib(least.needed - limit)} too much. {remedy}"
+    )
 
 
-def _untimed(place: Place, trace: Trace) -> Place:
-    return place if place in trace.places else place._replace(is_after=not place.is_after)
+def _smaller(settings: Settings, family: Family, limit: int) -> list[str]:
+    found = []
+    for name, words in (("batch_size", "sequences a batch"), ("seq_len", "tokens a sequence")):
+        if number := _most(settings, family, limit, name):
+            found.append(f"{name}={number} ({words})")
+    return found
 
 
-def _costs(config: PreTrainedConfig, training: Training) -> dict[str, float]:
-    """What a layer that runs again adds, as a part of stock's step (which is three times its forward, at most)."""
-    model = build_empty(config)
-    numbers = block_numbers(model)
-    tokens = training.batch_size * training.seq_len
-    again, of_all = 0, 0
-    for name, module in model.named_modules():
-        if path_of(type(module)) not in RUN_AGAIN:
-            continue
-        numel = module.weight.numel()
-        of_all += numel
-        if is_in_block(name, numbers):
-            again += numel * is_run_again(name, "gate")
-    layers = max(1, len(numbers))
-    attention = 4 * tokens * training.seq_len * getattr(config, "hidden_size", 0)
-    step = (2 if training.lora else 3) * (2 * tokens * of_all + layers * attention)
-    gate = 2 * tokens * again / layers
-    return {"gate": gate / step, "block": (gate + attention) / step}
+def _divided(settings: Settings, family: Family, limit: int) -> list[str]:
+    """Over how many devices FSDP would make it fit."""
+    one = trace_of(settings.config, settings.training, settings.whole(family).config).trace
+    extra = settings.whole(family).needed - settings.trace(family).peak
+    devices = 2 * settings.shards[1]
+    while devices <= _MOST_DEVICES:
+        if sharded(one, "fsdp", devices).peak + extra <= limit:
+            return [f"sharding='fsdp' over {devices} devices"]
+        devices *= 2
+    return []
+
+
+def _adapted(settings: Settings, family: Family, limit: int) -> list[str]:
+    if settings.training.lora is not None:
+        return []
+    try:
+        fits = _at(settings, lora=Lora(r=8)).whole(family).needed <= limit
+    except MeasureError:
+        return []
+    return ["lora=dict(r=8)"] if fits else []

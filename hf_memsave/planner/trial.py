@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 
 from hf_memsave.errors import MeasureError, PlanError
 from hf_memsave.measure.loss import loss_of
+from hf_memsave.sizes import bytes_of, gib
 from hf_memsave.tape import measure_kept
 
 #: Runs the step it is given as often as it likes, and returns the seconds of one.
@@ -23,9 +22,6 @@ Timer = Callable[[Callable[[], None]], float]
 _STEPS = 5
 #: Of the memory that a CUDA device has left; the rest is for backward's temporaries and fragmentation.
 _USABLE = 0.9
-_GIB = 2**30
-_UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
-_SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([KMGT])(I?)B", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -218,34 +214,6 @@ def limit_of(memory: int | str | None, model: nn.Module) -> int:
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     gradients = sum(p.grad.numel() * p.grad.itemsize for p in model.parameters() if p.grad is not None)
     return int(_USABLE * (free - torch.cuda.memory_allocated(device) + own_bytes(model) + gradients))
-
-
-def bytes_of(size: int | str) -> int:
-    """Bytes, given as such or as a text: "16GiB", "800MB".
-
-    Returns:
-        Bytes.
-
-    Raises:
-        PlanError: It is neither, or not more than 0.
-    """
-    count = 0
-    if isinstance(size, int) and not isinstance(size, bool):
-        count = size
-    elif isinstance(size, str) and (found := _SIZE.fullmatch(size.strip())):
-        number, unit, binary = found.groups()
-        count = int(min(float(number) * (1024 if binary else 1000) ** _UNITS[unit.upper()], sys.maxsize))
-    if count > 0:
-        return count
-    raise PlanError(
-        f"memory: expected bytes, or a text such as '16GiB' or '800MB', more than 0, got {size!r}. Write it with a "
-        "unit: KiB, MiB, GiB, TiB, KB, MB, GB or TB."
-    )
-
-
-def gib(count: float) -> str:
-    """Bytes, to be read."""
-    return f"{count / _GIB:,.2f} GiB" if count >= _GIB else f"{count / 2**20:,.2f} MiB"
 
 
 def resized(batch: Mapping[str, Any], size: int) -> dict[str, Any]:

@@ -1,0 +1,129 @@
+"""``MemSaveConfig(budget=...)`` in a trainer, which knows the batch: the config that :func:`hf_memsave.plan` finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainingArguments
+
+from hf_memsave.config import MemSaveConfig
+from hf_memsave.errors import PlanError
+from hf_memsave.measure.lora import Lora
+from hf_memsave.planner.plan import BudgetPlan, plan
+
+#: ``TrainingArguments.optim`` -> the name of what has as large states.
+_OPTIMIZERS = {
+    "adamw_torch": "adamw", "adamw_torch_fused": "adamw_fused", "adamw_bnb_8bit": "adamw_8bit",
+    "adamw_8bit": "adamw_8bit", "adafactor": "adafactor", "sgd": "sgd",
+}  # fmt: skip
+
+
+def plan_for(config: MemSaveConfig, model: nn.Module, args: TrainingArguments, batches: Any) -> BudgetPlan:
+    """Plan for a trainer's step.
+
+    Args:
+        config: With a budget.
+        model: Of Transformers, with LoRA adapters or without. Modules that PEFT saves whole are not counted.
+        args: The trainer's.
+        batches: Its ``DataLoader``, of a data set with a length, whose longest row is as long as a batch can be.
+
+    Returns:
+        The plan; its config has no budget.
+
+    Raises:
+        PlanError: Nothing fits, or the trainer has what cannot be planned for.
+    """
+    assert config.budget is not None
+    remedy = f"Plan by hand: hf_memsave.plan(model, budget={config.budget!r}, batch_size=..., seq_len=...).config."
+    optim = str(getattr(args.optim, "value", args.optim))
+    if (optimizer := _OPTIMIZERS.get(optim)) is None:
+        raise PlanError(
+            f"budget={config.budget!r}: expected optim to be one of {', '.join(_OPTIMIZERS)}, got {optim}. {remedy}"
+        )
+    if not isinstance(getattr(model, "dtype", None), torch.dtype):
+        raise PlanError(
+            f"budget={config.budget!r}: expected a model of Transformers, got {type(model).__name__}. {remedy}"
+        )
+    autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    return plan(
+        model,
+        budget=config.budget,
+        memsave=replace(config, budget=None),
+        batch_size=args.per_device_train_batch_size,
+        seq_len=_longest(batches, remedy),
+        dtype=_weights(model),
+        autocast=autocast,
+        optimizer=optimizer,
+        lora=_lora(model, remedy),
+        quantized="nf4" if getattr(model, "is_loaded_in_4bit", False) else None,
+        checkpointing=args.gradient_checkpointing,
+        accumulation=args.gradient_accumulation_steps,
+        attention="eager" if _attention(model) == "eager" else "flash",
+        padded=True,
+        devices=args.world_size,
+        sharding=_sharding(args),
+    )
+
+
+def _longest(batches: Any, remedy: str) -> int:
+    """Tokens in the longest row, as the collator pads it."""
+    rows, collate = getattr(batches, "dataset", None), getattr(batches, "collate_fn", None)
+    try:
+        at = max(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))  # type: ignore[arg-type,index]
+        with torch.random.fork_rng():  # a collator may draw a mask
+            ids = _collated(collate, rows[at])["input_ids"]  # type: ignore[index]
+    except (TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
+        raise PlanError(
+            "budget: expected a data set with a length and rows with 'input_ids', of which the longest tells the "
+            f"sequence length, got {type(rows).__name__}. {remedy}"
+        ) from error
+    return int(ids.shape[-1])
+
+
+def _collated(collate: Callable[[list[Any]], Any] | None, row: Any) -> Any:
+    return {"input_ids": torch.as_tensor(row["input_ids"])} if collate is None else collate([row])
+
+
+def _weights(model: nn.Module) -> torch.dtype:
+    """The dtype of the base model's weights: of most of them, where adapters or norms have another."""
+    counts: dict[torch.dtype, int] = {}
+    for p in model.parameters():
+        if p.is_floating_point():
+            counts[p.dtype] = counts.get(p.dtype, 0) + p.numel()
+    return max(counts, key=lambda dtype: counts[dtype])
+
+
+def _attention(model: nn.Module) -> Any:
+    return getattr(getattr(model, "config", None), "_attn_implementation", None)
+
+
+def _lora(model: nn.Module, remedy: str) -> Lora | None:
+    found: Any = getattr(model, "peft_config", None)
+    if not found:
+        return None
+    config = found[getattr(model, "active_adapter", next(iter(found)))]
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    if kind != "LORA":
+        raise PlanError(f"budget: expected LoRA adapters or none, got {kind}. {remedy}")
+    adapted = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    trained = next((p for p in model.parameters() if p.requires_grad), None)
+    return Lora(
+        r=config.r,
+        alpha=config.lora_alpha,
+        dropout=config.lora_dropout,
+        targets="+".join(sorted({name.rpartition(".")[2] for name in adapted})),
+        dtype="fp32" if trained is not None and trained.dtype == torch.float32 else "model",
+        dora=config.use_dora,
+    )
+
+
+def _sharding(args: TrainingArguments) -> str:
+    if args.fsdp:
+        return "fsdp"
+    deepspeed = getattr(args, "hf_deepspeed_config", None)
+    stage = 0 if deepspeed is None else deepspeed.get_value("zero_optimization.stage", 0)
+    return {1: "zero1", 2: "zero2", 3: "fsdp"}.get(stage, "ddp")

@@ -1,0 +1,131 @@
+"""What a setting costs: operations and bytes over what a device does of them in a second.
+
+A step's time is that of its matrix products and of attention; forward takes a third of it, with frozen weights half.
+Products that run again add theirs. Offloaded bytes cross the bus in forward, and back in backward, beside the
+products: what they take longer than those is added, and their pass through the device's own memory twice. Coded
+activations pass through that memory once more each way. What the floor computes again costs the same in each setting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from hf_memsave.arch import RUN_AGAIN, is_run_again, path_of
+from hf_memsave.errors import PlanError
+from hf_memsave.measure.models import build_empty
+from hf_memsave.measure.training import Training
+from hf_memsave.patching.blocks import block_numbers, is_in_block
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What a device sustains, in a second.
+
+    Attributes:
+        flops: Floating-point operations of matrix products in 16 bits.
+        memory: Bytes of its own memory, read or written.
+        bus: Bytes from or to pinned main memory, each way.
+    """
+
+    flops: float
+    memory: float
+    bus: float
+
+    def __post_init__(self) -> None:
+        for name in ("flops", "memory", "bus"):
+            value = getattr(self, name)
+            if not (isinstance(value, (int, float)) and value > 0):
+                raise PlanError(f"Rates.{name}: expected a number above 0, got {value!r}. Give it by the second.")
+
+
+#: Half of the operations and four fifths of the bytes in the makers' data sheets (dense bf16, SXM where there is one).
+RATES = {
+    "a100": Rates(flops=156e12, memory=1.6e12, bus=25e9),
+    "h100": Rates(flops=495e12, memory=2.7e12, bus=50e9),
+    "rtx4090": Rates(flops=82e12, memory=0.8e12, bus=25e9),
+}
+
+
+def rates_of(rates: Rates | str) -> Rates:
+    """Those of a device's name.
+
+    Returns:
+        The rates.
+
+    Raises:
+        PlanError: There is no such device.
+    """
+    if isinstance(rates, Rates):
+        return rates
+    if rates not in RATES:
+        raise PlanError(
+            f"rates: expected one of {', '.join(RATES)}, got {rates!r}. Give another device's as Rates(...)."
+        )
+    return RATES[rates]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The operations of one training step.
+
+    Attributes:
+        forward: Of the forward.
+        backward: Of the backward.
+        again: Rung -> those that a layer adds which runs so far again.
+        widest: Elements of a token in the widest input or output of a linear in a block.
+    """
+
+    forward: float
+    backward: float
+    again: dict[str, float]
+    widest: int
+
+    def seconds(self, rates: Rates, again: float, away: float, coded: float) -> float:
+        """What a step takes longer.
+
+        Args:
+            rates: Of the device.
+            again: Operations that are added.
+            away: Bytes that are offloaded.
+            coded: Bytes that a codec reads.
+
+        Returns:
+            Seconds.
+        """
+        forward, backward, bus = self.forward / rates.flops, (self.backward + again) / rates.flops, away / rates.bus
+        waits = max(0.0, bus - forward) + max(0.0, bus - backward)
+        return again / rates.flops + waits + 2 * (away + coded) / rates.memory
+
+    def stock(self, rates: Rates) -> float:
+        """Seconds of stock's step."""
+        return (self.forward + self.backward) / rates.flops
+
+
+def work_of(config: PreTrainedConfig, training: Training) -> Work:
+    """The operations of a step of the model of a configuration."""
+    model = build_empty(config)
+    numbers = block_numbers(model)
+    tokens = training.batch_size * training.seq_len
+    again = of_all = widest = 0
+    for name, module in model.named_modules():
+        if path_of(type(module)) not in RUN_AGAIN:
+            continue
+        weight = module.weight
+        assert isinstance(weight, nn.Parameter)
+        of_all += weight.numel()
+        if is_in_block(name, numbers):
+            again += weight.numel() * is_run_again(name, "gate")
+            widest = max(widest, *weight.shape)
+    layers = max(1, len(numbers))
+    attention = 4 * tokens * training.seq_len * getattr(config, "hidden_size", 0)
+    forward = 2 * tokens * of_all + layers * attention
+    gate = 2 * tokens * again / layers
+    return Work(
+        forward=forward,
+        backward=(1 if training.lora else 2) * forward,
+        again={"gate": gate, "block": gate + attention},
+        widest=widest,
+    )

@@ -1,0 +1,192 @@
+"""Settings below the floor, what each takes, and what it costs.
+
+What runs again in backward costs the same for every byte that it frees, up to the gate (a linear frees its output for
+its product: one byte for so many operations as its input is wide). So there are two rungs to choose from: "gate", which
+runs the fewest linears for what a layer frees, and "block", which also runs attention; in some number of the first
+layers; each with or without offload, and with a codec where one is allowed. The peak of every such mixture follows
+from two traced settings: the rung in no layer, and in all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedConfig
+
+from hf_memsave.config import MemSaveConfig
+from hf_memsave.measure.estimate import CONTEXT, WORKSPACES
+from hf_memsave.measure.layers import depth_fields
+from hf_memsave.measure.sharding import sharded
+from hf_memsave.measure.trace import Place, Trace
+from hf_memsave.measure.training import Training
+from hf_memsave.planner.rates import Rates, work_of
+from hf_memsave.planner.traces import Whole, trace_of
+from hf_memsave.sizes import gib
+from hf_memsave.tape.offload import AHEAD
+
+RUNGS: tuple[Any, ...] = (None, "gate", "block")
+#: The part of what a layer keeps that offload moves at least: it leaves what is small.
+_MOVED = 0.9
+
+
+class Family(NamedTuple):
+    """Settings that differ in their number of layers alone; those without a rung are one."""
+
+    storage: Any
+    offload: bool
+    rung: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One setting, and what it takes.
+
+    Attributes:
+        config: To patch with.
+        needed: Bytes at the peak, with what CUDA takes for itself.
+        away: Bytes in main memory, pinned.
+        cost: What a step takes longer than at the floor, as a part of stock's step.
+    """
+
+    config: MemSaveConfig
+    needed: int
+    away: int
+    cost: float
+
+    @property
+    def name(self) -> str:
+        """What is done, in words."""
+        rung, layers = self.config.checkpoint, dict(self.config.layers or ()).get("checkpoint")
+        parts = [f"checkpoint={rung!r} in {layers} layers"] if rung else []
+        parts += ["offload"] if self.config.offload else []
+        parts += [f"storage={self.config.storage!r}"] if self.config.storage else []
+        return ", ".join(parts) or "the floor"
+
+    def __str__(self) -> str:
+        away = f", {gib(self.away)} of main memory" if self.away else ""
+        return f"{self.name:<44}{gib(self.needed):>12}{self.cost:>10.1%} more time{away}"
+
+
+class Settings:
+    """The settings of one model and step; what has to be traced is traced when it is asked for."""
+
+    def __init__(
+        self, config: PreTrainedConfig, training: Training, shards: tuple[str, int], base: MemSaveConfig, rates: Rates
+    ) -> None:
+        self.config, self.training, self.shards, self.base, self.rates = config, training, shards, base, rates
+        self.depth = {field: getattr(config, field) for field in depth_fields(config)}
+        self.work = work_of(config, training)
+        self._wholes: dict[Family, Whole] = {}
+
+    @property
+    def layers(self) -> int:
+        """Of all stacks."""
+        return sum(self.depth.values())
+
+    def families(self, lossy: tuple[str, ...]) -> list[Family]:
+        """All that may be used."""
+        offloads = [Family(None, offload, rung) for offload in (False, True) for rung in RUNGS]
+        return offloads + [Family(storage, False, rung) for storage in lossy for rung in RUNGS]
+
+    def least_cost(self, family: Family, limit: int) -> float:
+        """What every setting of the family that needs at most ``limit`` costs at least, told by the floor alone."""
+        floor = Family(None, False, None)
+        kept = max(self._each(floor, "kept"), default=0.0)
+        if family.storage or not kept:
+            return self._cost(family, 0, 0, 0)
+        if not family.offload:
+            layers = min(self.layers, math.ceil((self.whole(floor).needed - limit) / kept))
+            return self._cost(family, max(0, layers), 0, 0)
+        return min(self._cost(family, n, _MOVED * (self.layers - n) * kept, 0)
+                   for n in (range(1, self.layers + 1) if family.rung else (0,)))  # fmt: skip
+
+    def whole(self, family: Family) -> Setting:
+        """The rung in all layers."""
+        return self._setting(family, self.layers if family.rung else 0)
+
+    def of(self, family: Family) -> Iterator[Setting]:
+        """The rung in 1 layer, 2 layers, ..., all."""
+        for layers in range(1, self.layers + 1) if family.rung else (0,):
+            yield self._setting(family, layers)
+
+    def trace(self, family: Family) -> Trace:
+        """The step with the family's rung in all layers, on one of the devices."""
+        return sharded(self._whole(family).trace, *self.shards)
+
+    def _whole(self, family: Family) -> Whole:
+        if family not in self._wholes:
+            self._wholes[family] = trace_of(self.config, self.training, self._config(family, self.layers))
+        return self._wholes[family]
+
+    def _config(self, family: Family, layers: int) -> MemSaveConfig:
+        rest = {kind: n for kind, n in dict(self.base.layers or ()).items() if kind != "checkpoint"}
+        return replace(
+            self.base,
+            storage=family.storage or self.base.storage,
+            offload=family.offload,
+            checkpoint=family.rung,
+            layers=(rest | {"checkpoint": layers} if family.rung else rest) or None,
+        )
+
+    def _setting(self, family: Family, layers: int) -> Setting:
+        ahead = 0
+        if family.offload:  # on their way back beside the one that is asked for
+            tokens = self.training.batch_size * self.training.seq_len
+            ahead = AHEAD * tokens * self.work.widest * self.training.u_itemsize
+        away = sum(self._mixed(family, layers, "away"))
+        coded = sum(self._mixed(family._replace(storage=None), layers, "kept")) if family.storage else 0
+        return Setting(
+            config=self._config(family, layers),
+            needed=self._peak(family, layers) + ahead + WORKSPACES + CONTEXT,
+            away=int(away),
+            cost=self._cost(family, layers, away, coded),
+        )
+
+    def _cost(self, family: Family, layers: int, away: float, coded: float) -> float:
+        again = layers * self.work.again[family.rung] if family.rung else 0.0
+        return self.work.seconds(self.rates, again, away, coded) / self.work.stock(self.rates)
+
+    def _each(self, family: Family, name: str) -> list[float]:
+        """The bytes "kept" on the device, or "away" from it, of each layer, with the rung in all."""
+        found = getattr(self._whole(family), name)
+        return [nbytes for nbytes, n in zip(found, self.depth.values(), strict=True) for _ in range(n)]
+
+    def _mixed(self, family: Family, layers: int, name: str) -> list[float]:
+        """The same with the rung in the first so many."""
+        rest = self._each(family._replace(rung=None), name)[layers:] if layers < self.layers else []
+        return self._each(family, name)[:layers] + rest
+
+    def _peak(self, family: Family, layers: int) -> int:
+        """With the rung in the first ``layers``: there a block sees what it sees where all have it."""
+        plain = self.trace(family._replace(rung=None))
+        if not layers:
+            return plain.peak
+        all_of_it = self.trace(family)
+        if layers == self.layers:
+            return all_of_it.peak
+        numbers = _numbers(plain)
+        kept = self._each(family._replace(rung=None), "kept")
+        freed = int(sum(kept) - sum(self._mixed(family, layers, "kept")))
+        highest = 0
+        for place, moment in plain.places.items():
+            number = numbers.get((place.stack, place.block))
+            if place.stack and number is not None and number < layers:
+                there = all_of_it.places.get(_untimed(place, all_of_it), moment)
+                highest = max(highest, there.live)
+            elif place.phase == "optimizer":
+                highest = max(highest, moment.live)
+            else:
+                highest = max(highest, moment.live - freed)
+        return highest
+
+
+def _numbers(trace: Trace) -> dict[tuple[str, int], int]:
+    found = [(stack, block) for stack, count in trace.blocks.items() for block in range(count)]
+    return {place: number for number, place in enumerate(found)}
+
+
+def _untimed(place: Place, trace: Trace) -> Place:
+    return place if place in trace.places else place._replace(is_after=not place.is_after)

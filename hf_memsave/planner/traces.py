@@ -1,0 +1,121 @@
+"""A step at full depth, and what each layer keeps in it: from steps of a few layers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from transformers import PreTrainedConfig
+
+from hf_memsave.config import MemSaveConfig
+from hf_memsave.measure.elsewhere import away_from_gpus
+from hf_memsave.measure.extrapolate import trace_at_full_depth
+from hf_memsave.measure.layers import depth_fields, period
+from hf_memsave.measure.trace import Place, Trace
+from hf_memsave.measure.training import Training, trace_at
+from hf_memsave.tape.offload import Away
+from hf_memsave.tape.prices import SPAN
+
+#: Steps that are remembered: as many as a few plans ask for.
+_REMEMBERED = 256
+
+
+@dataclass(frozen=True)
+class Whole:
+    """One setting in all layers.
+
+    Attributes:
+        trace: The step at full depth.
+        kept: For each stack of layers, the bytes on the device that one of them keeps for backward.
+        away: The same in main memory.
+    """
+
+    trace: Trace
+    kept: tuple[float, ...]
+    away: tuple[float, ...]
+
+
+def trace_of(config: PreTrainedConfig, training: Training, memsave: MemSaveConfig) -> Whole:
+    """Trace a setting; the same again costs nothing.
+
+    Args:
+        config: Of the model, at the depth that is wanted.
+        training: What to do.
+        memsave: How the model is patched.
+
+    Returns:
+        Its step.
+    """
+    return _remembered(_Key(config, training, memsave))
+
+
+class _Key:
+    """The arguments, equal to others that mean the same: configurations cannot be hashed."""
+
+    def __init__(self, config: PreTrainedConfig, training: Training, memsave: MemSaveConfig) -> None:
+        self.given = config, training, memsave
+        self._same = type(config), config.to_json_string(use_diff=False), training, memsave
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self._same == other._same
+
+    def __hash__(self) -> int:
+        return hash(self._same)
+
+
+@lru_cache(_REMEMBERED)
+def _remembered(key: _Key) -> Whole:
+    return _traced(*key.given)
+
+
+@away_from_gpus
+def _traced(config: PreTrainedConfig, training: Training, memsave: MemSaveConfig) -> Whole:
+    depth = {field: getattr(config, field) for field in depth_fields(config)}
+    first, every = _depths(config, depth, training, memsave.offload)
+    times = [(depth[field] - first[field]) // every[field] for field in depth]
+    raised = [first | {field: first[field] + every[field]} for field in depth]
+    (shallow, gone), *more = (_at(config, depth, training, memsave) for depth in (first, *raised))
+    deeper = [trace for trace, _ in more]
+    trace = trace_at_full_depth(shallow, deeper, times)
+    kept = []
+    for i, n in enumerate(every.values()):
+        another = trace_at_full_depth(shallow, deeper, [t + (i == j) for j, t in enumerate(times)])
+        kept.append((_kept(another) - _kept(trace)) / n)
+    away = [(there - gone) / n for (_, there), n in zip(more, every.values(), strict=True)]
+    return Whole(trace, tuple(kept), tuple(away))
+
+
+def _at(
+    config: PreTrainedConfig, depth: dict[str, int], training: Training, memsave: MemSaveConfig
+) -> tuple[Trace, float]:
+    """A step at another depth, and the bytes of one batch that it moves to main memory."""
+    before = Away.moved
+    trace = trace_at(config, depth, training, memsave, keeps=False).trace
+    return trace, (Away.moved - before) / min(training.accumulation, 2)
+
+
+def _depths(
+    config: PreTrainedConfig, depth: dict[str, int], training: Training, is_offloaded: bool
+) -> tuple[dict[str, int], dict[str, int]]:
+    """The first depth to trace, and after how many layers they repeat themselves, by field.
+
+    Where autocast has an fp32 residual sum beside bf16 products, a tape keeps one after every s-th or next layer, with
+    s :data:`~hf_memsave.tape.prices.SPAN`; elsewhere each layer keeps the same.
+
+    Returns:
+        Both.
+    """
+    repeats = 1 if training.autocast is None else SPAN * (SPAN + 1)
+    start = SPAN + 1 if training.autocast is None and not is_offloaded else SPAN + 2
+    own = {field: period(config) if i == 0 else 1 for i, field in enumerate(depth)}
+    every = {field: math.lcm(repeats, n) for field, n in own.items()}
+    least = {field: max(start, n) for field, n in own.items()}
+    first = {f: n if n < least[f] else least[f] + (n - least[f]) % every[f] for f, n in depth.items()}
+    return first, every
+
+
+def _kept(trace: Trace) -> int:
+    """What is alive as the loss is computed, but for what lives for longer."""
+    stack, blocks = list(trace.blocks.items())[-1]
+    return trace.places[Place("forward", stack, blocks - 1, True)].live - trace.parameters - trace.states
