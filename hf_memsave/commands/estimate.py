@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -10,15 +11,18 @@ from typing import Any
 
 import torch
 import transformers
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from hf_memsave import MemSaveConfig, MemSaveError
-from hf_memsave.commands import CommandError, check_folder, positive_int
+from hf_memsave.commands import CommandError, check_folder, check_picture, positive_int
 from hf_memsave.commands.lora import parse_lora
 from hf_memsave.commands.report import in_options
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_MIB = 2**20
 _OPTIMIZERS = ("adamw", "adamw_fused", "adamw_8bit", "adafactor", "sgd", "sgd_momentum")
 
 
@@ -40,6 +44,9 @@ def add_to(commands: Any) -> None:
     add("--memsave", metavar="PRESET", default="exact", help="the preset to estimate beside stock (%(default)s)")
     add_step(parser)
     add("--memory", metavar="SIZE", help="what there is, such as 24GiB: says whether it fits, and what would")
+    add("--check", action="store_true", help="run the step on this machine, on its GPU if it has one, and compare")
+    add("--picture", type=Path, metavar="PNG", help="draw memory over the step, and where the kept bytes are")
+    add("--html", type=Path, metavar="FILE", help="write a page with pictures and explanations, all in one file")
     add("--json", type=Path, metavar="FILE", help="write every figure, in bytes")
     parser.set_defaults(run=run)
 
@@ -73,13 +80,21 @@ def run(args: argparse.Namespace) -> int:
     """Estimate, print, and write what was asked for.
 
     Returns:
-        0; 1 if it does not fit ``--memory``.
+        0; 1 if it does not fit ``--memory``, or if ``--check`` finds another figure.
 
     Raises:
         CommandError: The options contradict each other, or the step cannot be estimated.
     """
+    if args.check and args.devices > 1:
+        raise CommandError(f"--check runs the step on one device, got --devices {args.devices}. Leave one out.")
+    if args.check and args.quantized:
+        raise CommandError("--check needs weights that a step can be run with, got --quantized. Leave one out.")
     if args.json:
         check_folder(args.json)
+    if args.picture:
+        check_picture(args.picture)
+    if args.html:
+        check_picture(args.html, (".html", ".htm"))
     memsave = MemSaveConfig.preset(args.memsave)
 
     from hf_memsave.measure.estimate import estimate
@@ -106,10 +121,97 @@ def run(args: argparse.Namespace) -> int:
     figures = result.to_dict()
     if memory is not None:
         figures["largest"] = _largest(config, result, training, memsave, memory, args, console)
+    _draw(args, result, training, console)
+    agrees = True
+    if args.check:
+        figures["check"], agrees = _check(config, result, training, memsave, console)
     if args.json:
         args.json.write_text(json.dumps({"model_or_config": args.model, **figures}, indent=2) + "\n", encoding="utf-8")
         console.print(f"Figures: {args.json}", markup=False)
-    return int(result.fits is False)
+    return int(result.fits is False or not agrees)
+
+
+def _check(
+    config: Any, result: Any, training: dict[str, Any], memsave: Any, console: Console
+) -> tuple[dict[str, Any], bool]:
+    """Run the step and print what it takes beside the prediction; the figures, and whether they agree."""
+    from hf_memsave.measure.check import SLACK, check
+    from hf_memsave.measure.estimate import WORKSPACES
+    from hf_memsave.measure.training import Training
+
+    try:
+        with progress_bar(console) as progress:
+            bar = progress.add_task("Running the step", total=1)
+            found = check(
+                config, result, Training(**training), memsave, lambda share: progress.update(bar, completed=share)
+            )
+    except MemSaveError as error:
+        raise CommandError(f"--check: {in_options(error)}") from error
+    device = next(iter(found.values())).device
+    table = Table("", "predicted", "measured", "difference", box=box.SIMPLE_HEAD)
+    for name, one in found.items():
+        for what in SLACK[device]:
+            figures = (f"{amount[what] / _MIB:,.2f} MiB" for amount in (one.predicted, one.measured))
+            table.add_row(f"{name}, {what}", *figures, f"{one.difference(what):+.2%}")
+    console.print(_on(device, WORKSPACES), table, sep="\n")
+    for name in {"stock", "patched" if result.patched else "stock"} - found.keys():
+        console.print(f"{name}: not run, as it is too large for this machine.")
+    allowed = ", ".join(f"{what} {slack:.0%}" for what, slack in SLACK[device].items())
+    agrees = all(one.agrees for one in found.values())
+    console.print(f"{'Within' if agrees else 'Not within'} what is allowed ({allowed}).")
+    return {"device": device, **{name: dataclasses.asdict(one) for name, one in found.items()}}, agrees
+
+
+def _on(device: str, workspaces: int) -> str:
+    if device == "cuda":
+        return (
+            f"Check on {torch.cuda.get_device_name()}: peaks of PyTorch's allocator, of which cuBLAS takes "
+            f"{workspaces / _MIB:.1f} MiB. What CUDA takes outside of it is not measured."
+        )
+    return (
+        "Check on the CPU, as there is no CUDA device here: few layers on the CPU predict what a step of all layers "
+        "on the CPU takes. Its kernels keep other bytes than CUDA's, so these are not the figures above."
+    )
+
+
+def _draw(args: argparse.Namespace, result: Any, training: dict[str, Any], console: Console) -> None:
+    """Write the picture and the page that were asked for."""
+    if not (args.picture or args.html):
+        return
+    from hf_memsave.commands.estimate_page import draw, write_page
+
+    path = Path(args.model).resolve()
+    name = path.name if path.is_dir() else args.model
+    if path.is_file():
+        name = path.parent.name if path.name == "config.json" else path.stem
+    settings = in_words(args, result, training)
+    if args.picture:
+        draw(args.picture, result, ", ".join([name, *settings.values()]))
+        console.print(f"Picture: {args.picture}", markup=False)
+    if args.html:
+        write_page(args.html, result, name, settings)
+        console.print(f"Page: {args.html}", markup=False)
+
+
+def in_words(args: argparse.Namespace, result: Any, training: dict[str, Any]) -> dict[str, str]:
+    """What was estimated, for people to read."""
+    dtypes = {dtype: name for name, dtype in _DTYPES.items()}
+    base = f", the frozen model in {args.quantized}" if args.quantized else ""
+    words = {
+        "model": f"{result.model}, {' + '.join(map(str, result.depth.values()))} layers",
+        "batch": f"{args.batch_size} x {args.seq_len:,} tokens{', padded' if args.padded else ''}",
+        "trained": f"LoRA: {args.lora}{base}" if args.lora else "all parameters",
+        "weights": dtypes[training["dtype"]] + (f", computed in {args.autocast}" if args.autocast else ""),
+        "optimizer": args.optimizer,
+        "attention": args.attention,
+        "patched": f"preset {args.memsave}",
+    }
+    more = {
+        "checkpointing": "of every layer" if args.checkpointing else "",
+        "accumulation": f"{args.accumulation} batches a step" if args.accumulation > 1 else "",
+        "GPUs": f"{args.devices}, {args.sharding}; figures are of one" if args.devices > 1 else "",
+    }
+    return words | {name: text for name, text in more.items() if text}
 
 
 def step_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -147,8 +249,9 @@ def _largest(
         for name in ("batch_size", "seq_len"):
             for label, chosen in (("stock", None), ("patched", memsave)):
                 found[label][name] = largest(
-                    config, result.depth, Training(**training), chosen, name, memory, (args.sharding, args.devices)
-                )
+                    config, result.depth, Training(**training), chosen, name, memory, (args.sharding, args.devices),
+                    getattr(result, label),
+                )  # fmt: skip
                 progress.advance(bar)
     for label, numbers in found.items():
         console.print(

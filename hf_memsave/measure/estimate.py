@@ -26,6 +26,7 @@ from hf_memsave.measure.elsewhere import away_from_gpus
 from hf_memsave.measure.extrapolate import extrapolated, trace_at_full_depth
 from hf_memsave.measure.layers import depth_fields, period
 from hf_memsave.measure.sharding import sharded
+from hf_memsave.measure.timeline import Point, in_words, timeline
 from hf_memsave.measure.trace import Place
 from hf_memsave.measure.training import Traced, Training, config_of, trace_at, training_of
 from hf_memsave.tape.prices import SPAN
@@ -54,6 +55,7 @@ class Memory:
         by_kind: The same by kind of op.
         by_module: The same by module, "*" for the number of a block.
         per_layer: The same that each layer adds, by field of the configuration.
+        timeline: The highest moment of each part of the step, in order.
     """
 
     peak: int
@@ -66,6 +68,7 @@ class Memory:
     by_kind: dict[str, int]
     by_module: dict[str, int]
     per_layer: dict[str, float]
+    timeline: tuple[Point, ...]
 
     @property
     def needed(self) -> int:
@@ -190,6 +193,7 @@ def trace_in_full(
     training: Training,
     memsave: MemSaveConfig | None,
     keeps: bool = True,
+    on_cpu: bool = False,
 ) -> tuple[Traced, dict[str, float]]:
     """A step at full depth, from steps of few layers; and the bytes that each layer keeps.
 
@@ -199,15 +203,15 @@ def trace_in_full(
         training: What to do.
         memsave: How the model is patched; None for stock.
         keeps: Whether to count what is kept too.
+        on_cpu: Run the few layers on the CPU instead of the stand-in device, with random weights.
 
     Returns:
         The step, and field -> bytes.
     """
-    first, every = _depths(config, depth, memsave)
+    first, every = _depths(config, depth, training, memsave)
     raised = [first | {field: first[field] + every[field]} for field in depth]
     times = [(depth[field] - first[field]) // every[field] for field in depth]
-    at_first = trace_at(config, first, training, memsave, keeps)
-    deeper = [trace_at(config, other, training, memsave, keeps) for other in raised]
+    at_first, *deeper = (trace_at(config, at, training, memsave, keeps, on_cpu) for at in (first, *raised))
 
     def of(name: str) -> Any:
         return extrapolated(getattr(at_first, name), [getattr(traced, name) for traced in deeper], times)
@@ -220,11 +224,19 @@ def trace_in_full(
 
 
 def _depths(
-    config: PreTrainedConfig, depth: dict[str, int], memsave: MemSaveConfig | None
+    config: PreTrainedConfig, depth: dict[str, int], training: Training, memsave: MemSaveConfig | None
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """The first depth to trace, and after how many layers they repeat themselves, by field."""
+    """The first depth to trace, and after how many layers they repeat themselves, by field.
+
+    Where an fp32 residual sum runs beside products in 16 bits, a tape keeps one after every s-th or next layer, with s
+    :data:`~hf_memsave.tape.prices.SPAN`; elsewhere each layer keeps the same.
+
+    Returns:
+        Two numbers for each field.
+    """
     own = {field: period(config) if i == 0 else 1 for i, field in enumerate(depth)}
-    repeats, start = (1, _FROM_STOCK) if memsave is None else (_REPEATS, _FROM_TAPED)
+    has_sums = memsave is not None and bool(training.autocast or training.quantized)
+    repeats, start = _REPEATS if has_sums else 1, _FROM_STOCK if memsave is None else _FROM_TAPED
     every = {field: math.lcm(repeats, n) for field, n in own.items()}
     least = {field: max(start, n) for field, n in own.items()}
     first = {f: n if n < least[f] else least[f] + (n - least[f]) % every[f] for f, n in depth.items()}
@@ -246,12 +258,13 @@ def _memory(traced: Traced, per_layer: dict[str, float], sharding: str, devices:
         by_kind=traced.by_kind,
         by_module=traced.by_module,
         per_layer=per_layer,
+        timeline=timeline(trace),
     )
 
 
 def _described(place: Place, op: str) -> str:
     op = op.removeprefix("aten.").partition(".")[0]
-    where = f"{' after' if place.is_after else ' of'} block {place.block} of {place.stack}" if place.stack else ""
+    where = f" {in_words(place)}" if place.stack else ""
     return f"in the {place.phase}{where}, in {op}"
 
 

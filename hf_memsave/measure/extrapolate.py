@@ -86,7 +86,8 @@ def _ends(place: Place, blocks: Mapping[str, int]) -> list[bool]:
     if not place.stack:
         return [False]
     is_last = place.block == blocks[place.stack] - 1
-    return [*([] if is_last else [False]), *([True] if is_last or place.block else [])]
+    is_late = place.block >= max(1, blocks[place.stack] // 2)  # what an early one builds on is not there yet
+    return [*([] if is_last else [False]), *([True] if is_last or is_late else [])]
 
 
 def _same(place: Place, mine: Mapping[str, int], theirs: Mapping[str, int], is_from_end: bool) -> Place:

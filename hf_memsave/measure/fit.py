@@ -12,12 +12,12 @@ from transformers import PreTrainedConfig
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure.elsewhere import away_from_gpus
-from hf_memsave.measure.estimate import CONTEXT, WORKSPACES, trace_in_full
+from hf_memsave.measure.estimate import CONTEXT, WORKSPACES, Memory, trace_in_full
 from hf_memsave.measure.sharding import sharded
 from hf_memsave.measure.training import Training
 
-#: Nobody asks for more.
-_MOST = 2**22
+#: Nobody asks for more; nor, at once, for so many times what was asked for before: a batch of ids is made of it.
+_MOST, _GROWTH = 2**22, 64
 
 
 @away_from_gpus
@@ -29,6 +29,7 @@ def largest(
     name: str,
     memory: int,
     sharding: tuple[str, int] = ("ddp", 1),
+    estimated: Memory | None = None,
 ) -> int:
     """The largest "batch_size" or "seq_len" that fits, all else as it is.
 
@@ -40,6 +41,7 @@ def largest(
         name: Of the field of ``training``.
         memory: Bytes.
         sharding: A name and a number of devices.
+        estimated: What ``training`` needs as it is, if that is known.
 
     Returns:
         A number; 0 if not even 1 fits.
@@ -53,10 +55,14 @@ def largest(
         traced, _ = trace_in_full(config, depth, changed, memsave, keeps=False)
         return sharded(traced.trace, *sharding).peak + WORKSPACES + CONTEXT
 
-    return search(needed, memory, getattr(training, name), most)
+    if estimated is None:
+        return search(needed, memory, getattr(training, name), most)
+    known = {getattr(training, name): estimated.needed}
+    fixed = estimated.parameters + estimated.states + WORKSPACES + CONTEXT
+    return search(lambda n: known[n] if n in known else needed(n), memory, getattr(training, name), most, fixed)
 
 
-def search(needed: Callable[[int], int], memory: int, start: int, most: int) -> int:
+def search(needed: Callable[[int], int], memory: int, start: int, most: int, fixed: int = 0) -> int:
     """The largest number up to ``most`` for which ``needed``, which rises about evenly, is at most ``memory``.
 
     Args:
@@ -64,6 +70,7 @@ def search(needed: Callable[[int], int], memory: int, start: int, most: int) -> 
         memory: What there is.
         start: A number to begin with.
         most: The largest number that is allowed.
+        fixed: About what is needed whatever the number.
 
     Returns:
         A number; 0 if not even 1 fits.
@@ -84,16 +91,16 @@ def search(needed: Callable[[int], int], memory: int, start: int, most: int) -> 
             low = guess
         else:
             high = guess
-        guess = min(max(_on_the_line(asked, memory, low, high), low + 1), high - 1)
+        guess = min(max(_on_the_line(asked, memory, low, high, fixed), low + 1), high - 1)
     return low
 
 
-def _on_the_line(asked: dict[int, int], memory: int, low: int, high: int) -> int:
+def _on_the_line(asked: dict[int, int], memory: int, low: int, high: int, fixed: int) -> int:
     """Where a line through the two numbers asked about last meets ``memory``; if there is none, another number."""
     if not low:
         return 1
     if len(asked) < 2:
-        return 2 * low
+        return min(int(low * (memory - fixed) / max(1, asked[low] - fixed)), _GROWTH * low)
     (a, cost_a), (b, cost_b) = list(asked.items())[-2:]
     if cost_a == cost_b:
         return (low + high) // 2

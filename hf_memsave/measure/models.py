@@ -164,13 +164,24 @@ def build_empty(config: PreTrainedConfig) -> nn.Module:
         ) from error
 
 
-def load_model(name: str, dtype: torch.dtype | None = None, head: Any = None) -> tuple[Any, Any, str]:
+def has_weights(name: str) -> bool:
+    """Whether a model's name stands for saved weights, or at least for a name on the hub."""
+    path = Path(name)
+    is_name = not path.exists() and name not in CONFIG_MAPPING
+    saved = ("model*.safetensors", "pytorch_model*.bin", "adapter_config.json")
+    return is_name or any(file for kind in saved for file in path.glob(kind))
+
+
+def load_model(
+    name: str, dtype: torch.dtype | None = None, head: Any = None, config: PreTrainedConfig | None = None
+) -> tuple[Any, Any, str]:
     """A model with its weights: saved ones where there are any, else random ones.
 
     Args:
         name: A folder with a model or a PEFT adapter, a config.json, a model type, or a name on the hub.
         dtype: Of the weights; as saved, or the configuration's own, if None.
         head: The Auto class to load with; the one for the architecture it names if None.
+        config: Instead of its own, where the weights are random.
 
     Returns:
         The model, its Auto class, and what its weights are.
@@ -186,11 +197,10 @@ def load_model(name: str, dtype: torch.dtype | None = None, head: Any = None) ->
             adapter = PeftConfig.from_pretrained(name)
             base, head, _ = load_model(adapter.base_model_name_or_path, dtype, _ADAPTER_HEADS.get(adapter.task_type))
             return PeftModel.from_pretrained(base, name, is_trainable=True), head, f"adapter {path.resolve().name}"
-        config = load_config(name)
+        config = config or load_config(name)
         head = head or choose_head(config)
         options = {} if dtype is None else {"dtype": dtype}
-        is_name = not path.exists() and name not in CONFIG_MAPPING
-        if is_name or any(f for kind in ("model*.safetensors", "pytorch_model*.bin") for f in path.glob(kind)):
+        if has_weights(name):
             return head.from_pretrained(name, **options), head, f"weights of {path.name}"
         name_special_tokens(config)
         torch.manual_seed(0)

@@ -42,7 +42,7 @@ class Peak:
     timeline: tuple[tuple[str, int], ...]
 
 
-def count_peak(step: Callable[[], Any]) -> Peak:
+def count_peak(step: Callable[[], Any], unit: int = 1) -> Peak:
     """Run ``step`` once and count the most bytes that are alive at once in it.
 
     Counted is every storage that an op in ``step`` makes, on whatever device, once, however many views it has. One that
@@ -53,11 +53,12 @@ def count_peak(step: Callable[[], Any]) -> Peak:
     Args:
         step: Does one forward and backward, as in ``lambda: model(**batch).loss.backward()``; whether gradients are
             there already, as they are when they are accumulated, is up to the caller.
+        unit: What an allocator rounds the bytes of a storage up to.
 
     Returns:
         The peak, what is left at the end, and the bytes alive after each op.
     """
-    count = Count()
+    count = Count(unit=unit)
     torch.clear_autocast_cache()  # a cast of a weight from before would not be counted
     try:
         with collector_off(), count.watching_resizes():
@@ -98,6 +99,8 @@ class Count(TorchDispatchMode):
         self.timeline: list[tuple[str, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # a question that fake tensors are asked often
+            return func(*args)
         given = [(storage, storage.nbytes()) for storage in self._storages((args, kwargs))]
         output = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(...): made just now, and not by an op

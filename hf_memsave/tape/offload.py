@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from hf_memsave.device import STAND_IN
 from hf_memsave.errors import KeptTensorChangedError, MemSaveError
 from hf_memsave.tape.private import neg_view
 from hf_memsave.tape.record import BUFFER, MARK
@@ -68,7 +69,9 @@ def _unpack(packed: Any) -> Tensor:
             )
         return tensor
     copy, dtype, shape, stride, offset, is_conj, is_neg = packed
-    found = torch.empty(0, dtype=dtype, device=copy.device).set_(copy.back().untyped_storage(), offset, shape, stride)
+    there = copy.back()
+    whole = there[: len(there) // dtype.itemsize * dtype.itemsize].view(dtype)  # a view, so that it holds the bytes
+    found = whole.as_strided(shape, stride, offset)
     found = neg_view(found) if is_neg else found
     return found.conj() if is_conj else found
 
@@ -83,18 +86,24 @@ class Away:
 
     Attributes:
         total: Bytes of all that are alive.
+        moved: Bytes of all that there ever were.
     """
 
-    total = 0
+    total = moved = 0
 
     def __init__(self, tensor: Tensor, before: weakref.ref[Away] | None) -> None:
-        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-        _refuse_too_much(nbytes := len(whole))
+        whole = _bytes(tensor)
+        nbytes = len(whole)
+        if tensor.device.type != STAND_IN:  # on which nothing has bytes
+            _refuse_too_much(nbytes)
         self.device, self._before = tensor.device, before
         self._there: weakref.ref[Tensor] | None = None
+        self._version = 0
         self._on_its_way: tuple[Tensor, Any] | None = None
+        self._arrival: Any = None
         self.host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=tensor.is_cuda)
         Away.total += nbytes
+        Away.moved += nbytes
         weakref.finalize(self, _gone, nbytes)
         if tensor.is_cuda:
             stream = _stream(self.device)
@@ -108,9 +117,13 @@ class Away:
     def back(self) -> Tensor:
         """The bytes where they were, shared by all that ask while one of them holds them."""
         there = None if self._there is None else self._there()
-        if there is None:
+        if there is None or there._version != self._version:  # who took it may have written to it
             there = self._arrived()
-            self._there = weakref.ref(there)
+            self._there, self._version = weakref.ref(there), there._version
+        if self.device.type == "cuda":  # each asker may be on a stream of its own
+            now = torch.cuda.current_stream(self.device)
+            now.wait_event(self._arrival)
+            there.record_stream(now)
         self._send_for_those_before()
         return there
 
@@ -119,11 +132,8 @@ class Away:
             return self.host.to(self.device, copy=True)
         self._send_for()
         assert self._on_its_way is not None
-        there, event = self._on_its_way
+        there, self._arrival = self._on_its_way
         self._on_its_way = None
-        now = torch.cuda.current_stream(self.device)
-        now.wait_event(event)
-        there.record_stream(now)
         return there
 
     def _send_for(self) -> None:
@@ -141,6 +151,13 @@ class Away:
             one = None if one is None or one._before is None else one._before()
             if one is not None and (one._there is None or one._there() is None):
                 one._send_for()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    storage = tensor.untyped_storage()
+    if tensor.device.type == STAND_IN:  # where PyTorch's cache of fake calls would hold the storage given to set_
+        return tensor.detach().as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0).view(torch.uint8)
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
 
 
 def _gone(nbytes: int) -> None:

@@ -50,7 +50,7 @@ def training(**fields):
 
 def predicted(config, depth, training, memsave):
     """Trace and kept bytes at a depth, from steps of few layers."""
-    first, every = _depths(config, depth, memsave)
+    first, every = _depths(config, depth, training, memsave)
     raised = [first | {field: first[field] + every[field]} for field in depth]
     times = [(depth[field] - first[field]) // every[field] for field in depth]
     one, *more = (trace_at(config, d, training, memsave) for d in (first, *raised))
@@ -77,7 +77,7 @@ MORE = [(family, adapters, setting) for family in CONFIGS for adapters in ADAPTE
 def test_few_layers_tell_of_many(family, adapters, setting):
     config, memsave = CONFIGS[family], SETTINGS[setting]
     of = training(lora=ADAPTERS[adapters])
-    depth = depth_of(config, 11 if memsave else 6)
+    depth = depth_of(config, 8 if memsave else 6)
     trace, kept = predicted(config, depth, of, memsave)
     true = trace_at(config, depth, of, memsave)
     assert kept == pytest.approx(sum(true.by_kind.values()), rel=0.01)
@@ -100,7 +100,7 @@ def test_few_layers_tell_of_many(family, adapters, setting):
 @pytest.mark.parametrize("memsave", [None, MemSaveConfig()], ids=["stock", "exact"])
 def test_few_layers_tell_of_many_in_every_mode(fields, memsave):
     config, of = CONFIGS["llama"], training(**fields)
-    depth = depth_of(config, 11 if memsave else 6)
+    depth = depth_of(config, (11 if of.autocast else 8) if memsave else 6)
     trace, kept = predicted(config, depth, of, memsave)
     true = trace_at(config, depth, of, memsave)
     assert kept == pytest.approx(sum(true.by_kind.values()), rel=0.01)
@@ -123,12 +123,8 @@ def counted(config, depth, of, memsave):
 
 
 REAL = [(family, *of) for family in CONFIGS for of in (("full", "exact"), ("LoRA", "stock"))]
-REAL += [
-    ("bert", "LoRA bf16", "exact"),
-    ("llama", "LoRA", "exact"),
-    ("t5", "full", "tempo"),
-    ("bert", "full", "wta-crs"),
-]
+REAL += [("bert", "LoRA bf16", "exact"), ("llama", "LoRA", "exact")]
+REAL += [("t5", "full", "tempo"), ("bert", "full", "wta-crs")]
 MORE_REAL = itertools.product(CONFIGS, ADAPTERS, ("stock", "exact", "tempo", "wta-crs"))
 
 

@@ -1,0 +1,229 @@
+"""An estimate as a picture, and as a page that needs no network: both need matplotlib, and the page jinja2."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from hf_memsave.measure.estimate import CONTEXT, WORKSPACES, Estimate, Memory
+
+_MIB, _GIB = 2**20, 2**30
+#: What is alive -> its colour: Paul Tol's bright scheme, told apart in every kind of colour vision, on black and white.
+PARTS = {"parameters": "#4477AA", "states": "#66CCEE", "gradients": "#CCBB44", "activations": "#EE6677"}
+OWN = "#AA3377"
+#: Setting -> its colour, where settings stand side by side.
+SETTINGS = {"stock": "#8A8A8A", "patched": "#228833"}
+# Where a phase of the step begins and ends along a timeline, which tells the order and not the time.
+_SPANS = {"forward": (0.0, 1.0), "backward": (1.0, 2.0), "optimizer": (2.0, 2.3)}
+# A colour that nothing else has, in place of which a page puts that of its own text.
+_INK = "#010203"
+# Rows of the table of modules; the rest is summed.
+_ROWS = 12
+#: Kind of op -> what such bytes are, in plain words.
+_WORDS = {
+    "linear": "results of matrix products",
+    "attention": "what attention keeps for itself",
+    "norm": "inputs and statistics of norms",
+    "activation": "inputs and results of GELU, SiLU and the like",
+    "dropout": "which elements were dropped, and the result",
+    "cast": "the same numbers in another precision",
+    "residual": "sums that run past each part of a layer",
+    "embedding": "tokens and positions as vectors",
+    "loss": "scores of the whole vocabulary, for each token",
+    "other": "everything else",
+}
+
+
+#: What is alive -> what that is, in plain words.
+_MEANINGS = {
+    "parameters": "The weights of the model.",
+    "states": "What the optimizer remembers of each weight that it trains.",
+    "gradients": "How each of those weights should change.",
+    "activations": "Results of the layers: those kept for backward, and those that live for a moment.",
+}
+
+
+def columns(result: Estimate) -> dict[str, Memory]:
+    """The settings that were estimated, by name."""
+    return {"stock": result.stock} | ({"patched": result.patched} if result.patched else {})
+
+
+def in_units(nbytes: float) -> str:
+    """Bytes for people: "12.3 GiB"."""
+    for unit, name in ((_GIB, "GiB"), (_MIB, "MiB"), (2**10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:,.1f} {name}"
+    return f"{nbytes:.0f} B" if nbytes else "0"
+
+
+def draw(path: Path, result: Estimate, title: str) -> None:
+    """Write a picture: above, memory over the step; below, where the kept bytes are.
+
+    Args:
+        path: The picture to write.
+        title: What was estimated.
+        result: Of :func:`~hf_memsave.measure.estimate.estimate`.
+    """
+    shown = columns(result)
+    figure = Figure(figsize=(12, 10.5), layout="constrained", dpi=150)
+    figure.suptitle(title, wrap=True, fontsize=13)
+    above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(6, 5))[:, 0]
+    for axes, (name, memory) in zip(above.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True):
+        axes.set_title(f"{name}: {in_units(memory.needed)} needed", fontsize=12, fontweight="bold")
+        timeline_axes(axes, memory, _highest(result), result.memory)
+        axes.legend(reverse=True, loc="upper right", frameon=False, fontsize=9, ncols=2)
+    left, right = below.subplots(1, 2)
+    _bars(left, "kept for backward, by function", rows_by_kind(result))
+    _bars(right, "kept for backward, by part of the model", rows_by_module(result))
+    left.legend(frameon=False, loc="lower right")
+    figure.savefig(path)
+
+
+def timeline_axes(axes: Axes, memory: Memory, highest: int, limit: int | None) -> None:
+    """Draw what is alive over the step, in its parts, with the peak marked.
+
+    Args:
+        axes: To draw on.
+        memory: Of one setting.
+        highest: Bytes at which the picture ends.
+        limit: Bytes that there are, of which CUDA takes its own.
+    """
+    unit, name = (_GIB, "GiB") if highest >= _GIB else (_MIB, "MiB")
+    points = memory.timeline
+    edges: list[float] = []
+    for phase, (start, end) in _SPANS.items():
+        count = sum(point.phase == phase for point in points)
+        edges += [start + (end - start) * i / count for i in range(count)]
+    edges.append(_SPANS["optimizer"][1])
+    gradients = [point.gradients for point in points]
+    held = memory.parameters + memory.states
+    heights = {
+        "parameters": [memory.parameters for _ in points],
+        "states": [memory.states for _ in points],
+        "gradients": gradients,
+        "activations": [point.live - held - point.gradients for point in points],
+    }
+    base = [0.0] * len(points)
+    for part, nbytes in heights.items():
+        top = [low + n / unit for low, n in zip(base, nbytes, strict=True)]
+        axes.stairs(top, edges, baseline=base, fill=True, color=PARTS[part], label=part, linewidth=0)
+        base = top
+    until = highest if limit is None or limit >= 2 * highest else max(highest, limit)
+    line = None
+    if limit is not None and limit <= until:
+        line = (limit - CONTEXT - WORKSPACES) / unit
+        axes.axhline(line, color=_INK, linestyle="--", linewidth=1)
+        axes.annotate(
+            "limit", (edges[-1], line), (-3, 3), textcoords="offset points", color=_INK, fontsize=9, ha="right"
+        )
+    index = max(range(len(points)), key=lambda i: points[i].live)
+    at, height = (edges[index] + edges[index + 1]) / 2, points[index].live / unit
+    axes.plot(at, height, "o", color=_INK, markersize=6)
+    is_crossed = line is not None and 0 <= line - height < 0.12 * until / unit  # the line would go through the text
+    axes.annotate(
+        f"peak {in_units(memory.peak)}", (at, line if is_crossed else height), (0, 4 if is_crossed else 8),
+        textcoords="offset points", color=_INK, fontweight="bold", va="bottom",
+        ha="right" if at > 1.5 else "left" if at < 0.5 else "center",
+    )  # fmt: skip
+    for _, end in list(_SPANS.values())[:-1]:
+        axes.axvline(end, color=_INK, linewidth=0.6, alpha=0.5)
+    axes.set_xticks([(start + end) / 2 for start, end in _SPANS.values()], list(_SPANS))
+    axes.tick_params(axis="x", length=0)
+    axes.set(xlim=(0, edges[-1]), ylim=(0, 1.18 * until / unit), ylabel=f"memory [{name}]")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _bars(axes: Axes, title: str, rows: list[dict[str, Any]]) -> None:
+    """Bars of stock beside patched, the largest on top."""
+    unit, name = (_GIB, "GiB") if max(max(row["bytes"].values()) for row in rows) >= _GIB else (_MIB, "MiB")
+    shown = list(rows[0]["bytes"])
+    for i, setting in enumerate(shown):
+        middles = [y + (i - (len(shown) - 1) / 2) * 0.4 for y in range(len(rows))]
+        widths = [row["bytes"][setting] / unit for row in rows]
+        drawn = axes.barh(middles, widths, 0.4, color=SETTINGS[setting], label=setting)
+        axes.bar_label(drawn, [in_units(width * unit) for width in widths], padding=3, fontsize=8)
+    axes.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=9)
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.set_title(title, fontsize=11)
+    axes.set_xlabel(f"[{name}]")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def rows_by_kind(result: Estimate) -> list[dict[str, Any]]:
+    """A row for each kind of op, the most bytes first."""
+    return _rows(result, "by_kind", _WORDS)
+
+
+def rows_by_module(result: Estimate) -> list[dict[str, Any]]:
+    """A row for each module that keeps the most, "*" for the number of a layer; the rest in one."""
+    rows = _rows(result, "by_module", {})
+    rest = rows[_ROWS - 1 :] if len(rows) > _ROWS else []
+    if rest:
+        total = {name: sum(row["bytes"][name] for row in rest) for name in columns(result)}
+        rows = [*rows[: _ROWS - 1], {"name": f"{len(rest)} others", "words": "", "bytes": total}]
+    return rows
+
+
+def _rows(result: Estimate, field: str, words: Mapping[str, str]) -> list[dict[str, Any]]:
+    amounts = {name: getattr(memory, field) for name, memory in columns(result).items()}
+    names = dict.fromkeys(key for amount in amounts.values() for key in amount)
+    rows = [
+        {"name": n, "words": words.get(n, ""), "bytes": {s: amount.get(n, 0) for s, amount in amounts.items()}}
+        for n in names
+    ]
+    return sorted((row for row in rows if any(row["bytes"].values())), key=lambda row: -max(row["bytes"].values()))
+
+
+def _highest(result: Estimate) -> int:
+    return max(memory.peak for memory in columns(result).values())
+
+
+def write_page(path: Path, result: Estimate, title: str, settings: Mapping[str, str]) -> None:
+    """Write one HTML file with everything in it.
+
+    Args:
+        path: The page to write.
+        result: Of :func:`~hf_memsave.measure.estimate.estimate`.
+        title: The model's name.
+        settings: What was estimated, in words.
+    """
+    environment = Environment(
+        loader=PackageLoader("hf_memsave.commands", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )  # fmt: skip
+    environment.filters["units"] = in_units
+    environment.filters["dictmax"] = lambda amounts: max(amounts.values())
+    shown = columns(result)
+    page = environment.get_template("estimate_page.html").render(
+        title=title, settings=settings, result=result, shown=shown, parts=PARTS, own=OWN, colors=SETTINGS,
+        meanings=_MEANINGS, own_bytes=CONTEXT + WORKSPACES,
+        widest=max(*(memory.needed for memory in shown.values()), result.memory or 0),
+        pictures={name: _svg(memory, result, name) for name, memory in shown.items()},
+        kinds=rows_by_kind(result), modules=rows_by_module(result),
+    )  # fmt: skip
+    path.write_text(page, encoding="utf-8")
+
+
+def _svg(memory: Memory, result: Estimate, name: str) -> str:
+    """A timeline as SVG whose text is text, in the colour and the font of the page around it."""
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "axes.edgecolor": _INK, "text.color": _INK,
+                         "axes.labelcolor": _INK, "xtick.color": _INK, "ytick.color": _INK}):  # fmt: skip
+        figure = Figure(figsize=(4.5, 3.4), layout="constrained")
+        timeline_axes(figure.add_subplot(), memory, _highest(result), result.memory)
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = drawn.getvalue()[drawn.getvalue().index("<svg") :].replace(_INK, "currentColor")
+    svg = re.sub(r"<metadata>.*?</metadata>| id=\"[a-z0-9.]+_\d+\"", "", svg, flags=re.DOTALL)  # no id twice in a page
+    svg = re.sub(r"font(-family)?: *([^;\"]*?)'?DejaVu Sans'?[^;\"]*", r"font\1: \2system-ui, sans-serif", svg)
+    label = f"{name}: memory over the step, at most {in_units(memory.peak)}"
+    svg = re.sub(r'width="[^"]*pt"|height="[^"]*pt"', "", svg, count=2)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)

@@ -1,0 +1,103 @@
+"""CUDA streams that are not there: who may read what, and when memory may be given away, checked by clocks.
+
+Work on one stream runs in order; of two streams nothing is known unless one waited for the other. A read is right if
+the write comes before it by that order. A tensor's memory goes back to the stream that it was allocated on as soon as
+the program lets go of it, so every other stream that reads it must have been named by ``record_stream``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+class Stream:
+    """In order by itself; ``clock`` says up to which work of each stream this one has waited."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.clock = name, Counter()
+
+    def work(self) -> None:
+        self.clock[self] += 1
+
+    def wait_stream(self, other: Stream) -> None:
+        self.clock |= other.clock
+
+    def record_event(self) -> Counter:
+        return Counter(self.clock)
+
+    def wait_event(self, event: Counter) -> None:
+        self.clock |= event
+
+
+class Streams:
+    """The streams of a device, one of them the current one."""
+
+    def __init__(self) -> None:
+        self.now = Stream("default")
+
+    def current(self, device: Any = None) -> Stream:
+        return self.now
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self.now = self.now, stream
+        try:
+            yield
+        finally:
+            self.now = before
+
+
+class Memory:
+    """As much of a CUDA tensor as matters: on which stream it was allocated, who wrote it and who reads it."""
+
+    is_cuda, is_cpu, device = True, False, torch.device("cuda", 0)
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams, self.home = streams, streams.now
+        self.readers, self.recorded = set(), set()
+        self._version = 0
+        self.write()
+
+    def __len__(self) -> int:
+        return 1024
+
+    def write(self) -> None:
+        stream = self.streams.now
+        stream.work()
+        self.written = stream, stream.clock[stream]
+
+    def read(self) -> None:
+        """A kernel of the current stream reads it.
+
+        Raises:
+            AssertionError: It may not be written yet.
+        """
+        stream, (writer, when) = self.streams.now, self.written
+        assert stream.clock[writer] >= when, f"{stream.name} reads what {writer.name} may not have written"
+        stream.work()
+        self.readers.add(stream)
+
+    def record_stream(self, stream: Stream) -> None:
+        self.recorded.add(stream)
+
+    def copy_(self, other: Memory, non_blocking: bool = False) -> None:
+        other.read()
+        self.write()
+
+    def to(self, device: Any, non_blocking: bool = False) -> Memory:
+        self.read()
+        return Memory(self.streams)
+
+    def let_go(self) -> None:
+        """The program holds it no more.
+
+        Raises:
+            AssertionError: A stream that reads it may still do so when its memory is another tensor's.
+        """
+        unknown = {stream.name for stream in self.readers - {self.home} - self.recorded}
+        assert not unknown, f"{', '.join(unknown)} may read memory that was given away"

@@ -1,0 +1,141 @@
+"""What one CUDA stream made and another one reads is written by then, and its memory not given away before.
+
+Asked of streams that are not there. What needs a GPU: that autograd runs each function of backward on the stream of its
+forward, pinned memory, and what kernels do.
+"""
+
+import weakref
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from hf_memsave.tape import handles, offload
+from hf_memsave.tape.handles import Shared
+from hf_memsave.tape.offload import Away
+from support.streams import Memory, Stream, Streams
+
+
+@pytest.fixture
+def streams():
+    return Streams()
+
+
+class Made(Shared):
+    """Remade for three that ask, on the stream of the first."""
+
+    uses = 3
+
+    def __init__(self, streams):
+        super().__init__(nullcontext())
+        self.streams, self.made = streams, []
+
+    def make(self):
+        self.made.append(Memory(self.streams))
+        return self.made[-1]
+
+
+@pytest.fixture
+def in_backward(streams, monkeypatch):
+    monkeypatch.setattr(handles, "backward_id", lambda: 1)
+    monkeypatch.setattr(handles, "after_backward", lambda call: None)
+    monkeypatch.setattr(handles, "current_stream", streams.current)
+
+
+def ask_from_three(shared, streams):
+    for name in ("first", "second", "third"):
+        with streams.on(Stream(name)):
+            shared.get().read()
+    assert len(shared.made) == 1
+    assert shared.out is None
+    shared.made[0].let_go()
+
+
+def test_what_is_remade_is_shared_across_streams(streams, in_backward):
+    ask_from_three(Made(streams), streams)
+
+
+def test_what_was_written_to_is_remade_on_the_stream_that_asks(streams, in_backward):
+    shared = Made(streams)
+    with streams.on(Stream("first")):
+        shared.get()._version += 1
+    with streams.on(Stream("second")):
+        shared.get().read()
+    assert [memory.home.name for memory in shared.made] == ["first", "second"]
+
+
+def only_wait(self, out):
+    handles.current_stream(out.device).wait_stream(self.stream)
+
+
+def only_record(self, out):
+    out.record_stream(handles.current_stream(out.device))
+
+
+FAULTS = {"no wait": (only_record, "may not have written"), "no record": (only_wait, "was given away")}
+
+
+@pytest.mark.parametrize(("fault", "message"), FAULTS.values(), ids=FAULTS)
+def test_a_stream_that_is_forgotten_is_seen(fault, message, streams, in_backward, monkeypatch):
+    monkeypatch.setattr(Shared, "_wait", fault)
+    with pytest.raises(AssertionError, match=message):
+        ask_from_three(Made(streams), streams)
+
+
+@pytest.fixture
+def copies(streams, monkeypatch):
+    """The stream that copies to main memory and back."""
+    copies = Stream("copies")
+    empty = torch.empty
+    monkeypatch.setattr(offload, "_stream", lambda device: copies)
+    monkeypatch.setattr(offload, "_bytes", lambda tensor: tensor)
+    monkeypatch.setattr(offload, "_refuse_too_much", lambda nbytes: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", streams.current)
+    monkeypatch.setattr(torch.cuda, "stream", streams.on)
+    is_host = lambda kwargs: kwargs.pop("pin_memory", False)  # noqa: E731
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: Memory(streams) if is_host(k) else empty(*a, **k))
+    return copies
+
+
+def there_and_back(streams, *askers):
+    """Three tensors of a forward go away, the last two come back for whoever asks; then all is let go."""
+    kept = [Memory(streams) for _ in range(3)]
+    away, before = [], None
+    for tensor in kept:
+        away.append(Away(tensor, before))
+        before = weakref.ref(away[-1])
+        tensor.let_go()
+    got = []
+    for one in away[:0:-1]:
+        held = None
+        for asker in askers:
+            with streams.on(asker):
+                assert held in (None, one.back())
+                held = one.back()
+                held.read()
+        got.append(held)
+    for memory in got:
+        memory.let_go()
+
+
+def test_what_is_away_comes_back_in_order(streams, copies):
+    there_and_back(streams, streams.now)
+
+
+def test_what_came_back_is_shared_across_streams(streams, copies):
+    there_and_back(streams, streams.now, Stream("second"), Stream("third"))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "message"),
+    [
+        (Stream, "wait_stream", "may not have written"),
+        (Stream, "wait_event", "may not have written"),
+        (Memory, "record_stream", "was given away"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_order_that_is_forgotten_is_seen(owner, name, message, streams, copies, monkeypatch):
+    monkeypatch.setattr(owner, name, lambda *args: None)
+    with pytest.raises(AssertionError, match=message):
+        there_and_back(streams, streams.now)
