@@ -1,6 +1,6 @@
 """Run random programs patched and stock, and compare every tensor, gradient and random number bit for bit.
 
-    python scripts/fuzz.py [--seeds 0:2000] [--jobs 1] [--minutes M] [--out DIR]
+    python scripts/fuzz.py [--seeds 0:2000] [--jobs 1] [--minutes M] [--taught] [--out DIR]
 
 A seed draws a program: forwards of modules, views, writes, masks, checkpoints, hooks, changed attributes and errors,
 and what a user does around them (``tests/support/programs.py``). Where stock raises, the answer is what stock gives
@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,13 @@ class Found:
         self.differences += other.differences
 
 
-def run(seeds: range) -> Found:
+def run(seeds: range, is_taught: bool = False) -> Found:
     """Compare the programs of ``seeds``."""
     found = Found()
     for seed in seeds:
         program = draw(seed)
         try:
-            found.outcomes[check(program)] += 1
+            found.outcomes[check(program, is_taught)] += 1
         except AssertionError as error:
             found.outcomes["differs"] += 1
             found.differences.append((seed, str(error).partition("\n")[0], str(shrunk(program))))
@@ -91,18 +92,18 @@ def chunks(seeds: range) -> list[range]:
     return [seeds[i : i + CHUNK] for i in range(0, len(seeds), CHUNK)]
 
 
-def results(parts: list[range], jobs: int, until: float) -> Iterator[Found]:
+def results(parts: list[range], jobs: int, until: float, is_taught: bool) -> Iterator[Found]:
     """Of each part that begins before ``until``, in order."""
     if jobs == 1:
         start_process()
         for part in parts:
             if time.monotonic() > until:
                 return
-            yield run(part)
+            yield run(part, is_taught)
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context, start_process) as pool:
-        for found in pool.map(run, parts):
+        for found in pool.map(partial(run, is_taught=is_taught), parts):
             yield found
             if time.monotonic() > until:
                 pool.shutdown(cancel_futures=True)
@@ -139,11 +140,13 @@ def main() -> int:
     parser.add_argument("--seeds", type=parsed, default=range(2000), metavar="A:B", help="from A, below B")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing after so many")
+    parser.add_argument("--taught", action="store_true", help="on tapes that have seen the same program three times")
     parser.add_argument("--out", type=Path, help="folder for fuzz.md and fuzz.json")
     options = parser.parse_args()
     console, total, begun = Console(stderr=True), Found(), time.monotonic()
     parts = chunks(options.seeds)
-    for found in track(results(parts, options.jobs, begun + 60 * options.minutes), "fuzz", len(parts), console=console):
+    found_in = results(parts, options.jobs, begun + 60 * options.minutes, options.taught)
+    for found in track(found_in, "fuzz", len(parts), console=console):
         total.add(found)
         for seed, message, program in found.differences:
             console.print(f"seed {seed}: {message}\n{program}", markup=False, highlight=False)

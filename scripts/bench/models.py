@@ -101,6 +101,7 @@ METHODS: dict[str, Callable[[nn.Module], Any]] = {
     "memsave": patched(),
     "memsave, up to the gate": patched(checkpoint="gate"),
     "memsave, whole blocks": patched(checkpoint="block"),
+    "memsave, Triton": patched(backend="auto"),
     "memsave, offload": patched(offload=True),
     "memsave, torch.compile": lambda model: torch.compile(patched()(model)),
 }
