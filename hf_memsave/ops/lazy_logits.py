@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_memsave.errors import KeptTensorChangedError
+from hf_memsave.errors import KeptTensorChangedError, PatchError
 from hf_memsave.ops import chunked_loss
 from hf_memsave.ops.once import once_differentiable
 from hf_memsave.tape.private import AutocastState, no_subclasses, tree_leaves, tree_map
@@ -183,6 +183,12 @@ class LazyLogits(Tensor):
                 if found is not self and getattr(found, "base", None) is None:
                     self.take()
                 return found
+        if func is torch.autograd.grad and any(a.is_taken for a in tree_leaves(args[1]) if isinstance(a, LazyLogits)):
+            raise PatchError(
+                "torch.autograd.grad: expected logits that the loss was computed from, got logits whose loss was "
+                "computed in chunks, past them. Use MemSaveConfig(loss='stock'), or ask for the gradient of the "
+                "model's hidden states."
+            )
         args, kwargs = tree_map(_real, (args, kwargs))
         return func(*args, **kwargs)
 

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 
 from hf_memsave.ops.activation import ACTIVATION
 from hf_memsave.ops.elementwise import name_of
-from hf_memsave.ops.fused.kernels import can_run, kernels
+from hf_memsave.ops.fused.kernels import can_run, kernels, once
 from hf_memsave.ops.once import once_differentiable
 from hf_memsave.ops.op import Op
-from hf_memsave.tape import current
 
 #: Name of an activation -> that of its kernel.
 _KERNELS = {name: name for name in ("gelu", "gelu_tanh", "silu", "quick_gelu")} | {"new_gelu": "gelu_tanh"}
@@ -33,10 +32,7 @@ def _activation(module: nn.Module, patch: Any, x: Tensor) -> Tensor:
     name = _kernel_of(module)
     if _has_no_kernel(module, None) or not can_run(x):  # it may have changed since it was patched
         return patch.stock.forward(module, x)
-    y = _Activation.apply(x, name)
-    if (tape := current()) is not None:
-        tape.record(y, partial(kernels().activation_forward, act=name), (x,))
-    return y
+    return once(_Activation, partial(kernels().activation_forward, act=name), x, name)
 
 
 def _kernel_of(module: nn.Module) -> str:
@@ -65,9 +61,7 @@ def _gated(module: nn.Module, patch: Any, x: Tensor) -> Tensor:
     act = _kernel_of(parts.act_fn)
     is_known = not _has_no_kernel(parts.act_fn, None)
     if is_known and gate.dtype == up.dtype and can_run(gate, up):
-        z = _Gated.apply(gate, up, act)
-        if (tape := current()) is not None:
-            tape.record(z, partial(kernels().gated_forward, act=act), (gate, up))
+        z = once(_Gated, partial(kernels().gated_forward, act=act), gate, up, act)
     else:
         z = parts.act_fn(gate) * up
     return parts.down_proj(z)

@@ -6,13 +6,17 @@ import functools
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_memsave.device import STAND_IN, has_kernels
+from hf_memsave.tape import current
+from hf_memsave.tape.private import no_modes
 
 _NAME = "memsave_kernels"
 _FOLDER = Path(__file__).parents[2] / "_vendor" / _NAME / "torch-ext" / _NAME
@@ -58,6 +62,25 @@ def why_not(model: nn.Module) -> str:
     return ""
 
 
+def once(function: Any, remake: Callable[..., Tensor], *args: Any) -> Tensor:
+    """``function.apply(*args)`` as one step of the tape, which sees nothing of what it consists of.
+
+    Args:
+        function: A ``torch.autograd.Function``.
+        remake: Makes the same tensor again from the tensors among ``args``.
+        *args: Of the function.
+
+    Returns:
+        The result.
+    """
+    with no_modes():
+        out: Tensor = function.apply(*args)
+    if (tape := current()) is not None:
+        tape.record(out, remake, tuple([a for a in args if isinstance(a, Tensor)]))
+    return out
+
+
 def can_run(*tensors: Tensor) -> bool:
     """Whether kernels run on all of these."""
-    return all((has_kernels(x) or is_interpreted()) and x.dtype in _DTYPES for x in tensors)
+    with no_modes():
+        return all((has_kernels(x) or is_interpreted()) and x.dtype in _DTYPES for x in tensors)

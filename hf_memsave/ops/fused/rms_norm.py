@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_memsave.ops.fused.kernels import can_run, kernels
+from hf_memsave.ops.fused.kernels import can_run, kernels, once
 from hf_memsave.ops.once import once_differentiable
 from hf_memsave.ops.op import Op, is_parametrized
-from hf_memsave.tape import current
 
 
 class Style(NamedTuple):
@@ -41,10 +40,7 @@ def _rms_norm(module: nn.Module, patch: Any, x: Tensor) -> Tensor:
         return patch.stock.forward(module, x)
     style: Style = patch.value
     eps = getattr(module, style.eps)
-    y = _RMSNorm.apply(x, weight, eps, style.name)
-    if (tape := current()) is not None:
-        tape.record(y, partial(_again, eps=eps, style=style.name), (x, weight))
-    return y
+    return once(_RMSNorm, partial(_again, eps=eps, style=style.name), x, weight, eps, style.name)
 
 
 def _again(x: Tensor, weight: Tensor, eps: float, style: str) -> Tensor:
