@@ -6,5 +6,6 @@ setup(
         *find_packages(include=["hf_memsave*"], exclude=["*.tests", "*.tests.*", "hf_memsave._vendor*"]),
         "hf_memsave.configs",
     ],
+    py_modules=["hf_memsave_cli"],
     package_dir={"hf_memsave.configs": "configs"},
 )

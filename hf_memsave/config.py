@@ -42,17 +42,14 @@ class MemSaveConfig:
         frozen: Selective differentiation: convolutions, batch norms, pools and rectifiers keep only what the wanted
             gradients need.
         lora: PEFT adapters' casts of their input: recomputed, or kept as stock does.
-        loss: A language model's head and cross-entropy: "chunked" (where the logits take more than 128 MiB in fp32,
-            they are computed a chunk at a time, and gradients equal stock's up to the order of fp32 sums; below, to
-            the bit), or "stock".
+        loss: A language model's head and cross-entropy: "chunked" (logits of more than 128 MiB in fp32 are computed a
+            chunk at a time, and gradients equal stock's up to the order of fp32 sums), or "stock".
         backend: What computes RMSNorms, activations and gated MLPs: the model's own operations ("torch"), or one Triton
-            kernel each way ("auto": where Triton runs; "triton": or an error). Exact, but rounded once, in fp32: not
-            stock's bits.
+            kernel each way ("auto": where Triton runs; "triton": or an error). Exact, but not stock's bits.
         linear: Weight gradients of linears: exact (None), or unbiased from a sample of rows (:class:`WTACRS`).
         storage: What still has to be kept: as it is (None), or activations in about 8 ("int8") or 4.5 bits ("int4") an
             element, rounded at random. Not exact: the weight gradient of a linear that keeps its own input is unbiased,
-            the others are approximate. What is promised keeps nothing; of the rest a sampled linear keeps rows, a
-            rectifier, few-bit activation or boolean bits; what floating-point activation then remains is coded, once.
+            the others are approximate. What is remade keeps nothing, and rows and bits are kept as they are.
         checkpoint: Which products of a repeated block run again in backward, so that what they give is not kept: none
             (the floor); "o_proj" (attention's output projection), and with it "qkv", and with those "up", "gate" (all
             of an MLP that an activation reads), "block" (and attention itself). Exact; it costs their time.
@@ -174,11 +171,7 @@ class MemSaveConfig:
 
     @classmethod
     def named(cls, name: str | Path) -> MemSaveConfig:
-        """The config of a preset, or of a YAML or JSON file.
-
-        Returns:
-            As :meth:`preset` or :meth:`from_file`.
-        """
+        """The config of a preset, or of a YAML or JSON file: :meth:`preset` or :meth:`from_file`."""
         return cls.from_file(name) if isinstance(name, Path) or is_file(name) else cls.preset(name)
 
     @classmethod

@@ -1,7 +1,7 @@
 """The arguments that every script here has, read from the command line and, below it, from a YAML or JSON file."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -10,7 +10,6 @@ import yaml
 from transformers import CONFIG_MAPPING, HfArgumentParser
 
 from hf_memsave import MemSaveConfig
-from hf_memsave.config import presets
 
 #: Options of which only one side may be given. Where the command line gives one, the file's others are dropped.
 Sides = tuple[tuple[str, ...], ...]
@@ -132,9 +131,7 @@ class ModelArguments:
                 return MemSaveConfig.from_dict(json.loads(given))
             except json.JSONDecodeError as error:
                 raise UsageError(f"--memsave: expected fields as JSON, got {given}. {error}") from error
-        if given not in presets() and (Path(given).is_file() or Path(given).suffix in (".yaml", ".yml", ".json")):
-            return MemSaveConfig.from_file(given)
-        return MemSaveConfig.preset(given)
+        return MemSaveConfig.named(given)
 
 
 @dataclass
@@ -159,10 +156,21 @@ class _Parser(HfArgumentParser):
         raise UsageError(f"{message}. See --help.")
 
 
-def parse_arguments(argv: Sequence[str], classes: Sequence[type], usage: str, description: str) -> tuple[Any, ...]:
-    """One instance of each class: from the ``--config`` file and the command line, of which the latter wins."""
+def parse_arguments(
+    argv: Sequence[str],
+    classes: Sequence[type],
+    usage: str,
+    description: str,
+    recipe: Callable[[str], str] | None = None,
+) -> tuple[Any, ...]:
+    """One instance of each class: from the ``--config`` file and the command line, of which the latter wins.
+
+    ``recipe`` makes a file's text of what ``--recipe`` names.
+    """
     first = _Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--config")
+    if recipe is not None:
+        first.add_argument("--recipe")
     known, rest = first.parse_known_args(argv)
 
     parser = _Parser(
@@ -170,6 +178,11 @@ def parse_arguments(argv: Sequence[str], classes: Sequence[type], usage: str, de
     )
     parser.add_argument("--config", metavar="FILE", help="YAML or JSON with any of these options as its keys.")
     options = _options_of_file(Path(known.config)) if known.config else {}
+    if recipe is not None:
+        parser.add_argument("--recipe", metavar="MODEL/TASK/METHOD", help="An experiment of the paper on WTA-CRS.")
+        if known.config and known.recipe:
+            raise UsageError("expected --config or --recipe, got both. Give one of them.")
+        options = yaml.safe_load(recipe(known.recipe)) if known.recipe else options
     for name in _overruled(rest, [sides for cls in classes for sides in getattr(cls, "SIDES", ())]):
         options.pop(name, None)
     try:

@@ -210,9 +210,9 @@ def run(model_args: ClmModelArguments, data_args: ClmArguments, training_args: T
         train_dataset=blocks.get("train"),
         eval_dataset=blocks.get("validation"),
         processing_class=tokenizer,
-        callbacks=runs.callbacks(model_args.memsave_config()),
         data_collator=default_data_collator,
     )
+    runs.add_memsave(trainer, model_args.memsave_config(), checkpoint)
 
     if training_args.do_train:
         runs.train(trainer, checkpoint)

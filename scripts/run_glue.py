@@ -13,7 +13,7 @@ A model with random weights and official GLUE files, without any network::
 LoRA, from a recipe; and with weight gradients from a sample of the tokens, as in the paper of WTA-CRS::
 
     python scripts/run_glue.py --config configs/recipes/glue-bert-mrpc-lora.yaml --memsave
-    python scripts/run_glue.py --config configs/glue/bert-base-mrpc-lora-wta-crs.yaml
+    python scripts/run_glue.py --recipe bert-base/mrpc/lora-wta-crs
 """
 
 import sys
@@ -39,6 +39,7 @@ from transformers import (
 import models
 import runs
 from arguments import ModelArguments, SampleArguments, Sides, UsageError, exactly_one, parse_arguments, positive
+from glue_recipes import recipe
 from hf_memsave.data.glue import TASKS, GlueTask, guess_task, read_glue
 from hf_memsave.data.wordpiece import load_vocab_tokenizer, train_wordpiece
 
@@ -221,10 +222,10 @@ def run(model_args: GlueModelArguments, data_args: GlueArguments, training_args:
         train_dataset=splits.get("train"),
         eval_dataset=splits.get(task.validation_splits[0]),
         processing_class=tokenizer,
-        callbacks=runs.callbacks(model_args.memsave_config()),
         compute_metrics=metrics_for(task, config),
         preprocess_logits_for_metrics=lambda logits, _: logits[0] if isinstance(logits, tuple) else logits,
     )
+    runs.add_memsave(trainer, model_args.memsave_config(), checkpoint)
 
     if training_args.do_train:
         runs.train(trainer, checkpoint)
@@ -253,7 +254,7 @@ def parse(argv: Sequence[str]) -> tuple[GlueModelArguments, GlueArguments, Train
     """The arguments of this script."""
     classes = (GlueModelArguments, GlueArguments, TrainingArguments)
     return parse_arguments(
-        argv, classes, USAGE, "Fine-tune a Transformers model on a GLUE task, with --memsave or not."
+        argv, classes, USAGE, "Fine-tune a Transformers model on a GLUE task, with --memsave or not.", recipe
     )
 
 

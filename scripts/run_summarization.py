@@ -169,10 +169,10 @@ def run(model_args: ModelArguments, data_args: SummarizationArguments, training_
         train_dataset=splits.get("train"),
         eval_dataset=splits.get("validation"),
         processing_class=tokenizer,
-        callbacks=runs.callbacks(model_args.memsave_config()),
         data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
         compute_metrics=metrics_for(tokenizer) if training_args.predict_with_generate else None,
     )
+    runs.add_memsave(trainer, model_args.memsave_config(), checkpoint)
 
     if training_args.do_train:
         runs.train(trainer, checkpoint)

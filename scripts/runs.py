@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from arguments import UsageError
@@ -12,6 +12,7 @@ from hf_memsave import MemSaveCallback, MemSaveConfig
 from hf_memsave.data.glue import GlueDataError
 from hf_memsave.data.wordpiece import VocabularyError
 from hf_memsave.errors import ConfigError, PatchError
+from hf_memsave.integrations.norms import NORMS_NAME
 
 
 def check_actions(training: TrainingArguments, *known: str) -> None:
@@ -39,9 +40,11 @@ def checkpoint_to_resume(training: TrainingArguments) -> str | None:
     return str(found)
 
 
-def callbacks(memsave: MemSaveConfig | None) -> list[TrainerCallback]:
-    """What logs the memory kept and freed, and saves with every checkpoint what sampling remembers; none for stock."""
-    return [MemSaveCallback(memsave)] if memsave else []
+def add_memsave(trainer: Trainer, memsave: MemSaveConfig | None, checkpoint: str | None) -> None:
+    """Log the memory kept and freed, and save and take up what sampling remembers; nothing for a stock run."""
+    if memsave is not None:
+        has_table = checkpoint is not None and (Path(checkpoint) / NORMS_NAME).is_file()
+        MemSaveCallback(memsave, resume_from=checkpoint if has_table else None).add_to(trainer)
 
 
 def train(trainer: Trainer, checkpoint: str | None) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,8 +14,25 @@ from hf_memsave.errors import MemSaveError
 GIVE_ANOTHER_BATCH = "Give one with --batch, or lower --batch-size or --seq-len."
 
 
+#: What the library's errors advise -> the same in options.
+_AS_OPTIONS: dict[str, str | Callable[[re.Match[str]], str]] = {
+    r"Use memsave=True for the exact default, or (MemSaveConfig\(\.\.\.\) to choose each field|write {})\.": (
+        "Leave --memsave out for the exact default, or name a file with fields, such as 'checkpoint: gate'."
+    ),
+    r"\bmemsave=True\b": "--memsave exact",
+    r"(?<!--)\b(batch_size|seq_len)\b(?!=)": lambda found: "--" + found[0].replace("_", "-"),
+}
+
+
 class CommandError(MemSaveError):
     """A command that cannot do what it was asked to."""
+
+
+def as_options(message: str) -> str:
+    """What an error of the library says, with the remedies of a command line."""
+    for advice, option in _AS_OPTIONS.items():
+        message = re.sub(advice, option, message)
+    return message
 
 
 def positive_int(text: str) -> int:
@@ -23,16 +42,18 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
-def check_picture(path: Path) -> None:
-    """Refuse, before the work that it would show, a picture that cannot be written.
+def check_picture(path: Path, suffixes: tuple[str, ...] = (".png", ".pdf", ".svg")) -> None:
+    """Refuse, before the work that it would show, a picture or a page with pictures that cannot be written.
 
     Raises:
-        CommandError: matplotlib is missing, or the folder is, or the name does not end in a format's name.
+        CommandError: matplotlib or jinja2 is missing, or the folder is, or the name does not end in a format's name.
     """
-    if find_spec("matplotlib") is None:
-        raise CommandError(f"{path}: pictures need matplotlib, which is missing. Run: pip install 'hf_memsave[plot]'")
-    if path.suffix not in (".png", ".pdf", ".svg"):
-        raise CommandError(f"{path}: expected a name that ends in .png, .pdf or .svg. Rename the picture.")
+    for library in ("matplotlib", "jinja2"):
+        if find_spec(library) is None:
+            needs = f"{path}: pictures need {library}, which is missing."
+            raise CommandError(f"{needs} Run: pip install 'hf_memsave[plot]'")
+    if path.suffix not in suffixes:
+        raise CommandError(f"{path}: expected a name that ends in {' or '.join(suffixes)}. Rename the file.")
     check_folder(path)
 
 

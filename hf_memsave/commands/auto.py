@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         CommandError: The options contradict each other, or the step cannot be run.
         MemSaveError: The model cannot be patched, or does not fit.
     """
-    memsave = MemSaveConfig.preset(args.memsave)
+    memsave = MemSaveConfig.named(args.memsave)
     if args.max_batch and not args.fast:
         raise CommandError("--max-batch limits the batches of --fast, got --smart. Add --fast, or leave it out.")
     if args.memory is None and args.device == "cpu":

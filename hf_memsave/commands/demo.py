@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ def add_to(commands: Any) -> None:
     length.add_argument("--quick", action="store_true", help=f"{_QUICK_STEPS} steps instead of {_STEPS}")
     length.add_argument("--steps", type=positive_int, metavar="N", help="so many steps")
     parser.add_argument(
-        "--out", type=Path, default=Path("demo.png"), metavar="PNG", help="the picture to write (%(default)s)"
+        "--out", type=Path, metavar="PNG", help="the picture to write (demo.png, if matplotlib is installed)"
     )
     parser.set_defaults(run=run)
 
@@ -52,8 +53,11 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0, or 1 if a patched run differs from its stock one.
     """
-    check_picture(args.out)
-    from hf_memsave.commands import demo_task, demo_training, pictures
+    has_picture = args.out is not None or find_spec("matplotlib") is not None
+    out = args.out or Path("demo.png")
+    if has_picture:
+        check_picture(out)
+    from hf_memsave.commands import demo_task, demo_training
 
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)  # models this small gain little from more, and lose much where other programs run
@@ -80,8 +84,13 @@ def run(args: argparse.Namespace) -> int:
     runs = {name: (done[name, False], done[name, True]) for name in configs}
 
     console.print(results_table(runs, task))
-    pictures.demo_picture(args.out, task.description, runs)
-    console.print(f"Picture: {args.out}", markup=False)
+    if has_picture:
+        from hf_memsave.commands.pictures import demo_picture
+
+        demo_picture(out, task.description, runs)
+        console.print(f"Picture: {out}", markup=False)
+    else:
+        console.print("No picture: that needs matplotlib. Run: pip install 'hf_memsave[plot]'", markup=False)
     failures = {name: found for name, pair in runs.items() if (found := demo_training.difference(*pair))}
     for name, found in failures.items():
         print(

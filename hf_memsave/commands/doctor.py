@@ -55,7 +55,7 @@ def add_to(commands: Any) -> None:
         metavar="MODEL_OR_CONFIG",
         help="a folder with config.json, such a file, a model type (bert, llama, ...), a name on the hub",
     )
-    parser.add_argument("--memsave", metavar="PRESET", default="exact", help="the preset to try (%(default)s)")
+    parser.add_argument("--memsave", metavar="PRESET", default="exact", help="a preset or YAML file (%(default)s)")
     parser.set_defaults(run=run)
 
 
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0, or 1 if something prevents patching.
     """
-    memsave = MemSaveConfig.preset(args.memsave)
+    memsave = MemSaveConfig.named(args.memsave)
     transformers.logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the last one raises
     config = load_config(args.model) if args.model else None

@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         check_picture(args.picture)
     if args.html:
         check_picture(args.html, (".html", ".htm"))
-    memsave = MemSaveConfig.preset(args.memsave)
+    memsave = MemSaveConfig.named(args.memsave)
 
     from hf_memsave.measure.estimate import estimate
     from hf_memsave.measure.models import load_config

@@ -14,8 +14,9 @@ import transformers
 from rich.console import Console
 
 from hf_memsave.commands import CommandError, positive_int
+from hf_memsave.commands.shrunk import shrunk
 from hf_memsave.measure.inputs import forward_of, make_batch, read_batch
-from hf_memsave.measure.models import load_model
+from hf_memsave.measure.models import has_weights, load_config, load_model
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _SEQUENCES, _TOKENS = 2, 64
@@ -54,12 +55,13 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to run (%(default)s)")
 
 
-def load_inputs(args: argparse.Namespace, console: Console) -> Inputs:
+def load_inputs(args: argparse.Namespace, console: Console, *, may_shrink: bool = False) -> Inputs:
     """Load what the options name.
 
     Args:
         args: With the options of :func:`add_inputs`.
         console: Shows that it takes a while.
+        may_shrink: Whether ``args.layers``, or fewer of a model that is too large, will do where weights are random.
 
     Returns:
         Model and batch.
@@ -81,7 +83,14 @@ def load_inputs(args: argparse.Namespace, console: Console) -> Inputs:
     batch = read_batch(args.batch) if args.batch else None  # a wrong file must not cost a download
     with console.status(f"Loading {args.model} ..."):
         dtype = _DTYPES["fp32"] if args.autocast else _DTYPES.get(args.dtype)
-        model, head, weights = load_model(args.model, dtype)
+        config = None
+        if may_shrink and not has_weights(args.model):
+            whole = load_config(args.model)
+            config, said = shrunk(args.model, whole, dtype or whole.dtype or torch.float32, args.layers)
+            console.print(said, markup=False, end="\n" if said else "")
+        elif may_shrink and args.layers:
+            raise CommandError(f"--layers: expected random weights, got those of {args.model}. Leave it out.")
+        model, head, weights = load_model(args.model, dtype, config=config)
         batch = batch or make_batch(head, model.config, args.batch_size or _SEQUENCES, args.seq_len or _TOKENS)
         model.to(args.device).train()
         batch = {name: value.to(args.device) for name, value in batch.items()}

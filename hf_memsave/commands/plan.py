@@ -1,4 +1,4 @@
-"""``memsave plan``: the cheapest exact setting whose training step fits, from the configuration alone."""
+"""``memsave plan``: the cheapest setting whose training step fits, from the configuration alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import transformers
 from rich.console import Console
 
-from hf_memsave import MemSaveError
+from hf_memsave import MemSaveConfig, MemSaveError
 from hf_memsave.commands import CommandError, check_folder
 from hf_memsave.commands.estimate import add_step, progress_bar, step_of
 from hf_memsave.commands.report import in_options
@@ -20,16 +20,22 @@ def add_to(commands: Any) -> None:
     """Add this command to the subparsers of ``memsave``."""
     parser = commands.add_parser(
         "plan",
-        help="the cheapest exact setting whose training step fits a GPU: no weights, no GPU",
-        description="Finds how many layers have to run how much again in backward for a training step to fit, and "
-        "writes the configuration. It estimates as memsave estimate does.",
+        help="the cheapest setting whose training step fits a GPU: no weights, no GPU",
+        description="Finds how many layers have to run how much again in backward, and whether to offload, for a "
+        "training step to fit, and writes the configuration. It estimates as memsave estimate does.",
     )
     parser.add_argument(
         "model",
         metavar="MODEL_OR_CONFIG",
         help="a folder with config.json, such a file, a model type (bert, llama, ...: its defaults), a name on the hub",
     )
-    parser.add_argument("--budget", metavar="SIZE", required=True, help="what there is, such as 24GiB")
+    add = parser.add_argument
+    add("--budget", metavar="SIZE", required=True, help="what there is, such as 24GiB")
+    add("--memsave", metavar="PRESET", default="exact", help="a preset or YAML file to begin with (%(default)s)")
+    add("--lossy", nargs="+", choices=["int8", "int4"], default=(), help="codecs that may be used: approximate")
+    add("--device", choices=["a100", "h100", "rtx4090"], default="a100", help="whose speed counts (%(default)s)")
+    add("--main-memory", metavar="SIZE", help="what offload may take, such as 64GiB (any amount)")
+    add("--largest", action="store_true", help="tell the largest batch and the longest sequence, too")
     add_step(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the configuration, as YAML or .json")
     parser.set_defaults(run=run)
@@ -49,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     training = step_of(args)
 
     from hf_memsave.measure.models import load_config
-    from hf_memsave.planner.plan import plan
+    from hf_memsave.planner.plan import largest, plan
 
     transformers.logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the last one raises
@@ -60,13 +66,18 @@ def run(args: argparse.Namespace) -> int:
     try:
         with progress_bar(console) as progress:
             bar = progress.add_task("Tracing a few layers", total=1)
-            found = plan(
-                config, budget=args.budget, devices=args.devices, sharding=args.sharding, **training,
-                progress=lambda share: progress.update(bar, completed=share),
+            options: dict[str, Any] = dict(
+                budget=args.budget, memsave=MemSaveConfig.named(args.memsave), rates=args.device, devices=args.devices,
+                sharding=args.sharding, progress=lambda share: progress.update(bar, completed=share), **training,
             )  # fmt: skip
+            found = plan(config, lossy=args.lossy, main_memory=args.main_memory, **options)
+            most = largest(config, **options) if args.largest else {}
     except MemSaveError as error:
         raise CommandError(in_options(error)) from error
     console.print(str(found), markup=False, soft_wrap=True)
+    for name, (batch, tokens) in most.items():
+        text = f"{name}: the largest batch is {batch} (of {args.seq_len} tokens), the longest sequence {tokens}."
+        console.print(text, markup=False, soft_wrap=True)
     if args.out:
         found.config.to_file(args.out)
         console.print(f"Configuration: {args.out}", markup=False)

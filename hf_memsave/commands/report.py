@@ -44,7 +44,7 @@ def add_to(commands: Any) -> None:
         metavar="MODEL_OR_CONFIG",
         help="a folder with config.json, such a file, a model type (bert, llama, ...: its defaults), a name on the hub",
     )
-    parser.add_argument("--memsave", metavar="PRESET", default="exact", help="the preset to measure (%(default)s)")
+    parser.add_argument("--memsave", metavar="PRESET", default="exact", help="a preset or YAML file (%(default)s)")
     parser.add_argument("--batch-size", type=positive_int, default=4, metavar="N", help="sequences (%(default)s)")
     parser.add_argument("--seq-len", type=positive_int, default=128, metavar="N", help="tokens in each (%(default)s)")
     parser.add_argument("--dtype", choices=sorted(_DTYPES), help="of the weights (bf16; with --autocast fp32)")
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         CommandError: The options contradict each other, or the model cannot be measured.
         MeasureError: There is no such model.
     """
-    memsave = MemSaveConfig.preset(args.memsave)
+    memsave = MemSaveConfig.named(args.memsave)
     if args.autocast and args.dtype not in (None, "fp32"):
         raise CommandError(
             f"--autocast {args.autocast} computes in bf16 with fp32 weights, got --dtype {args.dtype}. Leave one out."

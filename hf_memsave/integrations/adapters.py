@@ -17,7 +17,7 @@ from hf_memsave.errors import PatchError
 from hf_memsave.patching.blocks import block_numbers, number_of
 from hf_memsave.patching.collect import collect
 from hf_memsave.patching.patch import LISTENERS, patch
-from hf_memsave.patching.refusals import refuse_foreign_patches
+from hf_memsave.patching.refusals import refuse_another_config, refuse_foreign_patches
 from hf_memsave.patching.sampled_layers import attach
 from hf_memsave.patching.swap import is_patched, patch_of, patched_class, patched_models, set_class
 
@@ -52,6 +52,7 @@ def watch() -> None:
         if asked is not None:  # a model that cannot be patched is refused before PEFT touches it
             refuse_foreign_patches(model)
             collect(model, asked)
+            refuse_another_config(model, asked)
         result = stock(self, model, adapter_name, *args, **kwargs)
         if asked is not None:
             patch(model, asked)

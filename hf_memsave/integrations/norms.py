@@ -1,21 +1,22 @@
-"""The norms that sampled linears draw by, in a checkpoint: saved by every process, read back by every process."""
+"""The norms that sampled linears draw by, in a checkpoint: a file with a table of samples, or text without."""
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save, save_file
 from torch import distributed, nn
-from transformers.utils import logging
 
+from hf_memsave.errors import ConfigError
 from hf_memsave.patching.sampled_layers import sampler_of
 from hf_memsave.sampling.norm_cache import merged
 
-logger = logging.get_logger(__name__)
-
 #: The file in a checkpoint's folder.
 NORMS_NAME = "memsave_norms.safetensors"
+#: How the names of the table's rows end.
+_SAMPLES = "/samples"
 
 
 def save_norms(model: nn.Module, folder: str | Path) -> None:
@@ -39,18 +40,44 @@ def save_norms(model: nn.Module, folder: str | Path) -> None:
     unfinished.replace(target)
 
 
-def load_norms(model: nn.Module, folder: str | Path) -> bool:
-    """Go on as the run that saved ``folder`` would have.
+def load_norms(model: nn.Module, folder: str | Path) -> None:
+    """Go on as the run that saved ``folder`` would have; does nothing where nothing is sampled.
 
-    Returns:
-        Whether there was something to read; without, the sampler starts anew, as unbiased as ever.
+    Raises:
+        ConfigError: There is no such file.
     """
     sampler, source = sampler_of(model), Path(folder) / NORMS_NAME
     if sampler is None:
-        return False
+        return
     if not source.is_file():
-        logger.warning("%s has no %s: sampled linears start without the norms of earlier steps.", folder, NORMS_NAME)
-        return False
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    sampler.load_state_dict(load_file(source), device)
-    return True
+        raise ConfigError(
+            f"{folder}: expected a checkpoint with {NORMS_NAME}, found none. Name one that was saved under "
+            "MemSaveCallback with a table of samples, or leave resume_from out: sampling starts anew, as unbiased."
+        )
+    sampler.load_state_dict(load_file(source), _device(model))
+
+
+def has_table(model: nn.Module) -> bool:
+    """Whether the sampler of ``model`` has a table of samples."""
+    sampler = sampler_of(model)
+    return sampler is not None and sampler.cache.samples > 0
+
+
+def norms_to_text(model: nn.Module) -> str | None:
+    """What the sampler of ``model`` has learned on this process, without a table of samples; None if it has none."""
+    sampler = sampler_of(model)
+    if sampler is None:
+        return None
+    state = {name: t.contiguous() for name, t in sampler.state_dict().items() if not name.endswith(_SAMPLES)}
+    return base64.b64encode(save(state)).decode("ascii")
+
+
+def norms_from_text(model: nn.Module, text: str | None) -> None:
+    """Go on as the run that wrote :func:`norms_to_text` would have."""
+    sampler = sampler_of(model)
+    if sampler is not None and text is not None:
+        sampler.load_state_dict(load(base64.b64decode(text)), _device(model))
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))

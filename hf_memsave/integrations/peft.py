@@ -44,7 +44,7 @@ class MemSaveLoraConfig(LoraConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """The fields of the ``LoraConfig``."""
-        stock = super().to_dict()
+        stock: dict[str, Any] = super().to_dict()
         stock.pop("memsave", None)
         return stock
 

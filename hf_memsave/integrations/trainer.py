@@ -6,7 +6,7 @@ model, and adapters may have been added. What the first training step keeps is c
 
 from __future__ import annotations
 
-import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,36 +14,44 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
 
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import ConfigError, PatchError
-from hf_memsave.integrations.norms import load_norms, save_norms
+from hf_memsave.integrations.norms import has_table, load_norms, norms_from_text, norms_to_text, save_norms
 from hf_memsave.patching.patch import patch, unpatch
-from hf_memsave.patching.sampled_layers import sampler_of
 from hf_memsave.patching.swap import patched_models
 from hf_memsave.tape.ledger import Ledger
+
+logger = logging.get_logger(__name__)
 
 _MIB = 2**20
 #: Functions that are named after the first step.
 _TOP = 8
+#: The name of the norms in the callback's state.
+_NORMS = "norms"
 
 
-class MemSaveCallback(TrainerCallback):
-    """Patches the trainer's model, prints the report once, and logs what it frees to everything in ``report_to``.
+class MemSaveCallback(TrainerCallback, ExportableState):
+    """Patches the trainer's model, prints the report once, and adds what it frees to every logged loss.
 
-    Checkpoints get a file with the norms that sampled linears draw by, and a resumed run goes on with them.
+    With the loss come ``memsave/kept_mib`` and ``memsave/freed_mib``, counted in the first training step (its first
+    micro-batch, on this process), and on a GPU ``memsave/peak_mib``, the most that PyTorch had allocated so far. After
+    that step, one line says which functions' results are not kept, and the first logged loss has them too, as
+    ``memsave/avoided_mib/<function>``. They are in the trainer's history, and for the callbacks that come after this
+    one; a trainer puts those of ``report_to`` first, but for :meth:`add_to` and for :class:`MemSaveMixin`.
 
-    With every logged loss come ``memsave/kept_mib`` and ``memsave/freed_mib``, counted in the first training step (its
-    first micro-batch, on this process), and on a GPU ``memsave/peak_mib``, the most that PyTorch had allocated so far.
-    After that step, one line says which functions' results are not kept, and the first logged loss has them too, as
-    ``memsave/avoided_mib/<function>``.
+    The norms that sampled linears draw by are part of the callback's state in a checkpoint, and a resumed run goes on
+    with them. A table of samples (``WTACRS(cache="sample_idx")`` or ``"content"``) is a file of its own there, but in a
+    hyperparameter search; to go on with it, name the checkpoint in ``resume_from``.
 
     Args:
         memsave: As for :func:`hf_memsave.patch`: True, a preset's name, a dict of fields or a ``MemSaveConfig``. None
             for what the model is patched with already, or else the exact default.
         undo: Make the model stock again when training ends.
+        resume_from: The checkpoint whose table of samples the next training starts with.
 
     Attributes:
         report: Of the last time the model was patched; None before.
@@ -51,49 +59,69 @@ class MemSaveCallback(TrainerCallback):
 
     Raises:
         ConfigError: ``memsave`` names a preset, field or value that does not exist, or asks for nothing.
+        PatchError: As the trainer is made, or training begins: the model is patched with another config.
     """
 
-    def __init__(self, memsave: MemSaveConfig | str | bool | dict[str, Any] | None = None, undo: bool = False) -> None:
+    def __init__(
+        self,
+        memsave: MemSaveConfig | str | bool | dict[str, Any] | None = None,
+        undo: bool = False,
+        resume_from: str | Path | None = None,
+    ) -> None:
         self._takes_what_is_there = memsave is None
-        config = MemSaveConfig() if memsave is None else MemSaveConfig.resolve(memsave)
+        config = MemSaveConfig() if memsave is None else MemSaveConfig.resolve(memsave, may_plan=True)
         if config is None:
             raise ConfigError(f"MemSaveCallback({memsave!r}) asks for nothing. Leave the callback out for a stock run.")
-        self.config, self.undo = config, undo
+        self.config, self.undo, self.resume_from = config, undo, resume_from
         self.report: Any = None
         self.metrics: dict[str, float] = {}
         self._avoided: dict[str, float] | None = None  # by function; None before the first step, empty once logged
+        self._model: Callable[[], nn.Module | None] = lambda: None
+
+    def add_to(self, trainer: Trainer) -> None:
+        """Add this callback to a trainer that was made without, before all others: reporters get its figures too."""
+        handler = trainer.callback_handler
+        handler.callbacks.insert(0, self)
+        self.on_init_end(trainer.args, trainer.state, trainer.control, trainer.model)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this callback."""
+        memsave = None if self._takes_what_is_there else self.config.to_dict()
+        model = self._model()
+        norms = None if model is None else norms_to_text(model)
+        return {"args": {"memsave": memsave, "undo": self.undo}, "attributes": {_NORMS: norms}}
 
     def on_init_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module,
-        handler: CallbackHandler | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
     ) -> None:
-        """Patch the model the trainer was made with; ``handler`` calls us, if it does not do so itself."""
-        self._check(args, handler or _calling_handler())
-        self._patch(state, model)
+        """Patch the model the trainer was made with."""
+        self._patch(args, state, model)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
     ) -> None:
-        """Patch what came since."""
-        self._check(args, _calling_handler())
-        self._patch(state, model)
+        """Patch what came since, and go on with the norms of a checkpoint."""
+        self._patch(args, state, model, kwargs.get("train_dataloader"))
         self.metrics, self._avoided = {}, None
-        checkpoint = _calling("resume_from_checkpoint", str)
-        if checkpoint is not None and state.global_step and sampler_of(model) is not None:
-            load_norms(model, checkpoint)
+        saved = state.stateful_callbacks.setdefault(type(self).__name__, {})  # a stock run's checkpoint has none
+        saved = saved[-1] if isinstance(saved, list) else saved
+        folder, self.resume_from = self.resume_from, None
+        if folder is not None:
+            load_norms(model, folder)
+        elif state.global_step and self.config.linear is not None:
+            norms_from_text(model, saved.get("attributes", {}).get(_NORMS))
+            if has_table(model):
+                logger.warning(
+                    "Training goes on without the norms of each sample. Expected the checkpoint in "
+                    "MemSaveCallback(..., resume_from=...), which has a table of them, got None."
+                )
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
     ) -> None:
-        """Put into the checkpoint what sampled linears draw by."""
-        trainer = _calling("self", Trainer)
-        folder = args.output_dir if trainer is None else trainer._get_output_dir(trial=_calling("trial", object))
-        save_norms(model, Path(folder) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        """Put a table of samples into the checkpoint."""
+        if has_table(model) and not state.is_hyper_param_search:  # whose folders have names that only the trainer knows
+            save_norms(model, Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
@@ -136,29 +164,25 @@ class MemSaveCallback(TrainerCallback):
         if self.undo:
             unpatch(model)
 
-    def _check(self, args: TrainingArguments, handler: CallbackHandler | None) -> None:
+    def _patch(self, args: TrainingArguments, state: TrainerState, model: nn.Module, batches: Any = None) -> None:
         if args.use_liger_kernel:
             raise PatchError(
                 "use_liger_kernel=True and hf_memsave both replace the model's forwards, and cannot be combined. Set "
                 "use_liger_kernel=False, or leave MemSaveCallback out."
             )
-        if handler is None:
-            return
-        for other in handler.callbacks:
-            if isinstance(other, MemSaveCallback) and other.config != self.config:
-                raise ConfigError(
-                    f"this trainer has two MemSaveCallbacks with different configs, {other.config} and {self.config}. "
-                    "Expected one config for a model: remove one of them."
-                )
-        # First of all, so that the reporters, which come before any callback of the user's, get what we add to a log.
-        handler.callbacks.remove(self)
-        handler.callbacks.insert(0, self)
-
-    def _patch(self, state: TrainerState, model: nn.Module) -> None:
         first = self.report is None
+        if self.config.budget is not None:
+            if batches is None:  # as the trainer is made: how long its rows are is not known yet
+                return
+            from hf_memsave.planner.budget import plan_for
+
+            found_plan = plan_for(self.config, model, args, batches)
+            self.config = found_plan.config
+            if state.is_world_process_zero:
+                print(found_plan)
         if self._takes_what_is_there and (found := patched_models(model)):
             self.config = found[0][1]
-        self.report = patch(model, self.config)
+        self.report, self._model = patch(model, self.config), weakref.ref(model)
         if first and state.is_world_process_zero:
             print(self.report)
 
@@ -168,19 +192,6 @@ def _line(step: Ledger, avoided: dict[str, float]) -> str:
     kept, freed = step.nbytes_kept / _MIB, step.nbytes_avoided / _MIB
     names = ", ".join(f"{name} {mib:.3g}" for name, mib in avoided.items()) or "nothing"
     return f"hf_memsave: the first step kept {kept:.3g} MiB and avoided {freed:.3g}: {names}"
-
-
-def _calling_handler() -> CallbackHandler | None:
-    """Who is calling a callback: a trainer tells it nothing of the others."""
-    return _calling("self", CallbackHandler)
-
-
-def _calling(name: str, kind: type) -> Any:
-    """The innermost variable of that name and kind in what is calling: a trainer tells its callbacks little."""
-    frame = sys._getframe()
-    while frame is not None and not (name in frame.f_locals and isinstance(frame.f_locals[name], kind)):
-        frame = frame.f_back  # type: ignore[assignment]
-    return None if frame is None else frame.f_locals[name]
 
 
 class MemSaveMixin:
@@ -195,22 +206,13 @@ class MemSaveMixin:
         ConfigError: As for :class:`MemSaveCallback`.
     """
 
-    args: TrainingArguments
-    state: TrainerState
-    control: TrainerControl
-    model: nn.Module
-    callback_handler: CallbackHandler
-    add_callback: Callable[..., None]
-
     def __init__(
-        self, *args: Any, memsave: MemSaveConfig | str | bool | dict[str, Any] | None = True, **kwargs: Any
+        self, *args: Any, memsave: MemSaveConfig | str | bool | dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        config = MemSaveConfig.resolve(memsave)  # a wrong name must not cost a download
+        config = MemSaveConfig.resolve(memsave, may_plan=True)  # a wrong name must not cost a download
         super().__init__(*args, **kwargs)
-        if config is not None:
-            callback = MemSaveCallback(config)
-            self.add_callback(callback)
-            callback.on_init_end(self.args, self.state, self.control, self.model, self.callback_handler)
+        if memsave is not False:
+            MemSaveCallback(config).add_to(self)
 
 
 class MemSaveTrainer(MemSaveMixin, Trainer):

@@ -16,7 +16,7 @@ from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import PatchError, not_a_module
 from hf_memsave.patching.checkpointed import checkpoint_blocks
 from hf_memsave.patching.collect import Plan, collect
-from hf_memsave.patching.refusals import SiteReport, refuse_foreign_patches
+from hf_memsave.patching.refusals import SiteReport, refuse_another_config, refuse_foreign_patches
 from hf_memsave.patching.sampled_layers import attach, sampler_of
 from hf_memsave.patching.swap import is_patched, is_wrapped, patched_class, refuse_wrapped, set_class, stock_class
 from hf_memsave.patching.taped import BUFFERS, CODED, LEDGER, mark_buffers
@@ -156,16 +156,19 @@ class PatchReport:
             bits = FORMATS[self.config.storage].bits
             lines.append(f"  activations that have to be kept are kept in {bits} bits: gradients are approximate")
         if added := self.added:
-            lines.append(f"  {len(added)} sites were added since ({added[0]}, ...): call hf_memsave.patch(model) again")
+            lines.append(f"  {len(added)} sites were added since ({added[0]}, ...): call patch(model, report.config)")
         return "\n".join(lines + self._step())
 
 
-def patch(model: nn.Module, config: MemSaveConfig | str | bool | dict[str, Any] = True) -> PatchReport:
+def patch(
+    model: nn.Module, config: MemSaveConfig | str | bool | dict[str, Any] = True, *, replace: bool = False
+) -> PatchReport:
     """Make fine-tuning ``model`` keep less memory, in place.
 
-    Idempotent; another config replaces the one before. Parameters, buffers, state dict and class names stay as they
-    are, and so do the classes of all modules but the model and its checkpointable blocks (and those of what a config
-    approximates or samples). A model that cannot be patched is left untouched.
+    Idempotent; another config than the model's is an error, unless it is to ``replace`` that. Parameters, buffers,
+    state dict and class names stay as they are, and so do the classes of all modules but the model and its
+    checkpointable blocks (and those of what a config approximates or samples). A model that cannot be patched is left
+    untouched.
 
     A single layer is patched as well, and can then stand in any model that is not: it frees what it keeps itself, but
     what the layers after it keep of its output, they keep as in stock.
@@ -173,6 +176,7 @@ def patch(model: nn.Module, config: MemSaveConfig | str | bool | dict[str, Any] 
     Args:
         model: Any module that has parameters or other modules.
         config: True for the exact default, a preset's name, a dict of fields or a :class:`MemSaveConfig`.
+        replace: Take ``config`` in place of another that the model is patched with.
 
     Returns:
         What was patched, or skipped and why, and after the first step what that step kept. Print it;
@@ -180,7 +184,7 @@ def patch(model: nn.Module, config: MemSaveConfig | str | bool | dict[str, Any] 
 
     Raises:
         PatchError: The model is no module, or has nothing that autograd could keep a tensor for, another tool has
-            patched it already, or it cannot have what was asked for.
+            patched it already, it is patched with another config, or it cannot have what was asked for.
         ConfigError: ``config`` names a preset, field or value that does not exist.
     """
     if not isinstance(model, nn.Module):
@@ -192,6 +196,8 @@ def patch(model: nn.Module, config: MemSaveConfig | str | bool | dict[str, Any] 
     sites, plan = collect(model, resolved)
     _refuse_nothing(model)
     _refuse_unseen_batches(model, resolved)
+    if not replace:
+        refuse_another_config(model, resolved)
     classes = {module: patched_class(patch) for module, patch in plan.items()}
     for name, module in model.named_modules():
         if is_wrapped(module) and classes.get(module) not in type(module).__mro__:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from hf_memsave.arch import LINEARS, RUN_AGAIN, path_of
 from hf_memsave.config import WTACRS, MemSaveConfig
 from hf_memsave.errors import PatchError
 from hf_memsave.ops.eager_attention import NAME, implementation, is_attention
-from hf_memsave.patching.swap import stock_class
+from hf_memsave.patching.swap import patched_models, stock_class
 
 _TRACED = (torch.jit.ScriptModule, torch.fx.GraphModule)
 
@@ -126,6 +126,27 @@ def refuse_foreign_patches(model: nn.Module) -> None:
             )
         if _tool(module.__dict__.get("forward")).startswith("liger_kernel"):
             refuse_hidden(name, module)
+
+
+def refuse_another_config(model: nn.Module, config: MemSaveConfig) -> None:
+    """Raise where ``model``, or a model in it, is patched with another config.
+
+    Raises:
+        PatchError: It names both.
+    """
+    for module, found in patched_models(model):
+        if found != config:
+            raise PatchError(
+                f"this {type(module).__name__} is patched with {_short(found)}, got {_short(config)}: expected the "
+                "same again. Call hf_memsave.unpatch(model) first, or hf_memsave.patch(model, ..., replace=True)."
+            )
+
+
+def _short(config: MemSaveConfig) -> str:
+    """The fields that are not the exact default's."""
+    given = [(f.name, getattr(config, f.name)) for f in fields(config) if getattr(config, f.name) != f.default]
+    values = ", ".join(f"{name}={dict(value) if name == 'layers' else value!r}" for name, value in given)
+    return f"MemSaveConfig({values})" + ("" if given else ", the exact default")
 
 
 def refuse_hidden(name: str, module: nn.Module) -> None:

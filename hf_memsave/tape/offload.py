@@ -115,7 +115,7 @@ class Away:
             self.host.copy_(whole)
 
     def back(self) -> Tensor:
-        """The bytes where they were, shared by all that ask while one of them holds them."""
+        """The bytes where they were."""
         there = None if self._there is None else self._there()
         if there is None or there._version != self._version:  # who took it may have written to it
             there = self._arrived()

@@ -220,7 +220,7 @@ class Recorder(TorchFunctionMode):
         for cast, _ in self.casts.values():
             storage = cast.untyped_storage()
             record = getattr(storage, MARK, None)
-            if record is not None and not record.is_kept and storage.nbytes():
+            if (record is None or not record.is_kept) and storage.nbytes():
                 with no_dispatch():  # not the storage: selective checkpointing may hold it too
                     cast.data = cast.new_empty(0)
 

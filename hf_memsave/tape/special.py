@@ -90,10 +90,10 @@ def low(tape: Tape, x: Tensor) -> Tensor:
         tape.record(cast, Tensor.to, (x, dtype))
         return cast
     known: Any = None if cast is None else getattr(cast.untyped_storage(), MARK, None)
-    if cast is None or (known.tape is not tape and known.is_kept):
+    if cast is None or (known is not None and known.tape is not tape and known.is_kept):
         cast = tape.call(Tensor.to, x, dtype)
         casts[key] = cast, x
-    elif known.tape is not tape:
+    elif known is None or known.tape is not tape:
         tape.record(cast, Tensor.to, (x, dtype))
     return cast
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_memsave.tape.handles import Handle, Held, Node, Ticket
-from hf_memsave.tape.prices import CASTS, NEVER, NO, SMALL, TINY, YES, is_local, is_near, take
+from hf_memsave.tape.prices import CASTS, EVEN, NEVER, NO, SMALL, TINY, YES, is_local, is_near, take
 from hf_memsave.tape.record import PARAMETER, Record, Weak, arguments, replaced
 
 
@@ -60,7 +60,7 @@ def sweep(tape: Any, record: Record) -> None:
         return
     source = _recipe(tape, record)
     if source is None or source.work > tape.most_work:
-        if tape.decided.get(record.key) == NO:
+        if tape.decided.get(record.key) in (NO, EVEN):
             tape.decided[record.key], tape.has_decided = NEVER, True
         record.forget()
         return
@@ -68,7 +68,8 @@ def sweep(tape: Any, record: Record) -> None:
     tensor = next(held, None)
     if tensor is None or not record.is_of(tensor):  # written to before it was kept
         return
-    if not any(isinstance(one, _Recipe) for one in source.sources):  # the next forward need not wait for the sweep
+    is_even = tape.decided.get(record.key) == EVEN  # else a forward that goes on otherwise would keep more than stock
+    if is_even and not any(isinstance(one, _Recipe) for one in source.sources):  # the next one need not wait for this
         tape.decided[record.key], tape.has_decided = YES, True
     node = _node_of(tape, source, tensor.untyped_storage().nbytes())
     record.forget()

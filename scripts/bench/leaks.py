@@ -141,7 +141,7 @@ class Training:
         self.batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
         patch(self.model, MODES["exact"])
         exact = measure_kept(self.model, self.batch).total
-        patch(self.model, config)
+        patch(self.model, config, replace=True)
         if is_few_bit and name not in GATED:
             assert measure_kept(self.model, self.batch).total < exact, "no bits are kept"
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], 1e-4)

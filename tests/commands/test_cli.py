@@ -1,7 +1,11 @@
 """``memsave`` and ``memsave report``: its figures are those of a direct measurement at full depth."""
 
 import json
+import re
+import subprocess
+import sys
 from collections import Counter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 import hf_memsave
+import hf_memsave_cli
 from hf_memsave import commands
 from hf_memsave.cli import main
 from hf_memsave.measure.models import build
@@ -187,13 +192,64 @@ def test_report_without_matplotlib_names_the_extra(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["nope"], ["report"], ["report", "bert", "--batch-size", "0"], ["demo", "--steps", "x"]], ids=str
+    "argv", [["nope"], ["report"], ["report", "bert", "--batch-size", "0"], ["demo", "--steps", "x"]], ids=str
 )
 def test_unusable_arguments_end_with_status_2(argv, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(argv)
     assert exit_.value.code == 2
     assert "error:" in capsys.readouterr().err
+
+
+def in_a_process(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], [], ["--version"]], ids=str)
+def test_the_commands_own_help_loads_no_library_and_takes_less_than_a_second(argv):
+    code = f"""
+import sys, time
+start = time.perf_counter()
+from hf_memsave_cli import main
+try:
+    main({argv})
+except SystemExit as end:
+    assert not end.code
+heavy = {{"torch", "transformers", "numpy", "rich", "hf_memsave"}} & set(sys.modules)
+print("loaded", heavy, "fast", time.perf_counter() - start < 1)
+"""
+    output = in_a_process(code)
+    assert output.endswith("loaded set() fast True\n")
+    assert "hf_memsave 0." in output if argv == ["--version"] else output.count("usage: memsave") == 1
+
+
+def test_the_help_names_every_command_in_its_own_words(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    _, found = hf_memsave_cli.top_level()
+    for path in Path(commands.__file__).parent.glob("*.py"):
+        if "def add_to(" in path.read_text():
+            import_module(f"hf_memsave.commands.{path.stem}").add_to(found)
+    assert {action.dest: action.help for action in found._choices_actions} == hf_memsave_cli.COMMANDS
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["doctor", "--memsave", "nope"], "unknown preset 'nope'.* Leave --memsave out for the exact default"),
+        (["doctor", "--memsave", "empty.yaml"], "empty.yaml is empty.* Leave --memsave out for the exact default"),
+        (["report", "bert", "--memsave", "nope"], "Leave --memsave out"),
+        (["verify", "bert", "--memsave", "nope"], "Leave --memsave out"),
+        (["report", "bert", "--seq-len", "100000"], "--seq-len"),
+    ],
+    ids=str,
+)
+def test_errors_advise_in_options(argv, expected, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.yaml").write_text("# nothing yet")
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert re.search(expected, error) and error.count("\n") == 1
+    assert not re.search(r"memsave=|MemSaveConfig\(|(?<!-)\b(seq_len|batch_size)\b", error)
 
 
 def test_version(capsys):

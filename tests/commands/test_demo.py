@@ -10,7 +10,7 @@ import torch
 
 from hf_memsave import patch
 from hf_memsave.cli import main
-from hf_memsave.commands import demo_training
+from hf_memsave.commands import demo, demo_training
 from hf_memsave.commands.demo_task import generated_task
 
 pytest.importorskip("matplotlib")
@@ -47,6 +47,17 @@ def test_demo_quick_ends_well_and_learns(tmp_path):
         accuracy, majority, ratio = (float(cell.rstrip("%x")) for cell in (patched[2], patched[3], patched[5]))
         assert accuracy > 85 and majority < 60 and ratio > 1.7
     assert (tmp_path / "demo.png").stat().st_size > 10_000
+
+
+def test_demo_without_matplotlib_draws_nothing_and_says_so(tmp_path, capsys, monkeypatch):
+    for name in ("matplotlib", "hf_memsave.commands.pictures"):
+        monkeypatch.setitem(sys.modules, name, None)  # importing it fails
+    monkeypatch.setattr(demo, "find_spec", lambda name: None)
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", "--steps", "2"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "No picture: that needs matplotlib. Run: pip install 'hf_memsave[plot]'" in output
+    assert "agree to the last bit in all 2 losses" in output and list(tmp_path.iterdir()) == []
 
 
 def test_demo_fails_when_a_loss_differs(tmp_path, capsys, monkeypatch):

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from transformers import BertConfig, BertForSequenceClassification
 
-from hf_memsave import MemSaveConfig
+from hf_memsave import MemSaveConfig, patch, plan
 from hf_memsave.cli import main
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
@@ -15,6 +16,17 @@ def test_what_fits_is_said_and_written(tmp_path, capsys):
     assert main(["plan", "bert", "--budget", "30GiB", *STEP, "--out", str(out)]) == 0
     assert "The cheapest in 30.00 GiB: the floor" in capsys.readouterr().out
     assert MemSaveConfig.from_file(out) == MemSaveConfig()
+
+
+def test_what_is_written_patches_a_model(tmp_path, capsys):
+    out = tmp_path / "plan.yaml"
+    floor = plan(BertConfig(num_hidden_layers=6), budget="1TiB", batch_size=32, seq_len=256, optimizer="sgd")
+    budget = f"{floor.best.needed // 2**20 - 100}MiB"
+    assert main(["plan", "bert", "--budget", budget, *STEP, "--batch-size", "32", "--out", str(out)]) == 0
+    config = MemSaveConfig.from_file(out)
+    assert config.checkpoint or config.offload
+    model = BertForSequenceClassification(BertConfig(num_hidden_layers=6, hidden_size=64, num_attention_heads=4))
+    assert patch(model, out).config == config == patch(model, str(out)).config
 
 
 def test_what_does_not_fit_is_an_error(capsys):

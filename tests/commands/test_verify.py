@@ -12,6 +12,7 @@ from transformers.models.bert import modeling_bert
 
 import hf_memsave
 from hf_memsave.cli import main
+from hf_memsave.commands import shrunk
 from hf_memsave.measure.step import compare_step
 from support.planted import plant_wrong_gradient
 
@@ -60,6 +61,47 @@ def test_verify_prints_what_compare_step_found(bert, tmp_path, capsys):
     assert f"gradients {count} of {count} equal to the bit" in output
     assert found.stock == hf_memsave.measure_kept(model, batch) and 0 < found.patched.total < found.stock.total
     assert f"kept MiB {found.stock.total / 2**20:.2f} {found.patched.total / 2**20:.2f}" in output
+
+
+# Models that are too large
+
+
+@pytest.fixture
+def deep(tmp_path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", **TINY, "num_hidden_layers": 7}))
+    return tmp_path / "config.json"
+
+
+def test_verify_of_a_large_model_compares_two_of_its_layers(deep, monkeypatch, capsys):
+    monkeypatch.setattr(shrunk, "_MOST", 10_000)
+    status, output, error = verify(capsys, deep)
+    assert (status, error) == (0, "")
+    assert "parameters in 7 layers. Compared are 2 layers of that width" in output and "--layers N" in output
+    few = BertForSequenceClassification(AutoConfig.from_pretrained(deep, num_hidden_layers=2))
+    count = sum(p.numel() for p in few.parameters())
+    assert f"{count / 1e6:.1f} M parameters" in output and f"all {len(list(few.parameters()))} gradients" in output
+
+
+def test_verify_takes_as_many_layers_as_it_is_told(deep, monkeypatch, capsys):
+    monkeypatch.setattr(shrunk, "_MOST", 10_000)
+    status, output, _ = verify(capsys, deep, "--layers", 5)
+    five = BertForSequenceClassification(AutoConfig.from_pretrained(deep, num_hidden_layers=5))
+    assert status == 0 and "Compared are" not in output
+    assert f"all {len(list(five.parameters()))} gradients" in output
+
+
+def test_verify_of_a_model_that_does_not_fit_says_how_large_it_is(deep, monkeypatch, capsys):
+    monkeypatch.setattr(shrunk, "_SHARE", 1e-9)
+    status, _, error = verify(capsys, deep)
+    assert status == 2 and "even 1 of its layers need" in error and "Use --dtype bf16, or name a config.json" in error
+
+
+def test_verify_of_saved_weights_takes_all_layers(tmp_path, monkeypatch, capsys):
+    BertForSequenceClassification(AutoConfig.for_model("bert", **TINY)).save_pretrained(tmp_path)
+    monkeypatch.setattr(shrunk, "_MOST", 10)
+    assert verify(capsys, tmp_path)[0] == 0
+    status, _, error = verify(capsys, tmp_path, "--layers", 1)
+    assert status == 2 and "--layers: expected random weights" in error
 
 
 LISTS = {name: value.tolist() for name, value in BATCH.items()}

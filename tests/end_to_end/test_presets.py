@@ -1,13 +1,18 @@
 """Every preset on models of several families: stock's loss to the bit, a gradient for every parameter, no byte more."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import ViTConfig, ViTForImageClassification
 
 from hf_memsave import MemSaveConfig, measure_kept, patch
 from hf_memsave.config import presets
-from support.families import batch_for, build
+from hf_memsave.tape import offload
+from hf_memsave.tape.offload import Away
+from support.families import QUOTED, batch_for, build
 from support.helpers import assert_same_bits, only_on_cpu
+from support.lora import adapted
 
 
 def make(family):
@@ -42,3 +47,37 @@ def test_the_presets_of_papers_are_exact_but_in_one_field():
     for name, field in (("invact", "activation"), ("few-bit", "activation"), ("wta-crs", "linear")):
         found, stock = MemSaveConfig.preset(name).to_dict(), exact.to_dict()
         assert [key for key in stock if found[key] != stock[key]] == [field]
+
+
+def test_max_runs_blocks_again_and_offloads_and_is_exact():
+    exact, most = MemSaveConfig(), MemSaveConfig.preset("max")
+    assert most == MemSaveConfig(checkpoint="block", offload=True)
+    assert most.is_exact
+    assert exact.is_exact
+
+
+@pytest.mark.parametrize("has_lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("family", ["bert", "llama", "gpt2", "t5-encoder"])
+def test_max_has_stocks_bits_and_one_input_a_block(family, has_lora, monkeypatch):
+    monkeypatch.setattr(offload, "SMALLEST", 256)
+    sizes = [replace(QUOTED, layers=layers) for layers in (2, 4)]
+    on_device = []
+    for size in sizes:
+        model = adapted(family, size=size) if has_lora else build(family, size)
+        batch = batch_for(model, size)
+        stock = a_step(model, batch)
+        patch(model, "max")
+        assert all(torch.equal(a, b) for a, b in zip(a_step(model, batch), stock, strict=True))
+        torch.manual_seed(1)
+        away = Away.total
+        on_device.append(measure_kept(model, batch).total - (Away.total - away))
+    itemsize = 2 if has_lora else 4
+    assert (on_device[1] - on_device[0]) / 2 / QUOTED.u(itemsize) <= 1.05
+
+
+def a_step(model, batch):
+    torch.manual_seed(1)
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]

@@ -103,7 +103,7 @@ def test_a_vision_model_is_exact_and_keeps_less(device, kind, dtype):
 def test_every_activation_of_a_vision_model_is_a_site_where_it_is_approximated(kind):
     model = build(kind, torch.float32, "cpu")
     assert {site.op for site in patch(model).sites} <= {"model", "block"}
-    report = patch(model, MemSaveConfig(activation="few_bit"))
+    report = patch(model, MemSaveConfig(activation="few_bit"), replace=True)
     found = {name for name, module in model.named_modules() if type(module).__name__ == MODELS[kind][1]}
     assert {site.name for site in report.patched if site.op == "activation"} == found != set()
 

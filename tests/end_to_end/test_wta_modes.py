@@ -259,7 +259,7 @@ def test_of_an_adapter_only_lora_a_is_sampled(device, order):
     learned = set(sampler_of(model).cache.layers)
     assert len(learned) == 2 and all(name.endswith("q_proj.lora_A.default") for name in learned)  # v shares its draw
     exact = copy.deepcopy(model)
-    patch(exact)
+    patch(exact, replace=True)
     for name, tensor in step(exact, batch_of(model)).items():
         if "lora_B" in name:
             assert_same_bits(results[name], tensor, name)
@@ -280,7 +280,7 @@ def test_a_second_patch_keeps_the_cache_and_another_config_does_not(device):
     sampler = sampler_of(model)
     patch(model, SAMPLED)
     assert sampler_of(model) is sampler and sampler.cache.layers
-    patch(model, MemSaveConfig(linear=WTACRS(budget=0.5)))
+    patch(model, MemSaveConfig(linear=WTACRS(budget=0.5)), replace=True)
     assert sampler_of(model) is not sampler and not sampler_of(model).cache.layers
-    patch(model)
+    patch(model, replace=True)
     assert sampler_of(model) is None

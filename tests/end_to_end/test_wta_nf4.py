@@ -29,7 +29,7 @@ def test_lora_on_an_nf4_base_is_sampled_unbiased_and_keeps_what_exact_keeps(mode
     batch = batch_for(model, SIZE)
     patch(model)
     exact, kept = step(model, batch), measure_kept(model, batch).total
-    report = patch(model, "lora-wta-crs")
+    report = patch(model, "lora-wta-crs", replace=True)
     sampled = [site.name for site in report.patched if site.op == "wta_crs"]
     assert len(sampled) == TARGETS and all(".lora_A." in name for name in sampled)
     draws = [step(model, batch) for _ in range(DRAWS)]

@@ -68,22 +68,30 @@ def test_only_the_patched_part_of_a_model_is_patched_again():
 def test_the_report_names_adapters_that_came_unseen(monkeypatch):
     model = build("llama", SIZE)
     report = patch(model, SAMPLED)
-    assert report.added == () and "again" not in str(report)
+    assert report.added == () and "since" not in str(report)
     tuner = peft.tuners.tuners_utils.BaseTuner  # as it is where PEFT was loaded after patching
     monkeypatch.setattr(tuner, "inject_adapter", tuner.inject_adapter._memsave_stock)
     get_peft_model(model, LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
     assert len(report.added) == SIZE.layers
-    assert "2 sites were added since" in str(report) and "call hf_memsave.patch(model) again" in str(report)
-    patch(model, SAMPLED)
+    assert "2 sites were added since" in str(report) and "call patch(model, report.config)" in str(report)
+    patch(model, report.config)
     assert report.added == ()
 
 
-def test_a_config_of_ours_takes_what_the_model_has_unless_it_says_otherwise():
-    for asked, found in ((True, "mask"), ({"dropout": "seed"}, "seed")):
-        model = build("llama", SIZE)
-        patch(model, MemSaveConfig(dropout="mask"))
-        get_peft_model(model, MemSaveLoraConfig(target_modules=LINEARS, lora_dropout=0.1, memsave=asked))
-        assert patch_of(model).config.dropout == found
+def test_a_config_of_ours_takes_what_the_model_has():
+    model = build("llama", SIZE)
+    patch(model, MemSaveConfig(dropout="mask"))
+    get_peft_model(model, MemSaveLoraConfig(target_modules=LINEARS, lora_dropout=0.1))
+    assert patch_of(model).config.dropout == "mask"
+
+
+def test_a_config_of_ours_that_asks_for_another_is_refused_before_an_adapter_is_in():
+    model = build("llama", SIZE)
+    patch(model, MemSaveConfig(dropout="mask"))
+    before = set(model.state_dict())
+    with pytest.raises(PatchError, match=r"patched with MemSaveConfig\(dropout='mask'\), got MemSaveConfig\(\), the"):
+        get_peft_model(model, MemSaveLoraConfig(target_modules=LINEARS, memsave={"dropout": "seed"}))
+    assert set(model.state_dict()) == before and patch_of(model).config.dropout == "mask"
 
 
 def test_an_adapter_that_cannot_be_patched_is_added_all_the_same(monkeypatch):

@@ -68,7 +68,8 @@ def test_the_report_is_printed_once_and_the_model_is_patched_from_the_start(make
 @pytest.mark.parametrize("bf16", [False, True])
 def test_every_reporter_gets_what_the_first_step_kept_and_freed(make, bf16):
     reporter = Reporter()
-    trainer = make(callbacks=[reporter, MemSaveCallback()], bf16=bf16)
+    trainer = make(callbacks=[reporter], bf16=bf16)
+    MemSaveCallback().add_to(trainer)
     trainer.train()
     with_loss = [logs for logs in reporter.logged if "loss" in logs]
     assert len(with_loss) == 3
@@ -251,21 +252,47 @@ def test_two_callbacks_must_agree(make, second):
         make(callbacks=callbacks).train()
         assert len(torch.utils._python_dispatch._get_current_dispatch_mode_stack()) == 0
         return
-    with pytest.raises(ConfigError, match="two MemSaveCallbacks with different configs.*remove one"):
+    with pytest.raises(PatchError, match=r"is patched with MemSaveConfig\(\), .* got MemSaveConfig\(norm='stock'\)"):
         make(callbacks=callbacks)
 
 
 def test_a_callback_added_after_a_different_one_is_refused_as_training_begins(make):
     trainer = make(callbacks=[MemSaveCallback()])
     trainer.add_callback(MemSaveCallback({"norm": "stock"}))
-    with pytest.raises(ConfigError, match="two MemSaveCallbacks"):
+    with pytest.raises(PatchError, match="got MemSaveConfig.norm='stock'"):
         trainer.train()
 
 
-def test_liger_is_refused(make, monkeypatch):
-    monkeypatch.setattr("transformers.trainer.is_liger_kernel_available", lambda: True, raising=False)
+@pytest.mark.parametrize("door", ["callback", "add_to", "trainer", "mixin"])
+def test_another_config_than_the_models_is_refused(make, door):
+    model = build("llama")
+    hf_memsave.patch(model, "wta-crs")
+    before = {name: patch_of(module) for name, module in model.named_modules()}
+    mine = type("Mine", (hf_memsave.MemSaveMixin, Trainer), {})
+    doors = {
+        "callback": lambda: make(model, callbacks=[MemSaveCallback("exact")]),
+        "add_to": lambda: MemSaveCallback("exact").add_to(make(model)),
+        "trainer": lambda: make(model, MemSaveTrainer, trainer={"memsave": True}),
+        "mixin": lambda: make(model, mine, trainer={"memsave": MemSaveConfig()}),
+    }
+    with pytest.raises(PatchError, match=r"with MemSaveConfig\(linear=WTACRS.*got MemSaveConfig\(\), the exact"):
+        doors[door]()
+    assert {name: patch_of(module) for name, module in model.named_modules()} == before
+
+
+def test_a_trainer_of_our_own_without_an_argument_keeps_what_is_there(make):
+    model = build("llama")
+    hf_memsave.patch(model, "wta-crs")
+    trainer = make(model, MemSaveTrainer)
+    trainer.train()
+    assert patch_of(trainer.model).config == MemSaveConfig.preset("wta-crs")
+
+
+def test_liger_is_refused(make):
+    trainer = make()
+    trainer.args.use_liger_kernel = True
     with pytest.raises(PatchError, match="Set use_liger_kernel=False"):
-        MemSaveCallback()._check(TrainingArguments("out", use_liger_kernel=True, use_cpu=True), None)
+        MemSaveCallback().add_to(trainer)
 
 
 def test_asking_for_nothing_is_refused():
@@ -292,7 +319,7 @@ class Linears(torch.nn.Module):
 
 def test_one_line_says_what_was_avoided_by_function(make, capsys):
     reporter = Reporter()
-    trainer = make(callbacks=[reporter, callback := MemSaveCallback()])
+    trainer = make(callbacks=[callback := MemSaveCallback(), reporter])
     for _ in range(2):
         trainer.train()
         (line,) = [text for text in capsys.readouterr().out.splitlines() if "the first step kept" in text]

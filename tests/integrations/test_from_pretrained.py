@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -23,6 +24,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.auto import auto_factory
 
 import hf_memsave
 from hf_memsave import ConfigError, MemSaveConfig
@@ -155,6 +157,29 @@ def test_a_wrong_value_raises_before_any_weight_is_loaded_or_made(door, value, t
     }[door]
     with pytest.raises(ConfigError, match="expected|must be"):
         load()
+
+
+@pytest.mark.parametrize("options", [{"memsave": "exactt"}, {"memsvae": True}, {"mem_save": "tempo"}], ids=str)
+@pytest.mark.parametrize("method", ["from_pretrained", "from_config"])
+def test_an_auto_class_resolves_nothing_before_a_mistake_is_told(method, options, tmp_path, monkeypatch):
+    def resolved(*args, **kwargs):
+        raise AssertionError("the model was looked up")
+
+    monkeypatch.setattr(auto_factory, "resolve_revision", resolved, raising=False)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", resolved)
+    found = [cls for cls in from_pretrained.auto_classes() if hasattr(cls, "_model_mapping")]
+    assert {AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification} < set(found) and len(found) > 30
+    for cls in found:
+        with pytest.raises(ConfigError, match="expected.*(exact|memsave)"):
+            getattr(cls, method)("somebody/model", **options)
+    with pytest.raises(Exception) as past:  # noqa: B017  stock's own: there is no such model
+        getattr(AutoModel, method)(tmp_path, memsave=True)
+    assert not isinstance(past.value, ConfigError)
+
+
+def test_an_argument_that_reads_like_memsave_is_told_on_a_direct_class(saved):
+    with pytest.raises(ConfigError, match="expected 'memsave', got 'memsvae'. Use memsave=True"):
+        LlamaForCausalLM.from_pretrained(saved["llama"], memsvae=True)
 
 
 def test_a_config_that_leaves_everything_to_stock_is_no_error(saved, device):

@@ -157,7 +157,7 @@ def test_adapters_can_be_left_stock(device):
     report = patch(model, MemSaveConfig(lora="stock"))
     assert {site.name for site in report.patched if site.op == "quiet"} == layers.keys()
     assert casts_of_inputs() == inputs
-    patch(model)
+    patch(model, replace=True)
     assert casts_of_inputs() == set()
 
 

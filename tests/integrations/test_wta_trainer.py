@@ -1,5 +1,6 @@
 """Sampled linears under real trainers: checkpoints, resuming, the column of sample indices, processes side by side."""
 
+import json
 import os
 import socket
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
 from hf_memsave import WTACRS, ConfigError, MemSaveCallback, MemSaveConfig, patch
+from hf_memsave.integrations import trainer as callbacks
 from hf_memsave.integrations.norms import NORMS_NAME, load_norms, save_norms
 from hf_memsave.patching.sampled_layers import sampler_of
 from support.families import VOCAB, Size, build
@@ -29,13 +31,14 @@ def dataset(samples=SAMPLES, with_index=True):
     return Dataset.from_dict(columns | ({"sample_idx": list(range(samples))} if with_index else {}))
 
 
-def trainer(folder, sampled, data=None, steps=8, **options):
+def trainer(folder, sampled, data=None, steps=8, resume_from=None, **options):
     args = TrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=SIZE.batch, max_steps=steps, logging_steps=1, save_steps=4,
         report_to="none", use_cpu=not torch.cuda.is_available(), disable_tqdm=True, **options,
     )  # fmt: skip
     config = MemSaveConfig(linear=sampled)
-    return Trainer(build("bert", SIZE), args, train_dataset=data or dataset(), callbacks=[MemSaveCallback(config)])
+    callback = MemSaveCallback(config, resume_from=resume_from)
+    return Trainer(build("bert", SIZE), args, train_dataset=data or dataset(), callbacks=[callback])
 
 
 CACHES = [
@@ -52,25 +55,57 @@ def test_a_resumed_run_ends_with_the_bits_of_one_never_stopped(tmp_path, sampled
     whole.train()
     first = trainer(tmp_path / "first", sampled, save_total_limit=2)
     first.train()
-    again = trainer(tmp_path / "again", sampled)
-    again.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-4"))
+    checkpoint = str(tmp_path / "first" / "checkpoint-4")
+    has_table = sampled.cache in ("sample_idx", "content")
+    again = trainer(tmp_path / "again", sampled, resume_from=checkpoint if has_table else None)
+    again.train(resume_from_checkpoint=checkpoint)
     for (name, mine), (_, expected) in zip(again.model.named_parameters(), whole.model.named_parameters(), strict=True):
         assert_same_bits(mine, expected, name)
     assert sampler_of(again.model).step == 8
 
 
 def test_a_run_that_resumes_without_the_norms_ends_elsewhere(tmp_path):
-    # The test above would pass without any file if the norms did not matter.
+    # The test above would pass without any norms if they did not matter.
     first = trainer(tmp_path / "first", WTACRS())
     first.train()
-    (tmp_path / "first" / "checkpoint-4" / NORMS_NAME).unlink()
+    state = tmp_path / "first" / "checkpoint-4" / "trainer_state.json"
+    saved = json.loads(state.read_text())
+    assert saved["stateful_callbacks"].pop("MemSaveCallback")["attributes"]["norms"]
+    state.write_text(json.dumps(saved))
     again = trainer(tmp_path / "again", WTACRS())
-    again.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-4"))
+    again.train(resume_from_checkpoint=str(state.parent))
     assert any(not torch.equal(a, b) for a, b in zip(again.model.parameters(), first.model.parameters(), strict=True))
+    saved = json.loads((tmp_path / "again" / "checkpoint-8" / state.name).read_text())
+    assert saved["stateful_callbacks"]["MemSaveCallback"]["attributes"]["norms"]
 
 
-def test_a_checkpoint_has_the_norms_beside_stocks_files(tmp_path):
-    run = trainer(tmp_path, WTACRS())
+def test_a_run_that_resumes_without_its_table_is_told_so(tmp_path, monkeypatch):
+    first = trainer(tmp_path / "first", CACHES[1])
+    first.train()
+    said = []
+    monkeypatch.setattr(callbacks.logger, "warning", said.append)
+    again = trainer(tmp_path / "again", CACHES[1])
+    again.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-4"))
+    assert len(said) == 1 and "resume_from=" in said[0]
+    assert sampler_of(again.model).step == 8
+    missing = trainer(tmp_path / "missing", CACHES[1], resume_from=tmp_path)
+    with pytest.raises(ConfigError, match="expected a checkpoint with memsave_norms.safetensors, found none"):
+        missing.train()
+
+
+def test_a_callback_restored_by_the_trainer_is_the_one_that_was_saved(tmp_path):
+    first = trainer(tmp_path / "first", WTACRS())
+    first.train()
+    again = trainer(tmp_path / "again", WTACRS(), restore_callback_states_from_checkpoint=True)
+    again.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-4"))
+    for mine, expected in zip(again.model.parameters(), first.model.parameters(), strict=True):
+        assert_same_bits(mine, expected)
+    restored = next(c for c in again.callback_handler.callbacks if isinstance(c, MemSaveCallback))
+    assert restored.config == MemSaveConfig(linear=WTACRS())
+
+
+def test_a_checkpoint_has_the_table_beside_stocks_files(tmp_path):
+    run = trainer(tmp_path, CACHES[1])
     run.train()
     saved = load_file(tmp_path / "checkpoint-8" / NORMS_NAME)
     assert int(saved["step"]) == 8
@@ -121,7 +156,7 @@ def test_norms_of_a_loop_of_ones_own(tmp_path):
     batch = {k: torch.tensor(v) for k, v in dataset(4, with_index=False).to_dict().items()}
     models[0](**batch).loss.backward()
     save_norms(models[0], tmp_path / "here")
-    assert load_norms(models[1], tmp_path / "here")
+    load_norms(models[1], tmp_path / "here")
     mine, other = (sampler_of(m).state_dict() for m in models)
     assert mine.keys() == other.keys()
     assert all(torch.equal(mine[name], other[name]) for name in mine)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hf_memsave import MemSaveConfig, patch
+from hf_memsave import MemSaveConfig, PatchError, patch
 from hf_memsave.measure.peak import count_peak
 from hf_memsave.ops import chunked_loss
 from hf_memsave.ops.lazy_logits import LazyLogits
@@ -319,10 +319,77 @@ def test_the_peak_is_one_chunk(words, is_frozen):
     model(input_ids=ids[:, :8], labels=ids[:, :8]).loss.backward()
     peaks = []
     for config in (MemSaveConfig(loss="stock"), MemSaveConfig()):
-        patch(model, config)
+        patch(model, config, replace=True)
         gc.collect()
         peaks.append(count_peak(lambda: model(input_ids=ids, labels=ids).loss.backward()).peak)
     assert peaks[0] >= 12 * words * tokens
     of_blocks = 40 * 2 * h * tokens
     gradient = 0 if is_frozen else (4 + 2 + 2) * words * h
     assert peaks[1] <= chunked_loss.CHUNK + 2 * h * tokens + of_blocks + gradient
+
+
+def test_a_step_of_32k_words_4096_tokens_and_hidden_64_peaks_at_a_third_of_stocks():
+    if torch.cuda.is_available():
+        pytest.skip("figures are those of CPU kernels")
+    words, tokens, h = 32_000, 4096, 64
+    config = LlamaConfig(
+        hidden_size=h, intermediate_size=2 * h, num_hidden_layers=2, num_attention_heads=2, vocab_size=words,
+        max_position_embeddings=tokens,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).train()
+    ids = torch.randint(0, words, (1, tokens))
+    model(input_ids=ids[:, :8], labels=ids[:, :8]).loss.backward()  # so that gradients are there
+    peaks = []
+    for is_patched in (False, True):
+        if is_patched:
+            patch(model)
+        gc.collect()
+        peaks.append(count_peak(lambda: model(input_ids=ids, labels=ids).loss.backward()).peak)
+    assert peaks[1] <= 0.35 * peaks[0]
+
+
+@pytest.mark.parametrize(("words", "tokens"), [(32_000, 4096), (128_000, 1024)])
+def test_the_loss_keeps_two_bytes_a_hidden_unit_and_token_and_one_chunk(words, tokens):
+    """bf16, frozen head: what is alive between forward and backward, and at the peak, of head and loss alone."""
+    if torch.cuda.is_available():
+        pytest.skip("figures are those of CPU kernels")
+    h = 64
+    head = torch.nn.Linear(h, words, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    like = torch.empty(tokens, words, dtype=torch.bfloat16, device="meta")
+    target = torch.randint(0, words, (tokens,))
+    hidden = torch.randn(tokens, h, dtype=torch.bfloat16, requires_grad=True)
+    held: list = []
+    kept = count_peak(lambda: held.append(chunked_loss.cross_entropy(hidden, head, [], like, target)) or held)
+    assert kept.end <= 2 * h * tokens + 64
+    assert kept.peak <= chunked_loss.CHUNK + 2 * h * tokens + 16 * tokens
+
+
+@pytest.mark.parametrize("label", [512, -5, -101])
+def test_a_label_that_is_no_word_is_refused_as_in_stock(label, small_chunks):
+    model, batch = lm("llama"), batch_for(lm("llama"), Size())
+    batch["labels"][0, 3] = label
+    with pytest.raises(IndexError) as stock:
+        model(**batch)
+    patch(model)
+    with pytest.raises(IndexError) as ours:
+        model(**batch)
+    assert str(ours.value) == str(stock.value)
+
+
+def test_the_gradient_of_logits_past_which_a_loss_was_computed_is_refused(small_chunks):
+    model, batch = lm("llama"), batch_for(lm("llama"), Size())
+    patch(model)
+    out = model(**batch)
+    with pytest.raises(PatchError, match=r"computed in chunks, past them. Use MemSaveConfig\(loss='stock'\)"):
+        torch.autograd.grad(out.loss, out.logits)
+
+
+def test_the_gradient_of_logits_that_a_loss_was_computed_from_is_stocks(small_chunks):
+    model, batch = lm("llama"), batch_for(lm("llama"), Size())
+    del batch["labels"]
+    logits = model(**batch).logits
+    (expected,) = torch.autograd.grad(logits.exp().sum(), logits)
+    logits = hands_on(model, batch)
+    (found,) = torch.autograd.grad(logits.exp().sum(), logits)
+    assert torch.equal(found, expected)

@@ -110,7 +110,7 @@ def test_what_is_not_sampled_is_stock_to_the_bit(device, why):
 
 def test_a_batch_of_no_more_tokens_than_the_minimum_is_exact(device):
     mine, stock = twins(device)
-    patch(mine, MemSaveConfig(linear=WTACRS(minimum=32)))
+    patch(mine, MemSaveConfig(linear=WTACRS(minimum=32)), replace=True)
     x = random(4, 8, IN, device=device)
     assert_same_bits(run(mine, x)[2]["0.weight"], run(stock, x)[2]["0.weight"])
 
@@ -153,7 +153,7 @@ def test_kept_are_indices_and_scales_or_one_set_of_rows(device, how, dtype):
     x = random(4, 32, 64, dtype=dtype, device=device).requires_grad_()
     model = attention(how, device, dtype)
     sampled = measure_kept(model, x).total
-    patch(model)
+    patch(model, replace=True)
     exact = measure_kept(model, x).total
     k = 32
     mask = nbytes(x[..., 0].bool())  # that all tokens are real

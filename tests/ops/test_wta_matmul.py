@@ -260,7 +260,7 @@ def test_sampled_attention_keeps_less_than_exact(device):
     batch, found = batch_for(model, size), []
     for attention in (False, True):
         linear = WTACRS(budget=0.3, minimum=2, targets=("classifier",), attention=attention)
-        patch(model, MemSaveConfig(linear=linear))
+        patch(model, MemSaveConfig(linear=linear), replace=True)
         found.append(measure_kept(model, batch).total)
     exact, sampled = found
     # q and k: 30% of the tokens; v: 30% of the head's columns; and the indices of those of P

@@ -56,9 +56,9 @@ def test_the_modules_of_later_blocks_are_left_to_stock_and_no_other(family, kind
     numbers = block_numbers(model)
     found = [name for name, m in model.named_modules() if type(m).__name__ in CLASSES[family][kind].split()]
     for number in range(len(numbers) + 2):
-        report = patch(model, {"layers": {kind: number}})
+        report = patch(model, {"layers": {kind: number}}, replace=True)
         assert quiet(report) == {name for name in found if number_of(name, numbers) >= number}
-    assert quiet(patch(model)) == set()
+    assert quiet(patch(model, replace=True)) == set()
 
 
 @pytest.mark.parametrize(("family", "kind"), CASES)
@@ -68,9 +68,9 @@ def test_each_block_frees_more(family, kind, device):
     stock, count = measure_kept(model, batch).total, len(block_numbers(model))
     kept = []
     for number in range(count + 1):
-        patch(model, only(kind, number))
+        patch(model, only(kind, number), replace=True)
         kept.append(measure_kept(model, batch).total)
-    patch(model)
+    patch(model, replace=True)
     everything = measure_kept(model, batch).total
     assert kept == sorted(kept, reverse=True) and everything < kept[-1] and kept[0] <= stock
     if (family, kind) not in AT_THE_FLOOR:
@@ -82,7 +82,7 @@ def test_sdpa_is_converted_block_by_block(device):
     batch = batch_for(model, SIZE, padded=True)
     kept = []
     for number in range(BLOCKS + 1):
-        patch(model, {"layers": {"attention": number}})
+        patch(model, {"layers": {"attention": number}}, replace=True)
         kept.append(measure_kept(model, batch).total)
     assert len(set(kept)) == BLOCKS + 1 and kept == sorted(kept, reverse=True)
 
@@ -111,9 +111,9 @@ def test_another_number_of_blocks_replaces_the_one_before(config):
     before = state_of(model)
     patch(model, config | {"layers": {"norm": 1}})
     once = {name: patch_of(module) for name, module in model.named_modules()}
-    patch(model, config | {"layers": {"norm": 2}})
+    patch(model, config | {"layers": {"norm": 2}}, replace=True)
     assert {name: patch_of(module) for name, module in model.named_modules()} != once
-    patch(model, config | {"layers": {"norm": 1}})
+    patch(model, config | {"layers": {"norm": 1}}, replace=True)
     assert {name: patch_of(module) for name, module in model.named_modules()} == once
     unpatch(model)
     assert state_of(model) == before

@@ -6,7 +6,7 @@ import re
 import pytest
 from torch import nn
 
-from hf_memsave import MemSaveConfig, measure_kept, patch, unpatch
+from hf_memsave import MemSaveConfig, PatchError, measure_kept, patch, unpatch
 from support.families import FAMILIES, Size, batch_for, build
 from support.steps import assert_same, patched_classes, state_of, step
 
@@ -130,20 +130,43 @@ def test_a_second_patch_changes_nothing(family, device):
     assert state_of(model) == before
 
 
-# Another config replaces the one before
+# Another config
+
+
+@pytest.mark.parametrize(("before", "asked"), [(True, "tempo"), ("tempo", True), ({"layers": {"norm": 1}}, True)])
+def test_another_config_is_an_error_that_names_both(before, asked, llama):
+    patch(llama, before)
+    state = state_of(llama)
+    both = [MemSaveConfig.resolve(config) for config in (before, asked)]
+    with pytest.raises(PatchError, match=r"this LlamaForCausalLM is patched with MemSaveConfig") as refusal:
+        patch(llama, asked)
+    found, got = re.search(r"with (.*), got (.*): expected", str(refusal.value)).groups()
+    assert [eval(text.removesuffix(", the exact default")) for text in (found, got)] == both
+    assert "unpatch(model) first" in str(refusal.value) and "replace=True" in str(refusal.value)
+    assert state_of(llama) == state
+    unpatch(llama)
+    patch(llama, asked)
+
+
+def test_a_part_that_is_patched_otherwise_is_seen(llama):
+    outer = nn.ModuleDict({"inner": llama})
+    patch(llama, "tempo")
+    with pytest.raises(PatchError, match="this LlamaForCausalLM is patched with .*'invert'"):
+        patch(outer)
+    patch(outer, "tempo")
 
 
 @pytest.mark.parametrize(("field", "value"), OTHERS)
-def test_another_config_replaces_the_one_before(field, value, device):
+def test_another_config_replaces_the_one_before_where_asked_to(field, value, device):
     model = build("t5-gated-encoder", Size(hidden=64)).to(device)
     batch = batch_for(model, Size(hidden=64), padded=True)
     patch(model)
     exact, kept = patched_classes(model), measure_kept(model, batch).total
-    patch(model, {field: value})
+    patch(model, {field: value}, replace=True)
     added = {name: cls for name, cls in patched_classes(model).items() if name not in exact}
     assert patched_classes(model) == exact | added and set(added.values()) == OTHERS[field, value]
     assert measure_kept(model, batch).total > kept if value == "stock" else True
-    patch(model)
+    patch(model, replace=True)
     assert patched_classes(model) == exact
     assert measure_kept(model, batch).total == kept
 
@@ -155,7 +178,7 @@ def test_a_model_patched_twice_keeps_what_one_patched_once_does(config, device):
     patch(model)
     exact = measure_kept(model, batch).total
     for each in (model, fresh):
-        patch(each, config)
+        patch(each, config, replace=True)
     assert measure_kept(model, batch).total == measure_kept(fresh, batch).total != exact
 
 
@@ -163,7 +186,7 @@ def test_attention_alone_can_be_asked_for(llama):
     batch = batch_for(llama, padded=True)  # a mask makes SDPA repeat k and v
     patch(llama, MemSaveConfig(norm="stock", activation="stock", dropout="stock", attention="stock"))
     without = measure_kept(llama, batch).total
-    patch(llama, MemSaveConfig(norm="stock", activation="stock", dropout="stock"))
+    patch(llama, MemSaveConfig(norm="stock", activation="stock", dropout="stock"), replace=True)
     assert measure_kept(llama, batch).total < without
 
 

@@ -225,5 +225,5 @@ def test_another_config_is_refused_where_another_tool_wrapped_our_class(llama):
     wrap_class(llama.model.layers[0])
     before = state_of(llama)
     with pytest.raises(PatchError, match=r"model\.layers\.0.*FSDP"):
-        patch(llama, MemSaveConfig(norm="stock"))
+        patch(llama, MemSaveConfig(norm="stock"), replace=True)
     assert state_of(llama) == before

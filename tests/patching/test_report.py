@@ -99,7 +99,7 @@ def test_only_a_forward_with_gradients_is_counted_and_only_the_first(llama):
 def test_each_patch_counts_anew(llama):
     first = patch(llama)
     step(llama, batch_for(llama))
-    second = patch(llama, {"norm": "stock"})
+    second = patch(llama, {"norm": "stock"}, replace=True)
     assert not second.step.nbytes_kept
     step(llama, batch_for(llama))
     assert 0 < second.step.nbytes_avoided < first.step.nbytes_avoided

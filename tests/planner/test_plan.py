@@ -1,5 +1,8 @@
 """The planner: the cheapest exact setting that fits, found without a device, and true of a real step."""
 
+import copy
+import re
+
 import pytest
 import torch
 from transformers import BertConfig, LlamaConfig
@@ -8,16 +11,20 @@ import hf_memsave
 from hf_memsave import MemSaveConfig, MemSaveError, patch
 from hf_memsave.errors import PlanError
 from hf_memsave.measure.estimate import CONTEXT, WORKSPACES, estimate
-from hf_memsave.measure.peak import count_peak
+from hf_memsave.measure.peak import Count, collector_off
 from hf_memsave.measure.training import Training, build, trace_at, training_of
-from hf_memsave.planner.plan import plan
+from hf_memsave.planner import traces
+from hf_memsave.planner.plan import largest, plan
+from hf_memsave.planner.rates import Rates, rates_of, work_of
+from hf_memsave.tape import offload
+from hf_memsave.tape.offload import AHEAD, Away
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device"),
     pytest.mark.filterwarnings("ignore:.gradient_checkpointing.* is deprecated:FutureWarning"),
 ]
 
-LAYERS = 8
+LAYERS = 5
 WIDE = dict(hidden_size=128, num_attention_heads=4, vocab_size=256, num_hidden_layers=LAYERS)
 CONFIGS = {
     "bert": BertConfig(**WIDE, intermediate_size=512, attention_probs_dropout_prob=0.0),
@@ -45,50 +52,95 @@ def test_what_fits_at_the_floor_costs_nothing(ends):
     assert len(found.tried) == 1
 
 
-def traced(config, rung, layers):
-    """What a setting needs, by its own step, traced at full depth: no mixture of others."""
-    memsave = MemSaveConfig(checkpoint=rung, layers={"checkpoint": layers} if rung else None)
-    depth = {"num_hidden_layers": LAYERS}
-    return trace_at(config, depth, training_of(**STEP), memsave, keeps=False).trace.peak + CONTEXT + WORKSPACES
+def traced(config, offload, rung, layers):
+    """What a setting needs, by its own step, traced at full depth: no mixture of others; and its config."""
+    memsave = MemSaveConfig(offload=offload, checkpoint=rung, layers={"checkpoint": layers} if rung else None)
+    depth, training = {"num_hidden_layers": LAYERS}, training_of(**STEP)
+    peak = trace_at(config, depth, training, memsave, keeps=False).trace.peak
+    if offload:  # two more are on their way back, of the MLP's width at most
+        peak += AHEAD * STEP["batch_size"] * STEP["seq_len"] * config.intermediate_size * 2
+    return memsave, peak + CONTEXT + WORKSPACES
 
 
 @pytest.fixture(scope="module")
 def of_every_setting(ends):
+    """Each with what it needs; and what a layer offloads at each rung."""
     config, _ = ends
-    settings = [(None, 0), *((rung, n) for rung in ("gate", "block") for n in range(1, LAYERS + 1))]
-    return config, {setting: traced(config, *setting) for setting in settings}
+    settings = [(offload, rung, n) for offload in (False, True) for rung in (None, "gate", "block")
+                for n in (range(1, LAYERS + 1) if rung else (0,))]  # fmt: skip
+    away_of = {rung: counted_away(config, rung) for rung in (None, "gate", "block")}
+    return config, [traced(config, *setting) for setting in settings], away_of
 
 
+#: Of a device that computes so slowly, or moves so little, that one of the two is always the cheaper way.
+FAST_BUS = Rates(flops=1e12, memory=1e15, bus=1e15)
+SLOW_BUS = Rates(flops=1e15, memory=1e15, bus=1e3)
+
+
+@pytest.mark.parametrize("rates", [FAST_BUS, SLOW_BUS, "a100"], ids=["fast bus", "slow bus", "a100"])
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.8])
-def test_it_finds_what_brute_force_finds(of_every_setting, share):
-    """Of all settings, each traced by itself, the one with the fewest layers of the cheaper rung that fits."""
-    config, needs = of_every_setting
-    budget = int(min(needs.values()) + share * (needs[None, 0] - min(needs.values())))
-    found = plan(config, budget=budget, **STEP)
-    rung, layers = found.config.checkpoint, dict(found.config.layers)["checkpoint"]
-    assert needs[rung, layers] == pytest.approx(found.best.needed, rel=0.005)
-    assert needs[rung, layers] <= 1.005 * budget
-    assert needs[rung, layers - 1 or LAYERS] > 0.995 * budget or layers == 1
-    if rung == "block":
-        assert all(needs["gate", n] > 0.995 * budget for n in range(1, layers + 1))
+def test_it_finds_what_brute_force_finds(of_every_setting, share, rates):
+    """Of all settings, each traced by itself, none that fits costs less."""
+    config, settings, away_of = of_every_setting
+    needs = dict(settings)
+    budget = int(min(needs.values()) + share * (needs[MemSaveConfig()] - min(needs.values())))
+    found = plan(config, budget=budget, rates=rates, **STEP)
+    assert needs[found.config] == pytest.approx(found.best.needed, rel=0.005)
+    assert needs[found.config] <= 1.005 * budget
+    costs = costs_of(config, settings, away_of, rates)
+    assert found.best.cost == pytest.approx(costs[found.config], rel=1e-6)
+    cheaper = [memsave for memsave, cost in costs.items() if cost < found.best.cost * (1 - 1e-9)]
+    assert all(needs[memsave] > 0.995 * budget for memsave in cheaper)
+
+
+def costs_of(config, settings, away_of, rates):
+    """By the formula, in full: what runs again, and what the bus takes longer than the products."""
+    rates, work = rates_of(rates), work_of(config, training_of(**STEP))
+    found = {}
+    for memsave, _ in settings:
+        layers = dict(memsave.layers or ()).get("checkpoint", 0)
+        again = layers * work.again[memsave.checkpoint] if layers else 0
+        away = layers * away_of[memsave.checkpoint] + (LAYERS - layers) * away_of[None] if memsave.offload else 0
+        forward, backward = work.forward / rates.flops, (work.backward + again) / rates.flops
+        waits = max(0, away / rates.bus - forward) + max(0, away / rates.bus - backward)
+        more = again / rates.flops + waits + 2 * away / rates.memory
+        found[memsave] = more / ((work.forward + work.backward) / rates.flops)
+    return found
+
+
+def counted_away(config, rung):
+    """The bytes that another layer moves to main memory."""
+    moved = [Away.moved]
+    for layers in (LAYERS, LAYERS + 1):
+        memsave = MemSaveConfig(offload=True, checkpoint=rung)
+        trace_at(config, {"num_hidden_layers": layers}, training_of(**STEP), memsave, keeps=False)
+        moved.append(Away.moved)
+    return moved[2] - 2 * moved[1] + moved[0]
 
 
 def test_a_larger_budget_never_costs_more(ends):
     config, (floor, _, least) = ends
-    budgets = [int(least + share * (floor - least)) for share in (0.02, 0.6, 1.0)]
+    budgets = [int(least + share * (floor - least)) for share in (0.02, 0.3, 0.6, 1.0)]
     costs = [plan(config, budget=budget, **STEP).best.cost for budget in budgets]
     assert costs == sorted(costs, reverse=True)
     assert costs[0] == plan(config, budget=budgets[0], **STEP).best.cost
 
 
+#: Which settings are planned, by what the device does.
+WAYS = {"rungs": SLOW_BUS, "offload": FAST_BUS}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("share", [0.4])
-def test_a_real_step_stays_within_the_budget(family, share):
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.9])
+def test_a_real_step_stays_within_the_budget(family, share, way, monkeypatch):
     """The same step on CPU, all its storages counted; what a CPU keeps for itself differs by a few percent."""
+    monkeypatch.setattr(offload, "SMALLEST", 2**12)
     config = CONFIGS[family]
     floor, least = (needed(config, MemSaveConfig(checkpoint=rung)) for rung in (None, "block"))
     budget = int(least + share * (floor - least))
-    found = plan(config, budget=budget, **STEP)
+    found = plan(config, budget=budget, rates=WAYS[way], **STEP)
+    assert found.config.offload == (way == "offload")
     training = Training(**STEP)
     torch.manual_seed(0)
     model = build(config, training).to(torch.bfloat16)
@@ -97,13 +149,79 @@ def test_a_real_step_stays_within_the_budget(family, share):
     labels = ids if family == "llama" else torch.zeros(len(ids), dtype=torch.long)
     model(input_ids=ids[:1, :8], labels=labels[:1, :8] if family == "llama" else labels[:1]).loss.backward()
     model.zero_grad()
-    peak = count_peak(lambda: model(input_ids=ids, labels=labels).loss.backward()).peak
     weights = sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
+    peak = peak_on_the_device(lambda: model(input_ids=ids, labels=labels).loss.backward())
     assert peak + weights <= 1.03 * (budget - CONTEXT - WORKSPACES)
 
 
-def test_too_small_a_budget_is_an_error_by_how_much():
-    with pytest.raises(PlanError, match=r"which is .* too much\. Use a smaller batch"):
+class Device(Count):
+    """Counts what is not in main memory, which on CPU is what offload has copied."""
+
+    def note(self, func, args):
+        self.timeline.append((str(func), self.live - Away.total))
+
+
+def peak_on_the_device(step):
+    with collector_off(), Device() as count:
+        step()
+    count.made.clear()
+    return max(live for _, live in count.timeline)
+
+
+def test_lossy_settings_are_used_where_they_are_allowed(ends):
+    config, (floor, _, _) = ends
+    budget = needed(config, MemSaveConfig(storage="int8"))
+    assert budget < floor
+    exact = plan(config, budget=budget, rates=SLOW_BUS, **STEP)
+    assert exact.config.is_exact
+    lossy = plan(config, budget=budget, rates=SLOW_BUS, lossy=("int8", "int4"), **STEP)
+    assert lossy.config.storage in ("int8", "int4")
+    assert lossy.best.cost < exact.best.cost
+    assert lossy.best.needed <= budget
+    assert str(lossy).endswith("Its gradients are approximate.")
+
+
+def test_what_it_begins_with_stays():
+    found = plan(CONFIGS["llama"], budget="24GiB", memsave={"dropout": "mask", "layers": {"norm": 2}}, **STEP)
+    assert found.config == MemSaveConfig(dropout="mask", layers={"norm": 2})
+
+
+def test_main_memory_bounds_what_is_offloaded(ends):
+    config, (floor, _, least) = ends
+    budget = int(least + 0.5 * (floor - least))
+    free = plan(config, budget=budget, rates=FAST_BUS, **STEP)
+    assert free.best.away > 0
+    bound = plan(config, budget=budget, rates=FAST_BUS, main_memory=free.best.away // 2, **STEP)
+    assert bound.best.away <= free.best.away // 2
+    assert bound.best.cost >= free.best.cost
+
+
+def test_the_largest_step_fits_and_one_more_does_not():
+    config, budget = CONFIGS["llama"], CONTEXT + WORKSPACES + 60 * 2**20
+    found = largest(config, budget=budget, **STEP)
+    assert list(found) == [
+        "the floor", "checkpoint='gate'", "offload", "checkpoint='block'", "checkpoint='block', offload"
+    ]  # fmt: skip
+    for at, name in enumerate(("batch_size", "seq_len")):
+        number = found["the floor"][at]
+        assert estimate(config, **STEP | {name: number}).patched.needed <= budget
+        assert estimate(config, **STEP | {name: number + 1}).patched.needed > budget
+        assert number < min(found[words][at] for words in list(found)[1:])
+
+
+def test_too_small_a_budget_is_an_error_by_how_much_and_what_would_fit():
+    budget = CONTEXT + WORKSPACES + 9 * 2**20
+    with pytest.raises(PlanError, match=r"nothing fits: .* which is .* too much\. What fits: ") as caught:
+        hf_memsave.plan(CONFIGS["llama"], budget=budget, **STEP)
+    for name, number in re.findall(r"(batch_size|seq_len)=(\d+)", str(caught.value)):
+        assert plan(CONFIGS["llama"], budget=budget, **STEP | {name: int(number)}).best.needed <= budget
+    for devices in re.findall(r"over (\d+) devices", str(caught.value)):
+        sharded = plan(CONFIGS["llama"], budget=budget, sharding="fsdp", devices=int(devices), **STEP)
+        assert sharded.best.needed <= budget
+
+
+def test_an_impossible_budget_says_so():
+    with pytest.raises(PlanError, match=r"too much\. Not one sequence of one token fits"):
         hf_memsave.plan(CONFIGS["llama"], budget="100MiB", **STEP)
 
 
@@ -111,6 +229,32 @@ def test_too_small_a_budget_is_an_error_by_how_much():
 def test_a_budget_is_bytes_or_a_size_with_a_unit(budget):
     with pytest.raises(MemSaveError, match="expected bytes, or a text such as '16GiB'"):
         plan(CONFIGS["llama"], budget=budget, **STEP)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"lossy": "tempo"}, "lossy: expected some of int8, int4, got 'tempo'"),
+        ({"rates": "abacus"}, "rates: expected one of a100, .*got 'abacus'"),
+        ({"memsave": False}, "expected what to begin with, got False"),
+    ],
+)
+def test_other_arguments_are_checked_too(argument, message):
+    with pytest.raises(PlanError, match=message):
+        plan(CONFIGS["llama"], budget="1GiB", **STEP | argument)
+
+
+@pytest.mark.parametrize("field", ["flops", "memory", "bus"])
+def test_rates_are_above_zero(field):
+    with pytest.raises(PlanError, match=f"Rates.{field}: expected a number above 0, got 0"):
+        Rates(**{"flops": 1, "memory": 1, "bus": 1} | {field: 0})
+
+
+def test_the_same_plan_again_traces_nothing(monkeypatch):
+    config = CONFIGS["llama"]
+    first = plan(config, budget="540MiB", **STEP)
+    monkeypatch.setattr(traces, "trace_at", None)
+    assert plan(copy.deepcopy(config), budget="540MiB", **STEP) == first
 
 
 def test_it_prints_as_a_table():

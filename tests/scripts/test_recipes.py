@@ -1,4 +1,4 @@
-"""``configs/glue``: the files are what the tables say, and every one runs; and what else ``--memsave`` may be."""
+"""``--recipe``: what the tables say, and every one runs; and what else ``--memsave`` may be."""
 
 import json
 from math import ceil
@@ -12,7 +12,6 @@ from hf_memsave import WTACRS, MemSaveConfig
 from hf_memsave.data.glue import TASKS
 from hf_memsave.ops.wta_crs import LAYER
 from support.script_helpers import (
-    REPO,
     STEPS,
     assert_moved,
     assert_refused,
@@ -24,9 +23,6 @@ from support.script_helpers import (
     spy_on_models,
 )
 
-FOLDER = REPO / "configs" / "glue"
-FILES = sorted(FOLDER.iterdir())
-
 pytestmark = pytest.mark.long
 
 
@@ -36,45 +32,46 @@ def script(monkeypatch):
 
 
 @pytest.fixture
-def writer(monkeypatch):
-    return load_script("write_glue_recipes", monkeypatch)
+def table(monkeypatch):
+    return load_script("glue_recipes", monkeypatch)
 
 
-def test_the_files_are_what_the_tables_say(tmp_path, writer):
-    writer.main([str(tmp_path)])
-    assert {f.name: f.read_text() for f in tmp_path.iterdir()} == {f.name: f.read_text() for f in FILES}
+def test_there_is_a_recipe_for_every_row_of_the_tables(table, capsys):
+    names = table.names()
     # fourteen rows of Tables 9 and 10, and OPT's of Table 4
-    assert len(FILES) == 14 * 8 + 4
-    assert [file.name for file in FILES if file.name.startswith("opt")] == [
-        f"opt-350m-{task}-lora-wta-crs.yaml" for task in ("cola", "mrpc", "rte", "stsb")
-    ]
+    assert len(set(names)) == len(names) == 14 * 8 + 4
+    opt = [f"opt-350m/{task}/lora-wta-crs" for task in ("cola", "mrpc", "rte", "stsb")]
+    assert [name for name in names if name.startswith("opt")] == opt
+    assert table.main([]) == 0 and capsys.readouterr().out.split() == names
+    assert table.main([names[0]]) == 0 and yaml.safe_load(capsys.readouterr().out)["task_name"] == "cola"
+    assert table.main(["bert-base/cola"]) == 2 and "expected model/task/method" in capsys.readouterr().err
 
 
-# File -> rate, epochs and batch, read off the paper: a corner, or a cell that differs from its neighbours, of each row.
+# Recipe -> rate, epochs and batch, off the paper: a corner, or a cell that differs from its neighbours, of each row.
 CELLS = {
-    "bert-base-cola-wta-crs": (2e-5, 20, 128),
-    "bert-base-sst2-lora-wta-crs": (5e-4, 20, 128),
-    "bert-base-stsb-lora-wta-crs": (3e-4, 40, 16),
-    "t5-base-qnli-wta-crs": (3e-6, 10, 100),
-    "t5-base-qnli-wta-crs-0.1": (3e-5, 10, 100),
-    "t5-base-mnli-lora-wta-crs": (3e-5, 20, 100),
-    "t5-base-rte-lora-wta-crs-0.1": (3e-4, 50, 100),
-    "bert-large-cola-wta-crs": (2e-5, 60, 128),
-    "bert-large-sst2-lora-wta-crs": (2e-4, 20, 128),
-    "bert-large-rte-lora-wta-crs": (3e-4, 40, 128),
-    "t5-large-cola-wta-crs": (3e-5, 20, 100),
-    "t5-large-qnli-wta-crs-0.1": (3e-6, 10, 100),
-    "t5-large-mrpc-lora-wta-crs": (3e-4, 40, 100),
-    "t5-large-mrpc-lora-wta-crs-0.1": (3e-4, 20, 100),
-    "t5-3b-mnli-lora-wta-crs": (3e-4, 10, 100),
-    "t5-3b-qnli-lora-wta-crs-0.1": (3e-5, 10, 100),
-    "opt-350m-rte-lora-wta-crs": (3e-4, 60, 100),
+    "bert-base/cola/wta-crs": (2e-5, 20, 128),
+    "bert-base/sst2/lora-wta-crs": (5e-4, 20, 128),
+    "bert-base/stsb/lora-wta-crs": (3e-4, 40, 16),
+    "t5-base/qnli/wta-crs": (3e-6, 10, 100),
+    "t5-base/qnli/wta-crs-0.1": (3e-5, 10, 100),
+    "t5-base/mnli/lora-wta-crs": (3e-5, 20, 100),
+    "t5-base/rte/lora-wta-crs-0.1": (3e-4, 50, 100),
+    "bert-large/cola/wta-crs": (2e-5, 60, 128),
+    "bert-large/sst2/lora-wta-crs": (2e-4, 20, 128),
+    "bert-large/rte/lora-wta-crs": (3e-4, 40, 128),
+    "t5-large/cola/wta-crs": (3e-5, 20, 100),
+    "t5-large/qnli/wta-crs-0.1": (3e-6, 10, 100),
+    "t5-large/mrpc/lora-wta-crs": (3e-4, 40, 100),
+    "t5-large/mrpc/lora-wta-crs-0.1": (3e-4, 20, 100),
+    "t5-3b/mnli/lora-wta-crs": (3e-4, 10, 100),
+    "t5-3b/qnli/lora-wta-crs-0.1": (3e-5, 10, 100),
+    "opt-350m/rte/lora-wta-crs": (3e-4, 60, 100),
 }
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_a_cell_of_the_tables(name):
-    recipe = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+def test_a_cell_of_the_tables(name, table):
+    recipe = yaml.safe_load(table.recipe(name))
     found = (recipe["learning_rate"], recipe["num_train_epochs"], recipe["per_device_train_batch_size"])
     assert found == CELLS[name]
 
@@ -83,11 +80,11 @@ QKV = {"bert": ["query", "key", "value"], "t5": ["q", "k", "v"], "opt": ["q_proj
 
 
 @pytest.mark.parametrize("family", QKV)
-def test_every_file_is_a_run_of_its_name(script, family):
-    for file in (file for file in FILES if file.name.startswith(family)):
-        model, data, training = script.parse(["--config", str(file)])
-        assert training.output_dir == f"runs/glue/{file.stem}"
-        size, task, method = file.stem.removeprefix(f"{family}-").split("-", 2)
+def test_every_recipe_is_a_run_of_its_name(script, table, family):
+    for name in (name for name in table.names() if name.startswith(family)):
+        model, data, training = script.parse(["--recipe", name])
+        assert training.output_dir == f"runs/glue/{name.replace('/', '-')}"
+        size, task, method = name.removeprefix(f"{family}-").split("/")
         assert model.model_name_or_path.rpartition("/")[2].startswith(f"{family}-{size}")
         assert (data.task_name, data.max_seq_length, data.pad_to_max_length) == (task, 128, True)
         budget = 0.1 if method.endswith("0.1") else 0.3
@@ -102,10 +99,10 @@ def test_every_file_is_a_run_of_its_name(script, family):
 
 
 @pytest.mark.filterwarnings("ignore:Both num_training_steps and num_stable_steps are specified")
-@pytest.mark.parametrize("name", ["bert-base-mrpc-lora-wta-crs", "t5-base-rte-wta-crs", "bert-base-rte-wta-crs"])
-def test_the_rate_is_constant_for_500_steps_then_falls_on_a_line_to_zero(script, writer, name):
-    _, data, training = script.parse(["--config", str(FOLDER / f"{name}.yaml")])
-    batches = ceil(writer.TASKS[data.task_name] / training.per_device_train_batch_size)
+@pytest.mark.parametrize("name", ["bert-base/mrpc/lora-wta-crs", "t5-base/rte/wta-crs", "bert-base/rte/wta-crs"])
+def test_the_rate_is_constant_for_500_steps_then_falls_on_a_line_to_zero(script, table, name):
+    _, data, training = script.parse(["--recipe", name])
+    batches = ceil(table.TASKS[data.task_name] / training.per_device_train_batch_size)
     steps = batches * int(training.num_train_epochs)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     options = {"num_warmup_steps": training.get_warmup_steps(steps), "num_training_steps": steps}
@@ -123,21 +120,21 @@ def test_the_rate_is_constant_for_500_steps_then_falls_on_a_line_to_zero(script,
 
 # One of each family and method, and another task.
 RUNS = {
-    "bert-large-mrpc-wta-crs": ("bert", 6),
-    "bert-base-mrpc-lora-wta-crs": ("bert", 3),
-    "t5-large-stsb-wta-crs-0.1": ("t5", 16),
-    "t5-3b-rte-lora-wta-crs-0.1": ("t5", 9),
-    "opt-350m-cola-lora-wta-crs": ("opt", 3),
+    "bert-large/mrpc/wta-crs": ("bert", 6),
+    "bert-base/mrpc/lora-wta-crs": ("bert", 3),
+    "t5-large/stsb/wta-crs-0.1": ("t5", 16),
+    "t5-3b/rte/lora-wta-crs-0.1": ("t5", 9),
+    "opt-350m/cola/lora-wta-crs": ("opt", 3),
 }
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_recipe_trains_a_tiny_model(tmp_path, script, monkeypatch, name):
+def test_a_recipe_trains_a_tiny_model(tmp_path, script, table, monkeypatch, name):
     family, sampled = RUNS[name]
-    recipe = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    recipe = yaml.safe_load(table.recipe(name))
     models, out = spy_on_models(script, monkeypatch), tmp_path / "out"
     size = {"bert": "hidden_size", "t5": "d_model", "opt": "hidden_size"}[family]
-    argv = ["--config", str(FOLDER / f"{name}.yaml"), "--config_name", config(tmp_path, family)]
+    argv = ["--recipe", name, "--config_name", config(tmp_path, family)]
     argv += ["--config_overrides", f"{size}=32", "--data_dir", glue_data(tmp_path, recipe["task_name"])]
     argv += ["--max_seq_length", "32", *STEPS, "--save_strategy", "steps", "--save_steps", "1"]
     assert script.main([*argv, "--output_dir", str(out)]) == 0
@@ -158,10 +155,17 @@ def test_a_recipe_trains_a_tiny_model(tmp_path, script, monkeypatch, name):
 
 
 def test_the_command_line_wins_over_a_recipe(script):
-    argv = ["--config", str(FOLDER / "bert-base-mrpc-lora-wta-crs.yaml")]
+    argv = ["--recipe", "bert-base/mrpc/lora-wta-crs"]
     model, _, training = script.parse([*argv, "--memsave", "exact", "--lr_scheduler_type", "linear"])
     assert model.memsave_config() == MemSaveConfig()
     assert training.lr_scheduler_kwargs is None  # those of the recipe's own scheduler
+
+
+def test_a_recipe_that_does_not_exist_is_told_in_one_line(tmp_path, script, capsys):
+    assert_refused(script, {"recipe": "bert-base/wnli/wta-crs"}, "expected model/task/method, as in bert-base", capsys)
+    both = {"recipe": "bert-base/cola/wta-crs", "config": "run.yaml"}
+    (tmp_path / "run.yaml").write_text("task_name: cola")
+    assert_refused(script, both | {"config": str(tmp_path / "run.yaml")}, "expected --config or --recipe, got", capsys)
 
 
 FIELDS = {"dropout": "mask", "linear": {"budget": 0.1, "targets": ["lora_A"]}}

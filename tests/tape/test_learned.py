@@ -1,17 +1,19 @@
 """What a forward need not record, as earlier ones have shown: nothing that is kept, or computed, changes by it."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from hf_memsave import patch
 from hf_memsave.tape import Tape, prices
 from hf_memsave.tape.meter import measure_kept
-from support.attacks import WIDTH, Attack, trained
+from support.attacks import WIDTH, Attack, Block, trained
 from support.families import FAMILIES, MORE, Size, batch_for, build
-from support.steps import assert_same
+from support.steps import assert_same, gradients
 
 ENOUGH = 5
 
@@ -29,18 +31,34 @@ def tapes(monkeypatch):
     return found
 
 
+@pytest.mark.parametrize("mode", ["fp32", "autocast"])
 @pytest.mark.parametrize("family", FAMILIES + MORE)
-def test_only_what_is_asked_for_is_recorded_and_as_much_is_kept(family, tapes, device):
-    model = build(family, Size(), dropout=0.1).to(device)
+def test_only_what_is_asked_for_is_recorded_and_as_much_is_kept(family, mode, tapes, device):
+    stock = build(family, Size(), dropout=0.1).to(device)
+    model, batch = copy.deepcopy(stock), batch_for(stock, Size())
     patch(model)
-    batch = batch_for(model, Size())
-    first = measure_kept(model, batch).total
-    for _ in range(ENOUGH):
-        model(**batch).loss.backward()
+
+    first = kept_in(mode, model, batch)
+    for number in range(ENOUGH):
+        assert_same(step_of(model, batch, mode, number), step_of(stock, batch, mode, number))
     *_, before, last = tapes
     assert len(last.made) == len(before.made) < len(tapes[0].made)
     assert set(last.made) <= last.asked
-    assert measure_kept(model, batch).total <= first
+    assert kept_in(mode, model, batch) <= first
+
+
+def kept_in(mode, model, batch):
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=mode == "autocast"):
+        return measure_kept(model, batch).total
+
+
+def step_of(model, batch, mode, number):
+    model.zero_grad()
+    torch.manual_seed(number)
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=mode == "autocast"):
+        loss = model(**batch).loss
+    loss.backward()
+    return {"loss": loss.detach(), **gradients(model)}
 
 
 def branching(model, x):
@@ -124,3 +142,45 @@ def test_what_a_sweep_finds_is_decided_at_once_the_next_time(tapes):
     decisions = set(tapes[-1].decided.values())
     assert prices.YES in decisions
     assert prices.NO not in decisions
+
+
+def test_a_checkpointed_block_that_is_called_in_two_ways_asks_again_what_it_asked(device):
+    """What the other calls of a step teach must not change what backward runs again: gradients were silently wrong."""
+
+    def block(self, x, is_other):
+        a = self.f(x)
+        b = self.f(a)
+        y = a + 1
+        return torch.sin(y) + torch.sin(b) if is_other else y + b
+
+    def forward(model, x):
+        for is_other in (True, False, False, False, False):
+            x = model.block(x, is_other)
+        return model.g(x)
+
+    torch.manual_seed(0)
+    stock, x = Attack(forward, block=Block(block)).to(device), torch.randn(8, WIDTH, device=device)
+    stock.block.gradient_checkpointing = True
+    stock.block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+    ours = copy.deepcopy(stock)
+    patch(ours)
+    for got, expected in zip(trained(ours, x, ENOUGH), trained(stock, x, ENOUGH), strict=True):
+        assert_same(got, expected)
+
+
+def test_a_forward_that_goes_on_otherwise_keeps_no_more_than_stock(device):
+    """What a sweep finds is decided at once only where that costs no more, should the sources not be kept after all."""
+
+    def forward(model, x):
+        a, b = model.f(x), model.g(x)
+        y = torch.sin(a + b)  # asked for before it is known that a and b are kept, in training mode
+        return y + torch.sin(a) + torch.sin(b) if model.training else y + a + b
+
+    torch.manual_seed(0)
+    stock, x = Attack(forward).to(device).train(), torch.randn(8, WIDTH, device=device)
+    ours = copy.deepcopy(stock)
+    patch(ours)
+    for is_training in (True, True, False, True, False, False):
+        ours.train(is_training)
+        stock.train(is_training)
+        assert measure_kept(ours, x).total <= measure_kept(stock, x).total

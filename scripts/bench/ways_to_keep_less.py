@@ -1,0 +1,161 @@
+"""Every way to keep less, beside stock, in one run: kept between forward and backward, peak of a step, time of a step.
+
+    python scripts/bench/ways_to_keep_less.py [--models bert llama] [--steps 5] [--out [DIR]]
+
+4 layers of hidden 256, fp32, batch 8 of 128 tokens, without dropout, on one CPU thread.
+
+Kept and peak: bytes of all storages alive that the step's ops made, without gradients from before; what offload has
+copied to main memory is told apart. "SAC" is PyTorch's selective checkpointing of every block that keeps products and
+attention. Of torch.compile (partitioned, by aot_eager) what its forward hands to its backward is counted; nothing
+sees inside its graphs, so that there is no peak, and eager kernels run, so that there is no time. Times: CPU seconds of
+the quickest step, as other work shares the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._functorch.config as partitioner
+from rich.console import Console
+from rich.progress import track
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from hf_memsave import MemSaveConfig, patch
+from hf_memsave.measure.peak import Count, collector_off
+from hf_memsave.tape.offload import Away
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(Path(__file__).parent))
+from peak_memory import MIB, add_out, machine, publish  # noqa: E402
+from support.families import Size, batch_for, build  # noqa: E402 - the tests' own models
+
+SIZE = Size(hidden=256, heads=4, layers=4, batch=8, seq=128)
+aten = torch.ops.aten
+#: What selective checkpointing keeps.
+PRODUCTS = [
+    aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_attention_math.default,
+]  # fmt: skip
+
+
+def checkpointed(model: nn.Module, **options: Any) -> None:
+    """With Transformers' gradient checkpointing of every block."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **options})  # type: ignore[operator]
+
+
+#: Name -> what is done to a model.
+WAYS: dict[str, Callable[[nn.Module], Any]] = {
+    "stock": lambda model: None,
+    "stock, gradient checkpointing": checkpointed,
+    "SAC: products, attention": partial(
+        checkpointed, context_fn=partial(create_selective_checkpoint_contexts, PRODUCTS)
+    ),
+    "exact": lambda model: patch(model),
+    'checkpoint="o_proj"': lambda model: patch(model, MemSaveConfig(checkpoint="o_proj")),
+    'checkpoint="qkv"': lambda model: patch(model, MemSaveConfig(checkpoint="qkv")),
+    'checkpoint="up"': lambda model: patch(model, MemSaveConfig(checkpoint="up")),
+    'checkpoint="gate"': lambda model: patch(model, MemSaveConfig(checkpoint="gate")),
+    'checkpoint="block"': lambda model: patch(model, MemSaveConfig(checkpoint="block")),
+    "offload": lambda model: patch(model, MemSaveConfig(offload=True)),
+    "max": lambda model: patch(model, "max"),
+}
+#: Name -> the partitioner's budget, and whether the model is patched.
+COMPILED = {"compile, budget 1.0": (1.0, False), "compile, budget .99": (0.99, False), "compile, exact": (1.0, True)}
+
+
+class _OnDevice(Count):
+    """Counts what is not a copy in main memory, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.highest = 0
+
+    def note(self, func: Any, args: Any) -> None:
+        self.highest = max(self.highest, self.live - Away.total)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Every way on every model; print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=("bert", "llama"), default=["bert", "llama"])
+    parser.add_argument("--steps", type=int, default=7, help="timed, after one that is not")
+    add_out(parser)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    rows, found = [], {}
+    asked = [(name, way) for name in options.models for way in (*WAYS, *COMPILED)]
+    for name, way in track(asked, "measuring", console=Console(stderr=True)):
+        one = compiled(name, *COMPILED[way]) if way in COMPILED else eager(name, WAYS[way], options.steps)
+        found[f"{name}, {way}"] = one
+        cells = ["-" if one[field] is None else f"{one[field] / MIB:.1f}" for field in ("kept", "away", "peak")]
+        seconds = "-" if one["seconds"] is None else f"{one['seconds'] / found[f'{name}, stock']['seconds']:.2f}"
+        rows.append([name, way, *cells, seconds])
+    header = ["model", "way", "kept, MiB", "in main memory", "peak, MiB", "time of a step, of stock's"]
+    publish("ways-to-keep-less", f"Ways to keep less; {machine()}", header, rows, {"ways": found}, options.out)
+
+
+def eager(name: str, change: Callable[[nn.Module], Any], steps: int) -> dict[str, Any]:
+    """Bytes and seconds of a step."""
+    model, batch = made(name)
+    change(model)
+    model(**batch).loss.backward()
+    seconds = []
+    for _ in range(steps):
+        start = time.process_time()
+        model(**batch).loss.backward()
+        seconds.append(time.process_time() - start)
+    model.zero_grad()
+    with collector_off(), _OnDevice() as count:
+        loss = model(**batch).loss
+        gc.collect()
+        away = Away.total
+        kept = count.live - away
+        loss.backward()
+    count.made.clear()
+    return {"kept": kept, "away": away, "peak": count.highest, "seconds": min(seconds)}
+
+
+def compiled(name: str, budget: float, is_patched: bool) -> dict[str, Any]:
+    """Bytes that the compiled forward hands to its backward."""
+    model, batch = made(name)
+    if is_patched:
+        patch(model)
+    torch._dynamo.reset()
+    own = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers(), *batch.values())}
+    found: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if (at := tensor.untyped_storage().data_ptr()) not in own:
+            found[at] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with partitioner.patch(activation_memory_budget=budget):
+        forward = torch.compile(model, backend="aot_eager_decomp_partition")
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = forward(**batch).loss
+        kept = sum(found.values())
+        loss.backward()
+    torch._dynamo.reset()
+    return {"kept": kept, "away": 0, "peak": None, "seconds": None}
+
+
+def made(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A model in training mode, and a batch."""
+    torch.manual_seed(0)
+    model = build(name, SIZE, dropout=0.0)
+    return model, batch_for(model, SIZE)
+
+
+if __name__ == "__main__":
+    main()

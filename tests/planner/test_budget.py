@@ -1,0 +1,121 @@
+"""``MemSaveConfig(budget=...)`` in a trainer: planned for its batch as training begins, and its step fits."""
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from hf_memsave import MemSaveCallback, MemSaveConfig, MemSaveTrainer
+from hf_memsave.errors import PlanError
+from hf_memsave.measure.estimate import CONTEXT, WORKSPACES
+from hf_memsave.measure.lora import Lora
+from hf_memsave.measure.peak import count_peak
+from hf_memsave.planner.plan import plan
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device"),
+    pytest.mark.filterwarnings("ignore:.gradient_checkpointing.* is deprecated:FutureWarning"),
+]
+#: The longest row has 113 tokens, and is padded.
+LONGEST, BATCH = 120, 8
+
+
+def collate(rows):
+    """Pads to a multiple of 8."""
+    width = -(-max(len(row["input_ids"]) for row in rows) // 8) * 8
+    ids = torch.tensor([list(row["input_ids"]) + [0] * (width - len(row["input_ids"])) for row in rows])
+    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
+
+
+def rows():
+    return Dataset.from_list([{"input_ids": [3] * n} for n in (5, LONGEST - 7, 30, 50, 7, 64, 9, 11)])
+
+
+def llama():
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=128, num_attention_heads=4, vocab_size=256, num_hidden_layers=6)
+    config = LlamaConfig(**sizes, intermediate_size=352, num_key_value_heads=2, pad_token_id=0)
+    return LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+def arguments(tmp_path, **options):
+    fixed = dict(output_dir=str(tmp_path), max_steps=2, report_to=[], save_strategy="no", use_cpu=True, optim="sgd")
+    return TrainingArguments(**fixed | dict(per_device_train_batch_size=BATCH) | options)
+
+
+def floor():
+    """What a step needs at the floor."""
+    step = dict(batch_size=BATCH, seq_len=LONGEST, optimizer="sgd", padded=True)
+    return plan(llama(), budget="1TiB", **step).best.needed
+
+
+@pytest.mark.parametrize("door", ["callback", "trainer"])
+def test_a_trainer_plans_for_its_own_batch(tmp_path, door, capsys):
+    budget = floor() - 4 * 2**20
+    wanted = plan(llama(), budget=budget, batch_size=BATCH, seq_len=LONGEST, optimizer="sgd", padded=True).config
+    assert wanted.checkpoint or wanted.offload
+    memsave, model = MemSaveConfig(budget=budget), llama()
+    common = dict(model=model, args=arguments(tmp_path), train_dataset=rows(), data_collator=collate)
+    if door == "callback":
+        trainer = Trainer(**common, callbacks=[MemSaveCallback(memsave)])
+    else:
+        trainer = MemSaveTrainer(**common, memsave=memsave)
+    trainer.train()
+    callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, MemSaveCallback))
+    assert callback.config == callback.report.config == wanted
+    assert f"The cheapest in {budget / 2**20:,.2f} MiB" in capsys.readouterr().out
+
+
+def test_a_step_of_the_trainer_stays_within_the_budget(tmp_path):
+    budget = floor() - 4 * 2**20
+    model = llama()
+    trainer = MemSaveTrainer(
+        model=model, args=arguments(tmp_path), train_dataset=rows(), data_collator=collate,
+        memsave=MemSaveConfig(budget=budget),
+    )  # fmt: skip
+    trainer.train()
+    model.zero_grad()
+    batch = collate([{"input_ids": [3] * LONGEST}] * BATCH)
+    peak = count_peak(lambda: model(**batch).loss.backward()).peak
+    weights = sum(p.nbytes for p in model.parameters())
+    assert peak + weights <= 1.03 * (budget - CONTEXT - WORKSPACES)
+
+
+def test_lora_adapters_are_planned_for(tmp_path):
+    lora = Lora(r=4, alpha=8, dropout=0.1, targets="q_proj+v_proj")
+    at_floor = plan(llama(), budget="1TiB", batch_size=BATCH, seq_len=LONGEST, optimizer="sgd", padded=True, lora=lora)
+    budget = at_floor.best.needed - 2 * 2**20
+    options = dict(batch_size=BATCH, seq_len=LONGEST, optimizer="sgd", padded=True, lora=lora)
+    wanted = plan(llama(), budget=budget, **options).config
+    config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
+    trainer = MemSaveTrainer(
+        model=get_peft_model(llama(), config), args=arguments(tmp_path), train_dataset=rows(), data_collator=collate,
+        memsave={"budget": budget},
+    )  # fmt: skip
+    trainer.train()
+    callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, MemSaveCallback))
+    assert callback.config == wanted
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from [{"input_ids": [3] * 8}] * 16
+
+
+REFUSED = {
+    "no length": (dict(), Stream(), "expected a data set with a length .* hf_memsave.plan"),
+    "an unknown optimizer": (dict(optim="adagrad"), rows(), "expected optim to be one of adamw_torch, .*adagrad"),
+    "too little": (dict(), rows(), "nothing fits: expected at most 501.00 MiB, .* too much. What fits: "),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_cannot_be_planned_is_an_error_as_training_begins(tmp_path, reason):
+    options, data, message = REFUSED[reason]
+    trainer = MemSaveTrainer(
+        model=llama(), args=arguments(tmp_path, **options), train_dataset=data, data_collator=collate,
+        memsave=MemSaveConfig(budget="501MiB"),
+    )  # fmt: skip
+    with pytest.raises(PlanError, match=message):
+        trainer.train()

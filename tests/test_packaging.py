@@ -1,0 +1,156 @@
+"""What a wheel holds and asks for, and that it works away from the repository."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+import tomllib
+
+import hf_memsave
+from support.families import build
+
+REPO = Path(__file__).parents[1]
+PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+#: Asked for without an import: Trainer refuses to work without it.
+UNSEEN = {"accelerate"}
+#: Import -> the extra that brings it. The package does without where it is not there.
+OPTIONAL = {"bitsandbytes": "quantized", "matplotlib": "plot", "jinja2": "plot"}
+
+
+def names(requirements):
+    return {re.split(r"[^\w.-]", requirement, maxsplit=1)[0].lower() for requirement in requirements}
+
+
+def imported(folder: Path) -> set[str]:
+    """Names of the libraries that the files below a folder import, but for those in ``_vendor``."""
+    found = set()
+    for path in folder.rglob("*.py"):
+        if "_vendor" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                found.add(node.module or "")
+    return {name.partition(".")[0] for name in found} - set(sys.stdlib_module_names) - {"hf_memsave", "hf_memsave_cli"}
+
+
+def test_dependencies_are_what_the_package_imports():
+    distributions = packages_distributions()
+    needed = imported(REPO / "hf_memsave") - OPTIONAL.keys()
+    assert {distributions[name][0].lower() for name in needed} == names(PROJECT["dependencies"]) - UNSEEN
+    extras = PROJECT["optional-dependencies"]
+    assert OPTIONAL.keys() <= imported(REPO / "hf_memsave")
+    assert all(library in names(extras[extra]) for library, extra in OPTIONAL.items())
+
+
+def test_the_scripts_extra_is_what_the_scripts_import_beside():
+    distributions = packages_distributions()
+    mine = {path.stem for path in (REPO / "scripts").rglob("*.py")} | {"tests", "support"}
+    needed = {distributions[name][0].lower() for name in imported(REPO / "scripts") - mine}
+    extras = PROJECT["optional-dependencies"]
+    given = names(PROJECT["dependencies"]) | names(extras["scripts"]) | names(extras["plot"]) | names(extras["test"])
+    assert needed - given == set()
+    assert names(extras["scripts"]) <= needed
+
+
+def test_a_missing_dependency_is_seen(tmp_path):
+    (tmp_path / "new.py").write_text("import os\nfrom polars.io import x\n")
+    assert imported(tmp_path) == {"polars"}
+
+
+def test_lower_bounds_are_those_that_are_tested():
+    pinned = dict(
+        line.split("==") for line in (REPO / "constraints-oldest.txt").read_text().splitlines() if "==" in line
+    )
+    bounded = dict(requirement.split(">=") for requirement in PROJECT["dependencies"] if ">=" in requirement)
+    assert {"torch", "transformers", "peft", "accelerate"} == bounded.keys() <= pinned.keys()
+    for name, bound in bounded.items():
+        assert pinned[name].startswith(bound), name
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Built from a copy: a build writes beside its sources."""
+    folder = tmp_path_factory.mktemp("wheel")
+    copy = folder / "source"
+    listed = ["pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "hf_memsave", "hf_memsave_cli.py"]
+    copy.mkdir()
+    subprocess.run(["cp", "-r", *(REPO / name for name in [*listed, "configs"]), copy], check=True)
+    command = [sys.executable, "-c", f"import setuptools.build_meta as b; print(b.build_wheel({str(folder)!r}))"]
+    subprocess.run(command, cwd=copy, check=True, capture_output=True)
+    return next(folder.glob("*.whl"))
+
+
+def test_the_wheel_holds_the_package_and_its_presets_only(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        files = {name for name in archive.namelist() if ".dist-info/" not in name}
+    sources = (REPO / "hf_memsave").rglob("*.py")
+    package = {str(p.relative_to(REPO)) for p in sources if "_vendor" not in p.parts or "torch-ext" in p.parts}
+    assert {name for name in files if name.endswith(".py")} == package | {"hf_memsave_cli.py"}
+    others = {name for name in files if not name.endswith(".py")}
+    presets = {f"hf_memsave/configs/presets/{p.name}" for p in (REPO / "configs" / "presets").iterdir()}
+    assert presets < others and "hf_memsave/py.typed" in others
+    rest = re.compile(r"hf_memsave/(py\.typed|\w+/\w+\.(json|html)|_vendor/\w+/LICENSE)")
+    assert all(rest.fullmatch(name) for name in others - presets)
+
+
+USE = """
+import sys
+from pathlib import Path
+import torch
+import hf_memsave
+from hf_memsave.cli import main
+assert Path(hf_memsave.__file__).is_relative_to(sys.argv[1]), hf_memsave.__file__
+from transformers import AutoModelForCausalLM, TrainingArguments
+model = AutoModelForCausalLM.from_pretrained("model", memsave=True)
+from hf_memsave.patching.swap import is_patched
+assert is_patched(model)
+for name in ("exact", "tempo", "wta-crs"):
+    hf_memsave.unpatch(model)
+    hf_memsave.patch(model, name)
+hf_memsave.unpatch(model)
+ids = torch.arange(8) + 5
+rows = [{"input_ids": ids, "labels": ids}] * 4
+options = dict(max_steps=2, report_to="none", use_cpu=True, disable_tqdm=True, save_strategy="no", logging_steps=1)
+trainer = hf_memsave.MemSaveTrainer(model, TrainingArguments("out", **options), train_dataset=rows)
+trainer.train()
+assert trainer.state.log_history[0]["memsave/freed_mib"] > 0
+sizes = ["--batch-size", "2", "--seq-len", "8"]
+assert hf_memsave.ops.fused.kernels.kernels().__file__.startswith(sys.argv[1])
+for command in (["report", "model", *sizes], ["verify", "model", *sizes], ["doctor", "model"],
+                ["estimate", "model", *sizes]):
+    print("memsave", *command)
+    assert main(command) == 0, command
+"""
+
+
+@pytest.mark.long
+def test_the_wheel_works_away_from_the_repository(wheel, tmp_path):
+    site, libraries = tmp_path / "site", tmp_path / "libraries"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    libraries.mkdir()  # all that is installed here, but the package itself, which a .pth or a finder brings
+    for path in Path(sysconfig.get_paths()["purelib"]).iterdir():
+        if "hf_memsave" not in path.name and path.suffix != ".pth":
+            (libraries / path.name).symlink_to(path)
+    build("llama").save_pretrained(tmp_path / "model")
+    environment = {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{libraries}", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", USE, site],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "Equal to the last bit" in " ".join(done.stdout.split())
+
+
+def test_there_is_one_version(wheel):
+    assert "version" in PROJECT["dynamic"] and "version" not in PROJECT
+    assert wheel.name.split("-")[1] == hf_memsave.__version__
