@@ -47,7 +47,7 @@ def test_families_keep_less_and_err_little(device, family, dtype):
     exact, kept = step(model, batch), measure_kept(model, batch).total
     totals = []
     for kind in KINDS:
-        patch(model, MemSaveConfig(storage=kind))
+        patch(model, MemSaveConfig(storage=kind), replace=True)
         got = step(model, batch)
         assert torch.equal(got["loss"], exact["loss"]), "forward is exact"
         draws = [flat(step(model, batch)) for _ in range(4)]
@@ -65,7 +65,7 @@ def test_beside_other_ways_to_keep_less(device, options):
     batch = batch_for(model, SIZE)
     patch(model, MemSaveConfig(**options))
     exact, kept = step(model, batch), measure_kept(model, batch).total
-    patch(model, MemSaveConfig(**options, storage="int8"))
+    patch(model, MemSaveConfig(**options, storage="int8"), replace=True)
     assert error(step(model, batch), exact) < 0.05
     assert measure_kept(model, batch).total < 0.5 * kept
 
@@ -76,9 +76,9 @@ def test_drawn_rows_are_stored_in_int8_too(device):
     batch = batch_for(model, SIZE)
     patch(model)
     exact = step(model, batch)
-    patch(model, MemSaveConfig(linear=WTACRS(budget=0.3)))
+    patch(model, MemSaveConfig(linear=WTACRS(budget=0.3)), replace=True)
     sampled = measure_kept(model, batch).total
-    patch(model, MemSaveConfig(linear=WTACRS(budget=0.3), storage="int8"))
+    patch(model, MemSaveConfig(linear=WTACRS(budget=0.3), storage="int8"), replace=True)
     assert measure_kept(model, batch).total < 0.4 * sampled
     draws = [flat(step(model, batch)) for _ in range(32)]
     one, mean = ((d - flat(exact)).norm() for d in (draws[0], sum(draws) / 32))
@@ -89,7 +89,7 @@ def test_the_output_of_a_sampled_linear_is_coded(device):
     model = build("bert", SIZE).to(device)
     patch(model, MemSaveConfig(storage="int8"))
     exact = measure_kept(model, batch_for(model, SIZE)).total
-    patch(model, MemSaveConfig(linear=WTACRS(budget=0.3), storage="int8"))
+    patch(model, MemSaveConfig(linear=WTACRS(budget=0.3), storage="int8"), replace=True)
     assert measure_kept(model, batch_for(model, SIZE)).total < 1.05 * exact
 
 
@@ -103,7 +103,7 @@ def test_with_nf4_and_lora(device, tmp_path):
     batch = batch_for(model, SIZE)
     patch(model)
     exact, kept = step(model, batch), measure_kept(model, batch).total
-    patch(model, MemSaveConfig(storage="int8"))
+    patch(model, MemSaveConfig(storage="int8"), replace=True)
     assert 0 < error(step(model, batch), exact) < 0.05
     assert measure_kept(model, batch).total < 0.7 * kept
 
@@ -113,7 +113,7 @@ def test_checkpointing_offload_a_second_backward_and_nans(device):
     batch = batch_for(model, SIZE)
     patch(model)
     exact = step(model, batch)
-    patch(model, MemSaveConfig(storage="int8"))
+    patch(model, MemSaveConfig(storage="int8"), replace=True)
     with torch.autograd.graph.save_on_cpu():
         assert 0 < error(step(model, batch), exact) < LIMITS["int8"]
     model.zero_grad()
@@ -161,9 +161,9 @@ def test_undo_copies_and_the_report(device):
     assert "activations that have to be kept are kept in 4 bits: gradients are approximate" in str(report)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert 0 < error(step(copied, batch), stock) < LIMITS["int4"]
-    patch(model)
+    patch(model, replace=True)
     assert "approximate" not in str(patch(model))
     assert_same(step(model, batch), stock)
-    patch(model, MemSaveConfig(storage="int4")).undo()
+    patch(model, MemSaveConfig(storage="int4"), replace=True).undo()
     assert states(model) == before
     assert_same(step(model, batch), stock)
