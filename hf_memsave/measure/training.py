@@ -90,7 +90,7 @@ def _expect(is_right: Any, name: str, expected: str, got: Any) -> None:
 
 
 def training_of(**fields: Any) -> Training:
-    """The training that these fields describe; ``lora`` may be a dict.
+    """The training that these fields describe; ``lora`` may be a dict, and ``dtype`` its name.
 
     Returns:
         The training.
@@ -106,6 +106,8 @@ def training_of(**fields: Any) -> Training:
         if unknown := lora.keys() - set(names):
             raise MeasureError(f"lora: expected fields {', '.join(names)}, got {', '.join(sorted(unknown))}.")
         fields["lora"] = Lora(**lora)
+    if isinstance(dtype := fields.get("dtype"), str):  # as Transformers has it
+        fields["dtype"] = getattr(torch, dtype, dtype)
     return Training(**fields)
 
 

@@ -152,7 +152,7 @@ class Tape(Recorder):
         """``func(*args, **kwargs)`` gives ``out``, which shares its storage with no argument, to the bit."""
         self._calls += 1
         made = hash((self._state, self._calls))
-        if self.decided.get(made) == prices.UNASKED:
+        if self.outer is None and self.decided.get(made) == prices.UNASKED:
             return
         try:
             seen = plain_tensors(args if not kwargs else (*args, *kwargs.values()))
@@ -220,7 +220,7 @@ class Tape(Recorder):
             if record.costs_nothing() or record.func is None or not record.is_of(tensor):
                 return None
             if not prices.pays(self, record, storage.nbytes()):
-                if self.decided[record.key] != prices.NEVER:
+                if self.decided.get(record.key) != prices.NEVER:  # another thread may have cleared them
                     self.asked.add(record.made)
                 return None
             self.asked.add(record.made)

@@ -35,8 +35,8 @@ CASTS = frozenset({Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.
 New = dict[Any, int]
 
 
-#: Decisions: it pays; it does not; nor does a sweep find all that it was made from.
-YES, NO, NEVER = 1, 2, 3
+#: Decisions: it pays; it does not; nor does a sweep find all that it was made from; it does not, but costs no more.
+YES, NO, NEVER, EVEN = 1, 2, 3, 7
 #: Of a call: somebody asked how its result was made; nobody did in one forward; nor in the next.
 ASKED, ONCE, UNASKED = 4, 5, 6
 #: How many are remembered.
@@ -56,12 +56,12 @@ def pays(tape: Any, record: Record, nbytes: int) -> bool:
     decision = tape.decided.get(key)
     if decision is None:
         found = price(tape, record)
-        is_less = found is not None and sum(found[0].values()) < nbytes
+        cost = sys.maxsize if found is None else sum(found[0].values())
         if len(tape.decided) >= MOST_DECIDED:
             tape.decided.clear()
-        tape.decided[key] = YES if is_less else NO
+        tape.decided[key] = YES if cost < nbytes else EVEN if cost == nbytes else NO
         tape.has_decided = True
-        return is_less
+        return cost < nbytes
     if decision != YES:
         return False
     for x, version in record.seen:  # nobody has written to it, nor, if it is a parameter, freed it
@@ -74,8 +74,12 @@ def pays(tape: Any, record: Record, nbytes: int) -> bool:
 
 
 def learn(tape: Any) -> None:
-    """After a forward that decided nothing anew: a record that nobody asked, twice, is not made in the next ones."""
-    if tape.has_decided:
+    """After a forward that decided nothing anew: a record that nobody asked, twice, is not made in the next ones.
+
+    Not under a foreign hook: a checkpointed block that runs again must ask for the same tensors as it did at first,
+    whatever was learned in between.
+    """
+    if tape.has_decided or tape.outer is not None:
         return
     for made in tape.made:
         known = tape.decided.get(made)

@@ -225,6 +225,7 @@ def test_a_model_is_read_by_its_configuration():
     model = build(CONFIGS["gpt2"], training(dtype=torch.float32))
     mine = estimate(model, batch_size=1, seq_len=16, memsave=False)
     assert mine == estimate(CONFIGS["gpt2"], batch_size=1, seq_len=16, memsave=False, dtype=torch.float32)
+    assert mine == estimate(CONFIGS["gpt2"], batch_size=1, seq_len=16, memsave=False, dtype="float32")
 
 
 def test_eight_billion_take_seconds():

@@ -159,6 +159,48 @@ def test_gradients_of_gradients_are_refused(device):
         gradient.sum().backward()
 
 
+def doubles(module, *args):
+    return args[-1] * 2
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "watch",
+    [
+        lambda act: act.register_forward_hook(doubles),
+        lambda act: act.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+        lambda act: act.register_full_backward_hook(lambda module, dx, dy: (dx[0] * 2,)),
+        lambda act: act.register_full_backward_pre_hook(lambda module, dy: (dy[0] * 2,)),
+        lambda act: setattr(act, "forward", torch.tanh),
+    ],
+    ids=["forward", "before", "backward", "before-backward", "own-forward"],
+)
+def test_hooks_on_the_activation_of_a_gated_mlp_run(watch, device):
+    model = make("llama", device)
+    stock = copy.deepcopy(model)
+    patch(model, TRITON)
+    for one in (model, stock):
+        watch(one.model.layers[0].mlp.act_fn)
+    batch = batch_of("llama", model)
+    assert distance(gradients(model, batch), gradients(stock, batch)) < 1e-5
+
+
+@interpreted
+def test_under_the_transforms_of_torch_func_stock_runs(device):
+    model = make("llama", device)
+    stock = copy.deepcopy(model)
+    patch(model, TRITON)
+    x = torch.randn(3, SMALL.seq, SMALL.hidden, device=device)
+
+    def both(one):
+        block = one.model.layers[0]
+        found, slope = torch.func.jvp(lambda x: block.mlp(block.input_layernorm(x)), (x,), (torch.ones_like(x),))
+        return [found, slope, torch.func.vmap(lambda x: block.mlp(block.input_layernorm(x)))(x)]
+
+    for ours, expected in zip(both(model), both(stock), strict=True):
+        assert torch.equal(ours, expected)
+
+
 @pytest.mark.skipif(IS_INTERPRETED or torch.cuda.is_available(), reason="here kernels run")
 def test_where_no_kernel_runs_auto_is_torch_and_triton_an_error():
     model, stock = make("llama"), make("llama")

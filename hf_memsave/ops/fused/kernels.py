@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from hf_memsave.device import STAND_IN, has_kernels
 from hf_memsave.tape import current
-from hf_memsave.tape.private import no_modes
+from hf_memsave.tape.private import in_transform, no_modes
+from hf_memsave.tape.tensors import is_plain
 
 _NAME = "memsave_kernels"
 _FOLDER = Path(__file__).parents[2] / "_vendor" / _NAME / "torch-ext" / _NAME
@@ -81,6 +82,8 @@ def once(function: Any, remake: Callable[..., Tensor], *args: Any) -> Tensor:
 
 
 def can_run(*tensors: Tensor) -> bool:
-    """Whether kernels run on all of these."""
+    """Whether kernels run on all of these: not under ``torch.func``'s transforms, nor on wrappers, such as DTensor."""
+    if in_transform():
+        return False
     with no_modes():
-        return all((has_kernels(x) or is_interpreted()) and x.dtype in _DTYPES for x in tensors)
+        return all((has_kernels(x) or is_interpreted()) and x.dtype in _DTYPES and is_plain(x) for x in tensors)
