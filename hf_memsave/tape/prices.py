@@ -79,7 +79,7 @@ def learn(tape: Any) -> None:
     Not under a foreign hook: a checkpointed block that runs again must ask for the same tensors as it did at first,
     whatever was learned in between.
     """
-    if tape.has_decided or tape.outer is not None:
+    if tape.has_decided or tape.outer is not None or len(tape.decided) + len(tape.made) > MOST_DECIDED:
         return
     for made in tape.made:
         known = tape.decided.get(made)

@@ -106,7 +106,11 @@ class Stream(torch.utils.data.IterableDataset):
 REFUSED = {
     "no length": (dict(), Stream(), "expected a data set with a length .* hf_memsave.plan"),
     "an unknown optimizer": (dict(optim="adagrad"), rows(), "expected optim to be one of adamw_torch, .*adagrad"),
-    "too little": (dict(), rows(), "nothing fits: expected at most 501.00 MiB, .* too much. Not one sequence of one token fits: use a smaller"),
+    "too little": (
+        dict(),
+        rows(),
+        "nothing fits: expected at most 501.00 MiB, .* too much. Not one sequence of one token fits: use a smaller",
+    ),
 }
 
 
