@@ -73,7 +73,9 @@ def unrecorded(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwar
 def may_alias(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function whose result may share storage with its argument: then nothing was made."""
     out = func(*args, **kwargs) if kwargs else func(*args)
-    if not (type(out) is Tensor or type(out) is FakeTensor) or not args or not isinstance(args[0], Tensor):
+    if not args or out is args[0]:
+        return out
+    if not (type(out) is Tensor or type(out) is FakeTensor) or not isinstance(args[0], Tensor):
         return out
     try:
         is_new = out.untyped_storage() is not args[0].untyped_storage()

@@ -25,7 +25,7 @@ from hf_memsave.tape.codecs import as_bits
 from hf_memsave.tape.handles import Handle, Held, Lent, Ticket
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.private import hooks_work, in_transform, innermost_hooks, innermost_mode, pop_mode, push_mode
-from hf_memsave.tape.record import MARK, Record, Weak
+from hf_memsave.tape.record import MARK, Record
 from hf_memsave.tape.recorder import Recorder
 from hf_memsave.tape.stand_ins import StandIn
 from hf_memsave.tape.tensors import is_plain, leaves, owned, place_of, plain_tensors, tensors_in
@@ -50,8 +50,7 @@ class Tape(Recorder):
         coder: While one operation runs: chooses a handle for what it wants to keep, or None to leave that to the tape.
         memo: Results shared within this forward, by whoever puts them there.
         head: The linear that gives logits, if those may be computed later; ``logits`` gives them, or None.
-        is_in_attention: SDPA runs.
-        is_in_loss: A loss runs.
+        is_in_attention, is_in_loss: SDPA runs, or a loss.
         is_around: Checkpointed blocks within laid tapes of their own.
     """
 
@@ -180,20 +179,20 @@ class Tape(Recorder):
             if prices.pays(self, record, storage.nbytes() if record.is_kept else 1):
                 prices.settle(self, record, storage)
             elif record.is_kept:
-                self._weaken(record, storage.nbytes())
+                sweep.wait(self, record, storage.nbytes())
 
     # What to keep
 
     def pack(self, tensor: Tensor) -> Handle:
         """Called by autograd with each tensor to keep; returns what goes on the tape."""
         if self.coder is not None and (chosen := self.coder(tensor)) is not None:
-            if self.ledger is not None:
-                self._note_replaced(tensor)
+            self._note_replaced(tensor)
             return chosen
         kind = type(tensor)
         if kind is nn.Parameter:
             return self.keep(tensor)
-        record = getattr(tensor.untyped_storage(), MARK, None) if kind is Tensor else None
+        is_known = kind is Tensor and tensor.layout is torch.strided
+        record = getattr(tensor.untyped_storage(), MARK, None) if is_known else None
         if record is None or record.tape is not self:
             record = self.record_of(tensor)
             if record is None or record.tape is None:
@@ -249,7 +248,7 @@ class Tape(Recorder):
             if record.func is None:
                 self.asks(nbytes)
             else:
-                self._weaken(record, nbytes)
+                sweep.wait(self, record, nbytes)
         record.handles = (*record.handles, weakref.ref(handle))
         return handle
 
@@ -290,19 +289,6 @@ class Tape(Recorder):
         if record is None:
             return tensor.numel() * tensor.itemsize
         return sum(prices.price_of(self, tensor, record, tensor.untyped_storage())[0].values())
-
-    def _weaken(self, record: Record, nbytes: int) -> None:
-        """The tensor is kept: hold what it was made from no more, but know it again if others keep it too."""
-        if self.decided.get(record.key) == prices.NEVER:
-            record.forget()
-            return
-        weak = sweep.weaken(self, record, nbytes)
-        record.args, record.kwargs, record.seen, record.is_weak = weak.args, weak.kwargs, weak.seen, True
-        ref = weakref.ref(record)
-        self._kept.append(ref)
-        sources = [a for a, _ in record.seen if type(a) is Weak]
-        if len(sources) == 1 and self.outer is None and (source := sources[0].record()) is not None:
-            source.remakes = (*source.remakes, (ref, nbytes, sources[0].version))
 
 
 def current() -> Tape | None:

@@ -31,6 +31,7 @@ class Recorder(TorchFunctionMode):
         has_decided: A decision was taken that no earlier forward had taken.
         made: Of each record that was made, what tells it from others in this forward and finds it in the next.
         asked: Those of which anybody asked how their tensor was made.
+        kept: Of tensors kept in this block, before others kept all that they were made from.
     """
 
     def __init__(self, ledger: Ledger | None) -> None:
@@ -48,7 +49,7 @@ class Recorder(TorchFunctionMode):
         self.block = 0
         self.most_work = prices.MOST_WORK
         self.casts: dict[Any, tuple[Tensor, Tensor]] = {}
-        self._kept: list[weakref.ref[Record]] = []
+        self.kept: list[weakref.ref[Record]] = []
         self._before: tuple[list[weakref.ref[Record]], list[weakref.ref[Record]]] = [], []  # of the last block
 
     def record_of(self, tensor: Tensor) -> Record | None:
@@ -167,7 +168,7 @@ class Recorder(TorchFunctionMode):
 
     def _note_replaced(self, tensor: Tensor) -> None:
         """The same where something else is kept instead."""
-        record = self.record_of(tensor)
+        record = None if self.ledger is None else self.record_of(tensor)
         if record is not None and record.tape is self:
             self.note(record, tensor.untyped_storage(), tensor)
 
@@ -209,8 +210,8 @@ class Recorder(TorchFunctionMode):
             record = ref()
             if record is not None and not record.is_kept and record not in handed_on:
                 record.forget()
-        self._before = [weakref.ref(record) for record in handed_on], self._kept
-        self._records, self._kept = [], []
+        self._before = [weakref.ref(record) for record in handed_on], self.kept
+        self._records, self.kept = [], []
         self.block += 1
         if self.casts:
             self._empty_casts()

@@ -13,6 +13,20 @@ from hf_memsave.tape.prices import CASTS, EVEN, NEVER, NO, SMALL, TINY, YES, is_
 from hf_memsave.tape.record import PARAMETER, Record, Weak, arguments, replaced
 
 
+def wait(tape: Any, record: Record, nbytes: int) -> None:
+    """The tensor is kept: hold what it was made from no more, but know it again if others keep it too."""
+    if tape.decided.get(record.key) == NEVER:
+        record.forget()
+        return
+    weak = weaken(tape, record, nbytes)
+    record.args, record.kwargs, record.seen, record.is_weak = weak.args, weak.kwargs, weak.seen, True
+    ref = weakref.ref(record)
+    tape.kept.append(ref)
+    sources = [a for a, _ in record.seen if type(a) is Weak]
+    if len(sources) == 1 and tape.outer is None and (source := sources[0].record()) is not None:
+        source.remakes = (*source.remakes, (ref, nbytes, sources[0].version))
+
+
 def weaken(tape: Any, record: Record, nbytes: int, depth: int = 1) -> Record:
     """A copy of a record, with weak arguments that remember how they were made, ``depth`` steps back.
 

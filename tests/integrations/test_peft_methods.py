@@ -111,7 +111,7 @@ VARIANTS = [
     ("LORA", dict(kasa_config="KasaConfig")),
     ("LORA", dict(monteclora_config="MontecloraConfig")),
     ("OFT", dict(coft=True, block_share=True, use_cayley_neumann=False)),
-    ("HRA", dict(apply_GS=True)),
+    ("HRA", dict(apply_GS=True, init_weights=False)),  # whose own start has pairs of equal vectors
     ("IA3", dict(feedforward_modules=["down_proj"])),
     ("MISS", dict(init_weights="bat")),
     ("LOKR", dict(decompose_both=True)),

@@ -12,6 +12,7 @@ from support.helpers import (
     assert_exact,
     assert_gradients_are_right,
     assert_no_worse_than_eager,
+    autocasting,
     kept,
     only_on_cpu,
     random,
@@ -188,6 +189,11 @@ def test_another_layer_is_exact_and_keeps_no_more_than_stock(device, name, autoc
         def forward(self, x):
             return call(self.module, x)
 
+    try:
+        with autocasting(device, autocast):
+            call(module, x)
+    except RuntimeError as error:  # an LSTM in bf16 on an older CPU
+        pytest.skip(f"stock refuses: {error}")
     assert_is_stocks(Calls(), x, autocast=autocast)
     here, stock = (kept(Calls(), x, tape, linear=False, autocast=autocast) for tape in (True, False))
     assert here <= stock
