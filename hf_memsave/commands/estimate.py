@@ -71,6 +71,7 @@ def add_step(parser: argparse.ArgumentParser) -> None:
     add("--accumulation", type=positive_int, default=1, metavar="N", help="batches a step (%(default)s)")
     add("--attention", choices=["flash", "efficient", "cudnn", "eager"], default="flash", help="(%(default)s)")
     add("--padded", action="store_true", help="the batch comes with an attention mask")
+    add("--holds-output", action="store_true", help="the loop holds the logits in backward (Trainer does not)")
     add("--devices", type=positive_int, default=1, metavar="N", help="how many GPUs train together (%(default)s)")
     add("--sharding", choices=["ddp", "zero1", "zero2", "fsdp"], default="ddp", help="over the GPUs (%(default)s)")
     add("--layers", type=positive_int, metavar="N", help="the depth, instead of the configuration's own")
@@ -207,6 +208,7 @@ def in_words(args: argparse.Namespace, result: Any, training: dict[str, Any]) ->
         "patched": f"preset {args.memsave}",
     }
     more = {
+        "loop": "holds the model's output" if args.holds_output else "",
         "checkpointing": "of every layer" if args.checkpointing else "",
         "accumulation": f"{args.accumulation} batches a step" if args.accumulation > 1 else "",
         "GPUs": f"{args.devices}, {args.sharding}; figures are of one" if args.devices > 1 else "",
@@ -229,7 +231,7 @@ def step_of(args: argparse.Namespace) -> dict[str, Any]:
             "out."
         )
     names = ("batch_size", "seq_len", "optimizer", "lora", "quantized", "checkpointing", "accumulation", "attention",
-             "padded")  # fmt: skip
+             "padded", "holds_output")  # fmt: skip
     return {name: getattr(args, name) for name in names} | {
         "dtype": _DTYPES[args.dtype or ("fp32" if args.autocast else "bf16")],
         "autocast": _DTYPES[args.autocast] if args.autocast else None,

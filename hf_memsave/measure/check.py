@@ -141,9 +141,16 @@ def _measured(
     forward = forward_of(model, training.autocast)
     optimizer = OPTIMIZERS[training.optimizer](p for p in model.parameters() if p.requires_grad)
 
+    held: list[Any] = []
+
     def step() -> None:
         for _ in range(training.accumulation):
-            loss_of(forward(**batch), model, batch).backward()
+            output = forward(**batch)
+            loss = loss_of(output, model, batch)
+            held[:] = [output] if training.holds_output else []
+            del output
+            loss.backward()
+            del loss
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

@@ -33,6 +33,12 @@ def make_batch(head: Any, config: PreTrainedConfig, batch_size: int, seq_len: in
     return {"input_ids": ids, "labels": labels.to(label_dtype)}
 
 
+def empty_batch(like: dict[str, Tensor], batch_size: int, seq_len: int, device: torch.device) -> dict[str, Tensor]:
+    """One without numbers, for a device that has none: of any size it costs nothing there."""
+    shapes = {1: (batch_size,), 2: (batch_size, seq_len)}
+    return {n: torch.empty(shapes[value.dim()], dtype=value.dtype, device=device) for n, value in like.items()}
+
+
 def read_batch(path: Path) -> dict[str, Tensor]:
     """A batch from a file: ``torch.save`` of a dict of tensors, safetensors, JSON (lists by name), or JSON lines.
 

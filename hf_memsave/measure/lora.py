@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+import torch
 from transformers import PreTrainedModel
 
 from hf_memsave.errors import MeasureError
@@ -18,7 +19,8 @@ class Lora:
         alpha: ``lora_alpha``.
         dropout: ``lora_dropout``.
         targets: Names of modules, joined by "+".
-        dtype: That of the adapters: fp32, PEFT's default, or the model's own.
+        dtype: That of the adapters: fp32, PEFT's default, or the model's own (that of its embeddings if its linears
+            are quantized).
         dora: With DoRA's magnitudes.
     """
 
@@ -39,6 +41,7 @@ class Lora:
             from peft import LoraConfig, inject_adapter_in_model
         except ImportError as error:
             raise MeasureError("LoRA needs PEFT, which is missing. Run: pip install peft") from error
+        own = next(p.dtype for p in model.parameters() if p.is_floating_point())
         config = LoraConfig(
             r=self.r,
             lora_alpha=self.alpha,
@@ -51,8 +54,8 @@ class Lora:
         except ValueError as error:
             raise MeasureError(f"LoRA: {error} Name modules of {type(model).__name__} with targets=a+b.") from error
         for parameter in model.parameters():
-            if self.dtype == "fp32" and parameter.requires_grad:
-                parameter.data = parameter.data.float()
+            if parameter.requires_grad:  # on the meta device, PEFT leaves them in fp32
+                parameter.data = parameter.data.to(torch.float32 if self.dtype == "fp32" else own)
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in asdict(self).items())

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -65,6 +66,8 @@ def load_config(name: str) -> PreTrainedConfig:
         raise MeasureError(f"{name}: expected a config.json in this folder, found none. Name the model's folder.")
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except StrictDataclassError as error:  # fields that contradict each other
+        raise MeasureError(f"{name}: {' '.join(str(error).split())} Correct the configuration.") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise MeasureError(

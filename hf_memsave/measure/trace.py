@@ -80,6 +80,7 @@ def trace_step(
     optimizer: Callable[[Any], torch.optim.Optimizer],
     forward: Callable[..., Any] | None = None,
     accumulation: int = 1,
+    holds_output: bool = False,
 ) -> Trace:
     """Run a training step, with the optimizer's states there as from the second step on, and count.
 
@@ -89,6 +90,7 @@ def trace_step(
         optimizer: Makes one of the parameters that are trained.
         forward: Called instead of the model.
         accumulation: Batches a step. From the second one on, the gradients are there already.
+        holds_output: Whether an output is alive until there is the next one, which may be in the next step.
 
     Returns:
         The highest moments, with what was there before the step.
@@ -105,10 +107,17 @@ def trace_step(
     states = _nbytes([dict(state) for state in made.state.values()], device)
     count = _Places(model, device, parameters + states + _nbytes(dict(batch), device))
     torch.clear_autocast_cache()
+    held: list[Any] = []
     with collector_off(), count.watching_resizes(), count.watching_blocks(), count:
+        if holds_output:
+            with torch.no_grad():  # the one before
+                held.append(forward(**batch))
         for _ in range(min(accumulation, 2)):
             count.begin("forward")
-            loss = loss_of(forward(**batch), model, batch)
+            output = forward(**batch)
+            loss = loss_of(output, model, batch)
+            held[:] = [output] if holds_output else []
+            del output
             count.begin("backward")
             loss.backward()
             del loss

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, P
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure.fake_device import fake_device, to_fake
-from hf_memsave.measure.inputs import forward_of, make_batch
+from hf_memsave.measure.inputs import empty_batch, forward_of, make_batch
 from hf_memsave.measure.kernels import ATTENTION
 from hf_memsave.measure.layers import at_depth
 from hf_memsave.measure.lora import Lora
@@ -48,6 +48,8 @@ class Training:
         accumulation: Batches a step.
         attention: The kernel to prefer ("flash", "efficient", "cudnn"), or "eager" for none.
         padded: Whether the batch comes with an attention mask.
+        holds_output: Whether the loop holds the model's output, with its logits, until it has the next one, as
+            ``output = model(**batch)`` does; Trainer does not.
     """
 
     batch_size: int
@@ -61,6 +63,7 @@ class Training:
     accumulation: int = 1
     attention: str = "flash"
     padded: bool = False
+    holds_output: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "seq_len", "accumulation"):
@@ -90,7 +93,7 @@ def _expect(is_right: Any, name: str, expected: str, got: Any) -> None:
 
 
 def training_of(**fields: Any) -> Training:
-    """The training that these fields describe; ``lora`` may be a dict, and ``dtype`` its name.
+    """The training that these fields describe; ``lora`` may be a dict, and a dtype its name.
 
     Returns:
         The training.
@@ -106,8 +109,9 @@ def training_of(**fields: Any) -> Training:
         if unknown := lora.keys() - set(names):
             raise MeasureError(f"lora: expected fields {', '.join(names)}, got {', '.join(sorted(unknown))}.")
         fields["lora"] = Lora(**lora)
-    if isinstance(dtype := fields.get("dtype"), str):  # as Transformers has it
-        fields["dtype"] = getattr(torch, dtype, dtype)
+    for name in ("dtype", "autocast"):
+        if isinstance(value := fields.get(name), str):  # as Transformers has it
+            fields[name] = getattr(torch, value, value)
     return Training(**fields)
 
 
@@ -156,8 +160,10 @@ def build(config: PreTrainedConfig, training: Training) -> PreTrainedModel:
     """The model in training mode on the device that is active, or on the meta device: it has no weights."""
     config = copy.deepcopy(config)
     name_special_tokens(config)
-    implementation = "eager" if training.attention == "eager" else "sdpa"
-    model = choose_head(config).from_config(config, dtype=training.dtype, attn_implementation=implementation)
+    head = choose_head(config)
+    takes_sdpa = getattr(head._model_mapping[type(config)], "_supports_sdpa", True)  # else Transformers' own choice
+    implementation = "sdpa" if takes_sdpa and training.attention != "eager" else "eager"
+    model = head.from_config(config, dtype=training.dtype, attn_implementation=implementation)
     if training.quantized:
         quantize(model)
     if training.lora is not None:
@@ -193,9 +199,8 @@ def trace_at(
         MeasureError: The model cannot be built or trained so.
     """
     changed = at_depth(config, depth)
-    batch: dict[str, Any] = make_batch(choose_head(config), changed, training.batch_size, training.seq_len)
-    if training.padded:
-        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    size = training.batch_size, training.seq_len
+    batch: dict[str, Any] = make_batch(choose_head(config), changed, *(size if on_cpu else (1, 1)))
     preferred = ATTENTION[0] if training.attention == "eager" else training.attention
     try:
         with torch.device("cpu" if on_cpu else "meta"):
@@ -204,14 +209,18 @@ def trace_at(
         with contextlib.nullcontext("cpu") if on_cpu else fake_device(preferred) as device:
             if not on_cpu:
                 to_fake(model, device)
+                batch = empty_batch(batch, *size, device)
             if memsave is not None:
                 patch(model, memsave)
-            batch = {name: value.to(device) for name, value in batch.items()}
+            if training.padded:
+                batch["attention_mask"] = torch.ones_like(batch["input_ids"])
             if training.checkpointing and choose_head(config) is AutoModelForCausalLM:
                 # It stays empty. Without one, Transformers takes fake positions for packed sequences.
                 batch["past_key_values"] = DynamicCache()
             forward = forward_of(model, training.autocast)
-            trace = trace_step(model, batch, OPTIMIZERS[training.optimizer], forward, training.accumulation)
+            trace = trace_step(
+                model, batch, OPTIMIZERS[training.optimizer], forward, training.accumulation, training.holds_output
+            )
             storages = measure_kept(model, batch, forward).storages if keeps else ()
     except MeasureError:
         raise

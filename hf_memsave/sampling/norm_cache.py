@@ -138,14 +138,15 @@ class NormCache:
 
     def layers_with_pads(self) -> list[str]:
         """Layers whose pads have been seen to have a gradient."""
-        return [name for name, norms in self.layers.items() if _is_nonzero(norms.pads)]
+        known = {name: norms.pads[None] for name, norms in self.layers.items() if has_numbers(norms.pads)}
+        return [name for name, pads in zip(known, to_host([*known.values()]), strict=True) if int(pads) == NONZERO]
 
     def flush(self) -> None:
         """Write what backward has found of each sample to the table."""
-        for layer, samples, codes in self._pending:
+        found = to_host([codes for _, _, codes in self._pending])
+        for (layer, samples, _), codes in zip(self._pending, found, strict=True):
             if self._table is None:
                 self._table = torch.zeros(len(self.rows), self.samples, dtype=torch.uint8)
-            codes = codes.cpu()
             known = codes > 0
             self._table[self.rows[layer], samples[known]] = codes[known]
         self._pending.clear()
@@ -170,7 +171,7 @@ class NormCache:
         if not known.any():
             return None
         factor = torch.exp2((codes.float() - _MIDDLE) / _STEPS)
-        return factor.where(known, factor[known].mean()).to(device)
+        return factor.where(known, factor[known].mean()).to(device, non_blocking=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything learned, as tensors on the CPU."""
@@ -224,5 +225,11 @@ def merged(states: list[dict[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _is_nonzero(pads: Tensor) -> bool:
-    return has_numbers(pads) and int(pads) == NONZERO
+def to_host(tensors: list[Tensor]) -> list[Tensor]:
+    """Vectors of one dtype, on the CPU: the host waits once for each device that they are on."""
+    found: dict[int, Tensor] = {}
+    for device in {tensor.device for tensor in tensors}:
+        mine = [i for i, tensor in enumerate(tensors) if tensor.device == device]
+        parts = torch.cat([tensors[i] for i in mine]).cpu().split([len(tensors[i]) for i in mine])
+        found.update(zip(mine, parts, strict=True))
+    return [found[i] for i in range(len(tensors))]

@@ -165,10 +165,12 @@ class Sampler:
                 "Use cache='position', or cache='sample_idx' with a column of indices."
             )
         mask = arguments.get("attention_mask")
-        mask = mask.cpu() != 0 if _is_2d(mask) and mask.shape == ids.shape else torch.ones_like(ids, device="cpu") > 0
+        given = [ids, (mask != 0).to(ids)] if _is_2d(mask) and mask.shape == ids.shape else [ids]
+        ids, *masks = torch.stack(given).cpu()  # the host waits once
+        mask = masks[0] != 0 if masks else torch.ones_like(ids) > 0
         # By the position among the real tokens: the same wherever the pads are.
         odd = torch.randint(2**62, ids.shape[1:], generator=torch.Generator().manual_seed(0)) * 2 + 1
-        return ((((ids.cpu() + 1) * mask) * odd[Tokens(mask).from_start]).sum(1) >> 20).remainder(self.cache.samples)
+        return ((((ids + 1) * mask) * odd[Tokens(mask).from_start]).sum(1) >> 20).remainder(self.cache.samples)
 
     def _checked(self, index: Any) -> Tensor:
         if not isinstance(index, Tensor) or index.dim() != 1 or index.is_floating_point():

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -30,11 +31,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_memsave.device import default_generator, fuses_dropout, is_aligned, is_capturing
+from hf_memsave.device import current_stream, default_generator, fuses_dropout, is_aligned, is_capturing
 from hf_memsave.tape.codecs import coded, pack_bits, unpack_bits
 from hf_memsave.tape.handles import Ticket
 from hf_memsave.tape.hooks import Tape
-from hf_memsave.tape.private import in_transform
+from hf_memsave.tape.private import after_backward, backward_id, in_transform
 from hf_memsave.tape.tensors import is_dense
 
 #: Of alpha dropout: what SELU saturates at, negated.
@@ -159,11 +160,13 @@ def _fused(tape: Tape, x: Tensor, p: float) -> Tensor:
 
 
 def _fused_from_seed(tape: Tape, x: Tensor, p: float) -> Tensor:
+    again = _Again(x, p)
+
     def code(mask: Tensor) -> Ticket | None:  # autograd asks for the mask while it is drawn
         if mask.dtype is not torch.bool or (record := tape.record_of(mask)) is None:
             return None
-        redraw = partial(_redraw_cuda, like=_Like(x), p=p)
-        return Ticket(coded(tape, record, mask.untyped_storage(), mask, redraw, (state,), is_lossy=False), mask)
+        again.is_asked = True
+        return Ticket(coded(tape, record, mask.untyped_storage(), mask, again.mask, (state,), is_lossy=False), mask)
 
     before, tape.coder = tape.coder, code
     try:
@@ -172,7 +175,7 @@ def _fused_from_seed(tape: Tape, x: Tensor, p: float) -> Tensor:
             y, _ = torch.native_dropout(x, p, True)
     finally:
         tape.coder = before
-    tape.record(y, partial(_redraw_output, p=p), (x, state))
+    tape.record(y, again.output, (x, state))
     return y
 
 
@@ -181,27 +184,42 @@ def scale_of(p: float) -> float:
     return 1.0 / float(np.float32(1.0 - p))
 
 
-class _Like:
-    """Shape, layout and device of a tensor, without the tensor."""
+class _Again:
+    """Draws a dropout of ``x`` again: backward asks for the output first, and its mask waits for who asks for that.
 
-    def __init__(self, x: Tensor) -> None:
+    Attributes:
+        is_asked: Whether backward will ask for the mask.
+    """
+
+    def __init__(self, x: Tensor, p: float) -> None:
         self.shape, self.stride, self.dtype, self.device = x.shape, x.stride(), x.dtype, x.device
+        self.p, self.is_asked = p, False
+        self.waiting: list[tuple[Tensor, Any]] = []
 
-    def empty(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+    def output(self, x: Tensor, state: Tensor) -> Tensor:
+        y, mask = _drawn_again(x, state, self.p)
+        if self.is_asked and backward_id() != -1:
+            if not self.waiting:  # in a backward for a subset of the gradients, nobody may ask
+                after_backward(partial(_forget, weakref.ref(self)))
+            self.waiting[:] = [(mask, current_stream(self.device))]
+        return y
+
+    def mask(self, state: Tensor) -> Tensor:
+        mask, stream = self.waiting.pop() if self.waiting else (None, None)
+        if mask is not None and mask.stride() == self.stride and stream == current_stream(self.device):
+            return mask
+        x = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        return _drawn_again(x, state, self.p)[1]
+
+
+def _forget(again: weakref.ref[_Again]) -> None:
+    if (alive := again()) is not None:
+        alive.waiting.clear()
 
 
 def _can_redraw(x: Tensor) -> bool:
     # How the kernel hands out random numbers depends on layout and alignment: those of a fresh tensor must do.
     return is_dense(x) and is_aligned(x, 16) and not is_capturing(x.device)
-
-
-def _redraw_cuda(state: Tensor, like: _Like, p: float) -> Tensor:
-    return _drawn_again(like.empty(), state, p)[1]
-
-
-def _redraw_output(x: Tensor, state: Tensor, p: float) -> Tensor:
-    return _drawn_again(x, state, p)[0]
 
 
 def _drawn_again(x: Tensor, state: Tensor, p: float) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
-from torch.autograd.graph import disable_saved_tensors_hooks
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.autograd.variable import Variable
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves as tree_leaves
@@ -151,13 +151,17 @@ def autocast_cache() -> weakref.ref[Any]:
     enabled = torch.is_autocast_enabled("cpu")
     torch.set_autocast_enabled("cpu", True)
     try:
-        with no_dispatch():
+        with no_dispatch(), saved_tensors_hooks(_drop, _drop):  # a checkpoint would count what is kept
             leaf = torch.empty(0, 0, dtype=torch.float32, device="cpu", requires_grad=True)
             product: Any = torch.mm(leaf, leaf)
     finally:
         torch.set_autocast_enabled("cpu", enabled)
     token = product.grad_fn.next_functions[0][0].metadata["hf_memsave"] = _Token()
     return weakref.ref(token)
+
+
+def _drop(kept: Any) -> None:
+    """Keep nothing: nobody goes back through it."""
 
 
 @contextlib.contextmanager

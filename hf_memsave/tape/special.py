@@ -28,7 +28,6 @@ from hf_memsave.tape.functions import new, unrecorded
 from hf_memsave.tape.hooks import Tape
 from hf_memsave.tape.private import FakeTensor, any_autocast, autocast_cache, no_dispatch
 from hf_memsave.tape.record import MARK
-from hf_memsave.tape.stand_ins import Blank
 from hf_memsave.tape.tensors import unexpanded
 
 #: Inner dimensions of a product that may run again, and how many times wider its result has to be.
@@ -103,9 +102,7 @@ def _casts(tape: Tape) -> dict[Any, tuple[Tensor, Tensor]]:
     root = tape.root
     if (alive := root.memo.get(autocast_cache)) is None or alive() is None:
         root.casts.clear()
-        before, tape.coder = tape.coder, Blank
         root.memo[autocast_cache] = autocast_cache()
-        tape.coder = before
     return root.casts
 
 

@@ -1,73 +1,142 @@
 """Compare ``hf_memsave.estimate`` with public records of peak memory, unfitted.
 
-Run: ``python scripts/bench/estimate_records.py``; writes ``scripts/results/estimate-records.md``.
+What was recorded, of which model and how it was trained is in ``estimate_records.json`` beside this file.
+
+Run: ``python scripts/bench/estimate_records.py [--out FOLDER] [--only PART_OF_A_NAME]``; writes
+``estimate-records.json`` and ``.md``. Rows that are not run stay as they are.
 """
 
 from __future__ import annotations
 
+import argparse
+import gc
+import json
 import time
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import LlamaConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from hf_memsave import estimate
-from hf_memsave.measure.lora import Lora
+from hf_memsave import MemSaveError, estimate
+from hf_memsave.errors import MeasureError
 
-OUT = Path(__file__).parents[1] / "results" / "estimate-records.md"
+DATA = Path(__file__).with_suffix(".json")
+RESULTS = Path(__file__).parents[1] / "results"
+INTRODUCTION = """# Estimates against public records
 
-LLAMA_3B = LlamaConfig(
-    hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24, num_key_value_heads=8,
-    head_dim=128, vocab_size=128256, max_position_embeddings=131072, tie_word_embeddings=True,
-)  # fmt: skip
-SOURCE = "PEFT method_comparison/MetaMathQA"
-QUERY_VALUE = "q_proj+v_proj"
-
-
-class Record(NamedTuple):
-    """What somebody measured: decimal GB, reserved by PyTorch's allocator, and how it was trained."""
-
-    name: str
-    source: str
-    gigabytes: float
-    training: dict[str, Any]
+What others measured in their training runs, beside what `hf_memsave.estimate` says of the same settings: stock, on one
+GPU unless a row says otherwise, and nothing fitted. `python scripts/bench/estimate_records.py` writes this table; the
+settings are in `scripts/bench/estimate_records.json`."""
 
 
-PEFT = dict(batch_size=4, seq_len=768, padded=True, optimizer="adamw")
-RECORDS = [
-    Record("LoRA r=32 on q, v", f"{SOURCE}, torch 2.7, L40S", 22.27, {**PEFT, "lora": Lora(r=32, targets=QUERY_VALUE)}),
-    Record("full", f"{SOURCE}, torch 2.7, L40S", 37.24, PEFT),
-    Record("full, a later run", f"{SOURCE} (as quoted in the issue)", 38.9, PEFT),
-    Record(
-        "TinyLoRA on q, v (estimated as LoRA r=1 in bf16)", f"{SOURCE}, torch 2.13, L40S", 20.12,
-        {**PEFT, "lora": Lora(r=1, targets=QUERY_VALUE, dtype="model")},
-    ),
-]  # fmt: skip
+class Adapter(NamedTuple):
+    """Any adapters of PEFT, by the fields of their configuration; in the place of a ``Lora``."""
+
+    fields: dict[str, Any]
+    autocast_adapter_dtype: bool
+
+    def add_to(self, model: PreTrainedModel) -> None:
+        """Freeze the model and put adapters into it.
+
+        Raises:
+            MeasureError: They cannot be made without weights, or work outside of the model's layers.
+        """
+        from peft import PeftConfig, get_peft_model
+
+        config = PeftConfig.from_peft_type(**self.fields)
+        if config.is_prompt_learning or config.is_adaption_prompt:
+            raise MeasureError(f"{config.peft_type}: expected adapters in layers, got ones that change the input.")
+        get_peft_model(model, config, autocast_adapter_dtype=self.autocast_adapter_dtype)
+
+
+def training_of(record: dict[str, Any], common: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of :func:`hf_memsave.estimate`."""
+    training = {**common, **record.get("training", {})}
+    if fields := record.get("adapter"):
+        training["lora"] = Adapter(fields, record.get("autocast_adapter_dtype", True))
+    return training
+
+
+def config_of(fields: dict[str, Any]) -> PreTrainedConfig:
+    """The configuration of a model."""
+    return CONFIG_MAPPING[fields["model_type"]](**fields)
+
+
+def measured(record: dict[str, Any], source: dict[str, Any], models: dict[str, Any]) -> dict[str, Any]:
+    """The estimate of one record, or why there is none; bytes."""
+    begin = time.perf_counter()
+    try:
+        result = estimate(
+            config_of(models[record.get("model", source.get("model"))]),
+            **training_of(record, source["training"]), memsave=False,
+        )  # fmt: skip
+    except MemSaveError as error:
+        return {"why_not": str(error).splitlines()[0]}
+    trained = record.get("trained", result.numbers["trained"])
+    if trained != result.numbers["trained"]:
+        return {"why_not": f"{trained:,} numbers were trained, and the model made here has another number"}
+    return {
+        "estimated": result.stock.peak,
+        "difference": result.stock.peak / record["recorded"] - 1,
+        "where": result.stock.where,
+        "seconds": round(time.perf_counter() - begin),
+    }
+
+
+def table(data: dict[str, Any], found: dict[str, dict[str, Any]]) -> str:
+    """All of it, in Markdown."""
+    parts = [INTRODUCTION]
+    for name, source in data["sources"].items():
+        rows, missing = [], []
+        for record in source["records"]:
+            one = found.get(f"{name}: {record['name']}", {"why_not": "not run"})
+            if "why_not" in one:
+                missing.append(f"{record['name']} ({record['recorded'] / 1e9:.2f} GB): {one['why_not']}")
+            else:
+                rows.append((record, one))
+        differences = [one["difference"] for _, one in rows]
+        parts += ["", f"## {name}", "", source["description"], ""]
+        if rows:
+            parts += [
+                f"{len(rows)} rows: from {min(differences):+.1%} to {max(differences):+.1%}; "
+                f"{sum(abs(d) <= 0.07 for d in differences)} within 7%.",
+                "",
+                "| what | recorded GB | estimated GB | difference |",
+                "|---|---|---|---|",
+            ]
+        for record, one in rows:
+            note = f" ({record['note']})" if "note" in record else ""
+            parts.append(
+                f"| {record['name']}{note} | {record['recorded'] / 1e9:.2f} | {one['estimated'] / 1e9:.2f} | "
+                f"{one['difference']:+.1%} |"
+            )
+        if missing:
+            parts += ["", "Not estimated:", "", *(f"- {line}" for line in missing)]
+    return "\n".join(parts) + "\n"
 
 
 def main() -> None:
-    """Estimate each and write the table."""
-    lines = [
-        "# Estimates against public records",
-        "",
-        "Llama-3.2-3B, bf16, batch 4, no checkpointing, AdamW. Nothing is fitted. Every batch is taken to have 768",
-        "tokens, the most that these runs allow; how long their longest batch was is not recorded. The records are of",
-        "memory *reserved* (with fragmentation), the estimates of memory *given out*.",
-        "",
-        "| what | source | recorded GB | estimated GB | difference | seconds | patched, estimated GB |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for record in RECORDS:
-        begin = time.perf_counter()
-        result = estimate(LLAMA_3B, **record.training)
-        seconds = time.perf_counter() - begin
-        got = result.stock.peak / 1e9
-        lines.append(
-            f"| {record.name} | {record.source} | {record.gigabytes:.2f} | {got:.2f} | "
-            f"{got / record.gigabytes - 1:+.1%} | {seconds:.0f} | {result.patched.peak / 1e9:.2f} |"
-        )
-        print(lines[-1])
-    OUT.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    """Estimate what was asked for, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the folder to write to (%(default)s)")
+    parser.add_argument("--only", default="", help="rows whose source or name has this in it")
+    parser.add_argument("--missing", action="store_true", help="of these, rows that have not been run")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    data = json.loads(DATA.read_text(encoding="utf-8"))
+    out = args.out / "estimate-records.json"
+    found = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    for name, source in data["sources"].items():
+        for record in source["records"]:
+            key = f"{name}: {record['name']}"
+            if args.only not in key or (args.missing and key in found):
+                continue
+            found[key] = measured(record, source, data["models"])
+            print(key, found[key], flush=True)
+            gc.collect()
+            out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    out.with_suffix(".md").write_text(table(data, found), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from hf_memsave.measure.models import choose_head
 from hf_memsave.measure.optimizers import OPTIMIZERS
 from hf_memsave.measure.peak import count_peak
 from hf_memsave.measure.training import Training, build, trace_at
+from support.helpers import MATRIX
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False"),
@@ -72,7 +73,7 @@ MORE = [(family, adapters, setting) for family in CONFIGS for adapters in ADAPTE
 
 @pytest.mark.parametrize(
     ("family", "adapters", "setting"),
-    [*MANY, *(pytest.param(*one, marks=pytest.mark.long) for one in MORE if one not in MANY)],
+    [*MANY, *(pytest.param(*one, marks=MATRIX) for one in MORE if one not in MANY)],
 )
 def test_few_layers_tell_of_many(family, adapters, setting):
     config, memsave = CONFIGS[family], SETTINGS[setting]
@@ -130,7 +131,7 @@ MORE_REAL = itertools.product(CONFIGS, ADAPTERS, ("stock", "exact", "tempo", "wt
 
 @pytest.mark.parametrize(
     ("family", "adapters", "setting"),
-    [*REAL, *(pytest.param(*one, marks=pytest.mark.long) for one in MORE_REAL if one not in REAL)],
+    [*REAL, *(pytest.param(*one, marks=MATRIX) for one in MORE_REAL if one not in REAL)],
 )
 def test_a_real_step_keeps_and_peaks_as_predicted(family, adapters, setting):
     config, memsave = CONFIGS[family], SETTINGS[setting]

@@ -19,8 +19,9 @@ from hf_memsave.measure.kernels import attention, chosen
 from hf_memsave.measure.private import data_errors
 from hf_memsave.ops import output_norm
 from hf_memsave.tape import measure_kept, special
-from support.fake import ATTENTION, NoTransfers, kept_on_fake, on_fake, u_on_fake
+from support.fake import ATTENTION, Counted, NoTransfers, kept_on_fake, on_fake, u_on_fake
 from support.families import FAMILIES, MORE, QUOTED, build
+from support.helpers import MATRIX
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False"),
@@ -40,7 +41,7 @@ STOCK = {"bert": 17.06, "llama": 22.05}
 
 ALWAYS = ("bert", "llama", "phi3", "t5-decoder")
 EVERY = [
-    pytest.param(family, kernel, marks=() if kernel == "flash" or family in ALWAYS else pytest.mark.long)
+    pytest.param(family, kernel, marks=() if kernel == "flash" or family in ALWAYS else MATRIX)
     for family in FAMILIES + MORE
     for kernel in ATTENTION
 ]
@@ -161,6 +162,16 @@ def test_dropout_is_fused_and_keeps_a_byte():
         x = torch.ones(4, 1024, device=device, requires_grad=True)
         kept = measure_kept(nn.Dropout(0.1), x, lambda x: F.dropout(x).sum())
         assert kept.by_kind["dropout"] == x.numel()
+
+
+def test_backward_draws_no_dropout_again_twice():
+    with on_fake(lambda: build("bert", QUOTED, torch.bfloat16)) as (model, batch):
+        patch(model)
+        with Counted() as forward:
+            loss = model(**batch).loss
+        with Counted() as backward:
+            loss.backward()
+    assert 0 < backward["native_dropout"] <= forward["native_dropout"]
 
 
 def test_a_seed_is_kept_and_no_mask():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -81,3 +82,18 @@ class NoTransfers(TorchDispatchMode):
         if "copy" in str(func) and len(of) > 1 and STAND_IN in of and (is_to_host or not self.only_to_host):
             raise AssertionError(f"{func} copies between {of}")
         return out
+
+
+class Counted(TorchDispatchMode):
+    """How often each op ran, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __getitem__(self, name: str) -> int:
+        return self.calls[name]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))

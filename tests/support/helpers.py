@@ -22,6 +22,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+#: Marks of a combination of settings that is left to `make matrix`, as others like it are always tested.
+MATRIX = (pytest.mark.long, pytest.mark.matrix)
+
 #: Ways to hand an op an input that is not contiguous: a name, and a view of a leaf.
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda x: x.transpose(0, 1),

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hf_memsave.tape import dropout as module
 from hf_memsave.tape.handles import Ticket
 from support.helpers import (
     DTYPES,
@@ -253,6 +254,41 @@ def test_in_eval_it_draws_nothing_and_is_stock(device, how, name):
         assert_same_bits(eval_(x), x)
     assert torch.equal(generator_state(device), before)
     assert_same_result(run(eval_, [x], tape=how), run(eval_, [x]))
+
+
+@pytest.fixture
+def draws(monkeypatch):
+    """How often the one kernel that CUDA has for dropout drew again; CPU has that function, too."""
+    found, drawn_again = [], module._drawn_again
+    monkeypatch.setattr(module, "_drawn_again", lambda *args: found.append(args) or drawn_again(*args))
+    return found
+
+
+def fused_step(of_both=True):
+    x, weight = (torch.ones(100, 50, requires_grad=True) for _ in "xw")
+    with taping(inputs=[x]) as tape:
+        y = module._fused(tape, x, 0.3)
+        loss = (y * weight).sum()
+    return y.detach().clone(), loss, [weight, x] if of_both else [weight]  # backward has to make y again
+
+
+def test_one_draw_gives_the_output_and_the_mask_again(draws):
+    y, loss, inputs = fused_step()
+    for n in (1, 2):  # a second backward draws once more
+        of_weight, of_x = torch.autograd.grad(loss, inputs, retain_graph=True)
+        assert torch.equal(of_weight, y)
+        assert torch.equal(of_x, y)
+        assert len(draws) == n
+
+
+def test_a_mask_that_nobody_asks_for_does_not_wait(draws, monkeypatch):
+    made = []
+    monkeypatch.setattr(module, "_Again", lambda *args, cls=module._Again: made.append(cls(*args)) or made[-1])
+    y, loss, inputs = fused_step(of_both=False)
+    torch.autograd.grad(loss, inputs, retain_graph=True)
+    assert len(draws) == 1
+    assert made[0].is_asked
+    assert not made[0].waiting
 
 
 def test_without_gradients_it_is_stock(device, how):
