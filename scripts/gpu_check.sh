@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What a GPU can tell, in one command: the tests on CUDA, the kernels' tests, then whole models, stock beside memsave.
+# What a GPU can tell, in one command: the tests on CUDA, the kernels' tests, each kernel's bandwidth, then whole models.
 #
 #     bash scripts/gpu_check.sh [--smoke] [OUT]      # OUT: a folder for the result files (scripts/results)
 #
@@ -21,6 +21,11 @@ else
   "$python" -m pytest -q -x --maxfail=20 tests/tape tests/ops tests/attacks tests/patching || failed=1
   (cd hf_memsave/_vendor/memsave_kernels && "$python" -m pytest -q -m "not long") || failed=1
 fi
+
+echo "== kernels"
+interpret=()
+if [ ${#smoke[@]} -gt 0 ]; then interpret=(env TRITON_INTERPRET=1); fi
+PYTHONPATH=.:tests:scripts:scripts/bench ${interpret[@]+"${interpret[@]}"} "$python" scripts/bench/ops.py ${smoke[@]+"${smoke[@]}"} --out "$out" || failed=1
 
 echo "== models"
 PYTHONPATH=.:tests:scripts:scripts/bench "$python" scripts/bench/models.py ${smoke[@]+"${smoke[@]}"} --out "$out" || failed=1

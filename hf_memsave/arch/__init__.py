@@ -1,7 +1,7 @@
 """What is approximated, sampled or left to stock by module: a table of classes. The exact floor needs none."""
 
-from hf_memsave.arch.fused import FUSED
+from hf_memsave.arch.fused import FUSED, fused_of
 from hf_memsave.arch.rungs import is_run_again
 from hf_memsave.arch.sites import HIDDEN, KINDS, LINEARS, RUN_AGAIN, kind_of, path_of
 
-__all__ = ["FUSED", "HIDDEN", "KINDS", "LINEARS", "RUN_AGAIN", "is_run_again", "kind_of", "path_of"]
+__all__ = ["FUSED", "HIDDEN", "KINDS", "LINEARS", "RUN_AGAIN", "fused_of", "is_run_again", "kind_of", "path_of"]

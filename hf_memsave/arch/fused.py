@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+from collections.abc import Callable
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
-from hf_memsave.arch.sites import LIKE_LLAMA
+from torch import nn
+
+from hf_memsave.arch.sites import LIKE_LLAMA, path_of
 from hf_memsave.ops.elementwise import ACTIVATIONS
+from hf_memsave.ops.fused import rotary
 from hf_memsave.ops.fused.rms_norm import Style
 
 
@@ -49,5 +56,57 @@ FUSED = {
     **_in_models(_LIKE_GEMMA, Fused("norm", "fused_rms_norm", Style("gemma", "eps"))),
     **_in_models({"t5": "T5LayerNorm"}, Fused("norm", "fused_rms_norm", Style("t5"))),
     **_in_models(_GATED, Fused("activation", "fused_gated")),
+    "peft.tuners.lora.layer.Linear": Fused("lora", "fused_lora"),
     **{path: Fused("activation", "fused_activation") for one in ACTIVATIONS.values() for path in one.modules},
 }
+
+#: Where a rotary embedding is that the kernel computes: of whole heads; of a part of each, the rest copied.
+ROTARY = ("llama", "phi3")
+#: Modules known by the code of their forward, which the files of many models repeat.
+ALIKE = {"transformers.models.bert.modeling_bert.BertSelfOutput": Fused("norm", "fused_dropout_norm")}
+
+
+@functools.cache
+def fused_of(cls: type[nn.Module]) -> Fused | None:
+    """How a class is fused: by its name, or by code that is the very code of one that is known.
+
+    Args:
+        cls: Stock.
+
+    Returns:
+        None if it is not.
+    """
+    if (known := FUSED.get(path_of(cls))) is not None:
+        return known
+    forward = cls.forward
+    if not isinstance(forward, FunctionType):
+        return None
+    if rotary.NAME in forward.__code__.co_names and _turns(forward.__globals__):
+        return Fused("attention", "fused_rotary")
+    return next((fused for path, fused in ALIKE.items() if _is_same(forward, _found(path).forward)), None)
+
+
+def _turns(names: dict[str, Any]) -> bool:
+    """Whether what a file calls a rotary embedding is one that the kernel computes."""
+    parts = (rotary.NAME, "rotate_half")
+    for model in ROTARY:
+        known = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+        if all(_is_same(names.get(part), getattr(known, part)) for part in parts):
+            return True
+    return False
+
+
+def _found(path: str) -> Any:
+    module, name = path.rsplit(".", 1)
+    return getattr(importlib.import_module(module), name)
+
+
+def _is_same(found: Any, known: Callable[..., Any]) -> bool:
+    """Whether a function is written as a known one is."""
+    return isinstance(found, FunctionType) and _text(found.__code__) == _text(known.__code__)
+
+
+def _text(code: CodeType) -> Any:
+    """What tells how a function is written, but for its docstring and annotations."""
+    constants = code.co_consts[1:] if code.co_consts and isinstance(code.co_consts[0], str) else code.co_consts
+    return code.co_code, code.co_names, code.co_varnames, code.co_argcount, constants

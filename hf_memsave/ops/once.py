@@ -24,11 +24,11 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     inner = of_what_requires_grad(backward)
 
     @functools.wraps(backward)
-    def wrapper(ctx: Any, dy: Tensor | None) -> Any:
-        if dy is None:
+    def wrapper(ctx: Any, *dys: Tensor | None) -> Any:
+        if all(dy is None for dy in dys):
             return (None,) * len(ctx.needs_input_grad)
-        if torch.is_grad_enabled() and not dy.requires_grad:
-            dy = dy.detach().requires_grad_()
-        return inner(ctx, dy)
+        if torch.is_grad_enabled() and not any(dy is not None and dy.requires_grad for dy in dys):
+            dys = tuple(None if dy is None else dy.detach().requires_grad_() for dy in dys)
+        return inner(ctx, *dys)
 
     return wrapper

@@ -21,7 +21,7 @@ _BRING_A_CACHE = ("PREFIX_TUNING", "CARTRIDGE")
 BEFORE = "_memsave_checkpointed"
 
 
-class _Ours(partial):
+class _Ours(partial[Any]):
     """The function by which a block checkpoints itself, to be told from what others set since."""
 
 

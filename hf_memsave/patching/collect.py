@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_memsave.arch import FUSED, HIDDEN, KINDS, LINEARS, RUN_AGAIN, is_run_again, kind_of, path_of
+from hf_memsave.arch import HIDDEN, KINDS, LINEARS, RUN_AGAIN, fused_of, is_run_again, kind_of, path_of
 from hf_memsave.config import WTACRS, MemSaveConfig
 from hf_memsave.errors import PatchError
 from hf_memsave.ops import OPS
@@ -30,7 +30,7 @@ from hf_memsave.patching.taped import head_of
 
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
 #: Ops that nobody has asked for by name.
-_UNASKED = ("quiet", "eager_attention", "lazy_head")
+_UNASKED = ("quiet", "eager_attention", "lazy_head", "fused_rotary", "fused_dropout_norm", "fused_lora")
 #: Kinds whose modules are text in Python: left to stock, what runs inside is not recorded.
 _QUIET = ("activation", "norm", "attention", "lora")
 
@@ -155,8 +155,8 @@ def _choice(
         return HIDDEN[name], True
     if config.linear is not None and config.linear.attention and is_attention(cls) and implementation(module) == NAME:
         return "eager_attention", config.linear
-    fused = FUSED.get(name)
-    if config.backend != "torch" and fused is not None:
+    fused = fused_of(cls) if config.backend != "torch" else None
+    if fused is not None:
         if getattr(config, fused.kind) == "recompute" and config.converts(fused.kind, block):
             return fused.op, fused.value
     kind = kind_of(cls)

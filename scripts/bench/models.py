@@ -4,9 +4,11 @@
     python scripts/bench/models.py --smoke     # tiny models, on CPU: whether the script runs
 
 Random weights, random tokens, AdamW. A step is forward, backward and optimizer; its time is the median of --steps after
-two to warm up, by CUDA events. Peak is what PyTorch's allocator had out at once in a step, kept what is alive between
-forward and backward beyond weights, gradients and states. A method that runs out of memory has a row that says so.
---out writes models-<device>.json and .md.
+two to warm up. Peak is what PyTorch's allocator had out at once in a step, kept what is alive between forward and
+backward beyond weights, gradients and states. The largest batch is found by doubling, and then half as much again;
+what runs out of memory at the first batch has a row that says so. Liger's and Unsloth's rows are there where they are
+installed; nobody has run Unsloth's yet. After --minutes no other row is begun. --out writes models-<device>.json and
+.md.
 """
 
 from __future__ import annotations
@@ -19,14 +21,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch._functorch.config as functorch
 import transformers
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.progress import Progress
 from torch import nn
-from transformers import BertConfig, GPT2Config, LlamaConfig, PhiConfig, T5Config
+from transformers import BertConfig, GPT2Config, LlamaConfig, MistralConfig, Phi3Config, PhiConfig, T5Config
 
-from hf_memsave import MemSaveConfig, patch
+from model_methods import METHODS, is_installed
 from peak_memory import add_out, publish
 
 _GIB = 2**30
@@ -63,6 +66,9 @@ MODELS = {
         PhiConfig(hidden_size=2560, intermediate_size=10240, num_hidden_layers=32, num_attention_heads=32),
         "PhiForCausalLM", 2, 2048, lora=0.05,
     ),
+    "mistral-7b, LoRA": Model(MistralConfig(), "MistralForCausalLM", 1, 2048, lora=0.05),
+    "phi-3-mini, LoRA": Model(Phi3Config(), "Phi3ForCausalLM", 1, 2048, lora=0.05),
+    "llama-3-8b": Model(LLAMA_8B, "LlamaForCausalLM", 1, 2048),
 }  # fmt: skip
 SMALL = {
     "bert, small": Model(
@@ -76,43 +82,13 @@ SMALL = {
 }  # fmt: skip
 
 
-def checkpointed(model: nn.Module) -> nn.Module:
-    """With Transformers' gradient checkpointing."""
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if hasattr(model, "enable_input_require_grads"):
-        model.enable_input_require_grads()
-    return model
-
-
-def patched(**fields: Any) -> Callable[[nn.Module], nn.Module]:
-    """With memsave, so configured."""
-
-    def change(model: nn.Module) -> nn.Module:
-        patch(model, MemSaveConfig(**fields))
-        return model
-
-    return change
-
-
-METHODS: dict[str, Callable[[nn.Module], Any]] = {
-    "stock": lambda model: model,
-    "checkpointing": checkpointed,
-    "torch.compile": torch.compile,
-    "memsave": patched(),
-    "memsave, up to the gate": patched(checkpoint="gate"),
-    "memsave, whole blocks": patched(checkpoint="block"),
-    "memsave, Triton": patched(backend="auto"),
-    "memsave, offload": patched(offload=True),
-    "memsave, torch.compile": lambda model: torch.compile(patched()(model)),
-}
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run every model by every method and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=[m for m in METHODS if "compile" not in m])
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--minutes", type=float, default=6.0, help="begin no row after so many")
     parser.add_argument("--smoke", action="store_true", help="tiny models, on whatever device there is")
     add_out(parser)
     options = parser.parse_args(arguments)
@@ -121,74 +97,120 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     models = SMALL if options.smoke else {name: MODELS[name] for name in options.models}
     rows, figures = [], {}
+    end = time.monotonic() + 60 * options.minutes
     with Progress(console=Console(stderr=True)) as progress:
-        runs = [(name, method) for name in models for method in options.methods]
+        runs = [(name, method) for name in models for method in options.methods if is_installed(method)]
         for name, method in progress.track(runs, description="measuring"):
-            found = measured(models[name], METHODS[method], device, options.steps)
+            if time.monotonic() > end:
+                found: dict[str, Any] = {"error": "not begun: --minutes"}
+            else:
+                found = measured(
+                    models[name], METHODS[method], device, options.steps, most=4 if options.smoke else 4096
+                )
             figures[f"{name}: {method}"] = found
             rows.append([name, method, *cells(found)])
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    header = ["model", "method", "peak GiB", "kept GiB", "step ms", "tokens/s"]
+    header = ["model", "method", "peak GiB", "kept GiB", "step ms", "tokens/s", "largest batch", "tokens/s there"]
     name = f"models-{where.lower().replace(' ', '-')}"
     publish(name, f"{where}, {versions}, random weights, bf16, AdamW", header, rows, figures, options.out)
 
 
-def measured(model: Model, method: Callable[[nn.Module], Any], device: torch.device, steps: int) -> dict[str, Any]:
-    """Peak, kept and seconds of a step; "error" where it does not run."""
+def measured(
+    model: Model, method: Callable[[nn.Module], Any], device: torch.device, steps: int, most: int
+) -> dict[str, Any]:
+    """Peak, kept and seconds of a step, and the same at the largest batch; "error" where it does not run."""
     try:
-        return _measured(model, method, device, steps)
+        run = Steps(model, method, device)
+        found = run.measured(model.batch, steps)
+        largest = run.largest(model.batch, most)
+        at_largest = run.measured(largest, max(1, steps // 2))
+        return {**found, "largest_batch": largest, "at_largest": at_largest}
     except torch.OutOfMemoryError:
         return {"error": "out of memory"}
     finally:
-        gc.collect()
+        functorch.activation_memory_budget = 1.0
         torch.compiler.reset()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        release(device)
 
 
-def _measured(model: Model, method: Callable[[nn.Module], Any], device: torch.device, steps: int) -> dict[str, Any]:
-    torch.manual_seed(0)
-    dtype = torch.float32 if model.autocast else torch.bfloat16
-    with device:
-        built = getattr(transformers, model.head)(model.config).to(dtype).train()
-    if model.lora is not None:
-        adapters = LoraConfig(r=16, lora_dropout=model.lora, target_modules="all-linear")
-        built = get_peft_model(built, adapters).to(device)
-    trained = method(built)
-    optimizer = torch.optim.AdamW([p for p in built.parameters() if p.requires_grad], 1e-5)
-    ids = torch.randint(0, model.config.vocab_size, (model.batch, model.tokens), device=device)
-    labels = ids if "Sequence" not in model.head else torch.zeros(model.batch, dtype=torch.long, device=device)
-    peaks, kept, seconds = [], [], []
-    for _ in range(2 + steps):
-        is_cuda = device.type == "cuda"
+def release(device: torch.device) -> None:
+    """Give back what nobody holds."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+class Steps:
+    """Training of one model by one method."""
+
+    def __init__(self, model: Model, method: Callable[[nn.Module], Any], device: torch.device) -> None:
+        torch.manual_seed(0)
+        with device:
+            built = getattr(transformers, model.head)(model.config)
+            built = built.to(torch.float32 if model.autocast else torch.bfloat16).train()
+        if model.lora is not None:
+            adapters = LoraConfig(r=16, lora_dropout=model.lora, target_modules="all-linear")
+            built = get_peft_model(built, adapters).to(device)
+        self.model, self.device, self.call = model, device, method(built)
+        trained = self.call if isinstance(self.call, nn.Module) else built
+        self.optimizer = torch.optim.AdamW([p for p in trained.parameters() if p.requires_grad], 1e-5)
+
+    def step(self, batch: int) -> tuple[int, int, float]:
+        """Peak and kept bytes, and seconds."""
+        is_cuda = self.device.type == "cuda"
+        ids = torch.randint(0, self.model.config.vocab_size, (batch, self.model.tokens), device=self.device)
+        labels = ids if "Sequence" not in self.model.head else ids[:, 0] % 2
         if is_cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         before, start = (torch.cuda.memory_allocated() if is_cuda else 0), time.perf_counter()
-        with torch.autocast(device.type, torch.bfloat16, enabled=model.autocast):
-            loss = trained(input_ids=ids, labels=labels).loss
-        between = torch.cuda.memory_allocated() if is_cuda else 0
-        loss.backward()
-        del loss
-        optimizer.step()
-        optimizer.zero_grad()
+        try:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.model.autocast):
+                loss = self.call(input_ids=ids, labels=labels).loss
+            between = torch.cuda.memory_allocated() if is_cuda else 0
+            loss.backward()
+            del loss
+            self.optimizer.step()
+        finally:
+            self.optimizer.zero_grad()
         if is_cuda:
             torch.cuda.synchronize()
-            peaks.append(torch.cuda.max_memory_allocated())
-        kept.append(between - before)
-        seconds.append(time.perf_counter() - start)
-    step = statistics.median(seconds[2:])
-    peak = max(peaks[2:], default=0)
-    return {"peak": peak, "kept": kept[-1], "seconds": step, "tokens_per_second": ids.numel() / step}
+        peak = torch.cuda.max_memory_allocated() if is_cuda else 0
+        return peak, between - before, time.perf_counter() - start
+
+    def measured(self, batch: int, steps: int) -> dict[str, Any]:
+        """The median of so many steps, after two."""
+        peaks, kept, seconds = zip(*[self.step(batch) for _ in range(2 + steps)][2:], strict=True)
+        step = statistics.median(seconds)
+        per_second = batch * self.model.tokens / step
+        return {"peak": max(peaks), "kept": kept[-1], "seconds": step, "tokens_per_second": per_second}
+
+    def largest(self, batch: int, most: int) -> int:
+        """The largest batch that is found to run: doubled as often as it can be, then half as much again."""
+        while 2 * batch <= most and self.runs(2 * batch):
+            batch *= 2
+        more = batch + batch // 2
+        return more if batch < more <= most and self.runs(more) else batch
+
+    def runs(self, batch: int) -> bool:
+        """Whether a step has room."""
+        try:
+            self.step(batch)
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            release(self.device)
+        return True
 
 
 def cells(found: dict[str, Any]) -> list[str]:
     """Of a table's row."""
     if "error" in found:
-        return [found["error"], "", "", ""]
-    per_second = f"{found['tokens_per_second']:,.0f}"
-    return [f"{found['peak'] / _GIB:.2f}", f"{found['kept'] / _GIB:.2f}", f"{1e3 * found['seconds']:.1f}", per_second]
+        return [found["error"], *[""] * 5]
+    per_second, there = (f"{one['tokens_per_second']:,.0f}" for one in (found, found["at_largest"]))
+    of_memory = [f"{found[name] / _GIB:.2f}" for name in ("peak", "kept")]
+    return [*of_memory, f"{1e3 * found['seconds']:.1f}", per_second, str(found["largest_batch"]), there]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """``scripts/bench/models.py --smoke`` and ``scripts/gpu_check.sh``: that they would run, where there is a GPU."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,17 @@ def test_each_method_has_a_row(tmp_path):
     rows = [name for name in figures if ": " in name]
     assert {name.partition(": ")[2] for name in rows} == set(methods)
     assert all(figures[name]["tokens_per_second"] > 0 for name in rows)
+    assert all(figures[name]["largest_batch"] == 4 and figures[name]["at_largest"]["seconds"] > 0 for name in rows)
+
+
+def test_each_kernel_has_a_row(tmp_path):
+    pytest.importorskip("triton")
+    command = [sys.executable, ROOT / "scripts" / "bench" / "ops.py", "--smoke", "--out", tmp_path]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "TRITON_INTERPRET": "1"})
+    (found,) = tmp_path.glob("ops-*.json")
+    figures = json.loads(found.read_text())
+    assert all(figures[name]["bytes_per_second"] > 0 for name in figures if name != "about")
+    assert {"RMSNorm, backward", "rotary", "the same, backward", "LoRA output"} <= figures.keys()
 
 
 def test_without_a_gpu_it_says_what_to_do():

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hf_memsave.ops.activation import ACTIVATION
 from hf_memsave.ops.elementwise import name_of
-from hf_memsave.ops.fused.kernels import can_run, kernels, once
+from hf_memsave.ops.fused.kernels import can_run, is_watched, kernels, once
 from hf_memsave.ops.once import once_differentiable
 from hf_memsave.ops.op import Op
 
@@ -59,19 +59,12 @@ def _gated(module: nn.Module, patch: Any, x: Tensor) -> Tensor:
     parts: Any = module
     gate, up = parts.gate_proj(x), parts.up_proj(x)
     act = _kernel_of(parts.act_fn)
-    is_known = not (_has_no_kernel(parts.act_fn, None) or _is_watched(parts.act_fn))
+    is_known = not (_has_no_kernel(parts.act_fn, None) or is_watched(parts.act_fn))
     if is_known and gate.dtype == up.dtype and can_run(gate, up):
         z = once(_Gated, partial(kernels().gated_forward, act=act), gate, up, act)
     else:
         z = parts.act_fn(gate) * up
     return parts.down_proj(z)
-
-
-def _is_watched(module: nn.Module) -> bool:
-    """Whether calling the module runs more than its class's forward: hooks, or a forward set on the instance."""
-    own = module.__dict__
-    names = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "forward"
-    return any(own.get(name) for name in names)
 
 
 class _Gated(torch.autograd.Function):

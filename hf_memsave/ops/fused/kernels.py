@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_memsave.device import STAND_IN, has_kernels
+from hf_memsave.device import STAND_IN, has_kernels, has_numbers, is_capturing
 from hf_memsave.tape import current
 from hf_memsave.tape.private import in_transform, no_modes
 from hf_memsave.tape.tensors import is_plain
@@ -81,9 +81,54 @@ def once(function: Any, remake: Callable[..., Tensor], *args: Any) -> Tensor:
     return out
 
 
+def once_each(
+    function: Any, made: Sequence[tuple[Callable[..., Tensor], tuple[Tensor, ...]] | None], *args: Any
+) -> Any:
+    """The same for a function of several results.
+
+    Args:
+        function: A ``torch.autograd.Function``.
+        made: Of each result, what makes it again and from which tensors; None where that is not to be.
+        *args: Of the function.
+
+    Returns:
+        The results.
+    """
+    with no_modes():
+        found = function.apply(*args)
+    if (tape := current()) is not None:
+        for out, how in zip(found, made, strict=True):
+            if how is not None and out is not None:
+                tape.record(out, *how)
+    return found
+
+
 def can_run(*tensors: Tensor) -> bool:
     """Whether kernels run on all of these: not under ``torch.func``'s transforms, nor on wrappers, such as DTensor."""
     if in_transform():
         return False
     with no_modes():
         return all((has_kernels(x) or is_interpreted()) and x.dtype in _DTYPES and is_plain(x) for x in tensors)
+
+
+def wider(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    """What two dtypes are promoted to; PyTorch's own function asks the dispatcher, also where they are one."""
+    return a if a is b else torch.promote_types(a, b)
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether calling the module runs more than its class's forward: hooks, or a forward set on the instance."""
+    own = module.__dict__
+    names = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "forward"
+    return any(own.get(name) for name in names)
+
+
+def draws_as_stock(x: Tensor) -> bool:
+    """Whether the dropout of ``x`` is left to stock: a graph of CUDA's would draw the same masks each time it runs."""
+    tape = current()
+    return (tape is not None and tape.dropout == "stock") or is_capturing(x.device)
+
+
+def seed_for(x: Tensor) -> int:
+    """A seed from the generator of the tensor's device."""
+    return kernels().draw_seed(x.device) if has_numbers(x) else 0

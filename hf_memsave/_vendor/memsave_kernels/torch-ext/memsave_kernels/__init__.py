@@ -13,7 +13,14 @@ from .dropout_norm import dropout_norm, dropout_norm_backward, dropout_norm_forw
 from .few_bit import few_bit_backward, few_bit_forward
 from .gated import gated, gated_backward, gated_forward
 from .inverted import InverseFit, inverted_backward, inverted_forward
-from .lora import lora_input, lora_input_backward, lora_input_forward, lora_output
+from .lora import (
+    lora_input,
+    lora_input_backward,
+    lora_input_forward,
+    lora_output,
+    lora_output_backward,
+    lora_output_forward,
+)
 from .output_norm import output_norm_backward
 from .rms_norm import rms_norm, rms_norm_again, rms_norm_backward, rms_norm_forward
 from .rotary import rotary, rotary_backward, rotary_forward
@@ -32,7 +39,8 @@ __all__ = [
     "gated", "gated_backward", "gated_forward",
     "InverseFit", "inverted_backward", "inverted_forward",
     "layers",
-    "lora_input", "lora_input_backward", "lora_input_forward", "lora_output",
+    "lora_input", "lora_input_backward", "lora_input_forward",
+    "lora_output", "lora_output_backward", "lora_output_forward",
     "gather_rows", "row_norms",
     "output_norm_backward",
     "pack_bits", "unpack_bits",

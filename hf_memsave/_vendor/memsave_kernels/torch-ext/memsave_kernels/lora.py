@@ -139,6 +139,16 @@ class _LoraInput(torch.autograd.Function):
         return lora_input_backward(dy, *ctx.how), None, None, None
 
 
+def lora_output_forward(base: Tensor, b: Tensor, scale: float) -> Tensor:
+    """``base + scale * b`` without autograd; arguments as in :func:`lora_output`."""
+    return _output_op(base, b, scale, base.dtype)
+
+
+def lora_output_backward(dz: Tensor, scale: float, b: torch.dtype) -> Tensor:
+    """The gradient of :func:`lora_output` for the adapter: ``scale * dz`` in its dtype, ``b``."""
+    return _output_op(None, dz, scale, b)
+
+
 def lora_output(base: Tensor, b: Tensor, scale: float) -> Tensor:
     """``base + scale * b`` with its gradients; keeps nothing.
 
@@ -157,10 +167,10 @@ class _LoraOutput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, base: Tensor, b: Tensor, scale: float) -> Tensor:
         ctx.scale, ctx.dtype = scale, b.dtype
-        return _output_op(base, b, scale, base.dtype)
+        return lora_output_forward(base, b, scale)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
-        db = _output_op(None, dz, ctx.scale, ctx.dtype) if ctx.needs_input_grad[1] else None
+        db = lora_output_backward(dz, ctx.scale, ctx.dtype) if ctx.needs_input_grad[1] else None
         return dz, db, None

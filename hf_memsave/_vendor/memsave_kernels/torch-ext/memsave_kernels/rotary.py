@@ -9,6 +9,7 @@ What comes after the first R elements is copied. Nothing but c and s is kept. By
 and c and s once for all heads. Source: Su et al. (2021), arXiv:2104.09864.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -56,40 +57,47 @@ def rotary_kernel(
         tl.store(y_ptr + i, tl.load(x_ptr + i, mask=inside, other=0.0), mask=inside)
 
 
-def _rotary(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
-    x, cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, cos, sin))
-    y = _fake(x, cos, sin, backward)
-    (batches, heads, length, width), turned = x.shape, cos.shape[-1]
+@functools.cache
+def _tile(heads: int, width: int, turned: int) -> tuple[int, int, int]:
+    """Of a program: elements of a half, heads, and elements of what is copied."""
     half = max(8, triton.next_power_of_2(turned // 2))
     block = min(triton.next_power_of_2(max(1, heads)), max(1, 2048 // (2 * half)))
+    return half, block, max(8, triton.next_power_of_2(max(1, width - turned)))
+
+
+def _rotary(x: Tensor, cos: Tensor, sin: Tensor, backward: bool, out: torch.dtype) -> Tensor:
+    x, cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, cos, sin))
+    y = _fake(x, cos, sin, backward, out)
+    (batches, heads, length, width), turned = x.shape, cos.shape[-1]
+    half, block, rest = _tile(heads, width, turned)
     strides = [step for t in (x, y) for step in t.stride()[:3]]
     strides += [step for t in (cos, sin) for step in t.expand(batches, length, turned).stride()[:2]]
     launch(
         rotary_kernel, (batches * length, ceil_div(heads, block)), (x, cos, sin, y, length, heads, *strides),
-        {"R": turned, "D": width, "BACKWARD": backward, "HEADS": block, "HALF": half,
-         "REST": max(8, triton.next_power_of_2(max(1, width - turned)))},
+        {"R": turned, "D": width, "BACKWARD": backward, "HEADS": block, "HALF": half, "REST": rest},
         max(1, min(4, block * half // 256)),
     )  # fmt: skip
     return y
 
 
-def _fake(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
-    return torch.empty_like(x)
+def _fake(x: Tensor, cos: Tensor, sin: Tensor, backward: bool, out: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=out)
 
 
-_op = define("rotary(Tensor x, Tensor cos, Tensor sin, bool backward) -> Tensor", _rotary, _fake)
+_op = define("rotary(Tensor x, Tensor cos, Tensor sin, bool backward, ScalarType out) -> Tensor", _rotary, _fake)
 
 
-def rotary_forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotary_forward(x: Tensor, cos: Tensor, sin: Tensor, out: torch.dtype | None = None) -> Tensor:
     """``x * cos + rotate_half(x) * sin`` without autograd.
 
     Args:
         x: ``[batch, heads, length, D]``, float32, bfloat16 or float16, any strides.
         cos: ``[batch or 1, length, R]`` with R even and at most D: what comes after is copied.
         sin: Like cos.
+        out: The dtype of the result; x's, if None.
 
     Returns:
-        Like x.
+        Like x, in that dtype.
 
     Raises:
         ValueError: The shapes do not fit.
@@ -99,12 +107,12 @@ def rotary_forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         raise ValueError(
             f"expected [batch, heads, length, D] and two of [batch or 1, length, R], R even and at most D; got {shapes}"
         )
-    return _op(x, cos, sin, False)
+    return _op(x, cos, sin, False, out or x.dtype)
 
 
-def rotary_backward(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient of :func:`rotary_forward`, like dy."""
-    return _op(dy, cos, sin, True)
+def rotary_backward(dy: Tensor, cos: Tensor, sin: Tensor, x: torch.dtype | None = None) -> Tensor:
+    """The gradient of :func:`rotary_forward`, like dy, in the dtype ``x``; in dy's, if None."""
+    return _op(dy, cos, sin, True, x or dy.dtype)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,0 +1,106 @@
+r"""``fused_dropout_norm``: what ends a sublayer of BERT, after its product: dropout, the residual, LayerNorm.
+
+Forward, as one kernel, and likewise backward::
+
+    h = residual + dropout(x)        y = LayerNorm(h)
+
+Kept for backward, each ``[*, H]``::
+
+    stock    a byte an element of the mask, h, and y again in the next product
+    here     h, and two numbers a row; y is made again from them, and the mask from its seed
+
+Exact as mathematics, not stock's bits: all is computed in fp32, h and y are rounded once. **The masks are not
+stock's**: they are of the same distribution (p in steps of 2⁻¹⁶), from a seed that the model's generator gives.
+Gradients of gradients are refused. Source: Ba et al. (2016), arXiv:1607.06450.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_memsave.device import widens
+from hf_memsave.ops.fused.kernels import can_run, draws_as_stock, is_watched, kernels, once_each, seed_for, wider
+from hf_memsave.ops.once import once_differentiable
+from hf_memsave.ops.op import Op, is_parametrized
+from hf_memsave.tape import current
+
+#: Elements of a row that a program of the kernel can hold.
+_MOST = 65536
+
+
+def _dropout_norm(module: nn.Module, patch: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+    """The forward of a module that says ``LayerNorm(dropout(dense(hidden_states)) + input_tensor)``."""
+    if _has_no_kernel(module, None):  # it may have changed since it was patched
+        return patch.stock.forward(module, hidden_states, input_tensor)
+    parts: Any = module
+    norm, p = parts.LayerNorm, parts.dropout.p if parts.dropout.training else 0.0
+    x = parts.dense(hidden_states)
+    fits = isinstance(x, Tensor) and x.shape == input_tensor.shape and x.shape[-1:] == norm.weight.shape
+    if not fits or p == 1 or (p and draws_as_stock(x)) or not can_run(x, input_tensor, norm.weight, norm.bias):
+        return norm(parts.dropout(x) + input_tensor)
+    out = wider(x.dtype, input_tensor.dtype) if not widens(x) else torch.float32
+    seed = seed_for(x) if p else 0
+    tensors = x, input_tensor, norm.weight, norm.bias
+    return _called(tensors, norm.eps, p, seed, out)
+
+
+def _called(tensors: tuple[Tensor, Tensor, Tensor, Tensor], eps: float, p: float, seed: int, out: torch.dtype) -> Any:
+    x, residual, weight, bias = tensors
+    y, h, mean, rstd = once_each(_DropoutNorm, (None,) * 4, *tensors, eps, p, seed, out)
+    if (tape := current()) is not None:
+        tape.record(h, partial(_sum_again, eps=eps, p=p, seed=seed), (x, residual, weight, bias))
+        tape.record(y, partial(_norm_again, out=out), (h, weight, bias, mean, rstd))
+    return y
+
+
+def _sum_again(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, p: float, seed: int) -> Tensor:
+    return kernels().dropout_norm_forward(x, residual, weight, bias, eps, p, seed).h
+
+
+def _norm_again(h: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor, out: torch.dtype) -> Tensor:
+    return kernels().layer_norm_again(h, weight, bias, mean, rstd, out)
+
+
+class _DropoutNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, p: float, seed: int,
+        out: torch.dtype,
+    ) -> Any:  # fmt: skip
+        found = kernels().dropout_norm_forward(x, residual, weight, bias, eps, p, seed, out)
+        ctx.save_for_backward(found.h, weight, bias, found.mean, found.rstd)
+        ctx.mark_non_differentiable(found.mean, found.rstd)
+        ctx.set_materialize_grads(False)
+        ctx.how = p, seed, x.dtype, residual.dtype
+        return found.y, found.h, found.mean, found.rstd
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dh: Tensor | None, *rest: None) -> Any:
+        h, weight, bias, mean, rstd = ctx.saved_tensors
+        dy = torch.zeros_like(h) if dy is None else dy
+        found = kernels().dropout_norm_backward(
+            dy, h, weight, bias, mean, rstd, *ctx.how, dh=dh, has_dw=any(ctx.needs_input_grad[2:4])
+        )
+        return *found[:4], None, None, None, None
+
+
+def _has_no_kernel(module: nn.Module, value: Any) -> str:
+    norm: Any = getattr(module, "LayerNorm", None)
+    dropout: Any = getattr(module, "dropout", None)
+    if not isinstance(norm, nn.LayerNorm) or len(norm.normalized_shape) != 1 or norm.normalized_shape[0] > _MOST:
+        return f"expected a LayerNorm over one dimension of at most {_MOST}, got {norm}"
+    if type(norm).forward is not nn.LayerNorm.forward or type(dropout) is not nn.Dropout:
+        return f"its parts are {type(norm).__name__} and {type(dropout).__name__}, expected LayerNorm and Dropout"
+    if norm.weight is None or norm.bias is None or is_parametrized(norm):
+        return "its LayerNorm has no weight, no bias or computes them when they are read"
+    if dropout.inplace or is_watched(norm) or is_watched(dropout):
+        return "its LayerNorm or dropout has hooks or a forward of its own, or works in place"
+    return ""
+
+
+FUSED_DROPOUT_NORM = Op("fused_dropout_norm", _dropout_norm, _has_no_kernel)

@@ -1,0 +1,124 @@
+r"""``fused_rotary``: the rotary embedding of queries and keys as one kernel each, in each direction.
+
+Kept for backward, of queries and keys ``[batch, heads, length, D]``::
+
+    stock    cosines and sines, once for all layers: 5 operations each forward, and 9 backward
+    here     cosines and sines, once for all layers: 1 operation each forward, and 1 backward
+
+A module that calls ``apply_rotary_pos_emb`` finds it among the names of its file. Here the very code of its forward
+runs, but finds that one name elsewhere: no file and no other module is touched, and a forward of another version is
+its own. Exact as mathematics, not stock's bits: all is computed in fp32 and rounded once. Gradients of gradients are
+refused. Source: Su et al. (2021), arXiv:2104.09864.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_memsave.ops.fused.kernels import can_run, kernels, once_each, wider
+from hf_memsave.ops.once import once_differentiable
+from hf_memsave.ops.op import Op
+
+#: The function's name in Transformers' files.
+NAME = "apply_rotary_pos_emb"
+
+
+class _Names(dict[str, Any]):
+    """The names of a file as they are when they are asked for, but ours in place of its rotary embedding.
+
+    Args:
+        home: Those names.
+    """
+
+    def __init__(self, home: dict[str, Any]) -> None:
+        super().__init__(__builtins__=home["__builtins__"], __name__=home["__name__"])
+        is_its_own = home[NAME].__module__ == home["__name__"]  # else another tool has put its own there before
+        self.home, self.stock = home, home[NAME] if is_its_own else None
+        self.ours = functools.partial(apply, home[NAME])
+
+    def __getitem__(self, name: str) -> Any:
+        found = self.home[name]
+        return self.ours if found is self.stock else found  # another tool may have put its own there since
+
+
+@functools.cache
+def _forward(stock: Any) -> Callable[..., Any]:
+    """The forward of a class, with our rotary embedding."""
+    forward = stock.forward
+    ours = types.FunctionType(
+        forward.__code__, _Names(forward.__globals__), forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    ours.__kwdefaults__ = forward.__kwdefaults__
+    return ours
+
+
+def _rotary(module: nn.Module, patch: Any, *args: Any, **kwargs: Any) -> Any:
+    return _forward(patch.stock)(module, *args, **kwargs)
+
+
+def apply(stock: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """``apply_rotary_pos_emb``, fused where kernels run and the shapes are those of attention.
+
+    Args:
+        stock: The function of the model's file.
+        q: ``[batch, heads, length, D]``, or ``[batch, length, heads, D]`` where dimension 2 is to be unsqueezed.
+        k: Like q, of as many heads as there are.
+        cos: ``[batch or 1, length, R]`` with R at most D.
+        sin: Like cos.
+        *args: ``unsqueeze_dim``, if it is given.
+        **kwargs: The same.
+
+    Returns:
+        q and k, turned.
+    """
+    dim = args[0] if len(args) == 1 else kwargs.get("unsqueeze_dim", 1)
+    is_partial = "q_pass" in stock.__code__.co_varnames  # it copies what comes after R
+    is_known = len(args) + len(kwargs) <= 1 and (args or not kwargs or "unsqueeze_dim" in kwargs)
+    if not (is_known and dim in (1, 2) and _fit(q, k, cos, sin, 3 - dim, is_partial) and can_run(q, k, cos, sin)):
+        return stock(q, k, cos, sin, *args, **kwargs)
+    if dim == 2:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    turned = once_each(_Rotary, [(_again, (x, cos, sin)) for x in (q, k)], q, k, cos, sin)
+    return turned if dim == 1 else tuple(x.transpose(1, 2) for x in turned)
+
+
+def _fit(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dim: int, is_partial: bool) -> bool:
+    """Whether the kernel computes what broadcasting would; ``dim`` is that of the tokens."""
+    if not (q.dim() == k.dim() == 4 and cos.dim() == 3 and cos.shape == sin.shape and cos.dtype == sin.dtype):
+        return False
+    batch, length, turned = cos.shape
+    of_heads = q.shape[0] == k.shape[0] and q.shape[dim] == k.shape[dim] == length and q.shape[3] == k.shape[3]
+    width = q.shape[3]
+    is_turned = turned % 2 == 0 and (turned <= width if is_partial else turned == width)
+    return of_heads and is_turned and batch in (1, q.shape[0]) and not (cos.requires_grad or sin.requires_grad)
+
+
+def _again(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return kernels().rotary_forward(x, cos, sin, wider(x.dtype, cos.dtype))
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.set_materialize_grads(False)
+        ctx.dtypes = q.dtype, k.dtype
+        return _again(q, cos, sin), _again(k, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        cos, sin = ctx.saved_tensors
+        wanted = zip(gradients, ctx.dtypes, ctx.needs_input_grad, strict=False)
+        turn = kernels().rotary_backward
+        found = [None if dy is None or not needed else turn(dy, cos, sin, dtype) for dy, dtype, needed in wanted]
+        return *found, None, None
+
+
+FUSED_ROTARY = Op("fused_rotary", _rotary)

@@ -1,0 +1,37 @@
+"""Launches of a layer, and the bytes they move, stock beside both backends: counted without a GPU.
+
+    python scripts/bench/launches.py [--out [DIR]]
+
+Counted are forward and backward, on the stand-in for a CUDA device, of operations that make something new: each is a
+launch on a GPU, a norm's backward two, and ours another one to round. Products and attention have no bytes here, and
+attention is a launch. Nothing is known of time. --out writes launches.json and .md.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from peak_memory import add_out, publish
+from support.launches import SETTINGS, counted
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Count every setting by every method and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_out(parser)
+    options = parser.parse_args(arguments)
+    rows, figures = [], {}
+    for name in SETTINGS:
+        found = counted(name)
+        launches, nbytes = found["stock"]
+        figures[name] = {m: {"launches": n, "bytes": size} for m, (n, size) in found.items()}
+        for method, (n, size) in found.items():
+            rows.append([name, method, f"{n:.1f}", f"{n / launches:.2f}", f"{size / 1e6:.0f}", f"{size / nbytes:.2f}"])
+    header = ["setting", "backend", "launches", "of stock's", "MB", "of stock's"]
+    title = "A layer's launches beside its products, and the bytes they move; counted, not measured"
+    publish("launches", title, header, rows, figures, options.out)
+
+
+if __name__ == "__main__":
+    main()

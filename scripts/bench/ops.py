@@ -1,0 +1,156 @@
+"""Time and bandwidth of every element-wise kernel on this machine's GPU, beside PyTorch's own functions and a copy.
+
+    python scripts/bench/ops.py [--rows 8192] [--columns 4096] [--out [DIR]]
+    TRITON_INTERPRET=1 python scripts/bench/ops.py --smoke     # tiny tensors, on CPU: whether the script runs
+
+Tensors are in bf16. A time is the median of --repeats by CUDA events, each after the L2 cache was overwritten.
+Bandwidth is what has to be read and written, over the time; a copy of a tensor of that size is measured beside it.
+--out writes ops-<device>.json and .md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from hf_memsave.ops.fused.kernels import kernels
+from peak_memory import add_out, publish
+
+
+class Op(NamedTuple):
+    """One kernel.
+
+    Attributes:
+        ours: Launches it.
+        stock: PyTorch's own functions for the same.
+        tensors: How many of the size of x have to be read and written.
+    """
+
+    ours: Callable[[], Any]
+    stock: Callable[[], Any]
+    tensors: float
+
+
+def ops(rows: int, columns: int, device: torch.device) -> dict[str, Op]:
+    """Those that models use, on tensors of so many rows and columns."""
+    k = kernels()
+    x, u, dy = (torch.randn(rows, columns, device=device, dtype=torch.bfloat16) for _ in range(3))
+    w, b = (torch.randn(columns, device=device, dtype=torch.bfloat16) for _ in range(2))
+    width = min(128, columns // 2)
+    q = of_heads(x, width)
+    cos, sin = (torch.randn(1, rows, width, device=device, dtype=torch.bfloat16) for _ in range(2))
+    rstd = k.rms_norm_forward(x, w, 1e-6, "llama")[1]
+    normed = k.dropout_norm_forward(x, u, w, b, 1e-5, 0.1, 7)
+    mean, std = normed.mean, normed.rstd
+
+    def rms_norm(x: Tensor) -> Tensor:
+        wide = x.float()
+        return w * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+    def rotary(x: Tensor) -> Tensor:
+        q = of_heads(x, width)
+        half = torch.cat((-q[..., width // 2 :], q[..., : width // 2]), -1)
+        return q * cos[:, None] + half * sin[:, None]
+
+    def dropout_norm(x: Tensor) -> Tensor:
+        return F.layer_norm(F.dropout(x, 0.1) + u, (columns,), w, b)
+
+    return {
+        "RMSNorm": Op(lambda: k.rms_norm_forward(x, w, 1e-6, "llama"), lambda: rms_norm(x), 2),
+        "RMSNorm, backward": Op(
+            lambda: k.rms_norm_backward(dy, x, w, rstd, "llama", True), backward(rms_norm, x, dy), 3
+        ),
+        "SwiGLU": Op(lambda: k.gated_forward(x, u, "silu"), lambda: F.silu(x) * u, 3),
+        "SwiGLU, backward": Op(
+            lambda: k.gated_backward(dy, x, u, "silu"), backward(lambda x: F.silu(x) * u, x, dy), 5
+        ),
+        "GELU": Op(lambda: k.activation_forward(x, "gelu"), lambda: F.gelu(x), 2),
+        "GELU, backward": Op(lambda: k.activation_backward(dy, x, "gelu"), backward(F.gelu, x, dy), 3),
+        "rotary": Op(lambda: k.rotary_forward(q, cos, sin), lambda: rotary(x), 2),
+        "rotary, backward": Op(lambda: k.rotary_backward(q, cos, sin), backward(rotary, x, q), 2),
+        "dropout, residual, LayerNorm": Op(
+            lambda: k.dropout_norm_forward(x, u, w, b, 1e-5, 0.1, 7), lambda: dropout_norm(x), 4
+        ),
+        "the same, backward": Op(
+            lambda: k.dropout_norm_backward(dy, normed.h, w, b, mean, std, 0.1, 7, x.dtype, u.dtype),
+            backward(dropout_norm, x, dy), 4,
+        ),
+        "LoRA input": Op(lambda: k.lora_input_forward(x, 0.05, 7), lambda: F.dropout(x, 0.05), 2),
+        "LoRA output": Op(lambda: k.lora_output_forward(x, u, 2.0), lambda: x + u * 2.0, 3),
+    }  # fmt: skip
+
+
+def of_heads(x: Tensor, width: int) -> Tensor:
+    """As attention lays out its heads."""
+    return x.view(1, x.shape[0], -1, width).transpose(1, 2)
+
+
+def backward(function: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> Callable[[], Any]:
+    """The backward of a function of x, whose forward ran once."""
+    leaf = x.detach().requires_grad_()
+    y = function(leaf)
+    return lambda: torch.autograd.grad(y, leaf, dy, retain_graph=True)
+
+
+def seconds(function: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    """The median, on a cold cache."""
+    found = []
+    for _ in range(2):
+        function()
+    cache = torch.empty(2**26 if device.type == "cuda" else 1, dtype=torch.int32, device=device)
+    for _ in range(repeats):
+        cache.zero_()
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            function()
+            end.record()
+            torch.cuda.synchronize()
+            found.append(start.elapsed_time(end) / 1e3)
+        else:
+            begun = time.perf_counter()
+            function()
+            found.append(time.perf_counter() - begun)
+    return statistics.median(found)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure every kernel and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=8192)
+    parser.add_argument("--columns", type=int, default=4096)
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--smoke", action="store_true", help="tiny tensors, on whatever device there is")
+    add_out(parser)
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available() and not options.smoke:
+        parser.error("expected a CUDA device, got none. Use --smoke under TRITON_INTERPRET=1 to see whether it runs.")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows, columns, repeats = (8, 64, 1) if options.smoke else (options.rows, options.columns, options.repeats)
+    size = 2 * rows * columns
+    source = torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
+    copy = 2 * size / seconds(source.clone, device, repeats)
+    table, figures = [], {"copy": {"bytes_per_second": copy}}
+    for name, op in ops(rows, columns, device).items():
+        ours, stock = (seconds(function, device, repeats) for function in (op.ours, op.stock))
+        bandwidth = op.tensors * size / ours
+        figures[name] = {"seconds": ours, "stock_seconds": stock, "bytes_per_second": bandwidth}
+        table.append(
+            [name, f"{1e6 * ours:.1f}", f"{1e6 * stock:.1f}", f"{bandwidth / 1e9:.0f}", f"{bandwidth / copy:.2f}"]
+        )
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    title = f"{where}, torch {torch.__version__}, triton {triton.__version__}, bf16 {rows} x {columns}"
+    header = ["kernel", "us", "PyTorch, us", "GB/s", "of a copy's"]
+    publish(f"ops-{where.lower().replace(' ', '-')}", title, header, table, figures, options.out)
+
+
+if __name__ == "__main__":
+    main()

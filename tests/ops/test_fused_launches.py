@@ -1,0 +1,34 @@
+"""What a fused layer launches and moves beside its products, at the sizes that are quoted; counted without a GPU."""
+
+import pytest
+import torch
+
+from support.launches import Launches, counted
+
+
+@pytest.mark.parametrize("setting", ["Llama-3-8B, full", "Llama-3-8B, LoRA p=.05"])
+def test_llama_takes_half_of_stocks_launches_and_less_of_its_bytes(setting):
+    found = counted(setting, ["stock", "Triton"], layers=(1, 2))
+    print(setting, found)
+    (launches, nbytes), (stock_launches, stock_nbytes) = found["Triton"], found["stock"]
+    assert launches <= 0.5 * stock_launches
+    assert nbytes <= 0.6 * stock_nbytes
+
+
+def test_bert_under_autocast_takes_less_than_the_torch_backend_and_not_less_than_stock():
+    found = counted("BERT-Large, S512, bf16 autocast", layers=(1, 2))
+    print(found)
+    for ours, torch_backend, stock in zip(*(found[name] for name in ("Triton", "torch", "stock")), strict=True):
+        assert ours < torch_backend
+        assert ours < 1.25 * stock  # conversions, which autocast makes for each product, are remade for each
+
+
+def test_bytes_are_those_that_an_operation_reads_and_writes():
+    x, w = torch.ones(4, 8), torch.ones(8)
+    with Launches() as found:
+        y = x + w
+        y.add_(1)
+        y.expand(3, 4, 8) * 2
+        x @ x.T
+    assert dict(found.names) == {"add": 1, "add_": 1, "mul": 1}
+    assert found.nbytes == 4 * ((32 + 8 + 32) + (32 + 32) + (32 + 96))

@@ -1,0 +1,171 @@
+"""The fused rotary embedding: as near to float64 as stock, and nobody else's function changed."""
+
+import copy
+import importlib
+from functools import partial
+
+import pytest
+import torch
+
+from hf_memsave import MemSaveConfig, patch, unpatch
+from hf_memsave.arch import fused_of
+from hf_memsave.ops.fused import rotary
+from hf_memsave.ops.fused.kernels import kernels
+from support.families import Size, batch_for, build
+from support.kernels import interpreted, rounding  # noqa: F401
+
+TRITON = MemSaveConfig(backend="triton", norm="stock", activation="stock")
+SMALL = Size(hidden=16, heads=2, layers=1, batch=2, seq=5)
+LAYOUTS = {
+    "heads first": dict(dim=1),
+    "heads last": dict(dim=2),
+    "one table for the batch": dict(tables=1),
+    "of a part of each head": dict(width=12),
+    "as attention lays it out": dict(is_transposed=True),
+    "few heads": dict(keys=1),
+}
+
+
+def modeling(name):
+    return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+
+
+def inputs(device, dtype, of_tables=None, dim=1, tables=2, width=8, is_transposed=False, keys=3, seed=0):
+    """Queries of three heads, keys, and the cosines and sines of 8 elements a head."""
+    torch.manual_seed(seed)
+    made = []
+    for heads in (3, keys):
+        shape = (2, 5, heads, width) if dim == 2 or is_transposed else (2, heads, 5, width)
+        x = torch.randn(shape, device=device).to(dtype)
+        made.append(x.transpose(1, 2) if is_transposed else x)
+    angles = torch.randn(tables, 5, 8, device=device)
+    return [*made, angles.cos().to(of_tables or dtype), angles.sin().to(of_tables or dtype)], dim
+
+
+def turned(function, tensors, dim):
+    """Queries and keys, turned; and their gradients for some that come in."""
+    q, k = (x.detach().requires_grad_() for x in tensors[:2])
+    found = function(q, k, *tensors[2:], unsqueeze_dim=dim)
+    torch.manual_seed(9)
+    incoming = [torch.randn(x.shape).to(x) for x in found]
+    return [*found, *torch.autograd.grad(found, (q, k), incoming)]
+
+
+def excess(stock, tensors, dim):
+    """The largest of our distances to float64, over that of stock and a rounding."""
+    exact = turned(stock, [x.double() for x in tensors], dim)
+    ratios = []
+    for a, b, c in zip(
+        turned(partial(rotary.apply, stock), tensors, dim), turned(stock, tensors, dim), exact, strict=True
+    ):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        half = torch.finfo(a.dtype).eps / 2 * c.norm()
+        ratios.append(((a.double() - c).norm() / ((b.double() - c).norm() + half)).item())
+    return max(ratios)
+
+
+@interpreted
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtypes", ["float32 float32", "bfloat16 bfloat16", "float16 float16", "bfloat16 float32"])
+def test_rotary_is_as_near_to_float64_as_stock(layout, dtypes, device):
+    dtype, of_tables = (getattr(torch, name) for name in dtypes.split())
+    tensors, dim = inputs(device, dtype, of_tables, **LAYOUTS[layout])
+    stock = modeling("phi3" if "part" in layout else "llama").apply_rotary_pos_emb
+    assert excess(stock, tensors, dim) <= 1.0
+
+
+@interpreted
+def test_the_kernel_runs_and_one_that_turns_the_wrong_way_is_seen(device, monkeypatch):
+    tensors, dim = inputs(device, torch.float32)
+    stock = modeling("llama").apply_rotary_pos_emb
+    backward = kernels().rotary_backward
+    monkeypatch.setattr(kernels(), "rotary_backward", lambda dy, cos, sin, x: backward(dy, cos, -sin, x))
+    assert excess(stock, tensors, dim) > 10
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q, k, cos, sin: (q, k, cos.requires_grad_(), sin),
+        lambda q, k, cos, sin: (q, k, cos[..., :1], sin[..., :1]),
+        lambda q, k, cos, sin: (q, k[0], cos[:1], sin[:1]),
+        lambda q, k, cos, sin: (q, k, cos[:, :1], sin[:, :1]),
+        lambda q, k, cos, sin: (q.double(), k, cos, sin),
+    ],
+    ids=["a table learns", "one for a head", "three dimensions", "one for all tokens", "float64"],
+)
+def test_what_only_broadcasting_can_do_is_left_to_stock(change, device):
+    tensors, dim = inputs(device, torch.float32)
+    tensors = change(*tensors)
+    stock = modeling("llama").apply_rotary_pos_emb
+    ours, expected = (turned(f, tensors, dim) for f in (partial(rotary.apply, stock), stock))
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+def steps(model):
+    batch = batch_for(model, SMALL)
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    return [loss.detach(), *[p.grad.clone() for p in model.parameters()]]
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@interpreted
+def test_only_the_patched_model_has_it_and_until_undone(device, monkeypatch):
+    launches, forward = [], kernels().rotary_forward
+    monkeypatch.setattr(kernels(), "rotary_forward", lambda *args: launches.append(1) or forward(*args))
+    module = modeling("llama")
+    names = dict(vars(module))
+    model, other = (build("llama", SMALL, dropout=0.0).to(device) for _ in range(2))
+    stock = steps(model)
+    report = patch(model, TRITON)
+
+    def count(one):
+        del launches[:]
+        found = steps(one)
+        assert [torch.testing.assert_close(a, b) for a, b in zip(found, stock, strict=True)]
+        return len(launches)
+
+    assert "fused_rotary" in str(report)
+    assert [count(model), count(copy.deepcopy(model)), count(other)] == [2, 2, 0]
+    assert dict(vars(module)) == names
+    report.undo()
+    assert count(model) == 0
+
+
+@interpreted
+def test_a_function_that_another_tool_puts_there_later_runs(device, monkeypatch):
+    model, other = (build("llama", SMALL, dropout=0.0).to(device) for _ in range(2))
+    patch(model, TRITON)
+    monkeypatch.setattr(modeling("llama"), "apply_rotary_pos_emb", lambda q, k, cos, sin: (2 * q, k))
+    assert same(steps(model), steps(other))
+
+
+def test_a_class_is_known_by_the_code_that_its_forward_calls(monkeypatch):
+    def op(name, cls):
+        fused = fused_of(getattr(modeling(name), cls))
+        return fused and fused.op
+
+    for name, cls in [("llama", "LlamaAttention"), ("phi3", "Phi3Attention"), ("stablelm", "StableLmAttention")]:
+        assert op(name, cls) == "fused_rotary"
+    for name, cls in [("olmo2", "Olmo2Attention"), ("cohere", "CohereAttention"), ("bert", "BertSelfAttention")]:
+        assert op(name, cls) is None  # in the dtype of the tables; of neighbours, not of halves; none
+    monkeypatch.setattr(modeling("qwen2"), "rotate_half", lambda x: -x)
+    fused_of.cache_clear()
+    assert op("qwen2", "Qwen2Attention") is None
+    fused_of.cache_clear()
+
+
+def test_an_attention_whose_forward_another_tool_has_set_is_left_alone(monkeypatch):
+    monkeypatch.setattr("hf_memsave.patching.collect.why_not", lambda model: "")
+    model = build("llama", SMALL)
+    attention = model.model.layers[0].self_attn
+    attention.forward = lambda *args, **kwargs: None
+    report = patch(model, MemSaveConfig(backend="auto"))
+    assert [site.op for site in report.skipped] == ["fused_rotary"]
+    unpatch(model)
