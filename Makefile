@@ -12,7 +12,7 @@ OLDEST := tests/patching/test_patch.py tests/end_to_end/test_bits.py tests/end_t
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-oldest kernels quick demo lint clean
+.PHONY: help install test test-oldest kernels matrix quick demo evidence docs lint clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -31,13 +31,23 @@ test-oldest: ## Run a part of the tests with the oldest versions, in an environm
 
 kernels: $(INSTALLED) ## Run the tests of the vendored Triton kernels, and of ops fused by them, in Triton's interpreter
 	cd hf_memsave/_vendor/memsave_kernels && TRITON_INTERPRET=1 $(CURDIR)/$(BIN)/python -m pytest -m "not long" -n logical --maxprocesses 8
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 tests/ops/test_fused.py
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 tests/ops/test_fused*.py
+
+matrix: $(INSTALLED) ## Run all combinations of settings of which the tests take some: an hour on two cores
+	$(BIN)/python -m pytest -n logical --maxprocesses 8 -m matrix $(ARGS)
 
 quick: $(INSTALLED) ## Run one case of every test, without the long ones: two minutes on two cores
 	$(BIN)/python -m pytest --quick -n logical --maxprocesses 8 --dist loadfile $(ARGS)
 
 demo: $(INSTALLED) ## Fine-tune two small models, stock and patched; ARGS="--data-dir DIR" brings real data
 	$(BIN)/memsave demo $(ARGS)
+
+evidence: $(INSTALLED) ## Make every table that needs no GPU again, and compare; ARGS=--quick, "--data-root DIR", "--only NAME"
+	$(BIN)/python scripts/evidence.py $(ARGS)
+
+docs: $(INSTALLED) ## Render README and docs/ as a site, build/site
+	$(PIP_INSTALL) -e '.[docs]'
+	$(BIN)/mkdocs build
 
 lint: $(INSTALLED) ## Check style and types
 	$(BIN)/ruff check .

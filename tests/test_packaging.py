@@ -23,6 +23,9 @@ UNSEEN = {"accelerate"}
 #: Import -> the extra that brings it. The package does without where it is not there.
 OPTIONAL = {"bitsandbytes": "quantized", "matplotlib": "plot", "jinja2": "plot"}
 
+#: Measured beside ours, where somebody has installed them.
+RIVALS = {"liger_kernel", "unsloth"}
+
 
 def names(requirements):
     return {re.split(r"[^\w.-]", requirement, maxsplit=1)[0].lower() for requirement in requirements}
@@ -54,9 +57,10 @@ def test_dependencies_are_what_the_package_imports():
 def test_the_scripts_extra_is_what_the_scripts_import_beside():
     distributions = packages_distributions()
     mine = {path.stem for path in (REPO / "scripts").rglob("*.py")} | {"tests", "support"}
-    needed = {distributions[name][0].lower() for name in imported(REPO / "scripts") - mine}
+    needed = {distributions[name][0].lower() for name in imported(REPO / "scripts") - mine - RIVALS}
     extras = PROJECT["optional-dependencies"]
     given = names(PROJECT["dependencies"]) | names(extras["scripts"]) | names(extras["plot"]) | names(extras["test"])
+    given |= names(extras["kernels"])
     assert needed - given == set()
     assert names(extras["scripts"]) <= needed
 

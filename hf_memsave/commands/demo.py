@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from functools import partial
 from importlib.util import find_spec
@@ -84,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
     runs = {name: (done[name, False], done[name, True]) for name in configs}
 
     console.print(results_table(runs, task))
+    for line in unlearned(runs, task, steps):
+        console.print(line, markup=False)
     if has_picture:
         from hf_memsave.commands.pictures import demo_picture
 
@@ -101,6 +104,20 @@ def run(args: argparse.Namespace) -> int:
     if not failures:
         console.print(f"Stock and patched agree to the last bit in all {steps} losses and in every trained weight.")
     return int(bool(failures))
+
+
+def unlearned(runs: dict[str, tuple[Run, Run]], task: DemoTask, steps: int) -> list[str]:
+    """A line for each model that is no better than the most frequent answer by two standard errors of its accuracy."""
+    found = []
+    for name, (stock, _) in runs.items():
+        error = math.sqrt(stock.accuracy * (1 - stock.accuracy) / len(task.dev))
+        if stock.accuracy <= task.majority + 2 * error:
+            found.append(
+                f"{name} has not learned this: it is right in {stock.accuracy:.1%} of {len(task.dev)} dev examples "
+                f"(standard error {error:.1%}), and the most frequent answer in {task.majority:.1%}. {steps} steps "
+                "from random weights are too few; what is compared is bits, bytes and time."
+            )
+    return found
 
 
 def results_table(runs: dict[str, tuple[Run, Run]], task: DemoTask) -> Table:

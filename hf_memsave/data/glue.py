@@ -12,9 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hf_memsave.errors import MemSaveError
+
+_Value = TypeVar("_Value")
 
 if TYPE_CHECKING:
     import datasets
@@ -174,7 +176,7 @@ def read_glue(data_dir: str | Path, task: str, split: str) -> datasets.Dataset:
             f"are {_listed(missing)}. Use the official file with its header line, or name the task the file belongs to."
         )
 
-    columns: dict[str, list] = {name: [] for name in (*spec.text, "label", "idx")}
+    columns: dict[str, list[Any]] = {name: [] for name in (*spec.text, "label", "idx")}
     for index, number, row in _rows(path, spec, header, lines):
         label = spec.label_id(row[spec.label_column]) if labelled else -1
         if label is None:
@@ -229,7 +231,7 @@ def guess_task(data_dir: str | Path) -> str:
     return max(matches, key=lambda task: len(task.text)).name  # SST-2's columns are among QNLI's
 
 
-def _lookup(name, table: Mapping, what: str):
+def _lookup(name: str, table: Mapping[str, _Value], what: str) -> _Value:
     if name not in table:
         raise GlueDataError(f"{what}: expected one of {_listed(table)}, got {name!r}. Name one of them.")
     return table[name]
@@ -290,5 +292,5 @@ def _rows(
         warnings.warn(f"{len(broken)} of {total} lines left out. The first: {broken[0]}", stacklevel=3)
 
 
-def _listed(names: Iterable) -> str:
+def _listed(names: Iterable[object]) -> str:
     return ", ".join(map(str, names))

@@ -7,6 +7,10 @@ PEFT hands neither a config nor a layer the whole model. The one place where it 
 from __future__ import annotations
 
 import functools
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -24,6 +28,7 @@ from hf_memsave.patching.swap import is_patched, patch_of, patched_class, patche
 logger = logging.get_logger(__name__)
 
 _MARK = "_memsave_stock"
+_TUNERS = "peft.tuners.tuners_utils"
 
 
 def install() -> None:
@@ -38,12 +43,35 @@ def _when_patched(config: MemSaveConfig) -> None:
 
 
 def watch() -> None:
-    """From now on adapters are patched as PEFT adds them; does nothing without PEFT, or the second time."""
-    try:
-        from peft.tuners.tuners_utils import BaseTuner
-    except ImportError:
-        return
-    if hasattr(stock := BaseTuner.inject_adapter, _MARK):
+    """From now on adapters are patched as PEFT adds them. Where PEFT is not imported yet, that waits until it is."""
+    if (tuners := sys.modules.get(_TUNERS)) is not None:
+        _watch(tuners.BaseTuner)
+    elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WhenImported())
+
+
+class _WhenImported(MetaPathFinder):
+    """Calls `_watch` once PEFT has been imported: that takes seconds, and a model without adapters needs none of it."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        """The spec that the other finders give, its loader followed by ours."""
+        if fullname != _TUNERS:
+            return None
+        others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, others), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = functools.partial(self._run, spec.loader.exec_module)  # type: ignore[method-assign]
+        return spec
+
+    def _run(self, exec_module: Callable[[ModuleType], None], tuners: ModuleType) -> None:
+        exec_module(tuners)
+        _watch(tuners.BaseTuner)
+        sys.meta_path.remove(self)
+
+
+def _watch(base_tuner: Any) -> None:
+    """Wrap `BaseTuner.inject_adapter`; does nothing the second time."""
+    if hasattr(stock := base_tuner.inject_adapter, _MARK):
         return
 
     @functools.wraps(stock)
@@ -61,7 +89,7 @@ def watch() -> None:
         return result
 
     setattr(inject_adapter, _MARK, stock)
-    BaseTuner.inject_adapter = inject_adapter
+    base_tuner.inject_adapter = inject_adapter
 
 
 def _asked_for(model: nn.Module, config: Any) -> MemSaveConfig | None:

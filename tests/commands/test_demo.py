@@ -11,7 +11,7 @@ import torch
 from hf_memsave import patch
 from hf_memsave.cli import main
 from hf_memsave.commands import demo, demo_training
-from hf_memsave.commands.demo_task import generated_task
+from hf_memsave.commands.demo_task import DemoTask, generated_task
 
 pytest.importorskip("matplotlib")
 
@@ -40,6 +40,7 @@ def test_demo_quick_ends_well_and_learns(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "agree to the last bit in all 70 losses" in " ".join(done.stdout.split())
+    assert "has not learned" not in done.stdout
     table = rows(done.stdout)
     assert [row[0] for row in table] == ["stock", "patched"] * 2
     for stock, patched in (table[:2], table[2:]):
@@ -58,6 +59,7 @@ def test_demo_without_matplotlib_draws_nothing_and_says_so(tmp_path, capsys, mon
     output = " ".join(capsys.readouterr().out.split())
     assert "No picture: that needs matplotlib. Run: pip install 'hf_memsave[plot]'" in output
     assert "agree to the last bit in all 2 losses" in output and list(tmp_path.iterdir()) == []
+    assert "BERT has not learned this" in output and "2 steps from random weights are too few" in output
 
 
 def test_demo_fails_when_a_loss_differs(tmp_path, capsys, monkeypatch):
@@ -129,3 +131,13 @@ def test_generated_data_depends_on_the_seed_alone():
     one, same, other = generated_task(20, 1), generated_task(20, 1), generated_task(20, 2)
     assert one.train == same.train and one.dev == same.dev
     assert one.train != other.train
+
+
+@pytest.mark.parametrize(("accuracy", "said"), [(0.66, True), (0.70, True), (0.75, False)])
+def test_demo_says_which_model_is_no_better_than_the_majority(accuracy, said):
+    """Of 400 answers 68% are the same: 70% is within two standard errors (4.6%) of that."""
+    dev = [{"labels": int(index < 272)} for index in range(400)]
+    task = DemoTask("", "", 2, None, [], dev)
+    run = demo_training.Run([0.5], {}, accuracy, None, 0.1)
+    lines = demo.unlearned({"BERT": (run, run)}, task, 240)
+    assert len(lines) == said and all(f"{accuracy:.1%} of 400 dev examples" in line for line in lines)

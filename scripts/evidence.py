@@ -1,0 +1,193 @@
+"""Regenerate every table that needs no GPU, and compare each committed figure with the fresh one.
+
+    make evidence ARGS="--data-root FOLDER"    # all: hours; a run that was cut short goes on where it was
+    make evidence ARGS=--quick                 # minutes
+    make evidence ARGS="--only wta-crs-memory fuzz"
+
+FOLDER has official GLUE folders under glue/, and under text/ a tinyshakespeare.txt and a bert-base-uncased-vocab.txt;
+what needs it is left out without it, which is said. Fresh tables and pictures go to --out, and committed ones stay as
+they are: copy what you mean to commit. A run whose code, versions and command are those of an earlier one is not
+repeated. The exit status is 1 if a figure is out of its bound, a row is missing on either side, or a script fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version as version_of
+from pathlib import Path
+
+from evidence_compare import MACHINE, Bound, differences
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "scripts" / "results"
+_READ = (".py", ".yaml", ".json")  # what results follow from
+
+_BYTES = Bound(relative=0.01, absolute=0.02)  # what is counted; the last printed digit may fall to either side
+_TIME = Bound(relative=0.35)  # a ratio of times on a machine that others share
+_SCORE = Bound(absolute=0.02)  # a dev metric: other kernels round otherwise, and training takes another path
+_ERROR = Bound(relative=0.1, absolute=1e-9)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A script, and how what it writes is compared.
+
+    ``command`` is of ``scripts/``, with {out} for the folder it writes to and {glue} or {text} for given data.
+    {version} names a cache that the same code may use again. ``names`` counts the first columns, which name a row.
+    Where ``table`` is None, all that is asked for is the script's exit status.
+    """
+
+    name: str
+    command: str
+    names: int = 1
+    bounds: dict[str, Bound] = field(default_factory=dict)
+    table: Path | None = None
+    partly: bool = False
+    quick: bool = False
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether it reads what --data-root names."""
+        return "{glue}" in self.command or "{text}" in self.command
+
+
+def _table(name: str, command: str, **how: object) -> Evidence:
+    return Evidence(name, command, table=RESULTS / f"{name}.md", **how)  # type: ignore[arg-type]
+
+
+_RATIOS = {"*MiB*": _BYTES, "*peak*": _BYTES, "layer, ms": MACHINE, "time*": _TIME, "*freed*": Bound(absolute=0.5)}
+_METRICS = {"mean": _SCORE, "range": Bound(absolute=0.04), "paired difference": _SCORE}
+EVIDENCE = (
+    _table("estimate-records", "bench/estimate_records.py --out {out}",
+           bounds={"seconds": MACHINE, "difference": Bound(absolute=0.1), "*": _BYTES}),
+    _table("launches", "bench/launches.py --out {out}", names=2, bounds={"*": _BYTES}),
+    _table("inverse-derivatives", "bench/inverse_errors.py --out {out}", bounds={"*": _ERROR}, quick=True),
+    _table("approximate-steps", "bench/approximate_steps.py --out {out}", names=2, bounds={"*": _ERROR}),
+    _table("wta-crs-memory", "bench/wta_crs.py --part memory --threads 1 --out {out}", names=3, bounds={"*": _BYTES},
+           quick=True),
+    _table("wta-crs-speed", "bench/wta_crs.py --part speed --threads 2 --out {out}",
+           bounds={"*ms": MACHINE, "*": _TIME}),
+    _table("selective", "bench/selective.py --batch 2 --steps 5 --output {out}", names=3,
+           bounds={"*time": _TIME, "*": _BYTES}),
+    _table("sweep-models", "bench/sweep_models.py --out {out}/sweep-models", bounds={"*": Bound(absolute=0.02)}),
+    Evidence("sweep-models-quick", "bench/sweep_models.py --types bert gpt2 llama t5 --out {out}/sweep-models-quick",
+             bounds={"*": Bound(absolute=0.02)}, table=RESULTS / "sweep-models.md", partly=True, quick=True),
+    _table("techniques", "bench/techniques.py --output {out}", bounds=_RATIOS),
+    _table("leaks", "bench/leaks.py --out {out}/leaks.md", names=2, bounds={"bytes*": _BYTES}),
+    _table("host-time", "bench/host_time.py --seconds 12 --out {out}", names=2,
+           bounds={"limit": Bound(), "steps": MACHINE, "*ms": MACHINE, "*": _TIME}),
+    _table("ways-to-keep-less", "bench/ways_to_keep_less.py --out {out}", names=2,
+           bounds={"time*": _TIME, "*": _BYTES}),
+    Evidence("families", "bench/families.py --steps 8 --markdown {out}/families.md",
+             bounds={"time*": _TIME, "*": _BYTES}, table=ROOT / "docs" / "numbers.md", partly=True),
+    Evidence("fuzz", "fuzz.py --seeds 0:2000 --jobs 2 --out {out}"),
+    Evidence("fuzz-quick", "fuzz.py --seeds 0:200 --out {out}", quick=True),
+    Evidence("threads", "bench/threads.py --seconds 60", quick=True),
+    _table("loss-curves", "bench/loss_curves.py --text {text}/tinyshakespeare.txt "
+           "--vocab {text}/bert-base-uncased-vocab.txt --out {out}", bounds={"*": Bound(relative=0.01)}),
+    _table("compare-llama-10m", "bench/compare_runs.py --text {text}/tinyshakespeare.txt --out {out}",
+           bounds={"s/step": MACHINE, "p10 s/step": MACHINE, "ratio": MACHINE, "p10 ratio": _TIME, "freed": Bound(0, 1),
+                   "*": Bound(relative=0.01)}),
+    _table("wta-mass", "bench/wta_mass.py --glue {glue} --out {out}", bounds={"*": Bound(relative=0.2, absolute=0.05)}),
+    _table("wta-training", "bench/training.py wta --glue {glue} --cache {out}/{version} --out {out}",
+           bounds=_METRICS),
+    _table("approximate-training", "bench/training.py approximate --glue {glue} --cache {out}/{version} --out {out}",
+           bounds=_METRICS),
+)  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what is chosen, and report.
+
+    Returns:
+        The exit status.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=[one.name for one in EVIDENCE], metavar="NAME")
+    parser.add_argument("--quick", action="store_true", help="those that take minutes")
+    parser.add_argument("--data-root", type=Path, metavar="FOLDER", help="with glue/ and text/")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "evidence", metavar="DIR")
+    parser.add_argument("--again", action="store_true", help="repeat what was run with this code before")
+    parser.add_argument("--list", action="store_true", help="the names and commands, and nothing else")
+    options = parser.parse_args(argv)
+    chosen = [one for one in EVIDENCE if one.name in (options.only or [one.name])]
+    if not options.only:  # a part of a table says nothing where the whole table is asked for
+        chosen = [one for one in chosen if one.quick == options.quick or (one.quick and "-quick" not in one.name)]
+    wrong = []
+    for one in chosen:
+        if options.list:
+            print(f"{one.name}: python scripts/{one.command}")
+        elif one.needs_data and options.data_root is None:
+            print(f"{one.name}: left out, since it needs --data-root")
+        elif not check(one, options.out / one.name, options.data_root, again=options.again):
+            wrong.append(one.name)
+    if wrong:
+        print(f"Not as committed: {', '.join(wrong)}.")
+    return int(bool(wrong))
+
+
+def check(one: Evidence, out: Path, data: Path | None, *, again: bool = False) -> bool:
+    """Run one script, if that was not done, and say what of its table is not as committed.
+
+    Args:
+        one: What to run.
+        out: A folder of its own.
+        data: The folder with glue/ and text/.
+        again: Whether to run it in any case.
+
+    Returns:
+        Whether all agrees.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    folders = {name: str((data or Path()).resolve() / name) for name in ("glue", "text")}
+    script, *arguments = shlex.split(one.command)
+    version, state = _version((one.command, str(data))), out / "finished.json"
+    folders |= {"out": str(out.resolve()), "version": version}
+    command = [str(ROOT / "scripts" / script), *(text.format(**folders) for text in arguments)]
+    known = json.loads(state.read_text(encoding="utf-8")) if state.is_file() and not again else {}
+    if known.get("version") != version:
+        print(f"{one.name}: running; its output is in {out / 'log.txt'}", flush=True)
+        begin = time.monotonic()
+        with (out / "log.txt").open("w", encoding="utf-8") as log:
+            done = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=log, stderr=log, check=False)
+        known = {"version": version, "status": done.returncode, "minutes": round((time.monotonic() - begin) / 60, 1)}
+        state.write_text(json.dumps(known) + "\n", encoding="utf-8")
+    found, figures = _compared(one, out) if known["status"] == 0 else ([], 0)
+    if known["status"] != 0:
+        state.unlink()  # to be tried again
+        found = [f"{script} ended with status {known['status']}; see {out / 'log.txt'}"]
+    print(f"{one.name}: {len(found)} differences, {figures} figures, {known['minutes']} minutes", flush=True)
+    for line in found:
+        print(f"  {line}")
+    return not found
+
+
+def _compared(one: Evidence, out: Path) -> tuple[list[str], int]:
+    if one.table is None:
+        return [], 0
+    name = one.name if one.partly else one.table.stem
+    measured = (out / f"{name}.md").read_text(encoding="utf-8")
+    return differences(one.table.read_text(encoding="utf-8"), measured, one.names, one.bounds, partly=one.partly)
+
+
+def _version(asked: Sequence[str]) -> str:
+    """What a result depends on: the package, its settings, the scripts, the libraries' versions, and what is asked."""
+    folders = (ROOT / name for name in ("hf_memsave", "configs", "scripts"))
+    files = sorted(path for folder in folders for path in folder.rglob("*.*") if path.suffix in _READ)
+    text = hashlib.sha256(repr((asked, *map(version_of, ("torch", "transformers")))).encode())
+    for path in files:
+        if RESULTS not in path.parents:
+            text.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
+    return text.hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""``make evidence``: a committed figure that a fresh run does not repeat is reported, and so is a missing row."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import evidence  # noqa: E402
+from evidence_compare import MACHINE, Bound, differences  # noqa: E402
+
+COMMITTED = """
+# Bytes
+
+| model | dtype | kept | time |
+| --- | --- | --- | --- |
+| bert | fp32 | 1,018.0 = | 1.00 |
+| bert | bf16 | 10.1 = | 2.00 |
+
+| model | dtype | kept | time |
+|---|---|---|---|
+| bert | fp32 | -3e-04 | 1.00 |
+"""
+BOUNDS = {"kept": Bound(relative=0.01), "time": MACHINE}
+#: Prints the table, and ends as asked.
+SCRIPT = (
+    "import sys\nopen(sys.argv[1] + '/planted.md', 'w').write(open(sys.argv[2]).read())\nsys.exit(int(sys.argv[3]))\n"
+)
+
+
+def found(measured, **how):
+    return differences(COMMITTED, measured, 2, BOUNDS, **how)
+
+
+def test_figures_within_their_bounds_agree():
+    measured = COMMITTED.replace("1,018.0", "1,010.0").replace("2.00", "7.00")
+    assert found(measured) == ([], 3)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "line"),
+    [
+        ("1,018.0", "1,007.0", "bert, fp32: kept: committed 1,018.0 =, measured 1,007.0 =, expected within 0.01 of it"),
+        ("10.1 =", "10.1 *", "bert, bf16: kept: committed 10.1 =, measured 10.1 *, expected within 0.01 of it"),
+        ("-3e-04", "3e-04", "bert, fp32: kept: committed -3e-04, measured 3e-04, expected within 0.01 of it"),
+        ("| bert | bf16 | 10.1 = | 2.00 |\n", "", "bert, bf16: committed, but not measured"),
+        ("| bf16 |", "| fp16 |", "bert, fp16: not in the committed table"),
+        ("| kept |", "| held |", "bert, fp32: not in the committed table"),
+    ],
+    ids=["figure", "word", "sign", "row missing", "row new", "column"],
+)
+def test_what_does_not_agree_is_reported(before, after, line):
+    assert line in found(COMMITTED.replace(before, after))[0]
+
+
+def test_columns_without_a_bound_must_be_equal():
+    lines, figures = differences(COMMITTED, COMMITTED.replace("2.00", "2.01"), 2, {})
+    assert figures == 6
+    assert lines == ["bert, bf16: time: committed 2.00, measured 2.01, expected equal"]
+
+
+def test_a_part_may_lack_rows_but_compares_something():
+    part = COMMITTED.replace("| bert | bf16 | 10.1 = | 2.00 |\n", "")
+    assert found(part, partly=True) == ([], 2)
+    assert "no figure was compared" in found("", partly=True)[0][0]
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """A script of one table, of which ``fresh.md`` is what it measures."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "planted.py").write_text(SCRIPT)
+    (tmp_path / "planted.md").write_text(COMMITTED)
+    (tmp_path / "fresh.md").write_text(COMMITTED)
+    monkeypatch.setattr(evidence, "ROOT", tmp_path)
+
+    def run(status=0, command=None, **how):
+        command = command or f"planted.py {{out}} {tmp_path / 'fresh.md'} {status}"
+        one = evidence.Evidence("planted", command, names=2, bounds=BOUNDS, table=tmp_path / "planted.md", **how)
+        monkeypatch.setattr(evidence, "EVIDENCE", (one,))
+        return evidence.main(["--only", "planted", "--out", str(tmp_path / "out")])
+
+    return run
+
+
+def test_a_planted_wrong_figure_ends_with_status_1(planted, tmp_path, capsys):
+    assert planted() == 0
+    assert "planted: 0 differences, 3 figures" in capsys.readouterr().out
+    (tmp_path / "planted.md").write_text(COMMITTED.replace("10.1", "9.1"))
+    assert planted() == 1
+    output = capsys.readouterr().out
+    assert "bert, bf16: kept: committed 9.1 =, measured 10.1 =" in output and "Not as committed: planted." in output
+    assert "running" not in output  # only the comparison is made again
+
+
+def test_a_run_is_repeated_where_the_code_is_another(planted, tmp_path, capsys):
+    assert planted() == 0 and "running" in capsys.readouterr().out
+    assert planted() == 0 and "running" not in capsys.readouterr().out
+    with (tmp_path / "scripts" / "planted.py").open("a") as script:
+        script.write("# another\n")
+    assert planted() == 0 and "running" in capsys.readouterr().out
+
+
+def test_a_script_that_fails_is_reported_and_run_again(planted, capsys):
+    for _ in range(2):
+        assert planted(status=3) == 1
+        output = capsys.readouterr().out
+        assert "planted.py ended with status 3; see" in output and "running" in output
+
+
+def test_what_needs_data_is_left_out_without_it(planted, capsys):
+    assert planted(command="planted.py {glue} {out}") == 0
+    assert capsys.readouterr().out == "planted: left out, since it needs --data-root\n"
+
+
+def test_every_entry_names_a_script_and_columns_that_its_committed_table_has():
+    from evidence_compare import tables
+
+    for one in evidence.EVIDENCE:
+        assert (SCRIPTS / one.command.split()[0]).is_file()
+        if one.table is not None:
+            rows = tables(one.table.read_text(encoding="utf-8"), one.names)
+            assert rows and all(len(cells) == len(key[0]) - one.names for key, cells in rows.items()), one.name
+    committed = {path.stem for path in (SCRIPTS / "results").glob("*.md")}
+    known = {one.table.stem for one in evidence.EVIDENCE if one.table is not None} | {"fuzz", "threads"}
+    assert committed - known == {"equal-under"}  # needs the tests of other projects
+
+
+def test_a_wrong_figure_planted_in_a_copy_of_each_table_is_seen():
+    """With the bounds of the table: none is so wide that a figure four times as large passes, but those of machines."""
+    for one in evidence.EVIDENCE:
+        if one.table is None:
+            continue
+        text = one.table.read_text(encoding="utf-8")
+        assert differences(text, text, one.names, one.bounds, partly=one.partly)[0] == []
+        for bound in one.bounds.values():
+            assert bound is MACHINE or not bound.holds(10.0, 40.0)
+
+
+def test_the_list_names_every_script(capsys):
+    assert evidence.main(["--list"]) == 0
+    assert "wta-crs-memory: python scripts/bench/wta_crs.py --part memory" in capsys.readouterr().out
+    assert json.dumps([one.name for one in evidence.EVIDENCE]).count("quick") == 2
