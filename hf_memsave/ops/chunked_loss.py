@@ -144,16 +144,19 @@ def _loss_and_gradient(z: Tensor, target: Tensor, options: _Options, count: Tens
     is_counted = target != options.ignore_index
     index = target.where(is_counted, 0).unsqueeze(-1)
     p = z.to(wide, copy=True)
-    lse = p.logsumexp(-1, keepdim=True)
+    top = p.amax(-1, keepdim=True)
     smoothing, words = options.label_smoothing, z.shape[-1]
     weight = None if options.weight is None else options.weight.to(wide)
     of_target = 1.0 - smoothing if weight is None else (1.0 - smoothing) * weight[index]
-    loss = of_target * (lse - p.gather(-1, index))
+    below = top - p.gather(-1, index)
     total = 1.0 if weight is None else weight.mean()
     if smoothing:
-        rest = lse - p.mean(-1, keepdim=True) if weight is None else lse * total - (p @ weight / words).unsqueeze(-1)
-        loss = loss + smoothing * rest
-    p.sub_(lse).exp_().mul_(of_target + smoothing * total)
+        rest = top - p.mean(-1, keepdim=True) if weight is None else top * total - (p @ weight / words).unsqueeze(-1)
+    parts = p.sub_(top).exp_().sum(-1, keepdim=True)  # p by a division: a rounded log of the sum would err in all of it
+    loss = of_target * (below + parts.log())
+    if smoothing:
+        loss = loss + smoothing * (rest + total * parts.log())
+    p.div_(parts).mul_(of_target + smoothing * total)
     p.scatter_add_(-1, index, torch.full_like(loss, -1.0) * of_target)
     if smoothing:
         p.sub_(smoothing / words if weight is None else smoothing / words * weight)

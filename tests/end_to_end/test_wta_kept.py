@@ -25,7 +25,7 @@ def make(family, lora, device, size=SIZE):
 
 def kept(model, linear, size=SIZE, steps=0, padded=False, **options):
     """Bytes kept, and the rows drawn meanwhile."""
-    patch(model, MemSaveConfig(linear=linear, **options))
+    patch(model, MemSaveConfig(linear=linear, **options), replace=True)
     batch = batch_for(model, size, padded)
     for _ in range(steps):
         model(**batch).loss.backward()
