@@ -78,11 +78,11 @@ def test_models_without_sdpa_are_built_as_they_are():
 
 def test_dtypes_may_be_names():
     of = dict(batch_size=1, seq_len=16, memsave=False, layers=3)
-    names, dtypes = (
+    names, short, dtypes = (
         estimate(CONFIG, **of, dtype=a, autocast=b)
-        for a, b in (("float32", "bfloat16"), (torch.float32, torch.bfloat16))
+        for a, b in (("float32", "bfloat16"), ("fp32", "bf16"), (torch.float32, torch.bfloat16))
     )
-    assert names == dtypes
+    assert names == short == dtypes
 
 
 def test_a_batch_of_any_size_takes_no_memory_here():
