@@ -134,10 +134,11 @@ def taught(program):
 
 
 def runs_of(program, is_taught=False):
-    """On a patched graph; or on two at once, in threads."""
+    """On a patched graph that has learned nothing of earlier programs, if not taught; or on two at once, in threads."""
     if is_taught and not program.threads:
         *_, last = [Run(program, graph) for graph in taught(program)]
         return [last]
+    taped._decided.clear()
     graphs = [graph_of(program.dtype, program.dropout, number) for number in range(1 + program.threads)]
     if not program.threads:
         return [Run(program, graphs[0])]
