@@ -20,7 +20,7 @@ STEP = {"batch_size": 4, "seq_len": 64}
 
 
 def command(tmp_path, family, *options):
-    config = {"model_type": family, **WIDE, "num_hidden_layers": 11}
+    config = {"model_type": family, **WIDE, "num_hidden_layers": 7}
     (tmp_path / "config.json").write_text(json.dumps(config))
     argv = ["estimate", tmp_path / "config.json", "--batch-size", 4, "--seq-len", 64, "--check", *options]
     return main([*map(str, argv), "--json", str(tmp_path / "out.json")])
@@ -32,8 +32,8 @@ def command(tmp_path, family, *options):
     [
         ("llama", ["--lora", "r=4,dropout=0.1"]),
         ("bert", ["--autocast", "bf16", "--padded"]),
-        pytest.param("bert", ["--checkpointing", "--optimizer", "sgd_momentum"], marks=pytest.mark.long),
-        pytest.param("llama", ["--accumulation", "2", "--attention", "eager"], marks=pytest.mark.long),
+        pytest.param("bert", ["--checkpointing", "--optimizer", "sgd_momentum"], marks=pytest.mark.matrix),
+        pytest.param("llama", ["--accumulation", "2", "--attention", "eager"], marks=pytest.mark.matrix),
     ],
     ids=str,
 )

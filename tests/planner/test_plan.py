@@ -132,7 +132,7 @@ WAYS = {"rungs": SLOW_BUS, "offload": FAST_BUS}
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("share", [0.1, 0.4, 0.9])
+@pytest.mark.parametrize("share", [0.4, *(pytest.param(x, marks=pytest.mark.matrix) for x in (0.1, 0.9))])
 def test_a_real_step_stays_within_the_budget(family, share, way, monkeypatch):
     """The same step on CPU, all its storages counted; what a CPU keeps for itself differs by a few percent."""
     monkeypatch.setattr(offload, "SMALLEST", 2**12)
@@ -196,6 +196,7 @@ def test_main_memory_bounds_what_is_offloaded(ends):
     assert bound.best.cost >= free.best.cost
 
 
+@pytest.mark.matrix
 def test_the_largest_step_fits_and_one_more_does_not():
     config, budget = CONFIGS["llama"], CONTEXT + WORKSPACES + 60 * 2**20
     found = largest(config, budget=budget, **STEP)
