@@ -18,7 +18,7 @@ from hf_memsave.tape.again import LinearAgain
 from hf_memsave.tape.handles import Handle, Node, Ticket
 from hf_memsave.tape.private import OpOverload
 from hf_memsave.tape.record import MARK, PARAMETER, Record
-from hf_memsave.tape.tensors import CONSTANT
+from hf_memsave.tape.tensors import CONSTANT, is_flipped, place_of
 
 #: Functions that remaking one tensor may run.
 MOST_WORK = 64
@@ -181,12 +181,26 @@ def _price_of_parameter(tape: Any, x: Tensor, storage: Any, is_copied: bool) -> 
 
 
 def settle(tape: Any, record: Record, storage: Any) -> Node:
-    """Make a node of a record: its arguments become handles, and whoever holds the tensor itself asks the node."""
-    node = Node(record.func, record.stride, storage.nbytes(), tape.block, tape.lock)  # type: ignore[arg-type]
-    args, kwargs = record.args, record.kwargs
+    """Make a node of a record: its arguments become handles, and whoever holds the tensor itself asks the node.
+
+    Autocast converts an input for each product that takes it. Those conversions share the first one's node, so that
+    backward converts once.
+
+    Returns:
+        The node.
+    """
+    func, args, kwargs = record.func, record.args, record.kwargs
+    node = Node(func, record.stride, storage.nbytes(), tape.block, tape.lock)  # type: ignore[arg-type]
+    if func in CASTS:
+        x = record.seen[0][0]
+        notes, key = tape.notes(x), (place_of(x), is_flipped(x), record.dtype, record.stride)
+        if key in notes and (first := notes[key]()) is not None and is_near(tape, first):
+            node, args, kwargs = first, (), None
+        notes[key] = weakref.ref(node)
     record.forget()
     record.node = weakref.ref(node)
-    node.args = [take(tape, a, node) if type(a) not in CONSTANT else a for a in args]
+    if args:
+        node.args = [take(tape, a, node) if type(a) not in CONSTANT else a for a in args]
     if kwargs:
         node.kwargs = {name: take(tape, a, node) for name, a in kwargs.items()}
     record.give_way(node)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 from hf_memsave import measure_kept
@@ -275,3 +276,49 @@ def test_a_cast_of_a_weight_is_made_once_in_a_forward_and_kept_by_nobody(device)
     low = layer.weight.numel() * 2
     assert low in [s.nbytes for s in stock.storages]
     assert low not in [s.nbytes for s in here.storages]
+
+
+class Conversions(TorchDispatchMode):
+    """Counts those of a tensor of ``shape`` to bf16."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and out.dtype == torch.bfloat16 and out.shape == self.shape:
+            self.count += 1
+        return out
+
+
+def inputs_of_several(device, rows, number):
+    return [random(rows, IN, device=device), *(random(OUT, IN, device=device, seed=s) for s in range(1, number + 1))]
+
+
+@pytest.mark.parametrize("between", [lambda h: h, lambda h: h.mul_(2)], ids=["nothing", "a write"])
+def test_backward_converts_once_what_several_products_took(device, between):
+    only_on_cpu(device)
+
+    def branches(x, q, k, v):
+        h = torch.tanh(x) * 3  # the second of two functions that are remade from x
+        first = F.linear(h, q)
+        h = between(h)
+        return first + F.linear(h, k) + F.linear(h, v)
+
+    given = inputs_of_several(device, ROWS, 3)
+    assert_is_stocks(branches, given, autocast=torch.bfloat16)
+    with taping(), autocasting(device, torch.bfloat16):
+        loss = branches(*(t.requires_grad_() for t in given)).sum()
+    with Conversions(given[0].shape) as seen:
+        loss.backward()
+    assert seen.count == 1  # what was converted before a write has been kept
+
+
+def test_conversions_of_other_parts_of_a_storage_stay_apart(device):
+    def branches(x, *weights):
+        h = torch.tanh(x) * 3
+        parts = *h.chunk(2), h.view(2, ROWS, IN)[0], torch._neg_view(h[:ROWS])
+        return sum(F.linear(part, weight) for weight, part in zip(weights, parts, strict=True))
+
+    assert_is_stocks(branches, inputs_of_several(device, 2 * ROWS, 4), autocast=torch.bfloat16)
