@@ -4,6 +4,7 @@
 
 A run is the stock Trainer on random token ids, 30 steps of AdamW with an evaluation after every 15th, batch 8: "fixed"
 rows have 128 tokens, "dynamic" ones 16 to 128 and are padded to the longest of their batch. Six layers of hidden 256.
+LoRA is in bf16 and takes batches of 2, as a CPU may be slow at products in bf16.
 
 Counted: the most bytes alive at once that the run's ops made: gradients and the optimizer's states too. "Avoided" is
 what the callback says of the first step. Resident: how far the process rises above what it had before training, with
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from support.families import VOCAB, Size, build  # noqa: E402 - the tests' own m
 
 SIZE = Size(hidden=256, heads=4, layers=6, batch=8, seq=128)
 SHORTEST = 16
+LORA_SIZE = replace(SIZE, batch=2)
 MODELS = ("bert", "llama", "llama-lora")
 PADDINGS = ("fixed", "dynamic")
 _TITLE = "Peak over a training run of 30 steps with evaluation, MiB"
@@ -125,17 +127,18 @@ def measured(name: str, padding: str, is_patched: bool, steps: int, is_counted: 
 def made(name: str, padding: str, steps: int, folder: str, callback: MemSaveCallback | None = None) -> Trainer:
     """A trainer of the model, with as many rows as it takes, and an evaluation after every half."""
     family, _, adapters = name.partition("-")
-    model: nn.Module = build(family, SIZE, torch.bfloat16 if adapters else torch.float32)
+    size = LORA_SIZE if adapters else SIZE
+    model: nn.Module = build(family, size, torch.bfloat16 if adapters else torch.float32)
     if adapters:
         model = get_peft_model(model, LoraConfig(r=8, lora_dropout=0.05, target_modules="all-linear"))
     training = TrainingArguments(
-        output_dir=folder, max_steps=steps, per_device_train_batch_size=SIZE.batch, eval_strategy="steps",
-        per_device_eval_batch_size=SIZE.batch, eval_steps=max(1, steps // 2), logging_steps=1, report_to=[],
+        output_dir=folder, max_steps=steps, per_device_train_batch_size=size.batch, eval_strategy="steps",
+        per_device_eval_batch_size=size.batch, eval_steps=max(1, steps // 2), logging_steps=1, report_to=[],
         save_strategy="no", use_cpu=True, disable_tqdm=True, label_names=["labels"],
     )  # fmt: skip
-    rows = data(padding, steps * SIZE.batch, is_causal=family == "llama")
+    rows = data(padding, steps * size.batch, is_causal=family == "llama")
     return Trainer(
-        model=model, args=training, train_dataset=rows, eval_dataset=rows[: 2 * SIZE.batch], data_collator=collate,
+        model=model, args=training, train_dataset=rows, eval_dataset=rows[: 2 * size.batch], data_collator=collate,
         callbacks=[callback] if callback else [],
     )  # fmt: skip
 
