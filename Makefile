@@ -33,10 +33,10 @@ kernels: $(INSTALLED) ## Run the tests of the vendored Triton kernels, and of op
 	cd hf_memsave/_vendor/memsave_kernels && TRITON_INTERPRET=1 $(CURDIR)/$(BIN)/python -m pytest -m "not long" -n logical --maxprocesses 8
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 tests/ops/test_fused*.py
 
-matrix: $(INSTALLED) ## Run all combinations of settings of which the tests take some
+matrix: $(INSTALLED) ## Run what `make test` leaves out: more combinations of settings, faults and budgets
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 -m matrix $(ARGS)
 
-quick: $(INSTALLED) ## Run one case of every test, without the long ones: two minutes on two cores
+quick: $(INSTALLED) ## Run one case of every test, without the long ones
 	$(BIN)/python -m pytest --quick -n logical --maxprocesses 8 --dist loadfile $(ARGS)
 
 demo: $(INSTALLED) ## Fine-tune two small models, stock and patched; ARGS="--data-dir DIR" brings real data

@@ -28,9 +28,9 @@ from hf_memsave.measure.trace import UNIT, Trace, trace_step
 from hf_memsave.patching.patch import patch
 from hf_memsave.tape import measure_kept
 
-#: Short names, as Trainer has them.
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_DTYPES = tuple(DTYPES.values())
+#: Short names, as Trainer and ``memsave estimate`` have them (which imports nothing of this before it runs).
+_NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = tuple(_NAMES.values())
 _UNRUNNABLE = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
@@ -112,8 +112,8 @@ def training_of(**fields: Any) -> Training:
             raise MeasureError(f"lora: expected fields {', '.join(names)}, got {', '.join(sorted(unknown))}.")
         fields["lora"] = Lora(**lora)
     for name in ("dtype", "autocast"):
-        if isinstance(value := fields.get(name), str):  # or as Transformers has it
-            fields[name] = DTYPES.get(value, getattr(torch, value, value))
+        if isinstance(value := fields.get(name), str):  # short, or PyTorch's
+            fields[name] = _NAMES.get(value, getattr(torch, value, value))
     return Training(**fields)
 
 
