@@ -33,7 +33,7 @@ kernels: $(INSTALLED) ## Run the tests of the vendored Triton kernels, and of op
 	cd hf_memsave/_vendor/memsave_kernels && TRITON_INTERPRET=1 $(CURDIR)/$(BIN)/python -m pytest -m "not long" -n logical --maxprocesses 8
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 tests/ops/test_fused*.py
 
-matrix: $(INSTALLED) ## Run what `make test` leaves out: more combinations of settings, faults and budgets
+matrix: $(INSTALLED) ## Run what `make test` leaves out: more combinations of settings and budgets
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 -m matrix $(ARGS)
 
 quick: $(INSTALLED) ## Run one case of every test, without the long ones

@@ -21,7 +21,7 @@ from support.helpers import EARLIER, autocasting, nodes, only_on_cpu
 from support.steps import assert_same, gradients, patched_classes
 
 STEPS, EVERY = 1000, 100
-ROUNDS, PARTS = 8, 4  # of faults of each kind, for each model: 3 x 9 x 8 = 216
+ROUNDS = 8  # of faults of each kind, for each model: 3 x 9 x 8 = 216
 SIZE = Size(hidden=16, heads=2, layers=2, batch=2, seq=8)
 MODELS = ("bert", "llama with LoRA under autocast", "gpt2 with checkpointing")
 
@@ -217,9 +217,8 @@ def assert_nothing_is_left():
     assert not (left := nodes()), f"{len(left)} nodes are alive"
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.matrix) for n in range(1, PARTS))])
 @pytest.mark.parametrize("name", MODELS)
-def test_after_a_fault_a_model_trains_on_as_stock_does(name, part, device):
+def test_after_a_fault_a_model_trains_on_as_stock_does(name, device):
     only_on_cpu(device)
     ours, stock = pair(name)
     called, passed = reached(stock)
@@ -227,10 +226,9 @@ def test_after_a_fault_a_model_trains_on_as_stock_does(name, part, device):
     for run in (ours, stock):
         torch.manual_seed(0)
         run.step(counted=True)
-        run.nan_step()  # the loss scaler makes its two numbers
     assert ours.ops != stock.ops  # ours computes again in backward
     alive = []
-    for number, fault in enumerate([*faults(MODELS.index(name), called, passed)][part::PARTS]):
+    for number, fault in enumerate(faults(MODELS.index(name), called, passed)):
         after = []
         for run in (ours, stock):
             torch.manual_seed(number)
@@ -244,7 +242,7 @@ def test_after_a_fault_a_model_trains_on_as_stock_does(name, part, device):
             raise AssertionError(f"{number}. {fault}: {error}") from None
         del after
         alive.append(live_bytes())
-    assert len(set(alive)) == 1, alive
+    assert len(set(alive[len(KINDS) :])) == 1, alive  # once the loss scaler has made its two numbers
     assert_same(dict(ours.model.named_parameters()), dict(stock.model.named_parameters()))
     assert_nothing_is_left()
 
