@@ -86,6 +86,8 @@ EVIDENCE = (
            bounds={"limit": Bound(), "steps": MACHINE, "*ms": MACHINE, "*": _TIME}),
     _table("ways-to-keep-less", "bench/ways_to_keep_less.py --out {out}", names=2,
            bounds={"time*": _TIME, "*": _BYTES}),
+    _table("peak-over-training", "bench/peak_over_training.py --out {out}",
+           bounds={"resident*": MACHINE, "*": _BYTES}),
     Evidence("families", "bench/families.py --steps 8 --markdown {out}/families.md",
              bounds={"time*": _TIME, "*": _BYTES}, table=ROOT / "docs" / "numbers.md", partly=True),
     Evidence("fuzz", "fuzz.py --seeds 0:2000 --jobs 2 --out {out}"),

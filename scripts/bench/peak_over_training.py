@@ -82,7 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         runs = {how: in_processes(name, padding, how, options.steps) for how in ("stock", "patched")}
         found[f"{name}, {padding}"] = runs
         rows.append(row(f"{name}, {padding}", runs))
-    header = ["run", "stock", "patched", "falls by", "avoided", "share", "resident: stock", "patched", "falls by"]
+    resident = [f"resident: {name}" for name in ("stock", "patched", "falls by")]
+    header = ["run", "stock", "patched", "falls by", "avoided", "share", *resident]
     publish("peak-over-training", f"{_TITLE}; {machine()}", header, rows, {"runs": found}, options.out)
 
 
