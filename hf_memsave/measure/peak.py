@@ -26,6 +26,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from hf_memsave.measure.private import quick_device
+
 
 @dataclass(frozen=True)
 class Peak:
@@ -99,8 +101,8 @@ class Count(TorchDispatchMode):
         self.timeline: list[tuple[str, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # a question that fake tensors are asked often
-            return func(*args)
+        if func is torch.ops.prim.device.default:  # a question that autograd asks fake tensors often
+            return quick_device(args[0])
         given = [(storage, storage.nbytes()) for storage in self._storages((args, kwargs))]
         output = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(...): made just now, and not by an op
@@ -166,7 +168,6 @@ class Count(TorchDispatchMode):
 @contextlib.contextmanager
 def collector_off() -> Iterator[None]:
     """When it comes depends on everything that the process did before."""
-    gc.collect()
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -188,5 +189,7 @@ def storages(tree: Any, device: str | None = None) -> Iterator[torch.UntypedStor
             continue
         if is_traceable_wrapper_subclass(leaf):
             yield from storages([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]], device)
-        elif leaf.layout is torch.strided and not leaf.is_meta and device in (None, leaf.device.type):
-            yield leaf.untyped_storage()
+        elif leaf.layout is torch.strided:
+            where = quick_device(leaf).type
+            if where != "meta" and device in (None, where):
+                yield leaf.untyped_storage()

@@ -82,6 +82,12 @@ def fake_tensors() -> contextlib.AbstractContextManager[Any]:
     return Mode(allow_non_fake_inputs=True)
 
 
+def quick_device(tensor: torch.Tensor) -> torch.device:
+    """``tensor.device``; of a fake tensor without the dispatcher, where each such question takes as long as an op."""
+    device: torch.device = getattr(tensor, "fake_device", None) or tensor.device
+    return device
+
+
 def data_errors() -> tuple[type[Exception], ...]:
     """What such a tensor raises when it is asked for its numbers."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
