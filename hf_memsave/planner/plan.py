@@ -102,11 +102,13 @@ def plan(
     tell = progress or (lambda share: None)
     tried: list[Setting] = []
     best: Setting | None = None
-    families = sorted(settings.families(_codecs(lossy)), key=lambda family: settings.least_cost(family, limit))
-    for done, family in enumerate(families):
+    families = settings.families(_codecs(lossy))
+    for done in range(len(families)):
         tell(done / len(families))
+        family = min(families, key=lambda family: settings.least_cost(family, limit))
         if best is not None and settings.least_cost(family, limit) >= best.cost:
-            break  # they come in the order of that
+            break
+        families.remove(family)
         tried.append(settings.whole(family))
         fitting = [s for s in settings.of(family) if s.needed <= limit and s.away <= (most_away or s.away)]
         best = min((s for s in (best, *fitting) if s is not None), key=lambda s: (s.cost, s.needed), default=None)

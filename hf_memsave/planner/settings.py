@@ -40,6 +40,10 @@ class Family(NamedTuple):
     rung: Any
 
 
+FLOOR = Family(None, False, None)
+OFFLOAD = Family(None, True, None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """One setting, and what it takes.
@@ -79,6 +83,7 @@ class Settings:
         self.config, self.training, self.shards, self.base, self.rates = config, training, shards, base, rates
         self.depth = {field: getattr(config, field) for field in depth_fields(config)}
         self.work = work_of(config, training)
+        self.u = training.batch_size * training.seq_len * getattr(config, "hidden_size", 0) * training.u_itemsize
         self._wholes: dict[Family, Whole] = {}
 
     @property
@@ -92,15 +97,16 @@ class Settings:
         return offloads + [Family(storage, False, rung) for storage in lossy for rung in RUNGS]
 
     def least_cost(self, family: Family, limit: int) -> float:
-        """What every setting of the family that needs at most ``limit`` costs at least, told by the floor alone."""
-        floor = Family(None, False, None)
-        kept = max(self._each(floor, "kept"), default=0.0)
-        if family.storage or not kept:
+        """What every setting of the family that needs at most ``limit`` costs at least, told by what has been traced."""
+        kept = self._each(FLOOR, "kept")
+        if family.storage or not max(kept, default=0):
             return self._cost(family, 0, 0, 0)
         if not family.offload:
-            layers = min(self.layers, math.ceil((self.whole(floor).needed - limit) / kept))
-            return self._cost(family, max(0, layers), 0, 0)
-        return min(self._cost(family, n, _MOVED * (self.layers - n) * kept, 0)
+            layers = math.ceil((self.whole(FLOOR).needed - limit) / max(kept))
+            return self._cost(family, max(0, min(self.layers, layers)), 0, 0)
+        moved = self._each(OFFLOAD, "away") if OFFLOAD in self._wholes else [_MOVED * nbytes for nbytes in kept]
+        given = _MOVED * self.u  # a layer that runs again keeps its input
+        return min(self._cost(family, n, sum(moved[n:]) + n * given, 0)
                    for n in (range(1, self.layers + 1) if family.rung else (0,)))  # fmt: skip
 
     def whole(self, family: Family) -> Setting:

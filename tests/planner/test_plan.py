@@ -1,6 +1,7 @@
 """The planner: the cheapest exact setting that fits, found without a device, and true of a real step."""
 
 import copy
+import math
 import re
 
 import pytest
@@ -16,6 +17,7 @@ from hf_memsave.measure.training import Training, build, trace_at, training_of
 from hf_memsave.planner import traces
 from hf_memsave.planner.plan import largest, plan
 from hf_memsave.planner.rates import Rates, rates_of, work_of
+from hf_memsave.planner.settings import OFFLOAD, Settings
 from hf_memsave.tape import offload
 from hf_memsave.tape.offload import AHEAD, Away
 
@@ -91,6 +93,22 @@ def test_it_finds_what_brute_force_finds(of_every_setting, share, rates):
     assert found.best.cost == pytest.approx(costs[found.config], rel=1e-6)
     cheaper = [memsave for memsave, cost in costs.items() if cost < found.best.cost * (1 - 1e-9)]
     assert all(needs[memsave] > 0.995 * budget for memsave in cheaper)
+
+
+@pytest.mark.parametrize("rates", [FAST_BUS, SLOW_BUS, "a100"], ids=["fast bus", "slow bus", "a100"])
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.8])
+def test_no_setting_costs_less_than_is_told_of_its_family(ends, share, rates):
+    """Neither by the floor alone, nor once offload is traced: what a bound rules out is never the cheapest."""
+    config, (floor, _, least) = ends
+    limit = int(least + share * (floor - least))
+    settings = Settings(config, training_of(**STEP), ("ddp", 1), MemSaveConfig(), rates_of(rates))
+    told = {family: [settings.least_cost(family, limit)] for family in settings.families(())}
+    settings.whole(OFFLOAD)
+    for family, bounds in told.items():
+        bounds.append(settings.least_cost(family, limit))
+        costs = [setting.cost for setting in settings.of(family) if setting.needed <= limit]
+        assert min(costs, default=math.inf) >= max(bounds) * (1 - 1e-9)
+        assert bounds[1] >= bounds[0] * (1 - 1e-9)
 
 
 def costs_of(config, settings, away_of, rates):
