@@ -1,5 +1,6 @@
 """``torch.save`` of a whole patched model: what its pickle needs, and how one is made that stock loads."""
 
+import itertools
 import subprocess
 import sys
 
@@ -11,21 +12,22 @@ from hf_memsave import patch, unpatch
 from support.families import batch_for, build
 from support.steps import assert_same, patched_classes, step
 
-#: Loads a model where the package is not installed, and trains it for one step.
+#: Loads models where the package is not installed, and trains each for one step.
 LOAD = """
 import sys
 sys.modules["hf_memsave"] = None
 import torch
-model = torch.load(sys.argv[1], weights_only=False)
-ids = torch.arange(5, 21)[None]
-model.eval()(input_ids=ids, labels=ids).loss.backward()
-torch.save({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, sys.argv[2])
+for path in sys.argv[1:]:
+    model = torch.load(path, weights_only=False)
+    ids = torch.arange(5, 21)[None]
+    model.eval()(input_ids=ids, labels=ids).loss.backward()
+    torch.save({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, path + ".gradients")
 """
 
 
-def load_without_the_package(folder) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", LOAD, folder / "model.pt", folder / "gradients.pt"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder)
+def load_without_the_package(*paths) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", LOAD, *paths]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=paths[0].parent)
 
 
 def model_of(name):
@@ -34,29 +36,31 @@ def model_of(name):
     return get_peft_model(model, LoraConfig(target_modules="all-linear")) if lora else model
 
 
-@pytest.mark.parametrize("how", [True, "tempo", "wta-crs"], ids=str)
-@pytest.mark.parametrize("name", ["llama", "llama with LoRA"])
-def test_an_undone_model_loads_without_the_package(name, how, tmp_path):
-    model = model_of(name)
-    report = patch(model, how)
-    step(model, batch_for(model))
-    report.undo()
-    torch.save(model, tmp_path / "model.pt")
-    assert b"memsave" not in (tmp_path / "model.pt").read_bytes()
-    found = load_without_the_package(tmp_path)
+def test_undone_models_load_without_the_package(tmp_path):
+    expected = {}
+    for name, how in itertools.product(("llama", "llama with LoRA"), (True, "tempo", "wta-crs")):
+        model = model_of(name)
+        report = patch(model, how)
+        step(model, batch_for(model))
+        report.undo()
+        path = tmp_path / f"{name}, {how}.pt"
+        torch.save(model, path)
+        assert b"memsave" not in path.read_bytes()
+        ids = torch.arange(5, 21)[None]
+        model.zero_grad()
+        model.eval()(input_ids=ids, labels=ids).loss.backward()
+        expected[path] = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    found = load_without_the_package(*expected)
     assert found.returncode == 0, found.stderr
-    ids = torch.arange(5, 21)[None]
-    model.zero_grad()
-    model.eval()(input_ids=ids, labels=ids).loss.backward()
-    expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    assert_same(torch.load(tmp_path / "gradients.pt"), expected)
+    for path, gradients in expected.items():
+        assert_same(torch.load(f"{path}.gradients"), gradients)
 
 
 def test_a_patched_model_asks_for_the_package(tmp_path):
     model = build("llama")
     patch(model)
     torch.save(model, tmp_path / "model.pt")
-    found = load_without_the_package(tmp_path)
+    found = load_without_the_package(tmp_path / "model.pt")
     assert found.returncode != 0 and "hf_memsave" in found.stderr.splitlines()[-1]
 
 
