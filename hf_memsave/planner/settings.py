@@ -97,7 +97,7 @@ class Settings:
         return offloads + [Family(storage, False, rung) for storage in lossy for rung in RUNGS]
 
     def least_cost(self, family: Family, limit: int) -> float:
-        """What every setting of the family that needs at most ``limit`` costs at least, told by what has been traced."""
+        """What a setting of the family that needs at most ``limit`` costs at least, told by what has been traced."""
         kept = self._each(FLOOR, "kept")
         if family.storage or not max(kept, default=0):
             return self._cost(family, 0, 0, 0)
