@@ -209,7 +209,7 @@ def test_attention_with_dropout_is_kept():
 @pytest.mark.parametrize("has_lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_each_rung_lowers_the_peak_of_a_step(family, has_lora):
-    size = Size(hidden=256, heads=4, layers=12, batch=1 if has_lora else 8, seq=128)  # products in bf16 may be slow
+    size = Size(hidden=128, heads=4, layers=12, batch=1 if has_lora else 8, seq=128)  # products in bf16 may be slow
     model = adapted(family, size=size) if has_lora else build(family, size)
     batch = batch_for(model, size)
     model(**batch).loss.backward()  # so that gradients are there
@@ -286,8 +286,8 @@ def test_errors_say_what_was_expected():
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_checkpointed_blocks_peak_at_their_inputs_and_one_block(family, has_lora, how):
     """L layers of which each keeps 1u, and the whole step of one layer at the floor; LoRA is PEFT's by default."""
-    layers = 12
-    size = Size(hidden=256, heads=4, batch=1 if has_lora else 8, seq=128)  # products in bf16 may be slow
+    layers = 8
+    size = Size(hidden=128, heads=4, batch=1 if has_lora else 8, seq=128)  # products in bf16 may be slow
     u = size.u(2 if has_lora else 4)
 
     def peak(number, is_checkpointed):
@@ -301,9 +301,9 @@ def test_checkpointed_blocks_peak_at_their_inputs_and_one_block(family, has_lora
         model(**batch).loss.backward()  # so that gradients are there
         return count_peak(lambda: model(**batch).loss.backward()).peak / u
 
-    one, at_twelve = peak(1, False), peak(layers, True)
-    assert (at_twelve - peak(layers // 2, True)) / (layers // 2) == pytest.approx(1, abs=0.01)
+    one, deepest = peak(1, False), peak(layers, True)
+    assert (deepest - peak(layers // 2, True)) / (layers // 2) == pytest.approx(1, abs=0.01)
     workspace = (
         3.02  # 0 to 3 are seen: what runs again has its output, and in LLaMA's LoRA an fp32 copy, beside stock's
     )
-    assert at_twelve <= layers - 1 + one + workspace
+    assert deepest <= layers - 1 + one + workspace
