@@ -12,6 +12,7 @@ found among the first and the last ones. An encoder and a decoder have a term ea
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hf_memsave.errors import MeasureError
@@ -69,7 +70,7 @@ def trace_at_full_depth(first: Trace, deeper: Sequence[Trace], times: Sequence[i
                     "the model as it is, with hf_memsave.measure.peak.count_peak."
                 ) from error
             places[_same(place, first.blocks, blocks, is_from_end)] = Moment(
-                found["live"], found["gradients"], first.places[place].op
+                found["live"], found["gradients"], first.places[place].op, found["away"]
             )
     return Trace(
         places=places,
@@ -77,7 +78,59 @@ def trace_at_full_depth(first: Trace, deeper: Sequence[Trace], times: Sequence[i
         parameters=of(lambda trace: trace.parameters),
         trained=of(lambda trace: trace.trained),
         states=of(lambda trace: trace.states),
-        largest=first.largest,
+        owned=first.owned,
+    )
+
+
+def with_fewer_blocks(trace: Trace, number: int, temporaries: int) -> Trace:
+    """The step of a model with fewer blocks, from one step alone.
+
+    Blocks in the middle are taken out. What they own is alive no more; nor, where they have run forward and not yet
+    backward, what they keep, which is by how much more is alive in the block after them.
+
+    Args:
+        trace: Of a model with one stack of blocks that are alike, and of one batch, without autocast: its casts of
+            weights live in forward alone.
+        number: How many blocks to take out.
+        temporaries: What the optimizer's step takes at once, of the bytes of the gradients.
+
+    Returns:
+        What a trace of that model is.
+    """
+    ((stack, blocks),) = trace.blocks.items()
+    first = (blocks - number) // 2
+    after = first + number
+    owned = [trace.owned[stack, block] for block in range(first, after)]
+    parameters, trained, states = (sum(nbytes) for nbytes in zip(*owned, strict=True))
+
+    def more(phase: str, what: str) -> int:
+        before, behind = (trace.places[Place(phase, stack, block)] for block in (first, after))
+        return int(getattr(behind, what) - getattr(before, what))
+
+    kept = {"forward": more("forward", "live"), "backward": more("backward", "live") + trained}
+    places = {}
+    for place, moment in trace.places.items():
+        if place.stack and first <= place.block < after:
+            continue
+        has_them = place.block >= after if place.stack else place.phase == "backward"  # between their two runs
+        live, gradients, away = moment.live - parameters - states, moment.gradients, moment.away
+        if has_them:
+            live -= kept[place.phase]
+        elif place.phase != "forward":
+            live, gradients = live - trained, gradients - trained
+        if place.phase == "optimizer":
+            live -= temporaries * trained
+        if has_them or place.phase != "forward":
+            away -= more("forward", "away")
+        there = place._replace(block=place.block - number) if place.stack and has_them else place
+        places[there] = moment._replace(live=live, gradients=gradients, away=away)
+    return replace(
+        trace,
+        places=places,
+        blocks={stack: blocks - number},
+        parameters=trace.parameters - parameters,
+        trained=trace.trained - trained,
+        states=trace.states - states,
     )
 
 

@@ -43,3 +43,6 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, foreach=True),
     "sgd_momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9, foreach=True),
 }
+
+#: What a step takes for all parameters at once, of the bytes of their gradients. Adafactor's is no multiple of them.
+TEMPORARIES = {"adamw": 1, "adamw_fused": 0, "adamw_8bit": 0, "sgd": 0, "sgd_momentum": 0}

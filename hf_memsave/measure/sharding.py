@@ -49,9 +49,11 @@ def sharded(trace: Trace, name: str, devices: int) -> Trace:
     if devices == 1:
         return trace
     parameters, gradients, states = (devices if is_divided else 1 for is_divided in SHARDINGS[name])
-    blocks = sum(n * trace.largest[stack] for stack, n in trace.blocks.items())
-    outside = max(0, trace.parameters - blocks)
-    largest = max(trace.largest.values(), default=outside)
+    of_block: dict[str, int] = {}
+    for (stack, _), owned in trace.owned.items():
+        of_block[stack] = max(of_block.get(stack, 0), owned.parameters)
+    outside = max(0, trace.parameters - sum(n * of_block[stack] for stack, n in trace.blocks.items()))
+    largest = max(of_block.values(), default=outside)
 
     def moment(place: Place, whole: Moment) -> Moment:
         rest = whole.live - trace.states - trace.parameters - whole.gradients
@@ -62,7 +64,9 @@ def sharded(trace: Trace, name: str, devices: int) -> Trace:
             rest += outside + 2 * largest
         if gradients > 1 and place.phase == "backward":
             mine = min(whole.gradients, mine + largest * trace.trained // max(1, trace.parameters))
-        return Moment(rest + mine + trace.states // states + trace.parameters // parameters, mine, whole.op)
+        return whole._replace(
+            live=rest + mine + trace.states // states + trace.parameters // parameters, gradients=mine
+        )
 
     return Trace(
         places={place: moment(place, whole) for place, whole in trace.places.items()},
@@ -70,5 +74,5 @@ def sharded(trace: Trace, name: str, devices: int) -> Trace:
         parameters=trace.parameters // parameters,
         trained=trace.trained // gradients,
         states=trace.states // states,
-        largest=trace.largest,
+        owned=trace.owned,
     )

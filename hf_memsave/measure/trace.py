@@ -23,6 +23,7 @@ from hf_memsave.measure.inputs import device_of
 from hf_memsave.measure.kernels import workspace
 from hf_memsave.measure.loss import loss_of
 from hf_memsave.measure.peak import Count, collector_off, rounded, storages
+from hf_memsave.tape.offload import Away
 
 #: What CUDA's allocator rounds up to.
 UNIT = 512
@@ -41,11 +42,20 @@ class Place(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """The bytes alive after an op, and those of gradients among them."""
+    """The bytes alive after an op, those of gradients among them, and what was moved to main memory until then."""
 
     live: int
     gradients: int
     op: str
+    away: int = 0
+
+
+class Owned(NamedTuple):
+    """Bytes of a block's parameters and buffers, of the gradients of all of them, and of the optimizer's states."""
+
+    parameters: int
+    trained: int
+    states: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +68,7 @@ class Trace:
         parameters: Bytes of parameters and buffers.
         trained: Bytes of the gradients of all.
         states: Bytes of the optimizer's states.
-        largest: Path of a stack -> bytes of the parameters of its largest block.
+        owned: Path of a stack, number of a block in it -> what it has that no block before it has.
     """
 
     places: Mapping[Place, Moment]
@@ -66,7 +76,7 @@ class Trace:
     parameters: int
     trained: int
     states: int
-    largest: Mapping[str, int]
+    owned: Mapping[tuple[str, int], Owned]
 
     @property
     def peak(self) -> int:
@@ -130,7 +140,7 @@ def trace_step(
         parameters=parameters,
         trained=_nbytes(trained, device),
         states=states,
-        largest=count.largest,
+        owned=_owned(count.blocks, model, made.state, device),
     )
 
 
@@ -143,15 +153,13 @@ class _Places(Count):
         self.place = Place("forward")
         self.places: dict[Place, Moment] = {}
         self.blocks: dict[int, tuple[str, int]] = {}
-        self.largest: dict[str, int] = {}
+        self.moved = Away.moved
         numbers: Counter[str] = Counter()
         for name, module in model.named_modules():
             if isinstance(module, GradientCheckpointingLayer):
                 stack = name.rpartition(".")[0]
                 self.blocks[id(module)] = stack, numbers[stack]
                 numbers[stack] += 1
-                mine = _nbytes(list(module.parameters()), device)
-                self.largest[stack] = max(self.largest.get(stack, 0), mine)
 
     def begin(self, phase: str) -> None:
         """The next phase begins."""
@@ -162,7 +170,7 @@ class _Places(Count):
         live = self.base + self.live + workspace(func, args)
         known = self.places.get(self.place)
         if known is None or live > known.live:
-            self.places[self.place] = Moment(live, self.gradients, str(func))
+            self.places[self.place] = Moment(live, self.gradients, str(func), Away.moved - self.moved)
 
     @contextlib.contextmanager
     def watching_blocks(self) -> Iterator[None]:
@@ -204,6 +212,23 @@ class _Places(Count):
                 self.gradients += mine
 
         return note
+
+
+def _owned(
+    blocks: Mapping[int, tuple[str, int]], model: nn.Module, states: Mapping[Any, Any], device: str
+) -> dict[tuple[str, int], Owned]:
+    owned, seen = {}, set[int]()
+    for module in model.modules():
+        if id(module) in blocks:
+            mine = {id(t): t for t in (*module.parameters(), *module.buffers()) if id(t) not in seen}
+            trained = [t for t in mine.values() if t.requires_grad]
+            seen |= mine.keys()
+            owned[blocks[id(module)]] = Owned(
+                _nbytes(list(mine.values()), device),
+                _nbytes(trained, device),
+                _nbytes([dict(states[t]) for t in trained if t in states], device),
+            )
+    return owned
 
 
 def _nbytes(tensors: Any, device: str) -> int:

@@ -10,11 +10,11 @@ from transformers import PreTrainedConfig
 
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.measure.elsewhere import away_from_gpus
-from hf_memsave.measure.extrapolate import trace_at_full_depth
+from hf_memsave.measure.extrapolate import trace_at_full_depth, with_fewer_blocks
 from hf_memsave.measure.layers import depth_fields, period
+from hf_memsave.measure.optimizers import TEMPORARIES
 from hf_memsave.measure.trace import Place, Trace
 from hf_memsave.measure.training import Training, trace_at
-from hf_memsave.tape.offload import Away
 from hf_memsave.tape.prices import SPAN
 
 #: Steps that are remembered: as many as a few plans ask for.
@@ -72,31 +72,36 @@ def _remembered(key: _Key) -> Whole:
 @away_from_gpus
 def _traced(config: PreTrainedConfig, training: Training, memsave: MemSaveConfig) -> Whole:
     depth = {field: getattr(config, field) for field in depth_fields(config)}
-    first, every = _depths(config, depth, training, memsave.offload)
+    first, every = _depths(config, depth, training)
     times = [(depth[field] - first[field]) // every[field] for field in depth]
     raised = [first | {field: first[field] + every[field]} for field in depth]
-    (shallow, gone), *more = (_at(config, depth, training, memsave) for depth in (first, *raised))
-    deeper = [trace for trace, _ in more]
+    deeper = [_at(config, depth, training, memsave) for depth in raised]
+    if min(times) > 0 and _is_told_by_one(deeper, every, training):
+        shallow = with_fewer_blocks(deeper[0], 1, TEMPORARIES[training.optimizer])
+    else:
+        shallow = _at(config, first, training, memsave)
     trace = trace_at_full_depth(shallow, deeper, times)
-    kept = []
+    kept, away = [], []
     for i, n in enumerate(every.values()):
         another = trace_at_full_depth(shallow, deeper, [t + (i == j) for j, t in enumerate(times)])
         kept.append((_kept(another) - _kept(trace)) / n)
-    away = [(there - gone) / n for (_, there), n in zip(more, every.values(), strict=True)]
+        away.append((_away(another) - _away(trace)) / n / min(training.accumulation, 2))
     return Whole(trace, tuple(kept), tuple(away))
 
 
-def _at(
-    config: PreTrainedConfig, depth: dict[str, int], training: Training, memsave: MemSaveConfig
-) -> tuple[Trace, float]:
-    """A step at another depth, and the bytes of one batch that it moves to main memory."""
-    before = Away.moved
-    trace = trace_at(config, depth, training, memsave, keeps=False).trace
-    return trace, (Away.moved - before) / min(training.accumulation, 2)
+def _is_told_by_one(deeper: list[Trace], every: dict[str, int], training: Training) -> bool:
+    """Whether a step with a block fewer follows from one step: elsewhere it is off by what lives in forward alone."""
+    are_alike = len(deeper) == len(deeper[0].blocks) == max(every.values()) == 1
+    is_plain = training.autocast is None and training.accumulation == 1
+    return are_alike and is_plain and training.optimizer in TEMPORARIES
+
+
+def _at(config: PreTrainedConfig, depth: dict[str, int], training: Training, memsave: MemSaveConfig) -> Trace:
+    return trace_at(config, depth, training, memsave, keeps=False).trace
 
 
 def _depths(
-    config: PreTrainedConfig, depth: dict[str, int], training: Training, is_offloaded: bool
+    config: PreTrainedConfig, depth: dict[str, int], training: Training
 ) -> tuple[dict[str, int], dict[str, int]]:
     """The first depth to trace, and after how many layers they repeat themselves, by field.
 
@@ -107,12 +112,15 @@ def _depths(
         Both.
     """
     repeats = 1 if training.autocast is None else SPAN * (SPAN + 1)
-    start = SPAN + 1 if training.autocast is None and not is_offloaded else SPAN + 2
     own = {field: period(config) if i == 0 else 1 for i, field in enumerate(depth)}
     every = {field: math.lcm(repeats, n) for field, n in own.items()}
-    least = {field: max(start, n) for field, n in own.items()}
+    least = {field: max(SPAN + 2, n) for field, n in own.items()}
     first = {f: n if n < least[f] else least[f] + (n - least[f]) % every[f] for f, n in depth.items()}
     return first, every
+
+
+def _away(trace: Trace) -> int:
+    return max(moment.away for moment in trace.places.values())
 
 
 def _kept(trace: Trace) -> int:
