@@ -7,9 +7,12 @@ import torch
 
 from support.helpers import EARLIER, nodes
 
+#: How many tests of a file --quick runs.
+OF_A_FILE = 3
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="the first case of every test that is not marked long")
+    parser.addoption("--quick", action="store_true", help="one case of a few tests of every file, none marked long")
 
 
 def pytest_configure() -> None:
@@ -20,12 +23,14 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--quick"):
         return
-    first = {}
+    first: dict[str, dict[str, pytest.Item]] = {}  # file -> test -> its first case
     for item in items:
-        if item.get_closest_marker("long") is None:
-            first.setdefault(item.nodeid.partition("[")[0], item)
-    config.hook.pytest_deselected(items=[item for item in items if item not in first.values()])
-    items[:] = first.values()
+        tests = first.setdefault(item.nodeid.partition("::")[0], {})
+        if item.get_closest_marker("long") is None and len(tests) < OF_A_FILE:
+            tests.setdefault(item.nodeid.partition("[")[0], item)
+    chosen = [item for tests in first.values() for item in tests.values()]
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
 
 
 def pytest_collection_finish():

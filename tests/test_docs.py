@@ -141,6 +141,7 @@ def help_of(command):
     return text.getvalue()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", [path for path in WORDS if blocks(path, "python")], ids=name_of)
 def test_snippets_run(path, tmp_path):
     """A page's snippets, from top to bottom, in one process."""

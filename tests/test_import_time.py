@@ -39,6 +39,7 @@ def loaded_by(before: str, code: str) -> set[str]:
     return set(found.stdout.split())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "code",
     [
@@ -57,6 +58,7 @@ def test_neither_import_nor_patch_loads_what_costs_seconds(code):
     assert {name.partition(".")[0] for name in loaded} & set(HEAVY) == set()
 
 
+@pytest.mark.long
 def test_import_costs_at_most_three_tenths_of_a_second():
     """Beyond Transformers and the base class of its blocks; seconds of the process, not of the clock."""
     clock = "import time; begin = time.process_time()\nimport hf_memsave\nprint(time.process_time() - begin)"
@@ -64,6 +66,7 @@ def test_import_costs_at_most_three_tenths_of_a_second():
     assert 0.001 < seconds < 0.3
 
 
+@pytest.mark.long
 def test_adapters_are_sampled_where_peft_is_imported_after_patching():
     code = (
         "import sys, hf_memsave; hf_memsave.patch(model, hf_memsave.MemSaveConfig(linear=hf_memsave.WTACRS(budget=0.3, "

@@ -18,6 +18,7 @@ def sweep(monkeypatch):
     return importlib.import_module("sweep_models")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model_type", TYPES)
 def test_equal_to_stock_in_every_mode(sweep, model_type):
     model, batch = sweep.small_model(model_type)
@@ -57,6 +58,7 @@ def test_a_difference_fails_the_sweep_until_it_is_explained(sweep, monkeypatch):
     assert "  - loss (known): bert (bf16)" in sweep.summary([run], ["bf16"])
 
 
+@pytest.mark.long
 def test_report(sweep, tmp_path):
     assert sweep.main(["--types", "bert", "evolla", "--modes", "fp32", "--out", str(tmp_path / "report")]) == 0
     same, skipped = json.loads((tmp_path / "report.json").read_text())["runs"]

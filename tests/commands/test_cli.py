@@ -49,6 +49,7 @@ def report(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str,
     return status, *capsys.readouterr()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_report_equals_a_direct_measurement_at_full_depth(model_type, autocast, tmp_path, capsys):
@@ -262,6 +263,7 @@ def test_version(capsys):
 # Adapters
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spec", ["r=4,dropout=0.05", "r=4,dtype=model,targets=q_proj+down_proj", "dora=true"])
 def test_report_of_adapters_equals_a_direct_measurement(spec, tmp_path, capsys):
     folder = write_config(tmp_path, "llama")

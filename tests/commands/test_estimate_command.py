@@ -18,6 +18,7 @@ def config(tmp_path):
     return str(path)
 
 
+@pytest.mark.long
 def test_it_prints_and_writes(config, tmp_path, capsys):
     assert main(["estimate", config, "--seq-len", "32", "--json", str(tmp_path / "out.json")]) == 0
     assert "bert, 5 layers" in capsys.readouterr().out

@@ -72,6 +72,7 @@ class Parsed(HTMLParser):
             self.shown.append(data)
 
 
+@pytest.mark.long
 def test_the_figures_are_the_estimates_own(page, result):
     parsed = Parsed(page)
     assert parsed.open == []
@@ -140,6 +141,7 @@ def test_the_timeline_ends_at_the_peak(result):
         assert max(tops) <= axes.get_ylim()[1] * 2**20
 
 
+@pytest.mark.long
 def test_the_command_writes_both(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     options = ["--picture", tmp_path / "a.png", "--html", tmp_path / "a.html", "--json", tmp_path / "a.json"]

@@ -18,6 +18,7 @@ def test_what_fits_is_said_and_written(tmp_path, capsys):
     assert MemSaveConfig.from_file(out) == MemSaveConfig()
 
 
+@pytest.mark.long
 def test_what_is_written_patches_a_model(tmp_path, capsys):
     out = tmp_path / "plan.yaml"
     floor = plan(BertConfig(num_hidden_layers=6), budget="1TiB", batch_size=32, seq_len=256, optimizer="sgd")
@@ -29,6 +30,7 @@ def test_what_is_written_patches_a_model(tmp_path, capsys):
     assert patch(model, out).config == config == patch(model, str(out)).config
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_an_error(capsys):
     assert main(["plan", "bert", "--budget", "600MiB", *STEP]) == 2
     assert "nothing fits: expected at most 600.00 MiB" in capsys.readouterr().err

@@ -66,6 +66,7 @@ def ratios(found, finer, coarser):
     return [b - a for a, b in zip(found[finer], found[coarser], strict=True)]
 
 
+@pytest.mark.long
 @DTYPES
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_moves_a_model_as_far_from_exact_training_as_with_other_seeds(name, dtype, steps, device):

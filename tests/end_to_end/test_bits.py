@@ -55,6 +55,7 @@ def assert_same_training(model, config, mode, padded):
     assert [n for n in parameters if not torch.equal(parameters[n], stock_parameters[n])] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", FAMILIES)

@@ -49,6 +49,7 @@ def kept(name, layers, dtype):
     return measure_kept(model, zoo_batch(model, size)).total
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ZOO)
 def test_a_layer_keeps_its_floor(name, dtype, device):

@@ -59,6 +59,7 @@ def u_per_layer(family, mode, padded=False, patched=True, last=4):
     return bytes_ / (last - first) / QUOTED.u(itemsize)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES + MORE)
@@ -66,11 +67,13 @@ def test_a_layer_keeps_its_floor(family, mode, padded):
     assert FLOOR[family] <= u_per_layer(family, mode, padded) <= SLACK * FLOOR[family]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES + MORE)
 def test_a_layer_keeps_its_floor_under_autocast(family):
     assert u_per_layer(family, "autocast", last=6) <= SLACK * AUTOCAST_FLOOR[family]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES + MORE)
 def test_no_cast_of_a_weight_is_kept_under_autocast(family):
     def of_two_layers(batch):
@@ -109,6 +112,7 @@ def of_adapted(make, itemsize, mode="bf16, fp32 adapters", first=2, last=4):
     return (totals[1] - totals[0]) / (last - first) / QUOTED.u(itemsize)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", LORA)
 def test_a_layer_with_lora_keeps_the_floor(family):
     assert of_adapted(lambda size: adapted(family, size=size), 2) <= LORA[family]

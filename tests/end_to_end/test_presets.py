@@ -56,6 +56,7 @@ def test_max_runs_blocks_again_and_offloads_and_is_exact():
     assert exact.is_exact
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("has_lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("family", ["bert", "llama", "gpt2", "t5-encoder"])
 def test_max_has_stocks_bits_and_one_input_a_block(family, has_lora, monkeypatch):

@@ -151,6 +151,7 @@ def test_a_step_with_lora_is_stocks_to_the_bit(family, rung):
 NF4 = {None: 6.25, "o_proj": 6, "qkv": 5, "up": 3.625, "gate": 2.25, "block": 1}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rung", NF4)
 def test_nf4_linears_run_again_by_their_own_forward(rung, tmp_path):
     pytest.importorskip("bitsandbytes")
@@ -205,6 +206,7 @@ def test_attention_with_dropout_is_kept():
     assert_equal(step(model, batch), stock)
 
 
+@pytest.mark.long
 @on_cpu
 @pytest.mark.parametrize("has_lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("family", ["bert", "llama"])
@@ -280,6 +282,7 @@ def test_errors_say_what_was_expected():
         patch(torch.nn.Sequential(torch.nn.Linear(2, 2)), MemSaveConfig(checkpoint="up"))
 
 
+@pytest.mark.long
 @on_cpu
 @pytest.mark.parametrize("how", ["checkpoint='block'", "non-reentrant", "reentrant"])
 @pytest.mark.parametrize("has_lora", [False, True], ids=["full", "lora"])

@@ -25,6 +25,7 @@ def model(device, tmp_path):
     return get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).train()
 
 
+@pytest.mark.long
 def test_lora_on_an_nf4_base_is_sampled_unbiased_and_keeps_what_exact_keeps(model):
     batch = batch_for(model, SIZE)
     patch(model)

@@ -77,6 +77,7 @@ def llama_norm(n):
 # DoRA: the floor; with dropout, one base result a target, which the magnitude's gradient is a product with.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mode", "dropout", "floor"), [("bf16", 0.0, 12.83), ("bf16", 0.05, 20.46), ("bf16, fp32 adapters", 0.05, 30.23)]
 )
@@ -113,6 +114,7 @@ def test_a_quantized_base_keeps_the_floor(family, bits, prepared, saved, device)
     assert per_layer(lambda size: quantized(saved(size, family), bits, prepared, family)) <= floor * U
 
 
+@pytest.mark.long
 def test_the_meter_counts_what_8bit_linears_hide(saved, device):
     only_on_cpu(device)
     of = {bits: per_layer(lambda size, bits=bits: quantized(saved(size), bits), patched=False) for bits in (4, 8)}
@@ -129,6 +131,7 @@ def test_a_quantized_base_trains_like_stock(bits, dora, saved, device):
     assert_trains_like(ours, stock, steps=3)
 
 
+@pytest.mark.long
 def test_dora_on_nf4_keeps_no_dequantized_weight(saved, device):
     only_on_cpu(device)
     assert per_layer(lambda size: quantized(saved(size), 4, use_dora=True)) <= 33.4 * U

@@ -159,6 +159,7 @@ def test_a_wrong_value_raises_before_any_weight_is_loaded_or_made(door, value, t
         load()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"memsave": "exactt"}, {"memsvae": True}, {"mem_save": "tempo"}], ids=str)
 @pytest.mark.parametrize("method", ["from_pretrained", "from_config"])
 def test_an_auto_class_resolves_nothing_before_a_mistake_is_told(method, options, tmp_path, monkeypatch):

@@ -26,6 +26,7 @@ def command(tmp_path, family, *options):
     return main([*map(str, argv), "--json", str(tmp_path / "out.json")])
 
 
+@pytest.mark.long
 @on_cpu
 @pytest.mark.parametrize(
     ("family", "options"),
@@ -51,6 +52,7 @@ def test_a_step_takes_what_was_predicted(family, options, tmp_path, capsys):
     assert found["stock"]["predicted"]["kept"] == pytest.approx(found["stock"]["measured"]["kept"], rel=0.001)
 
 
+@pytest.mark.long
 @on_cpu
 def test_another_figure_is_seen(tmp_path, capsys, monkeypatch):
     stock, leaked = module.forward_of, []
@@ -78,6 +80,7 @@ def test_what_cannot_be_checked_is_told(options, message, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.long
 @on_cpu
 def test_a_step_too_large_for_the_machine_is_told(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(module.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 2**20}))
@@ -85,6 +88,7 @@ def test_a_step_too_large_for_the_machine_is_told(tmp_path, capsys, monkeypatch)
     assert "To check it there, lower --batch-size, --seq-len" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @on_cpu
 def test_on_cuda_the_allocators_peak_is_asked_for(monkeypatch):
     config = LlamaConfig(**WIDE, num_hidden_layers=3)

@@ -71,6 +71,7 @@ MANY = [
 MORE = [(family, adapters, setting) for family in CONFIGS for adapters in ADAPTERS for setting in SETTINGS]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "adapters", "setting"),
     [*MANY, *(pytest.param(*one, marks=MATRIX) for one in MORE if one not in MANY)],
@@ -129,6 +130,7 @@ REAL += [("t5", "full", "tempo"), ("bert", "full", "wta-crs")]
 MORE_REAL = itertools.product(CONFIGS, ADAPTERS, ("stock", "exact", "tempo", "wta-crs"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "adapters", "setting"),
     [*REAL, *(pytest.param(*one, marks=MATRIX) for one in MORE_REAL if one not in REAL)],
@@ -184,6 +186,7 @@ def test_a_foreach_optimizer_holds_the_parameters_once_more():
     assert highest[1] - highest[0] == pytest.approx(foreach.trained, rel=0.02)
 
 
+@pytest.mark.long
 def test_adapters_on_four_bits_keep_a_quarter_of_the_weights():
     config = CONFIGS["llama"]
     of = dict(batch_size=1, seq_len=8, memsave=False, lora=Lora(r=1), layers=3)
@@ -193,6 +196,7 @@ def test_adapters_on_four_bits_keep_a_quarter_of_the_weights():
     assert half - quarter == pytest.approx(weights * (2 - 0.516) - others * 2, rel=0.05)
 
 
+@pytest.mark.long
 def test_sharding_divides_what_it_says():
     config = CONFIGS["llama"]
     whole, zero1, zero2, fsdp = (
@@ -205,6 +209,7 @@ def test_sharding_divides_what_it_says():
     assert estimate(config, batch_size=1, seq_len=8, memsave=False, layers=8, devices=1, sharding="fsdp").stock == whole
 
 
+@pytest.mark.long
 def test_the_result_is_readable_and_plain():
     result = estimate(CONFIGS["bert"], batch_size=2, seq_len=32, memory=2**30)
     text = str(result)
@@ -222,6 +227,7 @@ def test_the_result_is_readable_and_plain():
     assert sum(parts) == plain["stock"]["peak"]
 
 
+@pytest.mark.long
 def test_a_model_is_read_by_its_configuration():
     model = build(CONFIGS["gpt2"], training(dtype=torch.float32))
     mine = estimate(model, batch_size=1, seq_len=16, memsave=False)
@@ -229,6 +235,7 @@ def test_a_model_is_read_by_its_configuration():
     assert mine == estimate(CONFIGS["gpt2"], batch_size=1, seq_len=16, memsave=False, dtype="float32")
 
 
+@pytest.mark.long
 def test_eight_billion_take_seconds():
     config = LlamaConfig(
         hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
@@ -267,6 +274,7 @@ def test_bad_input_is_told(model, fields, message):
         estimate(model, **{"batch_size": 1, "seq_len": 8, **fields})
 
 
+@pytest.mark.long
 def test_where_there_are_gpus_it_runs_in_another_process(monkeypatch):
     of = dict(batch_size=1, seq_len=16, memsave=False, layers=3)
     here = estimate(CONFIGS["llama"], **of)

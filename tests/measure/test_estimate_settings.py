@@ -41,6 +41,7 @@ def test_adapters_have_the_dtype_that_was_asked_for(device, dtype, base, quantiz
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {expected}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("memsave", [False, True])
 def test_adapters_of_16_bits_keep_no_input_in_32(memsave):
     of = dict(batch_size=BATCH, seq_len=TOKENS, memsave=memsave, layers=3)
@@ -70,12 +71,14 @@ def test_adapters_are_checkpointed_under_autocast(quantized):
     assert checkpointed.peak < plain.peak
 
 
+@pytest.mark.long
 def test_models_without_sdpa_are_built_as_they_are():
     config = MambaConfig(hidden_size=32, state_size=4, vocab_size=64, num_hidden_layers=4)
     result = estimate(config, batch_size=1, seq_len=8, memsave=False)
     assert result.stock.kept > 0
 
 
+@pytest.mark.long
 def test_dtypes_may_be_names():
     of = dict(batch_size=1, seq_len=16, memsave=False, layers=3)
     names, short, dtypes = (

@@ -90,6 +90,7 @@ def test_norms_ask_together_once_a_forward(monkeypatch):
         assert asked[number:] == [number]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["llama", "t5-encoder", "bert"])
 @pytest.mark.parametrize("kernel", ["efficient", "cudnn"])
 def test_a_mask_with_odd_rows_is_laid_out_once(family, kernel):
@@ -224,6 +225,7 @@ def test_a_constant_can_be_made_there():
         assert (torch.tensor([1], device=device).view(1, 1) + 1).shape == (1, 1)
 
 
+@pytest.mark.long
 def test_it_works_where_a_backward_ran_before():
     code = """
 import torch

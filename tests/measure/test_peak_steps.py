@@ -74,6 +74,7 @@ def made(family, has_adapters, is_autocast, size, patched):
     return model, step
 
 
+@pytest.mark.long
 @on_cpu
 @pytest.mark.parametrize(("family", "has_adapters", "is_autocast", "limit"), STEPS.values(), ids=STEPS)
 def test_a_steps_peak_is_at_most_this_part_of_stocks(family, has_adapters, is_autocast, limit):
@@ -87,6 +88,7 @@ def test_a_steps_peak_is_at_most_this_part_of_stocks(family, has_adapters, is_au
     assert peaks[True] <= limit * peaks[False]
 
 
+@pytest.mark.long
 @on_cpu
 def test_with_a_cache_that_the_caller_asks_for_the_peak_is_still_this_part_of_stocks():
     peaks = []

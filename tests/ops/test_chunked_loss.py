@@ -303,6 +303,7 @@ def test_stock_asked_for_is_stock(small_chunks):
     assert type(model(**batch).logits) is torch.Tensor
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("words", [32_000, 128_000])
 @pytest.mark.parametrize("is_frozen", [True, False], ids=["frozen head", "trained head"])
 def test_the_peak_is_one_chunk(words, is_frozen, monkeypatch):
@@ -329,6 +330,7 @@ def test_the_peak_is_one_chunk(words, is_frozen, monkeypatch):
     assert peaks[1] <= chunked_loss.CHUNK + 2 * h * tokens + of_blocks + gradient
 
 
+@pytest.mark.long
 def test_a_step_of_32k_words_4096_tokens_and_hidden_64_peaks_at_a_third_of_stocks():
     if torch.cuda.is_available():
         pytest.skip("figures are those of CPU kernels")
@@ -350,6 +352,7 @@ def test_a_step_of_32k_words_4096_tokens_and_hidden_64_peaks_at_a_third_of_stock
     assert peaks[1] <= 0.35 * peaks[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("words", "tokens"), [(32_000, 512), (128_000, 128)])
 def test_the_loss_keeps_two_bytes_a_hidden_unit_and_token_and_one_chunk(words, tokens, monkeypatch):
     """bf16, frozen head: what is alive between forward and backward, and at the peak, of head and loss alone."""

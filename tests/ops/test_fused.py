@@ -213,6 +213,7 @@ def test_every_class_of_the_table_is_one_of_transformers():
         assert path_of(getattr(importlib.import_module(module), name)) == path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "gemma", "qwen3", "phi3", "t5-decoder"])
 def test_on_a_gpu_a_layer_keeps_what_the_torch_backend_keeps(name):
     def kept(backend):
@@ -234,6 +235,7 @@ def launches(name, config, layers):
     return found.count
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "most"), [("llama", 0.4), ("gemma", 0.4), ("gpt2", 0.85)])
 def test_on_a_gpu_a_layer_takes_fewer_launches_than_stock(name, most):
     few, more = ([launches(name, config, n) for config in (None, MemSaveConfig(), TRITON)] for n in (4, 6))

@@ -205,6 +205,7 @@ def test_a_layer_keeps_what_the_torch_backend_keeps(name, device):
     assert ours <= 1.01 * torch_backend
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "mode"), [("bert", "bf16"), ("bert", "autocast"), ("llama+lora", "bf16")])
 def test_on_a_gpu_a_layer_keeps_what_the_torch_backend_keeps(name, mode):
     def kept(layers, backend):

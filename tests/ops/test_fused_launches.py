@@ -6,6 +6,7 @@ import torch
 from support.launches import Launches, counted
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("setting", ["Llama-3-8B, full", "Llama-3-8B, LoRA p=.05"])
 def test_llama_takes_half_of_stocks_launches_and_less_of_its_bytes(setting):
     found = counted(setting, ["stock", "Triton"], layers=(1, 2))
@@ -15,6 +16,7 @@ def test_llama_takes_half_of_stocks_launches_and_less_of_its_bytes(setting):
     assert nbytes <= 0.6 * stock_nbytes
 
 
+@pytest.mark.long
 def test_bert_under_autocast_takes_less_than_the_torch_backend_and_not_less_than_stock():
     found = counted("BERT-Large, S512, bf16 autocast", layers=(1, 2))
     print(found)

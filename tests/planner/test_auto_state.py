@@ -80,6 +80,7 @@ class Fault(Exception):
     """Not ours."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["forward", "timer", "backward"])
 @pytest.mark.parametrize("search", [smart, fast])
 def test_a_fault_leaves_the_model_as_it_was(search, where, device):

@@ -29,6 +29,7 @@ def fewer(config, kind):
     return dataclasses.replace(config, layers=dict(config.layers) | {kind: dict(config.layers)[kind] - 1})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "share", "config"),
     [("bert", 0.02, "tempo"), ("bert", 0.35, "tempo"), ("bert", 0.8, EXACT), ("gpt2", 0.35, "tempo")],
@@ -49,6 +50,7 @@ def test_smart_finds_the_least_that_fits(family, share, config, device):
     assert MemSaveConfig.resolve(config) == dataclasses.replace(plan.config, layers=None)
 
 
+@pytest.mark.long
 def test_what_is_needed_is_counted(device):
     model = bert(device)
     model.bert.embeddings.requires_grad_(False)
@@ -73,6 +75,7 @@ def test_smart_with_one_kind(kind, device):
     assert all(trial.seconds is None for trial in plan.trials)  # nothing to choose between
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cheap", ["activation", "norm", "dropout"])
 def test_smart_converts_first_what_costs_least(cheap, device):
     model = bert(device)
@@ -222,6 +225,7 @@ def test_a_larger_batch_repeats_the_sequences():
     assert torch.equal(resized(batch, 2)["input_ids"], batch["input_ids"][:2])
 
 
+@pytest.mark.long
 def test_without_a_config_what_it_converts_is_exact():
     model = bert()
     batch = batch_for(model, SIZE)

@@ -50,6 +50,7 @@ def floor():
     return plan(llama(), budget="1TiB", **step).best.needed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("door", ["callback", "trainer"])
 def test_a_trainer_plans_for_its_own_batch(tmp_path, door, capsys):
     budget = floor() - 4 * 2**20
@@ -67,6 +68,7 @@ def test_a_trainer_plans_for_its_own_batch(tmp_path, door, capsys):
     assert f"The cheapest in {budget / 2**20:,.2f} MiB" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_step_of_the_trainer_stays_within_the_budget(tmp_path):
     budget = floor() - 4 * 2**20
     model = llama()
@@ -82,6 +84,7 @@ def test_a_step_of_the_trainer_stays_within_the_budget(tmp_path):
     assert peak + weights <= 1.03 * (budget - CONTEXT - WORKSPACES)
 
 
+@pytest.mark.long
 def test_lora_adapters_are_planned_for(tmp_path):
     lora = Lora(r=4, alpha=8, dropout=0.1, targets="q_proj+v_proj")
     at_floor = plan(llama(), budget="1TiB", batch_size=BATCH, seq_len=LONGEST, optimizer="sgd", padded=True, lora=lora)
@@ -114,6 +117,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_cannot_be_planned_is_an_error_as_training_begins(tmp_path, reason):
     options, data, message = REFUSED[reason]

@@ -46,6 +46,7 @@ def ends(request):
     return config, [needed(config, MemSaveConfig(checkpoint=rung)) for rung in (None, "gate", "block")]
 
 
+@pytest.mark.long
 def test_what_fits_at_the_floor_costs_nothing(ends):
     config, (floor, *_) = ends
     found = plan(config, budget=floor, **STEP)
@@ -79,6 +80,7 @@ FAST_BUS = Rates(flops=1e12, memory=1e15, bus=1e15)
 SLOW_BUS = Rates(flops=1e15, memory=1e15, bus=1e3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rates", [FAST_BUS, SLOW_BUS, "a100"], ids=["fast bus", "slow bus", "a100"])
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.8])
 def test_it_finds_what_brute_force_finds(of_every_setting, share, rates):
@@ -148,6 +150,7 @@ def test_a_larger_budget_never_costs_more(ends):
 WAYS = {"rungs": SLOW_BUS, "offload": FAST_BUS}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("share", [0.4, *(pytest.param(x, marks=pytest.mark.matrix) for x in (0.1, 0.9))])
@@ -186,6 +189,7 @@ def peak_on_the_device(step):
     return max(live for _, live in count.timeline)
 
 
+@pytest.mark.long
 def test_lossy_settings_are_used_where_they_are_allowed(ends):
     config, (floor, _, _) = ends
     budget = needed(config, MemSaveConfig(storage="int8"))
@@ -204,6 +208,7 @@ def test_what_it_begins_with_stays():
     assert found.config == MemSaveConfig(dropout="mask", layers={"norm": 2})
 
 
+@pytest.mark.long
 def test_main_memory_bounds_what_is_offloaded(ends):
     config, (floor, _, least) = ends
     budget = int(least + 0.5 * (floor - least))
@@ -228,6 +233,7 @@ def test_the_largest_step_fits_and_one_more_does_not():
         assert number < min(found[words][at] for words in list(found)[1:])
 
 
+@pytest.mark.long
 def test_too_small_a_budget_is_an_error_by_how_much_and_what_would_fit():
     budget = CONTEXT + WORKSPACES + 9 * 2**20
     with pytest.raises(PlanError, match=r"nothing fits: .* which is .* too much\. What fits: ") as caught:

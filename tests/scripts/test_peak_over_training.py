@@ -20,6 +20,7 @@ def bench():
     sys.path.remove(folder)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("padding", ["fixed", "dynamic"])
 @pytest.mark.parametrize("name", ["bert", "llama", "llama-lora"])
 def test_the_peak_of_a_run_falls_by_what_is_avoided(bench, name, padding):

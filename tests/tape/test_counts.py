@@ -65,6 +65,7 @@ def of_step(counts, family, layers, autocast):
     return Counter(counts)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["fp32", "autocast"])
 @pytest.mark.parametrize("family", FAMILIES + MORE)
 def test_two_layers_take_no_more_steps_of_the_tape(family, mode, counts):

@@ -96,6 +96,7 @@ def test_it_is_no_worse_than_eager(device, name):
             assert_no_worse_than_eager(call, call, given(module, random(*SHAPE, dtype=dtype, device=device)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name, module in MODULES.items() if module.smooth])
 def test_it_has_the_right_gradients(device, name):
     module = made(name, device, torch.float64).requires_grad_(False)

@@ -117,6 +117,7 @@ def test_what_was_written_to_since_is_copied_anew():
     torch.testing.assert_close(x.grad, 2 * (torch.cos(2 * x) - torch.sin(2 * x + 1)))
 
 
+@pytest.mark.long
 def test_five_hundred_steps_take_no_more_memory():
     model = build("llama", Size())
     batch = batch_for(model, Size())

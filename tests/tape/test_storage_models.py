@@ -38,6 +38,7 @@ def error(got, exact):
     return float((flat(got) - flat(exact)).norm() / flat(exact).norm())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["bert", "llama", "t5-encoder"])
 def test_families_keep_less_and_err_little(device, family, dtype):
@@ -70,6 +71,7 @@ def test_beside_other_ways_to_keep_less(device, options):
     assert measure_kept(model, batch).total < 0.5 * kept
 
 
+@pytest.mark.long
 def test_drawn_rows_are_stored_in_int8_too(device):
     only_on_cpu(device)
     model = build("t5-encoder", SIZE, dropout=0.0)
