@@ -36,7 +36,7 @@ kernels: $(INSTALLED) ## Run the tests of the vendored Triton kernels, and of op
 matrix: $(INSTALLED) ## Run what `make test` leaves out: more combinations of settings and budgets
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 -m matrix $(ARGS)
 
-quick: $(INSTALLED) ## Run one case of every test, without the long ones
+quick: $(INSTALLED) ## Run one case of two tests of every file, none of the long ones: two minutes
 	$(BIN)/python -m pytest --quick -n logical --maxprocesses 8 --dist loadfile $(ARGS)
 
 demo: $(INSTALLED) ## Fine-tune two small models, stock and patched; ARGS="--data-dir DIR" brings real data

@@ -8,7 +8,7 @@ import torch
 from support.helpers import EARLIER, nodes
 
 #: How many tests of a file --quick runs.
-OF_A_FILE = 3
+OF_A_FILE = 2
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

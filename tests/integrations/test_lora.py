@@ -13,7 +13,7 @@ from peft.tuners.lora import LoraLayer
 import hf_memsave
 from hf_memsave import ConfigError, MemSaveConfig, measure_kept, patch, unpatch
 from hf_memsave.patching.swap import is_patched
-from support.families import FAMILIES, QUOTED, batch_for, build
+from support.families import FAMILIES, HALF, batch_for, build
 from support.helpers import only_on_cpu
 from support.lora import MODES, RANK, SIZE, adapted, assert_trains_like, autocast, outputs, rank_terms
 from support.steps import patched_classes
@@ -42,13 +42,13 @@ def test_a_layer_keeps_the_floor_and_the_rank_terms(family, mode, dropout, devic
     only_on_cpu(device)
     totals, targets = [], []
     for layers in (1, 2):
-        size = replace(QUOTED, layers=layers)
+        size = replace(HALF, layers=layers)
         model = adapted(family, mode, dropout, size)
         targets.append(count_targets(model))
         patch(model)
         with autocast(mode):
             totals.append(measure_kept(model, batch_for(model, size)).total)
-    u = QUOTED.u(4 if mode == "fp32" else 2)
+    u = HALF.u(4 if mode == "fp32" else 2)
     floor = (AUTOCAST_FLOOR if mode == "autocast" else FLOOR)[family] * u
     assert totals[1] - totals[0] <= 1.03 * (floor + rank_terms(targets[1] - targets[0], mode, size))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -57,6 +57,8 @@ class Size:
 
 #: The setting in which kept memory is quoted.
 QUOTED = Size(hidden=256, heads=4, batch=4, seq=128)
+#: The same for what is in proportion to the batch: products in bf16 may be slow.
+HALF = replace(QUOTED, batch=2)
 
 FAMILIES = (
     "bert", "roberta", "gpt2", "t5-encoder", "t5-decoder", "t5-gated-encoder", "llama", "mistral", "phi", "phi3",
