@@ -7,12 +7,11 @@ import torch
 
 from support.helpers import EARLIER, nodes
 
-#: How many tests of a file --quick runs.
-OF_A_FILE = 2
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="one case of a few tests of every file, none marked long")
+    parser.addoption(
+        "--quick", type=int, metavar="N", help="a case of the first N tests of each file; none marked long"
+    )
 
 
 def pytest_configure() -> None:
@@ -21,12 +20,12 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--quick"):
+    if (most := config.getoption("--quick")) is None:
         return
     first: dict[str, dict[str, pytest.Item]] = {}  # file -> test -> its first case
     for item in items:
         tests = first.setdefault(item.nodeid.partition("::")[0], {})
-        if item.get_closest_marker("long") is None and len(tests) < OF_A_FILE:
+        if item.get_closest_marker("long") is None and len(tests) < most:
             tests.setdefault(item.nodeid.partition("[")[0], item)
     chosen = [item for tests in first.values() for item in tests.values()]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
