@@ -27,7 +27,7 @@ test-oldest: ## Run a part of the tests with the oldest versions, in an environm
 	test -x .venv-oldest/bin/pip || $(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --disable-pip-version-check -c constraints-oldest.txt torch
 	.venv-oldest/bin/python -m pip install --disable-pip-version-check -c constraints-oldest.txt -e . pytest
-	.venv-oldest/bin/python -m pytest --quick 1000 $(OLDEST) $(ARGS)
+	.venv-oldest/bin/python -m pytest --one-case $(OLDEST) $(ARGS)
 
 kernels: $(INSTALLED) ## Run the tests of the vendored Triton kernels, and of ops fused by them, in Triton's interpreter
 	cd hf_memsave/_vendor/memsave_kernels && TRITON_INTERPRET=1 $(CURDIR)/$(BIN)/python -m pytest -m "not long" -n logical --maxprocesses 8
@@ -37,7 +37,7 @@ matrix: $(INSTALLED) ## Run what `make test` leaves out: more combinations of se
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 -m matrix $(ARGS)
 
 quick: $(INSTALLED) ## Run one case of two tests of every file, none of the long ones: two minutes
-	$(BIN)/python -m pytest --quick 2 -n logical --maxprocesses 8 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not long and not matrix" --one-case --of-a-file 2 -n logical --maxprocesses 8 --dist loadfile $(ARGS)
 
 demo: $(INSTALLED) ## Fine-tune two small models, stock and patched; ARGS="--data-dir DIR" brings real data
 	$(BIN)/memsave demo $(ARGS)

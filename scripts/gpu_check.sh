@@ -16,7 +16,7 @@ failed=0
 
 echo "== tests on $("$python" -c 'import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU")')"
 if [ ${#smoke[@]} -gt 0 ]; then
-  "$python" -m pytest -q --quick tests/tape/test_functions.py || failed=1
+  "$python" -m pytest -q --one-case tests/tape/test_functions.py || failed=1
 else
   "$python" -m pytest -q -x --maxfail=20 tests/tape tests/ops tests/attacks tests/patching || failed=1
   (cd hf_memsave/_vendor/memsave_kernels && "$python" -m pytest -q -m "not long") || failed=1

@@ -9,9 +9,8 @@ from support.helpers import EARLIER, nodes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--quick", type=int, metavar="N", help="a case of the first N tests of each file; none marked long"
-    )
+    parser.addoption("--one-case", action="store_true", help="of every test its first case")
+    parser.addoption("--of-a-file", type=int, metavar="N", help="the first N tests of every file")
 
 
 def pytest_configure() -> None:
@@ -20,16 +19,15 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if (most := config.getoption("--quick")) is None:
-        return
-    first: dict[str, dict[str, pytest.Item]] = {}  # file -> test -> its first case
+    files: dict[str, dict[str, list[pytest.Item]]] = {}
     for item in items:
-        tests = first.setdefault(item.nodeid.partition("::")[0], {})
-        if item.get_closest_marker("long") is None and len(tests) < most:
-            tests.setdefault(item.nodeid.partition("[")[0], item)
-    chosen = [item for tests in first.values() for item in tests.values()]
+        tests = files.setdefault(item.nodeid.partition("::")[0], {})
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    cases = 1 if config.getoption("--one-case") else None
+    tests_of_files = (list(tests.values())[: config.getoption("--of-a-file")] for tests in files.values())
+    chosen = {item: None for tests in tests_of_files for test in tests for item in test[:cases]}
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-    items[:] = chosen
+    items[:] = [item for item in items if item in chosen]
 
 
 def pytest_collection_finish():
