@@ -90,10 +90,17 @@ def _traced(config: PreTrainedConfig, training: Training, memsave: MemSaveConfig
 
 
 def _is_told_by_one(deeper: list[Trace], every: dict[str, int], training: Training) -> bool:
-    """Whether a step with a block fewer follows from one step: elsewhere it is off by what lives in forward alone."""
-    are_alike = len(deeper) == len(deeper[0].blocks) == max(every.values()) == 1
-    is_plain = training.autocast is None and training.accumulation == 1
-    return are_alike and is_plain and training.optimizer in TEMPORARIES
+    """Whether a step with a block fewer follows from one step.
+
+    Not where a block may keep what the one before it does not: a block of another kind, a cast of a weight that lives
+    in forward alone, gradients of another batch.
+
+    Returns:
+        That.
+    """
+    is_plain = training.autocast is None and training.accumulation == 1 and training.optimizer in TEMPORARIES
+    is_one_stack = len(deeper) == len(deeper[0].blocks) == max(every.values()) == 1
+    return is_plain and is_one_stack and len({owned for (_, n), owned in deeper[0].owned.items() if n > 0}) == 1
 
 
 def _at(config: PreTrainedConfig, depth: dict[str, int], training: Training, memsave: MemSaveConfig) -> Trace:
