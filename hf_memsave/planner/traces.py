@@ -76,7 +76,7 @@ def _traced(config: PreTrainedConfig, training: Training, memsave: MemSaveConfig
     times = [(depth[field] - first[field]) // every[field] for field in depth]
     raised = [first | {field: first[field] + every[field]} for field in depth]
     deeper = [_at(config, depth, training, memsave) for depth in raised]
-    if min(times) > 0 and _is_told_by_one(deeper, every, training):
+    if min(times) > 0 and _is_told_by_one(deeper, every, training, memsave):
         shallow = with_fewer_blocks(deeper[0], 1, TEMPORARIES[training.optimizer])
     else:
         shallow = _at(config, first, training, memsave)
@@ -89,18 +89,21 @@ def _traced(config: PreTrainedConfig, training: Training, memsave: MemSaveConfig
     return Whole(trace, tuple(kept), tuple(away))
 
 
-def _is_told_by_one(deeper: list[Trace], every: dict[str, int], training: Training) -> bool:
+def _is_told_by_one(deeper: list[Trace], every: dict[str, int], training: Training, memsave: MemSaveConfig) -> bool:
     """Whether a step with a block fewer follows from one step.
 
-    Not where a block may keep what the one before it does not: a block of another kind, a cast of a weight that lives
-    in forward alone, gradients of another batch.
+    Blocks must be alike, patched alike, and run once each way; and nothing of them may live in forward alone, as casts
+    of weights do, or from before it, as gradients of an earlier batch and keys and values of a held output do.
 
     Returns:
-        That.
+        Whether they and the training are so; on a quantized model it is not known.
     """
     is_plain = training.autocast is None and training.accumulation == 1 and training.optimizer in TEMPORARIES
+    is_known = not training.holds_output and training.quantized is None
     is_one_stack = len(deeper) == len(deeper[0].blocks) == max(every.values()) == 1
-    return is_plain and is_one_stack and len({owned for (_, n), owned in deeper[0].owned.items() if n > 0}) == 1
+    of_blocks = {owned for (_, n), owned in deeper[0].owned.items() if n > 0}
+    are_patched_alike = set(dict(memsave.layers or ())) <= {"checkpoint"}
+    return is_plain and is_known and is_one_stack and len(of_blocks) == 1 and are_patched_alike
 
 
 def _at(config: PreTrainedConfig, depth: dict[str, int], training: Training, memsave: MemSaveConfig) -> Trace:

@@ -83,6 +83,14 @@ def test_where_it_does_not_two_steps_are_traced(monkeypatch):
         traced.clear()
         trace_of(CONFIGS["llama"], replace(STEP, **changes), MemSaveConfig())
         assert len(traced) == 2
+    for training, memsave in (
+        (replace(STEP, holds_output=True), MemSaveConfig()),
+        (replace(STEP, lora=Lora(), quantized="nf4"), MemSaveConfig()),
+        (STEP, MemSaveConfig(layers={"activation": 3})),
+    ):
+        traced.clear()
+        trace_of(CONFIGS["llama"], training, memsave)
+        assert len(traced) == 2
     traced.clear()
     trace_of(LlamaConfig(**CONFIGS["llama"].to_dict() | {"num_hidden_layers": 2}), STEP, MemSaveConfig())
     assert len(traced) == 2
@@ -91,8 +99,8 @@ def test_where_it_does_not_two_steps_are_traced(monkeypatch):
 def test_nor_does_one_step_where_a_block_is_unlike_the_others():
     (field,) = depth_fields(CONFIGS["bert"])
     trace = trace_at(CONFIGS["bert"], {field: 5}, STEP, MemSaveConfig(), keeps=False).trace
-    assert traces._is_told_by_one([trace], {field: 1}, STEP)
-    assert not traces._is_told_by_one([trace], {field: 2}, STEP)
+    assert traces._is_told_by_one([trace], {field: 1}, STEP, MemSaveConfig())
+    assert not traces._is_told_by_one([trace], {field: 2}, STEP, MemSaveConfig())
     for block, may_differ in ((0, True), (1, False), (4, False)):
         owned = {of: (o._replace(parameters=1) if of[1] == block else o) for of, o in trace.owned.items()}
-        assert traces._is_told_by_one([replace(trace, owned=owned)], {field: 1}, STEP) == may_differ
+        assert traces._is_told_by_one([replace(trace, owned=owned)], {field: 1}, STEP, MemSaveConfig()) == may_differ
