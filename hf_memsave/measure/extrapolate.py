@@ -82,52 +82,49 @@ def trace_at_full_depth(first: Trace, deeper: Sequence[Trace], times: Sequence[i
     )
 
 
-def with_fewer_blocks(trace: Trace, number: int, temporaries: int) -> Trace:
-    """The step of a model with fewer blocks, from one step alone.
+def with_a_block_less(trace: Trace, temporaries: int) -> Trace:
+    """The step of a model with one block fewer, from one step alone.
 
-    Blocks in the middle are taken out. What they own is alive no more; nor, where they have run forward and not yet
-    backward, what they keep, which is by how much more is alive in the block after them.
+    A block in the middle is taken out. What it owns is alive no more; nor, where it has run forward and not yet
+    backward, what it keeps, which is by how much more is alive in the block after it.
 
     Args:
-        trace: Of a model with one stack of blocks that are alike, and of one batch, without autocast: its casts of
-            weights live in forward alone.
-        number: How many blocks to take out.
+        trace: Of a model with one stack of blocks that are alike and are patched alike, of one batch, without a held
+            output, and without autocast, whose casts of weights live in forward alone.
         temporaries: What the optimizer's step takes at once, of the bytes of the gradients.
 
     Returns:
         What a trace of that model is.
     """
     ((stack, blocks),) = trace.blocks.items()
-    first = (blocks - number) // 2
-    after = first + number
-    owned = [trace.owned[stack, block] for block in range(first, after)]
-    parameters, trained, states = (sum(nbytes) for nbytes in zip(*owned, strict=True))
+    gone = (blocks - 1) // 2
+    parameters, trained, states = trace.owned[stack, gone]
 
     def more(phase: str, what: str) -> int:
-        before, behind = (trace.places[Place(phase, stack, block)] for block in (first, after))
+        before, behind = (trace.places[Place(phase, stack, block)] for block in (gone, gone + 1))
         return int(getattr(behind, what) - getattr(before, what))
 
     kept = {"forward": more("forward", "live"), "backward": more("backward", "live") + trained}
     places = {}
     for place, moment in trace.places.items():
-        if place.stack and first <= place.block < after:
+        if place.stack and place.block == gone:
             continue
-        has_them = place.block >= after if place.stack else place.phase == "backward"  # between their two runs
+        is_between = place.block > gone if place.stack else place.phase == "backward"  # the two runs of that block
         live, gradients, away = moment.live - parameters - states, moment.gradients, moment.away
-        if has_them:
+        if is_between:
             live -= kept[place.phase]
         elif place.phase != "forward":
             live, gradients = live - trained, gradients - trained
         if place.phase == "optimizer":
             live -= temporaries * trained
-        if has_them or place.phase != "forward":
+        if is_between or place.phase != "forward":
             away -= more("forward", "away")
-        there = place._replace(block=place.block - number) if place.stack and has_them else place
+        there = place._replace(block=place.block - 1) if place.stack and is_between else place
         places[there] = moment._replace(live=live, gradients=gradients, away=away)
     return replace(
         trace,
         places=places,
-        blocks={stack: blocks - number},
+        blocks={stack: blocks - 1},
         parameters=trace.parameters - parameters,
         trained=trace.trained - trained,
         states=trace.states - states,

@@ -105,10 +105,10 @@ def plan(
     families = settings.families(_codecs(lossy))
     for done in range(len(families)):
         tell(done / len(families))
-        family = min(families, key=lambda family: settings.least_cost(family, limit))
-        if best is not None and settings.least_cost(family, limit) >= best.cost:
+        bounds = [settings.least_cost(family, limit) for family in families]
+        if best is not None and min(bounds) >= best.cost:
             break
-        families.remove(family)
+        family = families.pop(bounds.index(min(bounds)))
         tried.append(settings.whole(family))
         fitting = [s for s in settings.of(family) if s.needed <= limit and s.away <= (most_away or s.away)]
         best = min((s for s in (best, *fitting) if s is not None), key=lambda s: (s.cost, s.needed), default=None)

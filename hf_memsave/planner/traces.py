@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.measure.elsewhere import away_from_gpus
-from hf_memsave.measure.extrapolate import trace_at_full_depth, with_fewer_blocks
+from hf_memsave.measure.extrapolate import trace_at_full_depth, with_a_block_less
 from hf_memsave.measure.layers import depth_fields, period
 from hf_memsave.measure.optimizers import TEMPORARIES
 from hf_memsave.measure.trace import Place, Trace
@@ -77,7 +77,7 @@ def _traced(config: PreTrainedConfig, training: Training, memsave: MemSaveConfig
     raised = [first | {field: first[field] + every[field]} for field in depth]
     deeper = [_at(config, depth, training, memsave) for depth in raised]
     if min(times) > 0 and _is_told_by_one(deeper, every, training, memsave):
-        shallow = with_fewer_blocks(deeper[0], 1, TEMPORARIES[training.optimizer])
+        shallow = with_a_block_less(deeper[0], TEMPORARIES[training.optimizer])
     else:
         shallow = _at(config, first, training, memsave)
     trace = trace_at_full_depth(shallow, deeper, times)

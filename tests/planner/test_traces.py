@@ -8,7 +8,7 @@ import torch
 from transformers import BertConfig, GPT2Config, LlamaConfig
 
 from hf_memsave import MemSaveConfig
-from hf_memsave.measure.extrapolate import with_fewer_blocks
+from hf_memsave.measure.extrapolate import with_a_block_less
 from hf_memsave.measure.layers import depth_fields
 from hf_memsave.measure.lora import Lora
 from hf_memsave.measure.optimizers import OPTIMIZERS, TEMPORARIES
@@ -49,7 +49,7 @@ def both(config, training, memsave):
     (field,) = depth_fields(config)
     first, _ = traces._depths(config, {field: 32}, training)
     deeper, own = (trace_at(config, {field: first[field] + n}, training, memsave, keeps=False).trace for n in (1, 0))
-    return with_fewer_blocks(deeper, 1, TEMPORARIES[training.optimizer]), own
+    return with_a_block_less(deeper, TEMPORARIES[training.optimizer]), own
 
 
 def assert_same(told, own):
@@ -73,7 +73,7 @@ def test_with_every_optimizer_that_is_said_to(optimizer):
 
 def test_where_it_does_not_two_steps_are_traced(monkeypatch):
     traced = []
-    monkeypatch.setattr(traces, "with_fewer_blocks", lambda *_: pytest.fail("one step does not tell"))
+    monkeypatch.setattr(traces, "with_a_block_less", lambda *_: pytest.fail("one step does not tell"))
     monkeypatch.setattr(traces, "trace_at", lambda *args, **kwargs: traced.append(args) or trace_at(*args, **kwargs))
     others = [name for name in OPTIMIZERS if name not in TEMPORARIES]
     assert others
