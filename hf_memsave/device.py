@@ -32,6 +32,11 @@ def has_kernels(x: Tensor) -> bool:
     return x.device.type in _AS_CUDA
 
 
+def has_wide_products(x: Tensor) -> bool:
+    """Whether a product of bf16 or fp16 there can be given in fp32: ``torch.mm(..., out_dtype=)``."""
+    return x.device.type in _AS_CUDA
+
+
 def has_numbers(x: Tensor) -> bool:
     """Whether a program may ask for the numbers in ``x``; on CUDA it waits for them."""
     return x.device.type not in ("meta", STAND_IN)

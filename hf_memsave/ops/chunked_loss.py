@@ -27,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hf_memsave.device import has_numbers
 from hf_memsave.ops.once import once_differentiable
-from hf_memsave.tape.private import no_modes
+from hf_memsave.ops.wide_sums import WideSums
 
 #: Bytes that a chunk takes; and that all logits may take in fp32 where there are no chunks.
 CHUNK = 128 * 2**20
@@ -98,11 +98,11 @@ class _ChunkedLoss(torch.autograd.Function):
         losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
         dx = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         wanted = [p for p, needs in zip(parameters, ctx.needs_input_grad[6:], strict=True) if needs]
-        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, wide)) for p in wanted]
+        sums = WideSums(wanted, wide)
         itemsize = torch.empty(0, dtype=wide).itemsize + 2 * torch.empty(0, dtype=dtype).itemsize
         rows = max(1, CHUNK // (words * itemsize))
         count = _count(target, options, wide)
-        with no_modes(), saved_tensors_hooks(_same, _same):
+        with sums, saved_tensors_hooks(_same, _same):
             starts = range(0, len(hidden), rows)
             for start in starts if has_numbers(hidden) else starts[:2]:  # the others have as many bytes
                 part = slice(start, start + rows)
@@ -110,15 +110,12 @@ class _ChunkedLoss(torch.autograd.Function):
                 with torch.enable_grad():
                     logits = head(x)
                 losses[part], dz = _loss_and_gradient(logits.detach(), target[part], options, count)
-                found = torch.autograd.grad(logits, [x, *wanted], dz, allow_unused=True)
+                found = sums.backward(logits, x, dz)
                 del logits, dz
-                if dx is not None and found[0] is not None:
-                    dx[part] = found[0]
-                for total, gradient in zip(sums, found[1:], strict=True):
-                    if gradient is not None:
-                        total += gradient
+                if dx is not None and found is not None:
+                    dx[part] = found
                 del found
-        ctx.save_for_backward(dx, *[total.to(p.dtype) for total, p in zip(sums, wanted, strict=True)])
+        ctx.save_for_backward(dx, *sums.rounded())
         ctx.set_materialize_grads(False)
         ctx.wide = wide
         return (losses if options.reduction == "none" else losses.sum() / count).to(dtype)

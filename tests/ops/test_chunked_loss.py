@@ -16,6 +16,7 @@ from hf_memsave.ops.lazy_logits import LazyLogits
 from support.families import Size, batch_for, build
 
 SMALL = 50000  # eight rows: BLAS sums less accurately over fewer
+LONG = Size(seq=64)
 CAUSAL = ("gpt2", "llama", "gemma", "phi", "opt")
 
 
@@ -25,7 +26,7 @@ def small_chunks(monkeypatch):
 
 
 def lm(family, dtype=torch.float32):
-    return build(family, Size(), dtype, dropout=0.0)
+    return build(family, LONG, dtype, dropout=0.0)
 
 
 def softcapped():
@@ -71,11 +72,11 @@ def test_a_loss_that_fits_is_stocks_to_the_bit():
 
 @pytest.mark.parametrize("make", [*[lambda f=f: lm(f) for f in CAUSAL], lambda: lm("t5-decoder"), softcapped, scaled])
 def test_chunks_are_as_near_to_float64_as_stock(make, small_chunks):
-    assert of_ours_over_stocks(make) <= 1.03  # sums of another order: .98 to 1.03 on one CPU, at most 1 on another
+    assert of_ours_over_stocks(make) <= 1.01  # sums of another order: .905 to .996 measured, each with .01 of chance
 
 
-#: Each chunk's part of the head's gradient is rounded to bf16 before it is summed: over 16 draws, 0 to 4% more.
-@pytest.mark.parametrize(("mode", "bound"), [("bf16", 1.04), ("autocast", 1.02)])
+#: Measured: 1.0000001 and .966. Were each chunk's part of the head's gradient rounded before the sum, bf16 gave 1.02.
+@pytest.mark.parametrize(("mode", "bound"), [("bf16", 1.001), ("autocast", 1.0)])
 def test_in_low_precision_too(mode, bound, small_chunks):
     is_bf16 = mode == "bf16"
     context = contextlib.nullcontext() if is_bf16 else torch.autocast("cpu", torch.bfloat16)
@@ -91,7 +92,7 @@ def of_ours_over_stocks(make, context=None, draws=6):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.02 * torch.randn_like(parameter))
-        batch = batch_for(model, Size(), padded=True)
+        batch = batch_for(model, LONG, padded=True)
         batch["labels"] = batch["labels"].masked_fill(torch.rand(batch["labels"].shape) < 0.2, -100)
         _, exact = in_float64(model, batch)
         with context or contextlib.nullcontext():
@@ -326,7 +327,7 @@ def test_the_peak_is_one_chunk(words, is_frozen, monkeypatch):
         peaks.append(count_peak(lambda: model(input_ids=ids, labels=ids).loss.backward()).peak)
     assert peaks[0] >= 12 * words * tokens
     of_blocks = 40 * 2 * h * tokens
-    gradient = 0 if is_frozen else (4 + 2 + 2) * words * h
+    gradient = 0 if is_frozen else (4 + 2) * words * h
     assert peaks[1] <= chunked_loss.CHUNK + 2 * h * tokens + of_blocks + gradient
 
 
