@@ -31,7 +31,7 @@ test-oldest: ## Run a part of the tests with the oldest versions, in an environm
 
 kernels: $(INSTALLED) ## Run the tests of the vendored Triton kernels, and of ops fused by them, in Triton's interpreter
 	cd hf_memsave/_vendor/memsave_kernels && TRITON_INTERPRET=1 $(CURDIR)/$(BIN)/python -m pytest -m "not long" -n logical --maxprocesses 8
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 tests/ops/test_fused*.py
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 -k "not on_a_gpu" tests/ops/test_fused*.py
 
 matrix: $(INSTALLED) ## Run what `make test` leaves out: more combinations of settings and budgets
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 -m matrix $(ARGS)

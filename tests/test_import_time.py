@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from support.helpers import MATRIX
+
 #: What ``import transformers`` and a model's class load anyhow.
 BEFORE = "import transformers; from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel\n"
 BUILD = (
@@ -45,8 +47,8 @@ def loaded_by(before: str, code: str) -> set[str]:
     [
         "import hf_memsave\n",
         "import hf_memsave; report = hf_memsave.patch(model)\n" + STEP,
-        "import hf_memsave; report = hf_memsave.patch(model, 'few-bit')\n" + STEP,
-        "import hf_memsave; report = hf_memsave.patch(model, 'wta-crs')\n" + STEP,
+        pytest.param("import hf_memsave; report = hf_memsave.patch(model, 'few-bit')\n" + STEP, marks=MATRIX),
+        pytest.param("import hf_memsave; report = hf_memsave.patch(model, 'wta-crs')\n" + STEP, marks=MATRIX),
         "import hf_memsave; LlamaForCausalLM._from_config(config, memsave=True)\n",
     ],
     ids=["import", "patch and step", "approximate", "sampled", "from_config"],

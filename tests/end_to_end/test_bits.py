@@ -11,7 +11,7 @@ from transformers import AlbertConfig, AlbertForSequenceClassification
 from hf_memsave import MemSaveConfig, patch
 from hf_memsave.tape.handles import Node
 from support.families import FAMILIES, MORE, QUOTED, VOCAB, Size, batch_for, build
-from support.helpers import assert_same_bits
+from support.helpers import assert_same_bits, halved
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="bit equality is claimed on CPU")
 
@@ -56,9 +56,7 @@ def assert_same_training(model, config, mode, padded):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "mode", "padded"), halved(FAMILIES, MODES, [False, True]))
 def test_training_equals_stock_bit_for_bit(family, mode, padded):
     assert_same_training(build(family, SIZE, MODES[mode]), MemSaveConfig(), mode, padded)
 

@@ -9,7 +9,7 @@ import torch
 
 from hf_memsave import measure_kept, patch
 from support.families import QUOTED, Size
-from support.helpers import autocasting, only_on_cpu
+from support.helpers import autocasting, halved, only_on_cpu
 from support.steps import assert_same, step
 from support.zoo import ZOO, build, zoo_batch
 
@@ -50,8 +50,7 @@ def kept(name, layers, dtype):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(("name", "dtype"), halved(ZOO, DTYPES))
 def test_a_layer_keeps_its_floor(name, dtype, device):
     only_on_cpu(device, "a figure")
     found = (kept(name, 6, dtype) - kept(name, 2, dtype)) / 4 / QUOTED.u(DTYPES[dtype].itemsize)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 from hf_memsave import MemSaveCallback, MemSaveTrainer
 from hf_memsave.patching.swap import is_patched
 from support.families import VOCAB, Size, build
-from support.helpers import only_on_cpu
+from support.helpers import halved, only_on_cpu
 from support.rows import Rows
 from support.steps import Results, assert_same
 
@@ -30,12 +30,8 @@ WAYS = {
     "accumulation": {"gradient_accumulation_steps": 2},
 }
 CASES = [
-    (family, tuning, way, kind)
-    for family in FAMILIES
-    for tuning in ("full", "lora")
-    for way in WAYS
-    for kind in ("callback", "trainer", "sft")
-    if kind != "sft" or family in CAUSAL
+    *halved(FAMILIES, ("full", "lora"), WAYS, ("callback", "trainer")),
+    *halved(CAUSAL, ("full", "lora"), WAYS, ("sft",)),
 ]
 
 pytestmark = [

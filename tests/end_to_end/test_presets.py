@@ -11,7 +11,7 @@ from hf_memsave.config import presets
 from hf_memsave.tape import offload
 from hf_memsave.tape.offload import Away
 from support.families import QUOTED, batch_for, build
-from support.helpers import assert_same_bits, only_on_cpu
+from support.helpers import assert_same_bits, halved, only_on_cpu
 from support.lora import adapted
 
 
@@ -57,8 +57,7 @@ def test_max_runs_blocks_again_and_offloads_and_is_exact():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("has_lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("family", ["bert", "llama", "gpt2", "t5-encoder"])
+@pytest.mark.parametrize(("family", "has_lora"), halved(["bert", "llama", "gpt2", "t5-encoder"], [False, True]))
 def test_max_has_stocks_bits_and_one_input_a_block(family, has_lora, monkeypatch):
     monkeypatch.setattr(offload, "SMALLEST", 256)
     sizes = [replace(QUOTED, layers=layers, batch=2) for layers in (2, 4)]

@@ -15,6 +15,7 @@ from hf_memsave import MemSaveConfig, measure_kept, patch, unpatch
 from hf_memsave.errors import ConfigError, PatchError
 from hf_memsave.measure.peak import count_peak
 from support.families import FAMILIES, MORE, QUOTED, Size, batch_for, build
+from support.helpers import halved
 from support.lora import adapted, quantized
 
 RUNGS = ("o_proj", "qkv", "up", "gate", "block")
@@ -125,9 +126,7 @@ def assert_equal(ours, stock):
         assert a is None or torch.equal(a, b)
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "autocast"])
-@pytest.mark.parametrize("rung", RUNGS)
-@pytest.mark.parametrize("family", FAMILIES + MORE)
+@pytest.mark.parametrize(("family", "rung", "mode"), halved(FAMILIES + MORE, RUNGS, ["fp32", "bf16", "autocast"]))
 def test_a_step_is_stocks_to_the_bit(family, rung, mode):
     model = build(family, Size(layers=3), torch.bfloat16 if mode == "bf16" else torch.float32)
     batch = batch_for(model, Size(layers=3), padded=True)
@@ -152,7 +151,7 @@ NF4 = {None: 6.25, "o_proj": 6, "qkv": 5, "up": 3.625, "gate": 2.25, "block": 1}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("rung", NF4)
+@pytest.mark.parametrize(("rung",), halved(NF4))
 def test_nf4_linears_run_again_by_their_own_forward(rung, tmp_path):
     pytest.importorskip("bitsandbytes")
 
@@ -208,8 +207,7 @@ def test_attention_with_dropout_is_kept():
 
 @pytest.mark.long
 @on_cpu
-@pytest.mark.parametrize("has_lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("family", ["bert", "llama"])
+@pytest.mark.parametrize(("family", "has_lora"), halved(["bert", "llama"], [False, True]))
 def test_each_rung_lowers_the_peak_of_a_step(family, has_lora):
     size = Size(hidden=128, heads=4, layers=12, batch=1 if has_lora else 8, seq=128)  # products in bf16 may be slow
     model = adapted(family, size=size) if has_lora else build(family, size)
@@ -284,9 +282,10 @@ def test_errors_say_what_was_expected():
 
 @pytest.mark.long
 @on_cpu
-@pytest.mark.parametrize("how", ["checkpoint='block'", "non-reentrant", "reentrant"])
-@pytest.mark.parametrize("has_lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("family", ["bert", "llama"])
+@pytest.mark.parametrize(
+    ("family", "has_lora", "how"),
+    halved(["bert", "llama"], [False, True], ["checkpoint='block'", "non-reentrant", "reentrant"]),
+)
 def test_checkpointed_blocks_peak_at_their_inputs_and_one_block(family, has_lora, how):
     """L layers of which each keeps 1u, and the whole step of one layer at the floor; LoRA is PEFT's by default."""
     layers = 8

@@ -14,7 +14,7 @@ import hf_memsave
 from hf_memsave import ConfigError, MemSaveConfig, measure_kept, patch, unpatch
 from hf_memsave.patching.swap import is_patched
 from support.families import FAMILIES, HALF, batch_for, build
-from support.helpers import only_on_cpu
+from support.helpers import halved, only_on_cpu
 from support.lora import MODES, RANK, SIZE, adapted, assert_trains_like, autocast, outputs, rank_terms
 from support.steps import patched_classes
 
@@ -35,9 +35,7 @@ def count_targets(model):
     return sum(name.endswith("lora_A") for name, _ in model.named_modules())
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.05])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", FLOOR)
+@pytest.mark.parametrize(("family", "mode", "dropout"), halved(FLOOR, MODES, [0.05, 0.0]))
 def test_a_layer_keeps_the_floor_and_the_rank_terms(family, mode, dropout, device):
     only_on_cpu(device)
     totals, targets = [], []

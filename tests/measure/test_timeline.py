@@ -10,6 +10,7 @@ from hf_memsave.measure.layers import depth_fields
 from hf_memsave.measure.lora import Lora
 from hf_memsave.measure.timeline import timeline
 from hf_memsave.measure.training import Training, trace_at
+from support.helpers import halved
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 WIDE = dict(hidden_size=64, num_attention_heads=4, intermediate_size=128, vocab_size=99, pad_token_id=0)
@@ -20,18 +21,13 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("memsave", [None, MemSaveConfig()], ids=["stock", "exact"])
-@pytest.mark.parametrize(
-    ("family", "fields"),
-    [
-        ("bert", {}),
-        ("t5", {}),
-        pytest.param("llama", {"lora": Lora(r=2)}, marks=pytest.mark.long),
-        pytest.param("llama", {"checkpointing": True}, marks=pytest.mark.long),
-    ],
-    ids=str,
-)
-def test_every_moment_follows_from_few_layers(family, fields, memsave):
+OF = [("bert", {}), ("t5", {}), ("llama", {"checkpointing": True}), ("llama", {"lora": Lora(r=2)})]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("of", "memsave"), halved(OF, [None, MemSaveConfig()]))
+def test_every_moment_follows_from_few_layers(of, memsave):
+    family, fields = of
     config, training = CONFIGS[family], Training(batch_size=2, seq_len=64, **fields)
     depth = dict.fromkeys(depth_fields(config), 9)
     full, _ = trace_in_full(config, depth, training, memsave, keeps=False)

@@ -14,6 +14,7 @@ from hf_memsave.measure.peak import count_peak
 from hf_memsave.ops import chunked_loss
 from hf_memsave.ops.lazy_logits import LazyLogits
 from support.families import Size, batch_for, build
+from support.helpers import halved
 
 SMALL = 50000  # eight rows: BLAS sums less accurately over fewer
 LONG = Size(seq=64)
@@ -305,8 +306,7 @@ def test_stock_asked_for_is_stock(small_chunks):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("words", [32_000, 128_000])
-@pytest.mark.parametrize("is_frozen", [True, False], ids=["frozen head", "trained head"])
+@pytest.mark.parametrize(("words", "is_frozen"), halved([32_000, 128_000], [False, True]))
 def test_the_peak_is_one_chunk(words, is_frozen, monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("figures are those of CPU kernels")

@@ -20,6 +20,7 @@ from hf_memsave.planner.rates import Rates, rates_of, work_of
 from hf_memsave.planner.settings import OFFLOAD, Settings
 from hf_memsave.tape import offload
 from hf_memsave.tape.offload import AHEAD, Away
+from support.helpers import MATRIX, halved
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device"),
@@ -65,10 +66,10 @@ def traced(config, offload, rung, layers):
     return memsave, peak + CONTEXT + WORKSPACES
 
 
-@pytest.fixture(scope="module")
-def of_every_setting(ends):
+@pytest.fixture(scope="module", params=["llama", pytest.param("bert", marks=MATRIX)])
+def of_every_setting(request):
     """Each with what it needs; and what a layer offloads at each rung."""
-    config, _ = ends
+    config = CONFIGS[request.param]
     settings = [(offload, rung, n) for offload in (False, True) for rung in (None, "gate", "block")
                 for n in (range(1, LAYERS + 1) if rung else (0,))]  # fmt: skip
     away_of = {rung: counted_away(config, rung) for rung in (None, "gate", "block")}
@@ -151,8 +152,7 @@ WAYS = {"rungs": SLOW_BUS, "offload": FAST_BUS}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(("family", "way"), halved(CONFIGS, WAYS))
 @pytest.mark.parametrize("share", [0.4, *(pytest.param(x, marks=pytest.mark.matrix) for x in (0.1, 0.9))])
 def test_a_real_step_stays_within_the_budget(family, share, way, monkeypatch):
     """The same step on CPU, all its storages counted; what a CPU keeps for itself differs by a few percent."""

@@ -40,7 +40,8 @@ SETTINGS = {
     "block, offload": MemSaveConfig(checkpoint="block", offload=True),
 }
 STEP = Training(batch_size=4, seq_len=128)
-OFTEN = [*itertools.product(["llama"], ["LoRA"], SETTINGS), ("bert", "full", "the floor"), ("gpt2", "LoRA", "offload")]
+OFTEN = [("llama", "LoRA", setting) for setting in ("the floor", "gate", "block, offload")]
+OFTEN += [("llama", "full", "int8"), ("bert", "full", "block"), ("gpt2", "LoRA", "offload")]
 MORE = itertools.product(CONFIGS, ADAPTERS, SETTINGS)
 
 

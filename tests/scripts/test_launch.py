@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.helpers import MATRIX
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "run_clm.py"
 CONFIG = {
     "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
@@ -48,7 +50,7 @@ def launch(folder, engine, *flags):
     return [entry["loss"] for entry in history if "loss" in entry], (out / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", [pytest.param(e, marks=MATRIX) if e == "ddp" else e for e in ENGINES])
 def test_a_launched_run_equals_stocks(engine, tmp_path):
     runs = []
     for number, flags in enumerate(([], ["--memsave"])):

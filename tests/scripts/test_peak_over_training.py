@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.helpers import halved
+
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="figures are those of CPU kernels")
 
@@ -21,8 +23,7 @@ def bench():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("padding", ["fixed", "dynamic"])
-@pytest.mark.parametrize("name", ["bert", "llama", "llama-lora"])
+@pytest.mark.parametrize(("name", "padding"), halved(["bert", "llama", "llama-lora"], ["fixed", "dynamic"]))
 def test_the_peak_of_a_run_falls_by_what_is_avoided(bench, name, padding):
     stock, ours = (bench.measured(name, padding, is_patched, steps=4) for is_patched in (False, True))
     assert ours.avoided > 0

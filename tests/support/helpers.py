@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -24,6 +24,16 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 #: Marks of a combination of settings that is left to `make matrix`, as others like it are always tested.
 MATRIX = (pytest.mark.long, pytest.mark.matrix)
+
+
+def halved(*axes: Iterable[Any]) -> list[Any]:
+    """Every combination, every second one left to `make matrix`; of three axes all pairs of values are still tested."""
+    found = []
+    for places in product(*(enumerate(axis) for axis in axes)):
+        case = [value for _, value in places]
+        found.append(pytest.param(*case, marks=MATRIX if sum(place for place, _ in places) % 2 else ()))
+    return found
+
 
 #: Ways to hand an op an input that is not contiguous: a name, and a view of a leaf.
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
