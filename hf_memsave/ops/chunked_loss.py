@@ -12,25 +12,29 @@ With z = head(x), p = softmax(z), e the target's one-hot row, s the label smooth
 
 Both are computed in forward, chunk after chunk, so the head runs as often as in stock. While all logits fit in one
 chunk, stock's own expression runs, bit for bit. Beyond, all equals stock's up to the order of fp32 sums; and a gradient
-that is summed over chunks is summed in fp32. Source: Wijmans et al. (2024), arXiv:2411.09009; Hsu et al. (2024),
+that is summed over chunks is summed in fp32: that of a plain linear product by product, that of another head as
+autograd rounds it in each chunk. Source: Wijmans et al. (2024), arXiv:2411.09009; Hsu et al. (2024),
 arXiv:2410.10989.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_memsave.device import has_numbers
+from hf_memsave.device import has_numbers, has_wide_products
+from hf_memsave.ops.head import Head
 from hf_memsave.ops.once import once_differentiable
-from hf_memsave.ops.wide_sums import WideSums
+from hf_memsave.tape.private import no_modes
 
 #: Bytes that a chunk takes; and that all logits may take in fp32 where there are no chunks.
 CHUNK = 128 * 2**20
+#: Elements of a sum for which a product is computed at once, where it cannot be added in place.
+_BLOCK = 2**24
 
 
 class _Options(NamedTuple):
@@ -44,7 +48,7 @@ class _Options(NamedTuple):
 
 def cross_entropy(
     hidden: Tensor,
-    head: Callable[[Tensor], Tensor],
+    head: Head,
     parameters: Sequence[Tensor],
     like: Tensor,
     target: Tensor,
@@ -59,7 +63,7 @@ def cross_entropy(
 
     Args:
         hidden: ``[T, H]``.
-        head: ``[t, H]`` -> logits ``[t, V]``.
+        head: What makes the logits.
         parameters: Those of the head that want a gradient.
         like: Of the shape ``[T, V]`` and dtype of the logits.
         target: Classes ``[T]``.
@@ -98,20 +102,21 @@ class _ChunkedLoss(torch.autograd.Function):
         losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
         dx = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         wanted = [p for p, needs in zip(parameters, ctx.needs_input_grad[6:], strict=True) if needs]
-        sums = WideSums(wanted, wide)
+        sums = _Sums(wanted, head.linear, wide)
         itemsize = torch.empty(0, dtype=wide).itemsize + 2 * torch.empty(0, dtype=dtype).itemsize
         rows = max(1, CHUNK // (words * itemsize))
         count = _count(target, options, wide)
-        with sums, saved_tensors_hooks(_same, _same):
+        with no_modes(), saved_tensors_hooks(_same, _same):
             starts = range(0, len(hidden), rows)
             for start in starts if has_numbers(hidden) else starts[:2]:  # the others have as many bytes
                 part = slice(start, start + rows)
                 x = hidden[part].detach().requires_grad_()
                 with torch.enable_grad():
-                    logits = head(x)
+                    product = head.product(x)
+                    logits = head.after(product)
                 losses[part], dz = _loss_and_gradient(logits.detach(), target[part], options, count)
-                found = sums.backward(logits, x, dz)
-                del logits, dz
+                found = sums.add(logits, product, x, dz)
+                del logits, product, dz
                 if dx is not None and found is not None:
                     dx[part] = found
                 del found
@@ -125,10 +130,77 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         dx, *gradients = ctx.saved_tensors
         factor = dy.to(ctx.wide)
-        found = iter([(g * factor).to(g.dtype) for g in gradients])
+        found = iter([None if g is None else (g * factor).to(g.dtype) for g in gradients])
         by_row = factor.unsqueeze(-1) if factor.dim() else factor
         first = None if dx is None else (dx * by_row).to(dx.dtype)
         return first, None, None, None, None, None, *(next(found) if n else None for n in ctx.needs_input_grad[6:])
+
+
+class _Sums:
+    """Gradients of a head's parameters, summed over chunks.
+
+    Args:
+        parameters: Those that want one.
+        linear: Weight and bias, where they take part in one linear alone.
+        wide: The dtype of the sums, unless a parameter's is wider.
+    """
+
+    def __init__(self, parameters: list[Tensor], linear: tuple[Tensor, Tensor | None] | None, wide: Any) -> None:
+        self.parameters, self.linear, self.wide = parameters, linear, wide
+        self.sums: dict[int, Tensor] = {}
+        self.lost: Tensor | None = None
+
+    def add(self, logits: Tensor, product: Tensor, x: Tensor, dlogits: Tensor) -> Tensor | None:
+        """Add what a chunk gives them.
+
+        Returns:
+            The gradient of ``x``.
+        """
+        if self.linear is None:
+            dx, *found = torch.autograd.grad(logits, [x, *self.parameters], dlogits, allow_unused=True)
+            for parameter, gradient in zip(self.parameters, found, strict=True):
+                if gradient is not None:
+                    self._of(parameter).add_(gradient)
+            return dx
+        dx, dy = torch.autograd.grad(logits, [x, product], dlogits)
+        weight, bias = self.linear
+        for parameter in self.parameters:
+            if parameter is weight:
+                _add_product(self._of(parameter), dy, x.detach())
+            else:
+                total = self._of(parameter)
+                self.lost = torch.zeros_like(total) if self.lost is None else self.lost
+                _add_compensated(total, self.lost, dy.sum(0, dtype=total.dtype))
+        return dx
+
+    def _of(self, parameter: Tensor) -> Tensor:
+        if id(parameter) not in self.sums:
+            dtype = torch.promote_types(parameter.dtype, self.wide)
+            self.sums[id(parameter)] = torch.zeros_like(parameter, dtype=dtype)
+        return self.sums[id(parameter)]
+
+    def rounded(self) -> list[Tensor | None]:
+        """In the parameters' dtypes; None for one that no chunk has used."""
+        return [self.sums.pop(id(p)).to(p.dtype) if id(p) in self.sums else None for p in self.parameters]
+
+
+def _add_product(total: Tensor, dy: Tensor, x: Tensor) -> None:
+    """``total += dy^T x``, for ``[T, V]`` and ``[T, H]``."""
+    x = x.to(dy.dtype)  # as autocast does
+    if not has_wide_products(dy) or dy.dtype == total.dtype or total.dtype != torch.float32:
+        total.addmm_(dy.to(total.dtype).t(), x.to(total.dtype))
+        return
+    step = max(1, _BLOCK // x.shape[1])
+    for rows, part in zip(total.split(step), dy.t().split(step), strict=True):
+        rows += torch.mm(part, x, out_dtype=total.dtype)
+
+
+def _add_compensated(total: Tensor, lost: Tensor, part: Tensor) -> None:
+    """``total += part``, and what rounding takes from it into ``lost``, for the next time (Kahan, 1965)."""
+    part = part - lost
+    after = total + part
+    torch.sub(after - total, part, out=lost)
+    total.copy_(after)
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -16,19 +16,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_memsave.ops import chunked_loss
-from hf_memsave.ops.lazy_logits import Head, LazyLogits, versions_of
+from hf_memsave.ops.head import Head, versions_of
+from hf_memsave.ops.lazy_logits import LazyLogits
 from hf_memsave.ops.op import Op, is_parametrized
 from hf_memsave.tape import current
 from hf_memsave.tape.private import AutocastState
 
+#: Adapters whose result for a row depends on the others.
+_ACROSS_ROWS = ("peft.tuners.lily", "peft.tuners.xlora")
 
-def logits_of(module: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor | None:
+
+def logits_of(
+    module: nn.Module,
+    forward: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    linear: tuple[Tensor, Tensor | None] | None = None,
+) -> Tensor | None:
     """What ``forward(hidden)`` gives, not computed yet; None where it is to be computed at once.
 
     Args:
         module: A head, with ``out_features`` words.
         forward: Its forward.
         hidden: ``[..., H]``.
+        linear: Its weight and bias, where that is a linear of them.
 
     Returns:
         Logits ``[..., V]``.
@@ -36,6 +46,8 @@ def logits_of(module: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Te
     tape = current()
     if tape is None or not _is_long(module, hidden):
         return None
+    if linear is None and any(parameter._backward_hooks for parameter in module.parameters()):
+        return None  # autograd would run them in every chunk
     autocast = AutocastState(hidden.device.type)
     dtype = autocast.dtype if autocast.enabled and hidden.dtype != torch.float64 else hidden.dtype
     if dtype == torch.float16:  # whose gradients a loss scale of the caller's keeps in range, and it comes too late
@@ -44,19 +56,22 @@ def logits_of(module: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Te
         tape.ledger.is_loss_chunked = True
     words: Any = module.out_features
     like = torch.empty(*hidden.shape[:-1], words, dtype=dtype, device="meta")
-    return LazyLogits.of(hidden, Head(module, forward, (), autocast, versions_of(module)), like)
+    return LazyLogits.of(hidden, Head(module, forward, (), autocast, versions_of(module), linear), like)
 
 
 def of_linear(module: nn.Module, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """The same for ``F.linear(hidden, weight, bias)``, called by a head ``module``."""
-    return logits_of(module, partial(F.linear, weight=weight, bias=bias), hidden)
+    """The same for ``F.linear(hidden, weight, bias)``, called by a head ``module`` whose own they are."""
+    own = [parameter for parameter in module.parameters() if parameter is weight or parameter is bias]
+    if type(weight) is not nn.Parameter or len(own) != len(list(module.parameters())) or weight is not own[0]:
+        return None  # computed, or with a linear of its own
+    return logits_of(module, partial(F.linear, weight=weight, bias=bias), hidden, (weight, bias))
 
 
 def _is_long(module: nn.Module, hidden: Tensor) -> bool:
     """Whether the logits of ``hidden`` are more than a chunk, and more than what the chunks' sums take.
 
     A dropout would draw other masks for chunks; a hook may look at logits, or take the weights away (FSDP2,
-    ZeRO-3, Accelerate's offload).
+    ZeRO-3, Accelerate's offload); some adapters look at all rows.
 
     Returns:
         True where it pays, and changes nothing but the order of sums.
@@ -65,6 +80,8 @@ def _is_long(module: nn.Module, hidden: Tensor) -> bool:
     logits = hidden.shape[:-1].numel() * words
     wanted = sum(p.numel() for p in module.parameters() if p.requires_grad)
     if not (hidden.requires_grad or wanted) or logits * 4 <= chunked_loss.CHUNK or 2 * wanted > 3 * logits:
+        return False
+    if any(type(m).__module__.startswith(_ACROSS_ROWS) for m in module.modules()):
         return False
     return not any(isinstance(m, nn.Dropout) and m.p and m.training or _has_hooks(m) for m in module.modules())
 

@@ -26,6 +26,7 @@ from transformers.utils import logging
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import PatchError
 from hf_memsave.ops.lazy_head import of_linear
+from hf_memsave.ops.op import is_parametrized
 from hf_memsave.patching.checkpointed import with_cache
 from hf_memsave.sampling.sampler import INDEX, Sampler
 from hf_memsave.tape import Tape, current, hooks_work, table_without
@@ -145,7 +146,8 @@ def _lay(
     decided, held = _decided.setdefault(module, {}), _held_by_checkpoint(args, kwargs)
     try:
         with _cache(module, config, kwargs), _offload(config), Tape(*settings, codec, held, ledger, decided) as tape:
-            if config.loss == "chunked" and isinstance(head := _head_below(module), nn.Linear):
+            head = _head_below(module) if config.loss == "chunked" else None
+            if isinstance(head, nn.Linear) and not is_parametrized(head):  # whose weight is computed as it is read
                 tape.head, tape.logits = head, of_linear
             out = forward(module, *args, **kwargs)
     except BaseException as error:

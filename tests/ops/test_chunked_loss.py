@@ -43,6 +43,20 @@ def scaled():
     return CohereForCausalLM(CohereConfig(**sizes, logit_scale=0.5, pad_token_id=0)).train()
 
 
+class OfLinear:
+    """A head of its own, known to be a linear or not."""
+
+    def __init__(self, weight, bias=None, is_known=True):
+        self.weight, self.bias = weight, bias
+        self.linear = (weight, bias) if is_known else None
+
+    def product(self, hidden):
+        return F.linear(hidden, self.weight, self.bias)
+
+    def after(self, product):
+        return product
+
+
 def step(model, batch, **options):
     model.zero_grad()
     out = model(**batch, **options)
@@ -140,7 +154,7 @@ def test_every_option_of_cross_entropy(reduction, has_weight, smoothing):
     before, chunked_loss.CHUNK = chunked_loss.CHUNK, 50 * 8 * 3 * 5
     try:
         like = torch.empty(37, 50, dtype=torch.float64, device="meta")
-        ours = chunked_loss.cross_entropy(x, lambda part: part @ w.T, wanted[1:], like, target, **options)
+        ours = chunked_loss.cross_entropy(x, OfLinear(w), wanted[1:], like, target, **options)
     finally:
         chunked_loss.CHUNK = before
     found = torch.autograd.grad(ours, wanted, upstream)
@@ -366,6 +380,7 @@ def test_the_loss_keeps_two_bytes_a_hidden_unit_and_token_and_one_chunk(words, t
     target = torch.randint(0, words, (tokens,))
     hidden = torch.randn(tokens, h, dtype=torch.bfloat16, requires_grad=True)
     held: list = []
+    head = OfLinear(head.weight)
     kept = count_peak(lambda: held.append(chunked_loss.cross_entropy(hidden, head, [], like, target)) or held)
     assert kept.end <= 2 * h * tokens + 64
     assert kept.peak <= chunked_loss.CHUNK + 2 * h * tokens + 16 * tokens
@@ -399,3 +414,53 @@ def test_the_gradient_of_logits_that_a_loss_was_computed_from_is_stocks(small_ch
     logits = hands_on(model, batch)
     (found,) = torch.autograd.grad(logits.exp().sum(), logits)
     assert torch.equal(found, expected)
+
+
+def gradients_of(dtype, monkeypatch, chunks=16, rows=512, is_known=True, autocast=False):
+    """Of a linear head with bias: ours, and those of float64, beside stock's."""
+    torch.manual_seed(0)
+    x, w, b = (torch.randn(shape).to(dtype).requires_grad_() for shape in ((rows, 32), (256, 32), (256,)))
+    target = torch.randint(0, 256, (rows,))
+    context = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+    wide = [t.detach().double().requires_grad_() for t in (x, w, b)]
+    exact = torch.autograd.grad(F.cross_entropy(F.linear(*wide), target), wide)
+    with context:
+        stock = torch.autograd.grad(F.cross_entropy(F.linear(x, w, b).float(), target), [x, w, b])
+    of_logits = torch.bfloat16 if autocast else dtype
+    monkeypatch.setattr(chunked_loss, "CHUNK", 256 * (4 + 2 * of_logits.itemsize) * rows // chunks)
+    like = torch.empty(rows, 256, dtype=of_logits, device="meta")
+    with context:
+        loss = chunked_loss.cross_entropy(x, OfLinear(w, b, is_known), [w, b], like, target)
+    ours = torch.autograd.grad(loss, [x, w, b])
+    return [[((g.double() - e).norm() / e.norm()).item() for g, e in zip(found, exact, strict=True)]
+            for found in (ours, stock)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)]
+)
+@pytest.mark.parametrize("chunks", [4, 16, 64])
+def test_a_linear_heads_gradients_are_as_near_to_float64_as_stocks(dtype, autocast, chunks, monkeypatch):
+    ours, stock = gradients_of(dtype, monkeypatch, chunks, autocast=autocast)
+    assert all(a <= 1.005 * b for a, b in zip(ours, stock, strict=True)), (ours, stock)
+
+
+def test_as_autograd_rounds_them_in_each_chunk_they_are_further_away(monkeypatch):
+    ours, stock = gradients_of(torch.bfloat16, monkeypatch, 64, is_known=False)
+    assert ours[1] > 1.01 * stock[1]
+
+
+def test_where_products_come_in_fp32_they_are_added_block_by_block(monkeypatch):
+    asked = []
+
+    def mm(a, b, out_dtype):
+        asked.append(len(a))
+        return a.to(out_dtype) @ b.to(out_dtype)
+
+    expected = gradients_of(torch.bfloat16, monkeypatch)
+    monkeypatch.setattr(chunked_loss, "has_wide_products", lambda tensor: True)
+    monkeypatch.setattr(chunked_loss, "_BLOCK", 100 * 32)
+    monkeypatch.setattr(torch, "mm", mm)
+    found = gradients_of(torch.bfloat16, monkeypatch)
+    assert set(asked) == {100, 56}
+    assert found[0] == pytest.approx(expected[0], rel=1e-4)

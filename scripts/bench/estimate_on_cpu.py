@@ -1,0 +1,165 @@
+"""What an estimate says of a step on this CPU, beside the same step counted: kept bytes, and the peak.
+
+    python scripts/bench/estimate_on_cpu.py [--family NAME ...] [--out [DIR]]
+
+Every family x full, LoRA and QLoRA x stock, exact, each preset, and gradient checkpointing. Said is what few layers
+tell of all; counted are the live storages of a real step of all layers, by two meters that know nothing of the estimate
+(what is kept in an allocator's units of 512 bytes, as it is said). A base in 4 bits has no values in an estimate: its
+few layers run on the stand-in for a GPU, without dropout, whose masks are others there; bitsandbytes' kernels for
+CPU take other room than those for CUDA. --out writes estimate-on-cpu.json and .md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from rich.progress import track
+from transformers import (
+    BertConfig,
+    BitsAndBytesConfig,
+    GemmaConfig,
+    GPT2Config,
+    LlamaConfig,
+    OPTConfig,
+    Phi3Config,
+    PhiConfig,
+    PreTrainedConfig,
+    T5Config,
+)
+
+from hf_memsave import MemSaveConfig, MemSaveError, measure_kept, patch
+from hf_memsave.config import presets
+from hf_memsave.measure.estimate import trace_in_full
+from hf_memsave.measure.inputs import forward_of, make_batch
+from hf_memsave.measure.layers import depth_fields
+from hf_memsave.measure.lora import Lora
+from hf_memsave.measure.models import choose_head
+from hf_memsave.measure.peak import count_peak, rounded
+from hf_memsave.measure.trace import UNIT
+from hf_memsave.measure.training import Training, build
+from peak_memory import add_out, publish
+
+LAYERS, BATCH, TOKENS = 7, 2, 64
+_WIDE: dict[str, Any] = dict(hidden_size=128, num_attention_heads=4, vocab_size=256)
+_GATED: dict[str, Any] = dict(_WIDE, intermediate_size=352, num_key_value_heads=4, pad_token_id=0)
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "bert": BertConfig(**_WIDE, intermediate_size=512, attention_probs_dropout_prob=0.0),
+    "gpt2": GPT2Config(n_embd=128, n_head=4, vocab_size=256, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0),
+    "opt": OPTConfig(**_WIDE, ffn_dim=512, word_embed_proj_dim=128),
+    "llama": LlamaConfig(**_GATED),
+    "gemma": GemmaConfig(**_GATED, head_dim=32),
+    "phi": PhiConfig(**_WIDE, intermediate_size=512),
+    "phi3": Phi3Config(**_GATED),
+    "t5": T5Config(d_model=128, d_kv=32, d_ff=512, num_heads=4, vocab_size=256),
+}
+TUNING: dict[str, dict[str, Any]] = {
+    "full": {},
+    "LoRA": {"lora": Lora(dropout=0.05)},
+    "LoRA bf16": {"lora": Lora(dtype="model")},
+    "QLoRA": {"lora": Lora(), "quantized": "nf4", "attention": "efficient"},
+}
+SETTINGS: dict[str, tuple[MemSaveConfig | None, bool]] = {
+    "stock": (None, False),
+    **{name: (MemSaveConfig.preset(name), False) for name in presets()},
+    "stock, checkpointing": (None, True),
+    "exact, checkpointing": (MemSaveConfig(), True),
+}
+
+
+def said(config: PreTrainedConfig, training: Training, memsave: MemSaveConfig | None) -> tuple[float, float]:
+    """Kept bytes and the peak of forward and backward, weights and the batch apart, from few layers.
+
+    Returns:
+        Both.
+    """
+    depth = dict.fromkeys(depth_fields(config), LAYERS)
+    full, _ = trace_in_full(config, depth, training, memsave, on_cpu=training.quantized is None)
+    batch = make_batch(choose_head(config), config, training.batch_size, training.seq_len)
+    of_passes = max(m.live for place, m in full.trace.places.items() if place.phase != "optimizer")
+    return sum(full.by_kind.values()), of_passes - full.trace.parameters - sum(t.nbytes for t in batch.values())
+
+
+def counted(config: PreTrainedConfig, training: Training, memsave: MemSaveConfig | None) -> tuple[int, int]:
+    """The same of a real step.
+
+    Returns:
+        Both.
+    """
+    config = type(config)(**{**config.to_dict(), **dict.fromkeys(depth_fields(config), LAYERS)})
+    torch.manual_seed(0)
+    model: Any = in_4_bits(config, training) if training.quantized else build(config, training)
+    batch = make_batch(choose_head(config), config, training.batch_size, training.seq_len)
+    if memsave is not None:
+        patch(model, memsave)
+    forward = forward_of(model, training.autocast)
+    kept = sum(rounded(storage.nbytes, UNIT) for storage in measure_kept(model, batch, forward).storages)
+    return kept, count_peak(lambda: forward(**batch).loss.backward()).peak
+
+
+def in_4_bits(config: PreTrainedConfig, training: Training) -> torch.nn.Module:
+    """A model on a base in NF4, as bitsandbytes loads it and PEFT prepares it."""
+    assert training.lora is not None
+    nf4 = dict(bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)
+    with tempfile.TemporaryDirectory() as folder:
+        build(config, replace(training, lora=None, quantized=None)).save_pretrained(folder)
+        asked = BitsAndBytesConfig(load_in_4bit=True, **nf4)
+        model = choose_head(config).from_pretrained(folder, quantization_config=asked, dtype=training.dtype)
+    model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=training.checkpointing)
+    lora = LoraConfig(r=training.lora.r, lora_dropout=training.lora.dropout, target_modules=training.lora.targets)
+    return get_peft_model(model, lora).train()
+
+
+def cases(families: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """Every combination that there is: bitsandbytes takes no ``Conv1D`` of GPT-2's into 4 bits here."""
+    for family, tuning, setting in itertools.product(families, TUNING, SETTINGS):
+        if not (tuning == "QLoRA" and family == "gpt2"):
+            yield family, tuning, setting
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Compare every case and print those that differ most, and how many are within bounds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", nargs="+", choices=CONFIGS, default=list(CONFIGS), help="(all)")
+    add_out(parser)
+    options = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    rows, figures = [], {}
+    for family, tuning, setting in track(list(cases(options.family)), "comparing"):
+        memsave, checkpointing = SETTINGS[setting]
+        config = CONFIGS[family]
+        size = {"batch_size": BATCH, "seq_len": TOKENS}
+        training = Training(**size, optimizer="sgd", checkpointing=checkpointing, **TUNING[tuning])
+        try:
+            pairs = list(zip(said(config, training, memsave), counted(config, training, memsave), strict=True))
+        except MemSaveError as error:
+            rows.append([family, tuning, setting, str(error).splitlines()[0], "", "", ""])
+            continue
+        finally:
+            gc.collect()
+        kept, peak = ((ours - true) / true for ours, true in pairs)
+        figures[f"{family}, {tuning}, {setting}"] = {"kept": kept, "peak": peak}
+        rows.append([family, tuning, setting, f"{pairs[0][1] / 2**20:.2f}", f"{kept:+.2%}",
+                     f"{pairs[1][1] / 2**20:.2f}", f"{peak:+.2%}"])  # fmt: skip
+    within = {name: sum(abs(found[name]) <= most for found in figures.values())
+              for name, most in (("kept", 0.01), ("peak", 0.03))}  # fmt: skip
+    header = ["family", "tuning", "setting", "kept, MiB", "said is off by", "peak, MiB", "said is off by"]
+    title = f"Estimates against steps counted on a CPU, {LAYERS} layers of 128, {BATCH} x {TOKENS} tokens, bf16: of "
+    title += f"{len(figures)} cases {within['kept']} kept within 1%, {within['peak']} peaks within 3%"
+    publish("estimate-on-cpu", title, header, rows, {"cases": figures, "within": within}, options.out)
+
+
+if __name__ == "__main__":
+    main()
