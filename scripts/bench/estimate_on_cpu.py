@@ -127,7 +127,7 @@ def cases(families: Sequence[str]) -> Iterator[tuple[str, str, str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Compare every case and print those that differ most, and how many are within bounds."""
+    """Compare every case, print all of them, and how many are within bounds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", nargs="+", choices=CONFIGS, default=list(CONFIGS), help="(all)")
     add_out(parser)

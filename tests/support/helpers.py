@@ -27,7 +27,10 @@ MATRIX = (pytest.mark.long, pytest.mark.matrix)
 
 
 def halved(*axes: Iterable[Any]) -> list[Any]:
-    """Every combination, every second one left to `make matrix`; of three axes all pairs of values are still tested."""
+    """Every combination, every second one left to `make matrix`.
+
+    Of three axes all pairs of values stay, of two all values.
+    """
     found = []
     for places in product(*(enumerate(axis) for axis in axes)):
         case = [value for _, value in places]
