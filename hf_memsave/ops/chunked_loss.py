@@ -11,9 +11,8 @@ With z = head(x), p = softmax(z), e the target's one-hot row, s the label smooth
     dz_i   = p ((1 - s) w_t + s/V sum_v w_v) - (1 - s) w_t e - s/V w
 
 Both are computed in forward, chunk after chunk, so the head runs as often as in stock. While all logits fit in one
-chunk, stock's own expression runs, bit for bit. Beyond, all equals stock's up to the order of fp32 sums; and a gradient
-that is summed over chunks is summed in fp32: that of a plain linear product by product, that of another head as
-autograd rounds it in each chunk. Source: Wijmans et al. (2024), arXiv:2411.09009; Hsu et al. (2024),
+chunk, stock's own expression runs, bit for bit. Beyond, all equals stock's up to the order of fp32 sums; how gradients
+are summed over chunks, see ``sums``. Source: Wijmans et al. (2024), arXiv:2411.09009; Hsu et al. (2024),
 arXiv:2410.10989.
 """
 
@@ -26,15 +25,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_memsave.device import has_numbers, has_wide_products
+from hf_memsave.device import has_numbers
 from hf_memsave.ops.head import Head
 from hf_memsave.ops.once import once_differentiable
+from hf_memsave.ops.sums import Sums
 from hf_memsave.tape.private import no_modes
 
 #: Bytes that a chunk takes; and that all logits may take in fp32 where there are no chunks.
 CHUNK = 128 * 2**20
-#: Elements of a sum for which a product is computed at once, where it cannot be added in place.
-_BLOCK = 2**24
 
 
 class _Options(NamedTuple):
@@ -102,7 +100,7 @@ class _ChunkedLoss(torch.autograd.Function):
         losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
         dx = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         wanted = [p for p, needs in zip(parameters, ctx.needs_input_grad[6:], strict=True) if needs]
-        sums = _Sums(wanted, head.linear, wide)
+        sums = Sums(wanted, wide)
         itemsize = torch.empty(0, dtype=wide).itemsize + 2 * torch.empty(0, dtype=dtype).itemsize
         rows = max(1, CHUNK // (words * itemsize))
         count = _count(target, options, wide)
@@ -112,11 +110,10 @@ class _ChunkedLoss(torch.autograd.Function):
                 part = slice(start, start + rows)
                 x = hidden[part].detach().requires_grad_()
                 with torch.enable_grad():
-                    product = head.product(x)
-                    logits = head.after(product)
+                    logits = head(x.view_as(x))  # of a leaf, autocast would share one cast, with gradients summed in it
                 losses[part], dz = _loss_and_gradient(logits.detach(), target[part], options, count)
-                found = sums.add(logits, product, x, dz)
-                del logits, product, dz
+                found = sums.add(logits, x, dz)
+                del logits, dz
                 if dx is not None and found is not None:
                     dx[part] = found
                 del found
@@ -134,73 +131,6 @@ class _ChunkedLoss(torch.autograd.Function):
         by_row = factor.unsqueeze(-1) if factor.dim() else factor
         first = None if dx is None else (dx * by_row).to(dx.dtype)
         return first, None, None, None, None, None, *(next(found) if n else None for n in ctx.needs_input_grad[6:])
-
-
-class _Sums:
-    """Gradients of a head's parameters, summed over chunks.
-
-    Args:
-        parameters: Those that want one.
-        linear: Weight and bias, where they take part in one linear alone.
-        wide: The dtype of the sums, unless a parameter's is wider.
-    """
-
-    def __init__(self, parameters: list[Tensor], linear: tuple[Tensor, Tensor | None] | None, wide: Any) -> None:
-        self.parameters, self.linear, self.wide = parameters, linear, wide
-        self.sums: dict[int, Tensor] = {}
-        self.lost: Tensor | None = None
-
-    def add(self, logits: Tensor, product: Tensor, x: Tensor, dlogits: Tensor) -> Tensor | None:
-        """Add what a chunk gives them.
-
-        Returns:
-            The gradient of ``x``.
-        """
-        if self.linear is None:
-            dx, *found = torch.autograd.grad(logits, [x, *self.parameters], dlogits, allow_unused=True)
-            for parameter, gradient in zip(self.parameters, found, strict=True):
-                if gradient is not None:
-                    self._of(parameter).add_(gradient)
-            return dx
-        dx, dy = torch.autograd.grad(logits, [x, product], dlogits)
-        weight, bias = self.linear
-        for parameter in self.parameters:
-            if parameter is weight:
-                _add_product(self._of(parameter), dy, x.detach())
-            else:
-                total = self._of(parameter)
-                self.lost = torch.zeros_like(total) if self.lost is None else self.lost
-                _add_compensated(total, self.lost, dy.sum(0, dtype=total.dtype))
-        return dx
-
-    def _of(self, parameter: Tensor) -> Tensor:
-        if id(parameter) not in self.sums:
-            dtype = torch.promote_types(parameter.dtype, self.wide)
-            self.sums[id(parameter)] = torch.zeros_like(parameter, dtype=dtype)
-        return self.sums[id(parameter)]
-
-    def rounded(self) -> list[Tensor | None]:
-        """In the parameters' dtypes; None for one that no chunk has used."""
-        return [self.sums.pop(id(p)).to(p.dtype) if id(p) in self.sums else None for p in self.parameters]
-
-
-def _add_product(total: Tensor, dy: Tensor, x: Tensor) -> None:
-    """``total += dy^T x``, for ``[T, V]`` and ``[T, H]``."""
-    x = x.to(dy.dtype)  # as autocast does
-    if not has_wide_products(dy) or dy.dtype == total.dtype or total.dtype != torch.float32:
-        total.addmm_(dy.to(total.dtype).t(), x.to(total.dtype))
-        return
-    step = max(1, _BLOCK // x.shape[1])
-    for rows, part in zip(total.split(step), dy.t().split(step), strict=True):
-        rows += torch.mm(part, x, out_dtype=total.dtype)
-
-
-def _add_compensated(total: Tensor, lost: Tensor, part: Tensor) -> None:
-    """``total += part``, and what rounding takes from it into ``lost``, for the next time (Kahan, 1965)."""
-    part = part - lost
-    after = total + part
-    torch.sub(after - total, part, out=lost)
-    total.copy_(after)
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -25,7 +25,6 @@ class Head:
         steps: What is done to its output, one number at a time.
         autocast: Under which it runs.
         versions: Of its parameters: see :func:`versions_of`.
-        linear: Its weight and bias, where ``forward`` is a linear of them, as they are.
     """
 
     module: nn.Module
@@ -33,7 +32,6 @@ class Head:
     steps: tuple[Step, ...]
     autocast: AutocastState
     versions: tuple[tuple[int, int, int], ...]
-    linear: tuple[Tensor, Tensor | None] | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """The logits of ``hidden`` ``[..., H]``.
@@ -44,24 +42,16 @@ class Head:
         Raises:
             KeptTensorChangedError: A parameter of the head was written to, or freed, since the forward.
         """
-        return self.after(self.product(hidden))
-
-    def product(self, hidden: Tensor) -> Tensor:
-        """What the module gives."""
         if self.versions != versions_of(self.module):
             raise KeptTensorChangedError(
                 "these logits are computed when they are first read, and the head's weights have been written to, or "
                 "freed, since the forward. Read them before optimizer.step(), or use MemSaveConfig(loss='stock')."
             )
         with self.autocast:
-            return self.forward(hidden)
-
-    def after(self, product: Tensor) -> Tensor:
-        """What is done to that, one number at a time."""
-        with self.autocast:
+            logits = self.forward(hidden)
             for func, args, kwargs in self.steps:
-                product = func(product, *args, **kwargs)
-        return product
+                logits = func(logits, *args, **kwargs)
+        return logits
 
     def parameters(self) -> list[Tensor]:
         """Those of the module that want a gradient."""

@@ -27,10 +27,7 @@ _ACROSS_ROWS = ("peft.tuners.lily", "peft.tuners.xlora")
 
 
 def logits_of(
-    module: nn.Module,
-    forward: Callable[[Tensor], Tensor],
-    hidden: Tensor,
-    linear: tuple[Tensor, Tensor | None] | None = None,
+    module: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Tensor, is_linear: bool = False
 ) -> Tensor | None:
     """What ``forward(hidden)`` gives, not computed yet; None where it is to be computed at once.
 
@@ -38,7 +35,7 @@ def logits_of(
         module: A head, with ``out_features`` words.
         forward: Its forward.
         hidden: ``[..., H]``.
-        linear: Its weight and bias, where that is a linear of them.
+        is_linear: That is a linear of its parameters.
 
     Returns:
         Logits ``[..., V]``.
@@ -46,7 +43,7 @@ def logits_of(
     tape = current()
     if tape is None or not _is_long(module, hidden):
         return None
-    if linear is None and any(parameter._backward_hooks for parameter in module.parameters()):
+    if not is_linear and any(parameter._backward_hooks for parameter in module.parameters()):
         return None  # autograd would run them in every chunk
     autocast = AutocastState(hidden.device.type)
     dtype = autocast.dtype if autocast.enabled and hidden.dtype != torch.float64 else hidden.dtype
@@ -56,15 +53,15 @@ def logits_of(
         tape.ledger.is_loss_chunked = True
     words: Any = module.out_features
     like = torch.empty(*hidden.shape[:-1], words, dtype=dtype, device="meta")
-    return LazyLogits.of(hidden, Head(module, forward, (), autocast, versions_of(module), linear), like)
+    return LazyLogits.of(hidden, Head(module, forward, (), autocast, versions_of(module)), like)
 
 
 def of_linear(module: nn.Module, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     """The same for ``F.linear(hidden, weight, bias)``, called by a head ``module`` whose own they are."""
-    own = [parameter for parameter in module.parameters() if parameter is weight or parameter is bias]
-    if type(weight) is not nn.Parameter or len(own) != len(list(module.parameters())) or weight is not own[0]:
+    own, given = list(module.parameters()), [weight] if bias is None else [weight, bias]
+    if [id(p) for p in own] != [id(p) for p in given] or any(type(p) is not nn.Parameter for p in own):
         return None  # computed, or with a linear of its own
-    return logits_of(module, partial(F.linear, weight=weight, bias=bias), hidden, (weight, bias))
+    return logits_of(module, partial(F.linear, weight=weight, bias=bias), hidden, is_linear=True)
 
 
 def _is_long(module: nn.Module, hidden: Tensor) -> bool:

@@ -21,6 +21,7 @@ from hf_memsave.errors import PatchError
 from hf_memsave.ops import chunked_loss
 from hf_memsave.ops.head import Head, Step
 from hf_memsave.ops.once import once_differentiable
+from hf_memsave.ops.sums import refuse_others
 from hf_memsave.tape.private import no_subclasses, tree_leaves, tree_map
 
 #: What a tensor is, told without its bytes.
@@ -224,7 +225,8 @@ class _Later(torch.autograd.Function):
         (hidden,) = ctx.saved_tensors
         inputs = [hidden.detach().requires_grad_(), *ctx.head.parameters()]
         with torch.enable_grad():
-            logits = ctx.head(inputs[0])
+            logits = ctx.head(inputs[0].view_as(inputs[0]))
+        refuse_others(logits, inputs)
         dx, *rest = torch.autograd.grad(logits, inputs, dy, allow_unused=True)
         return dx, None, None, *rest
 

@@ -117,6 +117,18 @@ def refuses_hooks(error: BaseException) -> bool:
     return traceback is not None and traceback.tb_frame.f_code is _refuses.__code__
 
 
+def is_linear(node: Any) -> bool:
+    """Whether a node of autograd's graph is ``x w`` or ``b + x w`` of matrices x and w."""
+    return node.name() == "MmBackward0" or (
+        node.name() == "AddmmBackward0" and node._saved_alpha == node._saved_beta == 1
+    )
+
+
+def kept_input(node: Any) -> torch.Tensor | None:
+    """What that keeps of x: None where w wants no gradient."""
+    return node._saved_self if node.name() == "MmBackward0" else node._saved_mat1
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Have ``callback`` called when the backward that runs now ends."""
     Variable._execution_engine.queue_callback(callback)

@@ -8,7 +8,7 @@ from peft import HRAConfig, LilyConfig, LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from hf_memsave import patch
+from hf_memsave import PatchError, patch
 from hf_memsave.ops import chunked_loss
 from hf_memsave.ops.lazy_logits import LazyLogits
 from support.families import Size, batch_for, build
@@ -142,3 +142,18 @@ def test_a_parameter_that_no_chunk_uses_gets_no_gradient():
             parameter.requires_grad_(True)
     assert any("other" in name and parameter.requires_grad for name, parameter in model.named_parameters())
     assert_like_stock(model, True)
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_head_that_uses_what_is_not_its_own_is_refused(is_read):
+    model = lora()
+    linear, others = model.base_model.model.lm_head.base_layer, model.base_model.model.model.layers[0].mlp.up_proj
+    others.weight.requires_grad_(True)
+    linear.forward = lambda x: nn.functional.linear(x, linear.weight) * others.weight.sum()
+    patch(model)
+    batch = batch_for(model, SIZE)
+    labels = batch.pop("labels")
+    logits = model(**batch).logits
+    assert type(logits) is LazyLogits
+    with pytest.raises(PatchError, match=r"would get none\. Use MemSaveConfig\(loss='stock'\)"):
+        (logits.square().mean() if is_read else model(**batch, labels=labels).loss).backward()

@@ -65,6 +65,16 @@ def test_innermost_hooks_are_those_of_this_place():
     assert private.innermost_hooks() is None
 
 
+def test_a_linear_is_known_by_its_node_and_so_is_what_it_keeps():
+    x, w, b = (random(*shape).requires_grad_() for shape in ((3, 4), (5, 4), (5,)))
+    for y in (x @ w.t(), torch.nn.functional.linear(x, w, b), torch.nn.functional.linear(x, w)):
+        assert private.is_linear(y.grad_fn)
+        assert torch.equal(private.kept_input(y.grad_fn), x)
+    assert private.kept_input((x @ w.detach().t()).grad_fn) is None
+    for y in (torch.addmm(b, x, w.t(), alpha=2), x.exp(), torch.bmm(x[None], w.t()[None])):
+        assert not private.is_linear(y.grad_fn)
+
+
 def test_hooks_work_where_they_do():
     assert private.hooks_work()
     with torch.no_grad():

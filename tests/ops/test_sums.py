@@ -1,0 +1,135 @@
+"""Sums of gradients over chunks: as near to float64 as stock's, whatever the head is."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hf_memsave import PatchError
+from hf_memsave.ops import chunked_loss, sums
+
+
+def gradients_of(dtype, monkeypatch, chunks=16, rows=512, autocast=False):
+    """Of a linear head with bias: ours, and those of float64, beside stock's."""
+    torch.manual_seed(0)
+    x, w, b = (torch.randn(shape).to(dtype).requires_grad_() for shape in ((rows, 32), (256, 32), (256,)))
+    target = torch.randint(0, 256, (rows,))
+    context = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+    wide = [t.detach().double().requires_grad_() for t in (x, w, b)]
+    exact = torch.autograd.grad(F.cross_entropy(F.linear(*wide), target), wide)
+    with context:
+        stock = torch.autograd.grad(F.cross_entropy(F.linear(x, w, b).float(), target), [x, w, b])
+    of_logits = torch.bfloat16 if autocast else dtype
+    monkeypatch.setattr(chunked_loss, "CHUNK", 256 * (4 + 2 * of_logits.itemsize) * rows // chunks)
+    like = torch.empty(rows, 256, dtype=of_logits, device="meta")
+    with context:
+        loss = chunked_loss.cross_entropy(x, partial(F.linear, weight=w, bias=b), [w, b], like, target)
+    ours = torch.autograd.grad(loss, [x, w, b])
+    return [[((g.double() - e).norm() / e.norm()).item() for g, e in zip(found, exact, strict=True)]
+            for found in (ours, stock)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)]
+)
+@pytest.mark.parametrize("chunks", [4, 16, 64])
+def test_a_linear_heads_gradients_are_as_near_to_float64_as_stocks(dtype, autocast, chunks, monkeypatch):
+    ours, stock = gradients_of(dtype, monkeypatch, chunks, autocast=autocast)
+    assert all(a <= 1.005 * b for a, b in zip(ours, stock, strict=True)), (ours, stock)
+
+
+def test_as_autograd_rounds_them_in_each_chunk_they_are_further_away(monkeypatch):
+    monkeypatch.setattr(sums, "linears_of", lambda y, x, parameters: {})
+    ours, stock = gradients_of(torch.bfloat16, monkeypatch, 64)
+    assert ours[1] > 1.01 * stock[1]
+
+
+def test_where_products_come_in_fp32_they_are_added_block_by_block(monkeypatch):
+    asked = []
+
+    def mm(a, b, out_dtype):
+        asked.append(len(a))
+        return a.to(out_dtype) @ b.to(out_dtype)
+
+    expected = gradients_of(torch.bfloat16, monkeypatch)
+    monkeypatch.setattr(sums, "has_wide_products", lambda tensor: True)
+    monkeypatch.setattr(sums, "_BLOCK", 100 * 32)
+    monkeypatch.setattr(torch, "mm", mm)
+    found = gradients_of(torch.bfloat16, monkeypatch)
+    assert set(asked) == {100, 56}
+    assert found[0] == pytest.approx(expected[0], rel=1e-4)
+
+
+class Rooted(nn.Module):
+    """Uses of a weight ``[5, 4]`` and a bias ``[5]`` in what is computed from x ``[3, 4]``."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.w, self.b = nn.Parameter(torch.randn(5, 4)), nn.Parameter(torch.randn(5))
+
+    def autocast(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.linear(x, self.w, self.b)
+
+    def hooked(self, x):
+        y = F.linear(x, self.w, self.b)
+        y.register_hook(lambda dy: dy * 3)
+        return y.tanh()
+
+    def rescaled(self, x):
+        return torch.addmm(self.b, x, self.w.t(), beta=0.5, alpha=2.0)
+
+    def checkpointed(self, x):
+        return checkpoint(F.linear, x, self.w, self.b, use_reentrant=False)
+
+
+USES = {
+    "a linear": (lambda m, x: F.linear(x, m.w, m.b), "wb"),
+    "no bias": (lambda m, x: F.linear(x, m.w), "w"),
+    "under autocast": (Rooted.autocast, "wb"),
+    "in a linear of a linear": (lambda m, x: F.linear(F.linear(x, m.w, m.b), torch.ones(2, 5)), "wb"),
+    "in fp64": (lambda m, x: F.linear(x.double(), m.w.double(), m.b.double()).sum(-1), "wb"),
+    "hooks on what comes out": (Rooted.hooked, "wb"),
+    "twice": (lambda m, x: F.linear(x, m.w, m.b) + F.linear(2 * x, m.w), "b"),
+    "its cast twice": (lambda m, x: (lambda w: F.linear(x, w) + F.linear(x.exp(), w))(m.w.bfloat16().float()), ""),
+    "its norm too": (lambda m, x: F.linear(x, m.w, m.b) / m.w.norm(), "b"),
+    "scaled": (lambda m, x: F.linear(x, 2 * m.w, m.b), "b"),
+    "not transposed": (lambda m, x: x[:, :3] @ m.w[:3] + m.b.sum(), ""),
+    "from the left": (lambda m, x: (m.w @ x.t()).t() + m.b, ""),
+    "of what is no input": (lambda m, x: F.linear(torch.ones(3, 4), m.w, m.b) * x.sum(), ""),
+    "and its product with itself": (lambda m, x: F.linear(F.linear(x, m.w), m.w.t()), ""),
+    "in a checkpoint": (Rooted.checkpointed, "wb"),
+    "rescaled": (Rooted.rescaled, ""),
+    "of three axes": (lambda m, x: F.linear(x[None], m.w)[0] + m.b, "w"),
+}
+
+
+@pytest.mark.parametrize(("use", "known"), USES.values(), ids=USES)
+def test_a_parameter_of_one_linear_is_known_and_every_gradient_is_autograds(use, known):
+    module = Rooted()
+    x = torch.randn(3, 4, requires_grad=True)
+    dy = torch.randn_like(use(module, x))
+    wanted = [module.w, module.b]
+    expected = torch.autograd.grad(use(module, x), [x, *wanted], dy, allow_unused=True)
+    found = sums.linears_of(use(module, x), x, wanted)
+    assert "".join(name for name, p in module.named_parameters() if id(p) in found) == known
+
+    total = sums.Sums(wanted, torch.float32)
+    for _ in range(2):
+        dx = total.add(use(module, x), x, dy)
+        torch.testing.assert_close(dx, expected[0])
+    for ours, one in zip(total.rounded(), expected[1:], strict=True):
+        assert (ours is None) == (one is None)
+        if one is not None:
+            torch.testing.assert_close(ours, 2 * one, rtol=0.02 if use is Rooted.autocast else 1e-5, atol=1e-5)
+
+
+def test_what_belongs_to_others_is_refused():
+    module, stranger = Rooted(), torch.randn(5, requires_grad=True)
+    x = torch.randn(3, 4, requires_grad=True)
+    with pytest.raises(PatchError, match=r"would get none\. Use MemSaveConfig\(loss='stock'\)"):
+        sums.linears_of(F.linear(x, module.w) * stranger, x, [module.w])

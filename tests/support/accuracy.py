@@ -1,0 +1,61 @@
+"""How near a patched model's gradients are to float64, beside stock's."""
+
+import contextlib
+import copy
+
+import torch
+
+from hf_memsave import patch
+from hf_memsave.ops.lazy_logits import LazyLogits
+from support.families import Size, batch_for, build
+
+LONG = Size(seq=64)
+#: Bytes of a chunk of eight rows of those models' logits: over fewer, BLAS sums less accurately.
+SMALL = 50000
+
+
+def lm(family, dtype=torch.float32):
+    return build(family, LONG, dtype, dropout=0.0)
+
+
+def step(model, batch, **options):
+    model.zero_grad()
+    out = model(**batch, **options)
+    out.loss.backward()
+    return out, [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def in_float64(model, batch, **options):
+    return step(copy.deepcopy(model).double(), batch, **options)
+
+
+def error(ours, exact):
+    """The distance of all gradients, over their size."""
+    pairs = [(a.double(), b) for a, b in zip(ours, exact, strict=True) if b is not None]
+    assert len(pairs) > 5
+    return (sum((a - b).square().sum() for a, b in pairs) / sum(b.square().sum() for _, b in pairs)).sqrt().item()
+
+
+def of_ours_over_stocks(make, context=None, draws=6):
+    """Over several models and batches: the distance of our gradients to float64, over that of stock's."""
+    distances = torch.zeros(2)
+    for seed in range(draws):
+        model = make()
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.02 * torch.randn_like(parameter))
+        batch = batch_for(model, LONG, padded=True)
+        batch["labels"] = batch["labels"].masked_fill(torch.rand(batch["labels"].shape) < 0.2, -100)
+        _, exact = in_float64(model, batch)
+        with context or contextlib.nullcontext():
+            stock, of_stock = step(model, batch)
+            report = patch(model)
+            out, ours = step(model, batch)
+        assert type(out.logits) is LazyLogits
+        assert "the loss was computed in chunks" in str(report)
+        assert (out.loss.dtype, out.logits.dtype) == (stock.loss.dtype, stock.logits.dtype)
+        assert torch.allclose(out.loss, stock.loss, rtol=1e-6)
+        assert torch.equal(out.logits, stock.logits)
+        distances += torch.tensor([error(ours, exact), error(of_stock, exact)]).square()
+    return (distances[0] / distances[1]).sqrt().item()
