@@ -24,44 +24,23 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from rich.progress import track
-from transformers import (
-    BertConfig,
-    BitsAndBytesConfig,
-    GemmaConfig,
-    GPT2Config,
-    LlamaConfig,
-    OPTConfig,
-    Phi3Config,
-    PhiConfig,
-    PreTrainedConfig,
-    T5Config,
-)
+from transformers import BitsAndBytesConfig, PreTrainedConfig
 
-from hf_memsave import MemSaveConfig, MemSaveError, measure_kept, patch
+from hf_memsave import MemSaveConfig, MemSaveError
 from hf_memsave.config import presets
 from hf_memsave.measure.estimate import trace_in_full
-from hf_memsave.measure.inputs import forward_of, make_batch
+from hf_memsave.measure.inputs import make_batch
 from hf_memsave.measure.layers import depth_fields
 from hf_memsave.measure.lora import Lora
 from hf_memsave.measure.models import choose_head
-from hf_memsave.measure.peak import count_peak, rounded
+from hf_memsave.measure.peak import rounded
 from hf_memsave.measure.trace import UNIT
 from hf_memsave.measure.training import Training, build
 from peak_memory import add_out, publish
+from support.estimated import configs, count_step
 
 LAYERS, BATCH, TOKENS = 7, 2, 64
-_WIDE: dict[str, Any] = dict(hidden_size=128, num_attention_heads=4, vocab_size=256)
-_GATED: dict[str, Any] = dict(_WIDE, intermediate_size=352, num_key_value_heads=4, pad_token_id=0)
-CONFIGS: dict[str, PreTrainedConfig] = {
-    "bert": BertConfig(**_WIDE, intermediate_size=512, attention_probs_dropout_prob=0.0),
-    "gpt2": GPT2Config(n_embd=128, n_head=4, vocab_size=256, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0),
-    "opt": OPTConfig(**_WIDE, ffn_dim=512, word_embed_proj_dim=128),
-    "llama": LlamaConfig(**_GATED),
-    "gemma": GemmaConfig(**_GATED, head_dim=32),
-    "phi": PhiConfig(**_WIDE, intermediate_size=512),
-    "phi3": Phi3Config(**_GATED),
-    "t5": T5Config(d_model=128, d_kv=32, d_ff=512, num_heads=4, vocab_size=256),
-}
+CONFIGS = configs(key_value_heads=4)
 TUNING: dict[str, dict[str, Any]] = {
     "full": {},
     "LoRA": {"lora": Lora(dropout=0.05)},
@@ -98,12 +77,8 @@ def counted(config: PreTrainedConfig, training: Training, memsave: MemSaveConfig
     config = type(config)(**{**config.to_dict(), **dict.fromkeys(depth_fields(config), LAYERS)})
     torch.manual_seed(0)
     model: Any = in_4_bits(config, training) if training.quantized else build(config, training)
-    batch = make_batch(choose_head(config), config, training.batch_size, training.seq_len)
-    if memsave is not None:
-        patch(model, memsave)
-    forward = forward_of(model, training.autocast)
-    kept = sum(rounded(storage.nbytes, UNIT) for storage in measure_kept(model, batch, forward).storages)
-    return kept, count_peak(lambda: forward(**batch).loss.backward()).peak
+    kept, peak = count_step(model, config, training, memsave)
+    return sum(rounded(storage.nbytes, UNIT) for storage in kept.storages), peak
 
 
 def in_4_bits(config: PreTrainedConfig, training: Training) -> torch.nn.Module:

@@ -4,23 +4,23 @@ import itertools
 
 import pytest
 import torch
-from transformers import BertConfig, GemmaConfig, GPT2Config, LlamaConfig, OPTConfig, Phi3Config, PhiConfig, T5Config
+from transformers import LlamaConfig
 
 import hf_memsave
-from hf_memsave import MemSaveConfig, MemSaveError, measure_kept, patch
+from hf_memsave import MemSaveConfig, MemSaveError
 from hf_memsave.config import presets
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure import estimate as module
 from hf_memsave.measure.estimate import CONTEXT, WORKSPACES, _depths, estimate
 from hf_memsave.measure.extrapolate import extrapolated, trace_at_full_depth
 from hf_memsave.measure.fit import search
-from hf_memsave.measure.inputs import forward_of, make_batch
+from hf_memsave.measure.inputs import make_batch
 from hf_memsave.measure.layers import depth_fields
 from hf_memsave.measure.lora import Lora
 from hf_memsave.measure.models import choose_head
 from hf_memsave.measure.optimizers import OPTIMIZERS
-from hf_memsave.measure.peak import count_peak
 from hf_memsave.measure.training import Training, build, trace_at
+from support.estimated import configs, count_step
 from support.helpers import MATRIX, halved
 
 pytestmark = [
@@ -28,18 +28,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device"),
 ]
 
-WIDE = dict(hidden_size=128, num_attention_heads=4, vocab_size=256)
-GATED = dict(WIDE, intermediate_size=352, num_key_value_heads=2, pad_token_id=0)
-CONFIGS = {
-    "bert": BertConfig(**WIDE, intermediate_size=512, attention_probs_dropout_prob=0.0),
-    "gpt2": GPT2Config(n_embd=128, n_head=4, vocab_size=256, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0),
-    "opt": OPTConfig(**WIDE, ffn_dim=512, word_embed_proj_dim=128),
-    "llama": LlamaConfig(**GATED),
-    "gemma": GemmaConfig(**GATED, head_dim=32),
-    "phi": PhiConfig(**WIDE, intermediate_size=512),
-    "phi3": Phi3Config(**GATED),
-    "t5": T5Config(d_model=128, d_kv=32, d_ff=512, num_heads=4, vocab_size=256),
-}
+CONFIGS = configs()
 ADAPTERS = {"full": None, "LoRA": Lora(dropout=0.05), "LoRA bf16": Lora(dtype="model")}
 SETTINGS = {"stock": None, **{name: MemSaveConfig.preset(name) for name in presets() if name != "selective"}}
 BATCH, TOKENS = 4, 128
@@ -112,14 +101,8 @@ def counted(config, depth, of, memsave):
     for field, layers in depth.items():
         config = type(config)(**{**config.to_dict(), field: layers})
     torch.manual_seed(0)
-    model = build(config, of)
-    batch = make_batch(choose_head(config), config, of.batch_size, of.seq_len)
-    if memsave is not None:
-        patch(model, memsave)
-    forward = forward_of(model, of.autocast)
-    kept = measure_kept(model, batch, forward).total
-    peak = count_peak(lambda: forward(**batch).loss.backward()).peak
-    return kept, peak
+    kept, peak = count_step(build(config, of), config, of, memsave)
+    return kept.total, peak
 
 
 REAL = [(family, "full", "exact") for family in CONFIGS]
