@@ -88,8 +88,6 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.check and args.devices > 1:
         raise CommandError(f"--check runs the step on one device, got --devices {args.devices}. Leave one out.")
-    if args.check and args.quantized:
-        raise CommandError("--check needs weights that a step can be run with, got --quantized. Leave one out.")
     if args.json:
         check_folder(args.json)
     if args.picture:

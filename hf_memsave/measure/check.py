@@ -87,11 +87,6 @@ def check(
     Raises:
         MeasureError: All of them are, or they cannot be run on it.
     """
-    if training.quantized:
-        raise MeasureError(
-            f"expected weights that a step can be run with, got the stand-ins for {training.quantized} of an estimate. "
-            "Check the same step without quantized weights."
-        )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     settings: list[tuple[str, MemSaveConfig | None, Memory]] = [("stock", None, result.stock)]
     if memsave is not None and result.patched is not None:

@@ -1,4 +1,4 @@
-"""QLoRA's frozen base, in 4 bits and without values: the modules that PEFT knows, and no kernel that runs."""
+"""QLoRA's frozen base, in 4 bits: bitsandbytes' own modules, or stand-ins without values and without its kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def quantize(model: PreTrainedModel) -> None:
     """Hold the linears' weights in NF4, as bitsandbytes does; the rest in fp32, as PEFT prepares it. In place.
 
     Args:
-        model: On the meta device. The linear that gives its output stays as it is.
+        model: Weights on the meta device get stand-ins. The linear that gives its output stays as it is.
 
     Raises:
         MeasureError: bitsandbytes is missing.
@@ -30,7 +30,7 @@ def quantize(model: PreTrainedModel) -> None:
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child) is nn.Linear and child is not output and not name.startswith(("classifier", "score")):
-                setattr(module, name, _linear_class()(child))
+                setattr(module, name, _linear_class()(child) if child.weight.is_meta else _quantized(child))
     model.is_loaded_in_4bit = True
     for p in model.parameters():
         p.requires_grad_(False)
@@ -38,14 +38,25 @@ def quantize(model: PreTrainedModel) -> None:
             p.data = p.data.float()
 
 
-@cache
-def _linear_class() -> Any:
+def _bitsandbytes() -> Any:
     try:
-        from bitsandbytes.nn import Linear4bit
+        import bitsandbytes.nn
     except ImportError as error:
         raise MeasureError("quantized: needs bitsandbytes, which is missing. Run: pip install bitsandbytes") from error
+    return bitsandbytes.nn
 
-    class NF4Linear(Linear4bit):
+
+def _quantized(linear: nn.Linear) -> nn.Module:
+    home, how = _bitsandbytes(), {"compress_statistics": True, "quant_type": "nf4"}
+    made: nn.Module = home.Linear4bit(1, 1, linear.bias is not None, compute_dtype=_COMPUTE, **how, device="meta")
+    made.in_features, made.out_features, made.bias = linear.in_features, linear.out_features, linear.bias
+    made.weight = home.Params4bit(linear.weight.detach(), requires_grad=False, **how, module=made)
+    return made.to(linear.weight.device)  # which quantizes it
+
+
+@cache
+def _linear_class() -> Any:
+    class NF4Linear(_bitsandbytes().Linear4bit):  # type: ignore[misc]
         """``Linear4bit``, which PEFT knows by its class."""
 
         def __init__(self, like: nn.Linear) -> None:

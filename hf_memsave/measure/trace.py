@@ -110,7 +110,7 @@ def trace_step(
     trained = [p for p in model.parameters() if p.requires_grad]
     made = optimizer(trained)
     for p in trained:
-        p.grad = torch.empty_like(p)
+        p.grad = torch.zeros_like(p)  # numbers, for weights that stay as they are on a CPU
     made.step()
     made.zero_grad(set_to_none=True)
     parameters = _nbytes([*model.parameters(), *model.buffers()], device)

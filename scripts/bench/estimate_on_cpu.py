@@ -4,9 +4,8 @@
 
 Every family x full, LoRA and QLoRA x stock, exact, each preset, and gradient checkpointing. Said is what few layers
 tell of all; counted are the live storages of a real step of all layers, by two meters that know nothing of the estimate
-(what is kept in an allocator's units of 512 bytes, as it is said). A base in 4 bits has no values in an estimate: its
-few layers run on the stand-in for a GPU, without dropout, whose masks are others there; bitsandbytes' kernels for
-CPU take other room than those for CUDA. --out writes estimate-on-cpu.json and .md.
+(what is kept in an allocator's units of 512 bytes, as it is said). A base in 4 bits has no values in an estimate; here
+bitsandbytes quantizes it on both sides, said and counted. --out writes estimate-on-cpu.json and .md.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ TUNING: dict[str, dict[str, Any]] = {
     "full": {},
     "LoRA": {"lora": Lora(dropout=0.05)},
     "LoRA bf16": {"lora": Lora(dtype="model")},
-    "QLoRA": {"lora": Lora(), "quantized": "nf4", "attention": "efficient"},
+    "QLoRA": {"lora": Lora(dropout=0.05), "quantized": "nf4"},
 }
 SETTINGS: dict[str, tuple[MemSaveConfig | None, bool]] = {
     "stock": (None, False),
@@ -62,7 +61,7 @@ def said(config: PreTrainedConfig, training: Training, memsave: MemSaveConfig | 
         Both.
     """
     depth = dict.fromkeys(depth_fields(config), LAYERS)
-    full, _ = trace_in_full(config, depth, training, memsave, on_cpu=training.quantized is None)
+    full, _ = trace_in_full(config, depth, training, memsave, on_cpu=True)
     batch = make_batch(choose_head(config), config, training.batch_size, training.seq_len)
     of_passes = max(m.live for place, m in full.trace.places.items() if place.phase != "optimizer")
     return sum(full.by_kind.values()), of_passes - full.trace.parameters - sum(t.nbytes for t in batch.values())
@@ -89,8 +88,10 @@ def in_4_bits(config: PreTrainedConfig, training: Training) -> torch.nn.Module:
         build(config, replace(training, lora=None, quantized=None)).save_pretrained(folder)
         asked = BitsAndBytesConfig(load_in_4bit=True, **nf4)
         model = choose_head(config).from_pretrained(folder, quantization_config=asked, dtype=training.dtype)
-    model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=training.checkpointing)
-    lora = LoraConfig(r=training.lora.r, lora_dropout=training.lora.dropout, target_modules=training.lora.targets)
+    kwargs = {"use_reentrant": False}
+    model = prepare_model_for_kbit_training(model, training.checkpointing, gradient_checkpointing_kwargs=kwargs)
+    of = training.lora
+    lora = LoraConfig(r=of.r, lora_alpha=of.alpha, lora_dropout=of.dropout, target_modules=of.targets)
     return get_peft_model(model, lora).train()
 
 
