@@ -27,6 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hf_memsave.device import has_numbers
 from hf_memsave.ops.head import Head
+from hf_memsave.ops.lazy_loss import LazyLoss
 from hf_memsave.ops.once import once_differentiable
 from hf_memsave.ops.sums import Sums
 from hf_memsave.tape.private import no_modes
@@ -36,12 +37,13 @@ CHUNK = 128 * 2**20
 
 
 class _Options(NamedTuple):
-    """What ``F.cross_entropy`` is called with."""
+    """What ``F.cross_entropy`` is called with, and by what its result is divided."""
 
     weight: Tensor | None
     ignore_index: int
     reduction: str
     label_smoothing: float
+    divisor: Any = None
 
 
 def cross_entropy(
@@ -73,7 +75,7 @@ def cross_entropy(
         label_smoothing: In [0, 1].
 
     Returns:
-        The loss, in the logits' dtype; None where this is asked for what it does not know.
+        The loss, in the logits' dtype, a sum as a lazy one; None where this is asked for what it does not know.
 
     Raises:
         IndexError: On CPU, a target is no class, as in stock.
@@ -88,7 +90,14 @@ def cross_entropy(
         if len(wrong):
             raise IndexError(f"Target {wrong[0].item()} is out of bounds.")
     options = _Options(weight, ignore_index, reduction, label_smoothing)
-    return _ChunkedLoss.apply(hidden, target, head, options, like.dtype, like.shape[-1], *parameters)
+
+    def compute(divisor: Any) -> Tensor:
+        given = options._replace(divisor=divisor)
+        return _ChunkedLoss.apply(hidden, target, head, given, like.dtype, like.shape[-1], *parameters)
+
+    if reduction == "sum" and torch.is_grad_enabled() and like.dtype in (torch.float32, torch.float64):
+        return LazyLoss.of(compute, like.dtype, [hidden, *parameters])
+    return compute(None)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -165,6 +174,8 @@ def _loss_and_gradient(z: Tensor, target: Tensor, options: _Options, count: Tens
 
 def _count(target: Tensor, options: _Options, wide: torch.dtype) -> Tensor:
     """What the sum of losses is divided by; and each gradient, before it is rounded to its dtype."""
+    if options.divisor is not None:
+        return torch.as_tensor(options.divisor, dtype=wide, device=target.device)
     if options.reduction != "mean":
         return torch.ones((), dtype=wide, device=target.device)
     is_counted = target != options.ignore_index

@@ -15,6 +15,57 @@ from hf_memsave.tape.private import AutocastState
 Step = tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]]
 
 
+class State:
+    """What a head's logits depend on beside its input: weights, mode, and the settings of adapters, as they are now."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.renew()
+
+    def renew(self) -> None:
+        """Take it as it is now."""
+        self.weights, self.settings = _weights(self.module), _settings(self.module)
+
+    def check(self) -> None:
+        """Make sure that it is the same.
+
+        Raises:
+            KeptTensorChangedError: It is not.
+        """
+        if self.weights != _weights(self.module):
+            raise KeptTensorChangedError(
+                "these logits are computed when they are first read, and the head's weights have been written to, or "
+                "freed, since the forward. Read them before optimizer.step(), or use MemSaveConfig(loss='stock')."
+            )
+        if self.settings != _settings(self.module):
+            raise KeptTensorChangedError(
+                "these logits are computed when they are first read, and since the forward the head was switched: "
+                "train() or eval(), or its adapters. Read them before, or use MemSaveConfig(loss='stock')."
+            )
+
+
+def _weights(module: nn.Module) -> list[tuple[int, int, int]]:
+    """By which a later write to a parameter shows, and that FSDP2 or ZeRO-3 has taken it away."""
+    return [(id(parameter), parameter._version, parameter.numel()) for parameter in module.parameters()]
+
+
+def _settings(module: nn.Module) -> list[str]:
+    """Whatever its modules hold that is a number, a text or a collection of those."""
+    return [repr({k: v for k, v in vars(m).items() if k not in _OF_MODULES and _is_plain(v)}) for m in module.modules()]
+
+
+#: What every module has, but for its mode.
+_OF_MODULES = vars(nn.Module()).keys() - {"training"}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
 @dataclass(frozen=True)
 class Head:
     """What computes logits.
@@ -24,14 +75,14 @@ class Head:
         forward: Its own forward.
         steps: What is done to its output, one number at a time.
         autocast: Under which it runs.
-        versions: Of its parameters: see :func:`versions_of`.
+        state: What its logits depend on beside its input.
     """
 
     module: nn.Module
     forward: Callable[[Tensor], Tensor]
     steps: tuple[Step, ...]
     autocast: AutocastState
-    versions: tuple[tuple[int, int, int], ...]
+    state: State
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """The logits of ``hidden`` ``[..., H]``.
@@ -40,24 +91,16 @@ class Head:
             ``[..., V]``.
 
         Raises:
-            KeptTensorChangedError: A parameter of the head was written to, or freed, since the forward.
+            KeptTensorChangedError: The head is another one than in the forward.
         """
-        if self.versions != versions_of(self.module):
-            raise KeptTensorChangedError(
-                "these logits are computed when they are first read, and the head's weights have been written to, or "
-                "freed, since the forward. Read them before optimizer.step(), or use MemSaveConfig(loss='stock')."
-            )
+        self.state.check()
         with self.autocast:
             logits = self.forward(hidden)
             for func, args, kwargs in self.steps:
                 logits = func(logits, *args, **kwargs)
+        self.state.renew()  # some adapters write to their own weights
         return logits
 
     def parameters(self) -> list[Tensor]:
         """Those of the module that want a gradient."""
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-
-
-def versions_of(module: nn.Module) -> tuple[tuple[int, int, int], ...]:
-    """By which a later write to a parameter shows, and that FSDP2 or ZeRO-3 has taken it away."""
-    return tuple((id(parameter), parameter._version, parameter.numel()) for parameter in module.parameters())

@@ -16,26 +16,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_memsave.ops import chunked_loss
-from hf_memsave.ops.head import Head, versions_of
+from hf_memsave.ops.head import Head, State
 from hf_memsave.ops.lazy_logits import LazyLogits
 from hf_memsave.ops.op import Op, is_parametrized
 from hf_memsave.tape import current
 from hf_memsave.tape.private import AutocastState
 
-#: Adapters whose result for a row depends on the others.
-_ACROSS_ROWS = ("peft.tuners.lily", "peft.tuners.xlora")
+#: Adapters whose result for a row depends on the others, or is drawn.
+_NOT_BY_ROW = ("peft.tuners.lily", "peft.tuners.xlora", "peft.tuners.lora.monteclora")
 
 
-def logits_of(
-    module: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Tensor, is_linear: bool = False
-) -> Tensor | None:
+def logits_of(module: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor | None:
     """What ``forward(hidden)`` gives, not computed yet; None where it is to be computed at once.
 
     Args:
         module: A head, with ``out_features`` words.
         forward: Its forward.
         hidden: ``[..., H]``.
-        is_linear: That is a linear of its parameters.
 
     Returns:
         Logits ``[..., V]``.
@@ -43,8 +40,6 @@ def logits_of(
     tape = current()
     if tape is None or not _is_long(module, hidden):
         return None
-    if not is_linear and any(parameter._backward_hooks for parameter in module.parameters()):
-        return None  # autograd would run them in every chunk
     autocast = AutocastState(hidden.device.type)
     dtype = autocast.dtype if autocast.enabled and hidden.dtype != torch.float64 else hidden.dtype
     if dtype == torch.float16:  # whose gradients a loss scale of the caller's keeps in range, and it comes too late
@@ -53,7 +48,7 @@ def logits_of(
         tape.ledger.is_loss_chunked = True
     words: Any = module.out_features
     like = torch.empty(*hidden.shape[:-1], words, dtype=dtype, device="meta")
-    return LazyLogits.of(hidden, Head(module, forward, (), autocast, versions_of(module)), like)
+    return LazyLogits.of(hidden, Head(module, forward, (), autocast, State(module)), like)
 
 
 def of_linear(module: nn.Module, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
@@ -61,7 +56,7 @@ def of_linear(module: nn.Module, hidden: Tensor, weight: Tensor, bias: Tensor | 
     own, given = list(module.parameters()), [weight] if bias is None else [weight, bias]
     if [id(p) for p in own] != [id(p) for p in given] or any(type(p) is not nn.Parameter for p in own):
         return None  # computed, or with a linear of its own
-    return logits_of(module, partial(F.linear, weight=weight, bias=bias), hidden, is_linear=True)
+    return logits_of(module, partial(F.linear, weight=weight, bias=bias), hidden)
 
 
 def _is_long(module: nn.Module, hidden: Tensor) -> bool:
@@ -78,9 +73,18 @@ def _is_long(module: nn.Module, hidden: Tensor) -> bool:
     wanted = sum(p.numel() for p in module.parameters() if p.requires_grad)
     if not (hidden.requires_grad or wanted) or logits * 4 <= chunked_loss.CHUNK or 2 * wanted > 3 * logits:
         return False
-    if any(type(m).__module__.startswith(_ACROSS_ROWS) for m in module.modules()):
+    if any(type(m).__module__.startswith(_NOT_BY_ROW) for m in module.modules()):
         return False
-    return not any(isinstance(m, nn.Dropout) and m.p and m.training or _has_hooks(m) for m in module.modules())
+    return not any(_draws(m) or _has_hooks(m) for m in module.modules())
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether it is a dropout, or an adapter with one of its own, such as LoHa's ``rank_dropout``."""
+    if not module.training:
+        return False
+    own = [value for name, value in vars(module).items() if name.endswith("dropout")]
+    is_dropout = "dropout" in type(module).__name__.lower() and bool(getattr(module, "p", 0))
+    return is_dropout or any(any(value.values()) if isinstance(value, dict) else value for value in own)
 
 
 def _has_hooks(module: nn.Module) -> bool:

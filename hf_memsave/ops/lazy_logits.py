@@ -22,7 +22,7 @@ from hf_memsave.ops import chunked_loss
 from hf_memsave.ops.head import Head, Step
 from hf_memsave.ops.once import once_differentiable
 from hf_memsave.ops.sums import refuse_others
-from hf_memsave.tape.private import no_subclasses, tree_leaves, tree_map
+from hf_memsave.tape.private import no_subclasses, tree_leaves, tree_map, without_hooks
 
 #: What a tensor is, told without its bytes.
 _TOLD = {
@@ -216,19 +216,22 @@ class _Later(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Head, like: Tensor, *parameters: Tensor) -> Tensor:
         ctx.save_for_backward(hidden)
-        ctx.head = head
+        ctx.head, ctx.parameters = head, parameters
         return _empty(like, hidden.device)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         (hidden,) = ctx.saved_tensors
-        inputs = [hidden.detach().requires_grad_(), *ctx.head.parameters()]
+        x = hidden.detach().requires_grad_()
+        inputs = [x, *(p for p in ctx.parameters if p.requires_grad)]
         with torch.enable_grad():
-            logits = ctx.head(inputs[0].view_as(inputs[0]))
+            logits = ctx.head(x.view_as(x))
         refuse_others(logits, inputs)
-        dx, *rest = torch.autograd.grad(logits, inputs, dy, allow_unused=True)
-        return dx, None, None, *rest
+        with without_hooks(inputs):
+            found = torch.autograd.grad(logits, inputs, dy, allow_unused=True)
+        gradients = {id(tensor): gradient for tensor, gradient in zip(inputs, found, strict=True)}
+        return found[0], None, None, *(gradients.get(id(parameter)) for parameter in ctx.parameters)
 
 
 class _Real(torch.autograd.Function):

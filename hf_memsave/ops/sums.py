@@ -3,7 +3,9 @@
 Autograd rounds the gradient that it gives for a chunk to the parameter's dtype, and in bf16 a sum of rounded parts is
 further from the truth than one rounded sum. A linear's gradient is the product of what goes in and the gradient of what
 comes out: where the graph of a chunk says that a parameter takes part in one linear and nowhere else, that product is
-added in fp32. It is read off the graph, not off the module: hooks, casts and what is compiled stand in it too.
+added in fp32. It is read off the graph, not off the module: casts and what is compiled stand in it too, and hooks on
+what comes out have run; only hooks on the transposed weight or on nodes, which nobody sets, would not be seen. Hooks on
+parameters wait for the whole gradient.
 """
 
 from __future__ import annotations
@@ -13,17 +15,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from hf_memsave.device import has_wide_products
 from hf_memsave.errors import PatchError
-from hf_memsave.tape.private import FakeTensor, is_linear, kept_input
+from hf_memsave.tape.private import FakeTensor, is_linear, kept_input, without_hooks
 
 #: Elements of a sum for which a product is computed at once, where it cannot be added in place.
 _BLOCK = 2**24
 _ACCUMULATE, _CAST, _TRANSPOSED = "torch::autograd::AccumulateGrad", "ToCopyBackward0", "TBackward0"
 
-#: Of each node of a graph: the nodes that take its output, and the place of it among what they take.
-_Takers = dict[Any, list[tuple[Any, int]]]
+#: A node of a graph, and which of its outputs.
+_Edge = tuple[Any, int]
 
 
 class Linear(NamedTuple):
@@ -67,18 +70,23 @@ class Sums:
         """
         linears = linears_of(y, x, self.parameters)
         others = [parameter for parameter in self.parameters if id(parameter) not in linears]
-        seen: dict[Any, Tensor | None] = {}
-        nodes = {linear.node for linear in linears.values()}
-        hooks = [node.register_prehook(lambda dys, node=node: seen.update({node: dys[0]})) for node in nodes]
-        dx, *found = torch.autograd.grad(y, [x, *others], dy, allow_unused=True)
-        for hook in hooks:
-            hook.remove()
+        dys: dict[int, Tensor | None] = {}
+        hooks = [
+            node.register_prehook(lambda given, key=key: dys.update({key: given[0]}))
+            for key, (node, _) in linears.items()
+        ]
+        try:
+            with without_hooks(others):
+                dx, *found = torch.autograd.grad(y, [x, *others], dy, allow_unused=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
         for parameter, gradient in zip(others, found, strict=True):
             if gradient is not None:
                 self._of(parameter).add_(gradient)
         for parameter in self.parameters:
             if id(parameter) in linears:
-                self._add_linear(parameter, linears[id(parameter)].input, seen[linears[id(parameter)].node])
+                self._add_linear(parameter, linears[id(parameter)].input, dys.get(id(parameter)))
         return dx
 
     def rounded(self) -> list[Tensor | None]:
@@ -111,15 +119,87 @@ def linears_of(y: Tensor, x: Tensor, parameters: Sequence[Tensor]) -> dict[int, 
     Raises:
         PatchError: What y is computed from is neither x nor a parameter.
     """
-    takers = _graph(y)
-    leaves = _leaves(takers, [x, *parameters])
-    run = _above(leaves.get(id(x)), takers)
+    graph = _Graph(y, [x, *parameters])
+    run = graph.above(_edge(x))
     found = {}
     for parameter in parameters:
-        linear = _linear(leaves.get(id(parameter)), takers)
+        linear = graph.linear(parameter)
         if linear is not None and linear.node in run:
             found[id(parameter)] = linear
     return found
+
+
+class _Graph:
+    """Who takes what in the graph of y.
+
+    Args:
+        y: Computed from ``inputs``.
+        inputs: Where the graph ends.
+
+    Attributes:
+        takers: Of each output of a node, the nodes that take it, and at which place among what they take.
+
+    Raises:
+        PatchError: Something else that wants a gradient stands in it.
+    """
+
+    def __init__(self, y: Tensor, inputs: Sequence[Tensor]) -> None:
+        ends = {_edge(tensor) for tensor in inputs if tensor.requires_grad}
+        nodes = [y.grad_fn] if y.grad_fn is not None else []
+        seen = set(nodes)
+        self.takers: dict[_Edge, list[tuple[Any, int]]] = {}
+        for node in nodes:  # which grows
+            if node.name() == _ACCUMULATE:
+                raise PatchError(
+                    "chunked loss: expected a head whose logits are computed from its input and its own parameters, "
+                    "got one that uses other tensors that want a gradient, and would get none. Use "
+                    "MemSaveConfig(loss='stock')."
+                )
+            for place, edge in enumerate(node.next_functions):
+                self.takers.setdefault(edge, []).append((node, place))
+                if edge[0] is not None and edge not in ends and edge[0] not in seen:
+                    seen.add(edge[0])
+                    nodes.append(edge[0])
+
+    def above(self, edge: _Edge) -> set[Any]:
+        """All nodes that the gradient of an output comes through."""
+        over: dict[Any, set[Any]] = {}
+        for (node, _), takers in self.takers.items():
+            over.setdefault(node, set()).update(taker for taker, _ in takers)
+        nodes = [taker for taker, _ in self.takers.get(edge, ())]
+        found = set(nodes)
+        for node in nodes:  # which grows
+            new = over.get(node, set()) - found
+            found |= new
+            nodes.extend(new)
+        return found
+
+    def linear(self, parameter: Tensor) -> Linear | None:
+        """The one linear that takes a parameter, through casts and a transpose that nobody else takes."""
+        edge, is_weight = _edge(parameter), False
+        while len(takers := self.takers.get(edge, [])) == 1:
+            ((node, place),) = takers
+            if node.name() == _TRANSPOSED and not is_weight:
+                is_weight = True
+            elif node.name() != _CAST:
+                break
+            edge = node, 0
+        else:
+            return None
+        if not is_linear(node):
+            return None
+        if not is_weight:
+            is_bias = place == 0 and parameter.dim() == 1 and parameter.numel() > 1  # one number may be for all
+            return Linear(node, None) if is_bias else None
+        x = kept_input(node) if place == len(node.next_functions) - 1 else None
+        if x is None or type(x) not in (Tensor, FakeTensor) or x.device != parameter.device:
+            return None
+        return Linear(node, x)
+
+
+def _edge(tensor: Tensor) -> _Edge:
+    edge = get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
 
 
 def refuse_others(y: Tensor, inputs: Sequence[Tensor]) -> None:
@@ -128,65 +208,7 @@ def refuse_others(y: Tensor, inputs: Sequence[Tensor]) -> None:
     Raises:
         PatchError: Something does.
     """
-    _leaves(_graph(y), inputs)
-
-
-def _graph(y: Tensor) -> _Takers:
-    """All nodes that y comes from, and who takes their outputs at which place."""
-    takers: _Takers = {y.grad_fn: []}
-    nodes = [y.grad_fn]
-    for node in nodes:  # which grows
-        for place, (source, _) in enumerate(node.next_functions if node else ()):
-            if source is not None:
-                if source not in takers:
-                    takers[source] = []
-                    nodes.append(source)
-                takers[source].append((node, place))
-    return takers
-
-
-def _leaves(takers: _Takers, known: Sequence[Tensor]) -> dict[int, Any]:
-    """The nodes of leaves, by the ids of these."""
-    found = {id(node.variable): node for node in takers if node and node.name() == _ACCUMULATE}
-    if found.keys() - {id(leaf) for leaf in known}:
-        raise PatchError(
-            "chunked loss: expected a head whose logits are computed from its input and its own parameters, got one "
-            "that uses other tensors that want a gradient, and would get none. Use MemSaveConfig(loss='stock')."
-        )
-    return found
-
-
-def _above(node: Any, takers: _Takers) -> set[Any]:
-    """All nodes that the gradient of ``node`` comes through."""
-    found, nodes = {node}, [node]
-    for one in nodes:  # which grows
-        new = {taker for taker, _ in takers.get(one, ()) if taker not in found}
-        found |= new
-        nodes.extend(new)
-    return found
-
-
-def _linear(leaf: Any, takers: _Takers) -> Linear | None:
-    """The one linear that takes a leaf's value, through casts and a transpose that nobody else takes."""
-    node, is_weight = leaf, False
-    while len(takers.get(node, ())) == 1:
-        ((node, place),) = takers[node]
-        if node.name() == _TRANSPOSED and not is_weight:
-            is_weight = True
-        elif node.name() != _CAST:
-            break
-    else:
-        return None
-    if not is_linear(node):
-        return None
-    if not is_weight:
-        return Linear(node, None) if place == 0 and leaf.variable.dim() == 1 else None
-    if place != len(node.next_functions) - 1:
-        return None
-    x = kept_input(node)
-    if x is None or type(x) not in (Tensor, FakeTensor) or x.device != leaf.variable.device:
-        return None
-    return Linear(node, x)
+    _Graph(y, inputs)
 
 
 def _add_product(total: Tensor, dy: Tensor, x: Tensor) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -127,6 +127,19 @@ def is_linear(node: Any) -> bool:
 def kept_input(node: Any) -> torch.Tensor | None:
     """What that keeps of x: None where w wants no gradient."""
     return node._saved_self if node.name() == "MmBackward0" else node._saved_mat1
+
+
+@contextlib.contextmanager
+def without_hooks(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Leaves whose own hooks do not run: for a gradient that is a part of theirs."""
+    hooked = [(leaf, leaf._backward_hooks) for leaf in leaves if leaf.is_leaf and leaf._backward_hooks]
+    for leaf, _ in hooked:
+        leaf._backward_hooks = None
+    try:
+        yield
+    finally:
+        for leaf, hooks in hooked:
+            leaf._backward_hooks = hooks
 
 
 def after_backward(callback: Callable[[], None]) -> None:

@@ -1,14 +1,18 @@
 """Heads that are not a plain linear, where the loss goes chunk by chunk: stock's gradients, or stock's way."""
 
+import contextlib
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
-from peft import HRAConfig, LilyConfig, LoraConfig, get_peft_model
+from peft import BOFTConfig, HRAConfig, LilyConfig, LoHaConfig, LoKrConfig, LoraConfig, get_peft_model
+from peft.helpers import rescale_adapter_scale
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from hf_memsave import PatchError, patch
+from hf_memsave import KeptTensorChangedError, PatchError, patch
 from hf_memsave.ops import chunked_loss
 from hf_memsave.ops.lazy_logits import LazyLogits
 from support.families import Size, batch_for, build
@@ -49,6 +53,33 @@ def lily():
     return get_peft_model(llama(), LilyConfig(r=4, target_modules=["lm_head", "q_proj"])).train()
 
 
+def of(kind, **options):
+    return get_peft_model(llama(), kind(target_modules=["lm_head", "q_proj"], **options)).train()
+
+
+def quantized(**options):
+    linears = pytest.importorskip("bitsandbytes").nn
+    model = lora(**options)
+    layer = model.base_model.model.lm_head
+    made = linears.Linear4bit(32, 512, False, compute_dtype=torch.float32, quant_type="nf4")
+    made.weight = linears.Params4bit(
+        layer.base_layer.weight.detach(), requires_grad=False, quant_type="nf4", module=made
+    )
+    layer.base_layer = made.to("cpu")
+    return model
+
+
+def of_parameters():
+    config = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["lm_head.weight"], init_lora_weights=False)
+    return get_peft_model(llama(), config).train()
+
+
+def of_one_number():
+    model = lora(lora_bias=True)
+    model.base_model.model.lm_head.lora_B["default"].bias = nn.Parameter(torch.ones(1))
+    return model
+
+
 def normed(way):
     model = llama()
     way(model.lm_head)
@@ -81,7 +112,15 @@ HEADS = {
     "LoRA": (lora, True),
     "DoRA": (lambda: lora(use_dora=True), True),
     "LoRA, compiled": (compiled, True),
+    "DoRA on 4 bits": (lambda: quantized(use_dora=True), True),
+    "LoRA on 4 bits": (quantized, True),
+    "LoRA with a bias of one number": (of_one_number, True),
+    "LoRA of a parameter": (of_parameters, True),
     "HRA": (hra, True),
+    "LoHa": (lambda: of(LoHaConfig, r=4), True),
+    "LoHa, which drops ranks": (lambda: of(LoHaConfig, r=4, rank_dropout=0.5), False),
+    "LoKr, which drops itself": (lambda: of(LoKrConfig, r=4, module_dropout=0.5), False),
+    "BOFT, which drops blocks": (lambda: of(BOFTConfig, boft_block_size=4, boft_dropout=0.5), False),
     "Lily, which looks at all rows": (lily, False),
     "weight_norm": (lambda: normed(parametrizations.weight_norm), False),
     "spectral_norm": (lambda: normed(parametrizations.spectral_norm), False),
@@ -115,8 +154,8 @@ def test_a_head_has_stocks_gradients(make, is_chunked):
     assert_like_stock(make(), is_chunked)
 
 
-@pytest.mark.parametrize(("head", "is_chunked"), [("plain", True), ("DoRA", False)])
-def test_hooks_on_parameters_run_once(head, is_chunked):
+@pytest.mark.parametrize("head", ["plain", "DoRA"])
+def test_hooks_on_parameters_run_once(head):
     model = llama() if head == "plain" else lora(use_dora=True)
     ours, calls = copy.deepcopy(model), []
     for which in (model, ours):
@@ -128,7 +167,7 @@ def test_hooks_on_parameters_run_once(head, is_chunked):
     _, gradients = step(model, batch)
     of_stock = len(calls)
     out, found = step(ours, batch)
-    assert (type(out.logits) is LazyLogits) == is_chunked
+    assert type(out.logits) is LazyLogits
     assert len(calls) == 2 * of_stock > 0
     for name, gradient in gradients.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
@@ -157,3 +196,123 @@ def test_a_head_that_uses_what_is_not_its_own_is_refused(is_read):
     assert type(logits) is LazyLogits
     with pytest.raises(PatchError, match=r"would get none\. Use MemSaveConfig\(loss='stock'\)"):
         (logits.square().mean() if is_read else model(**batch, labels=labels).loss).backward()
+
+
+@pytest.mark.parametrize("head", ["plain", "DoRA"])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_hooks_on_parameters_run_once_where_logits_are_read(head, is_late):
+    model = llama() if head == "plain" else lora(use_dora=True)
+    ours, calls = copy.deepcopy(model), []
+    patch(ours)
+    batch = batch_for(model, SIZE)
+    del batch["labels"]
+
+    def hook(which):
+        for name, parameter in which.named_parameters():
+            if "lm_head" in name and parameter.requires_grad:
+                parameter.register_hook(lambda gradient: calls.append(None) or gradient * 2)
+
+    for which in (model, ours):
+        if not is_late:
+            hook(which)
+        logits = which(**batch).logits
+        if is_late:
+            hook(which)
+        logits.square().mean().backward()
+    assert type(logits) is LazyLogits
+    assert calls
+    assert len(calls) % 2 == 0
+    for (name, a), b in zip(model.named_parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def disabled(model):
+    return model.disable_adapter()
+
+
+def rescaled(model):
+    return rescale_adapter_scale(model, 0.25)
+
+
+@contextlib.contextmanager
+def evaluating(model):
+    yield model.eval()
+    model.train()
+
+
+@contextlib.contextmanager
+def other_adapter(model):
+    model.set_adapter("other")
+    yield
+    model.set_adapter("default")
+
+
+@pytest.mark.parametrize("switch", [disabled, rescaled, evaluating, other_adapter])
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_head_that_was_switched_since_the_forward_is_refused(switch, is_read):
+    model = lora(lora_dropout=0.5 if switch is evaluating else 0.0)
+    model.add_adapter("other", LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False))
+    model.enable_input_require_grads()
+    patch(model)
+    batch = batch_for(model, SIZE)
+    labels = batch.pop("labels")
+    with switch(model):
+        logits = model(**batch).logits
+        inside = model(**batch).logits.argmax()
+    assert inside.numel() == 1
+    assert type(logits) is LazyLogits
+    with pytest.raises(KeptTensorChangedError, match=r"the head was switched: .* MemSaveConfig\(loss='stock'\)"):
+        logits.argmax() if is_read else nn.functional.cross_entropy(logits.view(-1, 512), labels.view(-1))
+
+
+def test_parameters_frozen_before_backward_get_no_gradient():
+    model = lora()
+    patch(model)
+    batch = batch_for(model, SIZE)
+    del batch["labels"]
+    loss = model(**batch).logits.square().mean()
+    frozen = model.base_model.model.lm_head.lora_A["default"].weight.requires_grad_(False)
+    loss.backward()
+    assert frozen.grad is None
+    assert model.base_model.model.lm_head.lora_B["default"].weight.grad.any()
+
+
+@pytest.mark.parametrize("make", [llama, lora])
+def test_parameters_that_are_computed_get_their_gradients(make):
+    model = make()
+    ours = copy.deepcopy(model)
+    patch(ours)
+    batch = batch_for(model, SIZE)
+    for which in (model, ours):
+        given = {name: parameter * 1.5 for name, parameter in which.named_parameters() if parameter.requires_grad}
+        torch.func.functional_call(which, given, (), batch, tie_weights=False).loss.backward()
+    for (name, a), b in zip(model.named_parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_nothing_stays_after_an_error_in_a_chunk():
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            raise MemoryError
+
+    model = lora()
+    part, made = model.base_model.model.lm_head.lora_A["default"], []
+    stock = part.forward
+
+    def forward(x):
+        y = stock(Failing.apply(x))
+        y.register_hook(lambda dy: made.append(weakref.ref(dy.untyped_storage())))
+        return y
+
+    part.forward = forward
+    patch(model)
+    with contextlib.suppress(MemoryError):
+        model(**batch_for(model, SIZE))
+    gc.collect()
+    assert len(made) == 1
+    assert [ref for ref in made if ref() is not None] == []

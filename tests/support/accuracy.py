@@ -36,7 +36,7 @@ def error(ours, exact):
     return (sum((a - b).square().sum() for a, b in pairs) / sum(b.square().sum() for _, b in pairs)).sqrt().item()
 
 
-def of_ours_over_stocks(make, context=None, draws=6):
+def of_ours_over_stocks(make, context=None, draws=6, **options):
     """Over several models and batches: the distance of our gradients to float64, over that of stock's."""
     distances = torch.zeros(2)
     for seed in range(draws):
@@ -47,11 +47,11 @@ def of_ours_over_stocks(make, context=None, draws=6):
                 parameter.add_(0.02 * torch.randn_like(parameter))
         batch = batch_for(model, LONG, padded=True)
         batch["labels"] = batch["labels"].masked_fill(torch.rand(batch["labels"].shape) < 0.2, -100)
-        _, exact = in_float64(model, batch)
+        _, exact = in_float64(model, batch, **options)
         with context or contextlib.nullcontext():
-            stock, of_stock = step(model, batch)
+            stock, of_stock = step(model, batch, **options)
             report = patch(model)
-            out, ours = step(model, batch)
+            out, ours = step(model, batch, **options)
         assert type(out.logits) is LazyLogits
         assert "the loss was computed in chunks" in str(report)
         assert (out.loss.dtype, out.logits.dtype) == (stock.loss.dtype, stock.logits.dtype)
