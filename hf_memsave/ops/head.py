@@ -49,13 +49,25 @@ def _weights(module: nn.Module) -> list[tuple[int, int, int]]:
     return [(id(parameter), parameter._version, parameter.numel()) for parameter in module.parameters()]
 
 
-def _settings(module: nn.Module) -> list[str]:
-    """Whatever its modules hold that is a number, a text or a collection of those."""
-    return [repr({k: v for k, v in vars(m).items() if k not in _OF_MODULES and _is_plain(v)}) for m in module.modules()]
+def _settings(module: nn.Module) -> list[tuple[bool, str]]:
+    """Whatever its modules hold that is a number, a text or a collection of those; and which of them draw."""
+    return [
+        (draws(m), repr({name: v for name, v in vars(m).items() if name not in _OF_MODULES and _is_plain(v)}))
+        for m in module.modules()
+    ]
 
 
-#: What every module has, but for its mode.
-_OF_MODULES = vars(nn.Module()).keys() - {"training"}
+#: What every module has.
+_OF_MODULES = vars(nn.Module()).keys()
+
+
+def draws(module: nn.Module) -> bool:
+    """Whether it is a dropout that is on, or an adapter with one of its own, such as LoHa's ``rank_dropout``."""
+    if not module.training:
+        return False
+    own = [value for name, value in vars(module).items() if name.endswith("dropout")]
+    is_dropout = "dropout" in type(module).__name__.lower() and bool(getattr(module, "p", 0))
+    return is_dropout or any(any(value.values()) if isinstance(value, dict) else value for value in own)
 
 
 def _is_plain(value: Any) -> bool:

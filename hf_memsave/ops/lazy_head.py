@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_memsave.ops import chunked_loss
-from hf_memsave.ops.head import Head, State
+from hf_memsave.ops.head import Head, State, draws
 from hf_memsave.ops.lazy_logits import LazyLogits
 from hf_memsave.ops.op import Op, is_parametrized
 from hf_memsave.tape import current
@@ -75,16 +75,7 @@ def _is_long(module: nn.Module, hidden: Tensor) -> bool:
         return False
     if any(type(m).__module__.startswith(_NOT_BY_ROW) for m in module.modules()):
         return False
-    return not any(_draws(m) or _has_hooks(m) for m in module.modules())
-
-
-def _draws(module: nn.Module) -> bool:
-    """Whether it is a dropout, or an adapter with one of its own, such as LoHa's ``rank_dropout``."""
-    if not module.training:
-        return False
-    own = [value for name, value in vars(module).items() if name.endswith("dropout")]
-    is_dropout = "dropout" in type(module).__name__.lower() and bool(getattr(module, "p", 0))
-    return is_dropout or any(any(value.values()) if isinstance(value, dict) else value for value in own)
+    return not any(draws(m) or _has_hooks(m) for m in module.modules())
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -265,6 +265,14 @@ def test_a_head_that_was_switched_since_the_forward_is_refused(switch, is_read):
         logits.argmax() if is_read else nn.functional.cross_entropy(logits.view(-1, 512), labels.view(-1))
 
 
+def test_evaluating_a_head_without_dropout_is_no_switch():
+    model = lora()
+    patch(model)
+    logits = model(**batch_for(model, SIZE)).logits
+    assert type(logits) is LazyLogits
+    assert model.eval()(**batch_for(model, SIZE)).logits.equal(logits)
+
+
 def test_parameters_frozen_before_backward_get_no_gradient():
     model = lora()
     patch(model)
