@@ -263,8 +263,15 @@ def test_where_there_are_gpus_it_runs_in_another_process(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(module, "trace_at", None)
     assert estimate(CONFIGS["llama"], **of) == here
+
+
+@pytest.mark.long
+@pytest.mark.matrix
+def test_the_other_process_passes_errors_on(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(module, "trace_at", None)
     with pytest.raises(MeasureError, match="expected at most 1024 tokens"):
-        estimate(CONFIGS["gpt2"], **of | {"seq_len": 1025})
+        estimate(CONFIGS["gpt2"], batch_size=1, seq_len=1025, memsave=False, layers=3)
 
 
 def test_layers_that_are_not_alike_are_told():
