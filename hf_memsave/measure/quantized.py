@@ -21,15 +21,17 @@ def quantize(model: PreTrainedModel) -> None:
     """Hold the linears' weights in NF4, as bitsandbytes does; the rest in fp32, as PEFT prepares it. In place.
 
     Args:
-        model: Weights on the meta device get stand-ins. The linear that gives its output stays as it is.
+        model: Weights on the meta device get stand-ins. The linear that gives its output stays as it is,
+            and what its class keeps in fp32, as in Transformers.
 
     Raises:
         MeasureError: bitsandbytes is missing.
     """
-    output = model.get_output_embeddings()
+    output, wide = model.get_output_embeddings(), set(model._keep_in_fp32_modules or ())
     for module in list(model.modules()):
         for name, child in module.named_children():
-            if type(child) is nn.Linear and child is not output and not name.startswith(("classifier", "score")):
+            is_left = child is output or name in wide or name.startswith(("classifier", "score"))
+            if type(child) is nn.Linear and not is_left:
                 setattr(module, name, _linear_class()(child) if child.weight.is_meta else _quantized(child))
     model.is_loaded_in_4bit = True
     for p in model.parameters():

@@ -30,6 +30,7 @@ from hf_memsave.ops.head import Head
 from hf_memsave.ops.lazy_loss import LazyLoss
 from hf_memsave.ops.once import once_differentiable
 from hf_memsave.ops.sums import Sums
+from hf_memsave.tape import current
 from hf_memsave.tape.private import no_modes
 
 #: Bytes that a chunk takes; and that all logits may take in fp32 where there are no chunks.
@@ -91,12 +92,14 @@ def cross_entropy(
             raise IndexError(f"Target {wrong[0].item()} is out of bounds.")
     options = _Options(weight, ignore_index, reduction, label_smoothing)
 
+    dtype, words, tape = like.dtype, like.shape[-1], current()
+
     def compute(divisor: Any) -> Tensor:
         given = options._replace(divisor=divisor)
-        return _ChunkedLoss.apply(hidden, target, head, given, like.dtype, like.shape[-1], *parameters)
+        return _ChunkedLoss.apply(hidden, target, head, given, dtype, words, *parameters)
 
-    if reduction == "sum" and torch.is_grad_enabled() and like.dtype in (torch.float32, torch.float64):
-        return LazyLoss.of(compute, like.dtype, [hidden, *parameters])
+    if tape is not None and reduction == "sum" and dtype in (torch.float32, torch.float64):
+        return LazyLoss.of(compute, dtype, [hidden, *parameters], tape)
     return compute(None)
 
 
@@ -113,19 +116,23 @@ class _ChunkedLoss(torch.autograd.Function):
         itemsize = torch.empty(0, dtype=wide).itemsize + 2 * torch.empty(0, dtype=dtype).itemsize
         rows = max(1, CHUNK // (words * itemsize))
         count = _count(target, options, wide)
+        head.state.check()
         with no_modes(), saved_tensors_hooks(_same, _same):
             starts = range(0, len(hidden), rows)
             for start in starts if has_numbers(hidden) else starts[:2]:  # the others have as many bytes
                 part = slice(start, start + rows)
                 x = hidden[part].detach().requires_grad_()
                 with torch.enable_grad():
-                    logits = head(x.view_as(x))  # of a leaf, autocast would share one cast, with gradients summed in it
+                    logits = head.compute(
+                        x.view_as(x)
+                    )  # of a leaf, autocast would share one cast, with gradients summed in it
                 losses[part], dz = _loss_and_gradient(logits.detach(), target[part], options, count)
                 found = sums.add(logits, x, dz)
                 del logits, dz
                 if dx is not None and found is not None:
                     dx[part] = found
                 del found
+        head.state.renew()
         ctx.save_for_backward(dx, *sums.rounded())
         ctx.set_materialize_grads(False)
         ctx.wide = wide

@@ -97,7 +97,7 @@ class Head:
     state: State
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """The logits of ``hidden`` ``[..., H]``.
+        """The logits of ``hidden`` ``[..., H]``, of the head as it was in the forward.
 
         Returns:
             ``[..., V]``.
@@ -106,11 +106,16 @@ class Head:
             KeptTensorChangedError: The head is another one than in the forward.
         """
         self.state.check()
+        logits = self.compute(hidden)
+        self.state.renew()  # some adapters write to their own weights
+        return logits
+
+    def compute(self, hidden: Tensor) -> Tensor:
+        """The same of the head as it is."""
         with self.autocast:
             logits = self.forward(hidden)
             for func, args, kwargs in self.steps:
                 logits = func(logits, *args, **kwargs)
-        self.state.renew()  # some adapters write to their own weights
         return logits
 
     def parameters(self) -> list[Tensor]:

@@ -73,6 +73,8 @@ def _is_long(module: nn.Module, hidden: Tensor) -> bool:
     wanted = sum(p.numel() for p in module.parameters() if p.requires_grad)
     if not (hidden.requires_grad or wanted) or logits * 4 <= chunked_loss.CHUNK or 2 * wanted > 3 * logits:
         return False
+    if not all(parameter.is_leaf for parameter in module.parameters()):  # hooks on them would run in every chunk
+        return False
     if any(type(m).__module__.startswith(_NOT_BY_ROW) for m in module.modules()):
         return False
     return not any(draws(m) or _has_hooks(m) for m in module.modules())

@@ -17,24 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_memsave.errors import PatchError
+from hf_memsave.errors import KeptTensorChangedError, PatchError
 from hf_memsave.ops import chunked_loss
 from hf_memsave.ops.head import Head, Step
+from hf_memsave.ops.lazy import TOLD, Lazy, computed
 from hf_memsave.ops.once import once_differentiable
 from hf_memsave.ops.sums import refuse_others
 from hf_memsave.tape.private import no_subclasses, tree_leaves, tree_map, without_hooks
 
-#: What a tensor is, told without its bytes.
-_TOLD = {
-    getattr(Tensor, name).__get__
-    for name in "shape dtype device ndim layout requires_grad grad_fn is_leaf is_cuda is_cpu is_meta is_sparse "
-    "is_quantized itemsize nbytes retains_grad output_nr".split()
-} | {
-    getattr(Tensor, name)
-    for name in "size dim numel nelement is_floating_point is_complex element_size get_device is_sparse "
-    "__len__ ndimension is_signed".split()
-    if callable(getattr(Tensor, name))
-}
 #: Functions of each logit by itself, where their other arguments are numbers.
 _ELEMENTWISE = {
     getattr(home, name)
@@ -49,7 +39,7 @@ _WATCHES = {Tensor.register_hook, Tensor.retain_grad}
 _RESHAPED = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.contiguous}
 
 
-class LazyLogits(Tensor):
+class LazyLogits(Lazy):
     """Logits ``[..., V]`` of ``hidden`` ``[..., H]``; see the module.
 
     Attributes:
@@ -57,6 +47,7 @@ class LazyLogits(Tensor):
         head: What computes them.
         like: A tensor without bytes, of the geometry and dtype that they have in stock.
         base: Those that they are a view of in stock, and by which function.
+        version: Of ``hidden``.
         is_taken: A loss, or other logits, were computed past them.
         is_watched: Their gradient is asked for: nothing is computed past them any more.
     """
@@ -65,34 +56,48 @@ class LazyLogits(Tensor):
     head: Head
     like: Tensor
     base: tuple[LazyLogits, Step] | None
+    version: int
     is_taken: bool
     is_watched: bool
-    _real: Tensor | None
+    _computed: Tensor | None
 
     @staticmethod
     def of(hidden: Tensor, head: Head, like: Tensor, base: tuple[LazyLogits, Step] | None = None) -> LazyLogits:
         """Logits of the shape and dtype of ``like``, a tensor without bytes."""
         lazy: Any = _Later.apply(hidden, head, like, *head.parameters())
-        lazy.hidden, lazy.head, lazy.like, lazy.base = hidden, head, like, base
-        lazy.is_taken, lazy.is_watched, lazy._real = False, False, None
+        lazy.hidden, lazy.head, lazy.like, lazy.base, lazy.version = hidden, head, like, base, hidden._version
+        lazy.is_taken, lazy.is_watched, lazy._computed = False, False, None
         return lazy
 
-    def real(self) -> Tensor:
+    def computed(self) -> Tensor:
         """The logits, computed when they are first asked for, and then shared."""
-        if self._real is None:
-            with torch.enable_grad():
+        if self._computed is None:
+            self.check()
+            with torch.inference_mode(False), torch.enable_grad():
                 if self.base is None or self.is_watched:
-                    self._real = _Real.apply(self)
+                    self._computed = _Real.apply(self)
                 else:
                     base, (func, args, kwargs) = self.base
-                    self._real = func(base.real(), *args, **kwargs)
-        assert self._real is not None
-        return self._real
+                    self._computed = func(base.computed(), *args, **kwargs)
+        assert self._computed is not None
+        return self._computed
 
-    def is_real(self) -> bool:
+    def check(self) -> None:
+        """Make sure that what they are made of is what it was.
+
+        Raises:
+            KeptTensorChangedError: It is not.
+        """
+        if self.hidden._version != self.version:
+            raise KeptTensorChangedError(
+                "these logits are computed when they are first read, and the hidden states that they are made of have "
+                "been written to in place since. Write to a copy, or use MemSaveConfig(loss='stock')."
+            )
+
+    def is_computed(self) -> bool:
         """Whether somebody has read them, or what they are a view of: and may have written to them, or watches."""
-        is_here = self.is_watched or self._real is not None
-        return is_here or (self.base is not None and self.base[0].is_real())
+        is_here = self.is_watched or self._computed is not None
+        return is_here or (self.base is not None and self.base[0].is_computed())
 
     def watch(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``register_hook`` of what is not computed yet (FSDP2 has freed the head), or ``retain_grad``."""
@@ -104,7 +109,7 @@ class LazyLogits(Tensor):
                 stacklevel=4,
             )
         if func is Tensor.retain_grad:
-            return self.real().retain_grad()
+            return self.computed().retain_grad()
         self.is_watched = True
         with no_subclasses():
             return func(self, *args, **kwargs)
@@ -121,8 +126,8 @@ class LazyLogits(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         self = args[0] if args else None
-        if isinstance(self, LazyLogits) and not self.is_real():
-            if func in _TOLD:
+        if isinstance(self, LazyLogits) and not self.is_computed():
+            if func in TOLD:
                 with no_subclasses():
                     return func(*args, **kwargs)
             if func in _WATCHES:
@@ -140,28 +145,15 @@ class LazyLogits(Tensor):
                 "computed in chunks, past them. Use MemSaveConfig(loss='stock'), or ask for the gradient of the "
                 "model's hidden states."
             )
-        args, kwargs = tree_map(_real, (args, kwargs))
+        args, kwargs = tree_map(computed, (args, kwargs))
         return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is torch.ops.aten.detach.default:  # which autograd does to what a function returns
-            return _empty(args[0])
-        args, kwargs = tree_map(_real, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-    def __repr__(self) -> str:
-        return repr(self.real())
-
-
-def _real(argument: Any) -> Any:
-    return argument.real() if isinstance(argument, LazyLogits) else argument
 
 
 def _derived(lazy: LazyLogits, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The same, one function later; None where that is not known to be the function of fewer, or other, rows."""
     if any(isinstance(a, Tensor) for a in tree_leaves((args, kwargs))):
         return None
+    lazy.check()
     head, hidden, vocabulary = lazy.head, lazy.hidden, lazy.shape[-1]
     if func in _ELEMENTWISE:
         here = _without_device(lazy, args, kwargs)
@@ -207,6 +199,7 @@ def _without_device(lazy: LazyLogits, args: Sequence[Any], kwargs: dict[str, Any
 
 def _loss(lazy: LazyLogits, target: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
     """``F.cross_entropy`` chunk by chunk; None where that does not know how."""
+    lazy.check()
     return chunked_loss.cross_entropy(lazy.hidden, lazy.head, lazy.head.parameters(), lazy, target, *args, **kwargs)
 
 
@@ -217,7 +210,7 @@ class _Later(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, head: Head, like: Tensor, *parameters: Tensor) -> Tensor:
         ctx.save_for_backward(hidden)
         ctx.head, ctx.parameters = head, parameters
-        return _empty(like, hidden.device)
+        return LazyLogits.empty(like, hidden.device)
 
     @staticmethod
     @once_differentiable
@@ -245,8 +238,3 @@ class _Real(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         return dy
-
-
-def _empty(like: Tensor, device: Any = None) -> Tensor:
-    make: Any = Tensor._make_wrapper_subclass
-    return make(LazyLogits, like.shape, dtype=like.dtype, device=device or like.device)

@@ -1,19 +1,23 @@
 """A sum of losses that nobody has computed yet, as it may be divided next: by the number of tokens in all batches.
 
 Chunks compute gradients in forward, and round them once to the model's dtype. A factor that comes later, in backward,
-rounds them again. So the sum waits for its divisor (``loss / num_items_in_batch``, as Transformers does), and gradients
-are divided before they are rounded, as in stock. Any other function gets the sum itself.
+rounds them again. So the sum that a model's own forward asks for waits for its divisor (``loss / num_items_in_batch``,
+as Transformers has it), and gradients are divided before they are rounded, as in stock. Any other function gets the sum
+itself, and whoever holds it at the end of the forward does too.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_memsave.ops.lazy import TOLD, Lazy, computed
 from hf_memsave.ops.once import once_differentiable
+from hf_memsave.tape import Tape
 from hf_memsave.tape.private import no_subclasses, tree_map
 
 #: Computes the sum, divided.
@@ -26,31 +30,35 @@ _DIVIDES = {
 }
 
 
-class LazyLoss(Tensor):
+class LazyLoss(Lazy):
     """A loss ``[]``; see the module.
 
     Attributes:
-        compute: What computes it.
-        quotient: What it was divided by, and the result.
+        compute: What computes it; None when it is.
+        is_plain: For the tape: nothing is computed of it again.
     """
 
-    compute: Compute
-    quotient: tuple[Tensor, Any] | None
-    _real: Tensor | None
+    is_plain = False
+
+    compute: Compute | None
+    _sum: Tensor
 
     @staticmethod
-    def of(compute: Compute, dtype: torch.dtype, inputs: Sequence[Tensor]) -> LazyLoss:
-        """The loss that ``compute(None)`` gives, of these inputs."""
-        lazy: Any = _Later.apply(compute, dtype, *inputs)
-        lazy.compute, lazy.quotient, lazy._real = compute, None, None
+    def of(compute: Compute, dtype: torch.dtype, inputs: Sequence[Tensor], tape: Tape) -> LazyLoss:
+        """The loss that ``compute(None)`` gives, of these inputs, in a forward under this tape."""
+        lazy: Any = _Later.apply(compute, torch.empty((), dtype=dtype, device="meta"), *inputs)
+        lazy.compute = compute
+        there = weakref.ref(lazy)
+        tape.at_end.append(lambda: computed(there()))
         return lazy
 
-    def real(self) -> Tensor:
+    def computed(self) -> Tensor:
         """The sum."""
-        if self._real is None:
-            with torch.enable_grad():
-                self._real = self.compute(None) if self.quotient is None else self.quotient[0] * self.quotient[1]
-        return self._real
+        if self.compute is not None:
+            with torch.inference_mode(False), torch.enable_grad():
+                self._sum = self.compute(None)
+            self.compute = None
+        return self._sum
 
     @classmethod
     def __torch_function__(
@@ -58,29 +66,15 @@ class LazyLoss(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         self = args[0] if args else None
-        if isinstance(self, LazyLoss) and self._real is None and self.quotient is None:
-            if func in _DIVIDES and len(args) == 2 and not kwargs and _is_divisor(args[1], self.dtype):
-                self.quotient = self.compute(args[1]), args[1]
-                return self.quotient[0]
-            if getattr(func, "__name__", "") == "__get__" or func is Tensor.dim:  # of its dtype, its grad_fn, ...
+        if isinstance(self, LazyLoss) and self.compute is not None:
+            is_plain = func in _DIVIDES and len(args) == 2 and not kwargs and torch.is_grad_enabled()
+            if is_plain and _is_divisor(args[1], self.dtype):
+                return self.compute(args[1])
+            if func in TOLD:
                 with no_subclasses():
                     return func(*args, **kwargs)
-        args, kwargs = tree_map(_real, (args, kwargs))
+        args, kwargs = tree_map(computed, (args, kwargs))
         return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is torch.ops.aten.detach.default:  # which autograd does to what a function returns
-            return _empty(args[0].dtype, args[0].device)
-        args, kwargs = tree_map(_real, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-    def __repr__(self) -> str:
-        return repr(self.real())
-
-
-def _real(argument: Any) -> Any:
-    return argument.real() if isinstance(argument, LazyLoss) else argument
 
 
 def _is_divisor(value: Any, dtype: torch.dtype) -> bool:
@@ -95,9 +89,10 @@ class _Later(torch.autograd.Function):
     """The place of the sum in the graph, for what knows no tensor subclass."""
 
     @staticmethod
-    def forward(ctx: Any, compute: Compute, dtype: torch.dtype, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, compute: Compute, like: Tensor, *inputs: Tensor) -> Tensor:
         ctx.compute, ctx.inputs = compute, inputs
-        return _empty(dtype, inputs[0].device)
+        loss: Tensor = LazyLoss.empty(like, inputs[0].device)
+        return loss
 
     @staticmethod
     @once_differentiable
@@ -107,8 +102,3 @@ class _Later(torch.autograd.Function):
             loss = ctx.compute(None)
         found = iter(torch.autograd.grad(loss, wanted, dy.to(loss.dtype), allow_unused=True))
         return None, None, *(next(found) if tensor.requires_grad else None for tensor in ctx.inputs)
-
-
-def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
-    make: Any = Tensor._make_wrapper_subclass
-    return make(LazyLoss, (), dtype=dtype, device=device)

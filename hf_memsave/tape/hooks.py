@@ -49,6 +49,7 @@ class Tape(Recorder):
     Attributes:
         coder: While one operation runs: chooses a handle for what it wants to keep, or None to leave that to the tape.
         memo: Results shared within this forward, by whoever puts them there.
+        at_end: Called at the end of this forward.
         head: The linear that gives logits, if those may be computed later; ``logits`` gives them, or None.
         is_in_attention, is_in_loss: SDPA runs, or a loss.
         is_around: Checkpointed blocks within laid tapes of their own.
@@ -67,6 +68,7 @@ class Tape(Recorder):
         self.table, self.dropout, self.codec = table, dropout, codec
         self.coder: Callable[[Tensor], Handle | None] | None = None
         self.memo: dict[Any, Any] = {}
+        self.at_end: list[Callable[[], None]] = []
         self.head: nn.Module | None = None
         self.logits: Any = None
         self.is_in_attention = self.is_in_loss = self.is_around = False
@@ -96,6 +98,13 @@ class Tape(Recorder):
         return self
 
     def __exit__(self, *error: object) -> None:
+        try:
+            while self.at_end and error[0] is None:
+                self.at_end.pop()()
+        finally:
+            self._close(*error)
+
+    def _close(self, *error: object) -> None:
         pop_mode()
         if self._around is not None:
             push_mode(self._around)

@@ -42,10 +42,11 @@ def is_flipped(tensor: Tensor) -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor is no wrapper around others, which have storages of their own."""
+    """Whether the tensor is no wrapper around others, which have storages of their own, and says of itself no other."""
     known = _PLAIN.get(type(tensor))
     if known is None:
-        known = _PLAIN[type(tensor)] = not is_traceable_wrapper_subclass(tensor)
+        is_plain = not is_traceable_wrapper_subclass(tensor) and getattr(type(tensor), "is_plain", True)
+        known = _PLAIN[type(tensor)] = is_plain
     return known
 
 

@@ -1,6 +1,6 @@
 """What an estimate says of a step on this CPU, beside the same step counted: kept bytes, and the peak.
 
-    python scripts/bench/estimate_on_cpu.py [--family NAME ...] [--out [DIR]]
+    python scripts/bench/estimate_on_cpu.py [--family NAME ...] [--tuning NAME ...] [--out [DIR]]
 
 Every family x full, LoRA and QLoRA x stock, exact, each preset, and gradient checkpointing. Said is what few layers
 tell of all; counted are the live storages of a real step of all layers, by two meters that know nothing of the estimate
@@ -76,6 +76,9 @@ def counted(config: PreTrainedConfig, training: Training, memsave: MemSaveConfig
     config = type(config)(**{**config.to_dict(), **dict.fromkeys(depth_fields(config), LAYERS)})
     torch.manual_seed(0)
     model: Any = in_4_bits(config, training) if training.quantized else build(config, training)
+    if training.quantized:
+        with torch.no_grad():  # bitsandbytes casts biases in their place
+            model(**make_batch(choose_head(config), config, training.batch_size, training.seq_len))
     kept, peak = count_step(model, config, training, memsave)
     return sum(rounded(storage.nbytes, UNIT) for storage in kept.storages), peak
 
@@ -95,9 +98,9 @@ def in_4_bits(config: PreTrainedConfig, training: Training) -> torch.nn.Module:
     return get_peft_model(model, lora).train()
 
 
-def cases(families: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+def cases(families: Sequence[str], tunings: Sequence[str]) -> Iterator[tuple[str, str, str]]:
     """Every combination that there is: bitsandbytes takes no ``Conv1D`` of GPT-2's into 4 bits here."""
-    for family, tuning, setting in itertools.product(families, TUNING, SETTINGS):
+    for family, tuning, setting in itertools.product(families, tunings, SETTINGS):
         if not (tuning == "QLoRA" and family == "gpt2"):
             yield family, tuning, setting
 
@@ -106,6 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Compare every case, print all of them, and how many are within bounds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", nargs="+", choices=CONFIGS, default=list(CONFIGS), help="(all)")
+    parser.add_argument("--tuning", nargs="+", choices=TUNING, default=list(TUNING), help="(all)")
     add_out(parser)
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
@@ -113,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
     rows, figures = [], {}
-    for family, tuning, setting in track(list(cases(options.family)), "comparing"):
+    for family, tuning, setting in track(list(cases(options.family, options.tuning)), "comparing"):
         memsave, checkpointing = SETTINGS[setting]
         config = CONFIGS[family]
         size = {"batch_size": BATCH, "seq_len": TOKENS}

@@ -1,7 +1,6 @@
 """The chunked loss: stock's to the bit while it fits; beyond, as near to float64, with one chunk at the peak."""
 
 import gc
-from functools import partial
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from hf_memsave import MemSaveConfig, patch
 from hf_memsave.measure.peak import count_peak
 from hf_memsave.ops import chunked_loss
 from hf_memsave.ops.lazy_logits import LazyLogits
-from support.accuracy import SMALL, error, lm, of_ours_over_stocks, step
+from support.accuracy import SMALL, OfLinear, error, lm, of_ours_over_stocks, step
 from support.families import Size, batch_for, build
 from support.helpers import halved
 
@@ -76,6 +75,17 @@ def test_with_adapters_on_the_head_too(mode, bound, monkeypatch):
     assert of_ours_over_stocks(make, context) <= bound
 
 
+def test_a_sum_that_is_divided_is_computed_once(small_chunks, monkeypatch):
+    model, batch = lm("llama"), batch_for(lm("llama"), Size())
+    patch(model)
+    calls, stock = [], chunked_loss._loss_and_gradient
+    monkeypatch.setattr(chunked_loss, "_loss_and_gradient", lambda *args: calls.append(None) or stock(*args))
+    model(**batch).loss.backward()
+    of_mean = len(calls)
+    model(**batch, num_items_in_batch=7).loss.backward()
+    assert len(calls) == 2 * of_mean > 2
+
+
 @pytest.mark.parametrize("count", [7, 90, torch.tensor(100)], ids=str)
 def test_gradients_are_rounded_once_whatever_the_sum_is_divided_by(count, small_chunks):
     """Divided after they were rounded, they are up to 1.11 times as far away."""
@@ -113,7 +123,7 @@ def test_every_option_of_cross_entropy(reduction, has_weight, smoothing):
     before, chunked_loss.CHUNK = chunked_loss.CHUNK, 50 * 8 * 3 * 5
     try:
         like = torch.empty(37, 50, dtype=torch.float64, device="meta")
-        ours = chunked_loss.cross_entropy(x, partial(F.linear, weight=w), wanted[1:], like, target, **options)
+        ours = chunked_loss.cross_entropy(x, OfLinear(w), wanted[1:], like, target, **options)
     finally:
         chunked_loss.CHUNK = before
     found = torch.autograd.grad(ours, wanted, upstream)
@@ -234,7 +244,9 @@ def test_the_loss_keeps_two_bytes_a_hidden_unit_and_token_and_one_chunk(words, t
     target = torch.randint(0, words, (tokens,))
     hidden = torch.randn(tokens, h, dtype=torch.bfloat16, requires_grad=True)
     held: list = []
-    kept = count_peak(lambda: held.append(chunked_loss.cross_entropy(hidden, head, [], like, target)) or held)
+    kept = count_peak(
+        lambda: held.append(chunked_loss.cross_entropy(hidden, OfLinear(head.weight), [], like, target)) or held
+    )
     assert kept.end <= 2 * h * tokens + 64
     assert kept.peak <= chunked_loss.CHUNK + 2 * h * tokens + 16 * tokens
 

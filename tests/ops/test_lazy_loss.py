@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from functools import partial
 
 import pytest
 import torch
@@ -10,6 +9,8 @@ import torch.nn.functional as F
 
 from hf_memsave.ops import chunked_loss
 from hf_memsave.ops.lazy_loss import LazyLoss
+from support.accuracy import OfLinear
+from support.helpers import taping
 
 
 @pytest.fixture
@@ -17,13 +18,14 @@ def head(monkeypatch):
     monkeypatch.setattr(chunked_loss, "CHUNK", 50 * 12 * 5)
     torch.manual_seed(0)
     x, w = torch.randn(37, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
-    return x, w, torch.randint(0, 50, (37,))
+    with taping():
+        yield x, w, torch.randint(0, 50, (37,))
 
 
 def ours_of(head):
     x, w, target = head
     like = torch.empty(37, 50, device="meta")
-    loss = chunked_loss.cross_entropy(x, partial(F.linear, weight=w), [w], like, target, reduction="sum")
+    loss = chunked_loss.cross_entropy(x, OfLinear(w), [w], like, target, reduction="sum")
     assert type(loss) is LazyLoss
     return loss
 
@@ -48,6 +50,18 @@ def both(loss):
     return mean + loss.square()
 
 
+def changed(loss):
+    mean = loss / 7
+    mean *= 3
+    return mean + loss
+
+
+def logged(loss):
+    with torch.no_grad():
+        perplexity = (loss / 37).exp()
+    return loss / 7 + perplexity
+
+
 USES = {
     "as it is": lambda loss: loss * 1,
     "by a number": lambda loss: loss / 7,
@@ -60,6 +74,10 @@ USES = {
     "in place": lambda loss: loss.clone().div_(7),
     "twice": lambda loss: loss / 7 + loss / 3,
     "and itself": both,
+    "changed in place": changed,
+    "without gradients first": logged,
+    "its data": lambda loss: loss.data + loss,
+    "its real part": lambda loss: loss.real + loss.T,
     "by what wants a gradient": lambda loss: loss / torch.tensor(7.0, requires_grad=True),
     "added": lambda loss: loss + 1,
     "stacked": lambda loss: torch.stack([loss, loss]),
@@ -105,5 +123,26 @@ def test_it_is_computed_once(head, monkeypatch):
     assert calls == []
     mean = loss / 7
     assert len(calls) == 8
-    assert loss.item() == pytest.approx(7 * mean.item())
+    del loss
+    assert mean.item() > 0
     assert len(calls) == 8
+
+
+def test_whoever_holds_it_at_the_end_of_the_forward_holds_the_sum(monkeypatch):
+    monkeypatch.setattr(chunked_loss, "CHUNK", 50 * 12 * 5)
+    x, w, target = torch.randn(37, 8, requires_grad=True), torch.randn(50, 8), torch.randint(0, 50, (37,))
+    expected = stocks_of((x, w, target)).item()
+    with taping():
+        loss = ours_of((x, w, target))
+        assert loss.compute is not None
+    assert loss.compute is None
+    target.fill_(3)
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_outside_a_forward_it_is_computed_at_once(monkeypatch):
+    monkeypatch.setattr(chunked_loss, "CHUNK", 50 * 12 * 5)
+    x, w, target = torch.randn(37, 8, requires_grad=True), torch.randn(50, 8), torch.randint(0, 50, (37,))
+    like = torch.empty(37, 50, device="meta")
+    loss = chunked_loss.cross_entropy(x, OfLinear(w), [], like, target, reduction="sum")
+    assert type(loss) is torch.Tensor

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_memsave import PatchError, patch
+from hf_memsave import KeptTensorChangedError, PatchError, patch
 from hf_memsave.ops.lazy_logits import LazyLogits
 from support.accuracy import lm
 from support.families import Size, batch_for
@@ -128,3 +128,30 @@ def test_the_gradient_of_logits_that_a_loss_was_computed_from_is_stocks(small_ch
     logits = hands_on(model, batch)
     (found,) = torch.autograd.grad(logits.exp().sum(), logits)
     assert torch.equal(found, expected)
+
+
+def test_hidden_states_written_to_before_logits_are_read_are_refused(small_chunks):
+    model, batch = lm("llama"), batch_for(lm("llama"), Size())
+    del batch["labels"]
+    patch(model)
+    out = model(**batch, output_hidden_states=True)
+    assert type(out.logits) is LazyLogits
+    out.hidden_states[-1].data.add_(0)
+    with torch.no_grad():
+        out.hidden_states[-1].mul_(2)
+    with pytest.raises(KeptTensorChangedError, match=r"written to in place since.* MemSaveConfig\(loss='stock'\)"):
+        out.logits.argmax()
+
+
+def test_logits_read_in_inference_mode_still_have_gradients(small_chunks):
+    model, batch = lm("llama"), batch_for(lm("llama"), Size())
+    del batch["labels"]
+    model(**batch).logits.square().mean().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    logits = hands_on(model, batch)
+    with torch.inference_mode():
+        assert logits.argmax(-1).shape == (2, 16)
+    logits.square().mean().backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-7)

@@ -1,7 +1,5 @@
 """Sums of gradients over chunks: a linear's as near to float64 as stock's, and everyone's what autograd gives."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_memsave import PatchError
 from hf_memsave.ops import chunked_loss, sums
+from support.accuracy import OfLinear
 
 
 def gradients_of(dtype, monkeypatch, chunks=16, rows=512, autocast=False):
@@ -26,7 +25,7 @@ def gradients_of(dtype, monkeypatch, chunks=16, rows=512, autocast=False):
     monkeypatch.setattr(chunked_loss, "CHUNK", 256 * (4 + 2 * of_logits.itemsize) * rows // chunks)
     like = torch.empty(rows, 256, dtype=of_logits, device="meta")
     with context:
-        loss = chunked_loss.cross_entropy(x, partial(F.linear, weight=w, bias=b), [w, b], like, target)
+        loss = chunked_loss.cross_entropy(x, OfLinear(w, b), [w, b], like, target)
     ours = torch.autograd.grad(loss, [x, w, b])
     return [[((g.double() - e).norm() / e.norm()).item() for g, e in zip(found, exact, strict=True)]
             for found in (ours, stock)]  # fmt: skip
