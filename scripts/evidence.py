@@ -68,8 +68,8 @@ _METRICS = {"mean": _SCORE, "range": Bound(absolute=0.04), "paired difference": 
 EVIDENCE = (
     _table("estimate-records", "bench/estimate_records.py --out {out}",
            bounds={"seconds": MACHINE, "difference": Bound(absolute=0.1), "*": _BYTES}),
-    _table("estimate-on-cpu", "bench/estimate_on_cpu.py --family llama --out {out}", names=3,
-           bounds={"said*": Bound(absolute=0.5), "*": _BYTES}),
+    Evidence("estimate-on-cpu", "bench/estimate_on_cpu.py --family llama --out {out}", names=3,
+             bounds={"said*": Bound(absolute=0.5), "*": _BYTES}, table=RESULTS / "estimate-on-cpu.md", partly=True),
     _table("launches", "bench/launches.py --out {out}", names=2, bounds={"*": _BYTES}),
     _table("inverse-derivatives", "bench/inverse_errors.py --out {out}", bounds={"*": _ERROR}, quick=True),
     _table("approximate-steps", "bench/approximate_steps.py --out {out}", names=2, bounds={"*": _ERROR}),

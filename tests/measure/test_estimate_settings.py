@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import LlamaConfig, MambaConfig
+from transformers import LlamaConfig, MambaConfig, T5Config
 
 import hf_memsave_cli
 from hf_memsave import estimate
@@ -39,6 +39,17 @@ def test_adapters_have_the_dtype_that_was_asked_for(device, dtype, base, quantiz
     with torch.device(device):
         model = build(CONFIG, training(lora=Lora(dtype=dtype), dtype=base, quantized=quantized))
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {expected}
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_what_a_class_keeps_in_fp32_is_not_in_4_bits(device):
+    config = T5Config(d_model=32, d_kv=8, d_ff=64, num_heads=4, num_layers=1, vocab_size=99)
+    with torch.device(device):
+        model = build(config, training(lora=Lora(targets="q+v"), quantized="nf4"))
+    mlp = model.encoder.block[0].layer[1].DenseReluDense
+    assert type(mlp.wo) is torch.nn.Linear
+    assert mlp.wo.weight.dtype == torch.float32
+    assert mlp.wi.weight.dtype == torch.uint8
 
 
 @pytest.mark.long
