@@ -76,7 +76,8 @@ def cross_entropy(
         label_smoothing: In [0, 1].
 
     Returns:
-        The loss, in the logits' dtype, a sum as a lazy one; None where this is asked for what it does not know.
+        The loss, in the logits' dtype; in a model's forward, a sum is lazy. None where this is asked for what it does
+        not know.
 
     Raises:
         IndexError: On CPU, a target is no class, as in stock.
@@ -91,7 +92,6 @@ def cross_entropy(
         if len(wrong):
             raise IndexError(f"Target {wrong[0].item()} is out of bounds.")
     options = _Options(weight, ignore_index, reduction, label_smoothing)
-
     dtype, words, tape = like.dtype, like.shape[-1], current()
 
     def compute(divisor: Any) -> Tensor:
@@ -123,9 +123,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 part = slice(start, start + rows)
                 x = hidden[part].detach().requires_grad_()
                 with torch.enable_grad():
-                    logits = head.compute(
-                        x.view_as(x)
-                    )  # of a leaf, autocast would share one cast, with gradients summed in it
+                    logits = head.compute(x.view_as(x))  # autocast would share one cast of a leaf
                 losses[part], dz = _loss_and_gradient(logits.detach(), target[part], options, count)
                 found = sums.add(logits, x, dz)
                 del logits, dz

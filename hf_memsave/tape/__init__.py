@@ -1,6 +1,7 @@
 """What goes on the autograd tape instead of a tensor, and a meter for what is kept."""
 
-from hf_memsave.tape.hooks import Tape, current
+from hf_memsave.tape.hooks import Tape
+from hf_memsave.tape.innermost import current
 from hf_memsave.tape.meter import Kept, measure_kept
 from hf_memsave.tape.private import hooks_work
 from hf_memsave.tape.table import table_without

@@ -24,7 +24,7 @@ from hf_memsave.tape import prices, sweep
 from hf_memsave.tape.codecs import as_bits
 from hf_memsave.tape.handles import Handle, Held, Lent, Ticket
 from hf_memsave.tape.ledger import Ledger
-from hf_memsave.tape.private import hooks_work, in_transform, innermost_hooks, innermost_mode, pop_mode, push_mode
+from hf_memsave.tape.private import in_transform, innermost_hooks, innermost_mode, pop_mode, push_mode
 from hf_memsave.tape.record import MARK, Record
 from hf_memsave.tape.recorder import Recorder
 from hf_memsave.tape.stand_ins import StandIn
@@ -298,12 +298,3 @@ class Tape(Recorder):
         if record is None:
             return tensor.numel() * tensor.itemsize
         return sum(prices.price_of(self, tensor, record, tensor.untyped_storage())[0].values())
-
-
-def current() -> Tape | None:
-    """The tape that is innermost on this thread; None under a foreign hook, and wherever ops must be stock."""
-    if not hooks_work():
-        return None
-    hooks = innermost_hooks()
-    owner = getattr(hooks[0], "__self__", None) if hooks is not None else None
-    return owner if isinstance(owner, Tape) else None
