@@ -6,6 +6,7 @@ on which :mod:`hf_memsave.measure` runs a model for its memory, whose tensors ha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,6 +46,49 @@ def has_numbers(x: Tensor) -> bool:
 def waits(x: Tensor) -> bool:
     """Whether a program that asks for the numbers in ``x`` waits for what is queued there."""
     return x.device.type not in ("cpu", "meta")
+
+
+def later(x: Tensor) -> Callable[[], Tensor]:
+    """``x`` on its way to the host, which does not wait for it now.
+
+    Returns:
+        Gives it, on the CPU. Called a step later, it finds it there: at most it waits for what was queued before.
+    """
+    if x.device.type != "cuda":
+        copy = x.cpu()
+        return lambda: copy
+    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(current_stream(x.device))
+
+    def get() -> Tensor:
+        event.synchronize()
+        return copy
+
+    return get
+
+
+class Questions:
+    """What a program wants to know of a device's numbers, and can do without for a step.
+
+    Where the host would wait for them, they are told one step later; elsewhere at once.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[tuple[Callable[[], Tensor], Callable[[Tensor], None]]] = []
+
+    def ask(self, x: Tensor, tell: Callable[[Tensor], None]) -> None:
+        """Have ``tell`` called with ``x`` on the CPU."""
+        if waits(x):
+            self._open.append((later(x), tell))
+        else:
+            tell(x)
+
+    def hear(self) -> None:
+        """Tell what has been asked until now. Called once a step, before what that asks."""
+        asked, self._open = self._open, []
+        for get, tell in asked:
+            tell(get())
 
 
 def mask_multiple(x: Tensor) -> int:

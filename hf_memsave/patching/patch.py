@@ -124,7 +124,7 @@ class PatchReport:
         what = "weight gradients, and those of attention's products," if config.attention else "weight gradients"
         line = f"  {what} from {config.budget:.0%} of the tokens: noisy, and {unbiased}"
         size = sampler.cache.nbytes
-        return [line + (f"; their norms take up to {size / 2**20:.1f} MiB of main memory" if size else "")]
+        return [line + (f"; their norms take up to {size / 2**20:.1f} MiB beside the model" if size else "")]
 
     def _step(self) -> list[str]:
         avoided, kept = self.step.nbytes_avoided, self.step.nbytes_kept

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_memsave.device import has_numbers
+from hf_memsave.device import has_numbers, waits
 
 
 @dataclass
@@ -19,26 +19,21 @@ class Tokens:
 
     Attributes:
         mask: Boolean ``[batch, seq]``, True for real tokens.
-        beside: Those of the same batch that are asked for together.
+        share: How many of them were real in the forward before.
     """
 
     mask: Tensor
-    beside: weakref.ref[Tokens] | None = field(default=None, repr=False, compare=False)
+    share: float = 1.0
 
     @cached_property
     def real(self) -> int:
-        """How many are real; all, where there are no numbers.
+        """How many are real; as many as in the forward before, where the host would wait for their number.
 
-        The size of a draw depends on it, so the host waits for it: once per forward of the model.
+        The size of a draw follows from it. Any size is unbiased: one above all real tokens takes each as it is.
         """
-        if not has_numbers(self.mask):
-            return self.mask.numel()
-        beside = self.beside() if self.beside is not None else None
-        asked = [self, beside] if beside is not None and beside.mask.device == self.mask.device else [self]
-        mine, *others = torch.stack([tokens.mask.sum() for tokens in asked]).tolist()
-        for tokens, number in zip(asked[1:], others, strict=True):
-            tokens.__dict__["real"] = number
-        return int(mine)
+        if not has_numbers(self.mask) or waits(self.mask):
+            return round(self.share * self.mask.numel())
+        return int(self.mask.sum())
 
     @property
     def lengths(self) -> Tensor:

@@ -7,6 +7,8 @@ For token t of sample b, a layer's predicted norm is ``s_b √(½ (P_t + Q_e))``
   causal model's last. A few KB a layer.
 - s: the sample's own norm when it was last seen, in steps of 1/8 octave: one byte a sample and layer.
 
+All lies where the gradients do, and is never asked for its numbers there: the host would wait for the last step.
+
 A wrong prediction costs variance and never makes a bias. Where a layer's pads had no gradient, they are not drawn from
 then on; each backward looks again, and takes that back where one has.
 """
@@ -14,6 +16,7 @@ then on; each backward looks again, and takes that back where one has.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,6 +29,8 @@ from hf_memsave.sampling.batch import Batch, Tokens
 RATE = 0.1
 #: States of a layer's pads.
 UNSEEN, ZERO, NONZERO = 0, 1, 2
+#: In a state: the shares of real tokens.
+SHARES = "shares"
 _STEPS, _MIDDLE = 8, 128
 
 
@@ -37,6 +42,7 @@ class LayerNorms:
         end: Q, likewise.
         reference: The first batch's mean squared norm; samples' norms are kept relative to it.
         pads: Whether pads had a gradient: :data:`UNSEEN`, :data:`ZERO` or :data:`NONZERO`.
+        samples: The table of samples, uint8; 0 where one was not seen, and empty until one is.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,6 +50,7 @@ class LayerNorms:
         self.end = torch.empty(0, device=device)
         self.reference = torch.zeros((), device=device)
         self.pads = torch.zeros((), dtype=torch.int8, device=device)
+        self.samples = torch.empty(0, dtype=torch.uint8, device=device)
 
     def grow(self, length: int) -> None:
         """Make room for sequences of ``length`` tokens."""
@@ -63,21 +70,16 @@ class NormCache:
     def __init__(self, kind: str | None, samples: int) -> None:
         self.kind, self.samples = kind, samples
         self.layers: dict[str, LayerNorms] = {}
-        self.rows: dict[str, int] = {}
-        self._table: Tensor | None = None
-        self._pending: list[tuple[str, Tensor, Tensor]] = []
+        self.known: set[str] = set()
 
     @property
     def nbytes(self) -> int:
-        """The most that the table of samples takes, on the CPU (less until every sample has been seen)."""
-        return self.samples * len(self.rows)
+        """The most that the tables of samples take: those of layers that share a draw are one."""
+        return self.samples * len(self.known)
 
     def know(self, layer: str) -> None:
-        """Make room for a layer that may ask."""
-        if layer not in self.rows:
-            self.rows[layer] = len(self.rows)
-            if self._table is not None:
-                self._table = torch.cat([self._table, self._table.new_zeros(1, self.samples)])
+        """Tell of a layer that may ask."""
+        self.known.add(layer)
 
     def predict(self, layer: str, batch: Batch, tokens: Tokens | None) -> Tensor | None:
         """Expected gradient norms ``[batch, seq]``, to any scale; None if nothing is known."""
@@ -126,7 +128,9 @@ class NormCache:
         if self.samples:
             of_sample = squared.sum(1) / tokens.lengths.clamp_min(1)
             relative = squared / of_sample.where(of_sample > 0, 1.0)[:, None]
-            self._remember(layer, batch, tokens, of_sample / norms.reference.where(norms.reference > 0, 1.0), is_good)
+            of_sample = of_sample / norms.reference.where(norms.reference > 0, 1.0)
+            if (samples := self._samples(layer, batch, tokens, squared.device)) is not None:
+                self._remember(norms, samples, of_sample, is_good)
         norms.grow(mask.shape[1])
         for name, position in (("start", tokens.from_start), ("end", tokens.from_end)):
             profile = getattr(norms, name)
@@ -136,68 +140,59 @@ class NormCache:
             mixed = torch.where(profile < 0, found, torch.lerp(profile, found, RATE))
             setattr(norms, name, torch.where((count > 0) & is_good, mixed, profile))
 
-    def layers_with_pads(self) -> list[str]:
-        """Layers whose pads have been seen to have a gradient."""
-        known = {name: norms.pads[None] for name, norms in self.layers.items() if has_numbers(norms.pads)}
-        return [name for name, pads in zip(known, to_host([*known.values()]), strict=True) if int(pads) == NONZERO]
+    def pads(self) -> Iterator[tuple[list[str], Tensor]]:
+        """The states of all layers' pads.
 
-    def flush(self) -> None:
-        """Write what backward has found of each sample to the table."""
-        found = to_host([codes for _, _, codes in self._pending])
-        for (layer, samples, _), codes in zip(self._pending, found, strict=True):
-            if self._table is None:
-                self._table = torch.zeros(len(self.rows), self.samples, dtype=torch.uint8)
-            known = codes > 0
-            self._table[self.rows[layer], samples[known]] = codes[known]
-        self._pending.clear()
+        Yields:
+            The names of those on one device, and theirs ``[layers]``.
+        """
+        known = {name: norms.pads for name, norms in self.layers.items() if has_numbers(norms.pads)}
+        for device in {pads.device for pads in known.values()}:
+            names = [name for name, pads in known.items() if pads.device == device]
+            yield names, torch.stack([known[name] for name in names])
 
-    def _has_samples(self, layer: str, batch: Batch, tokens: Tokens) -> bool:
-        """Whether the table knows the rows of the layer's input: not where each choice of a sample is a row."""
-        has_table = self.samples > 0 and layer in self.rows
-        return has_table and batch.samples is not None and len(batch.samples) == len(tokens.mask)
+    def _samples(self, layer: str, batch: Batch, tokens: Tokens, device: torch.device) -> Tensor | None:
+        """The places of the batch in the layer's table; None where its rows are no samples, but choices of one."""
+        samples = batch.samples
+        if not self.samples or layer not in self.known or samples is None or len(samples) != len(tokens.mask):
+            return None
+        return samples.to(device, non_blocking=True)
 
-    def _remember(self, layer: str, batch: Batch, tokens: Tokens, squared: Tensor, is_good: Tensor) -> None:
-        if not self._has_samples(layer, batch, tokens):
-            return
-        code = (torch.log2(squared.clamp_min(1e-30)) / 2 * _STEPS + _MIDDLE).round().clamp(1, 255)
-        self._pending.append((layer, batch.samples, torch.where(is_good, code, 0).to(torch.uint8)))
+    def _remember(self, norms: LayerNorms, samples: Tensor, squared: Tensor, is_good: Tensor) -> None:
+        if not len(norms.samples):
+            norms.samples = norms.samples.new_zeros(self.samples)
+        codes = (torch.log2(squared.clamp_min(1e-30)) / 2 * _STEPS + _MIDDLE).round().clamp(1, 255).to(torch.uint8)
+        codes = torch.where(is_good, codes, norms.samples[samples])
+        norms.samples.scatter_reduce_(0, samples, codes, "amax", include_self=False)  # of one seen twice: no race
 
     def _factor(self, layer: str, batch: Batch, tokens: Tokens, device: torch.device) -> Tensor | None:
-        """The factor s of each sample, ``[batch]``; the mean of those known for one never seen, None if none is."""
-        if not self._has_samples(layer, batch, tokens) or self._table is None:
+        """The factor s of each sample, ``[batch]``; of one never seen, the mean of those known."""
+        table = self.layers[layer].samples
+        samples = self._samples(layer, batch, tokens, table.device)
+        if samples is None or not len(table):
             return None
-        codes = self._table[self.rows[layer], batch.samples]
+        codes = table[samples]
         known = codes > 0
-        if not known.any():
-            return None
-        factor = torch.exp2((codes.float() - _MIDDLE) / _STEPS)
-        return factor.where(known, factor[known].mean()).to(device, non_blocking=True)
+        factor = torch.exp2((codes.float() - _MIDDLE) / _STEPS) * known
+        mean = factor.sum() / known.sum()
+        return factor.where(known, mean.where(known.any(), 1.0)).to(device)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything learned, as tensors on the CPU."""
-        self.flush()
         state: dict[str, Any] = {}
         for name, norms in self.layers.items():
             for key, value in vars(norms).items():
-                state[f"{name}/{key}"] = value.cpu().clone()
-            if self._table is not None and name in self.rows:
-                state[f"{name}/samples"] = self._table[self.rows[name]].clone()
+                if key != "samples" or len(value):
+                    state[f"{name}/{key}"] = value.cpu().clone()
         return state
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Take over what another run has learned; layers that this model lacks are left out."""
-        self.layers, self._table, self._pending = {}, None, []
+        self.layers = {}
         for full, value in state.items():
             name, _, key = full.rpartition("/")
-            if name not in self.rows:
-                continue
-            if key == "samples":
-                if len(value) == self.samples:
-                    if self._table is None:
-                        self._table = torch.zeros(len(self.rows), self.samples, dtype=torch.uint8)
-                    self._table[self.rows[name]] = value
-                continue
-            setattr(self.layers.setdefault(name, LayerNorms(device)), key, value.to(device))
+            if name in self.known and (key != "samples" or len(value) == self.samples):
+                setattr(self.layers.setdefault(name, LayerNorms(device)), key, value.to(device))
 
 
 def merged(states: list[dict[str, Any]]) -> dict[str, Any]:
@@ -220,16 +215,13 @@ def merged(states: list[dict[str, Any]]) -> dict[str, Any]:
         elif key == "reference":
             known = [float(v) for v in values if v > 0]
             result[name] = torch.tensor(math.fsum(known) / len(known) if known else 0.0)
+        elif key == SHARES:
+            result[name] = torch.stack(values).mean(0)
         else:
             result[name] = torch.stack(values).max(0).values
     return result
 
 
-def to_host(tensors: list[Tensor]) -> list[Tensor]:
-    """Vectors of one dtype, on the CPU: the host waits once for each device that they are on."""
-    found: dict[int, Tensor] = {}
-    for device in {tensor.device for tensor in tensors}:
-        mine = [i for i, tensor in enumerate(tensors) if tensor.device == device]
-        parts = torch.cat([tensors[i] for i in mine]).cpu().split([len(tensors[i]) for i in mine])
-        found.update(zip(mine, parts, strict=True))
-    return [found[i] for i in range(len(tensors))]
+def with_gradient(names: list[str], pads: Tensor) -> list[str]:
+    """Of these layers, those whose pads have been seen to have a gradient."""
+    return [name for name, state in zip(names, pads.tolist(), strict=True) if state == NONZERO]

@@ -10,20 +10,20 @@ import contextlib
 import hashlib
 import logging
 import threading
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
 from hf_memsave.config import WTACRS
-from hf_memsave.device import new_generator
+from hf_memsave.device import Questions, has_numbers, new_generator, waits
 from hf_memsave.errors import ConfigError
 from hf_memsave.sampling.batch import Batch, Checkpointed, Tokens
 from hf_memsave.sampling.estimators import ESTIMATORS, Draw, probabilities
-from hf_memsave.sampling.norm_cache import NormCache
+from hf_memsave.sampling.norm_cache import SHARES, NormCache, with_gradient
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,10 @@ logger = logging.getLogger(__name__)
 INDEX = "sample_idx"
 _SLOTS = 2**18
 _IGNORED = -100
+#: By which tokens and their positions are mixed into the number of a sample: odd, and of many bits.
+_MIX = 0x1B873593CC9E2D51, 0x2545F4914F6CDD1D
+#: Stacks of which the share of real tokens is known.
+_STACKS = "own", "decoder"
 #: Above this share, drawn rows and what comes with them (a ReLU's bits, their indices) are more than all rows.
 MOST = 15 / 16
 
@@ -49,6 +53,7 @@ class Sampler:
         config: What was asked for.
         step: Training forwards so far.
         cache: Gradient norms of earlier steps.
+        shares: Of each stack's tokens, how many were real in the last forward that is known of.
 
     Args:
         config: What was asked for.
@@ -58,16 +63,19 @@ class Sampler:
         samples = {"sample_idx": config.samples, "content": config.samples or _SLOTS}.get(str(config.cache), 0)
         self.config, self.step = config, 0
         self.cache = NormCache(config.cache, samples or 0)
+        self.shares = dict.fromkeys(_STACKS, 1.0)
         self._told: set[str] = set()
+        self._questions = Questions()
         self._local = threading.local()
         self._checkpointed = Checkpointed()
 
     def __getstate__(self) -> dict[str, Any]:
-        self.cache.flush()
-        return {**self.__dict__, "_local": None, "_checkpointed": None}
+        self._questions.hear()
+        return {**self.__dict__, "_questions": None, "_local": None, "_checkpointed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _local=threading.local(), _checkpointed=Checkpointed())
+        own = {"_questions": Questions(), "_local": threading.local(), "_checkpointed": Checkpointed()}
+        self.__dict__.update(state, **own)
 
     @property
     def batch(self) -> Batch | None:
@@ -140,20 +148,28 @@ class Sampler:
         return new_generator(device, seed)
 
     def _begin(self, arguments: Mapping[str, Any]) -> Batch:
-        self.cache.flush()
-        self._tell()
-        own = _tokens(arguments.get("attention_mask"))
-        decoder = _tokens(arguments.get("decoder_attention_mask"))
-        if decoder is None and _is_2d(labels := arguments.get("labels")):
-            decoder = Tokens(labels != _IGNORED)
-        if own is not None and decoder is not None:
-            own.beside, decoder.beside = weakref.ref(decoder), weakref.ref(own)
+        self._questions.hear()
+        self._ask_for_pads()
+        masks = [arguments.get("attention_mask"), arguments.get("decoder_attention_mask")]
+        if not _is_2d(masks[1]) and _is_2d(labels := arguments.get("labels")):
+            masks[1] = labels != _IGNORED
+        own, decoder = (self._counted(*stack) for stack in zip(_STACKS, masks, strict=True))
         batch = Batch(self.step, own, decoder, samples=self._samples(arguments))
         self.step += 1
         return batch
 
+    def _counted(self, stack: str, mask: Any) -> Tokens | None:
+        """The tokens of a stack; how many of them are real, later forwards will know."""
+        tokens = _tokens(mask, self.shares[stack])
+        if tokens is not None and has_numbers(tokens.mask) and waits(tokens.mask):
+            self._questions.ask(tokens.mask.sum() / tokens.mask.numel(), partial(self._know_share, stack))
+        return tokens
+
+    def _know_share(self, stack: str, share: Tensor) -> None:
+        self.shares[stack] = float(share)
+
     def _samples(self, arguments: Mapping[str, Any]) -> Tensor | None:
-        """The batch's rows in the table of samples, on the CPU."""
+        """The batch's rows in the table of samples."""
         if self.config.cache == INDEX:
             return self._checked(arguments.get(INDEX))
         if self.config.cache != "content":
@@ -165,12 +181,11 @@ class Sampler:
                 "Use cache='position', or cache='sample_idx' with a column of indices."
             )
         mask = arguments.get("attention_mask")
-        given = [ids, (mask != 0).to(ids)] if _is_2d(mask) and mask.shape == ids.shape else [ids]
-        ids, *masks = torch.stack(given).cpu()  # the host waits once
-        mask = masks[0] != 0 if masks else torch.ones_like(ids) > 0
+        mask = mask != 0 if _is_2d(mask) and mask.shape == ids.shape else torch.ones_like(ids) > 0
         # By the position among the real tokens: the same wherever the pads are.
-        odd = torch.randint(2**62, ids.shape[1:], generator=torch.Generator().manual_seed(0)) * 2 + 1
-        return ((((ids + 1) * mask) * odd[Tokens(mask).from_start]).sum(1) >> 20).remainder(self.cache.samples)
+        position = (Tokens(mask).from_start + 1) * _MIX[0]
+        odd = (position ^ (position >> 29)) * _MIX[1] | 1
+        return (((ids.long() + 1) * mask * odd).sum(1) >> 20).remainder(self.cache.samples)
 
     def _checked(self, index: Any) -> Tensor:
         if not isinstance(index, Tensor) or index.dim() != 1 or index.is_floating_point():
@@ -178,19 +193,29 @@ class Sampler:
                 f"WTACRS(cache='sample_idx') expected the batch's column {INDEX!r}, a whole number a sample, got "
                 f"{_kind(index)}. Add it: dataset.add_column({INDEX!r}, range(len(dataset))), or use cache='content'."
             )
-        index = index.detach().cpu().long()
-        if len(index) and not (0 <= int(index.min()) and int(index.max()) < self.cache.samples):
-            raise ConfigError(
-                f"{INDEX}: expected numbers from 0 to {self.cache.samples - 1}, got {int(index.min())} to "
-                f"{int(index.max())}. Set WTACRS(samples=...) to the number of training samples."
-            )
-        return index
+        index = index.detach().long()
+        if len(index) and has_numbers(index):
+            self._questions.ask(torch.stack(index.aminmax()), self._check)
+        return index.remainder(self.cache.samples)  # for the step in which a wrong one is not known yet
 
-    def _tell(self) -> None:
-        """Report layers whose pads have a gradient after all, once."""
+    def _check(self, bounds: Tensor) -> None:
+        first, last = bounds.tolist()
+        if not 0 <= first <= last < self.cache.samples:
+            raise ConfigError(
+                f"{INDEX}: expected numbers from 0 to {self.cache.samples - 1}, got {first} to {last}. "
+                "Set WTACRS(samples=...) to the number of training samples."
+            )
+
+    def _ask_for_pads(self) -> None:
+        """Have layers reported whose pads have a gradient after all."""
         if self.step < 1 or self.step & (self.step - 1) and self.step % 64:  # a transfer to the host: not every step
             return
-        if new := [name for name in self.cache.layers_with_pads() if name not in self._told]:
+        for names, pads in self.cache.pads():
+            self._questions.ask(pads, partial(self._tell, names))
+
+    def _tell(self, names: list[str], pads: Tensor) -> None:
+        """Report them, once."""
+        if new := [name for name in with_gradient(names, pads) if name not in self._told]:
             self._told.update(new)
             logger.warning(
                 "The output gradient of %d sampled linears (%s, ...) is not zero at padded tokens, as with left "
@@ -199,12 +224,17 @@ class Sampler:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to draw as this one would: tensors on the CPU."""
-        return {"step": torch.tensor(self.step), **self.cache.state_dict()}
+        self._questions.hear()
+        shares = torch.tensor([self.shares[stack] for stack in _STACKS], dtype=torch.float64)
+        return {"step": torch.tensor(self.step), SHARES: shares, **self.cache.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Go on where another run's :meth:`state_dict` was taken."""
         self.step = int(state["step"])
-        self.cache.load_state_dict({k: v for k, v in state.items() if k != "step"}, device)
+        self._questions = Questions()
+        if SHARES in state:  # not in those of hf_memsave 0.1
+            self.shares = dict(zip(_STACKS, state[SHARES].tolist(), strict=True))
+        self.cache.load_state_dict({k: v for k, v in state.items() if k not in ("step", SHARES)}, device)
 
 
 def row_norms(x: Tensor) -> Tensor:
@@ -221,16 +251,22 @@ def _within(outside: Batch, arguments: Mapping[str, Any]) -> Batch:
             return replace(outside, other_storage=hidden.untyped_storage()._cdata)
         return outside
     if isinstance(hidden, Tensor):
-        other = _tokens(arguments.get("encoder_attention_mask")) or outside.own
-        own = _tokens(mask) or outside.decoder
+        other = _seen(outside, arguments.get("encoder_attention_mask")) or outside.own
+        own = _seen(outside, mask) or outside.decoder
         return replace(outside, own=own, other=other, other_storage=hidden.untyped_storage()._cdata)
     if _is_2d(mask) and (outside.own is None or outside.own.mask.shape != mask.shape):
-        return replace(outside, own=_tokens(mask))
+        return replace(outside, own=_seen(outside, mask))
     return outside
 
 
-def _tokens(mask: Any) -> Tokens | None:
-    return Tokens(mask != 0) if _is_2d(mask) else None
+def _seen(batch: Batch, mask: Any) -> Tokens | None:
+    """The tokens of a mask that a block inside is given, often that of the batch."""
+    like = (t for t in (batch.own, batch.decoder) if t is not None and _is_2d(mask) and t.mask.shape == mask.shape)
+    return _tokens(mask, next((tokens.share for tokens in like), 1.0))
+
+
+def _tokens(mask: Any, share: float = 1.0) -> Tokens | None:
+    return Tokens(mask != 0, share) if _is_2d(mask) else None
 
 
 def _is_2d(value: Any) -> TypeGuard[Tensor]:

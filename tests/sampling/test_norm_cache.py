@@ -1,14 +1,13 @@
 """The cache of gradient norms: whatever is in it, the expected weight of every row stays 1; and what it learns."""
 
 import math
-import weakref
 
 import pytest
 import torch
 
 from hf_memsave import WTACRS
 from hf_memsave.sampling.batch import Batch, Tokens
-from hf_memsave.sampling.norm_cache import NONZERO, RATE, UNSEEN, ZERO, NormCache, merged
+from hf_memsave.sampling.norm_cache import NONZERO, RATE, UNSEEN, ZERO, NormCache, merged, with_gradient
 from hf_memsave.sampling.sampler import Sampler
 from support.draws import Watched, expected_weights
 from support.helpers import random
@@ -47,7 +46,6 @@ def cached(sampler, device):
     tokens = right_padded(device)
     for step in range(3):
         sampler.cache.update(LAYER, batch_of(tokens), tokens, gradients(device, tokens, step))
-    sampler.cache.flush()
 
 
 def half_cached(sampler, device):
@@ -67,7 +65,6 @@ def zero_entries(sampler, device):
     squared[:, ::2] = 0
     squared[1] = 0
     sampler.cache.update(LAYER, batch_of(tokens), tokens, squared)
-    sampler.cache.flush()
 
 
 def stale(sampler, device):
@@ -75,7 +72,6 @@ def stale(sampler, device):
     tokens = right_padded(device, (2, 8, 8, 1))
     squared = gradients(device, tokens, 5) * torch.logspace(-12, 12, SEQ, device=device)
     sampler.cache.update(LAYER, batch_of(tokens, (3, 2, 1, 0)), tokens, squared)
-    sampler.cache.flush()
 
 
 def resumed(sampler, device):
@@ -152,7 +148,7 @@ def test_pads_with_a_gradient_are_drawn_again(device):
     for pads, expected in ((0.0, ZERO), (1e-20, NONZERO), (0.0, NONZERO)):
         cache.update(LAYER, batch_of(tokens), tokens, gradients(device, tokens, pads=pads))
         assert int(cache.layers[LAYER].pads) == expected
-    assert cache.layers_with_pads() == [LAYER]
+    assert [with_gradient(*found) for found in cache.pads()] == [[LAYER]]
 
 
 def test_a_batch_without_pads_says_nothing_of_them(device):
@@ -259,7 +255,6 @@ def test_the_table_keeps_a_samples_norm_to_a_sixteenth_octave(device):
     cache.know(LAYER)
     norms = torch.tensor([1e-2, 1.0, 30.0, 400.0], device=device)
     cache.update(LAYER, batch_of(tokens, (5, 0, 15, 7)), tokens, norms.square()[:, None].expand(-1, SEQ))
-    cache.flush()
     predicted = cache.predict(LAYER, batch_of(tokens, (15, 7, 0, 5)), tokens)[:, 0]
     expected = norms[[2, 3, 1, 0]]
     ratio = (predicted / predicted[0]) / (expected / expected[0])
@@ -271,7 +266,7 @@ def test_the_table_of_mnli_at_t5_base_stays_below_100_mb():
     for layer in range(192):
         sampler.cache.know(f"layer.{layer}")
     assert 0 < sampler.cache.nbytes < 100e6
-    assert sampler.cache._table is None, "memory is taken before a sample was seen"
+    assert not sampler.cache.layers, "memory is taken before a sample was seen"
 
 
 @pytest.mark.parametrize("samples", [(0, 1), (0, 1, 2, 3, 4, 5, 6, 7)], ids=len)
@@ -282,13 +277,15 @@ def test_samples_that_are_not_the_rows_of_a_layer_are_left_aside(device, samples
     batch = batch_of(tokens, samples)
     assert sampler.draw(LAYER, random(BATCH, SEQ, IN, device=device), tokens, batch) is not None
     sampler.cache.update(LAYER, batch, tokens, gradients(device, tokens))
-    sampler.cache.flush()
 
 
-def test_the_tokens_of_two_stacks_are_counted_together():
-    masks = torch.tensor([[1, 1, 0], [1, 0, 0]]) > 0, torch.tensor([[1, 1], [1, 1]]) > 0
-    batch = Sampler(WTACRS())._begin({"attention_mask": masks[0].long(), "decoder_attention_mask": masks[1].long()})
-    assert (batch.own.real, batch.decoder.__dict__["real"]) == (3, 4)
-    decoder = weakref.ref(batch.decoder)
-    del batch
-    assert decoder() is None
+def test_a_sample_that_is_twice_in_a_batch_is_remembered_by_its_larger_norm(device):
+    tables = []
+    for order in ([0, 1, 2, 3], [3, 2, 1, 0]):
+        sampler, tokens = sampler_of(CACHES["sample_idx"]), right_padded(device, (SEQ,) * BATCH)
+        norms = torch.tensor([1.0, 4.0, 16.0, 2.0], device=device)[order]
+        samples = tuple((5, 5, 1, 5)[i] for i in order)
+        sampler.cache.update(LAYER, batch_of(tokens, samples), tokens, norms.square()[:, None].expand(-1, SEQ))
+        tables.append(sampler.cache.layers[LAYER].samples)
+    assert torch.equal(*tables)
+    assert int(tables[0][1]) - int(tables[0][5]) == 8 * 2  # octaves

@@ -1,86 +1,153 @@
-"""How often the host waits for a device in a forward of a sampled model: not once a layer."""
+"""What the host waits for in a step of a sampled model: nothing of the step before."""
 
+import copy
+import pickle
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
-from hf_memsave import WTACRS, MemSaveConfig, patch
+from hf_memsave import ConfigError, WTACRS, MemSaveConfig, device as devices, patch
 from hf_memsave.measure.private import data_errors
-from hf_memsave.sampling import batch as batches
-from hf_memsave.sampling.batch import Batch, Tokens
-from hf_memsave.sampling.norm_cache import NormCache
+from hf_memsave.sampling import batch as batches, norm_cache, sampler as samplers
+from hf_memsave.sampling.batch import Tokens
 from hf_memsave.sampling.sampler import Sampler
 from support.fake import NoTransfers, on_fake
 from support.families import QUOTED, build
 
-LAYERS = [f"layer.{i}" for i in range(4)]
+CACHES = {
+    "position": WTACRS(),
+    "content": WTACRS(cache="content"),
+    "sample_idx": WTACRS(cache="sample_idx", samples=64),
+    "none": WTACRS(cache=None),
+}
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 
 
 @pytest.fixture
-def copies(monkeypatch):
-    """Tensors that were copied to the host."""
-    found, cpu = [], torch.Tensor.cpu
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: found.append(tensor) or cpu(tensor))
+def sent(monkeypatch):
+    """Every device has numbers, and the host waits for them: what was sent to it, and what has been read there."""
+    found = {"sent": 0, "read": 0}
+
+    def later(x):
+        found["sent"] += 1
+        number = x if x.device.type == "cpu" else np.ones(x.shape)
+        return lambda: found.update(read=found["read"] + 1) or number
+
+    for module in (batches, norm_cache, samplers):
+        monkeypatch.setattr(module, "has_numbers", lambda x: True)
+    for module in (batches, devices, samplers):
+        monkeypatch.setattr(module, "waits", lambda x: True)
+    monkeypatch.setattr(devices, "later", later)
     return found
 
 
 @on_cpu
 @pytest.mark.parametrize("padded", [False, True], ids=["all real", "padded"])
-def test_a_step_asks_for_the_number_of_real_tokens_and_nothing_else(padded, monkeypatch):
-    asked = []
-    monkeypatch.setattr(batches, "has_numbers", lambda x: asked.append(x) is not None)
-    with on_fake(lambda: build("bert", QUOTED, torch.bfloat16), padded=padded) as (model, batch):
-        patch(model, MemSaveConfig(linear=WTACRS()))
-        with NoTransfers():
-            model(**batch).loss.backward()
-    assert len(asked) == padded  # once for all layers
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("family", ["bert", "t5-decoder"])
+def test_a_step_waits_for_nothing_of_the_one_before(family, cache, padded, sent):
+    with on_fake(lambda: build(family, QUOTED, torch.bfloat16), padded=padded) as (model, batch):
+        patch(model, MemSaveConfig(linear=CACHES[cache]))
+        index = {"sample_idx": torch.zeros(QUOTED.batch, dtype=torch.long, device=batch["input_ids"].device)}
+        batch |= index if cache == "sample_idx" else {}
+        before = 0
+        for _ in range(4):
+            with NoTransfers():
+                model(**batch).loss.backward()
+            assert sent["read"] == before, "what a step asks for is read in the next one"
+            before = sent["sent"]
+    assert before > 0 or (cache in ("position", "none") and not padded)
 
 
 @on_cpu
-def test_a_device_without_numbers_tells_of_the_question(monkeypatch):
+def test_a_question_that_waits_raises(monkeypatch):
     monkeypatch.setattr(batches, "has_numbers", lambda x: True)
+    monkeypatch.setattr(batches, "waits", lambda x: False)
     with on_fake(lambda: build("bert", QUOTED, torch.bfloat16), padded=True) as (model, batch):
         patch(model, MemSaveConfig(linear=WTACRS()))
         with pytest.raises((*data_errors(), RuntimeError)):
             model(**batch)
 
 
-def learned(cache, tokens):
-    for layer in LAYERS:
-        cache.know(layer)
-        cache.update(layer, Batch(0, tokens, samples=torch.arange(2)), tokens, torch.rand(2, 3) + 0.1)
+def masks(*lengths, seq=10):
+    return (torch.arange(seq) < torch.tensor(lengths)[:, None]).long()
 
 
-def test_what_all_layers_found_of_samples_is_one_copy(copies):
-    cache, tokens = NormCache("sample_idx", 2), Tokens(torch.ones(2, 3) > 0)
-    learned(cache, tokens)
-    cache.flush()
-    assert len(copies) == 1
-    assert (cache._table > 0).all()
+def test_where_nobody_waits_the_tokens_of_this_batch_are_counted():
+    sampler = Sampler(WTACRS())
+    for lengths in ((2, 8), (10, 3)):
+        batch = sampler._begin({"attention_mask": masks(*lengths), "decoder_attention_mask": masks(4, seq=5)})
+        assert (batch.own.real, batch.decoder.real) == (sum(lengths), 4)
 
 
-def test_the_layers_with_pads_are_one_copy(copies):
-    cache, tokens = NormCache("position", 0), Tokens(torch.tensor([[True, True, False], [True, True, True]]))
-    learned(cache, tokens)
-    assert cache.layers_with_pads() == LAYERS
-    assert len(copies) == 1
+def test_a_draw_has_the_size_that_the_share_of_the_forward_before_gives(sent):
+    sampler = Sampler(WTACRS())
+    found = []
+    for own, decoder in (((2, 8), (1,)), ((10, 6), (2,)), ((5, 5, 5, 5), (5,))):
+        batch = sampler._begin({"attention_mask": masks(*own), "decoder_attention_mask": masks(*decoder, seq=5)})
+        found.append((batch.own.real, batch.decoder.real))
+    assert found == [(20, 5), (10, 1), (32, 2)]
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_samples_are_told_apart_by_one_copy(copies, masked):
+def test_labels_tell_of_a_decoder_without_a_mask(sent):
+    sampler = Sampler(WTACRS())
+    labels = torch.tensor([[3, 4, -100, -100]])
+    assert [sampler._begin({"labels": labels}).decoder.real for _ in range(2)] == [4, 2]
+
+
+def test_a_block_that_is_given_a_mask_takes_the_share_of_the_batch():
+    outside = batches.Batch(0, Tokens(masks(2, 3) > 0, 0.25), Tokens(masks(1, seq=5) > 0, 0.5))
+    hidden = torch.zeros(2, 10, 4)
+    inside = samplers._within(outside, {"encoder_hidden_states": hidden, "encoder_attention_mask": masks(2, 3)})
+    assert (inside.other.share, inside.own.share) == (0.25, 0.5)
+    inside = samplers._within(replace(outside, own=None), {"attention_mask": masks(2, 3)})
+    assert inside.own.share == 1
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda sampler: pickle.loads(pickle.dumps(sampler)), None])
+def test_a_run_that_goes_on_draws_as_many(again, sent):
+    first = Sampler(WTACRS())
+    first._begin({"attention_mask": masks(2, 8)})
+    second = Sampler(WTACRS()) if again is None else again(first)
+    if again is None:
+        second.load_state_dict(first.state_dict(), torch.device("cpu"))
+    reals = [sampler._begin({"attention_mask": masks(1, 1)}).own.real for sampler in (first, second)]
+    assert reals == [10, 10]
+
+
+def test_a_wrong_index_is_told_a_step_later(sent):
+    sampler = Sampler(WTACRS(cache="sample_idx", samples=8))
+    batch = sampler._begin({"sample_idx": torch.tensor([3, 8])})
+    assert batch.samples.max() < 8, "the table would be read beyond its end"
+    with pytest.raises(ConfigError, match="numbers from 0 to 7, got 3 to 8"):
+        sampler._begin({"sample_idx": torch.tensor([3, 4])})
+    assert sampler._begin({"sample_idx": torch.tensor([3, 4])}).samples.tolist() == [3, 4]
+
+
+def test_a_wrong_index_is_told_at_once_where_nobody_waits():
+    with pytest.raises(ConfigError, match="numbers from 0 to 7, got -1 to 3"):
+        Sampler(WTACRS(cache="sample_idx", samples=8))._begin({"sample_idx": torch.tensor([3, -1])})
+
+
+def test_samples_are_told_apart_wherever_their_pads_are():
     sampler = Sampler(WTACRS(cache="content"))
-    ids = torch.randint(9, (2, 5))
-    padded = {"attention_mask": torch.ones(2, 5).long()} if masked else {}
-    batch = sampler._begin({"input_ids": ids, **padded})
-    assert len(copies) == 1
-    assert batch.samples.shape == (2,)
+    ids = torch.randint(1, 99, (64, 6))
+    whole = sampler._begin({"input_ids": ids}).samples
+    pads = torch.zeros(64, 3, dtype=torch.long)
+    for sides in ((pads, ids), (ids, pads)):
+        given = torch.cat(sides, 1)
+        batch = sampler._begin({"input_ids": given, "attention_mask": (given > 0).long()})
+        assert torch.equal(batch.samples, whole)
+    assert len(whole.unique()) == 64
+    turned = sampler._begin({"input_ids": ids.flip(1)}).samples
+    assert (turned == whole).sum() <= (ids.flip(1) == ids).all(1).sum()
 
 
-def test_what_is_known_of_samples_is_sent_without_waiting(monkeypatch):
-    cache, tokens = NormCache("sample_idx", 2), Tokens(torch.ones(2, 3) > 0)
-    learned(cache, tokens)
-    cache.flush()
-    sent, to = [], torch.Tensor.to
-    monkeypatch.setattr(torch.Tensor, "to", lambda x, *args, **how: sent.append((args, how)) or to(x, *args, **how))
-    assert cache.predict(LAYERS[0], Batch(1, tokens, samples=torch.arange(2)), tokens) is not None
-    assert [how for args, how in sent if args and isinstance(args[0], torch.device)] == [{"non_blocking": True}]
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_on_cuda_a_number_comes_later():
+    x = torch.arange(5, device="cuda")
+    get = devices.later(x * 2)
+    x.fill_(9)
+    assert get().tolist() == [0, 2, 4, 6, 8]
