@@ -12,7 +12,7 @@ from hf_memsave import MemSaveConfig, patch
 from hf_memsave.measure.peak import count_peak
 from hf_memsave.ops import chunked_loss
 from hf_memsave.ops.lazy_logits import LazyLogits
-from support.accuracy import SMALL, OfLinear, error, lm, of_ours_over_stocks, step
+from support.accuracy import SMALL, OfLinear, assert_as_near_as_stock, error, lm, of_ours_over_stocks, step
 from support.families import Size, batch_for, build
 from support.helpers import halved
 
@@ -44,7 +44,7 @@ def test_a_loss_that_fits_is_stocks_to_the_bit():
 
 @pytest.mark.parametrize("make", [*[lambda f=f: lm(f) for f in CAUSAL], lambda: lm("t5-decoder"), softcapped, scaled])
 def test_chunks_are_as_near_to_float64_as_stock(make, small_chunks):
-    assert of_ours_over_stocks(make) <= 1.01  # sums of another order: .905 to .996 measured, each with .01 of chance
+    assert_as_near_as_stock(make)  # sums of another order: .905 to .996 measured
 
 
 MODES = {"fp32": (torch.float32, False), "bf16": (torch.bfloat16, False), "autocast": (torch.float32, True)}
@@ -58,8 +58,8 @@ def test_in_low_precision_too(mode, bound, small_chunks):
     assert of_ours_over_stocks(lambda: lm("llama", dtype), context) <= bound
 
 
-#: Measured: .975, 1.0000, .988 (1.058 where chunks share autocast's cast of what goes in); bf16 rounded: 1.020.
-@pytest.mark.parametrize(("mode", "bound"), [("fp32", 1.01), ("bf16", 1.001), ("autocast", 1.01)])
+#: Measured: 1.0000, .988 (1.058 where chunks share autocast's cast of what goes in); bf16 rounded: 1.020.
+@pytest.mark.parametrize(("mode", "bound"), [("fp32", None), ("bf16", 1.001), ("autocast", 1.01)])
 def test_with_adapters_on_the_head_too(mode, bound, monkeypatch):
     monkeypatch.setattr(chunked_loss, "CHUNK", 2 * SMALL)
     dtype, autocast = MODES[mode]
@@ -72,7 +72,10 @@ def test_with_adapters_on_the_head_too(mode, bound, monkeypatch):
         lora = LoraConfig(r=8, target_modules=["lm_head", "q_proj", "v_proj"], init_lora_weights=False)
         return get_peft_model(model, lora, autocast_adapter_dtype=False).train()
 
-    assert of_ours_over_stocks(make, context) <= bound
+    if bound is None:
+        assert_as_near_as_stock(make)
+    else:
+        assert of_ours_over_stocks(make, context) <= bound
 
 
 def test_a_sum_that_is_divided_is_computed_once(small_chunks, monkeypatch):
