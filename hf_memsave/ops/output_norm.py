@@ -14,7 +14,7 @@ Kept for backward (``[*, H]``)::
 The same bytes as the exact norm: what it spares is making y again. Forward is exact. x̂ has the
 rounding of y, (|x̂| + |β/γ|) ulps: so columns with |β| > |γ|, and those whose γ is 0 or makes y subnormal, also keep
 their x (and LayerNorm the rows' means). Which they are is found on the device; how many, the host would wait for. So on
-CUDA there is room for twice as many as the forward before had, and eight; where more have come within one step, a warning
+CUDA there is room for twice as many as the forward before had, and eight; where more have come in one step, a warning
 says so in the next one. Only a norm's first forward waits. Backward is once differentiable.
 
 In half precision the gradients have twice the error of rounding or less, while dy and x̂ correlate by .7 or less in each

@@ -8,7 +8,6 @@ import torch
 from hf_memsave import WTACRS
 from hf_memsave.sampling.batch import Batch, Tokens
 from hf_memsave.sampling.norm_cache import NONZERO, RATE, UNSEEN, ZERO, NormCache, merged, with_gradient
-from hf_memsave.sampling.sampler import Sampler
 from support.draws import Watched, expected_weights
 from support.helpers import random
 

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from hf_memsave import ConfigError, WTACRS, MemSaveConfig, device as devices, patch
+from hf_memsave import WTACRS, ConfigError, MemSaveConfig, patch
+from hf_memsave import device as devices
 from hf_memsave.measure.private import data_errors
-from hf_memsave.sampling import batch as batches, norm_cache, sampler as samplers
+from hf_memsave.sampling import batch as batches
+from hf_memsave.sampling import norm_cache
+from hf_memsave.sampling import sampler as samplers
 from hf_memsave.sampling.batch import Tokens
 from hf_memsave.sampling.sampler import Sampler
 from support.fake import NoTransfers, on_fake
