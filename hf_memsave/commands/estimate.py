@@ -228,6 +228,11 @@ def step_of(args: argparse.Namespace) -> dict[str, Any]:
             f"--autocast {args.autocast} computes in 16 bits with fp32 weights, got --dtype {args.dtype}. Leave one "
             "out."
         )
+    if args.quantized and not args.lora:
+        raise CommandError(
+            f"--quantized {args.quantized} freezes the model, so adapters are what trains: expected --lora too, got none. "
+            "Add --lora r=8, or leave --quantized out."
+        )
     names = ("batch_size", "seq_len", "optimizer", "lora", "quantized", "checkpointing", "accumulation", "attention",
              "padded", "holds_output")  # fmt: skip
     return {name: getattr(args, name) for name in names} | {

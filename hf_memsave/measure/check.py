@@ -128,9 +128,9 @@ def _measured(
     if training.padded:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     batch = {name: value.to(device) for name, value in batch.items()}
-    with torch.random.fork_rng(range(torch.cuda.device_count())), torch.device(device):
+    with torch.random.fork_rng(range(torch.cuda.device_count())), torch.device("cpu" if training.quantized else device):
         torch.manual_seed(0)
-        model = build(config, training)
+        model = build(config, training).to(device)  # in 4 bits already: in 16 it may not fit there
     if memsave is not None:
         patch(model, memsave)
     forward = forward_of(model, training.autocast)

@@ -44,7 +44,7 @@ BAD = {
     "no unit": (["--memory", "24"], "Write it with a unit"),
     "two dtypes": (["--autocast", "bf16", "--dtype", "bf16"], "Leave one out"),
     "too long": (["--seq-len", "5000"], "--seq-len: expected at most 512 tokens"),
-    "no adapters": (["--quantized", "nf4"], "lora: expected adapters"),
+    "no adapters": (["--quantized", "nf4"], "Add --lora r=8"),
     "a preset": (["--memsave", "magic"], "unknown preset 'magic'"),
 }
 
