@@ -230,7 +230,7 @@ def step_of(args: argparse.Namespace) -> dict[str, Any]:
         )
     if args.quantized and not args.lora:
         raise CommandError(
-            f"--quantized {args.quantized} freezes the model, so adapters are what trains: expected --lora too, got none. "
+            f"--quantized {args.quantized} freezes the model, so adapters are what trains: expected --lora too. "
             "Add --lora r=8, or leave --quantized out."
         )
     names = ("batch_size", "seq_len", "optimizer", "lora", "quantized", "checkpointing", "accumulation", "attention",
