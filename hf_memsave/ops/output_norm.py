@@ -13,9 +13,8 @@ Kept for backward (``[*, H]``)::
 
 The same bytes as the exact norm: what it spares is making y again. Forward is exact. x̂ has the
 rounding of y, (|x̂| + |β/γ|) ulps: so columns with |β| > |γ|, and those whose γ is 0 or makes y subnormal, also keep
-their x (and LayerNorm the rows' means). Which they are is found on the device; how many, the host would wait for. So on
-CUDA there is room for twice as many as the forward before had, and eight; where more have come in one step, a warning
-says so in the next one. Only a norm's first forward waits. Backward is once differentiable.
+their x (and LayerNorm the rows' means). Finding them makes the host wait for the device: on CUDA one norm asks for all
+that have run before, so that a forward waits once. Backward is once differentiable.
 
 In half precision the gradients have twice the error of rounding or less, while dy and x̂ correlate by .7 or less in each
 row: beyond, what is left of dy without x̂'s share shrinks, and the error does not. Where |x̂| is far below 1 in a column
@@ -25,31 +24,25 @@ Source: Tempo (2022), arXiv:2210.10246, Section 3.2 and Appendix D (which divide
 
 from __future__ import annotations
 
-import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hf_memsave.device import Questions, has_numbers, waits
+from hf_memsave.device import has_numbers, waits
 from hf_memsave.ops.cast import HALVES, is_autocast
 from hf_memsave.ops.once import once_differentiable
 from hf_memsave.ops.op import KeptBytes, Op, is_parametrized
 from hf_memsave.tape import current
-from hf_memsave.tape.private import backward_id, no_modes
-
-logger = logging.getLogger(__name__)
+from hf_memsave.tape.private import no_modes
 
 #: One column in this many may keep its input.
 _SHARE = 8
-#: Columns that may come to need their input within a step, where the host does not wait for their number.
-_SPARE = 8
-#: Those that have run on a device that the host would wait for -> of how many columns they keep the input there.
-_rooms: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-_questions = Questions()
+#: Those that have run on a device that the host would wait for.
+_asking: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class Normed(NamedTuple):
@@ -91,28 +84,18 @@ def _is_in_need(weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _columns(module: nn.Module, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """:func:`in_need` of a norm; where the host would wait, and some more, for as many as there is room."""
+    """:func:`in_need` of a norm; where the host would wait, found for all norms when the first of a forward asks."""
     tape = current()
     if tape is None or not waits(weight):
         return in_need(weight, bias)
+    _asking.add(module)
     memo = tape.root.memo
     state = _state(weight, bias)
-    with no_modes():
-        if state not in memo:  # the first of a forward finds those of all that have run before
-            if backward_id() == -1 and _columns not in memo:
-                memo[_columns] = None
-                _questions.hear()
-            known = [m for m in list(_rooms) if m is not module and _is_here(*_parameters(m)[:2], weight)]
-            memo.update(_find([m for m in known if _state(*_parameters(m)[:2]) not in memo] + [module]))
-        need = memo[state][0]
-        if module not in _rooms:
-            _rooms[module] = _room(int(need.sum()) if has_numbers(need) else 0, len(need))
-        return need.float().topk(_rooms[module]).indices
-
-
-def _room(columns: int, width: int) -> int:
-    """Of how many columns the input is kept where so many are in need of it; all, where those are too many."""
-    return width if columns * _SHARE > width else min(2 * columns + _SPARE, width // _SHARE)
+    if state not in memo:
+        norms = [p for m in list(_asking) if _is_here(*(p := _parameters(m)[:2]), weight)]
+        with no_modes():
+            memo.update(_ask([p for p in norms if _state(*p) not in memo and p[0] is not weight] + [(weight, bias)]))
+    return memo[state][0]
 
 
 def _state(weight: Tensor, bias: Tensor | None) -> Any:
@@ -127,38 +110,22 @@ def _is_here(weight: Tensor | None, bias: Tensor | None, like: Tensor) -> bool:
     return weight is not None and is_like and all(t.untyped_storage().nbytes() for t in known)
 
 
-def _find(modules: Sequence[nn.Module]) -> dict[Any, Any]:
-    """Find the columns in need of all these norms at once; their numbers will be told in the next forward.
+def _ask(norms: list[tuple[Tensor, Tensor | None]]) -> dict[Any, Any]:
+    """Find the columns of all, for one transfer to the host, and one back for each that has such columns.
 
     Returns:
-        By state: which columns are in need, and the vectors, so that no other ones take their place in memory.
+        By state: :func:`in_need` of each, and its vectors, so that no other ones take their place in memory.
     """
-    norms: list[Any] = [_parameters(module)[:2] for module in modules]
-    weights = [weight.detach().flatten() for weight, _ in norms]
-    biases = [
-        torch.zeros_like(w) if b is None else b.detach().flatten() for w, (_, b) in zip(weights, norms, strict=True)
-    ]
-    need = _is_in_need(torch.cat(weights), torch.cat(biases))
-    widths = [len(w) for w in weights]
-    if backward_id() == -1 and has_numbers(need):
-        rooms = [(weakref.ref(module), _rooms.get(module)) for module in modules]
-        _questions.ask(need, partial(_told, rooms, widths))
-    return {_state(*norm): (one, norm) for norm, one in zip(norms, need.split(widths), strict=True)}
-
-
-def _told(rooms: Sequence[tuple[Any, int | None]], widths: list[int], need: Tensor) -> None:
-    """Make room for what norms had in need in an earlier forward, by what was found then."""
-    short = 0
-    for (ref, room), one in zip(rooms, need.split(widths), strict=True):
-        columns, module = int(one.sum()), ref()
-        short += room is not None and columns > room
-        if module is not None:
-            _rooms[module] = _room(columns, len(one))
-    if short:
-        logger.warning(
-            "norm='output': in %d norms more columns than there was room for came to have |β| > |γ| or γ near 0 within "
-            "one step. What they gave the step before is imprecise; from now on their input is kept.", short,
-        )  # fmt: skip
+    if has_numbers(norms[0][0]):
+        weights = [weight.detach().flatten() for weight, _ in norms]
+        biases = [
+            torch.zeros_like(w) if b is None else b.detach().flatten() for w, (_, b) in zip(weights, norms, strict=True)
+        ]
+        found = _is_in_need(torch.cat(weights), torch.cat(biases)).cpu().split([len(w) for w in weights])
+        columns = [one.nonzero().flatten().to(weights[0].device) for one in found]
+    else:
+        columns = [in_need(*norm) for norm in norms]
+    return {_state(*norm): (one, norm) for norm, one in zip(norms, columns, strict=True)}
 
 
 def output_norm(

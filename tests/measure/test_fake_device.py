@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_memsave import MemSaveConfig, device, patch
+from hf_memsave import MemSaveConfig, patch
 from hf_memsave.device import STAND_IN
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure import fake_device as module
@@ -78,22 +78,16 @@ def test_a_step_makes_the_host_wait_for_nothing(family, preset):
         assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
-def test_norms_ask_together_once_a_forward_and_wait_for_nothing(monkeypatch):
-    found, find, sent = [], output_norm._find, []
-    monkeypatch.setattr(output_norm, "_find", lambda modules: found.append(len(modules)) or find(modules))
-    monkeypatch.setattr(device, "later", lambda x: sent.append(x) or (lambda: torch.zeros(x.shape, dtype=torch.bool)))
+def test_norms_ask_together_once_a_forward(monkeypatch):
+    asked, ask = [], output_norm._ask
+    monkeypatch.setattr(output_norm, "_ask", lambda norms: asked.append(len(norms)) or ask(norms))
     with on_fake(lambda: build("bert", QUOTED, torch.bfloat16)) as (model, batch):
         patch(model, MemSaveConfig(norm="output"))
         number = sum(isinstance(module, nn.LayerNorm) for module in model.modules())
         model(**batch)
-        assert found == number * [1]
-        monkeypatch.setattr(output_norm, "has_numbers", lambda x: True)
-        monkeypatch.setattr(output_norm, "_told", lambda rooms, widths, need: None)  # there are no numbers to tell
-        for _ in range(2):
-            with NoTransfers():
-                model(**batch).loss.backward()
-        assert found[number:] == 2 * [number]
-        assert len(sent) == 2
+        assert asked == number * [1]
+        model(**batch)
+        assert asked[number:] == [number]
 
 
 @pytest.mark.long
