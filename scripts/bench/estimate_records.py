@@ -72,7 +72,7 @@ def measured(record: dict[str, Any], source: dict[str, Any], models: dict[str, A
             **training_of(record, source["training"]), memsave=False,
         )  # fmt: skip
     except MemSaveError as error:
-        return {"why_not": str(error).splitlines()[0]}
+        return {"why_not": _why_not(error)}
     trained = record.get("trained", result.numbers["trained"])
     if trained != result.numbers["trained"]:
         return {"why_not": f"{trained:,} numbers were trained, and the model made here has another number"}
@@ -82,6 +82,14 @@ def measured(record: dict[str, Any], source: dict[str, Any], models: dict[str, A
         "where": result.stock.where,
         "seconds": round(time.perf_counter() - begin),
     }
+
+
+def _why_not(error: MemSaveError) -> str:
+    """What stands in the way: mostly that PEFT makes adapters from the values of weights."""
+    cause = error.__cause__
+    if cause is None:
+        return str(error).splitlines()[0]
+    return f"PEFT makes it from the values of weights, and there are none ({type(cause).__name__})"
 
 
 def table(data: dict[str, Any], found: dict[str, dict[str, Any]]) -> str:
