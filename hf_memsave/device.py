@@ -49,15 +49,12 @@ def waits(x: Tensor) -> bool:
 
 
 def later(x: Tensor) -> Callable[[], Tensor]:
-    """``x`` on its way to the host, which does not wait for it now.
+    """``x``, of which the device :func:`tells_later`, on its way to the host.
 
     Returns:
         Gives it, on the CPU. Called a step later, it finds it there: at most it waits for what was queued before.
     """
-    if x.device.type != "cuda":
-        copy = x.cpu()
-        return lambda: copy
-    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+    copy = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
     event = torch.cuda.Event()
     event.record(current_stream(x.device))
 
@@ -79,16 +76,21 @@ class Questions:
 
     def ask(self, x: Tensor, tell: Callable[[Tensor], None]) -> None:
         """Have ``tell`` called with ``x`` on the CPU."""
-        if waits(x):
+        if tells_later(x):
             self._open.append((later(x), tell))
         else:
-            tell(x)
+            tell(x.cpu())
 
     def hear(self) -> None:
         """Tell what has been asked until now. Called once a step, before what that asks."""
         asked, self._open = self._open, []
         for get, tell in asked:
             tell(get())
+
+
+def tells_later(x: Tensor) -> bool:
+    """Whether the host would wait for a number of ``x``, and can have it sent while it goes on instead."""
+    return x.device.type in _AS_CUDA
 
 
 def mask_multiple(x: Tensor) -> int:

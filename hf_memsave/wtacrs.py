@@ -25,7 +25,7 @@ class WTACRS:
             also the sample's own last norm, found by the batch's column "sample_idx" or by a hash of its tokens
             ("content"); or None (rows are drawn by the norm of the activation alone).
         samples: For "sample_idx": how many samples there are. For "content": how many slots the table has, 262,144 if
-            None. The table takes a byte a sample and sampled linear.
+            None. The table takes at most a byte a sample and sampled linear.
         minimum: Fewest rows; a batch with no more real tokens than its rows is exact.
         seed: Of the draws, which never touch the model's own generators. Layers patched one by one draw alike unless
             theirs differ.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_memsave.device import has_numbers, waits
+from hf_memsave.device import has_numbers, tells_later
 
 
 @dataclass
@@ -19,7 +19,7 @@ class Tokens:
 
     Attributes:
         mask: Boolean ``[batch, seq]``, True for real tokens.
-        share: How many of them were real in the forward before.
+        share: How many of them were real in earlier forwards, at the most.
     """
 
     mask: Tensor
@@ -27,11 +27,11 @@ class Tokens:
 
     @cached_property
     def real(self) -> int:
-        """How many are real; as many as in the forward before, where the host would wait for their number.
+        """How many are real; by the share of earlier forwards, where the host would wait for their number.
 
-        The size of a draw follows from it. Any size is unbiased: one above all real tokens takes each as it is.
+        The size of a draw follows from it, and any size is unbiased.
         """
-        if not has_numbers(self.mask) or waits(self.mask):
+        if not has_numbers(self.mask) or tells_later(self.mask):
             return round(self.share * self.mask.numel())
         return int(self.mask.sum())
 

@@ -52,6 +52,11 @@ class LayerNorms:
         self.pads = torch.zeros((), dtype=torch.int8, device=device)
         self.samples = torch.empty(0, dtype=torch.uint8, device=device)
 
+    def go_to(self, device: torch.device) -> None:
+        """Follow a model that has moved."""
+        if self.start.device != device:
+            self.__dict__.update({name: value.to(device) for name, value in vars(self).items()})
+
     def grow(self, length: int) -> None:
         """Make room for sequences of ``length`` tokens."""
         if (missing := length - len(self.start)) > 0:
@@ -86,6 +91,7 @@ class NormCache:
         norms = self.layers.get(layer)
         if self.kind is None or norms is None or tokens is None:
             return None
+        norms.go_to(tokens.mask.device)
         norms.grow(tokens.mask.shape[1])
         start, end = (p.where(p >= 0, 1.0) for p in (norms.start, norms.end))
         predicted = ((start[tokens.from_start] + end[tokens.from_end]) / 2).sqrt()
@@ -113,6 +119,7 @@ class NormCache:
         if layer not in self.layers:
             self.layers[layer] = LayerNorms(squared.device)
         norms = self.layers[layer]
+        norms.go_to(squared.device)
         mask = tokens.mask
         of_pads = (squared * ~mask).sum()
         squared = squared * mask
@@ -192,7 +199,7 @@ class NormCache:
         for full, value in state.items():
             name, _, key = full.rpartition("/")
             if name in self.known and (key != "samples" or len(value) == self.samples):
-                setattr(self.layers.setdefault(name, LayerNorms(device)), key, value.to(device))
+                setattr(self.layers.setdefault(name, LayerNorms(device)), key, value.to(device, copy=True))
 
 
 def merged(states: list[dict[str, Any]]) -> dict[str, Any]:

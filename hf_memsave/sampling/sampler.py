@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import logging
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_memsave.config import WTACRS
-from hf_memsave.device import Questions, has_numbers, new_generator, waits
+from hf_memsave.device import Questions, has_numbers, new_generator, tells_later
 from hf_memsave.errors import ConfigError
 from hf_memsave.sampling.batch import Batch, Checkpointed, Tokens
 from hf_memsave.sampling.estimators import ESTIMATORS, Draw, probabilities
@@ -35,6 +36,8 @@ _IGNORED = -100
 _MIX = 0x1B873593CC9E2D51, 0x2545F4914F6CDD1D
 #: Stacks of which the share of real tokens is known.
 _STACKS = "own", "decoder"
+#: Forwards among which the largest share counts: calls of several kinds (queries, documents) may take turns.
+_EARLIER = 8
 #: Above this share, drawn rows and what comes with them (a ReLU's bits, their indices) are more than all rows.
 MOST = 15 / 16
 
@@ -53,7 +56,7 @@ class Sampler:
         config: What was asked for.
         step: Training forwards so far.
         cache: Gradient norms of earlier steps.
-        shares: Of each stack's tokens, how many were real in the last forward that is known of.
+        shares: Of each stack's tokens, how many were real, in the last forwards that are known of.
 
     Args:
         config: What was asked for.
@@ -63,7 +66,7 @@ class Sampler:
         samples = {"sample_idx": config.samples, "content": config.samples or _SLOTS}.get(str(config.cache), 0)
         self.config, self.step = config, 0
         self.cache = NormCache(config.cache, samples or 0)
-        self.shares = dict.fromkeys(_STACKS, 1.0)
+        self.shares: dict[str, deque[float]] = {stack: deque(maxlen=_EARLIER) for stack in _STACKS}
         self._told: set[str] = set()
         self._questions = Questions()
         self._local = threading.local()
@@ -160,13 +163,13 @@ class Sampler:
 
     def _counted(self, stack: str, mask: Any) -> Tokens | None:
         """The tokens of a stack; how many of them are real, later forwards will know."""
-        tokens = _tokens(mask, self.shares[stack])
-        if tokens is not None and has_numbers(tokens.mask) and waits(tokens.mask):
+        tokens = _tokens(mask, max(self.shares[stack], default=1.0))
+        if tokens is not None and has_numbers(tokens.mask) and tells_later(tokens.mask) and tokens.mask.numel():
             self._questions.ask(tokens.mask.sum() / tokens.mask.numel(), partial(self._know_share, stack))
         return tokens
 
     def _know_share(self, stack: str, share: Tensor) -> None:
-        self.shares[stack] = float(share)
+        self.shares[stack].append(float(share))
 
     def _samples(self, arguments: Mapping[str, Any]) -> Tensor | None:
         """The batch's rows in the table of samples."""
@@ -225,16 +228,21 @@ class Sampler:
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to draw as this one would: tensors on the CPU."""
         self._questions.hear()
-        shares = torch.tensor([self.shares[stack] for stack in _STACKS], dtype=torch.float64)
+        known = [[-1.0] * (_EARLIER - len(shares)) + [*shares] for shares in self.shares.values()]
+        shares = torch.tensor(known, dtype=torch.float64)
         return {"step": torch.tensor(self.step), SHARES: shares, **self.cache.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Go on where another run's :meth:`state_dict` was taken."""
         self.step = int(state["step"])
         self._questions = Questions()
-        if SHARES in state:  # not in those of hf_memsave 0.1
-            self.shares = dict(zip(_STACKS, state[SHARES].tolist(), strict=True))
-        self.cache.load_state_dict({k: v for k, v in state.items() if k not in ("step", SHARES)}, device)
+        is_older = SHARES not in state  # then contents were told apart by another hash
+        known = [[] for _ in _STACKS] if is_older else state[SHARES].tolist()
+        for stack, shares in zip(_STACKS, known, strict=True):
+            self.shares[stack] = deque((share for share in shares if share >= 0), maxlen=_EARLIER)
+        left_out = "/samples" if is_older and self.config.cache == "content" else "\0"
+        rest = {k: v for k, v in state.items() if k not in ("step", SHARES) and not k.endswith(left_out)}
+        self.cache.load_state_dict(rest, device)
 
 
 def row_norms(x: Tensor) -> Tensor:
@@ -251,18 +259,16 @@ def _within(outside: Batch, arguments: Mapping[str, Any]) -> Batch:
             return replace(outside, other_storage=hidden.untyped_storage()._cdata)
         return outside
     if isinstance(hidden, Tensor):
-        other = _seen(outside, arguments.get("encoder_attention_mask")) or outside.own
-        own = _seen(outside, mask) or outside.decoder
+        other = _tokens(arguments.get("encoder_attention_mask"), _share(outside.own)) or outside.own
+        own = _tokens(mask, _share(outside.decoder)) or outside.decoder
         return replace(outside, own=own, other=other, other_storage=hidden.untyped_storage()._cdata)
     if _is_2d(mask) and (outside.own is None or outside.own.mask.shape != mask.shape):
-        return replace(outside, own=_seen(outside, mask))
+        return replace(outside, own=_tokens(mask, _share(outside.own)))
     return outside
 
 
-def _seen(batch: Batch, mask: Any) -> Tokens | None:
-    """The tokens of a mask that a block inside is given, often that of the batch."""
-    like = (t for t in (batch.own, batch.decoder) if t is not None and _is_2d(mask) and t.mask.shape == mask.shape)
-    return _tokens(mask, next((tokens.share for tokens in like), 1.0))
+def _share(tokens: Tokens | None) -> float:
+    return 1.0 if tokens is None else tokens.share
 
 
 def _tokens(mask: Any, share: float = 1.0) -> Tokens | None:

@@ -3,7 +3,7 @@
 Cheap is what costs about a memory pass, draws nothing, and gives the same bits again: arithmetic, conversions, copies,
 gathers, activations, norms. Not: reductions (their results are small), products (they are the model's work), and what
 is not deterministic on CUDA (``index_add``, ``cumsum``). What keeps more than it should, or hides what it does, is
-:mod:`~hf_memsave.tape.special`.
+:mod:`~hf_memsave.tape.special` and :mod:`~hf_memsave.tape.attention`.
 """
 
 from __future__ import annotations
@@ -62,6 +62,13 @@ def new(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     if type(out) is Tensor or type(out) is FakeTensor:
         tape.record(out, func, args, kwargs)
     return out
+
+
+def joined(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same of a list, which its owner may change later."""
+    if args and type(args[0]) is list:
+        args = tuple(args[0]), *args[1:]
+    return new(tape, func, args, kwargs)
 
 
 def unrecorded(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -164,6 +171,7 @@ CHEAP: dict[Any, Handler] = {
     Tensor.data.__get__: escapes,
     Tensor.data.__set__: assigns,
     **dict.fromkeys(_named(NEW, torch, Tensor), new),
+    **dict.fromkeys(_named("cat concat concatenate stack hstack vstack".split(), torch), joined),
     **dict.fromkeys(_named(NEW_FUNCTIONAL, F), new),
     **dict.fromkeys(_named(MAY_ALIAS, torch, Tensor), may_alias),
     Tensor.__getitem__: may_alias,

@@ -199,7 +199,7 @@ class Tape(Recorder):
             return chosen
         kind = type(tensor)
         if kind is nn.Parameter:
-            return self.keep(tensor)
+            return Held(tensor) if self.outer is None else self.keep(tensor)
         is_known = kind is Tensor and tensor.layout is torch.strided
         record = getattr(tensor.untyped_storage(), MARK, None) if is_known else None
         if record is None or record.tape is not self:
@@ -225,8 +225,8 @@ class Tape(Recorder):
         """For a tensor that can be had again for less than it takes to keep."""
         node = None if record.node is None else record.node()
         if node is None:
-            if record.costs_nothing() or record.func is None or not record.is_of(tensor):
-                return None
+            if record.func is None or record.costs_nothing() or record.func is None or not record.is_of(tensor):
+                return None  # nobody knows how it was made, or forgot it just now, as its holders are gone
             if not prices.pays(self, record, storage.nbytes()):
                 if self.decided.get(record.key) != prices.NEVER:  # another thread may have cleared them
                     self.asked.add(record.made)
@@ -247,7 +247,7 @@ class Tape(Recorder):
         if self.outer is not None and (known := record.lent(tensor)) is not None:
             known.uses += 1
             return known
-        handle = self.keep(tensor)
+        handle = Held(tensor) if self.outer is None else self.keep(tensor)
         if not is_kept:
             record.is_kept = True
             nbytes = storage.nbytes()

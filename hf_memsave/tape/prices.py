@@ -65,7 +65,9 @@ def pays(tape: Any, record: Record, nbytes: int) -> bool:
     if decision != YES:
         return False
     for x, version in record.seen:  # nobody has written to it, nor, if it is a parameter, freed it
-        theirs = tape.record_of(x)
+        theirs = getattr(x.untyped_storage(), MARK, None)
+        if theirs is None or theirs.tape is not tape:
+            theirs = tape.record_of(x)
         if x._version != version or theirs.is_distrusted:
             return False
         if theirs.tape is None and not (x.untyped_storage().nbytes() or not x.numel() or tape.has_copy(x)):
@@ -203,7 +205,8 @@ def settle(tape: Any, record: Record, storage: Any) -> Node:
         node.args = [take(tape, a, node) if type(a) not in CONSTANT else a for a in args]
     if kwargs:
         node.kwargs = {name: take(tape, a, node) for name, a in kwargs.items()}
-    record.give_way(node)
+    if record.handles:
+        record.give_way(node)
     return node
 
 
@@ -212,17 +215,19 @@ def take(tape: Any, argument: Any, node: Node) -> Any:
     if not isinstance(argument, Tensor):
         is_many = type(argument) in (list, tuple)
         return type(argument)([take(tape, a, node) for a in argument]) if is_many else argument
-    record = tape.record_of(argument)
+    storage = argument.untyped_storage()
+    record = getattr(storage, MARK, None)
+    if record is None or record.tape is not tape:
+        record = tape.record_of(argument)
     if record.tape is None:
         if _is_copied(argument, record, node.func):
             return tape.copy_of(argument)
         if is_local(node.func):
-            node.reads = (*node.reads, argument.untyped_storage())
+            node.reads = (*node.reads, storage)
         tape.reads(node, argument)
         return tape.keep(argument)
     if not argument.requires_grad:  # a write could give it a graph, which would then hold itself by this handle
         argument = argument.detach()
-    storage = argument.untyped_storage()
     theirs = None if record.node is None else record.node()
     handle: Handle | None = None
     if theirs is None or is_near(tape, theirs):

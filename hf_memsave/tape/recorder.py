@@ -71,7 +71,8 @@ class Recorder(TorchFunctionMode):
         if known is not None and known.around is not None and known.around.tape is self:
             return known.around  # it was another tape's while a checkpointed block ran
         base = tensor._base
-        if isinstance(tensor if base is None else base, nn.Parameter):
+        whole = tensor if base is None else base
+        if type(whole) is not Tensor and isinstance(whole, nn.Parameter):  # which asks in Python
             return PARAMETER
         record = Record(self)
         if known is not None and known.tape is self._root:

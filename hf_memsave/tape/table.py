@@ -9,12 +9,13 @@ from types import MappingProxyType
 import torch
 import torch.nn.functional as F
 
+from hf_memsave.tape.attention import ATTENTION
 from hf_memsave.tape.dropout import DROPOUTS
 from hf_memsave.tape.functions import ACTIVATIONS, CHEAP, NORMS, Handler, escapes, may_write, new, unrecorded, writes
 from hf_memsave.tape.selective import RECTIFIERS, SELECTIVE
 from hf_memsave.tape.special import SPECIAL
 
-TABLE: dict[object, Handler] = {**CHEAP, **SPECIAL, **DROPOUTS, **SELECTIVE}
+TABLE: dict[object, Handler] = {**CHEAP, **SPECIAL, **ATTENTION, **DROPOUTS, **SELECTIVE}
 #: The functions of each kind that a configuration can leave to stock.
 KINDS = {
     "activation": ACTIVATIONS,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_memsave import patch
-from hf_memsave.tape.special import attention
+from hf_memsave.tape.attention import attention
 from support.attacks import WIDTH, assert_trains_like_stock
 from support.families import build
 from support.helpers import autocasting, random, taping

@@ -18,7 +18,8 @@ from hf_memsave.measure.inputs import forward_of
 from hf_memsave.measure.kernels import attention, chosen
 from hf_memsave.measure.private import data_errors
 from hf_memsave.ops import output_norm
-from hf_memsave.tape import measure_kept, special
+from hf_memsave.tape import attention as tape_attention
+from hf_memsave.tape import measure_kept
 from support.fake import ATTENTION, Counted, NoTransfers, kept_on_fake, on_fake, u_on_fake
 from support.families import FAMILIES, MORE, QUOTED, build
 from support.helpers import MATRIX
@@ -102,7 +103,7 @@ def test_a_mask_with_odd_rows_is_laid_out_once(family, kernel):
 
 
 def test_kernels_that_lay_out_masks_themselves_keep_one_a_layer(monkeypatch):
-    monkeypatch.setattr(special, "mask_multiple", lambda mask: 1)
+    monkeypatch.setattr(tape_attention, "mask_multiple", lambda mask: 1)
     few, more = (kept_on_fake("bert", n, attention="efficient", seq=130, padded=True) for n in (4, 6))
     without = [kept_on_fake("bert", n, attention="efficient", seq=130) for n in (4, 6)]
     assert more - few - (without[1] - without[0]) == pytest.approx(2 * QUOTED.batch * 130 * 136 * 2, rel=0.01)
@@ -110,10 +111,10 @@ def test_kernels_that_lay_out_masks_themselves_keep_one_a_layer(monkeypatch):
 
 @pytest.mark.parametrize("length", [128, 130])
 @pytest.mark.parametrize("kind", [torch.bool, torch.bfloat16])
-def test_the_efficient_kernel_takes_the_masks_of_special_as_they_are(kind, length):
+def test_the_efficient_kernel_takes_the_masks_of_the_tape_as_they_are(kind, length):
     with fake_device("efficient") as device:
         mask = torch.ones(2, 1, length, length, dtype=kind, device=device)
-        laid = special.float_mask(mask, torch.bfloat16) if kind == torch.bool else special.laid_out(mask)
+        laid = tape_attention.float_mask(mask, torch.bfloat16) if kind == torch.bool else tape_attention.laid_out(mask)
         assert laid.shape == mask.shape
         assert laid.dtype == torch.bfloat16
         assert laid.stride() == (length * 136, length * 136, 136, 1) if length == 130 else laid.is_contiguous()

@@ -7,7 +7,7 @@ import torch
 
 from hf_memsave import WTACRS
 from hf_memsave.sampling.batch import Batch, Tokens
-from hf_memsave.sampling.norm_cache import NONZERO, RATE, UNSEEN, ZERO, NormCache, merged, with_gradient
+from hf_memsave.sampling.norm_cache import NONZERO, RATE, SHARES, UNSEEN, ZERO, NormCache, merged, with_gradient
 from support.draws import Watched, expected_weights
 from support.helpers import random
 
@@ -182,6 +182,29 @@ def test_a_resumed_run_draws_the_same_bits(device, cache):
     draws = [s.draw(LAYER, x, tokens, batch_of(tokens, (0, 1, 9, 10), s.step)) for s in (first, second)]
     assert torch.equal(draws[0].index, draws[1].index) and torch.equal(draws[0].scale, draws[1].scale)
     assert torch.equal(first.p, second.p)
+
+
+def test_two_that_go_on_from_one_state_share_nothing(device):
+    sampler, tokens = sampler_of(CACHES["sample_idx"]), right_padded(device)
+    cached(sampler, device)
+    state = sampler.state_dict()
+    before = {name: value.clone() for name, value in state.items()}
+    for _ in range(2):
+        other = sampler_of(CACHES["sample_idx"])
+        other.load_state_dict(state, device)
+        other.cache.update(LAYER, batch_of(tokens), tokens, gradients(device, tokens, 9) * 100)
+    assert all(torch.equal(before[name], state[name]) for name in before)
+
+
+@pytest.mark.parametrize(("cache", "stays"), [("content", False), ("sample_idx", True)])
+def test_contents_of_another_hash_are_left_out(device, cache, stays):
+    sampler, other = sampler_of(CACHES[cache]), sampler_of(CACHES[cache])
+    cached(sampler, device)
+    state = sampler.state_dict()
+    del state[SHARES]
+    other.load_state_dict(state, device)
+    assert (len(other.cache.layers[LAYER].samples) > 0) is stays
+    assert torch.equal(other.cache.layers[LAYER].start, sampler.cache.layers[LAYER].start)
 
 
 def test_layers_that_a_model_lacks_are_left_out(device):

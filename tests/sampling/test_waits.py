@@ -41,7 +41,7 @@ def sent(monkeypatch):
     for module in (batches, norm_cache, samplers):
         monkeypatch.setattr(module, "has_numbers", lambda x: True)
     for module in (batches, devices, samplers):
-        monkeypatch.setattr(module, "waits", lambda x: True)
+        monkeypatch.setattr(module, "tells_later", lambda x: True)
     monkeypatch.setattr(devices, "later", later)
     return found
 
@@ -67,7 +67,7 @@ def test_a_step_waits_for_nothing_of_the_one_before(family, cache, padded, sent)
 @on_cpu
 def test_a_question_that_waits_raises(monkeypatch):
     monkeypatch.setattr(batches, "has_numbers", lambda x: True)
-    monkeypatch.setattr(batches, "waits", lambda x: False)
+    monkeypatch.setattr(batches, "tells_later", lambda x: False)
     with on_fake(lambda: build("bert", QUOTED, torch.bfloat16), padded=True) as (model, batch):
         patch(model, MemSaveConfig(linear=WTACRS()))
         with pytest.raises((*data_errors(), RuntimeError)):
@@ -85,13 +85,31 @@ def test_where_nobody_waits_the_tokens_of_this_batch_are_counted():
         assert (batch.own.real, batch.decoder.real) == (sum(lengths), 4)
 
 
-def test_a_draw_has_the_size_that_the_share_of_the_forward_before_gives(sent):
+def test_a_draw_has_the_size_that_the_largest_share_of_earlier_forwards_gives(sent):
     sampler = Sampler(WTACRS())
     found = []
-    for own, decoder in (((2, 8), (1,)), ((10, 6), (2,)), ((5, 5, 5, 5), (5,))):
+    for own, decoder in (((2, 8), (1,)), ((10, 6), (2,)), ((5, 5, 5, 5), (5,)), ((1, 1), (1,))):
         batch = sampler._begin({"attention_mask": masks(*own), "decoder_attention_mask": masks(*decoder, seq=5)})
         found.append((batch.own.real, batch.decoder.real))
-    assert found == [(20, 5), (10, 1), (32, 2)]
+    assert found == [(20, 5), (10, 1), (32, 2), (16, 5)]
+    for _ in range(8):
+        batch = sampler._begin({"attention_mask": masks(1, 1)})
+    assert (batch.own.real, batch.decoder) == (2, None)
+
+
+def test_documents_are_drawn_as_they_should_where_queries_take_turns_with_them(sent):
+    sampler = Sampler(WTACRS())
+    for _ in range(4):
+        sampler._begin({"attention_mask": masks(1, 1)})
+        documents = sampler._begin({"attention_mask": masks(9, 10)}).own
+    assert documents.real == 19
+
+
+def test_an_empty_batch_says_nothing(sent):
+    sampler = Sampler(WTACRS())
+    for _ in range(2):
+        assert sampler._begin({"attention_mask": masks(5, 5)[:0]}).own.real == 0
+    assert not any(sampler.shares.values())
 
 
 def test_labels_tell_of_a_decoder_without_a_mask(sent):
@@ -105,6 +123,8 @@ def test_a_block_that_is_given_a_mask_takes_the_share_of_the_batch():
     hidden = torch.zeros(2, 10, 4)
     inside = samplers._within(outside, {"encoder_hidden_states": hidden, "encoder_attention_mask": masks(2, 3)})
     assert (inside.other.share, inside.own.share) == (0.25, 0.5)
+    inside = samplers._within(outside, {"encoder_hidden_states": hidden, "attention_mask": masks(2, 3)})
+    assert inside.own.share == 0.5, "it is the decoder's, though it has the encoder's shape"
     inside = samplers._within(replace(outside, own=None), {"attention_mask": masks(2, 3)})
     assert inside.own.share == 1
 

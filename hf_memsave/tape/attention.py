@@ -1,0 +1,196 @@
+"""``F.scaled_dot_product_attention``.
+
+It keeps q, k, v and its output, and
+
+stock                                                    here
+a float mask per layer, made of a boolean one            one per forward, remade from the boolean one
+CUDA: a copy of it, if its rows are not 8 k elements     one per forward, with rows that are
+a whole fused qkv projection, pinned by v                v
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_memsave.device import mask_multiple
+from hf_memsave.tape.functions import new
+from hf_memsave.tape.handles import Handle
+from hf_memsave.tape.hooks import Tape
+from hf_memsave.tape.private import any_autocast
+from hf_memsave.tape.special import low
+from hf_memsave.tape.tensors import unexpanded
+
+
+def attention(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``F.scaled_dot_product_attention``."""
+    if not tape.is_innermost():
+        return func(*args, **kwargs)
+    query, key, value, mask, rest = _arguments(*args, **kwargs)
+    given = key, value
+    is_low = any_autocast() and torch.is_autocast_enabled(query.device.type)
+    if is_low:
+        value, key = _low_heads(tape, value), _low_heads(tape, key)  # in autocast's order
+        query = low(tape, query)
+    if mask is not None:
+        mask = _shared_mask(tape, mask, query.dtype, is_low)
+    value = _unpinned(tape, value, (query, key))
+    key = _unpinned(tape, key, (query, value))
+    held = _held_whole(tape, query)
+    tape.is_in_attention = True
+    try:
+        return func(query, key, value, mask, **rest)
+    finally:
+        tape.is_in_attention = False
+        del held
+        for tensor in given:  # a cache may hold it for long: let go of what it was made from
+            tape.release(tensor)
+
+
+def _arguments(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    names = "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"
+    rest = dict(zip(names, args, strict=False)) | kwargs
+    return query, key, value, rest.pop("attn_mask", None), rest
+
+
+def _low_heads(tape: Tape, x: Tensor) -> Tensor:
+    """``x`` in low precision; where it is repeated for every query head, remade from what it was before, in that."""
+    once = _repeated_from(tape, x)
+    out = low(tape, x)
+    if once is not None and out is not x:
+        expanded, shape = once.shape, x.shape
+        tape.release(out)
+        tape.record(out, _repeated, (unexpanded(once).detach().to(out.dtype), expanded, shape))
+    return out
+
+
+def _repeated_from(tape: Tape, x: Tensor) -> Tensor | None:
+    """The expanded tensor that ``x`` is a copy of, where nobody has written to either."""
+    record = tape.record_of(x)
+    if record is None or record.func is not Tensor.reshape or record.is_weak or not record.is_of(x):
+        return None
+    tape.asked.add(record.made)
+    once, version = record.seen[0]
+    if 0 not in once.stride() or not x.is_contiguous() or x.numel() != once.numel():  # or x is a view of the copy
+        return None
+    source = tape.record_of(once)
+    return once if once._version == version and source is not None and not source.is_distrusted else None
+
+
+def _repeated(once: Tensor, expanded: torch.Size, shape: torch.Size) -> Tensor:
+    return once.expand(expanded).reshape(shape)
+
+
+def _shared_mask(tape: Tape, mask: Tensor, dtype: torch.dtype, is_low: bool) -> Tensor:
+    if mask.requires_grad:
+        return low(tape, mask) if is_low else mask
+    mask = _made_before(tape, mask)
+    if mask.dtype == torch.bool:
+        return _made_before(tape, tape.call(float_mask, mask, dtype))
+    if is_low:
+        mask = _made_before(tape, low(tape, mask))
+    multiple = mask_multiple(mask)
+    is_laid = mask.stride(-1) == 1 and not any(stride % multiple for stride in mask.stride()[:-1])
+    return mask if multiple == 1 or is_laid else _made_before(tape, tape.call(laid_out, mask))
+
+
+def _made_before(tape: Tape, mask: Tensor) -> Tensor:
+    """The same mask as an earlier layer made from the same tensors (such as a boolean mask, or T5's position bias)."""
+    record = tape.record_of(mask)
+    if record is None or record.func is None or record.is_kept or not record.is_of(mask):
+        return mask
+    tape.asked.add(record.made)
+    _, made, version = tape.memo.get(_identity(tape, mask, mask._version), (None, mask, mask._version))
+    theirs = tape.record_of(made)
+    return mask if theirs is None or theirs.is_distrusted or made._version != version else made
+
+
+def _identity(tape: Tape, x: Tensor, version: int, depth: int = 4) -> Any:
+    """Equal for tensors that held the same numbers at this version: the same tensor, or one made in the same way.
+
+    The memo holds the first tensor of each identity: its address stays its own, also when its record is forgotten.
+
+    Returns:
+        A key of the memo.
+    """
+    record = tape.record_of(x)
+    if record is None or record.is_distrusted:
+        return object()
+    geometry = x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()
+    is_its = record.version == version and record.dtype == x.dtype and not record.is_kept
+    address = id(x.untyped_storage()), version, *geometry
+    if address in tape.memo:
+        return tape.memo[address][0]
+    identity: Any = address
+    if record.func is not None and is_its and depth:
+        tape.asked.add(record.made)
+        versions = {id(argument): seen for argument, seen in record.seen}
+        kwargs = record.kwargs or {}
+        made = [_same(tape, a, versions, depth - 1) for a in (*record.args, *kwargs.values())]
+        identity = *geometry, record.func, *made, *kwargs
+    if identity not in tape.memo:
+        tape.memo[identity] = tape.memo[address] = identity, x, version
+    return identity
+
+
+#: Arguments that say all by their value.
+_VALUES = frozenset({int, bool, str, type(None), type(...), torch.dtype, torch.device, torch.memory_format})
+
+
+def _same(tape: Tape, argument: Any, versions: dict[int, int], depth: int) -> Any:
+    """Equal for equal arguments of one function, of tensors as they were when it was called."""
+    if isinstance(argument, Tensor):
+        version = versions.get(id(argument))
+        return object() if version is None else _identity(tape, argument, version, depth)
+    kind = type(argument)
+    if isinstance(argument, (list, tuple)):
+        return kind, *[_same(tape, a, versions, depth) for a in argument]
+    if kind is slice:
+        return kind, *[_same(tape, a, versions, depth) for a in (argument.start, argument.stop, argument.step)]
+    if kind is float:
+        return argument.hex()
+    return (kind, argument) if kind in _VALUES else object()
+
+
+def float_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What SDPA makes of a boolean mask by itself, in every layer."""
+    zeros = _empty_mask(mask, dtype).zero_() if mask_multiple(mask) > 1 else torch.zeros_like(mask, dtype=dtype)
+    return zeros.masked_fill_(mask.logical_not(), float("-inf"))
+
+
+def laid_out(mask: Tensor) -> Tensor:
+    """``mask``, its rows so far apart as CUDA's kernels ask for: of any other, each layer makes and keeps a copy."""
+    return _empty_mask(mask, mask.dtype).copy_(mask)
+
+
+def _empty_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    length = mask.shape[-1]
+    padded = -length % mask_multiple(mask)
+    return mask.new_empty((*mask.shape[:-1], length + padded), dtype=dtype)[..., :length]
+
+
+def _unpinned(tape: Tape, x: Tensor, others: tuple[Tensor, ...]) -> Tensor:
+    """``x``, or a copy where x is a part of a larger tensor that nobody else needs (Phi-3's v in its fused qkv)."""
+    storage = x.untyped_storage()
+    if storage.nbytes() <= x.numel() * x.itemsize or tape.is_kept(x):
+        return x
+    used = {(t.storage_offset(), t.shape): t.numel() for t in (x, *others) if t.untyped_storage() is storage}
+    return x if sum(used.values()) * x.itemsize >= storage.nbytes() else tape.call(Tensor.contiguous, x)
+
+
+def _held_whole(tape: Tape, query: Tensor) -> Handle | None:
+    """What keeps a fused projection that q is a part of: SDPA asks for a k that a cache has copied from it first."""
+    storage = query.untyped_storage()
+    if storage.nbytes() <= query.numel() * query.itemsize or tape.outer is not None or tape.codec is not None:
+        return None
+    record = tape.record_of(query) if query.requires_grad else None
+    if record is None or record.tape is not tape or record.func is not None or record.node is not None:
+        return None
+    return tape.hold(record, storage, query)
+
+
+ATTENTION = {F.scaled_dot_product_attention: attention, float_mask: new, laid_out: new}
