@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_memsave.device import mask_multiple
-from hf_memsave.tape.functions import new
+from hf_memsave.tape.functions import Handler, new
 from hf_memsave.tape.handles import Handle
 from hf_memsave.tape.hooks import Tape
 from hf_memsave.tape.private import any_autocast
@@ -193,4 +193,4 @@ def _held_whole(tape: Tape, query: Tensor) -> Handle | None:
     return tape.hold(record, storage, query)
 
 
-ATTENTION = {F.scaled_dot_product_attention: attention, float_mask: new, laid_out: new}
+ATTENTION: dict[Any, Handler] = {F.scaled_dot_product_attention: attention, float_mask: new, laid_out: new}
