@@ -121,7 +121,17 @@ def _refuse_too_large(peak: int, free: int, device: str) -> None:
 def _measured(
     config: PreTrainedConfig, training: Training, memsave: MemSaveConfig | None, device: str
 ) -> dict[str, int]:
-    """Kept bytes and the peak of a real step, from the second one on, in which the optimizer has its states."""
+    """Kept bytes and the peak of a real step in which the optimizer has its states.
+
+    It is the first with the model, as what is predicted: tapes learn in three forwards what they need not record, and
+    later steps may hold less for a while.
+
+    Returns:
+        "kept" and "peak", in bytes.
+
+    Raises:
+        MeasureError: The step fails.
+    """
     gc.collect()  # a step before this one may hang in cycles
     before = torch.cuda.memory_allocated() if device == "cuda" else 0
     batch: dict[str, Any] = make_batch(choose_head(config), config, training.batch_size, training.seq_len)
@@ -151,20 +161,32 @@ def _measured(
 
     try:
         with _kernels(training, device):
-            step()
-            kept = sum(rounded(storage.nbytes, UNIT) for storage in measure_kept(model, batch, forward).storages)
+            _make_states(optimizer)
             if device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
                 step()
-                return {"kept": kept, "peak": torch.cuda.max_memory_allocated() - before}
-            there = [*model.parameters(), *model.buffers(), [dict(state) for state in optimizer.state.values()], batch]
-            fixed = sum(rounded(s.nbytes(), UNIT) for s in {s._cdata: s for s in storages(there)}.values())
-            return {"kept": kept, "peak": fixed + count_peak(step, UNIT).peak}
+                peak = torch.cuda.max_memory_allocated() - before
+            else:
+                states = [dict(state) for state in optimizer.state.values()]
+                there = storages([*model.parameters(), *model.buffers(), states, batch])
+                fixed = sum(rounded(s.nbytes(), UNIT) for s in {s._cdata: s for s in there}.values())
+                peak = fixed + count_peak(step, UNIT).peak
+            kept = sum(rounded(storage.nbytes, UNIT) for storage in measure_kept(model, batch, forward).storages)
+            return {"kept": kept, "peak": peak}
     except RuntimeError as error:
         raise MeasureError(
             f"the step cannot be run on this machine's {device}: {type(error).__name__}: {error}. Lower batch_size, "
             "seq_len or the number of layers if it is memory that lacks; or try another attention or dtype."
         ) from error
+
+
+def _make_states(optimizer: torch.optim.Optimizer) -> None:
+    """Have the optimizer make them, by a step with gradients of zero."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 @contextlib.contextmanager
