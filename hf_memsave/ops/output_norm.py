@@ -220,7 +220,7 @@ def _parameters(module: nn.Module) -> tuple[Tensor | None, Tensor | None, Any]:
 def _is_suited(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     # Where x and γ differ in dtype, the gradient of the wider one would get the rounding of y; and autocast would keep
     # a wider y than x.
-    is_wanted = any(t is not None and t.requires_grad for t in (x, weight, bias))
+    is_wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
     return is_wanted and x.dtype == weight.dtype and not (is_autocast(x) and x.dtype in HALVES)
 
 

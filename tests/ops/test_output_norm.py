@@ -191,6 +191,15 @@ def test_a_norm_that_changes_asks_again(asked):
     assert dx.isfinite().all()
 
 
+def test_nothing_is_asked_where_nobody_differentiates(asked, monkeypatch):
+    monkeypatch.setattr(output_norm_file, "in_need", lambda weight, bias: asked.append(None))
+    module, x = plain("rms_norm"), random(4, 16)
+    with torch.no_grad():
+        y = from_output(module)(x)
+    assert_same_bits(y, module(x))
+    assert not asked
+
+
 def test_one_of_another_dtype_or_sharded_is_not_asked(asked):
     here, low, elsewhere, freed = (plain("rms_norm", dtype=d) for d in (*DTYPES[:2], *2 * DTYPES[:1]))
     elsewhere.to("meta")
