@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
@@ -13,10 +14,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from hf_memsave.errors import KeptTensorChangedError
+
 #: How ``gradient_checkpointing_enable`` tells a layer, too.
 _NAMES = ("gradient_checkpointing", "_gradient_checkpointing_func")
 #: Kinds of PEFT's adapters that are a cache.
 _BRING_A_CACHE = ("PREFIX_TUNING", "CARTRIDGE")
+#: What a layer of PEFT's keeps of which adapters it uses, and how.
+_OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "scaling")
 #: Where a block finds what it was told before.
 BEFORE = "_memsave_checkpointed"
 
@@ -33,6 +38,42 @@ class _Flag:
 
 
 _caches = threading.local()
+
+
+def _checkpoint(function: Any, *args: Any) -> Any:
+    """``checkpoint`` of a block's ``__call__``, which refuses to run it again with other adapters than in its forward.
+
+    Returns:
+        What the block does.
+
+    Raises:
+        KeptTensorChangedError: In backward: adapters were switched since.
+    """
+    block = _block_of(function)
+    if "peft" not in sys.modules or block is None:
+        return checkpoint(function, *args, use_reentrant=False)
+    before = _adapters(block)
+
+    def run(*args: Any) -> Any:
+        if _adapters(block) != before:
+            raise KeptTensorChangedError(
+                f"a checkpointed {type(block).__name__} runs again in backward, and its adapters were switched, scaled "
+                "or disabled since its forward. Call backward() before, or use checkpoint='gate' or None."
+            )
+        return function(*args)
+
+    return checkpoint(run, *args, use_reentrant=False)
+
+
+def _block_of(function: Any) -> nn.Module | None:
+    """The block of which Transformers has made ``partial(forward, block)``, or of its ``__call__``."""
+    given = *getattr(function, "args", ()), getattr(getattr(function, "func", None), "__self__", None)
+    return next((one for one in given if isinstance(one, nn.Module)), None)
+
+
+def _adapters(block: nn.Module) -> list[str]:
+    layers = (m for m in block.modules() if hasattr(type(m), "_active_adapter"))
+    return [repr([getattr(layer, name, None) for name in _OF_ADAPTERS]) for layer in layers]
 
 
 @contextlib.contextmanager
@@ -64,4 +105,4 @@ def checkpoint_blocks(model: nn.Module, blocks: Collection[nn.Module]) -> None:
         own = module.__dict__
         if not getattr(module, _NAMES[0], False):  # else the whole model is checkpointed already
             own[BEFORE] = {name: own[name] for name in _NAMES if name in own}
-            own.update(zip(_NAMES, (_Flag(), _Ours(checkpoint, use_reentrant=False)), strict=True))
+            own.update(zip(_NAMES, (_Flag(), _Ours(_checkpoint)), strict=True))

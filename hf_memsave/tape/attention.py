@@ -21,7 +21,7 @@ from hf_memsave.device import mask_multiple
 from hf_memsave.tape.functions import Handler, new
 from hf_memsave.tape.handles import Handle
 from hf_memsave.tape.hooks import Tape
-from hf_memsave.tape.private import any_autocast
+from hf_memsave.tape.private import any_autocast, is_one_kernel
 from hf_memsave.tape.special import low
 from hf_memsave.tape.tensors import unexpanded
 
@@ -40,7 +40,7 @@ def attention(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
         mask = _shared_mask(tape, mask, query.dtype, is_low)
     value = _unpinned(tape, value, (query, key))
     key = _unpinned(tape, key, (query, value))
-    held = _held_whole(tape, query)
+    held = _held_whole(tape, query) if _is_part(query) and is_one_kernel(query, key, value, mask, **rest) else None
     tape.is_in_attention = True
     try:
         return func(query, key, value, mask, **rest)
@@ -182,15 +182,16 @@ def _unpinned(tape: Tape, x: Tensor, others: tuple[Tensor, ...]) -> Tensor:
     return x if sum(used.values()) * x.itemsize >= storage.nbytes() else tape.call(Tensor.contiguous, x)
 
 
+def _is_part(x: Tensor) -> bool:
+    return x.requires_grad and x.untyped_storage().nbytes() > x.numel() * x.itemsize
+
+
 def _held_whole(tape: Tape, query: Tensor) -> Handle | None:
     """What keeps a fused projection that q is a part of: SDPA asks for a k that a cache has copied from it first."""
-    storage = query.untyped_storage()
-    if storage.nbytes() <= query.numel() * query.itemsize or tape.outer is not None or tape.codec is not None:
-        return None
-    record = tape.record_of(query) if query.requires_grad else None
+    record = tape.record_of(query) if tape.outer is None and tape.codec is None else None
     if record is None or record.tape is not tape or record.func is not None or record.node is not None:
         return None
-    return tape.hold(record, storage, query)
+    return tape.hold(record, query.untyped_storage(), query)
 
 
 ATTENTION: dict[Any, Handler] = {F.scaled_dot_product_attention: attention, float_mask: new, laid_out: new}

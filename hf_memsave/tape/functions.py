@@ -116,6 +116,13 @@ def writes(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     return out
 
 
+def write_all(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function that writes to all tensors of its first argument, a list."""
+    for target in args[0] if args else kwargs.get("self", ()):
+        tape.before_write(target)
+    return func(*args, **kwargs)
+
+
 def escapes(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``.data``: a tensor on the same storage whose version starts again, so that no write to either can be told."""
     if is_lazy(args[0]):
@@ -147,7 +154,7 @@ def assigns(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
 
 assigns.is_write = True  # type: ignore[attr-defined]
-writes.is_write = escapes.is_write = True  # type: ignore[attr-defined]
+writes.is_write = write_all.is_write = escapes.is_write = True  # type: ignore[attr-defined]
 
 
 def _named(names: list[str], *homes: Any) -> Iterator[Any]:
@@ -162,11 +169,13 @@ _IN_PLACE += [name for home in (torch, F, c_functions) for name in dir(home) if 
 _IN_PLACE = sorted({*_IN_PLACE} - {"requires_grad_", "detach_", "share_memory_"})
 _IN_PLACE += [name for name in dir(Tensor) if name.startswith("__i") and name[3:-2] in
               "add sub mul div truediv floordiv mod pow and or xor lshift rshift".split()]  # fmt: skip
+_WRITE_ALL = [name for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")]
 _HAVE_INPLACE = [getattr(F, n) for n in "silu elu selu celu mish hardswish hardsigmoid".split()]
 
 #: Function -> handler; what a configuration leaves out is taken from it.
 CHEAP: dict[Any, Handler] = {
     **dict.fromkeys(_named(_IN_PLACE, Tensor, torch, F, c_functions), writes),
+    **dict.fromkeys(_named(_WRITE_ALL, torch), write_all),
     Tensor.__setitem__: writes,
     Tensor.data.__get__: escapes,
     Tensor.data.__set__: assigns,

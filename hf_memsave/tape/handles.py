@@ -130,6 +130,7 @@ class Node(Shared):
         block: The block that it was made in.
         first: The earliest block that it builds on.
         reads: Storages of parameters that it reads, or nodes that it builds on: FSDP2 may free them.
+        dtype: Of what it gives; None where that is known by itself.
         is_lossy: What it gives is not the tensor to the bit.
     """
 
@@ -141,9 +142,15 @@ class Node(Shared):
     reads: tuple[Any, ...] = ()
 
     def __init__(
-        self, func: Callable[..., Tensor], stride: tuple[int, ...], nbytes: int, block: int, lock: Any
+        self,
+        func: Callable[..., Tensor],
+        stride: tuple[int, ...],
+        nbytes: int,
+        block: int,
+        lock: Any,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self.func, self.stride, self.nbytes = func, stride, nbytes
+        self.func, self.stride, self.nbytes, self.dtype = func, stride, nbytes, dtype
         self.block = self.first = block
         self.lock = lock
 
@@ -170,6 +177,8 @@ class Node(Shared):
             out = self.func(*args, **{name: fetched(a) for name, a in self.kwargs.items()})
         else:
             out = self.func(*args)
+        if self.dtype not in (None, out.dtype) and out.dtype is torch.get_default_dtype():
+            return self._with_default(self.dtype)
         if out.stride() != self.stride:
             out = with_stride(out, self.stride)
         if out.untyped_storage().nbytes() != self.nbytes:  # views of it would be read in the wrong place
@@ -178,6 +187,15 @@ class Node(Shared):
                 "Please report this; unpatch(model) trains without hf_memsave."
             )
         return out
+
+    def _with_default(self, dtype: torch.dtype) -> Tensor:
+        """The function, run under the default dtype of the forward: what is made of whole numbers has that."""
+        now = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            return self._run()
+        finally:
+            torch.set_default_dtype(now)
 
     def fix(self, handle: Handle) -> None:
         """Give what ``handle`` does from now on, and let go of the arguments."""

@@ -24,7 +24,7 @@ from hf_memsave.tape import prices, sweep
 from hf_memsave.tape.codecs import as_bits
 from hf_memsave.tape.handles import Handle, Held, Lent, Ticket
 from hf_memsave.tape.ledger import Ledger
-from hf_memsave.tape.private import in_transform, innermost_hooks, innermost_mode, pop_mode, push_mode
+from hf_memsave.tape.private import OPS, in_transform, innermost_hooks, innermost_mode, pop_mode, push_mode
 from hf_memsave.tape.record import MARK, Record
 from hf_memsave.tape.recorder import Recorder
 from hf_memsave.tape.stand_ins import StandIn
@@ -140,17 +140,12 @@ class Tape(Recorder):
         if handler is None:
             if kwargs and (kwargs.get("out") is not None or kwargs.get("inplace")):
                 self.before_writes(args, kwargs)
+            if type(func) in OPS:
+                self.before_op(func, args, kwargs)
             return func(*args, **kwargs) if kwargs else func(*args)
         if not torch.is_grad_enabled():
             return self._without_gradients(handler, func, args, kwargs or {})
         return handler(self, func, args, kwargs or {})
-
-    def _without_gradients(self, handler: Any, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Nothing is recorded, but what is written to is seen."""
-        if getattr(handler, "is_write", False):
-            return handler(self, func, args, kwargs)
-        self.before_writes(args, kwargs)
-        return func(*args, **kwargs)
 
     def call(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``func(*args, **kwargs)``, as if the model had called it."""

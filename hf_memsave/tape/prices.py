@@ -192,7 +192,7 @@ def settle(tape: Any, record: Record, storage: Any) -> Node:
         The node.
     """
     func, args, kwargs = record.func, record.args, record.kwargs
-    node = Node(func, record.stride, storage.nbytes(), tape.block, tape.lock)  # type: ignore[arg-type]
+    node = Node(func, record.stride, storage.nbytes(), tape.block, tape.lock, record.dtype)  # type: ignore[arg-type]
     if func in CASTS:
         x = record.seen[0][0]
         notes, key = tape.notes(x), (place_of(x), is_flipped(x), record.dtype, record.stride)

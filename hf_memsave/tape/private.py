@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 import weakref
@@ -25,6 +26,7 @@ backward_id: Callable[[], int] = torch._C._current_graph_task_id
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 #: Whether a ``torch.func`` transform runs: autocast does not work as usual there, and tensors have no storages.
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+_is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 #: A context in which no function mode is asked.
 no_modes = torch._C.DisableTorchFunction
 #: A view that is the negative of what its storage holds.
@@ -37,8 +39,34 @@ c_functions = torch._C._nn
 _refuses: Any = disable_saved_tensors_hooks.__wrapped__
 #: The class of ``torch.ops.library.name.overload``.
 OpOverload = torch._ops.OpOverload
+#: Types of what a model calls as ``torch.ops.library.name``, with or without ``.overload``.
+OPS = frozenset({OpOverload, torch._ops.OpOverloadPacket})
 #: Devices that autocast can be on for, the one that a library may add among them.
 AUTOCAST = ("cpu", "cuda", "privateuseone")
+
+
+@functools.cache
+def written_by(op: Any) -> frozenset[tuple[int, str]]:
+    """The arguments that an op of ``torch.ops`` writes to, as its schema says.
+
+    Returns:
+        The place and the name of each; of those of all overloads, where none is named.
+    """
+    overloads = [op] if isinstance(op, OpOverload) else [getattr(op, name) for name in op.overloads()]
+    schemas = [overload._schema for overload in overloads]
+    arguments = [(i, argument) for schema in schemas for i, argument in enumerate(schema.arguments)]
+    return frozenset((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """What lies beneath a tensor of ``torch.func`` transforms, or the tensor itself."""
+    return torch._C._functorch.get_unwrapped(tensor) if in_transform() and _is_wrapped(tensor) else tensor
+
+
+def is_one_kernel(*args: Any, **kwargs: Any) -> bool:
+    """Whether ``F.scaled_dot_product_attention`` of these is one kernel, which keeps q, k and v, and not many."""
+    is_known = args[0].device.type in ("cpu", "cuda")  # the stand-in for CUDA takes one wherever it can
+    return not is_known or torch._fused_sdp_choice(*args, **kwargs) != torch.nn.attention.SDPBackend.MATH.value
 
 
 def no_dispatch() -> contextlib.AbstractContextManager[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from hf_memsave.tape import prices, sweep
 from hf_memsave.tape.handles import Handle, Node
 from hf_memsave.tape.ledger import Ledger
-from hf_memsave.tape.private import no_dispatch, no_modes
+from hf_memsave.tape.private import no_dispatch, no_modes, unwrapped, written_by
 from hf_memsave.tape.record import MARK, PARAMETER, Record
 from hf_memsave.tape.tensors import is_plain, tensors_in
 
@@ -107,6 +107,13 @@ class Recorder(TorchFunctionMode):
         record = self.record_of(tensor)
         return record is not None and (record.tape is None or record.costs_nothing())
 
+    def _without_gradients(self, handler: Any, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Nothing is recorded, but what is written to is seen."""
+        if getattr(handler, "is_write", False):
+            return handler(self, func, args, kwargs)
+        self.before_writes(args, kwargs)
+        return func(*args, **kwargs)
+
     def before_writes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a call that may write to what ``out=`` names, or with ``inplace`` to its first argument."""
         out = kwargs.get("out")
@@ -117,8 +124,17 @@ class Recorder(TorchFunctionMode):
             if isinstance(target, Tensor):
                 self.before_write(target)
 
+    def before_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+        """Before an op of ``torch.ops`` that writes to arguments."""
+        for place, name in written_by(op):
+            target = args[place] if place < len(args) else (kwargs or {}).get(name)
+            for tensor in target if isinstance(target, (list, tuple)) else [target]:
+                if isinstance(tensor, Tensor):
+                    self.before_write(tensor)
+
     def before_write(self, tensor: Tensor) -> None:
         """Called before ``tensor`` is written to: what was to be remade from it is made now, as stock would keep it."""
+        tensor = unwrapped(tensor)
         record = self.known(tensor)
         if record is not None and record.tape is None:
             self._freeze(self._readers.pop(id(tensor.untyped_storage()), ()))

@@ -133,7 +133,7 @@ def _source(tape: Any, argument: Tensor | Weak, version: int) -> Node | Tensor |
 
 def _node_of(tape: Any, recipe: _Recipe, nbytes: int) -> Node:
     record = recipe.record
-    node = Node(record.func, record.stride, nbytes, tape.block, tape.lock)  # type: ignore[arg-type]
+    node = Node(record.func, record.stride, nbytes, tape.block, tape.lock, record.dtype)  # type: ignore[arg-type]
     pairs = zip(recipe.sources, recipe.arguments, strict=True)
     handles = iter([_of_source(tape, source, argument, node) for source, argument in pairs])
     node.args = [replaced(a, handles) for a in record.args]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from hf_memsave.tape.attention import ATTENTION
 from hf_memsave.tape.dropout import DROPOUTS
-from hf_memsave.tape.functions import ACTIVATIONS, CHEAP, NORMS, Handler, escapes, may_write, new, unrecorded, writes
+from hf_memsave.tape.functions import ACTIVATIONS, CHEAP, NORMS, Handler, may_write, new, unrecorded
 from hf_memsave.tape.selective import RECTIFIERS, SELECTIVE
 from hf_memsave.tape.special import SPECIAL
 
@@ -28,7 +28,7 @@ KINDS = {
 _MAY_WRITE = {func for func, handler in TABLE.items() if handler is may_write} | {*DROPOUTS, *RECTIFIERS}
 #: Nothing is recorded, but writes are seen; the same with dropouts as they are.
 UNRECORDED = MappingProxyType(
-    {func: handler for func, handler in TABLE.items() if handler in (writes, escapes)}
+    {func: handler for func, handler in TABLE.items() if getattr(handler, "is_write", False)}
     | dict.fromkeys(_MAY_WRITE, unrecorded)
 )
 UNRECORDED_BUT_DROPOUTS = MappingProxyType({**UNRECORDED, **DROPOUTS})

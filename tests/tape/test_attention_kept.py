@@ -5,9 +5,13 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hf_memsave.tape import Tape, table_without
+from hf_memsave import patch
+from hf_memsave.tape import Tape, measure_kept, table_without
+from hf_memsave.tape import attention as attention_file
+from hf_memsave.tape import recorder as recorder_file
 from support.attention import BATCH, DIM, HEADS, MASKS, SEQ, attention, bias_of, inputs, mask_of
 from support.helpers import assert_same_bits, kept, nodes, only_on_cpu, random, taping
 
@@ -152,3 +156,33 @@ def test_masks_of_two_forwards_are_not_confused():
         expected = torch.autograd.grad(attention(mask)(q, k, v).sum(), (q, k, v))
         for mine, stock in zip(got, expected, strict=True):
             assert_same_bits(mine, stock)
+
+
+class Fused(nn.Module):
+    """q, k and v of one projection, k and v copied by a cache, as in GPT-2."""
+
+    def __init__(self, p):
+        super().__init__()
+        self.qkv, self.p = nn.Linear(HEADS * DIM, 3 * HEADS * DIM), p
+
+    def forward(self, x):
+        q, k, v = (t.view(*t.shape[:2], HEADS, -1).transpose(1, 2) for t in self.qkv(x).split(HEADS * DIM, dim=2))
+        k, v = (torch.cat([t[:, :, :0], t], dim=-2) for t in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=self.p).sum()
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_a_fused_projection_is_held_for_k_where_one_kernel_keeps_q(p, monkeypatch):
+    found, sweeps, sweep = [], [], recorder_file.sweep.sweep
+    monkeypatch.setattr(recorder_file.sweep, "sweep", lambda tape, record: sweeps.append(record) or sweep(tape, record))
+    for held in (True, False):
+        if not held:
+            monkeypatch.setattr(attention_file, "_held_whole", lambda tape, query: None)
+        model = Fused(p)
+        patch(model)
+        found.append(measure_kept(model, {"x": torch.randn(BATCH, SEQ, HEADS * DIM)}).total)
+        found.append(len(sweeps))
+        sweeps.clear()
+    kept, swept, kept_without, swept_without = found
+    assert kept == kept_without
+    assert (swept, swept_without) == ((0, 1) if p == 0 else (swept_without, swept))
