@@ -25,6 +25,7 @@ from transformers.utils import logging
 
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import PatchError
+from hf_memsave.ops.fused import linear as fused_linear
 from hf_memsave.ops.lazy_head import of_linear
 from hf_memsave.ops.op import is_parametrized
 from hf_memsave.patching.checkpointed import with_cache
@@ -82,7 +83,8 @@ def settings_of(config: MemSaveConfig, block: int) -> Settings:
 @cache
 def _settings(config: MemSaveConfig, block: int, has_quantized: bool) -> Settings:
     stock = [kind for kind in ("activation", "norm", "dropout", "attention") if not config.converts(kind, block)]
-    return Settings(table_without(*stock, *([] if config.frozen else ["frozen"])), config.dropout)
+    table = table_without(*stock, *([] if config.frozen else ["frozen"]))
+    return Settings(table if config.backend == "torch" else table | fused_linear.FUNCTIONS, config.dropout)
 
 
 def run_taped(

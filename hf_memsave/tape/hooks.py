@@ -24,11 +24,18 @@ from hf_memsave.tape import prices, sweep
 from hf_memsave.tape.codecs import as_bits
 from hf_memsave.tape.handles import Handle, Held, Lent, Ticket
 from hf_memsave.tape.ledger import Ledger
-from hf_memsave.tape.private import OPS, in_transform, innermost_hooks, innermost_mode, pop_mode, push_mode
+from hf_memsave.tape.private import (
+    OPS,
+    in_transform,
+    innermost_hooks,
+    innermost_mode,
+    pop_mode,
+    push_mode,
+)
 from hf_memsave.tape.record import MARK, Record
 from hf_memsave.tape.recorder import Recorder
 from hf_memsave.tape.stand_ins import StandIn
-from hf_memsave.tape.tensors import is_plain, leaves, owned, place_of, plain_tensors, tensors_in
+from hf_memsave.tape.tensors import is_plain, leaves, owned, plain_tensors, tensors_in
 
 _fetch = operator.methodcaller("get")
 
@@ -48,6 +55,7 @@ class Tape(Recorder):
 
     Attributes:
         coder: While one operation runs: chooses a handle for what it wants to keep, or None to leave that to the tape.
+        copies: Of small parameters: see :mod:`~hf_memsave.tape.copies`.
         memo: Results shared within this forward, by whoever puts them there.
         at_end: Called at the end of this forward.
         head: The linear that gives logits, if those may be computed later; ``logits`` gives them, or None.
@@ -75,7 +83,7 @@ class Tape(Recorder):
         self.decided: dict[int, int] = {} if decided is None else decided
         self.lock = threading.RLock()
         self._inputs = inputs
-        self._copies: dict[Any, Held | Lent] = {}
+        self.copies: dict[Any, Held | Lent] = {}
         self._hooks: Any = None
         self._around: TorchFunctionMode | None = None
 
@@ -121,7 +129,7 @@ class Tape(Recorder):
                 record.notes = None
         self.memo.clear()
         self.casts.clear()
-        self._copies.clear()
+        self.copies.clear()
         self._readers.clear()
         # Storages that live on know the tape: it must not hold what knows them.
         self.outer = self.ledger = self.codec = self._root = None
@@ -264,28 +272,6 @@ class Tape(Recorder):
         if record is not None and record.tape is self:
             record.handles = (*record.handles, weakref.ref(handle))
         return handle
-
-    def copy_of(self, parameter: Tensor) -> Held | Lent:
-        """A handle of a small parameter as it is now, one for all that need it.
-
-        FSDP2 frees parameters when their block's forward ends, and gathers them again only for that block's backward,
-        while the next block may need what was made from them before. And optimizers write to them through ``.data``,
-        which no version tells.
-
-        Returns:
-            What goes on the tape.
-        """
-        key = place_of(parameter)
-        handle = self._copies.get(key)
-        if handle is None:
-            handle = self._copies[key] = self.keep(parameter.detach().clone())
-        elif isinstance(handle, Lent):
-            handle.uses += 1
-        return handle
-
-    def has_copy(self, parameter: Tensor) -> bool:
-        """Whether :meth:`copy_of` made one already."""
-        return place_of(parameter) in self._copies
 
     def cost(self, tensor: Tensor) -> int:
         """Bytes that having ``tensor`` in backward would add to what is kept so far."""

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_memsave.tape.again import LinearAgain
+from hf_memsave.tape.copies import copy_of, has_copy
 from hf_memsave.tape.handles import Handle, Node, Ticket
 from hf_memsave.tape.private import OpOverload
 from hf_memsave.tape.record import MARK, PARAMETER, Record
@@ -70,7 +71,7 @@ def pays(tape: Any, record: Record, nbytes: int) -> bool:
             theirs = tape.record_of(x)
         if x._version != version or theirs.is_distrusted:
             return False
-        if theirs.tape is None and not (x.untyped_storage().nbytes() or not x.numel() or tape.has_copy(x)):
+        if theirs.tape is None and not (x.untyped_storage().nbytes() or not x.numel() or has_copy(tape, x)):
             return False
     return True
 
@@ -177,7 +178,7 @@ def price_of(
 
 def _price_of_parameter(tape: Any, x: Tensor, storage: Any, is_copied: bool) -> New:
     """Nothing, or a copy's bytes; it cannot be had where FSDP2 has freed it."""
-    if not storage.nbytes() and x.numel() and not (is_copied and tape.has_copy(x)):
+    if not storage.nbytes() and x.numel() and not (is_copied and has_copy(tape, x)):
         return {id(storage): sys.maxsize}
     return {id(storage): x.numel() * x.itemsize} if is_copied else {}
 
@@ -221,7 +222,7 @@ def take(tape: Any, argument: Any, node: Node) -> Any:
         record = tape.record_of(argument)
     if record.tape is None:
         if _is_copied(argument, record, node.func):
-            return tape.copy_of(argument)
+            return copy_of(tape, argument)
         if is_local(node.func):
             node.reads = (*node.reads, storage)
         tape.reads(node, argument)
@@ -281,7 +282,7 @@ def gather(tape: Any, x: Tensor, found: set[Record]) -> None:
         for argument, _ in record.seen:
             tensors.append(argument)
             if argument.dim() <= 1 and tape.record_of(argument) is PARAMETER:
-                tape.copy_of(argument)  # while it is there
+                copy_of(tape, argument)  # while it is there
 
 
 def is_near(tape: Any, node: Node) -> bool:

@@ -29,6 +29,8 @@ in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 #: A context in which no function mode is asked.
 no_modes = torch._C.DisableTorchFunction
+#: Copies each tensor of a list into the one at its place in another, on CUDA in one launch.
+copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
 #: A view that is the negative of what its storage holds.
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 #: A context in which no tensor subclass is asked.

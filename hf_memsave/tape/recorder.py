@@ -29,6 +29,7 @@ class Recorder(TorchFunctionMode):
         outer: The (pack, unpack) pair active outside, or None.
         most_work: How many functions remaking one tensor may run.
         has_decided: A decision was taken that no earlier forward had taken.
+        distrusted: How many tensors have been written to, or may be, without their version telling; on the root.
         made: Of each record that was made, what tells it from others in this forward and finds it in the next.
         asked: Those of which anybody asked how their tensor was made.
         kept: Of tensors kept in this block, before others kept all that they were made from.
@@ -44,6 +45,7 @@ class Recorder(TorchFunctionMode):
         self._noted: list[weakref.ref[Record]] = []
         self._state = self._calls = 0
         self.has_decided = False
+        self.distrusted = 0
         self.made: list[int] = []
         self.asked: set[int] = set()
         self.block = 0
@@ -160,6 +162,7 @@ class Recorder(TorchFunctionMode):
 
     def distrust(self, tensor: Tensor) -> None:
         """Versions of ``tensor`` tell nothing any more: it is kept as it is from now on."""
+        self.root.distrusted += 1
         record = self.record_of(tensor)
         if record is not None and record.tape is self:
             record.forget()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_memsave.tape.copies import copy_of, has_copy
 from hf_memsave.tape.handles import Handle, Held, Node, Ticket
 from hf_memsave.tape.prices import CASTS, EVEN, NEVER, NO, SMALL, TINY, YES, is_local, is_near, take
 from hf_memsave.tape.record import PARAMETER, Record, Weak, arguments, replaced
@@ -54,9 +55,9 @@ def _weak(tape: Any, func: Any, argument: Any, small: int, depth: int) -> Any:
         return argument
     record, storage = tape.record_of(argument), argument.untyped_storage()
     if record is PARAMETER and func not in CASTS and not is_local(func):
-        if argument.dim() > 1 or not (storage.nbytes() or tape.has_copy(argument)):
+        if argument.dim() > 1 or not (storage.nbytes() or has_copy(tape, argument)):
             return Weak(record, argument)  # no version tells of what optimizers do, and FSDP2
-        tape.copy_of(argument)
+        copy_of(tape, argument)
         return argument
     if record.tape is None or storage.nbytes() <= small or record.costs_nothing():
         return argument

@@ -70,7 +70,7 @@ def test_dropout_norm_is_as_near_to_float64_as_stock(mode, p, device):
     def stock(*tensors):
         return stocks_norm(*tensors, noise.to(tensors[0].dtype))
 
-    ours = norm_and_gradients(lambda *t: dropout_norm._called(t, EPS, p, SEED, out), tensors, dy)
+    ours = norm_and_gradients(lambda *t: dropout_norm._called(t, EPS, p, SEED, out, None), tensors, dy)
     exact = norm_and_gradients(lambda *t: stocks_norm(*t, noise.double()), [t.double() for t in tensors], dy)
     no_worse(ours, norm_and_gradients(stock, tensors, dy), exact)
 

@@ -22,7 +22,7 @@ _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 #: What only allocates, or asks.
 _FREE = ("empty", "new_empty", "_unsafe_view", "promote_types")
 #: Launches of an operation beyond one, where it gives a vector its gradient: a sum of parts; our own also round it.
-_MORE = {"native_layer_norm_backward": 1, "rms_norm_backward": 2, "dropout_norm_backward": 4}
+_MORE = {"native_layer_norm_backward": 1, "rms_norm_backward": 2, "dropout_norm_backward": 2}
 
 
 class Launches(TorchDispatchMode):
@@ -52,7 +52,7 @@ class Launches(TorchDispatchMode):
         gives = dict(zip((a.name for a in func._schema.arguments), args, strict=False)).get("has_dw", True)
         is_ours = home.startswith("memsave_kernels")
         more = _MORE.get(name, 0) if gives else 0
-        if is_ours and more and out[1].dtype == torch.float32:
+        if is_ours and more and out[2 if name == "dropout_norm_backward" else 1].dtype == torch.float32:
             more //= 2  # nothing to round
         self.names[name] += 1 + more
         if "attention" not in name:

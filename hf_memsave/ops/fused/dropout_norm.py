@@ -24,9 +24,11 @@ from torch import Tensor, nn
 
 from hf_memsave.device import widens
 from hf_memsave.ops.fused.kernels import can_run, draws_as_stock, is_watched, kernels, once_each, seed_for, wider
+from hf_memsave.ops.fused.linear import give_low
 from hf_memsave.ops.once import once_differentiable
 from hf_memsave.ops.op import Op, is_parametrized
 from hf_memsave.tape import current
+from hf_memsave.tape.copies import copy_all
 
 #: Elements of a row that a program of the kernel can hold.
 _MOST = 65536
@@ -42,18 +44,29 @@ def _dropout_norm(module: nn.Module, patch: Any, hidden_states: Tensor, input_te
     fits = isinstance(x, Tensor) and x.shape == input_tensor.shape and x.shape[-1:] == norm.weight.shape
     if not fits or p == 1 or (p and draws_as_stock(x)) or not can_run(x, input_tensor, norm.weight, norm.bias):
         return norm(parts.dropout(x) + input_tensor)
-    out = wider(x.dtype, input_tensor.dtype) if not widens(x) else torch.float32
+    out, low = wider(x.dtype, input_tensor.dtype), None
+    if widens(x):
+        out, low = torch.float32, torch.get_autocast_dtype(x.device.type)
     seed = seed_for(x) if p else 0
     tensors = x, input_tensor, norm.weight, norm.bias
-    return _called(tensors, norm.eps, p, seed, out)
+    return _called(tensors, norm.eps, p, seed, out, None if low is out else low)
 
 
-def _called(tensors: tuple[Tensor, Tensor, Tensor, Tensor], eps: float, p: float, seed: int, out: torch.dtype) -> Any:
+def _called(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor], eps: float, p: float, seed: int, out: torch.dtype,
+    low: torch.dtype | None,
+) -> Any:  # fmt: skip
     x, residual, weight, bias = tensors
-    y, h, mean, rstd = once_each(_DropoutNorm, (None,) * 4, *tensors, eps, p, seed, out)
-    if (tape := current()) is not None:
+    tape = current()
+    low = None if tape is None else low
+    y, h, y_low, mean, rstd = once_each(_DropoutNorm, (None,) * 5, *tensors, eps, p, seed, out, low)
+    if tape is not None:
+        copy_all(tape, [weight, bias])
         tape.record(h, partial(_sum_again, eps=eps, p=p, seed=seed), (x, residual, weight, bias))
         tape.record(y, partial(_norm_again, out=out), (h, weight, bias, mean, rstd))
+        if low is not None:
+            tape.record(y_low, partial(_norm_again, out=low), (h, weight, bias, mean, rstd))
+            give_low(tape, y, y_low)
     return y
 
 
@@ -69,14 +82,14 @@ class _DropoutNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, p: float, seed: int,
-        out: torch.dtype,
+        out: torch.dtype, low: torch.dtype | None,
     ) -> Any:  # fmt: skip
-        found = kernels().dropout_norm_forward(x, residual, weight, bias, eps, p, seed, out)
+        found = kernels().dropout_norm_forward(x, residual, weight, bias, eps, p, seed, out, low)
         ctx.save_for_backward(found.h, weight, bias, found.mean, found.rstd)
-        ctx.mark_non_differentiable(found.mean, found.rstd)
+        ctx.mark_non_differentiable(*[t for t in (found.low, found.mean, found.rstd) if t is not None])
         ctx.set_materialize_grads(False)
         ctx.how = p, seed, x.dtype, residual.dtype
-        return found.y, found.h, found.mean, found.rstd
+        return found.y, found.h, found.low, found.mean, found.rstd
 
     @staticmethod
     @once_differentiable
@@ -86,7 +99,7 @@ class _DropoutNorm(torch.autograd.Function):
         found = kernels().dropout_norm_backward(
             dy, h, weight, bias, mean, rstd, *ctx.how, dh=dh, has_dw=any(ctx.needs_input_grad[2:4])
         )
-        return *found[:4], None, None, None, None
+        return *found[:4], None, None, None, None, None
 
 
 def _has_no_kernel(module: nn.Module, value: Any) -> str:

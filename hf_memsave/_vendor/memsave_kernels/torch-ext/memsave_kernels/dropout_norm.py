@@ -83,13 +83,13 @@ def _backward(
     dy: Tensor, dlow: Tensor | None, dh: Tensor | None, h: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor,
     rstd: Tensor, p: float, seed: int, x: torch.dtype, residual: torch.dtype | None, has_dw: bool,
     out: torch.dtype | None, low: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     how = (p, seed, x, residual, has_dw, out, low)
-    dx, dresidual, dw, db, y, y_low = _backward_fake(dy, dlow, dh, h, weight, bias, mean, rstd, *how)
+    dx, dresidual, dvectors, y, y_low = _backward_fake(dy, dlow, dh, h, weight, bias, mean, rstd, *how)
     rows, columns, warps = row_tile(h.shape[-1], 8)
     tiles = ceil_div(mean.numel(), rows)
     programs = workers(h, tiles, warps) if has_dw else tiles
-    parts = h.new_empty(1 if bias is None else 2, programs, h.shape[-1], dtype=torch.float32) if has_dw else None
+    parts = h.new_empty(len(dvectors), programs, h.shape[-1], dtype=torch.float32) if has_dw else None
     dw_part, db_part = (None, None) if parts is None else (parts[0], None if bias is None else parts[1])
     launch(
         dropout_norm_backward_kernel, (programs,),
@@ -98,20 +98,19 @@ def _backward(
          *drop_args(p, seed), mean.numel()),
         {"N": h.shape[-1], "DROPS": p > 0, "ROWS": rows, "COLUMNS": columns}, warps,
     )  # fmt: skip
-    dw, db = (out if part is None else part.sum(0).to(weight.dtype) for out, part in ((dw, dw_part), (db, db_part)))
-    return dx, dresidual, dw, db, y, y_low
+    return dx, dresidual, dvectors if parts is None else parts.sum(1).to(weight.dtype), y, y_low
 
 
 def _backward_fake(
     dy: Tensor, dlow: Tensor | None, dh: Tensor | None, h: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor,
     rstd: Tensor, p: float, seed: int, x: torch.dtype, residual: torch.dtype | None, has_dw: bool,
     out: torch.dtype | None, low: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     differs = residual is not None and (p > 0 or residual != x)
-    vectors = (weight.new_empty(weight.shape if wanted else 0) for wanted in (has_dw, has_dw and bias is not None))
+    vectors = weight.new_empty(0 if not has_dw else 1 if bias is None else 2, *weight.shape)
     again = (h.new_empty(h.shape if dtype else 0, dtype=dtype or h.dtype) for dtype in (out, low))
     dresidual = h.new_empty(h.shape if differs else 0, dtype=residual or x)
-    return like(h, x), dresidual, *vectors, *again
+    return like(h, x), dresidual, vectors, *again
 
 
 _VECTORS = "Tensor weight, Tensor? bias"
@@ -126,7 +125,7 @@ _again_op = define(
 _backward_op = define(
     f"dropout_norm_backward(Tensor dy, Tensor? dlow, Tensor? dh, Tensor h, {_VECTORS}, Tensor mean, Tensor rstd, "
     "float p, int seed, ScalarType x, ScalarType? residual, bool has_dw, ScalarType? out, ScalarType? low) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward, _backward_fake,
 )  # fmt: skip
 
@@ -219,15 +218,13 @@ def dropout_norm_backward(
     Returns:
         The gradients, None for what is not there or not wanted.
     """
-    dx, dresidual, dw, db, y, y_low = _backward_op(
+    dx, dresidual, dvectors, y, y_low = _backward_op(
         dy, dlow, dh, h, weight, bias, mean, rstd, p, seed, x, residual, has_dw, out, low
     )
     if residual is not None and not (p > 0 or residual != x):
         dresidual = dx
-    return Gradients(
-        dx, None if residual is None else dresidual, dw if has_dw else None,
-        db if has_dw and bias is not None else None, y if out else None, y_low if low else None,
-    )  # fmt: skip
+    dw, db = (*dvectors.unbind(), None, None)[:2]
+    return Gradients(dx, None if residual is None else dresidual, dw, db, y if out else None, y_low if low else None)
 
 
 def dropout_norm(

@@ -1,0 +1,106 @@
+"""Parameters in autocast's dtype, converted for a whole block at once: many small launches become one.
+
+What is needed after what is learned as it happens: the first parameter whose conversion is not there yet begins a
+group, and those that come after it in the same block join. The next time, all are converted with the first. FSDP2 frees
+and gathers the parameters of other blocks as it likes, so a group ends with its block.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hf_memsave.tape.private import copy_each
+
+#: The bytes of parameters that may be converted at once.
+MOST = 2**26
+
+
+class Low(NamedTuple):
+    """What a tensor was in a lower dtype when it had this version."""
+
+    tensor: Tensor
+    version: int
+
+    def is_of(self, x: Tensor, dtype: torch.dtype) -> bool:
+        """Whether ``x`` in ``dtype`` is still that, as far as versions tell."""
+        return self.version == x._version and self.tensor.dtype == dtype and self.tensor.shape == x.shape
+
+
+class Groups:
+    """The first parameter of each group -> all that came after it; weakly, as parameters belong to their model."""
+
+    def __init__(self) -> None:
+        self._after: Any = WeakIdKeyDictionary()
+
+    def after(self, first: Tensor) -> list[Tensor]:
+        """Those that came after ``first``, and that can be converted along with it."""
+        found = [ref() for ref in self._after.get(first, ())]
+        return [p for p in found if p is not None and _is_like(p, first)]
+
+    def learn(self, first: Tensor, after: list[Tensor]) -> None:
+        """They came after ``first``."""
+        self._after[first] = [weakref.ref(p) for p in after]
+
+
+def _is_like(p: Tensor, first: Tensor) -> bool:
+    """Not if it has moved, or is sharded or offloaded now."""
+    return type(p) is type(first) and (p.device, p.dtype) == (first.device, first.dtype) and _is_there(p)
+
+
+def _is_there(p: Tensor) -> bool:
+    return p.untyped_storage().nbytes() > 0
+
+
+class Ahead:
+    """What one forward, or one backward, has converted.
+
+    Args:
+        groups: What those before have learned.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self._where: Any = None
+        self._ready: dict[int, Low] = {}
+        self._first: Any = None
+        self._group: list[Tensor] = []
+
+    def low(self, p: Tensor, dtype: torch.dtype, where: Any) -> Tensor:
+        """Converts a parameter.
+
+        Args:
+            p: The parameter.
+            dtype: Autocast's.
+            where: What ends a group when it changes.
+
+        Returns:
+            It in ``dtype``; written to by nobody.
+        """
+        if where != self._where:
+            self.end()
+            self._where = where
+        known = self._ready.pop(id(p), None)
+        if known is not None and known.is_of(p, dtype):
+            return known.tensor
+        after = self._groups.after(p)
+        if after or self._first is None or sum(q.nbytes for q in (p, *self._group)) > MOST:
+            self.end()
+            self._first, self._group = p, after
+        elif all(q is not p for q in self._group):
+            self._group.append(p)
+        low = [torch.empty_like(q, dtype=dtype) for q in (p, *after)]
+        copy_each(low, [p, *after])
+        self._ready.update({id(q): Low(made, q._version) for q, made in zip(after, low[1:], strict=True)})
+        return low[0]
+
+    def end(self) -> None:
+        """At the end of a block, of a forward or backward: remember the group, but for what nobody needed."""
+        if self._first is not None:
+            self._groups.learn(self._first, [p for p in self._group if id(p) not in self._ready])
+        self._first, self._group = None, []
+        self._ready.clear()

@@ -1,0 +1,167 @@
+r"""``linear``: a linear with fp32 parameters under autocast, without the conversions that a product can do without.
+
+Forward, with x̃, W̃ and b̃ in autocast's dtype, and for an incoming gradient dy in that dtype::
+
+    y = x̃ W̃ᵀ + b̃          dx = dy W̃          dW = dyᵀ x̃          db = Σ dy
+
+Launches beside the products::
+
+    stock    x̃, W̃ and b̃;  Σ;  dx, dW and db from autocast's dtype to fp32
+    here     x̃, once for all that take x;  W̃ and b̃, at once for linears that come after each other;  W̃ again;  Σ
+
+Kept for backward: x̃, or what it was made from; stock keeps W̃ too. The products add up in fp32 and give dx and dW as
+they are, where stock rounds both to autocast's dtype first. Gradients of gradients are refused.
+Source: Micikevicius et al. (2018), arXiv:1710.03740.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_memsave.device import current_stream
+from hf_memsave.ops.cast import is_autocast
+from hf_memsave.ops.fused.ahead import Ahead, Groups, Low
+from hf_memsave.ops.fused.kernels import can_run
+from hf_memsave.ops.once import once_differentiable
+from hf_memsave.ops.wide_product import wide_product
+from hf_memsave.tape import Tape
+from hf_memsave.tape.private import after_backward, any_autocast, backward_id, no_autocast, no_modes
+from hf_memsave.tape.special import product
+
+#: What the forwards, and the backwards, of all models have learned.
+_forwards, _backwards = Groups(), Groups()
+#: Of the backwards that run: what each has converted, by device and stream.
+_running: dict[Any, Ahead] = {}
+
+
+def linear(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The tape's handler of ``F.linear(x, weight, bias)``."""
+    if not kwargs and len(args) in (2, 3):
+        x, weight, bias = args if len(args) == 3 else (*args, None)
+        if _is_suited(tape, x, weight, bias):
+            return _called(tape, x, weight, bias, False)
+    return product(tape, func, args, kwargs)
+
+
+def addmm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """That of ``torch.addmm(bias, x, weight)``, as GPT-2 has it."""
+    if not kwargs and len(args) == 3:
+        bias, x, weight = args
+        if isinstance(bias, Tensor) and bias.dim() == 1 and _is_suited(tape, x, weight, bias):
+            return _called(tape, x, weight, bias, True)
+    return product(tape, func, args, kwargs)
+
+
+FUNCTIONS = {F.linear: linear, torch.addmm: addmm}
+
+
+def _is_suited(tape: Tape, x: Any, weight: Any, bias: Any) -> bool:
+    """Whether autocast is on for these, and parameters are what stock would convert for this product alone."""
+    if not any_autocast() or not isinstance(x, Tensor) or not is_autocast(x) or not tape.is_innermost():
+        return False
+    if tape.head is not None and weight is tape.head.weight:  # its logits may be computed later
+        return False
+    low = torch.get_autocast_dtype(x.device.type)
+    parameters = [weight] if bias is None else [weight, bias]
+    are_wide = all(
+        isinstance(p, Tensor) and p.is_leaf and p.requires_grad and p.dtype == torch.float32 and p.device == x.device
+        for p in parameters
+    )
+    is_matrix = are_wide and weight.dim() == 2 and x.dim() > 1
+    return is_matrix and x.dtype in (torch.float32, low) and low != torch.float32 and can_run(x, *parameters)
+
+
+def _called(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None, is_turned: bool) -> Any:
+    dtype = torch.get_autocast_dtype(x.device.type)
+    low = x if x.dtype == dtype else _input(tape, x, dtype)
+    ahead: Ahead | None = tape.memo.get(Ahead)
+    if ahead is None:
+        ahead = tape.memo[Ahead] = Ahead(_forwards)
+        tape.at_end.append(ahead.end)
+    where = tape.block, tape.root.distrusted  # versions do not tell any more of what was converted
+    with no_modes():
+        with torch.no_grad():
+            w, b = (p if p is None else ahead.low(p, dtype, where) for p in (weight, bias))
+        return _Linear.apply(x, weight, bias, low, w, b, is_turned, tape.block)
+
+
+def give_low(tape: Tape, x: Tensor, low: Tensor) -> None:
+    """Tell the linears that come next what x is in autocast's dtype."""
+    tape.memo[give_low] = weakref.ref(x), Low(low, x._version)
+
+
+def _input(tape: Tape, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x̃, which the next linear may take too."""
+    ref, known = tape.memo.get(give_low, (None, None))
+    if ref is not None and ref() is x and known.is_of(x, dtype):
+        record = tape.record_of(x)
+        if record is not None and record.tape is tape and not record.is_distrusted:
+            low: Tensor = known.tensor
+            return low
+    made = _cast(tape, x, dtype)
+    give_low(tape, x, made)
+    return made
+
+
+def _cast(tape: Tape, x: Tensor, dtype: torch.dtype) -> Tensor:
+    with no_modes(), torch.no_grad():
+        made = x.to(dtype)
+    tape.record(made, Tensor.to, (x, dtype))
+    return made
+
+
+def _low_again(weight: Tensor, own: Tensor | None, dtype: torch.dtype, block: int) -> Tensor:
+    """W̃, in backward; ``own`` is the parameter itself, if autograd has not given a copy of it, as after an offload."""
+    if own is None or own.untyped_storage()._cdata != weight.untyped_storage()._cdata:
+        return weight.to(dtype)
+    stream = current_stream(weight.device)
+    key = backward_id(), weight.device, stream
+    ahead = _running.get(key)
+    if ahead is None:
+        ahead = _running[key] = Ahead(_backwards)
+        after_backward(partial(_forget, key))
+    return ahead.low(own, dtype, block)
+
+
+def _forget(key: Any) -> None:
+    if (ahead := _running.pop(key, None)) is not None:
+        ahead.end()
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor, w: Tensor, b: Tensor | None,
+        is_turned: bool, block: int,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(low, weight)
+        ctx.set_materialize_grads(False)
+        ctx.x, ctx.is_turned, ctx.block, ctx.own = x.dtype, is_turned, block, weakref.ref(weight)
+        return F.linear(low, w.t() if is_turned else w, b)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        with no_autocast():
+            return *_gradients(ctx, dy), None, None, None, None, None
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    low, weight = ctx.saved_tensors
+    rows, into = low.reshape(-1, low.shape[-1]), dy.reshape(-1, dy.shape[-1])
+    dx = dw = db = None
+    if ctx.needs_input_grad[0]:
+        w = _low_again(weight, ctx.own(), low.dtype, ctx.block)
+        dx = wide_product(into, w.t() if ctx.is_turned else w, ctx.x).view(low.shape)
+    if ctx.needs_input_grad[1]:
+        dw = wide_product(*((rows.t(), into) if ctx.is_turned else (into.t(), rows)), weight.dtype)
+    if ctx.needs_input_grad[2]:
+        db = into.sum(0, dtype=weight.dtype)
+    return dx, dw, db

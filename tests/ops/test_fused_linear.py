@@ -1,0 +1,422 @@
+"""Linears with fp32 parameters under autocast, fused: gradients, what is converted when, and who writes in between."""
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import BertConfig, BertForSequenceClassification
+from transformers.pytorch_utils import Conv1D
+
+from hf_memsave import MemSaveConfig, measure_kept, patch, unpatch
+from hf_memsave.ops.cast import is_autocast
+from hf_memsave.ops.fused import ahead, dropout_norm, linear
+from support.helpers import assert_same_bits, random
+from support.kernels import interpreted, rounding  # noqa: F401
+
+TRITON = MemSaveConfig(backend="triton")
+LOW = torch.bfloat16
+pytestmark = interpreted
+
+
+def autocast(device, **options):
+    return torch.autocast(torch.device(device).type, LOW, **options)
+
+
+def net(device, *layers):
+    torch.manual_seed(0)
+    return nn.Sequential(*layers).to(device)
+
+
+class Attention(nn.Module):
+    """Three linears of one input, and one of their sum; ``between`` runs before the second."""
+
+    def __init__(self, between=lambda module, x: None, make=nn.Linear):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (make(24, 24) for _ in range(4))
+        self.between = between
+
+    def forward(self, x):
+        q = self.q(x)
+        self.between(self, x)
+        return self.o((q * self.k(x)).tanh() + self.v(x))
+
+
+def step(model, x, device, **options):
+    """The result in fp32, and the gradients of the input and of all parameters."""
+    model.zero_grad()
+    x = x.detach().clone().requires_grad_()
+    with autocast(device, **options):
+        y = model(x * 1.5).float()
+    y.cos().sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+def far(found, exact):
+    return [float((a.double() - b).norm() / (b.norm() or 1)) for a, b in zip(found, exact, strict=True)]
+
+
+def patched(model):
+    ours = copy.deepcopy(model)
+    patch(ours, TRITON)
+    return ours
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """How many parameters each conversion made, and how many products were ours."""
+    found, copy_each = Counter(), ahead.copy_each
+
+    def counting(low, high):
+        found[len(low)] += 1
+        copy_each(low, high)
+
+    monkeypatch.setattr(ahead, "copy_each", counting)
+    return found
+
+
+def assert_same_step(model, x, device, times=3, **options):
+    """The same bits forward, and gradients that differ by stock's rounding to 16 bits."""
+    ours = patched(model)
+    for _ in range(times):
+        stock = step(model, x, device, **options)
+        got = step(ours, x, device, **options)
+        assert_same_bits(got[0], stock[0])
+        assert [g.dtype for g in got] == [s.dtype for s in stock]
+        for mine, theirs in zip(got[1:], stock[1:], strict=True):
+            torch.testing.assert_close(
+                mine, theirs, rtol=0.03, atol=0.03 * float(theirs.abs().amax() if theirs.numel() else 0)
+            )
+    return ours
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, LOW], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", ["linear", "addmm"])
+def test_gradients_are_nearer_to_float64_than_stocks(device, kind, bias, dtype):
+    if kind == "addmm" and not bias:
+        pytest.skip("it has one")
+    layer = nn.Linear(48, 40, bias=bias) if kind == "linear" else Conv1D(40, 48)
+    model = net(device, layer)
+    ratios = []
+    for seed in range(12):
+        x, dy = random(3, 50, 48, device=device, seed=seed).to(dtype), random(3, 50, 40, device=device, seed=seed + 99)
+
+        def found(model, x=x, dy=dy):
+            x = x.detach().clone().requires_grad_()
+            with autocast(device):
+                y = model(x)
+            return torch.autograd.grad(y, [x, *model.parameters()], dy.to(y.dtype))
+
+        wide = copy.deepcopy(model).double()
+        for p in wide.parameters():
+            p.data = p.to(LOW).double()
+        into = x.to(LOW).double().requires_grad_()
+        exact = torch.autograd.grad(wide(into), [into, *wide.parameters()], dy.to(LOW).double())
+        ratios.append([a / b for a, b in zip(far(found(patched(model)), exact), far(found(model), exact), strict=True)])
+    dx, dw, *db = torch.tensor(ratios).mean(0).tolist()
+    assert dw < 0.01, "nothing is rounded to 16 bits"
+    assert dx < 0.01 if dtype == torch.float32 else dx <= 1.001
+    assert all(d < 0.01 for d in db)
+
+
+@pytest.mark.parametrize("make", [nn.Linear, Conv1D])
+def test_a_step_is_stocks_with_the_conversions_of_a_block_at_once(device, make, made):
+    assert_same_step(Attention(make=make).to(device), random(5, 24, device=device), device)
+    assert made == {1: 8 + 4, 8: 2, 4: 2}, "one by one, and in the two steps after that together"
+
+
+def test_an_input_is_converted_once(device, monkeypatch):
+    given, cast = [], linear._cast
+    monkeypatch.setattr(linear, "_cast", lambda tape, x, dtype: given.append(x.shape) or cast(tape, x, dtype))
+    model = patched(Attention().to(device))
+    step(model, random(5, 24, device=device), device)
+    assert len(given) == 1, "q, k and v share one; the last one is given 16 bits"
+
+
+def write_to_input(module, x):
+    x.mul_(0.5)
+
+
+def write_to_data_of_input(module, x):
+    x.data.mul_(0.5)
+
+
+def write_to_weight(module, x):
+    with torch.no_grad():
+        module.k.weight.mul_(1.25)
+
+
+def write_to_data_of_weight(module, x):
+    module.k.weight.data.mul_(1.25)
+
+
+def another_weight(module, x):
+    module.k.weight.data = module.k.weight.data.flip(0)
+
+
+@pytest.mark.parametrize("write", [write_to_data_of_input, write_to_weight, write_to_data_of_weight, another_weight])
+def test_what_is_written_to_is_converted_again(device, write):
+    stock, x = Attention(write).to(device), random(5, 24, device=device)
+    ours = patched(stock)
+    for _ in range(4):
+        mine, theirs = (step(model, x, device) for model in (ours, stock))
+        assert_same_bits(mine[0], theirs[0])
+
+
+def test_an_alias_of_the_input_made_before_is_seen_too(device):
+    class Aliased(Attention):
+        def forward(self, x):
+            data = x.data
+            q = self.q(x)
+            data.mul_(0.5)
+            return self.o((q * self.k(x)).tanh() + self.v(x))
+
+    stock, x = Aliased().to(device), random(5, 24, device=device)
+    ours = patched(stock)
+    for _ in range(3):
+        assert_same_bits(step(ours, x, device)[0], step(stock, x, device)[0])
+
+
+def test_a_write_in_place_raises_where_stock_does(device):
+    model = patched(Attention(write_to_input).to(device))
+    x = random(5, 24, device=device).requires_grad_()
+    with autocast(device):
+        y = model(x * 1.5)
+    y.float().sum().backward()  # the input was converted: nobody kept what was written to
+    stock = Attention(write_to_input).to(device)
+    with autocast(device):
+        stock(x * 1.5).float().sum().backward()
+
+
+class Branches(nn.Module):
+    """Which linears run depends on the step."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(24, 24), nn.Linear(24, 24)
+        self.paths = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
+        self.number = 0
+
+    def forward(self, x):
+        self.number += 1
+        return self.last(self.paths[self.number % 3](self.first(x).tanh()).tanh())
+
+
+def test_what_runs_may_change_from_step_to_step(device, made):
+    stock, x = Branches().to(device), random(5, 24, device=device)
+    ours = patched(stock)
+    for _ in range(7):
+        mine, theirs = (step(model, x, device) for model in (ours, stock))
+        assert_same_bits(mine[0], theirs[0])
+        for a, b in zip(mine[2:], theirs[2:], strict=True):
+            assert (a is None) == (b is None)
+    assert max(made) <= 6, "a conversion that nobody needed is not made again"
+
+
+def test_a_weight_that_is_used_twice(device):
+    shared = nn.Linear(24, 24)
+    assert_same_step(net(device, shared, nn.Tanh(), shared, nn.Linear(24, 3)), random(5, 24, device=device), device)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed(device, reentrant):
+    inner = Attention().to(device)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.after = inner, nn.Linear(24, 24)
+
+        def forward(self, x):
+            return self.after(checkpoint(self.inner, x, use_reentrant=reentrant))
+
+    assert_same_step(Outer().to(device), random(5, 24, device=device), device)
+
+
+def test_all_forwards_before_all_backwards_and_backward_twice(device):
+    model = Attention().to(device)
+    x = random(5, 24, device=device)
+    expected = [g.clone() for g in step(patched(model), x, device)[2:]]
+    ours = patched(model)
+    with autocast(device):
+        losses = [ours(x * 1.5).float().cos().sum() for _ in range(2)]
+    losses[1].backward(retain_graph=True)
+    for p, g in zip(ours.parameters(), expected, strict=True):
+        assert_same_bits(p.grad, g)
+    ours.zero_grad()
+    losses[1].backward()
+    losses[0].backward()
+    for p, g in zip(ours.parameters(), expected, strict=True):
+        assert_same_bits(p.grad, 2 * g)
+
+
+def test_an_optimizer_steps_within_backward(device):
+    def train(model):
+        optimizers = {p: torch.optim.SGD([p], 0.001) for p in model.parameters()}
+
+        def apply(p):
+            optimizers[p].step()
+            optimizers[p].zero_grad()
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(apply)
+        for seed in range(5):
+            with autocast(device):
+                y = model(random(5, 24, device=device, seed=seed))
+            y.float().cos().sum().backward()
+        return list(model.parameters())
+
+    model = Attention().to(device)
+    for mine, theirs in zip(train(patched(model)), train(copy.deepcopy(model)), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("options", [{"cache_enabled": False}, {"enabled": False}], ids=str)
+def test_other_autocasts(device, options):
+    assert_same_step(Attention().to(device), random(5, 24, device=device), device, **options)
+
+
+def test_autocast_that_is_off_inside(device):
+    class Off(Attention):
+        def forward(self, x):
+            with autocast(device, enabled=False):
+                q = self.q(x)
+            return self.o(q * self.k(x).float() + self.v(x))
+
+    assert_same_step(Off().to(device), random(5, 24, device=device), device)
+
+
+def test_backward_under_autocast(device):
+    model, x = patched(Attention().to(device)), random(5, 24, device=device)
+    outside = step(model, x, device)
+    model.zero_grad()
+    with autocast(device):
+        model(x * 1.5).float().cos().sum().backward()
+    for p, g in zip(model.parameters(), outside[2:], strict=True):
+        assert_same_bits(p.grad, g)
+
+
+def test_frozen_parts_and_inputs_without_gradients(device):
+    model = Attention().to(device)
+    model.q.requires_grad_(False)
+    model.k.bias.requires_grad_(False)
+    ours = patched(model)
+    x = random(5, 24, device=device)
+    for m in (model, ours):
+        with autocast(device):
+            m(x).float().cos().sum().backward()
+    for mine, theirs in zip(ours.parameters(), model.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        if mine.grad is not None:
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=0.03, atol=0.05)
+
+
+@pytest.mark.parametrize("shape", [(24,), (0, 24), (2, 0, 24), (1, 2, 3, 24)], ids=str)
+def test_odd_shapes(device, shape):
+    assert_same_step(net(device, nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 2)), random(*shape, device=device), device)
+
+
+def test_nothing_is_converted_where_nobody_differentiates(device, made):
+    model, x = Attention().to(device), random(5, 24, device=device)
+    ours = patched(model)
+    with torch.no_grad(), autocast(device):
+        assert_same_bits(ours(x), model(x))
+    assert not made
+
+
+def test_it_keeps_what_the_torch_backend_keeps_and_no_more(device):
+    model, x = net(device, nn.LayerNorm(24), Attention(), nn.Tanh(), Attention()), random(64, 24, device=device)
+
+    def kept(config):
+        ours = copy.deepcopy(model)
+        patch(ours, config)
+
+        def forward(x):
+            with autocast(device):
+                return ours(x).float().sum()
+
+        forward(x).backward()
+        return measure_kept(ours, {"x": x}, forward).total
+
+    assert kept(TRITON) <= kept(MemSaveConfig())
+
+
+def test_second_derivatives_are_refused(device):
+    model = patched(net(device, nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 1)))
+    x = random(5, 24, device=device).requires_grad_()
+    with autocast(device):
+        y = model(x)
+    (dx,) = torch.autograd.grad(y.float().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.square().sum().backward()
+
+
+def test_undone_it_is_stock(device):
+    model, x = Attention().to(device), random(5, 24, device=device)
+    ours = patched(model)
+    step(ours, x, device)
+    unpatch(ours)
+    for mine, theirs in zip(step(ours, x, device), step(model, x, device), strict=True):
+        assert_same_bits(mine, theirs)
+
+
+def test_models_that_are_gone_are_forgotten(device):
+    model = patched(Attention().to(device))
+    for _ in range(2):
+        step(model, random(5, 24, device=device), device)
+    before = len(linear._forwards._after), len(linear._backwards._after)
+    del model
+    after = len(linear._forwards._after), len(linear._backwards._after)
+    assert after[0] < before[0]
+    assert after[1] < before[1]
+    assert not linear._running
+
+
+def test_a_product_of_others_is_stocks(device):
+    class Functional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(random(24, 24, device=device))
+
+        def forward(self, x):
+            return F.linear(input=x, weight=self.weight) + F.linear(x, self.weight * 2) + x @ self.weight
+
+    assert_same_step(Functional().to(device), random(5, 24, device=device), device)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_a_norm_gives_the_next_linears_its_output_in_16_bits(device, p, monkeypatch):
+    config = BertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=50,
+        hidden_dropout_prob=p, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(config).to(device).train()
+    batch = {"input_ids": torch.arange(12, device=device).view(2, 6), "labels": torch.tensor([0, 1], device=device)}
+
+    def gradients(model):
+        torch.manual_seed(1)
+        model.zero_grad()
+        with autocast(device):
+            model(**batch).loss.backward()
+        return [q.grad.clone() for q in model.parameters()]
+
+    ours = patched(model)
+    monkeypatch.setattr(dropout_norm, "widens", is_autocast)  # CPU's autocast leaves norms in 16 bits
+    own, given = [], []
+    cast, give_low = linear._cast, dropout_norm.give_low
+    monkeypatch.setattr(linear, "_cast", lambda tape, x, dtype: own.append(x.shape) or cast(tape, x, dtype))
+    monkeypatch.setattr(dropout_norm, "give_low", lambda tape, x, low: given.append(low) or give_low(tape, x, low))
+    with_low = gradients(ours)
+    assert len(given) == 4
+    assert len(own) == 2, "the embeddings' norm, and the first token's"
+    monkeypatch.setattr(dropout_norm, "give_low", lambda tape, x, low: None)
+    for a, b in zip(with_low, gradients(ours), strict=True):
+        assert_same_bits(a, b)
+    if not p:
+        for a, b in zip(with_low, gradients(model), strict=True):
+            torch.testing.assert_close(a, b, rtol=0.05, atol=0.02 * float(b.abs().max()) + 1e-4)
