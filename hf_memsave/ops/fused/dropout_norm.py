@@ -65,8 +65,7 @@ def _called(
         tape.record(h, partial(_sum_again, eps=eps, p=p, seed=seed), (x, residual, weight, bias))
         tape.record(y, partial(_norm_again, out=out), (h, weight, bias, mean, rstd))
         if low is not None:
-            tape.record(y_low, partial(_norm_again, out=low), (h, weight, bias, mean, rstd))
-            give_low(tape, y, y_low)
+            give_low(tape, y, y_low, (partial(_norm_again, out=low), (h, weight, bias, mean, rstd)))
     return y
 
 

@@ -92,22 +92,34 @@ def _called(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None, is_turne
         return _Linear.apply(x, weight, bias, low, w, b, is_turned, tape.block)
 
 
-def give_low(tape: Tape, x: Tensor, low: Tensor) -> None:
-    """Tell the linears that come next what x is in autocast's dtype."""
-    tape.memo[give_low] = weakref.ref(x), Low(low, x._version)
+def give_low(tape: Tape, x: Tensor, low: Tensor, made: tuple[Any, tuple[Tensor, ...]] | None = None) -> None:
+    """Tell the linears that come next what x is in autocast's dtype.
+
+    Args:
+        tape: The innermost one.
+        x: Their input.
+        low: It, converted.
+        made: How; recorded when a linear takes it, which may be in the next block, where records of this one are gone.
+    """
+    versions = [] if made is None else [argument._version for argument in made[1]]
+    tape.memo[give_low] = weakref.ref(x), Low(low, x._version), made, versions
 
 
 def _input(tape: Tape, x: Tensor, dtype: torch.dtype) -> Tensor:
     """x̃, which the next linear may take too."""
-    ref, known = tape.memo.get(give_low, (None, None))
+    ref, known, made, versions = tape.memo.get(give_low, (None, None, None, None))
     if ref is not None and ref() is x and known.is_of(x, dtype):
         record = tape.record_of(x)
         if record is not None and record.tape is tape and not record.is_distrusted:
             low: Tensor = known.tensor
+            if made is not None and versions == [argument._version for argument in made[1]]:
+                tape.record(low, *made)
+            if made is not None:
+                give_low(tape, x, low)
             return low
-    made = _cast(tape, x, dtype)
-    give_low(tape, x, made)
-    return made
+    low = _cast(tape, x, dtype)
+    give_low(tape, x, low)
+    return low
 
 
 def _cast(tape: Tape, x: Tensor, dtype: torch.dtype) -> Tensor:
