@@ -29,8 +29,8 @@ SDPA and no dropout, if nothing else is said. Models have random weights and a v
 on them.
 """
 OF_FULL = """\
-"nothing to patch": `selective` finds no layer of its kinds there, and `patch` refuses. ViT's and CLIP's one
-convolution reads the images, which a step keeps anyway.
+`selective` finds no layer of its kinds in BERT; ViT's and CLIP's one convolution reads the images, which a step keeps
+anyway.
 """
 OF_INVACT = """\
 InvAct's own figures (its Listing 1: freed of all activations, by its activations alone) beside those of
