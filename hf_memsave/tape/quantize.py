@@ -55,7 +55,7 @@ def encode(flat: Tensor, form: Format, generator: torch.Generator | None = None)
 
 
 def decode(codes: Tensor, bounds: Tensor, form: Format, numel: int, dtype: torch.dtype) -> Tensor:
-    """The ``numel`` elements that :func:`encode` coded, in ``dtype``."""
+    """The ``numel`` elements that :func:`encode` coded, in ``dtype``, on a storage of their own size."""
     if form.bits == 4:
         codes = torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)
     low, scale = bounds.float().unsqueeze(2).unbind(1)
@@ -63,4 +63,5 @@ def decode(codes: Tensor, bounds: Tensor, form: Format, numel: int, dtype: torch
     middle = torch.where((scale * most).isinf(), float(most // 2), 0.0)  # neither half is beyond what fp32 has
     x = (codes - middle).mul_(scale).add_(low + middle * scale).view(-1)[:numel]
     finite = torch.finfo(dtype)  # the bounds' slack must not overflow; NaN stays
-    return x.clamp_(max(finite.min, torch.finfo(x.dtype).min), min(finite.max, torch.finfo(x.dtype).max)).to(dtype)
+    x.clamp_(max(finite.min, torch.finfo(x.dtype).min), min(finite.max, torch.finfo(x.dtype).max))
+    return x.to(dtype, copy=numel % form.block > 0)

@@ -89,6 +89,15 @@ def test_a_code_has_the_size_it_claims(kind, dtype):
     assert bounds.nbytes == blocks * 2 * form.bounds.itemsize
 
 
+@pytest.mark.parametrize("size", [256, 999, 1025])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_decoded_has_a_storage_of_its_size(kind, dtype, size):
+    form = FORMATS[kind]
+    x = decode(*encode(random(size, dtype=dtype), form), form, size, dtype)
+    assert x.untyped_storage().nbytes() == x.nbytes == size * dtype.itemsize
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_code_errs_by_less_than_a_step(kind, dtype, right):
