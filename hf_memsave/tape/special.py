@@ -39,13 +39,16 @@ def product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
         kwargs = {name: _low(tape, a) for name, a in kwargs.items()}
     out = func(*args, **kwargs) if kwargs else func(*args)
     if func is F.linear and len(args) > 1 and (type(out) is Tensor or type(out) is FakeTensor):
-        inner = args[1].shape[-1]
-        is_thin = inner <= _THIN and out.shape[-1] >= _WIDER * inner
-        if is_thin and (not any_autocast() or tape.is_innermost()):  # else its conversions are hidden
+        if is_thin(args[1]) and (not any_autocast() or tape.is_innermost()):  # else its conversions are hidden
             args = tuple([_own(tape, a, made) for a, made in zip(given[0], args, strict=True)])
             kwargs = {name: _own(tape, given[1][name], made) for name, made in kwargs.items()}
             tape.record(out, func, args, kwargs)
     return out
+
+
+def is_thin(weight: Tensor) -> bool:
+    """Whether the product of a linear ``[out, in]`` may run again."""
+    return weight.shape[-1] <= _THIN and weight.shape[0] >= _WIDER * weight.shape[-1]
 
 
 def chain(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,5 +1,6 @@
 """Linears with fp32 parameters under autocast, fused: gradients, what is converted when, and who writes in between."""
 
+import contextlib
 import copy
 from collections import Counter
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertForSequenceClassification
 from transformers.pytorch_utils import Conv1D
@@ -420,3 +422,136 @@ def test_a_norm_gives_the_next_linears_its_output_in_16_bits(device, p, monkeypa
     if not p:
         for a, b in zip(with_low, gradients(model), strict=True):
             torch.testing.assert_close(a, b, rtol=0.05, atol=0.02 * float(b.abs().max()) + 1e-4)
+
+
+def test_a_backward_that_fails_leaves_nothing(device):
+    model = patched(net(device, *(nn.Linear(64, 64) for _ in range(4))))
+    x = random(4, 64, device=device)
+    for _ in range(2):
+        step(model, x, device)
+    hook = model[3].weight.register_hook(lambda g: 1 / 0)
+    for _ in range(3):
+        with contextlib.suppress(ZeroDivisionError):
+            step(model, x, device)
+            raise AssertionError("it did not fail")
+    hook.remove()
+    assert len(linear._running) <= 1
+    step(patched(net(device, nn.Linear(64, 64))), x, device)
+    assert not linear._running
+
+
+class Bare(nn.Module):
+    """``F.linear`` of parameters of these shapes."""
+
+    def __init__(self, weight, bias=None):
+        super().__init__()
+        self.weight = nn.Parameter(random(*weight))
+        self.bias = None if bias is None else nn.Parameter(random(*bias, seed=2))
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)
+
+
+@pytest.mark.parametrize(
+    ("weight", "bias"), [((6, 24), (1, 6)), ((6, 24), (5, 6)), ((0, 24), (0,)), ((6, 24), (6,))], ids=str
+)
+def test_odd_parameters(device, weight, bias):
+    assert_same_step(Bare(weight, bias).to(device), random(5, 24, device=device), device)
+
+
+def test_a_weight_without_inputs(device):
+    class Nothing(Bare):
+        def forward(self, x):
+            return super().forward(x[:, :0])
+
+    assert_same_step(Nothing((6, 0), (6,)).to(device), random(5, 24, device=device), device)
+
+
+def test_an_input_of_inference_mode(device):
+    model = net(device, nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 2))
+    with torch.inference_mode():
+        x = random(5, 24, device=device)
+    for m in (model, ours := patched(model)):
+        with autocast(device):
+            m(x).float().cos().sum().backward()
+    for mine, theirs in zip(ours.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0.03, atol=0.05)
+
+
+def test_a_weight_may_change_before_a_backward_that_does_not_need_it(device):
+    model, x = patched(net(device, nn.Linear(24, 24))), random(5, 24, device=device)
+    with autocast(device):
+        y = model(x)
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    y.float().sum().backward()
+
+
+def test_a_thin_linear_is_made_again(device):
+    class Thin(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(128, 8), nn.Linear(8, 128), nn.Linear(128, 128)
+
+        def forward(self, x):
+            u = self.b(self.a(x))
+            return self.c(torch.sigmoid(u) * x) * u
+
+    x = random(64, 128, device=device)
+
+    def kept(config):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LayerNorm(128), Thin()).to(device)
+        patch(model, config)
+
+        def forward(x):
+            with autocast(device):
+                return model(x).float().square().sum()
+
+        for _ in range(3):
+            forward(x).backward()
+        return measure_kept(model, {"x": x}, forward).total
+
+    assert kept(TRITON) <= kept(MemSaveConfig())
+
+
+def test_parameters_in_a_buffer_that_others_write_to(device):
+    class Flat(Attention):
+        def __init__(self):
+            super().__init__(lambda module, x: module.flat.mul_(1.5))
+            self.flat = torch.cat([p.detach().flatten() for p in self.parameters()])
+            for p, part in zip(self.parameters(), self.flat.split([p.numel() for p in self.parameters()]), strict=True):
+                p.data = part.view_as(p)
+
+    x = random(5, 24, device=device)
+    found = []
+    for config in (None, TRITON):
+        torch.manual_seed(0)
+        model = Flat()
+        if config is not None:
+            patch(model, config)
+        found.append([])
+        for _ in range(3):
+            with autocast(device):
+                found[-1].append(model(x).detach())
+    for mine, theirs in zip(*found, strict=True):
+        assert_same_bits(mine, theirs)
+
+
+def test_modes_and_subclasses_of_others_see_the_call(device):
+    class Counting(TorchFunctionMode):
+        calls = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.calls += func is F.linear
+            return func(*args, **(kwargs or {}))
+
+    class Meta(torch.Tensor):
+        pass
+
+    model, x = patched(Attention().to(device)), random(5, 24, device=device)
+    with Counting() as mode, autocast(device):
+        model(x)
+    assert mode.calls == 4
+    with autocast(device):
+        assert type(model(x.as_subclass(Meta))) is Meta

@@ -8,6 +8,7 @@ and gathers the parameters of other blocks as it likes, so a group ends with its
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -39,21 +40,22 @@ class Groups:
 
     def after(self, first: Tensor) -> list[Tensor]:
         """Those that came after ``first``, and that can be converted along with it."""
-        found = [ref() for ref in self._after.get(first, ())]
-        return [p for p in found if p is not None and _is_like(p, first)]
+        return [p for p in alive(self._after.get(first, ())) if _is_like(p, first)]
 
-    def learn(self, first: Tensor, after: list[Tensor]) -> None:
+    def learn(self, first: Tensor, after: Iterable[weakref.ref[Tensor]]) -> None:
         """They came after ``first``."""
-        self._after[first] = [weakref.ref(p) for p in after]
+        self._after[first] = list(after)
+
+
+def alive(refs: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
+    """Those that are still there."""
+    return [p for ref in refs if (p := ref()) is not None]
 
 
 def _is_like(p: Tensor, first: Tensor) -> bool:
-    """Not if it has moved, or is sharded or offloaded now."""
-    return type(p) is type(first) and (p.device, p.dtype) == (first.device, first.dtype) and _is_there(p)
-
-
-def _is_there(p: Tensor) -> bool:
-    return p.untyped_storage().nbytes() > 0
+    """Not if it has moved, is sharded or offloaded now, or lies in a buffer that others write to."""
+    is_own = p.untyped_storage().nbytes() == p.nbytes
+    return type(p) is type(first) and (p.device, p.dtype) == (first.device, first.dtype) and is_own
 
 
 class Ahead:
@@ -67,8 +69,8 @@ class Ahead:
         self._groups = groups
         self._where: Any = None
         self._ready: dict[int, Low] = {}
-        self._first: Any = None
-        self._group: list[Tensor] = []
+        self._first: weakref.ref[Tensor] | None = None
+        self._group: list[weakref.ref[Tensor]] = []  # an error in backward leaves this behind
 
     def low(self, p: Tensor, dtype: torch.dtype, where: Any) -> Tensor:
         """Converts a parameter.
@@ -88,11 +90,12 @@ class Ahead:
         if known is not None and known.is_of(p, dtype):
             return known.tensor
         after = self._groups.after(p)
-        if after or self._first is None or sum(q.nbytes for q in (p, *self._group)) > MOST:
+        group = alive(self._group)
+        if after or self._first is None or sum(q.nbytes for q in (p, *group)) > MOST:
             self.end()
-            self._first, self._group = p, after
-        elif all(q is not p for q in self._group):
-            self._group.append(p)
+            self._first, self._group = weakref.ref(p), [weakref.ref(q) for q in after]
+        elif all(q is not p for q in group):
+            self._group.append(weakref.ref(p))
         low = [torch.empty_like(q, dtype=dtype) for q in (p, *after)]
         copy_each(low, [p, *after])
         self._ready.update({id(q): Low(made, q._version) for q, made in zip(after, low[1:], strict=True)})
@@ -100,7 +103,7 @@ class Ahead:
 
     def end(self) -> None:
         """At the end of a block, of a forward or backward: remember the group, but for what nobody needed."""
-        if self._first is not None:
-            self._groups.learn(self._first, [p for p in self._group if id(p) not in self._ready])
+        if self._first is not None and (first := self._first()) is not None:
+            self._groups.learn(first, [ref for ref in self._group if id(ref()) not in self._ready])
         self._first, self._group = None, []
         self._ready.clear()

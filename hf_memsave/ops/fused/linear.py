@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_memsave.device import current_stream
 from hf_memsave.ops.cast import is_autocast
@@ -32,9 +32,19 @@ from hf_memsave.ops.fused.kernels import can_run
 from hf_memsave.ops.once import once_differentiable
 from hf_memsave.ops.wide_product import wide_product
 from hf_memsave.tape import Tape
-from hf_memsave.tape.private import after_backward, any_autocast, backward_id, no_autocast, no_modes
-from hf_memsave.tape.special import product
+from hf_memsave.tape.private import (
+    FakeTensor,
+    after_backward,
+    any_autocast,
+    backward_id,
+    innermost_mode,
+    no_autocast,
+    no_modes,
+)
+from hf_memsave.tape.special import is_thin, product
 
+#: Types of tensors whose functions nobody overrides.
+_PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor})
 #: What the forwards, and the backwards, of all models have learned.
 _forwards, _backwards = Groups(), Groups()
 #: Of the backwards that run: what each has converted, by device and stream.
@@ -45,7 +55,7 @@ def linear(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     """The tape's handler of ``F.linear(x, weight, bias)``."""
     if not kwargs and len(args) in (2, 3):
         x, weight, bias = args if len(args) == 3 else (*args, None)
-        if _is_suited(tape, x, weight, bias):
+        if _is_suited(tape, x, weight, bias) and not is_thin(weight):
             return _called(tape, x, weight, bias, False)
     return product(tape, func, args, kwargs)
 
@@ -54,7 +64,7 @@ def addmm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     """That of ``torch.addmm(bias, x, weight)``, as GPT-2 has it."""
     if not kwargs and len(args) == 3:
         bias, x, weight = args
-        if isinstance(bias, Tensor) and bias.dim() == 1 and _is_suited(tape, x, weight, bias):
+        if isinstance(bias, Tensor) and _is_suited(tape, x, weight, bias):
             return _called(tape, x, weight, bias, True)
     return product(tape, func, args, kwargs)
 
@@ -64,18 +74,23 @@ FUNCTIONS = {F.linear: linear, torch.addmm: addmm}
 
 def _is_suited(tape: Tape, x: Any, weight: Any, bias: Any) -> bool:
     """Whether autocast is on for these, and parameters are what stock would convert for this product alone."""
-    if not any_autocast() or not isinstance(x, Tensor) or not is_autocast(x) or not tape.is_innermost():
+    if not any_autocast() or type(x) not in _PLAIN or not is_autocast(x) or not tape.is_innermost():
         return False
     if tape.head is not None and weight is tape.head.weight:  # its logits may be computed later
         return False
+    if innermost_mode() is not None or x.is_inference() or x.dim() < 2:  # a mode of somebody else wants to see the call
+        return False
     low = torch.get_autocast_dtype(x.device.type)
-    parameters = [weight] if bias is None else [weight, bias]
-    are_wide = all(
-        isinstance(p, Tensor) and p.is_leaf and p.requires_grad and p.dtype == torch.float32 and p.device == x.device
-        for p in parameters
-    )
-    is_matrix = are_wide and weight.dim() == 2 and x.dim() > 1
-    return is_matrix and x.dtype in (torch.float32, low) and low != torch.float32 and can_run(x, *parameters)
+    if low == torch.float32 or x.dtype not in (torch.float32, low) or not (_is_wide(weight, x) and weight.dim() == 2):
+        return False
+    has_bias = bias is not None
+    return (not has_bias or (_is_wide(bias, x) and bias.dim() == 1)) and can_run(x, weight, *[bias] * has_bias)
+
+
+def _is_wide(p: Any, x: Tensor) -> bool:
+    """Whether p is a trained parameter, in fp32 and where x is."""
+    is_parameter = type(p) in _PLAIN and p.is_leaf and p.requires_grad and not p.is_inference()
+    return is_parameter and p.dtype is torch.float32 and p.device == x.device and p.numel() > 0
 
 
 def _called(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None, is_turned: bool) -> Any:
@@ -83,6 +98,8 @@ def _called(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None, is_turne
     low = x if x.dtype == dtype else _input(tape, x, dtype)
     ahead: Ahead | None = tape.memo.get(Ahead)
     if ahead is None:
+        if backward_id() == -1:
+            _running.clear()  # of backwards that ended with an error
         ahead = tape.memo[Ahead] = Ahead(_forwards)
         tape.at_end.append(ahead.end)
     where = tape.block, tape.root.distrusted  # versions do not tell any more of what was converted
@@ -153,7 +170,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor, w: Tensor, b: Tensor | None,
         is_turned: bool, block: int,
     ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(low, weight)
+        ctx.save_for_backward(low, weight if ctx.needs_input_grad[0] else None)
         ctx.set_materialize_grads(False)
         ctx.x, ctx.is_turned, ctx.block, ctx.own = x.dtype, is_turned, block, weakref.ref(weight)
         return F.linear(low, w.t() if is_turned else w, b)
@@ -173,7 +190,7 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         w = _low_again(weight, ctx.own(), low.dtype, ctx.block)
         dx = wide_product(into, w.t() if ctx.is_turned else w, ctx.x).view(low.shape)
     if ctx.needs_input_grad[1]:
-        dw = wide_product(*((rows.t(), into) if ctx.is_turned else (into.t(), rows)), weight.dtype)
+        dw = wide_product(*((rows.t(), into) if ctx.is_turned else (into.t(), rows)), torch.float32)
     if ctx.needs_input_grad[2]:
-        db = into.sum(0, dtype=weight.dtype)
+        db = into.sum(0, dtype=torch.float32)
     return dx, dw, db
