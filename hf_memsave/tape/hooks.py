@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from hf_memsave.tape import prices, sweep
@@ -144,6 +145,8 @@ class Tape(Recorder):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if is_dynamo_compiling():  # a part of the model is compiled: none of this may be traced into its graph
+            return func(*args, **(kwargs or {}))
         handler = self.table.get(func)
         if handler is None:
             if kwargs and (kwargs.get("out") is not None or kwargs.get("inplace")):

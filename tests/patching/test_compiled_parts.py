@@ -1,0 +1,130 @@
+"""Models of which parts alone are compiled ("regional compilation"): nothing of the tape is traced into their graphs."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from hf_memsave import patch
+from support.families import Size, batch_for, build
+from support.helpers import assert_same_bits, random
+
+SIZE = Size(hidden=64, heads=2, layers=2, batch=2, seq=16)
+BLOCKS = ("GPT2Block", "LlamaDecoderLayer", "BertLayer")
+PARTS = {
+    "mlp": lambda name, module: name.endswith((".mlp", ".intermediate")),
+    "attention": lambda name, module: name.endswith((".attn", ".self_attn", ".attention")),
+    "norm": lambda name, module: "Norm" in type(module).__name__,
+    "block": lambda name, module: type(module).__name__ in BLOCKS,
+}
+
+
+def compiled(model, part, backend):
+    found = [module for name, module in model.named_modules() if PARTS[part](name, module)]
+    assert found
+    for module in found:
+        module.compile(backend=backend)
+    return model
+
+
+def steps(model, batch, is_autocast=False):
+    """The last loss and gradients of three steps."""
+    for _ in range(3):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+            out = model(**batch) if isinstance(batch, dict) else model(batch)
+        loss = out.loss if isinstance(batch, dict) else out.float().square().sum()
+        loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def assert_same_steps(stock, ours, batch, **options):
+    for mine, theirs in zip(steps(ours, batch, **options), steps(stock, batch, **options), strict=True):
+        assert_same_bits(mine, theirs)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_autocast", [False, True], ids=["fp32", "autocast"])
+@pytest.mark.parametrize("first", ["patched", "compiled"])
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
+def test_compiled_parts_have_stocks_bits(family, part, first, is_autocast):
+    stock = build(family, SIZE, dropout=0.0)
+    ours = copy.deepcopy(stock)
+    if first == "patched":
+        patch(ours)
+    compiled(ours, part, "aot_eager")
+    if first == "compiled":
+        patch(ours)
+    assert_same_steps(compiled(stock, part, "aot_eager"), ours, batch_for(stock, SIZE), is_autocast=is_autocast)
+
+
+class Tanh(nn.Module):
+    """GELU's approximation, near enough: a chain of functions that the tape would remake."""
+
+    def forward(self, x):
+        return 0.5 * x * (1.0 + torch.tanh(0.8 * (x + 0.04 * torch.pow(x, 3.0))))
+
+
+class Broken(nn.Module):
+    """What a graph cannot hold, between what it can."""
+
+    def forward(self, x):
+        y = torch.sigmoid(x) * x
+        torch._dynamo.graph_break()
+        return y.exp().clamp(max=3) * x
+
+
+class Writes(nn.Module):
+    """It writes to what it makes, and to what it is given."""
+
+    def forward(self, x):
+        y = x * 3
+        y.mul_(2)
+        x = x * 1
+        x.add_(y)
+        return x.sigmoid()
+
+
+class Drops(nn.Module):
+    def forward(self, x):
+        torch.manual_seed(3)
+        return nn.functional.dropout(x.relu(), 0.5)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("how", ["method", "wrapper", "function"])
+@pytest.mark.parametrize("part", [Tanh, Broken, Writes, Drops])
+def test_a_compiled_part_of_a_model_has_stocks_bits(part, how, backend):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+            own = part()
+            if how == "method":
+                own.compile(backend=backend)
+            self.parts = [
+                own if how == "method" else torch.compile(own if how == "wrapper" else own.forward, backend=backend)
+            ]
+
+        def forward(self, x):
+            return self.b(self.parts[0](self.a(x)).sin())
+
+    results = []
+    for is_patched in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Model()
+        if is_patched:
+            patch(model)
+        results.append(steps(model, random(5, 8)))
+    for mine, theirs in zip(*results, strict=True):
+        assert_same_bits(mine, theirs)
