@@ -35,7 +35,7 @@ from hf_memsave.device import current_stream, default_generator, fuses_dropout, 
 from hf_memsave.tape.codecs import coded, pack_bits, unpack_bits
 from hf_memsave.tape.handles import Ticket
 from hf_memsave.tape.hooks import Tape
-from hf_memsave.tape.private import after_backward, backward_id, in_transform
+from hf_memsave.tape.private import after_backward, backward_id, in_transform, outside_transforms
 from hf_memsave.tape.tensors import is_dense
 
 #: Of alpha dropout: what SELU saturates at, negated.
@@ -93,7 +93,7 @@ def _noise(tape: Tape, like: Tensor, shape: torch.Size, p: float, is_scaled: boo
     # Other threads draw from the model's generator too, so its state is read, and never set.
     state = torch.default_generator.get_state()
     noise = torch.empty_like(like, requires_grad=False).bernoulli_(1 - p)
-    is_drawn_again = tape.dropout == "seed" and _begins_at(state, noise, p)
+    is_drawn_again = tape.dropout == "seed" and noise.is_cpu and _begins_at(state, noise, p)
     if is_scaled:
         noise.div_(1 - p)
     stride, dtype = noise.stride(), noise.dtype
@@ -111,7 +111,7 @@ class _Private(threading.local):
     """A generator of each thread's own: what is drawn from a kept state leaves the model's alone."""
 
     def __init__(self) -> None:
-        self.generator = torch.Generator()
+        self.generator = torch.Generator("cpu")
 
     def at(self, state: Tensor) -> torch.Generator:
         return self.generator.set_state(state)
@@ -124,17 +124,19 @@ def _begins_at(state: Tensor, drawn: Tensor, p: float) -> bool:
     """Whether ``drawn`` came from ``state``: not if another thread drew between the state's reading and the draw."""
     # So many elements are drawn again that those of another draw are the same by chance once in e^32 times.
     count = min(drawn.numel(), math.ceil(16 / (p * (1 - p))))
-    again = torch.empty(count, dtype=drawn.dtype).bernoulli_(1 - p, generator=_private.at(state))
+    again = torch.empty(count, dtype=drawn.dtype, device="cpu").bernoulli_(1 - p, generator=_private.at(state))
     return torch.equal(drawn.as_strided((count,), (1,)), again)
 
 
 def _redraw(state: Tensor, shape: Any, stride: Any, dtype: torch.dtype, p: float, is_scaled: bool) -> Tensor:
-    noise = torch.empty_strided(shape, stride, dtype=dtype).bernoulli_(1 - p, generator=_private.at(state))
-    return noise.div_(1 - p) if is_scaled else noise
+    with outside_transforms():
+        noise = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+        noise.bernoulli_(1 - p, generator=_private.at(state))
+        return noise.div_(1 - p) if is_scaled else noise
 
 
 def _from_bits(bits: Tensor, shape: Any, stride: Any, dtype: torch.dtype, p: float, is_scaled: bool) -> Tensor:
-    noise = torch.empty_strided(shape, stride, dtype=dtype)
+    noise = torch.empty_strided(shape, stride, dtype=dtype, device=bits.device)
     _in_memory_order(noise).copy_(unpack_bits(bits, noise.numel()))
     return noise.div_(1 - p) if is_scaled else noise
 
@@ -225,7 +227,7 @@ def _can_redraw(x: Tensor) -> bool:
 def _drawn_again(x: Tensor, state: Tensor, p: float) -> tuple[Tensor, Tensor]:
     # The fused kernel draws from the device's default generator only: lend it the old state for one call.
     generator = default_generator(x.device)
-    with _turn:
+    with _turn, outside_transforms():
         now = generator.get_state()
         try:
             generator.set_state(state)

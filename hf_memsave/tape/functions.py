@@ -71,6 +71,14 @@ def joined(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     return new(tape, func, args, kwargs)
 
 
+def factory(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function that makes a tensor of numbers: in backward there may be another default device."""
+    out = func(*args, **kwargs)
+    if (type(out) is Tensor or type(out) is FakeTensor) and kwargs.get("out") is None:
+        tape.record(out, func, args, {**kwargs, "device": out.device})
+    return out
+
+
 def unrecorded(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function that is left to stock, or writes to what ``out=`` or ``inplace=`` says."""
     tape.before_writes(args, kwargs)
@@ -181,6 +189,7 @@ CHEAP: dict[Any, Handler] = {
     Tensor.data.__set__: assigns,
     **dict.fromkeys(_named(NEW, torch, Tensor), new),
     **dict.fromkeys(_named("cat concat concatenate stack hstack vstack".split(), torch), joined),
+    **dict.fromkeys((torch.arange, torch.zeros, torch.ones, torch.full), factory),
     **dict.fromkeys(_named(NEW_FUNCTIONAL, F), new),
     **dict.fromkeys(_named(MAY_ALIAS, torch, Tensor), may_alias),
     Tensor.__getitem__: may_alias,

@@ -210,7 +210,10 @@ def _storage(leaf: Any) -> torch.UntypedStorage | None:
         return None
     if is_traceable_wrapper_subclass(leaf):
         return None
-    return leaf.untyped_storage()
+    try:
+        return leaf.untyped_storage()
+    except NotImplementedError:  # a tensor of a torch.func transform that somebody still holds
+        return None
 
 
 def _live_tensors() -> list[Tensor]:

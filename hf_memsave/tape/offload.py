@@ -101,7 +101,7 @@ class Away:
         self._version = 0
         self._on_its_way: tuple[Tensor, Any] | None = None
         self._arrival: Any = None
-        self.host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=tensor.is_cuda)
+        self.host = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=tensor.is_cuda)
         Away.total += nbytes
         Away.moved += nbytes
         weakref.finalize(self, _gone, nbytes)

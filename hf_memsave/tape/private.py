@@ -172,6 +172,20 @@ def without_hooks(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
             leaf._backward_hooks = hooks
 
 
+@contextlib.contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Without the ``torch.func`` transforms that run, and the vmap of ``is_grads_batched``, where nothing is drawn."""
+    levels = torch._C._vmapmode_increment_nesting()
+    for _ in range(levels):
+        torch._C._vmapmode_decrement_nesting()
+    try:
+        with torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        for _ in range(levels - 1):
+            torch._C._vmapmode_increment_nesting()
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Have ``callback`` called when the backward that runs now ends."""
     Variable._execution_engine.queue_callback(callback)

@@ -1,4 +1,4 @@
-"""Models of which parts alone are compiled ("regional compilation"): nothing of the tape is traced into their graphs."""
+"""Models of which parts alone are compiled, "regional compilation": nothing of the tape gets into their graphs."""
 
 import copy
 
