@@ -6,6 +6,7 @@ on which :mod:`hf_memsave.measure` runs a model for its memory, whose tensors ha
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +36,17 @@ def has_kernels(x: Tensor) -> bool:
 
 def has_wide_products(x: Tensor) -> bool:
     """Whether a product of bf16 or fp16 there can be given in fp32: ``torch.mm(..., out_dtype=)``."""
-    return x.device.type in _AS_CUDA
+    return x.device.type == STAND_IN or (x.device.type in _AS_CUDA and _gives_wide_products(x.device, x.dtype))
+
+
+@functools.cache
+def _gives_wide_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tried once: not before torch 2.8, nor by every build for AMD's devices."""
+    x = torch.zeros(16, 16, device=device, dtype=dtype)
+    try:
+        return torch.mm(x, x, out_dtype=torch.float32).dtype == torch.float32
+    except (TypeError, RuntimeError):
+        return False
 
 
 def has_numbers(x: Tensor) -> bool:

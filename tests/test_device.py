@@ -42,6 +42,21 @@ def test_a_cpu_does_as_cpus_do():
         assert not ask.widens(x)
 
 
+@pytest.mark.parametrize("error", [None, TypeError("out_dtype"), RuntimeError("not here")], ids=str)
+def test_wide_products_are_tried_where_a_device_may_have_them(monkeypatch, error):
+    def mm(a, b, out_dtype):
+        if error is not None:
+            raise error
+        return (a @ b).to(out_dtype)
+
+    monkeypatch.setattr(ask, "_AS_CUDA", frozenset({"cpu"}))
+    monkeypatch.setattr(torch, "mm", mm)
+    ask._gives_wide_products.cache_clear()
+    x = torch.ones(2, 2, dtype=torch.bfloat16)
+    assert ask.has_wide_products(x) == (error is None)
+    ask._gives_wide_products.cache_clear()
+
+
 @pytest.mark.parametrize("offset", range(8))
 def test_alignment_is_that_of_the_first_element(offset):
     assert ask.is_aligned(torch.empty(16)[offset:], 16) == (offset % 4 == 0)

@@ -10,7 +10,8 @@ Launches beside the products::
     here     x̃, once for all that take x;  W̃ and b̃, at once for linears that come after each other;  W̃ again;  Σ
 
 Kept for backward: x̃, or what it was made from; stock keeps W̃ too. The products add up in fp32 and give dx and dW as
-they are, where stock rounds both to autocast's dtype first. Gradients of gradients are refused.
+they are, where stock rounds both to autocast's dtype first. Gradients of gradients are refused. Shared conversions see
+what autograd's versions and the tape see of writes in between, and no write through an alias of NumPy's or the like.
 Source: Micikevicius et al. (2018), arXiv:1710.03740.
 """
 
