@@ -117,6 +117,10 @@ class Shared(Handle):
             out.record_stream(now)
 
 
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
 def _drop(shared: weakref.ref[Shared]) -> None:
     if (alive := shared()) is not None:
         alive.out = None
@@ -132,11 +136,13 @@ class Node(Shared):
         reads: Storages of parameters that it reads, or nodes that it builds on: FSDP2 may free them.
         dtype: Of what it gives; None where that is known by itself.
         is_lossy: What it gives is not the tensor to the bit.
+        via: The node that gives the same tensor, if this one has given way.
     """
 
     args: Any = ()
     kwargs: Any = None
     fixed: Handle | None = None
+    via: Node | None = None
     work = 1
     is_lossy = False
     reads: tuple[Any, ...] = ()
@@ -196,6 +202,15 @@ class Node(Shared):
             return self._run()
         finally:
             torch.set_default_dtype(now)
+
+    def nbytes_kept(self) -> int:
+        """Of the tensors that it is made from and that it holds itself."""
+        return sum(a.tensor.nbytes for a in self.args if type(a) is Held and a.tensor is not None)
+
+    def is_given_by(self, node: Node, tensor: Tensor) -> None:
+        """Let go of all, and give what ``node`` gives: the same tensor."""
+        self.func, self.args, self.kwargs, self.via = _same, [Ticket(node, tensor)], None, node
+        self.builds_on(node)
 
     def fix(self, handle: Handle) -> None:
         """Give what ``handle`` does from now on, and let go of the arguments."""

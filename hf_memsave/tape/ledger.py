@@ -7,7 +7,6 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 from hf_memsave.tape.record import Record
-from hf_memsave.tape.stand_ins import StandIn
 
 
 class _Asked(NamedTuple):
@@ -63,7 +62,7 @@ class Ledger:
                 self.avoided[made_by] += nbytes
         for handle_of, nbytes, name in self._small:
             handle = handle_of()
-            if handle is not None and not (isinstance(handle, StandIn) and handle.via is not None):
+            if handle is not None and getattr(handle, "via", None) is None:
                 self.kept[name] += nbytes
                 self.avoided[name] -= nbytes
         self._asked, self._small = {}, []

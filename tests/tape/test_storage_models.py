@@ -2,16 +2,18 @@
 
 import copy
 import pickle
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, CLIPVisionConfig, CLIPVisionModel
 
 from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch
 from hf_memsave.tape.quantize import FORMATS
 from support.families import Size, batch_for, build
-from support.helpers import only_on_cpu
+from support.helpers import only_on_cpu, random
 from support.steps import assert_same, gradients, state_of, step
 
 SIZE = Size(hidden=64, heads=4, layers=2, batch=4, seq=64)
@@ -40,7 +42,7 @@ def error(got, exact):
 
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", ["bert", "llama", "t5-encoder"])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5-encoder"])
 def test_families_keep_less_and_err_little(device, family, dtype):
     model = build(family, SIZE, dtype).to(device)
     batch = batch_for(model, SIZE)
@@ -169,3 +171,31 @@ def test_undo_copies_and_the_report(device):
     patch(model, MemSaveConfig(storage="int4"), replace=True).undo()
     assert states(model) == before
     assert_same(step(model, batch), stock)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_activation_written_out_is_coded_once(device, kind):
+    only_on_cpu(device, "what SDPA keeps")
+
+    def per_layer(make):
+        totals = []
+        for layers in (1, 3):
+            model, batch = make(layers)
+            patch(model, MemSaveConfig(storage=kind))
+            totals.append(measure_kept(model, batch, lambda model=model, **b: model(**b)[0].sum()).total)
+        return (totals[1] - totals[0]) / 2
+
+    def family(name, layers):
+        size = replace(SIZE, layers=layers)
+        model = build(name, size, dropout=0.0).base_model
+        return model, {"input_ids": batch_for(build(name, size), size)["input_ids"]}
+
+    def clip(act, layers):
+        options = dict(hidden_size=64, intermediate_size=256, num_attention_heads=4, image_size=32, patch_size=4)
+        model = CLIPVisionModel(CLIPVisionConfig(num_hidden_layers=layers, hidden_act=act, **options)).train()
+        return model, {"pixel_values": random(4, 3, 32, 32)}
+
+    bert, gpt2 = (per_layer(partial(family, name)) for name in ("bert", "gpt2"))
+    assert gpt2 <= 1.03 * bert
+    quick, gelu = (per_layer(partial(clip, act)) for act in ("quick_gelu", "gelu"))
+    assert quick <= 1.03 * gelu
