@@ -125,7 +125,10 @@ def _begins_at(state: Tensor, drawn: Tensor, p: float) -> bool:
     # So many elements are drawn again that those of another draw are the same by chance once in e^32 times.
     count = min(drawn.numel(), math.ceil(16 / (p * (1 - p))))
     again = torch.empty(count, dtype=drawn.dtype, device="cpu").bernoulli_(1 - p, generator=_private.at(state))
-    return torch.equal(drawn.as_strided((count,), (1,)), again)
+    try:
+        return torch.equal(drawn.as_strided((count,), (1,)), again)
+    except RuntimeError:  # a fake tensor, or one that is traced: it has no numbers
+        return False
 
 
 def _redraw(state: Tensor, shape: Any, stride: Any, dtype: torch.dtype, p: float, is_scaled: bool) -> Tensor:

@@ -27,6 +27,7 @@ from hf_memsave.tape.handles import Handle, Held, Lent, Ticket
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.private import (
     OPS,
+    compile_nothing_of,
     in_transform,
     innermost_hooks,
     innermost_mode,
@@ -293,3 +294,6 @@ class Tape(Recorder):
         if record is None:
             return tensor.numel() * tensor.itemsize
         return sum(prices.price_of(self, tensor, record, tensor.untyped_storage())[0].values())
+
+
+compile_nothing_of(Tape.__torch_function__, Tape.pack)

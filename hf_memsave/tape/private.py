@@ -191,6 +191,17 @@ def after_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+def compile_nothing_of(*functions: Callable[..., Any]) -> None:
+    """Have Dynamo begin no graph at these, nor at what they call; torch versions that cannot are left as they are."""
+    frames = torch._C._dynamo.eval_frame
+    try:
+        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        for function in functions:
+            frames.set_code_exec_strategy(function.__code__, skip)
+    except AttributeError:
+        pass
+
+
 def innermost_mode() -> TorchFunctionMode | None:
     """The function mode innermost on this thread."""
     return torch.overrides._get_current_function_mode()

@@ -4,7 +4,10 @@ import copy
 
 import pytest
 import torch
+import torch._functorch.config as partitioner
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from hf_memsave import patch
 from support.families import Size, batch_for, build
@@ -128,3 +131,54 @@ def test_a_compiled_part_of_a_model_has_stocks_bits(part, how, backend):
         results.append(steps(model, random(5, 8)))
     for mine, theirs in zip(*results, strict=True):
         assert_same_bits(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [lambda: nn.BatchNorm1d(8), lambda: nn.LayerNorm(8), lambda: nn.Linear(8, 8), lambda: nn.Sequential(nn.GELU())],
+)
+def test_no_more_is_compiled_than_in_stock(part):
+    found = []
+    for is_patched in (False, True):
+        torch._dynamo.reset()
+        graphs = []
+
+        def count(graph, inputs, graphs=graphs):
+            graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+            return graph.forward
+
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), part(), nn.Linear(8, 8))
+        if is_patched:
+            patch(model)
+        model[1].compile(backend=count)
+        found.append((graphs, steps(model, random(4, 8))))
+    (stock, theirs), (ours, mine) = found
+    assert len(ours) <= len(stock) + isinstance(model[1], nn.LayerNorm)  # which any function mode gives one
+    for a, b in zip(mine, theirs, strict=True):
+        assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_export_leaves_the_partitioners_budget(strict):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    patch(model)
+    before = partitioner.activation_memory_budget
+    torch.export.export(model, (random(4, 8),), strict=strict)
+    assert partitioner.activation_memory_budget == before
+
+
+@pytest.mark.parametrize("trace", [make_fx, None], ids=["make_fx", "fake"])
+def test_a_model_with_dropout_is_traced(trace):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Tanh(), nn.Linear(64, 64))
+    patch(model)
+    if trace is not None:
+        assert trace(model)(random(50, 64)).code
+        return
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(random(50, 64))
+        model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Tanh(), nn.Linear(64, 64))
+        patch(model)
+        y = model(fake)
+        y.sum().backward()
+    assert model[0].weight.grad.shape == (64, 64)
