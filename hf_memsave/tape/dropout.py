@@ -35,7 +35,7 @@ from hf_memsave.device import current_stream, default_generator, fuses_dropout, 
 from hf_memsave.tape.codecs import coded, pack_bits, unpack_bits
 from hf_memsave.tape.handles import Ticket
 from hf_memsave.tape.hooks import Tape
-from hf_memsave.tape.private import after_backward, backward_id, in_transform, outside_transforms
+from hf_memsave.tape.private import after_backward, backward_id, has_numbers, in_transform, outside_transforms
 from hf_memsave.tape.tensors import is_dense
 
 #: Of alpha dropout: what SELU saturates at, negated.
@@ -127,7 +127,9 @@ def _begins_at(state: Tensor, drawn: Tensor, p: float) -> bool:
     again = torch.empty(count, dtype=drawn.dtype, device="cpu").bernoulli_(1 - p, generator=_private.at(state))
     try:
         return torch.equal(drawn.as_strided((count,), (1,)), again)
-    except RuntimeError:  # a fake tensor, or one that is traced: it has no numbers
+    except RuntimeError:
+        if has_numbers(drawn):
+            raise
         return False
 
 
