@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_memsave import MemSaveConfig, device, patch
+from hf_memsave import MemSaveConfig, patch
 from hf_memsave.device import STAND_IN
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure import fake_device as module
@@ -17,7 +17,7 @@ from hf_memsave.measure.fake_device import STATE_BYTES, fake_device, to_fake
 from hf_memsave.measure.inputs import forward_of
 from hf_memsave.measure.kernels import attention, chosen
 from hf_memsave.measure.private import data_errors
-from hf_memsave.ops import norm_columns
+from hf_memsave.ops import output_norm
 from hf_memsave.tape import attention as tape_attention
 from hf_memsave.tape import measure_kept
 from support.fake import ATTENTION, Counted, NoTransfers, kept_on_fake, on_fake, u_on_fake
@@ -79,31 +79,16 @@ def test_a_step_makes_the_host_wait_for_nothing(family, preset):
         assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
-@pytest.mark.parametrize("family", ["bert", "llama", "t5-decoder"])
-def test_output_norms_wait_in_their_first_step_alone(monkeypatch, family):
-    sent, found, find = [], [], norm_columns._find
-    monkeypatch.setattr(device, "later", lambda x: sent.append(x) or (lambda: x))
-    monkeypatch.setattr(norm_columns, "_told", lambda rooms, widths, is_needed: None)  # there are no numbers to tell
-    monkeypatch.setattr(norm_columns, "_find", lambda modules: found.append(len(modules)) or find(modules))
-    with on_fake(lambda: build(family, QUOTED, torch.bfloat16)) as (model, batch):
+def test_norms_ask_together_once_a_forward(monkeypatch):
+    asked, ask = [], output_norm._ask
+    monkeypatch.setattr(output_norm, "_ask", lambda norms: asked.append(len(norms)) or ask(norms))
+    with on_fake(lambda: build("bert", QUOTED, torch.bfloat16)) as (model, batch):
         patch(model, MemSaveConfig(norm="output"))
-        optimizer = torch.optim.AdamW(model.parameters(), fused=False, foreach=False)
-        forward_of(model, None)(**batch).loss.backward()
-        optimizer.step()
-        number, found[:] = len(found), []
-        monkeypatch.setattr(norm_columns, "has_numbers", lambda x: True)  # from now on it may be asked
-        for _ in range(3):
-            optimizer.zero_grad()
-            with NoTransfers():
-                forward_of(model, None)(**batch).loss.backward()
-                optimizer.step()
-        assert found == 3 * [number]
-        assert len(sent) == 3
-        with torch.no_grad():
-            for p in model.parameters():
-                p.zero_()
-        with pytest.raises((*data_errors(), RuntimeError)):  # changed by hand: it would wait
-            forward_of(model, None)(**batch)
+        number = sum(isinstance(module, nn.LayerNorm) for module in model.modules())
+        model(**batch)
+        assert asked == number * [1]
+        model(**batch)
+        assert asked[number:] == [number]
 
 
 @pytest.mark.long

@@ -1,5 +1,6 @@
 """``norm="output"``: stock's forward, and gradients from the output that are no worse than twice stock's error."""
 
+import weakref
 from functools import partial
 
 import pytest
@@ -7,10 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from hf_memsave.errors import KeptTensorChangedError
-from hf_memsave.ops.norm_columns import in_need
-from hf_memsave.ops.output_norm import kept_bytes, layer_normed, output_norm, rms_normed
+from hf_memsave.ops import output_norm as output_norm_file
+from hf_memsave.ops.output_norm import OUTPUT_NORM, in_need, kept_bytes, layer_normed, output_norm, rms_normed
+from hf_memsave.patching.swap import Patch
 from support.helpers import (
     LAYOUTS,
     assert_backward_twice,
@@ -24,10 +28,11 @@ from support.helpers import (
     run,
     taping,
 )
-from support.norms import EPS, KINDS, from_output, module_of, plain, vectors
 
+EPS = 1e-6
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HALVES = DTYPES[1:]
+KINDS = {"layer_norm": nn.LayerNorm, "rms_norm": LlamaRMSNorm, "t5_layer_norm": T5LayerNorm}
 #: How much of dy is x̂: see the op's docstring on what lies beyond.
 CORRELATIONS = (0.0, 0.5, 0.7)
 WITHOUT_BIAS = (("rms_norm", 0), ("t5_layer_norm", 0))
@@ -37,6 +42,40 @@ GAMMAS = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 0.0, "mixed")
 @pytest.fixture(params=KINDS)
 def kind(request):
     return request.param
+
+
+def module_of(kind, weight, bias=None):
+    """Stock's norm with these parameters."""
+    module = KINDS[kind](weight.shape[0], eps=EPS).to(weight)
+    module.weight.data.copy_(weight)
+    if kind == "layer_norm":
+        module.bias.data.copy_(torch.zeros_like(weight) if bias is None else bias)
+    return module
+
+
+def plain(kind, device="cpu", dtype=torch.float32, width=16, keeps=0):
+    """A norm whose first ``keeps`` columns have too large a β, or a γ of 0."""
+    weight, bias = 1 + 0.1 * random(width, seed=3), 0.3 * random(width, seed=4).clamp(-2, 2)
+    weight[:keeps], bias[:keeps] = (1, 10) if kind == "layer_norm" else (0, 0)
+    return module_of(kind, weight.to(device, dtype), bias.to(device, dtype))
+
+
+def from_output(module):
+    """``module`` as patched with ``norm="output"``."""
+    return partial(OUTPUT_NORM.forward, module, Patch(type(module), op="output_norm", value="output"))
+
+
+def vectors(ratio, gamma, width, dtype, device):
+    """γ and β with |β/γ| about ``ratio``; "mixed" has columns of each kind, few enough to keep their inputs."""
+    weight, sign = 1 + 0.1 * random(width, seed=1), random(width, seed=2).sign()
+    if gamma == "mixed":
+        bias = min(ratio, 1) * weight * sign
+        bias[::16] *= max(ratio, 1)
+        weight[1::32] = 0
+    else:
+        bias = ratio * weight * sign * (gamma or 1)
+        weight *= gamma
+    return weight.to(device, dtype), bias.to(device, dtype)
 
 
 def true_norm(kind, x, weight, bias=None):
@@ -115,6 +154,68 @@ def test_output_norm_would_be_wrong_if_no_column_kept_its_input(device):
 
     assert worst(None) > 50
     assert worst(in_need(module.weight, module.bias)) < 2
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """How many norms each transfer told of, where the host waits for the device as for CUDA."""
+    numbers, ask = [], output_norm_file._ask
+    monkeypatch.setattr(output_norm_file, "waits", lambda x: True)
+    monkeypatch.setattr(output_norm_file, "_asking", weakref.WeakSet())
+    monkeypatch.setattr(output_norm_file, "_ask", lambda norms: numbers.append(len(norms)) or ask(norms))
+    return numbers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_norms_that_ask_together_find_what_each_would(asked, kind):
+    modules = [module_of(kind, *vectors(10.0 if kind == "layer_norm" else 0, "mixed", 64, torch.float32, "cpu"))]
+    modules += [plain(kind, width=32, keeps=n) for n in (0, 2)]
+    for _ in range(2):
+        with taping():
+            for module in modules:
+                bias = getattr(module, "bias", None)
+                assert_same_bits(output_norm_file._columns(module, module.weight, bias), in_need(module.weight, bias))
+    assert asked == [1, 1, 1, 3]
+
+
+def test_a_norm_that_changes_asks_again(asked):
+    module = plain("rms_norm")
+    x = random(4, 16).requires_grad_()
+    with taping():
+        from_output(module)(x)
+        with torch.no_grad():
+            module.weight[3] = 0
+        y = from_output(module)(x)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert asked == [1, 1]
+    assert dx.isfinite().all()
+
+
+def test_nothing_is_asked_where_nobody_differentiates(asked, monkeypatch):
+    monkeypatch.setattr(output_norm_file, "in_need", lambda weight, bias: asked.append(None))
+    module, x = plain("rms_norm"), random(4, 16)
+    with torch.no_grad():
+        y = from_output(module)(x)
+    assert_same_bits(y, module(x))
+    assert not asked
+
+
+def test_one_of_another_dtype_or_sharded_is_not_asked(asked):
+    here, low, elsewhere, freed = (plain("rms_norm", dtype=d) for d in (*DTYPES[:2], *2 * DTYPES[:1]))
+    elsewhere.to("meta")
+    freed.weight.untyped_storage().resize_(0)
+    output_norm_file._asking.update((low, elsewhere, freed))
+    with taping():
+        output_norm_file._columns(here, here.weight, None)
+    assert asked == [1]
+
+
+def test_output_norm_finds_the_columns_in_need():
+    tiny = torch.finfo(torch.float16).tiny
+    weight = torch.tensor([1, -1, 1, -1, 0, 4 * tiny, 8 * tiny, float("nan"), 1], dtype=torch.float16)
+    bias = torch.tensor([1, -1, 1.01, -1.01, 0, 0, 0, 0, float("nan")], dtype=torch.float16)
+    assert in_need(weight, bias).tolist() == [2, 3, 4, 5, 7, 8]
+    assert in_need(weight, None).tolist() == [4, 5, 7]
 
 
 @pytest.mark.parametrize("keeps", [0, 1, 2])
