@@ -1,11 +1,27 @@
-"""What tests of the chunked loss share."""
+"""What tests of the chunked loss share, and those of fused linears."""
+
+from collections import Counter
 
 import pytest
 
 from hf_memsave.ops import chunked_loss
+from hf_memsave.ops.fused import ahead
 from support.accuracy import SMALL
 
 
 @pytest.fixture
 def small_chunks(monkeypatch):
     monkeypatch.setattr(chunked_loss, "CHUNK", SMALL)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """How many parameters each conversion made, and how many products were ours."""
+    found, copy_each = Counter(), ahead.copy_each
+
+    def counting(low, high):
+        found[len(low)] += 1
+        copy_each(low, high)
+
+    monkeypatch.setattr(ahead, "copy_each", counting)
+    return found

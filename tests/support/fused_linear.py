@@ -1,0 +1,72 @@
+"""Models of linears under autocast, patched with kernels, and a step of them next to stock's."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from hf_memsave import MemSaveConfig, patch
+from support.helpers import assert_same_bits
+
+TRITON = MemSaveConfig(backend="triton")
+LOW = torch.bfloat16
+
+
+def autocast(device, **options):
+    return torch.autocast(torch.device(device).type, LOW, **options)
+
+
+def net(device, *layers):
+    torch.manual_seed(0)
+    return nn.Sequential(*layers).to(device)
+
+
+class Attention(nn.Module):
+    """Three linears of one input, and one of their sum; ``between`` runs before the second."""
+
+    def __init__(self, between=lambda module, x: None, make=nn.Linear):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (make(24, 24) for _ in range(4))
+        self.between = between
+
+    def forward(self, x):
+        q = self.q(x)
+        self.between(self, x)
+        return self.o((q * self.k(x)).tanh() + self.v(x))
+
+
+def step(model, x, device, **options):
+    """The result in fp32, and the gradients of the input and of all parameters."""
+    model.zero_grad()
+    x = x.detach().clone().requires_grad_()
+    with autocast(device, **options):
+        y = model(x * 1.5).float()
+    y.cos().sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+def far(found, exact):
+    return [float((a.double() - b).norm() / (b.norm() or 1)) for a, b in zip(found, exact, strict=True)]
+
+
+def patched(model):
+    ours = copy.deepcopy(model)
+    patch(ours, TRITON)
+    return ours
+
+
+def assert_same_step(model, x, device, times=3, **options):
+    """The same bits forward, and gradients that differ by stock's rounding to 16 bits."""
+    ours = patched(model)
+    for _ in range(times):
+        stock = step(model, x, device, **options)
+        got = step(ours, x, device, **options)
+        assert_same_bits(got[0], stock[0])
+        assert [g.dtype for g in got] == [s.dtype for s in stock]
+        for mine, theirs in zip(got[1:], stock[1:], strict=True):
+            torch.testing.assert_close(
+                mine, theirs, rtol=0.03, atol=0.03 * float(theirs.abs().amax() if theirs.numel() else 0)
+            )
+    return ours
