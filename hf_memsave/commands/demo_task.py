@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ _PLACES = "harbour garden kitchen market school attic".split()
 _DEV_EXAMPLES = 500
 _VOCABULARY = 8000
 _LONGEST = 64
+_WORD = re.compile(r"\w+")
+_OTHER = "~"
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,9 @@ def _pair(rng: random.Random) -> tuple[str, str, int]:
 def glue_task(data_dir: Path, train_examples: int) -> DemoTask:
     """The pairs or sentences of a folder of official GLUE files.
 
+    Words of a pair that the other text lacks are one word: no model learns from random weights and a few thousand pairs
+    what words mean, but one can learn how much two texts have in common.
+
     Args:
         data_dir: The folder; its name or columns tell the task.
         train_examples: The most to train on.
@@ -98,14 +104,23 @@ def glue_task(data_dir: Path, train_examples: int) -> DemoTask:
     used, total = min(train_examples, len(train)), f"{len(train):,} and {len(dev):,}"
     train, dev = train.select(range(used)), dev.select(range(min(_DEV_EXAMPLES, len(dev))))
     texts = tuple([*train[column], *dev[column]] for column in task.text_columns)
+    limits = f"Used: the first {used:,} training and {len(dev):,} dev examples of {total}, cut to {_LONGEST} tokens."
+    if len(texts) == 2:
+        texts = tuple([*map(_shared, these, others)] for these, others in (texts, texts[::-1]))
+        limits += f' "{_OTHER}" stands for each word that the other text lacks.'
     return _encoded(
         f"{task.folder} from {data_dir}",
-        f"Used: the first {used:,} training and {len(dev):,} dev examples of {total}, cut to {_LONGEST} tokens.",
+        limits,
         len(task.labels),
         texts,
         [*train["label"], *dev["label"]],
         used,
     )
+
+
+def _shared(text: str, other: str) -> str:
+    words = {*_WORD.findall(other.lower())}
+    return _WORD.sub(lambda word: word[0] if word[0].lower() in words else _OTHER, text)
 
 
 def _encoded(
