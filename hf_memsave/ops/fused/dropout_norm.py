@@ -29,6 +29,7 @@ from hf_memsave.ops.once import once_differentiable
 from hf_memsave.ops.op import Op, is_parametrized
 from hf_memsave.tape import current
 from hf_memsave.tape.copies import copy_all
+from hf_memsave.tape.private import no_modes
 
 #: Elements of a row that a program of the kernel can hold.
 _MOST = 65536
@@ -61,11 +62,12 @@ def _called(
     low = None if tape is None else low
     y, h, y_low, mean, rstd = once_each(_DropoutNorm, (None,) * 5, *tensors, eps, p, seed, out, low)
     if tape is not None:
-        copy_all(tape, [weight, bias])
-        tape.record(h, partial(_sum_again, eps=eps, p=p, seed=seed), (x, residual, weight, bias))
-        tape.record(y, partial(_norm_again, out=out), (h, weight, bias, mean, rstd))
-        if low is not None:
-            give_low(tape, y, y_low, (partial(_norm_again, out=low), (h, weight, bias, mean, rstd)))
+        with no_modes():
+            copy_all(tape, [weight, bias])
+            tape.record(h, partial(_sum_again, eps=eps, p=p, seed=seed), (x, residual, weight, bias))
+            tape.record(y, partial(_norm_again, out=out), (h, weight, bias, mean, rstd))
+            if low is not None:
+                give_low(tape, y, y_low, (partial(_norm_again, out=low), (h, weight, bias, mean, rstd)))
     return y
 
 

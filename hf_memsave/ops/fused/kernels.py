@@ -76,8 +76,8 @@ def once(function: Any, remake: Callable[..., Tensor], *args: Any) -> Tensor:
     """
     with no_modes():
         out: Tensor = function.apply(*args)
-    if (tape := current()) is not None:
-        tape.record(out, remake, tuple([a for a in args if isinstance(a, Tensor)]))
+        if (tape := current()) is not None:
+            tape.record(out, remake, tuple([a for a in args if isinstance(a, Tensor)]))
     return out
 
 
@@ -96,10 +96,10 @@ def once_each(
     """
     with no_modes():
         found = function.apply(*args)
-    if (tape := current()) is not None:
-        for out, how in zip(found, made, strict=True):
-            if how is not None and out is not None:
-                tape.record(out, *how)
+        if (tape := current()) is not None:
+            for out, how in zip(found, made, strict=True):
+                if how is not None and out is not None:
+                    tape.record(out, *how)
     return found
 
 
