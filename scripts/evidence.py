@@ -86,6 +86,8 @@ EVIDENCE = (
     _table("leaks", "bench/leaks.py --out {out}/leaks.md", names=2, bounds={"bytes*": _BYTES}),
     _table("host-time", "bench/host_time.py --seconds 12 --out {out}", names=2,
            bounds={"limit": Bound(), "steps": MACHINE, "*ms": MACHINE, "*": _TIME}),
+    _table("fused-host-time", "bench/fused_host_time.py --out {out}", names=2,
+           bounds={"step, stock, ms": MACHINE, "*": _TIME}, quick=True),
     _table("ways-to-keep-less", "bench/ways_to_keep_less.py --out {out}", names=2,
            bounds={"time*": _TIME, "*": _BYTES}),
     _table("peak-over-training", "bench/peak_over_training.py --out {out}",
