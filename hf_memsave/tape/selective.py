@@ -5,8 +5,8 @@
     batch norm (eval)  x                                          x where the weight wants a gradient
     average pool, pad  x, for its shape                           nothing
     maximum pool       x for its shape, and indices in int64      their places in the windows, mostly a byte each
-    rectifier          y (ReLU) or x                              nothing where x is had anyway; else that tensor, where
-                                                                  another keeps it; else one bit an element
+    rectifier          y (ReLU) or x                              what x is made from, where that adds less than a bit
+                                                                  an element; else x, where another keeps it; else bits
 
 Stock's own operation runs, with its own backward, and only what it keeps is replaced: so gradients, second derivatives
 and every option of it are stock's. Exact. Source: Bhatia & Dangel (2024), 2.2.
@@ -202,12 +202,12 @@ def rectifier(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
 
 @torch.no_grad()
 def _as_side(tape: Tape, side: Side, tensor: Tensor) -> Handle | None:
-    """On which side each element lies, in one bit; None where the tensor is had anyway, or takes less than its bits."""
+    """On which side each element lies, in one bit; None where having the tensor takes less than its bits."""
     record = tape.record_of(tensor)
     if record is None or tape.is_kept(tensor) or not tensor.is_floating_point() or not is_dense(tensor):
         return None
     tape.asked.add(record.made)
-    if record.func is not None and not tape.cost(tensor):
+    if record.func is not None and tape.cost(tensor) <= tensor.numel() // 8:
         return None
     geometry = tensor.shape, tensor.stride(), tensor.dtype
     notes, key = tape.notes(tensor), (side, *geometry, tensor.storage_offset(), tensor._version)

@@ -44,6 +44,12 @@ def test_a_batch_norm_that_keeps_its_input_keeps_no_output(device, training, fro
     assert (stock, here) == (2 * N * 4 + statistics, N * 4 + statistics + copies)
 
 
+def test_a_rectifier_of_a_batch_norm_keeps_nothing_beside_the_norms_input(device):
+    """Its side is had from that and copies of the norm's weight and bias: 8 bytes a channel, where bits take 36."""
+    layer = nn.Sequential(nn.BatchNorm2d(CHANNELS), nn.ReLU6()).to(device)
+    assert kept(layer, random(*SHAPE, device=device), True, linear=False) == N * 4 + 2 * VECTOR + 2 * VECTOR
+
+
 def test_a_frozen_batch_norm_in_eval_keeps_nothing(device):
     assert both("BatchNorm2d", device, training=False) == (N * 4, 0)
     assert both("BatchNorm2d", device, training=False, linear=True)[1] <= N * 4
