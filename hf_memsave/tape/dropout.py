@@ -86,6 +86,7 @@ def alpha_dropout(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], k
 
 
 def _arguments(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: Any = None) -> Any:
+    p = float(p) if isinstance(p, Tensor) else p  # as stock reads it
     return input, p, training if train is None else train, inplace
 
 

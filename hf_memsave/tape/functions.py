@@ -14,12 +14,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import init
 from torch.nn.parameter import is_lazy
 
 from hf_memsave.device import widens
 from hf_memsave.tape.hooks import Tape
 from hf_memsave.tape.prices import CASTS
 from hf_memsave.tape.private import FakeTensor, any_autocast, c_functions
+from hf_memsave.tape.tensors import leaves
 
 Handler = Callable[[Tape, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -47,8 +49,8 @@ ACTIVATIONS = frozenset(
 #: What CUDA's autocast runs in fp32 (there is no such list of theirs on CPU).
 WIDE_ON_CUDA = frozenset(
     getattr(home, name)
-    for name in "pow rsqrt exp expm1 log log1p log2 reciprocal softmax log_softmax acos asin cosh sinh tan erfc "
-    "layer_norm rms_norm group_norm normalize softplus softmin __pow__ __rpow__".split()
+    for name in "pow rsqrt exp expm1 log log1p log2 reciprocal softmax log_softmax acos asin cosh sinh tan "
+    "layer_norm rms_norm group_norm normalize softplus softmin __pow__ __rpow__ __rdiv__ __rtruediv__".split()
     for home in (torch, Tensor, F)
     if hasattr(home, name)
 )
@@ -113,10 +115,12 @@ def may_write(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
 
 def writes(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function that writes to its first argument."""
-    target = args[0] if args else kwargs.get("input")
+    target = args[0] if args else kwargs.get("input", kwargs.get("tensor"))
     if not isinstance(target, Tensor) or target.is_inference():
         return func(*args, **kwargs)
     tape.before_write(target)
+    if tape.hides(target):
+        tape.distrust(target)
     version = target._version
     out = func(*args, **kwargs)
     if target._version == version:  # ``apply_`` and ``map_``
@@ -128,6 +132,24 @@ def write_all(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
     """A function that writes to all tensors of its first argument, a list."""
     for target in args[0] if args else kwargs.get("self", ()):
         tape.before_write(target)
+        if tape.hides(target):
+            tape.distrust(target)
+    return func(*args, **kwargs)
+
+
+def writes_unseen(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An optimizer's step in one function: no version tells of any tensor in its lists."""
+    for target in leaves(args, kwargs):
+        tape.before_write(target)
+        tape.distrust(target)
+    return func(*args, **kwargs)
+
+
+def embedding(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``F.embedding`` and ``F.embedding_bag``, which write to long rows of the weight where ``max_norm`` is given."""
+    weight = args[1] if len(args) > 1 else kwargs.get("weight")
+    if (kwargs.get("max_norm") if len(args) < 4 else args[3]) is not None and isinstance(weight, Tensor):
+        tape.before_write(weight)
     return func(*args, **kwargs)
 
 
@@ -138,17 +160,23 @@ def escapes(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     if isinstance(args[0], nn.Parameter) and type(args[0]) is not nn.Parameter:
         return args[0].detach()  # a quantized weight, dequantized from its ``.data``: its version must go on telling
     tape.before_write(args[0])
-    tape.distrust(args[0])
+    tape.escapes(args[0])
     return func(*args, **kwargs)
 
 
 def wide_on_cuda(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function that CUDA's autocast runs in fp32: its conversion made where it can be recorded."""
-    x = args[0] if args else None
-    if any_autocast() and isinstance(x, Tensor) and widens(x):
-        if x.dtype in (torch.float16, torch.bfloat16):
-            args = (tape.call(Tensor.to, x, torch.float32), *args[1:])
+    """A function that CUDA's autocast runs in fp32: its conversions made where they can be recorded."""
+    if any_autocast():
+        x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+        if x is not None and widens(x):
+            args = tuple([_wide(tape, a) for a in reversed(args)][::-1])  # in the order of autocast's own conversions
+            kwargs = {name: _wide(tape, a) for name, a in kwargs.items()}
     return new(tape, func, args, kwargs)
+
+
+def _wide(tape: Tape, argument: Any) -> Any:
+    is_low = isinstance(argument, Tensor) and argument.dtype in (torch.float16, torch.bfloat16)
+    return tape.call(Tensor.to, argument, torch.float32) if is_low else argument
 
 
 def assigns(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -157,12 +185,12 @@ def assigns(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
         return func(*args, **kwargs)
     tape.before_write(args[0])
     func(*args, **kwargs)
-    tape.distrust(args[0])
+    tape.escapes(args[0])
     return None
 
 
-assigns.is_write = True  # type: ignore[attr-defined]
-writes.is_write = write_all.is_write = escapes.is_write = True  # type: ignore[attr-defined]
+for handler in (writes, write_all, writes_unseen, embedding, escapes, assigns):
+    handler.is_write = True  # type: ignore[attr-defined]
 
 
 def _named(names: list[str], *homes: Any) -> Iterator[Any]:
@@ -173,18 +201,22 @@ def _named(names: list[str], *homes: Any) -> Iterator[Any]:
 
 
 _IN_PLACE = [name for name in dir(Tensor) if name.endswith("_") and not name.endswith("__")]
-_IN_PLACE += [name for home in (torch, F, c_functions) for name in dir(home) if name.endswith("_") and name[0] != "_"]
+_HOMES = torch, F, c_functions, init
+_IN_PLACE += [name for home in _HOMES for name in dir(home) if name.endswith("_") and name[0] != "_"]
 _IN_PLACE = sorted({*_IN_PLACE} - {"requires_grad_", "detach_", "share_memory_"})
 _IN_PLACE += [name for name in dir(Tensor) if name.startswith("__i") and name[3:-2] in
               "add sub mul div truediv floordiv mod pow and or xor lshift rshift".split()]  # fmt: skip
 _WRITE_ALL = [name for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")]
+_WRITE_UNSEEN = [name for name in dir(torch) if name.startswith(("_fused_", "_amp_")) and name.endswith("_")]
 _HAVE_INPLACE = [getattr(F, n) for n in "silu elu selu celu mish hardswish hardsigmoid".split()]
 
 #: Function -> handler; what a configuration leaves out is taken from it.
 CHEAP: dict[Any, Handler] = {
-    **dict.fromkeys(_named(_IN_PLACE, Tensor, torch, F, c_functions), writes),
+    **dict.fromkeys(_named(_IN_PLACE, Tensor, *_HOMES), writes),
     **dict.fromkeys(_named(_WRITE_ALL, torch), write_all),
+    **dict.fromkeys(_named(_WRITE_UNSEEN, torch), writes_unseen),
     Tensor.__setitem__: writes,
+    **dict.fromkeys((F.embedding, F.embedding_bag), embedding),
     Tensor.data.__get__: escapes,
     Tensor.data.__set__: assigns,
     **dict.fromkeys(_named(NEW, torch, Tensor), new),

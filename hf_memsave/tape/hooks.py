@@ -129,12 +129,13 @@ class Tape(Recorder):
         for ref in self._noted:
             if (record := ref()) is not None:
                 record.notes = None
+        self._mark_again()
         self.memo.clear()
         self.casts.clear()
         self.copies.clear()
         self._readers.clear()
         # Storages that live on know the tape: it must not hold what knows them.
-        self.outer = self.ledger = self.codec = self._root = None
+        self.outer = self.ledger = self.codec = self._root = self.head = self.logits = None
 
     def is_innermost(self) -> bool:
         """Whether what is called now asks this tape what to keep: no foreign hook, and no ``torch.func`` transform."""

@@ -46,6 +46,7 @@ class Recorder(TorchFunctionMode):
         self._state = self._calls = 0
         self.has_decided = False
         self.distrusted = 0
+        self._marks: list[tuple[Any, Record]] = []
         self.made: list[int] = []
         self.asked: set[int] = set()
         self.block = 0
@@ -72,13 +73,12 @@ class Recorder(TorchFunctionMode):
     def _new_record(self, tensor: Tensor, known: Record | None) -> Record:
         if known is not None and known.around is not None and known.around.tape is self:
             return known.around  # it was another tape's while a checkpointed block ran
-        base = tensor._base
-        whole = tensor if base is None else base
-        if type(whole) is not Tensor and isinstance(whole, nn.Parameter):  # which asks in Python
+        is_around = known is not None and known.tape is self._root
+        if not (is_around and known.is_distrusted) and _is_parameter(tensor):  # type: ignore[union-attr]
             return PARAMETER
         record = Record(self)
-        if known is not None and known.tape is self._root:
-            record.around = known
+        if is_around:
+            record.around, record.is_distrusted = known, known.is_distrusted  # type: ignore[union-attr]
         return record
 
     def known(self, tensor: Tensor) -> Record | None:
@@ -139,7 +139,8 @@ class Recorder(TorchFunctionMode):
         tensor = unwrapped(tensor)
         record = self.known(tensor)
         if record is not None and record.tape is None:
-            self._freeze(self._readers.pop(id(tensor.untyped_storage()), ()))
+            for tape in (self, self.root):
+                self._freeze(tape._readers.pop(id(tensor.untyped_storage()), ()))
         while record is not None and record.tape is not None:
             self._freeze(record.dependents)
             record.dependents, record = (), record.around
@@ -160,10 +161,31 @@ class Recorder(TorchFunctionMode):
         if record is not None and record.tape is self and not record.is_kept:
             record.forget()
 
+    def escapes(self, tensor: Tensor) -> None:
+        """Its storage is handed out under a version of its own; of parameters and buffers, what is written is seen."""
+        record = self.record_of(tensor)
+        if record is not None and record.tape is None:
+            self.root.distrusted += 1
+        else:
+            self.distrust(tensor)
+
+    def hides(self, tensor: Tensor) -> bool:
+        """Whether a write to ``tensor`` may be one to a parameter or buffer whose version does not tell."""
+        record = self.known(tensor)
+        return record is not None and record.tape is None and not _is_parameter(tensor)
+
     def distrust(self, tensor: Tensor) -> None:
-        """Versions of ``tensor`` tell nothing any more: it is kept as it is from now on."""
+        """Versions of ``tensor`` tell nothing any more: until the end of the forward it is kept as it is."""
         self.root.distrusted += 1
         record = self.record_of(tensor)
+        if record is not None and record.tape is None:
+            storage, mark, root = tensor.untyped_storage(), record, self.root
+            root._marks.append((storage, mark))
+            record = Record(self)
+            if root is not self:
+                record.around = Record(root)
+                record.around.is_distrusted = True
+            setattr(storage, MARK, record)
         if record is not None and record.tape is self:
             record.forget()
             record.node, record.version, record.is_distrusted = None, -1, True
@@ -245,7 +267,19 @@ class Recorder(TorchFunctionMode):
                 with no_dispatch():  # not the storage: selective checkpointing may hold it too
                     cast.data = cast.new_empty(0)
 
+    def _mark_again(self) -> None:
+        """Parameters and buffers, which were distrusted for as long as the forward."""
+        for storage, mark in self._marks:
+            setattr(storage, MARK, mark)
+        self._marks.clear()
+
     @property
     def root(self) -> Any:
         """The tape of the model, around those of checkpointed blocks."""
         return self if self._root is None else self._root
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    """Whether it is one, or a view of one, which has its version."""
+    whole = tensor if tensor._base is None else tensor._base
+    return type(whole) is not Tensor and isinstance(whole, nn.Parameter)  # which asks in Python

@@ -55,7 +55,7 @@ def convolution(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwa
         x = low(tape, x)  # last, in the order of autocast's own conversions
         kwargs = {name: low(tape, a) if isinstance(a, Tensor) else a for name, a in kwargs.items()}
     args = x, weight, *rest
-    if weight.requires_grad:
+    if weight.requires_grad or weight.is_complex():  # which is several convolutions of reals
         return func(*args, **kwargs)
     storage = weight.untyped_storage()
 
@@ -68,11 +68,8 @@ def convolution(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwa
 def batch_norm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``F.batch_norm``: running statistics are stock's; remaking y must not touch them."""
     x, mean, var, weight, bias, training, eps = _of_batch_norm(*args, **kwargs)
-    for statistic in (mean, var):  # written to without a version to tell
-        if training and statistic is not None:
-            tape.before_write(statistic)
-            tape.distrust(statistic)
-    if not tape.is_innermost():
+    _before_statistics(tape, mean, var, training)
+    if not (torch.is_grad_enabled() and tape.is_innermost()):
         return func(*args, **kwargs)
     wants = weight is not None and weight.requires_grad
     if not (wants or (training and x.requires_grad)):
@@ -82,6 +79,34 @@ def batch_norm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwar
     statistics = (None, None) if training else (mean, var)
     tape.record(y, F.batch_norm, (x, *statistics, weight, bias, training, 0.0, eps))
     return y
+
+
+batch_norm.is_write = True  # type: ignore[attr-defined]
+
+
+def statistics_alone(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``F.batch_norm`` where nothing is recorded."""
+    _, mean, var, _, _, training, _ = _of_batch_norm(*args, **kwargs)
+    _before_statistics(tape, mean, var, training)
+    return func(*args, **kwargs)
+
+
+def torch_batch_norm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``torch.batch_norm``, which nobody calls with names."""
+    if len(args) > 5:
+        _before_statistics(tape, args[3], args[4], args[5])
+    return func(*args, **kwargs)
+
+
+statistics_alone.is_write = torch_batch_norm.is_write = True  # type: ignore[attr-defined]
+
+
+def _before_statistics(tape: Tape, mean: Tensor | None, var: Tensor | None, training: bool) -> None:
+    """In training they are written to, without a version to tell."""
+    for statistic in (mean, var):
+        if training and statistic is not None:
+            tape.before_write(statistic)
+            tape.distrust(statistic)
 
 
 def _of_batch_norm(
@@ -240,6 +265,7 @@ SELECTIVE = {
     **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), convolution),
     **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), convolution),
     F.batch_norm: batch_norm,
+    torch.batch_norm: torch_batch_norm,
     **dict.fromkeys((F.avg_pool1d, F.avg_pool2d, F.avg_pool3d), shape_alone),
     **dict.fromkeys((F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d), shape_alone),
     F.pad: shape_alone,

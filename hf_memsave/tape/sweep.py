@@ -25,6 +25,8 @@ def wait(tape: Any, record: Record, nbytes: int) -> None:
     tape.kept.append(ref)
     sources = [a for a, _ in record.seen if type(a) is Weak]
     if len(sources) == 1 and tape.outer is None and (source := sources[0].record()) is not None:
+        if source.tape is None:  # a parameter, which is always there
+            return
         source.remakes = (*source.remakes, (ref, nbytes, sources[0].version))
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from hf_memsave.tape.attention import ATTENTION
 from hf_memsave.tape.dropout import DROPOUTS
 from hf_memsave.tape.functions import ACTIVATIONS, CHEAP, NORMS, Handler, may_write, new, unrecorded
-from hf_memsave.tape.selective import RECTIFIERS, SELECTIVE
+from hf_memsave.tape.selective import RECTIFIERS, SELECTIVE, statistics_alone, torch_batch_norm
 from hf_memsave.tape.special import SPECIAL
 
 TABLE: dict[object, Handler] = {**CHEAP, **SPECIAL, **ATTENTION, **DROPOUTS, **SELECTIVE}
@@ -24,12 +24,15 @@ KINDS = {
     "attention": frozenset({F.scaled_dot_product_attention}),
     "frozen": frozenset(SELECTIVE),
 }
-#: Functions that can write to their argument, whatever a configuration leaves out.
+#: What they write to is seen, whatever a configuration leaves out.
+_STATISTICS: dict[object, Handler] = {F.batch_norm: statistics_alone, torch.batch_norm: torch_batch_norm}
+#: Functions that can write to their argument, likewise.
 _MAY_WRITE = {func for func, handler in TABLE.items() if handler is may_write} | {*DROPOUTS, *RECTIFIERS}
 #: Nothing is recorded, but writes are seen; the same with dropouts as they are.
 UNRECORDED = MappingProxyType(
     {func: handler for func, handler in TABLE.items() if getattr(handler, "is_write", False)}
     | dict.fromkeys(_MAY_WRITE, unrecorded)
+    | _STATISTICS
 )
 UNRECORDED_BUT_DROPOUTS = MappingProxyType({**UNRECORDED, **DROPOUTS})
 
@@ -46,4 +49,5 @@ def _table_without(kinds: tuple[str, ...], has_quantized: bool) -> MappingProxyT
     if has_quantized:  # a base weight in full precision is made again, as DoRA needs it
         ops = torch.ops.bitsandbytes
         rest |= dict.fromkeys((ops.dequantize_4bit.default, ops.dequantize_blockwise.default), new)
+    rest |= {func: handler for func, handler in _STATISTICS.items() if func in left_out}
     return MappingProxyType(rest | dict.fromkeys(left_out & _MAY_WRITE, unrecorded))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -74,13 +75,19 @@ def plain_tensors(args: Iterable[Any]) -> list[tuple[Tensor, int]] | None:
             if (inner := plain_tensors(a)) is None:
                 return None
             found += inner
-        elif kind not in CONSTANT:
+        elif kind not in CONSTANT or (kind is slice and not _is_constant(a)):
             return None
     return found
 
 
+def _is_constant(a: slice) -> bool:
+    return all(bound is None or type(bound) is int for bound in (a.start, a.stop, a.step))
+
+
 def owned(argument: Any) -> Any:
-    """A copy of the lists and arrays in an argument, which their owner may change later."""
+    """A copy of the lists, arrays and bounds of slices in an argument, which their owner may change later."""
+    if type(argument) is slice:
+        return slice(*(b if b is None else operator.index(b) for b in (argument.start, argument.stop, argument.step)))
     if isinstance(argument, (list, tuple)):
         items = [owned(a) for a in argument]
         return items if isinstance(argument, list) else tuple(items)
