@@ -163,7 +163,7 @@ def _fused(tape: Tape, x: Tensor, p: float) -> Tensor:
     y, mask = torch.native_dropout(x, p, True)
     bits, shape, stride = pack_bits(_in_memory_order(mask)), mask.shape, mask.stride()
     tape.record(mask, partial(_mask_from_bits, shape=shape, stride=stride), (bits,))
-    tape.record(y, partial(_apply_mask, scale=scale_of(p)), (x, mask))
+    tape.record(y, partial(_apply_mask, scale=scale_of(p, x.dtype)), (x, mask))
     return y
 
 
@@ -187,9 +187,9 @@ def _fused_from_seed(tape: Tape, x: Tensor, p: float) -> Tensor:
     return y
 
 
-def scale_of(p: float) -> float:
-    """What the fused kernel multiplies with: it divides 1 by 1 - p in fp32."""
-    return 1.0 / float(np.float32(1.0 - p))
+def scale_of(p: float, dtype: torch.dtype = torch.float32) -> float:
+    """What the fused kernel multiplies with: it divides 1 by 1 - p in fp32, or in fp64 for numbers in fp64."""
+    return 1.0 / (1.0 - p if dtype is torch.float64 else float(np.float32(1.0 - p)))
 
 
 class _Again:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import init
 from torch.nn.parameter import is_lazy
 
-from hf_memsave.device import widens
+from hf_memsave.device import waits, widens
 from hf_memsave.tape.hooks import Tape
 from hf_memsave.tape.prices import CASTS
 from hf_memsave.tape.private import FakeTensor, any_autocast, c_functions
@@ -104,6 +104,14 @@ def may_alias(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
         func, args, kwargs = Tensor.to, (args[0], out.dtype), {}
     tape.record(out, func, args, kwargs)
     return out
+
+
+def indexed(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x[index]``; where a mask is in it, a device is waited for to count, and not once more in backward."""
+    index = args[1] if type(args[1]) is tuple else args[1:]
+    if any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) and waits(i) for i in index):
+        return func(*args, **kwargs)
+    return may_alias(tape, func, args, kwargs)
 
 
 def may_write(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -201,8 +209,7 @@ def _named(names: list[str], *homes: Any) -> Iterator[Any]:
 
 
 _IN_PLACE = [name for name in dir(Tensor) if name.endswith("_") and not name.endswith("__")]
-_HOMES = torch, F, c_functions, init
-_IN_PLACE += [name for home in _HOMES for name in dir(home) if name.endswith("_") and name[0] != "_"]
+_IN_PLACE += [name for home in (torch, F, c_functions) for name in dir(home) if name.endswith("_") and name[0] != "_"]
 _IN_PLACE = sorted({*_IN_PLACE} - {"requires_grad_", "detach_", "share_memory_"})
 _IN_PLACE += [name for name in dir(Tensor) if name.startswith("__i") and name[3:-2] in
               "add sub mul div truediv floordiv mod pow and or xor lshift rshift".split()]  # fmt: skip
@@ -212,7 +219,8 @@ _HAVE_INPLACE = [getattr(F, n) for n in "silu elu selu celu mish hardswish hards
 
 #: Function -> handler; what a configuration leaves out is taken from it.
 CHEAP: dict[Any, Handler] = {
-    **dict.fromkeys(_named(_IN_PLACE, Tensor, *_HOMES), writes),
+    **dict.fromkeys(_named(_IN_PLACE, Tensor, torch, F, c_functions), writes),
+    **dict.fromkeys((init.uniform_, init.normal_, init.constant_, init.kaiming_uniform_), writes),
     **dict.fromkeys(_named(_WRITE_ALL, torch), write_all),
     **dict.fromkeys(_named(_WRITE_UNSEEN, torch), writes_unseen),
     Tensor.__setitem__: writes,
@@ -224,7 +232,7 @@ CHEAP: dict[Any, Handler] = {
     **dict.fromkeys((torch.arange, torch.zeros, torch.ones, torch.full), factory),
     **dict.fromkeys(_named(NEW_FUNCTIONAL, F), new),
     **dict.fromkeys(_named(MAY_ALIAS, torch, Tensor), may_alias),
-    Tensor.__getitem__: may_alias,
+    Tensor.__getitem__: indexed,
     **dict.fromkeys(WIDE_ON_CUDA, wide_on_cuda),
     **dict.fromkeys(_HAVE_INPLACE, may_write),
 }
