@@ -74,3 +74,9 @@ def test_the_stand_in_does_as_cuda_does():
         assert not ask.widens(x)
         with torch.autocast(device.type, torch.bfloat16):
             assert ask.widens(x)
+
+
+def test_the_scale_of_fp64_is_not_rounded():
+    """CUDA's fused kernel computes in fp64 there, and in fp32 for all others."""
+    assert scale_of(0.1, torch.float64) == 1 / 0.9
+    assert scale_of(0.1, torch.bfloat16) == scale_of(0.1) != 1 / 0.9

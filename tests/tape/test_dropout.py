@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_memsave.tape import dropout as module
-from hf_memsave.tape.dropout import scale_of
 from hf_memsave.tape.handles import Ticket
 from support.helpers import (
     DTYPES,
@@ -305,9 +304,3 @@ def test_a_wrong_probability_is_refused_as_in_stock(device, how):
     for p in (-0.1, 1.1):
         with how(), pytest.raises(ValueError, match="dropout probability has to be between 0 and 1"):
             F.dropout(random(3, device=device).requires_grad_(), p)
-
-
-def test_the_scale_of_fp64_is_not_rounded():
-    """CUDA's fused kernel computes in fp64 there, and in fp32 for all others."""
-    assert scale_of(0.1, torch.float64) == 1 / 0.9
-    assert scale_of(0.1, torch.bfloat16) == scale_of(0.1) != 1 / 0.9
