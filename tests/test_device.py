@@ -1,5 +1,9 @@
 """What a device does."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -80,3 +84,19 @@ def test_the_scale_of_fp64_is_not_rounded():
     """CUDA's fused kernel computes in fp64 there, and in fp32 for all others."""
     assert scale_of(0.1, torch.float64) == 1 / 0.9
     assert scale_of(0.1, torch.bfloat16) == scale_of(0.1) != 1 / 0.9
+
+
+@pytest.mark.long
+def test_where_there_are_gpus_the_tests_that_need_the_stand_in_are_skipped():
+    code = """
+import sys, pytest, torch
+sys.path.insert(0, "tests")
+import support.families, support.kernels, support.launches, support.lora
+torch.cuda.is_available = lambda: True
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+    files = [f"tests/ops/test_{name}.py" for name in ("fused", "fused_dropout", "fused_launches", "loss_dtype")]
+    command = [sys.executable, "-c", code, "-p", "no:cacheprovider", "-k", "on_a_gpu or stocks_launches", *files]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "18 skipped" in done.stdout and "passed" not in done.stdout

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_memsave.device import has_numbers
+from hf_memsave.ops.cast import HALVES, is_autocast
 from hf_memsave.ops.head import Head
 from hf_memsave.ops.lazy_loss import LazyLoss
 from hf_memsave.ops.once import once_differentiable
@@ -38,12 +39,13 @@ CHUNK = 128 * 2**20
 
 
 class _Options(NamedTuple):
-    """What ``F.cross_entropy`` is called with, and by what its result is divided."""
+    """What ``F.cross_entropy`` is called with, the dtype of its result, and by what that is divided."""
 
     weight: Tensor | None
     ignore_index: int
     reduction: str
     label_smoothing: float
+    dtype: torch.dtype
     divisor: Any = None
 
 
@@ -76,8 +78,8 @@ def cross_entropy(
         label_smoothing: In [0, 1].
 
     Returns:
-        The loss, in the logits' dtype; in a model's forward, a sum is lazy. None where this is asked for what it does
-        not know.
+        The loss, in the logits' dtype, or in fp32 under autocast; in a model's forward, a sum is lazy. None where this
+        is asked for what it does not know.
 
     Raises:
         IndexError: On CPU, a target is no class, as in stock.
@@ -91,12 +93,13 @@ def cross_entropy(
         wrong = target[(target != ignore_index) & ((target < 0) | (target >= like.shape[1]))]
         if len(wrong):
             raise IndexError(f"Target {wrong[0].item()} is out of bounds.")
-    options = _Options(weight, ignore_index, reduction, label_smoothing)
-    dtype, words, tape = like.dtype, like.shape[-1], current()
+    dtype = torch.float32 if like.dtype in HALVES and is_autocast(hidden) else like.dtype  # autocast widens a loss
+    options = _Options(weight, ignore_index, reduction, label_smoothing, dtype)
+    of_logits, words, tape = like.dtype, like.shape[-1], current()
 
     def compute(divisor: Any) -> Tensor:
         given = options._replace(divisor=divisor)
-        return _ChunkedLoss.apply(hidden, target, head, given, dtype, words, *parameters)
+        return _ChunkedLoss.apply(hidden, target, head, given, of_logits, words, *parameters)
 
     if tape is not None and reduction == "sum" and dtype in (torch.float32, torch.float64):
         return LazyLoss.of(compute, dtype, [hidden, *parameters], tape)
@@ -134,7 +137,7 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.save_for_backward(dx, *sums.rounded())
         ctx.set_materialize_grads(False)
         ctx.wide = wide
-        return (losses if options.reduction == "none" else losses.sum() / count).to(dtype)
+        return (losses if options.reduction == "none" else losses.sum() / count).to(options.dtype)
 
     @staticmethod
     @once_differentiable
@@ -179,8 +182,10 @@ def _loss_and_gradient(z: Tensor, target: Tensor, options: _Options, count: Tens
 
 def _count(target: Tensor, options: _Options, wide: torch.dtype) -> Tensor:
     """What the sum of losses is divided by; and each gradient, before it is rounded to its dtype."""
-    if options.divisor is not None:
-        return torch.as_tensor(options.divisor, dtype=wide, device=target.device)
+    if isinstance(options.divisor, Tensor):
+        return options.divisor.to(target.device, wide)
+    if options.divisor is not None:  # filled in: a copy from the host would wait for the device
+        return torch.full((), float(options.divisor), dtype=wide, device=target.device)
     if options.reduction != "mean":
         return torch.ones((), dtype=wide, device=target.device)
     is_counted = target != options.ignore_index

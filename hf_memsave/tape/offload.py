@@ -85,7 +85,7 @@ class Away:
     """The bytes of one storage, in main memory.
 
     Attributes:
-        total: Bytes of all that are alive.
+        total: Bytes that all that are alive take of main memory.
         moved: Bytes of all that there ever were.
     """
 
@@ -94,17 +94,18 @@ class Away:
     def __init__(self, tensor: Tensor, before: weakref.ref[Away] | None) -> None:
         whole = _bytes(tensor)
         nbytes = len(whole)
+        taken = _taken(nbytes, tensor.is_cuda)
         if tensor.device.type != STAND_IN:  # on which nothing has bytes
-            _refuse_too_much(nbytes)
+            _refuse_too_much(taken)
         self.device, self._before = tensor.device, before
         self._there: weakref.ref[Tensor] | None = None
         self._version = 0
         self._on_its_way: tuple[Tensor, Any] | None = None
         self._arrival: Any = None
         self.host = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=tensor.is_cuda)
-        Away.total += nbytes
+        Away.total += taken
         Away.moved += nbytes
-        weakref.finalize(self, _gone, nbytes)
+        weakref.finalize(self, _gone, taken)
         if tensor.is_cuda:
             stream = _stream(self.device)
             stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -158,6 +159,11 @@ def _bytes(tensor: Tensor) -> Tensor:
     if tensor.device.type == STAND_IN:  # where PyTorch's cache of fake calls would hold the storage given to set_
         return tensor.detach().as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0).view(torch.uint8)
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+
+
+def _taken(nbytes: int, is_pinned: bool) -> int:
+    """What so many bytes take: PyTorch's allocator of pinned memory rounds each block up to a power of two."""
+    return 1 << (nbytes - 1).bit_length() if is_pinned and nbytes else nbytes
 
 
 def _gone(nbytes: int) -> None:

@@ -6,7 +6,8 @@
 Random weights, random tokens, AdamW. A step is forward, backward and optimizer; its time is the median of --steps after
 two to warm up. Peak is what PyTorch's allocator had out at once in a step, kept what is alive between forward and
 backward beyond weights, gradients and states. The largest batch is found by doubling, and then half as much again;
-what runs out of memory at the first batch has a row that says so. Liger's and Unsloth's rows are there where they are
+what runs out of memory at the first batch has a row that says so, and so has what fails, in the error's first line:
+the others go on, and the exit status is 1. Liger's and Unsloth's rows are there where they are
 installed; nobody has run Unsloth's yet. After --minutes no other row is begun. --out writes models-<device>.json and
 .md.
 """
@@ -16,8 +17,11 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +60,8 @@ MODELS = {
     "bert-large": Model(BERT_LARGE, "BertForSequenceClassification", 16, 512, autocast=True),
     "gpt2-medium": Model(GPT2Config(n_embd=1024, n_layer=24, n_head=16), "GPT2LMHeadModel", 8, 1024, autocast=True),
     "t5-large": Model(
-        T5Config(d_model=1024, d_ff=4096, num_layers=24, num_heads=16), "T5ForConditionalGeneration", 8, 512
+        T5Config(d_model=1024, d_ff=4096, num_layers=24, num_heads=16, decoder_start_token_id=0),
+        "T5ForConditionalGeneration", 8, 512,
     ),
     "llama-3.2-1b": Model(LLAMA_1B, "LlamaForCausalLM", 4, 2048),
     "llama-3.2-1b, LoRA": Model(LLAMA_1B, "LlamaForCausalLM", 4, 2048, lora=0.05),
@@ -75,6 +80,10 @@ SMALL = {
         BertConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2),
         "BertForSequenceClassification", 2, 32, autocast=True,
     ),
+    "t5, small": Model(
+        T5Config(d_model=64, d_kv=32, d_ff=128, num_layers=2, num_heads=2, vocab_size=128, decoder_start_token_id=0),
+        "T5ForConditionalGeneration", 2, 32,
+    ),
     "llama, small, LoRA": Model(
         LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, vocab_size=128),
         "LlamaForCausalLM", 2, 32, lora=0.05,
@@ -82,8 +91,12 @@ SMALL = {
 }  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run every model by every method and print the table."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run every model by every method and print the table, whatever fails.
+
+    Returns:
+        The exit status: 1 where a row failed.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=[m for m in METHODS if "compile" not in m])
@@ -96,30 +109,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("expected a CUDA device, got none. Use --smoke to see whether the script runs.")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     models = SMALL if options.smoke else {name: MODELS[name] for name in options.models}
-    rows, figures = [], {}
+    figures: dict[tuple[str, str], dict[str, Any]] = {}
     end = time.monotonic() + 60 * options.minutes
-    with Progress(console=Console(stderr=True)) as progress:
-        runs = [(name, method) for name in models for method in options.methods if is_installed(method)]
-        for name, method in progress.track(runs, description="measuring"):
-            if time.monotonic() > end:
-                found: dict[str, Any] = {"error": "not begun: --minutes"}
-            else:
-                found = measured(
-                    models[name], METHODS[method], device, options.steps, most=4 if options.smoke else 4096
-                )
-            figures[f"{name}: {method}"] = found
-            rows.append([name, method, *cells(found)])
+    try:
+        with Progress(console=Console(stderr=True)) as progress:
+            runs = [(name, method) for name in models for method in options.methods if is_installed(method)]
+            for name, method in progress.track(runs, description="measuring"):
+                figures[name, method] = {"error": "not begun: --minutes"}
+                if time.monotonic() <= end:
+                    most = 4 if options.smoke else 4096
+                    figures[name, method] = measured(models[name], METHODS[method], device, options.steps, most)
+    finally:
+        tell(figures, device, options.out)
+    return int(any("failed" in found for found in figures.values()))
+
+
+def tell(figures: dict[tuple[str, str], dict[str, Any]], device: torch.device, out: Path | None) -> None:
+    """Print the table of (model, method) -> figures, and write it where ``out`` says."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     header = ["model", "method", "peak GiB", "kept GiB", "step ms", "tokens/s", "largest batch", "tokens/s there"]
     name = f"models-{where.lower().replace(' ', '-')}"
-    publish(name, f"{where}, {versions}, random weights, bf16, AdamW", header, rows, figures, options.out)
+    rows = [[*of, *cells(found)] for of, found in figures.items()]
+    results = {": ".join(of): found for of, found in figures.items()}
+    publish(name, f"{where}, {versions}, random weights, bf16, AdamW", header, rows, results, out)
 
 
 def measured(
     model: Model, method: Callable[[nn.Module], Any], device: torch.device, steps: int, most: int
 ) -> dict[str, Any]:
-    """Peak, kept and seconds of a step, and the same at the largest batch; "error" where it does not run."""
+    """Peak, kept and seconds of a step, and the same at the largest batch; "error" where it does not run.
+
+    Where that is for another reason than memory, "failed" is true, and standard error has all of it.
+    """
     try:
         run = Steps(model, method, device)
         found = run.measured(model.batch, steps)
@@ -128,6 +150,9 @@ def measured(
         return {**found, "largest_batch": largest, "at_largest": at_largest}
     except torch.OutOfMemoryError:
         return {"error": "out of memory"}
+    except Exception as error:  # the other rows' figures are worth as much
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", "failed": True}
     finally:
         functorch.activation_memory_budget = 1.0
         torch.compiler.reset()
@@ -214,4 +239,4 @@ def cells(found: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from support.fake import needs_stand_in
 from support.launches import Launches, counted
 
 
+@needs_stand_in
 @pytest.mark.long
 @pytest.mark.parametrize("setting", ["Llama-3-8B, full", "Llama-3-8B, LoRA p=.05"])
 def test_llama_takes_half_of_stocks_launches_and_less_of_its_bytes(setting):
@@ -16,6 +18,7 @@ def test_llama_takes_half_of_stocks_launches_and_less_of_its_bytes(setting):
     assert nbytes <= 0.6 * stock_nbytes
 
 
+@needs_stand_in
 @pytest.mark.long
 def test_bert_under_autocast_takes_half_of_stocks_launches_and_fewer_of_its_bytes():
     found = counted("BERT-Large, S512, bf16 autocast", ["stock", "Triton"], layers=(2, 4))

@@ -1,5 +1,6 @@
 """``scripts/bench/models.py --smoke`` and ``scripts/gpu_check.sh``: that they would run, where there is a GPU."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -7,9 +8,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.long
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """The script, of which ``scripts`` has a namesake."""
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
+    spec = importlib.util.spec_from_file_location("bench_models", ROOT / "scripts" / "bench" / "models.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_each_method_has_a_row(tmp_path):
@@ -23,6 +36,44 @@ def test_each_method_has_a_row(tmp_path):
     assert {name.partition(": ")[2] for name in rows} == set(methods)
     assert all(figures[name]["tokens_per_second"] > 0 for name in rows)
     assert all(figures[name]["largest_batch"] == 4 and figures[name]["at_largest"]["seconds"] > 0 for name in rows)
+
+
+def test_every_model_takes_a_step_of_ids_and_labels(bench):
+    for model in {**bench.MODELS, **bench.SMALL}.values():
+        with torch.device("meta"):
+            ids = torch.zeros(2, 8, dtype=torch.long)
+            labels = ids if "Sequence" not in model.head else ids[:, 0]
+            loss = getattr(transformers, model.head)(model.config)(input_ids=ids, labels=labels).loss
+        assert loss.shape == ()
+
+
+def fails(model):
+    raise ValueError("expected this\nand more")
+
+
+def test_where_one_row_fails_the_others_are_published(bench, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(bench.METHODS, "memsave", fails)
+    arguments = ["--smoke", "--steps", "1", "--out", str(tmp_path), "--methods", "memsave", "stock"]
+    assert bench.main(arguments) == 1
+    assert "ValueError: expected this\nand more" in capsys.readouterr().err
+    (found,) = tmp_path.glob("models-*.json")
+    figures = json.loads(found.read_text())
+    for name in bench.SMALL:
+        assert figures[f"{name}: memsave"] == {"error": "ValueError: expected this", "failed": True}
+        assert figures[f"{name}: stock"]["tokens_per_second"] > 0
+    (found,) = tmp_path.glob("models-*.md")
+    assert "| memsave | ValueError: expected this |" in found.read_text()
+
+
+def test_what_was_measured_before_an_end_is_published(bench, tmp_path, monkeypatch):
+    def ends(model):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(bench.METHODS, "memsave", ends)
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(["--smoke", "--steps", "1", "--out", str(tmp_path), "--methods", "stock", "memsave"])
+    (found,) = tmp_path.glob("models-*.json")
+    assert json.loads(found.read_text())["bert, small: stock"]["tokens_per_second"] > 0
 
 
 def test_each_kernel_has_a_row(tmp_path):

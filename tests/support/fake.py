@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +22,8 @@ from support.families import QUOTED, Size, batch_for, build
 from support.lora import adapted
 
 ATTENTION = ("flash", "efficient", "cudnn")
+#: Of a test that needs the stand-in: a process with GPUs has none.
+needs_stand_in = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 
 
 @contextmanager
@@ -69,7 +72,10 @@ def u_on_fake(
 
 
 class NoTransfers(TorchDispatchMode):
-    """Raises where a program copies between host and device, for which it would wait; or to the host alone."""
+    """Raises where a program copies between host and device, for which it would wait; or to the host alone.
+
+    A number that is made into a tensor there, as by ``torch.tensor``, is copied too.
+    """
 
     def __init__(self, only_to_host: bool = False) -> None:
         super().__init__()
@@ -79,6 +85,9 @@ class NoTransfers(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         of = {t.device.type for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor) and t.dim()}
         is_to_host = isinstance(out, torch.Tensor) and out.device.type == "cpu"
+        is_constant = func is torch.ops.aten.lift_fresh.default and out.device.type == STAND_IN and out.numel()
+        if is_constant and not self.only_to_host:
+            raise AssertionError(f"a constant is copied to {out.device}")
         if "copy" in str(func) and len(of) > 1 and STAND_IN in of and (is_to_host or not self.only_to_host):
             raise AssertionError(f"{func} copies between {of}")
         return out

@@ -95,6 +95,12 @@ def graph_tensors(tensors):
     return found
 
 
+@pytest.mark.parametrize(("nbytes", "pinned"), [(0, 0), (1, 1), (2**16, 2**16), (2**16 + 1, 2**17), (3 * 2**20, 2**22)])
+def test_pinned_memory_is_taken_in_powers_of_two(nbytes, pinned):
+    assert offload._taken(nbytes, is_pinned=True) == pinned
+    assert offload._taken(nbytes, is_pinned=False) == nbytes
+
+
 def test_views_of_one_storage_are_copied_once():
     x = torch.randn(64, 64, requires_grad=True)
     h = x * 2

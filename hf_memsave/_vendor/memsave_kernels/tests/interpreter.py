@@ -9,11 +9,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from memsave_kernels import _launch
+
+#: Of a test that watches kernels.
+only_interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="only the interpreter can be watched")
 
 _cast = InterpreterBuilder.cast_impl
 

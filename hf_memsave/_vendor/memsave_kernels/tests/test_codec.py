@@ -5,7 +5,7 @@ import torch
 
 import memsave_kernels as k
 from cases.case import DEVICE, maker
-from interpreter import round_to_nearest, watching
+from interpreter import only_interpreted, round_to_nearest, watching
 
 round_to_nearest()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -76,6 +76,7 @@ def test_the_largest_numbers(name, dtype):
     assert ((decoded.double() - x.double()) / largest).abs().max() < step
 
 
+@only_interpreted
 @pytest.mark.parametrize("name", k.FORMATS)
 def test_a_spoilt_store_is_seen(name):
     x = maker(torch.float32)(3, 512)

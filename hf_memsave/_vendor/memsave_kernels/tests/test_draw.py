@@ -5,7 +5,7 @@ import torch
 
 import memsave_kernels as k
 from cases.case import DEVICE
-from interpreter import watching
+from interpreter import only_interpreted, watching
 
 ROWS, M, DRAWN = 3, 37, 11
 
@@ -91,6 +91,7 @@ def test_all_of_them_and_one():
     torch.testing.assert_close(scale, (1 / p.gather(1, index)).float())
 
 
+@only_interpreted
 def test_the_same_twice_and_a_spoilt_store_is_seen():
     def run():
         p = k.probabilities(some(ROWS, M), some(ROWS, M, seed=1))

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 import memsave_kernels as k
+from cases.case import DEVICE
 from memsave_kernels import _dropout
 
 ROWS, COLUMNS = 64, 512
 
 
 def mask(p, seed, rows=ROWS, columns=COLUMNS):
-    return k.lora_input_forward(torch.ones(rows, columns), p, seed)
+    return k.lora_input_forward(torch.ones(rows, columns, device=DEVICE), p, seed)
 
 
 @pytest.mark.parametrize("p", [0.04, 0.5])
@@ -35,15 +36,15 @@ def test_masks_are_unrelated():
 
 
 def test_the_same_in_every_kernel_and_for_every_width():
-    x, w = torch.ones(8, 40), torch.ones(40)
+    x, w = torch.ones(8, 40, device=DEVICE), torch.ones(40, device=DEVICE)
     h = k.dropout_norm_forward(x, None, w, None, p=0.3, seed=5).h
     assert torch.equal(h, mask(0.3, 5, 8, 40))
     assert torch.equal(h[:, :24], mask(0.3, 5, 8, 24))
 
 
 def test_all_and_nothing():
-    assert torch.equal(mask(1.0, 1), torch.zeros(ROWS, COLUMNS))
-    assert torch.equal(mask(0.0, 1), torch.ones(ROWS, COLUMNS))
+    assert torch.equal(mask(1.0, 1), torch.zeros(ROWS, COLUMNS, device=DEVICE))
+    assert torch.equal(mask(0.0, 1), torch.ones(ROWS, COLUMNS, device=DEVICE))
 
 
 def test_a_seed_follows_the_generator():

@@ -5,10 +5,9 @@ import torch
 
 from cases import CASES
 from cases.case import Case, maker, no_worse, widen
-from interpreter import round_to_nearest, watching
+from interpreter import only_interpreted, round_to_nearest, watching
 
 round_to_nearest()
-INTERPRETED = not torch.cuda.is_available()
 SHAPES = [(3, 32), (5, 37)]
 EVERY = [(case, dtype, shape) for case in CASES for dtype in case.dtypes for shape in SHAPES]
 
@@ -25,7 +24,7 @@ def test_no_worse_than_eager(case, dtype, shape):
     check(case, case.inputs(maker(dtype), *shape))
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="only the interpreter can be watched")
+@only_interpreted
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_an_error_of_1_percent_in_any_store_is_caught(case):
     args = case.inputs(maker(case.dtypes[0]), *SHAPES[1])
@@ -52,7 +51,7 @@ def test_no_rows(case):
         torch.testing.assert_close(ours, eager, equal_nan=True)  # the mean of no losses is NaN
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="only the interpreter can be watched")
+@only_interpreted
 @pytest.mark.parametrize("case", [case for case in CASES if case.bytes_per_element], ids=str)
 def test_moves_no_more_bytes_than_it_must(case):
     rows, columns = 8, 64

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memsave_kernels as k
 from cases import CASES
-from cases.case import Case, maker
+from cases.case import DEVICE, Case, maker
 from memsave_kernels import _ops
 
 
@@ -42,7 +42,7 @@ def test_is_compiled_into_one_graph():
     def f(x, w):
         return k.gated(k.rms_norm(x, w, 1e-6), x).sum()
 
-    x, w = torch.randn(3, 20, requires_grad=True), torch.ones(20)
+    x, w = torch.randn(3, 20, device=DEVICE, requires_grad=True), torch.ones(20, device=DEVICE)
     compiled = torch.compile(f, backend="aot_eager", fullgraph=True)(x, w)
     (dx,) = torch.autograd.grad(compiled, x)
     (expected,) = torch.autograd.grad(f(x, w), x)
@@ -68,17 +68,17 @@ def test_refuses(name):
 
 
 def test_backward_of_the_loss_runs_once():
-    logits = torch.randn(3, 8, requires_grad=True)
-    loss = k.cross_entropy_(logits * 1, torch.tensor([1, 2, 3]))
+    logits = torch.randn(3, 8, device=DEVICE, requires_grad=True)
+    loss = k.cross_entropy_(logits * 1, torch.tensor([1, 2, 3], device=DEVICE))
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
 def test_logits_that_another_op_keeps_are_refused():
-    logits = torch.tanh(torch.randn(3, 8, requires_grad=True))  # keeps its output
+    logits = torch.tanh(torch.randn(3, 8, device=DEVICE, requires_grad=True))  # keeps its output
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        k.cross_entropy_(logits, torch.tensor([1, 2, 3])).backward()
+        k.cross_entropy_(logits, torch.tensor([1, 2, 3], device=DEVICE)).backward()
 
 
 def test_says_where_it_runs():
