@@ -20,8 +20,10 @@ from hf_memsave.ops.head import Head, State, draws
 from hf_memsave.ops.lazy_logits import LazyLogits
 from hf_memsave.ops.op import Op, is_parametrized
 from hf_memsave.tape import current
-from hf_memsave.tape.private import AutocastState
+from hf_memsave.tape.private import AutocastState, FakeTensor
 
+#: Types of parameters that are what they seem.
+_PLAIN = frozenset({nn.Parameter, FakeTensor})
 #: Adapters whose result for a row depends on the others, or is drawn.
 _NOT_BY_ROW = ("peft.tuners.lily", "peft.tuners.xlora", "peft.tuners.lora.monteclora")
 
@@ -54,7 +56,7 @@ def logits_of(module: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Te
 def of_linear(module: nn.Module, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     """The same for ``F.linear(hidden, weight, bias)``, called by a head ``module`` whose own they are."""
     own, given = list(module.parameters()), [weight] if bias is None else [weight, bias]
-    if [id(p) for p in own] != [id(p) for p in given] or any(type(p) is not nn.Parameter for p in own):
+    if [id(p) for p in own] != [id(p) for p in given] or any(type(p) not in _PLAIN for p in own):
         return None  # computed, or with a linear of its own
     return logits_of(module, partial(F.linear, weight=weight, bias=bias), hidden)
 

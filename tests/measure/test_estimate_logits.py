@@ -1,0 +1,56 @@
+"""Estimates where logits take more than 128 MiB in fp32, so that stock's are whole and ours are never there at once."""
+
+import pytest
+import torch
+
+from hf_memsave import MemSaveConfig
+from hf_memsave.measure.inputs import make_batch
+from hf_memsave.measure.layers import depth_fields
+from hf_memsave.measure.lora import Lora
+from hf_memsave.measure.models import choose_head
+from hf_memsave.measure.training import Training, build, trace_at
+from support.estimated import configs, count_step
+
+BATCH, TOKENS, WORDS, LAYERS = 4, 128, 70_000, 2
+LOGITS = BATCH * TOKENS * WORDS * 4
+
+
+def config_of(family):
+    config = configs()[family]
+    return type(config)(**{**config.to_dict(), **dict.fromkeys(depth_fields(config), LAYERS), "vocab_size": WORDS})
+
+
+def traced(config, of, memsave, on_cpu):
+    """What is kept, and the peak of both passes, weights and the batch apart."""
+    found = trace_at(config, dict.fromkeys(depth_fields(config), LAYERS), of, memsave, on_cpu=on_cpu)
+    ids = sum(t.nbytes for t in make_batch(choose_head(config), config, BATCH, TOKENS).values())
+    passes = max(m.live for place, m in found.trace.places.items() if place.phase != "optimizer")
+    return sum(found.by_kind.values()), passes - found.trace.parameters - ids
+
+
+@pytest.mark.parametrize("memsave", [MemSaveConfig(), None], ids=["exact", "stock"])
+@pytest.mark.parametrize("lora", [None, Lora()], ids=["full", "LoRA"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
+def test_a_real_step_keeps_and_peaks_as_predicted(family, lora, memsave):
+    config = config_of(family)
+    of = Training(batch_size=BATCH, seq_len=TOKENS, dtype=torch.float32, lora=lora, optimizer="sgd")
+    kept, peak = traced(config, of, memsave, on_cpu=True)
+    torch.manual_seed(0)
+    true_kept, true_peak = count_step(build(config, of), config, of, memsave)
+    assert kept == pytest.approx(true_kept.total, rel=0.01)
+    assert peak == pytest.approx(true_peak, rel=0.03)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+@pytest.mark.parametrize("lora", [None, Lora()], ids=["full", "LoRA"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
+def test_the_stand_in_has_whole_logits_in_stock_alone(family, lora):
+    """On it parameters are fake: of another type than a head's."""
+    config, gradients = config_of(family), 0 if lora else WORDS * 128 * 4  # of the head or of the embeddings
+    of = Training(batch_size=BATCH, seq_len=TOKENS, dtype=torch.float32, lora=lora, optimizer="sgd")
+    (_, here), (_, on_cpu), (_, stock) = (
+        traced(config, of, memsave, is_cpu)
+        for memsave, is_cpu in ((MemSaveConfig(), 0), (MemSaveConfig(), 1), (None, 0))
+    )
+    assert here == pytest.approx(on_cpu, rel=0.2)  # other attention
+    assert stock > gradients + 2 * LOGITS > here
