@@ -5,8 +5,9 @@
 Of 1 x 8 tokens in 4 layers of width 64, what is left is Python and PyTorch's dispatcher. The vendored kernels look up
 what they would launch, as on a GPU, and launch nothing: what they would have written stays as it was allocated. A
 product given in fp32, which the CPU lacks, is one in 16 bits beside an allocation. A GPU's own cost of a launch, some
-microseconds, is not in it; launches.py counts those. Stock and both backends take turns; time is the process's on the
-CPU.
+microseconds, is not in it; launches.py counts those. Nor is what is done on CUDA alone: under its autocast BERT's fused
+norm hands linears its output in 16 bits, and here each first one converts it. Stock and both backends take turns; time
+is the process's on the CPU.
 """
 
 from __future__ import annotations
