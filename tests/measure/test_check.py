@@ -31,7 +31,7 @@ def command(tmp_path, family, *options):
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("llama", ["--lora", "r=4,dropout=0.1"]),
+        pytest.param("llama", ["--lora", "r=4,dropout=0.1"], marks=pytest.mark.matrix),
         ("bert", ["--autocast", "bf16", "--padded"]),
         ("llama", ["--quantized", "nf4", "--lora", "r=4", "--checkpointing"]),
         pytest.param("bert", ["--checkpointing", "--optimizer", "sgd_momentum"], marks=pytest.mark.matrix),

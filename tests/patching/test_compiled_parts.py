@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hf_memsave import patch
 from support.families import Size, batch_for, build
-from support.helpers import assert_same_bits, random
+from support.helpers import assert_same_bits, halved, random
 
 SIZE = Size(hidden=64, heads=2, layers=2, batch=2, seq=16)
 BLOCKS = ("GPT2Block", "LlamaDecoderLayer", "BertLayer")
@@ -55,10 +55,10 @@ def fresh():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("is_autocast", [False, True], ids=["fp32", "autocast"])
-@pytest.mark.parametrize("first", ["patched", "compiled"])
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize(
+    ("family", "part", "first", "is_autocast"),
+    halved(["gpt2", "llama", "bert"], PARTS, ["patched", "compiled"], [False, True]),
+)
 def test_compiled_parts_have_stocks_bits(family, part, first, is_autocast):
     stock = build(family, SIZE, dropout=0.0)
     ours = copy.deepcopy(stock)
