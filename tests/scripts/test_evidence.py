@@ -104,6 +104,21 @@ def test_a_run_is_repeated_where_the_code_is_another(planted, tmp_path, capsys):
     assert planted() == 0 and "running" in capsys.readouterr().out
 
 
+def test_words_that_chance_chooses_between_agree(planted, tmp_path):
+    (tmp_path / "planted.md").write_text(COMMITTED.replace("10.1 =", "10.1 stock differs from itself"))
+    assert planted() == 1
+    assert planted(chance={"stock differs from itself": "="}) == 0
+    (tmp_path / "planted.md").write_text(COMMITTED.replace("10.1 =", "10.1 DIFFERS"))
+    assert planted(chance={"stock differs from itself": "="}) == 1
+
+
+def test_how_a_result_is_compared_is_no_part_of_what_it_follows_from(planted, tmp_path, capsys):
+    assert planted() == 0
+    capsys.readouterr()
+    (tmp_path / "scripts" / "evidence_compare.py").write_text("# another bound\n")
+    assert planted() == 0 and "running" not in capsys.readouterr().out
+
+
 def test_a_script_that_fails_is_reported_and_run_again(planted, capsys):
     for _ in range(2):
         assert planted(status=3) == 1
