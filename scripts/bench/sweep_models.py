@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--types", nargs="+", metavar="TYPE", help="model types; all if not given")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--jobs", type=int, default=2, help="types at a time, each on one thread")
-    parser.add_argument("--timeout", type=float, default=120, help="seconds for one type in all modes")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for one type in all modes")
     parser.add_argument("--out", type=Path, default=Path("scripts/results/sweep-models"), help="without its suffix")
     options = parser.parse_args(argv)
     runs = sweep(options.types or model_types(), options.modes, options.jobs, options.timeout)
