@@ -27,6 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hf_memsave.device import has_numbers
 from hf_memsave.ops.cast import HALVES, is_autocast
+from hf_memsave.ops.fused import cross_entropy as fused
 from hf_memsave.ops.head import Head
 from hf_memsave.ops.lazy_loss import LazyLoss
 from hf_memsave.ops.once import once_differentiable
@@ -127,7 +128,8 @@ class _ChunkedLoss(torch.autograd.Function):
                 x = hidden[part].detach().requires_grad_()
                 with torch.enable_grad():
                     logits = head.compute(x.view_as(x))  # autocast would share one cast of a leaf
-                losses[part], dz = _loss_and_gradient(logits.detach(), target[part], options, count)
+                of_chunk = _over_logits if _is_fused(head, logits, options) else _loss_and_gradient
+                losses[part], dz = of_chunk(logits.detach(), target[part], options, count)
                 found = sums.add(logits, x, dz)
                 del logits, dz
                 if dx is not None and found is not None:
@@ -152,6 +154,16 @@ class _ChunkedLoss(torch.autograd.Function):
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _is_fused(head: Head, z: Tensor, options: _Options) -> bool:
+    is_known = head.fuses_loss and options.weight is None and options.label_smoothing == 0
+    return is_known and fused.suits(head.steps, z)
+
+
+def _over_logits(z: Tensor, target: Tensor, options: _Options, count: Tensor) -> tuple[Tensor, Tensor]:
+    """The same as :func:`_loss_and_gradient`, the gradient in the place of z."""
+    return fused.loss_and_gradient(z, target, options.ignore_index, count)
 
 
 def _loss_and_gradient(z: Tensor, target: Tensor, options: _Options, count: Tensor) -> tuple[Tensor, Tensor]:

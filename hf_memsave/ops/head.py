@@ -88,6 +88,7 @@ class Head:
         steps: What is done to its output, one number at a time.
         autocast: Under which it runs.
         state: What its logits depend on beside its input.
+        fuses_loss: A kernel may write a loss's gradient over logits that this computes, and nobody else holds.
     """
 
     module: nn.Module
@@ -95,6 +96,7 @@ class Head:
     steps: tuple[Step, ...]
     autocast: AutocastState
     state: State
+    fuses_loss: bool = False
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """The logits of ``hidden`` ``[..., H]``, of the head as it was in the forward.

@@ -28,13 +28,16 @@ _PLAIN = frozenset({nn.Parameter, FakeTensor})
 _NOT_BY_ROW = ("peft.tuners.lily", "peft.tuners.xlora", "peft.tuners.lora.monteclora")
 
 
-def logits_of(module: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor | None:
+def logits_of(
+    module: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Tensor, *, fuses_loss: bool = False
+) -> Tensor | None:
     """What ``forward(hidden)`` gives, not computed yet; None where it is to be computed at once.
 
     Args:
         module: A head, with ``out_features`` words.
         forward: Its forward.
         hidden: ``[..., H]``.
+        fuses_loss: Whether a kernel may write a loss's gradient over what ``forward`` gives.
 
     Returns:
         Logits ``[..., V]``.
@@ -50,15 +53,17 @@ def logits_of(module: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Te
         tape.ledger.is_loss_chunked = True
     words: Any = module.out_features
     like = torch.empty(*hidden.shape[:-1], words, dtype=dtype, device="meta")
-    return LazyLogits.of(hidden, Head(module, forward, (), autocast, State(module)), like)
+    return LazyLogits.of(hidden, Head(module, forward, (), autocast, State(module), fuses_loss), like)
 
 
-def of_linear(module: nn.Module, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+def of_linear(
+    module: nn.Module, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, fuses_loss: bool = False
+) -> Tensor | None:
     """The same for ``F.linear(hidden, weight, bias)``, called by a head ``module`` whose own they are."""
     own, given = list(module.parameters()), [weight] if bias is None else [weight, bias]
     if [id(p) for p in own] != [id(p) for p in given] or any(type(p) not in _PLAIN for p in own):
         return None  # computed, or with a linear of its own
-    return logits_of(module, partial(F.linear, weight=weight, bias=bias), hidden)
+    return logits_of(module, partial(F.linear, weight=weight, bias=bias), hidden, fuses_loss=fuses_loss)
 
 
 def _is_long(module: nn.Module, hidden: Tensor) -> bool:

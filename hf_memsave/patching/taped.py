@@ -150,7 +150,8 @@ def _lay(
         with _cache(module, config, kwargs), _offload(config), Tape(*settings, codec, held, ledger, decided) as tape:
             head = _head_below(module) if config.loss == "chunked" else None
             if isinstance(head, nn.Linear) and not is_parametrized(head):  # whose weight is computed as it is read
-                tape.head, tape.logits = head, of_linear
+                tape.head = head
+                tape.logits = functools.partial(of_linear, fuses_loss=config.backend != "torch")
             out = forward(module, *args, **kwargs)
     except BaseException as error:
         if ledger is not None:  # the next forward is counted

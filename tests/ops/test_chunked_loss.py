@@ -6,30 +6,27 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
-from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_memsave import MemSaveConfig, patch
 from hf_memsave.measure.peak import count_peak
 from hf_memsave.ops import chunked_loss
 from hf_memsave.ops.lazy_logits import LazyLogits
-from support.accuracy import SMALL, OfLinear, assert_as_near_as_stock, error, lm, of_ours_over_stocks, step
+from support.accuracy import (
+    SMALL,
+    OfLinear,
+    assert_as_near_as_stock,
+    error,
+    lm,
+    of_ours_over_stocks,
+    scaled,
+    softcapped,
+    step,
+)
 from support.families import Size, batch_for, build
 from support.helpers import halved
 
 CAUSAL = ("gpt2", "llama", "gemma", "phi", "opt")
-
-
-def softcapped():
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=512)
-    sizes |= dict(num_key_value_heads=2, head_dim=8, pad_token_id=0)
-    return Gemma2ForCausalLM(Gemma2Config(**sizes, attn_implementation="eager", final_logit_softcapping=5.0)).train()
-
-
-def scaled():
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=512)
-    return CohereForCausalLM(CohereConfig(**sizes, logit_scale=0.5, pad_token_id=0)).train()
 
 
 def test_a_loss_that_fits_is_stocks_to_the_bit():

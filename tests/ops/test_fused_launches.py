@@ -2,7 +2,11 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from hf_memsave.measure.fake_device import fake_device
+from hf_memsave.ops import chunked_loss
+from support.accuracy import OfLinear
 from support.fake import needs_stand_in
 from support.launches import Launches, counted
 
@@ -26,6 +30,29 @@ def test_bert_under_autocast_takes_half_of_stocks_launches_and_fewer_of_its_byte
     (launches, nbytes), (stock_launches, stock_nbytes) = found["Triton"], found["stock"]
     assert launches <= 0.5 * stock_launches
     assert nbytes <= 0.95 * stock_nbytes
+
+
+@needs_stand_in
+def test_a_chunk_of_a_loss_moves_a_fifth_of_the_bytes_by_one_kernel():
+    """Llama-3-8B's frozen head, two chunks: 44.0 bytes a logit in stock, 59.3 by PyTorch's functions, 11.2 here."""
+    words, width, tokens = 128256, 4096, 260
+    found = {}
+    with fake_device() as device:
+        x = torch.zeros(tokens, width, dtype=torch.bfloat16, device=device, requires_grad=True)
+        w, target = torch.zeros(words, width, dtype=x.dtype, device=device), torch.zeros(tokens, device=device).long()
+        like = torch.empty(tokens, words, device="meta")
+        for way in ("stock", "torch", "Triton"):
+            with Launches() as run:
+                if way == "stock":
+                    loss = F.cross_entropy(F.linear(x, w).float(), target)
+                else:
+                    head = OfLinear(w, steps=((torch.Tensor.float, (), {}),), fuses_loss=way == "Triton")
+                    loss = chunked_loss.cross_entropy(x, head, [], like, target)
+                loss.backward()
+            found[way] = run.count, run.nbytes / tokens / words
+    print(found)
+    assert found["Triton"][1] <= 12 <= 0.3 * found["stock"][1]
+    assert found["Triton"][0] <= 0.3 * found["torch"][0]
 
 
 def test_bytes_are_those_that_an_operation_reads_and_writes():

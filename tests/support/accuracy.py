@@ -5,6 +5,7 @@ import copy
 
 import torch
 import torch.nn.functional as F
+from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from hf_memsave import patch
 from hf_memsave.ops.lazy_logits import LazyLogits
@@ -19,14 +20,33 @@ def lm(family, dtype=torch.float32):
     return build(family, LONG, dtype, dropout=0.0)
 
 
-class OfLinear:
-    """A head that is a linear of these, always the same."""
+def softcapped():
+    """A model that caps its logits by tanh."""
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=512)
+    sizes |= dict(num_key_value_heads=2, head_dim=8, pad_token_id=0)
+    return Gemma2ForCausalLM(Gemma2Config(**sizes, attn_implementation="eager", final_logit_softcapping=5.0)).train()
 
-    def __init__(self, weight, bias=None):
+
+def scaled():
+    """One that multiplies them."""
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=512)
+    return CohereForCausalLM(CohereConfig(**sizes, logit_scale=0.5, pad_token_id=0)).train()
+
+
+class OfLinear:
+    """A head that is a linear of these, always the same, and what follows it."""
+
+    def __init__(self, weight, bias=None, steps=(), fuses_loss=False):
         self.weight, self.bias, self.state = weight, bias, self
+        self.steps, self.fuses_loss = steps, fuses_loss
 
     def compute(self, hidden):
-        return F.linear(hidden, self.weight, self.bias)
+        logits = F.linear(hidden, self.weight, self.bias)
+        for func, args, kwargs in self.steps:
+            logits = func(logits, *args, **kwargs)
+        return logits
 
     def check(self):
         """Nothing changes it."""
@@ -65,7 +85,7 @@ def assert_as_near_as_stock(make, context=None, draws=24, **options):
     assert found.mean() < 3 * error_of_mean
 
 
-def ratios(make, context=None, draws=6, **options):
+def ratios(make, context=None, draws=6, config=True, **options):
     """The same of each model and batch."""
     found = []
     for seed in range(draws):
@@ -79,7 +99,7 @@ def ratios(make, context=None, draws=6, **options):
         _, exact = in_float64(model, batch, **options)
         with context or contextlib.nullcontext():
             stock, of_stock = step(model, batch, **options)
-            report = patch(model)
+            report = patch(model, config)
             out, ours = step(model, batch, **options)
         assert type(out.logits) is LazyLogits
         assert "the loss was computed in chunks" in str(report)
