@@ -3,7 +3,7 @@ r"""``chunked_loss``: a language model's head and its cross-entropy, a few rows 
 Kept for backward, with T tokens, V words and x ``[T, H]`` the head's input::
 
     eager    the logits in the model's dtype, in fp32, and their log-softmax: up to 10 V bytes a token, 14 V at the peak
-    here     dx, and the gradients of the head's own parameters, if they want any; one chunk at the peak
+    here     dx; of a trained head its gradient, or dz of all rows, 2 V bytes a token; one chunk at the peak
 
 With z = head(x), p = softmax(z), e the target's one-hot row, s the label smoothing and w the class weights::
 
@@ -19,6 +19,7 @@ arXiv:2410.10989.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from hf_memsave.ops.fused import cross_entropy as fused
 from hf_memsave.ops.head import Head
 from hf_memsave.ops.lazy_loss import LazyLoss
 from hf_memsave.ops.once import once_differentiable
-from hf_memsave.ops.sums import Sums
+from hf_memsave.ops.sums import Sums, gradient
 from hf_memsave.tape import current
 from hf_memsave.tape.private import no_modes
 
@@ -116,7 +117,7 @@ class _ChunkedLoss(torch.autograd.Function):
         losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
         dx = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         wanted = [p for p, needs in zip(parameters, ctx.needs_input_grad[6:], strict=True) if needs]
-        sums = Sums(wanted, wide)
+        sums = Sums(wanted, wide, len(hidden))
         itemsize = torch.empty(0, dtype=wide).itemsize + 2 * torch.empty(0, dtype=dtype).itemsize
         rows = max(1, CHUNK // (words * itemsize))
         count = _count(target, options, wide)
@@ -136,17 +137,18 @@ class _ChunkedLoss(torch.autograd.Function):
                     dx[part] = found
                 del found
         head.state.renew()
-        ctx.save_for_backward(dx, *sums.rounded())
+        kept = sums.kept()
+        ctx.save_for_backward(dx, *(tensor for tensors in kept for tensor in tensors))
         ctx.set_materialize_grads(False)
-        ctx.wide = wide
+        ctx.wide, ctx.kept = wide, [(len(tensors), p.dtype) for tensors, p in zip(kept, wanted, strict=True)]
         return (losses if options.reduction == "none" else losses.sum() / count).to(options.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        dx, *gradients = ctx.saved_tensors
-        factor = dy.to(ctx.wide)
-        found = iter([None if g is None else (g * factor).to(g.dtype) for g in gradients])
+        dx, *tensors = ctx.saved_tensors
+        factor, rest = dy.to(ctx.wide), iter(tensors)
+        found = iter([gradient(list(islice(rest, count)), factor, dtype) for count, dtype in ctx.kept])
         by_row = factor.unsqueeze(-1) if factor.dim() else factor
         first = None if dx is None else (dx * by_row).to(dx.dtype)
         return first, None, None, None, None, None, *(next(found) if n else None for n in ctx.needs_input_grad[6:])

@@ -67,24 +67,30 @@ def of_linear(
 
 
 def _is_long(module: nn.Module, hidden: Tensor) -> bool:
-    """Whether the logits of ``hidden`` are more than a chunk, and more than what the chunks' sums take.
+    """Whether the logits of ``hidden`` are more than a chunk, and can be computed by chunks.
 
     A dropout would draw other masks for chunks; a hook may look at logits, or take the weights away (FSDP2,
     ZeRO-3, Accelerate's offload); some adapters look at all rows.
 
     Returns:
-        True where it pays, and changes nothing but the order of sums.
+        True where that changes nothing but the order of sums.
     """
-    words: Any = module.out_features
-    logits = hidden.shape[:-1].numel() * words
-    wanted = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    if not (hidden.requires_grad or wanted) or logits * 4 <= chunked_loss.CHUNK or 2 * wanted > 3 * logits:
+    if not (hidden.requires_grad or _wanted(module)) or _logits(module, hidden) * 4 <= chunked_loss.CHUNK:
         return False
     if not all(parameter.is_leaf for parameter in module.parameters()):  # hooks on them would run in every chunk
         return False
     if any(type(m).__module__.startswith(_NOT_BY_ROW) for m in module.modules()):
         return False
     return not any(draws(m) or _has_hooks(m) for m in module.modules())
+
+
+def _logits(module: nn.Module, hidden: Tensor) -> int:
+    words: Any = module.out_features
+    return hidden.shape[:-1].numel() * words
+
+
+def _wanted(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -95,7 +101,8 @@ def _has_hooks(module: nn.Module) -> bool:
 
 def _lazy_head(module: nn.Module, patch: Any, *args: Any, **kwargs: Any) -> Any:
     made = None
-    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+    is_known = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+    if is_known and 2 * _wanted(module) <= 3 * _logits(module, args[0]):  # else sums may take more than logits
         made = logits_of(module, partial(patch.stock.forward, module), args[0])
     return patch.stock.forward(module, *args, **kwargs) if made is None else made
 

@@ -22,7 +22,7 @@ from hf_memsave.ops import chunked_loss
 from hf_memsave.ops.head import Head, Step
 from hf_memsave.ops.lazy import TOLD, Lazy, computed
 from hf_memsave.ops.once import once_differentiable
-from hf_memsave.ops.sums import refuse_others
+from hf_memsave.ops.uses import refuse_others
 from hf_memsave.tape.private import no_subclasses, tree_leaves, tree_map, without_hooks
 
 #: Functions of each logit by itself, where their other arguments are numbers.

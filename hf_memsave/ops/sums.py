@@ -3,42 +3,60 @@
 Autograd rounds the gradient that it gives for a chunk to the parameter's dtype, and in bf16 a sum of rounded parts is
 further from the truth than one rounded sum. A linear's gradient is the product of what goes in and the gradient of what
 comes out: where the graph of a chunk says that a parameter takes part in one linear and nowhere else, that product is
-added in fp32. It is read off the graph, not off the module: casts and what is compiled stand in it too, and hooks on
-what comes out have run; only hooks on the transposed weight or on nodes, which nobody sets, would not be seen. Hooks on
-parameters wait for the whole gradient.
+added in fp32. Hooks on parameters wait for the whole gradient.
+
+A sum of a head's size is read and written for each product, so products wait for each other. Of a weight ``[V, H]`` and
+T rows, in bytes an element of V::
+
+    4 H             the sum
+    2 T             dy of all rows, in bf16: where that is less there is no sum, but one product, as in stock
+    4 H + H         a sum, and dy of as many rows as take a quarter of that, otherwise
+
+Where dy takes less than the gradient, backward computes the product.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
-from hf_memsave.device import has_wide_products
-from hf_memsave.errors import PatchError
-from hf_memsave.tape.private import FakeTensor, is_linear, kept_input, without_hooks
+from hf_memsave.device import has_numbers, has_wide_products, waits
+from hf_memsave.ops.uses import linears_of
+from hf_memsave.ops.wide_product import wide_product
+from hf_memsave.tape.private import without_hooks
 
-#: Elements of a sum for which a product is computed at once, where it cannot be added in place.
+#: Elements of a gradient for which a product is computed at once, where it is converted.
 _BLOCK = 2**24
-_ACCUMULATE, _CAST, _TRANSPOSED = "torch::autograd::AccumulateGrad", "ToCopyBackward0", "TBackward0"
-
-#: A node of a graph, and which of its outputs.
-_Edge = tuple[Any, int]
 
 
-class Linear(NamedTuple):
-    """Where a parameter takes part in ``y = x w^T + b``.
+class Rows:
+    """Those whose product is not computed yet.
 
-    Attributes:
-        node: Of the graph, with y's gradient.
-        input: x ``[T, H]``, for a weight; None for a bias.
+    Args:
+        dy: ``[rows, V]``, the first of them.
+        x: ``[rows, H]``.
+        count: How many there is place for.
     """
 
-    node: Any
-    input: Tensor | None
+    def __init__(self, dy: Tensor, x: Tensor, count: int) -> None:
+        self.dy, self.x = dy.new_empty(count, dy.shape[1]), x.new_empty(count, x.shape[1])
+        self.count = 0
+
+    def take(self, dy: Tensor, x: Tensor) -> bool:
+        """Take some more, if there is place for them."""
+        after = self.count + len(dy)
+        if after > len(self.dy) or (dy.dtype, x.dtype) != (self.dy.dtype, self.x.dtype):
+            return False
+        self.dy[self.count : after], self.x[self.count : after] = dy, x
+        self.count = after
+        return True
+
+    def taken(self) -> tuple[Tensor, Tensor]:
+        """Dy and x of all that it has; there is place for new ones."""
+        count, self.count = self.count, 0
+        return self.dy[:count], self.x[:count]
 
 
 class Sums:
@@ -47,12 +65,14 @@ class Sums:
     Args:
         parameters: Those that want one.
         wide: The dtype of the sums, unless a parameter's is wider.
+        count: Rows of all chunks.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], wide: torch.dtype) -> None:
-        self.parameters, self.wide = parameters, wide
+    def __init__(self, parameters: Sequence[Tensor], wide: torch.dtype, count: int) -> None:
+        self.parameters, self.wide, self.count = parameters, wide, count
         self.sums: dict[int, Tensor] = {}
         self.lost: dict[int, Tensor] = {}
+        self.rows: dict[int, Rows] = {}
 
     def add(self, y: Tensor, x: Tensor, dy: Tensor) -> Tensor | None:
         """Add what a chunk gives them.
@@ -89,19 +109,49 @@ class Sums:
                 self._add_linear(parameter, linears[id(parameter)].input, dys.get(id(parameter)))
         return dx
 
-    def rounded(self) -> list[Tensor | None]:
-        """In the parameters' dtypes; None for one that no chunk has used."""
-        return [self.sums.pop(id(p)).to(p.dtype) if id(p) in self.sums else None for p in self.parameters]
+    def kept(self) -> list[tuple[Tensor, ...]]:
+        """Of each parameter, what :func:`gradient` computes its gradient of; nothing where no chunk has used it."""
+        return [self._kept(parameter) for parameter in self.parameters]
+
+    def _kept(self, parameter: Tensor) -> tuple[Tensor, ...]:
+        rows, total = self.rows.pop(id(parameter), None), self.sums.pop(id(parameter), None)
+        if rows is not None and total is None:
+            few = rows.taken()
+            is_less = rows.dy.nbytes <= parameter.nbytes
+            return few if is_less else (product(*few, parameter.dtype, self.wide),)
+        if total is None:
+            return ()
+        if rows is not None:
+            _add_product(total, *rows.taken())
+            del rows  # what is rounded takes their place
+        return (total.to(parameter.dtype),)
 
     def _add_linear(self, parameter: Tensor, x: Tensor | None, dy: Tensor | None) -> None:
         if dy is None:
             return
-        total = self._of(parameter)
-        if x is not None:
-            _add_product(total, dy, x)
+        if x is None:
+            total = self._of(parameter)
+            lost = self.lost.setdefault(id(parameter), torch.zeros_like(total))
+            _add_compensated(total, lost, dy.sum(0, dtype=total.dtype))
             return
-        lost = self.lost.setdefault(id(parameter), torch.zeros_like(total))
-        _add_compensated(total, lost, dy.sum(0, dtype=total.dtype))
+        rows = self.rows.get(id(parameter))
+        if rows is None and (count := self._place(parameter, dy)) > len(dy):
+            rows = self.rows[id(parameter)] = Rows(dy, x, count)
+            if count < self.count:
+                self._of(parameter)
+        if rows is not None and rows.take(dy, x):
+            return
+        total = self._of(parameter)
+        if rows is not None and rows.count:
+            _add_product(total, *rows.taken())
+            if rows.take(dy, x):
+                return
+        _add_product(total, dy, x)
+
+    def _place(self, parameter: Tensor, dy: Tensor) -> int:
+        """For how many rows of dy there is place."""
+        of_sum, of_row = parameter.numel() * self.wide.itemsize, dy.shape[1] * dy.itemsize
+        return self.count if self.count * of_row <= of_sum else of_sum // 4 // of_row
 
     def _of(self, parameter: Tensor) -> Tensor:
         if id(parameter) not in self.sums:
@@ -110,115 +160,50 @@ class Sums:
         return self.sums[id(parameter)]
 
 
-def linears_of(y: Tensor, x: Tensor, parameters: Sequence[Tensor]) -> dict[int, Linear]:
-    """Which of ``parameters`` take part in one linear of x's and nowhere else, cast or not.
-
-    Returns:
-        That linear, by the parameter's id.
-
-    Raises:
-        PatchError: What y is computed from is neither x nor a parameter.
-    """
-    graph = _Graph(y, [x, *parameters])
-    run = graph.above(_edge(x))
-    found = {}
-    for parameter in parameters:
-        linear = graph.linear(parameter)
-        if linear is not None and linear.node in run:
-            found[id(parameter)] = linear
-    return found
+def gradient(kept: Sequence[Tensor], factor: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """What :meth:`Sums.kept` gave of a parameter of this dtype, times a number in the dtype of sums."""
+    if not kept:
+        return None
+    if len(kept) == 2:
+        dy, x = kept
+        return product(dy, x, dtype, factor.dtype, factor)
+    return (kept[0] * factor).to(dtype)
 
 
-class _Graph:
-    """Who takes what in the graph of y.
-
-    Args:
-        y: Computed from ``inputs``.
-        inputs: Where the graph ends.
-
-    Attributes:
-        takers: Of each output of a node, the nodes that take it, and at which place among what they take.
-
-    Raises:
-        PatchError: Something else that wants a gradient stands in it.
-    """
-
-    def __init__(self, y: Tensor, inputs: Sequence[Tensor]) -> None:
-        ends = {_edge(tensor) for tensor in inputs if tensor.requires_grad}
-        nodes = [y.grad_fn] if y.grad_fn is not None else []
-        seen = set(nodes)
-        self.takers: dict[_Edge, list[tuple[Any, int]]] = {}
-        for node in nodes:  # which grows
-            if node.name() == _ACCUMULATE:
-                raise PatchError(
-                    "chunked loss: expected a head whose logits are computed from its input and its own parameters, "
-                    "got one that uses other tensors that want a gradient, and would get none. Use "
-                    "MemSaveConfig(loss='stock')."
-                )
-            for place, edge in enumerate(node.next_functions):
-                self.takers.setdefault(edge, []).append((node, place))
-                if edge[0] is not None and edge not in ends and edge[0] not in seen:
-                    seen.add(edge[0])
-                    nodes.append(edge[0])
-
-    def above(self, edge: _Edge) -> set[Any]:
-        """All nodes that the gradient of an output comes through."""
-        over: dict[Any, set[Any]] = {}
-        for (node, _), takers in self.takers.items():
-            over.setdefault(node, set()).update(taker for taker, _ in takers)
-        nodes = [taker for taker, _ in self.takers.get(edge, ())]
-        found = set(nodes)
-        for node in nodes:  # which grows
-            new = over.get(node, set()) - found
-            found |= new
-            nodes.extend(new)
-        return found
-
-    def linear(self, parameter: Tensor) -> Linear | None:
-        """The one linear that takes a parameter, through casts and a transpose that nobody else takes."""
-        edge, is_weight = _edge(parameter), False
-        while len(takers := self.takers.get(edge, [])) == 1:
-            ((node, place),) = takers
-            if node.name() == _TRANSPOSED and not is_weight:
-                is_weight = True
-            elif node.name() != _CAST:
-                break
-            edge = node, 0
-        else:
-            return None
-        if not is_linear(node):
-            return None
-        if not is_weight:
-            is_bias = place == 0 and parameter.dim() == 1 and parameter.numel() > 1  # one number may be for all
-            return Linear(node, None) if is_bias else None
-        x = kept_input(node) if place == len(node.next_functions) - 1 else None
-        if x is None or type(x) not in (Tensor, FakeTensor) or x.device != parameter.device:
-            return None
-        return Linear(node, x)
+def product(dy: Tensor, x: Tensor, dtype: torch.dtype, wide: torch.dtype, factor: Tensor | None = None) -> Tensor:
+    """``factor dy^T x`` in ``dtype``, for ``[T, V]`` and ``[T, H]``; computed in ``wide``, and rounded once."""
+    wide, is_one = torch.promote_types(dtype, wide), factor is None or _is_one(factor)
+    if dy.dtype == dtype and (is_one or dtype == wide):
+        out = dy.t() @ x
+        return out if is_one else out.mul_(factor)
+    out = x.new_empty(dy.shape[1], x.shape[1], dtype=dtype)
+    for rows, part in _blocks(out, dy):
+        torch.mul(wide_product(part, x, wide), 1.0 if is_one else factor, out=rows)
+    return out
 
 
-def _edge(tensor: Tensor) -> _Edge:
-    edge = get_gradient_edge(tensor)
-    return edge.node, edge.output_nr
-
-
-def refuse_others(y: Tensor, inputs: Sequence[Tensor]) -> None:
-    """Make sure that nothing but these wants a gradient of y.
-
-    Raises:
-        PatchError: Something does.
-    """
-    _Graph(y, inputs)
+def _is_one(factor: Tensor) -> bool:
+    """Where that can be asked without waiting for a device."""
+    return has_numbers(factor) and not waits(factor) and bool(factor == 1)
 
 
 def _add_product(total: Tensor, dy: Tensor, x: Tensor) -> None:
     """``total += dy^T x``, for ``[T, V]`` and ``[T, H]``."""
-    if not has_wide_products(dy) or dy.dtype == total.dtype or total.dtype != torch.float32:
-        total.addmm_(dy.to(total.dtype).t(), x.to(total.dtype))
-        return
-    step = max(1, _BLOCK // x.shape[1])
-    for rows, part in zip(total.split(step), dy.t().split(step), strict=True):
-        rows += torch.mm(part, x, out_dtype=total.dtype)
+    if dy.dtype == total.dtype:
+        total.addmm_(dy.t(), x)
+    elif total.dtype == torch.float32 and has_wide_products(dy):
+        for rows, part in _blocks(total, dy):
+            rows += torch.mm(part, x, out_dtype=total.dtype)
+    else:
+        x = x.to(total.dtype)
+        for rows, part in _blocks(total, dy):
+            rows.addmm_(part.to(total.dtype), x)
+
+
+def _blocks(out: Tensor, dy: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Some rows of the product at a time, and those of the transposed dy."""
+    step = max(1, _BLOCK // out.shape[1])
+    return zip(out.split(step), dy.t().split(step), strict=True)
 
 
 def _add_compensated(total: Tensor, lost: Tensor, part: Tensor) -> None:

@@ -151,8 +151,13 @@ def test_a_patched_wrapper_of_peft_chunks_the_loss():
 
 @pytest.mark.parametrize(("tokens", "kind"), [(16, torch.Tensor), (256, LazyLogits)])
 def test_few_tokens_of_a_large_head_are_not_worth_its_sums(tokens, kind):
+    """Where something is around the head: its own weight needs no sum."""
     size = Size(hidden=256, seq=tokens, batch=1)
     model = build("llama", size, dropout=0.0)
+    patch(model)
+    assert type(model(**batch_for(model, size)).logits) is LazyLogits
+    model = build("llama", size, dropout=0.0)
+    model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])).train()
     patch(model)
     assert type(model(**batch_for(model, size)).logits) is kind
 

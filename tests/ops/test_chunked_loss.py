@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_memsave import MemSaveConfig, patch
 from hf_memsave.measure.peak import count_peak
-from hf_memsave.ops import chunked_loss
+from hf_memsave.ops import chunked_loss, sums
 from hf_memsave.ops.lazy_logits import LazyLogits
 from support.accuracy import (
     SMALL,
@@ -249,6 +249,47 @@ def test_the_loss_keeps_two_bytes_a_hidden_unit_and_token_and_one_chunk(words, t
     )
     assert kept.end <= 2 * h * tokens + 64
     assert kept.peak <= chunked_loss.CHUNK + 2 * h * tokens + 16 * tokens
+
+
+@pytest.mark.long
+def test_of_few_tokens_the_gradient_of_logits_is_kept_and_no_sum(monkeypatch):
+    """bf16, trained head: stock keeps 6 to 10 bytes a logit and peaks at 14; sums would take 6 H a word."""
+    if torch.cuda.is_available():
+        pytest.skip("figures are those of CPU kernels")
+    monkeypatch.setattr(chunked_loss, "CHUNK", 2**24)
+    words, h, tokens = 32_000, 1024, 512
+    head = torch.nn.Linear(h, words, bias=False, dtype=torch.bfloat16)
+    like = torch.empty(tokens, words, dtype=torch.bfloat16, device="meta")
+    target, hidden = torch.randint(0, words, (tokens,)), torch.randn(tokens, h, dtype=torch.bfloat16)
+    hidden.requires_grad_()
+    held: list = []
+    kept = count_peak(
+        lambda: (
+            held.append(chunked_loss.cross_entropy(hidden, OfLinear(head.weight), [head.weight], like, target)) or held
+        )
+    )
+    of_logits, of_hidden = 2 * words * tokens, 2 * h * tokens
+    assert kept.end <= of_logits + 2 * of_hidden + 64
+    assert kept.peak <= of_logits + chunked_loss.CHUNK + 3 * of_hidden + 16 * tokens
+    step = count_peak(lambda: held.pop().backward())
+    block = 4 * sums._BLOCK + 4 * tokens * sums._BLOCK // h + 4 * h * tokens  # of the product; in fp32, on CPU
+    assert step.peak <= 2 * words * h + block + of_hidden + 64
+
+
+@pytest.mark.long
+def test_rows_that_wait_for_their_product_are_gone_before_the_sum_is_rounded(monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("figures are those of CPU kernels")
+    monkeypatch.setattr(chunked_loss, "CHUNK", 2**22)
+    monkeypatch.setattr(sums, "_BLOCK", 2**16)
+    words, h, tokens = 32_000, 256, 1024
+    head = torch.nn.Linear(h, words, bias=False, dtype=torch.bfloat16)
+    like = torch.empty(tokens, words, dtype=torch.bfloat16, device="meta")
+    target, hidden = torch.randint(0, words, (tokens,)), torch.randn(tokens, h, dtype=torch.bfloat16)
+    peak = count_peak(
+        lambda: chunked_loss.cross_entropy(hidden, OfLinear(head.weight), [head.weight], like, target)
+    ).peak
+    assert peak <= (4 + 2) * words * h + 16 * tokens
 
 
 @pytest.mark.parametrize("label", [512, -5, -101])

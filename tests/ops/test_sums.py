@@ -34,10 +34,36 @@ def gradients_of(dtype, monkeypatch, chunks=16, rows=512, autocast=False):
 @pytest.mark.parametrize(
     ("dtype", "autocast"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)]
 )
-@pytest.mark.parametrize("chunks", [4, 16, 64])
-def test_a_linear_heads_gradients_are_as_near_to_float64_as_stocks(dtype, autocast, chunks, monkeypatch):
-    ours, stock = gradients_of(dtype, monkeypatch, chunks, autocast=autocast)
+@pytest.mark.parametrize(("rows", "chunks"), [(512, 4), (512, 16), (512, 64), (48, 6), (24, 3)])
+def test_a_linear_heads_gradients_are_as_near_to_float64_as_stocks(dtype, autocast, rows, chunks, monkeypatch):
+    ours, stock = gradients_of(dtype, monkeypatch, chunks, rows, autocast)
     assert all(a <= 1.005 * b for a, b in zip(ours, stock, strict=True)), (ours, stock)
+
+
+@pytest.mark.parametrize(
+    ("rows", "kept", "products"),
+    [
+        (24, [(24, 256), (24, 32)], 0),  # dy takes fewer bytes than the gradient
+        (48, [(256, 32)], 0),  # and than the sum
+        (256, [(256, 32)], 16),  # 16 rows of dy take a quarter of it
+    ],
+)
+def test_what_takes_fewest_bytes_is_kept_and_products_wait_for_each_other(rows, kept, products, monkeypatch):
+    added, stock = [], sums._add_product
+    monkeypatch.setattr(sums, "_add_product", lambda total, dy, x: added.append(len(dy)) or stock(total, dy, x))
+    torch.manual_seed(0)
+    w = torch.randn(256, 32, dtype=torch.bfloat16, requires_grad=True)
+    total = sums.Sums([w], torch.float32, rows)
+    x, dy = torch.randn(rows, 32, dtype=w.dtype), torch.randn(rows, 256, dtype=w.dtype)
+    for part, into in zip(x.split(8), dy.split(8), strict=True):
+        leaf = part.clone().requires_grad_()
+        total.add(F.linear(leaf, w), leaf, into)
+    (found,) = total.kept()
+    assert [tuple(tensor.shape) for tensor in found] == kept
+    assert added == [16] * products
+    expected = dy.double().t() @ x.double()
+    gradient = sums.gradient(found, torch.full((), 3.0), w.dtype)
+    torch.testing.assert_close(gradient.double(), 3 * expected, rtol=2**-7, atol=1e-2)
 
 
 def test_as_autograd_rounds_them_in_each_chunk_they_are_further_away(monkeypatch):
@@ -107,8 +133,9 @@ USES = {
 }
 
 
+@pytest.mark.parametrize("count", [6, 100], ids=["products at once", "product by product"])
 @pytest.mark.parametrize(("use", "known"), USES.values(), ids=USES)
-def test_a_parameter_of_one_linear_is_known_and_every_gradient_is_autograds(use, known):
+def test_a_parameter_of_one_linear_is_known_and_every_gradient_is_autograds(use, known, count):
     module = Rooted()
     x = torch.randn(3, 4, requires_grad=True)
     dy = torch.randn_like(use(module, x))
@@ -117,11 +144,12 @@ def test_a_parameter_of_one_linear_is_known_and_every_gradient_is_autograds(use,
     found = sums.linears_of(use(module, x), x, wanted)
     assert "".join(name for name, p in module.named_parameters() if id(p) in found) == known
 
-    total = sums.Sums(wanted, torch.float32)
+    total = sums.Sums(wanted, torch.float32, count)
     for _ in range(2):
         dx = total.add(use(module, x), x, dy)
         torch.testing.assert_close(dx, expected[0])
-    for ours, one in zip(total.rounded(), expected[1:], strict=True):
+    for kept, p, one in zip(total.kept(), wanted, expected[1:], strict=True):
+        ours = sums.gradient(kept, torch.ones(()), p.dtype)
         assert (ours is None) == (one is None)
         if one is not None:
             torch.testing.assert_close(ours, 2 * one, rtol=0.02 if use is Rooted.autocast else 1e-5, atol=1e-5)
