@@ -27,6 +27,7 @@ any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 #: Whether a ``torch.func`` transform runs: autocast does not work as usual there, and tensors have no storages.
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+_is_in_batch: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 #: A context in which no function mode is asked.
 no_modes = torch._C.DisableTorchFunction
 #: Copies each tensor of a list into the one at its place in another, on CUDA in one launch.
@@ -65,6 +66,11 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     return torch._C._functorch.get_unwrapped(tensor) if in_transform() and _is_wrapped(tensor) else tensor
 
 
+def stands_for_many(tensor: torch.Tensor) -> bool:
+    """Whether functions of it run on several: those of ``torch.func``'s transforms, and of ``is_grads_batched``."""
+    return _is_wrapped(tensor) or _is_in_batch(tensor)
+
+
 def is_one_kernel(*args: Any, **kwargs: Any) -> bool:
     """Whether ``F.scaled_dot_product_attention`` of these is one kernel, which keeps q, k and v, and not many."""
     is_known = args[0].device.type in ("cpu", "cuda")  # the stand-in for CUDA takes one wherever it can
@@ -82,14 +88,17 @@ def innermost_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
-def checkpoint_frame() -> tuple[Any, Any]:
+def checkpoint_frame(hooks: Any = None) -> tuple[Any, Any]:
     """What ``torch.utils.checkpoint`` knows of the call that runs in it, non-reentrant.
+
+    Args:
+        hooks: Those that the call runs in; the innermost, if None.
 
     Returns:
         An object that is the same in the forward and when run again, and lives as long as it can be; and one that is
         another in each run, and lives until that ends. None and None outside of a checkpoint.
     """
-    hooks = innermost_hooks()
+    hooks = innermost_hooks() if hooks is None else hooks
     pack = None if hooks is None else inspect.unwrap(hooks[0])
     if not inspect.isfunction(pack):
         return None, None

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from hf_memsave.tape import prices, sweep
 from hf_memsave.tape.handles import Handle, Node
 from hf_memsave.tape.ledger import Ledger
-from hf_memsave.tape.private import no_dispatch, no_modes, unwrapped, written_by
+from hf_memsave.tape.private import checkpoint_frame, no_dispatch, no_modes, unwrapped, written_by
 from hf_memsave.tape.record import MARK, PARAMETER, Record
 from hf_memsave.tape.tensors import is_plain, tensors_in
 
@@ -73,13 +73,17 @@ class Recorder(TorchFunctionMode):
     def _new_record(self, tensor: Tensor, known: Record | None) -> Record:
         if known is not None and known.around is not None and known.around.tape is self:
             return known.around  # it was another tape's while a checkpointed block ran
-        is_around = known is not None and known.tape is self._root
-        if not (is_around and known.is_distrusted) and _is_parameter(tensor):  # type: ignore[union-attr]
+        around = known if known is not None and known.tape is self._root else None
+        is_distrusted = around is not None and around.is_distrusted and not self._is_run_again()
+        if not is_distrusted and _is_parameter(tensor):
             return PARAMETER
         record = Record(self)
-        if is_around:
-            record.around, record.is_distrusted = known, known.is_distrusted  # type: ignore[union-attr]
+        record.around, record.is_distrusted = around, is_distrusted
         return record
+
+    def _is_run_again(self) -> bool:
+        """Whether what this covers runs again in backward, where no tape around it tells what that one distrusts."""
+        return self.outer is not None and checkpoint_frame(self.outer)[0] is not None
 
     def known(self, tensor: Tensor) -> Record | None:
         """The same, where it is known already: FSDP2 fills the storages of parameters, before they are parameters."""

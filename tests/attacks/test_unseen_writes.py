@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave import MemSaveConfig, patch
 from hf_memsave.tape.record import BUFFER, MARK, PARAMETER
@@ -263,3 +265,47 @@ def test_a_batch_that_lives_on_holds_no_model():
     del model
     gc.collect()
     assert weight() is None
+
+
+class Block(GradientCheckpointingLayer):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.RMSNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        return x + self.down(F.silu(self.up(self.norm(x) * self.scale)))
+
+
+class Checkpointed(Model):
+    """What is distrusted in the forward is not when the block runs again, in backward: it must keep the same."""
+
+    def __init__(self, parts):
+        super().__init__()
+        self.block, self.parts = Block(), parts
+
+    def forward(self, x):
+        x = self.l1(x)
+        if "parameter" in self.parts:
+            self.block.scale.data.mul_(0.5)
+        if "early" in self.parts:
+            x = x * 2
+            x.data.add_(1)
+        run = (lambda x: self.block(x.data)) if "inside" in self.parts else self.block
+        return checkpoint(run, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("parts", ["parameter", "early", "inside", "early, parameter", "early, inside"])
+def test_what_was_distrusted_before_a_checkpoint_is_kept_as_when_it_runs_again(parts):
+    found = []
+    for is_patched in (False, True):
+        torch.manual_seed(0)
+        model = Checkpointed(parts)
+        if is_patched:
+            patch(model)
+        for step in range(3):
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+            model(x).square().sum().backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    for mine, stock in zip(*reversed(found), strict=True):
+        assert_same_bits(mine, stock)
