@@ -170,28 +170,35 @@ def _over_logits(z: Tensor, target: Tensor, options: _Options, count: Tensor) ->
 
 def _loss_and_gradient(z: Tensor, target: Tensor, options: _Options, count: Tensor) -> tuple[Tensor, Tensor]:
     """Of each row, the loss before and the gradient after the division by ``count``; the latter in the dtype of z."""
-    wide = count.dtype
+    wide, smoothing, words = count.dtype, options.label_smoothing, z.shape[-1]
     is_counted = target != options.ignore_index
     index = target.where(is_counted, 0).unsqueeze(-1)
-    p = z.to(wide, copy=True)
-    top = p.amax(-1, keepdim=True)
-    smoothing, words = options.label_smoothing, z.shape[-1]
     weight = None if options.weight is None else options.weight.to(wide)
     of_target = 1.0 - smoothing if weight is None else (1.0 - smoothing) * weight[index]
-    below = top - p.gather(-1, index)
     total = 1.0 if weight is None else weight.mean()
+    top, place = z.max(-1, keepdim=True)
+    top, below = top.to(wide), top.to(wide) - z.gather(-1, index)
+    p = _softmax(z, top)
+    log_sum = -p.gather(-1, place).log()  # of exp(z - top)
+    loss = of_target * (below + log_sum)
     if smoothing:
-        rest = top - p.mean(-1, keepdim=True) if weight is None else top * total - (p @ weight / words).unsqueeze(-1)
-    parts = p.sub_(top).exp_().sum(-1, keepdim=True)  # p by a division: a rounded log of the sum would err in all of it
-    loss = of_target * (below + parts.log())
-    if smoothing:
-        loss = loss + smoothing * (rest + total * parts.log())
-    p.div_(parts).mul_(of_target + smoothing * total)
+        mean = z.mean(-1, keepdim=True, dtype=wide) if weight is None else (z.to(wide) @ weight / words).unsqueeze(-1)
+        loss = loss + smoothing * (total * (top + log_sum) - mean)
+    if smoothing or weight is not None:
+        p.mul_(of_target + smoothing * total)
     p.scatter_add_(-1, index, torch.full_like(loss, -1.0) * of_target)
     if smoothing:
         p.sub_(smoothing / words if weight is None else smoothing / words * weight)
-    p.div_(count).masked_fill_(~is_counted.unsqueeze(-1), 0.0)
+    p.div_(count.where(is_counted, torch.inf).unsqueeze(-1))
     return loss.squeeze(-1).masked_fill(~is_counted, 0.0), p.to(z.dtype)
+
+
+def _softmax(z: Tensor, top: Tensor) -> Tensor:
+    """In the dtype of top, the largest of each row; of a narrower z in the place of its conversion."""
+    if z.dtype == top.dtype:
+        return torch.softmax(z, -1)
+    p = z.to(top.dtype).sub_(top).exp_()
+    return p.div_(p.sum(-1, keepdim=True))
 
 
 def _count(target: Tensor, options: _Options, wide: torch.dtype) -> Tensor:

@@ -77,6 +77,8 @@ def _is_long(module: nn.Module, hidden: Tensor) -> bool:
     """
     if not (hidden.requires_grad or _wanted(module)) or _logits(module, hidden) * 4 <= chunked_loss.CHUNK:
         return False
+    if _logits(module, hidden) < 2 * hidden.numel():  # than which what is kept of hidden states takes more
+        return False
     if not all(parameter.is_leaf for parameter in module.parameters()):  # hooks on them would run in every chunk
         return False
     if any(type(m).__module__.startswith(_NOT_BY_ROW) for m in module.modules()):

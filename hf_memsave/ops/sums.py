@@ -25,7 +25,7 @@ from torch import Tensor
 from hf_memsave.device import has_numbers, has_wide_products, waits
 from hf_memsave.ops.uses import linears_of
 from hf_memsave.ops.wide_product import wide_product
-from hf_memsave.tape.private import without_hooks
+from hf_memsave.tape.private import no_autocast, stands_for_many, without_hooks
 
 #: Elements of a gradient for which a product is computed at once, where it is converted.
 _BLOCK = 2**24
@@ -36,27 +36,27 @@ class Rows:
 
     Args:
         dy: ``[rows, V]``, the first of them.
-        x: ``[rows, H]``.
         count: How many there is place for.
     """
 
-    def __init__(self, dy: Tensor, x: Tensor, count: int) -> None:
-        self.dy, self.x = dy.new_empty(count, dy.shape[1]), x.new_empty(count, x.shape[1])
-        self.count = 0
+    def __init__(self, dy: Tensor, count: int) -> None:
+        self.dy, self.count = dy.new_empty(count, dy.shape[1]), 0
+        self.xs: list[Tensor] = []
 
     def take(self, dy: Tensor, x: Tensor) -> bool:
-        """Take some more, if there is place for them."""
+        """Take some more, if there is place for them: a copy of dy, and x itself, often rows of what is kept anyway."""
         after = self.count + len(dy)
-        if after > len(self.dy) or (dy.dtype, x.dtype) != (self.dy.dtype, self.x.dtype):
+        if after > len(self.dy) or dy.dtype != self.dy.dtype:
             return False
-        self.dy[self.count : after], self.x[self.count : after] = dy, x
+        self.dy[self.count : after] = dy
+        self.xs.append(x)
         self.count = after
         return True
 
-    def taken(self) -> tuple[Tensor, Tensor]:
-        """Dy and x of all that it has; there is place for new ones."""
-        count, self.count = self.count, 0
-        return self.dy[:count], self.x[:count]
+    def taken(self) -> tuple[Tensor, ...]:
+        """Dy of all that it has, and the parts of x; there is place for new ones."""
+        count, xs, self.count, self.xs = self.count, self.xs, 0, []
+        return self.dy[:count], *xs
 
 
 class Sums:
@@ -96,7 +96,7 @@ class Sums:
             for key, (node, _) in linears.items()
         ]
         try:
-            with without_hooks(others):
+            with without_hooks(others), no_autocast():  # as outside of the forward, where stock's backward runs
                 dx, *found = torch.autograd.grad(y, [x, *others], dy, allow_unused=True)
         finally:
             for hook in hooks:
@@ -118,11 +118,11 @@ class Sums:
         if rows is not None and total is None:
             few = rows.taken()
             is_less = rows.dy.nbytes <= parameter.nbytes
-            return few if is_less else (product(*few, parameter.dtype, self.wide),)
+            return few if is_less else (product(few, parameter.dtype, self.wide),)
         if total is None:
             return ()
         if rows is not None:
-            _add_product(total, *rows.taken())
+            _add_product(total, *_both(rows.taken()))
             del rows  # what is rounded takes their place
         return (total.to(parameter.dtype),)
 
@@ -136,14 +136,14 @@ class Sums:
             return
         rows = self.rows.get(id(parameter))
         if rows is None and (count := self._place(parameter, dy)) > len(dy):
-            rows = self.rows[id(parameter)] = Rows(dy, x, count)
+            rows = self.rows[id(parameter)] = Rows(dy, count)
             if count < self.count:
                 self._of(parameter)
         if rows is not None and rows.take(dy, x):
             return
         total = self._of(parameter)
         if rows is not None and rows.count:
-            _add_product(total, *rows.taken())
+            _add_product(total, *_both(rows.taken()))
             if rows.take(dy, x):
                 return
         _add_product(total, dy, x)
@@ -164,22 +164,29 @@ def gradient(kept: Sequence[Tensor], factor: Tensor, dtype: torch.dtype) -> Tens
     """What :meth:`Sums.kept` gave of a parameter of this dtype, times a number in the dtype of sums."""
     if not kept:
         return None
-    if len(kept) == 2:
-        dy, x = kept
-        return product(dy, x, dtype, factor.dtype, factor)
-    return (kept[0] * factor).to(dtype)
+    if len(kept) == 1:
+        return (kept[0] * factor).to(dtype)
+    if stands_for_many(factor):
+        return (product(kept, dtype, factor.dtype) * factor).to(dtype)
+    return product(kept, dtype, factor.dtype, factor)
 
 
-def product(dy: Tensor, x: Tensor, dtype: torch.dtype, wide: torch.dtype, factor: Tensor | None = None) -> Tensor:
-    """``factor dy^T x`` in ``dtype``, for ``[T, V]`` and ``[T, H]``; computed in ``wide``, and rounded once."""
+def product(rows: Sequence[Tensor], dtype: torch.dtype, wide: torch.dtype, factor: Tensor | None = None) -> Tensor:
+    """``factor dy^T x`` in ``dtype``, of ``[T, V]`` and the parts of ``[T, H]``: in ``wide``, and rounded once."""
+    dy, x = _both(rows)
     wide, is_one = torch.promote_types(dtype, wide), factor is None or _is_one(factor)
     if dy.dtype == dtype and (is_one or dtype == wide):
         out = dy.t() @ x
         return out if is_one else out.mul_(factor)
     out = x.new_empty(dy.shape[1], x.shape[1], dtype=dtype)
-    for rows, part in _blocks(out, dy):
-        torch.mul(wide_product(part, x, wide), 1.0 if is_one else factor, out=rows)
+    for block, part in _blocks(out, dy):
+        torch.mul(wide_product(part, x, wide), 1.0 if is_one else factor, out=block)
     return out
+
+
+def _both(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    dy, *xs = rows
+    return dy, xs[0] if len(xs) == 1 else torch.cat(xs)
 
 
 def _is_one(factor: Tensor) -> bool:

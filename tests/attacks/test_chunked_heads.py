@@ -11,6 +11,7 @@ from peft import BOFTConfig, HRAConfig, LilyConfig, LoHaConfig, LoKrConfig, Lora
 from peft.helpers import rescale_adapter_scale
 from torch import nn
 from torch.nn.utils import parametrizations
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_memsave import KeptTensorChangedError, PatchError, patch
 from hf_memsave.ops import chunked_loss
@@ -324,3 +325,51 @@ def test_nothing_stays_after_an_error_in_a_chunk():
     gc.collect()
     assert len(made) == 1
     assert [ref for ref in made if ref() is not None] == []
+
+
+@pytest.mark.parametrize("seq", [8, 128], ids=["products in backward", "a sum"])
+def test_gradients_of_several_factors_at_once(seq, monkeypatch):
+    monkeypatch.setattr(chunked_loss, "CHUNK", 8192)
+    size, found = Size(seq=seq), []
+    for is_patched in (False, True):
+        model = build("llama", size, dropout=0.0)
+        if is_patched:
+            patch(model)
+        out = model(**batch_for(model, size))
+        assert (type(out.logits) is LazyLogits) == is_patched
+        (gradient,) = torch.autograd.grad(
+            out.loss, [model.lm_head.weight], torch.tensor([1.0, 2.0, 3.0]), is_grads_batched=True
+        )
+        found.append(gradient)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-7)
+
+
+def test_a_head_without_autocast_gets_gradients_without_it_though_its_loss_has_it():
+    model = llama()
+
+    class Root(type(model)):
+        def forward(self, hidden, labels):
+            with torch.autocast("cpu", enabled=False):
+                logits = self.lm_head(hidden)
+            return nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
+
+    model.__class__ = Root
+    hidden, labels = torch.randn(2, 16, 32, requires_grad=True), torch.randint(0, 512, (2, 16))
+    found = []
+    for is_patched in (False, True):
+        if is_patched:
+            patch(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(hidden, labels)
+        found.append(torch.autograd.grad(loss, [hidden, model.lm_head.weight]))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(("words", "is_lazy"), [(60, False), (64, True)])
+def test_logits_of_fewer_words_than_twice_the_width_take_less_than_what_is_kept_instead(words, is_lazy):
+    model = LlamaForCausalLM(
+        LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=words)
+    )
+    patch(model.train())
+    ids = torch.randint(0, words, (1, 400))
+    assert (type(model(input_ids=ids, labels=ids).logits) is LazyLogits) == is_lazy

@@ -30,8 +30,8 @@ def runs(monkeypatch):
     return found
 
 
-def tensors(device, dtype, trains_head=True):
-    torch.manual_seed(0)
+def tensors(device, dtype, trains_head=True, seed=0):
+    torch.manual_seed(seed)
     x, w = torch.randn(ROWS, WIDTH, device=device), torch.randn(WORDS, WIDTH, device=device)
     target = torch.randint(0, WORDS, (ROWS,), device=device)
     target[::5] = -1
@@ -66,16 +66,22 @@ def in_float64(tensors, **options):
 def test_chunks_by_the_kernel_are_as_near_to_float64(reduction, dtype, device, runs, monkeypatch):
     itemsize = 4 + 2 * dtype.itemsize
     monkeypatch.setattr(chunked_loss, "CHUNK", WORDS * itemsize * 5)
-    given = tensors(device, dtype, trains_head=reduction != "none")
-    exact = in_float64(given, reduction=reduction)
-    stock = by_chunks(given, fuses=False, reduction=reduction)
-    assert not runs
-    ours = by_chunks(given, fuses=True, reduction=reduction)
-    assert runs == [5, 5, 5, 5, 5, 5, 5, 2]
-    for a, b, c in zip(ours, stock, exact, strict=False):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        half = torch.finfo(a.dtype).eps / 2 * c.norm()
-        assert (a.double() - c).norm() <= (b.double() - c).norm() + 0.1 * half
+    errors = []
+    for seed in range(8):  # of one draw, fp32's roundings differ by a tenth
+        given = tensors(device, dtype, trains_head=reduction != "none", seed=seed)
+        exact = in_float64(given, reduction=reduction)
+        stock = by_chunks(given, fuses=False, reduction=reduction)
+        assert not runs
+        ours = by_chunks(given, fuses=True, reduction=reduction)
+        assert runs == [5, 5, 5, 5, 5, 5, 5, 2]
+        runs.clear()
+        assert [(a.dtype, a.shape) for a in ours] == [(b.dtype, b.shape) for b in stock]
+        errors.append([[(x.double() - c).square().sum() for x, c in zip(found, exact, strict=False)]
+                       for found in (ours, stock)])  # fmt: skip
+    of_ours, of_stocks = torch.tensor(errors).sum(0)[:, 1:].sqrt()
+    assert (of_ours <= 1.05 * of_stocks).all(), (of_ours, of_stocks)
+    of_losses = torch.tensor(errors).sum(0)[:, 0].sqrt()
+    assert of_losses[0] <= 2 * of_losses[1]  # a rounding or two of one number
 
 
 @interpreted

@@ -33,8 +33,8 @@ def test_bert_under_autocast_takes_half_of_stocks_launches_and_fewer_of_its_byte
 
 
 @needs_stand_in
-def test_a_chunk_of_a_loss_moves_a_fifth_of_the_bytes_by_one_kernel():
-    """Llama-3-8B's frozen head, two chunks: 44.0 bytes a logit in stock, 59.3 by PyTorch's functions, 11.2 here."""
+def test_a_chunk_of_a_loss_moves_fewer_bytes_than_stocks_and_by_one_kernel_a_quarter():
+    """Llama-3-8B's frozen head, two chunks: 44.0 bytes a logit in stock, 32.6 by PyTorch's functions, 11.2 here."""
     words, width, tokens = 128256, 4096, 260
     found = {}
     with fake_device() as device:
@@ -51,8 +51,9 @@ def test_a_chunk_of_a_loss_moves_a_fifth_of_the_bytes_by_one_kernel():
                 loss.backward()
             found[way] = run.count, run.nbytes / tokens / words
     print(found)
-    assert found["Triton"][1] <= 12 <= 0.3 * found["stock"][1]
-    assert found["Triton"][0] <= 0.3 * found["torch"][0]
+    assert found["Triton"][1] <= 12
+    assert found["torch"][1] <= 33 <= 0.75 * found["stock"][1]
+    assert found["Triton"][0] <= 18 <= 0.35 * found["torch"][0]
 
 
 def test_bytes_are_those_that_an_operation_reads_and_writes():

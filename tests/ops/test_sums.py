@@ -43,7 +43,7 @@ def test_a_linear_heads_gradients_are_as_near_to_float64_as_stocks(dtype, autoca
 @pytest.mark.parametrize(
     ("rows", "kept", "products"),
     [
-        (24, [(24, 256), (24, 32)], 0),  # dy takes fewer bytes than the gradient
+        (24, [(24, 256), (8, 32), (8, 32), (8, 32)], 0),  # dy takes fewer bytes than the gradient
         (48, [(256, 32)], 0),  # and than the sum
         (256, [(256, 32)], 16),  # 16 rows of dy take a quarter of it
     ],
