@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_memsave.ops import chunked_loss
+from hf_memsave.ops.cast import HALVES
 from hf_memsave.ops.head import Head, State, draws
 from hf_memsave.ops.lazy_logits import LazyLogits
 from hf_memsave.ops.op import Op, is_parametrized
@@ -29,7 +30,12 @@ _NOT_BY_ROW = ("peft.tuners.lily", "peft.tuners.xlora", "peft.tuners.lora.montec
 
 
 def logits_of(
-    module: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Tensor, *, fuses_loss: bool = False
+    module: nn.Module,
+    forward: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    *,
+    is_plain: bool = False,
+    fuses_loss: bool = False,
 ) -> Tensor | None:
     """What ``forward(hidden)`` gives, not computed yet; None where it is to be computed at once.
 
@@ -37,6 +43,7 @@ def logits_of(
         module: A head, with ``out_features`` words.
         forward: Its forward.
         hidden: ``[..., H]``.
+        is_plain: Whether that is a linear of the module's own parameters.
         fuses_loss: Whether a kernel may write a loss's gradient over what ``forward`` gives.
 
     Returns:
@@ -49,6 +56,8 @@ def logits_of(
     dtype = autocast.dtype if autocast.enabled and hidden.dtype != torch.float64 else hidden.dtype
     if dtype == torch.float16:  # whose gradients a loss scale of the caller's keeps in range, and it comes too late
         return None
+    if not (is_plain and dtype in HALVES) and 2 * _wanted(module) > 3 * _logits(module, hidden):
+        return None  # sums, or gradients of logits in fp32, may take more than logits
     if tape.ledger is not None:
         tape.ledger.is_loss_chunked = True
     words: Any = module.out_features
@@ -63,7 +72,8 @@ def of_linear(
     own, given = list(module.parameters()), [weight] if bias is None else [weight, bias]
     if [id(p) for p in own] != [id(p) for p in given] or any(type(p) not in _PLAIN for p in own):
         return None  # computed, or with a linear of its own
-    return logits_of(module, partial(F.linear, weight=weight, bias=bias), hidden, fuses_loss=fuses_loss)
+    forward = partial(F.linear, weight=weight, bias=bias)
+    return logits_of(module, forward, hidden, is_plain=True, fuses_loss=fuses_loss)
 
 
 def _is_long(module: nn.Module, hidden: Tensor) -> bool:
@@ -103,8 +113,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 def _lazy_head(module: nn.Module, patch: Any, *args: Any, **kwargs: Any) -> Any:
     made = None
-    is_known = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-    if is_known and 2 * _wanted(module) <= 3 * _logits(module, args[0]):  # else sums may take more than logits
+    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
         made = logits_of(module, partial(patch.stock.forward, module), args[0])
     return patch.stock.forward(module, *args, **kwargs) if made is None else made
 

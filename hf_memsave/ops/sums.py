@@ -175,8 +175,8 @@ def product(rows: Sequence[Tensor], dtype: torch.dtype, wide: torch.dtype, facto
     """``factor dy^T x`` in ``dtype``, of ``[T, V]`` and the parts of ``[T, H]``: in ``wide``, and rounded once."""
     dy, x = _both(rows)
     wide, is_one = torch.promote_types(dtype, wide), factor is None or _is_one(factor)
-    if dy.dtype == dtype and (is_one or dtype == wide):
-        out = dy.t() @ x
+    if dtype == wide or (dtype == dy.dtype and is_one):
+        out = wide_product(dy.t(), x, dtype)
         return out if is_one else out.mul_(factor)
     out = x.new_empty(dy.shape[1], x.shape[1], dtype=dtype)
     for block, part in _blocks(out, dy):

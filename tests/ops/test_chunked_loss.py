@@ -276,6 +276,33 @@ def test_of_few_tokens_the_gradient_of_logits_is_kept_and_no_sum(monkeypatch):
     assert step.peak <= 2 * words * h + block + of_hidden + 64
 
 
+@pytest.mark.parametrize("tokens", [48, 250])
+@pytest.mark.parametrize("mode", MODES)
+def test_few_tokens_of_a_trained_head_peak_no_higher_than_in_stock(mode, tokens, monkeypatch):
+    """Whose gradient is what takes most."""
+    if torch.cuda.is_available():
+        pytest.skip("figures are those of CPU kernels")
+    monkeypatch.setattr(chunked_loss, "CHUNK", 2**20)
+    dtype, autocast = MODES[mode]
+    sizes = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2, vocab_size=8192)
+    model = LlamaForCausalLM(LlamaConfig(**sizes)).to(dtype).train()
+    ids = torch.randint(0, 8192, (1, tokens))
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+
+    peaks = []
+    for is_patched in (False, True):
+        if is_patched:
+            patch(model)
+        step()
+        gc.collect()
+        peaks.append(count_peak(step).peak)
+    assert peaks[1] <= 1.01 * peaks[0]
+
+
 @pytest.mark.long
 def test_rows_that_wait_for_their_product_are_gone_before_the_sum_is_rounded(monkeypatch):
     if torch.cuda.is_available():
