@@ -68,9 +68,6 @@ def _table(name: str, command: str, **how: object) -> Evidence:
 
 _RATIOS = {"*MiB*": _BYTES, "*peak*": _BYTES, "layer, ms": MACHINE, "time*": _TIME, "*freed*": Bound(absolute=0.5)}
 _METRICS = {"mean": _SCORE, "range": Bound(absolute=0.04), "paired difference": _SCORE}
-# Other kernels round otherwise, and other rows are drawn: on CoLA one run's standard deviation is .024, that of the
-# difference of two means of three seeds .020. These are 2.5 of those, and of the extremes'.
-_SAMPLED = {"mean": Bound(absolute=0.05), "range": Bound(absolute=0.07), "paired difference": Bound(absolute=0.05)}
 EVIDENCE = (
     _table("estimate-records", "bench/estimate_records.py --out {out}",
            bounds={"seconds": MACHINE, "difference": Bound(absolute=0.1), "*": _BYTES}),
@@ -112,7 +109,7 @@ EVIDENCE = (
                    "*": Bound(relative=0.01)}),
     _table("wta-mass", "bench/wta_mass.py --glue {glue} --out {out}", bounds={"*": Bound(relative=0.2, absolute=0.05)}),
     _table("wta-training", "bench/training.py wta --glue {glue} --cache {out}/{version} --out {out}",
-           bounds=_SAMPLED),
+           bounds=_METRICS),
     _table("approximate-training", "bench/training.py approximate --glue {glue} --cache {out}/{version} --out {out}",
            bounds=_METRICS),
 )  # fmt: skip

@@ -129,8 +129,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 x = hidden[part].detach().requires_grad_()
                 with torch.enable_grad():
                     logits = head.compute(x.view_as(x))  # autocast would share one cast of a leaf
-                of_chunk = _over_logits if _is_fused(head, logits, options) else _loss_and_gradient
-                losses[part], dz = of_chunk(logits.detach(), target[part], options, count)
+                losses[part], dz = _of_chunk(head, logits.detach(), target[part], options, count)
                 found = sums.add(logits, x, dz)
                 del logits, dz
                 if dx is not None and found is not None:
@@ -158,14 +157,12 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _is_fused(head: Head, z: Tensor, options: _Options) -> bool:
+def _of_chunk(head: Head, z: Tensor, target: Tensor, options: _Options, count: Tensor) -> tuple[Tensor, Tensor]:
+    """The same as :func:`_loss_and_gradient`; by one kernel, and in the place of z, where that can be."""
     is_known = head.fuses_loss and options.weight is None and options.label_smoothing == 0
-    return is_known and fused.suits(head.steps, z)
-
-
-def _over_logits(z: Tensor, target: Tensor, options: _Options, count: Tensor) -> tuple[Tensor, Tensor]:
-    """The same as :func:`_loss_and_gradient`, the gradient in the place of z."""
-    return fused.loss_and_gradient(z, target, options.ignore_index, count)
+    if is_known and fused.suits(head.steps, z):
+        return fused.loss_and_gradient(z, target, options.ignore_index, count)
+    return _loss_and_gradient(z, target, options, count)
 
 
 def _loss_and_gradient(z: Tensor, target: Tensor, options: _Options, count: Tensor) -> tuple[Tensor, Tensor]:

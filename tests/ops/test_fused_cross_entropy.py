@@ -79,9 +79,9 @@ def test_chunks_by_the_kernel_are_as_near_to_float64(reduction, dtype, device, r
         errors.append([[(x.double() - c).square().sum() for x, c in zip(found, exact, strict=False)]
                        for found in (ours, stock)])  # fmt: skip
     of_ours, of_stocks = torch.tensor(errors).sum(0)[:, 1:].sqrt()
-    assert (of_ours <= 1.05 * of_stocks).all(), (of_ours, of_stocks)
+    assert (of_ours <= 1.02 * of_stocks).all(), (of_ours, of_stocks)
     of_losses = torch.tensor(errors).sum(0)[:, 0].sqrt()
-    assert of_losses[0] <= 2 * of_losses[1]  # a rounding or two of one number
+    assert of_losses[0] <= 1.02 * of_losses[1]
 
 
 @interpreted
