@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -13,18 +14,25 @@ _NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 
 @dataclass(frozen=True)
 class Bound:
-    """How far a measured figure may be from the committed one: a part of that, and units of its column."""
+    """How far a measured figure may be from the committed one: a part of that, and units of its column.
+
+    ``errors`` is for a cell that gives a figure and its standard error, ``a ± b``: of two such, the figures may be so
+    many standard errors of their difference apart.
+    """
 
     relative: float = 0.0
     absolute: float = 0.0
+    errors: float = 0.0
 
-    def holds(self, committed: float, measured: float) -> bool:
-        """Whether the two agree."""
-        return abs(measured - committed) <= self.absolute + self.relative * abs(committed) + 1e-9 * abs(committed)
+    def holds(self, committed: float, measured: float, error: float = 0.0) -> bool:
+        """Whether the two agree, where their difference has this standard error."""
+        most = self.absolute + self.relative * abs(committed) + self.errors * error
+        return abs(measured - committed) <= most + 1e-9 * abs(committed)
 
     def __str__(self) -> str:
-        """Such as "± 1% + 0.01"."""
+        """Such as "within 0.01 of it + 0.01"."""
         parts = [f"{self.relative:.3g} of it"] * bool(self.relative) + [f"{self.absolute:g}"] * bool(self.absolute)
+        parts += [f"{self.errors:g} standard errors"] * bool(self.errors)
         return f"within {' + '.join(parts)}" if parts else "equal"
 
 
@@ -104,4 +112,8 @@ def _agree(before: str, after: str, bound: Bound) -> bool:
     if _NUMBER.sub("#", before) != _NUMBER.sub("#", after):
         return False
     numbers = ([float(text.replace(",", "")) for text in _NUMBER.findall(cell)] for cell in (before, after))
-    return all(bound.holds(*pair) for pair in zip(*numbers, strict=True))
+    pairs = list(zip(*numbers, strict=True))
+    if bound.errors and "±" in before:
+        (figures, errors) = pairs
+        return bound.holds(*figures, math.hypot(*errors))
+    return all(bound.holds(*pair) for pair in pairs)

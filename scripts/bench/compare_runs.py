@@ -10,7 +10,6 @@ under scripts/results, and ends with status 1 if any loss or final weight differ
 import argparse
 import datetime
 import json
-import platform
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, ProgressCallback, Traine
 
 from hf_memsave import Kept, MemSaveCallback, measure_kept
 from hf_memsave.commands.pictures import stacked_bars
+from peak_memory import cpu
 
 SEED = 0
 #: Name of a run -> the width and colour of its curve, so that equal ones can all be seen.
@@ -215,12 +215,6 @@ def describe(parser: argparse.ArgumentParser, options: argparse.Namespace, stock
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
         "date": datetime.date.today().isoformat(),
     }
-
-
-def cpu() -> str:
-    """The processor's model name."""
-    lines = info.read_text().splitlines() if (info := Path("/proc/cpuinfo")).exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def markdown(about: dict[str, str], rows: dict[str, dict[str, float]], found: dict[str, str | None]) -> str:

@@ -15,7 +15,6 @@ import contextlib
 import datetime
 import gc
 import json
-import platform
 import statistics
 import sys
 import time
@@ -32,6 +31,7 @@ from torch import nn
 from hf_memsave import MemSaveConfig, PatchError, measure_kept, patch
 from hf_memsave.measure.depth import Affine, extrapolate
 from hf_memsave.measure.peak import count_peak
+from peak_memory import cpu
 from techniques_report import markdown, picture
 from techniques_settings import SETTINGS, STEP, Model, models
 
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ["python scripts/bench/techniques.py", *(sys.argv[1:] if arguments is None else arguments)]
         ),
         "batch": options.batch,
-        "machine": f"1 CPU thread, {platform.machine()}, shared with other work",
+        "machine": f"1 CPU thread, {cpu()}, shared with other work",
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
         "date": datetime.date.today().isoformat(),
     }

@@ -228,20 +228,28 @@ def write(options: argparse.Namespace, curves: dict[str, dict[str, list[float]]]
     lines = [
         f"# Training from scratch: {options.group}", "",
         f"BERT of {MODEL['num_hidden_layers']} layers and width {MODEL['hidden_size']}, random weights, batch {BATCH}, "
-        "AdamW; where rows are sampled, k is counted over real tokens. Dev metric, the mean of the last three "
-        f"evaluations: mean, and range over {options.seeds} seeds. Paired: the mean over seeds of the difference to "
-        "the exact run of the same seed.",
+        "AdamW; where rows are sampled, k is counted over real tokens. Training loss: the mean over the last three "
+        "tenths of the steps. Dev metric: the mean of the last three evaluations. Both are means over "
+        f"{options.seeds} seeds; paired: of the differences to the exact run of the same seed. ±: the standard error, "
+        "of a variance pooled over the task's methods.",
     ]  # fmt: skip
     for task in options.tasks:
         plan = PLANS[task]
         own = "".join(f", {k} {v}" for k, v in plan.model.items())
         lines += ["", f"## {task}: {plan.metric} after {plan.steps} steps, peak learning rate {plan.rate}{own}", ""]
-        lines += ["| method | mean | range | paired difference |", "| --- | --- | --- | --- |"]
+        lines += ["| method | training loss | paired loss | dev metric | range | paired metric |", f"|{' --- |' * 6}"]
         of = {m: [final(curves[f"{task}/{m}/{s}"]["metric"]) for s in seeds] for m in methods}
+        losses = {m: [final(curves[f"{task}/{m}/{s}"]["loss"]) for s in seeds] for m in methods}
+        pairs = {m: paired(of, m, methods[m].beside) for m in methods}
+        error, paired_error = pooled(list(of.values())), pooled([values for values in pairs.values() if any(values)])
         for method, values in of.items():
-            paired = statistics.mean(v - e for v, e in zip(values, of[methods[method].beside], strict=True))
-            spread = f"{min(values):.4f} to {max(values):.4f}"
-            lines.append(f"| {method} | {statistics.mean(values):.4f} | {spread} | {paired:+.4f} |")
+            loss = statistics.mean(losses[method])
+            apart = statistics.mean(paired(losses, method, methods[method].beside))
+            own_error = paired_error if any(pairs[method]) else 0.0
+            lines.append(
+                f"| {method} | {loss:.4f} | {apart:+.4f} | {statistics.mean(values):.4f} ± {error:.4f} | "
+                f"{min(values):.4f} to {max(values):.4f} | {statistics.mean(pairs[method]):+.4f} ± {own_error:.4f} |"
+            )
         if not any(of["exact"]):
             lines += ["", "Exact training learned nothing here by this metric, so equality to it shows nothing."]
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
@@ -256,9 +264,21 @@ def write(options: argparse.Namespace, curves: dict[str, dict[str, list[float]]]
     print("\n".join(lines))
 
 
-def final(metric: list[float]) -> float:
+def final(curve: list[float]) -> float:
     """The mean of the last three evaluations: the last alone is noisy on a small dev set."""
-    return statistics.mean(metric[-3:])
+    return statistics.mean(curve[-3:])
+
+
+def paired(of: dict[str, list[float]], method: str, beside: str) -> list[float]:
+    """By how much each seed's run differs from that of the method it is paired with."""
+    return [v - e for v, e in zip(of[method], of[beside], strict=True)]
+
+
+def pooled(samples: list[list[float]]) -> float:
+    """The standard error of each sample's mean, where all have one variance: few seeds tell little of their own."""
+    if not samples or len(samples[0]) < 2:
+        return 0.0
+    return (statistics.mean(map(statistics.variance, samples)) / len(samples[0])) ** 0.5
 
 
 def picture(options: argparse.Namespace, curves: dict[str, dict[str, list[float]]]) -> None:

@@ -10,7 +10,6 @@ Writes scripts/results/wta-crs-{memory,speed}.md.
 
 import argparse
 import datetime
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from transformers import (
 )
 
 from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch
+from peak_memory import cpu
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 SEQ, VOCAB = 128, 512
@@ -207,7 +207,7 @@ def main() -> None:
     }
     about = [
         f"- command: `python scripts/bench/{Path(__file__).name} --threads {options.threads}`",
-        f"- machine: {options.threads} CPU threads, {platform.machine()}",
+        f"- machine: {options.threads} CPU threads, {cpu()}",
         f"- versions: torch {torch.__version__}, transformers {transformers.__version__}",
         f"- date: {datetime.date.today().isoformat()}",
     ]

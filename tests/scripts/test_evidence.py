@@ -112,6 +112,46 @@ def test_words_that_chance_chooses_between_agree(planted, tmp_path):
     assert planted(chance={"stock differs from itself": "="}) == 1
 
 
+NOISY = "| m | score |\n| --- | --- |\n| a | 0.70 ± 0.03 |\n"
+
+
+@pytest.mark.parametrize(("score", "agrees"), [("0.89 ± 0.04", True), ("0.91 ± 0.04", False), ("0.49 ± 0.04", False)])
+def test_figures_with_standard_errors_may_be_so_many_of_their_difference_apart(score, agrees):
+    fresh = NOISY.replace("0.70 ± 0.03", score)  # of the difference: 0.05
+    lines, figures = differences(NOISY, fresh, 1, {"score": Bound(errors=4)})
+    assert figures == 1 and (not lines) is agrees
+    assert agrees or lines == [f"a: score: committed 0.70 ± 0.03, measured {score}, expected within 4 standard errors"]
+
+
+@pytest.mark.parametrize(
+    ("here", "measured", "status"),
+    [("CPU A (family 1, model 2)", "1.40", 1), ("CPU A (family 1, model 3)", "1.40", 0),
+     ("CPU A (family 1, model 3)", "2.10", 1), ("no CPU", "1.40", 1)],
+    ids=["same", "another", "another, far", "unnamed"],
+)  # fmt: skip
+def test_ratios_of_times_are_compared_less_closely_on_another_cpu(
+    planted, tmp_path, monkeypatch, here, measured, status
+):
+    table = COMMITTED + "\nCPU A (family 1, model 2)\n"
+    (tmp_path / "planted.md").write_text(table)
+    (tmp_path / "fresh.md").write_text(table.replace("1.00", measured).replace("CPU A (family 1, model 2)", here))
+    monkeypatch.setitem(BOUNDS, "time", evidence._TIME)
+    assert planted() == status
+
+
+def test_scripts_run_beside_each_other_only_where_they_may(tmp_path, monkeypatch):
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "sleeper.py").write_text(
+        "import sys, time\nopen(sys.argv[1], 'a').write('+')\ntime.sleep(1)\nopen(sys.argv[1], 'a').write('-')\n"
+    )
+    monkeypatch.setattr(evidence, "ROOT", tmp_path)
+    command = f"sleeper.py {tmp_path / 'events'}"
+    rows = [evidence.Evidence(f"row{i}", f"{command} {i}", beside=i > 1) for i in range(4)]
+    monkeypatch.setattr(evidence, "EVIDENCE", tuple(rows))
+    assert evidence.main(["--out", str(tmp_path / "out"), "--jobs", "2"]) == 0
+    assert (tmp_path / "events").read_text() == "+-+-++--"
+
+
 def test_how_a_result_is_compared_is_no_part_of_what_it_follows_from(planted, tmp_path, capsys):
     assert planted() == 0
     capsys.readouterr()
