@@ -61,8 +61,9 @@ CHOICE = """\
 
 - **`exact`** first. When all weights are trained, `invert`, `precision_bit` and `norm="output"` free next to nothing
   below it: they keep the output *instead of* the input, the same bytes, and `invert` a bit an element more.
-- **`invact`, `tempo`** spare recomputation in backward: an activation, or a norm too, is not made again from its input.
-  Whether that is faster depends on the device. Here, on CPU, with slopes made by PyTorch's elementwise ops:
+- **`invact`, `tempo`** spare recomputation in backward: an activation is not made again from its input. (A norm's
+  output is, from what `tempo` keeps.) Whether that is faster depends on the device. Here, on CPU, with slopes made by
+  PyTorch's elementwise ops:
   {compared}
 - **`few-bit`** keeps less than `exact` where the linear after the activation is frozen and has no adapter. Its slopes
   err more there than those of `invact`. Elsewhere it keeps `exact`'s bytes and has its gradients, but makes its codes

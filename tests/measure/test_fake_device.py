@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_memsave import MemSaveConfig, patch
+from hf_memsave import patch
 from hf_memsave.device import STAND_IN
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure import fake_device as module
@@ -17,7 +17,6 @@ from hf_memsave.measure.fake_device import STATE_BYTES, fake_device, to_fake
 from hf_memsave.measure.inputs import forward_of
 from hf_memsave.measure.kernels import attention, chosen
 from hf_memsave.measure.private import data_errors
-from hf_memsave.ops import output_norm
 from hf_memsave.tape import attention as tape_attention
 from hf_memsave.tape import measure_kept
 from support.fake import ATTENTION, Counted, NoTransfers, kept_on_fake, on_fake, u_on_fake
@@ -68,7 +67,7 @@ def test_stock_keeps_what_cuda_keeps(family):
     assert u_on_fake(family, config=None) == pytest.approx(STOCK[family], abs=0.01)
 
 
-@pytest.mark.parametrize("preset", ["exact", "invact", "few-bit", "tempo"])
+@pytest.mark.parametrize("preset", ["exact", "invact", "few-bit", "tempo", {"norm": "output"}], ids=str)
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5-decoder", "phi3"])
 def test_a_step_makes_the_host_wait_for_nothing(family, preset):
     with on_fake(lambda: build(family, QUOTED, torch.bfloat16)) as (model, batch):
@@ -77,18 +76,6 @@ def test_a_step_makes_the_host_wait_for_nothing(family, preset):
         with NoTransfers(only_to_host=preset == "few-bit"):  # its tables are copied there, on CUDA once
             forward(**batch).loss.backward()
         assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
-
-
-def test_norms_ask_together_once_a_forward(monkeypatch):
-    asked, ask = [], output_norm._ask
-    monkeypatch.setattr(output_norm, "_ask", lambda norms: asked.append(len(norms)) or ask(norms))
-    with on_fake(lambda: build("bert", QUOTED, torch.bfloat16)) as (model, batch):
-        patch(model, MemSaveConfig(norm="output"))
-        number = sum(isinstance(module, nn.LayerNorm) for module in model.modules())
-        model(**batch)
-        assert asked == number * [1]
-        model(**batch)
-        assert asked[number:] == [number]
 
 
 @pytest.mark.long

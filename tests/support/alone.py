@@ -44,6 +44,7 @@ LAYERS = {
     # Spared only where the tape also sees the layer after it, which stands outside.
     "gelu": Layer(nn.GELU, freed=0),
     "layer norm": Layer(lambda: nn.LayerNorm(WIDTH), freed=0),
+    "layer norm from its output": Layer(lambda: nn.LayerNorm(WIDTH), "tempo", freed=0),
     "group norm": Layer(lambda: nn.GroupNorm(2, 16), freed=0, shape=IMAGE),
     "batch norm": Layer(lambda: nn.BatchNorm2d(16), freed=0, shape=IMAGE),
     "relu": Layer(nn.ReLU, freed=-N // 8),
@@ -52,6 +53,7 @@ LAYERS = {
     "new gelu": Layer(NewGELUActivation, freed=3 * 4 * N),
     "quick gelu": Layer(QuickGELUActivation, freed=4 * N),
     "rms norm": Layer(lambda: LlamaRMSNorm(WIDTH)),
+    "rms norm from its output": Layer(lambda: LlamaRMSNorm(WIDTH), "tempo"),
     "t5 norm": Layer(lambda: T5LayerNorm(WIDTH)),
     "dropout": Layer(lambda: nn.Dropout(0.3), freed=4 * N - 5056),
     "dropout by mask": Layer(lambda: nn.Dropout(0.3), {"dropout": "mask"}, 4 * N - N // 8),
@@ -66,8 +68,6 @@ LAYERS = {
     "gelu from its output": Layer(nn.GELU, "tempo", 4 * N - N // 8, 2e-3),
     "gelu by precision bit": Layer(nn.GELU, {"activation": "precision_bit"}, 4 * N, 2e-3),
     "gelu by 4 bits": Layer(nn.GELU, {"activation": "few_bit"}, 4 * N - N // 2, 0.1),
-    "layer norm from its output": Layer(lambda: nn.LayerNorm(WIDTH), "tempo", 4 * N + 4 * ROWS, 1e-5),
-    "rms norm from its output": Layer(lambda: LlamaRMSNorm(WIDTH), "tempo", None, 1e-5),
     "linear in 8 bits": Layer(lambda: nn.Linear(WIDTH, WIDTH), {"storage": "int8"}, None, 0.05),
 }
 EXACT = [name for name, layer in LAYERS.items() if not layer.error]
