@@ -3,12 +3,13 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hf_memsave.config import WTACRS, MemSaveConfig
+from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import ConfigError, KeptTensorChangedError, MemSaveError, PatchError
 from hf_memsave.integrations import adapters as _adapters
 from hf_memsave.integrations import from_pretrained as _from_pretrained
 from hf_memsave.patching.patch import PatchReport, patch, unpatch
 from hf_memsave.tape import Kept, measure_kept
+from hf_memsave.wtacrs import WTACRS
 
 if TYPE_CHECKING:
     from hf_memsave.integrations.peft import MemSaveLoraConfig

@@ -213,7 +213,7 @@ class MemSaveConfig:
     def to_dict(self) -> dict[str, Any]:
         """Every field, as JSON and YAML know it."""
         fields = dataclasses.asdict(self) | {"layers": dict(self.layers) if self.layers else None}
-        return json.loads(json.dumps(fields))
+        return dict(json.loads(json.dumps(fields)))
 
     @property
     def is_exact(self) -> bool:

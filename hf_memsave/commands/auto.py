@@ -17,7 +17,7 @@ from hf_memsave.commands.inputs import add_inputs, load_inputs
 from hf_memsave.measure.inputs import described
 from hf_memsave.measure.step import cannot_run
 from hf_memsave.planner import Plan, fast, smart
-from hf_memsave.planner.trial import bytes_of, gib
+from hf_memsave.sizes import bytes_of, gib
 
 
 def add_to(commands: Any) -> None:

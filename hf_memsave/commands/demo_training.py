@@ -118,8 +118,8 @@ def difference(stock: Run, patched: Run) -> str | None:
     for step, (expected, got) in enumerate(zip(stock.losses, patched.losses, strict=True), start=1):
         if expected != got:
             return f"the loss of step {step} is {expected!r} stock and {got!r} patched"
-    for name, expected in stock.weights.items():
-        if not torch.equal(expected, patched.weights[name]):
+    for name, weight in stock.weights.items():
+        if not torch.equal(weight, patched.weights[name]):
             return f"{name} differs after training"
     return None
 

@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
     from hf_memsave.measure.estimate import estimate
     from hf_memsave.measure.models import load_config
-    from hf_memsave.planner.trial import bytes_of
+    from hf_memsave.sizes import bytes_of
 
     transformers.logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the last one raises

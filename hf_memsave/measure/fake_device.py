@@ -126,7 +126,8 @@ def to_fake(model: nn.Module, device: torch.device) -> nn.Module:
     """
     made: dict[int, Tensor] = {}
     for module in model.modules():
-        for owned in (module._parameters, module._buffers):
+        homes: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+        for owned in homes:
             for name, tensor in owned.items():
                 if tensor is not None:
                     owned[name] = made.setdefault(id(tensor), _fake(tensor, device))

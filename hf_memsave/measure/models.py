@@ -159,7 +159,8 @@ def build_empty(config: PreTrainedConfig) -> nn.Module:
         head = AutoModel
     try:
         with torch.device("meta"):
-            return head.from_config(config).train()
+            model: nn.Module = head.from_config(config)
+            return model.train()
     except (AttributeError, ImportError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise MeasureError(
             f"cannot build a {config.model_type!r} model: {type(error).__name__}: {error}. Expected a configuration "

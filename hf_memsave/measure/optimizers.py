@@ -20,7 +20,7 @@ class _AdamW8bit(torch.optim.Optimizer):
         super().__init__(parameters, {})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # nobody gives a closure
         for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             if not self.state[p]:
                 is_small = p.numel() < _SMALLEST_8BIT
@@ -31,7 +31,8 @@ class _AdamW8bit(torch.optim.Optimizer):
 
 
 def _adafactor(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    return Adafactor(parameters, lr=1e-3, scale_parameter=False, relative_step=False)
+    made: torch.optim.Optimizer = Adafactor(parameters, lr=1e-3, scale_parameter=False, relative_step=False)
+    return made
 
 
 #: Name -> what makes one of parameters.

@@ -94,7 +94,7 @@ class Count(TorchDispatchMode):
     """
 
     def __init__(self, device: str | None = None, unit: int = 1) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.unit = device, unit
         self.made: dict[int, _Entry] = {}
         self.live = self.peak = 0
@@ -146,8 +146,8 @@ class Count(TorchDispatchMode):
     @contextlib.contextmanager
     def watching_resizes(self) -> Iterator[None]:
         """``storage.resize_`` is no op, and no mode sees it: stand in for it."""
-        stock = torch.UntypedStorage.resize_
-        own = vars(torch.UntypedStorage).get("resize_")
+        home: Any = torch.UntypedStorage
+        stock, own = home.resize_, vars(home).get("resize_")
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             before = storage.nbytes()
@@ -155,14 +155,14 @@ class Count(TorchDispatchMode):
             self.see(storage, before)
             return result
 
-        torch.UntypedStorage.resize_ = resize_
+        home.resize_ = resize_
         try:
             yield
         finally:
             if own is None:
-                del torch.UntypedStorage.resize_
+                del home.resize_
             else:
-                torch.UntypedStorage.resize_ = own
+                home.resize_ = own
 
 
 @contextlib.contextmanager

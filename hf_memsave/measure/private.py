@@ -38,7 +38,7 @@ def register_device(module: Any, is_on: Callable[[], bool]) -> None:
             f"the stand-in for a CUDA device needs PyTorch's place for one more backend, which {taken!r} has taken. "
             "Run the estimate in a process that does not import that library."
         )
-    torch.utils.rename_privateuse1_backend(STAND_IN)
+    torch.utils.rename_privateuse1_backend(STAND_IN)  # type: ignore[attr-defined]
     torch._register_device_module(STAND_IN, module)
     torch._C._acc.register_python_privateuseone_hook(hooks)
     torch._C._acc.register_python_privateuseone_device_guard(guard)
@@ -109,12 +109,12 @@ def register_constants() -> None:
 
 
 def _empty(size: list[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch._C._acc.create_empty_tensor(size, dtype)
+    return torch._C._acc.create_empty_tensor(size, dtype)  # type: ignore[arg-type]  # takes lists too
 
 
 def without_autocast() -> Any:
     """A context in which the dispatcher passes autocast by."""
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
     return torch._C._ExcludeDispatchKeyGuard(keys)
 
 

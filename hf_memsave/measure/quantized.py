@@ -50,7 +50,7 @@ def _bitsandbytes() -> Any:
 
 def _quantized(linear: nn.Linear) -> nn.Module:
     home, how = _bitsandbytes(), {"compress_statistics": True, "quant_type": "nf4"}
-    made: nn.Module = home.Linear4bit(1, 1, linear.bias is not None, compute_dtype=_COMPUTE, **how, device="meta")
+    made: nn.Linear = home.Linear4bit(1, 1, linear.bias is not None, compute_dtype=_COMPUTE, **how, device="meta")
     made.in_features, made.out_features, made.bias = linear.in_features, linear.out_features, linear.bias
     made.weight = home.Params4bit(linear.weight.detach(), requires_grad=False, **how, module=made)
     return made.to(linear.weight.device)  # which quantizes it
@@ -66,8 +66,9 @@ def _linear_class() -> Any:
             self.in_features, self.out_features, self.bias = like.in_features, like.out_features, like.bias
             self.compute_dtype = _COMPUTE
             packed = like.weight.new_empty(like.weight.numel() // 2, 1, dtype=torch.uint8)
-            self.weight = nn.Parameter(packed, requires_grad=False)
-            self.weight.compress_statistics, self.weight.quant_type = True, "nf4"
+            weight: Any = nn.Parameter(packed, requires_grad=False)
+            weight.compress_statistics, weight.quant_type = True, "nf4"
+            self.weight = weight
             scales = -(-like.weight.numel() // _BLOCK)
             self.register_buffer("scales", packed.new_empty(scales), persistent=False)
             self.register_buffer("of_scales", like.weight.new_empty(-(-scales // _SCALES), dtype=torch.float32), False)
@@ -75,7 +76,8 @@ def _linear_class() -> Any:
         def forward(self, x: Tensor) -> Tensor:
             bias = None if self.bias is None else self.bias.to(_COMPUTE)
             shape = self.out_features, self.in_features
-            return _Product.apply(x.to(_COMPUTE), self.weight, shape, bias).to(x.dtype)
+            z: Tensor = _Product.apply(x.to(_COMPUTE), self.weight, shape, bias)
+            return z.to(x.dtype)
 
     return NF4Linear
 

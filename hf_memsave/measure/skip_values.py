@@ -26,7 +26,7 @@ class SkipValues(TorchDispatchMode):
     """
 
     def __init__(self, shares: bool = False) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.shared: dict[Any, torch.Tensor] | None = {} if shares else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -208,7 +208,7 @@ def trace_at(
         with torch.device("cpu" if on_cpu else "meta"):
             model = build(changed, training)
         _check_positions(model, training.seq_len)
-        with contextlib.nullcontext("cpu") if on_cpu else fake_device(preferred) as device:
+        with contextlib.nullcontext(torch.device("cpu")) if on_cpu else fake_device(preferred) as device:
             if not on_cpu:
                 to_fake(model, device)
                 batch = empty_batch(batch, *size, device)

@@ -36,13 +36,15 @@ class Lazy(Tensor):
         return make(cls, like.shape, dtype=like.dtype, device=device or like.device)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func is torch.ops.aten.detach.default:  # which autograd does to what a function returns
             return cls.empty(args[0])
         args, kwargs = tree_map(computed, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.computed())
 
 

@@ -114,11 +114,11 @@ class LazyLogits(Lazy):
         with no_subclasses():
             return func(self, *args, **kwargs)
 
-    def take(self) -> None:
+    def mark_taken(self) -> None:
         """Whoever asks for their gradient from now on would not get it."""
         self.is_taken = True
         if self.base is not None:
-            self.base[0].take()
+            self.base[0].mark_taken()
 
     @classmethod
     def __torch_function__(
@@ -137,7 +137,7 @@ class LazyLogits(Lazy):
                 found = _loss(self, *args[1:], **kwargs)
             if found is not None:
                 if found is not self and getattr(found, "base", None) is None:
-                    self.take()
+                    self.mark_taken()
                 return found
         if func is torch.autograd.grad and any(a.is_taken for a in tree_leaves(args[1]) if isinstance(a, LazyLogits)):
             raise PatchError(

@@ -174,13 +174,15 @@ def gradient(kept: Sequence[Tensor], factor: Tensor, dtype: torch.dtype) -> Tens
 def product(rows: Sequence[Tensor], dtype: torch.dtype, wide: torch.dtype, factor: Tensor | None = None) -> Tensor:
     """``factor dy^T x`` in ``dtype``, of ``[T, V]`` and the parts of ``[T, H]``: in ``wide``, and rounded once."""
     dy, x = _both(rows)
-    wide, is_one = torch.promote_types(dtype, wide), factor is None or _is_one(factor)
-    if dtype == wide or (dtype == dy.dtype and is_one):
+    wide = torch.promote_types(dtype, wide)
+    if factor is not None and _is_one(factor):
+        factor = None
+    if dtype == wide or (dtype == dy.dtype and factor is None):
         out = wide_product(dy.t(), x, dtype)
-        return out if is_one else out.mul_(factor)
+        return out if factor is None else out.mul_(factor)
     out = x.new_empty(dy.shape[1], x.shape[1], dtype=dtype)
     for block, part in _blocks(out, dy):
-        torch.mul(wide_product(part, x, wide), 1.0 if is_one else factor, out=block)
+        torch.mul(wide_product(part, x, wide), 1.0 if factor is None else factor, out=block)
     return out
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_memsave.ops.cast import autocast_low
 from hf_memsave.ops.once import once_differentiable
@@ -77,7 +77,7 @@ class _Key(NamedTuple):
     version: int
     shape: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
     sampler: int
 
 
@@ -154,7 +154,7 @@ def _scaled(h: Tensor, index: Tensor, scale: Tensor) -> Tensor:
     return (rows * scale[:, None]).to(h.dtype)
 
 
-def _wta_crs(module: nn.Module, patch: Any, x: Tensor) -> Tensor:
+def _wta_crs(module: Any, patch: Any, x: Tensor) -> Tensor:
     layer: Layer | None = module.__dict__.get(LAYER)
     batch = None if layer is None else layer.sampler.batch
     tape = current()
@@ -165,7 +165,8 @@ def _wta_crs(module: nn.Module, patch: Any, x: Tensor) -> Tensor:
     shared = _shared(tape, layer, x, batch)
     if shared.index is None:
         return patch.stock.forward(module, x)
-    h, weight, bias = (None if t is None else autocast_low(t) for t in (x, module.weight, module.bias))
+    h, weight = autocast_low(x), autocast_low(module.weight)
+    bias = None if module.bias is None else autocast_low(module.bias)
     return _SampledLinear.apply(h, weight, bias, _kept(tape, h, shared), shared, hasattr(module, "nf"))
 
 

@@ -55,7 +55,7 @@ class Sample(NamedTuple):
         drawn: Those columns ``[*, m, k]`` or rows ``[*, k, m]``, scaled; None where the whole operand is kept.
     """
 
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]  # a tuple's method, asked of no sample
     scale: Tensor | None
     drawn: Tensor | None
 

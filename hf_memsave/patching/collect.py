@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave.arch import HIDDEN, KINDS, LINEARS, RUN_AGAIN, fused_of, is_run_again, kind_of, path_of
-from hf_memsave.config import WTACRS, MemSaveConfig
+from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import PatchError
 from hf_memsave.ops import OPS
 from hf_memsave.ops.eager_attention import NAME, implementation, is_attention
@@ -27,6 +27,7 @@ from hf_memsave.patching.refusals import (
 )
 from hf_memsave.patching.swap import Patch, hides_forward, stock_class
 from hf_memsave.patching.taped import head_of
+from hf_memsave.wtacrs import WTACRS
 
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
 #: Ops that nobody has asked for by name.

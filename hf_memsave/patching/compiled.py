@@ -12,7 +12,8 @@ from torch._functorch import config
 BUDGET = 0.99
 
 
-@torch.compiler.assume_constant_result  # so that it is called where a graph is traced, and leaves nothing in the graph
+# So that it is called where a graph is traced, and leaves nothing in the graph.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def keep_the_floor() -> int:
     """Give the partitioner of what is compiled now a budget, unless the user did; it is taken back when that is done.
 

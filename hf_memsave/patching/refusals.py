@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from hf_memsave.arch import LINEARS, RUN_AGAIN, path_of
-from hf_memsave.config import WTACRS, MemSaveConfig
+from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import PatchError
 from hf_memsave.ops.eager_attention import NAME, implementation, is_attention
 from hf_memsave.patching.swap import patched_models, stock_class
+from hf_memsave.wtacrs import WTACRS
 
 _TRACED = (torch.jit.ScriptModule, torch.fx.GraphModule)
 
@@ -95,7 +96,8 @@ def refuse_other_attention(sites: list[SiteReport], config: WTACRS, model: nn.Mo
 
 def _tool(forward: Any) -> str:
     """The module whose code a forward is; ``functools.wraps`` cannot hide it."""
-    return getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__", "")
+    name: str = getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__", "")
+    return name
 
 
 def hidden(module: nn.Module) -> str:

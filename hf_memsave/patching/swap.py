@@ -201,4 +201,5 @@ def _run_op(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _rebuild(patch: Patch) -> nn.Module:
     """Called by ``copy.deepcopy`` and ``pickle``: an empty module of the patched class, before its state is set."""
     cls = patched_class(patch)
-    return cls.__new__(cls)
+    empty: nn.Module = cls.__new__(cls)
+    return empty

@@ -188,14 +188,16 @@ def head_of(model: nn.Module) -> nn.Module | None:
     if not isinstance(model, PreTrainedModel):
         return None
     try:
-        return model.get_output_embeddings()
+        head: nn.Module | None = model.get_output_embeddings()
+        return head
     except (AttributeError, NotImplementedError):  # some models say that they have one, and do not
         return None
 
 
 def _head_below(module: nn.Module) -> nn.Module | None:
     """That of the model that ``module`` is, or is around, as PEFT's are; none that FSDP2 frees after the forward."""
-    state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+    ask: Any = getattr(module, "_get_fsdp_state", None)
+    state = None if ask is None else ask()
     if any(group.post_forward_mesh_info is not None for group in getattr(state, "_fsdp_param_groups", ())):
         return None
     is_model = isinstance(module, PreTrainedModel)
@@ -220,7 +222,8 @@ def _before_forward(module: nn.Module) -> Ledger | None:
     owners = own.get(BUFFERS)
     if owners and not _is_marked(owners[0]):
         mark_buffers(module)
-    return own.pop(LEDGER, None)
+    ledger: Ledger | None = own.pop(LEDGER, None)
+    return ledger
 
 
 def _warn_if_in_vain(module: nn.Module, ledger: Ledger) -> None:
@@ -244,7 +247,8 @@ def mark_buffers(model: nn.Module) -> None:
     owners = [(m, name) for m in model.modules() for name, b in m._buffers.items() if b is not None and not is_lazy(b)]
     for module, name in owners:
         with contextlib.suppress(NotImplementedError):  # sparse
-            setattr(module._buffers[name].untyped_storage(), MARK, BUFFER)
+            buffer: Any = module._buffers[name]
+            setattr(buffer.untyped_storage(), MARK, BUFFER)
     model.__dict__[BUFFERS] = owners
 
 

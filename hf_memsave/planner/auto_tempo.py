@@ -27,7 +27,8 @@ from hf_memsave.measure.undisturbed import left_as_it_was
 from hf_memsave.patching.blocks import block_numbers, number_of
 from hf_memsave.patching.patch import PatchReport, patch, unpatch
 from hf_memsave.patching.swap import is_patched, stock_class
-from hf_memsave.planner.trial import Bench, Timer, Trial, gib, largest, limit_of, median_seconds, timed
+from hf_memsave.planner.trial import Bench, Timer, Trial, largest, limit_of, median_seconds, timed
+from hf_memsave.sizes import gib
 
 #: The share of a step below which two times are the same.
 _NOISE = 1e-3

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from hf_memsave.tape import measure_kept
 
 #: Runs the step it is given as often as it likes, and returns the seconds of one.
 Timer = Callable[[Callable[[], None]], float]
+_T = TypeVar("_T")
 
 _STEPS = 5
 #: Of the memory that a CUDA device has left; the rest is for backward's temporaries and fragmentation.
@@ -110,7 +111,7 @@ class Bench:
 
         return self._run(batch_size, timed)
 
-    def _run(self, batch_size: int, run: Callable[[Mapping[str, Any]], Any]) -> Any:
+    def _run(self, batch_size: int, run: Callable[[Mapping[str, Any]], _T]) -> _T:
         try:
             return run(self.batch if batch_size == self.batch_size else resized(self.batch, batch_size))
         except (RuntimeError, MemoryError) as error:

@@ -88,7 +88,7 @@ class Batch:
         return self._unmasked(shape, x.device)
 
     def _unmasked(self, shape: torch.Size, device: torch.device) -> Tokens:
-        found = self.__dict__.setdefault("_all", {})
+        found: dict[Any, Tokens] = self.__dict__.setdefault("_all", {})
         if (shape, device) not in found:
             found[shape, device] = tokens = Tokens(torch.ones(shape, dtype=torch.bool, device=device))
             tokens.__dict__["real"] = shape.numel()

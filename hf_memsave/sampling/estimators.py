@@ -29,7 +29,7 @@ MIX = 0.1
 class Draw(NamedTuple):
     """Which pairs to compute, int64 ``[*, k]``, and what to multiply each with, fp32 ``[*, k]``."""
 
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]  # a tuple's method, asked of no draw
     scale: Tensor
 
 

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from hf_memsave.config import WTACRS
 from hf_memsave.device import Questions, has_numbers, new_generator, tells_later
 from hf_memsave.errors import ConfigError
 from hf_memsave.sampling.batch import Batch, Checkpointed, Tokens
 from hf_memsave.sampling.estimators import ESTIMATORS, Draw, probabilities
 from hf_memsave.sampling.norm_cache import SHARES, NormCache, with_gradient
+from hf_memsave.wtacrs import WTACRS
 
 logger = logging.getLogger(__name__)
 
@@ -196,10 +196,10 @@ class Sampler:
                 f"WTACRS(cache='sample_idx') expected the batch's column {INDEX!r}, a whole number a sample, got "
                 f"{_kind(index)}. Add it: dataset.add_column({INDEX!r}, range(len(dataset))), or use cache='content'."
             )
-        index = index.detach().long()
-        if len(index) and has_numbers(index):
-            self._questions.ask(torch.stack(index.aminmax()), self._check)
-        return index.remainder(self.cache.samples)  # for the step in which a wrong one is not known yet
+        rows = index.detach().long()
+        if len(rows) and has_numbers(rows):
+            self._questions.ask(torch.stack(rows.aminmax()), self._check)
+        return rows.remainder(self.cache.samples)  # for the step in which a wrong one is not known yet
 
     def _check(self, bounds: Tensor) -> None:
         first, last = bounds.tolist()
@@ -247,7 +247,8 @@ class Sampler:
 
 def row_norms(x: Tensor) -> Tensor:
     """Euclidean norms over the last dimension, in fp32 at least."""
-    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+    norms: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+    return norms
 
 
 def _within(outside: Batch, arguments: Mapping[str, Any]) -> Batch:

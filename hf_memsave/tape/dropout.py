@@ -252,7 +252,7 @@ def _apply_mask(x: Tensor, mask: Tensor, scale: float) -> Tensor:
     return torch.ops.aten.native_dropout_backward(x, mask, scale)
 
 
-DROPOUTS = {
+DROPOUTS: dict[Any, Callable[..., Any]] = {
     F.dropout: dropout,
     torch.dropout: dropout,
     F.alpha_dropout: alpha_dropout,

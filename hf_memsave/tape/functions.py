@@ -225,8 +225,8 @@ CHEAP: dict[Any, Handler] = {
     **dict.fromkeys(_named(_WRITE_UNSEEN, torch), writes_unseen),
     Tensor.__setitem__: writes,
     **dict.fromkeys((F.embedding, F.embedding_bag), embedding),
-    Tensor.data.__get__: escapes,
-    Tensor.data.__set__: assigns,
+    Tensor.data.__get__: escapes,  # type: ignore[attr-defined]
+    Tensor.data.__set__: assigns,  # type: ignore[attr-defined]
     **dict.fromkeys(_named(NEW, torch, Tensor), new),
     **dict.fromkeys(_named("cat concat concatenate stack hstack vstack".split(), torch), joined),
     **dict.fromkeys((torch.arange, torch.zeros, torch.ones, torch.full), factory),

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_dynamo_compiling
-from torch.overrides import TorchFunctionMode
 
 from hf_memsave.tape import prices, sweep
 from hf_memsave.tape.codecs import as_bits
@@ -87,7 +86,7 @@ class Tape(Recorder):
         self._inputs = inputs
         self.copies: dict[Any, Held | Lent] = {}
         self._hooks: Any = None
-        self._around: TorchFunctionMode | None = None
+        self._around: Tape | None = None
 
     def __enter__(self) -> Tape:
         self.outer = innermost_hooks()

@@ -130,7 +130,7 @@ class _Watch(TorchDispatchMode):
     """Records each storage at the op that made it."""
 
     def __init__(self, names: dict[int, str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names = names
         self.stack: list[nn.Module] = []
         self.made: dict[int, tuple[StorageWeakRef, KeptStorage]] = {}

@@ -39,7 +39,7 @@ no_subclasses = torch._C.DisableTorchFunctionSubclass
 #: Functions of ``torch.nn.functional`` that are written in C++, in place among them.
 c_functions = torch._C._nn
 #: What every refusal of saved-tensor hooks comes from.
-_refuses: Any = disable_saved_tensors_hooks.__wrapped__
+_refuses: Any = inspect.unwrap(disable_saved_tensors_hooks)
 #: The class of ``torch.ops.library.name.overload``.
 OpOverload = torch._ops.OpOverload
 #: Types of what a model calls as ``torch.ops.library.name``, with or without ``.overload``.
@@ -141,10 +141,10 @@ def hooks_work() -> bool:
     return (
         torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         and not in_transform()
         and forward_ad._current_level < 0
-        and torch._C._autograd._saved_tensors_hooks_is_enabled()
+        and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
     )
 
 
@@ -222,7 +222,7 @@ def innermost_mode() -> TorchFunctionMode | None:
     return torch.overrides._get_current_function_mode()
 
 
-def pop_mode() -> TorchFunctionMode:
+def pop_mode() -> Any:
     """Take the innermost function mode off; :func:`push_mode` puts it back."""
     return torch.overrides._pop_mode()
 
@@ -255,7 +255,7 @@ def autocast_cache() -> weakref.ref[Any]:
     return weakref.ref(token)
 
 
-def _drop(kept: Any) -> None:
+def _drop(kept: Any) -> Any:
     """Keep nothing: nobody goes back through it."""
 
 

@@ -26,7 +26,7 @@ class View:
         """As of the tensor."""
         return self._stride
 
-    def storage_offset(self) -> int:
+    def storage_offset(self) -> int | torch.SymInt:
         """As of the tensor."""
         return self._offset
 

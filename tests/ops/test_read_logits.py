@@ -37,6 +37,7 @@ READS = {
     "in place": lambda x: x.clone().mul_(2),
     "norm": lambda x: torch.linalg.vector_norm(x),
     "gather": lambda x: x.gather(-1, torch.zeros(*x.shape[:2], 1, dtype=torch.long)),
+    "take": lambda x: x.take(torch.tensor([3, 1])),
     "list": lambda x: torch.tensor(x.tolist()),
     "iteration": lambda x: next(iter(x)),
 }

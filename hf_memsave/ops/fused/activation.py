@@ -91,7 +91,7 @@ def _is_no_gated_mlp(module: nn.Module, value: Any) -> str:
     parts = ("gate_proj", "up_proj", "down_proj", "act_fn")
     if not all(isinstance(getattr(module, part, None), nn.Module) for part in parts):
         return f"it has not the parts {', '.join(parts)}"
-    return _has_no_kernel(module.act_fn, value)
+    return _has_no_kernel(module.get_submodule("act_fn"), value)
 
 
 FUSED_ACTIVATION = Op("fused_activation", _activation, _has_no_kernel)

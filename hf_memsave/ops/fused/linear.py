@@ -191,7 +191,8 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         w = _low_again(weight, ctx.own(), low.dtype, ctx.block)
         dx = wide_product(into, w.t() if ctx.is_turned else w, ctx.x).view(low.shape)
     if ctx.needs_input_grad[1]:
-        dw = wide_product(*((rows.t(), into) if ctx.is_turned else (into.t(), rows)), torch.float32)
+        a, b = (rows, into) if ctx.is_turned else (into, rows)
+        dw = wide_product(a.t(), b, torch.float32)
     if ctx.needs_input_grad[2]:
         db = into.sum(0, dtype=torch.float32)
     return dx, dw, db

@@ -182,7 +182,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wants_x, wants_w, wants_b = ctx.needs_input_grad[:3]
         dx = torch.empty_like(x) if wants_x else None
         dw = torch.zeros_like(weight, dtype=torch.float32) if wants_w else None
-        db = torch.zeros_like(bias, dtype=torch.float32) if wants_b else None
+        db = torch.zeros_like(bias, dtype=torch.float32) if wants_b and bias is not None else None
         loss = torch.zeros((), device=x.device)
         with torch.autocast(x.device.type, enabled=False):
             for start in range(0, x.shape[0], rows):

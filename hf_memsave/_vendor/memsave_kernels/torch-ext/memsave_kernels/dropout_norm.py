@@ -108,9 +108,9 @@ def _backward_fake(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     differs = residual is not None and (p > 0 or residual != x)
     vectors = weight.new_empty(0 if not has_dw else 1 if bias is None else 2, *weight.shape)
-    again = (h.new_empty(h.shape if dtype else 0, dtype=dtype or h.dtype) for dtype in (out, low))
+    y, y_low = (h.new_empty(h.shape if dtype else 0, dtype=dtype or h.dtype) for dtype in (out, low))
     dresidual = h.new_empty(h.shape if differs else 0, dtype=residual or x)
-    return like(h, x), dresidual, vectors, *again
+    return like(h, x), dresidual, vectors, y, y_low
 
 
 _VECTORS = "Tensor weight, Tensor? bias"

@@ -72,7 +72,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     weights, dropped = _forward_fake(x, mask, scale, p, seed, out)
     rows, columns, warps = row_tile(x.shape[-1])
-    steps = (0, 0, 0)
+    steps: tuple[int, ...] = (0, 0, 0)
     if mask is not None:
         mask = (mask if mask.stride(-1) == 1 else mask.contiguous()).expand(x.shape)
         steps = mask.stride()[:3]
