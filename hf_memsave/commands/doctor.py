@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 def versions() -> dict[str, str]:
     """Package -> its version; ours and Python's first."""
     own = {"hf_memsave": __version__, "python": platform.python_version()}
-    return own | {name: _version(name) for name in _PACKAGES}
+    return own | {name: _version(name) for name in _PACKAGES} | {"torch": torch.__version__}  # with its build: "+cu130"
 
 
 def devices() -> dict[str, str]:
