@@ -11,12 +11,12 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
-import tomllib
 
 import hf_memsave
 from support.families import build
 
 REPO = Path(__file__).parents[1]
+tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
 #: Asked for without an import: Trainer refuses to work without it.
 UNSEEN = {"accelerate"}
