@@ -3,7 +3,7 @@ r"""``output_norm``: a LayerNorm or RMSNorm whose backward starts from its outpu
 Forward, stock's own, and, for an incoming gradient dy, backward (means over H; RMSNorm has no β and no mean(g))::
 
     y = γ x̂ + β                 x̂ = (x - mean(x)) rstd,  or x rstd
-    z = y                       of columns that tell x̂ well: |γ| >= |β|, and γ neither near 0 nor infinite
+    z = y                       of columns that tell x̂ well: |γ| >= |β|, and γ not near 0, nor such that y overflows
         x̂                       of all others
     x̂ = (z - β) / γ,  or z of those others        g = γ dy
     dx = rstd (g - mean(g) - x̂ mean(g x̂))        dγ = Σ dy x̂        dβ = Σ dy
@@ -14,10 +14,12 @@ Kept for backward (``[*, H]``)::
     here     z and rstd, and γ and β once more, from which y is made again for the next linear; γ and β themselves,
              which must not change before backward
 
-The bytes of the exact norm, and more work: z takes passes over y and x in forward, and y is made again from z in
-backward, as the exact norm makes it from x. It is here for the paper; ``norm="recompute"`` is exact and faster. Which
-columns tell x̂ is found on the device, and stays there: the host waits for nothing. Patched alone, or without a tape
-that can make y again, the norm is stock's: what follows would keep y beside z.
+The bytes of the exact norm in a plain step of fp32 or bf16, and more work: z takes passes over y and x in forward, and
+y is made again from z in backward, as the exact norm makes it from x. More bytes than that, where x costs nothing:
+where norms share it, somebody holds it, or it could be made again, as under autocast and with ``checkpoint=`` (up to a
+third more in the models tried; above stock's where nobody keeps y). It is here for the paper; ``norm="recompute"`` is
+exact, and faster. Which columns tell x̂ is found on the device, and stays there: the host waits for nothing. Where x is
+kept anyway, the norm is patched alone, or no tape can make y again, it is stock's: what follows would keep y beside z.
 
 Forward is exact. What needs y in backward gets its bits; of a LayerNorm, in those other columns, γ x̂ + β of the rounded
 x̂: on CPU y's bits too in fp32 and float64, in half precision 1.23 times as far from the truth as y where |β| is just
@@ -66,14 +68,14 @@ def kept_bytes(shape: tuple[int, ...], itemsize: int, is_centred: bool = True) -
 def is_well(weight: Tensor, bias: Tensor | None) -> Tensor:
     """Whether x̂ can be told from y well enough. Below 8 times tiny, γ makes much of y subnormal.
 
-    An infinite γ leaves nothing of x̂.
+    As no x̂ of H numbers is above √H, y does not overflow where |β| is at most |γ|, and 2 √H |γ| is finite.
 
     Returns:
         A boolean for each element of ``weight``, on its device.
     """
     size, finite = weight.abs(), torch.finfo(weight.dtype)
-    least = 8 * finite.tiny
-    return (size >= (least if bias is None else bias.abs().clamp(min=least))) & (size <= finite.max)
+    least, most = 8 * finite.tiny, finite.max / (2 * weight.numel() ** 0.5)
+    return (size >= (least if bias is None else bias.abs().clamp(min=least))) & (size <= most)
 
 
 def output_norm(forward: Callable[..., Normed], x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -190,7 +192,8 @@ def _is_suited(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 def _output_norm(module: nn.Module, patch: Any, input: Tensor) -> Tensor:
     # Alone, the norm's tape ends before y is read; and without a tape, y would be kept beside z.
-    if patch.config is not None or current() is None or is_parametrized(module):
+    tape = current()
+    if patch.config is not None or tape is None or is_parametrized(module) or tape.is_kept(input):
         return patch.stock.forward(module, input)
     weight, bias, eps = _parameters(module)
     if weight is None or not _is_suited(input, weight, bias):

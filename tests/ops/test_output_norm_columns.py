@@ -207,3 +207,23 @@ def test_output_norm_recomputes_where_its_output_would_not_do(device, kind, why)
         pytest.skip("its output is of the wider dtype")
     alone = {"config": MemSaveConfig(norm="output")} if why == "alone" else {}
     assert_is_exact(module, x, half if why == "autocast" else None, tape=why != "no tape", **alone)
+
+
+@pytest.mark.parametrize("share", [1, 0.4, 1e-3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_output_norm_is_finite_where_its_output_is_not(device, kind, dtype, share):
+    """γ is so large that γ x̂ overflows, and what follows is bounded."""
+    module = plain(kind, device, dtype)
+    module.weight.data[:2] = share * torch.finfo(dtype).max
+    x = random(8, 16, dtype=dtype, device=device)
+    y, got = gradients(module, lambda x: torch.tanh(from_output(module)(x)), x, torch.ones_like(x))
+    assert y.isfinite().all()
+    assert all(gradient.isfinite().all() for gradient in got)
+
+
+def test_output_norm_is_stock_where_its_input_is_kept_anyway(device, kind):
+    module, x = plain(kind, device).requires_grad_(False), random(3, 5, 16, device=device)
+    mine, exact = (kept(lambda x: f(x.tanh()), x, tape=True, linear=False) for f in (from_output(module), module))  # noqa: B023
+    assert mine == exact
+    got, stock = (run(lambda x: f(x.tanh()), [x], tape=True) for f in (from_output(module), module))  # noqa: B023
+    assert_same_result(got, stock)
