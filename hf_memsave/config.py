@@ -44,8 +44,9 @@ class MemSaveConfig:
         lora: PEFT adapters' casts of their input: recomputed, or kept as stock does.
         loss: A language model's head and cross-entropy: "chunked" (logits of more than 128 MiB in fp32 are computed a
             chunk at a time, and gradients equal stock's up to the order of fp32 sums), or "stock".
-        backend: What computes RMSNorms, activations and gated MLPs: the model's own operations ("torch"), or one Triton
-            kernel each way ("auto": where Triton runs; "triton": or an error). Exact, but not stock's bits.
+        backend: What computes RMSNorms, activations, gated MLPs, rotary embeddings, BERT's dropout and norm, LoRA's
+            input and sum, and a chunk of a loss: the model's own operations ("torch"), or one Triton kernel each way
+            ("auto": where Triton runs; "triton": or an error). Exact, but not stock's bits.
         linear: Weight gradients of linears: exact (None), or unbiased from a sample of rows (:class:`WTACRS`).
         storage: What still has to be kept: as it is (None), or activations in about 8 ("int8") or 4.5 bits ("int4") an
             element, rounded at random. Not exact: the weight gradient of a linear that keeps its own input is unbiased,
@@ -61,9 +62,8 @@ class MemSaveConfig:
         layers: How many blocks to convert of each kind, such as ``{"activation": 6, "norm": 12, "dropout": 0}``: in the
             first so many repeated blocks of the model (an encoder's before a decoder's) the field of that name holds,
             elsewhere those modules stay stock. Kinds that are not named, and all with None, are converted everywhere.
-            What lies outside every block (embeddings, a last norm, a head) goes with the first block. SDPA is chosen
-            for a whole model: any number but 0 converts it in every block. For "checkpoint" also a part of the blocks,
-            such as 0.5. Held as sorted pairs.
+            What lies outside every block (embeddings, a last norm, a head) goes with the first block. For "checkpoint"
+            also a part of the blocks, such as 0.5. Held as sorted pairs.
     """
 
     activation: Literal["recompute", "invert", "precision_bit", "few_bit", "stock"] = field(default="recompute")

@@ -30,7 +30,7 @@ def widens(x: Tensor) -> bool:
 
 
 def has_kernels(x: Tensor) -> bool:
-    """Whether Triton compiles kernels for the device of ``x``."""
+    """Whether Triton, where it is installed, compiles kernels for the device of ``x``."""
     return x.device.type in _AS_CUDA
 
 

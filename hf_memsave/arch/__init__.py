@@ -1,4 +1,4 @@
-"""What is approximated, sampled or left to stock by module: a table of classes. The exact floor needs none."""
+"""What is approximated, sampled, fused, run again or left to stock by module: tables. The exact floor needs none."""
 
 from hf_memsave.arch.fused import FUSED, fused_of
 from hf_memsave.arch.rungs import is_run_again

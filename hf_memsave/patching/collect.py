@@ -31,7 +31,7 @@ from hf_memsave.wtacrs import WTACRS
 
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
 #: Ops that nobody has asked for by name.
-_UNASKED = ("quiet", "eager_attention", "lazy_head", "fused_rotary", "fused_dropout_norm", "fused_lora")
+_UNASKED = ("quiet", "eager_attention", "lazy_head", *(name for name in OPS if name.startswith("fused_")))
 #: Kinds whose modules are text in Python: left to stock, what runs inside is not recorded.
 _QUIET = ("activation", "norm", "attention", "lora")
 

@@ -115,13 +115,13 @@ def _depths(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """The first depth to trace, and after how many layers they repeat themselves, by field.
 
-    Where autocast has an fp32 residual sum beside bf16 products, a tape keeps one after every s-th or next layer, with
-    s :data:`~hf_memsave.tape.prices.SPAN`; elsewhere each layer keeps the same.
+    Where an fp32 residual sum runs beside products in 16 bits, a tape keeps one after every s-th or next layer, with s
+    :data:`~hf_memsave.tape.prices.SPAN`; elsewhere each layer keeps the same.
 
     Returns:
         Both.
     """
-    repeats = 1 if training.autocast is None else SPAN * (SPAN + 1)
+    repeats = SPAN * (SPAN + 1) if training.autocast or training.quantized else 1
     own = {field: period(config) if i == 0 else 1 for i, field in enumerate(depth)}
     every = {field: math.lcm(repeats, n) for field, n in own.items()}
     least = {field: max(SPAN + 2, n) for field, n in own.items()}

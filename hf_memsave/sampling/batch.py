@@ -61,7 +61,7 @@ class Batch:
         decoder: Tokens that a decoder inside will call its own, where nobody gives it a mask.
         other: In a decoder, the encoder's tokens.
         other_storage: Address of the encoder's output, by which cross-attention's k and v know whose tokens they see.
-        samples: Rows of the batch in the table of samples, int64 ``[batch]`` on the CPU.
+        samples: Rows of the batch in the table of samples, int64 ``[batch]``.
     """
 
     step: int

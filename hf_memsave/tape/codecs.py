@@ -1,4 +1,4 @@
-"""Codecs: a node that gives a tensor back from fewer bytes. Here: booleans in one bit an element, exactly.
+"""Codecs: a node that gives a tensor back from fewer bytes. Here: booleans in one bit an element, codes in a few.
 
 PyTorch keeps a byte for each boolean, such as the masks of ``torch.where`` and of CUDA's dropout.
 """

@@ -11,6 +11,9 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, Olmo
 
 from hf_memsave import MemSaveConfig, PatchError, patch, unpatch
 from hf_memsave.arch import FUSED, path_of
+from hf_memsave.ops import chunked_loss
+from hf_memsave.ops.fused import cross_entropy
+from hf_memsave.ops.fused import kernels as kernels_file
 from hf_memsave.tape.meter import measure_kept
 from support.fake import kept_on_fake, needs_stand_in, on_fake
 from support.families import QUOTED, Size, batch_for, build
@@ -195,6 +198,37 @@ def test_where_no_kernel_runs_auto_is_torch_and_triton_an_error():
     with pytest.raises(PatchError, match=r"TRITON_INTERPRET=1.*Use backend='auto' or 'torch'"):
         patch(stock, TRITON)
     assert not any("memsave" in name for name in vars(type(stock)))
+
+
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_without_triton_auto_is_torch_on_any_device(is_installed, monkeypatch):
+    """In a chunk of a loss too, which no module is replaced for."""
+    asked = []
+    monkeypatch.setattr(kernels_file, "has_kernels", lambda x: True)
+    monkeypatch.setattr(kernels_file, "is_installed", lambda: is_installed)
+    monkeypatch.setattr(chunked_loss, "CHUNK", 64)
+    monkeypatch.setattr(cross_entropy, "kernels", lambda: asked.append(None) or pytest.skip("kernels would run"))
+    model, stock = make("llama"), make("llama")
+    for one in (model, stock):
+        one.lm_head.requires_grad_(False)
+    patch(stock, MemSaveConfig())
+    report = patch(model, MemSaveConfig(backend="auto"))
+    batch = batch_of("llama", model)
+    if is_installed:
+        with pytest.raises(pytest.skip.Exception):
+            gradients(model, batch)
+    else:
+        assert not fused_in(report) and "Triton is not installed" in str(report)
+        assert all(torch.equal(a, b) for a, b in zip(gradients(model, batch), gradients(stock, batch), strict=True))
+    assert bool(asked) is is_installed
+
+
+def test_a_module_with_a_foreign_forward_is_not_fused(monkeypatch):
+    monkeypatch.setattr("hf_memsave.patching.collect.why_not", lambda model: "")
+    model = make("llama")
+    model.model.norm.forward = lambda x: x
+    (site,) = [site for site in patch(model, MemSaveConfig(backend="auto")).sites if site.name == "model.norm"]
+    assert (site.op, site.status) == ("fused_rms_norm", "skipped") and "forward" in site.reason
 
 
 def test_what_a_configuration_leaves_to_stock_is_not_fused(monkeypatch):

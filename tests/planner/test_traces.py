@@ -105,3 +105,15 @@ def test_nor_does_one_step_where_a_block_is_unlike_the_others():
     for block, may_differ in ((0, True), (1, False), (4, False)):
         owned = {of: (o._replace(parameters=1) if of[1] == block else o) for of, o in trace.owned.items()}
         assert traces._is_told_by_one([replace(trace, owned=owned)], {field: 1}, STEP, MemSaveConfig()) == may_differ
+
+
+@pytest.mark.parametrize("layers", [9, *(pytest.param(n, marks=MATRIX) for n in (8, 11))])
+@pytest.mark.parametrize("changes", [{"lora": Lora(), "quantized": "nf4"}, {"autocast": torch.bfloat16}], ids=str)
+def test_where_fp32_sums_run_beside_16_bits_a_deep_model_keeps_what_a_plan_says(changes, layers):
+    config = LlamaConfig(**CONFIGS["llama"].to_dict() | {"num_hidden_layers": layers})
+    (field,) = depth_fields(config)
+    training = replace(STEP, **changes)
+    told = trace_of(config, training, MemSaveConfig()).trace
+    own = trace_at(config, {field: layers}, training, MemSaveConfig(), keeps=False).trace
+    assert max(m.live for m in told.places.values()) == max(m.live for m in own.places.values())
+    assert traces._kept(told) == traces._kept(own)

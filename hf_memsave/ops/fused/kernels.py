@@ -25,6 +25,12 @@ _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 @functools.cache
+def is_installed() -> bool:
+    """Whether Triton is."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
 def kernels() -> ModuleType:
     """The package of kernels, under the name that it has by itself.
 
@@ -55,7 +61,7 @@ def is_interpreted() -> bool:
 
 def why_not(model: nn.Module) -> str:
     """Why no kernel can run on this machine, or on the device that stands in for one; or ""."""
-    if importlib.util.find_spec("triton") is None:
+    if not is_installed():
         return "Triton is not installed: pip install triton"
     is_there = torch.cuda.is_available() or any(p.device.type == STAND_IN for p in model.parameters())
     if not (is_there or is_interpreted()):
@@ -105,7 +111,7 @@ def once_each(
 
 def can_run(*tensors: Tensor) -> bool:
     """Whether kernels run on all of these: not under ``torch.func``'s transforms, nor on wrappers, such as DTensor."""
-    if in_transform():
+    if not is_installed() or in_transform():
         return False
     with no_modes():
         return all((has_kernels(x) or is_interpreted()) and x.dtype in _DTYPES and is_plain(x) for x in tensors)
