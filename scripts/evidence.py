@@ -35,7 +35,7 @@ _READ = (".py", ".yaml", ".json")  # what results follow from
 
 _BYTES = Bound(relative=0.01, absolute=0.02)  # what is counted; the last printed digit may fall to either side
 _TIME = Bound(relative=0.35)  # a ratio of times on a machine that others share
-_TIME_ELSEWHERE = Bound(relative=1.0)  # on another CPU than the committed table names
+_TIME_ELSEWHERE = Bound(factor=2.0)  # on another CPU than the committed table names
 _CPU = re.compile(r"\bCPU [^|]*?\(family \d+, model \d+\)")
 _ERROR = Bound(relative=0.1, absolute=1e-9)
 _DISTANCE = Bound(relative=0.1, absolute=1e-7)  # of fp32 from float64: a CPU's kernels round in their own order
@@ -72,7 +72,8 @@ def _table(name: str, command: str, **how: object) -> Evidence:
 
 
 _RATIOS = {"*MiB*": _BYTES, "*peak*": _BYTES, "layer, ms": MACHINE, "time*": _TIME, "*freed*": Bound(absolute=0.5)}
-#: Other kernels round otherwise, and training takes another path: losses of many batches agree, dev metrics less.
+#: Other kernels round otherwise, and training takes another path: losses of many batches agree (other draws of rows
+#: moved them by .007 at most), dev metrics less.
 _METRICS = {"*loss*": Bound(absolute=0.02), "range": MACHINE, "*": Bound(errors=4)}
 EVIDENCE = (
     _table("estimate-records", "bench/estimate_records.py --out {out}",

@@ -17,15 +17,19 @@ class Bound:
     """How far a measured figure may be from the committed one: a part of that, and units of its column.
 
     ``errors`` is for a cell that gives a figure and its standard error, ``a ± b``: of two such, the figures may be so
-    many standard errors of their difference apart.
+    many standard errors of their difference apart, by the committed one. ``factor`` is for another machine: neither may
+    be more than so many times the other.
     """
 
     relative: float = 0.0
     absolute: float = 0.0
     errors: float = 0.0
+    factor: float = 1.0
 
     def holds(self, committed: float, measured: float, error: float = 0.0) -> bool:
         """Whether the two agree, where their difference has this standard error."""
+        if self.factor > 1:
+            return max(measured, committed) <= self.factor * min(measured, committed)
         most = self.absolute + self.relative * abs(committed) + self.errors * error
         return abs(measured - committed) <= most + 1e-9 * abs(committed)
 
@@ -33,6 +37,7 @@ class Bound:
         """Such as "within 0.01 of it + 0.01"."""
         parts = [f"{self.relative:.3g} of it"] * bool(self.relative) + [f"{self.absolute:g}"] * bool(self.absolute)
         parts += [f"{self.errors:g} standard errors"] * bool(self.errors)
+        parts += [f"a factor of {self.factor:g}"] * (self.factor > 1)
         return f"within {' + '.join(parts)}" if parts else "equal"
 
 
@@ -114,6 +119,6 @@ def _agree(before: str, after: str, bound: Bound) -> bool:
     numbers = ([float(text.replace(",", "")) for text in _NUMBER.findall(cell)] for cell in (before, after))
     pairs = list(zip(*numbers, strict=True))
     if bound.errors and "±" in before:
-        (figures, errors) = pairs
-        return bound.holds(*figures, math.hypot(*errors))
+        figures, (error, _) = pairs  # a wrong run may spread more, which must not widen its own bound
+        return bound.holds(*figures, math.sqrt(2) * error)
     return all(bound.holds(*pair) for pair in pairs)

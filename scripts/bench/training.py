@@ -245,7 +245,7 @@ def write(options: argparse.Namespace, curves: dict[str, dict[str, list[float]]]
         for method, values in of.items():
             loss = statistics.mean(losses[method])
             apart = statistics.mean(paired(losses, method, methods[method].beside))
-            own_error = paired_error if any(pairs[method]) else 0.0
+            own_error = paired_error if method != methods[method].beside else 0.0
             lines.append(
                 f"| {method} | {loss:.4f} | {apart:+.4f} | {statistics.mean(values):.4f} ± {error:.4f} | "
                 f"{min(values):.4f} to {max(values):.4f} | {statistics.mean(pairs[method]):+.4f} ± {own_error:.4f} |"

@@ -115,9 +115,9 @@ def test_words_that_chance_chooses_between_agree(planted, tmp_path):
 NOISY = "| m | score |\n| --- | --- |\n| a | 0.70 ± 0.03 |\n"
 
 
-@pytest.mark.parametrize(("score", "agrees"), [("0.89 ± 0.04", True), ("0.91 ± 0.04", False), ("0.49 ± 0.04", False)])
+@pytest.mark.parametrize(("score", "agrees"), [("0.86 ± 0.04", True), ("0.88 ± 0.40", False), ("0.52 ± 0.04", False)])
 def test_figures_with_standard_errors_may_be_so_many_of_their_difference_apart(score, agrees):
-    fresh = NOISY.replace("0.70 ± 0.03", score)  # of the difference: 0.05
+    fresh = NOISY.replace("0.70 ± 0.03", score)  # of the difference: 0.042
     lines, figures = differences(NOISY, fresh, 1, {"score": Bound(errors=4)})
     assert figures == 1 and (not lines) is agrees
     assert agrees or lines == [f"a: score: committed 0.70 ± 0.03, measured {score}, expected within 4 standard errors"]
@@ -126,8 +126,8 @@ def test_figures_with_standard_errors_may_be_so_many_of_their_difference_apart(s
 @pytest.mark.parametrize(
     ("here", "measured", "status"),
     [("CPU A (family 1, model 2)", "1.40", 1), ("CPU A (family 1, model 3)", "1.40", 0),
-     ("CPU A (family 1, model 3)", "2.10", 1), ("no CPU", "1.40", 1)],
-    ids=["same", "another", "another, far", "unnamed"],
+     ("CPU A (family 1, model 3)", "2.10", 1), ("CPU A (family 1, model 3)", "0.45", 1), ("no CPU", "1.40", 1)],
+    ids=["same", "another", "another, far", "another, too quick", "unnamed"],
 )  # fmt: skip
 def test_ratios_of_times_are_compared_less_closely_on_another_cpu(
     planted, tmp_path, monkeypatch, here, measured, status

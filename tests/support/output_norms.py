@@ -10,7 +10,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from hf_memsave.ops.output_norm import OUTPUT_NORM
 from hf_memsave.patching.swap import Patch
-from support.helpers import random, taping
+from support.helpers import assert_same_bits, random, taping
 
 EPS = 1e-6
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -82,3 +82,14 @@ def errors(got, truth):
 def truth_of(kind, module, x, dy):
     leaves = [t.detach().double().requires_grad_() for t in (x, *module.parameters())]
     return torch.autograd.grad(true_norm(kind, *leaves), leaves, dy.double())
+
+
+def assert_at_most_twice_as_wrong(kind, module, x, dy):
+    """Stock's output, and gradients at most twice as far from the truth as stock's; returns them."""
+    truth = truth_of(kind, module, x, dy)
+    y, got = gradients(module, from_output(module), x, dy)
+    stock_y, stock = gradients(module, module, x, dy)
+    assert_same_bits(y, stock_y)
+    for mine, theirs in zip(errors(got, truth), errors(stock, truth), strict=True):
+        assert mine <= 2 * theirs
+    return got
