@@ -45,8 +45,8 @@ class MemSaveConfig:
         loss: A language model's head and cross-entropy: "chunked" (logits of more than 128 MiB in fp32 are computed a
             chunk at a time, and gradients equal stock's up to the order of fp32 sums), or "stock".
         backend: What computes RMSNorms, activations, gated MLPs, rotary embeddings, BERT's dropout and norm, LoRA's
-            input and sum, and a chunk of a loss: the model's own operations ("torch"), or one Triton kernel each way
-            ("auto": where Triton runs; "triton": or an error). Exact, but not stock's bits.
+            input and sum, a chunk of a loss, and what is not exact: PyTorch's operations ("torch"), or one Triton
+            kernel each way ("auto": where Triton runs; "triton": or an error). As exact, but not the same bits.
         linear: Weight gradients of linears: exact (None), or unbiased from a sample of rows (:class:`WTACRS`).
         storage: What still has to be kept: as it is (None), or activations in about 8 ("int8") or 4.5 bits ("int4") an
             element, rounded at random. Not exact: the weight gradient of a linear that keeps its own input is unbiased,

@@ -102,7 +102,7 @@ def test_the_wheel_holds_the_package_and_its_presets_only(wheel):
     others = {name for name in files if not name.endswith(".py")}
     presets = {f"hf_memsave/configs/presets/{p.name}" for p in (REPO / "configs" / "presets").iterdir()}
     assert presets < others and "hf_memsave/py.typed" in others
-    rest = re.compile(r"hf_memsave/(py\.typed|\w+/\w+\.(json|html)|_vendor/\w+/LICENSE)")
+    rest = re.compile(r"hf_memsave/(py\.typed|\w+/\w+\.(json|html)|_vendor/\w+/(LICENSE|VERSION))")
     assert all(rest.fullmatch(name) for name in others - presets)
 
 

@@ -33,6 +33,8 @@ import torch
 from torch import Tensor
 
 from hf_memsave.ops.few_bit_tables import check_bits, levels
+from hf_memsave.ops.fused.codes import are_wanted
+from hf_memsave.ops.fused.kernels import kernels
 from hf_memsave.ops.once import once_differentiable
 from hf_memsave.ops.op import KeptBytes
 from hf_memsave.tape import current
@@ -63,17 +65,18 @@ def few_bit(x: Tensor, name: str, forward: Callable[[Tensor], Tensor], bits: int
     """
     check_bits(bits)
     tape = current()
+    is_fused = are_wanted(x)
     if tape is None or not (x.requires_grad and torch.is_grad_enabled()):
-        return _FewBit.apply(x, forward, name, bits, False)
+        return _FewBit.apply(x, forward, name, bits, False, is_fused)
 
     def code(x: Tensor) -> Handle | None:
         if tape.cost(x) <= bits * -(-x.numel() // 8):
             return None  # kept anyway, or had from what is
-        return tape.stand_in(x, _codes(x, name, bits), None)
+        return tape.stand_in(x, _codes(x, name, bits, is_fused), None)
 
     before, tape.coder = tape.coder, code
     try:
-        y = _FewBit.apply(x, forward, name, bits, True)
+        y = _FewBit.apply(x, forward, name, bits, True, is_fused)
     finally:
         tape.coder = before
     state = AutocastState(x.device.type)
@@ -86,8 +89,11 @@ def few_bit(x: Tensor, name: str, forward: Callable[[Tensor], Tensor], bits: int
     return y
 
 
-def _codes(x: Tensor, name: str, bits: int) -> Tensor:
+def _codes(x: Tensor, name: str, bits: int, is_fused: bool) -> Tensor:
     boundaries, _ = on_device(name, bits, x.device)
+    if is_fused:
+        packed: Tensor = kernels().few_bit_codes(x, boundaries)
+        return packed
     codes = torch.bucketize(x.float().contiguous(), boundaries, out_int32=True, right=True)
     return pack_codes(codes.to(torch.uint8), bits)
 
@@ -108,22 +114,25 @@ _copied = functools.cache(_as_tensors)
 class _FewBit(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], name: str, bits: int, is_taped: bool
+        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], name: str, bits: int, is_taped: bool, is_fused: bool
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x.detach() if is_taped else _codes(x, name, bits))
-        ctx.forward, ctx.table, ctx.autocast = forward, (name, bits), AutocastState(x.device.type)
+        ctx.save_for_backward(x.detach() if is_taped else _codes(x, name, bits, is_fused))
+        ctx.forward, ctx.table, ctx.is_fused = forward, (name, bits), is_fused
+        ctx.autocast = AutocastState(x.device.type)
         return forward(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (kept,) = ctx.saved_tensors
         if kept.is_floating_point():
-            return _exact(kept, dy, ctx), None, None, None, None
+            return _exact(kept, dy, ctx), *[None] * 5
+        levels = on_device(ctx.table[0], ctx.table[1], dy.device)[1]
+        if ctx.is_fused:
+            return kernels().few_bit_backward(dy, kept, levels), *[None] * 5
         codes = unpack_codes(kept, dy.numel()).view(dy.shape)
-        slope = on_device(ctx.table[0], ctx.table[1], dy.device)[1][codes.int()]
-        return (dy * slope).to(dy.dtype), None, None, None, None
+        return (dy * levels[codes.int()]).to(dy.dtype), *[None] * 5
 
 
 def _exact(x: Tensor, dy: Tensor, ctx: Any) -> Tensor:

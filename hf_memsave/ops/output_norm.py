@@ -41,6 +41,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_memsave.ops.cast import HALVES, is_autocast
+from hf_memsave.ops.fused.output_norm import fused_output_norm, suits
 from hf_memsave.ops.once import once_differentiable
 from hf_memsave.ops.op import KeptBytes, Op, is_parametrized
 from hf_memsave.tape import current
@@ -198,7 +199,10 @@ def _output_norm(module: nn.Module, patch: Any, input: Tensor) -> Tensor:
     weight, bias, eps = _parameters(module)
     if weight is None or not _is_suited(input, weight, bias):
         return patch.stock.forward(module, input)
-    return output_norm(_of_class(patch.stock), input, weight, bias, eps)
+    forward = _of_class(patch.stock)
+    if suits(input, weight, bias):
+        return fused_output_norm(tape, input, weight, bias, eps, is_centred=forward is layer_normed)
+    return output_norm(forward, input, weight, bias, eps)
 
 
 def _refuse(module: nn.Module, value: Any) -> str:

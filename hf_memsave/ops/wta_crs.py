@@ -26,13 +26,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_memsave.ops.cast import autocast_low
+from hf_memsave.ops.fused.sampling import FUSED, drawing_for, scaled_rows
 from hf_memsave.ops.once import once_differentiable
 from hf_memsave.ops.op import KeptBytes, Op, is_parametrized
 from hf_memsave.sampling.batch import Batch, Tokens
-from hf_memsave.sampling.sampler import Layer, row_norms
+from hf_memsave.sampling.estimators import row_norms
+from hf_memsave.sampling.sampler import Layer
 from hf_memsave.tape import current
 from hf_memsave.tape.hooks import Tape
-from hf_memsave.tape.private import no_modes
+from hf_memsave.tape.private import after_backward, no_modes
 
 #: Where a sampled module finds its :class:`~hf_memsave.sampling.Layer`.
 LAYER = "_memsave_layer"
@@ -67,7 +69,9 @@ class JointNorms:
         joint, self.squared, self.waiting = self.squared, None, self.users  # for a second backward
         if self.tokens is not None and joint is not None:
             joint = joint.view_as(self.tokens.mask)
-            self.layer.sampler.cache.update(self.layer.name, self.batch, self.tokens, joint)
+            cache = self.layer.sampler.cache
+            if cache.update(self.layer.name, self.batch, self.tokens, joint):
+                after_backward(cache.learn)
 
 
 class _Key(NamedTuple):
@@ -89,13 +93,16 @@ class Shared:
         scale: Their scales, fp32 ``[k]``.
         rows: The scaled rows ``[k, in]``, by dtype, where they are kept instead of the input.
         norms: What its users tell the cache.
+        is_fused: Whether kernels run on the input.
     """
 
     def __init__(self, layer: Layer, x: Tensor, batch: Batch) -> None:
         tokens = batch.tokens(x)
-        draw = layer.sampler.draw(layer.name, x, tokens, batch)
+        drawing = drawing_for(x)
+        draw = layer.sampler.draw(layer.name, x, tokens, batch, drawing)
         self.index = None if draw is None else draw.index.int()
         self.scale = None if draw is None else draw.scale
+        self.is_fused = drawing is FUSED
         self.rows: dict[torch.dtype, Tensor] = {}
         self.norms = JointNorms(layer, batch, tokens)
 
@@ -117,7 +124,7 @@ class _SampledLinear(torch.autograd.Function):
     def forward(
         ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor, shared: Shared, is_conv1d: bool
     ) -> Tensor:
-        ctx.norms, ctx.is_conv1d, ctx.is_whole = shared.norms, is_conv1d, kept is h
+        ctx.norms, ctx.is_conv1d, ctx.is_whole, ctx.is_fused = shared.norms, is_conv1d, kept is h, shared.is_fused
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(weight, kept, *((shared.index, shared.scale) if kept is h else (shared.index,)))
         shared.norms.join()
@@ -139,7 +146,7 @@ class _SampledLinear(torch.autograd.Function):
             dh = (flat @ (weight.t() if ctx.is_conv1d else weight)).view(*dz.shape[:-1], -1)
         if ctx.needs_input_grad[1]:
             if ctx.is_whole:
-                rows = _scaled(rows, index, *scale)
+                rows = _scaled(rows, index, scale[0], ctx.is_fused)
             drawn = flat.index_select(0, index)
             dw = rows.t() @ drawn if ctx.is_conv1d else drawn.t() @ rows
         if ctx.needs_input_grad[2]:
@@ -148,8 +155,10 @@ class _SampledLinear(torch.autograd.Function):
         return dh, dw, db, None, None, None
 
 
-def _scaled(h: Tensor, index: Tensor, scale: Tensor) -> Tensor:
+def _scaled(h: Tensor, index: Tensor, scale: Tensor, is_fused: bool) -> Tensor:
     """The drawn rows of ``h`` ``[*, in]``, each times its scale, ``[k, in]``."""
+    if is_fused:
+        return scaled_rows(h, index, scale)
     rows = h.reshape(-1, h.shape[-1]).index_select(0, index)
     return (rows * scale[:, None]).to(h.dtype)
 
@@ -182,7 +191,7 @@ def _kept(tape: Tape, h: Tensor, shared: Shared) -> Tensor:
     if tape.cost(h) <= len(index) * h.shape[-1] * h.itemsize:
         return h
     with no_modes():
-        rows = shared.rows[h.dtype] = _scaled(h.detach(), index, scale)
+        rows = shared.rows[h.dtype] = _scaled(h.detach(), index, scale, shared.is_fused)
     tape.as_activation(rows)
     return rows
 

@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_memsave.ops.fused.sampling import drawing_for
 from hf_memsave.ops.once import once_differentiable
 from hf_memsave.ops.op import KeptBytes
 from hf_memsave.sampling.batch import Batch
-from hf_memsave.sampling.estimators import probabilities
 from hf_memsave.sampling.sampler import Layer
 from hf_memsave.tape import current
 from hf_memsave.tape.private import no_modes
@@ -90,8 +90,9 @@ def _draw(x: Tensor, dim: int, layer: Layer, name: str, batch: Batch) -> tuple[T
         return None
     other = _ROWS if dim == _COLUMNS else _COLUMNS
     precision = torch.promote_types(x.dtype, torch.float32)  # squares would overflow in fp16
-    p = probabilities(torch.linalg.vector_norm(x, dim=other, dtype=precision))
-    return layer.sampler.choose(p, k, f"{layer.name}, {name}", batch)
+    drawing = drawing_for(x)
+    p = drawing.probabilities(torch.linalg.vector_norm(x, dim=other, dtype=precision))
+    return layer.sampler.choose(p, k, f"{layer.name}, {name}", batch, drawing)
 
 
 def _sample(x: Tensor, dim: int, layer: Layer, name: str, batch: Batch) -> Sample | None:

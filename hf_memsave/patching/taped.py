@@ -26,12 +26,13 @@ from transformers.utils import logging
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import PatchError
 from hf_memsave.ops.fused import linear as fused_linear
+from hf_memsave.ops.fused.codes import FUSED
 from hf_memsave.ops.lazy_head import of_linear
 from hf_memsave.ops.op import is_parametrized
 from hf_memsave.patching.checkpointed import with_cache
 from hf_memsave.sampling.sampler import INDEX, Sampler
 from hf_memsave.tape import Tape, current, hooks_work, table_without
-from hf_memsave.tape.codecs import leave_alone
+from hf_memsave.tape.codecs import CODERS, Coders, leave_alone
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.offload import Offload
 from hf_memsave.tape.private import (
@@ -69,10 +70,12 @@ class Settings(NamedTuple):
     Attributes:
         table: Function -> what the tape does when it is called.
         dropout: "seed" or "mask".
+        coders: What packs bits and codes.
     """
 
     table: Mapping[Any, Any]
     dropout: str
+    coders: Coders
 
 
 def settings_of(config: MemSaveConfig, block: int) -> Settings:
@@ -84,7 +87,9 @@ def settings_of(config: MemSaveConfig, block: int) -> Settings:
 def _settings(config: MemSaveConfig, block: int, has_quantized: bool) -> Settings:
     stock = [kind for kind in ("activation", "norm", "dropout", "attention") if not config.converts(kind, block)]
     table = table_without(*stock, *([] if config.frozen else ["frozen"]))
-    return Settings(table if config.backend == "torch" else table | fused_linear.FUNCTIONS, config.dropout)
+    if config.backend == "torch":
+        return Settings(table, config.dropout, CODERS)
+    return Settings(table | fused_linear.FUNCTIONS, config.dropout, FUSED)
 
 
 def run_taped(
@@ -124,12 +129,12 @@ def _run(
     is_block = isinstance(module, GradientCheckpointingLayer)
     if is_block:
         tape.begin_block((*args, *kwargs.values()))
-    before = tape.table, tape.dropout
-    tape.table, tape.dropout = settings
+    before = tape.table, tape.dropout, tape.coders
+    tape.table, tape.dropout, tape.coders = settings
     try:
         out = forward(module, *args, **kwargs)
     finally:
-        tape.table, tape.dropout = before
+        tape.table, tape.dropout, tape.coders = before
     if is_block:
         tape.end_block(*(out if isinstance(out, tuple) else (out,)))
     return out

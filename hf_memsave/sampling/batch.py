@@ -35,17 +35,22 @@ class Tokens:
             return round(self.share * self.mask.numel())
         return int(self.mask.sum())
 
-    @property
+    def forget(self) -> None:
+        """What follows from the mask is worked out again when it is asked for."""
+        for name in ("lengths", "from_start", "from_end"):
+            self.__dict__.pop(name, None)
+
+    @cached_property
     def lengths(self) -> Tensor:
         """Real tokens of each sample, ``[batch]``."""
-        return self.mask.sum(1)
+        return self.mask.sum(1, dtype=torch.int32)
 
-    @property
+    @cached_property
     def from_start(self) -> Tensor:
         """Position among the real tokens, ``[batch, seq]``; for a pad, that of the nearest real one before it, or 0."""
-        return (self.mask.cumsum(1) - 1).clamp_min(0)
+        return (self.mask.cumsum(1, dtype=torch.int32) - 1).clamp_min(0)
 
-    @property
+    @cached_property
     def from_end(self) -> Tensor:
         """The same, counted from the last real token."""
         return (self.lengths[:, None] - 1 - self.from_start).clamp_min(0)
@@ -70,6 +75,17 @@ class Batch:
     other: Tokens | None = None
     other_storage: int | None = None
     samples: Tensor | None = None
+
+    def forget(self, outside: Batch | None) -> None:
+        """Where it ends: of tokens that ``outside`` does not know, nothing but the masks is kept until backward."""
+        known = [] if outside is None else [id(tokens) for tokens in outside._known()]
+        for tokens in self._known():
+            if id(tokens) not in known:
+                tokens.forget()
+
+    def _known(self) -> list[Tokens]:
+        own = (self.own, self.decoder, self.other, *self.__dict__.get("_all", {}).values())
+        return [tokens for tokens in own if tokens is not None]
 
     def tokens(self, x: Tensor) -> Tokens | None:
         """Those whose activations are ``x``, ``[batch, seq, features]``; of its own mask if nobody knows better."""

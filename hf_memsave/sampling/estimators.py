@@ -114,6 +114,35 @@ def winners(tail: Tensor, k: int) -> Tensor:
 ESTIMATORS: dict[str, Callable[[Tensor, int, Tensor], Draw]] = {"wta": wta, "crs": crs, "topk": topk}
 
 
+class Drawing(NamedTuple):
+    """What draws are computed by.
+
+    Attributes:
+        row_norms: As :func:`row_norms`.
+        probabilities: As :func:`probabilities`.
+        draw: An estimator's name, and its arguments -> what it draws.
+    """
+
+    row_norms: Callable[[Tensor], Tensor]
+    probabilities: Callable[..., Tensor]
+    draw: Callable[[str, Tensor, int, Tensor], Draw]
+
+
+def row_norms(x: Tensor) -> Tensor:
+    """Euclidean norms over the last dimension, in fp32 at least."""
+    norms: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+    return norms
+
+
+def draw(estimator: str, p: Tensor, k: int, u: Tensor) -> Draw:
+    """The draw of an estimator of that name."""
+    return ESTIMATORS[estimator](p, k, u)
+
+
+#: By PyTorch's own functions.
+EAGER = Drawing(row_norms, probabilities, draw)
+
+
 def _precision(x: Tensor) -> torch.dtype:
     return torch.float32 if x.device.type == "mps" else torch.float64
 

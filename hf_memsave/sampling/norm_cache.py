@@ -1,6 +1,6 @@
 r"""The norms of output gradients of earlier steps, by which rows are drawn before backward knows the real ones.
 
-For token t of sample b, a layer's predicted norm is ``s_b √(½ (P_t + Q_e))``:
+For token t of sample b, a layer's predicted norm is ``s_b √(P_t + Q_e)``:
 
 - P: a running mean of the squared norms at position t, and Q: at position e from the end, each relative to the batch's
   mean (to the sample's, where s is known). Sequences end where they like: P knows a classifier's first token, Q a
@@ -8,6 +8,7 @@ For token t of sample b, a layer's predicted norm is ``s_b √(½ (P_t + Q_e))``
 - s: the sample's own norm when it was last seen, in steps of 1/8 octave: one byte a sample and layer.
 
 All lies where the gradients do, and is never asked for its numbers there: the host would wait for the last step.
+What a backward tells waits for its end, and is learned of all layers at once: few launches instead of many.
 
 A wrong prediction costs variance and never makes a bias. Where a layer's pads had no gradient, they are not drawn from
 then on; each backward looks again, and takes that back where one has.
@@ -16,8 +17,9 @@ then on; each backward looks again, and takes that back where one has.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +40,7 @@ class LayerNorms:
     """One layer's profiles, on the device of its gradients.
 
     Attributes:
-        start: P, fp32 ``[longest sequence]``; negative where nothing was seen.
+        start: P, fp32 ``[longest sequence]``; -1 where nothing was seen.
         end: Q, likewise.
         reference: The first batch's mean squared norm; samples' norms are kept relative to it.
         pads: Whether pads had a gradient: :data:`UNSEEN`, :data:`ZERO` or :data:`NONZERO`.
@@ -64,6 +66,25 @@ class LayerNorms:
             self.start, self.end = torch.cat([self.start, unseen]), torch.cat([self.end, unseen])
 
 
+class _Told(NamedTuple):
+    """One call of :meth:`NormCache.update`."""
+
+    layer: str
+    batch: Batch
+    tokens: Tokens
+    squared: Tensor
+
+    def is_with(self, other: _Told) -> bool:
+        """Whether both can be learned at once."""
+        is_alike = self.squared.shape == other.squared.shape and self.squared.device == other.squared.device
+        return is_alike and self.tokens is other.tokens and self.batch.samples is other.batch.samples
+
+
+def _give(layers: list[LayerNorms], name: str, values: Tensor) -> None:
+    for norms, value in zip(layers, values.unbind(), strict=True):
+        setattr(norms, name, value)
+
+
 class NormCache:
     """The norms of every sampled layer of a model.
 
@@ -74,8 +95,18 @@ class NormCache:
 
     def __init__(self, kind: str | None, samples: int) -> None:
         self.kind, self.samples = kind, samples
-        self.layers: dict[str, LayerNorms] = {}
         self.known: set[str] = set()
+        self._layers: dict[str, LayerNorms] = {}
+        self._told: deque[_Told] = deque()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_layers": self.layers}
+
+    @property
+    def layers(self) -> dict[str, LayerNorms]:
+        """What has been learned, by layer."""
+        self.learn()
+        return self._layers
 
     @property
     def nbytes(self) -> int:
@@ -93,8 +124,9 @@ class NormCache:
             return None
         norms.go_to(tokens.mask.device)
         norms.grow(tokens.mask.shape[1])
-        start, end = (p.where(p >= 0, 1.0) for p in (norms.start, norms.end))
-        predicted = ((start[tokens.from_start] + end[tokens.from_end]) / 2).sqrt()
+        start, end = norms.start.abs(), norms.end.abs()  # what was not seen counts as the mean, 1
+        start, end = start.index_select(0, tokens.from_start.flatten()), end.index_select(0, tokens.from_end.flatten())
+        predicted = (start + end).sqrt().view(tokens.mask.shape)
         factor = self._factor(layer, batch, tokens, predicted.device)
         return predicted if factor is None else predicted * factor[:, None]
 
@@ -105,47 +137,68 @@ class NormCache:
             return None
         return tokens.mask | (norms.pads != ZERO)
 
-    def update(self, layer: str, batch: Batch, tokens: Tokens | None, squared: Tensor) -> None:
-        """Learn from one backward; a gradient that is not finite (a loss scaler's) teaches nothing.
+    def update(self, layer: str, batch: Batch, tokens: Tokens | None, squared: Tensor) -> bool:
+        """Tell of one backward; a gradient that is not finite (a loss scaler's) teaches nothing.
 
         Args:
             layer: Whose.
             batch: The forward that it belongs to.
             tokens: Which rows are real.
             squared: Squared norms of the output's gradient, fp32 ``[batch, seq]``.
+
+        Returns:
+            Whether nothing else waits to be learned.
         """
-        if tokens is None:
-            return
-        if layer not in self.layers:
-            self.layers[layer] = LayerNorms(squared.device)
-        norms = self.layers[layer]
-        norms.go_to(squared.device)
-        mask = tokens.mask
-        of_pads = (squared * ~mask).sum()
+        if tokens is not None:
+            self._told.append(_Told(layer, batch, tokens, squared))
+        return len(self._told) == 1
+
+    def learn(self) -> None:
+        """Learn what has been told: at the end of a backward, or when somebody asks."""
+        while self._told:
+            first = self._told.popleft()
+            together = {first.layer: first.squared}
+            while self._told and self._told[0].is_with(first) and self._told[0].layer not in together:
+                told = self._told.popleft()
+                together[told.layer] = told.squared
+            self._learn(first.batch, first.tokens, together)
+
+    def _learn(self, batch: Batch, tokens: Tokens, told: dict[str, Tensor]) -> None:
+        """What :meth:`update` was told of these layers, in one backward."""
+        mask, squared = tokens.mask, torch.stack(list(told.values()))  # [layers, batch, seq]
+        self._layers.update({name: LayerNorms(squared.device) for name in told if name not in self._layers})
+        layers = [self._layers[name] for name in told]
+        longest = max(mask.shape[1], *(len(norms.start) for norms in layers))
+        for norms in layers:
+            norms.go_to(squared.device)
+            norms.grow(longest)
+        pads, reference = (torch.stack([getattr(norms, name) for norms in layers]) for name in ("pads", "reference"))
+        of_pads = (squared * ~mask).sum((1, 2))
         squared = squared * mask
-        total = squared.sum()
+        total = squared.sum((1, 2))
         is_good = total.isfinite() & (total > 0)  # one that is zero altogether (lora_B's first) says nothing of pads
-        none = torch.where(mask.all() | ~is_good, norms.pads, norms.pads.clamp_min(ZERO))
-        norms.pads = torch.where(of_pads.isfinite() & (of_pads > 0), NONZERO, none).to(torch.int8)
+        none = torch.where(mask.all() | ~is_good, pads, pads.clamp_min(ZERO))
+        _give(layers, "pads", torch.where(of_pads.isfinite() & (of_pads > 0), NONZERO, none).to(torch.int8))
         if self.kind is None:
             return
         mean = torch.where(is_good, total / mask.sum().clamp_min(1), 1.0)
-        norms.reference = torch.where(is_good & (norms.reference == 0), mean, norms.reference)
-        relative = squared / mean
+        reference = torch.where(is_good & (reference == 0), mean, reference)
+        _give(layers, "reference", reference)
+        relative = squared / mean[:, None, None]
         if self.samples:
-            of_sample = squared.sum(1) / tokens.lengths.clamp_min(1)
-            relative = squared / of_sample.where(of_sample > 0, 1.0)[:, None]
-            of_sample = of_sample / norms.reference.where(norms.reference > 0, 1.0)
-            if (samples := self._samples(layer, batch, tokens, squared.device)) is not None:
-                self._remember(norms, samples, of_sample, is_good)
-        norms.grow(mask.shape[1])
-        for name, position in (("start", tokens.from_start), ("end", tokens.from_end)):
-            profile = getattr(norms, name)
+            of_sample = squared.sum(2) / tokens.lengths.clamp_min(1)
+            relative = squared / of_sample.where(of_sample > 0, 1.0)[:, :, None]
+            of_sample = of_sample / reference.where(reference > 0, 1.0)[:, None]
+            for name, *of_layer in zip(told, layers, of_sample, is_good, strict=True):
+                if (samples := self._samples(name, batch, tokens, squared.device)) is not None:
+                    self._remember(samples, *of_layer)
+        for name, position in (("start", tokens.from_start.flatten()), ("end", tokens.from_end.flatten())):
+            profile = torch.stack([getattr(norms, name) for norms in layers])
             zeros = torch.zeros_like(profile)
-            count = zeros.index_add(0, position.flatten(), mask.flatten().float())
-            found = zeros.index_add(0, position.flatten(), relative.flatten()) / count.clamp_min(1)
+            count = zeros[0].index_add(0, position, mask.flatten().float())
+            found = zeros.index_add(1, position, relative.flatten(1)) / count.clamp_min(1)
             mixed = torch.where(profile < 0, found, torch.lerp(profile, found, RATE))
-            setattr(norms, name, torch.where((count > 0) & is_good, mixed, profile))
+            _give(layers, name, torch.where((count > 0) & is_good[:, None], mixed, profile))
 
     def pads(self) -> Iterator[tuple[list[str], Tensor]]:
         """The states of all layers' pads.
@@ -165,7 +218,7 @@ class NormCache:
             return None
         return samples.to(device, non_blocking=True)
 
-    def _remember(self, norms: LayerNorms, samples: Tensor, squared: Tensor, is_good: Tensor) -> None:
+    def _remember(self, samples: Tensor, norms: LayerNorms, squared: Tensor, is_good: Tensor) -> None:
         if not len(norms.samples):
             norms.samples = norms.samples.new_zeros(self.samples)
         codes = (torch.log2(squared.clamp_min(1e-30)) / 2 * _STEPS + _MIDDLE).round().clamp(1, 255).to(torch.uint8)
@@ -174,7 +227,7 @@ class NormCache:
 
     def _factor(self, layer: str, batch: Batch, tokens: Tokens, device: torch.device) -> Tensor | None:
         """The factor s of each sample, ``[batch]``; of one never seen, the mean of those known."""
-        table = self.layers[layer].samples
+        table = self._layers[layer].samples
         samples = self._samples(layer, batch, tokens, table.device)
         if samples is None or not len(table):
             return None
@@ -195,11 +248,11 @@ class NormCache:
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Take over what another run has learned; layers that this model lacks are left out."""
-        self.layers = {}
+        self._layers, self._told = {}, deque()
         for full, value in state.items():
             name, _, key = full.rpartition("/")
             if name in self.known and (key != "samples" or len(value) == self.samples):
-                setattr(self.layers.setdefault(name, LayerNorms(device)), key, value.to(device, copy=True))
+                setattr(self._layers.setdefault(name, LayerNorms(device)), key, value.to(device, copy=True))
 
 
 def merged(states: list[dict[str, Any]]) -> dict[str, Any]:

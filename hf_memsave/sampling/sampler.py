@@ -22,7 +22,7 @@ from torch import Tensor
 from hf_memsave.device import Questions, has_numbers, new_generator, tells_later
 from hf_memsave.errors import ConfigError
 from hf_memsave.sampling.batch import Batch, Checkpointed, Tokens
-from hf_memsave.sampling.estimators import ESTIMATORS, Draw, probabilities
+from hf_memsave.sampling.estimators import EAGER, Draw, Drawing
 from hf_memsave.sampling.norm_cache import SHARES, NormCache, with_gradient
 from hf_memsave.wtacrs import WTACRS
 
@@ -111,6 +111,7 @@ class Sampler:
             yield
         finally:
             self._local.batch = outside
+            batch.forget(outside)
 
     def remember(self, functions: Iterable[Any], function: Any) -> None:
         """Where a block runs without gradients: whoever runs it again with them asks for its batch.
@@ -124,25 +125,25 @@ class Sampler:
             for context in functions:
                 self._checkpointed.note(context, batch)
 
-    def draw(self, layer: str, x: Tensor, tokens: Tokens | None, batch: Batch) -> Draw | None:
+    def draw(self, layer: str, x: Tensor, tokens: Tokens | None, batch: Batch, drawing: Drawing = EAGER) -> Draw | None:
         """The rows of ``x`` ``[*, features]``, counted over all leading dimensions; None where all are taken."""
         total = x.shape[:-1].numel()
         real = total if tokens is None else tokens.real
         k = max(round(self.config.budget * real), self.config.minimum)
         if k > MOST * real:
             return None
-        norms = row_norms(x.detach()).flatten()
+        norms = drawing.row_norms(x.detach()).flatten()
         predicted = self.cache.predict(layer, batch, tokens)
         allowed = self.cache.allowed(layer, tokens)
-        p = probabilities(norms, *(None if t is None else t.flatten() for t in (predicted, allowed)))
-        return self.choose(p, k, layer, batch)
+        p = drawing.probabilities(norms, *(None if t is None else t.flatten() for t in (predicted, allowed)))
+        return self.choose(p, k, layer, batch, drawing)
 
-    def choose(self, p: Tensor, k: int, layer: str, batch: Batch) -> Draw:
+    def choose(self, p: Tensor, k: int, layer: str, batch: Batch, drawing: Drawing = EAGER) -> Draw:
         """Draw k of the pairs with probabilities p ``[*, m]``."""
         u = torch.rand(
             (*p.shape[:-1], k), generator=self._generator(layer, batch.step, p.device), dtype=p.dtype, device=p.device
         )
-        return ESTIMATORS[self.config.estimator](p, k, u)
+        return drawing.draw(self.config.estimator, p, k, u)
 
     def _generator(self, layer: str, step: int, device: torch.device) -> torch.Generator:
         rank = torch.distributed.get_rank() if _is_distributed() else 0
@@ -186,7 +187,7 @@ class Sampler:
         mask = arguments.get("attention_mask")
         mask = mask != 0 if _is_2d(mask) and mask.shape == ids.shape else torch.ones_like(ids) > 0
         # By the position among the real tokens: the same wherever the pads are.
-        position = (Tokens(mask).from_start + 1) * _MIX[0]
+        position = (Tokens(mask).from_start.long() + 1) * _MIX[0]
         odd = (position ^ (position >> 29)) * _MIX[1] | 1
         return (((ids.long() + 1) * mask * odd).sum(1) >> 20).remainder(self.cache.samples)
 
@@ -243,12 +244,6 @@ class Sampler:
         left_out = "/samples" if is_older and self.config.cache == "content" else "\0"
         rest = {k: v for k, v in state.items() if k not in ("step", SHARES) and not k.endswith(left_out)}
         self.cache.load_state_dict(rest, device)
-
-
-def row_norms(x: Tensor) -> Tensor:
-    """Euclidean norms over the last dimension, in fp32 at least."""
-    norms: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
-    return norms
 
 
 def _within(outside: Batch, arguments: Mapping[str, Any]) -> Batch:

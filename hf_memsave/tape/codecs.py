@@ -10,12 +10,13 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_memsave.tape.handles import Handle, Node, Ticket
+from hf_memsave.tape.quantize import decode, encode
 from hf_memsave.tape.record import Record
 from hf_memsave.tape.tensors import is_dense
 
@@ -50,6 +51,19 @@ def unpack_bits(packed: Tensor, numel: int) -> Tensor:
     """The first ``numel`` booleans that :func:`pack_bits` packed, as bool ``[numel]``."""
     shifts = torch.arange(_BITS, dtype=torch.uint8, device=packed.device)
     return ((packed.unsqueeze(1) >> shifts) & 1).view(-1)[:numel].bool()
+
+
+class Coders(NamedTuple):
+    """What packs and codes: functions of these four names and arguments, whose results each other's can read."""
+
+    pack_bits: Callable[[Tensor], Tensor] = pack_bits
+    unpack_bits: Callable[..., Tensor] = unpack_bits
+    encode: Callable[..., tuple[Tensor, Tensor]] = encode
+    decode: Callable[..., Tensor] = decode
+
+
+#: PyTorch's own functions.
+CODERS = Coders()
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
@@ -124,8 +138,8 @@ def as_bits(tape: Any, record: Record, storage: Any, tensor: Tensor) -> Handle |
         return None
     setattr(storage, CODED_IN, weakref.ref(tape.root))
     flags = tensor.detach().as_strided((storage.nbytes(),), (1,), 0)
-    decode = partial(unpack_bits, numel=flags.numel())
-    node = coded(tape, record, storage, flags, decode, (pack_bits(flags),), is_lossy=False)
+    decode = partial(tape.coders.unpack_bits, numel=flags.numel())
+    node = coded(tape, record, storage, flags, decode, (tape.coders.pack_bits(flags),), is_lossy=False)
     node.first = sys.maxsize  # it builds on no block, so it is too far from none
     return Ticket(node, tensor)
 

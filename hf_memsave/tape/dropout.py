@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_memsave.device import current_stream, default_generator, fuses_dropout, is_aligned, is_capturing
-from hf_memsave.tape.codecs import coded, pack_bits, unpack_bits
+from hf_memsave.tape.codecs import coded
 from hf_memsave.tape.handles import Ticket
 from hf_memsave.tape.hooks import Tape
 from hf_memsave.tape.private import after_backward, backward_id, has_numbers, in_transform, outside_transforms
@@ -102,9 +102,9 @@ def _noise(tape: Tape, like: Tensor, shape: torch.Size, p: float, is_scaled: boo
         redraw = partial(_redraw, shape=shape, stride=stride, dtype=dtype, p=p, is_scaled=is_scaled)
         tape.record(noise, redraw, (state,))
     elif is_dense(noise):
-        bits = pack_bits(_in_memory_order(noise) != 0)
-        remake = partial(_from_bits, shape=shape, stride=stride, dtype=dtype, p=p, is_scaled=is_scaled)
-        tape.record(noise, remake, (bits,))
+        bits, unpack = tape.coders.pack_bits(_in_memory_order(noise) != 0), tape.coders.unpack_bits
+        again = partial(_from_bits, unpack=unpack, shape=shape, stride=stride, dtype=dtype, p=p, is_scaled=is_scaled)
+        tape.record(noise, again, (bits,))
     return noise
 
 
@@ -141,9 +141,11 @@ def _redraw(state: Tensor, shape: Any, stride: Any, dtype: torch.dtype, p: float
         return noise.div_(1 - p) if is_scaled else noise
 
 
-def _from_bits(bits: Tensor, shape: Any, stride: Any, dtype: torch.dtype, p: float, is_scaled: bool) -> Tensor:
+def _from_bits(
+    bits: Tensor, unpack: Callable[..., Tensor], shape: Any, stride: Any, dtype: torch.dtype, p: float, is_scaled: bool
+) -> Tensor:
     noise = torch.empty_strided(shape, stride, dtype=dtype, device=bits.device)
-    _in_memory_order(noise).copy_(unpack_bits(bits, noise.numel()))
+    _in_memory_order(noise).copy_(unpack(bits, noise.numel()))
     return noise.div_(1 - p) if is_scaled else noise
 
 
@@ -161,8 +163,8 @@ def _fused(tape: Tape, x: Tensor, p: float) -> Tensor:
     if tape.dropout == "seed":
         return _fused_from_seed(tape, x, p)
     y, mask = torch.native_dropout(x, p, True)
-    bits, shape, stride = pack_bits(_in_memory_order(mask)), mask.shape, mask.stride()
-    tape.record(mask, partial(_mask_from_bits, shape=shape, stride=stride), (bits,))
+    bits, unpack = tape.coders.pack_bits(_in_memory_order(mask)), tape.coders.unpack_bits
+    tape.record(mask, partial(_mask_from_bits, unpack=unpack, shape=mask.shape, stride=mask.stride()), (bits,))
     tape.record(y, partial(_apply_mask, scale=scale_of(p, x.dtype)), (x, mask))
     return y
 
@@ -242,9 +244,9 @@ def _drawn_again(x: Tensor, state: Tensor, p: float) -> tuple[Tensor, Tensor]:
             generator.set_state(now)
 
 
-def _mask_from_bits(bits: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
+def _mask_from_bits(bits: Tensor, unpack: Callable[..., Tensor], shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
     mask = torch.empty_strided(shape, stride, dtype=torch.bool, device=bits.device)
-    _in_memory_order(mask).copy_(unpack_bits(bits, mask.numel()))
+    _in_memory_order(mask).copy_(unpack(bits, mask.numel()))
     return mask
 
 

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_dynamo_compiling
 
 from hf_memsave.tape import prices, sweep
-from hf_memsave.tape.codecs import as_bits
+from hf_memsave.tape.codecs import CODERS, Coders, as_bits
 from hf_memsave.tape.handles import Handle, Held, Lent, Ticket
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.private import (
@@ -49,6 +49,7 @@ class Tape(Recorder):
     Args:
         table: Function -> what to do when it is called, as ``handler(tape, func, args, kwargs)``.
         dropout: What is kept of a dropout's mask: the generator's state ("seed"), or a bit an element ("mask").
+        coders: What packs bits and codes.
         codec: Codes what has to be kept; None keeps it as it is.
         inputs: What the caller holds until backward: it costs nothing.
         ledger: Told of every tensor that autograd asks to keep.
@@ -68,13 +69,14 @@ class Tape(Recorder):
         self,
         table: Mapping[Any, Any],
         dropout: str = "seed",
+        coders: Coders = CODERS,
         codec: Any = None,
         inputs: Iterable[Any] = (),
         ledger: Ledger | None = None,
         decided: dict[int, int] | None = None,
     ) -> None:
         super().__init__(ledger)
-        self.table, self.dropout, self.codec = table, dropout, codec
+        self.table, self.dropout, self.coders, self.codec = table, dropout, coders, codec
         self.coder: Callable[[Tensor], Handle | None] | None = None
         self.memo: dict[Any, Any] = {}
         self.at_end: list[Callable[[], None]] = []

@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_memsave.tape.codecs import pack_bits, unpack_bits
 from hf_memsave.tape.functions import may_write
 from hf_memsave.tape.handles import Handle
 from hf_memsave.tape.hooks import Tape
@@ -240,14 +239,15 @@ def _as_side(tape: Tape, side: Side, tensor: Tensor) -> Handle | None:
         return known
     if record.nbytes_let_go(tensor._version) + tensor.numel() // 8 >= tensor.untyped_storage().nbytes():
         return None
-    decode = partial(_from_side, side=side, shape=tensor.shape, stride=tensor.stride(), dtype=tensor.dtype)
-    handle = tape.stand_in(tensor, pack_bits(side.flags(tensor.detach())), decode)
+    decode = partial(_from_side, unpack=tape.coders.unpack_bits, side=side, geometry=geometry)
+    handle = tape.stand_in(tensor, tape.coders.pack_bits(side.flags(tensor.detach())), decode)
     notes[key] = weakref.ref(handle)
     return handle
 
 
-def _from_side(bits: Tensor, side: Side, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    flags = unpack_bits(bits, shape.numel()).view(shape)
+def _from_side(bits: Tensor, unpack: Callable[..., Tensor], side: Side, geometry: tuple[Any, ...]) -> Tensor:
+    shape, stride, dtype = geometry
+    flags = unpack(bits, shape.numel()).view(shape)
     inside, outside = (torch.full((), s, dtype=dtype, device=bits.device) for s in (side.inside, side.outside))
     return with_stride(torch.where(flags, inside, outside), stride)
 

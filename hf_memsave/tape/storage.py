@@ -12,6 +12,7 @@ infinities would be left of a block.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from hf_memsave.device import new_generator
 from hf_memsave.tape.codecs import Whole, coded
 from hf_memsave.tape.handles import Handle, Ticket
-from hf_memsave.tape.quantize import FORMATS, Format, decode, encode
+from hf_memsave.tape.quantize import FORMATS, Format
 from hf_memsave.tape.record import Record
 from hf_memsave.tape.tensors import is_dense
 
@@ -52,8 +53,9 @@ class Encoder:
         mine = mine if is_dense(mine) else mine.contiguous()
         flat = mine.as_strided((mine.numel(),), (1,), mine.storage_offset())
         form = FORMATS["int8"] if tape.is_in_attention or tape.is_in_loss else self.form
-        remake = partial(_decoded, form=form, shape=mine.shape, stride=mine.stride(), dtype=mine.dtype)
-        codes = encode(flat, form, self._generator(flat.device))
+        geometry = mine.shape, mine.stride(), mine.dtype
+        remake = partial(_decoded, decode=tape.coders.decode, form=form, geometry=geometry)
+        codes = tape.coders.encode(flat, form, self._generator(flat.device))
         return Ticket(coded(tape, record, storage, mine, remake, codes, is_lossy=True), Whole(mine))
 
     def _generator(self, device: torch.device) -> torch.Generator:
@@ -70,7 +72,8 @@ def _is_activation(tensor: Tensor, record: Record) -> bool:
 
 
 def _decoded(
-    codes: Tensor, bounds: Tensor, form: Format, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
+    codes: Tensor, bounds: Tensor, decode: Callable[..., Tensor], form: Format, geometry: tuple[Any, ...]
 ) -> Tensor:
+    shape, stride, dtype = geometry
     flat = decode(codes, bounds, form, shape.numel(), dtype)
     return flat.as_strided(shape, stride)

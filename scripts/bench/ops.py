@@ -14,6 +14,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,12 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from hf_memsave.ops.few_bit import on_device
 from hf_memsave.ops.fused.kernels import kernels
+from hf_memsave.ops.inverse import FITS
+from hf_memsave.sampling.estimators import row_norms
+from hf_memsave.tape.codecs import pack_bits, pack_codes, unpack_bits
+from hf_memsave.tape.quantize import FORMATS, decode, encode
 from peak_memory import add_out, publish
 
 
@@ -88,6 +94,67 @@ def ops(rows: int, columns: int, device: torch.device) -> dict[str, Op]:
     }  # fmt: skip
 
 
+def approximate_ops(rows: int, columns: int, device: torch.device) -> dict[str, Op]:
+    """Those of what is not exact, beside what they stand for, or beside PyTorch's functions for the same."""
+    k, bits, fit, share = kernels(), 4, FITS["gelu"], 3
+    x, dy = (torch.randn(rows, columns, device=device, dtype=torch.bfloat16) for _ in range(2))
+    w, b = (torch.randn(columns, device=device, dtype=torch.bfloat16) for _ in range(2))
+    y, sides = k.inverted_forward(x, "gelu", fit.turn)
+    boundaries, levels = on_device("gelu", bits, device)
+    pieces = k.few_bit_codes(x, boundaries)
+    _, z, rstd = k.output_norm_forward(x, w, b)
+    flags = x > 0
+    packed = k.pack_bits(flags)
+    index = torch.randperm(rows, device=device)[: rows // share]
+    scale = torch.rand(len(index), device=device)
+    scores = x.view(1, 1, rows, columns)
+    weights, _ = k.softmax_dropout_forward(scores, p=0.1, seed=7)
+
+    def norm(x: Tensor) -> Tensor:
+        return F.layer_norm(x, (columns,), w, b)
+
+    def softmax(x: Tensor) -> Tensor:
+        return F.dropout(F.softmax(x, -1, dtype=torch.float32).to(x.dtype), 0.1)
+
+    def in_pieces() -> Tensor:
+        return pack_codes(torch.bucketize(x.float(), boundaries, out_int32=True, right=True).to(torch.uint8), bits)
+
+    found = {
+        "inverted GELU": Op(lambda: k.inverted_forward(x, "gelu", fit.turn), lambda: F.gelu(x), 2 + 1 / 16),
+        "inverted GELU, backward": Op(
+            lambda: k.inverted_backward(dy, y, sides, fit), backward(F.gelu, x, dy), 3 + 1 / 16
+        ),
+        "few-bit codes": Op(lambda: k.few_bit_codes(x, boundaries), in_pieces, 1 + bits / 16),
+        "few-bit GELU, backward": Op(
+            lambda: k.few_bit_backward(dy, pieces, levels), backward(F.gelu, x, dy), 2 + bits / 16
+        ),
+        "output norm": Op(lambda: k.output_norm_forward(x, w, b), lambda: norm(x), 3),
+        "output norm, again": Op(lambda: k.output_norm_again(z, w, b), lambda: norm(x), 2),
+        "output norm, backward": Op(
+            lambda: k.output_norm_backward(dy, z, w, b, rstd, True), backward(norm, x, dy), 3
+        ),
+        "bits": Op(lambda: k.pack_bits(flags), lambda: pack_bits(flags), 1 / 2 + 1 / 16),
+        "bits, back": Op(lambda: k.unpack_bits(packed, flags.numel()), lambda: unpack_bits(packed, flags.numel()),
+                         1 / 2 + 1 / 16),
+        "drawn rows": Op(lambda: k.gather_rows(x, index, scale),
+                         lambda: (x.index_select(0, index) * scale[:, None]).to(x.dtype), 2 / share),
+        "norms of rows": Op(lambda: k.row_norms(x), lambda: row_norms(x), 1),
+        "softmax, dropout": Op(lambda: k.softmax_dropout_forward(scores, p=0.1, seed=7), lambda: softmax(scores), 3),
+        "softmax, dropout, backward": Op(
+            lambda: k.softmax_dropout_backward(scores, weights, 1.0, 0.1, 7, x.dtype),
+            backward(softmax, scores, scores), 3,
+        ),
+    }  # fmt: skip
+    for name, form in FORMATS.items():
+        codes = k.encode(x, name, 7)
+        size = 1 + (form.bits / 8 + 2 * form.bounds.itemsize / form.block) / x.itemsize
+        found[name] = Op(partial(k.encode, x, name, 7), partial(encode, x.view(-1), form), size)
+        found[f"{name}, back"] = Op(
+            partial(k.decode, *codes, name, x.numel(), x.dtype), partial(decode, *codes, form, x.numel(), x.dtype), size
+        )
+    return found
+
+
 def of_heads(x: Tensor, width: int) -> Tensor:
     """As attention lays out its heads."""
     return x.view(1, x.shape[0], -1, width).transpose(1, 2)
@@ -139,7 +206,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     source = torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
     copy = 2 * size / seconds(source.clone, device, repeats)
     table, figures = [], {"copy": {"bytes_per_second": copy}}
-    for name, op in ops(rows, columns, device).items():
+    every = ops(rows, columns, device) | approximate_ops(rows, columns, device)
+    for name, op in every.items():
         ours, stock = (seconds(function, device, repeats) for function in (op.ours, op.stock))
         bandwidth = op.tensors * size / ours
         figures[name] = {"seconds": ours, "stock_seconds": stock, "bytes_per_second": bandwidth}

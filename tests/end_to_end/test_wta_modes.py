@@ -43,9 +43,9 @@ def draws_of(model):
     sampler, found = sampler_of(model), []
     draw = sampler.draw
 
-    def watched(layer, x, tokens, batch):
+    def watched(layer, x, tokens, batch, *drawing):
         found.append((layer, batch.step, None if tokens is None else tokens.mask))
-        return draw(layer, x, tokens, batch)
+        return draw(layer, x, tokens, batch, *drawing)
 
     sampler.draw = watched
     return found
@@ -208,7 +208,7 @@ def test_pads_under_mean_pooling_are_drawn_without_bias(device):
     mask = (torch.arange(8, device=device) < torch.tensor([[8], [5], [3], [6]], device=device)).long()
     taken = []
     choose = sampler.choose
-    sampler.choose = lambda p, k, layer, batch: taken.append((p, k)) or choose(p, k, layer, batch)
+    sampler.choose = lambda p, k, *rest: taken.append((p, k)) or choose(p, k, *rest)
     for _ in range(3):
         model(random(4, 8, 6, device=device), mask).square().sum().backward()
     assert set(pads_of(model).values()) == {NONZERO} and len(taken) == 6

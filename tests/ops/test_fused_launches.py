@@ -8,7 +8,7 @@ from hf_memsave.measure.fake_device import fake_device
 from hf_memsave.ops import chunked_loss
 from support.accuracy import OfLinear
 from support.fake import needs_stand_in
-from support.launches import Launches, counted
+from support.launches import APPROXIMATE, Launches, counted
 
 
 @needs_stand_in
@@ -30,6 +30,18 @@ def test_bert_under_autocast_takes_half_of_stocks_launches_and_fewer_of_its_byte
     (launches, nbytes), (stock_launches, stock_nbytes) = found["Triton"], found["stock"]
     assert launches <= 0.5 * stock_launches
     assert nbytes <= 0.95 * stock_nbytes
+
+
+@needs_stand_in
+@pytest.mark.long
+@pytest.mark.parametrize("way", APPROXIMATE)
+def test_what_is_not_exact_takes_a_fraction_of_the_launches_and_bytes_that_it_takes_without_kernels(way):
+    names = [f"{way}, torch", f"{way}, Triton"]
+    found = counted("BERT-Large, S512, bf16", ["stock", *names], layers=(1, 2))
+    print(way, found)
+    (launches, nbytes), (by_torch, bytes_by_torch) = found[names[1]], found[names[0]]
+    assert launches <= 0.35 * by_torch
+    assert nbytes <= min(1.65 * found["stock"][1], 0.8 * bytes_by_torch)
 
 
 @needs_stand_in

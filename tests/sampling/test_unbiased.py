@@ -94,7 +94,7 @@ def draws(sampler, h, mask, samples=None):
     """20,000 draws from what the sampler makes of this batch now, from one stream of uniform numbers."""
     taken = {}
     choose = sampler.choose
-    sampler.choose = lambda p, k, layer, batch: taken.update(p=p, k=k) or choose(p, k, layer, batch)
+    sampler.choose = lambda p, k, layer, batch, *_: taken.update(p=p, k=k) or choose(p, k, layer, batch)
     batch = Batch(0, Tokens(mask), samples=samples)
     sampler.draw("layer", h, batch.own, batch)
     return choose(taken["p"].expand(DRAWS, -1), taken["k"], "layer", batch)

@@ -84,9 +84,9 @@ class Watched(Sampler):
     p: Tensor
     k: int
 
-    def choose(self, p, k, layer, batch):
+    def choose(self, p, k, layer, batch, *drawing):
         self.p, self.k = p, k
-        return super().choose(p, k, layer, batch)
+        return super().choose(p, k, layer, batch, *drawing)
 
 
 def standard_errors(estimates: Tensor, truth: Tensor) -> float:

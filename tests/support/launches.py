@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import BertConfig, LlamaConfig
 
-from hf_memsave import MemSaveConfig, patch
+from hf_memsave import WTACRS, MemSaveConfig, patch
 from hf_memsave.measure.fake_device import fake_device, to_fake
 
 #: Products, which are not counted.
@@ -22,7 +23,10 @@ _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 #: What only allocates, or asks.
 _FREE = ("empty", "new_empty", "_unsafe_view", "promote_types")
 #: Launches of an operation beyond one, where it gives a vector its gradient: a sum of parts; our own also round it.
-_MORE = {"native_layer_norm_backward": 1, "rms_norm_backward": 2, "dropout_norm_backward": 2}
+_MORE = {
+    "native_layer_norm_backward": 1, "rms_norm_backward": 2, "dropout_norm_backward": 2, "output_norm_backward": 2,
+    "draw": 2,  # a sort, and a launch before the last
+}  # fmt: skip
 
 
 class Launches(TorchDispatchMode):
@@ -49,10 +53,9 @@ class Launches(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if home == "prim" or is_view or name.startswith(_FREE) or name in _PRODUCTS:
             return out
-        gives = dict(zip((a.name for a in func._schema.arguments), args, strict=False)).get("has_dw", True)
-        is_ours = home.startswith("memsave_kernels")
-        more = _MORE.get(name, 0) if gives else 0
-        if is_ours and more and out[2 if name == "dropout_norm_backward" else 1].dtype == torch.float32:
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
+        more = _MORE.get(name, 0) if given.get("has_dw", True) else 0
+        if more and "has_dw" in given and out[2 if name == "dropout_norm_backward" else 1].dtype == torch.float32:
             more //= 2  # nothing to round
         self.names[name] += 1 + more
         if "attention" not in name:
@@ -117,6 +120,22 @@ def a_layer(
 _LLAMA = dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=512)
 _BERT = dict(hidden_size=1024, intermediate_size=4096, num_attention_heads=16, attention_probs_dropout_prob=0.0)
 METHODS = {"stock": None, "torch": MemSaveConfig(), "Triton": MemSaveConfig(backend="triton")}
+#: What is not exact, each with both backends.
+APPROXIMATE = {
+    "invert": MemSaveConfig(activation="invert"),
+    "precision_bit": MemSaveConfig(activation="precision_bit"),
+    "few_bit": MemSaveConfig(activation="few_bit"),
+    "norm=output": MemSaveConfig(norm="output"),
+    "int8": MemSaveConfig(storage="int8"),
+    "int4": MemSaveConfig(storage="int4"),
+    "wta-crs": MemSaveConfig(linear=WTACRS(budget=0.3)),
+}
+METHODS |= {
+    f"{way}, {name}": replace(config, backend=backend)
+    for way, config in APPROXIMATE.items()
+    for name, backend in (("torch", "torch"), ("Triton", "triton"))
+}
+EXACT = "stock", "torch", "Triton"
 
 
 class Setting(NamedTuple):
@@ -145,15 +164,21 @@ def adapted(layers: int) -> nn.Module:
     return get_peft_model(llama(layers), LoraConfig(**options)).train()
 
 
+def low_bert(layers: int) -> nn.Module:
+    """BERT-Large's proportions in bf16."""
+    return bert(layers).bfloat16()
+
+
 SETTINGS = {
     "BERT-Large, S512, bf16 autocast": Setting(bert, 16, 512, is_autocast=True, classifies=True),
+    "BERT-Large, S512, bf16": Setting(low_bert, 16, 512, classifies=True),
     "Llama-3-8B, full": Setting(llama, 1, 2048),
     "Llama-3-8B, LoRA p=.05": Setting(adapted, 1, 2048),
 }
 
 
 def counted(
-    name: str, methods: Sequence[str] = tuple(METHODS), layers: tuple[int, int] = (2, 4)
+    name: str, methods: Sequence[str] = EXACT, layers: tuple[int, int] = (2, 4)
 ) -> dict[str, tuple[float, float]]:
     """Method -> launches and bytes of a layer, the mean of those between so many layers."""
     setting = SETTINGS[name]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_memsave import measure_kept
-from hf_memsave.tape import storage
+from hf_memsave.tape.codecs import CODERS
 from hf_memsave.tape.quantize import FORMATS, decode, encode
 from hf_memsave.tape.storage import Encoder
 from support.helpers import DTYPES, random, taping
@@ -26,7 +26,7 @@ def encoder(kind):
 
 def trip(x, kind, generator=None):
     codes, bounds = encode(x.reshape(-1), FORMATS[kind], generator)
-    return storage.decode(codes, bounds, FORMATS[kind], x.numel(), x.dtype).view(x.shape)
+    return CODERS.decode(codes, bounds, FORMATS[kind], x.numel(), x.dtype).view(x.shape)
 
 
 def assert_is_decoded(got, x, kind):
@@ -51,7 +51,7 @@ def right(request, monkeypatch):
     def too_large(*args):
         return decode(*args) * request.param
 
-    monkeypatch.setattr(storage, "decode", too_large)
+    monkeypatch.setitem(globals(), "CODERS", CODERS._replace(decode=too_large))
     return pytest.raises(AssertionError)
 
 
@@ -136,7 +136,7 @@ def test_the_weight_gradient_of_a_linear_is_unbiased(kind):
     dz, codec, draws = random(64, 8, seed=2), encoder(kind), []
     for _ in range(2000):
         h = x.clone().requires_grad_() * 1
-        with taping(codec=codec):
+        with taping(codec=codec, coders=CODERS):
             z = F.linear(h, weight)
         draws.append(torch.autograd.grad(z, weight, dz)[0].double())
     truth = dz.double().T @ x.double()
@@ -146,11 +146,10 @@ def test_the_weight_gradient_of_a_linear_is_unbiased(kind):
 
 def test_one_code_for_all_views_and_none_for_what_is_small_or_a_parameter(monkeypatch):
     coded = []
-    monkeypatch.setattr(
-        "hf_memsave.tape.storage.encode", lambda x, *rest: (coded.append(x.numel()), encode(x, *rest))[1]
-    )
+    counting = CODERS._replace(encode=lambda x, *rest: (coded.append(x.numel()), encode(x, *rest))[1])
+    monkeypatch.setitem(globals(), "CODERS", counting)
     weights = [nn.Parameter(random(64, 64, seed=i)) for i in range(3)]
-    with taping(codec=encoder("int8")):
+    with taping(codec=encoder("int8"), coders=CODERS):
         h = random(2, 32, 64).requires_grad_() * 1
         q, k, v = (F.linear(h, w) for w in weights)
         small = h[:1, :4, :4].contiguous() * 1
@@ -163,7 +162,7 @@ def test_one_code_for_all_views_and_none_for_what_is_small_or_a_parameter(monkey
 def test_a_small_part_of_a_large_tensor_does_not_pin_it(device):
     class First(nn.Module):
         def forward(self, x):
-            with taping(codec=encoder("int8")):
+            with taping(codec=encoder("int8"), coders=CODERS):
                 return (x * 1)[:, 0].square().sum()
 
     assert measure_kept(First(), random(16, 64, 64).requires_grad_().to(device)).total < 16 * 64 * 1.2 + 100
@@ -174,7 +173,7 @@ def test_a_small_part_of_a_large_tensor_does_not_pin_it(device):
 def test_a_tensor_changed_after_it_was_coded_is_of_before(kind, dtype, right):
     weight = random(1024, 64, dtype=dtype, seed=1).requires_grad_()
     h = random(1024, 64, dtype=dtype).requires_grad_() * 1
-    with taping(codec=encoder(kind)):
+    with taping(codec=encoder(kind), coders=CODERS):
         z = F.linear(h, weight)
     before = h.detach().clone()
     with torch.no_grad():
@@ -195,7 +194,7 @@ def test_sdpas_softmax_is_computed_again_from_8_bits_at_least(kind, dtype, right
     ours, exact = [], []
     for codec, into in ((None, exact), (encoder(kind), ours)):
         for _ in range(1 if codec is None else 20):
-            with taping(codec=codec):
+            with taping(codec=codec, coders=CODERS):
                 o = F.scaled_dot_product_attention(3 * q, 3 * k, v * 1, attn_mask=mask)
             into.append(torch.autograd.grad(o, (q, k, v), random(*o.shape, dtype=dtype, seed=5)))
     assert all((mine - truth).norm() > 0 for mine, truth in zip(ours[0], exact[0], strict=True))

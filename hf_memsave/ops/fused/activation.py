@@ -20,12 +20,9 @@ from torch import Tensor, nn
 
 from hf_memsave.ops.activation import ACTIVATION
 from hf_memsave.ops.elementwise import name_of
-from hf_memsave.ops.fused.kernels import can_run, is_watched, kernels, once
+from hf_memsave.ops.fused.kernels import ACTIVATIONS, can_run, is_watched, kernels, once
 from hf_memsave.ops.once import once_differentiable
 from hf_memsave.ops.op import Op
-
-#: Name of an activation -> that of its kernel.
-_KERNELS = {name: name for name in ("gelu", "gelu_tanh", "silu", "quick_gelu")} | {"new_gelu": "gelu_tanh"}
 
 
 def _activation(module: nn.Module, patch: Any, x: Tensor) -> Tensor:
@@ -36,7 +33,7 @@ def _activation(module: nn.Module, patch: Any, x: Tensor) -> Tensor:
 
 
 def _kernel_of(module: nn.Module) -> str:
-    return _KERNELS.get(name_of(module) or "", "")
+    return ACTIVATIONS.get(name_of(module) or "", "")
 
 
 class _Activation(torch.autograd.Function):

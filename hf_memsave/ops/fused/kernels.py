@@ -7,6 +7,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,8 @@ from hf_memsave.tape.tensors import is_plain
 
 _NAME = "memsave_kernels"
 _FOLDER = Path(__file__).parents[2] / "_vendor" / _NAME / "torch-ext" / _NAME
+#: Name of an activation -> that of its kernel.
+ACTIVATIONS = {name: name for name in ("gelu", "gelu_tanh", "silu", "quick_gelu")} | {"new_gelu": "gelu_tanh"}
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
@@ -32,26 +35,36 @@ def is_installed() -> bool:
 
 @functools.cache
 def kernels() -> ModuleType:
-    """The package of kernels, under the name that it has by itself.
+    """The package of kernels.
 
     Returns:
-        The one that is installed, if there is one; else the vendored one.
+        The one that is installed, if it is of the vendored one's version; else that, which leaves another its name.
 
     Raises:
         ImportError: Triton is not installed.
     """
-    if importlib.util.find_spec(_NAME) is not None:
+    is_there = importlib.util.find_spec(_NAME) is not None
+    if is_there and _version() == (_FOLDER.parents[1] / "VERSION").read_text(encoding="utf-8").strip():
         return importlib.import_module(_NAME)
-    spec = importlib.util.spec_from_file_location(_NAME, _FOLDER / "__init__.py")
+    name = f"hf_{_NAME}" if is_there else _NAME
+    spec = importlib.util.spec_from_file_location(name, _FOLDER / "__init__.py")
     assert spec is not None
     assert spec.loader is not None
-    package = sys.modules[_NAME] = importlib.util.module_from_spec(spec)
+    package = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(package)
     except BaseException:
-        del sys.modules[_NAME]
+        del sys.modules[name]
         raise
     return package
+
+
+def _version() -> str | None:
+    """Of the package that is installed under the name of the vendored one."""
+    try:
+        return version(_NAME)
+    except PackageNotFoundError:
+        return None
 
 
 def is_interpreted() -> bool:
@@ -111,10 +124,15 @@ def once_each(
 
 def can_run(*tensors: Tensor) -> bool:
     """Whether kernels run on all of these: not under ``torch.func``'s transforms, nor on wrappers, such as DTensor."""
+    return runs_on(*tensors) and all(x.dtype in _DTYPES for x in tensors)
+
+
+def runs_on(*tensors: Tensor) -> bool:
+    """The same of tensors in any dtype, such as masks."""
     if not is_installed() or in_transform():
         return False
     with no_modes():
-        return all((has_kernels(x) or is_interpreted()) and x.dtype in _DTYPES and is_plain(x) for x in tensors)
+        return all((has_kernels(x) or is_interpreted()) and is_plain(x) for x in tensors)
 
 
 def wider(a: torch.dtype, b: torch.dtype) -> torch.dtype:
@@ -135,6 +153,6 @@ def draws_as_stock(x: Tensor) -> bool:
     return (tape is not None and tape.dropout == "stock") or is_capturing(x.device)
 
 
-def seed_for(x: Tensor) -> int:
-    """A seed from the generator of the tensor's device."""
-    return kernels().draw_seed(x.device) if has_numbers(x) else 0
+def seed_for(x: Tensor, generator: torch.Generator | None = None) -> int:
+    """A seed from a generator of the tensor's device: its default one, if None."""
+    return kernels().draw_seed(x.device, generator) if has_numbers(x) else 0

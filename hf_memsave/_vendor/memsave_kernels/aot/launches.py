@@ -26,7 +26,7 @@ Q, COS = _empty(1, 2048, 32, 128).transpose(1, 2), _empty(1, 2048, 128)
 HALF_COS = _empty(1, 2048, 32)
 LOGITS, LABELS, ONE = _empty(64, 128256), torch.zeros(64, dtype=torch.int64), torch.ones(())
 FLAGS, BITS = _empty(2048, 1024, dtype=torch.bool), _empty(262144, dtype=torch.uint8)
-TABLE, PLACE = _empty(16, dtype=WIDE), _empty(1024, dtype=torch.int32)
+TABLE = _empty(16, dtype=WIDE)
 FIT = k.InverseFit(-0.75, (-0.17, 5e-9), 4.0, tuple(map(float, range(7))), tuple(map(float, range(10))))
 
 
@@ -69,10 +69,11 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "precision_bit_backward": lambda: k.inverted_backward(H, H, None, FIT),
     "few_bit": lambda: k.few_bit_forward(H, TABLE[:15], "gelu"),
     "few_bit_backward": lambda: k.few_bit_backward(H, BITS.expand(4, -1), TABLE),
+    "few_bit_codes": lambda: k.few_bit_codes(H, TABLE[:15]),
+    "output_norm": lambda: k.output_norm_forward(H, V, V),
+    "output_norm_again": lambda: k.output_norm_again(H, V, V),
     "output_norm_backward": lambda: k.output_norm_backward(H, H, V, V, ROWS, True),
-    "output_norm_backward_kept": lambda: k.output_norm_backward(
-        H, H, V, V, ROWS, True, place=PLACE, x=_empty(2048, 16), mean=ROWS
-    ),
+    "output_norm_backward_rms": lambda: k.output_norm_backward(X, X, W, None, ROWS, False),
     "encode_int8": lambda: k.encode(X, "int8", 1),
     "encode_int4": lambda: k.encode(X, "int4", 1),
     "decode_int8": lambda: k.decode(BYTES, _empty(32768, 2, dtype=WIDE), "int8", X.numel(), LOW),

@@ -48,20 +48,23 @@ def drop_args(p: float, seed: int) -> tuple[Long, Long]:
     return Long(seed), Long(round(p * _STEPS))
 
 
-def draw_seed(device: torch.device) -> int:
+def draw_seed(device: torch.device, generator: torch.Generator | None = None) -> int:
     """A seed from the device's random generator, which moves on; without a launch and without waiting for the device.
 
     The same generator state gives the same seed, so gradient checkpointing, which restores it, gets the same mask.
 
     Args:
         device: Where the kernel will run.
+        generator: Of that device; its default one, if None.
 
     Returns:
         A number below 2^63.
     """
     if device.type != "cuda":
-        return int(torch.randint(2**63 - 1, ()))
-    generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+        return int(torch.randint(2**63 - 1, (), generator=generator))
+    if generator is None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generator = torch.cuda.default_generators[index]
     offset = generator.get_offset()
     generator.set_offset(offset + 4)
     return (generator.initial_seed() * 0x9E3779B97F4A7C15 + offset) % 2**63

@@ -6,7 +6,7 @@ With boundaries of 2^b pieces, and l_c a slope for each::
     dx = dy l_c
 
 Codes are kept plane by plane: a bit of each of eight elements in a byte. Bytes an element in half precision: forward
-4 + b/8, backward 4 + b/8. Source: Novikov et al. (2023), arXiv:2202.00441.
+4 + b/8, codes alone 2 + b/8, backward 4 + b/8. Source: Novikov et al. (2023), arXiv:2202.00441.
 """
 
 import torch
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._activations import activation, check
+from ._activations import ACTIVATIONS, activation, check
 from ._launch import ceil_div, dense, launch, like
 from ._ops import define
 from .bits import BLOCK, store_packed, unpacked
@@ -24,17 +24,18 @@ from .bits import BLOCK, store_packed, unpacked
 def few_bit_forward_kernel(
     x_ptr, boundaries_ptr, y_ptr, codes_ptr, n, plane, ACT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The output y, and the codes: a binary search, one bit after the other; planes are ``plane`` bytes apart."""
+    """The output y unless its pointer is None, and the codes, by a binary search; planes are ``plane`` bytes apart."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
-    tl.store(y_ptr + at, activation(x, ACT), mask=at < n)
+    if y_ptr is not None:
+        tl.store(y_ptr + at, activation(x, ACT), mask=at < n)
     code = tl.zeros([BLOCK], dtype=tl.int32)
     for i in tl.static_range(BITS):
         higher = code + (1 << (BITS - 1 - i))
         code = tl.where(x >= tl.load(boundaries_ptr + higher - 1), higher, code)
     code = tl.where(at < n, code, 0)
     for i in tl.static_range(BITS):
-        store_packed(codes_ptr + i * plane, (code >> i) & 1, n, BLOCK)
+        store_packed(codes_ptr + tl.cast(plane, tl.int64) * i, (code >> i) & 1, n, BLOCK)
 
 
 @triton.jit
@@ -43,22 +44,35 @@ def few_bit_backward_kernel(dy_ptr, codes_ptr, levels_ptr, dx_ptr, n, plane, BIT
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     code = tl.zeros([BLOCK], dtype=tl.int32)
     for i in tl.static_range(BITS):
-        code |= unpacked(codes_ptr + i * plane, n, BLOCK) << i
+        code |= unpacked(codes_ptr + tl.cast(plane, tl.int64) * i, n, BLOCK) << i
     dy = tl.load(dy_ptr + at, mask=at < n, other=0.0).to(tl.float32)
     tl.store(dx_ptr + at, dy * tl.load(levels_ptr + code), mask=at < n)
 
 
 def _forward(x: Tensor, boundaries: Tensor, act: str) -> tuple[Tensor, Tensor]:
     y, codes = _forward_fake(x, boundaries, act)
-    args = (*dense(x, boundaries), y, codes, x.numel(), codes.shape[1])
-    constants = {"ACT": act, "BITS": codes.shape[0], "BLOCK": BLOCK}
-    launch(few_bit_forward_kernel, (ceil_div(x.numel(), BLOCK),), args, constants)
+    _launch_forward(x, boundaries, act, y, codes)
     return y, codes
 
 
+def _launch_forward(x: Tensor, boundaries: Tensor, act: str, y: Tensor | None, codes: Tensor) -> None:
+    args = (*dense(x, boundaries), y, codes, x.numel(), codes.shape[1])
+    constants = {"ACT": act, "BITS": codes.shape[0], "BLOCK": BLOCK}
+    launch(few_bit_forward_kernel, (ceil_div(x.numel(), BLOCK),), args, constants)
+
+
 def _forward_fake(x: Tensor, boundaries: Tensor, act: str) -> tuple[Tensor, Tensor]:
-    bits = boundaries.shape[0].bit_length()
-    return like(x), x.new_empty(bits, ceil_div(x.numel(), 8), dtype=torch.uint8)
+    return like(x), _codes_fake(x, boundaries)
+
+
+def _codes(x: Tensor, boundaries: Tensor) -> Tensor:
+    codes = _codes_fake(x, boundaries)
+    _launch_forward(x, boundaries, ACTIVATIONS[0], None, codes)
+    return codes
+
+
+def _codes_fake(x: Tensor, boundaries: Tensor) -> Tensor:
+    return x.new_empty(boundaries.shape[0].bit_length(), ceil_div(x.numel(), 8), dtype=torch.uint8)
 
 
 def _backward(dy: Tensor, codes: Tensor, levels: Tensor) -> Tensor:
@@ -75,6 +89,7 @@ def _backward_fake(dy: Tensor, codes: Tensor, levels: Tensor) -> Tensor:
 _forward_op = define(
     "few_bit_forward(Tensor x, Tensor boundaries, str act) -> (Tensor, Tensor)", _forward, _forward_fake
 )
+_codes_op = define("few_bit_codes(Tensor x, Tensor boundaries) -> Tensor", _codes, _codes_fake)
 _backward_op = define("few_bit_backward(Tensor dy, Tensor codes, Tensor levels) -> Tensor", _backward, _backward_fake)
 
 
@@ -90,6 +105,11 @@ def few_bit_forward(x: Tensor, boundaries: Tensor, act: str) -> tuple[Tensor, Te
         y, like x, and uint8 ``[b, ceil(n / 8)]``.
     """
     return _forward_op(x, boundaries, check(act))
+
+
+def few_bit_codes(x: Tensor, boundaries: Tensor) -> Tensor:
+    """Only in which piece each element lies; arguments and codes as of :func:`few_bit_forward`."""
+    return _codes_op(x, boundaries)
 
 
 def few_bit_backward(dy: Tensor, codes: Tensor, levels: Tensor) -> Tensor:

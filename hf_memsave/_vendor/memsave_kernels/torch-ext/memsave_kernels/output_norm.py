@@ -1,13 +1,19 @@
-r"""Backward of a LayerNorm or RMSNorm from its output.
+r"""A LayerNorm or RMSNorm whose backward starts from its output, or where that tells too little from x̂.
 
-With y = w x̂ + b (RMSNorm has no b and no mean(g)), means over the N elements of a row::
+Forward and, for an incoming gradient dy, backward (means over the N elements of a row; RMSNorm has no b and no mean)::
 
-    x̂ = (y - b) / w                of columns that are listed: (x - mean) rstd
+    x̂ = (x - mean(x)) rstd              rstd = 1 / √(mean((x - mean(x))²) + eps)
+    z = w x̂ + b                         in columns with max(|b|, 8 tiny) <= |w| <= max / (2 √N)
+        x̂                               in all others
+    y = z                               w z + b in those others
+    x̂ = (z - b) / w                     z in those others
     g = w dy
     dx = rstd (g - mean(g) - x̂ mean(g x̂))
     dw = Σ dy x̂        db = Σ dy
 
-Bytes an element in half precision: 6. Source: Tempo (2022), arXiv:2210.10246, Section 3.2.
+tiny and max are the least normal and the largest number of w's dtype. y comes from z as it is stored, so it can be had
+again. Bytes an element in half precision: forward 6, again 4, backward 6.
+Source: Tempo (2022), arXiv:2210.10246, Section 3.2, which divides by every w.
 """
 
 import torch
@@ -20,33 +26,76 @@ from ._ops import define
 
 
 @triton.jit
+def _vectors(w_ptr, b_ptr, column, N: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr):
+    """w, b or 0, and which columns of z hold y."""
+    w = tl.load(w_ptr + column, mask=column < N, other=1.0).to(tl.float32)
+    b = tl.zeros_like(w)
+    if b_ptr is not None:
+        b = tl.load(b_ptr + column, mask=column < N, other=0.0).to(tl.float32)
+    is_y = (tl.abs(w) >= tl.maximum(tl.abs(b), LEAST)) & (tl.abs(w) <= MOST)
+    return w, b, is_y
+
+
+@triton.jit
+def _output(z, w, b, is_y):
+    """y: the same in forward and again."""
+    return tl.where(is_y, z, w * z + b)
+
+
+@triton.jit
+def output_norm_forward_kernel(
+    x_ptr, w_ptr, b_ptr, y_ptr, z_ptr, rstd_ptr, rows, eps,
+    N: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, CENTRED: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The output y, z and rstd."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows) & (column < N)
+    x = tl.load(x_ptr + row * N + column, mask=inside, other=0.0).to(tl.float32)
+    if CENTRED:
+        x = tl.where(inside, x - tl.sum(x, axis=1, keep_dims=True) / N, 0.0)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / N + eps)
+    tl.store(rstd_ptr + row, rstd, mask=row < rows)
+    w, b, is_y = _vectors(w_ptr, b_ptr, column, N, LEAST, MOST)
+    z = tl.where(is_y, w * (x * rstd) + b, x * rstd).to(z_ptr.dtype.element_ty)
+    tl.store(z_ptr + row * N + column, z, mask=inside)
+    tl.store(y_ptr + row * N + column, _output(z.to(tl.float32), w, b, is_y), mask=inside)
+
+
+@triton.jit
+def output_norm_again_kernel(
+    z_ptr, w_ptr, b_ptr, y_ptr, rows,
+    N: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The output y."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows) & (column < N)
+    z = tl.load(z_ptr + row * N + column, mask=inside, other=0.0).to(tl.float32)
+    w, b, is_y = _vectors(w_ptr, b_ptr, column, N, LEAST, MOST)
+    tl.store(y_ptr + row * N + column, _output(z, w, b, is_y), mask=inside)
+
+
+@triton.jit
 def output_norm_backward_kernel(
-    dy_ptr, y_ptr, w_ptr, b_ptr, rstd_ptr, place_ptr, x_ptr, mean_ptr, dx_ptr, dw_ptr, db_ptr, rows, kept,
-    N: tl.constexpr, CENTRED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    dy_ptr, z_ptr, w_ptr, b_ptr, rstd_ptr, dx_ptr, dw_ptr, db_ptr, rows,
+    N: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, CENTRED: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The gradient dx, and this program's part of dw and db unless their pointers are None."""
     column = tl.arange(0, COLUMNS)[None, :]
-    w = tl.load(w_ptr + column, mask=column < N, other=1.0).to(tl.float32)
-    b = tl.zeros([1, COLUMNS], dtype=tl.float32)
-    if b_ptr is not None:
-        b = tl.load(b_ptr + column, mask=column < N, other=0.0).to(tl.float32)
-    place = tl.full([1, COLUMNS], -1, dtype=tl.int32)
-    if place_ptr is not None:
-        place = tl.load(place_ptr + column, mask=column < N, other=-1)
+    w, b, is_y = _vectors(w_ptr, b_ptr, column, N, LEAST, MOST)
     dw = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     db = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
         row = first + tl.arange(0, ROWS)[:, None].to(tl.int64)
-        is_row, inside = row < rows, (row < rows) & (column < N)
+        inside = (row < rows) & (column < N)
         at = row * N + column
         dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + row, mask=is_row, other=0.0)
-        normed = (tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32) - b) / w
-        if place_ptr is not None:
-            x = tl.load(x_ptr + row * kept + place, mask=inside & (place >= 0), other=0.0).to(tl.float32)
-            if mean_ptr is not None:
-                x -= tl.load(mean_ptr + row, mask=is_row, other=0.0)
-            normed = tl.where(place >= 0, x * rstd, normed)
+        z = tl.load(z_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+        normed = tl.where(is_y, (z - b) / w, z)
         g = dy * w
         dx = g - normed * (tl.sum(g * normed, axis=1, keep_dims=True) / N)
         if CENTRED:
@@ -63,63 +112,116 @@ def output_norm_backward_kernel(
         tl.store(db_ptr + at, tl.sum(db, axis=0, keep_dims=True), mask=column < N)
 
 
+def _bounds(weight: Tensor) -> dict[str, float]:
+    info = torch.finfo(weight.dtype)
+    return {"LEAST": 8 * info.tiny, "MOST": info.max / (2 * weight.numel() ** 0.5)}
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool) -> tuple[Tensor, ...]:
+    y, z, rstd = _forward_fake(x, weight, bias, eps, centred)
+    rows, columns, warps = row_tile(x.shape[-1])
+    launch(
+        output_norm_forward_kernel, (ceil_div(rstd.numel(), rows),),
+        (*dense(x, weight, bias), y, z, rstd, rstd.numel(), eps),
+        {"N": x.shape[-1], **_bounds(weight), "CENTRED": centred, "ROWS": rows, "COLUMNS": columns}, warps,
+    )  # fmt: skip
+    return y, z, rstd
+
+
+def _forward_fake(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool) -> tuple[Tensor, ...]:
+    return like(x), like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+def _again(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y = _again_fake(z, weight, bias)
+    rows, columns, warps = row_tile(z.shape[-1])
+    count = z.numel() // max(1, z.shape[-1])
+    launch(
+        output_norm_again_kernel, (ceil_div(count, rows),), (*dense(z, weight, bias), y, count),
+        {"N": z.shape[-1], **_bounds(weight), "ROWS": rows, "COLUMNS": columns}, warps,
+    )  # fmt: skip
+    return y
+
+
+def _again_fake(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return like(z)
+
+
 def _backward(
-    dy: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, rstd: Tensor, centred: bool,
-    place: Tensor | None, x: Tensor | None, mean: Tensor | None, has_dw: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dx, dw, db = _backward_fake(dy, y, weight, bias, rstd, centred, place, x, mean, has_dw)
-    rows, columns, warps = row_tile(y.shape[-1], 8)
+    dy: Tensor, z: Tensor, weight: Tensor, bias: Tensor | None, rstd: Tensor, centred: bool, has_dw: bool
+) -> tuple[Tensor, Tensor]:
+    dx, dvectors = _backward_fake(dy, z, weight, bias, rstd, centred, has_dw)
+    rows, columns, warps = row_tile(z.shape[-1], 8)
     tiles = ceil_div(rstd.numel(), rows)
-    programs = workers(y, tiles, warps) if has_dw else tiles
-    dw_part, db_part = (
-        y.new_empty(programs, y.shape[-1], dtype=torch.float32) if wanted else None
-        for wanted in (has_dw, has_dw and bias is not None)
-    )
+    programs = workers(z, tiles, warps) if has_dw else tiles
+    parts = z.new_empty(len(dvectors), programs, z.shape[-1], dtype=torch.float32) if has_dw else None
+    dw_part, db_part = (None, None) if parts is None else (parts[0], None if bias is None else parts[1])
     launch(
         output_norm_backward_kernel, (programs,),
-        (*dense(dy, y, weight, bias, rstd, place, x, mean), dx, dw_part, db_part, rstd.numel(),
-         0 if x is None else x.shape[-1]),
-        {"N": y.shape[-1], "CENTRED": centred, "ROWS": rows, "COLUMNS": columns}, warps,
+        (*dense(dy, z, weight, bias, rstd), dx, dw_part, db_part, rstd.numel()),
+        {"N": z.shape[-1], **_bounds(weight), "CENTRED": centred, "ROWS": rows, "COLUMNS": columns}, warps,
     )  # fmt: skip
-    dw, db = (out if part is None else part.sum(0).to(weight.dtype) for out, part in ((dw, dw_part), (db, db_part)))
-    return dx, dw, db
+    return dx, dvectors if parts is None else parts.sum(1).to(weight.dtype)
 
 
 def _backward_fake(
-    dy: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, rstd: Tensor, centred: bool,
-    place: Tensor | None, x: Tensor | None, mean: Tensor | None, has_dw: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dw, db = (weight.new_empty(weight.shape if wanted else 0) for wanted in (has_dw, has_dw and bias is not None))
-    return like(y), dw, db
+    dy: Tensor, z: Tensor, weight: Tensor, bias: Tensor | None, rstd: Tensor, centred: bool, has_dw: bool
+) -> tuple[Tensor, Tensor]:
+    return like(z), weight.new_empty(0 if not has_dw else 1 if bias is None else 2, *weight.shape)
 
 
-_op = define(
-    "output_norm_backward(Tensor dy, Tensor y, Tensor weight, Tensor? bias, Tensor rstd, bool centred, Tensor? place, "
-    "Tensor? x, Tensor? mean, bool has_dw) -> (Tensor, Tensor, Tensor)",
+_VECTORS = "Tensor weight, Tensor? bias"
+_forward_op = define(
+    f"output_norm_forward(Tensor x, {_VECTORS}, float eps, bool centred) -> (Tensor, Tensor, Tensor)",
+    _forward, _forward_fake,
+)  # fmt: skip
+_again_op = define(f"output_norm_again(Tensor z, {_VECTORS}) -> Tensor", _again, _again_fake)
+_backward_op = define(
+    f"output_norm_backward(Tensor dy, Tensor z, {_VECTORS}, Tensor rstd, bool centred, bool has_dw)"
+    " -> (Tensor, Tensor)",
     _backward, _backward_fake,
 )  # fmt: skip
 
 
+def output_norm_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, centred: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A norm, and what its backward starts from.
+
+    Args:
+        x: ``[*, N]``, float32, bfloat16 or float16.
+        weight: ``[N]``, any numbers.
+        bias: ``[N]``, or None.
+        eps: Added to the mean square.
+        centred: Whether it is a LayerNorm.
+
+    Returns:
+        y and z like x, and rstd ``[*]``, float32.
+    """
+    return _forward_op(x, weight, bias, eps, centred)
+
+
+def output_norm_again(z: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Y's bits from what :func:`output_norm_forward` returned beside it. Like z."""
+    return _again_op(z, weight, bias)
+
+
 def output_norm_backward(
-    dy: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, rstd: Tensor, centred: bool, *,
-    place: Tensor | None = None, x: Tensor | None = None, mean: Tensor | None = None, has_dw: bool = True,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """The gradients of a norm from its output.
+    dy: Tensor, z: Tensor, weight: Tensor, bias: Tensor | None, rstd: Tensor, centred: bool, has_dw: bool = True
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gradients of :func:`output_norm_forward`.
 
     Args:
         dy: ``[*, N]``.
-        y: ``[*, N]``, float32, bfloat16 or float16.
-        weight: ``[N]``; not 0, but for columns that ``place`` lists.
-        bias: ``[N]``, or None.
-        rstd: ``[*]``, float32.
-        centred: Whether it is a LayerNorm.
-        place: int32 ``[N]``: which column of ``x`` a column is, or -1 if it is none; None for none at all.
-        x: ``[*, k]``: the norm's input in the listed columns.
-        mean: ``[*]``, float32: of the rows, for a LayerNorm with listed columns.
+        z: ``[*, N]``, as forward returned it; and so ``rstd``.
+        weight: As in forward; and so ``bias`` and ``centred``.
+        bias: See ``weight``.
+        rstd: See ``z``.
+        centred: See ``weight``.
         has_dw: Whether the gradients of weight and bias are wanted.
 
     Returns:
-        dx like y, dw and db ``[N]`` in weight's dtype, None for what is not there or not wanted.
+        dx like z, dw and db ``[N]`` in weight's dtype, None for what is not there or not wanted.
     """
-    dx, dw, db = _op(dy, y, weight, bias, rstd, centred, place, x, mean, has_dw)
-    return dx, dw if has_dw else None, db if has_dw and bias is not None else None
+    dx, dvectors = _backward_op(dy, z, weight, bias, rstd, centred, has_dw)
+    return dx, dvectors[0] if has_dw else None, dvectors[1] if has_dw and bias is not None else None

@@ -1,0 +1,44 @@
+"""Bits and codes by one kernel each, where kernels run; elsewhere by PyTorch, whose bits and codes are the same kind.
+
+Which of both a tape uses, its :class:`~hf_memsave.tape.codecs.Coders` say; so an op asks here whether kernels are
+wanted at all. Forward decides for backward, which has no tape.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_memsave.ops.fused.kernels import can_run, kernels, runs_on, seed_for
+from hf_memsave.tape import codecs, current, quantize
+
+
+def are_wanted(*tensors: Tensor) -> bool:
+    """Whether the model that runs was patched for kernels, and they run on these."""
+    tape = current()
+    return tape is not None and tape.coders is FUSED and can_run(*tensors)
+
+
+def _pack_bits(flags: Tensor) -> Tensor:
+    return kernels().pack_bits(flags) if runs_on(flags) else codecs.pack_bits(flags)
+
+
+def _unpack_bits(packed: Tensor, numel: int) -> Tensor:
+    return kernels().unpack_bits(packed, numel) if runs_on(packed) else codecs.unpack_bits(packed, numel)
+
+
+def _encode(flat: Tensor, form: quantize.Format, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    if not can_run(flat):
+        return quantize.encode(flat, form, generator)
+    codes: tuple[Tensor, Tensor] = kernels().encode(flat, f"int{form.bits}", seed_for(flat, generator))
+    return codes
+
+
+def _decode(codes: Tensor, bounds: Tensor, form: quantize.Format, numel: int, dtype: torch.dtype) -> Tensor:
+    if dtype is torch.float64 or not runs_on(codes, bounds):
+        return quantize.decode(codes, bounds, form, numel, dtype)
+    x: Tensor = kernels().decode(codes, bounds, f"int{form.bits}", numel, dtype)
+    return x
+
+
+FUSED = codecs.Coders(_pack_bits, _unpack_bits, _encode, _decode)

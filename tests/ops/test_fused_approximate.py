@@ -1,0 +1,253 @@
+"""Approximate ops, codes and draws by kernels: what PyTorch's functions give, in the same bytes, and the same draws."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from hf_memsave import WTACRS, MemSaveConfig, patch
+from hf_memsave.ops.fused import kernels as kernels_file
+from hf_memsave.ops.fused.codes import FUSED
+from hf_memsave.ops.fused.kernels import kernels
+from hf_memsave.ops.fused.sampling import FUSED as BY_KERNELS
+from hf_memsave.sampling.estimators import EAGER
+from hf_memsave.tape.codecs import CODERS
+from hf_memsave.tape.meter import measure_kept
+from hf_memsave.tape.quantize import FORMATS
+from support.fake import needs_stand_in, on_fake
+from support.families import Size, batch_for, build
+from support.kernels import interpreted, rounding  # noqa: F401
+
+SIZE = Size(hidden=32, heads=2, layers=2, batch=2, seq=24)
+OTHERS = dict(norm="stock", activation="stock", dropout="stock", attention="stock")
+#: A way to keep less -> its configuration, the kernels it runs, and a model where it has an effect.
+WAYS = {
+    "invert": (dict(activation="invert"), {"inverted_forward", "inverted_backward"}, "bert"),
+    "precision_bit": (dict(activation="precision_bit"), {"inverted_forward", "inverted_backward"}, "bert"),
+    "few_bit": (dict(activation="few_bit", few_bits=3), {"few_bit_codes", "few_bit_backward"}, "gpt2-frozen"),
+    "output": (dict(norm="output"), {f"output_norm_{which}" for which in ("forward", "again", "backward")}, "bert"),
+    "output of RMSNorms": (
+        dict(norm="output"), {f"output_norm_{which}" for which in ("forward", "again", "backward")}, "llama"
+    ),
+    "sampled": (dict(linear=WTACRS(budget=0.3)), {"row_norms", "probabilities", "draw", "gather_rows"}, "bert"),
+    "sampled attention": (dict(linear=WTACRS(budget=0.3, attention=True)), {"probabilities", "draw"}, "bert-eager"),
+    "bits": (dict(dropout="mask"), {"pack_bits", "unpack_bits"}, "bert-dropout"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often each kernel's function was called."""
+    found = Counter()
+
+    def counting(name):
+        stock = getattr(kernels(), name)
+
+        def call(*args, **options):
+            found[name] += 1
+            return stock(*args, **options)
+
+        return call
+
+    for name in kernels().__all__:
+        if callable(getattr(kernels(), name)) and not isinstance(getattr(kernels(), name), type):
+            monkeypatch.setattr(kernels(), name, counting(name))
+    return found
+
+
+def make(name, device, dtype=torch.float32):
+    family, _, kind = name.partition("-")
+    model = build(family, SIZE, dtype, dropout=0.1 if kind == "dropout" else 0.0)
+    if kind == "eager":
+        model.set_attn_implementation("eager")
+    if kind == "frozen":  # all but biases and norms, so that no linear wants the activation's output
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.dim() < 2)
+    return model.to(device)
+
+
+def step(name, device, dtype=torch.float32, config=None):
+    """What a step keeps, its loss and its gradients."""
+    model = make(name, device, dtype)
+    if config is not None:
+        patch(model, config)
+    batch = batch_for(model, SIZE)
+    nbytes = measure_kept(model, batch).total
+    torch.manual_seed(7)
+    loss = model(**batch).loss
+    loss.backward()
+    return nbytes, [loss.detach(), *[p.grad for p in model.parameters() if p.grad is not None]]
+
+
+def distance(found, exact):
+    squares = [(a.double() - b.double()).square().sum() for a, b in zip(found, exact, strict=True)]
+    return (sum(squares) / sum(b.double().square().sum() for b in exact)).sqrt().item()
+
+
+@interpreted
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_and_bytes_are_those_of_the_torch_backend(way, device, calls):
+    config, wanted, name = WAYS[way]
+    config = MemSaveConfig(**OTHERS | config)
+    bytes_of_torch, by_torch = step(name, device, config=config)
+    assert not calls
+    bytes_here, here = step(name, device, config=replace(config, backend="triton"))
+    assert calls.keys() >= wanted
+    assert bytes_here <= bytes_of_torch
+    _, exact = step(name, device)
+    apart = distance(by_torch, exact)
+    if "sampled" in way:  # rows of a norm's output are as long but for rounding, which decides who wins
+        assert 0.7 * apart < distance(here, exact) < 1.4 * apart
+    else:
+        assert distance(here, by_torch) <= max(1e-6, 0.01 * apart)
+
+
+@interpreted
+@pytest.mark.parametrize("way", [way for way in WAYS if "sampled" not in way and way != "bits"])
+def test_in_bf16_they_are_as_near_to_stocks_in_fp32(way, device):
+    config, _, name = WAYS[way]
+    config = MemSaveConfig(**OTHERS | config)
+    _, exact = step(name, device)
+    by_torch, here = (
+        distance(step(name, device, torch.bfloat16, replace(config, backend=backend))[1], exact)
+        for backend in ("torch", "triton")
+    )
+    assert here <= 1.05 * by_torch
+
+
+@interpreted
+@pytest.mark.parametrize("kind", FORMATS)
+def test_what_is_stored_is_coded_by_kernels_in_as_many_bytes(kind, device, calls):
+    config = MemSaveConfig(**OTHERS, storage=kind)
+    bytes_of_torch, by_torch = step("bert", device, config=config)
+    assert not calls
+    bytes_here, here = step("bert", device, config=replace(config, backend="triton"))
+    assert calls["decode"] and calls["encode"] == 2 * calls["decode"]  # as what is measured has no backward
+    assert bytes_here == bytes_of_torch
+    _, exact = step("bert", device)
+    assert distance(here, exact) <= 1.5 * distance(by_torch, exact)  # other draws of the rounding
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_either_reads_what_the_other_coded(kind, dtype, device):
+    form, x = FORMATS[kind], torch.randn(1000, device=device).to(dtype)
+    generator = torch.Generator(device).manual_seed(0)
+    eager = CODERS
+    for write, read in ((eager, FUSED), (FUSED, eager), (FUSED, FUSED)):
+        codes = write.encode(x, form, generator)
+        found = read.decode(*codes, form, x.numel(), dtype)
+        assert found.dtype is dtype
+        steps = codes[1][:, 1:].double().expand(-1, form.block).reshape(-1)[: x.numel()]
+        assert ((found.double() - x.double()).abs() <= 1.01 * steps + torch.finfo(dtype).eps * x.abs()).all()
+    flags = torch.rand(1001, device=device) > 0.5
+    assert torch.equal(eager.pack_bits(flags), FUSED.pack_bits(flags))
+    assert torch.equal(FUSED.unpack_bits(eager.pack_bits(flags), 1001), flags)
+
+
+@interpreted
+@pytest.mark.parametrize("kind", FORMATS)
+def test_codes_are_those_of_the_generators_state(kind, device):
+    x = torch.randn(1000, device=device)
+    first, second = (torch.Generator(device).manual_seed(0) for _ in range(2))
+    one = [FUSED.encode(x, FORMATS[kind], first)[0] for _ in range(2)]
+    assert torch.equal(one[0], FUSED.encode(x, FORMATS[kind], second)[0])
+    assert not torch.equal(*one)
+
+
+@interpreted
+@pytest.mark.parametrize("estimator", ["wta", "crs", "topk"])
+@pytest.mark.parametrize("rows", [(), (3,)], ids=str)
+def test_draws_are_the_same(rows, estimator, device):
+    torch.manual_seed(0)
+    x, u = torch.randn(*rows, 50, 8, device=device).exp(), torch.rand(*rows, 15, device=device, dtype=torch.float64)
+    predicted, allowed = torch.rand(50, device=device), torch.rand(50, device=device) > 0.2
+    found = []
+    for drawing in (EAGER, BY_KERNELS):
+        p = drawing.probabilities(drawing.row_norms(x), predicted, allowed)
+        found.append([p, *drawing.draw(estimator, p, 15, u)])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
+
+
+@interpreted
+def test_without_a_tape_or_in_float64_pytorch_computes(device, calls):
+    config = MemSaveConfig(**OTHERS | dict(activation="invert", norm="output", backend="triton"))
+    model = patch_of(config, device).double()
+    x = torch.randn(2, 24, 32, device=device, dtype=torch.float64, requires_grad=True)
+    model.bert.encoder.layer[0](x)[0].sum().backward()
+    assert not calls
+
+
+def patch_of(config, device):
+    model = make("bert", device)
+    patch(model, config)
+    return model
+
+
+@interpreted
+def test_a_backward_without_kernels_reads_their_codes(device, monkeypatch):
+    """Forward decides for backward, but what the tape keeps is decoded wherever it can be."""
+    config = MemSaveConfig(**OTHERS, storage="int8", backend="triton")
+    model = patch_of(config, device)
+    loss = model(**batch_for(model, SIZE)).loss
+    monkeypatch.setattr(kernels_file, "is_installed", lambda: False)
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+@interpreted
+def test_other_versions_of_the_kernels_are_left_alone(monkeypatch, tmp_path):
+    """Installed under the same name, they are not what is tested here."""
+    (tmp_path / "memsave_kernels.py").write_text("raise RuntimeError('not this one')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(kernels_file.sys.modules, "memsave_kernels")
+    monkeypatch.setattr(kernels_file, "version", lambda name: "9.9")
+    loaded = kernels_file.kernels.__wrapped__()
+    assert loaded.__name__ == "hf_memsave_kernels" and loaded.ACTIVATIONS
+    monkeypatch.delitem(kernels_file.sys.modules, "hf_memsave_kernels")
+
+
+class Rectified(nn.Module):
+    """A frozen linear after a ReLU, which needs the side of each element alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 256), nn.Linear(256, 64).requires_grad_(False)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x)))
+
+
+@interpreted
+def test_sides_of_a_rectifier_are_packed_by_kernels(device, calls):
+    torch.manual_seed(0)
+    stock = Rectified().to(device)
+    x = torch.randn(64, 64, device=device)
+    found = []
+    for backend in (None, "torch", "triton"):
+        model = Rectified().to(device)
+        model.load_state_dict(stock.state_dict())
+        if backend:
+            patch(model, MemSaveConfig(backend=backend))
+        model(x).square().sum().backward()
+        found.append(model.first.weight.grad)
+        assert bool(calls) is (backend == "triton")
+    assert calls["pack_bits"] == calls["unpack_bits"] == 1
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@needs_stand_in
+@pytest.mark.parametrize("way", WAYS)
+def test_on_a_gpu_they_keep_what_the_torch_backend_keeps(way):
+    config, _, name = WAYS[way]
+
+    def kept(backend):
+        with on_fake(lambda: make(name, "meta"), size=SIZE) as (model, batch):
+            patch(model, MemSaveConfig(**OTHERS | config, backend=backend))
+            return measure_kept(model, batch).total
+
+    assert kept("triton") <= 1.01 * kept("torch")
