@@ -7,7 +7,7 @@ import sys
 
 from hf_memsave.errors import PlanError
 
-_GIB = 2**30
+MIB, GIB = 2**20, 2**30
 _UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
 _SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([KMGT])(I?)B", re.IGNORECASE)
 
@@ -37,4 +37,4 @@ def bytes_of(size: int | str) -> int:
 
 def gib(count: float) -> str:
     """Bytes, to be read."""
-    return f"{count / _GIB:,.2f} GiB" if count >= _GIB else f"{count / 2**20:,.2f} MiB"
+    return f"{count / GIB:,.2f} GiB" if count >= GIB else f"{count / MIB:,.2f} MiB"

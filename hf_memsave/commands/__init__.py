@@ -20,7 +20,7 @@ _AS_OPTIONS: dict[str, str | Callable[[re.Match[str]], str]] = {
         "Leave --memsave out for the exact default, or name a file with fields, such as 'checkpoint: gate'."
     ),
     r"\bmemsave=True\b": "--memsave exact",
-    r"(?<!--)\b(batch_size|seq_len)\b(?!=)": lambda found: "--" + found[0].replace("_", "-"),
+    r"(?<!--)\b(batch_size|seq_len)\b(?!=\.\.\.)": lambda found: "--" + found[0].replace("_", "-"),
 }
 
 

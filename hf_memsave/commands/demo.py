@@ -18,13 +18,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hf_memsave.commands import check_picture, positive_int
+from hf_memsave.sizes import MIB
 
 if TYPE_CHECKING:
     from hf_memsave.commands.demo_task import DemoTask
     from hf_memsave.commands.demo_training import Run
 
 _STEPS, _QUICK_STEPS = 240, 70
-_MIB = 2**20
 
 
 def add_to(commands: Any) -> None:
@@ -136,7 +136,7 @@ def results_table(runs: dict[str, tuple[Run, Run]], task: DemoTask) -> Table:
                 f"{run.losses[-1]:.6f}",
                 f"{run.accuracy:.1%}",
                 f"{task.majority:.1%}",
-                f"{run.kept.total / _MIB:.1f}",
+                f"{run.kept.total / MIB:.1f}",
                 f"{ratio:.2f}x",
                 f"{run.seconds_per_step:.3f}",
                 end_section=run is pair[1],

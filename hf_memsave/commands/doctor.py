@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import platform
 import sys
 from collections import Counter
@@ -11,7 +10,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-import transformers
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -21,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import import_utils
 
 from hf_memsave import MemSaveConfig, PatchError, PatchReport, __version__, patch
+from hf_memsave.commands.options import quiet
 from hf_memsave.measure.models import build_empty, load_config
 from hf_memsave.tape import hooks_work
 
@@ -66,8 +65,7 @@ def run(args: argparse.Namespace) -> int:
         0, or 1 if something prevents patching.
     """
     memsave = MemSaveConfig.named(args.memsave)
-    transformers.logging.set_verbosity_error()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the last one raises
+    quiet()
     config = load_config(args.model) if args.model else None
     problems = find_problems()
     model = build_empty(config) if config is not None and not problems else None
@@ -182,7 +180,7 @@ def _section(title: str, rows: dict[str, str]) -> Table:
 
 
 def _sites(report: PatchReport) -> Table:
-    """Every site, grouped: patched; patched, and what it still keeps; skipped, and why."""
+    """Every site, grouped: patched; skipped, and why."""
     table = Table(title="Sites", title_justify="left", box=box.SIMPLE_HEAD)
     for header in ("status", "count", "op", "class", "why"):
         table.add_column(header)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
-import logging
+from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -18,11 +19,9 @@ from rich.table import Table
 
 from hf_memsave import MemSaveConfig, MemSaveError
 from hf_memsave.commands import CommandError, check_folder, check_picture, positive_int
-from hf_memsave.commands.lora import parse_lora
-from hf_memsave.commands.report import in_options
+from hf_memsave.commands.options import DTYPES, NAMES, add_config, add_lora, quiet, weights_of
+from hf_memsave.sizes import MIB, bytes_of
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_MIB = 2**20
 _OPTIMIZERS = ("adamw", "adamw_fused", "adamw_8bit", "adafactor", "sgd", "sgd_momentum")
 
 
@@ -35,11 +34,7 @@ def add_to(commands: Any) -> None:
         "run on a stand-in for a CUDA device, where every byte is counted; the full depth follows from them exactly. "
         "Not modelled: fragmentation, and buffers of communication.",
     )
-    parser.add_argument(
-        "model",
-        metavar="MODEL_OR_CONFIG",
-        help="a folder with config.json, such a file, a model type (bert, llama, ...: its defaults), a name on the hub",
-    )
+    add_config(parser)
     add = parser.add_argument
     add("--memsave", metavar="PRESET", default="exact", help="the preset to estimate beside stock (%(default)s)")
     add_step(parser)
@@ -56,16 +51,10 @@ def add_step(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--batch-size", type=positive_int, default=1, metavar="N", help="sequences on each device (%(default)s)")
     add("--seq-len", type=positive_int, default=2048, metavar="N", help="tokens in each (%(default)s)")
-    add("--dtype", choices=sorted(_DTYPES), help="of the weights (bf16; with --autocast fp32)")
+    add("--dtype", choices=sorted(DTYPES), help="of the weights (bf16; with --autocast fp32)")
     add("--autocast", choices=["bf16", "fp16"], help="compute in 16 bits with fp32 weights (Trainer's bf16=True)")
     add("--optimizer", choices=_OPTIMIZERS, default="adamw", help="(%(default)s)")
-    add(
-        "--lora",
-        type=parse_lora,
-        metavar="r=16,dropout=0.05",
-        help="train LoRA adapters instead of the model; further keys: alpha, targets=q_proj+v_proj (all-linear), "
-        "dtype=fp32|model (fp32, PEFT's default), dora=true",
-    )
+    add_lora(parser)
     add("--quantized", choices=["nf4"], help="with --lora, a base in 4 bits (QLoRA)")
     add("--checkpointing", action="store_true", help="with gradient checkpointing")
     add("--accumulation", type=positive_int, default=1, metavar="N", help="batches a step (%(default)s)")
@@ -84,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
         0; 1 if it does not fit ``--memory``, or if ``--check`` finds another figure.
 
     Raises:
-        CommandError: The options contradict each other, or the step cannot be estimated.
+        CommandError: The options contradict each other, or the step cannot be run.
+        MemSaveError: It cannot be estimated.
     """
     if args.check and args.devices > 1:
         raise CommandError(f"--check runs the step on one device, got --devices {args.devices}. Leave one out.")
@@ -98,24 +88,15 @@ def run(args: argparse.Namespace) -> int:
 
     from hf_memsave.measure.estimate import estimate
     from hf_memsave.measure.models import load_config
-    from hf_memsave.sizes import bytes_of
 
-    transformers.logging.set_verbosity_error()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the last one raises
+    quiet()
     memory = None if args.memory is None else bytes_of(args.memory)
     config = load_config(args.model)
     console = Console(highlight=False)
     training = step_of(args)
     options = {"devices": args.devices, "sharding": args.sharding, "layers": args.layers}
-    try:
-        with progress_bar(console) as progress:
-            bar = progress.add_task("Tracing a few layers", total=1)
-            result = estimate(
-                config, memsave=memsave, memory=memory, **training, **options,
-                progress=lambda share: progress.update(bar, completed=share),
-            )  # fmt: skip
-    except MemSaveError as error:
-        raise CommandError(in_options(error)) from error
+    with progress_bar(console, "Tracing a few layers") as tell:
+        result = estimate(config, memsave=memsave, memory=memory, **training, **options, progress=tell)
     console.print(str(result), markup=False, soft_wrap=True)
     figures = result.to_dict()
     if memory is not None:
@@ -139,18 +120,15 @@ def _check(
     from hf_memsave.measure.training import Training
 
     try:
-        with progress_bar(console) as progress:
-            bar = progress.add_task("Running the step", total=1)
-            found = check(
-                config, result, Training(**training), memsave, lambda share: progress.update(bar, completed=share)
-            )
+        with progress_bar(console, "Running the step") as tell:
+            found = check(config, result, Training(**training), memsave, tell)
     except MemSaveError as error:
-        raise CommandError(f"--check: {in_options(error)}") from error
+        raise CommandError(f"--check: {error}") from error
     device = next(iter(found.values())).device
     table = Table("", "predicted", "measured", "difference", box=box.SIMPLE_HEAD)
     for name, one in found.items():
         for what in SLACK[device]:
-            figures = (f"{amount[what] / _MIB:,.2f} MiB" for amount in (one.predicted, one.measured))
+            figures = (f"{amount[what] / MIB:,.2f} MiB" for amount in (one.predicted, one.measured))
             table.add_row(f"{name}, {what}", *figures, f"{one.difference(what):+.2%}")
     console.print(_on(device, WORKSPACES), table, sep="\n")
     for name in {"stock", "patched" if result.patched else "stock"} - found.keys():
@@ -165,7 +143,7 @@ def _on(device: str, workspaces: int) -> str:
     if device == "cuda":
         return (
             f"Check on {torch.cuda.get_device_name()}: peaks of PyTorch's allocator, of which cuBLAS takes "
-            f"{workspaces / _MIB:.1f} MiB. What CUDA takes outside of it is not measured."
+            f"{workspaces / MIB:.1f} MiB. What CUDA takes outside of it is not measured."
         )
     return (
         "Check on the CPU, as there is no CUDA device here: few layers on the CPU predict what a step of all layers "
@@ -194,13 +172,12 @@ def _draw(args: argparse.Namespace, result: Any, training: dict[str, Any], conso
 
 def in_words(args: argparse.Namespace, result: Any, training: dict[str, Any]) -> dict[str, str]:
     """What was estimated, for people to read."""
-    dtypes = {dtype: name for name, dtype in _DTYPES.items()}
     base = f", the frozen model in {args.quantized}" if args.quantized else ""
     words = {
         "model": f"{result.model}, {' + '.join(map(str, result.depth.values()))} layers",
         "batch": f"{args.batch_size} x {args.seq_len:,} tokens{', padded' if args.padded else ''}",
         "trained": f"LoRA: {args.lora}{base}" if args.lora else "all parameters",
-        "weights": dtypes[training["dtype"]] + (f", computed in {args.autocast}" if args.autocast else ""),
+        "weights": NAMES[training["dtype"]] + (f", computed in {args.autocast}" if args.autocast else ""),
         "optimizer": args.optimizer,
         "attention": args.attention,
         "patched": f"preset {args.memsave}",
@@ -223,11 +200,7 @@ def step_of(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         CommandError: They contradict each other.
     """
-    if args.autocast and args.dtype not in (None, "fp32"):
-        raise CommandError(
-            f"--autocast {args.autocast} computes in 16 bits with fp32 weights, got --dtype {args.dtype}. Leave one "
-            "out."
-        )
+    dtype = weights_of(args, "16 bits") or torch.bfloat16
     if args.quantized and not args.lora:
         raise CommandError(
             f"--quantized {args.quantized} freezes the model, so adapters are what trains: expected --lora too. "
@@ -236,8 +209,8 @@ def step_of(args: argparse.Namespace) -> dict[str, Any]:
     names = ("batch_size", "seq_len", "optimizer", "lora", "quantized", "checkpointing", "accumulation", "attention",
              "padded", "holds_output")  # fmt: skip
     return {name: getattr(args, name) for name in names} | {
-        "dtype": _DTYPES[args.dtype or ("fp32" if args.autocast else "bf16")],
-        "autocast": _DTYPES[args.autocast] if args.autocast else None,
+        "dtype": dtype,
+        "autocast": DTYPES.get(args.autocast),
     }
 
 
@@ -249,15 +222,14 @@ def _largest(
     from hf_memsave.measure.training import Training
 
     found: dict[str, dict[str, int]] = {"stock": {}, "patched": {}}
-    with progress_bar(console) as progress:
-        bar = progress.add_task("Looking for what fits", total=4)
-        for name in ("batch_size", "seq_len"):
-            for label, chosen in (("stock", None), ("patched", memsave)):
-                found[label][name] = largest(
-                    config, result.depth, Training(**training), chosen, name, memory, (args.sharding, args.devices),
-                    getattr(result, label),
-                )  # fmt: skip
-                progress.advance(bar)
+    with progress_bar(console, "Looking for what fits") as tell:
+        searches = list(product(("batch_size", "seq_len"), (("stock", None), ("patched", memsave))))
+        for done, (name, (label, chosen)) in enumerate(searches, start=1):
+            found[label][name] = largest(
+                config, result.depth, Training(**training), chosen, name, memory, (args.sharding, args.devices),
+                getattr(result, label),
+            )  # fmt: skip
+            tell(done / len(searches))
     for label, numbers in found.items():
         console.print(
             f"{label}: the largest batch that fits is {numbers['batch_size']} (of {args.seq_len} tokens), the longest "
@@ -267,7 +239,14 @@ def _largest(
     return found
 
 
-def progress_bar(console: Console) -> Progress:
-    """A bar that goes away when it is done."""
+@contextlib.contextmanager
+def progress_bar(console: Console, title: str) -> Iterator[Callable[[float], None]]:
+    """A bar that goes away when it is done.
+
+    Yields:
+        What is to be told the share that is done.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True)
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task(title, total=1)
+        yield lambda share: progress.update(bar, completed=share)

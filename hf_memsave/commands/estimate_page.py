@@ -14,8 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hf_memsave.measure.estimate import CONTEXT, WORKSPACES, Estimate, Memory
+from hf_memsave.sizes import GIB, MIB
 
-_MIB, _GIB = 2**20, 2**30
 #: What is alive -> its colour: Paul Tol's bright scheme, told apart in every kind of colour vision, on black and white.
 PARTS = {"parameters": "#4477AA", "states": "#66CCEE", "gradients": "#CCBB44", "activations": "#EE6677"}
 OWN = "#AA3377"
@@ -58,7 +58,7 @@ def columns(result: Estimate) -> dict[str, Memory]:
 
 def in_units(nbytes: float) -> str:
     """Bytes for people: "12.3 GiB"."""
-    for unit, name in ((_GIB, "GiB"), (_MIB, "MiB"), (2**10, "KiB")):
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (2**10, "KiB")):
         if nbytes >= unit:
             return f"{nbytes / unit:,.1f} {name}"
     return f"{nbytes:.0f} B" if nbytes else "0"
@@ -96,7 +96,7 @@ def timeline_axes(axes: Axes, memory: Memory, highest: int, limit: int | None) -
         highest: Bytes at which the picture ends.
         limit: Bytes that there are, of which CUDA takes its own.
     """
-    unit, name = (_GIB, "GiB") if highest >= _GIB else (_MIB, "MiB")
+    unit, name = (GIB, "GiB") if highest >= GIB else (MIB, "MiB")
     points = memory.timeline
     edges: list[float] = []
     for phase, (start, end) in _SPANS.items():
@@ -143,7 +143,7 @@ def timeline_axes(axes: Axes, memory: Memory, highest: int, limit: int | None) -
 
 def _bars(axes: Axes, title: str, rows: list[dict[str, Any]]) -> None:
     """Bars of stock beside patched, the largest on top."""
-    unit, name = (_GIB, "GiB") if max(max(row["bytes"].values()) for row in rows) >= _GIB else (_MIB, "MiB")
+    unit, name = (GIB, "GiB") if max(max(row["bytes"].values()) for row in rows) >= GIB else (MIB, "MiB")
     shown = list(rows[0]["bytes"])
     for i, setting in enumerate(shown):
         middles = [y + (i - (len(shown) - 1) / 2) * 0.4 for y in range(len(rows))]

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from rich.console import Console
 
 from hf_memsave.commands import CommandError, positive_int
+from hf_memsave.commands.options import DTYPES, quiet, weights_of
 from hf_memsave.commands.shrunk import shrunk
 from hf_memsave.measure.inputs import forward_of, make_batch, read_batch
 from hf_memsave.measure.models import has_weights, load_config, load_model
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _SEQUENCES, _TOKENS = 2, 64
 
 
@@ -50,7 +48,7 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch-size", type=positive_int, metavar="N", help=f"random sequences ({_SEQUENCES})")
     parser.add_argument("--seq-len", type=positive_int, metavar="N", help=f"tokens in each ({_TOKENS})")
-    parser.add_argument("--dtype", choices=sorted(_DTYPES), help="of the weights (as saved; with --autocast fp32)")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="of the weights (as saved; with --autocast fp32)")
     parser.add_argument("--autocast", choices=["bf16"], help="compute in bf16 with fp32 weights (Trainer's bf16=True)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to run (%(default)s)")
 
@@ -70,19 +68,14 @@ def load_inputs(args: argparse.Namespace, console: Console, *, may_shrink: bool 
         CommandError: The options contradict each other.
         MeasureError: Model or batch cannot be loaded.
     """
-    if args.autocast and args.dtype not in (None, "fp32"):
-        raise CommandError(
-            f"--autocast {args.autocast} computes in bf16 with fp32 weights, got --dtype {args.dtype}. Leave one out."
-        )
+    dtype = weights_of(args)
     if args.batch and (args.batch_size or args.seq_len):
         raise CommandError("--batch brings its own sizes, got --batch-size or --seq-len as well. Leave one out.")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise CommandError("--device cuda: expected a CUDA device, found none. Use --device cpu.")
-    transformers.logging.set_verbosity_error()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the last one raises
+    quiet()
     batch = read_batch(args.batch) if args.batch else None  # a wrong file must not cost a download
     with console.status(f"Loading {args.model} ..."):
-        dtype = _DTYPES["fp32"] if args.autocast else _DTYPES.get(args.dtype)
         config = None
         if may_shrink and not has_weights(args.model):
             whole = load_config(args.model)

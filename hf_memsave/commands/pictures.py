@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from hf_memsave.sizes import MIB
 from hf_memsave.tape.meter import KINDS
 
 if TYPE_CHECKING:
     from hf_memsave.commands.demo_training import Run
 
-_MIB = 2**20
 _COLORS = dict(
     zip(
         KINDS,
@@ -67,24 +67,24 @@ def stacked_bars(axes: Axes, bars: Mapping[str, Mapping[str, float]]) -> None:
     """Draw the bars of :func:`kept_bars`."""
     totals = [sum(kept.values()) for kept in bars.values()]
     highest = max(totals)
-    digits = 0 if highest > 100 * _MIB else 1
+    digits = 0 if highest > 100 * MIB else 1
     for kind in KINDS:
-        heights = [kept.get(kind, 0) / _MIB for kept in bars.values()]
-        if max(heights) * _MIB < _SMALLEST * highest:
+        heights = [kept.get(kind, 0) / MIB for kept in bars.values()]
+        if max(heights) * MIB < _SMALLEST * highest:
             continue
-        bottoms = [sum(kept.get(k, 0) for k in KINDS[: KINDS.index(kind)]) / _MIB for kept in bars.values()]
+        bottoms = [sum(kept.get(k, 0) for k in KINDS[: KINDS.index(kind)]) / MIB for kept in bars.values()]
         drawn = axes.bar(range(len(bars)), heights, 0.6, bottoms, color=_COLORS[kind], label=kind, edgecolor="white")
-        labels = [f"{h:,.{digits}f}" if h * _MIB > _SMALLEST_LABELLED * highest else "" for h in heights]
+        labels = [f"{h:,.{digits}f}" if h * MIB > _SMALLEST_LABELLED * highest else "" for h in heights]
         axes.bar_label(drawn, labels, label_type="center", fontsize=9, color=_ink(_COLORS[kind]))
     for index, total in enumerate(totals):
         ratio = f"\n{totals[0] / total:.2f}x less" if index else ""
         axes.annotate(
-            f"{total / _MIB:,.{digits}f} MiB{ratio}", (index, total / _MIB), (0, 4), textcoords="offset points",
+            f"{total / MIB:,.{digits}f} MiB{ratio}", (index, total / MIB), (0, 4), textcoords="offset points",
             ha="center", va="bottom", fontsize=11, fontweight="bold",
         )  # fmt: skip
     axes.set_xticks(range(len(bars)), list(bars), fontsize=11)
     axes.set_ylabel("kept between forward and backward [MiB]")
-    axes.set_ylim(0, highest / _MIB * 1.15)
+    axes.set_ylim(0, highest / MIB * 1.15)
     handles, names = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], names[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)

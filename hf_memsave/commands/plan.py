@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import logging
 from pathlib import Path
 from typing import Any
 
-import transformers
 from rich.console import Console
 
-from hf_memsave import MemSaveConfig, MemSaveError
-from hf_memsave.commands import CommandError, check_folder
+from hf_memsave import MemSaveConfig
+from hf_memsave.commands import check_folder
 from hf_memsave.commands.estimate import add_step, progress_bar, step_of
-from hf_memsave.commands.report import in_options
+from hf_memsave.commands.options import add_config, quiet
 
 
 def add_to(commands: Any) -> None:
@@ -24,11 +22,7 @@ def add_to(commands: Any) -> None:
         description="Finds how many layers have to run how much again in backward, and whether to offload, for a "
         "training step to fit, and writes the configuration. It estimates as memsave estimate does.",
     )
-    parser.add_argument(
-        "model",
-        metavar="MODEL_OR_CONFIG",
-        help="a folder with config.json, such a file, a model type (bert, llama, ...: its defaults), a name on the hub",
-    )
+    add_config(parser)
     add = parser.add_argument
     add("--budget", metavar="SIZE", required=True, help="what there is, such as 24GiB")
     add("--memsave", metavar="PRESET", default="exact", help="a preset or YAML file to begin with (%(default)s)")
@@ -48,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
         0.
 
     Raises:
-        CommandError: The options contradict each other, nothing fits, or the step cannot be estimated.
+        CommandError: The options contradict each other.
+        MemSaveError: Nothing fits, or the step cannot be estimated.
     """
     if args.out:
         check_folder(args.out)
@@ -57,23 +52,18 @@ def run(args: argparse.Namespace) -> int:
     from hf_memsave.measure.models import load_config
     from hf_memsave.planner.plan import largest, plan
 
-    transformers.logging.set_verbosity_error()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the last one raises
+    quiet()
     config = load_config(args.model)
     if args.layers:
         config.num_hidden_layers = args.layers
     console = Console(highlight=False)
-    try:
-        with progress_bar(console) as progress:
-            bar = progress.add_task("Tracing a few layers", total=1)
-            options: dict[str, Any] = dict(
-                budget=args.budget, memsave=MemSaveConfig.named(args.memsave), rates=args.device, devices=args.devices,
-                sharding=args.sharding, progress=lambda share: progress.update(bar, completed=share), **training,
-            )  # fmt: skip
-            found = plan(config, lossy=args.lossy, main_memory=args.main_memory, **options)
-            most = largest(config, **options) if args.largest else {}
-    except MemSaveError as error:
-        raise CommandError(in_options(error)) from error
+    with progress_bar(console, "Tracing a few layers") as tell:
+        options: dict[str, Any] = dict(
+            budget=args.budget, memsave=MemSaveConfig.named(args.memsave), rates=args.device, devices=args.devices,
+            sharding=args.sharding, progress=tell, **training,
+        )  # fmt: skip
+        found = plan(config, lossy=args.lossy, main_memory=args.main_memory, **options)
+        most = largest(config, **options) if args.largest else {}
     console.print(str(found), markup=False, soft_wrap=True)
     for name, (batch, tokens) in most.items():
         text = f"{name}: the largest batch is {batch} (of {args.seq_len} tokens), the longest sequence {tokens}."

@@ -5,29 +5,23 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import logging
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from hf_memsave import MemSaveConfig
-from hf_memsave.commands import CommandError, check_folder, check_picture, positive_int
-from hf_memsave.commands.lora import parse_lora
-from hf_memsave.errors import MeasureError
+from hf_memsave.commands import check_folder, check_picture, positive_int
+from hf_memsave.commands.options import DTYPES, NAMES, add_config, add_lora, quiet, weights_of
+from hf_memsave.sizes import MIB
 from hf_memsave.tape.meter import KINDS
 
 if TYPE_CHECKING:
     from hf_memsave.measure.depth import Affine, FullDepth, Setting
-
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_MIB = 2**20
 
 
 def add_to(commands: Any) -> None:
@@ -39,23 +33,13 @@ def add_to(commands: Any) -> None:
         "forward and backward, stock beside patched. Needs the configuration alone: no weights are read. Small "
         "depths are measured on the CPU; the figures for the full depth follow from them exactly.",
     )
-    parser.add_argument(
-        "model",
-        metavar="MODEL_OR_CONFIG",
-        help="a folder with config.json, such a file, a model type (bert, llama, ...: its defaults), a name on the hub",
-    )
+    add_config(parser)
     parser.add_argument("--memsave", metavar="PRESET", default="exact", help="a preset or YAML file (%(default)s)")
     parser.add_argument("--batch-size", type=positive_int, default=4, metavar="N", help="sequences (%(default)s)")
     parser.add_argument("--seq-len", type=positive_int, default=128, metavar="N", help="tokens in each (%(default)s)")
-    parser.add_argument("--dtype", choices=sorted(_DTYPES), help="of the weights (bf16; with --autocast fp32)")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="of the weights (bf16; with --autocast fp32)")
     parser.add_argument("--autocast", choices=["bf16"], help="compute in bf16 with fp32 weights (Trainer's bf16=True)")
-    parser.add_argument(
-        "--lora",
-        type=parse_lora,
-        metavar="r=16,dropout=0.05",
-        help="train LoRA adapters instead of the model; further keys: alpha, targets=q_proj+v_proj (all-linear), "
-        "dtype=fp32|model (fp32, PEFT's default), dora=true",
-    )
+    add_lora(parser)
     parser.add_argument(
         "--layers", type=positive_int, metavar="N", help="the depth, instead of the configuration's own"
     )
@@ -71,14 +55,11 @@ def run(args: argparse.Namespace) -> int:
         0.
 
     Raises:
-        CommandError: The options contradict each other, or the model cannot be measured.
-        MeasureError: There is no such model.
+        CommandError: The options contradict each other.
+        MeasureError: There is no such model, or it cannot be measured.
     """
     memsave = MemSaveConfig.named(args.memsave)
-    if args.autocast and args.dtype not in (None, "fp32"):
-        raise CommandError(
-            f"--autocast {args.autocast} computes in bf16 with fp32 weights, got --dtype {args.dtype}. Leave one out."
-        )
+    dtype = weights_of(args) or torch.bfloat16
     if args.plot:
         check_picture(args.plot)
     if args.json:
@@ -87,12 +68,11 @@ def run(args: argparse.Namespace) -> int:
     from hf_memsave.measure.depth import Setting, measure_full_depth
     from hf_memsave.measure.models import load_config
 
-    transformers.logging.set_verbosity_error()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries; the last one raises
+    quiet()
     setting = Setting(
         batch_size=args.batch_size,
         seq_len=args.seq_len,
-        dtype=getattr(torch, _DTYPES[args.dtype or ("fp32" if args.autocast else "bf16")]),
+        dtype=dtype,
         autocast=bool(args.autocast),
         memsave=memsave,
         lora=args.lora,
@@ -100,11 +80,8 @@ def run(args: argparse.Namespace) -> int:
     console = Console(highlight=False)
     with console.status(f"Reading the configuration {args.model} ..."):
         config = load_config(args.model)
-    try:
-        with console.status("Measuring ..."):
-            result = measure_full_depth(config, setting, args.layers)
-    except MeasureError as error:
-        raise CommandError(in_options(error)) from error
+    with console.status("Measuring ..."):
+        result = measure_full_depth(config, setting, args.layers)
 
     title = describe(args.model, result, setting)
     console.print(title, style="bold", markup=False)
@@ -129,7 +106,7 @@ def describe(name: str, result: FullDepth, setting: Setting) -> str:
     path = Path(name).resolve()
     name = path.parent.name if path.is_file() else path.name if path.is_dir() else name
     depth = " + ".join(map(str, result.depth.values()))
-    dtype = f"bf16 autocast, {_short(setting.dtype)} weights" if setting.autocast else _short(setting.dtype)
+    dtype = f"bf16 autocast, {NAMES[setting.dtype]} weights" if setting.autocast else NAMES[setting.dtype]
     return f"{name}: {result.cls}, {depth} layers, batch {setting.batch_size} x {setting.seq_len} tokens, {dtype}"
 
 
@@ -170,8 +147,8 @@ def explain(result: FullDepth, setting: Setting) -> list[str]:
         for setting in ("stock", "patched")
     )
     lines = [
-        f"[bold]{stock / patched:.2f}x less: {(stock - patched) / _MIB:,.1f} MiB freed.[/bold]",
-        f"u is one activation, batch x seq x hidden in {_short(setting.u_dtype)}: {result.u / _MIB:.3g} MiB.",
+        f"[bold]{stock / patched:.2f}x less: {(stock - patched) / MIB:,.1f} MiB freed.[/bold]",
+        f"u is one activation, batch x seq x hidden in {NAMES[setting.u_dtype]}: {result.u / MIB:.3g} MiB.",
         f"Measured: every byte alive after a forward with {runs} layers of full width (stock: {stock_runs}). "
         "Extrapolated: the depth; further layers are like those, so the figures are exact.",
         "A tensor counts for the op that made it: an op that keeps its input, not its output, moves bytes to the op "
@@ -200,14 +177,14 @@ def to_dict(result: FullDepth, setting: Setting) -> dict[str, Any]:
         "parameters": result.parameters,
         "batch_size": setting.batch_size,
         "seq_len": setting.seq_len,
-        "dtype": _short(setting.dtype),
+        "dtype": NAMES[setting.dtype],
         "autocast": "bf16" if setting.autocast else None,
         "lora": dataclasses.asdict(setting.lora) if setting.lora else None,
         "depth": result.depth,
         "measured": result.measured,
         "changes": result.changes,
         "u": result.u,
-        "u_dtype": _short(setting.u_dtype),
+        "u_dtype": NAMES[setting.u_dtype],
         "sites": [
             {"status": status, "op": op, "class": cls, "reason": reason, "count": count}
             for (status, op, cls, reason), count in sorted(result.sites.items())
@@ -217,14 +194,9 @@ def to_dict(result: FullDepth, setting: Setting) -> dict[str, Any]:
     }
 
 
-def in_options(error: Exception) -> str:
-    """The message, with the fields of a :class:`Setting` called by the options that set them."""
-    return re.sub(r"\b(batch_size|seq_len)\b", lambda name: "--" + name[0].replace("_", "-"), str(error))
-
-
 def _cells(result: FullDepth, kind: str | None) -> list[str]:
     stock, patched = _amount(result.stock.total, kind), _amount(result.patched.total, kind)
-    cells = [f"{amount / _MIB:,.1f}" for amount in (stock, patched)]
+    cells = [f"{amount / MIB:,.1f}" for amount in (stock, patched)]
     for field in result.depth:
         for affine in (result.stock, result.patched):
             cells.append(f"{_amount(affine.per_layer[field], kind) / result.u:.2f}")
@@ -233,7 +205,3 @@ def _cells(result: FullDepth, kind: str | None) -> list[str]:
 
 def _amount(kept: Mapping[Any, float], kind: str | None = None) -> float:
     return sum(kept.values()) if kind is None else kept.get(kind, 0)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return next(short for short, name in _DTYPES.items() if str(dtype) == f"torch.{name}")

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from hf_memsave.commands import CommandError
 from hf_memsave.measure.layers import at_depth, depth_fields, period
 from hf_memsave.measure.models import build_empty
+from hf_memsave.sizes import GIB
 
 #: Parameters that are compared without a question; drawing more takes minutes.
 _MOST = 10**9
@@ -51,7 +52,7 @@ def shrunk(name: str, config: PreTrainedConfig, dtype: torch.dtype, layers: int 
             )
     raise CommandError(
         f"{name} has {whole / 1e6:,.0f} M parameters, and even {every} of its layers need "
-        f"{_bytes(found, dtype) / 2**30:.1f} GiB with what is compared: expected at most {free / 2**30:.1f}. Use "
+        f"{_bytes(found, dtype) / GIB:.1f} GiB with what is compared: expected at most {free / GIB:.1f}. Use "
         "--dtype bf16, or name a config.json of less width."
     )
 

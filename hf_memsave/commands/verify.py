@@ -27,9 +27,9 @@ from hf_memsave.measure.step import (
     StockStepError,
     compare_step,
 )
+from hf_memsave.sizes import MIB
 
 _WORST = 5
-_MIB = 2**20
 
 
 def add_to(commands: Any) -> None:
@@ -102,7 +102,7 @@ def _tables(found: StepComparison) -> list[Table]:
     table.add_row("loss", *(f"{loss:.7g}" for loss in found.losses), _distance(found.loss))
     equal, count = sum(d.equal for d in found.gradients), len(found.gradients)
     table.add_row("gradients", "", "", f"{equal} of {count} equal to the bit")
-    kept = [f"{kept.total / _MIB:,.2f}" for kept in (found.stock, found.patched)]
+    kept = [f"{kept.total / MIB:,.2f}" for kept in (found.stock, found.patched)]
     table.add_row("kept MiB", *kept, f"{found.stock.total / max(found.patched.total, 1):.2f}x less")
     if equal == count:
         return [table]

@@ -37,7 +37,6 @@ class GlueTask:
         labels: Class names in the order of their ids; empty for regression.
         label_column: The file's column with the label.
         labels_are_ids: The files write class ids, not class names.
-        metric: The figure to compare runs by, as the metric module in ``scripts/metrics/glue`` names it.
         files: Split on the hub -> file name.
         headerless: The columns of the train and dev files, for the one task whose files do not name them.
         broken_lines: The share of lines that may have a wrong number of columns; they are left out with a warning.
@@ -49,7 +48,6 @@ class GlueTask:
     labels: tuple[str, ...]
     label_column: str = "label"
     labels_are_ids: bool = True
-    metric: str = "accuracy"
     files: Mapping[str, str] = field(
         default_factory=lambda: {"train": "train.tsv", "validation": "dev.tsv", "test": "test.tsv"}
     )
@@ -97,7 +95,6 @@ TASKS: dict[str, GlueTask] = {
             folder="CoLA",
             text={"sentence": "sentence"},
             labels=("unacceptable", "acceptable"),
-            metric="matthews_correlation",
             headerless=("source", "label", "mark", "sentence"),
         ),
         GlueTask(name="sst2", folder="SST-2", text={"sentence": "sentence"}, labels=("negative", "positive")),
@@ -107,7 +104,6 @@ TASKS: dict[str, GlueTask] = {
             text={"sentence1": "#1 String", "sentence2": "#2 String"},
             labels=("not_equivalent", "equivalent"),
             label_column="Quality",
-            metric="f1",
         ),
         GlueTask(
             name="qqp",
@@ -115,10 +111,9 @@ TASKS: dict[str, GlueTask] = {
             text={"question1": "question1", "question2": "question2"},
             labels=("not_duplicate", "duplicate"),
             label_column="is_duplicate",
-            metric="f1",
             broken_lines=1e-3,  # a few questions in the official train.tsv contain a line break
         ),
-        GlueTask(name="stsb", folder="STS-B", text=_PAIR, labels=(), label_column="score", metric="pearson"),
+        GlueTask(name="stsb", folder="STS-B", text=_PAIR, labels=(), label_column="score"),
         GlueTask(
             name="mnli",
             folder="MNLI",

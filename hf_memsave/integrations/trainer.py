@@ -23,11 +23,11 @@ from hf_memsave.errors import ConfigError, PatchError
 from hf_memsave.integrations.norms import has_table, load_norms, norms_from_text, norms_to_text, save_norms
 from hf_memsave.patching.patch import patch, unpatch
 from hf_memsave.patching.swap import patched_models
+from hf_memsave.sizes import MIB
 from hf_memsave.tape.ledger import Ledger
 
 logger = logging.get_logger(__name__)
 
-_MIB = 2**20
 #: Functions that are named after the first step.
 _TOP = 8
 #: The name of the norms in the callback's state.
@@ -129,7 +129,7 @@ class MemSaveCallback(TrainerCallback, ExportableState):
         """After the first step, say what it avoided to keep."""
         step = self.report.step
         if self._avoided is None and step.nbytes_kept:
-            self._avoided = {name: n / _MIB for name, n in list(step.by_function("avoided").items())[:_TOP]}
+            self._avoided = {name: n / MIB for name, n in list(step.by_function("avoided").items())[:_TOP]}
             if state.is_world_process_zero:
                 print(_line(step, self._avoided))
 
@@ -147,11 +147,11 @@ class MemSaveCallback(TrainerCallback, ExportableState):
         step = self.report.step
         if step.nbytes_kept:
             self.metrics = {
-                "memsave/kept_mib": step.nbytes_kept / _MIB,
-                "memsave/freed_mib": step.nbytes_avoided / _MIB,
+                "memsave/kept_mib": step.nbytes_kept / MIB,
+                "memsave/freed_mib": step.nbytes_avoided / MIB,
             }
         if args.device.type == "cuda":
-            self.metrics["memsave/peak_mib"] = torch.cuda.max_memory_allocated(args.device) / _MIB
+            self.metrics["memsave/peak_mib"] = torch.cuda.max_memory_allocated(args.device) / MIB
         once = {f"memsave/avoided_mib/{name}": mib for name, mib in (self._avoided or {}).items()}
         self._avoided = None if self._avoided is None else {}
         for log in (logs, *state.log_history[-1:]):
@@ -189,7 +189,7 @@ class MemSaveCallback(TrainerCallback, ExportableState):
 
 def _line(step: Ledger, avoided: dict[str, float]) -> str:
     """What a first step kept and avoided, and by which functions."""
-    kept, freed = step.nbytes_kept / _MIB, step.nbytes_avoided / _MIB
+    kept, freed = step.nbytes_kept / MIB, step.nbytes_avoided / MIB
     names = ", ".join(f"{name} {mib:.3g}" for name, mib in avoided.items()) or "nothing"
     return f"hf_memsave: the first step kept {kept:.3g} MiB and avoided {freed:.3g}: {names}"
 

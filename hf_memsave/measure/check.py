@@ -29,11 +29,11 @@ from hf_memsave.measure.peak import count_peak, rounded, storages
 from hf_memsave.measure.trace import UNIT
 from hf_memsave.measure.training import Training, build
 from hf_memsave.patching.patch import patch
+from hf_memsave.sizes import GIB
 from hf_memsave.tape import measure_kept
 
 #: How far what was measured may be from what was predicted, by type of device: kept bytes, and the peak.
 SLACK = {"cpu": {"kept": 0.01, "peak": 0.03}, "cuda": {"kept": 0.03, "peak": 0.07}}
-_GIB = 2**30
 _KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -113,7 +113,7 @@ def check(
 def _refuse_too_large(peak: int, free: int, device: str) -> None:
     if peak > free:
         raise MeasureError(
-            f"the step needs {peak / _GIB:,.1f} GiB, and {free / _GIB:,.1f} GiB are free for this machine's {device}. "
+            f"the step needs {peak / GIB:,.1f} GiB, and {free / GIB:,.1f} GiB are free for this machine's {device}. "
             "To check it there, lower batch_size, seq_len or the number of layers."
         )
 

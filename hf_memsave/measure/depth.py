@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -26,22 +26,20 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import MeasureError
-from hf_memsave.measure.inputs import make_batch
-from hf_memsave.measure.layers import at_depth, depth_fields, period
+from hf_memsave.measure.extrapolate import FROM, REPEATS, Depths, extrapolated, periods
+from hf_memsave.measure.inputs import forward_of, make_batch
+from hf_memsave.measure.layers import at_depth, depth_fields
 from hf_memsave.measure.lora import Lora
 from hf_memsave.measure.models import build, choose_head
 from hf_memsave.measure.skip_values import SkipValues
 from hf_memsave.patching.patch import patch
+from hf_memsave.sizes import GIB
 from hf_memsave.tape import measure_kept
-from hf_memsave.tape.prices import SPAN
 
 # What the memory check expects: the most that stock keeps in a layer of any family, plain and with adapters (DoRA in
 # fp32), and for the logits of a token.
 _MOST_U, _MOST_U_ADAPTED = 50, 160
 _LOGIT_BYTES = 14
-_GIB = 2**30
-# After how many blocks what a tape keeps of one repeats itself, and from which on.
-_REPEATS, _FROM = SPAN * (SPAN + 1), SPAN + 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +65,16 @@ class Affine:
 
     total: dict[Any, int]
     per_layer: dict[str, dict[Any, float]]
+
+    @classmethod
+    def of(cls, points: Sequence[Mapping[Any, int]], depths: Depths) -> Affine:
+        """All that the points name, each of which is what was found at one of ``depths.run``."""
+        first, *deeper = points
+        per_layer = {
+            field: {name: (point.get(name, 0) - first.get(name, 0)) / n for name in {**first, **point}}
+            for (field, n), point in zip(depths.every.items(), deeper, strict=True)
+        }
+        return cls(extrapolated(first, deeper, depths.times), per_layer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,28 +119,27 @@ def measure_full_depth(config: PreTrainedConfig, setting: Setting, layers: int |
         MeasureError: The model cannot be run, does not fit the machine's free memory, or its layers do not repeat.
     """
     head = choose_head(config)
-    fields = depth_fields(config)
-    full = {field: layers or getattr(config, field) for field in fields}
-    own = {field: period(config) if field == fields[0] else 1 for field in fields}
-    depths = _depths({field: own[field] + n % own[field] for field, n in full.items()}, own)
-    every = {field: math.lcm(_REPEATS, n) for field, n in own.items()}
-    deeper = _depths({field: min(n, _FROM + (n - _FROM) % every[field]) for field, n in full.items()}, every)
+    full = {field: layers or getattr(config, field) for field in depth_fields(config)}
+    own = periods(config, full)
+    few = Depths(full, {field: own[field] + n % own[field] for field, n in full.items()}, own)
+    every = {field: math.lcm(REPEATS, n) for field, n in own.items()}
+    more = Depths(full, {field: min(n, FROM + (n - FROM) % every[field]) for field, n in full.items()}, every)
 
     with torch.device("meta"):
         whole, changes = _build(head, at_depth(config, full), setting)
-    _check_memory(config, setting, max(depths, key=_sum))
-    stock = [_kept_stock(head, config, depth, setting) for depth in depths]
-    deepest = max(deeper, key=_sum)
-    _check_memory(config, setting, deepest, _sum(extrapolate(stock, depths, deepest).total))
+    _check_memory(config, setting, max(few.run, key=_sum))
+    stock = [_kept_stock(head, config, depth, setting) for depth in few.run]
+    deepest = max(more.run, key=_sum)
+    _check_memory(config, setting, deepest, _sum(Affine.of(stock, replace(few, full=deepest)).total))
     counts, sites, patched = [], [], []
-    for depth in deeper:
+    for depth in more.run:
         model, _ = _build(head, at_depth(config, depth), setting)
         counts.append({"parameters": model.num_parameters()})
         report = patch(model, setting.memsave)
         sites.append(Counter((site.status, site.op, site.cls, site.reason) for site in report.sites))
         patched.append(_kept(model, head, setting))
 
-    expected = extrapolate(counts, deeper, full).total["parameters"]
+    expected = Affine.of(counts, more).total["parameters"]
     if expected != whole.num_parameters():
         raise MeasureError(
             f"the layers of {type(whole).__name__} are not alike: expected {expected:,.0f} parameters at full depth, "
@@ -141,48 +148,18 @@ def measure_full_depth(config: PreTrainedConfig, setting: Setting, layers: int |
     return FullDepth(
         cls=type(whole).__name__,
         parameters=whole.num_parameters(),
-        sites=extrapolate(sites, deeper, full).total,
+        sites=Affine.of(sites, more).total,
         depth=full,
-        measured={"stock": depths, "patched": deeper},
+        measured={"stock": few.run, "patched": more.run},
         changes=changes,
         u=setting.batch_size * setting.seq_len * config.hidden_size * setting.u_dtype.itemsize,
-        stock=extrapolate(stock, depths, full),
-        patched=extrapolate(patched, deeper, full),
+        stock=Affine.of(stock, few),
+        patched=Affine.of(patched, more),
     )
-
-
-def _depths(first: dict[str, int], every: dict[str, int]) -> tuple[dict[str, int], ...]:
-    """The first depth, and one with more layers of each stack in turn."""
-    return (first, *(first | {field: first[field] + every[field]} for field in first))
 
 
 def _sum(amounts: Mapping[Any, int]) -> int:
     return sum(amounts.values())
-
-
-def extrapolate(
-    points: Sequence[Mapping[Any, int]], depths: tuple[dict[str, int], ...], full: dict[str, int]
-) -> Affine:
-    """The amounts at full depth, from one point at the first depth and one with more layers of each stack in turn.
-
-    Args:
-        points: Name -> amount, for each of ``depths``.
-        depths: Field -> number of layers: the first, then with one field raised.
-        full: The depth wanted; its fields are raised in its order.
-
-    Returns:
-        All that the points name.
-    """
-    first = points[0]
-    total = dict(first)
-    per_layer = {}
-    for field, point, depth in zip(full, points[1:], depths[1:], strict=True):
-        step = depth[field] - depths[0][field]
-        added = {name: point.get(name, 0) - first.get(name, 0) for name in {**first, **point}}
-        for name, amount in added.items():
-            total[name] = total.get(name, 0) + amount * ((full[field] - depths[0][field]) // step)
-        per_layer[field] = {name: amount / step for name, amount in added.items()}
-    return Affine(total, per_layer)
 
 
 def _build(head: Any, config: PreTrainedConfig, setting: Setting) -> tuple[PreTrainedModel, tuple[str, ...]]:
@@ -206,11 +183,8 @@ def _kept_stock(head: Any, config: PreTrainedConfig, depth: dict[str, int], sett
 
 
 def _kept(model: PreTrainedModel, head: Any, setting: Setting) -> dict[str, int]:
-    def forward(**batch: torch.Tensor) -> Any:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=setting.autocast):
-            return model(**batch)
-
     batch = make_batch(head, model.config, setting.batch_size, setting.seq_len)
+    forward = forward_of(model, torch.bfloat16 if setting.autocast else None)
     with SkipValues():
         return measure_kept(model, batch, forward).by_kind
 
@@ -229,7 +203,7 @@ def _check_memory(config: PreTrainedConfig, setting: Setting, depth: dict[str, i
     if needed > (free := psutil.virtual_memory().available):
         raise MeasureError(
             f"{' + '.join(map(str, depth.values()))} layers with a batch of {setting.batch_size} x {setting.seq_len} "
-            f"tokens need about {needed / _GIB:.1f} GiB ({weights / _GIB:.1f} GiB of weights), and "
-            f"{free / _GIB:.1f} GiB are free. Lower batch_size (kept memory grows in proportion to it) or seq_len, "
+            f"tokens need about {needed / GIB:.1f} GiB ({weights / GIB:.1f} GiB of weights), and "
+            f"{free / GIB:.1f} GiB are free. Lower batch_size (kept memory grows in proportion to it) or seq_len, "
             "or use a larger machine."
         )

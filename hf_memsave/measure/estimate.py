@@ -13,7 +13,6 @@ kernels take for themselves otherwise.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,21 +22,18 @@ from transformers import PreTrainedConfig
 
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.measure.elsewhere import away_from_gpus
-from hf_memsave.measure.extrapolate import extrapolated, trace_at_full_depth
-from hf_memsave.measure.layers import depth_fields, period
+from hf_memsave.measure.extrapolate import depths_of, extrapolated, trace_at_full_depth
+from hf_memsave.measure.layers import depth_fields
 from hf_memsave.measure.sharding import sharded
 from hf_memsave.measure.timeline import Point, in_words, timeline
 from hf_memsave.measure.trace import Place
 from hf_memsave.measure.training import Traced, Training, config_of, trace_at, training_of
-from hf_memsave.tape.prices import SPAN
+from hf_memsave.sizes import GIB, MIB
 
-_MIB, _GIB = 2**20, 2**30
 #: What CUDA takes for itself in each process, in no allocator; it depends on device and driver.
-CONTEXT = 500 * _MIB
+CONTEXT = 500 * MIB
 #: What cuBLAS takes: by PyTorch's default 8.1 MiB for the thread of the forward, and for that of the backward.
 WORKSPACES = 2 * (4096 * 2 + 16 * 8) * 1024
-#: From how many layers on they are alike; after how many those of a tape repeat themselves.
-_FROM_STOCK, _FROM_TAPED, _REPEATS = 3, SPAN + 2, SPAN * (SPAN + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,39 +204,17 @@ def trace_in_full(
     Returns:
         The step, and field -> bytes.
     """
-    first, every = _depths(config, depth, training, memsave)
-    raised = [first | {field: first[field] + every[field]} for field in depth]
-    times = [(depth[field] - first[field]) // every[field] for field in depth]
-    at_first, *deeper = (trace_at(config, at, training, memsave, keeps, on_cpu) for at in (first, *raised))
+    depths = depths_of(config, depth, training, memsave)
+    first, *deeper = (trace_at(config, at, training, memsave, keeps, on_cpu) for at in depths.run)
 
     def of(name: str) -> Any:
-        return extrapolated(getattr(at_first, name), [getattr(traced, name) for traced in deeper], times)
+        return extrapolated(getattr(first, name), [getattr(traced, name) for traced in deeper], depths.times)
 
-    kept = [sum(traced.by_kind.values()) for traced in (at_first, *deeper)]
-    per_layer = {field: (k - kept[0]) / every[field] for field, k in zip(depth, kept[1:], strict=True)}
-    trace = trace_at_full_depth(at_first.trace, [traced.trace for traced in deeper], times)
+    kept = [sum(traced.by_kind.values()) for traced in (first, *deeper)]
+    per_layer = {field: (k - kept[0]) / n for (field, n), k in zip(depths.every.items(), kept[1:], strict=True)}
+    trace = trace_at_full_depth(first.trace, [traced.trace for traced in deeper], depths.times)
     full = Traced(trace=trace, numbers=of("numbers"), by_kind=of("by_kind"), by_module=of("by_module"))
     return full, per_layer
-
-
-def _depths(
-    config: PreTrainedConfig, depth: dict[str, int], training: Training, memsave: MemSaveConfig | None
-) -> tuple[dict[str, int], dict[str, int]]:
-    """The first depth to trace, and after how many layers they repeat themselves, by field.
-
-    Where an fp32 residual sum runs beside products in 16 bits, a tape keeps one after every s-th or next layer, with s
-    :data:`~hf_memsave.tape.prices.SPAN`; elsewhere each layer keeps the same.
-
-    Returns:
-        Two numbers for each field.
-    """
-    own = {field: period(config) if i == 0 else 1 for i, field in enumerate(depth)}
-    has_sums = memsave is not None and bool(training.autocast or training.quantized)
-    repeats, start = _REPEATS if has_sums else 1, _FROM_STOCK if memsave is None else _FROM_TAPED
-    every = {field: math.lcm(repeats, n) for field, n in own.items()}
-    least = {field: max(start, n) for field, n in own.items()}
-    first = {f: n if n < least[f] else least[f] + (n - least[f]) % every[f] for f, n in depth.items()}
-    return first, every
 
 
 def _memory(traced: Traced, per_layer: dict[str, float], sharding: str, devices: int) -> Memory:
@@ -269,4 +243,4 @@ def _described(place: Place, op: str) -> str:
 
 
 def _gib(nbytes: float) -> str:
-    return f"{nbytes / _GIB:,.2f} GiB"
+    return f"{nbytes / GIB:,.2f} GiB"

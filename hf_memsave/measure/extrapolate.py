@@ -11,12 +11,81 @@ found among the first and the last ones. An encoder and a decoder have a term ea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+from transformers import PreTrainedConfig
+
+from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import MeasureError
+from hf_memsave.measure.layers import period
 from hf_memsave.measure.trace import Moment, Place, Trace
+from hf_memsave.tape.prices import SPAN
+
+if TYPE_CHECKING:
+    from hf_memsave.measure.training import Training
+
+#: From which layer on those of a tape are alike, and after how many they repeat themselves at the latest.
+FROM, REPEATS = SPAN + 2, SPAN * (SPAN + 1)
+#: From which on those of stock are alike.
+_FROM_STOCK = 3
+
+
+@dataclass(frozen=True)
+class Depths:
+    """The depths that tell of the full one. All are numbers of layers, by field of the configuration.
+
+    Attributes:
+        full: What is wanted.
+        first: The first to run.
+        every: How many more of each stack in turn the deeper ones have: after so many, layers repeat themselves.
+    """
+
+    full: dict[str, int]
+    first: dict[str, int]
+    every: dict[str, int]
+
+    @property
+    def run(self) -> tuple[dict[str, int], ...]:
+        """The first depth, and one with more layers of each stack in turn."""
+        return (self.first, *(self.first | {field: self.first[field] + n} for field, n in self.every.items()))
+
+    @property
+    def times(self) -> list[int]:
+        """How often what each of the deeper ones has more is there at full depth."""
+        return [(self.full[field] - self.first[field]) // n for field, n in self.every.items()]
+
+
+def periods(config: PreTrainedConfig, full: Mapping[str, int]) -> dict[str, int]:
+    """After how many layers the types in each stack repeat themselves; only the first stack may have several."""
+    return {field: period(config) if i == 0 else 1 for i, field in enumerate(full)}
+
+
+def depths_of(
+    config: PreTrainedConfig, full: dict[str, int], training: Training, memsave: MemSaveConfig | None
+) -> Depths:
+    """The depths to trace.
+
+    Where an fp32 residual sum runs beside products in 16 bits, a tape keeps one after every s-th or next layer, with s
+    :data:`~hf_memsave.tape.prices.SPAN`; elsewhere each layer keeps the same.
+
+    Args:
+        config: Of the model.
+        full: The depth that is wanted.
+        training: What to do.
+        memsave: How the model is patched; None for stock.
+
+    Returns:
+        The full depth itself as the first, where it has too few layers to tell of more.
+    """
+    own = periods(config, full)
+    has_sums = memsave is not None and bool(training.autocast or training.quantized)
+    every = {field: math.lcm(REPEATS if has_sums else 1, n) for field, n in own.items()}
+    least = {field: max(_FROM_STOCK if memsave is None else FROM, n) for field, n in own.items()}
+    first = {f: n if n < least[f] else least[f] + (n - least[f]) % every[f] for f, n in full.items()}
+    return Depths(full, first, every)
 
 
 def extrapolated(first: Any, deeper: Sequence[Any], times: Sequence[int]) -> Any:

@@ -46,7 +46,7 @@ def largest(
     Returns:
         A number; 0 if not even 1 fits.
     """
-    most = _MOST if name == "batch_size" else getattr(config, "max_position_embeddings", None) or _MOST
+    most = most_of(config, name)
 
     @cache
     def needed(number: int) -> int:
@@ -60,6 +60,11 @@ def largest(
     known = {getattr(training, name): estimated.needed}
     fixed = estimated.parameters + estimated.states + WORKSPACES + CONTEXT
     return search(lambda n: known[n] if n in known else needed(n), memory, getattr(training, name), most, fixed)
+
+
+def most_of(config: PreTrainedConfig, name: str) -> int:
+    """The largest "batch_size" or "seq_len" to ask about."""
+    return _MOST if name == "batch_size" else getattr(config, "max_position_embeddings", None) or _MOST
 
 
 def search(needed: Callable[[int], int], memory: int, start: int, most: int, fixed: int = 0) -> int:

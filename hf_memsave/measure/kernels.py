@@ -21,9 +21,9 @@ from torch import Tensor
 
 from hf_memsave.device import mask_multiple
 from hf_memsave.measure.private import library
+from hf_memsave.ops.cast import HALVES
 
 aten = torch.ops.aten
-HALVES = (torch.float16, torch.bfloat16)
 #: Kernels by name, in the order in which PyTorch prefers them (before Hopper's, where cuDNN may come first).
 ATTENTION = ("flash", "efficient", "cudnn")
 #: The widest head of each.

@@ -88,13 +88,6 @@ def quick_device(tensor: torch.Tensor) -> torch.device:
     return device
 
 
-def data_errors() -> tuple[type[Exception], ...]:
-    """What such a tensor raises when it is asked for its numbers."""
-    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-
-    return DataDependentOutputException, DynamicOutputShapeException
-
-
 def library(namespace: str) -> Any:
     """Where functions of the stand-in device are registered; for the life of the process."""
     _held.append(made := torch.library.Library(namespace, "IMPL"))

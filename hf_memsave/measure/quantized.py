@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_memsave.errors import MeasureError
+from hf_memsave.ops.cast import HALVES
 
 #: Elements that share a scale, and scales that share one of theirs (double quantization).
 _BLOCK, _SCALES = 64, 256
@@ -36,7 +37,7 @@ def quantize(model: PreTrainedModel) -> None:
     model.is_loaded_in_4bit = True
     for p in model.parameters():
         p.requires_grad_(False)
-        if p.dtype in (torch.float16, torch.bfloat16):
+        if p.dtype in HALVES:
             p.data = p.data.float()
 
 

@@ -34,7 +34,6 @@ class Op:
         forward: Called as ``forward(module, patch, *args, **kwargs)``, where ``patch.stock`` is the module's stock
             class and ``patch.value`` what was chosen. It must draw random numbers as stock does.
         check: Returns why this module cannot take the op, or "". Must neither change the module nor run it.
-        note: Returns what a patched module still keeps beyond what was chosen, for the report; "" for nothing.
         refuse: Returns why the value that was asked for cannot be had from this module, and the remedy, or "". Unlike
             ``check``, it always ends in an error.
     """
@@ -42,5 +41,4 @@ class Op:
     name: str
     forward: Callable[..., Any]
     check: Callable[[nn.Module, Any], str] = _nothing
-    note: Callable[[nn.Module, Any], str] = _nothing
     refuse: Callable[[nn.Module, Any], str] = _nothing

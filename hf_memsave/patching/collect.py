@@ -88,7 +88,7 @@ def collect(
         if reason := OPS[op].check(module, value):
             sites.append(SiteReport(name, cls.__name__, op, "skipped", reason))
             continue
-        sites.append(SiteReport(name, cls.__name__, op, "patched", OPS[op].note(module, value)))
+        sites.append(SiteReport(name, cls.__name__, op, "patched"))
         before = plan.get(module, Patch(cls))
         plan[module] = before._replace(op=op, value=value, block=number)
     if config.checkpoint is not None and not prefix:

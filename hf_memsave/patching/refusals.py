@@ -23,7 +23,7 @@ class SiteReport:
     """One module: its path, its stock class, what is done there, and "patched" or "skipped".
 
     ``op`` is "model" or "block" for what lays a tape or ends a block of one, else the name of the op that replaces its
-    forward. ``reason`` says why it was skipped, or what a patched one still keeps.
+    forward. ``reason`` says why it was skipped.
     """
 
     name: str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -75,17 +74,14 @@ def _longest(batches: Any, remedy: str) -> int:
     try:
         at = max(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))  # type: ignore[arg-type,index]
         with torch.random.fork_rng():  # a collator may draw a mask
-            ids = _collated(collate, rows[at])["input_ids"]  # type: ignore[index]
+            row = rows[at]  # type: ignore[index]
+            ids = torch.as_tensor(row["input_ids"]) if collate is None else collate([row])["input_ids"]
     except (TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
         raise PlanError(
             "budget: expected a data set with a length and rows with 'input_ids', of which the longest tells the "
             f"sequence length, got {type(rows).__name__}. {remedy}"
         ) from error
     return int(ids.shape[-1])
-
-
-def _collated(collate: Callable[[list[Any]], Any] | None, row: Any) -> Any:
-    return {"input_ids": torch.as_tensor(row["input_ids"])} if collate is None else collate([row])
 
 
 def _weights(model: nn.Module) -> torch.dtype:

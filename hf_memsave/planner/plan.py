@@ -12,22 +12,20 @@ from transformers import PreTrainedConfig
 
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import MeasureError, PlanError
-from hf_memsave.measure.fit import search
+from hf_memsave.measure.fit import most_of, search
 from hf_memsave.measure.lora import Lora
 from hf_memsave.measure.sharding import sharded
 from hf_memsave.measure.training import config_of, training_of
 from hf_memsave.planner.rates import Rates, rates_of
-from hf_memsave.planner.settings import Family, Setting, Settings
+from hf_memsave.planner.settings import FLOOR, OFFLOAD, Family, Setting, Settings
 from hf_memsave.planner.traces import trace_of
 from hf_memsave.sizes import bytes_of, gib
 
 #: Codecs that may be allowed, whose gradients are approximate.
 LOSSY = ("int8", "int4")
 #: The settings of which the largest batch and the longest sequence are told.
-_ENDS = (Family(None, False, None), Family(None, False, "gate"), Family(None, True, None), Family(None, False, "block"),
-         Family(None, True, "block"))  # fmt: skip
+_ENDS = (FLOOR, FLOOR._replace(rung="gate"), OFFLOAD, FLOOR._replace(rung="block"), OFFLOAD._replace(rung="block"))
 #: Nobody asks for more.
-_MOST = 2**22
 _MOST_DEVICES = 1024
 
 
@@ -158,8 +156,8 @@ def largest(
     found = {}
     for done, family in enumerate(_ENDS):
         (progress or (lambda share: None))(done / len(_ENDS))
-        found[_name(settings, family)] = (_most(settings, family, limit, "batch_size"),
-                                          _most(settings, family, limit, "seq_len"))  # fmt: skip
+        found[_name(family)] = (_most(settings, family, limit, "batch_size"),
+                                _most(settings, family, limit, "seq_len"))  # fmt: skip
     return found
 
 
@@ -179,7 +177,7 @@ def _codecs(lossy: Collection[str]) -> tuple[str, ...]:
     return names
 
 
-def _name(settings: Settings, family: Family) -> str:
+def _name(family: Family) -> str:
     parts = [f"checkpoint={family.rung!r}"] if family.rung else []
     return ", ".join([*parts, *(["offload"] if family.offload else [])]) or "the floor"
 
@@ -192,12 +190,11 @@ def _at(settings: Settings, **changes: Any) -> Settings:
 
 def _most(settings: Settings, family: Family, limit: int, name: str) -> int:
     """The largest "batch_size" or "seq_len" of the family's setting in all layers; 0 if not even 1 fits."""
-    most = _MOST if name == "batch_size" else getattr(settings.config, "max_position_embeddings", None) or _MOST
 
     def needed(number: int) -> int:
         return _at(settings, **{name: number}).whole(family).needed
 
-    return search(needed, limit, getattr(settings.training, name), most)
+    return search(needed, limit, getattr(settings.training, name), most_of(settings.config, name))
 
 
 def _too_much(settings: Settings, tried: list[Setting], limit: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -10,12 +9,11 @@ from transformers import PreTrainedConfig
 
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.measure.elsewhere import away_from_gpus
-from hf_memsave.measure.extrapolate import trace_at_full_depth, with_a_block_less
-from hf_memsave.measure.layers import depth_fields, period
+from hf_memsave.measure.extrapolate import depths_of, trace_at_full_depth, with_a_block_less
+from hf_memsave.measure.layers import depth_fields
 from hf_memsave.measure.optimizers import TEMPORARIES
 from hf_memsave.measure.trace import Place, Trace
 from hf_memsave.measure.training import Training, trace_at
-from hf_memsave.tape.prices import SPAN
 
 #: Steps that are remembered: as many as a few plans ask for.
 _REMEMBERED = 256
@@ -72,14 +70,13 @@ def _remembered(key: _Key) -> Whole:
 @away_from_gpus
 def _traced(config: PreTrainedConfig, training: Training, memsave: MemSaveConfig) -> Whole:
     depth = {field: getattr(config, field) for field in depth_fields(config)}
-    first, every = _depths(config, depth, training)
-    times = [(depth[field] - first[field]) // every[field] for field in depth]
-    raised = [first | {field: first[field] + every[field]} for field in depth]
-    deeper = [_at(config, depth, training, memsave) for depth in raised]
+    depths = depths_of(config, depth, training, memsave)
+    every, times = depths.every, depths.times
+    deeper = [_at(config, at, training, memsave) for at in depths.run[1:]]
     if min(times) > 0 and _is_told_by_one(deeper, every, training, memsave):
         shallow = with_a_block_less(deeper[0], TEMPORARIES[training.optimizer])
     else:
-        shallow = _at(config, first, training, memsave)
+        shallow = _at(config, depths.first, training, memsave)
     trace = trace_at_full_depth(shallow, deeper, times)
     kept, away = [], []
     for i, n in enumerate(every.values()):
@@ -108,25 +105,6 @@ def _is_told_by_one(deeper: list[Trace], every: dict[str, int], training: Traini
 
 def _at(config: PreTrainedConfig, depth: dict[str, int], training: Training, memsave: MemSaveConfig) -> Trace:
     return trace_at(config, depth, training, memsave, keeps=False).trace
-
-
-def _depths(
-    config: PreTrainedConfig, depth: dict[str, int], training: Training
-) -> tuple[dict[str, int], dict[str, int]]:
-    """The first depth to trace, and after how many layers they repeat themselves, by field.
-
-    Where an fp32 residual sum runs beside products in 16 bits, a tape keeps one after every s-th or next layer, with s
-    :data:`~hf_memsave.tape.prices.SPAN`; elsewhere each layer keeps the same.
-
-    Returns:
-        Both.
-    """
-    repeats = SPAN * (SPAN + 1) if training.autocast or training.quantized else 1
-    own = {field: period(config) if i == 0 else 1 for i, field in enumerate(depth)}
-    every = {field: math.lcm(repeats, n) for field, n in own.items()}
-    least = {field: max(SPAN + 2, n) for field, n in own.items()}
-    first = {f: n if n < least[f] else least[f] + (n - least[f]) % every[f] for f, n in depth.items()}
-    return first, every
 
 
 def _away(trace: Trace) -> int:

@@ -29,7 +29,8 @@ from rich.progress import track
 from torch import nn
 
 from hf_memsave import MemSaveConfig, PatchError, measure_kept, patch
-from hf_memsave.measure.depth import Affine, extrapolate
+from hf_memsave.measure.depth import Affine
+from hf_memsave.measure.extrapolate import Depths
 from hf_memsave.measure.peak import count_peak
 from peak_memory import cpu
 from techniques_report import markdown, picture
@@ -105,15 +106,15 @@ def at_full_depth(
     model: Model, config: MemSaveConfig | None, measure: Callable[[nn.Module, Any], dict[str, int]]
 ) -> Affine | None:
     """What ``measure`` says of one layer and, of each stack in turn, of two, carried to the full depth."""
-    first = dict.fromkeys(model.depth, 1)
-    depths = (first, *(first | {field: 2} for field in model.depth))
+    one = dict.fromkeys(model.depth, 1)
+    depths = Depths(model.depth, one, one)
     points = []
-    for depth in depths:
+    for depth in depths.run:
         module, batch = made(model, depth, config)
         if module is None:
             return None
         points.append(measure(module, batch))
-    return extrapolate(points, depths, model.depth)
+    return Affine.of(points, depths)
 
 
 def made(model: Model, depth: dict[str, int], config: MemSaveConfig | None) -> tuple[nn.Module | None, Any]:

@@ -11,8 +11,8 @@ from hf_memsave import MemSaveConfig, MemSaveError
 from hf_memsave.config import presets
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure import estimate as module
-from hf_memsave.measure.estimate import CONTEXT, WORKSPACES, _depths, estimate
-from hf_memsave.measure.extrapolate import extrapolated, trace_at_full_depth
+from hf_memsave.measure.estimate import CONTEXT, WORKSPACES, estimate
+from hf_memsave.measure.extrapolate import depths_of, extrapolated, trace_at_full_depth
 from hf_memsave.measure.fit import search
 from hf_memsave.measure.inputs import make_batch
 from hf_memsave.measure.layers import depth_fields
@@ -40,12 +40,10 @@ def training(**fields):
 
 def predicted(config, depth, training, memsave):
     """Trace and kept bytes at a depth, from steps of few layers."""
-    first, every = _depths(config, depth, training, memsave)
-    raised = [first | {field: first[field] + every[field]} for field in depth]
-    times = [(depth[field] - first[field]) // every[field] for field in depth]
-    one, *more = (trace_at(config, d, training, memsave) for d in (first, *raised))
-    kept = extrapolated(one.by_kind, [other.by_kind for other in more], times)
-    return trace_at_full_depth(one.trace, [other.trace for other in more], times), sum(kept.values())
+    depths = depths_of(config, depth, training, memsave)
+    one, *more = (trace_at(config, d, training, memsave) for d in depths.run)
+    kept = extrapolated(one.by_kind, [other.by_kind for other in more], depths.times)
+    return trace_at_full_depth(one.trace, [other.trace for other in more], depths.times), sum(kept.values())
 
 
 def depth_of(config, layers):

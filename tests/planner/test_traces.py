@@ -8,7 +8,7 @@ import torch
 from transformers import BertConfig, GPT2Config, LlamaConfig
 
 from hf_memsave import MemSaveConfig
-from hf_memsave.measure.extrapolate import with_a_block_less
+from hf_memsave.measure.extrapolate import depths_of, with_a_block_less
 from hf_memsave.measure.layers import depth_fields
 from hf_memsave.measure.lora import Lora
 from hf_memsave.measure.optimizers import OPTIMIZERS, TEMPORARIES
@@ -48,7 +48,7 @@ MORE = itertools.product(CONFIGS, ADAPTERS, SETTINGS)
 def both(config, training, memsave):
     """With a block fewer than the deeper of the two depths that a plan traces: told by it, and traced."""
     (field,) = depth_fields(config)
-    first, _ = traces._depths(config, {field: 32}, training)
+    first = depths_of(config, {field: 32}, training, memsave).first
     deeper, own = (trace_at(config, {field: first[field] + n}, training, memsave, keeps=False).trace for n in (1, 0))
     return with_a_block_less(deeper, TEMPORARIES[training.optimizer]), own
 

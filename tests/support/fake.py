@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -22,6 +23,8 @@ from support.families import QUOTED, Size, batch_for, build
 from support.lora import adapted
 
 ATTENTION = ("flash", "efficient", "cudnn")
+#: What a tensor without numbers raises when it is asked for them.
+DATA_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, RuntimeError)
 #: Of a test that needs the stand-in: a process with GPUs has none.
 needs_stand_in = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 

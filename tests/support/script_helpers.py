@@ -38,6 +38,8 @@ CONFIGS = {
 STEPS = ["--max_steps", "2", "--per_device_train_batch_size", "4", "--use_cpu", "--report_to", "none"]
 STEPS += ["--dataloader_pin_memory", "false", "--logging_steps", "1", "--disable_tqdm", "true"]
 LORA = ["--lora_r", "4", "--lora_dropout", "0.1"]
+#: The figure that every run of a GLUE task tells, where that is not accuracy.
+METRICS = {"cola": "matthews_correlation", "mrpc": "f1", "qqp": "f1", "stsb": "pearson"}
 
 
 def load_script(name: str, monkeypatch: pytest.MonkeyPatch):
