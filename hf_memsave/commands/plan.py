@@ -49,13 +49,14 @@ def run(args: argparse.Namespace) -> int:
         check_folder(args.out)
     training = step_of(args)
 
+    from hf_memsave.measure.layers import at_depth, depth_fields
     from hf_memsave.measure.models import load_config
     from hf_memsave.planner.plan import largest, plan
 
     quiet()
     config = load_config(args.model)
     if args.layers:
-        config.num_hidden_layers = args.layers
+        config = at_depth(config, dict.fromkeys(depth_fields(config), args.layers))
     console = Console(highlight=False)
     with progress_bar(console, "Tracing a few layers") as tell:
         options: dict[str, Any] = dict(

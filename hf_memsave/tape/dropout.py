@@ -35,7 +35,7 @@ from hf_memsave.device import current_stream, default_generator, fuses_dropout, 
 from hf_memsave.tape.codecs import coded
 from hf_memsave.tape.handles import Ticket
 from hf_memsave.tape.hooks import Tape
-from hf_memsave.tape.private import after_backward, backward_id, has_numbers, in_transform, outside_transforms
+from hf_memsave.tape.private import after_backward, backward_id, in_transform, is_concrete, outside_transforms
 from hf_memsave.tape.tensors import is_dense
 
 #: Of alpha dropout: what SELU saturates at, negated.
@@ -129,7 +129,7 @@ def _begins_at(state: Tensor, drawn: Tensor, p: float) -> bool:
     try:
         return torch.equal(drawn.as_strided((count,), (1,)), again)
     except RuntimeError:
-        if has_numbers(drawn):
+        if is_concrete(drawn):
             raise
         return False
 

@@ -211,7 +211,7 @@ def compile_nothing_of(*functions: Callable[..., Any]) -> None:
         pass
 
 
-def has_numbers(x: torch.Tensor) -> bool:
+def is_concrete(x: torch.Tensor) -> bool:
     """Whether a program may ask for the numbers in ``x``: not in a fake tensor's, nor where ``make_fx`` traces."""
     tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
     return not isinstance(x, FakeTensor) and (tracing is None or tracing.get_proxy_mode() is None)

@@ -37,6 +37,20 @@ def test_what_does_not_fit_is_an_error(capsys):
 
 
 @pytest.mark.parametrize(
+    ("kind", "fields"), [("t5", ["num_layers", "num_decoder_layers"]), ("gemma3_text", ["num_hidden_layers"])]
+)
+def test_layers_are_those_of_every_stack(kind, fields, monkeypatch):
+    """And what the configuration lists by layer has as many entries."""
+    asked = []
+    monkeypatch.setattr("hf_memsave.planner.plan.plan", lambda config, **options: asked.append(config) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["plan", kind, "--budget", "30GiB", "--layers", "3"])
+    (config,) = asked
+    assert [getattr(config, field) for field in fields] == [3] * len(fields)
+    assert len(getattr(config, "layer_types", None) or range(3)) == 3
+
+
+@pytest.mark.parametrize(
     "arguments", [["--budget", "much"], ["--budget", "1GiB", "--autocast", "bf16", "--dtype", "bf16"]]
 )
 def test_bad_input_is_one_line(arguments, capsys):
