@@ -34,7 +34,7 @@ from hf_memsave.sampling.estimators import row_norms
 from hf_memsave.sampling.sampler import Layer
 from hf_memsave.tape import current
 from hf_memsave.tape.hooks import Tape
-from hf_memsave.tape.private import after_backward, no_modes
+from hf_memsave.tape.private import after_backward, backward_id, no_modes
 
 #: Where a sampled module finds its :class:`~hf_memsave.sampling.Layer`.
 LAYER = "_memsave_layer"
@@ -70,7 +70,9 @@ class JointNorms:
         if self.tokens is not None and joint is not None:
             joint = joint.view_as(self.tokens.mask)
             cache = self.layer.sampler.cache
-            if cache.update(self.layer.name, self.batch, self.tokens, joint):
+            cache.update(self.layer.name, self.batch, self.tokens, joint)
+            if cache.backward != (backward := backward_id()):  # the callbacks of one that raises are never called
+                cache.backward = backward
                 after_backward(cache.learn)
 
 

@@ -17,6 +17,7 @@ then on; each backward looks again, and takes that back where one has.
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -61,9 +62,9 @@ class LayerNorms:
 
     def grow(self, length: int) -> None:
         """Make room for sequences of ``length`` tokens."""
-        if (missing := length - len(self.start)) > 0:
-            unseen = self.start.new_full((missing,), -1.0)
-            self.start, self.end = torch.cat([self.start, unseen]), torch.cat([self.end, unseen])
+        for name, profile in (("start", self.start), ("end", self.end)):
+            if (missing := length - len(profile)) > 0:
+                setattr(self, name, torch.cat([profile, profile.new_full((missing,), -1.0)]))
 
 
 class _Told(NamedTuple):
@@ -91,6 +92,10 @@ class NormCache:
     Args:
         kind: Field ``cache`` of :class:`~hf_memsave.WTACRS`.
         samples: How many the table of samples has room for; 0 for no table.
+
+    Attributes:
+        known: The layers that may ask.
+        backward: The last one that has been asked to have it learn at its end.
     """
 
     def __init__(self, kind: str | None, samples: int) -> None:
@@ -98,9 +103,14 @@ class NormCache:
         self.known: set[str] = set()
         self._layers: dict[str, LayerNorms] = {}
         self._told: deque[_Told] = deque()
+        self._lock = threading.RLock()  # forwards on several threads share what was learned
+        self.backward = -1
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_layers": self.layers}
+        return {**self.__dict__, "_layers": self.layers, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.RLock())
 
     @property
     def layers(self) -> dict[str, LayerNorms]:
@@ -122,9 +132,11 @@ class NormCache:
         norms = self.layers.get(layer)
         if self.kind is None or norms is None or tokens is None:
             return None
-        norms.go_to(tokens.mask.device)
-        norms.grow(tokens.mask.shape[1])
-        start, end = norms.start.abs(), norms.end.abs()  # what was not seen counts as the mean, 1
+        with self._lock:
+            norms.go_to(tokens.mask.device)
+            norms.grow(tokens.mask.shape[1])
+            start, end = norms.start, norms.end
+        start, end = start.abs(), end.abs()  # what was not seen counts as the mean, 1
         start, end = start.index_select(0, tokens.from_start.flatten()), end.index_select(0, tokens.from_end.flatten())
         predicted = (start + end).sqrt().view(tokens.mask.shape)
         factor = self._factor(layer, batch, tokens, predicted.device)
@@ -137,7 +149,7 @@ class NormCache:
             return None
         return tokens.mask | (norms.pads != ZERO)
 
-    def update(self, layer: str, batch: Batch, tokens: Tokens | None, squared: Tensor) -> bool:
+    def update(self, layer: str, batch: Batch, tokens: Tokens | None, squared: Tensor) -> None:
         """Tell of one backward; a gradient that is not finite (a loss scaler's) teaches nothing.
 
         Args:
@@ -145,23 +157,23 @@ class NormCache:
             batch: The forward that it belongs to.
             tokens: Which rows are real.
             squared: Squared norms of the output's gradient, fp32 ``[batch, seq]``.
-
-        Returns:
-            Whether nothing else waits to be learned.
         """
         if tokens is not None:
             self._told.append(_Told(layer, batch, tokens, squared))
-        return len(self._told) == 1
 
     def learn(self) -> None:
         """Learn what has been told: at the end of a backward, or when somebody asks."""
-        while self._told:
-            first = self._told.popleft()
-            together = {first.layer: first.squared}
-            while self._told and self._told[0].is_with(first) and self._told[0].layer not in together:
-                told = self._told.popleft()
-                together[told.layer] = told.squared
-            self._learn(first.batch, first.tokens, together)
+        if not self._told:
+            return
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            while self._told:
+                first = self._told.popleft()
+                together = {first.layer: first.squared}
+                while self._told and self._told[0].is_with(first) and self._told[0].layer not in together:
+                    told = self._told.popleft()
+                    together[told.layer] = told.squared
+                self._learn(first.batch, first.tokens, together)
+                first.tokens.forget()
 
     def _learn(self, batch: Batch, tokens: Tokens, told: dict[str, Tensor]) -> None:
         """What :meth:`update` was told of these layers, in one backward."""

@@ -2,6 +2,9 @@
 
 import copy
 import logging
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -284,3 +287,65 @@ def test_a_second_patch_keeps_the_cache_and_another_config_does_not(device):
     assert sampler_of(model) is not sampler and not sampler_of(model).cache.layers
     patch(model, replace=True)
     assert sampler_of(model) is None
+
+
+def stepping(device, **options):
+    """A model, its cache of norms, and the loss of a batch."""
+    model = build("bert", SIZE).to(device)
+    patch(model, MemSaveConfig(linear=WTACRS(**options)))
+    return model, sampler_of(model).cache, model(**batch_of(model)).loss
+
+
+def test_a_backward_that_raises_leaves_the_next_one_to_learn(device):
+    model, cache, loss = stepping(device)
+
+    def fail(gradient):
+        raise ValueError
+
+    hook = model.bert.embeddings.word_embeddings.weight.register_hook(fail)
+    for _ in range(2):
+        with pytest.raises(ValueError):
+            loss.backward(retain_graph=True)
+    assert cache._told, "the hook came too early to plant anything"
+    hook.remove()
+    loss.backward(retain_graph=True)
+    assert not cache._told
+    loss.backward()
+    assert not cache._told and cache.layers
+
+
+def test_what_is_read_in_inference_mode_can_be_trained_on(device):
+    model, cache, loss = stepping(device, cache="content", samples=100)
+    learn, cache.learn = cache.learn, lambda: None  # as where the backward raised before it ended
+    loss.backward()
+    cache.learn = learn
+    assert cache._told
+    with torch.inference_mode():
+        cache.state_dict()
+    model(**batch_of(model)).loss.backward()
+
+
+def test_what_a_backward_learned_from_keeps_no_positions(device):
+    model, cache, loss = stepping(device)
+    tokens = []
+    learn = cache._learn
+    cache._learn = lambda batch, of, told: (tokens.append(of), learn(batch, of, told))
+    loss.backward(retain_graph=True)
+    assert tokens and not any(vars(one).keys() - {"mask", "share", "real"} for one in tokens)
+
+
+@pytest.mark.long
+def test_forwards_on_threads_leave_profiles_of_one_length(device):
+    """As ``nn.DataParallel`` runs them: one sampler, sequences that grow, and one backward for both."""
+    model, cache, _ = stepping(device)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for seq in range(8, 40):
+            batch = batch_for(model, replace(SIZE, seq=seq), padded=True)
+            with ThreadPoolExecutor(2) as pool:
+                losses = list(pool.map(lambda given: model(**given).loss, [batch] * 2))
+            sum(losses).backward()
+    finally:
+        sys.setswitchinterval(interval)
+    assert {len(profile) for norms in cache.layers.values() for profile in (norms.start, norms.end)} == {39}
