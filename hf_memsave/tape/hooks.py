@@ -84,8 +84,7 @@ class Tape(Recorder):
         self.logits: Any = None
         self.is_in_attention = self.is_in_loss = self.is_around = False
         self.decided: dict[int, int] = {} if decided is None else decided
-        self.lock = threading.RLock()
-        self._inputs = inputs
+        self.lock, self._inputs = threading.RLock(), inputs
         self.copies: dict[Any, Held | Lent] = {}
         self._hooks: Any = None
         self._around: Tape | None = None
