@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
-from hf_memsave.config_files import fields_of, is_file, presets
+from hf_memsave.config_files import fields_of, is_file, listed, presets, refuse_unknown
 from hf_memsave.errors import ConfigError, PlanError
 from hf_memsave.sizes import bytes_of
 from hf_memsave.wtacrs import WTACRS, is_int
@@ -88,7 +88,7 @@ class MemSaveConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise ConfigError(
-                    f"MemSaveConfig.{name} must be one of {_listed(allowed)}, got {value!r}. "
+                    f"MemSaveConfig.{name} must be one of {listed(allowed)}, got {value!r}. "
                     f"Leave it out for the default, {allowed[0]!r}."
                 )
         if not (is_int(self.few_bits) and 1 <= self.few_bits <= 8):
@@ -129,9 +129,7 @@ class MemSaveConfig:
             )
 
     @classmethod
-    def resolve(
-        cls, value: MemSaveConfig | str | Path | bool | dict[str, Any] | None, *, may_plan: bool = False
-    ) -> MemSaveConfig | None:
+    def resolve(cls, value: MemSaveLike | None, *, may_plan: bool = False) -> MemSaveConfig | None:
         """What a ``memsave=`` argument means.
 
         Args:
@@ -187,7 +185,7 @@ class MemSaveConfig:
         found = presets()
         if name not in found:
             raise ConfigError(
-                f"unknown preset {name!r}: expected one of {_listed(found)}, or a .yaml or .json file. Use "
+                f"unknown preset {name!r}: expected one of {listed(found)}, or a .yaml or .json file. Use "
                 "memsave=True for the exact default, or MemSaveConfig(...) to choose each field."
             )
         return cls.from_dict(yaml.safe_load(found[name].read_text(encoding="utf-8")) or {})
@@ -204,9 +202,9 @@ class MemSaveConfig:
         """
         if not isinstance(fields, dict):
             raise ConfigError(f"expected a mapping of MemSaveConfig fields, got {type(fields).__name__}: {fields!r}.")
-        _refuse_unknown(cls, fields)
+        refuse_unknown(cls, fields)
         if isinstance(linear := fields.get("linear"), dict):
-            _refuse_unknown(WTACRS, linear)
+            refuse_unknown(WTACRS, linear)
             fields = {**fields, "linear": WTACRS(**linear)}
         return cls(**fields)
 
@@ -218,8 +216,14 @@ class MemSaveConfig:
     @property
     def is_exact(self) -> bool:
         """Whether gradients are stock's: to the bit, but for the order of sums in a chunked loss."""
-        is_read_off = self.activation not in ("recompute", "stock") or self.norm == "output"
-        return not is_read_off and self.linear is None and self.storage is None
+        return not self.inexact
+
+    @property
+    def inexact(self) -> tuple[str, ...]:
+        """The fields by which gradients are not stock's, as Python writes them."""
+        fields = {"activation": self.activation, "norm": self.norm, "storage": self.storage}
+        found = [f'{name}="{value}"' for name, value in fields.items() if value not in (None, "recompute", "stock")]
+        return tuple(found if self.linear is None else [*found, f"linear=WTACRS(budget={self.linear.budget})"])
 
     def converts(self, kind: str, block: int, blocks: int = 0) -> bool:
         """Whether what is of this kind is converted in the repeated block of this number, of so many."""
@@ -265,7 +269,7 @@ def _as_pairs(layers: Any) -> tuple[tuple[str, float], ...] | None:
         raise ConfigError(f"MemSaveConfig.layers must be a mapping or None, got {layers!r}. {remedy}") from error
     for kind, number in pairs.items():
         if kind not in LIMITED:
-            raise ConfigError(f"MemSaveConfig.layers: expected kinds {_listed(LIMITED)}, got {kind!r}. {remedy}")
+            raise ConfigError(f"MemSaveConfig.layers: expected kinds {listed(LIMITED)}, got {kind!r}. {remedy}")
         if kind == "checkpoint" and isinstance(number, float):
             if not 0 <= number <= 1:
                 raise ConfigError(
@@ -279,6 +283,10 @@ def _as_pairs(layers: Any) -> tuple[tuple[str, float], ...] | None:
     return tuple(sorted(pairs.items())) or None
 
 
+#: What stands for a config: True for the default, False for none, a preset's name, a file, a dict of fields.
+MemSaveLike = MemSaveConfig | str | Path | bool | dict[str, Any]
+
+
 def _choices() -> dict[str, tuple[str | None, ...]]:
     """Field -> the values it may have, the default first, where those are names."""
     found: dict[str, tuple[str | None, ...]] = {}
@@ -287,14 +295,3 @@ def _choices() -> dict[str, tuple[str | None, ...]]:
         if literal is not None:
             found[name] = get_args(literal) if hint is literal else (None, *get_args(literal))
     return found
-
-
-def _refuse_unknown(cls: type, fields: dict[str, Any]) -> None:
-    known = [f.name for f in dataclasses.fields(cls)]
-    if unknown := sorted(fields.keys() - set(known), key=str):
-        found = f"{cls.__name__} has no field {_listed(unknown)}: expected {_listed(known)}"
-        raise ConfigError(f"{found}. Check the spelling, or leave it out.")
-
-
-def _listed(names: Any) -> str:
-    return ", ".join(repr(name) for name in names)

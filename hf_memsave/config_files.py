@@ -1,7 +1,8 @@
-"""The files that a :class:`~hf_memsave.MemSaveConfig` is read from: the package's presets, and the user's own."""
+"""The files that a :class:`~hf_memsave.MemSaveConfig` is read from, the package's presets and the user's own."""
 
 from __future__ import annotations
 
+import dataclasses
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -44,3 +45,20 @@ def fields_of(path: str | Path) -> Any:
             "memsave=True for the exact default, or write {}."
         )
     return fields
+
+
+def refuse_unknown(cls: Any, fields: dict[str, Any]) -> None:
+    """Make sure that ``fields`` are some of the dataclass ``cls``.
+
+    Raises:
+        ConfigError: One is not.
+    """
+    known = [f.name for f in dataclasses.fields(cls)]
+    if unknown := sorted(fields.keys() - set(known), key=str):
+        found = f"{cls.__name__} has no field {listed(unknown)}: expected {listed(known)}"
+        raise ConfigError(f"{found}. Check the spelling, or leave it out.")
+
+
+def listed(names: Any) -> str:
+    """Names, as an error lists them."""
+    return ", ".join(repr(name) for name in names)

@@ -31,7 +31,7 @@ def add_to(commands: Any) -> None:
         "estimate",
         help="whether a training step fits a GPU, from the config alone: no weights, no GPU",
         description="Estimates the peak memory of a training step on a CUDA GPU, stock beside patched. A few layers "
-        "run on a stand-in for a CUDA device, where every byte is counted; the full depth follows from them exactly. "
+        "run on a stand-in for a CUDA device, where every byte is counted; the full depth follows from them. "
         "Not modelled: fragmentation, and buffers of communication.",
     )
     add_config(parser)

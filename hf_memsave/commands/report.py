@@ -31,7 +31,7 @@ def add_to(commands: Any) -> None:
         help="what would be patched in a model, and what it keeps, from its config alone",
         description="Lists the sites that patch() finds in a model, and measures what one training step keeps between "
         "forward and backward, stock beside patched. Needs the configuration alone: no weights are read. Small "
-        "depths are measured on the CPU; the figures for the full depth follow from them exactly.",
+        "depths are measured on the CPU; further layers are taken to be like theirs, whose parameters are counted.",
     )
     add_config(parser)
     parser.add_argument("--memsave", metavar="PRESET", default="exact", help="a preset or YAML file (%(default)s)")
@@ -150,7 +150,7 @@ def explain(result: FullDepth, setting: Setting) -> list[str]:
         f"[bold]{stock / patched:.2f}x less: {(stock - patched) / MIB:,.1f} MiB freed.[/bold]",
         f"u is one activation, batch x seq x hidden in {NAMES[setting.u_dtype]}: {result.u / MIB:.3g} MiB.",
         f"Measured: every byte alive after a forward with {runs} layers of full width (stock: {stock_runs}). "
-        "Extrapolated: the depth; further layers are like those, so the figures are exact.",
+        "Extrapolated: the depth, of layers like those; the number of parameters was compared with the full model's.",
         "A tensor counts for the op that made it: an op that keeps its input, not its output, moves bytes to the op "
         "before it.",
     ]

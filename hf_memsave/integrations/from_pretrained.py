@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from difflib import SequenceMatcher
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -18,7 +17,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.utils import logging
 
-from hf_memsave.config import MemSaveConfig
+from hf_memsave.config import MemSaveConfig, MemSaveLike
 from hf_memsave.errors import ConfigError
 from hf_memsave.patching.patch import patch
 
@@ -85,7 +84,7 @@ def _with_memsave(stock: Callable[..., Any]) -> Callable[..., Any]:
     def load(
         cls: type[PreTrainedModel],
         *args: Any,
-        memsave: MemSaveConfig | str | Path | bool | dict[str, Any] | None = None,
+        memsave: MemSaveLike | None = None,
         **kwargs: Any,
     ) -> Any:
         config = _check(stock.__name__, {**kwargs, "memsave": memsave})  # a wrong name must not cost a download

@@ -18,7 +18,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from hf_memsave.config import MemSaveConfig
+from hf_memsave.config import MemSaveConfig, MemSaveLike
 from hf_memsave.errors import ConfigError, PatchError
 from hf_memsave.integrations.norms import has_table, load_norms, norms_from_text, norms_to_text, save_norms
 from hf_memsave.patching.patch import patch, unpatch
@@ -48,8 +48,8 @@ class MemSaveCallback(TrainerCallback, ExportableState):
     hyperparameter search; to go on with it, name the checkpoint in ``resume_from``.
 
     Args:
-        memsave: As for :func:`hf_memsave.patch`: True, a preset's name, a dict of fields or a ``MemSaveConfig``. None
-            for what the model is patched with already, or else the exact default.
+        memsave: As for :func:`hf_memsave.patch`: True, a preset's name, a file, a dict of fields or a
+            ``MemSaveConfig``. None for what the model is patched with already, or else the exact default.
         undo: Make the model stock again when training ends.
         resume_from: The checkpoint whose table of samples the next training starts with.
 
@@ -64,7 +64,7 @@ class MemSaveCallback(TrainerCallback, ExportableState):
 
     def __init__(
         self,
-        memsave: MemSaveConfig | str | bool | dict[str, Any] | None = None,
+        memsave: MemSaveLike | None = None,
         undo: bool = False,
         resume_from: str | Path | None = None,
     ) -> None:
@@ -206,9 +206,7 @@ class MemSaveMixin:
         ConfigError: As for :class:`MemSaveCallback`.
     """
 
-    def __init__(
-        self, *args: Any, memsave: MemSaveConfig | str | bool | dict[str, Any] | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, memsave: MemSaveLike | None = None, **kwargs: Any) -> None:
         config = MemSaveConfig.resolve(memsave, may_plan=True)  # a wrong name must not cost a download
         super().__init__(*args, **kwargs)
         if memsave is not False:

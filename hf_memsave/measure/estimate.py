@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_memsave.config import MemSaveConfig
+from hf_memsave.config import MemSaveConfig, MemSaveLike
 from hf_memsave.measure.elsewhere import away_from_gpus
 from hf_memsave.measure.extrapolate import depths_of, extrapolated, trace_at_full_depth
 from hf_memsave.measure.layers import depth_fields
@@ -126,7 +126,7 @@ def estimate(
     *,
     batch_size: int,
     seq_len: int,
-    memsave: MemSaveConfig | str | bool | dict[str, Any] = True,
+    memsave: MemSaveLike = True,
     memory: int | None = None,
     devices: int = 1,
     sharding: str = "ddp",

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from hf_memsave.config import MemSaveConfig
+from hf_memsave.config import MemSaveLike
 from hf_memsave.errors import MeasureError, MemSaveError
 from hf_memsave.measure.inputs import described, device_of, forward_of
 from hf_memsave.measure.loss import loss_of
@@ -77,7 +77,7 @@ class StepComparison:
 def compare_step(
     model: nn.Module,
     batch: Mapping[str, Any],
-    config: MemSaveConfig | str | bool | dict[str, Any] = True,
+    config: MemSaveLike = True,
     *,
     autocast: torch.dtype | None = None,
     seed: int = 0,

@@ -10,9 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from hf_memsave.arch import kind_of
-from hf_memsave.config import MemSaveConfig
+from hf_memsave.config import MemSaveConfig, MemSaveLike
 from hf_memsave.errors import PatchError, not_a_module
 from hf_memsave.patching.checkpointed import checkpoint_blocks
 from hf_memsave.patching.collect import Plan, collect
@@ -25,6 +26,8 @@ from hf_memsave.tape import Kept, measure_kept
 from hf_memsave.tape.codecs import leave_alone
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.quantize import FORMATS
+
+logger = logging.get_logger(__name__)
 
 #: Called with the config that a model was patched with: how doors above learn of it.
 LISTENERS: list[Callable[[MemSaveConfig], None]] = []
@@ -147,22 +150,21 @@ class PatchReport:
         lines = [
             f"hf_memsave: {models} models and {blocks} repeated blocks covered, {len(self.skipped)} modules skipped"
         ]
+        if inexact := self.config.inexact:
+            lines.append(f"  gradients are not exact: {', '.join(inexact)}")
         counts = Counter((site.status, site.op, site.cls, site.reason) for site in self.sites)
         for (status, op, cls, reason), count in sorted(counts.items()):
             if status == "skipped" or op not in ("model", "block"):
                 lines.append(f"  {status:<8} {count:>4} x {op:<18} {cls}{': ' + reason if reason else ''}")
         lines += self._sampling()
         if self.config.storage is not None:
-            bits = FORMATS[self.config.storage].bits
-            lines.append(f"  activations that have to be kept are kept in {bits} bits: gradients are approximate")
+            lines.append(f"  activations that have to be kept are kept in {FORMATS[self.config.storage].bits} bits")
         if added := self.added:
             lines.append(f"  {len(added)} sites were added since ({added[0]}, ...): call patch(model, report.config)")
         return "\n".join(lines + self._step())
 
 
-def patch(
-    model: nn.Module, config: MemSaveConfig | str | bool | dict[str, Any] = True, *, replace: bool = False
-) -> PatchReport:
+def patch(model: nn.Module, config: MemSaveLike = True, *, replace: bool = False) -> PatchReport:
     """Make fine-tuning ``model`` keep less memory, in place.
 
     Idempotent; another config than the model's is an error, unless it is to ``replace`` that. Parameters, buffers,
@@ -175,7 +177,8 @@ def patch(
 
     Args:
         model: Any module that has parameters or other modules.
-        config: True for the exact default, a preset's name, a dict of fields or a :class:`MemSaveConfig`.
+        config: True for the exact default, a preset's name, a YAML or JSON file, a dict of fields or a
+            :class:`MemSaveConfig`. One whose gradients are not exact is logged.
         replace: Take ``config`` in place of another that the model is patched with.
 
     Returns:
@@ -218,6 +221,8 @@ def patch(
     leave_alone([vars(module) for module in model.modules()])
     for listener in LISTENERS:
         listener(resolved)
+    if not resolved.is_exact:
+        logger.warning_once(f"hf_memsave: gradients are not exact: {', '.join(resolved.inexact)}")
     return PatchReport(model, resolved, sites, ledger)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 
 from hf_memsave.arch import kind_of
-from hf_memsave.config import KINDS, MemSaveConfig
+from hf_memsave.config import KINDS, MemSaveConfig, MemSaveLike
 from hf_memsave.errors import PlanError
 from hf_memsave.measure.undisturbed import left_as_it_was
 from hf_memsave.patching.blocks import block_numbers, number_of
@@ -73,7 +73,7 @@ class Plan:
 def fast(
     model: nn.Module,
     batch: Mapping[str, Any],
-    config: MemSaveConfig | str | bool | dict[str, Any] = True,
+    config: MemSaveLike = True,
     memory: int | str | None = None,
     *,
     forward: Callable[..., Any] | None = None,
@@ -140,7 +140,7 @@ def fast(
 def smart(
     model: nn.Module,
     batch: Mapping[str, Any],
-    config: MemSaveConfig | str | bool | dict[str, Any] = True,
+    config: MemSaveLike = True,
     memory: int | str | None = None,
     *,
     forward: Callable[..., Any] | None = None,

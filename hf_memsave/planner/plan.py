@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_memsave.config import MemSaveConfig
+from hf_memsave.config import MemSaveConfig, MemSaveLike
 from hf_memsave.errors import MeasureError, PlanError
 from hf_memsave.measure.fit import most_of, search
 from hf_memsave.measure.lora import Lora
@@ -60,7 +59,7 @@ def plan(
     budget: int | str,
     batch_size: int,
     seq_len: int,
-    memsave: MemSaveConfig | str | Path | bool | dict[str, Any] = True,
+    memsave: MemSaveLike = True,
     lossy: Collection[str] = (),
     rates: Rates | str = "a100",
     main_memory: int | str | None = None,
@@ -122,7 +121,7 @@ def largest(
     budget: int | str,
     batch_size: int,
     seq_len: int,
-    memsave: MemSaveConfig | str | Path | bool | dict[str, Any] = True,
+    memsave: MemSaveLike = True,
     rates: Rates | str = "a100",
     devices: int = 1,
     sharding: str = "ddp",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hf_memsave import MemSaveConfig, PatchError, measure_kept, patch
+from hf_memsave import WTACRS, MemSaveConfig, PatchError, measure_kept, patch
 from support.families import FAMILIES, QUOTED, Size, batch_for, build
 from support.helpers import only_on_cpu, random
 from support.steps import patched_classes, state_of, step
@@ -35,7 +35,18 @@ def test_the_report_reads_as_a_table(llama):
 def test_the_report_says_what_is_approximate(device):
     text = str(patch(build("bert").to(device), MemSaveConfig(activation="invert", storage="int8")))
     assert "  patched     2 x activation         GELUActivation" in text
-    assert "kept in 8 bits: gradients are approximate" in text
+    assert '  gradients are not exact: activation="invert", storage="int8"' in text
+    assert "kept in 8 bits" in text
+
+
+def test_what_is_not_exact_is_said_once_and_what_is_exact_is_not(device, said):
+    logging.getLogger("hf_memsave").warning_once.cache_clear()
+    for config in (True, "max", "tempo", "tempo", MemSaveConfig(linear=WTACRS(budget=0.1))):
+        patch(build("bert").to(device), config)
+    assert said() == [
+        'hf_memsave: gradients are not exact: activation="invert", norm="output"',
+        "hf_memsave: gradients are not exact: linear=WTACRS(budget=0.1)",
+    ]
 
 
 def test_the_report_says_why_a_module_is_skipped(device):
