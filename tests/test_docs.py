@@ -1,9 +1,9 @@
 """README and docs: links lead somewhere, commands and fields exist, and every Python snippet runs."""
 
-import contextlib
 import dataclasses
 import os
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -117,28 +117,53 @@ def test_every_field_and_preset_has_its_row():
     assert sorted(rows) == sorted([*fields, *presets()])
 
 
-def test_commands_have_their_options():
-    """Every ``memsave`` command of a bash block is known to the command line, with its options."""
-    lines = [line for path in WORDS for block in blocks(path, "bash") for line in block.splitlines()]
-    commands = [line.split("#")[0].split() for line in lines if line.startswith("memsave ")]
-    assert {command[1] for command in commands} >= {"report", "estimate", "plan", "verify", "doctor", "auto"}
-    unknown = []
-    for command in commands:
-        words = help_of(command[1]).replace(",", " ").replace("[", " ").replace("]", " ").split()
-        unknown += [(command[1], word) for word in command if word.startswith("--") and word not in words]
-    assert unknown == []
+def commands_of(path, program):
+    """The commands of the page's bash blocks that begin so, each as its words."""
+    lines = "".join(blocks(path, "bash")).replace("\\\n", " ").splitlines()
+    words = [shlex.split(line, comments=True) for line in lines]
+    return [command for command in words if command[:1] == [program]]
 
 
-def help_of(command):
-    import io
+@pytest.mark.long
+@pytest.mark.parametrize("path", [path for path in WORDS if commands_of(path, "memsave")], ids=name_of)
+def test_commands_run(path, tmp_path):
+    """A page's ``memsave`` commands, one after the other, of a small model."""
+    batch = "torch.save({'input_ids': ids, 'labels': ids}, 'batch.pt')\nfrom hf_memsave.cli import main\n"
+    code = textwrap.dedent(GIVEN) + batch
+    for command in commands_of(path, "memsave"):
+        words = [{"MODEL": "small", "MODEL_OR_CONFIG": "small"}.get(word, word) for word in command[1:]]
+        words += ["--max-batch", "4"] * ("--fast" in words)
+        code += f"assert not main({words}), {command}\n"
+    done = run(code, tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
-    from hf_memsave.cli import main
 
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
-        main([command, "--help"])
-    assert f"memsave {command}" in text.getvalue()
-    return text.getvalue()
+def test_every_command_is_shown():
+    shown = {command[1] for path in WORDS for command in commands_of(path, "memsave")}
+    assert shown >= {"report", "estimate", "plan", "verify", "doctor", "auto"}
+
+
+def test_targets_of_make_exist():
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    asked = [word for path in WORDS for command in commands_of(path, "make") for word in command[1:] if "=" not in word]
+    assert {"demo", "test", "quick", "lint", "evidence"} <= set(asked)
+    assert [target for target in asked if target not in targets] == []
+
+
+@pytest.mark.long
+def test_scripts_have_their_options_and_files():
+    """Every ``python scripts/...`` of a bash block: the script knows the options, and the recipes are there."""
+    commands = [command for path in WORDS for command in commands_of(path, "python")]
+    assert len(commands) >= 3
+    for _, script, *words in commands:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", str(ROOT / script), "--help"], env=os.environ | {"HF_HUB_OFFLINE": "1"},
+            capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        known = set(re.findall(r"--[\w-]+", done.stdout))
+        assert [word for word in words if word.startswith("--") and word not in known] == []
+        assert [word for word in words if word.startswith("configs/") and not (ROOT / word).is_file()] == []
 
 
 @pytest.mark.long

@@ -3,9 +3,11 @@
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -153,6 +155,29 @@ def test_the_wheel_works_away_from_the_repository(wheel, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert "Equal to the last bit" in " ".join(done.stdout.split())
+
+
+@pytest.mark.long
+def test_the_sdist_is_the_repository_and_its_tests_run(tmp_path):
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=REPO, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("no git repository says what belongs to the project")
+    files = {name for name in listed.stdout.split("\0") if name and not name.startswith(".")}
+    source = tmp_path / "source"
+    for name in files:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPO / name, source / name)
+    command = [sys.executable, "-c", f"import setuptools.build_meta as b; print(b.build_sdist({str(tmp_path)!r}))"]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (unpacked,) = tmp_path.glob("hf_memsave-*/")
+    assert {name for name in files if not (unpacked / name).is_file()} == set()
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_config.py"],
+        cwd=unpacked, env=os.environ | {"PYTHONPATH": str(unpacked)}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
 def test_there_is_one_version(wheel):
