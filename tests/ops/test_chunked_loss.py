@@ -210,7 +210,7 @@ def test_the_peak_is_one_chunk(words, is_frozen, monkeypatch):
 
 
 @pytest.mark.long
-def test_a_step_of_32k_words_4096_tokens_and_hidden_64_peaks_at_a_third_of_stocks():
+def test_a_step_of_32k_words_4096_tokens_and_hidden_64_peaks_at_a_thirteenth_of_stocks():
     if torch.cuda.is_available():
         pytest.skip("figures are those of CPU kernels")
     words, tokens, h = 32_000, 4096, 64
@@ -228,7 +228,8 @@ def test_a_step_of_32k_words_4096_tokens_and_hidden_64_peaks_at_a_third_of_stock
             patch(model)
         gc.collect()
         peaks.append(count_peak(lambda: model(input_ids=ids, labels=ids).loss.backward()).peak)
-    assert peaks[1] <= 0.35 * peaks[0]
+    assert peaks[0] >= 1.6e9
+    assert peaks[1] <= 0.125e9
 
 
 @pytest.mark.long
