@@ -6,10 +6,13 @@ stock                                                    here
 a float mask per layer, made of a boolean one            one per forward, remade from the boolean one
 CUDA: a copy of it, if its rows are not 8 k elements     one per forward, with rows that are
 a whole fused qkv projection, pinned by v                v
+CPU: with dropout the probabilities, what dropout        the probabilities
+multiplies them with and gives, q and k scaled
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,9 +24,11 @@ from hf_memsave.device import mask_multiple
 from hf_memsave.tape.functions import Handler, new
 from hf_memsave.tape.handles import Handle
 from hf_memsave.tape.hooks import Tape
-from hf_memsave.tape.private import any_autocast, is_one_kernel
+from hf_memsave.tape.private import any_autocast, is_one_kernel, no_autocast, safe_softmax
 from hf_memsave.tape.special import low
-from hf_memsave.tape.tensors import unexpanded
+from hf_memsave.tape.tensors import is_plain, unexpanded
+
+_HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 def attention(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -41,8 +46,11 @@ def attention(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
     value = _unpinned(tape, value, (query, key))
     key = _unpinned(tape, key, (query, value))
     held = _held_whole(tape, query) if _is_part(query) and is_one_kernel(query, key, value, mask, **rest) else None
+    is_composed = _is_composed(query, key, value, mask, **rest)
     tape.is_in_attention = True
     try:
+        if is_composed:
+            return _composed(tape, query, key, value, mask, **rest)
         return func(query, key, value, mask, **rest)
     finally:
         tape.is_in_attention = False
@@ -55,6 +63,66 @@ def _arguments(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: 
     names = "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"
     rest = dict(zip(names, args, strict=False)) | kwargs
     return query, key, value, rest.pop("attn_mask", None), rest
+
+
+def _is_composed(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float = 0.0, is_causal: bool = False,
+    **rest: Any,
+) -> bool:  # fmt: skip
+    """Whether SDPA is many functions here, among them a dropout; not where it would refuse what it is given."""
+    if not 0 < dropout_p < 1 or not all(map(is_plain, (query, key, value))):
+        return False
+    is_alike = query.dtype == key.dtype == value.dtype and query.dim() == key.dim() == value.dim() >= 3
+    if not is_alike or not query.is_floating_point() or (mask is not None and (is_causal or not is_plain(mask))):
+        return False
+    if mask is not None and mask.dtype not in (query.dtype, torch.float32):
+        return False
+    if rest.get("enable_gqa") and any(query.shape[-3] % max(1, x.shape[-3]) for x in (key, value)):
+        return False
+    return not is_one_kernel(query, key, value, mask, dropout_p, is_causal, **rest)
+
+
+def _composed(
+    tape: Tape, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """The functions that SDPA calls where it is not one kernel, in its order, each seen by the tape."""
+    dtype = query.dtype
+    with no_autocast():
+        if dtype in _HALF and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
+            query, key, value = (tape.call(Tensor.to, x, torch.float32) for x in (query, key, value))
+        factor = math.sqrt(1.0 / math.sqrt(query.shape[-1]) if scale is None else abs(scale))
+        query = tape.call(torch.mul, query, -factor if scale is not None and scale < 0 else factor)
+        if is_causal:
+            seen = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+            mask = float_mask(seen, query.dtype)
+        if enable_gqa:
+            key, value = (_for_every_head(tape, x, query) for x in (key, value))
+        key = tape.call(torch.mul, key.transpose(-2, -1), factor)
+        scores = tape.call(torch.matmul, _copied(tape, query), _copied(tape, key))
+        if mask is not None:
+            scores = scores.add_(mask)
+        weights = safe_softmax(scores)
+        del scores
+        weights = tape.call(F.dropout, weights, dropout_p, True)
+        out: Tensor = tape.call(torch.matmul, weights, _copied(tape, value))
+        return out.to(dtype)
+
+
+def _copied(tape: Tape, x: Tensor) -> Tensor:
+    """``x``, or the copy that a product would make of it by itself, unseen, to have one batch of matrices."""
+    try:
+        x.view(-1, *x.shape[-2:])
+    except RuntimeError:
+        copy: Tensor = tape.call(Tensor.contiguous, x)
+        return copy
+    return x
+
+
+def _for_every_head(tape: Tape, x: Tensor, query: Tensor) -> Tensor:
+    times = query.shape[-3] // x.shape[-3]
+    repeated: Tensor = x if times == 1 else tape.call(Tensor.repeat_interleave, x, times, -3)
+    return repeated
 
 
 def _low_heads(tape: Tape, x: Tensor) -> Tensor:

@@ -77,6 +77,11 @@ def is_one_kernel(*args: Any, **kwargs: Any) -> bool:
     return not is_known or torch._fused_sdp_choice(*args, **kwargs) != torch.nn.attention.SDPBackend.MATH.value
 
 
+def safe_softmax(scores: torch.Tensor) -> torch.Tensor:
+    """SDPA's own softmax, over the last dimension: rows that may see nothing give zeros."""
+    return torch._safe_softmax(scores, -1)
+
+
 def no_dispatch() -> contextlib.AbstractContextManager[Any]:
     """A context in which no dispatch mode sees what is called; but where tensors are fake, as a mode makes them so."""
     is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
