@@ -117,10 +117,6 @@ class Shared(Handle):
             out.record_stream(now)
 
 
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
 def _drop(shared: weakref.ref[Shared]) -> None:
     if (alive := shared()) is not None:
         alive.out = None
@@ -207,9 +203,10 @@ class Node(Shared):
         """Of the tensors that it is made from and that it holds itself."""
         return sum(a.tensor.nbytes for a in self.args if type(a) is Held and a.tensor is not None)
 
-    def is_given_by(self, node: Node, tensor: Tensor) -> None:
-        """Let go of all, and give what ``node`` gives: the same tensor."""
-        self.func, self.args, self.kwargs, self.via = _same, [Ticket(node, tensor)], None, node
+    def is_given_by(self, node: Node) -> None:
+        """Let go of all, and give what ``node`` gives: the same storage, whatever views of it are asked for."""
+        node.uses += 1
+        self.fixed, self.args, self.kwargs, self.via = node, (), None, node
         self.builds_on(node)
 
     def fix(self, handle: Handle) -> None:

@@ -198,7 +198,7 @@ class Tape(Recorder):
             elif record.is_kept:
                 sweep.wait(self, record, storage.nbytes())
         elif self.codec is not None and record.node is not None:  # likewise, and it was coded
-            self._give_code_way(record, storage, out)
+            self._give_code_way(record, storage)
 
     # What to keep
 
@@ -246,15 +246,15 @@ class Tape(Recorder):
         elif not record.is_of(tensor) or not node.is_there():
             return None
         elif self.codec is not None and record.func is not None:
-            self._give_code_way(record, storage, tensor)
+            self._give_code_way(record, storage)
         return Ticket(node, tensor)
 
-    def _give_code_way(self, record: Record, storage: Any, tensor: Tensor) -> None:
+    def _give_code_way(self, record: Record, storage: Any) -> None:
         """Let go of the code of a tensor that can be had by what is kept, coded or not, anyway."""
         code = None if record.node is None else record.node()
         if code is not None and prices.pays(self, record, code.nbytes_kept()):
             self.asked.add(record.made)
-            code.is_given_by(prices.settle(self, record, storage), tensor)
+            code.is_given_by(prices.settle(self, record, storage))
 
     def hold(self, record: Record, storage: Any, tensor: Tensor) -> Handle:
         """For a tensor that has to be kept."""
