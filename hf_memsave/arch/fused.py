@@ -23,11 +23,13 @@ class Fused(NamedTuple):
         kind: By which a configuration leaves it to stock.
         op: The name of the op.
         value: What the op needs to know of the class.
+        draws: Whether it draws masks of dropout, and needs to know instead whether it may.
     """
 
     kind: str
     op: str
     value: Any = None
+    draws: bool = False
 
 
 #: Where norms that multiply by 1 + weight, in fp32, are defined.
@@ -56,17 +58,16 @@ FUSED = {
     **_in_models(_LIKE_GEMMA, Fused("norm", "fused_rms_norm", Style("gemma", "eps"))),
     **_in_models({"t5": "T5LayerNorm"}, Fused("norm", "fused_rms_norm", Style("t5"))),
     **_in_models(_GATED, Fused("activation", "fused_gated")),
-    "peft.tuners.lora.layer.Linear": Fused("lora", "fused_lora"),
+    "peft.tuners.lora.layer.Linear": Fused("lora", "fused_lora", draws=True),
     **{path: Fused("activation", "fused_activation") for one in ACTIVATIONS.values() for path in one.modules},
 }
 
 #: Where a rotary embedding is that the kernel computes: of whole heads; of a part of each, the rest copied.
 ROTARY = ("llama", "phi3")
 #: Modules known by the code of their forward, which the files of many models repeat.
-ALIKE = {"transformers.models.bert.modeling_bert.BertSelfOutput": Fused("norm", "fused_dropout_norm")}
+ALIKE = {"transformers.models.bert.modeling_bert.BertSelfOutput": Fused("norm", "fused_dropout_norm", draws=True)}
 
 
-@functools.cache
 def fused_of(cls: type[nn.Module]) -> Fused | None:
     """How a class is fused: by its name, or by code that is the very code of one that is known.
 
@@ -74,11 +75,17 @@ def fused_of(cls: type[nn.Module]) -> Fused | None:
         cls: Stock.
 
     Returns:
-        None if it is not.
+        None if it is not, or if somebody has given it a forward from elsewhere.
     """
+    known: Any = cls
+    return _fused_of(known, known.forward)
+
+
+@functools.cache
+def _fused_of(cls: Any, forward: Any) -> Fused | None:
     if (known := FUSED.get(path_of(cls))) is not None:
-        return known
-    forward = cls.forward
+        owner = next(base for base in cls.__mro__ if "forward" in vars(base))
+        return known if getattr(forward, "__module__", None) == owner.__module__ else None
     if not isinstance(forward, FunctionType):
         return None
     if rotary.NAME in forward.__code__.co_names and _turns(forward.__globals__):

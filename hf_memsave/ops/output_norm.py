@@ -179,7 +179,8 @@ def _of_class(cls: Any) -> Callable[..., Normed]:
 
 
 def _parameters(module: nn.Module) -> tuple[Tensor | None, Tensor | None, Any]:
-    eps = getattr(module, "eps", None) or getattr(module, "variance_epsilon", None)
+    eps = getattr(module, "eps", None)
+    eps = getattr(module, "variance_epsilon", None) if eps is None else eps
     return getattr(module, "weight", None), getattr(module, "bias", None), eps
 
 

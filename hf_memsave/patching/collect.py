@@ -159,7 +159,7 @@ def _choice(
     fused = fused_of(cls) if config.backend != "torch" else None
     if fused is not None:
         if getattr(config, fused.kind) == "recompute" and config.converts(fused.kind, block):
-            return fused.op, fused.value
+            return fused.op, config.converts("dropout", block) if fused.draws else fused.value
     kind = kind_of(cls)
     if kind == "attention" and any(kind_of(stock_class(m)) == kind for m in module.modules() if m is not module):
         return None, None  # it holds an attention, and a norm and a dropout beside

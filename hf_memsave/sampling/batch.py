@@ -91,17 +91,27 @@ class Batch:
         """Those whose activations are ``x``, ``[batch, seq, features]``; of its own mask if nobody knows better."""
         # Some models (OPT) flatten batch and sequence for a while: [batch * seq, features].
         if x.dim() == 2 and self.own is not None and len(x) == self.own.mask.numel():
-            return self.own
+            return self._on(x.device, self.own)
         if x.dim() != 3:
             return None
         shape = x.shape[:2]
         if self.other is not None and self.other.mask.shape == shape:
             is_own = self.own is not None and self.own.mask.shape == shape
             if x.untyped_storage()._cdata == self.other_storage or not is_own:
-                return self.other
+                return self._on(x.device, self.other)
         if self.own is not None and self.own.mask.shape == shape:
-            return self.own
+            return self._on(x.device, self.own)
         return self._unmasked(shape, x.device)
+
+    def _on(self, device: torch.device, tokens: Tokens) -> Tokens:
+        """The same tokens where a layer is, as ``device_map`` has placed it."""
+        if tokens.mask.device == device:
+            return tokens
+        found: dict[Any, Tokens] = self.__dict__.setdefault("_all", {})
+        if (id(tokens), device) not in found:
+            found[id(tokens), device] = copy = Tokens(tokens.mask.to(device), tokens.share)
+            copy.__dict__["real"] = tokens.real
+        return found[id(tokens), device]
 
     def _unmasked(self, shape: torch.Size, device: torch.device) -> Tokens:
         found: dict[Any, Tokens] = self.__dict__.setdefault("_all", {})

@@ -10,6 +10,7 @@ offload, the user's own), or stays as it is.
 from __future__ import annotations
 
 import operator
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -36,7 +37,7 @@ from hf_memsave.tape.private import (
 from hf_memsave.tape.record import MARK, Record
 from hf_memsave.tape.recorder import Recorder
 from hf_memsave.tape.stand_ins import StandIn
-from hf_memsave.tape.tensors import is_plain, leaves, owned, plain_tensors, tensors_in
+from hf_memsave.tape.tensors import is_plain, leaves, owned, plain_tensors
 
 _fetch = operator.methodcaller("get")
 
@@ -100,11 +101,11 @@ class Tape(Recorder):
         push_mode(self)
         inputs, self._inputs = self._inputs, ()
         self._state = hash((id(self.table), self.dropout, self.outer is None, self.codec is None))
-        for tensor in tensors_in(inputs):
-            record = self.record_of(tensor)
-            if record is not None and record.tape is self:
-                record.is_kept = record.is_input = True
-                self._state = hash((self._state, tensor.shape))
+        try:
+            self.take_inputs(inputs)
+        except BaseException:
+            self._close(*sys.exc_info())
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -130,10 +131,8 @@ class Tape(Recorder):
             if (record := ref()) is not None:
                 record.notes = None
         self._mark_again()
-        self.memo.clear()
-        self.casts.clear()
-        self.copies.clear()
-        self._readers.clear()
+        for held in (self.at_end, self.memo, self.casts, self.copies, self._readers):
+            held.clear()
         # Storages that live on know the tape: it must not hold what knows them.
         self.outer = self.ledger = self.codec = self._root = self.head = self.logits = None
 

@@ -102,6 +102,14 @@ class Recorder(TorchFunctionMode):
             self._noted.append(weakref.ref(record))
         return record.notes
 
+    def take_inputs(self, inputs: Iterable[Any]) -> None:
+        """Whoever called the model holds the tensors among these: they cost nothing."""
+        for tensor in tensors_in(inputs):
+            record = self.record_of(tensor)
+            if record is not None and record.tape is self:
+                record.is_kept = record.is_input = True
+                self._state = hash((self._state, tensor.shape))
+
     def as_activation(self, tensor: Tensor) -> None:
         """Tell that ``tensor`` depends on the batch, though no autograd node says so."""
         record = self.record_of(tensor)

@@ -231,6 +231,15 @@ def test_a_module_with_a_foreign_forward_is_not_fused(monkeypatch):
     assert (site.op, site.status) == ("fused_rms_norm", "skipped") and "forward" in site.reason
 
 
+def test_a_class_with_a_foreign_forward_is_not_fused(monkeypatch):
+    monkeypatch.setattr("hf_memsave.patching.collect.why_not", lambda model: "")
+    model = make("llama")
+    assert "fused_gated" in fused_in(patch(model, MemSaveConfig(backend="auto")))
+    unpatch(model)
+    monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", lambda self, x: self.down_proj(self.up_proj(x)))
+    assert "fused_gated" not in fused_in(patch(model, MemSaveConfig(backend="auto")))
+
+
 def test_what_a_configuration_leaves_to_stock_is_not_fused(monkeypatch):
     monkeypatch.setattr("hf_memsave.patching.collect.why_not", lambda model: "")
     report = patch(make("llama"), MemSaveConfig(backend="auto", norm="stock"))

@@ -118,6 +118,22 @@ def test_in_bf16_they_are_as_near_to_stocks_in_fp32(way, device):
 
 
 @interpreted
+def test_the_input_of_a_fused_linear_is_stored_in_as_few_bytes_as_of_stocks(device):
+    """What is embedded is fp32 and has no record: its conversion for the product is what has to be kept."""
+    ids, kept = torch.arange(1024, device=device).view(4, 256) % 100, []
+    for backend in ("torch", "triton"):
+        model = nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 64)).to(device)
+        patch(model, MemSaveConfig(storage="int8", backend=backend))
+
+        def forward(x, model=model):
+            with torch.autocast(device.type, torch.bfloat16):
+                return model(x).float().sum()
+
+        kept.append(measure_kept(model, {"x": ids}, forward).total)
+    assert kept[1] <= 1.01 * kept[0] < 0.6 * ids.numel() * 64 * 2
+
+
+@interpreted
 @pytest.mark.parametrize("kind", FORMATS)
 def test_what_is_stored_is_coded_by_kernels_in_as_many_bytes(kind, device, calls):
     config = MemSaveConfig(**OTHERS, storage=kind)

@@ -153,11 +153,17 @@ def test_masks_follow_the_generator_and_run_again_under_a_checkpoint(name, devic
 
 
 @interpreted
+@pytest.mark.parametrize("is_again", [None, False, True], ids=["", "checkpoint", "reentrant checkpoint"])
+@pytest.mark.parametrize("options", [dict(dropout="stock"), dict(layers={"dropout": 0})], ids=["all", "by layer"])
 @pytest.mark.parametrize("name", ["bert", "llama+lora"])
-def test_dropouts_that_are_left_to_stock_draw_as_stock(name, device):
+def test_dropouts_that_are_left_to_stock_draw_as_stock(name, options, is_again, device):
+    """A reentrant checkpoint's first forward has no tape: its masks are those of the second."""
     model = model_of(name, device)
+    if is_again is not None:
+        model.gradient_checkpointing_enable(dict(use_reentrant=is_again))
+        model.enable_input_require_grads()
     stock = step(model)
-    patch(model, MemSaveConfig(backend="triton", dropout="stock"))
+    patch(model, MemSaveConfig(backend="triton", **options))
     assert distance(step(model), stock) < 1e-5
 
 

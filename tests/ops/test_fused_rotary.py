@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_memsave import MemSaveConfig, patch, unpatch
-from hf_memsave.arch import fused_of
+from hf_memsave.arch import fused, fused_of
 from hf_memsave.ops.fused import rotary
 from hf_memsave.ops.fused.kernels import kernels
 from support.families import Size, batch_for, build
@@ -156,9 +156,9 @@ def test_a_class_is_known_by_the_code_that_its_forward_calls(monkeypatch):
     for name, cls in [("olmo2", "Olmo2Attention"), ("cohere", "CohereAttention"), ("bert", "BertSelfAttention")]:
         assert op(name, cls) is None  # in the dtype of the tables; of neighbours, not of halves; none
     monkeypatch.setattr(modeling("qwen2"), "rotate_half", lambda x: -x)
-    fused_of.cache_clear()
+    fused._fused_of.cache_clear()
     assert op("qwen2", "Qwen2Attention") is None
-    fused_of.cache_clear()
+    fused._fused_of.cache_clear()
 
 
 def test_an_attention_whose_forward_another_tool_has_set_is_left_alone(monkeypatch):
@@ -169,3 +169,21 @@ def test_an_attention_whose_forward_another_tool_has_set_is_left_alone(monkeypat
     report = patch(model, MemSaveConfig(backend="auto"))
     assert [site.op for site in report.skipped] == ["fused_rotary"]
     unpatch(model)
+
+
+@interpreted
+def test_a_forward_that_a_class_got_while_its_models_are_patched_runs(device, monkeypatch):
+    """As in stock, where a class is looked up at each call."""
+    model = build("llama", SMALL).to(device)
+    batch, cls = batch_for(model, SMALL), modeling("llama").LlamaAttention
+    patch(model, TRITON)
+    model(**batch)
+    stock, calls = cls.forward, []
+
+    def forward(self, *args, **kwargs):
+        calls.append(self)
+        return stock(self, *args, **kwargs)
+
+    monkeypatch.setattr(cls, "forward", forward)
+    model(**batch)
+    assert calls == [model.model.layers[0].self_attn]

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hf_memsave import patch
 from hf_memsave.errors import KeptTensorChangedError
 from hf_memsave.ops.output_norm import kept_bytes, layer_normed, output_norm, rms_normed
 from support.helpers import (
@@ -158,6 +159,18 @@ def test_output_norm_runs_backward_twice_but_not_through_itself(device, kind):
     (dx,) = torch.autograd.grad(y.sum(), leaf, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
+
+
+def test_a_layer_norm_with_an_epsilon_of_zero(device):
+    x = random(3, 16, device=device)
+    stock = nn.LayerNorm(16, eps=0.0).to(device)
+    stock(x).square().sum().backward()
+    expected = stock.weight.grad.clone()
+    stock.weight.grad = None
+    model = nn.Sequential(stock)
+    patch(model, {"norm": "output"})
+    model(x).square().sum().backward()
+    torch.testing.assert_close(stock.weight.grad, expected)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

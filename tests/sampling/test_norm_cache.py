@@ -311,3 +311,21 @@ def test_a_sample_that_is_twice_in_a_batch_is_remembered_by_its_larger_norm(devi
         tables.append(sampler.cache.layers[LAYER].samples)
     assert torch.equal(*tables)
     assert int(tables[0][1]) - int(tables[0][5]) == 8 * 2  # octaves
+
+
+def test_tokens_are_where_a_layer_is():
+    """As ``device_map`` places layers; the model's mask is on one device."""
+    mask = random(2, 8) > 0
+    batch = Batch(0, Tokens(mask), other=Tokens(random(2, 6) > 0))
+    for shape in ((2, 8, 4), (16, 4), (2, 6, 4)):
+        here, there = torch.empty(shape), torch.empty(shape, device="meta")
+        tokens = batch.tokens(there)
+        assert tokens.mask.device == there.device and tokens.from_end.device == there.device
+        assert tokens is batch.tokens(there) and tokens.real == batch.tokens(here).real
+        assert batch.tokens(here) is (batch.other if shape[1] == 6 else batch.own)
+    assert mask.device.type == "cpu"
+    cache = NormCache("position", 0)
+    cache.know("layer")
+    cache.update("layer", batch, batch.tokens(torch.empty(2, 8, 4, device="meta")), torch.ones(2, 8, device="meta"))
+    cache.learn()
+    assert cache.predict("layer", batch, batch.tokens(torch.empty(2, 8, 4, device="meta"))).is_meta

@@ -9,7 +9,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved
 from torch.utils.checkpoint import checkpoint
 
 from hf_memsave import patch
-from hf_memsave.tape import Tape, current
+from hf_memsave.tape import Tape, current, private, table_without
 from support.helpers import assert_same_bits, nodes, random, taping
 
 
@@ -194,3 +194,14 @@ def test_a_patched_model_lays_no_tape(model, x, where):
     assert set(seen) == {None}
     model(x)
     assert isinstance(seen[-1], Tape)
+
+
+def test_a_tape_that_cannot_be_laid_leaves_nothing_behind():
+    """Inputs that it cannot look at raise: the hooks and modes of whoever trains on are as they were."""
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], requires_grad=True)
+    with save_on_cpu():
+        before = private.innermost_hooks(), private.innermost_mode()
+        with pytest.raises(RuntimeError), Tape(table_without(), inputs=[nested]):
+            pass
+        assert (private.innermost_hooks(), private.innermost_mode()) == before
+    assert private.innermost_hooks() is None

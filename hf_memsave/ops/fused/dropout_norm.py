@@ -43,7 +43,7 @@ def _dropout_norm(module: nn.Module, patch: Any, hidden_states: Tensor, input_te
     norm, p = parts.LayerNorm, parts.dropout.p if parts.dropout.training else 0.0
     x = parts.dense(hidden_states)
     fits = isinstance(x, Tensor) and x.shape == input_tensor.shape and x.shape[-1:] == norm.weight.shape
-    if not fits or p == 1 or (p and draws_as_stock(x)) or not can_run(x, input_tensor, norm.weight, norm.bias):
+    if not fits or p == 1 or (p and draws_as_stock(x, patch)) or not can_run(x, input_tensor, norm.weight, norm.bias):
         return norm(parts.dropout(x) + input_tensor)
     out, low = wider(x.dtype, input_tensor.dtype), None
     if widens(x):

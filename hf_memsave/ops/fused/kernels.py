@@ -147,10 +147,10 @@ def is_watched(module: nn.Module) -> bool:
     return any(own.get(name) for name in names)
 
 
-def draws_as_stock(x: Tensor) -> bool:
+def draws_as_stock(x: Tensor, patch: Any) -> bool:
     """Whether the dropout of ``x`` is left to stock: a graph of CUDA's would draw the same masks each time it runs."""
-    tape = current()
-    return (tape is not None and tape.dropout == "stock") or is_capturing(x.device)
+    # A module's value says whether masks may be others; a tape cannot: a checkpoint's first forward may have none.
+    return not patch.value or is_capturing(x.device)
 
 
 def seed_for(x: Tensor, generator: torch.Generator | None = None) -> int:

@@ -143,6 +143,8 @@ def _input(tape: Tape, x: Tensor, dtype: torch.dtype) -> Tensor:
 def _cast(tape: Tape, x: Tensor, dtype: torch.dtype) -> Tensor:
     with no_modes(), torch.no_grad():
         made = x.to(dtype)
+    if x.requires_grad:
+        tape.as_activation(made)
     tape.record(made, Tensor.to, (x, dtype))
     return made
 

@@ -44,7 +44,7 @@ def _lora(module: nn.Module, patch: Any, x: Tensor, *args: Any, **kwargs: Any) -
     is_plain = type(dropout) in (nn.Dropout, nn.Identity) and not (
         is_watched(dropout) or getattr(dropout, "inplace", False)
     )
-    if not is_plain or p == 1 or (p and draws_as_stock(x)):
+    if not is_plain or p == 1 or (p and draws_as_stock(x, patch)):
         return patch.stock.forward(module, x)
     base = parts.base_layer(x)
     out = parts.lora_A[name].weight.dtype if getattr(module, "cast_input_dtype_enabled", True) else x.dtype

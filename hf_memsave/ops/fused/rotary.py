@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ class _Names(dict[str, Any]):
     def __init__(self, home: dict[str, Any]) -> None:
         super().__init__(__builtins__=home["__builtins__"], __name__=home["__name__"])
         is_its_own = home[NAME].__module__ == home["__name__"]  # else another tool has put its own there before
-        self.home, self.stock = home, home[NAME] if is_its_own else None
+        self.home, self.stock = home, home[NAME] if is_its_own else object()
         self.ours = functools.partial(apply, home[NAME])
 
     def __getitem__(self, name: str) -> Any:
@@ -48,9 +48,10 @@ class _Names(dict[str, Any]):
 
 
 @functools.cache
-def _forward(stock: Any) -> Callable[..., Any]:
-    """The forward of a class, with our rotary embedding."""
-    forward = stock.forward
+def _turning(forward: Any) -> Callable[..., Any]:
+    """A forward, with our rotary embedding; one that somebody has set since as it is, if it is no function."""
+    if not isinstance(forward, types.FunctionType) or NAME not in forward.__globals__:
+        return cast("Callable[..., Any]", forward)
     ours = types.FunctionType(
         forward.__code__, _Names(forward.__globals__), forward.__name__, forward.__defaults__, forward.__closure__
     )
@@ -59,7 +60,7 @@ def _forward(stock: Any) -> Callable[..., Any]:
 
 
 def _rotary(module: nn.Module, patch: Any, *args: Any, **kwargs: Any) -> Any:
-    return _forward(patch.stock)(module, *args, **kwargs)
+    return _turning(patch.stock.forward)(module, *args, **kwargs)
 
 
 def apply(stock: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
