@@ -20,7 +20,7 @@ from hf_memsave.patching.collect import Plan, collect
 from hf_memsave.patching.refusals import SiteReport, refuse_another_config, refuse_foreign_patches
 from hf_memsave.patching.sampled_layers import attach, sampler_of
 from hf_memsave.patching.swap import is_patched, is_wrapped, patched_class, refuse_wrapped, set_class, stock_class
-from hf_memsave.patching.taped import BUFFERS, CODED, LEDGER, mark_buffers
+from hf_memsave.patching.taped import BUFFERS, CODED, LEDGER, forget_decisions, mark_buffers
 from hf_memsave.sampling.sampler import MOST
 from hf_memsave.tape import Kept, measure_kept
 from hf_memsave.tape.codecs import leave_alone
@@ -207,7 +207,7 @@ def patch(model: nn.Module, config: MemSaveLike = True, *, replace: bool = False
             refuse_wrapped(name, module)
     for module in model.modules():
         if not is_wrapped(module):  # else it is patched as planned already
-            set_class(module, classes.get(module, stock_class(module)))
+            _become(module, classes.get(module, stock_class(module)))
     attach(model)
     checkpoint_blocks(model, [module for module, patch in plan.items() if patch.is_checkpointed])
     for index, module in enumerate(plan):
@@ -237,11 +237,17 @@ def unpatch(model: nn.Module) -> None:
     for name, module in model.named_modules():
         refuse_wrapped(name, module)
     for module in model.modules():
-        set_class(module, stock_class(module))
+        _become(module, stock_class(module))
         for name in (BUFFERS, LEDGER, CODED):
             module.__dict__.pop(name, None)
     checkpoint_blocks(model, ())
     attach(model)
+
+
+def _become(module: nn.Module, cls: type[nn.Module]) -> None:
+    if type(module) is not cls:
+        set_class(module, cls)
+        forget_decisions(module)
 
 
 def _roots(plan: Plan) -> list[nn.Module]:

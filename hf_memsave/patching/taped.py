@@ -92,6 +92,11 @@ def _settings(config: MemSaveConfig, block: int, has_quantized: bool) -> Setting
     return Settings(table | fused_linear.FUNCTIONS, config.dropout, FUSED)
 
 
+def forget_decisions(module: nn.Module) -> None:
+    """Its next tapes decide anew: under another configuration other calls leave records."""
+    _decided.pop(module, None)
+
+
 def run_taped(
     module: nn.Module, config: MemSaveConfig, block: int, forward: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:

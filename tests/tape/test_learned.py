@@ -184,3 +184,18 @@ def test_a_forward_that_goes_on_otherwise_keeps_no_more_than_stock(device):
         ours.train(is_training)
         stock.train(is_training)
         assert measure_kept(ours, x).total <= measure_kept(stock, x).total
+
+
+def test_what_was_decided_under_another_configuration_is_forgotten():
+    """Else calls of which nobody asked under the one leave no records under the other, at the same place."""
+    size = Size(hidden=64, heads=4, layers=3, batch=4, seq=64)
+    base = build("llama", size)
+    batch, kept = batch_for(base, size), []
+    for configs in ([{"checkpoint": "o_proj"}], [True, {"checkpoint": "o_proj"}]):
+        model = copy.deepcopy(base)
+        for config in configs:
+            patch(model, config, replace=True)
+            for number in range(ENOUGH):
+                step_of(model, batch, "fp32", number)
+        kept.append(measure_kept(model, batch).total)
+    assert kept[0] == kept[1]
