@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_memsave.ops.cast import autocast_low
-from hf_memsave.ops.fused.sampling import FUSED, drawing_for, scaled_rows
+from hf_memsave.ops.fused.sampling import FUSED_DRAWING, drawing_for, scaled_rows
 from hf_memsave.ops.once import once_differentiable
 from hf_memsave.ops.op import KeptBytes, Op, is_parametrized
 from hf_memsave.sampling.batch import Batch, Tokens
@@ -87,7 +87,7 @@ class _Key(NamedTuple):
     sampler: int
 
 
-class Shared:
+class SharedDraw:
     """One draw, which the tape notes with the storage of the input it was made for.
 
     Attributes:
@@ -104,18 +104,18 @@ class Shared:
         draw = layer.sampler.draw(layer.name, x, tokens, batch, drawing)
         self.index = None if draw is None else draw.index.int()
         self.scale = None if draw is None else draw.scale
-        self.is_fused = drawing is FUSED
+        self.is_fused = drawing is FUSED_DRAWING
         self.rows: dict[torch.dtype, Tensor] = {}
         self.norms = JointNorms(layer, batch, tokens)
 
 
-def _shared(tape: Tape, layer: Layer, x: Tensor, batch: Batch) -> Shared:
+def _shared(tape: Tape, layer: Layer, x: Tensor, batch: Batch) -> SharedDraw:
     """The draw for ``x``: made by the first linear that takes it, found with its storage by the others."""
     notes = tape.notes(x)
     key = _Key(batch.step, x._version, x.shape, x.stride(), x.storage_offset(), id(layer.sampler))
     if key not in notes:
         with no_modes():  # what a draw computes is its own, and small
-            notes[key] = Shared(layer, x, batch)
+            notes[key] = SharedDraw(layer, x, batch)
     return notes[key]
 
 
@@ -124,7 +124,7 @@ class _SampledLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor, shared: Shared, is_conv1d: bool
+        ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor, shared: SharedDraw, is_conv1d: bool
     ) -> Tensor:
         ctx.norms, ctx.is_conv1d, ctx.is_whole, ctx.is_fused = shared.norms, is_conv1d, kept is h, shared.is_fused
         ctx.set_materialize_grads(False)
@@ -181,7 +181,7 @@ def _wta_crs(module: Any, patch: Any, x: Tensor) -> Tensor:
     return _SampledLinear.apply(h, weight, bias, _kept(tape, h, shared), shared, hasattr(module, "nf"))
 
 
-def _kept(tape: Tape, h: Tensor, shared: Shared) -> Tensor:
+def _kept(tape: Tape, h: Tensor, shared: SharedDraw) -> Tensor:
     """``h`` where the tape keeps that anyway, or for less than the drawn rows; else those."""
     if (rows := shared.rows.get(h.dtype)) is not None:
         return rows

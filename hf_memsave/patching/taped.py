@@ -26,7 +26,7 @@ from transformers.utils import logging
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import PatchError
 from hf_memsave.ops.fused import linear as fused_linear
-from hf_memsave.ops.fused.codes import FUSED
+from hf_memsave.ops.fused.codes import FUSED_CODERS
 from hf_memsave.ops.lazy_head import of_linear
 from hf_memsave.ops.op import is_parametrized
 from hf_memsave.patching.checkpointed import with_cache
@@ -89,7 +89,7 @@ def _settings(config: MemSaveConfig, block: int, has_quantized: bool) -> Setting
     table = table_without(*stock, *([] if config.frozen else ["frozen"]))
     if config.backend == "torch":
         return Settings(table, config.dropout, CODERS)
-    return Settings(table | fused_linear.FUNCTIONS, config.dropout, FUSED)
+    return Settings(table | fused_linear.FUNCTIONS, config.dropout, FUSED_CODERS)
 
 
 def forget_decisions(module: nn.Module) -> None:

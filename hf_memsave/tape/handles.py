@@ -66,7 +66,7 @@ class Held(Handle):
         return tensor
 
 
-class Shared(Handle):
+class OnDemand(Handle):
     """Gives a tensor that is made on demand, once per backward, and dropped after the last of its users asked."""
 
     # On the class, where most leave them, as those of a record.
@@ -117,12 +117,12 @@ class Shared(Handle):
             out.record_stream(now)
 
 
-def _drop(shared: weakref.ref[Shared]) -> None:
+def _drop(shared: weakref.ref[OnDemand]) -> None:
     if (alive := shared()) is not None:
         alive.out = None
 
 
-class Node(Shared):
+class Node(OnDemand):
     """A record that was taken: a function, and its arguments as handles.
 
     Attributes:
@@ -225,7 +225,7 @@ class Node(Shared):
                 self.fix(Held(self.make()))
 
 
-class Lent(Shared):
+class Lent(OnDemand):
     """A tensor that a foreign hook keeps, as whatever it made of it; it may still give way to another handle."""
 
     def __init__(

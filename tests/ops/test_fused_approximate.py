@@ -9,9 +9,9 @@ from torch import nn
 
 from hf_memsave import WTACRS, MemSaveConfig, patch
 from hf_memsave.ops.fused import kernels as kernels_file
-from hf_memsave.ops.fused.codes import FUSED
+from hf_memsave.ops.fused.codes import FUSED_CODERS
 from hf_memsave.ops.fused.kernels import kernels
-from hf_memsave.ops.fused.sampling import FUSED as BY_KERNELS
+from hf_memsave.ops.fused.sampling import FUSED_DRAWING as BY_KERNELS
 from hf_memsave.sampling.estimators import EAGER
 from hf_memsave.tape.codecs import CODERS
 from hf_memsave.tape.meter import measure_kept
@@ -153,15 +153,15 @@ def test_either_reads_what_the_other_coded(kind, dtype, device):
     form, x = FORMATS[kind], torch.randn(1000, device=device).to(dtype)
     generator = torch.Generator(device).manual_seed(0)
     eager = CODERS
-    for write, read in ((eager, FUSED), (FUSED, eager), (FUSED, FUSED)):
+    for write, read in ((eager, FUSED_CODERS), (FUSED_CODERS, eager), (FUSED_CODERS, FUSED_CODERS)):
         codes = write.encode(x, form, generator)
         found = read.decode(*codes, form, x.numel(), dtype)
         assert found.dtype is dtype
         steps = codes[1][:, 1:].double().expand(-1, form.block).reshape(-1)[: x.numel()]
         assert ((found.double() - x.double()).abs() <= 1.01 * steps + torch.finfo(dtype).eps * x.abs()).all()
     flags = torch.rand(1001, device=device) > 0.5
-    assert torch.equal(eager.pack_bits(flags), FUSED.pack_bits(flags))
-    assert torch.equal(FUSED.unpack_bits(eager.pack_bits(flags), 1001), flags)
+    assert torch.equal(eager.pack_bits(flags), FUSED_CODERS.pack_bits(flags))
+    assert torch.equal(FUSED_CODERS.unpack_bits(eager.pack_bits(flags), 1001), flags)
 
 
 @interpreted
@@ -169,8 +169,8 @@ def test_either_reads_what_the_other_coded(kind, dtype, device):
 def test_codes_are_those_of_the_generators_state(kind, device):
     x = torch.randn(1000, device=device)
     first, second = (torch.Generator(device).manual_seed(0) for _ in range(2))
-    one = [FUSED.encode(x, FORMATS[kind], first)[0] for _ in range(2)]
-    assert torch.equal(one[0], FUSED.encode(x, FORMATS[kind], second)[0])
+    one = [FUSED_CODERS.encode(x, FORMATS[kind], first)[0] for _ in range(2)]
+    assert torch.equal(one[0], FUSED_CODERS.encode(x, FORMATS[kind], second)[0])
     assert not torch.equal(*one)
 
 

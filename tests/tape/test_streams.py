@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_memsave.tape import handles, offload
-from hf_memsave.tape.handles import Shared
+from hf_memsave.tape.handles import OnDemand
 from hf_memsave.tape.offload import Away
 from support.streams import Memory, Stream, Streams
 
@@ -21,7 +21,7 @@ def streams():
     return Streams()
 
 
-class Made(Shared):
+class Made(OnDemand):
     """Remade for three that ask, on the stream of the first."""
 
     uses = 3
@@ -77,7 +77,7 @@ FAULTS = {"no wait": (only_record, "may not have written"), "no record": (only_w
 
 @pytest.mark.parametrize(("fault", "message"), FAULTS.values(), ids=FAULTS)
 def test_a_stream_that_is_forgotten_is_seen(fault, message, streams, in_backward, monkeypatch):
-    monkeypatch.setattr(Shared, "_wait", fault)
+    monkeypatch.setattr(OnDemand, "_wait", fault)
     with pytest.raises(AssertionError, match=message):
         ask_from_three(Made(streams), streams)
 

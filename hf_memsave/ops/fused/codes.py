@@ -16,7 +16,7 @@ from hf_memsave.tape import codecs, current, quantize
 def are_wanted(*tensors: Tensor) -> bool:
     """Whether the model that runs was patched for kernels, and they run on these."""
     tape = current()
-    return tape is not None and tape.coders is FUSED and can_run(*tensors)
+    return tape is not None and tape.coders is FUSED_CODERS and can_run(*tensors)
 
 
 def _pack_bits(flags: Tensor) -> Tensor:
@@ -41,4 +41,4 @@ def _decode(codes: Tensor, bounds: Tensor, form: quantize.Format, numel: int, dt
     return x
 
 
-FUSED = codecs.Coders(_pack_bits, _unpack_bits, _encode, _decode)
+FUSED_CODERS = codecs.Coders(_pack_bits, _unpack_bits, _encode, _decode)

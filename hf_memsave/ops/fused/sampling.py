@@ -12,7 +12,7 @@ from hf_memsave.sampling.estimators import EAGER, Draw, Drawing
 
 def drawing_for(x: Tensor) -> Drawing:
     """What draws the rows of x: kernels where they are wanted."""
-    return FUSED if are_wanted(x) else EAGER
+    return FUSED_DRAWING if are_wanted(x) else EAGER
 
 
 def scaled_rows(x: Tensor, index: Tensor, scale: Tensor) -> Tensor:
@@ -37,4 +37,4 @@ def _draw(estimator: str, p: Tensor, k: int, u: Tensor) -> Draw:
     return Draw(*kernels().draw(p, k, u, estimator))
 
 
-FUSED = Drawing(_row_norms, _probabilities, _draw)
+FUSED_DRAWING = Drawing(_row_norms, _probabilities, _draw)
