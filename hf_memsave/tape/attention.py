@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import has_torch_function
 
 from hf_memsave.device import mask_multiple
 from hf_memsave.tape.functions import Handler, new
@@ -69,15 +70,18 @@ def _is_composed(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float = 0.0, is_causal: bool = False,
     **rest: Any,
 ) -> bool:  # fmt: skip
-    """Whether SDPA is many functions here, among them a dropout; not where it would refuse what it is given."""
-    if not 0 < dropout_p < 1 or not all(map(is_plain, (query, key, value))):
+    """Whether SDPA is many functions here, among them a dropout, and refuses nothing of what it is given."""
+    given = query, key, value
+    if not 0 < dropout_p < 1 or not all(map(is_plain, given)) or not all(x.numel() for x in given):
+        return False
+    if has_torch_function((*given, mask)):  # a mode or a subclass of somebody else wants to see the call
         return False
     is_alike = query.dtype == key.dtype == value.dtype and query.dim() == key.dim() == value.dim() >= 3
     if not is_alike or not query.is_floating_point() or (mask is not None and (is_causal or not is_plain(mask))):
         return False
     if mask is not None and mask.dtype not in (query.dtype, torch.float32):
         return False
-    if rest.get("enable_gqa") and any(query.shape[-3] % max(1, x.shape[-3]) for x in (key, value)):
+    if rest.get("enable_gqa") and any(query.shape[-3] % x.shape[-3] for x in (key, value)):
         return False
     return not is_one_kernel(query, key, value, mask, dropout_p, is_causal, **rest)
 
@@ -91,29 +95,38 @@ def _composed(
     with no_autocast():
         if dtype in _HALF and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
             query, key, value = (tape.call(Tensor.to, x, torch.float32) for x in (query, key, value))
-        factor = math.sqrt(1.0 / math.sqrt(query.shape[-1]) if scale is None else abs(scale))
-        query = tape.call(torch.mul, query, -factor if scale is not None and scale < 0 else factor)
+        scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+        factor = math.sqrt(-scale if scale < 0 else scale)
+        query = tape.call(torch.mul, query, -factor if scale < 0 else factor)
         if is_causal:
             seen = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
             mask = float_mask(seen, query.dtype)
         if enable_gqa:
             key, value = (_for_every_head(tape, x, query) for x in (key, value))
-        key = tape.call(torch.mul, key.transpose(-2, -1), factor)
-        scores = tape.call(torch.matmul, _copied(tape, query), _copied(tape, key))
+        query, key = _copied(tape, query), _copied(tape, tape.call(torch.mul, key.transpose(-2, -1), factor))
+        scores = _product(tape, query, key)
+        del query, key
         if mask is not None:
             scores = scores.add_(mask)
         weights = safe_softmax(scores)
         del scores
         weights = tape.call(F.dropout, weights, dropout_p, True)
-        out: Tensor = tape.call(torch.matmul, weights, _copied(tape, value))
-        return out.to(dtype)
+        return _product(tape, weights, _copied(tape, value)).to(dtype)
+
+
+def _product(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
+    """Their product, which alone takes them: of what autograd does not keep for it, nobody is going to ask."""
+    product: Tensor = tape.call(torch.matmul, a, b)
+    tape.release(a)
+    tape.release(b)
+    return product
 
 
 def _copied(tape: Tape, x: Tensor) -> Tensor:
     """``x``, or the copy that a product would make of it by itself, unseen, to have one batch of matrices."""
     try:
         x.view(-1, *x.shape[-2:])
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # of fake tensors
         copy: Tensor = tape.call(Tensor.contiguous, x)
         return copy
     return x

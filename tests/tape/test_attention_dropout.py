@@ -7,9 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from transformers import BertConfig, BertForSequenceClassification
 
 from hf_memsave import measure_kept, patch
+from hf_memsave.measure.peak import count_peak
 from hf_memsave.tape import attention as module
 from support.attention import HEADS, LAYOUTS, MASKS, SEQ, attention, bias_of, inputs, mask_of
 from support.helpers import DTYPES, assert_exact, assert_gradients_are_right, kept, laid, only_on_cpu, random, subsets
@@ -83,6 +86,7 @@ OPTIONS = {
     "causal, fewer queries": dict(is_causal=True, q=2),
     "scale": dict(scale=0.7),
     "negative scale": dict(scale=-0.7),
+    "scale of minus zero": dict(scale=-0.0),
     "grouped": dict(enable_gqa=True),
     "grouped, causal": dict(enable_gqa=True, is_causal=True),
     "three dimensions": dict(flat=True),
@@ -142,6 +146,52 @@ def test_it_has_the_right_gradients(composed):
     assert composed
 
 
+@pytest.mark.parametrize("sizes", [dict(kv_seq=0), dict(dim=0), dict(batch=0), dict(seq=0)], ids=str)
+def test_nothing_is_drawn_for_nothing(sizes, composed):
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), dropout_p=P)
+
+    assert_is_stocks(attend, inputs("cpu", **sizes))
+    assert not composed
+
+
+class Sees(TorchFunctionMode):
+    """Counts calls of SDPA."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.calls += func is F.scaled_dot_product_attention
+        return func(*args, **(kwargs or {}))
+
+
+class Seen(torch.Tensor):
+    """Has a say in what is called with it."""
+
+
+def test_others_who_want_to_see_the_call_see_it(composed):
+    fn = attention(dropout=P)
+    with Sees() as mode:
+        assert_is_stocks(fn, inputs("cpu"))
+    assert mode.calls == 2
+    with laid(True):
+        q, k, v = (x.transpose(1, 2).requires_grad_() for x in inputs("cpu"))
+        F.scaled_dot_product_attention(q.as_subclass(Seen), k, v, dropout_p=P)
+        assert not composed
+        F.scaled_dot_product_attention(q, k, v, dropout_p=P)
+    assert composed
+
+
+def test_fake_tensors_are_taken_apart_too(composed):
+    with FakeTensorMode(), laid(True):
+        q, k, v = (torch.empty(2, SEQ, HEADS, 8, requires_grad=True).transpose(1, 2) for _ in range(3))
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=P)
+        out.sum().backward()
+    assert composed and out.shape == q.shape
+
+
 @pytest.mark.parametrize("p", [0.0, 1.0])
 def test_nothing_is_taken_apart_where_nothing_or_all_is_dropped(p, composed):
     assert_is_stocks(attention(mask_of("bool", "cpu"), dropout=p), inputs("cpu"))
@@ -181,6 +231,23 @@ def test_of_what_is_s_by_s_one_tensor_is_kept(composed):
 
     stock, ours = kept(attend, x, tape=False), kept(attend, x, tape=True)
     assert stock - ours == pytest.approx(2 * heads, rel=0.05)  # what dropout multiplies with, and gives
+    assert composed
+
+
+@pytest.mark.parametrize("wanted", [(True, False, False), (False, False, True), (True, True, True)], ids=str)
+def test_the_peak_is_never_above_stocks(wanted, composed):
+    peaks = []
+    for tape in (False, True):
+        given = [x.requires_grad_(w) for x, w in zip(inputs("cpu", seq=S), wanted, strict=True)]
+
+        def attend(given=given, tape=tape):
+            with laid(tape):
+                out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in given), dropout_p=P)
+            out.sum().backward()
+
+        attend()  # so that gradients are there
+        peaks.append(count_peak(attend).peak)
+    assert peaks[1] <= peaks[0]
     assert composed
 
 
