@@ -16,11 +16,18 @@ from torch import Tensor
 #: The name of the device that does as CUDA does on any machine.
 STAND_IN = "fakegpu"
 _AS_CUDA = frozenset({"cuda", STAND_IN})
+#: The dtypes of 16 bits.
+HALVES = (torch.float16, torch.bfloat16)
 
 
 def fuses_dropout(x: Tensor) -> bool:
     """Whether ``F.dropout`` is one kernel there, which keeps a boolean mask; else it multiplies with noise."""
     return x.device.type in _AS_CUDA
+
+
+def is_autocast(x: Tensor) -> bool:
+    """Whether autocast is on where ``x`` lies."""
+    return torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
 
 
 def widens(x: Tensor) -> bool:
@@ -41,7 +48,7 @@ def has_wide_products(x: Tensor) -> bool:
 
 @functools.cache
 def _gives_wide_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tried once: not before torch 2.8, nor by every build for AMD's devices."""
+    """Tried once: not every build for AMD's devices does."""
     x = torch.zeros(16, 16, device=device, dtype=dtype)
     try:
         return torch.mm(x, x, out_dtype=torch.float32).dtype == torch.float32
@@ -134,6 +141,11 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def has_streams(device: torch.device) -> bool:
+    """Whether work on ``device`` is queued, on streams that can wait for each other."""
+    return device.type == "cuda"
+
+
 def current_stream(device: torch.device) -> Any:
     """The stream that ``device`` works on now; None where everything is done in order."""
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+    return torch.cuda.current_stream(device) if has_streams(device) else None

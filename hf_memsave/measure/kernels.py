@@ -19,9 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_memsave.device import mask_multiple
+from hf_memsave.device import HALVES, mask_multiple
 from hf_memsave.measure.private import library
-from hf_memsave.ops.cast import HALVES
 
 aten = torch.ops.aten
 #: Kernels by name, in the order in which PyTorch prefers them (before Hopper's, where cuDNN may come first).

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_memsave.device import HALVES
 from hf_memsave.errors import MeasureError
-from hf_memsave.ops.cast import HALVES
 
 #: Elements that share a scale, and scales that share one of theirs (double quantization).
 _BLOCK, _SCALES = 64, 256

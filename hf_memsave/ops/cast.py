@@ -5,12 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-HALVES = (torch.float16, torch.bfloat16)
-
-
-def is_autocast(x: Tensor) -> bool:
-    """Whether autocast is on where ``x`` lies."""
-    return torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
+from hf_memsave.device import is_autocast
 
 
 def autocast_low(x: Tensor) -> Tensor:

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_memsave.device import has_numbers
-from hf_memsave.ops.cast import HALVES, is_autocast
+from hf_memsave.device import HALVES, has_numbers, is_autocast, waits
 from hf_memsave.ops.fused import cross_entropy as fused
 from hf_memsave.ops.head import Head
 from hf_memsave.ops.lazy_loss import LazyLoss
@@ -91,7 +90,7 @@ def cross_entropy(
     wants_weight = weight is not None and weight.requires_grad
     if not (is_known and is_plain) or wants_weight or size_average is not None or reduce is not None:
         return None
-    if target.device.type == "cpu":  # on CUDA a kernel refuses it, as in stock
+    if has_numbers(target) and not waits(target):  # on CUDA a kernel refuses it, as in stock
         wrong = target[(target != ignore_index) & ((target < 0) | (target >= like.shape[1]))]
         if len(wrong):
             raise IndexError(f"Target {wrong[0].item()} is out of bounds.")

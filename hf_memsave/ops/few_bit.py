@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_memsave.device import has_streams
 from hf_memsave.ops.few_bit_tables import check_bits, levels
 from hf_memsave.ops.fused.codes import are_wanted
 from hf_memsave.ops.fused.kernels import kernels
@@ -44,7 +45,7 @@ from hf_memsave.tape.private import AutocastState
 
 
 class FewBit(NamedTuple):
-    """The value of a binding that chose ``activation="few_bit"``."""
+    """What an op is given where ``activation="few_bit"`` was chosen."""
 
     bits: int = 4
 
@@ -100,7 +101,7 @@ def _codes(x: Tensor, name: str, bits: int, is_fused: bool) -> Tensor:
 
 def on_device(name: str, bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Boundaries and levels as tensors; on CUDA copied there once, as a copy makes the host wait."""
-    return _copied(name, bits, device) if device.type == "cuda" else _as_tensors(name, bits, device)
+    return _copied(name, bits, device) if has_streams(device) else _as_tensors(name, bits, device)
 
 
 def _as_tensors(name: str, bits: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hf_memsave.device import HALVES
 from hf_memsave.ops import chunked_loss
-from hf_memsave.ops.cast import HALVES
 from hf_memsave.ops.head import Head, State, draws
 from hf_memsave.ops.lazy_logits import LazyLogits
 from hf_memsave.ops.op import Op, is_parametrized
@@ -124,4 +124,4 @@ def _check(module: nn.Module, value: Any) -> str:
     return "it is parametrized: reading its weight computes it" if is_parametrized(module) else ""
 
 
-LAZY_HEAD = Op("lazy_head", _lazy_head, _check)
+LAZY_HEAD = Op("lazy_head", _lazy_head, _check, is_implied=True)

@@ -160,6 +160,8 @@ def _derived(lazy: LazyLogits, func: Callable[..., Any], args: Sequence[Any], kw
         if here is None:
             return None
         like = func(lazy.like, *here[0], **here[1])
+        if not isinstance(like, Tensor):  # ``type()`` of no dtype says what they are
+            return None
         if like is lazy.like:
             return lazy
         return LazyLogits.of(hidden, replace(head, steps=(*head.steps, (func, *here))), like)

@@ -90,7 +90,7 @@ class _Later(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, compute: Compute, like: Tensor, *inputs: Tensor) -> Tensor:
-        ctx.compute, ctx.inputs = compute, inputs
+        ctx.compute, ctx.inputs = compute, inputs  # which ``compute`` holds in any case, and keeps as it is called
         loss: Tensor = LazyLoss.empty(like, inputs[0].device)
         return loss
 

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_memsave.ops.cast import HALVES, is_autocast
+from hf_memsave.device import HALVES, is_autocast
 from hf_memsave.ops.fused.output_norm import fused_output_norm, suits
 from hf_memsave.ops.once import once_differentiable
 from hf_memsave.ops.op import KeptBytes, Op, is_parametrized

@@ -25,7 +25,7 @@ from hf_memsave.measure.training import Training
 from hf_memsave.planner.rates import Rates, work_of
 from hf_memsave.planner.traces import Whole, trace_of
 from hf_memsave.sizes import gib
-from hf_memsave.tape.offload import AHEAD, SMALLEST
+from hf_memsave.tape.offload import AHEAD, SMALLEST_NBYTES
 
 RUNGS: tuple[Any, ...] = (None, "gate", "block")
 #: The part of what a layer keeps that offload moves at least: it leaves what is small.
@@ -105,7 +105,7 @@ class Settings:
             layers = math.ceil((self.whole(FLOOR).needed - limit) / max(kept))
             return self._cost(family, max(0, min(self.layers, layers)), 0, 0)
         moved = self._each(OFFLOAD, "away") if OFFLOAD in self._wholes else [_MOVED * nbytes for nbytes in kept]
-        given = _MOVED * self.u if self.u >= SMALLEST else 0  # a layer that runs again keeps its input
+        given = _MOVED * self.u if self.u >= SMALLEST_NBYTES else 0  # a layer that runs again keeps its input
         return min(self._cost(family, n, sum(moved[n:]) + n * given, 0)
                    for n in (range(1, self.layers + 1) if family.rung else (0,)))  # fmt: skip
 

@@ -21,15 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import has_torch_function
 
-from hf_memsave.device import mask_multiple
+from hf_memsave.device import HALVES, mask_multiple
 from hf_memsave.tape.functions import Handler, new
 from hf_memsave.tape.handles import Handle
 from hf_memsave.tape.hooks import Tape
 from hf_memsave.tape.private import any_autocast, is_one_kernel, no_autocast, safe_softmax
 from hf_memsave.tape.special import low
 from hf_memsave.tape.tensors import is_plain, unexpanded
-
-_HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 def attention(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -93,7 +91,7 @@ def _composed(
     """The functions that SDPA calls where it is not one kernel, in its order, each seen by the tape."""
     dtype = query.dtype
     with no_autocast():
-        if dtype in _HALF and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
+        if dtype in HALVES and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
             query, key, value = (tape.call(Tensor.to, x, torch.float32) for x in (query, key, value))
         scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
         factor = math.sqrt(-scale if scale < 0 else scale)

@@ -113,6 +113,7 @@ def coded(
     nbytes = tensor.numel() * tensor.itemsize
     node = Node(decode, tensor.stride(), nbytes, tape.block, tape.lock)
     node.args, node.is_lossy = [tape.keep(code) for code in codes], is_lossy
+    node.first = sys.maxsize  # it builds on no block, so it is too far from none
     if nbytes == storage.nbytes():
         record.forget()
         record.node, record.version = weakref.ref(node), tensor._version
@@ -140,7 +141,6 @@ def as_bits(tape: Any, record: Record, storage: Any, tensor: Tensor) -> Handle |
     flags = tensor.detach().as_strided((storage.nbytes(),), (1,), 0)
     decode = partial(tape.coders.unpack_bits, numel=flags.numel())
     node = coded(tape, record, storage, flags, decode, (tape.coders.pack_bits(flags),), is_lossy=False)
-    node.first = sys.maxsize  # it builds on no block, so it is too far from none
     return Ticket(node, tensor)
 
 

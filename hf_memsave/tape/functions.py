@@ -1,4 +1,4 @@
-"""The table of cheap functions. Adding one is one word, and the generic test takes it.
+"""The table of cheap functions. Adding one is one word here, and its arguments in ``tests/support/examples.py``.
 
 Cheap is what costs about a memory pass, draws nothing, and gives the same bits again: arithmetic, conversions, copies,
 gathers, activations, norms. Not: reductions (their results are small), products (they are the model's work), and what
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import init
 from torch.nn.parameter import is_lazy
 
-from hf_memsave.device import waits, widens
+from hf_memsave.device import HALVES, waits, widens
 from hf_memsave.tape.hooks import Tape
 from hf_memsave.tape.prices import CASTS
 from hf_memsave.tape.private import FakeTensor, any_autocast, c_functions
@@ -54,6 +54,12 @@ WIDE_ON_CUDA = frozenset(
     for home in (torch, Tensor, F)
     if hasattr(home, name)
 )
+
+
+def sees_writes(handler: Handler) -> Handler:
+    """Mark a handler whose function writes to an argument: it is called where nothing is recorded too."""
+    handler.is_write = True  # type: ignore[attr-defined]
+    return handler
 
 
 def new(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -121,6 +127,7 @@ def may_write(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
     return new(tape, func, args, kwargs)
 
 
+@sees_writes
 def writes(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function that writes to its first argument."""
     target = args[0] if args else kwargs.get("input", kwargs.get("tensor"))
@@ -136,6 +143,7 @@ def writes(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     return out
 
 
+@sees_writes
 def write_all(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function that writes to all tensors of its first argument, a list."""
     for target in args[0] if args else kwargs.get("self", ()):
@@ -145,6 +153,7 @@ def write_all(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
     return func(*args, **kwargs)
 
 
+@sees_writes
 def writes_unseen(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An optimizer's step in one function: no version tells of any tensor in its lists."""
     for target in leaves(args, kwargs):
@@ -153,6 +162,7 @@ def writes_unseen(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], k
     return func(*args, **kwargs)
 
 
+@sees_writes
 def embedding(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``F.embedding`` and ``F.embedding_bag``, which write to long rows of the weight where ``max_norm`` is given."""
     weight = args[1] if len(args) > 1 else kwargs.get("weight")
@@ -161,6 +171,7 @@ def embedding(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
     return func(*args, **kwargs)
 
 
+@sees_writes
 def escapes(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``.data``: a tensor on the same storage whose version starts again, so that no write to either can be told."""
     if is_lazy(args[0]):
@@ -183,10 +194,11 @@ def wide_on_cuda(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kw
 
 
 def _wide(tape: Tape, argument: Any) -> Any:
-    is_low = isinstance(argument, Tensor) and argument.dtype in (torch.float16, torch.bfloat16)
+    is_low = isinstance(argument, Tensor) and argument.dtype in HALVES
     return tape.call(Tensor.to, argument, torch.float32) if is_low else argument
 
 
+@sees_writes
 def assigns(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x.data = y``: another storage, though no version tells."""
     if is_lazy(args[0]):
@@ -195,10 +207,6 @@ def assigns(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     func(*args, **kwargs)
     tape.escapes(args[0])
     return None
-
-
-for handler in (writes, write_all, writes_unseen, embedding, escapes, assigns):
-    handler.is_write = True  # type: ignore[attr-defined]
 
 
 def _named(names: list[str], *homes: Any) -> Iterator[Any]:

@@ -129,6 +129,7 @@ class Node(OnDemand):
         work: Functions that one call runs when nothing is at hand.
         block: The block that it was made in.
         first: The earliest block that it builds on.
+        depth: How many calls of functions one call nests.
         reads: Storages of parameters that it reads, or nodes that it builds on: FSDP2 may free them.
         dtype: Of what it gives; None where that is known by itself.
         is_lossy: What it gives is not the tensor to the bit.
@@ -139,7 +140,7 @@ class Node(OnDemand):
     kwargs: Any = None
     fixed: Handle | None = None
     via: Node | None = None
-    work = 1
+    work = depth = 1
     is_lossy = False
     reads: tuple[Any, ...] = ()
 
@@ -159,6 +160,7 @@ class Node(OnDemand):
     def builds_on(self, other: Node) -> None:
         """``other`` gives an argument."""
         self.work += other.work
+        self.depth = max(self.depth, other.depth + 1)
         self.first = min(self.first, other.first)
         self.is_lossy |= other.is_lossy
         if other.reads:
@@ -213,6 +215,7 @@ class Node(OnDemand):
         """Give what ``handle`` does from now on, and let go of the arguments."""
         with self.lock:
             self.fixed, self.args, self.kwargs, self.work, self.reads = handle, (), None, 0, ()
+            self.depth = 1
 
     def is_there(self) -> bool:
         """Whether nobody has freed what it reads: what is there after its own block, is there in backward."""
@@ -235,7 +238,8 @@ class Lent(OnDemand):
         self.uses = 1
         self.fetch, self.view, self.version = fetch, View(tensor), tensor._version
         once = unexpanded(tensor)
-        self.handle, self.lent_stride = pack(once), once.stride()
+        self.handle = pack(once)
+        self.lent_stride = once.stride() if tensor.layout is torch.strided else None
         self.fetched: int | None = None
         self.via: Handle | None = None
 
@@ -261,7 +265,7 @@ class Lent(OnDemand):
                 f"a {out.dtype} {list(out.shape)} that a saved-tensor hook keeps for several operations was written to "
                 "by the backward of one of them. Have that backward write to a copy, or use no such hook."
             )
-        return with_stride(out, self.lent_stride).expand(self.view.shape)
+        return out if self.lent_stride is None else with_stride(out, self.lent_stride).expand(self.view.shape)
 
 
 class Ticket(Handle):

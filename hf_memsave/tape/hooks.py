@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_dynamo_compiling
 
-from hf_memsave.tape import prices, sweep
+from hf_memsave.tape import decisions, prices, sweep
 from hf_memsave.tape.codecs import CODERS, Coders, as_bits
 from hf_memsave.tape.handles import Handle, Held, Lent, Ticket
 from hf_memsave.tape.ledger import Ledger
@@ -49,12 +49,12 @@ class Tape(Recorder):
 
     Args:
         table: Function -> what to do when it is called, as ``handler(tape, func, args, kwargs)``.
-        dropout: What is kept of a dropout's mask: the generator's state ("seed"), or a bit an element ("mask").
+        dropout: What is kept of a dropout's mask: the generator's state ("seed"), a bit an element ("mask"), "stock".
         coders: What packs bits and codes.
         codec: Codes what has to be kept; None keeps it as it is.
         inputs: What the caller holds until backward: it costs nothing.
         ledger: Told of every tensor that autograd asks to keep.
-        decided: What earlier forwards of the same module decided to keep: see :func:`~hf_memsave.tape.prices.pays`.
+        decided: What earlier forwards of the same module decided to keep: see :func:`~hf_memsave.tape.decisions.pays`.
 
     Attributes:
         coder: While one operation runs: chooses a handle for what it wants to keep, or None to leave that to the tape.
@@ -125,7 +125,7 @@ class Tape(Recorder):
         self.end_block()
         self.end_block()
         if error[0] is None:
-            prices.learn(self)
+            decisions.learn(self)
         self.root._empty_casts()
         for ref in self._noted:
             if (record := ref()) is not None:
@@ -167,14 +167,14 @@ class Tape(Recorder):
         """``func(*args, **kwargs)`` gives ``out``, which shares its storage with no argument, to the bit."""
         self._calls += 1
         made = hash((self._state, self._calls))
-        if self.outer is None and self.decided.get(made) == prices.UNASKED:
+        if self.outer is None and self.decided.get(made) == decisions.UNASKED:
             return
         try:
             seen = plain_tensors(args if not kwargs else (*args, *kwargs.values()))
             if seen is None:
                 args, kwargs = owned(args), owned(kwargs)
                 found = leaves(args, kwargs)
-                if not all(map(is_plain, found)):
+                if not all(is_plain(x) and x.layout is torch.strided for x in found):
                     return
                 seen = [(x, x._version) for x in found]
             storage = out.untyped_storage()
@@ -192,7 +192,7 @@ class Tape(Recorder):
         self.made.append(made)
         if record.handles:  # the op asked to keep its own result, before there was a record
             self.asked.add(made)
-            if prices.pays(self, record, storage.nbytes() if record.is_kept else 1):
+            if decisions.pays(self, record, storage.nbytes() if record.is_kept else 1):
                 prices.settle(self, record, storage)
             elif record.is_kept:
                 sweep.wait(self, record, storage.nbytes())
@@ -234,10 +234,11 @@ class Tape(Recorder):
         """For a tensor that can be had again for less than it takes to keep."""
         node = None if record.node is None else record.node()
         if node is None:
-            if record.func is None or record.costs_nothing() or record.func is None or not record.is_of(tensor):
+            is_open = record.func is not None and not record.costs_nothing()
+            if not is_open or record.func is None or not record.is_of(tensor):
                 return None  # nobody knows how it was made, or forgot it just now, as its holders are gone
-            if not prices.pays(self, record, storage.nbytes()):
-                if self.decided.get(record.key) != prices.NEVER:  # another thread may have cleared them
+            if not decisions.pays(self, record, storage.nbytes()):
+                if self.decided.get(record.key) != decisions.NEVER:  # another thread may have cleared them
                     self.asked.add(record.made)
                 return None
             self.asked.add(record.made)
@@ -251,7 +252,7 @@ class Tape(Recorder):
     def _give_code_way(self, record: Record, storage: Any) -> None:
         """Let go of the code of a tensor that can be had by what is kept, coded or not, anyway."""
         code = None if record.node is None else record.node()
-        if code is not None and prices.pays(self, record, code.nbytes_kept()):
+        if code is not None and decisions.pays(self, record, code.nbytes_kept()):
             self.asked.add(record.made)
             code.is_given_by(prices.settle(self, record, storage))
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_memsave.device import STAND_IN
+from hf_memsave.device import STAND_IN, current_stream, has_streams
 from hf_memsave.errors import KeptTensorChangedError, MemSaveError
 from hf_memsave.tape.private import neg_view
 from hf_memsave.tape.record import BUFFER, MARK
 
 #: Bytes below which a storage stays where it is.
-SMALLEST = 2**16
+SMALLEST_NBYTES = 2**16
 #: How many are on their way back beside the one that is asked for.
 AHEAD = 2
 #: The part of main memory that may be taken.
@@ -32,7 +32,7 @@ _COPY = "_memsave_copy"
 
 
 class Offload(saved_tensors_hooks):
-    """``with Offload(): loss = model(x)``: saved tensors lie in main memory, parameters and buffers but."""
+    """``with Offload(): loss = model(x)``: saved tensors lie in main memory, but for parameters and buffers."""
 
     def __init__(self) -> None:
         super().__init__(_Pack(), _unpack)
@@ -45,12 +45,15 @@ class _Pack:
         self._last: weakref.ref[Away] | None = None
 
     def __call__(self, tensor: Tensor) -> Any:
+        if tensor.layout is not torch.strided or _is_there_anyway(tensor):
+            return tensor.detach(), tensor._version
         storage = tensor.untyped_storage()
-        if storage.nbytes() < SMALLEST or _is_there_anyway(tensor):
+        if storage.nbytes() < SMALLEST_NBYTES:
             return tensor.detach(), tensor._version
         away, version = getattr(storage, _COPY, (lambda: None, None))
         copy: Away | None = away()
-        if copy is None or version != tensor._version:
+        is_distrusted = getattr(getattr(storage, MARK, None), "is_distrusted", False)
+        if copy is None or version != tensor._version or is_distrusted:
             copy = Away(tensor, self._last)
             self._last = weakref.ref(copy)
             setattr(storage, _COPY, (weakref.ref(copy), tensor._version))
@@ -108,7 +111,7 @@ class Away:
         weakref.finalize(self, _gone, taken)
         if tensor.is_cuda:
             stream = _stream(self.device)
-            stream.wait_stream(torch.cuda.current_stream(self.device))
+            stream.wait_stream(current_stream(self.device))
             with torch.cuda.stream(stream):
                 self.host.copy_(whole, non_blocking=True)
             whole.record_stream(stream)
@@ -121,15 +124,15 @@ class Away:
         if there is None or there._version != self._version:  # who took it may have written to it
             there = self._arrived()
             self._there, self._version = weakref.ref(there), there._version
-        if self.device.type == "cuda":  # each asker may be on a stream of its own
-            now = torch.cuda.current_stream(self.device)
+        if has_streams(self.device):  # each asker may be on a stream of its own
+            now = current_stream(self.device)
             now.wait_event(self._arrival)
             there.record_stream(now)
         self._send_for_those_before()
         return there
 
     def _arrived(self) -> Tensor:
-        if self.device.type != "cuda":
+        if not has_streams(self.device):
             return self.host.to(self.device, copy=True)
         self._send_for()
         assert self._on_its_way is not None
@@ -145,7 +148,7 @@ class Away:
                 self._on_its_way = there, stream.record_event()
 
     def _send_for_those_before(self) -> None:
-        if self.device.type != "cuda":
+        if not has_streams(self.device):
             return
         one: Away | None = self
         for _ in range(AHEAD):

@@ -18,11 +18,14 @@ from hf_memsave.tape.again import LinearAgain
 from hf_memsave.tape.copies import copy_of, has_copy
 from hf_memsave.tape.handles import Handle, Node, Ticket
 from hf_memsave.tape.private import OpOverload
-from hf_memsave.tape.record import MARK, PARAMETER, Record
+from hf_memsave.tape.record import BUFFER, MARK, PARAMETER, Record
 from hf_memsave.tape.tensors import CONSTANT, is_flipped, place_of
 
 #: Functions that remaking one tensor may run.
 MOST_WORK = 64
+#: How many records may be looked at for each other, and how many calls may nest in a node that is built on. Remaking a
+#: tensor then nests twice as many at most, five of Python's frames each, of which there are 1000.
+MOST_DEPTH = 64
 #: How many blocks back a tensor may be remade from. A chain through all of them (an fp32 residual sum, remade from the
 #: sum before it) would cost a step's time, and its peak: see :func:`anchor`.
 SPAN = 2
@@ -36,74 +39,19 @@ CASTS = frozenset({Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.
 New = dict[Any, int]
 
 
-#: Decisions: it pays; it does not; nor does a sweep find all that it was made from; it does not, but costs no more.
-YES, NO, NEVER, EVEN = 1, 2, 3, 7
-#: Of a call: somebody asked how its result was made; nobody did in one forward; nor in the next.
-ASKED, ONCE, UNASKED = 4, 5, 6
-#: How many are remembered.
-MOST_DECIDED = 2**16
-
-
-def pays(tape: Any, record: Record, nbytes: int) -> bool:
-    """Whether remaking the record's tensor keeps less than ``nbytes``.
-
-    A model does the same at every step, and a decision is about bytes alone. So it is made once, and found again by all
-    that has happened in the forward until then.
-
-    Returns:
-        Whether to remake it.
-    """
-    record.key = key = hash((tape.asks(nbytes), record.made))  # a tiny question leaves the next one its number
-    decision = tape.decided.get(key)
-    if decision is None:
-        found = price(tape, record)
-        cost = sys.maxsize if found is None else sum(found[0].values())
-        if len(tape.decided) >= MOST_DECIDED:
-            tape.decided.clear()
-        tape.decided[key] = YES if cost < nbytes else EVEN if cost == nbytes else NO
-        tape.has_decided = True
-        return cost < nbytes
-    if decision != YES:
-        return False
-    for x, version in record.seen:  # nobody has written to it, nor, if it is a parameter, freed it
-        theirs = getattr(x.untyped_storage(), MARK, None)
-        if theirs is None or theirs.tape is not tape:
-            theirs = tape.record_of(x)
-        if x._version != version or theirs.is_distrusted:
-            return False
-        if theirs.tape is None and not (x.untyped_storage().nbytes() or not x.numel() or has_copy(tape, x)):
-            return False
-    return True
-
-
-def learn(tape: Any) -> None:
-    """After a forward that decided nothing anew: a record that nobody asked, twice, is not made in the next ones.
-
-    Not under a foreign hook: a checkpointed block that runs again must ask for the same tensors as it did at first,
-    whatever was learned in between.
-    """
-    if tape.has_decided or tape.outer is not None or len(tape.decided) + len(tape.made) > MOST_DECIDED:
-        return
-    for made in tape.made:
-        known = tape.decided.get(made)
-        if made in tape.asked:
-            tape.decided[made] = ASKED
-        elif known != ASKED:
-            tape.decided[made] = ONCE if known is None else UNASKED
-
-
 class Question:
     """What is known while one price is found.
 
     Attributes:
         left: Records that may still be looked at.
         kept: Addresses of storages that it would cost less to keep than to remake.
+        depth: Records that are looked at for each other now.
     """
 
-    __slots__ = ("left", "kept")
+    __slots__ = ("left", "kept", "depth")
 
     def __init__(self, most: int) -> None:
-        self.left = 4 * most
+        self.left, self.depth = 4 * most, 0
         self.kept: set[int] = set()
 
 
@@ -167,12 +115,14 @@ def price_of(
             return {}, node.work
     elif record.func is not None and (question is None or id(storage) not in question.kept) and record.is_of(x):
         tape.asked.add(record.made)
-        found = price(tape, record, known, question, most)
+        question = Question(tape.most_work) if question is None else question
+        question.depth += 1
+        found = price(tape, record, known, question, most) if question.depth < MOST_DEPTH else None
+        question.depth -= 1
         if found is not None and sum(found[0].values()) < storage.nbytes():
             found[0][id(storage)] = 0  # who else needs it, finds it there
             return found
-        if question is not None:
-            question.kept.add(id(storage))
+        question.kept.add(id(storage))
     return {id(storage): max(0, storage.nbytes() - record.nbytes_let_go(x._version))}, 0
 
 
@@ -287,12 +237,19 @@ def gather(tape: Any, x: Tensor, found: set[Record]) -> None:
 
 def is_near(tape: Any, node: Node) -> bool:
     """Whether what is asked for now may build on ``node``."""
-    return tape.block - node.first <= SPAN and node.is_there()
+    return tape.block - node.first <= SPAN and node.depth < MOST_DEPTH and node.is_there()
 
 
 def _is_copied(x: Tensor, record: Record, func: Any) -> bool:
     """Whether a node of ``func`` holds a copy of a parameter or buffer ``x``, and not the thing itself."""
-    return x.dim() <= 1 or (record is PARAMETER and func not in CASTS and not is_local(func))
+    return x.dim() <= 1 or may_change(x, record, func)
+
+
+def may_change(x: Tensor, record: Record, func: Any) -> bool:
+    """Whether a parameter or buffer may be another in backward though no version tells: by ``.data``, FSDP2 or EMA."""
+    if record is BUFFER:
+        return x.is_floating_point() and not is_local(func)  # nobody updates whole numbers: weights in 4 bits, say
+    return record is PARAMETER and func not in CASTS and not is_local(func)
 
 
 def is_local(func: Any) -> bool:

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_memsave.tape.functions import may_write
+from hf_memsave.tape.functions import may_write, sees_writes
 from hf_memsave.tape.handles import Handle
 from hf_memsave.tape.hooks import Tape
 from hf_memsave.tape.private import FakeTensor, any_autocast
@@ -64,6 +64,7 @@ def convolution(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwa
     return _coded(tape, code, func, args, kwargs)
 
 
+@sees_writes
 def batch_norm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``F.batch_norm``: running statistics are stock's; remaking y must not touch them."""
     x, mean, var, weight, bias, training, eps = _of_batch_norm(*args, **kwargs)
@@ -80,9 +81,7 @@ def batch_norm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwar
     return y
 
 
-batch_norm.is_write = True  # type: ignore[attr-defined]
-
-
+@sees_writes
 def statistics_alone(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``F.batch_norm`` where nothing is recorded."""
     _, mean, var, _, _, training, _ = _of_batch_norm(*args, **kwargs)
@@ -90,14 +89,12 @@ def statistics_alone(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...]
     return func(*args, **kwargs)
 
 
+@sees_writes
 def torch_batch_norm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``torch.batch_norm``, which nobody calls with names."""
     if len(args) > 5:
         _before_statistics(tape, args[3], args[4], args[5])
     return func(*args, **kwargs)
-
-
-statistics_alone.is_write = torch_batch_norm.is_write = True  # type: ignore[attr-defined]
 
 
 def _before_statistics(tape: Tape, mean: Tensor | None, var: Tensor | None, training: bool) -> None:

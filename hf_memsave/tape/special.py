@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_memsave.device import is_autocast
 from hf_memsave.tape.functions import unrecorded
 from hf_memsave.tape.hooks import Tape
 from hf_memsave.tape.private import FakeTensor, any_autocast, autocast_cache, no_dispatch
@@ -59,8 +60,8 @@ def chain(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 
 
 def _is_autocast(arguments: tuple[Any, ...]) -> bool:
-    device = next((a.device.type for a in arguments if isinstance(a, Tensor)), None)
-    return device is not None and torch.is_autocast_enabled(device)
+    x = next((a for a in arguments if isinstance(a, Tensor)), None)
+    return x is not None and is_autocast(x)
 
 
 def _low(tape: Tape, argument: Any) -> Any:

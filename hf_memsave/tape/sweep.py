@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from hf_memsave.tape.copies import copy_of, has_copy
+from hf_memsave.tape.decisions import EVEN, NEVER, NO, YES
 from hf_memsave.tape.handles import Handle, Held, Node, Ticket
-from hf_memsave.tape.prices import CASTS, EVEN, NEVER, NO, SMALL, TINY, YES, is_local, is_near, take
-from hf_memsave.tape.record import PARAMETER, Record, Weak, arguments, replaced
+from hf_memsave.tape.prices import SMALL, TINY, is_near, may_change, take
+from hf_memsave.tape.record import Record, Weak, arguments, replaced
 
 
 def wait(tape: Any, record: Record, nbytes: int) -> None:
@@ -56,7 +57,7 @@ def _weak(tape: Any, func: Any, argument: Any, small: int, depth: int) -> Any:
     if not isinstance(argument, Tensor):
         return argument
     record, storage = tape.record_of(argument), argument.untyped_storage()
-    if record is PARAMETER and func not in CASTS and not is_local(func):
+    if may_change(argument, record, func):
         if argument.dim() > 1 or not (storage.nbytes() or has_copy(tape, argument)):
             return Weak(record, argument)  # no version tells of what optimizers do, and FSDP2
         copy_of(tape, argument)

@@ -14,12 +14,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 class View:
-    """The geometry of a tensor, without its bytes."""
+    """The geometry of a tensor, without its bytes; a sparse one has neither strides nor an offset."""
 
     __slots__ = ("shape", "_stride", "_offset", "dtype", "version", "is_flipped")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.shape, self._stride, self._offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+        is_strided = tensor.layout is torch.strided
+        self.shape, self._stride = tensor.shape, tensor.stride() if is_strided else ()
+        self._offset = tensor.storage_offset() if is_strided else 0
         self.dtype, self.version, self.is_flipped = tensor.dtype, tensor._version, is_flipped(tensor)
 
     def stride(self) -> tuple[int, ...]:
@@ -70,6 +72,8 @@ def plain_tensors(args: Iterable[Any]) -> list[tuple[Tensor, int]] | None:
     for a in args:
         kind = type(a)
         if kind is Tensor or kind is nn.Parameter:
+            if a.layout is not torch.strided:  # it has no storage
+                return None
             found.append((a, a._version))
         elif kind is tuple or kind is torch.Size:
             if (inner := plain_tensors(a)) is None:
@@ -116,7 +120,7 @@ def with_stride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 def unexpanded(tensor: Tensor) -> Tensor:
     """The tensor, or the part of it that ``expand`` has repeated."""
-    stride = tensor.stride()
+    stride = tensor.stride() if tensor.layout is torch.strided else ()
     if 0 not in stride or not tensor.numel():
         return tensor
     return tensor[tuple([slice(None, 1) if s == 0 else slice(None) for s in stride])]

@@ -1,8 +1,12 @@
 """Rungs and offload where models bring caches, and where what is kept is odd or is written to."""
 
+import copy
+
 import pytest
 import torch
 from peft import PrefixTuningConfig, TaskType, get_peft_model
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave import MemSaveConfig, patch
 from hf_memsave.tape import offload
@@ -68,7 +72,7 @@ VIEWS = {
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_any_view_comes_back_as_it_was(view, monkeypatch):
-    monkeypatch.setattr(offload, "SMALLEST", 256)
+    monkeypatch.setattr(offload, "SMALLEST_NBYTES", 256)
     x = VIEWS[view]()
     w = torch.ones_like(x.resolve_conj().resolve_neg()).requires_grad_()
     with Offload():
@@ -88,3 +92,27 @@ def test_a_weight_written_to_before_backward_raises_as_without_offload():
         model.model.layers[0].mlp.gate_proj.weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("rung", ["o_proj", None])
+@pytest.mark.parametrize("is_read", [False, True], ids=["nobody asks for it", "asked for at each step"])
+def test_a_long_chain_of_cheap_functions_is_no_endless_recursion(is_read, rung):
+    """A scan over time: a node that builds on all steps before would nest a call for each."""
+
+    class Scan(GradientCheckpointingLayer):
+        def __init__(self):
+            super().__init__()
+            self.o_proj, self.gate = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            h, gate = self.o_proj(x), self.gate(x).mul(0.1)
+            for _ in range(400):
+                h = h * gate + gate if is_read else h * 0.99 + 0.01
+            return h * gate
+
+    torch.manual_seed(0)
+    stock = nn.Sequential(nn.Linear(16, 16), Scan()).train()
+    ours = copy.deepcopy(stock)
+    patch(ours, MemSaveConfig(checkpoint=rung))
+    found = [gradients(model, model(torch.ones(4, 8, 16)).sum()) for model in (stock, ours)]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -131,3 +131,21 @@ def test_large_numbers_change_nothing_for_other_blocks(kind, device):
     y[: form.block] *= 1e38
     found = [decode(*encode(t, form, torch.Generator(device).manual_seed(0)), form, t.numel(), t.dtype) for t in (x, y)]
     assert_same_bits(found[1][form.block :], found[0][form.block :])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_view_that_repeats_a_part_is_not_the_whole_storage(kind, device):
+    """Expanded to as many elements as its storage has: its code is none of the storage."""
+
+    def repeated(model, x):
+        h = model.f(x)
+        return h[:, :1].expand_as(h).sin() + 2 * h.sin()
+
+    torch.manual_seed(0)
+    stock = Attack(repeated).to(device)
+    ours = copy.deepcopy(stock)
+    patch(ours, MemSaveConfig(storage=kind))
+    for model in (stock, ours):
+        model(3 * random(16, 8, WIDTH, device=device)).sum().backward()
+    got, expected = ours.f.weight.grad, stock.f.weight.grad
+    assert (got - expected).norm() <= {"int8": 0.02, "int4": 0.3}[kind] * expected.norm()

@@ -59,7 +59,7 @@ def test_max_runs_blocks_again_and_offloads_and_is_exact():
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "has_lora"), halved(["bert", "llama", "gpt2", "t5-encoder"], [False, True]))
 def test_max_has_stocks_bits_and_one_input_a_block(family, has_lora, monkeypatch):
-    monkeypatch.setattr(offload, "SMALLEST", 256)
+    monkeypatch.setattr(offload, "SMALLEST_NBYTES", 256)
     sizes = [replace(QUOTED, layers=layers, batch=2) for layers in (2, 4)]
     on_device = []
     for size in sizes:

@@ -5,7 +5,7 @@ What may differ is said in :func:`check`. To look at a failure again: ``python s
 
 import pytest
 
-from hf_memsave.tape import prices
+from hf_memsave.tape import decisions
 from hf_memsave.tape.handles import Node
 from support.differential import check
 from support.helpers import nodes
@@ -53,14 +53,14 @@ def test_random_graphs_are_as_in_stock(batch, made):
 
 @pytest.mark.parametrize("batch", range(BATCHES // 2))
 def test_random_graphs_seen_before_are_as_in_stock(batch, monkeypatch):
-    unasked, learn = 0, prices.learn
+    unasked, learn = 0, decisions.learn
 
     def counted(tape):
         nonlocal unasked
         learn(tape)
-        unasked += list(tape.decided.values()).count(prices.UNASKED)
+        unasked += list(tape.decided.values()).count(decisions.UNASKED)
 
-    monkeypatch.setattr(prices, "learn", counted)
+    monkeypatch.setattr(decisions, "learn", counted)
     for seed in range(batch * BATCH, (batch + 1) * BATCH):
         check(draw(seed), is_taught=True)
     assert unasked > 5 * BATCH, "few calls were left unrecorded: the test tests little"

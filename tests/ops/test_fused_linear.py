@@ -11,7 +11,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from transformers.pytorch_utils import Conv1D
 
 from hf_memsave import MemSaveConfig, measure_kept, patch, unpatch
-from hf_memsave.ops.cast import is_autocast
+from hf_memsave.device import is_autocast
 from hf_memsave.ops.fused import dropout_norm, linear
 from support.fused_linear import LOW, TRITON, Attention, assert_same_step, autocast, far, net, patched, step
 from support.helpers import assert_same_bits, random

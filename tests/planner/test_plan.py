@@ -156,7 +156,7 @@ WAYS = {"rungs": SLOW_BUS, "offload": FAST_BUS}
 @pytest.mark.parametrize("share", [0.4, *(pytest.param(x, marks=pytest.mark.matrix) for x in (0.1, 0.9))])
 def test_a_real_step_stays_within_the_budget(family, share, way, monkeypatch):
     """The same step on CPU, all its storages counted; what a CPU keeps for itself differs by a few percent."""
-    monkeypatch.setattr(offload, "SMALLEST", 2**12)
+    monkeypatch.setattr(offload, "SMALLEST_NBYTES", 2**12)
     config = CONFIGS[family]
     floor, least = (needed(config, MemSaveConfig(checkpoint=rung)) for rung in (None, "block"))
     budget = int(least + share * (floor - least))

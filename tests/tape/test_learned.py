@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from hf_memsave import patch
-from hf_memsave.tape import Tape, prices
+from hf_memsave.tape import Tape, decisions
 from hf_memsave.tape.meter import measure_kept
 from support.attacks import WIDTH, Attack, Block, trained
 from support.families import FAMILIES, MORE, Size, batch_for, build
@@ -120,7 +120,7 @@ def test_a_forward_that_failed_teaches_nothing(tapes):
     for _ in range(ENOUGH):
         with pytest.raises(ValueError):
             model(x)
-    assert prices.UNASKED not in tapes[-1].decided.values()
+    assert decisions.UNASKED not in tapes[-1].decided.values()
     model.fails = False
     kept = measure_kept(model, x).total
     for _ in range(ENOUGH):
@@ -139,9 +139,9 @@ def test_what_a_sweep_finds_is_decided_at_once_the_next_time(tapes):
     patch(model)
     kept = [measure_kept(model, x).total for _ in range(ENOUGH)]
     assert len(set(kept)) == 1
-    decisions = set(tapes[-1].decided.values())
-    assert prices.YES in decisions
-    assert prices.NO not in decisions
+    found = set(tapes[-1].decided.values())
+    assert decisions.YES in found
+    assert decisions.NO not in found
 
 
 def test_a_checkpointed_block_that_is_called_in_two_ways_asks_again_what_it_asked(device):

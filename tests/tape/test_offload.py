@@ -17,7 +17,7 @@ FAMILIES = ("bert", "gpt2", "llama", "t5-decoder")
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(offload, "SMALLEST", 256)
+    monkeypatch.setattr(offload, "SMALLEST_NBYTES", 256)
     gc.collect()
     assert Away.total == 0
     yield

@@ -26,8 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_memsave.device import current_stream
-from hf_memsave.ops.cast import is_autocast
+from hf_memsave.device import current_stream, is_autocast
 from hf_memsave.ops.fused.ahead import Ahead, Groups, Low
 from hf_memsave.ops.fused.kernels import can_run
 from hf_memsave.ops.once import once_differentiable

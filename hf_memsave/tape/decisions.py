@@ -1,0 +1,70 @@
+"""What a tape has decided: a model does the same at every step, so nothing is asked twice.
+
+Two things are remembered in :attr:`Tape.decided <hf_memsave.tape.Tape>`: of a question, by all that has happened in the
+forward until then, whether it pays to remake the tensor; and of a call, whether anybody ever asked how its result was
+made.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from hf_memsave.tape.copies import has_copy
+from hf_memsave.tape.prices import price
+from hf_memsave.tape.record import MARK, Record
+
+#: Of a question: it pays; it does not; nor does a sweep find all that it was made from; it does not, but costs no more.
+YES, NO, NEVER, EVEN = 1, 2, 3, 7
+#: Of a call: somebody asked how its result was made; nobody did in one forward; nor in the next.
+ASKED, ONCE, UNASKED = 4, 5, 6
+#: How many are remembered.
+MOST_DECIDED = 2**16
+
+
+def pays(tape: Any, record: Record, nbytes: int) -> bool:
+    """Whether remaking the record's tensor keeps less than ``nbytes``.
+
+    A model does the same at every step, and a decision is about bytes alone. So it is made once, and found again by all
+    that has happened in the forward until then.
+
+    Returns:
+        Whether to remake it.
+    """
+    record.key = key = hash((tape.asks(nbytes), record.made))  # a tiny question leaves the next one its number
+    decision = tape.decided.get(key)
+    if decision is None:
+        found = price(tape, record)
+        cost = sys.maxsize if found is None else sum(found[0].values())
+        if len(tape.decided) >= MOST_DECIDED:
+            tape.decided.clear()
+        tape.decided[key] = YES if cost < nbytes else EVEN if cost == nbytes else NO
+        tape.has_decided = True
+        return cost < nbytes
+    if decision != YES:
+        return False
+    for x, version in record.seen:  # nobody has written to it, nor, if it is a parameter, freed it
+        theirs = getattr(x.untyped_storage(), MARK, None)
+        if theirs is None or theirs.tape is not tape:
+            theirs = tape.record_of(x)
+        if x._version != version or theirs.is_distrusted:
+            return False
+        if theirs.tape is None and not (x.untyped_storage().nbytes() or not x.numel() or has_copy(tape, x)):
+            return False
+    return True
+
+
+def learn(tape: Any) -> None:
+    """After a forward that decided nothing anew: a record that nobody asked, twice, is not made in the next ones.
+
+    Not under a foreign hook: a checkpointed block that runs again must ask for the same tensors as it did at first,
+    whatever was learned in between.
+    """
+    if tape.has_decided or tape.outer is not None or len(tape.decided) + len(tape.made) > MOST_DECIDED:
+        return
+    for made in tape.made:
+        known = tape.decided.get(made)
+        if made in tape.asked:
+            tape.decided[made] = ASKED
+        elif known != ASKED:
+            tape.decided[made] = ONCE if known is None else UNASKED
