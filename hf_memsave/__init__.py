@@ -1,10 +1,17 @@
-"""Fine-tune Hugging Face models with a fraction of the activation memory, and the same gradients to the bit."""
+"""Fine-tune Hugging Face models with a fraction of the activation memory; by default, with the same gradients."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hf_memsave.config import MemSaveConfig
-from hf_memsave.errors import ConfigError, KeptTensorChangedError, MemSaveError, PatchError
+from hf_memsave.errors import (
+    ConfigError,
+    KeptTensorChangedError,
+    MeasureError,
+    MemSaveError,
+    PatchError,
+    PlanError,
+)
 from hf_memsave.integrations import adapters as _adapters
 from hf_memsave.integrations import from_pretrained as _from_pretrained
 from hf_memsave.patching.patch import PatchReport, patch, unpatch
@@ -27,6 +34,7 @@ __all__ = [
     "ConfigError",
     "Kept",
     "KeptTensorChangedError",
+    "MeasureError",
     "MemSaveCallback",
     "MemSaveConfig",
     "MemSaveError",
@@ -35,6 +43,7 @@ __all__ = [
     "MemSaveTrainer",
     "PatchError",
     "PatchReport",
+    "PlanError",
     "estimate",
     "measure_kept",
     "patch",

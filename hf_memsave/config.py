@@ -14,18 +14,14 @@ import yaml
 
 from hf_memsave.config_files import fields_of, is_file, listed, presets, refuse_unknown
 from hf_memsave.errors import ConfigError, PlanError
+from hf_memsave.limited import as_pairs
 from hf_memsave.sizes import bytes_of
 from hf_memsave.wtacrs import WTACRS, is_int
-
-#: The fields that say what to do with a kind of module.
-KINDS = ("activation", "norm", "dropout", "attention", "lora")
-#: Those that :attr:`MemSaveConfig.layers` can limit.
-LIMITED = (*KINDS, "checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemSaveConfig:
-    """What to keep instead of each kind of tensor. The defaults are exact: same loss and gradients, to the bit.
+    """What to keep instead of each kind of tensor. The defaults are exact, and to the bit (but see ``loss``).
 
     Attributes:
         activation: Outputs of activations and gates: recomputed from their inputs, or kept as stock does. Not exact:
@@ -83,7 +79,7 @@ class MemSaveConfig:
     layers: Mapping[str, float] | tuple[tuple[str, float], ...] | None = field(default=None)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", _as_pairs(self.layers))
+        object.__setattr__(self, "layers", as_pairs(self.layers))
         for name, allowed in _choices().items():
             value = getattr(self, name)
             if value not in allowed:
@@ -109,6 +105,11 @@ class MemSaveConfig:
             )
         if self.budget is not None:
             self._check_budget()
+        elif self.checkpoint is None and "checkpoint" in dict(self.layers or ()):
+            raise ConfigError(
+                "MemSaveConfig.layers['checkpoint']: expected a checkpoint= that it limits, got none. Use "
+                "checkpoint='gate' or another rung with it."
+            )
         if self.storage is not None and self.activation == "precision_bit":
             raise ConfigError(
                 f"MemSaveConfig.storage={self.storage!r} rounds the last bit of what it keeps, got "
@@ -118,9 +119,9 @@ class MemSaveConfig:
     def _check_budget(self) -> None:
         assert self.budget is not None
         try:
-            bytes_of(self.budget)
+            bytes_of(self.budget, "MemSaveConfig.budget")
         except PlanError as error:
-            raise ConfigError(f"MemSaveConfig.budget: {error}") from error
+            raise ConfigError(str(error)) from error
         if self.checkpoint is not None or self.offload or "checkpoint" in dict(self.layers or ()):
             raise ConfigError(
                 f"MemSaveConfig.budget={self.budget!r} chooses checkpoint and offload, got "
@@ -156,8 +157,8 @@ class MemSaveConfig:
             found = cls.from_dict(value)
         else:
             raise ConfigError(
-                "memsave must be True, False, a preset's name, a YAML or JSON file or a MemSaveConfig, got "
-                f"{type(value).__name__}. Use memsave=True for the exact default."
+                "memsave must be True, False, a preset's name, a YAML or JSON file, a dict of fields or a "
+                f"MemSaveConfig, got {type(value).__name__}. Use memsave=True for the exact default."
             )
         if found.budget is not None and not may_plan:
             raise ConfigError(
@@ -215,7 +216,7 @@ class MemSaveConfig:
 
     @property
     def is_exact(self) -> bool:
-        """Whether gradients are stock's: to the bit, but for the order of sums in a chunked loss."""
+        """Whether gradients are stock's as mathematics: to the bit too, but for a chunked loss and Triton kernels."""
         return not self.inexact
 
     @property
@@ -256,31 +257,6 @@ class MemSaveConfig:
         """Write JSON where the name ends in ``.json``, else YAML."""
         text = json.dumps(self.to_dict(), indent=2) if str(path).endswith(".json") else yaml.safe_dump(self.to_dict())
         Path(path).write_text(text, encoding="utf-8")
-
-
-def _as_pairs(layers: Any) -> tuple[tuple[str, float], ...] | None:
-    """The canonical form of :attr:`MemSaveConfig.layers`, which can be hashed; None where nothing is limited."""
-    if layers is None:
-        return None
-    remedy = "Use layers={'norm': 6}, or leave it out to convert every block."
-    try:
-        pairs = dict(layers if isinstance(layers, (Mapping, tuple)) else [layers])
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"MemSaveConfig.layers must be a mapping or None, got {layers!r}. {remedy}") from error
-    for kind, number in pairs.items():
-        if kind not in LIMITED:
-            raise ConfigError(f"MemSaveConfig.layers: expected kinds {listed(LIMITED)}, got {kind!r}. {remedy}")
-        if kind == "checkpoint" and isinstance(number, float):
-            if not 0 <= number <= 1:
-                raise ConfigError(
-                    f"MemSaveConfig.layers['checkpoint'] must be a whole number of blocks, or a part of them from 0.0 "
-                    f"to 1.0, got {number!r}. Use 0.5 for the first half, or leave it out for all blocks."
-                )
-        elif not (is_int(number) and number >= 0):
-            raise ConfigError(
-                f"MemSaveConfig.layers[{kind!r}] must be a whole number of blocks, 0 or more, got {number!r}. {remedy}"
-            )
-    return tuple(sorted(pairs.items())) or None
 
 
 #: What stands for a config: True for the default, False for none, a preset's name, a file, a dict of fields.

@@ -12,8 +12,12 @@ _UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
 _SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([KMGT])(I?)B", re.IGNORECASE)
 
 
-def bytes_of(size: int | str) -> int:
+def bytes_of(size: int | str, name: str = "memory") -> int:
     """Bytes, given as such or as a text: "16GiB", "800MB".
+
+    Args:
+        size: What was given.
+        name: What to call it in an error.
 
     Returns:
         Bytes.
@@ -30,7 +34,7 @@ def bytes_of(size: int | str) -> int:
     if count > 0:
         return count
     raise PlanError(
-        f"memory: expected bytes, or a text such as '16GiB' or '800MB', more than 0, got {size!r}. Write it with a "
+        f"{name}: expected bytes, or a text such as '16GiB' or '800MB', more than 0, got {size!r}. Write it with a "
         "unit: KiB, MiB, GiB, TiB, KB, MB, GB or TB."
     )
 

@@ -48,7 +48,8 @@ class WTACRS:
         self._expect("budget", is_number and 0 < self.budget <= 1, "a number in (0, 1]", "0.3")
         self._expect("estimator", self.estimator in ("wta", "crs", "topk"), "'wta', 'crs' or 'topk'", "'wta'")
         names = isinstance(self.targets, tuple) and self.targets and all(t and isinstance(t, str) for t in self.targets)
-        self._expect("targets", self.targets is None or names, "names of linears, or None for all in blocks", "None")
+        self._expect("targets", self.targets is None or names, "names of linears, or None for all in blocks",
+                     "('q_proj',), or None")  # fmt: skip
         caches = ("position", "sample_idx", "content", None)
         self._expect("cache", self.cache in caches, "'position', 'sample_idx', 'content' or None", "'position'")
         self._expect("minimum", is_int(self.minimum) and self.minimum >= 1, "a whole number of at least 1", "10")

@@ -115,6 +115,7 @@ def test_storage_does_not_round_away_the_precision_bit():
         (6, "must be a mapping or None, got 6"),
         (["norm"], r"must be a mapping or None, got \['norm'\]"),
         ((("norm",),), "must be a mapping or None"),
+        (["norm", 6], r"must be a mapping or None, got \['norm', 6\]"),
         ({"norms": 6}, "expected kinds 'activation', 'norm', .*'lora', 'checkpoint', got 'norms'"),
         ({"linear": 6}, "expected kinds .*, got 'linear'"),
         ({1: 6}, "expected kinds .*, got 1"),
@@ -131,6 +132,11 @@ def test_layers_are_numbers_of_blocks_by_kind(value, message):
         ConfigError, match=f"MemSaveConfig.layers.*{message}.*Use layers={{'norm': 6}}, or leave it out"
     ):
         MemSaveConfig(layers=value)
+
+
+def test_layers_of_no_checkpoint_are_refused():
+    with pytest.raises(ConfigError, match=r"layers\['checkpoint'\]: expected a checkpoint= .*Use checkpoint='gate'"):
+        MemSaveConfig(layers={"checkpoint": 6})
 
 
 def test_layers_have_one_form():

@@ -20,7 +20,7 @@ NAME = "hf_memsave"
 SOURCE = Path(hf_memsave.__file__).parent
 #: The floor of each module and package directly under the root; the root itself may import anything.
 FLOORS = {
-    "errors": 0, "sizes": 0, "wtacrs": 0, "config": 0, "config_files": 0,
+    "errors": 0, "sizes": 0, "wtacrs": 0, "config": 0, "config_files": 0, "limited": 0,
     "data": 1, "device": 1,
     "tape": 2, "sampling": 2,
     "ops": 3, "arch": 3,

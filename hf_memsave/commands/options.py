@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from hf_memsave.commands import CommandError
+from hf_memsave.errors import MeasureError
 from hf_memsave.measure.lora import Lora
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -80,11 +81,10 @@ def _lora(text: str) -> Lora:
             raise argparse.ArgumentTypeError(f"expected dora=true or dora=false, got {value!r}") from error
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"expected a number for {key}, got {value!r}") from error
-    lora = Lora(**given)
-    if min(lora.r, lora.alpha) < 1 or not 0 <= lora.dropout < 1 or lora.dtype not in ("fp32", "model"):
-        raise argparse.ArgumentTypeError(
-            f"expected r and alpha from 1, dropout in [0, 1), dtype fp32 or model, got {text!r}"
-        )
+    try:
+        lora = Lora(**given)
+    except MeasureError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     if not all(lora.targets.split("+")):
         raise argparse.ArgumentTypeError(f"expected names joined by +, got targets={lora.targets!r}")
     return lora

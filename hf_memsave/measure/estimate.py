@@ -21,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_memsave.config import MemSaveConfig, MemSaveLike
+from hf_memsave.errors import MeasureError
 from hf_memsave.measure.elsewhere import away_from_gpus
 from hf_memsave.measure.extrapolate import depths_of, extrapolated, trace_at_full_depth
 from hf_memsave.measure.layers import depth_fields
@@ -28,7 +29,8 @@ from hf_memsave.measure.sharding import sharded
 from hf_memsave.measure.timeline import Point, in_words, timeline
 from hf_memsave.measure.trace import Place
 from hf_memsave.measure.training import Traced, Training, config_of, trace_at, training_of
-from hf_memsave.sizes import GIB, MIB
+from hf_memsave.sizes import GIB, MIB, bytes_of
+from hf_memsave.wtacrs import is_int
 
 #: What CUDA takes for itself in each process, in no allocator; it depends on device and driver.
 CONTEXT = 500 * MIB
@@ -127,7 +129,7 @@ def estimate(
     batch_size: int,
     seq_len: int,
     memsave: MemSaveLike = True,
-    memory: int | None = None,
+    memory: int | str | None = None,
     devices: int = 1,
     sharding: str = "ddp",
     layers: int | None = None,
@@ -142,21 +144,25 @@ def estimate(
         batch_size: Sequences, on each device.
         seq_len: Tokens in each.
         memsave: As for :func:`hf_memsave.patch`; False for stock alone.
-        memory: Bytes that there are.
+        memory: What there is, in bytes or as "24GiB".
         devices: Over how many to shard.
         sharding: "ddp", "zero1", "zero2" or "fsdp" (which is ZeRO-3 too).
         layers: The depth, instead of the configuration's own.
         progress: Told the share that is done.
         **training: Fields of :class:`~hf_memsave.measure.training.Training`: dtype, autocast, optimizer, lora,
-            quantized, checkpointing, accumulation, attention, padded. A ``lora`` may be a dict of fields of
-            :class:`~hf_memsave.measure.lora.Lora`.
+            quantized, checkpointing, accumulation, attention, padded, holds_output. A ``lora`` may be a dict of fields
+            of :class:`~hf_memsave.measure.lora.Lora`.
 
     Returns:
         Stock's step beside the patched one.
 
     Raises:
         MeasureError: The model or a field is not known, or the step cannot be run.
+        PlanError: ``memory`` is no size.
     """
+    limit = None if memory is None else bytes_of(memory)
+    if layers is not None and not (is_int(layers) and layers > 0):
+        raise MeasureError(f"layers: expected a whole number from 1, or None, got {layers!r}. Change layers.")
     config = config_of(model_or_config, training)
     setting = training_of(batch_size=batch_size, seq_len=seq_len, **training)
     resolved = MemSaveConfig.resolve(memsave)
@@ -178,7 +184,7 @@ def estimate(
         u=batch_size * seq_len * config.hidden_size * setting.u_itemsize,
         stock=memories[0],
         patched=memories[1] if resolved is not None else None,
-        memory=memory,
+        memory=limit,
     )
 
 

@@ -19,8 +19,8 @@ class Lora:
         alpha: ``lora_alpha``.
         dropout: ``lora_dropout``.
         targets: Names of modules, joined by "+".
-        dtype: That of the adapters: fp32, PEFT's default, or the model's own (that of its embeddings if its linears
-            are quantized).
+        dtype: That of the adapters: "fp32", PEFT's default, or "model" for the model's own (that of its embeddings
+            if its linears are quantized).
         dora: With DoRA's magnitudes.
     """
 
@@ -30,6 +30,13 @@ class Lora:
     targets: str = "all-linear"
     dtype: str = "fp32"
     dora: bool = False
+
+    def __post_init__(self) -> None:
+        if self.r < 1 or self.alpha <= 0 or not 0 <= self.dropout < 1 or self.dtype not in ("fp32", "model"):
+            raise MeasureError(
+                "lora: expected r from 1, alpha above 0, dropout in [0, 1), dtype fp32 or model, "
+                f"got {self}. Change that."
+            )
 
     def add_to(self, model: PreTrainedModel) -> None:
         """Freeze the model and put adapters into it.

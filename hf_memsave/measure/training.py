@@ -105,7 +105,7 @@ def training_of(**fields: Any) -> Training:
     """
     known = {field.name for field in dataclasses.fields(Training)}
     if unknown := fields.keys() - known:
-        raise MeasureError(f"estimate: expected fields {', '.join(sorted(known))}, got {', '.join(sorted(unknown))}.")
+        raise MeasureError(f"a step: expected fields {', '.join(sorted(known))}, got {', '.join(sorted(unknown))}.")
     if isinstance(lora := fields.get("lora"), dict):
         names = [field.name for field in dataclasses.fields(Lora)]
         if unknown := lora.keys() - set(names):

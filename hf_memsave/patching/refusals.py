@@ -56,8 +56,9 @@ def refuse_no_target(sites: list[SiteReport], config: WTACRS, model: nn.Module) 
         PatchError: It names the target, and the linears there are.
     """
     sampled = [f".{site.name}." for site in sites if site.op == "wta_crs"]
-    missing = [t for t in config.targets or () if not any(f".{t}." in path for path in sampled)]
-    if missing and missing not in (["lora_A"], ["lora_B"]):  # adapters are added later, as often as not
+    later = ("lora_A", "lora_B")  # adapters are added after the patch, as often as not
+    missing = [t for t in config.targets or () if t not in later and not any(f".{t}." in path for path in sampled)]
+    if missing:
         linears = {name.rpartition(".")[2] for name, m in model.named_modules() if path_of(stock_class(m)) in LINEARS}
         raise PatchError(
             f"WTACRS.targets: expected names of linears of {type(model).__name__}, got {missing[0]!r}, which is none. "

@@ -21,17 +21,19 @@ from typing import Any
 from torch import nn
 
 from hf_memsave.arch import kind_of
-from hf_memsave.config import KINDS, MemSaveConfig, MemSaveLike
+from hf_memsave.config import MemSaveConfig, MemSaveLike
 from hf_memsave.errors import PlanError
+from hf_memsave.limited import KINDS
 from hf_memsave.measure.undisturbed import left_as_it_was
 from hf_memsave.patching.blocks import block_numbers, number_of
 from hf_memsave.patching.patch import PatchReport, patch, unpatch
 from hf_memsave.patching.swap import is_patched, stock_class
-from hf_memsave.planner.trial import Bench, Timer, Trial, largest, limit_of, median_seconds, timed
+from hf_memsave.planner.trial import Bench, Timer, Trial, largest_batch, limit_of, median_seconds, timed
 from hf_memsave.sizes import gib
 
 #: The share of a step below which two times are the same.
 _NOISE = 1e-3
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 @dataclass(frozen=True)
@@ -111,9 +113,9 @@ def fast(
     with left_as_it_was(model) as start_over:
         start_over()
         bench = Bench(model, batch, limit, forward, optimizer_bytes, timer)
-        stock = largest(bench, "nothing", max_batch or sys.maxsize, trials)
+        stock = largest_batch(bench, "nothing", max_batch or sys.maxsize, trials)
         patch(model, resolved)
-        converted = largest(bench, "everything", max_batch or sys.maxsize, trials)
+        converted = largest_batch(bench, "everything", max_batch or sys.maxsize, trials)
         if converted is None:
             raise PlanError(
                 f"not one sequence fits with everything converted: expected at most {gib(limit)}, of which "
@@ -275,7 +277,7 @@ def _kinds_of(module: nn.Module) -> set[str]:
     """The kinds that a module is of: dropout too where it is only a number, for ``torch.nn.functional.dropout``."""
     drops = any("dropout" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items())
     known = kind_of(stock_class(module))
-    is_dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+    is_dropout = isinstance(module, _DROPOUTS) and module.p > 0
     return ({known} if known else set()) | ({"dropout"} if drops or is_dropout else set())
 
 

@@ -92,7 +92,8 @@ def plan(
         PlanError: Nothing fits; it says by how much, and what would. Or an argument has no such value.
         MeasureError: The model or a field is not known, or the step cannot be run.
     """
-    limit, most_away = bytes_of(budget), None if main_memory is None else bytes_of(main_memory)
+    limit = bytes_of(budget, "budget")
+    most_away = None if main_memory is None else bytes_of(main_memory, "main_memory")
     config = config_of(model_or_config, training)
     step = training_of(batch_size=batch_size, seq_len=seq_len, **training)
     settings = Settings(config, step, (sharding, devices), _start(memsave), rates_of(rates))
@@ -148,7 +149,7 @@ def largest(
     Raises:
         MeasureError: As for :func:`plan`.
     """
-    limit = bytes_of(budget)
+    limit = bytes_of(budget, "budget")
     config = config_of(model_or_config, training)
     step = training_of(batch_size=batch_size, seq_len=seq_len, **training)
     settings = Settings(config, step, (sharding, devices), _start(memsave), rates_of(rates))
@@ -164,7 +165,8 @@ def _start(memsave: Any) -> MemSaveConfig:
     start = MemSaveConfig.resolve(memsave, may_plan=True)
     if start is None:
         raise PlanError(f"memsave: expected what to begin with, got {memsave!r}. Leave it out for the exact default.")
-    return replace(start, budget=None, checkpoint=None, offload=False)
+    rest = {kind: number for kind, number in dict(start.layers or ()).items() if kind != "checkpoint"}
+    return replace(start, budget=None, checkpoint=None, offload=False, layers=rest)
 
 
 def _codecs(lossy: Collection[str]) -> tuple[str, ...]:

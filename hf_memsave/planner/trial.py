@@ -140,7 +140,7 @@ def _is_full(error: Exception) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: " in str(error)
 
 
-def largest(bench: Bench, name: str, most: int, trials: list[Trial]) -> Trial | None:
+def largest_batch(bench: Bench, name: str, most: int, trials: list[Trial]) -> Trial | None:
     """The largest batch that fits the model as it is, along the line through two counts; None if none does."""
     known: dict[int, Trial | None] = {}  # None: the device was full
     first = min(bench.batch_size, most)

@@ -292,7 +292,10 @@ def test_report_of_adapters_equals_a_direct_measurement(spec, tmp_path, capsys):
         ("dora=yes", "expected dora=true or dora=false, got 'yes'"),
         ("targets=+", "expected names joined by +, got targets='+'"),
         ("r=four", "expected a number for r, got 'four'"),
-        ("dropout=1", r"expected r and alpha from 1, dropout in [0, 1), dtype fp32 or model, got 'dropout=1'"),
+        (
+            "dropout=1",
+            "expected r from 1, alpha above 0, dropout in [0, 1), dtype fp32 or model, got r 8, alpha 16, dropout 1.0",
+        ),
     ],
 )
 def test_report_refuses_adapters_it_does_not_know(spec, message, tmp_path, capsys):

@@ -245,7 +245,8 @@ def test_an_unknown_target_is_refused(device):
     with pytest.raises(
         PatchError, match=r"WTACRS.targets: expected names of linears of Bert.*got 'q_proj'.*Choose from"
     ):
-        sampled("bert", device, MemSaveConfig(linear=WTACRS(targets=("query", "q_proj"))))
+        sampled("bert", device, MemSaveConfig(linear=WTACRS(targets=("query", "lora_A", "q_proj"))))
+    assert names(sampled("bert", device, MemSaveConfig(linear=WTACRS(targets=("lora_A", "lora_B"))))) == []  # to come
 
 
 @pytest.mark.parametrize("order", ["patch last", "patch first"])

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, MambaConfig, T5Config
 
 import hf_memsave_cli
 from hf_memsave import estimate
-from hf_memsave.errors import MeasureError
+from hf_memsave.errors import MeasureError, MemSaveError
 from hf_memsave.measure.lora import Lora
 from hf_memsave.measure.training import Training, build, trace_at
 
@@ -125,3 +125,26 @@ def test_a_config_that_cannot_be_used_is_told_in_one_line(fields, message, tmp_p
     assert message in error
     assert "\n" not in error
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"memory": "24"}, "memory: expected bytes, or a text such as '16GiB'"),
+        ({"memory": 1.5}, "memory: expected bytes"),
+        ({"layers": 0}, "layers: expected a whole number from 1, or None, got 0"),
+        ({"layers": True}, "layers: expected a whole number from 1, or None, got True"),
+        ({"lora": {"dtype": "fp23"}}, "lora: expected .*dtype fp32 or model, got .*fp23"),
+        ({"lora": {"r": 0}}, "lora: expected r from 1, .*got r 0"),
+        ({"typo": 1}, "a step: expected fields .*got typo"),
+    ],
+    ids=repr,
+)
+def test_what_is_asked_for_is_checked_first(asked, message):
+    with pytest.raises(MemSaveError, match=message):
+        estimate(CONFIG, batch_size=1, seq_len=8, **asked)
+
+
+def test_memory_is_bytes_or_a_text():
+    asked = dict(batch_size=1, seq_len=8, memsave=False, layers=2)
+    assert estimate(CONFIG, memory="2MiB", **asked) == estimate(CONFIG, memory=2**21, **asked)

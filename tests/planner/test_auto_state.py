@@ -137,7 +137,8 @@ def test_an_exact_plan_trains_like_stock(device):
     stock = step(model, batch)
     plan = smart(model, batch, EXACT, between(model, batch, 0.4, EXACT))
     assert min(dict(plan.config.layers).values()) < SIZE.layers
-    assert all(t.seconds for t in plan.trials if t.seconds is not None)
+    timed = [t.seconds for t in plan.trials if t.seconds is not None]
+    assert timed and min(timed) > 0
     assert_same(step(model, batch), stock)
 
 

@@ -1,0 +1,49 @@
+"""``MemSaveConfig.layers``: in how many blocks each kind of module is converted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hf_memsave.config_files import listed
+from hf_memsave.errors import ConfigError
+from hf_memsave.wtacrs import is_int
+
+#: The fields that say what to do with a kind of module.
+KINDS = ("activation", "norm", "dropout", "attention", "lora")
+#: Those that ``layers`` can limit.
+LIMITED = (*KINDS, "checkpoint")
+
+
+def as_pairs(layers: Any) -> tuple[tuple[str, float], ...] | None:
+    """The canonical form of ``layers``, which can be hashed; None where nothing is limited.
+
+    Returns:
+        Kinds and numbers, sorted.
+
+    Raises:
+        ConfigError: It is no mapping, or a kind or a number in it is none.
+    """
+    if layers is None:
+        return None
+    remedy = "Use layers={'norm': 6}, or leave it out to convert every block."
+    try:
+        pairs = dict(layers) if isinstance(layers, (Mapping, tuple)) else None
+    except (TypeError, ValueError):
+        pairs = None
+    if pairs is None:
+        raise ConfigError(f"MemSaveConfig.layers must be a mapping or None, got {layers!r}. {remedy}")
+    for kind, number in pairs.items():
+        if kind not in LIMITED:
+            raise ConfigError(f"MemSaveConfig.layers: expected kinds {listed(LIMITED)}, got {kind!r}. {remedy}")
+        if kind == "checkpoint" and isinstance(number, float):
+            if not 0 <= number <= 1:
+                raise ConfigError(
+                    f"MemSaveConfig.layers['checkpoint'] must be a whole number of blocks, or a part of them from 0.0 "
+                    f"to 1.0, got {number!r}. Use 0.5 for the first half, or leave it out for all blocks."
+                )
+        elif not (is_int(number) and number >= 0):
+            raise ConfigError(
+                f"MemSaveConfig.layers[{kind!r}] must be a whole number of blocks, 0 or more, got {number!r}. {remedy}"
+            )
+    return tuple(sorted(pairs.items())) or None
