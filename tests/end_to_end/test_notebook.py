@@ -12,7 +12,7 @@ pytest.importorskip("ipykernel")
 pytest.importorskip("matplotlib")
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
-SECONDS = 240  # the longest takes one and a half minutes beside other programs
+SECONDS = 240  # asked are two minutes; the longest takes one and a half beside other programs
 #: Notebook -> what it says of its own results, each True; and how many pictures it draws.
 CLAIMS = {
     "01_quickstart": (

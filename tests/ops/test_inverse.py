@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_memsave.arch import KINDS
+from hf_memsave.arch import KIND_OF_CLASS
 from hf_memsave.ops import elementwise
 from hf_memsave.ops.elementwise import ACTIVATIONS, Elementwise
 from hf_memsave.ops.inverse import FITS, InverseFit, slope, wide
@@ -132,4 +132,4 @@ def test_a_new_activation_is_one_entry(monkeypatch, slopes):
 
 def test_every_activation_that_can_be_approximated_has_a_fit():
     known = {path for activation in ACTIVATIONS.values() for path in activation.modules}
-    assert {path for path, kind in KINDS.items() if kind == "activation"} == known == set(elementwise._NAMES)
+    assert {path for path, kind in KIND_OF_CLASS.items() if kind == "activation"} == known == set(elementwise._NAMES)

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_memsave import measure_kept
-from hf_memsave.tape.meter import KINDS
+from hf_memsave.tape.meter import KINDS_OF_OPS
 from support.calls import Calls
 
 ROWS, WIDTH, WIDE = 3, 8, 16
@@ -66,7 +66,7 @@ def test_kinds_and_modules_sum_to_the_total(device, x):
 def test_kinds_come_in_the_order_of_tables(device, x):
     model = nn.Sequential(nn.Dropout(0.5), nn.LayerNorm(WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)).to(device)
     assert list(measure_kept(model, x).by_kind) == [
-        k for k in KINDS if k in ("linear", "norm", "activation", "dropout")
+        k for k in KINDS_OF_OPS if k in ("linear", "norm", "activation", "dropout")
     ]
 
 
