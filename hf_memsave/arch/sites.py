@@ -23,7 +23,7 @@ LIKE_LLAMA = {
     "smollm3": "SmolLM3RMSNorm",
 }
 #: Full name -> kind; a norm's op is ``output_norm``, an activation's ``activation``.
-KINDS = {
+KIND_OF_CLASS = {
     "torch.nn.modules.normalization.LayerNorm": "norm",
     "transformers.models.t5.modeling_t5.T5LayerNorm": "norm",
     **{f"transformers.models.{file}.modeling_{file}.{cls}": "norm" for file, cls in LIKE_LLAMA.items()},
@@ -44,7 +44,7 @@ def path_of(cls: type[nn.Module]) -> str:
 
 def kind_of(cls: type[nn.Module]) -> str | None:
     """What a configuration that leaves a kind to stock means by it: modules whose class name says so."""
-    if (known := KINDS.get(path_of(cls))) is not None:
+    if (known := KIND_OF_CLASS.get(path_of(cls))) is not None:
         return known
     if any(base.__module__ == "peft.tuners.tuners_utils" for base in cls.__mro__) and hasattr(cls, "_cast_input_dtype"):
         return "lora"

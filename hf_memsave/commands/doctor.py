@@ -194,10 +194,8 @@ def _sites(report: PatchReport) -> Table:
 
 def _summary(report: PatchReport) -> str:
     """What the tape covers, and how to learn what that frees."""
-    covered = Counter(site.op for site in report.patched)
-    blocks, models = covered.pop("block", 0), covered.pop("model", 0)
-    others = f"{covered.total()} other modules patched, {len(report.skipped)} skipped."
+    others = sum(site.op not in ("block", "model") for site in report.patched)
     return (
-        f"{models} models and {blocks} repeated blocks covered, {others}\nFunctions are recorded in all that runs "
-        "inside: what that frees, `memsave report` measures."
+        f"{report.covered}, {others} other modules patched, {len(report.skipped)} skipped.\nFunctions are recorded in "
+        "all that runs inside: what that frees, `memsave report` measures."
     )

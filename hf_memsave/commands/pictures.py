@@ -10,14 +10,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hf_memsave.sizes import MIB
-from hf_memsave.tape.meter import KINDS
+from hf_memsave.tape.meter import KINDS_OF_OPS
 
 if TYPE_CHECKING:
     from hf_memsave.commands.demo_training import Run
 
 _COLORS = dict(
     zip(
-        KINDS,
+        KINDS_OF_OPS,
         # Paul Tol's muted scheme, told apart in every kind of colour vision; grey for the rest.
         ("#332288", "#88CCEE", "#44AA99", "#117733", "#DDCC77", "#999933", "#CC6677", "#882255", "#AA4499", "#BBBBBB"),
         strict=True,
@@ -68,11 +68,12 @@ def stacked_bars(axes: Axes, bars: Mapping[str, Mapping[str, float]]) -> None:
     totals = [sum(kept.values()) for kept in bars.values()]
     highest = max(totals)
     digits = 0 if highest > 100 * MIB else 1
-    for kind in KINDS:
+    for kind in KINDS_OF_OPS:
         heights = [kept.get(kind, 0) / MIB for kept in bars.values()]
         if max(heights) * MIB < _SMALLEST * highest:
             continue
-        bottoms = [sum(kept.get(k, 0) for k in KINDS[: KINDS.index(kind)]) / MIB for kept in bars.values()]
+        below = KINDS_OF_OPS[: KINDS_OF_OPS.index(kind)]
+        bottoms = [sum(kept.get(k, 0) for k in below) / MIB for kept in bars.values()]
         drawn = axes.bar(range(len(bars)), heights, 0.6, bottoms, color=_COLORS[kind], label=kind, edgecolor="white")
         labels = [f"{h:,.{digits}f}" if h * MIB > _SMALLEST_LABELLED * highest else "" for h in heights]
         axes.bar_label(drawn, labels, label_type="center", fontsize=9, color=_ink(_COLORS[kind]))

@@ -18,7 +18,7 @@ from hf_memsave import MemSaveConfig
 from hf_memsave.commands import check_folder, check_picture, positive_int
 from hf_memsave.commands.options import DTYPES, NAMES, add_config, add_lora, quiet, weights_of
 from hf_memsave.sizes import MIB
-from hf_memsave.tape.meter import KINDS
+from hf_memsave.tape.meter import KINDS_OF_OPS
 
 if TYPE_CHECKING:
     from hf_memsave.measure.depth import Affine, FullDepth, Setting
@@ -131,7 +131,7 @@ def kept_table(result: FullDepth) -> Table:
         stack = "" if len(result.depth) == 1 else "\ndecoder" if "decoder" in field else "\nencoder"
         for setting in ("stock", "patched"):
             table.add_column(f"{setting}\nu/layer{stack}", justify="right")
-    for kind in KINDS:
+    for kind in KINDS_OF_OPS:
         if kind in result.stock.total or kind in result.patched.total:
             table.add_row(kind, *_cells(result, kind))
     table.add_section()

@@ -135,8 +135,9 @@ def _causes(found: StepComparison) -> str:
     return (
         f"{worst.name} differs by {worst.relative:.1e}; expected {expected}. Look first for code in the model that "
         "writes to an activation through NumPy or a pointer: nothing can see that, and what is computed again from "
-        "that activation is then wrong. Write with torch, or to a copy. Under autocast, bits may also differ where the "
-        "README says so (What is exact). Otherwise please report this, with the versions that `memsave doctor` prints."
+        "that activation is then wrong. Write with torch, or to a copy. Under autocast, bits may also differ where "
+        "docs/limits.md says so (What is exact). Otherwise please report this, with the versions that `memsave doctor` "
+        "prints."
     )
 
 

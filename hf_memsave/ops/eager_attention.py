@@ -83,4 +83,4 @@ def _eager_attention(module: nn.Module, patch: Any, *args: Any, **kwargs: Any) -
         return patch.stock.forward(module, *args, **kwargs)
 
 
-EAGER_ATTENTION = Op("eager_attention", _eager_attention)
+EAGER_ATTENTION = Op("eager_attention", _eager_attention, is_implied=True)

@@ -30,15 +30,17 @@ class Op:
     """One replacement of a module's forward.
 
     Attributes:
-        name: Named like its file.
+        name: What reports call it.
         forward: Called as ``forward(module, patch, *args, **kwargs)``, where ``patch.stock`` is the module's stock
             class and ``patch.value`` what was chosen. It must draw random numbers as stock does.
         check: Returns why this module cannot take the op, or "". Must neither change the module nor run it.
         refuse: Returns why the value that was asked for cannot be had from this module, and the remedy, or "". Unlike
             ``check``, it always ends in an error.
+        is_implied: Nobody asks for it by name: where another tool's forward runs instead, it is skipped, and no error.
     """
 
     name: str
     forward: Callable[..., Any]
     check: Callable[[nn.Module, Any], str] = _nothing
     refuse: Callable[[nn.Module, Any], str] = _nothing
+    is_implied: bool = False

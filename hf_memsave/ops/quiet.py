@@ -25,4 +25,4 @@ def _quiet(module: nn.Module, patch: Any, *args: Any, **kwargs: Any) -> Any:
         tape.table = before
 
 
-QUIET = Op("quiet", _quiet)
+QUIET = Op("quiet", _quiet, is_implied=True)

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_memsave.arch import HIDDEN, KINDS, LINEARS, RUN_AGAIN, fused_of, is_run_again, kind_of, path_of
+from hf_memsave.arch import HIDDEN, KIND_OF_CLASS, LINEARS, RUN_AGAIN, fused_of, is_run_again, kind_of, path_of
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import PatchError
 from hf_memsave.ops import OPS
@@ -30,18 +30,16 @@ from hf_memsave.patching.taped import head_of
 from hf_memsave.wtacrs import WTACRS
 
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
-#: Ops that nobody has asked for by name.
-_UNASKED = ("quiet", "eager_attention", "lazy_head", *(name for name in OPS if name.startswith("fused_")))
 #: Kinds whose modules are text in Python: left to stock, what runs inside is not recorded.
 _QUIET = ("activation", "norm", "attention", "lora")
 
 
-Plan = dict[nn.Module, Patch]
+Patches = dict[nn.Module, Patch]
 
 
 def collect(
     model: nn.Module, config: MemSaveConfig, prefix: str = "", block: int | None = None
-) -> tuple[list[SiteReport], Plan]:
+) -> tuple[list[SiteReport], Patches]:
     """Every module of ``model`` that ``config`` changes, checked; the model is not touched.
 
     Args:
@@ -57,7 +55,7 @@ def collect(
         PatchError: A module has a forward that hides ours, or cannot have what was asked for.
     """
     sites: list[SiteReport] = []
-    plan: Plan = {}
+    plan: Patches = {}
     numbers = block_numbers(model)
     if not prefix:
         _collect_taped(model, config, sites, plan, numbers)
@@ -79,7 +77,7 @@ def collect(
             continue
         cls = stock_class(module)
         if hides_forward(module):
-            if op in _UNASKED:  # another tool's forward runs instead
+            if OPS[op].is_implied:  # another tool's forward runs instead
                 sites.append(SiteReport(name, cls.__name__, op, "skipped", hidden(module)))
                 continue
             refuse_hidden(name, module)
@@ -100,7 +98,7 @@ def collect(
 
 
 def _collect_taped(
-    model: nn.Module, config: MemSaveConfig, sites: list[SiteReport], plan: Plan, numbers: dict[str, int]
+    model: nn.Module, config: MemSaveConfig, sites: list[SiteReport], plan: Patches, numbers: dict[str, int]
 ) -> None:
     """The outermost models whose own forward runs, and the repeated blocks: what lays a tape."""
     roots: list[str] = []
@@ -165,7 +163,7 @@ def _choice(
         return None, None  # it holds an attention, and a norm and a dropout beside
     if kind in _QUIET and not config.converts(kind, block):
         return "quiet", "stock"
-    if kind is None or name not in KINDS or getattr(config, kind) == "recompute":
+    if kind is None or name not in KIND_OF_CLASS or getattr(config, kind) == "recompute":
         return None, None
     if kind == "norm":
         return "output_norm", config.norm

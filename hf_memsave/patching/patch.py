@@ -16,7 +16,7 @@ from hf_memsave.arch import kind_of
 from hf_memsave.config import MemSaveConfig, MemSaveLike
 from hf_memsave.errors import PatchError, not_a_module
 from hf_memsave.patching.checkpointed import checkpoint_blocks
-from hf_memsave.patching.collect import Plan, collect
+from hf_memsave.patching.collect import Patches, collect
 from hf_memsave.patching.refusals import SiteReport, refuse_another_config, refuse_foreign_patches
 from hf_memsave.patching.sampled_layers import attach, sampler_of
 from hf_memsave.patching.swap import is_patched, is_wrapped, patched_class, refuse_wrapped, set_class, stock_class
@@ -82,6 +82,12 @@ class PatchReport:
         return tuple(site for site in self.sites if site.status == "skipped")
 
     @property
+    def covered(self) -> str:
+        """How many models and repeated blocks a tape covers, in words."""
+        count = Counter(site.op for site in self.patched)
+        return f"{count['model']} models and {count['block']} repeated blocks covered"
+
+    @property
     def added(self) -> tuple[str, ...]:
         """Paths of sites that came since, such as adapters: the next :func:`patch` of the model covers them."""
         model = self._model()
@@ -145,11 +151,7 @@ class PatchReport:
         return lines
 
     def __str__(self) -> str:
-        covered = Counter(site.op for site in self.patched)
-        blocks, models = covered.pop("block", 0), covered.pop("model", 0)
-        lines = [
-            f"hf_memsave: {models} models and {blocks} repeated blocks covered, {len(self.skipped)} modules skipped"
-        ]
+        lines = [f"hf_memsave: {self.covered}, {len(self.skipped)} modules skipped"]
         if inexact := self.config.inexact:
             lines.append(f"  gradients are not exact: {', '.join(inexact)}")
         counts = Counter((site.status, site.op, site.cls, site.reason) for site in self.sites)
@@ -250,7 +252,7 @@ def _become(module: nn.Module, cls: type[nn.Module]) -> None:
         forget_decisions(module)
 
 
-def _roots(plan: Plan) -> list[nn.Module]:
+def _roots(plan: Patches) -> list[nn.Module]:
     """The modules that lay a tape and lie in no other such module."""
     taped = [module for module, patch in plan.items() if patch.config is not None]
     inside = {id(child) for module in taped for child in module.modules() if child is not module}

@@ -129,7 +129,7 @@ class Checkpointed:
         self._calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def count(self, run: Any) -> int:
-        """How many calls came before in one run of a checkpoint; None for no checkpoint."""
+        """How many calls came before in one run of a checkpoint; 0 without one."""
         if run is None:
             return 0
         self._calls[run] = calls = self._calls.get(run, 0) + 1

@@ -26,7 +26,9 @@ from hf_memsave.device import fuses_dropout
 from hf_memsave.errors import MeasureError, not_a_module
 
 #: Kinds of op, in the order tables and pictures show them.
-KINDS = ("linear", "attention", "norm", "activation", "dropout", "cast", "residual", "embedding", "loss", "other")
+KINDS_OF_OPS = (
+    "linear", "attention", "norm", "activation", "dropout", "cast", "residual", "embedding", "loss", "other",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,9 @@ class Kept:
 
     @property
     def by_kind(self) -> dict[str, int]:
-        """Bytes by kind of op, in the order of :data:`KINDS`."""
+        """Bytes by kind of op, in the order of :data:`KINDS_OF_OPS`."""
         found = self._sum("kind")
-        return {kind: found[kind] for kind in KINDS if kind in found}
+        return {kind: found[kind] for kind in KINDS_OF_OPS if kind in found}
 
     def _sum(self, field: str) -> dict[str, int]:
         total: Counter[str] = Counter()

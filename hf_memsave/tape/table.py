@@ -17,7 +17,7 @@ from hf_memsave.tape.special import SPECIAL
 
 TABLE: dict[object, Handler] = {**CHEAP, **SPECIAL, **ATTENTION, **DROPOUTS, **SELECTIVE}
 #: The functions of each kind that a configuration can leave to stock.
-KINDS = {
+FUNCTIONS_OF = {
     "activation": ACTIVATIONS,
     "norm": NORMS,
     "dropout": frozenset(DROPOUTS),
@@ -44,7 +44,7 @@ def table_without(*kinds: str) -> MappingProxyType[object, Handler]:
 
 @cache
 def _table_without(kinds: tuple[str, ...], has_quantized: bool) -> MappingProxyType[object, Handler]:
-    left_out = frozenset().union(*(KINDS.get(kind, frozenset()) for kind in kinds))
+    left_out = frozenset().union(*(FUNCTIONS_OF.get(kind, frozenset()) for kind in kinds))
     rest = {func: handler for func, handler in TABLE.items() if func not in left_out}
     if has_quantized:  # a base weight in full precision is made again, as DoRA needs it
         ops = torch.ops.bitsandbytes
