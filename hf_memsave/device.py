@@ -56,6 +56,22 @@ def _gives_wide_products(device: torch.device, dtype: torch.dtype) -> bool:
         return False
 
 
+def adds_wide_products(x: Tensor) -> bool:
+    """Whether such a product can be added to a tensor in fp32: ``torch.addmm(..., out_dtype=, out=)``."""
+    return x.device.type == STAND_IN or (x.device.type in _AS_CUDA and _adds_wide_products(x.device, x.dtype))
+
+
+@functools.cache
+def _adds_wide_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tried once, with numbers: PyTorch before 2.10 had faults here."""
+    x, total = torch.ones(16, 16, device=device, dtype=dtype), torch.ones(16, 16, device=device)
+    try:
+        torch.addmm(total, x, x, out_dtype=torch.float32, out=total)
+    except (TypeError, RuntimeError):
+        return False
+    return is_capturing(device) or bool((total == 17).all())
+
+
 def has_numbers(x: Tensor) -> bool:
     """Whether a program may ask for the numbers in ``x``; on CUDA it waits for them."""
     return x.device.type not in ("meta", STAND_IN)

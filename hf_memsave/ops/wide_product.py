@@ -1,11 +1,11 @@
-"""A product of 16-bit matrices, given in fp32."""
+"""A product of 16-bit matrices, given in fp32 or added to what is there."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from hf_memsave.device import has_wide_products
+from hf_memsave.device import adds_wide_products, has_wide_products
 
 
 def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -24,3 +24,19 @@ def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.float32 and has_wide_products(a):
         return torch.mm(a, b, out_dtype=dtype)
     return a.to(dtype) @ b.to(dtype)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b``, added to ``total`` in place by the product itself.
+
+    Args:
+        total: ``[M, N]``, fp32.
+        a: ``[M, K]``, bf16 or fp16.
+        b: ``[K, N]``, of the same dtype.
+
+    Returns:
+        ``total``.
+    """
+    if adds_wide_products(a):
+        return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    return total.add_(wide_product(a, b, total.dtype))

@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_map as tree_map
 
 #: The number of the backward that runs on this thread; -1 outside of one.
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
+#: Whether that backward gets to a node that it goes through later: not where it was asked for other gradients alone.
+is_to_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 #: Whether autocast is on for any device.
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 #: Whether a ``torch.func`` transform runs: autocast does not work as usual there, and tensors have no storages.
@@ -118,6 +120,11 @@ def function_in_backward() -> Any:
     """The context of the ``torch.autograd.Function`` whose backward the engine runs; None if it runs no such one."""
     node = torch._C._current_autograd_node()
     return node if isinstance(node, FunctionCtx) else None
+
+
+def node_class(function: Any) -> Any:
+    """The class of the nodes that a ``torch.autograd.Function`` puts into the graph; they are its contexts."""
+    return function._backward_cls
 
 
 def functions_in_forward() -> Iterator[Any]:

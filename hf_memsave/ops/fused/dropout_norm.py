@@ -16,6 +16,7 @@ Gradients of gradients are refused. Source: Ba et al. (2016), arXiv:1607.06450.
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from typing import Any
 
@@ -23,11 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_memsave.device import widens
+from hf_memsave.ops.fused.joint import Joint, edge_of, leaves_if_hooked
 from hf_memsave.ops.fused.kernels import can_run, draws_as_stock, is_watched, kernels, once_each, seed_for, wider
 from hf_memsave.ops.fused.linear import give_low
 from hf_memsave.ops.once import once_differentiable
 from hf_memsave.ops.op import Op, is_parametrized
-from hf_memsave.tape import current
+from hf_memsave.tape import Tape, current
 from hf_memsave.tape.copies import copy_all
 from hf_memsave.tape.private import no_modes
 
@@ -60,47 +62,77 @@ def _called(
     x, residual, weight, bias = tensors
     tape = current()
     low = None if tape is None else low
-    y, h, y_low, mean, rstd = once_each(_DropoutNorm, (None,) * 5, *tensors, eps, p, seed, out, low)
+    edge, joint = residual, None
+    if tape is not None and residual.dtype is not x.dtype:
+        with no_modes():
+            edge, joint = edge_of(tape, residual)
+    y, h, y_low, mean, rstd = once_each(_DropoutNorm, (None,) * 5, *tensors, edge, eps, p, seed, out, low, joint)
     if tape is not None:
         with no_modes():
             copy_all(tape, [weight, bias])
-            tape.record(h, partial(_sum_again, eps=eps, p=p, seed=seed), (x, residual, weight, bias))
-            tape.record(y, partial(_norm_again, out=out), (h, weight, bias, mean, rstd))
+            sources = _before(tape, residual, h.dtype) or (residual,)
+            tape.record(h, partial(_sum_again, p=p, seed=seed), (x, *sources))
+            made = h, weight, bias, mean, rstd
+            tape.record(y, partial(_norm_again, out=out), made)
+            tape.memo[_before] = weakref.ref(y), _state(tape, y), made, [t._version for t in made]
             if low is not None:
-                give_low(tape, y, y_low, (partial(_norm_again, out=low), (h, weight, bias, mean, rstd)))
+                give_low(tape, y, y_low, (partial(_norm_again, out=low), made))
     return y
 
 
-def _sum_again(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, p: float, seed: int) -> Tensor:
-    return kernels().dropout_norm_forward(x, residual, weight, bias, eps, p, seed).h
+def _before(tape: Tape, y: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...] | None:
+    """What the last of these norms made y from; None if y is another, or of another block, whose sums then stay there.
+
+    Returns:
+        The sum, weight, bias, mean and rstd; from these y need not be made again for what is added to it.
+    """
+    ref, state, made, versions = tape.memo.get(_before, (None, None, (), []))
+    is_it = ref is not None and ref() is y and y.dtype is dtype and state == _state(tape, y)
+    return made if is_it and versions == [t._version for t in made] else None
+
+
+def _state(tape: Tape, y: Tensor) -> tuple[int, ...]:
+    return y._version, tape.block, tape.root.distrusted  # versions do not tell any more of what was written to
+
+
+def _sum_again(x: Tensor, residual: Tensor, *norm: Tensor, p: float, seed: int) -> Tensor:
+    return kernels().dropout_sum(x, residual, p, seed, norm or None)
 
 
 def _norm_again(h: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor, out: torch.dtype) -> Tensor:
     return kernels().layer_norm_again(h, weight, bias, mean, rstd, out)
 
 
+@leaves_if_hooked
 class _DropoutNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, p: float, seed: int,
-        out: torch.dtype, low: torch.dtype | None,
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, edge: Tensor, eps: float, p: float,
+        seed: int, out: torch.dtype, low: torch.dtype | None, joint: Joint | None,
     ) -> Any:  # fmt: skip
         found = kernels().dropout_norm_forward(x, residual, weight, bias, eps, p, seed, out, low)
         ctx.save_for_backward(found.h, weight, bias, found.mean, found.rstd)
         ctx.mark_non_differentiable(*[t for t in (found.low, found.mean, found.rstd) if t is not None])
         ctx.set_materialize_grads(False)
-        ctx.how = p, seed, x.dtype, residual.dtype
+        ctx.how, ctx.joint = (p, seed, x.dtype, residual.dtype), joint
         return found.y, found.h, found.low, found.mean, found.rstd
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dh: Tensor | None, *rest: None) -> Any:
         h, weight, bias, mean, rstd = ctx.saved_tensors
-        dy = torch.zeros_like(h) if dy is None else dy
         found = kernels().dropout_norm_backward(
-            dy, h, weight, bias, mean, rstd, *ctx.how, dh=dh, has_dw=any(ctx.needs_input_grad[2:4])
-        )
-        return *found[:4], None, None, None, None, None
+            torch.zeros_like(h) if dy is None else dy, h, weight, bias, mean, rstd, *ctx.how, dh=dh,
+            has_dw=any(ctx.needs_input_grad[2:4]),
+        )  # fmt: skip
+        dx, dresidual, dw, db = found[:4]
+
+        def made(total: Tensor | None) -> Tensor:
+            return dresidual if total is None else total.add_(dresidual)
+
+        if ctx.joint is not None and ctx.joint.add(ctx, 4, (dy, dh), made):  # its place among the tensors
+            dresidual = None
+        return dx, None, dw, db, dresidual, *[None] * 6
 
 
 def _has_no_kernel(module: nn.Module, value: Any) -> str:

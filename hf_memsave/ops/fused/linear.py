@@ -28,9 +28,10 @@ from torch import Tensor, nn
 
 from hf_memsave.device import current_stream, is_autocast
 from hf_memsave.ops.fused.ahead import Ahead, Groups, Low
+from hf_memsave.ops.fused.joint import Joint, edge_of, leaves_if_hooked
 from hf_memsave.ops.fused.kernels import can_run
 from hf_memsave.ops.once import once_differentiable
-from hf_memsave.ops.wide_product import wide_product
+from hf_memsave.ops.wide_product import add_product, wide_product
 from hf_memsave.tape import Tape
 from hf_memsave.tape.private import (
     FakeTensor,
@@ -106,7 +107,8 @@ def _called(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None, is_turne
     with no_modes():
         with torch.no_grad():
             w, b = (p if p is None else ahead.low(p, dtype, where) for p in (weight, bias))
-        return _Linear.apply(x, weight, bias, low, w, b, is_turned, tape.block)
+        edge, joint = edge_of(tape, x, weight) if x.dtype is torch.float32 else (x, None)
+        return _Linear.apply(edge, weight, bias, low, w, b, is_turned, tape.block, joint)
 
 
 def give_low(tape: Tape, x: Tensor, low: Tensor, made: tuple[Any, tuple[Tensor, ...]] | None = None) -> None:
@@ -166,22 +168,23 @@ def _forget(key: Any) -> None:
         ahead.end()
 
 
+@leaves_if_hooked
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor, w: Tensor, b: Tensor | None,
-        is_turned: bool, block: int,
+        is_turned: bool, block: int, joint: Joint | None,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(low, weight if ctx.needs_input_grad[0] else None)
         ctx.set_materialize_grads(False)
-        ctx.x, ctx.is_turned, ctx.block, ctx.own = x.dtype, is_turned, block, weakref.ref(weight)
+        ctx.x, ctx.is_turned, ctx.block, ctx.own, ctx.joint = x.dtype, is_turned, block, weakref.ref(weight), joint
         return F.linear(low, w.t() if is_turned else w, b)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         with no_autocast():
-            return *_gradients(ctx, dy), None, None, None, None, None
+            return *_gradients(ctx, dy), *[None] * 6
 
 
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -189,8 +192,14 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     rows, into = low.reshape(-1, low.shape[-1]), dy.reshape(-1, dy.shape[-1])
     dx = dw = db = None
     if ctx.needs_input_grad[0]:
-        w = _low_again(weight, ctx.own(), low.dtype, ctx.block)
-        dx = wide_product(into, w.t() if ctx.is_turned else w, ctx.x).view(low.shape)
+
+        def made(total: Tensor | None) -> Tensor:
+            w = _low_again(weight, ctx.own(), low.dtype, ctx.block)
+            w = w.t() if ctx.is_turned else w
+            dx = wide_product(into, w, ctx.x) if total is None else add_product(total.view(rows.shape), into, w)
+            return dx.view(low.shape)
+
+        dx = None if ctx.joint is not None and ctx.joint.add(ctx, 0, (dy,), made) else made(None)
     if ctx.needs_input_grad[1]:
         a, b = (rows, into) if ctx.is_turned else (into, rows)
         dw = wide_product(a.t(), b, torch.float32)

@@ -49,6 +49,8 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "dropout_norm_autocast": lambda: k.dropout_norm_forward(H, H_WIDE, V_WIDE, V_WIDE, p=0.1, seed=1, low=LOW),
     "dropout_norm_backward": lambda: _norm_backward(H, V, LOW, out=LOW),
     "dropout_norm_backward_autocast": lambda: _norm_backward(H_WIDE, V_WIDE, WIDE, dlow=H, dh=H_WIDE, low=LOW),
+    "dropout_sum": lambda: k.dropout_sum(H, H, 0.1, 1),
+    "dropout_sum_autocast": lambda: k.dropout_sum(H, H_WIDE, 0.1, 1, (V_WIDE, V_WIDE, ROWS, ROWS)),
     "layer_norm": lambda: k.dropout_norm_forward(H, None, V, V),
     "lora_input": lambda: k.lora_input_forward(X, 0.05, 1),
     "lora_input_wide": lambda: k.lora_input_forward(X, 0.05, 1, WIDE),

@@ -42,6 +42,24 @@ def test_the_same_in_every_kernel_and_for_every_width():
     assert torch.equal(h[:, :24], mask(0.3, 5, 8, 24))
 
 
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("wide", [torch.float32, None], ids=["autocast", "one dtype"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("columns", [40, 129])
+def test_a_sum_again_has_its_bits(columns, dtype, wide, bias, p):
+    torch.manual_seed(0)
+    wide = wide or dtype
+    x, first = torch.randn(2, 5, columns, device=DEVICE).to(dtype), torch.randn(5, columns, device=DEVICE).to(wide)
+    w, b = torch.rand(columns, device=DEVICE).to(wide), torch.randn(columns, device=DEVICE).to(wide) if bias else None
+    before = k.dropout_norm_forward(first, first, w, b, p=p, seed=3)
+    after = k.dropout_norm_forward(x[0], before.y, w, b, p=p, seed=2**40)
+    assert torch.equal(k.dropout_sum(x[0], before.y, p, 2**40), after.h)
+    norm = w, b, before.mean, before.rstd
+    assert torch.equal(k.dropout_sum(x[0], before.h, p, 2**40, norm), after.h)
+    assert not torch.equal(k.dropout_sum(x[0], before.h, p, 2**40), after.h)
+
+
 def test_all_and_nothing():
     assert torch.equal(mask(1.0, 1), torch.zeros(ROWS, COLUMNS, device=DEVICE))
     assert torch.equal(mask(0.0, 1), torch.ones(ROWS, COLUMNS, device=DEVICE))

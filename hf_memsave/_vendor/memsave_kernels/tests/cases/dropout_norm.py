@@ -55,6 +55,14 @@ def _check_again(h: Tensor, y: Tensor, y_low: Any, w: Tensor, b: Any, p: float, 
     assert y_low is None or torch.equal(found.low, y_low)
 
 
+def _sum(x: Any, residual: Any, p: float) -> tuple[Tensor, ...]:
+    return (ours.dropout_sum(x, residual, p, SEED),)
+
+
+def _eager_sum(kind: torch.dtype, x: Any, residual: Any, p: float) -> tuple[Tensor, ...]:
+    return (x * mask_of(x, p).to(x.dtype) + residual,)
+
+
 def _eager(
     kind: torch.dtype, x: Any, residual: Any, w: Any, b: Any, dlow: Any, dh: Any, p: float, wide: bool
 ) -> tuple[Tensor, ...]:
@@ -84,5 +92,12 @@ CASES = (
     _case("dropout, residual, LayerNorm", _bytes(8, 10), P, False, True, True),
     _case("the same under autocast", {}, P, True, True, True),
     _case("residual, LayerNorm without bias", {}, 0.0, False, True, False),
+    Case(
+        "sum alone",
+        lambda make, rows, columns: (make(rows, columns), make(rows, columns)),
+        partial(_sum, p=P),
+        partial(_eager_sum, p=P),
+        {"dropout_sum_kernel": 6},
+    ),
     _case("LayerNorm", _bytes(4, 8), 0.0, False, False, True),
 )

@@ -10,6 +10,7 @@ from .codec import FORMATS, decode, encode
 from .cross_entropy import cross_entropy_, cross_entropy_forward_, cross_entropy_scale_, linear_cross_entropy
 from .draw import draw, probabilities
 from .dropout_norm import dropout_norm, dropout_norm_backward, dropout_norm_forward, layer_norm_again
+from .dropout_sum import dropout_sum
 from .few_bit import few_bit_backward, few_bit_codes, few_bit_forward
 from .gated import gated, gated_backward, gated_forward
 from .inverted import InverseFit, inverted_backward, inverted_forward
@@ -34,7 +35,7 @@ __all__ = [
     "cross_entropy_", "cross_entropy_forward_", "cross_entropy_scale_", "linear_cross_entropy",
     "draw", "probabilities",
     "draw_seed",
-    "dropout_norm", "dropout_norm_backward", "dropout_norm_forward", "layer_norm_again",
+    "dropout_norm", "dropout_norm_backward", "dropout_norm_forward", "dropout_sum", "layer_norm_again",
     "few_bit_backward", "few_bit_codes", "few_bit_forward",
     "gated", "gated_backward", "gated_forward",
     "InverseFit", "inverted_backward", "inverted_forward",

@@ -59,6 +59,28 @@ def dropout_norm_forward_kernel(
 
 
 @triton.jit(do_not_specialize=["seed", "threshold"])
+def dropout_sum_kernel(
+    x_ptr, residual_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, h_ptr, seed: tl.int64, threshold: tl.int64, rows,
+    N: tl.constexpr, DROPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The sum h of x and the residual, or of x and the norm of the residual if w_ptr is not None."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows) & (column < N)
+    at = row * N + column
+    h = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if DROPS:
+        h = dropped_out(h, seed, threshold, row, 0, ROWS, COLUMNS)
+    residual = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if w_ptr is not None:
+        mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)
+        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+        w, b = _vectors(w_ptr, b_ptr, column, N)
+        residual = _affine(residual, mean, rstd, w, b).to(h_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(h_ptr + at, h + residual, mask=inside)
+
+
+@triton.jit(do_not_specialize=["seed", "threshold"])
 def dropout_norm_backward_kernel(
     dy_ptr, dlow_ptr, dh_ptr, h_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr,
     dx_ptr, dresidual_ptr, dw_ptr, db_ptr, y_ptr, low_ptr, seed: tl.int64, threshold: tl.int64, rows,

@@ -52,7 +52,8 @@ def _launch_forward(
     )  # fmt: skip
 
 
-def _dtype_of_sum(x: Tensor, residual: Tensor | None) -> torch.dtype:
+def dtype_of_sum(x: Tensor, residual: Tensor | None) -> torch.dtype:
+    """That of h."""
     if residual is None or residual.dtype is x.dtype:  # asking PyTorch takes as long as a launch
         return x.dtype
     return torch.promote_types(x.dtype, residual.dtype)
@@ -62,7 +63,7 @@ def _forward_fake(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, p: float, seed: int,
     out: torch.dtype, low: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    dtype = _dtype_of_sum(x, residual)
+    dtype = dtype_of_sum(x, residual)
     h = x.new_empty(x.shape if residual is not None or p > 0 else 0, dtype=dtype)
     mean, rstd = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
     y = like(x, out)
@@ -179,7 +180,7 @@ def dropout_norm_forward(
     Returns:
         h, y, y in the second dtype, and the statistics.
     """
-    h_dtype = _dtype_of_sum(x, residual)
+    h_dtype = dtype_of_sum(x, residual)
     h, y, y_low, mean, rstd = _forward_op(x, residual, weight, bias, eps, p, seed, out or h_dtype, low)
     return Normed(h if residual is not None or p > 0 else x, y, y_low if low else None, mean, rstd)
 

@@ -1,0 +1,152 @@
+r"""``Joint``: what several functions take sends its gradients through one node, and products add theirs to the sum.
+
+For an input x of linears with incoming gradients dy₁ … dyₙ, and of a residual with dx₀::
+
+    stock    dx = dx₀ + dy₁ W₁ + … + dyₙ Wₙ      n sums beside the products, each of which reads two and writes one
+    here     dx = dx₀;  dx += dyᵢ Wᵢ             the products read and write dx as they go
+
+The node's backward runs once all those functions' have, whatever they pass to it. They pass nothing: what they add to
+is with the node, by backward, and lives as long as the graph if that backward fails. Kept for backward: nothing. x's
+own hooks see the whole gradient, as they do in stock. Autograd sums, as in stock, what functions give whose nodes have
+hooks, what is differentiated again, in batches or on another stream. Whoever walks the graph to our node and asks
+autograd for the gradient there is told None. Which inputs are taken more than once is learned as it happens, by the
+first parameter that takes one: a node for an input that nobody else takes is work for nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hf_memsave.device import current_stream
+from hf_memsave.tape import Tape
+from hf_memsave.tape.private import backward_id, is_to_run, node_class, stands_for_many
+
+#: Parameters whose products took an input that others took as well, in some forward.
+_shared = WeakIdKeyDictionary()
+
+
+class Joint:
+    """What has been added up of an input's gradient, in each backward that runs or has failed.
+
+    Args:
+        x: The input, on whose device and stream all is added.
+    """
+
+    __slots__ = ("_device", "_stream", "_sums")
+
+    def __init__(self, x: Tensor) -> None:
+        self._device, self._stream = x.device, current_stream(x.device)
+        self._sums: dict[int, Tensor] = {}
+
+    def add(
+        self, ctx: Any, place: int, dys: tuple[Tensor | None, ...], made: Callable[[Tensor | None], Tensor]
+    ) -> bool:
+        """Add the gradient of a function that runs backward.
+
+        Args:
+            ctx: Of the function.
+            place: The joint's input among the function's.
+            dys: What came in.
+            made: Given the sum, adds to it in place and returns it; given None, makes a tensor that nobody else has.
+
+        Returns:
+            Whether that is done; if not, the function returns its gradient to autograd.
+        """
+        if any(dy is not None and (dy.requires_grad or stands_for_many(dy)) for dy in dys):
+            return False
+        if current_stream(self._device) != self._stream:
+            return False
+        if is_to_run(ctx.next_functions[place][0]):
+            key = backward_id()
+            self._sums[key] = made(self._sums.get(key))
+        return True
+
+    def take(self) -> Tensor | None:
+        """What this backward has added up, if anything; the next one begins anew."""
+        return self._sums.pop(backward_id(), None)
+
+
+def edge_of(tape: Tape, x: Tensor, parameter: Tensor | None = None) -> tuple[Tensor, Joint | None]:
+    """Where a function that takes ``x`` sends its gradient.
+
+    Args:
+        tape: The innermost one.
+        x: What it takes.
+        parameter: By which an input that several take is known again; None if such a function does not come first.
+
+    Returns:
+        What it takes instead of x, a tensor of x's shape without its numbers, and what it adds to; or x and None.
+    """
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return x, None
+    notes = tape.notes(x)
+    known: _Known | None = notes.get(Joint)
+    if known is not None and known.is_of(x):
+        return known.edge(x)
+    if parameter is not None:
+        notes[Joint] = known = _Known(x, parameter)
+        return known.edge(x)
+    return x, None
+
+
+def leaves_if_hooked(function: Any) -> Any:
+    """Decorate a function that keeps a joint as ``ctx.joint``: hooks of its node see, and may change, what x gets.
+
+    Returns:
+        The function.
+    """
+    node = node_class(function)
+    inherited = node.register_hook
+
+    def register_hook(ctx: Any, hook: Callable[..., Any]) -> Any:
+        ctx.joint = None
+        return inherited(ctx, hook)
+
+    node.register_hook = register_hook
+    return function
+
+
+class _Known:
+    """An input that a function took, as those find it that come after."""
+
+    __slots__ = ("_end", "_first", "_joint", "_ref", "_state", "_uses")
+
+    def __init__(self, x: Tensor, first: Tensor) -> None:
+        self._ref, self._first = weakref.ref(x), weakref.ref(first)
+        self._state, self._uses = _state(x), 0
+        self._joint = Joint(x) if first in _shared else None
+        self._end = None if self._joint is None else _Join.apply(x, self._joint)
+
+    def is_of(self, x: Tensor) -> bool:
+        """Whether that was ``x``, as part of the graph that it is part of now."""
+        return self._ref() is x and self._state == _state(x)
+
+    def edge(self, x: Tensor) -> tuple[Tensor, Joint | None]:
+        """As :func:`edge_of` returns it."""
+        self._uses += 1
+        if self._uses == 2 and (first := self._first()) is not None:
+            _shared[first] = True
+        return x if self._end is None else self._end, self._joint
+
+
+def _state(x: Tensor) -> tuple[int, bool]:
+    return x._version, x.is_leaf  # writes give it another node, and detach_() none
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, joint: Joint) -> Tensor:
+        ctx.joint = joint
+        ctx.set_materialize_grads(False)
+        return x.new_empty(()).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor | None) -> tuple[Tensor | None, None]:
+        total = ctx.joint.take()
+        return (dx if total is None else total if dx is None else total + dx), None
