@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from hf_memsave.ops import chunked_loss
-from hf_memsave.ops.fused import ahead
+from hf_memsave.ops.fused import ahead, joint
 from support.accuracy import SMALL
 
 
@@ -24,4 +24,12 @@ def made(monkeypatch):
         copy_each(low, high)
 
     monkeypatch.setattr(ahead, "copy_each", counting)
+    return found
+
+
+@pytest.fixture
+def added(monkeypatch):
+    """Of every gradient that a fused function offered to a joint, whether it was added there."""
+    found, add = [], joint.Joint.add
+    monkeypatch.setattr(joint.Joint, "add", lambda *args: found.append(add(*args)) or found[-1])
     return found

@@ -70,3 +70,33 @@ def assert_same_step(model, x, device, times=3, **options):
                 mine, theirs, rtol=0.03, atol=0.03 * float(theirs.abs().amax() if theirs.numel() else 0)
             )
     return ours
+
+
+def learned(model, x, device):
+    """The patched model, which knows by now that q, k and v take one input."""
+    ours = patched(model)
+    step(ours, x, device)
+    return ours
+
+
+def graph(model, x, device):
+    """Its input, with a gradient and not a leaf, and its result."""
+    x = (x.detach().clone().requires_grad_() * 1.5).requires_grad_()
+    with autocast(device):
+        return x, model(x).float()
+
+
+def assert_near(got, stock):
+    for mine, theirs in zip(got, stock, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0.03, atol=0.03 * float(theirs.abs().amax()))
+
+
+def nodes(root):
+    """All of a graph."""
+    found, left = [], [root]
+    while left:
+        node = left.pop()
+        if node is not None and node not in found:
+            found.append(node)
+            left += [n for n, _ in node.next_functions]
+    return found
