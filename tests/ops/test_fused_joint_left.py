@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -159,20 +160,17 @@ def test_what_runs_on_another_stream_is_left_to_autograd(device, monkeypatch, ad
 
 
 def test_nobody_is_joined_without_gradients(device):
-    class Notes:
-        def __init__(self):
-            self.of = {}
-
-        def notes(self, x):
-            return self.of
-
-    tape, x, p = Notes(), random(5, 24, device=device).requires_grad_(), nn.Parameter(random(24, 24, device=device))
+    tape, x, p = (
+        SimpleNamespace(memo={}),
+        random(5, 24, device=device).requires_grad_(),
+        nn.Parameter(random(24, 24, device=device)),
+    )
     with torch.no_grad():
         assert joint.edge_of(tape, x, p) == (x, None)
     assert joint.edge_of(tape, x.detach(), p)[1] is None
-    assert tape.of == {}
+    assert tape.memo == {}
     joint.edge_of(tape, x, p)
-    assert tape.of
+    assert tape.memo
 
 
 def test_nothing_is_held_by_a_graph_that_is_gone(device):

@@ -126,11 +126,9 @@ class _DropoutNorm(torch.autograd.Function):
             has_dw=any(ctx.needs_input_grad[2:4]),
         )  # fmt: skip
         dx, dresidual, dw, db = found[:4]
-
-        def made(total: Tensor | None) -> Tensor:
-            return dresidual if total is None else total.add_(dresidual)
-
-        if ctx.joint is not None and ctx.joint.add(ctx, 4, (dy, dh), made):  # its place among the tensors
+        joined = None if ctx.joint is None else ctx.joint.sum_for(ctx, 4, dy, dh)  # its place among the tensors
+        if joined is not None:
+            joined.total = dresidual if joined.total is None else joined.total.add_(dresidual)
             dresidual = None
         return dx, None, dw, db, dresidual, *[None] * 6
 

@@ -32,7 +32,7 @@ _shared = WeakIdKeyDictionary()
 
 
 class Joint:
-    """What has been added up of an input's gradient, in each backward that runs or has failed.
+    """Where an input's gradient is added up, in each backward.
 
     Args:
         x: The input, on whose device and stream all is added.
@@ -42,34 +42,47 @@ class Joint:
 
     def __init__(self, x: Tensor) -> None:
         self._device, self._stream = x.device, current_stream(x.device)
-        self._sums: dict[int, Tensor] = {}
+        self._sums: dict[int, Sum] = {}
 
-    def add(
-        self, ctx: Any, place: int, dys: tuple[Tensor | None, ...], made: Callable[[Tensor | None], Tensor]
-    ) -> bool:
-        """Add the gradient of a function that runs backward.
+    def sum_for(self, ctx: Any, place: int, *dys: Tensor | None) -> Sum | None:
+        """What a function that runs backward may add to, and then gives autograd nothing for the input.
 
         Args:
             ctx: Of the function.
-            place: The joint's input among the function's.
-            dys: What came in.
-            made: Given the sum, adds to it in place and returns it; given None, makes a tensor that nobody else has.
+            place: The input's among the function's tensors.
+            *dys: What came in.
 
         Returns:
-            Whether that is done; if not, the function returns its gradient to autograd.
+            The sum of the backward that runs; None if its gradient is autograd's.
         """
-        if any(dy is not None and (dy.requires_grad or stands_for_many(dy)) for dy in dys):
-            return False
+        for dy in dys:
+            if dy is not None and (dy.requires_grad or stands_for_many(dy)):
+                return None
         if current_stream(self._device) != self._stream:
-            return False
-        if is_to_run(ctx.next_functions[place][0]):
-            key = backward_id()
-            self._sums[key] = made(self._sums.get(key))
-        return True
+            return None
+        key = backward_id()
+        found = self._sums.get(key)
+        if found is None and is_to_run(ctx.next_functions[place][0]):
+            found = self._sums[key] = Sum()
+        return found
 
     def take(self) -> Tensor | None:
         """What this backward has added up, if anything; the next one begins anew."""
-        return self._sums.pop(backward_id(), None)
+        found = self._sums.pop(backward_id(), None)
+        return None if found is None else found.total
+
+
+class Sum:
+    """What has been added up of a gradient in a backward that runs, or has failed.
+
+    Attributes:
+        total: A tensor that nobody else has, to be added to in place; None where nothing has been added yet.
+    """
+
+    __slots__ = ("total",)
+
+    def __init__(self) -> None:
+        self.total: Tensor | None = None
 
 
 def edge_of(tape: Tape, x: Tensor, parameter: Tensor | None = None) -> tuple[Tensor, Joint | None]:
@@ -85,14 +98,15 @@ def edge_of(tape: Tape, x: Tensor, parameter: Tensor | None = None) -> tuple[Ten
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x, None
-    notes = tape.notes(x)
-    known: _Known | None = notes.get(Joint)
-    if known is not None and known.is_of(x):
-        return known.edge(x)
-    if parameter is not None:
-        notes[Joint] = known = _Known(x, parameter)
-        return known.edge(x)
-    return x, None
+    last, before = tape.memo.get(edge_of, (None, None))  # attention takes the decoder's states, the encoder's, and adds
+    for known in (last, before):
+        if known is not None and known.is_of(x):
+            return known.edge(x)
+    if parameter is None:
+        return x, None
+    known = _Known(x, parameter)
+    tape.memo[edge_of] = known, last
+    return known.edge(x)
 
 
 def leaves_if_hooked(function: Any) -> Any:

@@ -192,14 +192,15 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     rows, into = low.reshape(-1, low.shape[-1]), dy.reshape(-1, dy.shape[-1])
     dx = dw = db = None
     if ctx.needs_input_grad[0]:
-
-        def made(total: Tensor | None) -> Tensor:
-            w = _low_again(weight, ctx.own(), low.dtype, ctx.block)
-            w = w.t() if ctx.is_turned else w
-            dx = wide_product(into, w, ctx.x) if total is None else add_product(total.view(rows.shape), into, w)
-            return dx.view(low.shape)
-
-        dx = None if ctx.joint is not None and ctx.joint.add(ctx, 0, (dy,), made) else made(None)
+        w = _low_again(weight, ctx.own(), low.dtype, ctx.block)
+        w = w.t() if ctx.is_turned else w
+        joined = None if ctx.joint is None else ctx.joint.sum_for(ctx, 0, dy)
+        if joined is not None and joined.total is not None:
+            add_product(joined.total.view(rows.shape), into, w)
+        else:
+            dx = wide_product(into, w, ctx.x).view(low.shape)
+            if joined is not None:
+                joined.total, dx = dx, None
     if ctx.needs_input_grad[1]:
         a, b = (rows, into) if ctx.is_turned else (into, rows)
         dw = wide_product(a.t(), b, torch.float32)
