@@ -58,18 +58,25 @@ def _gives_wide_products(device: torch.device, dtype: torch.dtype) -> bool:
 
 def adds_wide_products(x: Tensor) -> bool:
     """Whether such a product can be added to a tensor in fp32: ``torch.addmm(..., out_dtype=, out=)``."""
-    return x.device.type == STAND_IN or (x.device.type in _AS_CUDA and _adds_wide_products(x.device, x.dtype))
+    if x.device.type == STAND_IN:
+        return True
+    key = x.device, x.dtype
+    if key not in _adds and type(x) is Tensor and not is_capturing(x.device):
+        _adds[key] = x.device.type in _AS_CUDA and _adds_a_wide_product(x)
+    return _adds.get(key, False)  # what cannot be tried now can be asked again
 
 
-@functools.cache
-def _adds_wide_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tried once, with numbers: PyTorch before 2.10 had faults here."""
-    x, total = torch.ones(16, 16, device=device, dtype=dtype), torch.ones(16, 16, device=device)
+_adds: dict[tuple[torch.device, torch.dtype], bool] = {}
+
+
+def _adds_a_wide_product(like: Tensor) -> bool:
+    """With numbers: PyTorch before 2.10 had faults here."""
+    x, total = like.new_ones(16, 16), like.new_ones(16, 16, dtype=torch.float32)
     try:
         torch.addmm(total, x, x, out_dtype=torch.float32, out=total)
+        return bool((total == 17).all())
     except (TypeError, RuntimeError):
         return False
-    return is_capturing(device) or bool((total == 17).all())
 
 
 def has_numbers(x: Tensor) -> bool:

@@ -14,7 +14,6 @@ is out of its bound, a row is missing on either side, or a script fails.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import re
 import shlex
@@ -24,14 +23,13 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from importlib.metadata import version as version_of
 from pathlib import Path
 
+from code_version import code_version
 from evidence_compare import MACHINE, Bound, differences
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "scripts" / "results"
-_READ = (".py", ".yaml", ".json")  # what results follow from
 
 _BYTES = Bound(relative=0.01, absolute=0.02)  # what is counted; the last printed digit may fall to either side
 _TIME = Bound(relative=0.35)  # a ratio of times on a machine that others share
@@ -46,7 +44,7 @@ class Evidence:
     """A script, and how what it writes is compared.
 
     ``command`` is of ``scripts/``, with {out} for the folder it writes to and {glue} or {text} for given data.
-    {version} names a cache that the same code may use again. ``names`` counts the first columns, which name a row.
+    ``names`` counts the first columns, which name a row.
     Where ``table`` is None, all that is asked for is the script's exit status. ``chance`` has words -> others that may
     stand in their place. ``beside`` is for a script of one thread, which others do not disturb: they may run beside it.
     """
@@ -118,9 +116,9 @@ EVIDENCE = (
                    "*": Bound(relative=0.01)}, beside=True),  # of its quickest steps
     _table("wta-mass", "bench/wta_mass.py --glue {glue} --out {out}", bounds={"*": Bound(relative=0.2, absolute=0.05)},
            beside=True),
-    _table("wta-training", "bench/training.py wta --glue {glue} --cache {out}/{version} --out {out}",
+    _table("wta-training", "bench/training.py wta --glue {glue} --cache {out}/cache --out {out}",
            bounds=_METRICS),
-    _table("approximate-training", "bench/training.py approximate --glue {glue} --cache {out}/{version} --out {out}",
+    _table("approximate-training", "bench/training.py approximate --glue {glue} --cache {out}/cache --out {out}",
            bounds=_METRICS),
 )  # fmt: skip
 
@@ -179,8 +177,8 @@ def check(one: Evidence, out: Path, data: Path | None, *, again: bool = False) -
     out.mkdir(parents=True, exist_ok=True)
     folders = {name: str((data or Path()).resolve() / name) for name in ("glue", "text")}
     script, *arguments = shlex.split(one.command)
-    version, state = _version((one.command, str(data))), out / "finished.json"
-    folders |= {"out": str(out.resolve()), "version": version}
+    version, state = code_version((one.command, str(data))), out / "finished.json"
+    folders["out"] = str(out.resolve())
     command = [str(ROOT / "scripts" / script), *(text.format(**folders) for text in arguments)]
     known = json.loads(state.read_text(encoding="utf-8")) if state.is_file() and not again else {}
     if known.get("version") != version:
@@ -210,20 +208,6 @@ def _compared(one: Evidence, out: Path) -> tuple[list[str], int]:
     for words, others in one.chance.items():
         committed, measured = committed.replace(words, others), measured.replace(words, others)
     return differences(committed, measured, one.names, bounds, partly=one.partly)
-
-
-def _version(asked: Sequence[str]) -> str:
-    """What a result depends on: the package, its settings, the scripts, the libraries' versions, and what is asked.
-
-    Not on how it is compared.
-    """
-    folders = (ROOT / name for name in ("hf_memsave", "configs", "scripts"))
-    files = sorted(path for folder in folders for path in folder.rglob("*.*") if path.suffix in _READ)
-    text = hashlib.sha256(repr((asked, *map(version_of, ("torch", "transformers")))).encode())
-    for path in files:
-        if RESULTS not in path.parents and not path.name.startswith("evidence"):
-            text.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
-    return text.hexdigest()[:16]
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_memsave import device as ask
 from hf_memsave.measure.fake_device import STATE_BYTES, fake_device
@@ -59,6 +60,28 @@ def test_wide_products_are_tried_where_a_device_may_have_them(monkeypatch, error
     x = torch.ones(2, 2, dtype=torch.bfloat16)
     assert ask.has_wide_products(x) == (error is None)
     ask._gives_wide_products.cache_clear()
+
+
+@pytest.mark.parametrize("faulty", [None, "raises", "ignores the sum"])
+def test_that_products_add_is_tried_with_numbers(monkeypatch, faulty):
+    def addmm(total, a, b, out_dtype, out):
+        if faulty == "raises":
+            raise RuntimeError
+        return out.copy_(torch.mm(a, b) + (0 if faulty else total))
+
+    x = torch.ones(2, 2, dtype=torch.bfloat16)
+    monkeypatch.setattr(ask, "_AS_CUDA", frozenset({"cpu"}))
+    monkeypatch.setattr(ask, "_adds", {})
+    monkeypatch.setattr(torch, "addmm", addmm)
+    with monkeypatch.context() as capture:
+        capture.setattr(ask, "is_capturing", lambda device: True)
+        assert not ask.adds_wide_products(x)
+    with FakeTensorMode() as fakes:
+        assert not ask.adds_wide_products(fakes.from_tensor(x))
+    assert ask._adds == {}, "what could not be tried is not known"
+    assert ask.adds_wide_products(x) == (faulty is None)
+    monkeypatch.setattr(ask, "is_capturing", lambda device: True)
+    assert ask.adds_wide_products(x) == (faulty is None), "once tried, it is known"
 
 
 @pytest.mark.parametrize("offset", range(8))

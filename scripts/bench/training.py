@@ -3,9 +3,9 @@
     python scripts/bench/training.py {wta,approximate} --glue FOLDER [--seeds 3] [--workers 2]
 
 FOLDER has the official SST-2 and CoLA folders. Runs of one seed start from the same weights, see the same batches and
-draw the same dropout masks; they differ in how gradients are made alone. Finished runs are kept in --cache, so that an
-interrupted bench goes on. Writes scripts/results/NAME-training.{json,md,png}: dev metrics (of the last three
-evaluations: mean and range over seeds), curves over steps, and each method's paired difference to exact.
+draw the same dropout masks; they differ in how gradients are made alone. Finished runs are kept in --cache, by the code
+they are of, so that an interrupted bench goes on. Writes scripts/results/NAME-training.{json,md,png}: dev metrics (of
+the last three evaluations: mean and range over seeds), curves over steps, and each method's paired difference to exact.
 """
 
 import argparse
@@ -44,6 +44,10 @@ from hf_memsave import WTACRS, MemSaveCallback, MemSaveConfig
 from hf_memsave.data.glue import TASKS, read_glue
 from hf_memsave.data.wordpiece import train_wordpiece
 from hf_memsave.ops.sign_bit import SignBit
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from code_version import code_version  # noqa: E402
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
@@ -135,6 +139,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     options.tasks = options.tasks or (list(PLANS) if options.group == "wta" else ["sst2"])
+    options.cache /= code_version()
     options.cache.mkdir(parents=True, exist_ok=True)
     jobs = [(t, m, s) for s in range(options.seeds) for t in options.tasks for m in GROUPS[options.group]]
     missing = [job for job in jobs if not cached(options.cache, *job).is_file()]

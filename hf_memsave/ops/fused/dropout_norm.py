@@ -87,7 +87,7 @@ def _before(tape: Tape, y: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...] | N
         The sum, weight, bias, mean and rstd; from these y need not be made again for what is added to it.
     """
     ref, state, made, versions = tape.memo.get(_before, (None, None, (), []))
-    is_it = ref is not None and ref() is y and y.dtype is dtype and state == _state(tape, y)
+    is_it = ref is not None and ref() is y and state == _state(tape, y) and y.dtype is made[0].dtype is dtype
     return made if is_it and versions == [t._version for t in made] else None
 
 

@@ -54,7 +54,7 @@ def dropout_sum(
 
     Args:
         x: ``[*, N]``; and so ``p`` and ``seed``, as in forward.
-        residual: ``[*, N]``; or, with ``norm``, the h that gave the residual as its y, if that was of this sum's dtype.
+        residual: ``[*, N]``; or, with ``norm``, the h that gave the residual as its y, if both are of this sum's dtype.
         p: See ``x``.
         seed: See ``x``.
         norm: Weight, bias or None, mean and rstd by which it gave it.
