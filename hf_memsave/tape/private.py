@@ -36,6 +36,8 @@ no_modes = torch._C.DisableTorchFunction
 copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
 #: A view that is the negative of what its storage holds.
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
+#: A tensor of this shape on the storage of another, of which autograd does not know that it is a view.
+not_a_view: Callable[[torch.Tensor, torch.Size], torch.Tensor] = torch.ops.aten._unsafe_view.default
 #: A context in which no tensor subclass is asked.
 no_subclasses = torch._C.DisableTorchFunctionSubclass
 #: Functions of ``torch.nn.functional`` that are written in C++, in place among them.

@@ -109,6 +109,19 @@ def test_odd_shapes(device, shape):
     assert_same_step(net(device, nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 2)), random(*shape, device=device), device)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(3, 24), (2, 3, 24), (1, 2, 3, 24)], ids=str)
+def test_its_output_may_be_written_to(device, shape, bias):
+    class Written(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            y += x.sin()
+            y[..., 0].mul_(2)
+            return y
+
+    assert_same_step(net(device, Written(24, 24, bias=bias)), random(*shape, device=device), device)
+
+
 def test_nothing_is_converted_where_nobody_differentiates(device, made):
     model, x = Attention().to(device), random(5, 24, device=device)
     ours = patched(model)

@@ -41,6 +41,7 @@ from hf_memsave.tape.private import (
     innermost_mode,
     no_autocast,
     no_modes,
+    not_a_view,
 )
 from hf_memsave.tape.special import is_thin, product
 
@@ -178,7 +179,8 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(low, weight if ctx.needs_input_grad[0] else None)
         ctx.set_materialize_grads(False)
         ctx.x, ctx.is_turned, ctx.block, ctx.own, ctx.joint = x.dtype, is_turned, block, weakref.ref(weight), joint
-        return F.linear(low, w.t() if is_turned else w, b)
+        y = F.linear(low, w.t() if is_turned else w, b)
+        return y if y._base is None else not_a_view(y, y.shape)  # of a view, autograd would refuse writes
 
     @staticmethod
     @once_differentiable
