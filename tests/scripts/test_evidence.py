@@ -11,6 +11,7 @@ import pytest
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
+import code_version  # noqa: E402
 import evidence  # noqa: E402
 from evidence_compare import MACHINE, Bound, differences, tables  # noqa: E402
 
@@ -78,6 +79,7 @@ def planted(tmp_path, monkeypatch):
     (tmp_path / "planted.md").write_text(COMMITTED)
     (tmp_path / "fresh.md").write_text(COMMITTED)
     monkeypatch.setattr(evidence, "ROOT", tmp_path)
+    monkeypatch.setattr(code_version, "ROOT", tmp_path)
 
     def run(status=0, command=None, **how):
         command = command or f"planted.py {{out}} {tmp_path / 'fresh.md'} {status}"
@@ -147,6 +149,7 @@ def test_scripts_run_beside_each_other_only_where_they_may(tmp_path, monkeypatch
         "import sys, time\nopen(sys.argv[1], 'a').write('+')\ntime.sleep(1)\nopen(sys.argv[1], 'a').write('-')\n"
     )
     monkeypatch.setattr(evidence, "ROOT", tmp_path)
+    monkeypatch.setattr(code_version, "ROOT", tmp_path)
     command = f"sleeper.py {tmp_path / 'events'}"
     rows = [evidence.Evidence(f"row{i}", f"{command} {i}", beside=i > 1) for i in range(4)]
     monkeypatch.setattr(evidence, "EVIDENCE", tuple(rows))
