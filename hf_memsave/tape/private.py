@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -38,6 +39,12 @@ copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._for
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 #: A tensor of this shape on the storage of another, of which autograd does not know that it is a view.
 not_a_view: Callable[[torch.Tensor, torch.Size], torch.Tensor] = torch.ops.aten._unsafe_view.default
+#: The class of the nodes that a ``torch.autograd.Function`` puts into the graph; they are its contexts.
+node_class: Callable[[Any], Any] = operator.attrgetter("_backward_cls")
+#: The function mode innermost on this thread; taking it off; and making one the innermost.
+innermost_mode: Callable[[], TorchFunctionMode | None] = torch.overrides._get_current_function_mode
+pop_mode: Callable[[], Any] = torch.overrides._pop_mode
+push_mode: Callable[[TorchFunctionMode], None] = torch.overrides._push_mode
 #: A context in which no tensor subclass is asked.
 no_subclasses = torch._C.DisableTorchFunctionSubclass
 #: Functions of ``torch.nn.functional`` that are written in C++, in place among them.
@@ -122,11 +129,6 @@ def function_in_backward() -> Any:
     """The context of the ``torch.autograd.Function`` whose backward the engine runs; None if it runs no such one."""
     node = torch._C._current_autograd_node()
     return node if isinstance(node, FunctionCtx) else None
-
-
-def node_class(function: Any) -> Any:
-    """The class of the nodes that a ``torch.autograd.Function`` puts into the graph; they are its contexts."""
-    return function._backward_cls
 
 
 def functions_in_forward() -> Iterator[Any]:
@@ -229,21 +231,6 @@ def is_concrete(x: torch.Tensor) -> bool:
     """Whether a program may ask for the numbers in ``x``: not in a fake tensor's, nor where ``make_fx`` traces."""
     tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
     return not isinstance(x, FakeTensor) and (tracing is None or tracing.get_proxy_mode() is None)
-
-
-def innermost_mode() -> TorchFunctionMode | None:
-    """The function mode innermost on this thread."""
-    return torch.overrides._get_current_function_mode()
-
-
-def pop_mode() -> Any:
-    """Take the innermost function mode off; :func:`push_mode` puts it back."""
-    return torch.overrides._pop_mode()
-
-
-def push_mode(mode: TorchFunctionMode) -> None:
-    """Make ``mode`` the innermost function mode."""
-    torch.overrides._push_mode(mode)
 
 
 class _Token:
