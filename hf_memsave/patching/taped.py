@@ -30,6 +30,7 @@ from hf_memsave.ops.fused.codes import FUSED_CODERS
 from hf_memsave.ops.lazy_head import of_linear
 from hf_memsave.ops.op import is_parametrized
 from hf_memsave.patching.checkpointed import with_cache
+from hf_memsave.patching.sharded import Units, frees_after_forward
 from hf_memsave.sampling.sampler import INDEX, Sampler
 from hf_memsave.tape import Tape, current, hooks_work, table_without
 from hf_memsave.tape.codecs import CODERS, Coders, leave_alone
@@ -155,9 +156,10 @@ def _lay(
         module.__dict__[CODED] = index, forward_number + 1
         codec = Encoder(config.storage, index, forward_number)
     ledger = _before_forward(module)
-    decided, held = _decided.setdefault(module, {}), _held_by_checkpoint(args, kwargs)
+    held, mark_of = _held_by_checkpoint(args, kwargs), Units(module).mark_of
+    new = Tape(*settings, codec, held, ledger, _decided.setdefault(module, {}), mark_of)
     try:
-        with _cache(module, config, kwargs), _offload(config), Tape(*settings, codec, held, ledger, decided) as tape:
+        with _cache(module, config, kwargs), _offload(config), new as tape:
             head = _head_below(module) if config.loss == "chunked" else None
             if isinstance(head, nn.Linear) and not is_parametrized(head):  # whose weight is computed as it is read
                 tape.head = head
@@ -206,9 +208,7 @@ def head_of(model: nn.Module) -> nn.Module | None:
 
 def _head_below(module: nn.Module) -> nn.Module | None:
     """That of the model that ``module`` is, or is around, as PEFT's are; none that FSDP2 frees after the forward."""
-    ask: Any = getattr(module, "_get_fsdp_state", None)
-    state = None if ask is None else ask()
-    if any(group.post_forward_mesh_info is not None for group in getattr(state, "_fsdp_param_groups", ())):
+    if frees_after_forward(module):
         return None
     is_model = isinstance(module, PreTrainedModel)
     model = module if is_model else next((m for m in module.modules() if isinstance(m, PreTrainedModel)), None)

@@ -19,7 +19,7 @@ from hf_memsave.tape.tensors import place_of
 
 def copy_of(tape: Any, parameter: Tensor) -> Held | Lent:
     """What goes on the tape instead of the parameter."""
-    key = place_of(parameter)
+    key = _place(tape, parameter)
     handle: Held | Lent | None = tape.copies.get(key)
     if handle is None:
         handle = tape.copies[key] = tape.keep(parameter.detach().clone())
@@ -30,15 +30,21 @@ def copy_of(tape: Any, parameter: Tensor) -> Held | Lent:
 
 def copy_all(tape: Any, parameters: list[Tensor]) -> None:
     """Make what :func:`copy_of` each would make, in one launch, unless a hook outside asks for one at a time."""
-    new = [p for p in parameters if place_of(p) not in tape.copies]
+    new = [p for p in parameters if not has_copy(tape, p)]
     if not new or tape.outer is not None:
         return
     with no_modes(), torch.no_grad():
         copies = [torch.empty_like(p) for p in new]
         copy_each(copies, new)
-    tape.copies.update({place_of(p): Held(copy) for p, copy in zip(new, copies, strict=True)})
+    tape.copies.update({_place(tape, p): Held(copy) for p, copy in zip(new, copies, strict=True)})
 
 
 def has_copy(tape: Any, parameter: Tensor) -> bool:
     """Whether :func:`copy_of` made one already."""
-    return place_of(parameter) in tape.copies
+    return _place(tape, parameter) in tape.copies
+
+
+def _place(tape: Any, parameter: Tensor) -> tuple[Any, ...]:
+    """What tells a parameter, or a view of one, from others; ZeRO-3 gives a parameter another storage each time."""
+    is_whole = parameter.is_leaf and tape.record_of(parameter).is_brief
+    return (id(parameter), parameter._version) if is_whole else place_of(parameter)

@@ -10,8 +10,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from hf_memsave.tape.copies import has_copy
-from hf_memsave.tape.prices import price
+from hf_memsave.tape.prices import is_available, price
 from hf_memsave.tape.record import MARK, Record
 
 #: Of a question: it pays; it does not; nor does a sweep find all that it was made from; it does not, but costs no more.
@@ -49,7 +48,7 @@ def pays(tape: Any, record: Record, nbytes: int) -> bool:
             theirs = tape.record_of(x)
         if x._version != version or theirs.is_distrusted:
             return False
-        if theirs.tape is None and not (x.untyped_storage().nbytes() or not x.numel() or has_copy(tape, x)):
+        if theirs.tape is None and not is_available(tape, x, theirs, record.func):
             return False
     return True
 

@@ -23,6 +23,7 @@ from torch.compiler import is_dynamo_compiling
 
 from hf_memsave.tape import decisions, prices, sweep
 from hf_memsave.tape.codecs import CODERS, Coders, as_bits
+from hf_memsave.tape.copies import copy_of
 from hf_memsave.tape.handles import Handle, Held, Lent, Ticket
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.private import (
@@ -34,7 +35,7 @@ from hf_memsave.tape.private import (
     pop_mode,
     push_mode,
 )
-from hf_memsave.tape.record import MARK, Record
+from hf_memsave.tape.record import MARK, Record, Sharded
 from hf_memsave.tape.recorder import Recorder
 from hf_memsave.tape.stand_ins import StandIn
 from hf_memsave.tape.tensors import is_plain, leaves, owned, plain_tensors
@@ -55,6 +56,7 @@ class Tape(Recorder):
         inputs: What the caller holds until backward: it costs nothing.
         ledger: Told of every tensor that autograd asks to keep.
         decided: What earlier forwards of the same module decided to keep: see :func:`~hf_memsave.tape.decisions.pays`.
+        mark_of: What to mark the storage of a parameter with, where a sharding engine may own it.
 
     Attributes:
         coder: While one operation runs: chooses a handle for what it wants to keep, or None to leave that to the tape.
@@ -75,8 +77,9 @@ class Tape(Recorder):
         inputs: Iterable[Any] = (),
         ledger: Ledger | None = None,
         decided: dict[int, int] | None = None,
+        mark_of: Callable[[Tensor], Record] | None = None,
     ) -> None:
-        super().__init__(ledger)
+        super().__init__(ledger, mark_of)
         self.table, self.dropout, self.coders, self.codec = table, dropout, coders, codec
         self.coder: Callable[[Tensor], Handle | None] | None = None
         self.memo: dict[Any, Any] = {}
@@ -134,7 +137,7 @@ class Tape(Recorder):
         for held in (self.at_end, self.memo, self.casts, self.copies, self._readers):
             held.clear()
         # Storages that live on know the tape: it must not hold what knows them.
-        self.outer = self.ledger = self.codec = self._root = self.head = self.logits = None
+        self.outer = self.ledger = self.codec = self._root = self.head = self.logits = self.mark_of = None
 
     def is_innermost(self) -> bool:
         """Whether what is called now asks this tape what to keep: no foreign hook, and no ``torch.func`` transform."""
@@ -180,6 +183,10 @@ class Tape(Recorder):
             storage = out.untyped_storage()
         except (RuntimeError, NotImplementedError):  # inference tensors have no version, sparse ones no storage
             return
+        if Sharded.any_is_brief:
+            for x, _ in seen:
+                if x.dim() <= 1 and self.record_of(x).is_brief:  # type: ignore[union-attr]
+                    copy_of(self, x)  # while it is there
         record = getattr(storage, MARK, None)
         if record is None or record.tape is not self:
             record = Record(self)

@@ -18,7 +18,7 @@ from hf_memsave.tape.again import LinearAgain
 from hf_memsave.tape.copies import copy_of, has_copy
 from hf_memsave.tape.handles import Handle, Node, Ticket
 from hf_memsave.tape.private import OpOverload
-from hf_memsave.tape.record import BUFFER, MARK, PARAMETER, Record
+from hf_memsave.tape.record import BUFFER, MARK, Record
 from hf_memsave.tape.tensors import CONSTANT, is_flipped, place_of
 
 #: Functions that remaking one tensor may run.
@@ -106,7 +106,7 @@ def price_of(
 ) -> tuple[New, int]:
     """The same for having one argument ``x`` of ``func``."""
     if record.tape is None:
-        return _price_of_parameter(tape, x, storage, _is_copied(x, record, func)), 0
+        return _price_of_parameter(tape, x, record, func), 0
     if record.costs_nothing():
         return {}, 0
     node = None if record.node is None else record.node()
@@ -126,11 +126,23 @@ def price_of(
     return {id(storage): max(0, storage.nbytes() - record.nbytes_let_go(x._version))}, 0
 
 
-def _price_of_parameter(tape: Any, x: Tensor, storage: Any, is_copied: bool) -> New:
-    """Nothing, or a copy's bytes; it cannot be had where FSDP2 has freed it."""
-    if not storage.nbytes() and x.numel() and not (is_copied and has_copy(tape, x)):
-        return {id(storage): sys.maxsize}
-    return {id(storage): x.numel() * x.itemsize} if is_copied else {}
+def _price_of_parameter(tape: Any, x: Tensor, record: Record, func: Any) -> New:
+    """Nothing, or a copy's bytes; without a copy it cannot be had where a sharding engine takes it away."""
+    if not is_available(tape, x, record, func):
+        return {id(x.untyped_storage()): sys.maxsize}
+    is_copied = _is_copied(x, record, func) and not record.is_brief  # else the copy is there
+    return {id(x.untyped_storage()): x.numel() * x.itemsize} if is_copied else {}
+
+
+def is_available(tape: Any, x: Tensor, record: Record, func: Any) -> bool:
+    """Whether a node of ``func`` will have a parameter or buffer ``x`` in backward.
+
+    Of one that is there only while its own module runs, it does not depend on whether that is now: a checkpointed block
+    that runs again in backward may find it at other times than its forward did.
+    """
+    if not record.is_brief:
+        return bool(x.untyped_storage().nbytes() or not x.numel()) or has_copy(tape, x)
+    return has_copy(tape, x) if _is_copied(x, record, func) else True
 
 
 def settle(tape: Any, record: Record, storage: Any) -> Node:
@@ -173,9 +185,10 @@ def take(tape: Any, argument: Any, node: Node) -> Any:
     if record.tape is None:
         if _is_copied(argument, record, node.func):
             return copy_of(tape, argument)
-        if is_local(node.func):
+        if is_local(node.func) and not record.is_brief:
             node.reads = (*node.reads, storage)
-        tape.reads(node, argument)
+        if not record.is_sharded:
+            tape.reads(node, argument)
         return tape.keep(argument)
     if not argument.requires_grad:  # a write could give it a graph, which would then hold itself by this handle
         argument = argument.detach()
@@ -231,7 +244,8 @@ def gather(tape: Any, x: Tensor, found: set[Record]) -> None:
         found.add(record)
         for argument, _ in record.seen:
             tensors.append(argument)
-            if argument.dim() <= 1 and tape.record_of(argument) is PARAMETER:
+            known = tape.record_of(argument) if argument.dim() <= 1 else None
+            if known is not None and known.tape is None and known is not BUFFER and not known.is_brief:
                 copy_of(tape, argument)  # while it is there
 
 
@@ -249,7 +263,7 @@ def may_change(x: Tensor, record: Record, func: Any) -> bool:
     """Whether a parameter or buffer may be another in backward though no version tells: by ``.data``, FSDP2 or EMA."""
     if record is BUFFER:
         return x.is_floating_point() and not is_local(func)  # nobody updates whole numbers: weights in 4 bits, say
-    return record is PARAMETER and func not in CASTS and not is_local(func)
+    return record.tape is None and func not in CASTS and not is_local(func)
 
 
 def is_local(func: Any) -> bool:

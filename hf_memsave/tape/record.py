@@ -58,6 +58,7 @@ class Record:
     dtype: Any = None
     stride: Any = None
     is_kept = is_input = is_weak = is_activation = is_distrusted = False
+    is_sharded = is_brief = False
     key = made = 0
     number: int | None = None
     handles: Any = ()
@@ -123,6 +124,24 @@ class Record:
 PARAMETER = Record(None)
 #: On the storage of a buffer: kept whatever the tape does.
 BUFFER = Record(None)
+
+
+class Sharded(Record):
+    """On the storage of a parameter that a sharding engine fills, empties and moves by itself.
+
+    Attributes:
+        is_brief: It is there only while its own module runs, forward or backward; others while its block does.
+        gather: Has the engine bring it back in backward, where the engine can.
+    """
+
+    is_sharded = True
+    #: A parameter was brief in this process: from now on tapes copy small ones as they see them.
+    any_is_brief = False
+
+    def __init__(self, is_brief: bool, gather: Callable[[], None] | None = None) -> None:
+        super().__init__(None)
+        self.is_brief, self.gather = is_brief, gather
+        Sharded.any_is_brief |= is_brief
 
 
 class Weak(View):

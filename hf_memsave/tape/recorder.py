@@ -22,11 +22,13 @@ class Recorder(TorchFunctionMode):
 
     Args:
         ledger: Told of every tensor that autograd asks to keep.
+        mark_of: Gives the mark of a parameter that a sharding engine may own.
 
     Attributes:
         block: How many blocks have ended.
         casts: Leaf -> its conversion under autocast, shared within the whole forward as by autocast's own cache.
         outer: The (pack, unpack) pair active outside, or None.
+        mark_of: What to mark the storage of a parameter with, where a sharding engine may own it; on the root.
         most_work: How many functions remaking one tensor may run.
         has_decided: A decision was taken that no earlier forward had taken.
         distrusted: How many tensors have been written to, or may be, without their version telling; on the root.
@@ -35,9 +37,9 @@ class Recorder(TorchFunctionMode):
         kept: Of tensors kept in this block, before others kept all that they were made from.
     """
 
-    def __init__(self, ledger: Ledger | None) -> None:
+    def __init__(self, ledger: Ledger | None, mark_of: Callable[[Tensor], Record] | None = None) -> None:
         super().__init__()
-        self.ledger = ledger
+        self.ledger, self.mark_of = ledger, mark_of
         self.outer: Any = None
         self._root: Any = None
         self._records: list[weakref.ref[Record]] = []
@@ -76,7 +78,8 @@ class Recorder(TorchFunctionMode):
         around = known if known is not None and known.tape is self._root else None
         is_distrusted = around is not None and around.is_distrusted and not self._is_run_again()
         if not is_distrusted and _is_parameter(tensor):
-            return PARAMETER
+            mark_of = self.root.mark_of
+            return PARAMETER if mark_of is None else mark_of(_whole(tensor))
         record = Record(self)
         record.around, record.is_distrusted = around, is_distrusted
         return record
@@ -150,7 +153,7 @@ class Recorder(TorchFunctionMode):
         """Called before ``tensor`` is written to: what was to be remade from it is made now, as stock would keep it."""
         tensor = unwrapped(tensor)
         record = self.known(tensor)
-        if record is not None and record.tape is None:
+        if record is not None and record.tape is None and not record.is_sharded:
             for tape in (self, self.root):
                 self._freeze(tape._readers.pop(id(tensor.untyped_storage()), ()))
         while record is not None and record.tape is not None:
@@ -176,15 +179,23 @@ class Recorder(TorchFunctionMode):
     def escapes(self, tensor: Tensor) -> None:
         """Its storage is handed out under a version of its own; of parameters and buffers, what is written is seen."""
         record = self.record_of(tensor)
-        if record is not None and record.tape is None:
-            self.root.distrusted += 1
-        else:
+        if record is None or record.tape is not None:
             self.distrust(tensor)
+        elif not record.is_sharded:
+            self.root.distrusted += 1
 
     def hides(self, tensor: Tensor) -> bool:
-        """Whether a write to ``tensor`` may be one to a parameter or buffer whose version does not tell."""
+        """Whether a write to ``tensor`` may be one to a parameter or buffer whose version does not tell.
+
+        FSDP2 fills what it has emptied through a flat alias: with what was there before.
+
+        Returns:
+            True for any other alias.
+        """
         record = self.known(tensor)
-        return record is not None and record.tape is None and not _is_parameter(tensor)
+        if record is None or record.tape is not None or (record.is_sharded and tensor.dim() == 1):
+            return False
+        return not _is_parameter(tensor)
 
     def distrust(self, tensor: Tensor) -> None:
         """Versions of ``tensor`` tell nothing any more: until the end of the forward it is kept as it is."""
@@ -293,5 +304,9 @@ class Recorder(TorchFunctionMode):
 
 def _is_parameter(tensor: Tensor) -> bool:
     """Whether it is one, or a view of one, which has its version."""
-    whole = tensor if tensor._base is None else tensor._base
+    whole = _whole(tensor)
     return type(whole) is not Tensor and isinstance(whole, nn.Parameter)  # which asks in Python
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor if tensor._base is None else tensor._base

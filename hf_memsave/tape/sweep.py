@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_memsave.tape.copies import copy_of, has_copy
+from hf_memsave.tape.copies import copy_of
 from hf_memsave.tape.decisions import EVEN, NEVER, NO, YES
 from hf_memsave.tape.handles import Handle, Held, Node, Ticket
-from hf_memsave.tape.prices import SMALL, TINY, is_near, may_change, take
+from hf_memsave.tape.prices import SMALL, TINY, is_available, is_near, may_change, take
 from hf_memsave.tape.record import Record, Weak, arguments, replaced
 
 
@@ -58,7 +58,7 @@ def _weak(tape: Any, func: Any, argument: Any, small: int, depth: int) -> Any:
         return argument
     record, storage = tape.record_of(argument), argument.untyped_storage()
     if may_change(argument, record, func):
-        if argument.dim() > 1 or not (storage.nbytes() or has_copy(tape, argument)):
+        if argument.dim() > 1 or not is_available(tape, argument, record, func):
             return Weak(record, argument)  # no version tells of what optimizers do, and FSDP2
         copy_of(tape, argument)
         return argument
