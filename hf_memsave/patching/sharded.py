@@ -7,42 +7,35 @@ block, its parameters are there while that block runs. Those of any other unit a
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave.tape.record import PARAMETER, Record, Sharded
 
-_FSDP = ("torch.distributed.fsdp._fully_shard", "torch.distributed.fsdp.fully_sharded_data_parallel")
 
+def mark_of(model: nn.Module) -> Callable[[Tensor], Record] | None:
+    """What a tape around ``model`` marks the storages of parameters with.
 
-class Units:
-    """The units of a model, found when they are first asked for.
-
-    Args:
-        model: What runs under one tape.
+    Returns:
+        A function of a parameter; None where no process group, and so no engine, is there.
     """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    if hasattr(next(model.parameters(), None), "ds_id"):
+        _zero3()  # so that tapes know that there are brief ones
+    units = _units_of(model)
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._units: list[tuple[Callable[[Tensor], bool], Sharded]] | None = None
-
-    def mark_of(self, parameter: Tensor) -> Record:
-        """What to mark the storage of a parameter with, by the unit that owns it.
-
-        Returns:
-            PARAMETER where no engine does.
-        """
+    def mark(parameter: Tensor) -> Record:
         if hasattr(parameter, "ds_id"):
             return _zero3()
-        if self._units is None:
-            self._units = _units_of(self._model) if any(name in sys.modules for name in _FSDP) else []
-        return next((mark for owns, mark in self._units if owns(parameter)), PARAMETER)
+        return next((known for owns, known in units if owns(parameter)), PARAMETER)
+
+    return mark
 
 
 def frees_after_forward(module: nn.Module) -> bool:

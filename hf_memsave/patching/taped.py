@@ -30,7 +30,7 @@ from hf_memsave.ops.fused.codes import FUSED_CODERS
 from hf_memsave.ops.lazy_head import of_linear
 from hf_memsave.ops.op import is_parametrized
 from hf_memsave.patching.checkpointed import with_cache
-from hf_memsave.patching.sharded import Units, frees_after_forward
+from hf_memsave.patching.sharded import frees_after_forward, mark_of
 from hf_memsave.sampling.sampler import INDEX, Sampler
 from hf_memsave.tape import Tape, current, hooks_work, table_without
 from hf_memsave.tape.codecs import CODERS, Coders, leave_alone
@@ -156,8 +156,8 @@ def _lay(
         module.__dict__[CODED] = index, forward_number + 1
         codec = Encoder(config.storage, index, forward_number)
     ledger = _before_forward(module)
-    held, mark_of = _held_by_checkpoint(args, kwargs), Units(module).mark_of
-    new = Tape(*settings, codec, held, ledger, _decided.setdefault(module, {}), mark_of)
+    held, decided = _held_by_checkpoint(args, kwargs), _decided.setdefault(module, {})
+    new = Tape(*settings, codec, held, ledger, decided, mark_of(module))
     try:
         with _cache(module, config, kwargs), _offload(config), new as tape:
             head = _head_below(module) if config.loss == "chunked" else None

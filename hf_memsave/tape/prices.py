@@ -137,8 +137,9 @@ def _price_of_parameter(tape: Any, x: Tensor, record: Record, func: Any) -> New:
 def is_available(tape: Any, x: Tensor, record: Record, func: Any) -> bool:
     """Whether a node of ``func`` will have a parameter or buffer ``x`` in backward.
 
-    Of one that is there only while its own module runs, it does not depend on whether that is now: a checkpointed block
-    that runs again in backward may find it at other times than its forward did.
+    Returns:
+        Of one that is there only while its own module runs, no more than whether there is a copy: a checkpointed block
+        that runs again in backward may find it at other times than its forward did.
     """
     if not record.is_brief:
         return bool(x.untyped_storage().nbytes() or not x.numel()) or has_copy(tape, x)

@@ -209,9 +209,10 @@ def add_out(parser: argparse.ArgumentParser) -> None:
 
 
 def publish(
-    name: str, title: str, header: list[str], rows: list[list[str]], results: dict[str, Any], out: Path | None
-) -> None:
-    """Print the table, and write it and ``results`` where ``out`` says."""
+    name: str, title: str, header: list[str], rows: list[list[str]], results: dict[str, Any], out: Path | None,
+    notes: str = "",
+) -> None:  # fmt: skip
+    """Print the table, and write it, ``notes`` and ``results`` where ``out`` says."""
     shown = Table(*header, title=title)
     for row in rows:
         shown.add_row(*row)
@@ -224,7 +225,7 @@ def publish(
         "date": datetime.date.today().isoformat(),
     }
     lines = [" | ".join(header), " | ".join("---" for _ in header), *(" | ".join(row) for row in rows)]
-    text = f"{title}\n\n" + "".join(f"| {line} |\n" for line in lines) + f"\n`{about['command']}`, {about['date']}\n"
+    text = f"{title}\n\n" + "".join(f"| {line} |\n" for line in lines) + notes + f"\n`{about['command']}`, {about['date']}\n"
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.md").write_text(text, encoding="utf-8")
     (out / f"{name}.json").write_text(json.dumps({**results, "about": about}, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,50 @@
+"""Two real processes over gloo: under every engine a patched model trains as stock does, and keeps what it keeps alone.
+
+The cells are those of ``scripts/bench/engines.py``, a process of its own, as it forks. A third of the rows runs here.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.helpers import MATRIX
+
+BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
+sys.path.insert(0, str(BENCH))
+from engine_steps import CHECKPOINTING, ENGINES, TRAININGS  # noqa: E402
+from engines import is_right, reason, rows, shown  # noqa: E402
+
+pytestmark = pytest.mark.long
+
+
+def place(row):
+    """Every third row, such that each engine, each training and each kind of checkpointing has some."""
+    engine, training, checkpointing = row
+    return list(ENGINES).index(engine) + TRAININGS.index(training) + CHECKPOINTING.index(checkpointing)
+
+
+ROWS = [pytest.param("/".join(row), marks=MATRIX if place(row) % 3 else ()) for row in rows()]
+
+
+@pytest.fixture(scope="module")
+def cells(request, tmp_path_factory):
+    """Of the rows that are asked for."""
+    asked = [item.callspec.params["row"] for item in request.session.items if item.path == request.path]
+    file = tmp_path_factory.mktemp("engines") / "cells.json"
+    command = [sys.executable, str(BENCH / "engines.py"), "--json", str(file), "--only", *asked]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert file.is_file(), done.stderr[-3000:]
+    return json.loads(file.read_text())
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_training_is_stocks_and_keeps_what_the_model_alone_keeps(row, cells):
+    stock, *patched = (cell for cell in cells if cell["row"] == row)
+    assert patched if "error" not in stock else reason(stock), stock
+    wrong = [cell for cell in patched if not is_right(cell, cells) and not reason(cell)]
+    assert not wrong, [f"{c['variant']}, {c['order']}: {shown(c, cells)} {c.get('text', '')}" for c in wrong]
