@@ -30,12 +30,6 @@ def is_autocast(x: Tensor) -> bool:
     return torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
 
 
-def widens(x: Tensor) -> bool:
-    """Whether autocast is on for the device of ``x``, and converts what loses by low precision to fp32."""
-    kind = x.device.type
-    return kind in _AS_CUDA and torch.is_autocast_enabled(kind)
-
-
 def has_kernels(x: Tensor) -> bool:
     """Whether Triton, where it is installed, compiles kernels for the device of ``x``."""
     return x.device.type in _AS_CUDA
@@ -43,7 +37,9 @@ def has_kernels(x: Tensor) -> bool:
 
 def has_wide_products(x: Tensor) -> bool:
     """Whether a product of bf16 or fp16 there can be given in fp32: ``torch.mm(..., out_dtype=)``."""
-    return x.device.type == STAND_IN or (x.device.type in _AS_CUDA and _gives_wide_products(x.device, x.dtype))
+    if x.device.type == STAND_IN:  # which runs nothing: what the functions of this version of PyTorch take
+        return "dtype" in torch.ops.aten.mm.overloads()
+    return x.device.type in _AS_CUDA and _gives_wide_products(x.device, x.dtype)
 
 
 @functools.cache
@@ -59,7 +55,7 @@ def _gives_wide_products(device: torch.device, dtype: torch.dtype) -> bool:
 def adds_wide_products(x: Tensor) -> bool:
     """Whether such a product can be added to a tensor in fp32: ``torch.addmm(..., out_dtype=, out=)``."""
     if x.device.type == STAND_IN:
-        return True
+        return "dtype_out" in torch.ops.aten.addmm.overloads()
     key = x.device, x.dtype
     if key not in _adds and type(x) is Tensor and not is_capturing(x.device):
         _adds[key] = x.device.type in _AS_CUDA and _adds_a_wide_product(x)
@@ -134,13 +130,19 @@ def tells_later(x: Tensor) -> bool:
     return x.device.type in _AS_CUDA
 
 
+def fills_finite(x: Tensor) -> bool:
+    """Whether cuDNN's attention is given -65504 for False in a mask there, and not -inf: before PyTorch 2.12."""
+    return x.device.type in _AS_CUDA and torch.__version__ < "2.12"
+
+
 def mask_multiple(x: Tensor) -> int:
     """Of how many elements the rows of an attention mask are a multiple; other masks each layer's kernel copies."""
     return 8 if x.device.type in _AS_CUDA else 1
 
 
-def is_aligned(x: Tensor, nbytes: int) -> bool:
-    """Whether the first element of ``x`` lies at a multiple of ``nbytes``."""
+def is_aligned(x: Tensor) -> bool:
+    """Whether the first element of ``x`` lies where a kernel's widest loads may begin, as a fresh tensor's does."""
+    nbytes = 16 if torch.version.hip is None else 16 * x.itemsize  # AMD's devices take up to 16 elements at once
     if x.device.type == STAND_IN:  # it has no addresses, and its storages begin where an allocator's would
         return x.storage_offset() * x.itemsize % nbytes == 0
     return x.data_ptr() % nbytes == 0

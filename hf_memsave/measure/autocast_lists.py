@@ -1,6 +1,7 @@
 """CUDA's autocast on the stand-in device: which functions it runs in low precision, which in fp32, which in the widest.
 
-The lists are those of ``aten/src/ATen/autocast_mode.h`` as a CUDA build of PyTorch 2.13 has them registered.
+The lists say how, as ``aten/src/ATen/autocast_mode.h`` of PyTorch 2.13 does; whether CUDA's autocast has a function at
+all, the dispatcher of the PyTorch at hand is asked.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ from hf_memsave.tape.private import autocast_cache
 
 LOW = """_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution prelu
 addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot
-scaled_dot_product_attention""".split()
+scaled_dot_product_attention _scaled_dot_product_flash_attention cudnn_convolution cudnn_convolution_transpose
+lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _thnn_fused_lstm_cell _thnn_fused_gru_cell""".split()
 FP32 = """acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus layer_norm
 rms_norm native_layer_norm group_norm nuclear_norm frobenius_norm cosine_similarity poisson_nll_loss
 cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss
 margin_ranking_loss soft_margin_loss multilabel_margin_loss triplet_margin_loss multi_margin_loss
-binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp""".split()
-FP32_RESULT = "prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm sum".split()
-WIDEST = "addcdiv addcmul atan2 bilinear cross dot grid_sample index_put tensordot scatter_add".split()
+binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d _upsample_nearest_exact1d
+upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d
+upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa""".split()
+FP32_RESULT = "prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm sum norm".split()
+WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add".split()
 
 
 def register_autocast() -> None:
@@ -96,9 +100,13 @@ def _fp32(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _fp32_result(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    names = [a.name for a in func._schema.arguments]  # type: ignore[attr-defined]
+    arguments = func._schema.arguments  # type: ignore[attr-defined]
+    names = [a.name for a in arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
-    if "dtype" in names and given.get("dtype") is None and _is_eligible(args[0]):
+    if given.get("dtype") is None and _is_eligible(args[0]):
+        if "dtype" not in names:  # of norm, another overload has it
+            packet = func.overloadpacket  # type: ignore[attr-defined]
+            return packet(*[given.get(a.name, a.default_value) for a in arguments], dtype=torch.float32)
         return func(**(given | {"dtype": torch.float32}))
     return func(*args, **kwargs)
 

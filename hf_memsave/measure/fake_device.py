@@ -19,7 +19,7 @@ from hf_memsave.device import STAND_IN
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure.autocast_lists import register_autocast
 from hf_memsave.measure.kernels import ATTENTION, Preferred, register_kernels
-from hf_memsave.measure.private import fake_tensors, register_constants, register_device
+from hf_memsave.measure.private import fake_tensors, register_constants, register_device, why_not
 
 #: The state of a generator of CUDA's: a seed and an offset.
 STATE_BYTES = 16
@@ -76,11 +76,8 @@ _module = _Module()
 
 @cache
 def _register() -> None:
-    if torch.cuda.is_available():
-        raise MeasureError(
-            "the stand-in for a CUDA device needs a process without GPUs, as PyTorch would take it for theirs until "
-            "the process ends. Run it with CUDA_VISIBLE_DEVICES= in the environment; hf_memsave.estimate does so."
-        )
+    if (reason := why_not()) is not None:
+        raise MeasureError(reason)
     register_device(_module, _module.is_available)
     register_constants()
     register_autocast()

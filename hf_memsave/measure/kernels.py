@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from hf_memsave.device import HALVES, mask_multiple
 from hf_memsave.measure.private import library
@@ -39,6 +40,7 @@ def register_kernels() -> None:
     """Have the stand-in device run them. Once per process."""
     lib = library("aten")
     lib.impl("scaled_dot_product_attention", attention, "AutogradPrivateUse1")
+    lib.impl("_fused_sdp_choice", choice, "AutogradPrivateUse1")
     lib.impl("rms_norm", rms_norm, "AutogradPrivateUse1")
 
 
@@ -55,7 +57,7 @@ def attention(
 ) -> Tensor:
     """``F.scaled_dot_product_attention`` as a CUDA device runs it."""
     name = chosen(query, key, value, attn_mask, enable_gqa)
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # -65504 takes as many bytes
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
     return _RUN[name](query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
@@ -72,6 +74,15 @@ def chosen(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enabl
     }
     order = (Preferred.name, *ATTENTION[:2])
     return next((name for name in order if can[name] and width <= _WIDEST[name] and query.dim() == 4), "math")
+
+
+def choice(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> int:  # fmt: skip
+    """Its number in ``torch.nn.attention.SDPBackend``."""
+    backend: int = _BACKENDS[chosen(query, key, value, attn_mask, enable_gqa)].value
+    return backend
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, is_causal: bool, scale: Any, gqa: bool) -> Tensor:
@@ -101,6 +112,10 @@ def _math(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, is_causal: bool,
     return aten._scaled_dot_product_attention_math(q, k, v, mask, p, is_causal, scale=scale, enable_gqa=gqa)[0]
 
 
+_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION, "math": SDPBackend.MATH,
+}  # fmt: skip
 _RUN: dict[str, Callable[..., Tensor]] = {"flash": _flash, "efficient": _efficient, "cudnn": _cudnn, "math": _math}
 
 

@@ -9,12 +9,33 @@ from typing import Any
 import torch
 
 from hf_memsave.device import STAND_IN
-from hf_memsave.errors import MeasureError
+from hf_memsave.tape.private import is_registered
 
-#: What was looked for in vain, in the versions of PyTorch that have not all of it.
-MISSING = (
-    "the stand-in for a CUDA device needs PyTorch 2.11 or later, got {version}: {error}. Run: pip install -U torch"
-)
+#: What a device written in Python needs of ``torch._C._acc``.
+_NEEDED = """PrivateUse1Hooks DeviceGuard register_python_privateuseone_hook register_python_privateuseone_device_guard
+create_empty_tensor""".split()
+
+
+def why_not() -> str | None:
+    """Why this process can have no stand-in for a CUDA device; None where it can, or has it."""
+    if torch.cuda.is_available():
+        return (
+            "the stand-in for a CUDA device needs a process without GPUs, as PyTorch would take it for theirs until "
+            "the process ends. Run it with CUDA_VISIBLE_DEVICES= in the environment; hf_memsave.estimate does so."
+        )
+    missing = [name for name in _NEEDED if not hasattr(getattr(torch._C, "_acc", None), name)]
+    if missing:
+        return (
+            f"the stand-in for a CUDA device needs PyTorch 2.11 or later, got {torch.__version__} without "
+            f"{missing[0]}. Run: pip install -U torch"
+        )
+    taken = torch._C._get_privateuse1_backend_name()
+    if taken not in ("privateuseone", STAND_IN):
+        return (
+            f"the stand-in for a CUDA device needs PyTorch's place for one more backend, which {taken!r} has taken. "
+            "Run the estimate in a process that does not import that library."
+        )
+    return None
 
 
 def register_device(module: Any, is_on: Callable[[], bool]) -> None:
@@ -24,20 +45,8 @@ def register_device(module: Any, is_on: Callable[[], bool]) -> None:
         module: What ``torch.cuda`` is for CUDA.
         is_on: Whether the device is there now: PyTorch takes it for the machine's accelerator, and would pin memory
             for it.
-
-    Raises:
-        MeasureError: Another library has taken the place, or PyTorch is too old.
     """
-    try:
-        taken = torch._C._get_privateuse1_backend_name()
-        hooks, guard = _hooks(is_on), _guard()
-    except (AttributeError, RuntimeError) as error:
-        raise MeasureError(MISSING.format(version=torch.__version__, error=error)) from error
-    if taken != "privateuseone":
-        raise MeasureError(
-            f"the stand-in for a CUDA device needs PyTorch's place for one more backend, which {taken!r} has taken. "
-            "Run the estimate in a process that does not import that library."
-        )
+    hooks, guard = _hooks(is_on), _guard()
     torch.utils.rename_privateuse1_backend(STAND_IN)  # type: ignore[attr-defined]
     torch._register_device_module(STAND_IN, module)
     torch._C._acc.register_python_privateuseone_hook(hooks)
@@ -112,9 +121,9 @@ def without_autocast() -> Any:
 
 
 def overloads(name: str) -> Iterator[Callable[..., Any]]:
-    """Those of ``aten::name`` that make a new tensor."""
+    """Those of ``aten::name`` that CUDA's autocast has a kernel for, in this version of PyTorch."""
     packet = getattr(torch.ops.aten, name, None)
     for overload in packet.overloads() if packet is not None else ():
         func = getattr(packet, overload)
-        if not func._schema.is_mutable and any(a.type.kind() == "TensorType" for a in func._schema.arguments):
+        if is_registered(func.name(), "AutocastCUDA"):
             yield func

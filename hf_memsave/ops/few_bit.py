@@ -39,9 +39,9 @@ from hf_memsave.ops.fused.kernels import kernels
 from hf_memsave.ops.once import once_differentiable
 from hf_memsave.ops.op import KeptBytes
 from hf_memsave.tape import current
+from hf_memsave.tape.again import AutocastState
 from hf_memsave.tape.codecs import pack_codes, unpack_codes
 from hf_memsave.tape.handles import Handle
-from hf_memsave.tape.private import AutocastState
 
 
 class FewBit(NamedTuple):

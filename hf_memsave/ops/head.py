@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_memsave.errors import KeptTensorChangedError
-from hf_memsave.tape.private import AutocastState
+from hf_memsave.tape.again import AutocastState
 
 #: A function, and its other arguments.
 Step = tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]]

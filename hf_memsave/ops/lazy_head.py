@@ -21,7 +21,8 @@ from hf_memsave.ops.head import Head, State, draws
 from hf_memsave.ops.lazy_logits import LazyLogits
 from hf_memsave.ops.op import Op, is_parametrized
 from hf_memsave.tape import current
-from hf_memsave.tape.private import AutocastState, FakeTensor
+from hf_memsave.tape.again import AutocastState
+from hf_memsave.tape.private import FakeTensor
 
 #: Types of parameters that are what they seem.
 _PLAIN = frozenset({nn.Parameter, FakeTensor})

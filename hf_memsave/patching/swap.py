@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from hf_memsave.sampling.sampler import INDEX
 
 _PATCH = "_memsave_patch"
 #: The forwards of our classes. (A mark on them would be copied by ``functools.wraps``.)
-_FORWARDS: set[Any] = set()
+_FORWARDS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Patch(NamedTuple):
@@ -120,9 +121,18 @@ def set_class(module: nn.Module, cls: Any) -> None:
             setattr(module, name, types.MethodType(cls.forward, module))
 
 
-@functools.cache
+#: Those that a module has: another one of the same patch would be another type.
+_CLASSES: weakref.WeakValueDictionary[Patch, Any] = weakref.WeakValueDictionary()
+
+
 def patched_class(patch: Patch) -> Any:
     """The subclass of ``patch.stock`` that does what ``patch`` says."""
+    if (cls := _CLASSES.get(patch)) is None:
+        cls = _CLASSES[patch] = _class_of(patch)
+    return cls
+
+
+def _class_of(patch: Patch) -> Any:
     stock, config = patch.stock, patch.config
 
     @functools.wraps(stock.forward)

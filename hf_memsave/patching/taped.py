@@ -13,7 +13,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ from hf_memsave.patching.sharded import frees_after_forward, mark_of
 from hf_memsave.sampling.sampler import INDEX, Sampler
 from hf_memsave.tape import Tape, current, hooks_work, table_without
 from hf_memsave.tape.codecs import CODERS, Coders, leave_alone
+from hf_memsave.tape.decisions import Decisions
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.offload import Offload
 from hf_memsave.tape.private import (
@@ -62,7 +63,7 @@ BATCH = "_memsave_batch"
 
 
 #: What the tapes of each module have decided.
-_decided: weakref.WeakKeyDictionary[nn.Module, dict[int, int]] = weakref.WeakKeyDictionary()
+_decided: weakref.WeakKeyDictionary[nn.Module, Decisions] = weakref.WeakKeyDictionary()
 
 
 class Settings(NamedTuple):
@@ -84,13 +85,19 @@ def settings_of(config: MemSaveConfig, block: int) -> Settings:
     return _settings(config, block, "bitsandbytes" in sys.modules)
 
 
-@cache
+@lru_cache(1024)
 def _settings(config: MemSaveConfig, block: int, has_quantized: bool) -> Settings:
     stock = [kind for kind in ("activation", "norm", "dropout", "attention") if not config.converts(kind, block)]
-    table = table_without(*stock, *([] if config.frozen else ["frozen"]))
+    stock += [] if config.frozen else ["frozen"]
     if config.backend == "torch":
-        return Settings(table, config.dropout, CODERS)
-    return Settings(table | fused_linear.FUNCTIONS, config.dropout, FUSED_CODERS)
+        return Settings(table_without(*stock), config.dropout, CODERS)
+    return Settings(_fused_table(tuple(stock), has_quantized), config.dropout, FUSED_CODERS)
+
+
+@cache
+def _fused_table(stock: tuple[str, ...], has_quantized: bool) -> Mapping[Any, Any]:
+    """One for all blocks and configurations that leave the same to stock: it has some 1000 entries."""
+    return table_without(*stock) | fused_linear.FUNCTIONS
 
 
 def forget_decisions(module: nn.Module) -> None:
@@ -156,7 +163,7 @@ def _lay(
         module.__dict__[CODED] = index, forward_number + 1
         codec = Encoder(config.storage, index, forward_number)
     ledger = _before_forward(module)
-    held, decided = _held_by_checkpoint(args, kwargs), _decided.setdefault(module, {})
+    held, decided = _held_by_checkpoint(args, kwargs), _decided.setdefault(module, Decisions())
     new = Tape(*settings, codec, held, ledger, decided, mark_of(module))
     try:
         with _cache(module, config, kwargs), _offload(config), new as tape:
@@ -280,6 +287,6 @@ def call_with_batch(stock: Any) -> Any:
     return __call__
 
 
-@cache
+@lru_cache(256)
 def _parameters(cls: Any) -> list[str]:
     return list(inspect.signature(cls.forward).parameters)[1:]

@@ -3,7 +3,8 @@
 It keeps q, k, v and its output, and
 
 stock                                                    here
-a float mask per layer, made of a boolean one            one per forward, remade from the boolean one
+a float mask per layer, made of a boolean one            one per forward, remade from the boolean one; stock's
+                                                         for cuDNN before PyTorch 2.12, where False is no -inf
 CUDA: a copy of it, if its rows are not 8 k elements     one per forward, with rows that are
 a whole fused qkv projection, pinned by v                v
 CPU: with dropout the probabilities, what dropout        the probabilities
@@ -21,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import has_torch_function
 
-from hf_memsave.device import HALVES, mask_multiple
+from hf_memsave.device import HALVES, fills_finite, mask_multiple
 from hf_memsave.tape.functions import Handler, new
 from hf_memsave.tape.handles import Handle
 from hf_memsave.tape.hooks import Tape
-from hf_memsave.tape.private import any_autocast, is_one_kernel, no_autocast, safe_softmax
+from hf_memsave.tape.private import any_autocast, is_cudnn, is_one_kernel, no_autocast, safe_softmax
 from hf_memsave.tape.special import low
 from hf_memsave.tape.tensors import is_plain, unexpanded
 
@@ -41,7 +42,8 @@ def attention(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
         value, key = _low_heads(tape, value), _low_heads(tape, key)  # in autocast's order
         query = low(tape, query)
     if mask is not None:
-        mask = _shared_mask(tape, mask, query.dtype, is_low)
+        of_stock = mask.dtype is torch.bool and fills_finite(query) and is_cudnn(query, key, value, mask, **rest)
+        mask = mask if of_stock else _shared_mask(tape, mask, query.dtype, is_low)
     value = _unpinned(tape, value, (query, key))
     key = _unpinned(tape, key, (query, value))
     held = _held_whole(tape, query) if _is_part(query) and is_one_kernel(query, key, value, mask, **rest) else None

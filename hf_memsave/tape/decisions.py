@@ -17,8 +17,35 @@ from hf_memsave.tape.record import MARK, Record
 YES, NO, NEVER, EVEN = 1, 2, 3, 7
 #: Of a call: somebody asked how its result was made; nobody did in one forward; nor in the next.
 ASKED, ONCE, UNASKED = 4, 5, 6
-#: How many are remembered.
-MOST_DECIDED = 2**16
+#: How many forwards that differ, and how many decisions, each of two generations remembers.
+MOST_FORWARDS, MOST_DECIDED = 64, 2**15
+
+
+class Decisions(dict[int, int]):
+    """What the forwards of one module have decided and learned, but for those that differ from all of the last.
+
+    What is found among the earlier ones moves to the later ones. Those become the earlier ones when there are enough,
+    and only where a forward ends, so that what belongs to one is forgotten together: a batch of another length asks
+    all its questions under other numbers.
+    """
+
+    def __init__(self) -> None:
+        self.earlier: dict[int, int] = {}
+        self.forwards = self.known = 0
+
+    def __missing__(self, key: int) -> int | None:
+        found = self.earlier.get(key)
+        if found is not None:
+            self[key] = found
+        return found
+
+    def end_forward(self) -> None:
+        """Count a forward that brought anything, and forget the earlier ones if these are enough."""
+        self.forwards += len(self) > self.known
+        if self.forwards >= MOST_FORWARDS or len(self) >= MOST_DECIDED:
+            self.earlier, self.forwards = dict(self), 0
+            self.clear()
+        self.known = len(self)
 
 
 def pays(tape: Any, record: Record, nbytes: int) -> bool:
@@ -31,12 +58,10 @@ def pays(tape: Any, record: Record, nbytes: int) -> bool:
         Whether to remake it.
     """
     record.key = key = hash((tape.asks(nbytes), record.made))  # a tiny question leaves the next one its number
-    decision = tape.decided.get(key)
+    decision = tape.decided[key]
     if decision is None:
         found = price(tape, record)
         cost = sys.maxsize if found is None else sum(found[0].values())
-        if len(tape.decided) >= MOST_DECIDED:
-            tape.decided.clear()
         tape.decided[key] = YES if cost < nbytes else EVEN if cost == nbytes else NO
         tape.has_decided = True
         return cost < nbytes
@@ -59,11 +84,12 @@ def learn(tape: Any) -> None:
     Not under a foreign hook: a checkpointed block that runs again must ask for the same tensors as it did at first,
     whatever was learned in between.
     """
-    if tape.has_decided or tape.outer is not None or len(tape.decided) + len(tape.made) > MOST_DECIDED:
-        return
-    for made in tape.made:
-        known = tape.decided.get(made)
-        if made in tape.asked:
-            tape.decided[made] = ASKED
-        elif known != ASKED:
-            tape.decided[made] = ONCE if known is None else UNASKED
+    if not (tape.has_decided or tape.outer is not None or len(tape.made) > MOST_DECIDED):
+        for made in tape.made:
+            known = tape.decided[made]
+            if made in tape.asked:
+                tape.decided[made] = ASKED
+            elif known != ASKED:
+                tape.decided[made] = ONCE if known is None else UNASKED
+    tape.made, tape.asked = [], set()  # storages that live on know the tape
+    tape.decided.end_forward()

@@ -229,7 +229,7 @@ def _forget(again: weakref.ref[_Again]) -> None:
 
 def _can_redraw(x: Tensor) -> bool:
     # How the kernel hands out random numbers depends on layout and alignment: those of a fresh tensor must do.
-    return is_dense(x) and is_aligned(x, 16) and not is_capturing(x.device)
+    return is_dense(x) and is_aligned(x) and not is_capturing(x.device)
 
 
 def _drawn_again(x: Tensor, state: Tensor, p: float) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,8 @@ is not deterministic on CUDA (``index_add``, ``cumsum``). What keeps more than i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 from torch.nn import init
 from torch.nn.parameter import is_lazy
 
-from hf_memsave.device import HALVES, waits, widens
+from hf_memsave.device import HALVES, is_autocast, waits
+from hf_memsave.tape.again import AutocastState, run_under
 from hf_memsave.tape.hooks import Tape
 from hf_memsave.tape.prices import CASTS
-from hf_memsave.tape.private import FakeTensor, any_autocast, c_functions
+from hf_memsave.tape.private import FakeTensor, any_autocast, c_functions, has_autocast
 from hf_memsave.tape.tensors import leaves
 
 Handler = Callable[[Tape, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -46,14 +48,17 @@ ACTIVATIONS = frozenset(
     {getattr(F, name) for name in "gelu silu elu selu celu softplus mish hardswish hardsigmoid glu".split()}
     | {torch.celu, torch.selu}
 )
-#: What CUDA's autocast runs in fp32 (there is no such list of theirs on CPU).
-WIDE_ON_CUDA = frozenset(
-    getattr(home, name)
-    for name in "pow rsqrt exp expm1 log log1p log2 reciprocal softmax log_softmax acos asin cosh sinh tan "
-    "layer_norm rms_norm group_norm normalize softplus softmin __pow__ __rpow__ __rdiv__ __rtruediv__".split()
-    for home in (torch, Tensor, F)
-    if hasattr(home, name)
-)
+#: What autocast may run in fp32 (on CUDA; on CPU none of it), by the operation of PyTorch that it converts for.
+WIDENED = {
+    "pow": ("pow", "square", "__pow__", "__rpow__"),
+    **{name: (name,) for name in "rsqrt exp expm1 log log1p log2 reciprocal acos asin cosh sinh tan softplus".split()},
+    **{name: (name,) for name in ("layer_norm", "rms_norm", "group_norm")},
+}
+#: What converts within, and keeps nothing of what it converted: one kernel of 16 bits with a result in fp32, say.
+WIDENED_WITHIN = {
+    "softmax": ("softmax", "softmin"), "log_softmax": ("log_softmax",), "linalg_vector_norm": ("normalize",),
+    "reciprocal": ("__rdiv__", "__rtruediv__"),
+}  # fmt: skip
 
 
 def sees_writes(handler: Handler) -> Handler:
@@ -62,13 +67,13 @@ def sees_writes(handler: Handler) -> Handler:
     return handler
 
 
-def new(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function whose result is new."""
+def new(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], again: Any = None) -> Any:
+    """A function whose result is new, and is made again by ``again`` or by the function itself."""
     if kwargs and kwargs.get("out") is not None:
         return unrecorded(tape, func, args, kwargs)
     out = func(*args, **kwargs) if kwargs else func(*args)
     if type(out) is Tensor or type(out) is FakeTensor:
-        tape.record(out, func, args, kwargs)
+        tape.record(out, again or func, args, kwargs)
     return out
 
 
@@ -183,14 +188,40 @@ def escapes(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     return func(*args, **kwargs)
 
 
-def wide_on_cuda(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function that CUDA's autocast runs in fp32: its conversions made where they can be recorded."""
-    if any_autocast():
-        x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
-        if x is not None and widens(x):
+def widens(x: Tensor, name: str) -> bool:
+    """Whether autocast is on for the device of ``x``, and there converts what ``aten::name`` is called with."""
+    return has_autocast(name, x.device.type) and is_autocast(x)
+
+
+def _widened(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The first tensor of a call that autocast converts for ``aten::name``; None where it converts nothing."""
+    if not any_autocast():
+        return None
+    x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+    return x if x is not None and widens(x, name) else None
+
+
+def wide(name: str) -> Handler:
+    """Of a function that autocast may run in fp32: its conversions are made where they can be recorded."""
+
+    def handler(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _widened(name, args, kwargs) is not None:
             args = tuple([_wide(tape, a) for a in reversed(args)][::-1])  # in the order of autocast's own conversions
-            kwargs = {name: _wide(tape, a) for name, a in kwargs.items()}
-    return new(tape, func, args, kwargs)
+            kwargs = {key: _wide(tape, a) for key, a in kwargs.items()}
+        return new(tape, func, args, kwargs)
+
+    return handler
+
+
+def wide_within(name: str) -> Handler:
+    """Of a function that is run again under autocast: converted before, it would keep more, and maybe other bits."""
+
+    def handler(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x = _widened(name, args, kwargs)
+        again = func if x is None else partial(run_under, AutocastState(x.device.type), func)
+        return new(tape, func, args, kwargs, again)
+
+    return handler
 
 
 def _wide(tape: Tape, argument: Any) -> Any:
@@ -209,7 +240,7 @@ def assigns(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     return None
 
 
-def _named(names: list[str], *homes: Any) -> Iterator[Any]:
+def _named(names: Iterable[str], *homes: Any) -> Iterator[Any]:
     for name in names:
         for home in homes:
             if callable(found := getattr(home, name, None)):
@@ -241,6 +272,7 @@ CHEAP: dict[Any, Handler] = {
     **dict.fromkeys(_named(NEW_FUNCTIONAL, F), new),
     **dict.fromkeys(_named(MAY_ALIAS, torch, Tensor), may_alias),
     Tensor.__getitem__: indexed,
-    **dict.fromkeys(WIDE_ON_CUDA, wide_on_cuda),
+    **{f: wide(name) for name, names in WIDENED.items() for f in _named(names, torch, Tensor, F)},
+    **{f: wide_within(name) for name, names in WIDENED_WITHIN.items() for f in _named(names, torch, Tensor, F)},
     **dict.fromkeys(_HAVE_INPLACE, may_write),
 }

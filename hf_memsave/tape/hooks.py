@@ -35,7 +35,7 @@ from hf_memsave.tape.private import (
     pop_mode,
     push_mode,
 )
-from hf_memsave.tape.record import MARK, Record, Sharded
+from hf_memsave.tape.record import MARK, Record, Sharded, added
 from hf_memsave.tape.recorder import Recorder
 from hf_memsave.tape.stand_ins import StandIn
 from hf_memsave.tape.tensors import is_plain, leaves, owned, plain_tensors
@@ -76,7 +76,7 @@ class Tape(Recorder):
         codec: Any = None,
         inputs: Iterable[Any] = (),
         ledger: Ledger | None = None,
-        decided: dict[int, int] | None = None,
+        decided: decisions.Decisions | None = None,
         mark_of: Callable[[Tensor], Record] | None = None,
     ) -> None:
         super().__init__(ledger, mark_of)
@@ -87,7 +87,7 @@ class Tape(Recorder):
         self.head: nn.Module | None = None
         self.logits: Any = None
         self.is_in_attention = self.is_in_loss = self.is_around = False
-        self.decided: dict[int, int] = {} if decided is None else decided
+        self.decided = decisions.Decisions() if decided is None else decided
         self.lock, self._inputs = threading.RLock(), inputs
         self.copies: dict[Any, Held | Lent] = {}
         self._hooks: Any = None
@@ -134,7 +134,7 @@ class Tape(Recorder):
             if (record := ref()) is not None:
                 record.notes = None
         self._mark_again()
-        for held in (self.at_end, self.memo, self.casts, self.copies, self._readers):
+        for held in (self.at_end, self.memo, self.casts, self.copies, self._readers, self._noted):
             held.clear()
         # Storages that live on know the tape: it must not hold what knows them.
         self.outer = self.ledger = self.codec = self._root = self.head = self.logits = self.mark_of = None
@@ -170,7 +170,7 @@ class Tape(Recorder):
         """``func(*args, **kwargs)`` gives ``out``, which shares its storage with no argument, to the bit."""
         self._calls += 1
         made = hash((self._state, self._calls))
-        if self.outer is None and self.decided.get(made) == decisions.UNASKED:
+        if self.outer is None and self.decided[made] == decisions.UNASKED:
             return
         try:
             seen = plain_tensors(args if not kwargs else (*args, *kwargs.values()))
@@ -245,7 +245,7 @@ class Tape(Recorder):
             if not is_open or record.func is None or not record.is_of(tensor):
                 return None  # nobody knows how it was made, or forgot it just now, as its holders are gone
             if not decisions.pays(self, record, storage.nbytes()):
-                if self.decided.get(record.key) != decisions.NEVER:  # another thread may have cleared them
+                if self.decided[record.key] != decisions.NEVER:  # another thread may have cleared them
                     self.asked.add(record.made)
                 return None
             self.asked.add(record.made)
@@ -284,7 +284,7 @@ class Tape(Recorder):
                 self.asks(nbytes)
             else:
                 sweep.wait(self, record, nbytes)
-        record.handles = (*record.handles, weakref.ref(handle))
+        record.handles = added(record.handles, weakref.ref(handle))
         return handle
 
     def stand_in(self, tensor: Tensor, small: Tensor, decode: Callable[[Tensor], Tensor] | None) -> StandIn:
@@ -293,7 +293,7 @@ class Tape(Recorder):
         self.note_small(handle, small.nbytes, "code")
         record = self.record_of(tensor)
         if record is not None and record.tape is self:
-            record.handles = (*record.handles, weakref.ref(handle))
+            record.handles = added(record.handles, weakref.ref(handle))
         return handle
 
     def cost(self, tensor: Tensor) -> int:

@@ -18,7 +18,7 @@ from hf_memsave.tape.again import LinearAgain
 from hf_memsave.tape.copies import copy_of, has_copy
 from hf_memsave.tape.handles import Handle, Node, Ticket
 from hf_memsave.tape.private import OpOverload
-from hf_memsave.tape.record import BUFFER, MARK, Record
+from hf_memsave.tape.record import BUFFER, MARK, Record, added
 from hf_memsave.tape.tensors import CONSTANT, is_flipped, place_of
 
 #: Functions that remaking one tensor may run.
@@ -198,7 +198,7 @@ def take(tape: Any, argument: Any, node: Node) -> Any:
     if theirs is None or is_near(tape, theirs):
         handle = tape.ticket(record, storage, argument)
     if handle is None:
-        record.dependents = (*record.dependents, weakref.ref(node))
+        record.dependents = added(record.dependents, weakref.ref(node))
         if tape.ledger is not None:
             tape.note(record, storage, argument, is_source=True)
         handle = tape.hold(record, storage, argument)
@@ -229,7 +229,7 @@ def anchor(tape: Any, x: Tensor, depth: int, block: int) -> None:
             handle = tape.keep(x)
             node.fix(handle)
             node.first, record.is_kept = tape.block, True
-            record.handles = (*record.handles, weakref.ref(handle))
+            record.handles = added(record.handles, weakref.ref(handle))
     elif record.func is not None and depth:
         for argument, _ in record.seen:
             anchor(tape, argument, depth - 1, block)

@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
+from hf_memsave.device import STAND_IN
+
 #: The number of the backward that runs on this thread; -1 outside of one.
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
 #: Whether that backward gets to a node that it goes through later: not where it was asked for other gradients alone.
@@ -82,10 +84,34 @@ def stands_for_many(tensor: torch.Tensor) -> bool:
     return _is_wrapped(tensor) or _is_in_batch(tensor)
 
 
+#: What the dispatcher calls autocast on a device; the stand-in for CUDA does as CUDA would.
+_AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", STAND_IN: "AutocastCUDA"}
+
+
+def is_registered(op: str, key: str) -> bool:
+    """Whether the dispatcher has a kernel of its own for ``op`` (``aten::pow.Scalar``) at ``key``."""
+    exists = torch._C._dispatch_has_kernel(op)  # some overloads are Python's alone
+    return exists and torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
+
+
+@functools.cache
+def has_autocast(name: str, device: str) -> bool:
+    """Whether autocast converts what ``aten::name`` is called with, on devices of this type."""
+    key = _AUTOCAST_KEYS.get(device, "AutocastPrivateUse1")
+    packet = getattr(torch.ops.aten, name)
+    return any(is_registered(getattr(packet, overload).name(), key) for overload in packet.overloads())
+
+
 def is_one_kernel(*args: Any, **kwargs: Any) -> bool:
     """Whether ``F.scaled_dot_product_attention`` of these is one kernel, which keeps q, k and v, and not many."""
-    is_known = args[0].device.type in ("cpu", "cuda")  # the stand-in for CUDA takes one wherever it can
+    is_known = args[0].device.type in ("cpu", "cuda", STAND_IN)
     return not is_known or torch._fused_sdp_choice(*args, **kwargs) != torch.nn.attention.SDPBackend.MATH.value
+
+
+def is_cudnn(*args: Any, **kwargs: Any) -> bool:
+    """Whether ``F.scaled_dot_product_attention`` of these is cuDNN's kernel."""
+    choice: int = torch._fused_sdp_choice(*args, **kwargs)
+    return choice == torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value
 
 
 def safe_softmax(scores: torch.Tensor) -> torch.Tensor:
@@ -271,26 +297,3 @@ def no_autocast() -> Iterator[None]:
     finally:
         for device in on:
             torch.set_autocast_enabled(device, True)
-
-
-class AutocastState:
-    """The autocast state of a device type now, to be entered again later."""
-
-    __slots__ = ("device", "enabled", "dtype", "inner")
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.inner: torch.autocast | None = None
-        self.enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        self.dtype = torch.get_autocast_dtype(device) if self.enabled else None
-
-    def __enter__(self) -> None:
-        now = AutocastState(self.device)
-        if (now.enabled, now.dtype) != (self.enabled, self.dtype):
-            self.inner = torch.autocast(self.device, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
-            self.inner.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        if self.inner is not None:
-            self.inner.__exit__(*error)
-            self.inner = None

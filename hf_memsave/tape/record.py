@@ -21,6 +21,30 @@ from hf_memsave.tape.tensors import View, is_flipped
 MARK = "_memsave"
 
 
+class _Refs(list[Any]):
+    """Weak references, or tuples that begin with one, and how many of them it takes to look which are gone."""
+
+    __slots__ = ("most",)
+
+
+def added(refs: Any, ref: Any) -> Any:
+    """Weak references, in a tuple or as this gave them, and another one; those to what is gone go now and then.
+
+    Returns:
+        At most twice as many as are alive, or a few.
+    """
+    if not refs:  # mostly
+        return (ref,)
+    if type(refs) is not _Refs:
+        refs = _Refs(refs)
+        refs.most = 8
+    if len(refs) >= refs.most:
+        refs[:] = [r for r in refs if (r[0] if type(r) is tuple else r)() is not None]
+        refs.most = max(8, 2 * len(refs))
+    refs.append(ref)
+    return refs
+
+
 class Record:
     """One storage, as one tape knows it: how it was made, and what has become of it.
 

@@ -13,7 +13,7 @@ from hf_memsave.tape import prices, sweep
 from hf_memsave.tape.handles import Handle, Node
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.private import checkpoint_frame, no_dispatch, no_modes, unwrapped, written_by
-from hf_memsave.tape.record import MARK, PARAMETER, Record
+from hf_memsave.tape.record import MARK, PARAMETER, Record, added
 from hf_memsave.tape.tensors import is_plain, tensors_in
 
 
@@ -43,7 +43,7 @@ class Recorder(TorchFunctionMode):
         self.outer: Any = None
         self._root: Any = None
         self._records: list[weakref.ref[Record]] = []
-        self._readers: dict[int, list[weakref.ref[Node]]] = {}
+        self._readers: dict[int, Iterable[weakref.ref[Node]]] = {}
         self._noted: list[weakref.ref[Record]] = []
         self._state = self._calls = 0
         self.has_decided = False
@@ -168,7 +168,8 @@ class Recorder(TorchFunctionMode):
 
     def reads(self, node: Node, parameter: Tensor) -> None:
         """``node`` holds a parameter or a buffer itself."""
-        self._readers.setdefault(id(parameter.untyped_storage()), []).append(weakref.ref(node))
+        key = id(parameter.untyped_storage())
+        self._readers[key] = added(self._readers.get(key, ()), weakref.ref(node))
 
     def release(self, tensor: Tensor) -> None:
         """Nobody is going to ask for ``tensor`` any more, though it lives on: hold nothing that it was made from."""

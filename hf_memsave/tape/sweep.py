@@ -12,12 +12,12 @@ from hf_memsave.tape.copies import copy_of
 from hf_memsave.tape.decisions import EVEN, NEVER, NO, YES
 from hf_memsave.tape.handles import Handle, Held, Node, Ticket
 from hf_memsave.tape.prices import SMALL, TINY, is_available, is_near, may_change, take
-from hf_memsave.tape.record import Record, Weak, arguments, replaced
+from hf_memsave.tape.record import Record, Weak, added, arguments, replaced
 
 
 def wait(tape: Any, record: Record, nbytes: int) -> None:
     """The tensor is kept: hold what it was made from no more, but know it again if others keep it too."""
-    if tape.decided.get(record.key) == NEVER:
+    if tape.decided[record.key] == NEVER:
         record.forget()
         return
     weak = weaken(tape, record, nbytes)
@@ -28,7 +28,7 @@ def wait(tape: Any, record: Record, nbytes: int) -> None:
     if len(sources) == 1 and tape.outer is None and (source := sources[0].record()) is not None:
         if source.tape is None:  # a parameter, which is always there
             return
-        source.remakes = (*source.remakes, (ref, nbytes, sources[0].version))
+        source.remakes = added(source.remakes, (ref, nbytes, sources[0].version))
 
 
 def weaken(tape: Any, record: Record, nbytes: int, depth: int = 1) -> Record:
@@ -78,7 +78,7 @@ def sweep(tape: Any, record: Record) -> None:
         return
     source = _recipe(tape, record)
     if source is None or source.work > tape.most_work:
-        if tape.decided.get(record.key) in (NO, EVEN):
+        if tape.decided[record.key] in (NO, EVEN):
             tape.decided[record.key], tape.has_decided = NEVER, True
         record.forget()
         return
@@ -86,7 +86,7 @@ def sweep(tape: Any, record: Record) -> None:
     tensor = next(held, None)
     if tensor is None or not record.is_of(tensor):  # written to before it was kept
         return
-    is_even = tape.decided.get(record.key) == EVEN  # else a forward that goes on otherwise would keep more than stock
+    is_even = tape.decided[record.key] == EVEN  # else a forward that goes on otherwise would keep more than stock
     if is_even and not any(isinstance(one, _Recipe) for one in source.sources):  # the next one need not wait for this
         tape.decided[record.key], tape.has_decided = YES, True
     node = _node_of(tape, source, tensor.untyped_storage().nbytes())

@@ -1,4 +1,4 @@
-"""What CUDA's autocast converts to fp32 is remade from what it was converted to: on the stand-in for a CUDA device.
+"""What CUDA's autocast converts is remade by the same operations: on the stand-in for a CUDA device.
 
 Its kernels take any dtypes; CUDA's own refuse a norm whose weight has another one than its input.
 """
@@ -9,11 +9,26 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hf_memsave.measure import private as measure_private
+from hf_memsave.measure.autocast_lists import FP32, FP32_RESULT, LOW, WIDEST
 from hf_memsave.measure.fake_device import fake_device
-from hf_memsave.tape.handles import Ticket
+from hf_memsave.tape import functions, private
+from hf_memsave.tape.functions import CHEAP
+from hf_memsave.tape.handles import Held, Ticket
+from hf_memsave.tape.tensors import leaves
+from support.examples import Arguments, calls_of, every
+from support.fake import DATA_ERRORS
 from support.helpers import taping
 
 WIDTH = 16
+TABLE = [function for function, handler in CHEAP.items() if not getattr(handler, "is_write", False)]
+WITHIN = {
+    "softmax": lambda x: F.softmax(x, -1),
+    "softmax in fp32": lambda x: F.softmax(x, dim=-1, dtype=torch.float32),
+    "log_softmax": lambda x: x.log_softmax(-1),
+    "softmin": lambda x: F.softmin(x, -1),
+    "normalize": F.normalize,
+}
 FUNCTIONS = {
     "layer_norm": lambda x, w, b: F.layer_norm(x, (WIDTH,), w, b),
     "layer_norm, by name": lambda x, w, b: F.layer_norm(input=x, normalized_shape=(WIDTH,), weight=w, bias=b),
@@ -51,17 +66,73 @@ class Calls(TorchDispatchMode):
 def test_it_is_remade_by_the_same_operations_of_the_same_dtypes(function, low):
     with fake_device() as device:
         x, w, b = (torch.zeros(*shape, dtype=low, device=device) for shape in ((2, WIDTH, WIDTH), (WIDTH,), (WIDTH,)))
-        with torch.autocast(device.type, low):
-            with Calls() as stock:
-                expected = function(x, w, b)
-            with taping(inputs=[x, w, b]) as tape, Calls() as forward:
-                y = function(x, w, b)
-                handle = tape.pack(y)
-        assert isinstance(handle, Ticket)
-        with Calls() as remake:
-            again = handle.get()
-    assert forward.seen == stock.seen == remake.seen and stock.seen
+        assert is_remade_as_it_was(function, (x, w, b), {}, low)
+
+
+@every(TABLE)
+def test_so_is_every_function_of_the_table(function):
+    for call in calls_of(function):
+        with fake_device() as device:
+            args, kwargs = call(Arguments(device, dtype=torch.bfloat16))
+            try:
+                is_remade_as_it_was(function, args, kwargs, torch.bfloat16)
+            except DATA_ERRORS as error:
+                assert "aten." in str(error), error  # of what counts, the shape is a number
+
+
+def is_remade_as_it_was(function, args, kwargs, low):
+    """Whether a tape gives a ticket for the result of a call under autocast; what that runs is stock's."""
+    with torch.autocast("fakegpu", low):
+        with Calls() as stock:
+            expected = function(*args, **kwargs)
+        with taping(inputs=leaves(args, kwargs)) as tape, Calls() as forward:
+            y = function(*args, **kwargs)
+            handle = tape.pack(y) if isinstance(y, torch.Tensor) else None
+    assert forward.seen == stock.seen
+    if not isinstance(handle, Ticket):
+        return False
+    with Calls() as remake:
+        again = handle.get()
+    assert remake.seen == stock.seen
     assert again.dtype == y.dtype == expected.dtype
+    return True
+
+
+@pytest.mark.parametrize("function", WITHIN.values(), ids=WITHIN)
+def test_what_converts_within_is_remade_from_16_bits(function):
+    """A conversion to fp32 before it would be another tensor of the scores' size, which stock does not have."""
+    with fake_device() as device:
+        x = torch.zeros(2, WIDTH, WIDTH, dtype=torch.bfloat16, device=device)
+        with torch.autocast(device.type, torch.bfloat16), taping(inputs=[x]) as tape:
+            handle = tape.pack(function(x))
+        assert handle.node.work == 1
+        held = handle.node.args[0]
+        assert type(held) is Held and held.tensor.untyped_storage() is x.untyped_storage()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_what_autocast_has_no_kernel_for_is_not_converted(monkeypatch, is_there):
+    """As rms_norm before PyTorch 2.12."""
+    has = private.has_autocast
+    monkeypatch.setattr(functions, "has_autocast", lambda name, _: has(name, _) and (is_there or name != "rms_norm"))
+    with fake_device() as device:
+        x = torch.zeros(2, WIDTH, dtype=torch.bfloat16, device=device)
+        with torch.autocast(device.type, torch.bfloat16), taping(inputs=[x]) as tape:
+            handle = tape.pack(F.rms_norm(x, (WIDTH,)))
+        assert handle.node.work == (2 if is_there else 1)  # a conversion before it
+
+
+def test_the_stand_ins_autocast_is_asked_of_the_dispatcher_too(monkeypatch):
+    assert [f.name() for f in measure_private.overloads("rms_norm")] == ["aten::rms_norm"]
+    monkeypatch.setattr(measure_private, "is_registered", lambda op, key: op != "aten::rms_norm")
+    assert [*measure_private.overloads("rms_norm")] == []
+
+
+def test_the_lists_of_the_stand_ins_autocast_are_cudas():
+    """But for what CUDA's refuses, whatever it is called with."""
+    ops = {op for op in torch._C._dispatch_get_all_op_names() if private.is_registered(op, "AutocastCUDA")}
+    names = {op.removeprefix("aten::").partition(".")[0] for op in ops if op.startswith("aten::")}
+    assert names - {"binary_cross_entropy"} == {*LOW, *FP32, *FP32_RESULT, *WIDEST}
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from hf_memsave import patch
 from hf_memsave.device import STAND_IN
@@ -22,10 +23,7 @@ from support.fake import ATTENTION, DATA_ERRORS, Counted, NoTransfers, kept_on_f
 from support.families import FAMILIES, MORE, QUOTED, build
 from support.helpers import MATRIX
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
 
 FLOOR = {
     **dict.fromkeys(("bert", "roberta", "distilbert", "electra", "gpt2", "opt", "t5-encoder"), 10),
@@ -95,6 +93,18 @@ def test_kernels_that_lay_out_masks_themselves_keep_one_a_layer(monkeypatch):
     assert more - few - (without[1] - without[0]) == pytest.approx(2 * QUOTED.batch * 130 * 136 * 2, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "version", "masks"), [("cudnn", "2.11", 1), ("cudnn", "2.12", 0), ("efficient", "2.11", 0)]
+)
+def test_boolean_masks_are_left_to_stock_where_cudnn_is_given_a_finite_number(monkeypatch, kernel, version, masks):
+    """Its rows that may see nothing are not zero there, as with -inf: each layer makes and keeps a mask of its own."""
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    few, more = (kept_on_fake("bert", n, attention=kernel, seq=128, padded=True) for n in (4, 6))
+    without = [kept_on_fake("bert", n, attention=kernel, seq=128) for n in (4, 6)]
+    of_one = QUOTED.batch * 128 * 128 * 2
+    assert more - few - (without[1] - without[0]) == pytest.approx(2 * masks * of_one, abs=of_one / 100)
+
+
 @pytest.mark.parametrize("length", [128, 130])
 @pytest.mark.parametrize("kind", [torch.bool, torch.bfloat16])
 def test_the_efficient_kernel_takes_the_masks_of_the_tape_as_they_are(kind, length):
@@ -128,6 +138,8 @@ def test_a_copy_to_the_host_is_caught():
         (lambda x: F.gelu(x.bfloat16()), torch.bfloat16),
         (lambda x: x.bfloat16().mean(), torch.bfloat16),
         (lambda x: x.bfloat16().sum(), torch.float32),
+        (lambda x: x.bfloat16().norm(), torch.float32),
+        (lambda x: torch.ops.aten.norm(x.bfloat16(), 2, [0]), torch.float32),
         (lambda x: torch.addcmul(x, x.bfloat16(), x), torch.float32),
         (lambda x: x.double() @ x.double().mT, torch.float64),
     ],

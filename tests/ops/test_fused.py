@@ -15,7 +15,7 @@ from hf_memsave.ops import chunked_loss
 from hf_memsave.ops.fused import cross_entropy
 from hf_memsave.ops.fused import kernels as kernels_file
 from hf_memsave.tape.meter import measure_kept
-from support.fake import kept_on_fake, needs_stand_in, on_fake
+from support.fake import kept_on_fake, on_fake
 from support.families import QUOTED, Size, batch_for, build
 from support.kernels import IS_INTERPRETED, interpreted, rounding  # noqa: F401
 from support.launches import Launches
@@ -256,7 +256,6 @@ def test_every_class_of_the_table_is_one_of_transformers():
         assert path_of(getattr(importlib.import_module(module), name)) == path
 
 
-@needs_stand_in
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "gemma", "qwen3", "phi3", "t5-decoder"])
 def test_on_a_gpu_a_layer_keeps_what_the_torch_backend_keeps(name):
@@ -279,7 +278,6 @@ def launches(name, config, layers):
     return found.count
 
 
-@needs_stand_in
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "most"), [("llama", 0.4), ("gemma", 0.4), ("gpt2", 0.85)])
 def test_on_a_gpu_a_layer_takes_fewer_launches_than_stock(name, most):

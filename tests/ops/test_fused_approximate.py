@@ -16,7 +16,7 @@ from hf_memsave.sampling.estimators import EAGER
 from hf_memsave.tape.codecs import CODERS
 from hf_memsave.tape.meter import measure_kept
 from hf_memsave.tape.quantize import FORMATS
-from support.fake import needs_stand_in, on_fake
+from support.fake import on_fake
 from support.families import Size, batch_for, build
 from support.kernels import interpreted, rounding  # noqa: F401
 
@@ -256,7 +256,6 @@ def test_sides_of_a_rectifier_are_packed_by_kernels(device, calls):
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-@needs_stand_in
 @pytest.mark.parametrize("way", WAYS)
 def test_on_a_gpu_they_keep_what_the_torch_backend_keeps(way):
     config, _, name = WAYS[way]

@@ -15,7 +15,7 @@ from hf_memsave import MemSaveConfig, measure_kept, patch
 from hf_memsave.arch import fused_of
 from hf_memsave.ops.fused import dropout_norm, lora
 from hf_memsave.ops.fused.kernels import kernels
-from support.fake import kept_on_fake, needs_stand_in
+from support.fake import kept_on_fake
 from support.families import QUOTED, Size, batch_for, build
 from support.kernels import interpreted, rounding  # noqa: F401
 
@@ -211,7 +211,6 @@ def test_a_layer_keeps_what_the_torch_backend_keeps(name, device):
     assert ours <= 1.01 * torch_backend
 
 
-@needs_stand_in
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "mode"), [("bert", "bf16"), ("bert", "autocast"), ("llama+lora", "bf16")])
 def test_on_a_gpu_a_layer_keeps_what_the_torch_backend_keeps(name, mode):

@@ -7,11 +7,9 @@ import torch.nn.functional as F
 from hf_memsave.measure.fake_device import fake_device
 from hf_memsave.ops import chunked_loss
 from support.accuracy import OfLinear
-from support.fake import needs_stand_in
 from support.launches import APPROXIMATE, Launches, counted
 
 
-@needs_stand_in
 @pytest.mark.long
 @pytest.mark.parametrize("setting", ["Llama-3-8B, full", "Llama-3-8B, LoRA p=.05"])
 def test_llama_takes_half_of_stocks_launches_and_less_of_its_bytes(setting):
@@ -22,7 +20,6 @@ def test_llama_takes_half_of_stocks_launches_and_less_of_its_bytes(setting):
     assert nbytes <= 0.6 * stock_nbytes
 
 
-@needs_stand_in
 @pytest.mark.long
 def test_bert_under_autocast_takes_less_than_half_of_stocks_launches_and_three_quarters_of_its_bytes():
     found = counted("BERT-Large, S512, bf16 autocast", ["stock", "Triton"], layers=(2, 4))
@@ -32,7 +29,6 @@ def test_bert_under_autocast_takes_less_than_half_of_stocks_launches_and_three_q
     assert nbytes <= 0.72 * stock_nbytes
 
 
-@needs_stand_in
 @pytest.mark.long
 @pytest.mark.parametrize("way", APPROXIMATE)
 def test_what_is_not_exact_takes_a_fraction_of_the_launches_and_bytes_that_it_takes_without_kernels(way):
@@ -44,7 +40,6 @@ def test_what_is_not_exact_takes_a_fraction_of_the_launches_and_bytes_that_it_ta
     assert nbytes <= min(1.65 * found["stock"][1], 0.8 * bytes_by_torch)
 
 
-@needs_stand_in
 def test_a_chunk_of_a_loss_moves_fewer_bytes_than_stocks_and_by_one_kernel_a_quarter():
     """Llama-3-8B's frozen head, two chunks: 44.0 bytes a logit in stock, 32.6 by PyTorch's functions, 11.2 here."""
     words, width, tokens = 128256, 4096, 260

@@ -11,7 +11,6 @@ from transformers.models.bert.modeling_bert import BertOutput, BertSelfOutput
 from hf_memsave import MemSaveConfig, measure_kept, patch
 from hf_memsave.measure.fake_device import fake_device, to_fake
 from hf_memsave.ops.fused import dropout_norm
-from support.fake import needs_stand_in
 from support.helpers import assert_same_bits, random
 from support.kernels import interpreted, rounding  # noqa: F401
 
@@ -145,7 +144,6 @@ def test_it_keeps_no_more(device, monkeypatch):
     assert now <= kept()
 
 
-@needs_stand_in
 def test_a_first_residual_in_16_bits_is_added_itself():
     """As Electra-small's, whose embeddings go through a linear: its sum is in 16 bits, and the norm's output is not."""
     config = ElectraConfig(

@@ -8,7 +8,7 @@ from transformers import BertConfig, BertForMaskedLM
 from hf_memsave import patch
 from hf_memsave.ops.lazy_logits import LazyLogits
 from support.accuracy import LONG, lm
-from support.fake import NoTransfers, needs_stand_in, on_fake
+from support.fake import NoTransfers, on_fake
 from support.families import batch_for
 
 
@@ -42,7 +42,6 @@ def test_under_autocast_a_loss_of_logits_in_16_bits_is_in_fp32_as_stocks(make, d
     assert all(p.grad is None or p.grad.dtype == p.dtype for p in model.parameters())
 
 
-@needs_stand_in
 @pytest.mark.parametrize(
     ("make", "head"), [(masked_lm, "decoder"), (lambda: lm("t5-decoder"), "lm_head")], ids=["bert", "t5"]
 )
@@ -57,7 +56,6 @@ def test_on_a_gpu_too(make, head, small_chunks):
             assert out.loss.dtype == torch.float32
 
 
-@needs_stand_in
 @pytest.mark.parametrize("divisor", [7, 7.0])
 def test_a_number_that_divides_makes_the_host_wait_for_nothing(divisor, small_chunks):
     with on_fake(lambda: with_adapters(lm("llama"), "lm_head"), size=LONG) as (model, batch):

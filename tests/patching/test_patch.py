@@ -1,7 +1,10 @@
 """``patch``: which modules it changes, what it leaves alone, and the way back."""
 
+import copy
+import gc
 import inspect
 import re
+import weakref
 
 import pytest
 from torch import nn
@@ -234,3 +237,15 @@ def test_blocks_are_found_at_any_depth(layers, device):
     report = patch(build("gpt2", Size(layers=layers)).to(device))
     found = [site.name for site in report.patched if site.op == "block"]
     assert [int(re.search(r"\d+", name)[0]) for name in found] == list(range(layers))
+
+
+def test_a_class_goes_with_the_models_that_have_it():
+    """A search over configurations makes some for each."""
+    model = build("llama", Size())
+    patch(model, MemSaveConfig(few_bits=3))
+    classes = [weakref.ref(type(module)) for module in model.modules() if "_memsave_patch" in vars(type(module))]
+    step(model, batch_for(model, Size()))
+    assert classes and type(copy.deepcopy(model)) is type(model)
+    patch(model, MemSaveConfig(few_bits=5), replace=True)
+    gc.collect()
+    assert not any(ref() for ref in classes)

@@ -11,6 +11,7 @@ import torch
 from hf_memsave import KeptTensorChangedError
 from hf_memsave.patching import taped
 from hf_memsave.tape import codecs
+from hf_memsave.tape.decisions import Decisions
 from support.helpers import assert_same_bits, autocasting, nodes
 from support.program_graph import Backward, Fault, graph_of
 from support.program_ops import CONTEXTS, MASKS, copies
@@ -129,7 +130,7 @@ def taught(program):
     for _ in range(LESSONS):
         graph = graph_of(program.dtype, program.dropout, 0)
         for name, module in graph.named_modules():
-            taped._decided[module] = decided.setdefault(name, {})
+            taped._decided[module] = decided.setdefault(name, Decisions())
         yield graph
 
 

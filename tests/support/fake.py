@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -25,8 +24,6 @@ from support.lora import adapted
 ATTENTION = ("flash", "efficient", "cudnn")
 #: What a tensor without numbers raises when it is asked for them.
 DATA_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, RuntimeError)
-#: Of a test that needs the stand-in: a process with GPUs has none.
-needs_stand_in = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 
 
 @contextmanager

@@ -1,18 +1,25 @@
 """What a forward need not record, as earlier ones have shown: nothing that is kept, or computed, changes by it."""
 
 import copy
+import weakref
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from hf_memsave import patch
+from hf_memsave.patching import taped
 from hf_memsave.tape import Tape, decisions
 from hf_memsave.tape.meter import measure_kept
 from support.attacks import WIDTH, Attack, Block, trained
 from support.families import FAMILIES, MORE, Size, batch_for, build
+from support.helpers import taping
 from support.steps import assert_same, gradients
 
 ENOUGH = 5
@@ -20,14 +27,20 @@ ENOUGH = 5
 
 @pytest.fixture
 def tapes(monkeypatch):
-    """Every tape that is laid, in order."""
-    found, enter = [], Tape.__enter__
+    """Of every tape that is laid, in order: what it decided by, and what it had made and asked in the end."""
+    found, enter, learn = [], Tape.__enter__, decisions.learn
 
     def noted(tape):
-        found.append(tape)
+        found.append(SimpleNamespace(decided=tape.decided, made=[], asked=set(), tape=weakref.ref(tape)))
         return enter(tape)
 
+    def learned(tape):
+        last = next(one for one in found if one.tape() is tape)
+        last.made, last.asked = tape.made, tape.asked
+        learn(tape)
+
     monkeypatch.setattr(Tape, "__enter__", noted)
+    monkeypatch.setattr(decisions, "learn", learned)
     return found
 
 
@@ -81,6 +94,84 @@ def test_another_forward_that_begins_alike_is_stocks_to_the_bit(device):
         for got, expected in zip(trained(ours, x, ENOUGH), trained(stock, x, ENOUGH), strict=True):
             assert_same(got, expected)
         assert measure_kept(ours, x).total <= measure_kept(stock, x).total
+
+
+def count_of(model):
+    decided = taped._decided[model]
+    return len(decided) + len(decided.earlier)
+
+
+def test_what_batches_of_other_lengths_decided_is_forgotten(device, monkeypatch):
+    """And decided again alike: as much is kept as before, with stock's bits."""
+    monkeypatch.setattr(decisions, "MOST_FORWARDS", 8)
+    stock = build("bert", Size(layers=1), dropout=0.1).to(device)
+    model, counts = copy.deepcopy(stock), []
+    patch(model)
+
+    def batch_of(length):
+        return batch_for(stock, replace(Size(), seq=length))
+
+    kept = {length: measure_kept(model, batch_of(length)).total for length in (8, 9)}
+    for length in (*range(10, 110), 8, 9, 8, 9, 8, 9):
+        assert_same(step_of(model, batch_of(length), "fp32", length), step_of(stock, batch_of(length), "fp32", length))
+        counts.append(count_of(model))
+    assert max(counts) == max(counts[:20])
+    assert {length: measure_kept(model, batch_of(length)).total for length in kept} == kept
+    before = count_of(model)
+    step_of(model, batch_of(8), "fp32", 8)
+    assert count_of(model) == before, "what was used lately is remembered"
+
+
+def test_what_is_used_is_remembered_and_goes_together(monkeypatch):
+    monkeypatch.setattr(decisions, "MOST_FORWARDS", 4)
+    decided = decisions.Decisions()
+    for forward in range(1, 40):
+        for question in range(5):
+            decided[100 * forward + question] = decisions.YES
+            assert decided[question] == (None if forward == 1 else decisions.NO)  # asked by every one
+            decided[question] = decisions.NO
+        decided.end_forward()
+        known = {**decided.earlier, **decided}
+        left = {key // 100 for key in known if key >= 100}
+        assert left == {*range(max(1, min(left)), forward + 1)} and len(left) <= 8
+        assert all(100 * one + question in known for one in left for question in range(5))
+
+
+def test_what_a_forward_learned_goes_with_it():
+    """A tensor that is held for long, such as a loss, knows its tape: it must not hold lists as long as the forward."""
+    held, model = [], build("bert", Size(layers=1))
+    patch(model)
+    held.append(model(**batch_for(model, Size()), output_hidden_states=True).hidden_states[-1].detach())
+    tape = held[0].untyped_storage()._memsave.tape
+    assert not any(map(len, (tape.made, tape.asked, tape._noted, tape._records, tape.kept, *tape._before)))
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_a_tensor_that_is_kept_a_thousand_times_holds_few_dead_references(outer):
+    """Each one more took as long as there were before it."""
+    x = torch.randn(4096, requires_grad=True)
+    hooks = saved_tensors_hooks(lambda t: t, lambda t: t) if outer else nullcontext()
+    with hooks, taping() as tape:
+        y = x * 2
+        for _ in range(1000):
+            (y * y.detach()).sum()  # nobody differentiates it: its handles go at once
+        record = tape.record_of(y)
+        assert len(record.handles) <= 16
+        kept = [y[i:] * y[i:].detach() for i in range(1000)]
+        assert len(record.handles) <= 2 * len(kept) + 16
+    assert sum(ref() is not None for ref in record.handles) >= len(kept)
+
+
+def test_nodes_and_kept_tensors_that_are_gone_leave_no_references():
+    x, w = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64)
+    with taping() as tape:
+        h = x @ w
+        kept = h.exp().sum() * h.square()  # h itself is kept
+        for number in range(1000):
+            (torch.sin(h + number) * x).sum()
+        record = tape.record_of(h)
+        assert len(record.dependents) <= 64 and len(record.remakes) <= 64
+    del kept
 
 
 def test_a_write_is_seen_by_a_forward_that_has_learned(device):

@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import hf_memsave
+from hf_memsave.device import STAND_IN
+from hf_memsave.measure.fake_device import fake_device
 from hf_memsave.tape import private
 from support.helpers import random, taping
 
@@ -171,6 +173,25 @@ def test_no_dispatch_mode_sees_what_is_hidden_from_it():
     with Mode(), private.no_dispatch():
         torch.ones(3).neg()
     assert not seen
+
+
+def test_the_dispatcher_tells_what_autocast_converts():
+    assert private.is_registered("aten::pow.Scalar", "AutocastCUDA")
+    assert not private.is_registered("aten::pow.Scalar", "AutocastCPU")
+    assert not private.is_registered("aten::sum.int", "AutocastCUDA"), "which is Python's alone"
+    for kind in ("cuda", STAND_IN):
+        assert private.has_autocast("pow", kind) and private.has_autocast("linear", kind)
+        assert not private.has_autocast("gelu", kind)
+    assert private.has_autocast("linear", "cpu") and not private.has_autocast("pow", "cpu")
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn", "math"])
+def test_the_kernel_of_attention_is_told(kernel):
+    with fake_device("flash" if kernel == "math" else kernel) as device:
+        q = torch.ones(2, 4, 8, 600 if kernel == "math" else 64, dtype=torch.bfloat16, device=device)
+        q = q if kernel != "math" else q[0]
+        assert private.is_one_kernel(q, q, q) == (kernel != "math")
+        assert private.is_cudnn(q, q, q) == (kernel == "cudnn")
 
 
 def test_transforms_are_told():

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_memsave.device import widens
 from hf_memsave.ops.fused.joint import Joint, edge_of, leaves_if_hooked
 from hf_memsave.ops.fused.kernels import can_run, draws_as_stock, is_watched, kernels, once_each, seed_for, wider
 from hf_memsave.ops.fused.linear import give_low
@@ -31,6 +30,7 @@ from hf_memsave.ops.once import once_differentiable
 from hf_memsave.ops.op import Op, is_parametrized
 from hf_memsave.tape import Tape, current
 from hf_memsave.tape.copies import copy_all
+from hf_memsave.tape.functions import widens
 from hf_memsave.tape.private import no_modes
 
 #: Elements of a row that a program of the kernel can hold.
@@ -48,7 +48,7 @@ def _dropout_norm(module: nn.Module, patch: Any, hidden_states: Tensor, input_te
     if not fits or p == 1 or (p and draws_as_stock(x, patch)) or not can_run(x, input_tensor, norm.weight, norm.bias):
         return norm(parts.dropout(x) + input_tensor)
     out, low = wider(x.dtype, input_tensor.dtype), None
-    if widens(x):
+    if widens(x, "layer_norm"):
         out, low = torch.float32, torch.get_autocast_dtype(x.device.type)
     seed = seed_for(x) if p else 0
     tensors = x, input_tensor, norm.weight, norm.bias
