@@ -89,6 +89,7 @@ class Head:
         autocast: Under which it runs.
         state: What its logits depend on beside its input.
         fuses_loss: A kernel may write a loss's gradient over logits that this computes, and nobody else holds.
+        of_rows: What computes a chunk of them, where that is not ``forward``; equal to it up to the order of sums.
     """
 
     module: nn.Module
@@ -97,6 +98,7 @@ class Head:
     autocast: AutocastState
     state: State
     fuses_loss: bool = False
+    of_rows: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """The logits of ``hidden`` ``[..., H]``, of the head as it was in the forward.
@@ -108,14 +110,17 @@ class Head:
             KeptTensorChangedError: The head is another one than in the forward.
         """
         self.state.check()
-        logits = self.compute(hidden)
+        logits = self._run(self.forward, hidden)
         self.state.renew()  # some adapters write to their own weights
         return logits
 
     def compute(self, hidden: Tensor) -> Tensor:
-        """The same of the head as it is."""
+        """Logits of a chunk of rows, of the head as it is."""
+        return self._run(self.of_rows or self.forward, hidden)
+
+    def _run(self, forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
         with self.autocast:
-            logits = self.forward(hidden)
+            logits = forward(hidden)
             for func, args, kwargs in self.steps:
                 logits = func(logits, *args, **kwargs)
         return logits

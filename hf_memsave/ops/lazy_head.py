@@ -37,15 +37,17 @@ def logits_of(
     *,
     is_plain: bool = False,
     fuses_loss: bool = False,
+    of_rows: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor | None:
     """What ``forward(hidden)`` gives, not computed yet; None where it is to be computed at once.
 
     Args:
-        module: A head, with ``out_features`` words.
+        module: A head.
         forward: Its forward.
         hidden: ``[..., H]``.
         is_plain: Whether that is a linear of the module's own parameters.
         fuses_loss: Whether a kernel may write a loss's gradient over what ``forward`` gives.
+        of_rows: What computes a chunk of them, if not ``forward``.
 
     Returns:
         Logits ``[..., V]``.
@@ -61,9 +63,8 @@ def logits_of(
         return None  # sums, or gradients of logits in fp32, may take more than logits
     if tape.ledger is not None:
         tape.ledger.is_loss_chunked = True
-    words: Any = module.out_features
-    like = torch.empty(*hidden.shape[:-1], words, dtype=dtype, device="meta")
-    return LazyLogits.of(hidden, Head(module, forward, (), autocast, State(module), fuses_loss), like)
+    like = torch.empty(*hidden.shape[:-1], _words(module), dtype=dtype, device="meta")
+    return LazyLogits.of(hidden, Head(module, forward, (), autocast, State(module), fuses_loss, of_rows), like)
 
 
 def of_linear(
@@ -98,8 +99,37 @@ def _is_long(module: nn.Module, hidden: Tensor) -> bool:
 
 
 def _logits(module: nn.Module, hidden: Tensor) -> int:
+    return hidden.shape[:-1].numel() * _words(module)
+
+
+def _words(module: nn.Module) -> int:
+    """The vocabulary: PEFT's copy of a tied head calls it ``in_features``; a quantized weight is of no such shape."""
+    tokens = _trained_tokens(module)
+    weight = getattr(module if tokens is None else tokens.base_layer, "weight", None)
+    if isinstance(weight, Tensor) and weight.is_floating_point() and weight.dim() == 2:
+        return weight.shape[0]
     words: Any = module.out_features
-    return hidden.shape[:-1].numel() * words
+    return int(words)
+
+
+def _trained_tokens(module: nn.Module) -> Any:
+    """PEFT's layer that trains some rows of a weight (``trainable_token_indices``), if ``module`` is or wraps one."""
+    layer = getattr(module, "token_adapter", module)
+    return layer if hasattr(layer, "trainable_tokens_delta") else None
+
+
+def _with_columns(tokens: Any, hidden: Tensor) -> Tensor:
+    """Logits of a head some of whose words are trained: theirs replace the others, where PEFT copies all weights.
+
+    Returns:
+        ``[..., V]``.
+    """
+    weight = tokens.base_layer.weight
+    logits = F.linear(hidden, weight)
+    for name in tokens.active_adapters:
+        index = torch.tensor(tokens.token_indices[name], device=hidden.device)
+        logits = logits.index_copy(-1, index, F.linear(hidden, tokens.trainable_tokens_delta[name].to(weight)))
+    return logits
 
 
 def _wanted(module: nn.Module) -> int:
@@ -115,12 +145,17 @@ def _has_hooks(module: nn.Module) -> bool:
 def _lazy_head(module: nn.Module, patch: Any, *args: Any, **kwargs: Any) -> Any:
     made = None
     if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
-        made = logits_of(module, partial(patch.stock.forward, module), args[0])
+        tokens = _trained_tokens(module)
+        is_trained = tokens is not None and tokens.active_adapters and not (tokens.disable_adapters or tokens.merged)
+        of_rows = partial(_with_columns, tokens) if is_trained else None
+        made = logits_of(module, partial(patch.stock.forward, module), args[0], of_rows=of_rows)
     return patch.stock.forward(module, *args, **kwargs) if made is None else made
 
 
 def _check(module: nn.Module, value: Any) -> str:
-    if not isinstance(getattr(module, "out_features", None), int):
+    tokens = _trained_tokens(module)
+    is_linear = isinstance(getattr(module, "out_features", None), int)
+    if not (is_linear if tokens is None else type(tokens.base_layer) is nn.Linear):
         return f"expected a linear, got {type(module).__name__}"
     return "it is parametrized: reading its weight computes it" if is_parametrized(module) else ""
 

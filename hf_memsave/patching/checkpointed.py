@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Collection, Iterator, Mapping
@@ -10,18 +11,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointError, checkpoint
 from transformers import PreTrainedModel
 
 from hf_memsave.errors import KeptTensorChangedError
+from hf_memsave.tape.private import innermost_hooks
 
 #: How ``gradient_checkpointing_enable`` tells a layer, too.
 _NAMES = ("gradient_checkpointing", "_gradient_checkpointing_func")
 #: Kinds of PEFT's adapters that are a cache.
 _BRING_A_CACHE = ("PREFIX_TUNING", "CARTRIDGE")
 #: What a layer of PEFT's keeps of which adapters it uses, and how.
-_OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "scaling")
+_OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 #: Where a block finds what it was told before.
 BEFORE = "_memsave_checkpointed"
 
@@ -41,26 +44,38 @@ _caches = threading.local()
 
 
 def _checkpoint(function: Any, *args: Any) -> Any:
-    """``checkpoint`` of a block's ``__call__``, which refuses to run it again with other adapters than in its forward.
+    """``checkpoint`` of a block's forward, or of its ``__call__``, which runs again only as it ran in its forward.
 
     Returns:
         What the block does.
 
     Raises:
-        KeptTensorChangedError: In backward: adapters were switched since.
+        KeptTensorChangedError: In backward, where it would not.
     """
     block = _block_of(function)
-    if "peft" not in sys.modules or block is None:
+    if torch.compiler.is_compiling() or block is None:
         return checkpoint(function, *args, use_reentrant=False)
-    before = _adapters(block)
+    before: dict[str, Any] = {}
 
     def run(*args: Any) -> Any:
-        if _adapters(block) != before:
-            raise KeptTensorChangedError(
-                f"a checkpointed {type(block).__name__} runs again in backward, and its adapters were switched, scaled "
-                "or disabled since its forward. Call backward() before, or use checkpoint='gate' or None."
-            )
-        return function(*args)
+        if before:
+            changed = [what for what, now in _state(function, block).items() if now != before[what]]
+            if changed:
+                raise _changed(block, changed[0])
+            return function(*args)
+        before.update(_state(function, block))
+        if (hooks := innermost_hooks()) is None:
+            return function(*args)
+        pack, unpack = hooks  # by which ``checkpoint`` runs this again
+
+        def unpack_or_say_why(packed: Any) -> Any:
+            try:
+                return unpack(packed)
+            except CheckpointError as error:
+                raise _changed(block, f"something else ({str(error).splitlines()[0]})") from error
+
+        with saved_tensors_hooks(pack, unpack_or_say_why):
+            return function(*args)
 
     return checkpoint(run, *args, use_reentrant=False)
 
@@ -71,9 +86,65 @@ def _block_of(function: Any) -> nn.Module | None:
     return next((one for one in given if isinstance(one, nn.Module)), None)
 
 
-def _adapters(block: nn.Module) -> list[str]:
-    layers = (m for m in block.modules() if hasattr(type(m), "_active_adapter"))
-    return [repr([getattr(layer, name, None) for name in _OF_ADAPTERS]) for layer in layers]
+def _state(function: Any, block: nn.Module) -> dict[str, Any]:
+    """What is to be equal when ``block`` runs again by ``function``, each by what to say of it where it is not."""
+    modules = [block]
+    for module in modules:  # which grows: ``block.modules()`` takes ten times as long
+        modules += [child for child in module._modules.values() if child is not None]
+    runs_hooks_of = modules[1:] if block in getattr(function, "args", ()) else modules  # or those of its ``__call__``
+    hooked = [m for m in runs_hooks_of if m._forward_pre_hooks or m._forward_hooks]
+    layers = [m for m in modules if hasattr(type(m), "_active_adapter")] if "peft" in sys.modules else []
+    return {
+        "other hooks on its modules (by hooks X-LoRA, Poly and others hand on what goes with a batch)": [
+            (m, {_hook(*item) for hooks in (m._forward_pre_hooks, m._forward_hooks) for item in hooks.items()})
+            for m in hooked
+        ],
+        "modules that were switched by train() or eval()": [m for m in modules if not m.training],
+        "adapters that were switched, scaled, merged or disabled": [
+            repr([getattr(layer, name, None) for name in _OF_ADAPTERS]) for layer in layers
+        ],
+    }
+
+
+def _hook(number: int, hook: Any) -> Any:
+    """What tells a hook, without holding it: its number; but activated LoRA's, put on once more for the second run."""
+    offsets = getattr(hook, "keywords", {}).get("alora_offsets")
+    return number if offsets is None else repr(offsets)
+
+
+def _changed(block: nn.Module, found: str) -> KeptTensorChangedError:
+    return KeptTensorChangedError(
+        f"a checkpointed {type(block).__name__} runs again in backward: expected all as in its forward, got {found}. "
+        "Change nothing that it reads before backward() is over, or use checkpoint='gate' or None."
+    )
+
+
+def with_wanted_input(call: Any) -> Any:
+    """``__call__`` of a checkpointed block, whose full backward hooks are to run after it has run again.
+
+    PyTorch runs them before where no input wants a gradient, as that of frozen embeddings; and by such a hook activated
+    LoRA takes away what the block needs. So a copy of the input wants one, as Transformers has it for PEFT's models.
+
+    Returns:
+        Another ``__call__``.
+    """
+
+    @functools.wraps(call)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_ours = isinstance(vars(self).get(_NAMES[1]), _Ours)
+        if self._backward_hooks and is_ours and self.training and self.gradient_checkpointing:
+            args = _wanted(args)
+        return call(self, *args, **kwargs)
+
+    return __call__
+
+
+def _wanted(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    floats = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.is_floating_point()]
+    if not floats or any(args[i].requires_grad for i in floats):
+        return args
+    first = floats[0]
+    return *args[:first], args[first].detach().requires_grad_(), *args[first + 1 :]
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import PatchError
 from hf_memsave.ops import OPS
+from hf_memsave.patching.checkpointed import with_wanted_input
 from hf_memsave.patching.taped import LEDGER, asks_for_index, call_with_batch, run_taped
 from hf_memsave.sampling.sampler import INDEX
 
@@ -180,8 +181,10 @@ def _class_of(patch: Patch) -> Any:
         body["__call__"] = _taped_call(stock)
     else:
         body["forward"] = forward
+    if patch.is_checkpointed:
+        body["__call__"] = with_wanted_input(body.get("__call__", stock.__call__))
     if config is not None and config.linear is not None and issubclass(stock, GradientCheckpointingLayer):
-        body["__call__"] = call_with_batch(stock)
+        body["__call__"] = call_with_batch(body.get("__call__", stock.__call__))
     cls = type(stock)(stock.__name__, (stock,), body)
     if not patch.is_hidden:
         _FORWARDS.add(cls.forward)

@@ -274,15 +274,15 @@ def asks_for_index(config: MemSaveConfig) -> bool:
     return config.linear is not None and config.linear.cache == INDEX
 
 
-def call_with_batch(stock: Any) -> Any:
+def call_with_batch(call: Any) -> Any:
     """``__call__`` of a block that may be checkpointed: what it is called with comes back when it is run again."""
 
-    @functools.wraps(stock.__call__)
+    @functools.wraps(call)
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         sampler: Sampler | None = self.__dict__.get(SAMPLER)
         if sampler is not None and not torch.compiler.is_compiling() and sampler.batch is not None:
             kwargs[BATCH] = sampler.batch
-        return stock.__call__(self, *args, **kwargs)
+        return call(self, *args, **kwargs)
 
     return __call__
 

@@ -7,13 +7,22 @@ import weakref
 
 import pytest
 import torch
-from peft import BOFTConfig, HRAConfig, LilyConfig, LoHaConfig, LoKrConfig, LoraConfig, get_peft_model
+from peft import (
+    BOFTConfig,
+    HRAConfig,
+    LilyConfig,
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    TrainableTokensConfig,
+    get_peft_model,
+)
 from peft.helpers import rescale_adapter_scale
 from torch import nn
 from torch.nn.utils import parametrizations
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_memsave import KeptTensorChangedError, PatchError, patch
+from hf_memsave import KeptTensorChangedError, PatchError, measure_kept, patch
 from hf_memsave.ops import chunked_loss
 from hf_memsave.ops.lazy_logits import LazyLogits
 from support.families import Size, batch_for, build
@@ -109,6 +118,35 @@ def subclassed():
     return model
 
 
+def with_tokens(config, is_tied=True):
+    """A model some of whose words are trained, and have other weights than those that they replace."""
+    model = build("llama", SIZE, dropout=0.0) if is_tied else llama()
+    model.config.tie_word_embeddings = is_tied
+    model = get_peft_model(model, config).train()
+    for name, parameter in model.named_parameters():
+        if "trainable_tokens_delta" in name:
+            parameter.data += torch.randn_like(parameter)
+    return model
+
+
+def tokens_of(layer, is_tied=True):
+    options = dict(r=4, target_modules=["q_proj"], init_lora_weights=False, trainable_token_indices={layer: TOKENS})
+    return with_tokens(LoraConfig(**options), is_tied)
+
+
+def merged():
+    model = tokens_of("embed_tokens")
+    model.base_model.model.lm_head.token_adapter.merge()
+    return model
+
+
+def copied(is_tied=True):
+    saved = dict(modules_to_save=["embed_tokens", "lm_head"], ensure_weight_tying=is_tied)
+    return with_tokens(LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, **saved), is_tied)
+
+
+#: Which words of a vocabulary are trained.
+TOKENS = [3, 7, 100]
 HEADS = {
     "LoRA": (lora, True),
     "DoRA": (lambda: lora(use_dora=True), True),
@@ -118,6 +156,14 @@ HEADS = {
     "LoRA with a bias of one number": (of_one_number, True),
     "LoRA of a parameter": (of_parameters, True),
     "HRA": (hra, True),
+    "LoRA with dropout": (lambda: lora(lora_dropout=0.5), False),
+    "a copy tied to the embeddings": (copied, True),
+    "tied to trained tokens": (lambda: tokens_of("embed_tokens"), True),
+    "tied to trained tokens, merged": (merged, True),
+    "tied to nothing but trained tokens": (
+        lambda: with_tokens(TrainableTokensConfig(target_modules=["embed_tokens"], token_indices=TOKENS)), True
+    ),
+    "trained tokens of the head": (lambda: tokens_of("lm_head", is_tied=False), True),
     "LoHa": (lambda: of(LoHaConfig, r=4), True),
     "LoHa, which drops ranks": (lambda: of(LoHaConfig, r=4, rank_dropout=0.5), False),
     "LoKr, which drops itself": (lambda: of(LoKrConfig, r=4, module_dropout=0.5), False),
@@ -126,7 +172,7 @@ HEADS = {
     "weight_norm": (lambda: normed(parametrizations.weight_norm), False),
     "spectral_norm": (lambda: normed(parametrizations.spectral_norm), False),
     "a weight of another class": (subclassed, False),
-}
+}  # fmt: skip
 
 
 def step(model, batch):
@@ -153,6 +199,44 @@ def assert_like_stock(stock, is_chunked):
 def test_a_head_has_stocks_gradients(make, is_chunked):
     torch._dynamo.reset()
     assert_like_stock(make(), is_chunked)
+
+
+def test_a_tied_copy_keeps_what_an_untied_one_does():
+    """PEFT makes it by ``Linear(*weight.shape)``: of 512 words it says 32."""
+    kept = []
+    for is_tied in (False, True):
+        model = copied(is_tied)
+        assert model.base_model.model.lm_head.out_features == (32 if is_tied else 512)
+        patch(model)
+        kept.append(measure_kept(model, batch_for(model, SIZE)).total)
+    assert 0.99 < kept[1] / kept[0] < 1.01
+
+
+@pytest.mark.parametrize("make", [copied, lambda: tokens_of("embed_tokens")], ids=["a copy", "tokens"])
+def test_logits_of_a_tied_head_that_are_read_have_stocks_bits(make):
+    stock = make()
+    ours = copy.deepcopy(stock)
+    patch(ours)
+    batch = batch_for(stock, SIZE)
+    del batch["labels"]
+    expected, found = stock(**batch).logits, ours(**batch).logits
+    assert type(found) is LazyLogits
+    assert torch.equal(found.computed(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_trained_tokens_are_no_less_accurate_than_in_stock(dtype):
+    stock = tokens_of("embed_tokens").to(dtype)
+    ours, exact = copy.deepcopy(stock), copy.deepcopy(stock).double()
+    patch(ours)
+    for model in (stock, ours, exact):
+        step(model, batch_for(stock, SIZE))
+    errors = {}
+    for name, model in (("stock", stock), ("ours", ours)):
+        (found,), (wanted,) = ([p.grad for n, p in m.named_parameters() if "delta" in n] for m in (model, exact))
+        assert wanted.shape == (3, 32)
+        errors[name] = (found.double() - wanted).norm() / wanted.norm()
+    assert errors["ours"] < 1.3 * errors["stock"] + 1e-6
 
 
 @pytest.mark.parametrize("head", ["plain", "DoRA"])

@@ -40,7 +40,7 @@ def test_a_block_does_not_run_again_with_others(change):
     patch(model, MemSaveConfig(checkpoint="block"))
     loss = loss_of(model)
     change(model)
-    with pytest.raises(KeptTensorChangedError, match="its adapters were switched"):
+    with pytest.raises(KeptTensorChangedError, match="adapters that were switched"):
         loss.backward()
 
 
