@@ -30,7 +30,7 @@ test-oldest: ## Run a part of the tests with the oldest versions, in an environm
 	.venv-oldest/bin/python -m pytest --one-case $(OLDEST) $(ARGS)
 
 kernels: $(INSTALLED) ## Run the tests of the vendored Triton kernels, and of ops fused by them, in Triton's interpreter
-	cd hf_memsave/_vendor/memsave_kernels && TRITON_INTERPRET=1 $(CURDIR)/$(BIN)/python -m pytest -m "not long" -n logical --maxprocesses 8
+	cd hf_memsave/_vendor/memsave_kernels && TRITON_INTERPRET=1 "$(CURDIR)/$(BIN)/python" -m pytest -m "not long" -n logical --maxprocesses 8
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 -k "not on_a_gpu" tests/ops/test_fused*.py
 
 matrix: $(INSTALLED) ## Run what `make test` leaves out: more combinations of settings and budgets
@@ -46,7 +46,6 @@ evidence: $(INSTALLED) ## Make every table that needs no GPU again, and compare;
 	$(BIN)/python scripts/evidence.py $(ARGS)
 
 docs: $(INSTALLED) ## Render README and docs/ as a site, build/site
-	$(PIP_INSTALL) -e '.[docs]'
 	$(BIN)/mkdocs build
 
 lint: $(INSTALLED) ## Check style and types
@@ -56,10 +55,12 @@ lint: $(INSTALLED) ## Check style and types
 clean: ## Remove .venv and caches
 	rm -rf $(VENV) .venv-oldest build *.egg-info .pytest_cache .ruff_cache .mypy_cache
 
-# Torch comes first and alone: the build it picks (CPU or CUDA) decides what the rest resolves to.
+# Torch comes first and alone: the build it picks (CPU or CUDA) decides what the rest resolves to. DeepSpeed's build wants
+# to see it, and wheel.
 $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "$(PYTHON) is Python %d.%d, but constraints.txt pins versions for Python 3.11 or newer. Set PYTHON=, as in: make PYTHON=python3.11" % sys.version_info[:2])'
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) torch
+	$(PIP_INSTALL) torch wheel
+	$(if $(filter Linux,$(shell uname -s)),$(PIP_INSTALL) --no-build-isolation deepspeed)
 	$(PIP_INSTALL) -e '.[test]'
 	@touch $@

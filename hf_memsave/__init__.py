@@ -1,5 +1,6 @@
 """Fine-tune Hugging Face models with a fraction of the activation memory; by default, with the same gradients."""
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,8 @@ from hf_memsave.errors import (
     PatchError,
     PlanError,
 )
-from hf_memsave.integrations import adapters as _adapters
-from hf_memsave.integrations import from_pretrained as _from_pretrained
+from hf_memsave.integrations import install
+from hf_memsave.integrations.hooks import uninstall
 from hf_memsave.patching.patch import PatchReport, patch, unpatch
 from hf_memsave.tape import Kept, measure_kept
 from hf_memsave.wtacrs import WTACRS
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_from_pretrained.install()
-_adapters.install()
+if os.environ.get("HF_MEMSAVE_NO_HOOKS", "0") in ("", "0"):
+    install()
 
 __all__ = [
     "WTACRS",
@@ -45,9 +46,11 @@ __all__ = [
     "PatchReport",
     "PlanError",
     "estimate",
+    "install",
     "measure_kept",
     "patch",
     "plan",
+    "uninstall",
     "unpatch",
 ]
 

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -53,8 +54,8 @@ class MemSaveConfig:
         offload: Whether what still has to be kept goes to main memory, and comes back in backward. Exact. It is for
             CUDA, where it shares the bus with nothing else; under gradient checkpointing, a block's input stays.
         budget: What a training step may take of a GPU, in bytes or as "24GiB": the cheapest checkpoint and offload that
-            fit are planned (:func:`hf_memsave.plan`) where a batch size and a sequence length are known:
-            ``MemSaveCallback`` and ``MemSaveTrainer``.
+            fit are planned (:func:`hf_memsave.plan`) where a batch size and a sequence length are known: by
+            ``Trainer(..., memsave=...)`` and ``MemSaveCallback``.
         layers: How many blocks to convert of each kind, such as ``{"activation": 6, "norm": 12, "dropout": 0}``: in the
             first so many repeated blocks of the model (an encoder's before a decoder's) the field of that name holds,
             elsewhere those modules stay stock. Kinds that are not named, and all with None, are converted everywhere.
@@ -164,7 +165,7 @@ class MemSaveConfig:
             raise ConfigError(
                 f"MemSaveConfig.budget={found.budget!r}: expected a batch size and a sequence length to plan for, got "
                 f"none here. Use hf_memsave.plan(model, budget={found.budget!r}, batch_size=..., seq_len=...).config, "
-                "or give the budget to MemSaveCallback or MemSaveTrainer, which know both."
+                "or give it to a trainer, which knows both: Trainer(..., memsave=MemSaveConfig(budget=...))."
             )
         return found
 
@@ -208,6 +209,10 @@ class MemSaveConfig:
             refuse_unknown(WTACRS, linear)
             fields = {**fields, "linear": WTACRS(**linear)}
         return cls(**fields)
+
+    def callback(self, **options: Any) -> Any:
+        """``MemSaveCallback(self, **options)``: how a trainer takes the config that has no argument ``memsave``."""
+        return import_module("hf_memsave.integrations.trainer").MemSaveCallback(self, **options)  # of a floor above
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, as JSON and YAML know it."""

@@ -1,6 +1,8 @@
 """What every test shares: the device, a seed, and one thread (the tensors are small, and sums the same everywhere)."""
 
 import gc
+import os
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +12,12 @@ from hf_memsave.errors import MeasureError
 from hf_memsave.measure.private import why_not
 from support.helpers import EARLIER, nodes
 
+#: Why a test may be skipped where the environment has CI. Any other skip is a failure there: what can be installed is.
+MAY_BE_SKIPPED = re.compile(
+    "does not apply|CUDA|on CPU|CPU kernels|of the CPU|there is a device|only the interpreter|TRITON_INTERPRET=1"
+    "|kernels run|it has streams|no browser|no SIGKILL|needs the official files|needs BERT's vocabulary|needs /.*MRPC"
+)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--one-case", action="store_true", help="of every test its first case")
@@ -18,6 +26,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
+    os.environ["COLUMNS"] = "80"  # tables, and those of processes, have the width they have without a terminal
+    os.environ.pop("FORCE_COLOR", None)
+
+
+def failed_where_skipped(report: pytest.TestReport | pytest.CollectReport):
+    """The report; a failure in CI, where it is of a test that something installable would run."""
+    if report.skipped and os.environ.get("CI") and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if not MAY_BE_SKIPPED.search(reason):
+            report.outcome, report.longrepr = "failed", f"{reason}\nA skip is no pass in CI: install what it needs."
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    return failed_where_skipped((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report():
+    return failed_where_skipped((yield))
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m

@@ -1,6 +1,10 @@
 """Checks of the checks: each plants a fault that the op tests must catch."""
 
+import os
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,3 +87,23 @@ def test_another_dtype_is_not_the_same():
 def test_a_missing_gradient_is_not_zero():
     with pytest.raises(AssertionError, match="expected None"):
         assert_same_bits(torch.zeros(2), None)
+
+
+SKIPS = """
+import pytest
+def test_what_could_be_installed(): pytest.importorskip("no_such_library")
+def test_what_does_not_apply(): pytest.skip("does not apply: it has none")
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("ci", "found"), [("1", "1 failed, 1 skipped, 1 error"), ("", "3 skipped")], ids=["CI", "not"])
+def test_a_skip_is_no_pass_in_ci(tmp_path, monkeypatch, ci, found):
+    (tmp_path / "test_skips.py").write_text(SKIPS)
+    (tmp_path / "test_file.py").write_text("import pytest; pytest.importorskip('no_such_library')\n")
+    monkeypatch.setenv("CI", ci)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]))
+    command = [sys.executable, "-m", "pytest", "-q", "--continue-on-collection-errors", "-p", "conftest"]
+    command += ["-p", "no:cacheprovider", "-p", "no:warnings"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1].startswith(f"{found} in "), done.stdout

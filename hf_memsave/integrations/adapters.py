@@ -6,11 +6,7 @@ PEFT hands neither a config nor a layer the whole model. The one place where it 
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -18,6 +14,7 @@ from transformers.utils import logging
 
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import PatchError
+from hf_memsave.integrations.hooks import when_imported, wrap
 from hf_memsave.patching.blocks import block_numbers, number_of
 from hf_memsave.patching.collect import collect
 from hf_memsave.patching.patch import LISTENERS, patch
@@ -26,9 +23,6 @@ from hf_memsave.patching.sampled_layers import attach
 from hf_memsave.patching.swap import is_patched, patch_of, patched_class, patched_models, set_class
 
 logger = logging.get_logger(__name__)
-
-_MARK = "_memsave_stock"
-_TUNERS = "peft.tuners.tuners_utils"
 
 
 def install() -> None:
@@ -44,37 +38,14 @@ def _when_patched(config: MemSaveConfig) -> None:
 
 def watch() -> None:
     """From now on adapters are patched as PEFT adds them. Where PEFT is not imported yet, that waits until it is."""
-    if (tuners := sys.modules.get(_TUNERS)) is not None:
-        _watch(tuners.BaseTuner)
-    elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _WhenImported())
+    when_imported("peft.tuners.tuners_utils", _watch)
 
 
-class _WhenImported(MetaPathFinder):
-    """Calls `_watch` once PEFT has been imported: that takes seconds, and a model without adapters needs none of it."""
-
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-        """The spec that the other finders give, its loader followed by ours."""
-        if fullname != _TUNERS:
-            return None
-        others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, others), None)
-        if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = functools.partial(self._run, spec.loader.exec_module)  # type: ignore[method-assign]
-        return spec
-
-    def _run(self, exec_module: Callable[[ModuleType], None], tuners: ModuleType) -> None:
-        exec_module(tuners)
-        _watch(tuners.BaseTuner)
-        sys.meta_path.remove(self)
+def _watch(tuners: Any) -> None:
+    wrap(tuners.BaseTuner, "inject_adapter", _patching)
 
 
-def _watch(base_tuner: Any) -> None:
-    """Wrap `BaseTuner.inject_adapter`; does nothing the second time."""
-    if hasattr(stock := base_tuner.inject_adapter, _MARK):
-        return
-
-    @functools.wraps(stock)
+def _patching(stock: Callable[..., Any]) -> Callable[..., Any]:
     def inject_adapter(self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
         asked = _asked_for(model, self.peft_config[adapter_name])
         if asked is not None:  # a model that cannot be patched is refused before PEFT touches it
@@ -88,8 +59,7 @@ def _watch(base_tuner: Any) -> None:
             _patch_added(model)
         return result
 
-    setattr(inject_adapter, _MARK, stock)
-    base_tuner.inject_adapter = inject_adapter
+    return inject_adapter
 
 
 def _asked_for(model: nn.Module, config: Any) -> MemSaveConfig | None:

@@ -1,15 +1,12 @@
 """``from_pretrained(..., memsave=True)`` and ``from_config(config, memsave=True)``, on every Auto and direct class.
 
-Every way of loading a model ends in one of two class methods of ``PreTrainedModel``. Wrapping those two is the
-only thing this package changes in Transformers itself, but for the Auto classes' own: before anything is looked up or
-downloaded, they ask whether what is given here can be meant.
+Every way of loading a model ends in one of two class methods of ``PreTrainedModel``, which are wrapped; so are the Auto
+classes' own: before anything is looked up or downloaded, they ask whether what is given can be meant.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
-from difflib import SequenceMatcher
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -19,28 +16,22 @@ from transformers.utils import logging
 
 from hf_memsave.config import MemSaveConfig, MemSaveLike
 from hf_memsave.errors import ConfigError
+from hf_memsave.integrations.hooks import wrap
 from hf_memsave.patching.patch import patch
 
 logger = logging.get_logger(__name__)
 
 _METHODS = ("from_pretrained", "_from_config")
 _AUTO_METHODS = ("from_pretrained", "from_config")
-_MARK = "_memsave_stock"
-#: A part of the letters: an argument that has more of them in common with "memsave" is taken for a misspelling.
-_ALIKE = 0.8
 
 
 def install() -> None:
     """Teach ``PreTrainedModel`` the ``memsave`` argument; does nothing the second time."""
     for name in _METHODS:
-        stock = getattr(PreTrainedModel, name).__func__
-        if not hasattr(stock, _MARK):
-            setattr(PreTrainedModel, name, classmethod(_with_memsave(stock)))
+        wrap(PreTrainedModel, name, _with_memsave)
     for cls in auto_classes():
-        for name in _AUTO_METHODS:
-            method = vars(cls).get(name)
-            if method is not None and not hasattr(method.__func__, _MARK):
-                setattr(cls, name, classmethod(_checked(method.__func__)))
+        for name in filter(vars(cls).__contains__, _AUTO_METHODS):
+            wrap(cls, name, _checked)
 
 
 def auto_classes() -> Iterator[Any]:
@@ -52,42 +43,21 @@ def auto_classes() -> Iterator[Any]:
 
 
 def _checked(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
     def load(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        _check(stock.__name__, kwargs)
+        MemSaveConfig.resolve(kwargs.get("memsave"))
         return stock(cls, *args, **kwargs)
 
-    setattr(load, _MARK, stock)
     return load
 
 
-def _check(method: str, kwargs: dict[str, Any]) -> MemSaveConfig | None:
-    """What ``memsave`` asks for.
-
-    Returns:
-        The config, or None for stock.
-
-    Raises:
-        ConfigError: Nothing that exists; or it is misspelt itself.
-    """
-    for name in kwargs:
-        letters = name.lower().replace("_", "")
-        if name != "memsave" and SequenceMatcher(None, letters, "memsave").ratio() > _ALIKE:
-            raise ConfigError(
-                f"{method}({name}={kwargs[name]!r}): expected 'memsave', got {name!r}. Use memsave={kwargs[name]!r}."
-            )
-    return MemSaveConfig.resolve(kwargs.get("memsave"))
-
-
 def _with_memsave(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
     def load(
         cls: type[PreTrainedModel],
         *args: Any,
         memsave: MemSaveLike | None = None,
         **kwargs: Any,
     ) -> Any:
-        config = _check(stock.__name__, {**kwargs, "memsave": memsave})  # a wrong name must not cost a download
+        config = MemSaveConfig.resolve(memsave)  # a wrong name must not cost a download
         for given in (*args, kwargs.get("config")):
             if isinstance(given, PreTrainedConfig) and hasattr(given, "memsave"):
                 raise ConfigError(
@@ -100,5 +70,4 @@ def _with_memsave(stock: Callable[..., Any]) -> Callable[..., Any]:
             logger.info("%s", patch(model, config))
         return loaded
 
-    setattr(load, _MARK, stock)
     return load

@@ -33,6 +33,8 @@ class MemSaveLoraConfig(LoraConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         wanted = MemSaveConfig.resolve(self.memsave)  # a wrong name is refused here
+        if wanted is not None:
+            watch()
         variants = [f.name for f in fields(self) if f.metadata.get("is_lora_variant") and f.name != "use_dora"]
         asked = [name for name in (*variants, "target_parameters") if getattr(self, name, None)]
         if wanted is not None and asked:
@@ -48,5 +50,7 @@ class MemSaveLoraConfig(LoraConfig):
         stock.pop("memsave", None)
         return stock
 
-
-watch()
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy, perhaps in another process: PEFT is told of it there."""
+        self.__dict__.update(state)
+        watch()

@@ -93,7 +93,7 @@ def test_what_is_made_of_numbers_stays_where_it_was(name, backward):
 @pytest.mark.parametrize("name", FACTORIES)
 def test_what_a_cpu_model_makes_is_made_again_on_cpu(name):
     if name == "said":
-        pytest.skip("it is elsewhere")
+        pytest.skip("does not apply: it is elsewhere")
     grads = []
     for is_patched in (False, True):
         torch.manual_seed(0)

@@ -247,6 +247,7 @@ def test_berts_vocabulary_gives_its_published_ids():
     path = SHARED / "text" / "bert-base-uncased-vocab.txt"
     if not path.is_file():
         pytest.skip(f"needs BERT's vocabulary in {path}")
+    load_vocab_tokenizer(path)  # libraries may warn as they are imported
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tokenizer = load_vocab_tokenizer(path)

@@ -68,7 +68,7 @@ def make(name, case, mode, device, dtype=torch.float32):
     stock = MODELS[name]()
     set_norms(stock, mode)
     if not choose(stock, case):
-        pytest.skip(f"{name} has nothing for {case}")
+        pytest.skip(f"does not apply: {name} has nothing for {case}")
     stock = stock.to(device, dtype)
     images = random(2, 3, 64, 64, dtype=dtype, device=device).requires_grad_(case == "Input")
     return Taped(stock, False), Taped(copy.deepcopy(stock), True), images

@@ -70,7 +70,7 @@ def test_the_report_names_adapters_that_came_unseen(monkeypatch):
     report = patch(model, SAMPLED)
     assert report.added == () and "since" not in str(report)
     tuner = peft.tuners.tuners_utils.BaseTuner  # as it is where nothing sees PEFT come
-    monkeypatch.setattr(tuner, "inject_adapter", tuner.inject_adapter._memsave_stock)
+    monkeypatch.setattr(tuner, "inject_adapter", tuner.inject_adapter.__wrapped__)
     get_peft_model(model, LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
     assert len(report.added) == SIZE.layers
     assert "2 sites were added since" in str(report) and "call patch(model, report.config)" in str(report)

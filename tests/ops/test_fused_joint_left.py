@@ -153,7 +153,7 @@ def test_what_runs_on_another_stream_is_left_to_autograd(device, monkeypatch, ad
 
     monkeypatch.setattr(joint, "current_stream", stream)
     if x.is_cuda:
-        pytest.skip("it has streams of its own")
+        pytest.skip("does not apply: it has streams of its own")
     dx = torch.autograd.grad(y.cos().sum(), into)[0]
     assert added == [i not in others for i in range(3)]
     assert_near([dx * 1.5], stock[1:2])

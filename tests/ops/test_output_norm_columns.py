@@ -200,7 +200,7 @@ def test_output_norm_recomputes_where_its_output_would_not_do(device, kind, why)
     module = plain(kind, device, half if why == "autocast" else torch.float32, keeps=2)
     x = random(3, 16, dtype=half if why in ("dtype", "autocast") else torch.float32, device=device)
     if why == "dtype" and kind != "layer_norm":
-        pytest.skip("its output is of the wider dtype")
+        pytest.skip("does not apply: its output is of the wider dtype")
     alone = {"config": MemSaveConfig(norm="output")} if why == "alone" else {}
     assert_is_exact(module, x, half if why == "autocast" else None, tape=why != "no tape", **alone)
 

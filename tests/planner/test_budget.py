@@ -6,7 +6,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from hf_memsave import MemSaveCallback, MemSaveConfig, MemSaveTrainer
+from hf_memsave import MemSaveCallback, MemSaveConfig
 from hf_memsave.errors import PlanError
 from hf_memsave.measure.estimate import CONTEXT, WORKSPACES
 from hf_memsave.measure.lora import Lora
@@ -61,7 +61,7 @@ def test_a_trainer_plans_for_its_own_batch(tmp_path, door, capsys):
     if door == "callback":
         trainer = Trainer(**common, callbacks=[MemSaveCallback(memsave)])
     else:
-        trainer = MemSaveTrainer(**common, memsave=memsave)
+        trainer = Trainer(**common, memsave=memsave)
     trainer.train()
     callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, MemSaveCallback))
     assert callback.config == callback.report.config == wanted
@@ -72,7 +72,7 @@ def test_a_trainer_plans_for_its_own_batch(tmp_path, door, capsys):
 def test_a_step_of_the_trainer_stays_within_the_budget(tmp_path):
     budget = floor() - 4 * 2**20
     model = llama()
-    trainer = MemSaveTrainer(
+    trainer = Trainer(
         model=model, args=arguments(tmp_path), train_dataset=rows(), data_collator=collate,
         memsave=MemSaveConfig(budget=budget),
     )  # fmt: skip
@@ -92,7 +92,7 @@ def test_lora_adapters_are_planned_for(tmp_path):
     options = dict(batch_size=BATCH, seq_len=LONGEST, optimizer="sgd", padded=True, lora=lora)
     wanted = plan(llama(), budget=budget, **options).config
     config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
-    trainer = MemSaveTrainer(
+    trainer = Trainer(
         model=get_peft_model(llama(), config), args=arguments(tmp_path), train_dataset=rows(), data_collator=collate,
         memsave={"budget": budget},
     )  # fmt: skip
@@ -121,7 +121,7 @@ REFUSED = {
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_cannot_be_planned_is_an_error_as_training_begins(tmp_path, reason):
     options, data, message = REFUSED[reason]
-    trainer = MemSaveTrainer(
+    trainer = Trainer(
         model=llama(), args=arguments(tmp_path, **options), train_dataset=data, data_collator=collate,
         memsave=MemSaveConfig(budget="501MiB"),
     )  # fmt: skip

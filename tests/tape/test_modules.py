@@ -62,7 +62,7 @@ def test_it_is_exact_under_autocast(device, name):
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
 def test_a_norm_is_exact_for_a_weight_of_another_dtype(device, name, dtypes):
     if name.startswith("layer norm") and dtypes[0] == torch.float32:
-        pytest.skip("stock refuses")
+        pytest.skip("does not apply: stock refuses")
     assert_is_stocks(made(name, device, dtypes[1]), random(*SHAPE, dtype=dtypes[0], device=device))
 
 
@@ -194,7 +194,7 @@ def test_another_layer_is_exact_and_keeps_no_more_than_stock(device, name, autoc
         with autocasting(device, autocast):
             call(module, x)
     except RuntimeError as error:  # an LSTM in bf16 on an older CPU
-        pytest.skip(f"stock refuses: {error}")
+        pytest.skip(f"does not apply: stock refuses: {error}")
     assert_is_stocks(Calls(), x, autocast=autocast)
     here, stock = (kept(Calls(), x, tape, linear=False, autocast=autocast) for tape in (True, False))
     assert here <= stock

@@ -55,7 +55,7 @@ def test_a_layer_is_exact_for_every_subset_of_wanted_gradients(device, name, tra
 def test_a_layer_is_exact_in_every_dtype_whether_trained_or_frozen(device, name, training, dtype):
     only_on_cpu(device)
     if name == "AvgPool3d" and dtype in (torch.bfloat16, torch.float16) and device.type == "cpu":
-        pytest.skip("stock has no kernel")
+        pytest.skip("does not apply: stock has no kernel")
     count = len(list(LAYERS[name].make().parameters()))
     for wanted in {(True,) * (count + 1), (True,) + (False,) * count}:
         assert_layer_is_exact(name, device, dtype, training, wanted)

@@ -61,7 +61,7 @@ def test_a_function_that_writes(device, function, grad):
         try:
             function(*call(Arguments(device, frozen=True))[0], **kwargs)
         except NotImplementedError:
-            pytest.skip("no kernel")
+            pytest.skip("does not apply: no kernel")
 
         def write(target, call=call, args=args[1:], kwargs=kwargs):
             call.function(target, *args, **kwargs)

@@ -1,0 +1,89 @@
+"""What importing this package changes in other libraries: functions of a few of their classes; and the way back."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from types import FunctionType, ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from transformers.utils import logging
+
+from hf_memsave.patching.patch import LISTENERS
+
+logger = logging.get_logger(__name__)
+
+#: On each function of ours: itself (another wrapper may have copied our attributes) and what stood in its place.
+_MARK = "_memsave_stock"
+#: Class -> the names of its functions that are ours.
+_WRAPPED: WeakKeyDictionary[type, set[str]] = WeakKeyDictionary()
+
+
+def wrap(owner: type, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
+    """Put ``make(stock)`` in the place of a class's own function; does nothing the second time.
+
+    A class method stays one; where the class has nothing of this name, ``make`` gets None and makes one.
+    """
+    found = vars(owner).get(name)
+    stock = getattr(found, "__func__", found)
+    if hasattr(stock, _MARK):
+        return
+    ours = make(stock) if stock is None else functools.wraps(stock)(make(stock))
+    setattr(ours, _MARK, (ours, found))
+    setattr(owner, name, ours if isinstance(found, FunctionType) else classmethod(ours))
+    _WRAPPED.setdefault(owner, set()).add(name)
+
+
+def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
+    """Call ``then`` with a module: now, or once it has been imported, which takes seconds and may never be needed."""
+    if (module := sys.modules.get(name)) is not None:
+        then(module)
+    elif not any(isinstance(finder, _WhenImported) and finder.name == name for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WhenImported(name, then))
+
+
+def uninstall() -> None:
+    """Take back what importing hf_memsave changed in other libraries; does nothing the second time.
+
+    Models that are patched stay so (:func:`hf_memsave.unpatch` is for them), and callbacks work on.
+    """
+    LISTENERS.clear()
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _WhenImported)]
+    for owner, names in list(_WRAPPED.items()):
+        for name in names:
+            there = vars(owner)[name]
+            there = getattr(there, "__func__", there)
+            ours, stock = getattr(there, _MARK, (None, None))
+            if ours is not there:
+                logger.warning("%s.%s was replaced again after hf_memsave and stays as it is.", owner.__name__, name)
+            elif stock is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, stock)
+    _WRAPPED.clear()
+
+
+class _WhenImported(MetaPathFinder):
+    """Waits for a module, and leaves once it is there."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self.name, self.then = name, then
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        """The spec that the other finders give, its loader followed by ours."""
+        if fullname != self.name:
+            return None
+        others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, others), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = functools.partial(self._run, spec.loader.exec_module)  # type: ignore[method-assign]
+        return spec
+
+    def _run(self, exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
+        exec_module(module)
+        if self in sys.meta_path:  # not after `uninstall`
+            sys.meta_path.remove(self)
+            self.then(module)

@@ -1,0 +1,61 @@
+"""``Trainer(model, args, ..., memsave=True)``, and every trainer built on it: the callback, added as one is made.
+
+``Trainer.__init__`` takes the argument, and with it each subclass that hands its keywords on. A subclass whose own
+``__init__`` lists all that it takes (TRL's do) is taught it as well, whether it was defined before or comes later.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+from hf_memsave.config import MemSaveConfig, MemSaveLike
+from hf_memsave.integrations.hooks import when_imported, wrap
+
+
+def install() -> None:
+    """Teach trainers the argument, once Transformers' Trainer is imported; does nothing the second time."""
+    when_imported("transformers.trainer", _teach)
+
+
+def _teach(module: Any) -> None:
+    wrap(module.Trainer, "__init__", _with_memsave)
+    _teach_subclasses(module.Trainer)
+    wrap(module.Trainer, "__init_subclass__", lambda stock: _teaching(module.Trainer, stock))
+
+
+def _teach_subclasses(cls: type[Any]) -> None:
+    for subclass in cls.__subclasses__():
+        _teach_subclass(subclass)
+        _teach_subclasses(subclass)
+
+
+def _teach_subclass(cls: type) -> None:
+    own = vars(cls).get("__init__")
+    if isinstance(own, FunctionType):
+        taken = inspect.signature(own).parameters
+        if "memsave" not in taken and not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+            wrap(cls, "__init__", _with_memsave)
+
+
+def _teaching(trainer: type, stock: Callable[..., None] | None) -> Callable[..., None]:
+    def __init_subclass__(cls: type, **kwargs: Any) -> None:
+        if stock is None:
+            super(trainer, cls).__init_subclass__(**kwargs)  # type: ignore[arg-type]
+        else:
+            stock(cls, **kwargs)
+        _teach_subclass(cls)
+
+    return __init_subclass__
+
+
+def _with_memsave(stock: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, *args: Any, memsave: MemSaveLike | None = None, **kwargs: Any) -> None:
+        config = MemSaveConfig.resolve(memsave, may_plan=True)  # a wrong name must not cost a download
+        stock(self, *args, **kwargs)
+        if config is not None:
+            config.callback().add_to(self)
+
+    return __init__
