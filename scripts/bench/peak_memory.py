@@ -225,7 +225,8 @@ def publish(
         "date": datetime.date.today().isoformat(),
     }
     lines = [" | ".join(header), " | ".join("---" for _ in header), *(" | ".join(row) for row in rows)]
-    text = f"{title}\n\n" + "".join(f"| {line} |\n" for line in lines) + notes + f"\n`{about['command']}`, {about['date']}\n"
+    table = "".join(f"| {line} |\n" for line in lines)
+    text = f"{title}\n\n{table}{notes}\n`{about['command']}`, {about['date']}\n"
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.md").write_text(text, encoding="utf-8")
     (out / f"{name}.json").write_text(json.dumps({**results, "about": about}, indent=1) + "\n", encoding="utf-8")
