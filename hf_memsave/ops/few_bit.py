@@ -11,7 +11,7 @@ Kept for backward::
     eager                            x, and y where somebody wants it (a linear whose weight is trained, an adapter,
                                      the product of a gated MLP)
     here     x is kept already       nothing more (or it is promised from what is), and dx is stock's
-             nobody wants y          c in b bits an element (b/16 of x's bytes in bf16)
+             nobody wants y          c in b bits an element (b/16 of x's bytes in bf16), and a byte for 1024
              somebody wants y        x, as the exact op: y is promised from it, c gives way, and dx is stock's
 
 So it saves where the next linear is frozen, and costs nothing where somebody wants y. Who comes later is not known when
@@ -19,7 +19,9 @@ the activation runs: it keeps c, and lets go of it when x is kept, to make y fro
 can tell, and c stays; and so it does where a foreign hook lies between the two.
 
 Forward is exact. The largest error of the slope falls from .5 (1 bit) to .004 (8 bits) on [-10, 10]: scripts/results/
-inverse-derivatives.md has them all. Beyond, the outermost levels hold. Backward cannot be differentiated again.
+inverse-derivatives.md has them all. Beyond, the outermost levels hold. Where x is NaN or infinite, dx is NaN, as
+stock's: a byte says which groups of 1024 have such an x, and in these the last two pieces share the mean of their
+levels (so of 1 bit the slope is 1/2). Backward cannot be differentiated again.
 Source: Novikov et al. (2023), FewBit, arXiv:2202.00441.
 """
 
@@ -29,7 +31,9 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hf_memsave.device import has_streams
@@ -43,6 +47,9 @@ from hf_memsave.tape.again import AutocastState
 from hf_memsave.tape.codecs import pack_codes, unpack_codes
 from hf_memsave.tape.handles import Handle
 
+#: Elements that share the byte that says whether one of them is not finite.
+_GROUP = 1024
+
 
 class FewBit(NamedTuple):
     """What an op is given where ``activation="few_bit"`` was chosen."""
@@ -53,7 +60,11 @@ class FewBit(NamedTuple):
 def kept_bytes(shape: tuple[int, ...], itemsize: int, bits: int = 4, frozen: bool = True) -> KeptBytes:
     """The activation of ``shape`` and the linear after it, whose weight is frozen or trained."""
     n = torch.Size(shape).numel()
-    return KeptBytes(n * itemsize, bits * -(-n // 8)) if frozen else KeptBytes(2 * n * itemsize, n * itemsize)
+    return KeptBytes(n * itemsize, _nbytes(n, bits)) if frozen else KeptBytes(2 * n * itemsize, n * itemsize)
+
+
+def _nbytes(n: int, bits: int) -> int:
+    return bits * -(-n // 8) + -(-n // _GROUP)
 
 
 def few_bit(x: Tensor, name: str, forward: Callable[[Tensor], Tensor], bits: int = 4) -> Tensor:
@@ -71,7 +82,7 @@ def few_bit(x: Tensor, name: str, forward: Callable[[Tensor], Tensor], bits: int
         return _FewBit.apply(x, forward, name, bits, False, is_fused)
 
     def code(x: Tensor) -> Handle | None:
-        if tape.cost(x) <= bits * -(-x.numel() // 8):
+        if tape.cost(x) <= _nbytes(x.numel(), bits):
             return None  # kept anyway, or had from what is
         return tape.stand_in(x, _codes(x, name, bits, is_fused), None)
 
@@ -95,18 +106,33 @@ def _codes(x: Tensor, name: str, bits: int, is_fused: bool) -> Tensor:
     if is_fused:
         packed: Tensor = kernels().few_bit_codes(x, boundaries)
         return packed
-    codes = torch.bucketize(x.float().contiguous(), boundaries, out_int32=True, right=True)
-    return pack_codes(codes.to(torch.uint8), bits)
+    flat, last = x.contiguous().view(-1), 2**bits - 1
+    codes = torch.bucketize(flat.float(), boundaries, out_int32=True, right=True).to(torch.uint8)
+    is_odd = ~flat.isfinite()
+    has_odd = F.pad(is_odd, (0, -len(flat) % _GROUP)).view(-1, _GROUP).any(1).view(torch.uint8)
+    codes = torch.minimum(codes, last - _of_each(has_odd, len(flat))).masked_fill_(is_odd, last)
+    return torch.cat([pack_codes(codes, bits).view(-1), has_odd])
+
+
+def _of_each(has_odd: Tensor, n: int) -> Tensor:
+    """For each of n elements, what there is for each group."""
+    return has_odd[:, None].expand(-1, _GROUP).reshape(-1)[:n]
 
 
 def on_device(name: str, bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Boundaries and levels as tensors; on CUDA copied there once, as a copy makes the host wait."""
+    """Boundaries, and levels of finite groups and of others; on CUDA copied there once, as a copy makes the host wait.
+
+    Returns:
+        float32 ``[2^b - 1]`` and ``[2^(b + 1)]``.
+    """
     return _copied(name, bits, device) if has_streams(device) else _as_tensors(name, bits, device)
 
 
 def _as_tensors(name: str, bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
     table = levels(name, bits)
-    return torch.from_numpy(table.boundaries).to(device), torch.from_numpy(table.levels).to(device)
+    among_odd = np.append(table.levels[:-2], [table.levels[-2:].mean(), np.nan])
+    both = np.append(table.levels, among_odd.astype(np.float32))
+    return torch.from_numpy(table.boundaries).to(device), torch.from_numpy(both).to(device)
 
 
 _copied = functools.cache(_as_tensors)
@@ -132,8 +158,10 @@ class _FewBit(torch.autograd.Function):
         levels = on_device(ctx.table[0], ctx.table[1], dy.device)[1]
         if ctx.is_fused:
             return kernels().few_bit_backward(dy, kept, levels), *[None] * 5
-        codes = unpack_codes(kept, dy.numel()).view(dy.shape)
-        return (dy * levels[codes.int()]).to(dy.dtype), *[None] * 5
+        n, bits = dy.numel(), ctx.table[1]
+        planes, has_odd = kept.split([bits * -(-n // 8), -(-n // _GROUP)])
+        codes = unpack_codes(planes.view(bits, -1), n).int() + (_of_each(has_odd, n).int() << bits)
+        return (dy * levels[codes.view(dy.shape)]).to(dy.dtype), *[None] * 5
 
 
 def _exact(x: Tensor, dy: Tensor, ctx: Any) -> Tensor:

@@ -15,7 +15,9 @@ The same bytes as the exact x, and a bit: what it spares is making y again. It s
 not keep y by itself (a frozen linear: see ``few_bit``).
 
 Forward is exact. The slope's largest error is 6.9e-4 from an fp32 y, and from a half-precision y that of y's own
-rounding (.005 to .033, see scripts/results/inverse-derivatives.md). Backward cannot be differentiated again.
+rounding (.005 to .033, see scripts/results/inverse-derivatives.md). The slope is NaN where y is; of an x
+that is infinite, or so large that stock's formula of the slope overflows to NaN, the limit, 0 or 1. Backward cannot be
+differentiated again.
 
 :func:`from_output` is the recipe for any elementwise f of one or more inputs that can be told from its output.
 Source: Tempo (2022), arXiv:2210.10246, Sections 3.1 and 5.1; InvAct (2024), Eqs. 1-4.

@@ -23,8 +23,8 @@ kept anyway, the norm is patched alone, or no tape can make y again, it is stock
 
 Forward is exact. What needs y in backward gets its bits; of a LayerNorm, in those other columns, γ x̂ + β of the rounded
 x̂: on CPU y's bits too in fp32 and float64, in half precision 1.23 times as far from the truth as y where |β| is just
-above |γ|, and as near as y where it is far above. x̂ has the rounding of y, (|x̂| + |β/γ|) ulps, or its own. Backward is
-once differentiable.
+above |γ|, and as near as y where it is far above. x̂ has the rounding of y, (|x̂| + |β/γ|) ulps, or its own. What x, dy,
+γ or β make of the gradients by being NaN or infinite, they make of stock's. Backward is once differentiable.
 
 In half precision the gradients have twice the error of rounding or less, while dy and x̂ correlate by .7 or less in each
 row: beyond, what is left of dy without x̂'s share shrinks, and the error does not. Where |x̂| is far below 1 in a column

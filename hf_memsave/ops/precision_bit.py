@@ -13,8 +13,8 @@ Kept for backward::
 Forward changes y by at most one unit in the last place, and only where gradients are recorded. m is 1 on the left,
 where y is at most 0: on the right it would turn +inf into NaN. Read as an integer, it survives where subnormal numbers
 are flushed to zero: -0 with m is one. The slope's largest error is 6.9e-4 from an fp32 y, and from a half-precision y
-at most 1.5 times that of y's own rounding (see scripts/results/inverse-derivatives.md). Backward cannot be
-differentiated again.
+at most 1.5 times that of y's own rounding (see scripts/results/inverse-derivatives.md); of what is not finite or
+overflows, that of ``inverted``. Backward cannot be differentiated again.
 Source: InvAct (2024), Section 2.1.
 """
 

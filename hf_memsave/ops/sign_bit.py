@@ -18,7 +18,8 @@ machine epsilon (2⁻⁷ in bf16)::
     |ŷ - y| <= ε (|y| + |C|)             |dW - dW_exact| <= ε Σ |dz| (|y| + |C|), before the product's own rounding
 
 Unlike in the other variants, a y near 0 has an absolute error, of up to ε |C|. The slope's largest error is that of
-``inverted``. Backward cannot be differentiated again. Source: InvAct (2024), Section 2.1.
+``inverted``, and so is the slope of what is not finite or overflows. Backward cannot be differentiated again.
+Source: InvAct (2024), Section 2.1.
 """
 
 from __future__ import annotations

@@ -3,11 +3,10 @@
 Precedence: what is remade keeps nothing. Of what has to be kept, a sampled linear keeps rows, a rectifier or few-bit
 activation its bits. Whatever floating-point activation then still reaches the tape is coded, once per storage: a code
 is a node (which decodes it), so it is shared, versioned and dropped like any other. Parameters, their casts, integers,
-small tensors and the statistics of norms are kept as they are. A NaN or infinity makes NaNs of its block.
+small tensors and the statistics of norms are kept as they are. NaN and infinity come back as they were.
 
 SDPA's backward computes exp(q·k) again, which 4 bits would bias by 10% and more: its q, k, v and output take 8 bits
-under int4 too, and so do the log probabilities of the loss. Masks of SDPA are never coded: nothing but the minus
-infinities would be left of a block.
+under int4 too, and so do the log probabilities of the loss. Masks of SDPA are never coded.
 """
 
 from __future__ import annotations

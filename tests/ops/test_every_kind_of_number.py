@@ -7,6 +7,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from hf_memsave.ops.few_bit import FewBit
+from hf_memsave.ops.few_bit_tables import levels
 from hf_memsave.ops.output_norm import OUTPUT_NORM, is_well
 from hf_memsave.patching.swap import Patch
 from support.helpers import DTYPES, assert_same_bits, only_on_cpu, random, swapped, taping
@@ -28,7 +29,10 @@ def odd(dtype, device):
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("make", [nn.GELU, lambda: nn.GELU("tanh"), nn.SiLU], ids=["gelu", "gelu-tanh", "silu"])
 def test_an_activation_of_odd_numbers(make, value, dtype, device):
-    """The slope of every number but NaN is near stock's where that is a number; and NaN stays NaN."""
+    """The slope of every number but NaN is near stock's where that is a number; and NaN has none.
+
+    Of infinity, what is told from y has the slope there, and few bits have NaN as stock's.
+    """
     x = odd(dtype, device)
     module = swapped(make(), "activation", VALUES[value])
     found = []
@@ -40,12 +44,32 @@ def test_an_activation_of_odd_numbers(make, value, dtype, device):
     (y, dx), (stock, slope) = found
     if value != "precision_bit":
         assert_same_bits(y, stock)
-    assert y[-1].isnan() and (dx[-1].isnan() or value.startswith("few_bit"))
+    assert y[-1].isnan() and dx[-1].isnan()
+    assert not value.startswith("few_bit") or dx[~x.isfinite()].isnan().all()
     near = stock.isfinite() & slope.isfinite()
     near &= x > -torch.finfo(dtype).max / 4  # below, stock's tanh formula gives NaN or 0 by dtype
     assert near.sum() > 6
     largest = FEW.get(value) or (1.5 if value == "precision_bit" else 1) * SLOPE[dtype]
     assert ((dx - slope).abs()[near] <= largest).all(), (dx, slope)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")], ids=str)
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_few_bit_of_what_is_not_finite_is_nan_there_alone(bits, bad, device):
+    """In its group the last two pieces have one level; in all other groups nothing changes."""
+    x = 4 * random(5000, device=device)
+    x[1500] = bad
+    found = []
+    for values in (x, x.nan_to_num(0.0, 0.0, 0.0)):
+        leaf = values.clone().requires_grad_()
+        y = swapped(nn.GELU(), "activation", FewBit(bits))(leaf)
+        found.append(torch.autograd.grad(y, leaf, torch.ones_like(y))[0])
+    got, expected = found
+    assert got.isnan().nonzero().tolist() == [[1500]]
+    last = torch.from_numpy(levels("gelu", bits).levels[-2:]).to(device)
+    is_last = (expected[1024:2048, None] == last).any(1)
+    expected[1024:2048][is_last], expected[1500] = last.mean(), torch.nan
+    torch.testing.assert_close(got, expected, equal_nan=True)
 
 
 def gammas(width, dtype, device):

@@ -94,7 +94,7 @@ def test_few_bit_of_a_part_keeps_no_more_than_the_exact_op(device, layout):
     view, x = LAYOUTS[layout], random(4, 5, 8, device=device)
     options = dict(tape=True, producer=torch.ops.aten.clone)
     exact = kept(lambda x: nn.functional.gelu(view(x)), x, **options)
-    assert kept(lambda x: few_bit(nn.GELU())(view(x)), x, **options) <= exact + -(-view(x).numel() // 8) * 4
+    assert kept(lambda x: few_bit(nn.GELU())(view(x)), x, **options) <= exact + -(-view(x).numel() // 8) * 4 + 1
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (0, 4), (2, 1, 7)], ids=str)
@@ -114,7 +114,7 @@ def test_few_bit_keeps_its_bits_before_a_frozen_linear(device, op):
     x = random(3, 16, 8, dtype=torch.bfloat16, device=device).requires_grad_()
     frozen = nn.Linear(8, 2, device=device, dtype=torch.bfloat16).requires_grad_(False)
     found = measure_kept(Probe(op, True, torch.clone, frozen, None), x)
-    assert found.total - 2 == kept_bytes(tuple(x.shape), 2).here == nbytes(x) // 4  # 2 bytes of loss
+    assert found.total - 2 == kept_bytes(tuple(x.shape), 2).here == nbytes(x) // 4 + 1  # 2 bytes of loss
 
 
 @pytest.mark.parametrize("kind", ["gelu"])

@@ -151,14 +151,25 @@ def test_what_is_stored_is_coded_by_kernels_in_as_many_bytes(kind, device, calls
 @pytest.mark.parametrize("kind", FORMATS)
 def test_either_reads_what_the_other_coded(kind, dtype, device):
     form, x = FORMATS[kind], torch.randn(1000, device=device).to(dtype)
+    masked = x.clone()
+    masked[5:300:3], masked[7] = torch.finfo(dtype).min, torch.nan
+    masked[300:700:7], masked[700::5] = -torch.inf, -1e4
     generator = torch.Generator(device).manual_seed(0)
-    eager = CODERS
+    eager, is_near = CODERS, (masked.abs() < 100).nonzero().flatten()
     for write, read in ((eager, FUSED_CODERS), (FUSED_CODERS, eager), (FUSED_CODERS, FUSED_CODERS)):
         codes = write.encode(x, form, generator)
         found = read.decode(*codes, form, x.numel(), dtype)
         assert found.dtype is dtype
         steps = codes[1][:, 1:].double().expand(-1, form.block).reshape(-1)[: x.numel()]
         assert ((found.double() - x.double()).abs() <= 1.01 * steps + torch.finfo(dtype).eps * x.abs()).all()
+        codes = write.encode(masked, form, generator)
+        assert (codes[1][:, 1] < 0).all(), "there is a block that is not mixed"
+        for decode in (read.decode, eager.decode):
+            found = decode(*codes, form, x.numel(), dtype)
+            assert torch.equal(found.isnan(), masked.isnan()) and torch.equal(found.isinf(), masked.isinf())
+            far = (found.double() / masked.double())[masked.isfinite() & (masked.abs() > 100)]
+            assert (far - 1).abs().max() <= 0.07  # 4 bits have M in bf16 at random, or a number 1/16 nearer
+            assert (found - x)[is_near].abs().max() < {8: 0.07, 4: 1.1}[form.bits]
     flags = torch.rand(1001, device=device) > 0.5
     assert torch.equal(eager.pack_bits(flags), FUSED_CODERS.pack_bits(flags))
     assert torch.equal(FUSED_CODERS.unpack_bits(eager.pack_bits(flags), 1001), flags)

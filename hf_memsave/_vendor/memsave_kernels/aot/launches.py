@@ -26,7 +26,7 @@ Q, COS = _empty(1, 2048, 32, 128).transpose(1, 2), _empty(1, 2048, 128)
 HALF_COS = _empty(1, 2048, 32)
 LOGITS, LABELS, ONE = _empty(64, 128256), torch.zeros(64, dtype=torch.int64), torch.ones(())
 FLAGS, BITS = _empty(2048, 1024, dtype=torch.bool), _empty(262144, dtype=torch.uint8)
-TABLE = _empty(16, dtype=WIDE)
+TABLE = _empty(32, dtype=WIDE)
 FIT = k.InverseFit(-0.75, (-0.17, 5e-9), 4.0, tuple(map(float, range(7))), tuple(map(float, range(10))))
 
 
@@ -70,7 +70,7 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "precision_bit": lambda: k.inverted_forward(H, "gelu", -0.75, in_y=True),
     "precision_bit_backward": lambda: k.inverted_backward(H, H, None, FIT),
     "few_bit": lambda: k.few_bit_forward(H, TABLE[:15], "gelu"),
-    "few_bit_backward": lambda: k.few_bit_backward(H, BITS.expand(4, -1), TABLE),
+    "few_bit_backward": lambda: k.few_bit_backward(H, BYTES, TABLE),
     "few_bit_codes": lambda: k.few_bit_codes(H, TABLE[:15]),
     "output_norm": lambda: k.output_norm_forward(H, V, V),
     "output_norm_again": lambda: k.output_norm_again(H, V, V),

@@ -19,7 +19,7 @@ FIT = ours.InverseFit(
      -0.005284790228, 0.000131052535),
 )  # fmt: skip
 BOUNDARIES = torch.linspace(-3, 3, 15)
-LEVELS = torch.linspace(-0.1, 1.1, 16)
+LEVELS = torch.linspace(-0.1, 1.1, 16).repeat(2)
 
 
 def _inputs(make: Make, rows: int, columns: int) -> tuple[Any, ...]:

@@ -5,8 +5,11 @@ With boundaries of 2^b pieces, and l_c a slope for each::
     y = f(x)            c = how many boundaries are at most x
     dx = dy l_c
 
-Codes are kept plane by plane: a bit of each of eight elements in a byte. Bytes an element in half precision: forward
-4 + b/8, codes alone 2 + b/8, backward 4 + b/8. Source: Novikov et al. (2023), arXiv:2202.00441.
+Codes are kept plane by plane: a bit of each of eight elements in a byte. Behind them is a byte for each group of 1024
+elements: whether one is not finite. Then the last code is of all that are not, whose slope is NaN, and the last two
+pieces share the code before. Bytes an element in half precision: forward 4 + b/8, codes alone 2 + b/8, backward
+4 + b/8.
+Source: Novikov et al. (2023), arXiv:2202.00441.
 """
 
 import torch
@@ -25,6 +28,7 @@ def few_bit_forward_kernel(
     x_ptr, boundaries_ptr, y_ptr, codes_ptr, n, plane, ACT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """The output y unless its pointer is None, and the codes, by a binary search; planes are ``plane`` bytes apart."""
+    last: tl.constexpr = (1 << BITS) - 1
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
     if y_ptr is not None:
@@ -33,6 +37,10 @@ def few_bit_forward_kernel(
     for i in tl.static_range(BITS):
         higher = code + (1 << (BITS - 1 - i))
         code = tl.where(x >= tl.load(boundaries_ptr + higher - 1), higher, code)
+    is_finite = tl.abs(x) < float("inf")
+    has_odd = tl.max(tl.where(is_finite, 0, 1), axis=0)
+    tl.store(codes_ptr + tl.cast(plane, tl.int64) * BITS + tl.program_id(0), has_odd.to(tl.uint8))
+    code = tl.where(is_finite, tl.minimum(code, last - has_odd), last)
     code = tl.where(at < n, code, 0)
     for i in tl.static_range(BITS):
         store_packed(codes_ptr + tl.cast(plane, tl.int64) * i, (code >> i) & 1, n, BLOCK)
@@ -42,7 +50,8 @@ def few_bit_forward_kernel(
 def few_bit_backward_kernel(dy_ptr, codes_ptr, levels_ptr, dx_ptr, n, plane, BITS: tl.constexpr, BLOCK: tl.constexpr):
     """The gradient dx."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    code = tl.zeros([BLOCK], dtype=tl.int32)
+    has_odd = tl.load(codes_ptr + tl.cast(plane, tl.int64) * BITS + tl.program_id(0)).to(tl.int32)
+    code = tl.zeros([BLOCK], dtype=tl.int32) + (has_odd << BITS)
     for i in tl.static_range(BITS):
         code |= unpacked(codes_ptr + tl.cast(plane, tl.int64) * i, n, BLOCK) << i
     dy = tl.load(dy_ptr + at, mask=at < n, other=0.0).to(tl.float32)
@@ -56,8 +65,8 @@ def _forward(x: Tensor, boundaries: Tensor, act: str) -> tuple[Tensor, Tensor]:
 
 
 def _launch_forward(x: Tensor, boundaries: Tensor, act: str, y: Tensor | None, codes: Tensor) -> None:
-    args = (*dense(x, boundaries), y, codes, x.numel(), codes.shape[1])
-    constants = {"ACT": act, "BITS": codes.shape[0], "BLOCK": BLOCK}
+    args = (*dense(x, boundaries), y, codes, x.numel(), ceil_div(x.numel(), 8))
+    constants = {"ACT": act, "BITS": boundaries.shape[0].bit_length(), "BLOCK": BLOCK}
     launch(few_bit_forward_kernel, (ceil_div(x.numel(), BLOCK),), args, constants)
 
 
@@ -72,13 +81,15 @@ def _codes(x: Tensor, boundaries: Tensor) -> Tensor:
 
 
 def _codes_fake(x: Tensor, boundaries: Tensor) -> Tensor:
-    return x.new_empty(boundaries.shape[0].bit_length(), ceil_div(x.numel(), 8), dtype=torch.uint8)
+    planes = boundaries.shape[0].bit_length() * ceil_div(x.numel(), 8)
+    return x.new_empty(planes + ceil_div(x.numel(), BLOCK), dtype=torch.uint8)
 
 
 def _backward(dy: Tensor, codes: Tensor, levels: Tensor) -> Tensor:
     dx = _backward_fake(dy, codes, levels)
-    args = (*dense(dy, codes, levels), dx, dy.numel(), codes.shape[1])
-    launch(few_bit_backward_kernel, (ceil_div(dy.numel(), BLOCK),), args, {"BITS": codes.shape[0], "BLOCK": BLOCK})
+    args = (*dense(dy, codes, levels), dx, dy.numel(), ceil_div(dy.numel(), 8))
+    constants = {"BITS": levels.shape[0].bit_length() - 2, "BLOCK": BLOCK}
+    launch(few_bit_backward_kernel, (ceil_div(dy.numel(), BLOCK),), args, constants)
     return dx
 
 
@@ -102,7 +113,7 @@ def few_bit_forward(x: Tensor, boundaries: Tensor, act: str) -> tuple[Tensor, Te
         act: One of ``ACTIVATIONS``.
 
     Returns:
-        y, like x, and uint8 ``[b, ceil(n / 8)]``.
+        y, like x, and uint8 ``[b ceil(n / 8) + ceil(n / 1024)]``.
     """
     return _forward_op(x, boundaries, check(act))
 
@@ -113,5 +124,14 @@ def few_bit_codes(x: Tensor, boundaries: Tensor) -> Tensor:
 
 
 def few_bit_backward(dy: Tensor, codes: Tensor, levels: Tensor) -> Tensor:
-    """The gradient of :func:`few_bit_forward`; ``levels`` are float32 ``[2^b]``. Like dy."""
+    """The gradient of :func:`few_bit_forward`, like dy.
+
+    Args:
+        dy: Like x.
+        codes: As forward returned them.
+        levels: float32 ``[2^(b + 1)]``: of each code; and of each in a group where one is not finite.
+
+    Returns:
+        dx.
+    """
     return _backward_op(dy, codes, levels)
