@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from hf_memsave.arch.sites import LIKE_LLAMA, path_of
+from hf_memsave.arch.sites import LIKE_LLAMA
 from hf_memsave.ops.elementwise import ACTIVATIONS
 from hf_memsave.ops.fused import rotary
 from hf_memsave.ops.fused.rms_norm import Style
+from hf_memsave.ops.op import path_of
 
 
 class Fused(NamedTuple):

@@ -8,6 +8,8 @@ from __future__ import annotations
 from torch import nn
 
 from hf_memsave.ops.elementwise import ACTIVATIONS
+from hf_memsave.ops.op import path_of
+from hf_memsave.ops.run_again import OWN_FORWARD
 
 #: Where norms that say ``weight * (x * rsqrt(mean(x²) + eps)).to(x.dtype)``, as LLaMA's does, are defined.
 LIKE_LLAMA = {
@@ -31,15 +33,10 @@ KIND_OF_CLASS = {
 }
 #: Linears, whose weight gradients can be sampled.
 LINEARS = ("torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D")
-#: Linears that can run again; of bitsandbytes' in 8 bits, what they keep cannot be seen.
-RUN_AGAIN = (*LINEARS, "bitsandbytes.nn.modules.Linear4bit")
+#: Linears that can run again.
+RUN_AGAIN = (*LINEARS, *OWN_FORWARD)
 #: What keeps tensors where no tape can see them, and the op that helps.
 HIDDEN = {"bitsandbytes.nn.modules.Linear8bitLt": "linear_8bit"}
-
-
-def path_of(cls: type[nn.Module]) -> str:
-    """The full name of a class."""
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def kind_of(cls: type[nn.Module]) -> str | None:

@@ -23,10 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_memsave.measure.private import quick_device
+from hf_memsave.tape.tensors import parts_of
 
 
 @dataclass(frozen=True)
@@ -187,9 +188,7 @@ def storages(tree: Any, device: str | None = None) -> Iterator[torch.UntypedStor
     for leaf in tree_leaves(tree):
         if not isinstance(leaf, Tensor):
             continue
-        if is_traceable_wrapper_subclass(leaf):
-            yield from storages([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]], device)
-        elif leaf.layout is torch.strided:
-            where = quick_device(leaf).type
-            if where != "meta" and device in (None, where):
-                yield leaf.untyped_storage()
+        for part in parts_of(leaf):
+            where = quick_device(part).type
+            if part.layout is torch.strided and where != "meta" and device in (None, where):
+                yield part.untyped_storage()

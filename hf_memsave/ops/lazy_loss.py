@@ -35,10 +35,7 @@ class LazyLoss(Lazy):
 
     Attributes:
         compute: What computes it; None when it is.
-        is_plain: For the tape: nothing is computed of it again.
     """
-
-    is_plain = False
 
     compute: Compute | None
     _sum: Tensor

@@ -16,6 +16,11 @@ class KeptBytes(NamedTuple):
     here: int
 
 
+def path_of(cls: type[nn.Module]) -> str:
+    """The full name of a class; ours have that of the one they replace."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 def is_parametrized(module: nn.Module) -> bool:
     """Whether reading a parameter of ``module`` computes it, each time: spectral_norm counts its reads."""
     return "parametrizations" in module._modules

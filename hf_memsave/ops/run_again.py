@@ -8,6 +8,9 @@ Kept for backward, with y the output ``[*, out]`` of a linear that is read by an
 Exact: the same function of the same tensors. It costs the products again: at LLaMA-3-8B's widths 1/13 of a block's for
 o_proj, 3/4 for all up to the gate. Source: Chen et al. (2016), arXiv:1604.06174; Korthikanti et al. (2022),
 arXiv:2205.05198.
+
+A linear whose forward is ``nn.Linear``'s or ``Conv1D``'s is known by its weight, as the product is called, and its
+class stays. The op is for those whose own forward runs again: of bitsandbytes in 4 bits, HQQ and optimum-quanto.
 """
 
 from __future__ import annotations
@@ -16,36 +19,44 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
-from hf_memsave.ops.op import Op, is_parametrized
+from hf_memsave.ops.op import Op, is_parametrized, path_of
 from hf_memsave.tape import current
-from hf_memsave.tape.again import MOST_WORK_OF_A_BLOCK, LinearAgain
-from hf_memsave.tape.private import FakeTensor
+from hf_memsave.tape.again import record_again
+from hf_memsave.tape.tensors import is_plain
+
+#: Linears whose own forward runs again; of bitsandbytes' in 8 bits, what they keep cannot be seen.
+OWN_FORWARD = (
+    "bitsandbytes.nn.modules.Linear4bit", "hqq.core.quantize.HQQLinear", "optimum.quanto.nn.qlinear.QLinear",
+)  # fmt: skip
 
 
 def _linear(module: nn.Module, patch: Any, *args: Any, **kwargs: Any) -> Any:
     y = patch.stock.forward(module, *args, **kwargs)
     tape = current()
-    is_plain = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-    if tape is not None and is_plain and type(y) in (Tensor, FakeTensor):
-        tape.most_work = MOST_WORK_OF_A_BLOCK
+    if tape is not None and len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and is_plain(y):
         tape.release(y)  # a quantized linear ends with a conversion, of what nobody can remake
-        again = LinearAgain(partial(patch.stock.forward, module), y.device.type)
-        tape.record(y, again, (args[0], *module.parameters(recurse=False)))
+        record_again(tape, y, partial(_forward, patch.stock, module), (*args, *module.parameters(recurse=False)), {})
     return y
 
 
+def _forward(stock: Any, module: nn.Module, x: Tensor, *parameters: Tensor) -> Tensor:
+    y: Tensor = stock.forward(module, x)
+    return y
+
+
+def is_known_by_weight(module: nn.Module) -> bool:
+    """Whether a tape sees a product called with the module's own weight, so that its class can stay."""
+    return type(module).forward in (nn.Linear.forward, Conv1D.forward)
+
+
 def _check(module: nn.Module, value: Any) -> str:
-    return "it is parametrized: reading its weight computes it" if is_parametrized(module) else ""
+    if is_parametrized(module):
+        return "it is parametrized: reading its weight computes it"
+    if is_known_by_weight(module) or path_of(type(module)) in OWN_FORWARD:
+        return ""
+    return "its forward is its own, and may not be fit to run twice"
 
 
-def _refuse(module: nn.Module, value: Any) -> str:
-    if any(hasattr(parameter, "ds_id") for parameter in module.parameters(recurse=False)):
-        return (
-            f"cannot run again (checkpoint={value!r}): expected parameters that stay, got DeepSpeed ZeRO-3's, which "
-            "are gone in backward. Use gradient checkpointing there, or ZeRO-2."
-        )
-    return ""
-
-
-RUN_AGAIN = Op("run_again", _linear, _check, refuse=_refuse)
+RUN_AGAIN = Op("run_again", _linear, _check)

@@ -16,6 +16,7 @@ from hf_memsave.ops import OPS
 from hf_memsave.ops.eager_attention import NAME, implementation, is_attention
 from hf_memsave.ops.few_bit import FewBit
 from hf_memsave.ops.fused.kernels import why_not
+from hf_memsave.ops.run_again import is_known_by_weight
 from hf_memsave.patching.blocks import block_numbers, is_in_block, number_of
 from hf_memsave.patching.refusals import (
     SiteReport,
@@ -25,6 +26,7 @@ from hf_memsave.patching.refusals import (
     refuse_no_target,
     refuse_other_attention,
 )
+from hf_memsave.patching.sharded import refuse_zero3
 from hf_memsave.patching.swap import Patch, hides_forward, stock_class
 from hf_memsave.patching.taped import head_of
 from hf_memsave.wtacrs import WTACRS
@@ -39,7 +41,7 @@ Patches = dict[nn.Module, Patch]
 
 def collect(
     model: nn.Module, config: MemSaveConfig, prefix: str = "", block: int | None = None
-) -> tuple[list[SiteReport], Patches]:
+) -> tuple[list[SiteReport], Patches, set[nn.Module]]:
     """Every module of ``model`` that ``config`` changes, checked; the model is not touched.
 
     Args:
@@ -49,13 +51,14 @@ def collect(
         block: The number of the repeated block that ``model`` is a part of, if it is.
 
     Returns:
-        A line for each, and what each shall become.
+        A line for each, what each shall become, and the linears that run again as the classes that they are.
 
     Raises:
         PatchError: A module has a forward that hides ours, or cannot have what was asked for.
     """
     sites: list[SiteReport] = []
     plan: Patches = {}
+    again: set[nn.Module] = set()
     numbers = block_numbers(model)
     if not prefix:
         _collect_taped(model, config, sites, plan, numbers)
@@ -69,14 +72,19 @@ def collect(
     for name, module in model.named_modules():
         number = number_of(name, numbers) if block is None else block
         op, value = _choice(f"{prefix}.{name}", module, config, number, root_is_layer)
-        if op is None and (block is not None or is_in_block(name, numbers)):
-            op, value = _rung(name, module, config, number, len(numbers))
-        if op is None and module in heads and not _is_known_by_weight(module):
+        if (block is not None or is_in_block(name, numbers)) and _is_chosen(name, module, config, number, len(numbers)):
+            if op is None:
+                op, value = "run_again", config.checkpoint
+            else:
+                reason = f"{op} replaces its forward"
+                sites.append(SiteReport(name, stock_class(module).__name__, "run_again", "skipped", reason))
+        if op is None and module in heads and not _is_head_known_by_weight(module):
             op, value = "lazy_head", config.loss
         if op is None:
             continue
         cls = stock_class(module)
-        if hides_forward(module):
+        is_by_weight = op == "run_again" and is_known_by_weight(module)
+        if hides_forward(module) and not is_by_weight:
             if OPS[op].is_implied:  # another tool's forward runs instead
                 sites.append(SiteReport(name, cls.__name__, op, "skipped", hidden(module)))
                 continue
@@ -87,14 +95,18 @@ def collect(
             sites.append(SiteReport(name, cls.__name__, op, "skipped", reason))
             continue
         sites.append(SiteReport(name, cls.__name__, op, "patched"))
+        if is_by_weight:
+            again.add(module)
+            continue
         before = plan.get(module, Patch(cls))
         plan[module] = before._replace(op=op, value=value, block=number)
     if config.checkpoint is not None and not prefix:
+        refuse_zero3(model, config.checkpoint)
         refuse_no_rung(sites, config, model)
     if config.linear is not None and not prefix:
         refuse_no_target(sites, config.linear, model)
         refuse_other_attention(sites, config.linear, model)
-    return sites, plan
+    return sites, plan, again
 
 
 def _collect_taped(
@@ -127,7 +139,7 @@ def _collect_taped(
             sites.append(SiteReport(name, cls.__name__, "run_again", "patched"))
 
 
-def _is_known_by_weight(head: nn.Module) -> bool:
+def _is_head_known_by_weight(head: nn.Module) -> bool:
     """Whether a tape sees ``F.linear`` called with the head's weight, so that its class can stay."""
     return isinstance(head, nn.Linear) and not type(head).__module__.startswith("bitsandbytes")
 
@@ -170,14 +182,12 @@ def _choice(
     return "activation", FewBit(config.few_bits) if config.activation == "few_bit" else config.activation
 
 
-def _rung(
-    path: str, module: nn.Module, config: MemSaveConfig, block: int, blocks: int
-) -> tuple[str | None, str | None]:
-    """The op of a linear that runs again; a block that does as a whole needs none."""
+def _is_chosen(path: str, module: nn.Module, config: MemSaveConfig, block: int, blocks: int) -> bool:
+    """Whether it is a linear, with no adapter around, of a rung; a block that runs again as a whole needs none."""
     if config.checkpoint in (None, "block") or not config.converts("checkpoint", block, blocks):
-        return None, None
-    is_wanted = path_of(stock_class(module)) in RUN_AGAIN and is_run_again(path, str(config.checkpoint))
-    return ("run_again", config.checkpoint) if is_wanted else (None, None)
+        return False
+    is_linear = path_of(stock_class(module)) in RUN_AGAIN or isinstance(getattr(module, "out_features", None), int)
+    return is_linear and "base_layer" not in module._modules and is_run_again(path, str(config.checkpoint))
 
 
 def is_sampled(path: str, config: WTACRS, has_no_blocks: bool = False) -> bool:

@@ -15,6 +15,7 @@ from transformers.utils import logging
 from hf_memsave.arch import kind_of
 from hf_memsave.config import MemSaveConfig, MemSaveLike
 from hf_memsave.errors import PatchError, not_a_module
+from hf_memsave.patching.again import AGAIN, choose_again
 from hf_memsave.patching.checkpointed import checkpoint_blocks
 from hf_memsave.patching.collect import Patches, collect
 from hf_memsave.patching.refusals import SiteReport, refuse_another_config, refuse_foreign_patches
@@ -94,7 +95,9 @@ class PatchReport:
         if model is None or not any(is_patched(module) for module in model.modules()):
             return ()
         names = {id(module): name for name, module in model.named_modules()}
-        return tuple(names[id(module)] for module in collect(model, self.config)[1] if not is_patched(module))
+        _, plan, again = collect(model, self.config)
+        added = [m for m in plan if not is_patched(m)] + [m for m in again if AGAIN not in m.__dict__]
+        return tuple(names[id(module)] for module in added)
 
     def undo(self) -> None:
         """Make the model stock again; see :func:`unpatch`."""
@@ -198,7 +201,7 @@ def patch(model: nn.Module, config: MemSaveLike = True, *, replace: bool = False
     if resolved is None:
         raise PatchError(f"patch(model, {config!r}) asks for nothing. Use patch(model), or unpatch(model) to undo.")
     refuse_foreign_patches(model)
-    sites, plan = collect(model, resolved)
+    sites, plan, again = collect(model, resolved)
     _refuse_nothing(model)
     _refuse_unseen_batches(model, resolved)
     if not replace:
@@ -210,6 +213,7 @@ def patch(model: nn.Module, config: MemSaveLike = True, *, replace: bool = False
     for module in model.modules():
         if not is_wrapped(module):  # else it is patched as planned already
             _become(module, classes.get(module, stock_class(module)))
+    choose_again(model, again)
     attach(model)
     checkpoint_blocks(model, [module for module, patch in plan.items() if patch.is_checkpointed])
     for index, module in enumerate(plan):
@@ -242,6 +246,7 @@ def unpatch(model: nn.Module) -> None:
         _become(module, stock_class(module))
         for name in (BUFFERS, LEDGER, CODED):
             module.__dict__.pop(name, None)
+    choose_again(model, ())
     checkpoint_blocks(model, ())
     attach(model)
 

@@ -37,10 +37,17 @@ def refuse_no_rung(sites: list[SiteReport], config: MemSaveConfig, model: nn.Mod
     """Raise where nothing runs again, though that was asked for.
 
     Raises:
-        PatchError: No linear of a repeated block has a known name.
+        PatchError: No linear of a repeated block has a known name, or none that has can run again.
     """
-    if config.first_blocks("checkpoint") == 0 or any(site.op == "run_again" for site in sites):
+    asked = [site for site in sites if site.op == "run_again"]
+    if config.first_blocks("checkpoint") == 0 or any(site.status == "patched" for site in asked):
         return
+    if asked:
+        raise PatchError(
+            f"MemSaveConfig(checkpoint={config.checkpoint!r}): expected linears that can run again in backward, got "
+            f"{asked[0].name} ({asked[0].cls}): {asked[0].reason}. Use checkpoint='block', which runs whole blocks "
+            "again, or leave checkpoint out."
+        )
     linears = {name.rpartition(".")[2] for name, m in model.named_modules() if path_of(stock_class(m)) in RUN_AGAIN}
     raise PatchError(
         f"MemSaveConfig(checkpoint={config.checkpoint!r}): expected linears of a known name in repeated blocks of "
@@ -158,8 +165,9 @@ def refuse_hidden(name: str, module: nn.Module) -> None:
     Raises:
         PatchError: It names the module.
     """
+    tool = _tool(module.__dict__["forward"])
     raise PatchError(
         f"{name or 'the model'} ({type(module).__name__}) has a forward of its own, set on the instance by another "
-        "tool (kernelize, Liger, a monkey patch), which would hide ours. Build the model without it "
-        "(use_kernels=False), or patch before that tool."
+        f"tool ({tool or 'one written in C'}), which would hide ours. Build the model without it (for kernelize: "
+        "use_kernels=False), patch before that tool, or leave out what was asked for this module."
     )

@@ -15,18 +15,23 @@ from typing import Any
 from torch import Tensor, distributed, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hf_memsave.errors import PatchError
 from hf_memsave.tape.record import PARAMETER, Record, Sharded
 
 
-def mark_of(model: nn.Module) -> Callable[[Tensor], Record] | None:
+def mark_of(model: nn.Module, rung: str | None = None) -> Callable[[Tensor], Record] | None:
     """What a tape around ``model`` marks the storages of parameters with.
 
     Returns:
         A function of a parameter; None where no process group, and so no engine, is there.
+
+    Raises:
+        PatchError: Linears are to run again, and ZeRO-3 has their weights.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
     if hasattr(next(model.parameters(), None), "ds_id"):
+        refuse_zero3(model, rung)
         _zero3()  # so that tapes know that there are brief ones
     units = _units_of(model)
 
@@ -41,6 +46,19 @@ def mark_of(model: nn.Module) -> Callable[[Tensor], Record] | None:
 def frees_after_forward(module: nn.Module) -> bool:
     """Whether FSDP2 takes the parameters of a unit ``module`` away as its forward ends."""
     return any(group._reshard_after_forward for group in _groups(module))
+
+
+def refuse_zero3(model: nn.Module, rung: str | None) -> None:
+    """Raise where linears of ``model`` are to run again, whose weights ZeRO-3 has taken away by then.
+
+    Raises:
+        PatchError: It names the remedy.
+    """
+    if rung not in (None, "block") and any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise PatchError(
+            f"checkpoint={rung!r}: expected parameters that stay, got DeepSpeed ZeRO-3's, which are gone when a linear "
+            "would run again in backward. Use checkpoint='block' or gradient checkpointing there, or ZeRO-2."
+        )
 
 
 @cache

@@ -29,6 +29,7 @@ from hf_memsave.ops.fused import linear as fused_linear
 from hf_memsave.ops.fused.codes import FUSED_CODERS
 from hf_memsave.ops.lazy_head import of_linear
 from hf_memsave.ops.op import is_parametrized
+from hf_memsave.patching.again import weights_in
 from hf_memsave.patching.checkpointed import with_cache
 from hf_memsave.patching.sharded import frees_after_forward, mark_of
 from hf_memsave.sampling.sampler import INDEX, Sampler
@@ -142,12 +143,13 @@ def _run(
     is_block = isinstance(module, GradientCheckpointingLayer)
     if is_block:
         tape.begin_block((*args, *kwargs.values()))
-    before = tape.table, tape.dropout, tape.coders
+    before = tape.table, tape.dropout, tape.coders, tape.again
     tape.table, tape.dropout, tape.coders = settings
+    tape.again = weights_in(module) if config.checkpoint else []
     try:
         out = forward(module, *args, **kwargs)
     finally:
-        tape.table, tape.dropout, tape.coders = before
+        tape.table, tape.dropout, tape.coders, tape.again = before
     if is_block:
         tape.end_block(*(out if isinstance(out, tuple) else (out,)))
     return out
@@ -164,9 +166,10 @@ def _lay(
         codec = Encoder(config.storage, index, forward_number)
     ledger = _before_forward(module)
     held, decided = _held_by_checkpoint(args, kwargs), _decided.setdefault(module, Decisions())
-    new = Tape(*settings, codec, held, ledger, decided, mark_of(module))
+    new = Tape(*settings, codec, held, ledger, decided, mark_of(module, config.checkpoint))
     try:
         with _cache(module, config, kwargs), _offload(config), new as tape:
+            tape.again = weights_in(module) if config.checkpoint else []
             head = _head_below(module) if config.loss == "chunked" else None
             if isinstance(head, nn.Linear) and not is_parametrized(head):  # whose weight is computed as it is read
                 tape.head = head

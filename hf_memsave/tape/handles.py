@@ -20,7 +20,7 @@ from torch import Tensor
 from hf_memsave.device import current_stream
 from hf_memsave.errors import KeptTensorChangedError, MemSaveError
 from hf_memsave.tape.private import after_backward, any_autocast, backward_id, no_autocast
-from hf_memsave.tape.tensors import View, is_flipped, unexpanded, with_stride
+from hf_memsave.tape.tensors import View, is_flipped, is_plain, unexpanded, with_stride
 
 
 class Handle:
@@ -239,7 +239,7 @@ class Lent(OnDemand):
         self.fetch, self.view, self.version = fetch, View(tensor), tensor._version
         once = unexpanded(tensor)
         self.handle = pack(once)
-        self.lent_stride = once.stride() if tensor.layout is torch.strided else None
+        self.lent_stride = once.stride() if tensor.layout is torch.strided and is_plain(tensor) else None
         self.fetched: int | None = None
         self.via: Handle | None = None
 

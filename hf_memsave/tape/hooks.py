@@ -63,6 +63,7 @@ class Tape(Recorder):
         copies: Of small parameters: see :mod:`~hf_memsave.tape.copies`.
         memo: Results shared within this forward, by whoever puts them there.
         at_end: Called at the end of this forward.
+        again: Dicts that hold, as "weight", the weights of linears that may run again.
         head: The linear that gives logits, if those may be computed later; ``logits`` gives them, or None.
         is_in_attention, is_in_loss: SDPA runs, or a loss.
         is_around: Checkpointed blocks within laid tapes of their own.
@@ -84,6 +85,7 @@ class Tape(Recorder):
         self.coder: Callable[[Tensor], Handle | None] | None = None
         self.memo: dict[Any, Any] = {}
         self.at_end: list[Callable[[], None]] = []
+        self.again: list[dict[str, Any]] = []
         self.head: nn.Module | None = None
         self.logits: Any = None
         self.is_in_attention = self.is_in_loss = self.is_around = False
@@ -134,7 +136,7 @@ class Tape(Recorder):
             if (record := ref()) is not None:
                 record.notes = None
         self._mark_again()
-        for held in (self.at_end, self.memo, self.casts, self.copies, self._readers, self._noted):
+        for held in (self.at_end, self.memo, self.casts, self.copies, self._readers, self._noted, self.again):
             held.clear()
         # Storages that live on know the tape: it must not hold what knows them.
         self.outer = self.ledger = self.codec = self._root = self.head = self.logits = self.mark_of = None
@@ -225,9 +227,8 @@ class Tape(Recorder):
         storage = tensor.untyped_storage()
         if self.ledger is not None:
             self.note(record, storage, tensor)
-        handle: Handle | None = None
-        if record.node is not None or (record.func is not None and not record.is_kept):
-            handle = self.ticket(record, storage, tensor)
+        is_open = record.node is not None or (record.func is not None and not record.is_kept)
+        handle = self.ticket(record, storage, tensor) if is_open else None
         return self.hold(record, storage, tensor) if handle is None else handle
 
     def keep(self, tensor: Tensor) -> Held | Lent:
@@ -241,8 +242,7 @@ class Tape(Recorder):
         """For a tensor that can be had again for less than it takes to keep."""
         node = None if record.node is None else record.node()
         if node is None:
-            is_open = record.func is not None and not record.costs_nothing()
-            if not is_open or record.func is None or not record.is_of(tensor):
+            if record.func is None or record.costs_nothing() or not record.is_of(tensor):
                 return None  # nobody knows how it was made, or forgot it just now, as its holders are gone
             if not decisions.pays(self, record, storage.nbytes()):
                 if self.decided[record.key] != decisions.NEVER:  # another thread may have cleared them

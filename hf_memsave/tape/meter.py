@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as global_hooks
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_memsave.device import fuses_dropout
 from hf_memsave.errors import MeasureError, not_a_module
+from hf_memsave.tape.tensors import parts_of
 
 #: Kinds of op, in the order tables and pictures show them.
 KINDS_OF_OPS = (
@@ -108,7 +109,7 @@ def measure_kept(
     names = {id(m): name or type(m).__name__ for name, m in model.named_modules(remove_duplicate=False)}
     devices = {t.device for t in model.parameters() if fuses_dropout(t)}
     with torch.random.fork_rng(devices), torch.enable_grad(), _without_autocast_cache():
-        before = {s._cdata: s for s in map(_storage, _live_tensors()) if s is not None}
+        before = {s._cdata: s for s in _storages(_live_tensors())}
         with _watch(names) as watch:
             if isinstance(batch, Mapping):
                 output = call(**batch)
@@ -120,8 +121,8 @@ def measure_kept(
         gc.collect()
         found = [replace(record, nbytes=_size(ref)) for ref, record in watch.made.values() if not ref.expired()]
         known = before.keys() | watch.made.keys()
-        for storage in map(_storage, _live_tensors()):
-            if storage is not None and storage._cdata not in known:
+        for storage in _storages(_live_tensors()):
+            if storage._cdata not in known:
                 known.add(storage._cdata)
                 found.append(KeptStorage("(outside any op)", "other", "unseen", storage.nbytes()))
         del output, loss
@@ -139,9 +140,9 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        given = {s._cdata for s in map(_storage, tree_leaves((args, kwargs))) if s is not None}
-        for storage in map(_storage, tree_leaves(output)):
-            if storage is None or storage._cdata in given or storage._cdata in self.made:
+        given = {s._cdata for s in _storages(tree_leaves((args, kwargs)))}
+        for storage in _storages(tree_leaves(output)):
+            if storage._cdata in given or storage._cdata in self.made:
                 continue
             module = next((m for m in reversed(self.stack) if id(m) in self.names), None)
             op = func.overloadpacket.__name__
@@ -207,15 +208,14 @@ def _size(ref: StorageWeakRef) -> int:
     return torch.UntypedStorage._new_with_weak_ptr(ref.cdata).nbytes()
 
 
-def _storage(leaf: Any) -> torch.UntypedStorage | None:
-    if not isinstance(leaf, Tensor) or is_lazy(leaf) or leaf.layout is not torch.strided:
-        return None
-    if is_traceable_wrapper_subclass(leaf):
-        return None
-    try:
-        return leaf.untyped_storage()
-    except NotImplementedError:  # a tensor of a torch.func transform that somebody still holds
-        return None
+def _storages(leaves: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+    """Of the tensors among ``leaves``, and of what others wrap."""
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and not is_lazy(leaf):
+            for part in parts_of(leaf):
+                if part.layout is torch.strided:
+                    with contextlib.suppress(NotImplementedError):  # of a torch.func transform that is still held
+                        yield part.untyped_storage()
 
 
 def _live_tensors() -> list[Tensor]:

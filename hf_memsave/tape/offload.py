@@ -20,6 +20,7 @@ from hf_memsave.device import STAND_IN, current_stream, has_streams
 from hf_memsave.errors import KeptTensorChangedError, MemSaveError
 from hf_memsave.tape.private import neg_view
 from hf_memsave.tape.record import BUFFER, MARK
+from hf_memsave.tape.tensors import is_plain, taken_apart
 
 #: Bytes below which a storage stays where it is.
 SMALLEST_NBYTES = 2**16
@@ -37,6 +38,11 @@ class Offload(saved_tensors_hooks):
     def __init__(self) -> None:
         super().__init__(_Pack(), _unpack)
 
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for device, stream in _streams.items():  # what writes from now on, no tape sees
+            current_stream(device).wait_stream(stream)
+
 
 class _Pack:
     """Called by autograd, or a tape, with each tensor to keep."""
@@ -47,6 +53,10 @@ class _Pack:
     def __call__(self, tensor: Tensor) -> Any:
         if tensor.layout is not torch.strided or _is_there_anyway(tensor):
             return tensor.detach(), tensor._version
+        if not is_plain(tensor):
+            if (apart := taken_apart(tensor)) is None:
+                return tensor.detach(), tensor._version
+            return [self(part) for part in apart[0]], apart[1]
         storage = tensor.untyped_storage()
         if storage.nbytes() < SMALLEST_NBYTES:
             return tensor.detach(), tensor._version
@@ -71,6 +81,10 @@ def _unpack(packed: Any) -> Tensor:
                 "Write to it after backward."
             )
         return tensor
+    if isinstance(packed[0], list):
+        parts, wrap = packed
+        whole: Tensor = wrap(map(_unpack, parts))
+        return whole.detach()
     copy, dtype, shape, stride, offset, is_conj, is_neg = packed
     there = copy.back()
     whole = there[: len(there) // dtype.itemsize * dtype.itemsize].view(dtype)  # a view, so that it holds the bytes
@@ -79,9 +93,18 @@ def _unpack(packed: Any) -> Tensor:
     return found.conj() if is_conj else found
 
 
+def before_write(tensor: Tensor) -> None:
+    """Called before ``tensor``, plain and strided, is written to: a copy on another stream may still read it."""
+    away, _ = getattr(tensor.untyped_storage(), _COPY, (None, None))
+    copy: Away | None = None if away is None else away()
+    if copy is not None:
+        copy.before_write()
+
+
 def _is_there_anyway(tensor: Tensor) -> bool:
     base = tensor if tensor._base is None else tensor._base
-    return isinstance(base, nn.Parameter) or getattr(tensor.untyped_storage(), MARK, None) is BUFFER
+    is_buffer = is_plain(tensor) and getattr(tensor.untyped_storage(), MARK, None) is BUFFER
+    return is_buffer or isinstance(base, nn.Parameter)
 
 
 class Away:
@@ -105,6 +128,7 @@ class Away:
         self._version = 0
         self._on_its_way: tuple[Tensor, Any] | None = None
         self._arrival: Any = None
+        self._copied: Any = None
         self.host = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=tensor.is_cuda)
         Away.total += taken
         Away.moved += nbytes
@@ -114,9 +138,15 @@ class Away:
             stream.wait_stream(current_stream(self.device))
             with torch.cuda.stream(stream):
                 self.host.copy_(whole, non_blocking=True)
+                self._copied = stream.record_event()
             whole.record_stream(stream)
         else:
             self.host.copy_(whole)
+
+    def before_write(self) -> None:
+        """What is done to the storage from now on comes after its copy."""
+        if self._copied is not None:
+            current_stream(self.device).wait_event(self._copied)
 
     def back(self) -> Tensor:
         """The bytes where they were."""

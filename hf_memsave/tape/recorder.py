@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hf_memsave.tape import prices, sweep
+from hf_memsave.tape import offload, prices, sweep
 from hf_memsave.tape.handles import Handle, Node
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.private import checkpoint_frame, no_dispatch, no_modes, unwrapped, written_by
@@ -153,6 +153,8 @@ class Recorder(TorchFunctionMode):
         """Called before ``tensor`` is written to: what was to be remade from it is made now, as stock would keep it."""
         tensor = unwrapped(tensor)
         record = self.known(tensor)
+        if self.outer is not None and record is not None:
+            offload.before_write(tensor)
         if record is not None and record.tape is None and not record.is_sharded:
             for tape in (self, self.root):
                 self._freeze(tape._readers.pop(id(tensor.untyped_storage()), ()))

@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_memsave.device import is_autocast
+from hf_memsave.tape.again import LinearAgain, gathers_of, runs_again
 from hf_memsave.tape.functions import unrecorded
 from hf_memsave.tape.hooks import Tape
 from hf_memsave.tape.private import FakeTensor, any_autocast, autocast_cache, no_dispatch
 from hf_memsave.tape.record import MARK
+from hf_memsave.tape.tensors import is_plain
 
 #: Inner dimensions of a product that may run again, and how many times wider its result has to be.
 _THIN, _WIDER = 64, 8
@@ -39,11 +41,14 @@ def product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
         args = tuple([_low(tape, a) for a in reversed(args)][::-1])  # in the order of autocast's own conversions
         kwargs = {name: _low(tape, a) for name, a in kwargs.items()}
     out = func(*args, **kwargs) if kwargs else func(*args)
+    if tape.again and runs_again(tape, out, func, *given):
+        return out
     if func is F.linear and len(args) > 1 and (type(out) is Tensor or type(out) is FakeTensor):
-        if is_thin(args[1]) and (not any_autocast() or tape.is_innermost()):  # else its conversions are hidden
+        gathers = gathers_of(tape, args[1:]) if is_thin(args[1]) else None
+        if gathers is not None and (not any_autocast() or tape.is_innermost()):  # else its conversions are hidden
             args = tuple([_own(tape, a, made) for a, made in zip(given[0], args, strict=True)])
             kwargs = {name: _own(tape, given[1][name], made) for name, made in kwargs.items()}
-            tape.record(out, func, args, kwargs)
+            tape.record(out, LinearAgain(func, out.device.type, gathers) if gathers else func, args, kwargs)
     return out
 
 
@@ -60,8 +65,13 @@ def chain(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 
 
 def _is_autocast(arguments: tuple[Any, ...]) -> bool:
-    x = next((a for a in arguments if isinstance(a, Tensor)), None)
-    return x is not None and is_autocast(x)
+    """Whether autocast converts these: a class with functions of its own (torchao's) is asked before it."""
+    tensors = [a for a in arguments if isinstance(a, Tensor)]
+    return bool(tensors) and is_autocast(tensors[0]) and all(is_plain(a) or _is_seen_by_autocast(a) for a in tensors)
+
+
+def _is_seen_by_autocast(tensor: Tensor) -> bool:
+    return type(tensor).__torch_function__ is nn.Parameter.__torch_function__
 
 
 def _low(tape: Tape, argument: Any) -> Any:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from hf_memsave.tape.private import FakeTensor
 
 
 class View:
@@ -45,15 +47,52 @@ def is_flipped(tensor: Tensor) -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor is no wrapper around others, which have storages of their own, and says of itself no other."""
-    known = _PLAIN.get(type(tensor))
+    """Whether the tensor's bytes are those of its storage.
+
+    Returns:
+        False for a class that has operations of its own (DTensor, torchao's, optimum-quanto's): it may wrap tensors
+        that have storages of their own, so no storage of it is read.
+    """
+    kind = type(tensor)
+    known = _PLAIN.get(kind)
     if known is None:
-        is_plain = not is_traceable_wrapper_subclass(tensor) and getattr(type(tensor), "is_plain", True)
-        known = _PLAIN[type(tensor)] = is_plain
+        has_own = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+        known = _PLAIN[kind] = not has_own and not is_traceable_wrapper_subclass(tensor)
     return known
 
 
-_PLAIN: dict[type, bool] = {Tensor: True, nn.Parameter: True}
+_PLAIN: dict[type, bool] = {Tensor: True, nn.Parameter: True, FakeTensor: True}
+
+
+def taken_apart(tensor: Tensor) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], Tensor]] | None:
+    """What a tensor that is not plain wraps, and a function that wraps as much again.
+
+    Returns:
+        Both; None where its class does not tell, or what it wraps is still on its way (a collective's result).
+    """
+    if not is_traceable_wrapper_subclass(tensor) or hasattr(tensor, "trigger_wait"):
+        return None
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: getattr(tensor, name) for name in names}
+    parts = {name: part for name, part in inner.items() if isinstance(part, Tensor)}
+    others = {name: other for name, other in inner.items() if name not in parts}
+    make, names, shape, stride = type(tensor).__tensor_unflatten__, list(parts), tensor.shape, tensor.stride()
+
+    def wrap(parts: Iterable[Tensor]) -> Tensor:
+        made: Tensor = make({**others, **dict(zip(names, parts, strict=True))}, context, shape, stride)
+        return made
+
+    return list(parts.values()), wrap
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors whose storages hold its bytes: itself, or what it wraps; none where its class does not tell."""
+    if is_plain(tensor):
+        return [tensor]
+    if not is_traceable_wrapper_subclass(tensor):
+        return []
+    inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [part for wrapped in inner if isinstance(wrapped, Tensor) for part in parts_of(wrapped)]
 
 
 #: Types of arguments that hold no tensor, and that nobody can change later.
@@ -120,7 +159,7 @@ def with_stride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 def unexpanded(tensor: Tensor) -> Tensor:
     """The tensor, or the part of it that ``expand`` has repeated."""
-    stride = tensor.stride() if tensor.layout is torch.strided else ()
+    stride = tensor.stride() if tensor.layout is torch.strided and is_plain(tensor) else ()
     if 0 not in stride or not tensor.numel():
         return tensor
     return tensor[tuple([slice(None, 1) if s == 0 else slice(None) for s in stride])]

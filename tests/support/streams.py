@@ -59,7 +59,7 @@ class Memory:
 
     def __init__(self, streams: Streams) -> None:
         self.streams, self.home = streams, streams.now
-        self.readers, self.recorded = set(), set()
+        self.readers, self.recorded, self.reads = set(), set(), []
         self._version = 0
         self.write()
 
@@ -67,7 +67,14 @@ class Memory:
         return 1024
 
     def write(self) -> None:
+        """A kernel of the current stream writes to it.
+
+        Raises:
+            AssertionError: Another stream may still read what was there.
+        """
         stream = self.streams.now
+        for reader, when in self.reads:
+            assert stream.clock[reader] >= when, f"{stream.name} writes to what {reader.name} may still read"
         stream.work()
         self.written = stream, stream.clock[stream]
 
@@ -81,6 +88,7 @@ class Memory:
         assert stream.clock[writer] >= when, f"{stream.name} reads what {writer.name} may not have written"
         stream.work()
         self.readers.add(stream)
+        self.reads.append((stream, stream.clock[stream]))
 
     def record_stream(self, stream: Stream) -> None:
         self.recorded.add(stream)

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from hf_memsave import MemSaveConfig, patch
 from hf_memsave.tape import handles, offload
 from hf_memsave.tape.handles import OnDemand
 from hf_memsave.tape.offload import Away
@@ -139,3 +140,40 @@ def test_an_order_that_is_forgotten_is_seen(owner, name, message, streams, copie
     monkeypatch.setattr(owner, name, lambda *args: None)
     with pytest.raises(AssertionError, match=message):
         there_and_back(streams, streams.now)
+
+
+def test_a_write_after_packing_waits_for_the_copy(streams, copies):
+    kept = Memory(streams)
+    away = Away(kept, None)
+    with pytest.raises(AssertionError, match="may still read"):
+        kept.write()
+    away.before_write()
+    kept.write()
+
+
+def test_what_is_written_to_after_the_forward_waits_for_all_copies(streams, copies, monkeypatch):
+    monkeypatch.setattr(offload, "_streams", {Memory.device: copies})
+    kept = Memory(streams)
+    with offload.Offload():
+        away = Away(kept, None)
+    kept.write()
+    assert away.host
+
+
+def test_a_tape_tells_a_copy_of_the_writes_that_it_sees(monkeypatch):
+    told = []
+    monkeypatch.setattr(Away, "before_write", lambda away: told.append(away.host.clone().view(torch.float32)))
+
+    class Writes(torch.nn.Linear):
+        def forward(self, x):
+            y = x * 2
+            z = super().forward(y)
+            y.add_(1)
+            return z
+
+    model = Writes(160, 4)
+    patch(model, MemSaveConfig(offload=True))
+    x = torch.randn(128, 160)
+    model(x)
+    assert len(told) == 1
+    assert torch.equal(told[0], 2 * x.view(-1))

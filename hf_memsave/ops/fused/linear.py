@@ -33,6 +33,7 @@ from hf_memsave.ops.fused.kernels import can_run
 from hf_memsave.ops.once import once_differentiable
 from hf_memsave.ops.wide_product import add_product, wide_product
 from hf_memsave.tape import Tape
+from hf_memsave.tape.again import runs_again
 from hf_memsave.tape.private import (
     FakeTensor,
     after_backward,
@@ -109,7 +110,11 @@ def _called(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None, is_turne
         with torch.no_grad():
             w, b = (p if p is None else ahead.low(p, dtype, where) for p in (weight, bias))
         edge, joint = edge_of(tape, x, weight) if x.dtype is torch.float32 else (x, None)
-        return _Linear.apply(edge, weight, bias, low, w, b, is_turned, tape.block, joint)
+        y = _Linear.apply(edge, weight, bias, low, w, b, is_turned, tape.block, joint)
+        if tape.again:
+            func, args = (torch.addmm, (bias, x, weight)) if is_turned else (F.linear, (x, weight, bias))
+            runs_again(tape, y, func, args, {})
+        return y
 
 
 def give_low(tape: Tape, x: Tensor, low: Tensor, made: tuple[Any, tuple[Tensor, ...]] | None = None) -> None:
