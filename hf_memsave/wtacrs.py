@@ -20,7 +20,8 @@ class WTACRS:
         estimator: "wta" (Eq. 6), "crs" (Eq. 5: unbiased, more noise), or "topk" (the rows of largest probability,
             unscaled: biased, to compare).
         targets: Linears to sample, by name or by a part of their path ("q_proj", "lora_A", "encoder.layer.0"); None for
-            all in repeated blocks. Where a target has LoRA, its lora_A is sampled. lora_B is sampled only if named.
+            all in repeated blocks of which sampling frees some bytes: the others stay exact. Where a target has LoRA,
+            its lora_A is sampled. lora_B is sampled only if named.
         cache: What predicts a row's gradient norm: "position" (a running profile by layer and position, a few KB);
             also the sample's own last norm, found by the batch's column "sample_idx" or by a hash of its tokens
             ("content"); or None (rows are drawn by the norm of the activation alone).

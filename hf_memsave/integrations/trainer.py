@@ -38,7 +38,8 @@ class MemSaveCallback(TrainerCallback, ExportableState):
     """Patches the trainer's model, prints the report once, and adds what it frees to every logged loss.
 
     With the loss come ``memsave/kept_mib`` and ``memsave/freed_mib``, counted in the first training step (its first
-    micro-batch, on this process), and on a GPU ``memsave/peak_mib``, the most that PyTorch had allocated so far. After
+    micro-batch, on this process), under ``offload`` ``memsave/offloaded_mib`` (what lies in main memory, beside what is
+    kept on the device), and on a GPU ``memsave/peak_mib``, the most that PyTorch had allocated so far. After
     that step, one line says which functions' results are not kept, and the first logged loss has them too, as
     ``memsave/avoided_mib/<function>``. They are in the trainer's history, and for the callbacks that come after this
     one; a trainer puts those of ``report_to`` first, but for :meth:`add_to` and for :class:`MemSaveMixin`.
@@ -128,7 +129,7 @@ class MemSaveCallback(TrainerCallback, ExportableState):
     ) -> None:
         """After the first step, say what it avoided to keep."""
         step = self.report.step
-        if self._avoided is None and step.nbytes_kept:
+        if self._avoided is None and step.is_counted:
             self._avoided = {name: n / MIB for name, n in list(step.by_function("avoided").items())[:_TOP]}
             if state.is_world_process_zero:
                 print(_line(step, self._avoided))
@@ -145,11 +146,13 @@ class MemSaveCallback(TrainerCallback, ExportableState):
         if logs is None or "loss" not in logs:
             return
         step = self.report.step
-        if step.nbytes_kept:
+        if step.is_counted:
             self.metrics = {
                 "memsave/kept_mib": step.nbytes_kept / MIB,
                 "memsave/freed_mib": step.nbytes_avoided / MIB,
             }
+            if self.config.offload:
+                self.metrics["memsave/offloaded_mib"] = step.nbytes_offloaded / MIB
         if args.device.type == "cuda":
             self.metrics["memsave/peak_mib"] = torch.cuda.max_memory_allocated(args.device) / MIB
         once = {f"memsave/avoided_mib/{name}": mib for name, mib in (self._avoided or {}).items()}
@@ -191,7 +194,8 @@ def _line(step: Ledger, avoided: dict[str, float]) -> str:
     """What a first step kept and avoided, and by which functions."""
     kept, freed = step.nbytes_kept / MIB, step.nbytes_avoided / MIB
     names = ", ".join(f"{name} {mib:.3g}" for name, mib in avoided.items()) or "nothing"
-    return f"hf_memsave: the first step kept {kept:.3g} MiB and avoided {freed:.3g}: {names}"
+    away = f", {step.nbytes_offloaded / MIB:.3g} in main memory" if step.offloaded else ""
+    return f"hf_memsave: the first step kept {kept:.3g} MiB{away} and avoided {freed:.3g}: {names}"
 
 
 class MemSaveMixin:

@@ -40,4 +40,4 @@ def _check(module: nn.Module, value: Any) -> str:
     return f"expected torch's own gelu, got {getattr(act, '__qualname__', act)}"
 
 
-ACTIVATION = Op("activation", _activation, _check)
+ACTIVATION = Op("activation", _activation, _check, in_place="cheap")

@@ -19,10 +19,12 @@ arXiv:2410.10989.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -33,6 +35,7 @@ from hf_memsave.ops.lazy_loss import LazyLoss
 from hf_memsave.ops.once import once_differentiable
 from hf_memsave.ops.sums import Sums, gradient
 from hf_memsave.tape import current
+from hf_memsave.tape.as_stock import counted
 from hf_memsave.tape.private import no_modes
 
 #: Bytes that a chunk takes; and that all logits may take in fp32 where there are no chunks.
@@ -98,9 +101,19 @@ def cross_entropy(
     options = _Options(weight, ignore_index, reduction, label_smoothing, dtype)
     of_logits, words, tape = like.dtype, like.shape[-1], current()
 
+    def stock(x: Tensor) -> Tensor:
+        z = head.compute(x)
+        return F.cross_entropy(
+            z, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+        )
+
     def compute(divisor: Any) -> Tensor:
         given = options._replace(divisor=divisor)
-        return _ChunkedLoss.apply(hidden, target, head, given, of_logits, words, *parameters)
+        run = partial(_ChunkedLoss.apply, hidden, target, head, given, of_logits, words, *parameters)
+        now = current()
+        is_counted = now is not None and now.ledger is not None
+        loss: Tensor = counted(now, "cross_entropy", run, stock, (hidden,), head.module) if is_counted else run()
+        return loss
 
     if tape is not None and reduction == "sum" and dtype in (torch.float32, torch.float64):
         return LazyLoss.of(compute, dtype, [hidden, *parameters], tape)

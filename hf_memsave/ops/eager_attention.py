@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from hf_memsave.ops.wta_crs import LAYER
 from hf_memsave.ops.wta_matmul import wta_matmul
 from hf_memsave.sampling.sampler import Layer
 from hf_memsave.tape import current
+from hf_memsave.tape.as_stock import counted
 from hf_memsave.tape.private import FakeTensor, innermost_hooks
 
 #: The implementation that this op is for, and the function that stands for it in each modeling file.
@@ -67,7 +69,8 @@ class _Sampling(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         self.products += 1
         a, b = map(autocast_low, args)
-        return wta_matmul(a, b, self.layer, f"product {self.products}")
+        run = partial(wta_matmul, a, b, self.layer, f"product {self.products}")
+        return counted(current(), "matmul", run, torch.matmul, (a, b), how="product")
 
 
 def _is_run_again() -> bool:

@@ -23,6 +23,8 @@ from hf_memsave.ops.head import Head, Step
 from hf_memsave.ops.lazy import TOLD, Lazy, computed
 from hf_memsave.ops.once import once_differentiable
 from hf_memsave.ops.uses import refuse_others
+from hf_memsave.tape import current
+from hf_memsave.tape.as_stock import in_place_of_stock
 from hf_memsave.tape.private import no_subclasses, tree_leaves, tree_map, without_hooks
 
 #: Functions of each logit by itself, where their other arguments are numbers.
@@ -64,7 +66,8 @@ class LazyLogits(Lazy):
     @staticmethod
     def of(hidden: Tensor, head: Head, like: Tensor, base: tuple[LazyLogits, Step] | None = None) -> LazyLogits:
         """Logits of the shape and dtype of ``like``, a tensor without bytes."""
-        lazy: Any = _Later.apply(hidden, head, like, *head.parameters())
+        with in_place_of_stock(current()):
+            lazy: Any = _Later.apply(hidden, head, like, *head.parameters())
         lazy.hidden, lazy.head, lazy.like, lazy.base, lazy.version = hidden, head, like, base, hidden._version
         lazy.is_taken, lazy.is_watched, lazy._computed = False, False, None
         return lazy

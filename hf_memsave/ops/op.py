@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
@@ -42,6 +42,8 @@ class Op:
         refuse: Returns why the value that was asked for cannot be had from this module, and the remedy, or "". Unlike
             ``check``, it always ends in an error.
         is_implied: Nobody asks for it by name: where another tool's forward runs instead, it is skipped, and no error.
+        in_place: None where autograd is asked to keep what stock asks for. Else a first step counts that instead, and
+            this says how: see :func:`~hf_memsave.tape.as_stock.counted`.
     """
 
     name: str
@@ -49,3 +51,4 @@ class Op:
     check: Callable[[nn.Module, Any], str] = _nothing
     refuse: Callable[[nn.Module, Any], str] = _nothing
     is_implied: bool = False
+    in_place: Literal["exact", "cheap", "product"] | None = None

@@ -13,8 +13,10 @@ Kept for backward, beside the weight::
     here     the same and 8 bytes a drawn row, where that is kept anyway (as a norm's input is); else k scaled rows of h
 
 Linears that share an input share one draw, by their joint norm: q, k and v keep the same rows. Sampled are linears in
-training whose weight wants a gradient; parametrized ones, and batches with fewer tokens than rows, are exact. Not
-differentiable twice. Source: Liu et al. (2023), arXiv:2305.15265, Algorithm 1.
+training whose weight wants a gradient; parametrized ones, and batches with fewer tokens than rows, are exact. So is a
+linear that no target names, where all of h is kept anyway or had for less than the rows: a sample would be noise that
+frees nothing. Which that is follows from shapes and from what the forward has kept so far. Not differentiable twice.
+Source: Liu et al. (2023), arXiv:2305.15265, Algorithm 1.
 """
 
 from __future__ import annotations
@@ -173,12 +175,18 @@ def _wta_crs(module: Any, patch: Any, x: Tensor) -> Tensor:
         return patch.stock.forward(module, x)
     if not (module.training and module.weight.requires_grad):
         return patch.stock.forward(module, x)
+    is_named = patch.value.targets is not None
+    if not is_named and (not x.requires_grad or not tape.cost(x)):  # all of x is kept, or had for nothing
+        return patch.stock.forward(module, x)
     shared = _shared(tape, layer, x, batch)
     if shared.index is None:
         return patch.stock.forward(module, x)
-    h, weight = autocast_low(x), autocast_low(module.weight)
-    bias = None if module.bias is None else autocast_low(module.bias)
-    return _SampledLinear.apply(h, weight, bias, _kept(tape, h, shared), shared, hasattr(module, "nf"))
+    h = autocast_low(x)
+    kept = _kept(tape, h, shared)
+    if kept is h and not is_named:
+        return patch.stock.forward(module, h)
+    weight, bias = autocast_low(module.weight), None if module.bias is None else autocast_low(module.bias)
+    return _SampledLinear.apply(h, weight, bias, kept, shared, hasattr(module, "nf"))
 
 
 def _kept(tape: Tape, h: Tensor, shared: SharedDraw) -> Tensor:
@@ -198,4 +206,4 @@ def _kept(tape: Tape, h: Tensor, shared: SharedDraw) -> Tensor:
     return rows
 
 
-WTA_CRS = Op("wta_crs", _wta_crs)
+WTA_CRS = Op("wta_crs", _wta_crs, in_place="product")

@@ -17,6 +17,8 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from transformers import PreTrainedModel
 
 from hf_memsave.errors import KeptTensorChangedError
+from hf_memsave.tape import current
+from hf_memsave.tape.as_stock import in_place_of_stock
 from hf_memsave.tape.private import innermost_hooks
 
 #: How ``gradient_checkpointing_enable`` tells a layer, too.
@@ -52,6 +54,11 @@ def _checkpoint(function: Any, *args: Any) -> Any:
     Raises:
         KeptTensorChangedError: In backward, where it would not.
     """
+    with in_place_of_stock(current()):
+        return _run(function, *args)
+
+
+def _run(function: Any, *args: Any) -> Any:
     block = _block_of(function)
     if torch.compiler.is_compiling() or block is None:
         return checkpoint(function, *args, use_reentrant=False)
@@ -78,6 +85,11 @@ def _checkpoint(function: Any, *args: Any) -> Any:
             return function(*args)
 
     return checkpoint(run, *args, use_reentrant=False)
+
+
+def runs_again(block: nn.Module) -> bool:
+    """Whether a block runs again by this module, and not as its user asked for."""
+    return isinstance(block.__dict__.get(_NAMES[1]), _Ours)
 
 
 def _block_of(function: Any) -> nn.Module | None:

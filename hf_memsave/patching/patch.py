@@ -23,6 +23,7 @@ from hf_memsave.patching.sampled_layers import attach, sampler_of
 from hf_memsave.patching.swap import is_patched, is_wrapped, patched_class, refuse_wrapped, set_class, stock_class
 from hf_memsave.patching.taped import BUFFERS, CODED, LEDGER, forget_decisions, mark_buffers
 from hf_memsave.sampling.sampler import MOST
+from hf_memsave.sizes import MIB
 from hf_memsave.tape import Kept, measure_kept
 from hf_memsave.tape.codecs import leave_alone
 from hf_memsave.tape.ledger import Ledger
@@ -41,7 +42,8 @@ _TOP = 4
 #: Said of a model that seems to be trained without its forward.
 _UNCALLED = (
     "  not called since it was patched, though it got gradients: of any method but forward (such as training_step)\n"
-    "    the repeated blocks alone are covered. Patch the module whose forward that method calls"
+    "    the repeated blocks alone are covered. Patch the module whose forward that method calls. (What torch.compile\n"
+    "    compiles is covered, and not counted.)"
 )
 
 
@@ -124,7 +126,7 @@ class PatchReport:
             stock = measure_kept(model, batch)
         finally:
             again = patch(model, self.config)
-        self.step = again.step if not self.step.nbytes_kept else self.step
+        self.step = self.step if self.step.is_counted else again.step
         return Comparison(stock, measure_kept(model, batch))
 
     def _sampling(self) -> list[str]:
@@ -139,18 +141,22 @@ class PatchReport:
         return [line + (f"; their norms take up to {size / 2**20:.1f} MiB beside the model" if size else "")]
 
     def _step(self) -> list[str]:
-        avoided, kept = self.step.nbytes_avoided, self.step.nbytes_kept
-        if not kept:
+        step = self.step
+        if not step.is_counted:
             model = self._model()
             is_trained = model is not None and _has_gradients(model) and not self._had_gradients
+            if step.uncounted:
+                return [f"  what it frees is not counted: {step.uncounted}"]
             return [_UNCALLED if is_trained else "  what it frees is counted in the first training step"]
-        asked = avoided + kept
-        lines = [f"  first step: {kept / 2**20:.1f} MiB kept, {avoided / 2**20:.1f} avoided ({avoided / asked:.0%})"]
-        if self.step.is_loss_chunked:
+        kept, away, avoided = step.nbytes_kept, step.nbytes_offloaded, step.nbytes_avoided
+        share = avoided / max(1, kept + away + avoided)
+        in_main_memory = f"{away / MIB:.1f} in main memory, " if self.config.offload else ""
+        lines = [f"  first step: {kept / MIB:.1f} MiB kept, {in_main_memory}{avoided / MIB:.1f} avoided ({share:.0%})"]
+        if step.is_loss_chunked:
             lines.append("    the loss was computed in chunks: it equals stock's up to the order of fp32 sums")
-        for what in ("avoided", "kept"):
-            most = list(self.step.by_function(what).items())[:_TOP]
-            lines.append(f"    most {what}: " + ", ".join(f"{name} {n / 2**20:.1f}" for name, n in most) + " MiB")
+        for what in ("avoided", "kept", "offloaded"):
+            if most := list(step.by_function(what).items())[:_TOP]:
+                lines.append(f"    most {what}: " + ", ".join(f"{name} {n / MIB:.1f}" for name, n in most) + " MiB")
         return lines
 
     def __str__(self) -> str:

@@ -72,7 +72,7 @@ def _groups(module: nn.Module) -> Any:
 
 
 def _units_of(model: nn.Module) -> list[tuple[Callable[[Tensor], bool], Sharded]]:
-    found = []
+    found: list[tuple[Callable[[Tensor], bool], Sharded]] = []
     for module in model.modules():
         is_whole = module is model or any(isinstance(m, GradientCheckpointingLayer) for m in module.modules())
         handle = vars(module).get("_handle")

@@ -22,6 +22,8 @@ from hf_memsave.ops import OPS
 from hf_memsave.patching.checkpointed import with_wanted_input
 from hf_memsave.patching.taped import LEDGER, asks_for_index, call_with_batch, run_taped
 from hf_memsave.sampling.sampler import INDEX
+from hf_memsave.tape import current
+from hf_memsave.tape.as_stock import counted
 
 _PATCH = "_memsave_patch"
 #: The forwards of our classes. (A mark on them would be copied by ``functools.wraps``.)
@@ -208,7 +210,12 @@ def _run_op(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     patch = patch_of(self)
     if patch is None or patch.op is None:
         return stock_class(self).forward(self, *args, **kwargs)
-    return OPS[patch.op].forward(self, patch, *args, **kwargs)
+    op = OPS[patch.op]
+    if op.in_place is None or kwargs or (tape := current()) is None or tape.ledger is None:
+        return op.forward(self, patch, *args, **kwargs)
+    run = functools.partial(op.forward, self, patch, *args)
+    stock = functools.partial(patch.stock.forward, self)
+    return counted(tape, op.name, run, stock, args, self, op.in_place)
 
 
 def _rebuild(patch: Patch) -> nn.Module:

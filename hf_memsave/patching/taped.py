@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import logging
 
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import PatchError
@@ -30,29 +29,27 @@ from hf_memsave.ops.fused.codes import FUSED_CODERS
 from hf_memsave.ops.lazy_head import of_linear
 from hf_memsave.ops.op import is_parametrized
 from hf_memsave.patching.again import weights_in
-from hf_memsave.patching.checkpointed import with_cache
+from hf_memsave.patching.checkpointed import runs_again, with_cache
+from hf_memsave.patching.in_vain import warn_if_in_vain
 from hf_memsave.patching.sharded import frees_after_forward, mark_of
 from hf_memsave.sampling.sampler import INDEX, Sampler
 from hf_memsave.tape import Tape, current, hooks_work, table_without
 from hf_memsave.tape.codecs import CODERS, Coders, leave_alone
 from hf_memsave.tape.decisions import Decisions
-from hf_memsave.tape.ledger import Ledger
+from hf_memsave.tape.ledger import Ledger, Within
 from hf_memsave.tape.offload import Offload
 from hf_memsave.tape.private import (
     checkpoint_frame,
     function_in_backward,
     functions_in_forward,
     innermost_hooks,
+    innermost_mode,
     refuses_hooks,
 )
 from hf_memsave.tape.record import BUFFER, MARK
 from hf_memsave.tape.storage import Encoder
 from hf_memsave.tape.tensors import tensors_in
 
-logger = logging.get_logger(__name__)
-
-#: A part of what would be kept; a model that frees less is warned of.
-LEAST = 0.05
 #: Where a block finds the :class:`~hf_memsave.sampling.sampler.Sampler` of the sampled linears in it.
 SAMPLER = "_memsave_sampler"
 #: Where a model finds who owns its buffers, and what waits to watch its next forward.
@@ -164,9 +161,10 @@ def _lay(
         index, forward_number = module.__dict__.get(CODED, (0, 0))
         module.__dict__[CODED] = index, forward_number + 1
         codec = Encoder(config.storage, index, forward_number)
-    ledger = _before_forward(module)
     held, decided = _held_by_checkpoint(args, kwargs), _decided.setdefault(module, Decisions())
-    new = Tape(*settings, codec, held, ledger, decided, mark_of(module, config.checkpoint))
+    ledger = _before_forward(module)
+    told = _told_within(module, kwargs) if ledger is None and innermost_hooks() is not None else ledger
+    new = Tape(*settings, codec, held, told, decided, mark_of(module, config.checkpoint))
     try:
         with _cache(module, config, kwargs), _offload(config), new as tape:
             tape.again = weights_in(module) if config.checkpoint else []
@@ -188,8 +186,8 @@ def _lay(
         raise
     if ledger is not None:
         ledger.close()
-        if not tape.is_around:  # else blocks were checkpointed, and counted by nobody
-            _warn_if_in_vain(module, ledger)
+        if ledger.is_checkpointed or not tape.is_around:  # else blocks run again anyway: what matters is the peak
+            warn_if_in_vain(module, ledger, config)
     return out
 
 
@@ -242,18 +240,29 @@ def _before_forward(module: nn.Module) -> Ledger | None:
     owners = own.get(BUFFERS)
     if owners and not _is_marked(owners[0]):
         mark_buffers(module)
-    ledger: Ledger | None = own.pop(LEDGER, None)
+    ledger: Ledger | None = own.get(LEDGER)
+    if ledger is None:
+        return None
+    if checkpoint_frame()[0] is not None or function_in_backward() is not None:
+        ledger.uncounted = "it runs within gradient checkpointing, which keeps its arguments alone until it runs again"
+        return None
+    del own[LEDGER]
     return ledger
 
 
-def _warn_if_in_vain(module: nn.Module, ledger: Ledger) -> None:
-    avoided, kept = ledger.nbytes_avoided, ledger.nbytes_kept
-    if avoided < LEAST * (avoided + kept):
-        most = ", ".join(f"{name} {n / 2**20:.1f} MiB" for name, n in list(ledger.by_function("kept").items())[:3])
-        logger.warning(
-            "hf_memsave freed %.1f%% of what the first training step of %s keeps: %.1f MiB stay, most made by %s.",
-            100 * avoided / (avoided + kept), type(module).__name__, kept / 2**20, most,
-        )  # fmt: skip
+def _told_within(module: nn.Module, kwargs: Mapping[str, Any]) -> Ledger | Within | None:
+    """What the tape of a block tells what it is asked to keep, under a hook between it and the model that is counted.
+
+    Returns:
+        That; None where stock runs the block again as well, or nothing is counted.
+    """
+    around = innermost_mode()
+    ledger = around.root.ledger if isinstance(around, Tape) else None
+    if ledger is None or checkpoint_frame()[0] is None:
+        return ledger
+    is_ours = runs_again(module)  # and positional arguments, the checkpoint asks the model's tape to keep
+    ledger.note_held(tensors_in(kwargs.values()), is_asked=not is_ours)
+    return ledger.within() if is_ours else None
 
 
 def _is_marked(owner: tuple[nn.Module, str]) -> bool:

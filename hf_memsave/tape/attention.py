@@ -43,7 +43,9 @@ def attention(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
         query = low(tape, query)
     if mask is not None:
         of_stock = mask.dtype is torch.bool and fills_finite(query) and is_cudnn(query, key, value, mask, **rest)
-        mask = mask if of_stock else _shared_mask(tape, mask, query.dtype, is_low)
+        of_layer, mask = mask, mask if of_stock else _shared_mask(tape, mask, query.dtype, is_low)
+        if tape.ledger is not None and mask.untyped_storage() is not of_layer.untyped_storage():
+            tape.ledger.note_again(mask.untyped_storage())
     value = _unpinned(tape, value, (query, key))
     key = _unpinned(tape, key, (query, value))
     held = _held_whole(tape, query) if _is_part(query) and is_one_kernel(query, key, value, mask, **rest) else None

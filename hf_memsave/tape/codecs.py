@@ -118,7 +118,9 @@ def coded(
         record.forget()
         record.node, record.version = weakref.ref(node), tensor._version
         record.dtype, record.stride = tensor.dtype, tensor.stride()
-    tape.note_small(node, sum(code.nbytes for code in codes), "code")
+    tape.note_small(node, sum(code.nbytes for code in codes), "code", is_exact=not is_lossy)
+    if is_lossy and tape.ledger is not None and tape.in_place != "inexact":
+        tape.ledger.note_input(storage, tensor, record, storage.nbytes())
     return node
 
 

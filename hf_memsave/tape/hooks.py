@@ -25,7 +25,7 @@ from hf_memsave.tape import decisions, prices, sweep
 from hf_memsave.tape.codecs import CODERS, Coders, as_bits
 from hf_memsave.tape.copies import copy_of
 from hf_memsave.tape.handles import Handle, Held, Lent, Ticket
-from hf_memsave.tape.ledger import Ledger
+from hf_memsave.tape.ledger import Ledger, Within
 from hf_memsave.tape.private import (
     OPS,
     compile_nothing_of,
@@ -76,7 +76,7 @@ class Tape(Recorder):
         coders: Coders = CODERS,
         codec: Any = None,
         inputs: Iterable[Any] = (),
-        ledger: Ledger | None = None,
+        ledger: Ledger | Within | None = None,
         decided: decisions.Decisions | None = None,
         mark_of: Callable[[Tensor], Record] | None = None,
     ) -> None:
@@ -213,7 +213,8 @@ class Tape(Recorder):
     def pack(self, tensor: Tensor) -> Handle:
         """Called by autograd with each tensor to keep; returns what goes on the tape."""
         if self.coder is not None and (chosen := self.coder(tensor)) is not None:
-            self._note_replaced(tensor)
+            if self.ledger is not None:
+                self.note(tensor.untyped_storage(), tensor, self.record_of(tensor))
             return chosen
         kind = type(tensor)
         if kind is nn.Parameter:
@@ -226,7 +227,7 @@ class Tape(Recorder):
                 return self.keep(tensor)
         storage = tensor.untyped_storage()
         if self.ledger is not None:
-            self.note(record, storage, tensor)
+            self.note(storage, tensor, record)
         is_open = record.node is not None or (record.func is not None and not record.is_kept)
         handle = self.ticket(record, storage, tensor) if is_open else None
         return self.hold(record, storage, tensor) if handle is None else handle
@@ -291,8 +292,7 @@ class Tape(Recorder):
         """A handle that keeps ``small`` instead of ``tensor``, until that is kept anyway."""
         handle = StandIn(tensor, self.keep(small), small.nbytes, decode)
         self.note_small(handle, small.nbytes, "code")
-        record = self.record_of(tensor)
-        if record is not None and record.tape is self:
+        if (record := self.record_of(tensor)) is not None and record.tape is self:
             record.handles = added(record.handles, weakref.ref(handle))
         return handle
 

@@ -1,71 +1,187 @@
-"""What a tape was asked to keep in one forward, and how it answered: by function, once the forward is over."""
+"""What autograd asked to keep in one forward, and what became of it: by function, once the forward is over.
+
+Three counts, each of storages once: what stock asks autograd to keep, what is kept here, and of that what lies in main
+memory. What stock asks for is seen as the forward runs, since functions that a tape remakes ask for the same tensors as
+in stock; where an operation asks for others, or none at all, what stock's own would ask for is counted instead
+(:mod:`~hf_memsave.tape.as_stock`). "Stock" is the model as it would be trained without us: under gradient checkpointing
+that the user has turned on, too. What only checkpointed blocks of ours would have kept is avoided.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
-from hf_memsave.tape.record import Record
+import torch
+from torch import Tensor, nn
+
+from hf_memsave.tape.handles import Lent, Node
+from hf_memsave.tape.offload import Away
+from hf_memsave.tape.record import COUNTED, Record
+from hf_memsave.tape.tensors import is_plain
 
 
-class _Asked(NamedTuple):
-    """A storage that autograd asked to keep, or that is kept to remake others."""
+class _Entry:
+    """One storage.
 
-    record: weakref.ref[Record]
-    nbytes: int
-    made_by: str
-    is_source: bool
+    Attributes:
+        ledger: Whose it is.
+        nbytes: Of the storage.
+        made_by: What made it.
+        records: Those by which tapes know whether they keep it.
+        copies: Of it, in main memory.
+        is_of_op: Nothing but what is not exact asks to keep it.
+        is_asked: Stock asks autograd to keep it.
+        is_held: A checkpoint holds it.
+        is_remade: An exact setting remakes it from what it is known to keep.
+        cost: What an exact setting would keep to have it, where it is not kept here; None where that is not asked.
+    """
+
+    __slots__ = (
+        "ledger", "nbytes", "made_by", "records", "copies", "is_asked", "is_held", "is_of_op", "is_remade", "cost",
+    )  # fmt: skip
+
+    def __init__(self, ledger: Ledger, nbytes: int, made_by: str, is_of_op: bool = False) -> None:
+        self.ledger, self.nbytes, self.made_by = ledger, nbytes, made_by
+        self.records: list[weakref.ref[Record]] = []
+        self.copies: list[weakref.ref[Away]] = []
+        self.is_asked = self.is_held = self.is_remade = False
+        self.is_of_op = is_of_op
+        self.cost: int | None = None
+
+    def is_kept(self) -> bool:
+        """Whether a tape keeps the storage, or a checkpoint."""
+        return self.is_held or any((r := ref()) is not None and r.costs_nothing() for ref in self.records)
+
+    def is_away(self) -> bool:
+        """Whether it is kept in main memory."""
+        return any(ref() is not None for ref in self.copies)
 
 
 class Ledger:
     """Counts storages once each, by what became of them when the forward had ended.
 
     Attributes:
-        avoided: Bytes that autograd asked to keep and does not, by the function that made them; below zero for what is
-            kept instead.
+        avoided: Bytes that stock keeps and we do not, by the function that made them; below zero for what is kept
+            instead.
+        kept: Bytes that are kept on the device, for an operation of the model or to remake others, by what made them.
+        offloaded: Bytes that are kept in main memory, likewise.
+        nbytes_exact: What the same setting would keep without its approximations, samples and codes.
+        nbytes_again: What it would keep beyond that if no linear ran again.
+        is_counted: A forward was counted; the numbers are zero before.
+        is_checkpointed: Blocks of it run again as a whole.
         is_loss_chunked: Logits were not computed at once.
-        kept: Bytes that are kept, for an operation of the model or to remake others, by what made them.
+        uncounted: Why a forward was not counted, if one was not.
     """
 
     def __init__(self) -> None:
         self.avoided: Counter[str] = Counter()
         self.kept: Counter[str] = Counter()
-        self.is_loss_chunked = False
-        self._asked: dict[int, _Asked] = {}
-        self._small: list[tuple[weakref.ref[Any], int, str]] = []
+        self.offloaded: Counter[str] = Counter()
+        self.nbytes_exact = self.nbytes_again = 0
+        self.is_counted = self.is_checkpointed = self.is_loss_chunked = False
+        self.uncounted = ""
+        self.forget()
 
-    def note(self, record: Record, storage: Any, tensor: Any, is_source: bool = False) -> None:
-        """Autograd asked for ``tensor``, or another one is to be remade from it."""
-        if record.number is None:
-            record.number = len(self._asked)
-            self._asked[record.number] = _Asked(weakref.ref(record), storage.nbytes(), _maker(tensor), is_source)
-        elif not is_source and record.number in self._asked:
-            self._asked[record.number] = self._asked[record.number]._replace(is_source=False)
+    def note(
+        self, storage: Any, tensor: Any, record: Record | None, is_asked: bool = True, is_of_op: bool = False
+    ) -> _Entry:
+        """A tensor of ``storage`` is kept, or may be.
 
-    def note_small(self, handle: Any, nbytes: int, name: str) -> None:
-        """``handle`` keeps this much instead of a tensor."""
-        self._small.append((weakref.ref(handle), nbytes, name))
+        Args:
+            storage: Of the tensor.
+            tensor: Any that lies in it.
+            record: Tells at the end of the forward whether a tape keeps it; None where no tape does.
+            is_asked: Stock asks autograd to keep it.
+            is_of_op: It is asked for by what is not exact.
+
+        Returns:
+            What is known of it.
+        """
+        entry: _Entry | None = getattr(storage, COUNTED, None)
+        if entry is None or entry.ledger is not self:
+            entry = _Entry(self, storage.nbytes(), _maker(tensor), is_of_op)
+            setattr(storage, COUNTED, entry)
+            self._entries.append(entry)
+        entry.is_asked |= is_asked
+        entry.is_of_op &= is_of_op or not is_asked  # what such an operation keeps may serve to remake what it made
+        if record is not None and not any(ref() is record for ref in entry.records):
+            entry.records.append(weakref.ref(record))
+        return entry
+
+    def note_input(self, storage: Any, tensor: Any, record: Record | None, cost: int | None) -> None:
+        """Stock keeps ``tensor`` for a call that another one stands for; if that is not exact, exactly for ``cost``."""
+        entry = self.note(storage, tensor, record, is_of_op=cost is not None)
+        entry.cost = entry.cost if cost is None else cost
+
+    def note_made(self, storage: Any, tensor: Any, record: Record | None, is_asked: bool, is_cheap: bool) -> None:
+        """Such an operation made ``tensor``, which stock may ask for; an exact setting remakes it, if it is cheap."""
+        if is_asked or is_cheap:
+            self.note(storage, tensor, record, is_asked, is_of_op=True).is_remade = is_cheap
+
+    def note_held(self, tensors: Iterable[Tensor], is_asked: bool) -> None:
+        """A checkpoint holds these itself, and the state of a generator; in stock too, if that ``is_asked``."""
+        for tensor in tensors:
+            if is_plain(tensor) and not isinstance(tensor, nn.Parameter) and tensor.layout is torch.strided:
+                self.note(tensor.untyped_storage(), tensor, None, is_asked).is_held = True
+        state = _Entry(self, torch.get_rng_state().nbytes, "state of a generator")
+        state.is_held, state.is_asked = True, is_asked
+        self._entries.append(state)
+        self.is_checkpointed |= not is_asked
+
+    def note_small(self, handle: Any, nbytes: int, name: str, is_exact: bool) -> None:
+        """``handle`` keeps this much instead of a tensor, in an exact setting too or not."""
+        self._small.append((weakref.ref(handle), nbytes, name, is_exact))
+
+    def note_stock(self, name: str, nbytes: int) -> None:
+        """Stock keeps so much more, which nothing makes here."""
+        self._stock[name] += nbytes
+
+    def note_run_again(self, nbytes: int) -> None:
+        """A linear of a rung runs again, in whose place a tensor would be kept."""
+        self._again += nbytes
+
+    def note_again(self, storage: Any) -> None:
+        """Stock makes another tensor like this one, and keeps that too, if it keeps this one."""
+        entry: _Entry | None = getattr(storage, COUNTED, None)
+        if entry is not None and entry.ledger is self and entry.is_asked:
+            self._stock[entry.made_by] += entry.nbytes
 
     def forget(self) -> None:
         """The forward failed: count another one."""
-        self._asked, self._small = {}, []
+        self._entries: list[_Entry] = []
+        self._small: list[tuple[weakref.ref[Any], int, str, bool]] = []
+        self._stock: Counter[str] = Counter()
+        self._again = 0
 
     def close(self) -> None:
         """The forward is over: count."""
-        for record_of, nbytes, made_by, is_source in self._asked.values():
-            record = record_of()
-            if record is not None and record.costs_nothing():
-                self.kept[made_by] += nbytes
-                self.avoided[made_by] -= nbytes if is_source else 0
-            elif not is_source:
-                self.avoided[made_by] += nbytes
-        for handle_of, nbytes, name in self._small:
+        for entry in self._entries:
+            n, is_away = entry.nbytes, entry.is_away()
+            is_kept = is_away or entry.is_kept()
+            if is_kept:
+                (self.offloaded if is_away else self.kept)[entry.made_by] += n
+            self.avoided[entry.made_by] += n * (entry.is_asked - is_kept)
+            if not entry.is_remade:
+                exact = n if is_kept else 0
+                exact = 0 if entry.is_of_op and entry.cost is None else exact
+                self.nbytes_exact += exact or entry.cost or 0
+        for handle_of, nbytes, name, is_exact in self._small:
             handle = handle_of()
             if handle is not None and getattr(handle, "via", None) is None:
-                self.kept[name] += nbytes
+                (self.offloaded if _is_away(handle) else self.kept)[name] += nbytes
                 self.avoided[name] -= nbytes
-        self._asked, self._small = {}, []
+                self.nbytes_exact += nbytes if is_exact else 0
+        self.avoided.update(self._stock)
+        self.nbytes_again += self._again
+        self.is_counted, self.uncounted = True, ""
+        self.forget()
+
+    def within(self) -> Within:
+        """This ledger, for the tape of a block that runs again."""
+        return Within(self)
 
     @property
     def nbytes_avoided(self) -> int:
@@ -74,12 +190,55 @@ class Ledger:
 
     @property
     def nbytes_kept(self) -> int:
-        """What is kept, for the model's operations or for remaking."""
+        """What is kept on the device, for the model's operations or for remaking."""
         return sum(self.kept.values())
 
+    @property
+    def nbytes_offloaded(self) -> int:
+        """What is kept in main memory."""
+        return sum(self.offloaded.values())
+
+    @property
+    def nbytes_stock(self) -> int:
+        """What stock keeps."""
+        return self.nbytes_kept + self.nbytes_offloaded + sum(self.avoided.values())
+
     def by_function(self, what: str) -> dict[str, int]:
-        """Bytes of ``what`` ("avoided" or "kept") by function, the most first."""
-        return dict((+(self.avoided if what == "avoided" else self.kept)).most_common())
+        """Bytes of ``what`` ("avoided", "kept" or "offloaded") by function, the most first."""
+        count: Counter[str] = getattr(self, what)
+        return dict((+count).most_common())
+
+
+class Within:
+    """A ledger, as the tape of a block that runs again tells it: what stock asks for, and nothing that is kept."""
+
+    is_loss_chunked = False
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger, self.note_stock = ledger, ledger.note_stock
+        self.note_again, self.note_run_again = ledger.note_again, ledger.note_run_again
+
+    def note(self, storage: Any, tensor: Any, record: Any, is_asked: bool = True, is_of_op: bool = False) -> None:
+        """As of a ledger."""
+        if is_asked:
+            self.ledger.note(storage, tensor, None)
+
+    def note_input(self, storage: Any, tensor: Any, record: Any, cost: int | None) -> None:
+        """As of a ledger."""
+        self.note(storage, tensor, None)
+
+    def note_made(self, storage: Any, tensor: Any, record: Any, is_asked: bool, is_cheap: bool) -> None:
+        """As of a ledger."""
+        self.note(storage, tensor, None, is_asked)
+
+    def note_small(self, handle: Any, nbytes: int, name: str, is_exact: bool) -> None:
+        """Nothing: it is gone when the forward is over."""
+
+
+def _is_away(handle: Any) -> bool:
+    """Whether what stands for a tensor lies in main memory."""
+    parts = handle.args if isinstance(handle, Node) else [getattr(handle, "small", None)]
+    return any(isinstance(part, Lent) and part.handle and isinstance(part.handle[0], Away) for part in parts)
 
 
 def _maker(tensor: Any) -> str:

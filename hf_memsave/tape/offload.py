@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from hf_memsave.device import STAND_IN, current_stream, has_streams
 from hf_memsave.errors import KeptTensorChangedError, MemSaveError
 from hf_memsave.tape.private import neg_view
-from hf_memsave.tape.record import BUFFER, MARK
+from hf_memsave.tape.record import BUFFER, COUNTED, MARK
 from hf_memsave.tape.tensors import is_plain, taken_apart
 
 #: Bytes below which a storage stays where it is.
@@ -67,6 +67,8 @@ class _Pack:
             copy = Away(tensor, self._last)
             self._last = weakref.ref(copy)
             setattr(storage, _COPY, (weakref.ref(copy), tensor._version))
+            if (entry := getattr(storage, COUNTED, None)) is not None:
+                entry.copies.append(weakref.ref(copy))
         view = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
         return copy, *view, tensor.is_conj(), tensor.is_neg()
 

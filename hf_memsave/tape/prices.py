@@ -163,6 +163,8 @@ def settle(tape: Any, record: Record, storage: Any) -> Node:
         if key in notes and (first := notes[key]()) is not None and is_near(tape, first):
             node, args, kwargs = first, (), None
         notes[key] = weakref.ref(node)
+    if type(func) is LinearAgain and tape.ledger is not None:
+        tape.ledger.note_run_again(storage.nbytes())
     record.forget()
     record.node = weakref.ref(node)
     if args:
@@ -200,7 +202,7 @@ def take(tape: Any, argument: Any, node: Node) -> Any:
     if handle is None:
         record.dependents = added(record.dependents, weakref.ref(node))
         if tape.ledger is not None:
-            tape.note(record, storage, argument, is_source=True)
+            tape.note(storage, argument, record, is_asked=False)
         handle = tape.hold(record, storage, argument)
     if type(handle) is Ticket:
         node.builds_on(handle.node)

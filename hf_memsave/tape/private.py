@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks

@@ -19,6 +19,8 @@ from hf_memsave.tape.tensors import View, is_flipped
 
 #: Where a storage carries its record.
 MARK = "_memsave"
+#: Where it carries its entry in the ledger of a forward that is counted.
+COUNTED = "_memsave_counted"
 
 
 class _Refs(list[Any]):
@@ -63,7 +65,6 @@ class Record:
         is_distrusted: It may be written to without its version telling.
         key: Of the decision whether to keep it.
         made: Of the call that made it, the same in every forward that does the same.
-        number: In a ledger.
         is_activation: It depends on the batch, though nothing says so (a tensor made inside an autograd Function).
         handles: Those that hold the storage, or stand in for it, and may still give way to a ticket.
         node: The node that gives it back, if one was settled.
@@ -84,7 +85,6 @@ class Record:
     is_kept = is_input = is_weak = is_activation = is_distrusted = False
     is_sharded = is_brief = False
     key = made = 0
-    number: int | None = None
     handles: Any = ()
     node: weakref.ref[Node] | None = None
     remakes: Any = ()

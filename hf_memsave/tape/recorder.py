@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hf_memsave.tape import offload, prices, sweep
 from hf_memsave.tape.handles import Handle, Node
-from hf_memsave.tape.ledger import Ledger
+from hf_memsave.tape.ledger import Ledger, Within
 from hf_memsave.tape.private import checkpoint_frame, no_dispatch, no_modes, unwrapped, written_by
 from hf_memsave.tape.record import MARK, PARAMETER, Record, added
 from hf_memsave.tape.tensors import is_plain, tensors_in
@@ -35,9 +35,12 @@ class Recorder(TorchFunctionMode):
         made: Of each record that was made, what tells it from others in this forward and finds it in the next.
         asked: Those of which anybody asked how their tensor was made.
         kept: Of tensors kept in this block, before others kept all that they were made from.
+        in_place: Of what in stock something else asks what to keep now: see :mod:`~hf_memsave.tape.as_stock`.
     """
 
-    def __init__(self, ledger: Ledger | None, mark_of: Callable[[Tensor], Record] | None = None) -> None:
+    in_place: Literal["exact", "inexact"] | None = None
+
+    def __init__(self, ledger: Ledger | Within | None, mark_of: Callable[[Tensor], Record] | None = None) -> None:
         super().__init__()
         self.ledger, self.mark_of = ledger, mark_of
         self.outer: Any = None
@@ -229,21 +232,16 @@ class Recorder(TorchFunctionMode):
             self._state = key
         return key
 
-    def note(self, record: Record, storage: Any, tensor: Tensor, is_source: bool = False) -> None:
+    def note(self, storage: Any, tensor: Tensor, record: Record | None, is_asked: bool = True) -> None:
         """Tell the ledger that ``tensor`` was asked for, or is needed to remake another one."""
-        if self.ledger is not None and self.outer is None:  # what a hook outside makes of it is not for us to count
-            self.ledger.note(record, storage, tensor, is_source)
+        if self.ledger is not None and record is not None and record.tape is self:
+            is_asked = is_asked and self.in_place is None
+            self.ledger.note(storage, tensor, record, is_asked, is_of_op=self.in_place == "inexact")
 
-    def _note_replaced(self, tensor: Tensor) -> None:
-        """The same where something else is kept instead."""
-        record = None if self.ledger is None else self.record_of(tensor)
-        if record is not None and record.tape is self:
-            self.note(record, tensor.untyped_storage(), tensor)
-
-    def note_small(self, handle: Handle, nbytes: int, name: str) -> None:
+    def note_small(self, handle: Handle, nbytes: int, name: str, is_exact: bool = True) -> None:
         """Tell it that so little is kept instead of a tensor."""
-        if self.ledger is not None and self.outer is None:
-            self.ledger.note_small(handle, nbytes, name)
+        if self.ledger is not None:
+            self.ledger.note_small(handle, nbytes, name, is_exact and self.in_place != "inexact")
 
     # Blocks
 

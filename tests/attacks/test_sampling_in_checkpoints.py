@@ -19,7 +19,7 @@ from support.helpers import assert_same_bits, random
 from support.steps import assert_same, gradients, step
 
 SIZE = Size(hidden=32, heads=4, layers=2, batch=3, seq=16)
-SAMPLED = MemSaveConfig(linear=WTACRS(minimum=4))
+SAMPLED = MemSaveConfig(linear=WTACRS(minimum=4, targets=("0", "1")))
 KINDS = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
 #: A reentrant checkpoint knows no gradient of keywords, such as the encoder's output.
 CASES = pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def sampled(family, device, attention=False):
     if attention:
         model.set_attn_implementation("eager")
     model = model.to(device)
-    patch(model, MemSaveConfig(linear=WTACRS(minimum=4, attention=attention)))
+    patch(model, MemSaveConfig(linear=WTACRS(minimum=4, targets=("0", "1"), attention=attention)))
     return model
 
 
@@ -172,7 +172,7 @@ def test_a_whole_model_is_checkpointed(use_reentrant, device):
     for is_checkpointed in (False, True):
         torch.manual_seed(0)
         model = Attack(lambda model, x: model.g(model.f(x).relu())).to(device)
-        patch(model, SAMPLED)
+        patch(model, MemSaveConfig(linear=WTACRS(minimum=4, targets=("f", "g"))))
         x, steps = random(4, 64, WIDTH, device=device).requires_grad_(), []
         for _ in range(3):
             model.zero_grad()

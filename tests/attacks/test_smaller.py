@@ -146,7 +146,7 @@ def test_an_undefined_gradient_stays_undefined(after, activation, config, device
 def test_an_undefined_gradient_of_sampled_attention(device):
     model = build("llama", SIZE)
     model.set_attn_implementation("eager")
-    patch(model.to(device), MemSaveConfig(linear=WTACRS(minimum=4, attention=True)))
+    patch(model.to(device), MemSaveConfig(linear=WTACRS(minimum=4, targets=("0", "1"), attention=True)))
     last = model.model.layers[-1].self_attn
     last.register_forward_hook(lambda module, args, output: (Undefined.apply(output[0]), *output[1:]))
     step(model, batch_for(model, SIZE))

@@ -22,7 +22,7 @@ from support.helpers import assert_same_bits, only_on_cpu, random
 from support.steps import step
 
 SIZE = Size(hidden=16, heads=2, layers=2, batch=4, seq=12)
-SAMPLED = MemSaveConfig(linear=WTACRS(minimum=4))
+SAMPLED = MemSaveConfig(linear=WTACRS(minimum=4, targets=("0", "1")))
 
 pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
 
@@ -206,7 +206,7 @@ class Pooled(nn.Module):
 def test_pads_under_mean_pooling_are_drawn_without_bias(device):
     torch.manual_seed(0)
     model = Pooled().to(device).train()
-    patch(model, MemSaveConfig(linear=WTACRS(minimum=4)))
+    patch(model, MemSaveConfig(linear=WTACRS(minimum=4, targets=("0", "1"))))
     sampler = sampler_of(model)
     mask = (torch.arange(8, device=device) < torch.tensor([[8], [5], [3], [6]], device=device)).long()
     taken = []
@@ -284,7 +284,7 @@ def test_a_second_patch_keeps_the_cache_and_another_config_does_not(device):
     sampler = sampler_of(model)
     patch(model, SAMPLED)
     assert sampler_of(model) is sampler and sampler.cache.layers
-    patch(model, MemSaveConfig(linear=WTACRS(budget=0.5)), replace=True)
+    patch(model, MemSaveConfig(linear=WTACRS(budget=0.5, targets=("0", "1"))), replace=True)
     assert sampler_of(model) is not sampler and not sampler_of(model).cache.layers
     patch(model, replace=True)
     assert sampler_of(model) is None
@@ -293,7 +293,7 @@ def test_a_second_patch_keeps_the_cache_and_another_config_does_not(device):
 def stepping(device, **options):
     """A model, its cache of norms, and the loss of a batch."""
     model = build("bert", SIZE).to(device)
-    patch(model, MemSaveConfig(linear=WTACRS(**options)))
+    patch(model, MemSaveConfig(linear=WTACRS(targets=("0", "1"), **options)))
     return model, sampler_of(model).cache, model(**batch_of(model)).loss
 
 

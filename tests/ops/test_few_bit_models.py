@@ -41,7 +41,7 @@ def test_each_activation_of_a_model_chooses_for_itself(device, trained):
     patch(ours, MemSaveConfig(activation="few_bit"))
     x = random(64, 8, device=device)
     n = 64 * 16
-    assert measure_kept(exact, x).total - measure_kept(ours, x).total == n * 4 - n // 2  # one of both
+    assert measure_kept(exact, x).total - measure_kept(ours, x).total == n * 4 - (n // 2 + n // 1024)  # one of both, in 4 bits and a byte
     for model in (stock, ours):
         of_chain(model, x)
     after, before = (ours[3].weight.grad, stock[3].weight.grad) if trained else (None, None)

@@ -31,8 +31,12 @@ WAYS = {
     "output of RMSNorms": (
         dict(norm="output"), {f"output_norm_{which}" for which in ("forward", "again", "backward")}, "llama"
     ),
-    "sampled": (dict(linear=WTACRS(budget=0.3)), {"row_norms", "probabilities", "draw", "gather_rows"}, "bert"),
-    "sampled attention": (dict(linear=WTACRS(budget=0.3, attention=True)), {"probabilities", "draw"}, "bert-eager"),
+    "sampled": (
+        dict(linear=WTACRS(targets=("0", "1"))), {"row_norms", "probabilities", "draw", "gather_rows"}, "bert"
+    ),
+    "sampled attention": (
+        dict(linear=WTACRS(targets=("0", "1"), attention=True)), {"probabilities", "draw"}, "bert-eager"
+    ),
     "bits": (dict(dropout="mask"), {"pack_bits", "unpack_bits"}, "bert-dropout"),
 }  # fmt: skip
 

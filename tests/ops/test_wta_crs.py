@@ -133,7 +133,7 @@ class Attention(nn.Module):
 def attention(how, device, dtype=torch.float32):
     torch.manual_seed(0)
     model = Attention(how).to(device, dtype).train()
-    patch(model, MemSaveConfig(linear=WTACRS(budget=0.25)))
+    patch(model, MemSaveConfig(linear=WTACRS(budget=0.25, targets=("layers",))))
     return model
 
 

@@ -196,7 +196,7 @@ def test_reentrant_checkpointing_cannot_be_timed_and_says_so(device):
 #: Of a patched model: blocks by number, a sampler with what it has seen, a codec that has counted.
 CONFIGS = {
     "layers": MemSaveConfig(layers={"activation": 2, "norm": 1}),
-    "sampled": MemSaveConfig(linear=WTACRS(budget=0.3)),
+    "sampled": MemSaveConfig(linear=WTACRS(budget=0.3, targets=("0", "1"))),
     "stored": MemSaveConfig(storage="int8"),
 }
 

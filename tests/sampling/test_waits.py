@@ -19,10 +19,10 @@ from support.fake import DATA_ERRORS, NoTransfers, on_fake
 from support.families import QUOTED, build
 
 CACHES = {
-    "position": WTACRS(),
-    "content": WTACRS(cache="content"),
-    "sample_idx": WTACRS(cache="sample_idx", samples=64),
-    "none": WTACRS(cache=None),
+    "position": WTACRS(targets=("0", "1")),
+    "content": WTACRS(targets=("0", "1"), cache="content"),
+    "sample_idx": WTACRS(targets=("0", "1"), cache="sample_idx", samples=64),
+    "none": WTACRS(targets=("0", "1"), cache=None),
 }
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 
@@ -68,7 +68,7 @@ def test_a_question_that_waits_raises(monkeypatch):
     monkeypatch.setattr(batches, "has_numbers", lambda x: True)
     monkeypatch.setattr(batches, "tells_later", lambda x: False)
     with on_fake(lambda: build("bert", QUOTED, torch.bfloat16), padded=True) as (model, batch):
-        patch(model, MemSaveConfig(linear=WTACRS()))
+        patch(model, MemSaveConfig(linear=WTACRS(targets=("0", "1"))))
         with pytest.raises(DATA_ERRORS):
             model(**batch)
 

@@ -83,9 +83,9 @@ def test_drawn_rows_are_stored_in_int8_too(device):
     batch = batch_for(model, SIZE)
     patch(model)
     exact = step(model, batch)
-    patch(model, MemSaveConfig(linear=WTACRS(budget=0.3)), replace=True)
+    patch(model, MemSaveConfig(linear=WTACRS(budget=0.3, targets=("0", "1"))), replace=True)
     sampled = measure_kept(model, batch).total
-    patch(model, MemSaveConfig(linear=WTACRS(budget=0.3), storage="int8"), replace=True)
+    patch(model, MemSaveConfig(linear=WTACRS(budget=0.3, targets=("0", "1")), storage="int8"), replace=True)
     assert measure_kept(model, batch).total < 0.4 * sampled
     draws = [flat(step(model, batch)) for _ in range(32)]
     one, mean = ((d - flat(exact)).norm() for d in (draws[0], sum(draws) / 32))
@@ -96,7 +96,7 @@ def test_the_output_of_a_sampled_linear_is_coded(device):
     model = build("bert", SIZE).to(device)
     patch(model, MemSaveConfig(storage="int8"))
     exact = measure_kept(model, batch_for(model, SIZE)).total
-    patch(model, MemSaveConfig(linear=WTACRS(budget=0.3), storage="int8"), replace=True)
+    patch(model, MemSaveConfig(linear=WTACRS(budget=0.3, targets=("0", "1")), storage="int8"), replace=True)
     assert measure_kept(model, batch_for(model, SIZE)).total < 1.05 * exact
 
 

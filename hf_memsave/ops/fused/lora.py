@@ -107,4 +107,4 @@ def _has_no_kernel(module: nn.Module, value: Any) -> str:
     return f"its forward has {', '.join(sorted(unknown))}: expected that of PEFT 0.21" if unknown else ""
 
 
-FUSED_LORA = Op("fused_lora", _lora, _has_no_kernel, is_implied=True)
+FUSED_LORA = Op("fused_lora", _lora, _has_no_kernel, is_implied=True, in_place="exact")

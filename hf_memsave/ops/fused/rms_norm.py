@@ -68,4 +68,4 @@ def _check(module: nn.Module, value: Any) -> str:
     return "it is parametrized: reading its weight computes it" if is_parametrized(module) else ""
 
 
-FUSED_RMS_NORM = Op("fused_rms_norm", _rms_norm, _check, is_implied=True)
+FUSED_RMS_NORM = Op("fused_rms_norm", _rms_norm, _check, is_implied=True, in_place="exact")

@@ -122,4 +122,4 @@ class _Rotary(torch.autograd.Function):
         return *found, None, None
 
 
-FUSED_ROTARY = Op("fused_rotary", _rotary, is_implied=True)
+FUSED_ROTARY = Op("fused_rotary", _rotary, is_implied=True, in_place="exact")

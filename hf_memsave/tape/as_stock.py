@@ -1,0 +1,120 @@
+"""What stock would ask autograd to keep of a call that something else stands for.
+
+A ledger counts the tensors that autograd asks a tape for. An approximate, sampled, fused or chunked operation asks for
+others than the stock one, or for none. So in the one forward that is counted, the stock one runs beside it on tensors
+without bytes: it computes nothing, draws nothing, and takes no memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hf_memsave.device import has_numbers
+from hf_memsave.tape.private import FakeTensor, FakeTensorMode, no_modes
+from hf_memsave.tape.tensors import leaves
+
+
+@contextlib.contextmanager
+def in_place_of_stock(tape: Any, is_exact: bool = True) -> Iterator[None]:
+    """What autograd asks ``tape`` to keep meanwhile, stock does not ask for; and no exact setting, but if this is."""
+    if tape is None:
+        yield
+        return
+    before, tape.in_place = tape.in_place, "exact" if is_exact else "inexact"
+    try:
+        yield
+    finally:
+        tape.in_place = before
+
+
+def counted(
+    tape: Any,
+    name: str,
+    run: Callable[[], Any],
+    stock: Callable[..., Any],
+    args: Sequence[Any],
+    module: nn.Module | None = None,
+    how: Literal["exact", "cheap", "product"] = "exact",
+) -> Any:
+    """``run()``, in whose place stock has ``stock(*args)``; the ledger of ``tape`` is told what that asks for.
+
+    Args:
+        tape: The one that is innermost, or None.
+        name: Of the stock call.
+        run: What happens.
+        stock: Called at most once, with tensors without bytes in place of the tensors among ``args``.
+        args: Of the stock call.
+        module: Whose parameters it reads.
+        how: ``run`` is "exact"; or else an exact setting remakes what it gives, if that is "cheap", or keeps it.
+
+    Returns:
+        What ``run`` returns.
+    """
+    if tape is None or tape.ledger is None or tape.in_place or (asked := _asked(stock, args, module)) is None:
+        return run()
+    inputs, nbytes, is_out_asked = asked
+    costs = [None if how == "exact" else tape.cost(x) for x in inputs]
+    with in_place_of_stock(tape, how == "exact"):
+        out = run()
+    ledger = tape.ledger
+    for x, cost in zip(inputs, costs, strict=True):
+        if (record := tape.record_of(x)) is not None and record.tape is tape:
+            ledger.note_input(x.untyped_storage(), x, record, cost)
+    if type(out) is Tensor and (record := tape.record_of(out)) is not None:
+        ledger.note_made(out.untyped_storage(), out, record, is_out_asked, how == "cheap")
+    ledger.note_stock(name, nbytes)
+    return out
+
+
+def _asked(
+    stock: Callable[..., Any], args: Sequence[Any], module: nn.Module | None
+) -> tuple[list[Tensor], int, bool] | None:
+    """The tensors among ``args`` that stock keeps, bytes of others that it makes and keeps, and whether its result."""
+    if not all(type(x) in (Tensor, nn.Parameter) and has_numbers(x) for x in leaves(args, None)):
+        return None
+    within = [] if module is None else list(module.modules())
+    if any(m._forward_hooks or m._forward_pre_hooks or "_hf_hook" in m.__dict__ for m in within):
+        return None  # which would see tensors without bytes
+    found: dict[int, Any] = {}
+
+    def pack(tensor: Tensor) -> None:
+        if isinstance(tensor, FakeTensor):  # else a parameter, or of the batch
+            found[_place(tensor)] = tensor.untyped_storage()
+
+    is_cached = torch.is_autocast_cache_enabled()
+    try:
+        with no_modes(), _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            torch.set_autocast_cache_enabled(False)  # where casts of weights, without bytes, would stay
+            fakes = [_without_bytes(a) if isinstance(a, Tensor) else a for a in args]
+            with torch.enable_grad(), saved_tensors_hooks(pack, _never):
+                out = stock(*fakes)
+            weights = [mode.from_tensor(p) for p in (() if module is None else module.parameters())]
+            given = [(a, _place(f)) for a, f in zip(args, fakes, strict=True) if isinstance(f, Tensor)]
+            is_out = isinstance(out, Tensor) and _place(out) in found
+            mine = {place for _, place in given} | {_place(w) for w in weights} | ({_place(out)} if is_out else set())
+            nbytes = sum(storage.nbytes() for place, storage in found.items() if place not in mine)
+            return [a for a, place in given if place in found], nbytes, is_out
+    except Exception:  # what cannot run without bytes is counted as what stands for it
+        return None
+    finally:
+        torch.set_autocast_cache_enabled(is_cached)
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _never(packed: None) -> Tensor:
+    raise AssertionError("nothing runs backward")
+
+
+def _without_bytes(x: Tensor) -> Tensor:
+    fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    return fake.requires_grad_(x.requires_grad) if x.is_floating_point() else fake
