@@ -2,6 +2,7 @@
 
 - :class:`Held`: the tensor itself, checked for writes since.
 - :class:`Lent`: what a foreign hook (checkpointing, offload, the user's own) made of the tensor.
+- :class:`Wrapped`: one of them, of what a DTensor wraps.
 - :class:`Ticket`: a view of what a :class:`Node` gives: a function, and the handles of its arguments.
 
 :mod:`~hf_memsave.tape.stand_ins` has those that hold less than the tensor.
@@ -58,11 +59,7 @@ class Held(Handle):
         if tensor is None:
             return self.via.get()  # type: ignore[union-attr]
         if tensor._version != self.version:
-            raise KeptTensorChangedError(
-                f"a tensor needed for gradient computation has been modified by an inplace operation: {tensor.dtype} "
-                f"{list(tensor.shape)} was kept at version {self.version} and is now at version {tensor._version}. "
-                "Write to it after backward(), or use the out-of-place form of the operation."
-            )
+            raise _written(tensor, self.version)
         return tensor
 
 
@@ -284,6 +281,33 @@ class Ticket(Handle):
         if out.shape == self.shape and out.stride() == self.stride and out.storage_offset() == self.offset:
             return out
         return out.as_strided(self.shape, self.stride, self.offset)
+
+
+class Wrapped(Handle):
+    """A tensor that wraps one other (a DTensor), of which a tape keeps what it would keep of that one.
+
+    A write through the wrapper shows in the version of the wrapper alone.
+    """
+
+    __slots__ = ("inner", "wrap", "wrapper", "version")
+
+    def __init__(self, tensor: Tensor, inner: Handle, wrap: Callable[[list[Tensor]], Tensor]) -> None:
+        self.inner, self.wrap, self.wrapper, self.version = inner, wrap, weakref.ref(tensor), tensor._version
+
+    def get(self) -> Tensor:
+        """It, wrapped again."""
+        wrapper = self.wrapper()
+        if wrapper is not None and wrapper._version != self.version:
+            raise _written(wrapper, self.version)
+        return self.wrap([self.inner.get()])
+
+
+def _written(tensor: Tensor, version: int) -> KeptTensorChangedError:
+    return KeptTensorChangedError(
+        f"a tensor needed for gradient computation has been modified by an inplace operation: {tensor.dtype} "
+        f"{list(tensor.shape)} was kept at version {version} and is now at version {tensor._version}. "
+        "Write to it after backward(), or use the out-of-place form of the operation."
+    )
 
 
 def fetched(argument: Any) -> Any:

@@ -23,8 +23,7 @@ from torch.compiler import is_dynamo_compiling
 
 from hf_memsave.tape import decisions, prices, sweep
 from hf_memsave.tape.codecs import CODERS, Coders, as_bits
-from hf_memsave.tape.copies import copy_of
-from hf_memsave.tape.handles import Handle, Held, Lent, Ticket
+from hf_memsave.tape.handles import Handle, Held, Lent, Ticket, Wrapped
 from hf_memsave.tape.ledger import Ledger, Within
 from hf_memsave.tape.private import (
     OPS,
@@ -36,9 +35,9 @@ from hf_memsave.tape.private import (
     push_mode,
 )
 from hf_memsave.tape.record import MARK, Record, Sharded, added
-from hf_memsave.tape.recorder import Recorder
+from hf_memsave.tape.recorder import Recorder, is_parameter
 from hf_memsave.tape.stand_ins import StandIn
-from hf_memsave.tape.tensors import is_plain, leaves, owned, plain_tensors
+from hf_memsave.tape.tensors import is_plain, leaves, owned, plain_tensors, taken_apart, waited
 
 _fetch = operator.methodcaller("get")
 
@@ -177,7 +176,7 @@ class Tape(Recorder):
         try:
             seen = plain_tensors(args if not kwargs else (*args, *kwargs.values()))
             if seen is None:
-                args, kwargs = owned(args), owned(kwargs)
+                args, kwargs = waited(owned(args)), waited(owned(kwargs))
                 found = leaves(args, kwargs)
                 if not all(is_plain(x) and x.layout is torch.strided for x in found):
                     return
@@ -186,9 +185,7 @@ class Tape(Recorder):
         except (RuntimeError, NotImplementedError):  # inference tensors have no version, sparse ones no storage
             return
         if Sharded.any_is_brief:
-            for x, _ in seen:
-                if x.dim() <= 1 and self.record_of(x).is_brief:  # type: ignore[union-attr]
-                    copy_of(self, x)  # while it is there
+            prices.copy_brief(self, func, seen)
         record = getattr(storage, MARK, None)
         if record is None or record.tape is not self:
             record = Record(self)
@@ -224,13 +221,18 @@ class Tape(Recorder):
         if record is None or record.tape is not self:
             record = self.record_of(tensor)
             if record is None or record.tape is None:
-                return self.keep(tensor)
+                return self.keep(tensor) if is_plain(tensor) else self._wrapped(tensor)
         storage = tensor.untyped_storage()
         if self.ledger is not None:
             self.note(storage, tensor, record)
         is_open = record.node is not None or (record.func is not None and not record.is_kept)
         handle = self.ticket(record, storage, tensor) if is_open else None
         return self.hold(record, storage, tensor) if handle is None else handle
+
+    def _wrapped(self, tensor: Tensor) -> Handle:
+        """For a tensor that wraps others: what is kept of the one that an activation wraps."""
+        parts, wrap = (None if is_parameter(tensor) else taken_apart(tensor)) or ((), None)
+        return self.keep(tensor) if wrap is None or len(parts) != 1 else Wrapped(tensor, self.pack(parts[0]), wrap)
 
     def keep(self, tensor: Tensor) -> Held | Lent:
         """A handle that holds ``tensor`` and nothing less."""

@@ -52,14 +52,14 @@ class _Pack:
 
     def __call__(self, tensor: Tensor) -> Any:
         if tensor.layout is not torch.strided or _is_there_anyway(tensor):
-            return tensor.detach(), tensor._version
+            return _itself(tensor), tensor._version
         if not is_plain(tensor):
             if (apart := taken_apart(tensor)) is None:
-                return tensor.detach(), tensor._version
+                return _itself(tensor), tensor._version
             return [self(part) for part in apart[0]], apart[1]
         storage = tensor.untyped_storage()
         if storage.nbytes() < SMALLEST_NBYTES:
-            return tensor.detach(), tensor._version
+            return _itself(tensor), tensor._version
         away, version = getattr(storage, _COPY, (lambda: None, None))
         copy: Away | None = away()
         is_distrusted = getattr(getattr(storage, MARK, None), "is_distrusted", False)
@@ -71,6 +71,11 @@ class _Pack:
                 entry.copies.append(weakref.ref(copy))
         view = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
         return copy, *view, tensor.is_conj(), tensor.is_neg()
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    """The tensor without its graph; a parameter of ZeRO-3 as the object that the engine fills again."""
+    return tensor if tensor.is_leaf else tensor.detach()
 
 
 def _unpack(packed: Any) -> Tensor:

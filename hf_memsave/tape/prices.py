@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch.nn.functional as F
@@ -259,7 +259,17 @@ def is_near(tape: Any, node: Node) -> bool:
 
 def _is_copied(x: Tensor, record: Record, func: Any) -> bool:
     """Whether a node of ``func`` holds a copy of a parameter or buffer ``x``, and not the thing itself."""
-    return x.dim() <= 1 or may_change(x, record, func)
+    is_gone = record.is_brief and isinstance(func, LinearAgain) and not func.gathers
+    return x.dim() <= 1 or is_gone or may_change(x, record, func)
+
+
+def copy_brief(tape: Any, func: Any, seen: Iterable[tuple[Tensor, int]]) -> None:
+    """Copy what a call reads of parameters that are there only while their own module runs, which is now."""
+    for x, _ in seen:
+        if x.dim() <= 1 or isinstance(func, LinearAgain):
+            record = tape.record_of(x)
+            if record.is_brief and _is_copied(x, record, func):
+                copy_of(tape, x)
 
 
 def may_change(x: Tensor, record: Record, func: Any) -> bool:

@@ -14,7 +14,7 @@ from hf_memsave.tape.handles import Handle, Node
 from hf_memsave.tape.ledger import Ledger, Within
 from hf_memsave.tape.private import checkpoint_frame, no_dispatch, no_modes, unwrapped, written_by
 from hf_memsave.tape.record import MARK, PARAMETER, Record, added
-from hf_memsave.tape.tensors import is_plain, tensors_in
+from hf_memsave.tape.tensors import is_plain, parts_of, tensors_in
 
 
 class Recorder(TorchFunctionMode):
@@ -80,7 +80,7 @@ class Recorder(TorchFunctionMode):
             return known.around  # it was another tape's while a checkpointed block ran
         around = known if known is not None and known.tape is self._root else None
         is_distrusted = around is not None and around.is_distrusted and not self._is_run_again()
-        if not is_distrusted and _is_parameter(tensor):
+        if not is_distrusted and is_parameter(tensor):
             mark_of = self.root.mark_of
             return PARAMETER if mark_of is None else mark_of(_whole(tensor))
         record = Record(self)
@@ -155,6 +155,11 @@ class Recorder(TorchFunctionMode):
     def before_write(self, tensor: Tensor) -> None:
         """Called before ``tensor`` is written to: what was to be remade from it is made now, as stock would keep it."""
         tensor = unwrapped(tensor)
+        if not is_plain(tensor):
+            for part in parts_of(tensor):  # whose versions do not tell
+                self.before_write(part)
+                self.distrust(part)
+            return
         record = self.known(tensor)
         if self.outer is not None and record is not None:
             offload.before_write(tensor)
@@ -201,7 +206,7 @@ class Recorder(TorchFunctionMode):
         record = self.known(tensor)
         if record is None or record.tape is not None or (record.is_sharded and tensor.dim() == 1):
             return False
-        return not _is_parameter(tensor)
+        return not is_parameter(tensor)
 
     def distrust(self, tensor: Tensor) -> None:
         """Versions of ``tensor`` tell nothing any more: until the end of the forward it is kept as it is."""
@@ -303,7 +308,7 @@ class Recorder(TorchFunctionMode):
         return self if self._root is None else self._root
 
 
-def _is_parameter(tensor: Tensor) -> bool:
+def is_parameter(tensor: Tensor) -> bool:
     """Whether it is one, or a view of one, which has its version."""
     whole = _whole(tensor)
     return type(whole) is not Tensor and isinstance(whole, nn.Parameter)  # which asks in Python

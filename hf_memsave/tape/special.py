@@ -43,12 +43,14 @@ def product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     out = func(*args, **kwargs) if kwargs else func(*args)
     if tape.again and runs_again(tape, out, func, *given):
         return out
-    if func is F.linear and len(args) > 1 and (type(out) is Tensor or type(out) is FakeTensor):
-        gathers = gathers_of(tape, args[1:]) if is_thin(args[1]) else None
-        if gathers is not None and (not any_autocast() or tape.is_innermost()):  # else its conversions are hidden
+    if func is F.linear and len(args) > 1 and is_thin(args[1]) and (type(out) is Tensor or type(out) is FakeTensor):
+        gathers = gathers_of(tape, given[0][1:])
+        if gathers is None or gathers:  # its parameters are copied now, or gathered then
+            tape.record(out, LinearAgain(func, out.device.type, gathers or ()), *given)
+        elif not any_autocast() or tape.is_innermost():  # else its conversions are hidden
             args = tuple([_own(tape, a, made) for a, made in zip(given[0], args, strict=True)])
             kwargs = {name: _own(tape, given[1][name], made) for name, made in kwargs.items()}
-            tape.record(out, LinearAgain(func, out.device.type, gathers) if gathers else func, args, kwargs)
+            tape.record(out, func, args, kwargs)
     return out
 
 

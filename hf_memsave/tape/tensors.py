@@ -70,7 +70,7 @@ def taken_apart(tensor: Tensor) -> tuple[list[Tensor], Callable[[Iterable[Tensor
     Returns:
         Both; None where its class does not tell, or what it wraps is still on its way (a collective's result).
     """
-    if not is_traceable_wrapper_subclass(tensor) or hasattr(tensor, "trigger_wait"):
+    if not is_traceable_wrapper_subclass(tensor) or _is_on_its_way(tensor):
         return None
     names, context = tensor.__tensor_flatten__()
     inner = {name: getattr(tensor, name) for name in names}
@@ -83,6 +83,19 @@ def taken_apart(tensor: Tensor) -> tuple[list[Tensor], Callable[[Iterable[Tensor
         return made
 
     return list(parts.values()), wrap
+
+
+def waited(argument: Any) -> Any:
+    """An argument of a call that has run: with what collectives have given in place of what was on its way."""
+    if isinstance(argument, (list, tuple)):
+        return type(argument)([waited(a) for a in argument])
+    if type(argument) is dict:
+        return {k: waited(a) for k, a in argument.items()}
+    return argument.elem if isinstance(argument, Tensor) and _is_on_its_way(argument) else argument
+
+
+def _is_on_its_way(tensor: Tensor) -> bool:
+    return hasattr(tensor, "trigger_wait")
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
