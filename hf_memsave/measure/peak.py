@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_memsave.measure.private import quick_device
-from hf_memsave.tape.tensors import parts_of
+from hf_memsave.tape.wrappers import parts_of
 
 
 @dataclass(frozen=True)

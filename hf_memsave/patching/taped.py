@@ -58,8 +58,6 @@ BUFFERS, LEDGER = "_memsave_buffers", "_memsave_ledger"
 CODED = "_memsave_coded"
 #: The argument by which a block that gradient checkpointing runs again knows the batch of its forward.
 BATCH = "_memsave_batch"
-
-
 #: What the tapes of each module have decided.
 _decided: weakref.WeakKeyDictionary[nn.Module, Decisions] = weakref.WeakKeyDictionary()
 
@@ -164,9 +162,10 @@ def _lay(
     held, decided = _held_by_checkpoint(args, kwargs), _decided.setdefault(module, Decisions())
     ledger = _before_forward(module)
     told = _told_within(module, kwargs) if ledger is None and innermost_hooks() is not None else ledger
+    cached = with_cache(module, kwargs) if config.checkpoint == "block" else contextlib.nullcontext()
     new = Tape(*settings, codec, held, told, decided, mark_of(module, config.checkpoint))
     try:
-        with _cache(module, config, kwargs), _offload(config), new as tape:
+        with cached, _offload(config), new as tape:
             tape.again = weights_in(module) if config.checkpoint else []
             head = _head_below(module) if config.loss == "chunked" else None
             if isinstance(head, nn.Linear) and not is_parametrized(head):  # whose weight is computed as it is read
@@ -189,13 +188,6 @@ def _lay(
         if ledger.is_checkpointed or not tape.is_around:  # else blocks run again anyway: what matters is the peak
             warn_if_in_vain(module, ledger, config)
     return out
-
-
-def _cache(
-    module: nn.Module, config: MemSaveConfig, arguments: Mapping[str, Any]
-) -> contextlib.AbstractContextManager[Any]:
-    """Where whole blocks run again, a call that asks for a cache is told apart."""
-    return with_cache(module, arguments) if config.checkpoint == "block" else contextlib.nullcontext()
 
 
 def _offload(config: MemSaveConfig) -> contextlib.AbstractContextManager[Any]:

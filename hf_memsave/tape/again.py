@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from hf_memsave.tape.handles import Held
 from hf_memsave.tape.record import Sharded
-from hf_memsave.tape.tensors import is_plain, parts_of, taken_apart
+from hf_memsave.tape.tensors import is_plain
+from hf_memsave.tape.wrappers import parts_of, taken_apart
 
 #: Functions that remaking one tensor may run, where products may be among them: those of a block, and some twice.
 MOST_WORK_OF_A_BLOCK = 2048

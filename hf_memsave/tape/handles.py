@@ -2,7 +2,6 @@
 
 - :class:`Held`: the tensor itself, checked for writes since.
 - :class:`Lent`: what a foreign hook (checkpointing, offload, the user's own) made of the tensor.
-- :class:`Wrapped`: one of them, of what a DTensor wraps.
 - :class:`Ticket`: a view of what a :class:`Node` gives: a function, and the handles of its arguments.
 
 :mod:`~hf_memsave.tape.stand_ins` has those that hold less than the tensor.
@@ -59,7 +58,7 @@ class Held(Handle):
         if tensor is None:
             return self.via.get()  # type: ignore[union-attr]
         if tensor._version != self.version:
-            raise _written(tensor, self.version)
+            raise written(tensor, self.version)
         return tensor
 
 
@@ -283,26 +282,8 @@ class Ticket(Handle):
         return out.as_strided(self.shape, self.stride, self.offset)
 
 
-class Wrapped(Handle):
-    """A tensor that wraps one other (a DTensor), of which a tape keeps what it would keep of that one.
-
-    A write through the wrapper shows in the version of the wrapper alone.
-    """
-
-    __slots__ = ("inner", "wrap", "wrapper", "version")
-
-    def __init__(self, tensor: Tensor, inner: Handle, wrap: Callable[[list[Tensor]], Tensor]) -> None:
-        self.inner, self.wrap, self.wrapper, self.version = inner, wrap, weakref.ref(tensor), tensor._version
-
-    def get(self) -> Tensor:
-        """It, wrapped again."""
-        wrapper = self.wrapper()
-        if wrapper is not None and wrapper._version != self.version:
-            raise _written(wrapper, self.version)
-        return self.wrap([self.inner.get()])
-
-
-def _written(tensor: Tensor, version: int) -> KeptTensorChangedError:
+def written(tensor: Tensor, version: int) -> KeptTensorChangedError:
+    """What to raise of a tensor that was kept at ``version``."""
     return KeptTensorChangedError(
         f"a tensor needed for gradient computation has been modified by an inplace operation: {tensor.dtype} "
         f"{list(tensor.shape)} was kept at version {version} and is now at version {tensor._version}. "

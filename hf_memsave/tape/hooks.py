@@ -21,23 +21,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_dynamo_compiling
 
-from hf_memsave.tape import decisions, prices, sweep
+from hf_memsave.tape import decisions, prices, private, sweep
 from hf_memsave.tape.codecs import CODERS, Coders, as_bits
-from hf_memsave.tape.handles import Handle, Held, Lent, Ticket, Wrapped
+from hf_memsave.tape.handles import Handle, Held, Lent, Ticket
 from hf_memsave.tape.ledger import Ledger, Within
-from hf_memsave.tape.private import (
-    OPS,
-    compile_nothing_of,
-    in_transform,
-    innermost_hooks,
-    innermost_mode,
-    pop_mode,
-    push_mode,
-)
+from hf_memsave.tape.private import OPS, in_transform, innermost_hooks
 from hf_memsave.tape.record import MARK, Record, Sharded, added
 from hf_memsave.tape.recorder import Recorder, is_parameter
 from hf_memsave.tape.stand_ins import StandIn
-from hf_memsave.tape.tensors import is_plain, leaves, owned, plain_tensors, taken_apart, waited
+from hf_memsave.tape.tensors import is_plain, leaves, owned, plain_tensors
+from hf_memsave.tape.wrappers import pack_wrapped, waited
 
 _fetch = operator.methodcaller("get")
 
@@ -98,11 +91,11 @@ class Tape(Recorder):
         self.outer = innermost_hooks()
         self._hooks = saved_tensors_hooks(self.pack, _fetch)
         self._hooks.__enter__()
-        if isinstance(innermost_mode(), Tape):  # that of the model, around a checkpointed block
-            self._around = pop_mode()
+        if isinstance(private.innermost_mode(), Tape):  # that of the model, around a checkpointed block
+            self._around = private.pop_mode()
             self._around.is_around = True
             self._root = self._around.root
-        push_mode(self)
+        private.push_mode(self)
         inputs, self._inputs = self._inputs, ()
         self._state = hash((id(self.table), self.dropout, self.outer is None, self.codec is None))
         try:
@@ -120,9 +113,9 @@ class Tape(Recorder):
             self._close(*error)
 
     def _close(self, *error: object) -> None:
-        pop_mode()
+        private.pop_mode()
         if self._around is not None:
-            push_mode(self._around)
+            private.push_mode(self._around)
             self._around = None
         hooks, self._hooks = self._hooks, None
         hooks.__exit__(*error)
@@ -221,18 +214,13 @@ class Tape(Recorder):
         if record is None or record.tape is not self:
             record = self.record_of(tensor)
             if record is None or record.tape is None:
-                return self.keep(tensor) if is_plain(tensor) else self._wrapped(tensor)
+                return self.keep(tensor) if is_plain(tensor) or is_parameter(tensor) else pack_wrapped(self, tensor)
         storage = tensor.untyped_storage()
         if self.ledger is not None:
             self.note(storage, tensor, record)
         is_open = record.node is not None or (record.func is not None and not record.is_kept)
         handle = self.ticket(record, storage, tensor) if is_open else None
         return self.hold(record, storage, tensor) if handle is None else handle
-
-    def _wrapped(self, tensor: Tensor) -> Handle:
-        """For a tensor that wraps others: what is kept of the one that an activation wraps."""
-        parts, wrap = (None if is_parameter(tensor) else taken_apart(tensor)) or ((), None)
-        return self.keep(tensor) if wrap is None or len(parts) != 1 else Wrapped(tensor, self.pack(parts[0]), wrap)
 
     def keep(self, tensor: Tensor) -> Held | Lent:
         """A handle that holds ``tensor`` and nothing less."""
@@ -306,4 +294,4 @@ class Tape(Recorder):
         return sum(prices.price_of(self, tensor, record, tensor.untyped_storage())[0].values())
 
 
-compile_nothing_of(Tape.__torch_function__, Tape.pack)
+private.compile_nothing_of(Tape.__torch_function__, Tape.pack)

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_memsave.device import fuses_dropout
 from hf_memsave.errors import MeasureError, not_a_module
-from hf_memsave.tape.tensors import parts_of
+from hf_memsave.tape.wrappers import parts_of
 
 #: Kinds of op, in the order tables and pictures show them.
 KINDS_OF_OPS = (

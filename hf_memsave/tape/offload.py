@@ -20,7 +20,8 @@ from hf_memsave.device import STAND_IN, current_stream, has_streams
 from hf_memsave.errors import KeptTensorChangedError, MemSaveError
 from hf_memsave.tape.private import neg_view
 from hf_memsave.tape.record import BUFFER, COUNTED, MARK
-from hf_memsave.tape.tensors import is_plain, taken_apart
+from hf_memsave.tape.tensors import is_plain
+from hf_memsave.tape.wrappers import taken_apart
 
 #: Bytes below which a storage stays where it is.
 SMALLEST_NBYTES = 2**16

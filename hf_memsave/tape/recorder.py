@@ -12,23 +12,21 @@ from torch.overrides import TorchFunctionMode
 from hf_memsave.tape import offload, prices, sweep
 from hf_memsave.tape.handles import Handle, Node
 from hf_memsave.tape.ledger import Ledger, Within
-from hf_memsave.tape.private import checkpoint_frame, no_dispatch, no_modes, unwrapped, written_by
+from hf_memsave.tape.private import checkpoint_frame, no_dispatch, no_modes, unwrapped
 from hf_memsave.tape.record import MARK, PARAMETER, Record, added
-from hf_memsave.tape.tensors import is_plain, parts_of, tensors_in
+from hf_memsave.tape.tensors import is_plain, tensors_in
+from hf_memsave.tape.wrappers import parts_of
+from hf_memsave.tape.writes import targets, targets_of_op
 
 
 class Recorder(TorchFunctionMode):
     """The part of a tape that knows storages.
 
-    Args:
-        ledger: Told of every tensor that autograd asks to keep.
-        mark_of: Gives the mark of a parameter that a sharding engine may own.
-
     Attributes:
         block: How many blocks have ended.
         casts: Leaf -> its conversion under autocast, shared within the whole forward as by autocast's own cache.
         outer: The (pack, unpack) pair active outside, or None.
-        mark_of: What to mark the storage of a parameter with, where a sharding engine may own it; on the root.
+        mark_of: As a tape's argument; on the root.
         most_work: How many functions remaking one tensor may run.
         has_decided: A decision was taken that no earlier forward had taken.
         distrusted: How many tensors have been written to, or may be, without their version telling; on the root.
@@ -82,7 +80,7 @@ class Recorder(TorchFunctionMode):
         is_distrusted = around is not None and around.is_distrusted and not self._is_run_again()
         if not is_distrusted and is_parameter(tensor):
             mark_of = self.root.mark_of
-            return PARAMETER if mark_of is None else mark_of(_whole(tensor))
+            return PARAMETER if mark_of is None else mark_of(tensor if tensor._base is None else tensor._base)
         record = Record(self)
         record.around, record.is_distrusted = around, is_distrusted
         return record
@@ -136,21 +134,13 @@ class Recorder(TorchFunctionMode):
 
     def before_writes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a call that may write to what ``out=`` names, or with ``inplace`` to its first argument."""
-        out = kwargs.get("out")
-        targets = list(out) if isinstance(out, (list, tuple)) else [out]
-        if kwargs.get("inplace") or any(a is True for a in args):
-            targets.append(args[0] if args else kwargs.get("input"))
-        for target in targets:
-            if isinstance(target, Tensor):
-                self.before_write(target)
+        for target in targets(args, kwargs):
+            self.before_write(target)
 
     def before_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         """Before an op of ``torch.ops`` that writes to arguments."""
-        for place, name in written_by(op):
-            target = args[place] if place < len(args) else (kwargs or {}).get(name)
-            for tensor in target if isinstance(target, (list, tuple)) else [target]:
-                if isinstance(tensor, Tensor):
-                    self.before_write(tensor)
+        for target in targets_of_op(op, args, kwargs or {}):
+            self.before_write(target)
 
     def before_write(self, tensor: Tensor) -> None:
         """Called before ``tensor`` is written to: what was to be remade from it is made now, as stock would keep it."""
@@ -196,17 +186,10 @@ class Recorder(TorchFunctionMode):
             self.root.distrusted += 1
 
     def hides(self, tensor: Tensor) -> bool:
-        """Whether a write to ``tensor`` may be one to a parameter or buffer whose version does not tell.
-
-        FSDP2 fills what it has emptied through a flat alias: with what was there before.
-
-        Returns:
-            True for any other alias.
-        """
+        """Whether a write to ``tensor`` may be one to a parameter or buffer whose version does not tell."""
         record = self.known(tensor)
-        if record is None or record.tape is not None or (record.is_sharded and tensor.dim() == 1):
-            return False
-        return not is_parameter(tensor)
+        is_filled = record is not None and record.is_sharded and tensor.dim() == 1  # by FSDP2, as it was before
+        return record is not None and record.tape is None and not is_filled and not is_parameter(tensor)
 
     def distrust(self, tensor: Tensor) -> None:
         """Versions of ``tensor`` tell nothing any more: until the end of the forward it is kept as it is."""
@@ -310,9 +293,5 @@ class Recorder(TorchFunctionMode):
 
 def is_parameter(tensor: Tensor) -> bool:
     """Whether it is one, or a view of one, which has its version."""
-    whole = _whole(tensor)
+    whole = tensor if tensor._base is None else tensor._base
     return type(whole) is not Tensor and isinstance(whole, nn.Parameter)  # which asks in Python
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor if tensor._base is None else tensor._base

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -62,50 +62,6 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 _PLAIN: dict[type, bool] = {Tensor: True, nn.Parameter: True, FakeTensor: True}
-
-
-def taken_apart(tensor: Tensor) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], Tensor]] | None:
-    """What a tensor that is not plain wraps, and a function that wraps as much again.
-
-    Returns:
-        Both; None where its class does not tell, or what it wraps is still on its way (a collective's result).
-    """
-    if not is_traceable_wrapper_subclass(tensor) or _is_on_its_way(tensor):
-        return None
-    names, context = tensor.__tensor_flatten__()
-    inner = {name: getattr(tensor, name) for name in names}
-    parts = {name: part for name, part in inner.items() if isinstance(part, Tensor)}
-    others = {name: other for name, other in inner.items() if name not in parts}
-    make, names, shape, stride = type(tensor).__tensor_unflatten__, list(parts), tensor.shape, tensor.stride()
-
-    def wrap(parts: Iterable[Tensor]) -> Tensor:
-        made: Tensor = make({**others, **dict(zip(names, parts, strict=True))}, context, shape, stride)
-        return made
-
-    return list(parts.values()), wrap
-
-
-def waited(argument: Any) -> Any:
-    """An argument of a call that has run: with what collectives have given in place of what was on its way."""
-    if isinstance(argument, (list, tuple)):
-        return type(argument)([waited(a) for a in argument])
-    if type(argument) is dict:
-        return {k: waited(a) for k, a in argument.items()}
-    return argument.elem if isinstance(argument, Tensor) and _is_on_its_way(argument) else argument
-
-
-def _is_on_its_way(tensor: Tensor) -> bool:
-    return hasattr(tensor, "trigger_wait")
-
-
-def parts_of(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors whose storages hold its bytes: itself, or what it wraps; none where its class does not tell."""
-    if is_plain(tensor):
-        return [tensor]
-    if not is_traceable_wrapper_subclass(tensor):
-        return []
-    inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    return [part for wrapped in inner if isinstance(wrapped, Tensor) for part in parts_of(wrapped)]
 
 
 #: Types of arguments that hold no tensor, and that nobody can change later.

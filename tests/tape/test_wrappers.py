@@ -14,7 +14,8 @@ from hf_memsave import MemSaveConfig, measure_kept, patch
 from hf_memsave.measure.peak import storages
 from hf_memsave.tape import offload
 from hf_memsave.tape.offload import Away, Offload
-from hf_memsave.tape.tensors import is_plain, parts_of
+from hf_memsave.tape.tensors import is_plain
+from hf_memsave.tape.wrappers import parts_of
 from support.families import Size, batch_for, build
 from support.helpers import assert_same_bits
 

@@ -1,0 +1,86 @@
+"""Tensors that wrap others (DTensor, quantized ones), whose own storages are nominal: apart, and wrapped again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from hf_memsave.tape.handles import Handle, written
+from hf_memsave.tape.tensors import is_plain
+
+
+def taken_apart(tensor: Tensor) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], Tensor]] | None:
+    """What a tensor that is not plain wraps, and a function that wraps as much again.
+
+    Returns:
+        Both; None where its class does not tell, or what it wraps is still on its way (a collective's result).
+    """
+    if not is_traceable_wrapper_subclass(tensor) or _is_on_its_way(tensor):
+        return None
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: getattr(tensor, name) for name in names}
+    parts = {name: part for name, part in inner.items() if isinstance(part, Tensor)}
+    others = {name: other for name, other in inner.items() if name not in parts}
+    make, names, shape, stride = type(tensor).__tensor_unflatten__, list(parts), tensor.shape, tensor.stride()
+
+    def wrap(parts: Iterable[Tensor]) -> Tensor:
+        made: Tensor = make({**others, **dict(zip(names, parts, strict=True))}, context, shape, stride)
+        return made
+
+    return list(parts.values()), wrap
+
+
+def waited(argument: Any) -> Any:
+    """An argument of a call that has run: with what collectives have given in place of what was on its way."""
+    if isinstance(argument, (list, tuple)):
+        return type(argument)([waited(a) for a in argument])
+    if type(argument) is dict:
+        return {k: waited(a) for k, a in argument.items()}
+    is_on_its_way = isinstance(argument, Tensor) and _is_on_its_way(argument)
+    return argument.elem if is_on_its_way else argument
+
+
+def _is_on_its_way(tensor: Tensor) -> bool:
+    return hasattr(tensor, "trigger_wait")
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors whose storages hold its bytes: itself, or what it wraps; none where its class does not tell."""
+    if is_plain(tensor):
+        return [tensor]
+    if not is_traceable_wrapper_subclass(tensor):
+        return []
+    inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [part for wrapped in inner if isinstance(wrapped, Tensor) for part in parts_of(wrapped)]
+
+
+class Wrapped(Handle):
+    """A tensor that wraps one other (a DTensor), of which a tape keeps what it would keep of that one.
+
+    A write through the wrapper shows in the version of the wrapper alone.
+    """
+
+    __slots__ = ("inner", "wrap", "wrapper", "version")
+
+    def __init__(self, tensor: Tensor, inner: Handle, wrap: Callable[[list[Tensor]], Tensor]) -> None:
+        self.inner, self.wrap, self.wrapper, self.version = inner, wrap, weakref.ref(tensor), tensor._version
+
+    def get(self) -> Tensor:
+        """It, wrapped again."""
+        wrapper = self.wrapper()
+        if wrapper is not None and wrapper._version != self.version:
+            raise written(wrapper, self.version)
+        return self.wrap([self.inner.get()])
+
+
+def pack_wrapped(tape: Any, tensor: Tensor) -> Handle:
+    """What goes on the tape for an activation that wraps others."""
+    parts, wrap = taken_apart(tensor) or ((), None)
+    if wrap is None or len(parts) != 1:
+        kept: Handle = tape.keep(tensor)
+        return kept
+    return Wrapped(tensor, tape.pack(parts[0]), wrap)
