@@ -102,7 +102,9 @@ def cross_entropy(
     of_logits, words, tape = like.dtype, like.shape[-1], current()
 
     def stock(x: Tensor) -> Tensor:
+        head.state.check()
         z = head.compute(x)
+        head.state.renew()  # some adapters write to their own weights
         return F.cross_entropy(
             z, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
         )

@@ -175,7 +175,7 @@ def _wta_crs(module: Any, patch: Any, x: Tensor) -> Tensor:
         return patch.stock.forward(module, x)
     if not (module.training and module.weight.requires_grad):
         return patch.stock.forward(module, x)
-    is_named = patch.value.targets is not None
+    is_named = patch.value.targets is not None or not layer.name  # a layer that was patched by itself
     if not is_named and (not x.requires_grad or not tape.cost(x)):  # all of x is kept, or had for nothing
         return patch.stock.forward(module, x)
     shared = _shared(tape, layer, x, batch)

@@ -233,7 +233,7 @@ class Tape(Recorder):
         """For a tensor that can be had again for less than it takes to keep."""
         node = None if record.node is None else record.node()
         if node is None:
-            if record.func is None or record.costs_nothing() or not record.is_of(tensor):
+            if record.func is None or record.costs_nothing() or record.func is None or not record.is_of(tensor):
                 return None  # nobody knows how it was made, or forgot it just now, as its holders are gone
             if not decisions.pays(self, record, storage.nbytes()):
                 if self.decided[record.key] != decisions.NEVER:  # another thread may have cleared them

@@ -52,10 +52,15 @@ FORMATS = {
     "int8": Format(8, 256, torch.float32, near=124, far=129, steps=256),
     "int4": Format(4, 64, torch.bfloat16, near=11, far=2, steps=16),
 }
+#: Elements that a device codes at once, for the peak that its temporaries make; a multiple of every block.
+PIECE = 2**20
 
 
 def encode(flat: Tensor, form: Format, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
     """The code of ``flat`` ``[n]``: uint8 ``[blocks, block * bits / 8]``, and l and s ``[blocks, 2]``."""
+    if flat.numel() > PIECE and (not has_numbers(flat) or waits(flat)):  # where both ways of coding are computed
+        pieces = [encode(piece, form, generator) for piece in flat.split(PIECE)]
+        return torch.cat([codes for codes, _ in pieces]), torch.cat([bounds for _, bounds in pieces])
     x = flat.to(torch.promote_types(flat.dtype, torch.float32))
     if rest := -x.numel() % form.block:
         x = torch.cat([x, x[-1:].expand(rest)])
@@ -67,6 +72,7 @@ def encode(flat: Tensor, form: Format, generator: torch.Generator | None = None)
     low = (low - slack * low.abs()).clamp_(min=torch.finfo(dtype).min).to(dtype)
     half = torch.where((high - low.to(x.dtype)).isinf(), 0.5, 1.0).to(x.dtype)  # what overflows, in two steps
     scale = ((high * half - low.to(x.dtype) * half) * ((1 + slack) / most) / half).to(dtype)
+    scale = scale.clamp_(min=0)  # below 0 it would mark a mixed block: bounds that were cut off may cross
     u = torch.rand(x.shape, generator=generator, device=x.device)
     codes = torch.addcmul(-half * low, x, half).div_(half * scale).nan_to_num_(0.0, most, 0.0)
     codes = codes.add_(u).floor_().clamp_(0, most)

@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from hf_memsave import patch
-from hf_memsave.patching.swap import patched_class
+from hf_memsave.patching.swap import _CLASSES
 from hf_memsave.tape.handles import Node
 from support.modes import FAMILIES, MODES, WITHOUT_GRADIENTS, batch_of, make
 from support.steps import assert_same, step
@@ -47,7 +47,7 @@ def test_a_pickled_model_trains_in_a_process_that_has_never_patched_one(device):
     expected = step(model, batch_of(model))
     patch(model)
     pickled = pickle.dumps(model)
-    patched_class.cache_clear()
+    _CLASSES.clear()
     loaded = pickle.loads(pickled)
     assert type(loaded) is not type(model)
     assert_same(step(loaded, batch_of(loaded)), expected)

@@ -49,7 +49,7 @@ def sampled(kind, device, dtype, **options):
     """A model of one sampled layer, the layer, and the layer's weight."""
     torch.manual_seed(0)
     model = kind().to(device, dtype).train()
-    patch(model, MemSaveConfig(linear=WTACRS(minimum=1, **options)))
+    patch(model, MemSaveConfig(linear=WTACRS(minimum=1, targets=("0",), **options)))
     (layer,) = (m for m in model.modules() if LAYER in m.__dict__ and m.weight.requires_grad)
     return model, layer
 

@@ -128,7 +128,7 @@ APPROXIMATE = {
     "norm=output": MemSaveConfig(norm="output"),
     "int8": MemSaveConfig(storage="int8"),
     "int4": MemSaveConfig(storage="int4"),
-    "wta-crs": MemSaveConfig(linear=WTACRS(budget=0.3)),
+    "wta-crs": MemSaveConfig(linear=WTACRS(budget=0.3, targets=("0",))),
 }
 METHODS |= {
     f"{way}, {name}": replace(config, backend=backend)
