@@ -53,7 +53,7 @@ FORMATS = {
     "int4": Format(4, 64, torch.bfloat16, near=11, far=2, steps=16),
 }
 #: Elements that a device codes at once, for the peak that its temporaries make; a multiple of every block.
-PIECE = 2**20
+PIECE = 2**18
 
 
 def encode(flat: Tensor, form: Format, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
@@ -87,6 +87,10 @@ def encode(flat: Tensor, form: Format, generator: torch.Generator | None = None)
 
 def decode(codes: Tensor, bounds: Tensor, form: Format, numel: int, dtype: torch.dtype) -> Tensor:
     """The ``numel`` elements that :func:`encode` coded, in ``dtype``, on a storage of their own size."""
+    if numel > PIECE and (not has_numbers(codes) or waits(codes)):
+        rows = PIECE // form.block
+        parts = enumerate(zip(codes.split(rows), bounds.split(rows), strict=True))
+        return torch.cat([decode(c, b, form, min(PIECE, numel - i * PIECE), dtype) for i, (c, b) in parts])
     if form.bits == 4:
         codes = torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)
     low, scale = bounds.to(torch.promote_types(dtype, torch.float32)).unsqueeze(2).unbind(1)

@@ -101,8 +101,10 @@ def a_layer(
             model = make(count)
         with fake_device() as device:
             to_fake(model, device)
+            if config is not None and config.linear is not None:  # all blocks, by their numbers
+                config = replace(config, linear=replace(config.linear, targets=tuple(map(str, range(count)))))
             if config is not None:
-                patch(model, config)
+                patch(model, config, replace=True)
             ids = torch.zeros(batch, tokens, dtype=torch.long, device=device)
             for _ in range(3):  # what is asked of the first two is known in the third
                 model.zero_grad()
@@ -128,7 +130,7 @@ APPROXIMATE = {
     "norm=output": MemSaveConfig(norm="output"),
     "int8": MemSaveConfig(storage="int8"),
     "int4": MemSaveConfig(storage="int4"),
-    "wta-crs": MemSaveConfig(linear=WTACRS(budget=0.3, targets=("0",))),
+    "wta-crs": MemSaveConfig(linear=WTACRS(budget=0.3)),
 }
 METHODS |= {
     f"{way}, {name}": replace(config, backend=backend)
