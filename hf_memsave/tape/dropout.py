@@ -36,7 +36,7 @@ from hf_memsave.tape.codecs import coded
 from hf_memsave.tape.handles import Ticket
 from hf_memsave.tape.hooks import Tape
 from hf_memsave.tape.private import after_backward, backward_id, in_transform, is_concrete, outside_transforms
-from hf_memsave.tape.tensors import is_dense
+from hf_memsave.tape.tensors import is_dense, is_plain
 
 #: Of alpha dropout: what SELU saturates at, negated.
 _ALPHA = 1.7580993408473766
@@ -49,7 +49,7 @@ def dropout(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     input, p, training, inplace = _arguments(*args, **kwargs)
     if inplace:
         tape.before_write(input)
-    if not training or not 0 < p < 1 or not input.numel() or tape.dropout == "stock" or in_transform():
+    if _is_left(tape, input, p, training) or in_transform():
         return func(*args, **kwargs)
     if input.device.type == "cpu":
         noise = _noise(tape, input, input.shape, p)
@@ -64,8 +64,7 @@ def channel_dropout(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...],
     input, p, training, inplace = _arguments(*args, **kwargs)
     if inplace:
         tape.before_write(input)
-    is_plain = training and 0 < p < 1 and input.numel() and tape.dropout != "stock" and not inplace
-    if not is_plain or input.dim() < 3 or input.dim() == _UNBATCHED.get(func):
+    if inplace or _is_left(tape, input, p, training) or input.dim() < 3 or input.dim() == _UNBATCHED.get(func):
         return func(*args, **kwargs)
     noise = input.new_empty(*input.shape[:2], *[1] * (input.dim() - 2)).bernoulli_(1 - p).div_(1 - p)
     return tape.call(torch.mul, input, noise)
@@ -76,13 +75,17 @@ def alpha_dropout(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], k
     input, p, training, inplace = _arguments(*args, **kwargs)
     if inplace:
         tape.before_write(input)
-    is_plain = training and 0 < p < 1 and input.numel() and tape.dropout != "stock" and not inplace
-    if not is_plain or input.device.type != "cpu" or in_transform():
+    if inplace or _is_left(tape, input, p, training) or input.device.type != "cpu" or in_transform():
         return func(*args, **kwargs)
     a = 1.0 / math.sqrt((_ALPHA * _ALPHA * p + 1) * (1 - p))
     mask = _noise(tape, input, input.shape, p, is_scaled=False)
     shift = mask.add(-1).mul_(_ALPHA * a).add_(_ALPHA * a * p)
     return tape.call(torch.mul, input, tape.call(torch.mul, mask, a)).add_(shift)
+
+
+def _is_left(tape: Tape, input: Tensor, p: float, training: bool) -> bool:
+    """Whether stock's own function runs: where it draws nothing, is asked for, or draws as a class of its own does."""
+    return not training or not 0 < p < 1 or not input.numel() or tape.dropout == "stock" or not is_plain(input)
 
 
 def _arguments(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: Any = None) -> Any:

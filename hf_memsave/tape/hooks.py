@@ -30,7 +30,7 @@ from hf_memsave.tape.record import MARK, Record, Sharded, added
 from hf_memsave.tape.recorder import Recorder, is_parameter
 from hf_memsave.tape.stand_ins import StandIn
 from hf_memsave.tape.tensors import is_plain, leaves, owned, plain_tensors
-from hf_memsave.tape.wrappers import pack_wrapped, waited
+from hf_memsave.tape.wrappers import are_asked, by_class, pack_wrapped, waited
 
 _fetch = operator.methodcaller("get")
 
@@ -145,6 +145,8 @@ class Tape(Recorder):
     ) -> Any:
         if is_dynamo_compiling():  # a part of the model is compiled: none of this may be traced into its graph
             return func(*args, **(kwargs or {}))
+        if types and are_asked(types):
+            return by_class(self, func, types, args, kwargs or {})
         handler = self.table.get(func)
         if handler is None:
             if kwargs and (kwargs.get("out") is not None or kwargs.get("inplace")):

@@ -26,7 +26,7 @@ from hf_memsave.device import STAND_IN
 
 #: The number of the backward that runs on this thread; -1 outside of one.
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
-#: Whether that backward gets to a node that it goes through later: not where it was asked for other gradients alone.
+#: Whether that backward gets to a node later: not where it was asked for other gradients alone.
 is_to_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 #: Whether autocast is on for any device.
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
@@ -48,8 +48,9 @@ node_class: Callable[[Any], Any] = operator.attrgetter("_backward_cls")
 innermost_mode: Callable[[], TorchFunctionMode | None] = torch.overrides._get_current_function_mode
 pop_mode: Callable[[], Any] = torch.overrides._pop_mode
 push_mode: Callable[[TorchFunctionMode], None] = torch.overrides._push_mode
-#: A context in which no tensor subclass is asked.
+#: A context in which no tensor subclass is asked; and whether they are (not where they have called backward).
 no_subclasses = torch._C.DisableTorchFunctionSubclass
+asks_classes: Callable[[], bool] = torch._C._is_torch_function_enabled
 #: Functions of ``torch.nn.functional`` that are written in C++, in place among them.
 c_functions = torch._C._nn
 #: What every refusal of saved-tensor hooks comes from.

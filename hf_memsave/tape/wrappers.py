@@ -6,10 +6,11 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_memsave.tape.handles import Handle, written
+from hf_memsave.tape.private import FakeTensor, asks_classes, no_subclasses, pop_mode, push_mode
 from hf_memsave.tape.tensors import is_plain
 
 
@@ -40,8 +41,41 @@ def waited(argument: Any) -> Any:
         return type(argument)([waited(a) for a in argument])
     if type(argument) is dict:
         return {k: waited(a) for k, a in argument.items()}
-    is_on_its_way = isinstance(argument, Tensor) and _is_on_its_way(argument)
-    return argument.elem if is_on_its_way else argument
+    if not isinstance(argument, Tensor) or isinstance(argument, nn.Parameter):
+        return argument
+    if _is_on_its_way(argument):
+        return argument.elem
+    if not _is_asked(type(argument)):
+        return argument
+    with no_subclasses():
+        return argument.detach()
+
+
+def are_asked(types: Iterable[type]) -> bool:
+    """Whether these classes of tensors have their say before functions run on them: not in backward, if they call that.
+
+    Returns:
+        False for classes with operations of their own too.
+    """
+    return asks_classes() and all(map(_is_asked, types))
+
+
+def _is_asked(kind: type) -> bool:
+    is_new = kind not in (Tensor, FakeTensor) and issubclass(kind, Tensor)
+    return is_new and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+def by_class(tape: Any, func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function as these classes call it: what they call is recorded, as it is where a block runs again unasked."""
+    push_mode(tape)
+    try:
+        for kind in types:
+            out = kind.__torch_function__(func, types, args, kwargs)
+            if out is not NotImplemented:
+                return out
+    finally:
+        pop_mode()
+    return func(*args, **kwargs)  # raises, as in stock
 
 
 def _is_on_its_way(tensor: Tensor) -> bool:

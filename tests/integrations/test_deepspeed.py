@@ -24,6 +24,7 @@ def worker(folder):
     from hf_memsave.patching.swap import is_patched
     from support.families import batch_for, build
 
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # minutes to compile, and in no path with a space
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
 

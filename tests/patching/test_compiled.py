@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch._functorch.config as partitioner
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import cpp_extension
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_memsave import patch
@@ -91,9 +92,16 @@ def test_a_compile_that_fails_gives_it_back():
     assert partitioner.activation_memory_budget == 1.0
 
 
+@pytest.fixture
+def libraries(tmp_path, monkeypatch):
+    """PyTorch's, by a path without spaces: Inductor links by no other."""
+    (tmp_path / "lib").symlink_to(cpp_extension.TORCH_LIB_PATH)
+    monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", str(tmp_path / "lib"))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", "inductor"])
-def test_a_compiled_step_is_that_of_compiled_stock(backend):
+def test_a_compiled_step_is_that_of_compiled_stock(backend, libraries):
     results = []
     for patched in (False, True):
         torch._dynamo.reset()

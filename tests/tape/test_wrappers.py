@@ -1,6 +1,7 @@
 """Tensors that wrap others: their own storage is never read, and no function called that their class does not have."""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave import MemSaveConfig, measure_kept, patch
 from hf_memsave.measure.peak import storages
@@ -48,6 +51,80 @@ class Told(Hidden):
     @staticmethod
     def __tensor_unflatten__(inner, context, shape, stride):
         return Told(inner["inner"])
+
+
+class Plain(torch.Tensor):
+    """A class without functions of its own: what is made of it is of it."""
+
+
+class Named(torch.Tensor):
+    """One that hands on what it knows beside its numbers, as MONAI's and fastai's do, but from products."""
+
+    name = None
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        out = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(out, Named):
+            out.name = next((a.name for a in args if isinstance(a, Named)), None)
+        return out.as_subclass(torch.Tensor) if func is nn.functional.linear else out
+
+
+class Louder(torch.Tensor):
+    """One whose SiLU is another function."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is nn.functional.silu:
+            func, args, kwargs = nn.functional.gelu, (args[0] * 3,), {}
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class Chain(GradientCheckpointingLayer):
+    """What its last function keeps is made by the one before."""
+
+    def forward(self, x):
+        return nn.functional.gelu(nn.functional.silu(x * 1.5) + 1) * x
+
+
+class Chains(nn.Module):
+    """Two, between linears."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 32), nn.Linear(32, 4)
+        self.layers = nn.ModuleList([Chain(), Chain()])
+
+    def forward(self, x):
+        x = self.first(x)
+        x = x.as_subclass(self.kind) if type(x) is torch.Tensor else x
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x).pow(2).mean()
+
+
+@pytest.mark.parametrize("ends_plain", [True, False])
+@pytest.mark.parametrize("how", ["exact", "block", "checkpoint"])
+@pytest.mark.parametrize("kind", [Plain, Named, Louder])
+def test_a_class_of_tensors_gets_stocks_gradients(kind, how, ends_plain):
+    """Its functions are not asked in the backward of a loss of it: what runs again keeps what the forward kept."""
+    if kind is Louder and how != "exact" and not ends_plain:
+        pytest.skip("does not apply: stock's own second run is another function")
+    found = []
+    for patched in (False, True):
+        torch.manual_seed(0)
+        model = Chains().train()
+        model.kind = kind
+        for layer in model.layers if how == "checkpoint" else ():
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        if patched:
+            patch(model, MemSaveConfig(checkpoint="block" if how == "block" else None))
+        loss = model(torch.randn(4, 8).as_subclass(kind))
+        (loss.as_subclass(torch.Tensor) if ends_plain else loss).backward()
+        found.append([loss, *(p.grad for p in model.parameters())])
+    for ours, stock in zip(*reversed(found), strict=True):
+        assert torch.equal(ours.as_subclass(torch.Tensor), stock.as_subclass(torch.Tensor))
 
 
 @pytest.fixture(scope="module")
@@ -164,3 +241,18 @@ def test_a_step_under_tensor_parallelism_is_stocks_and_keeps_less(setting, mesh,
 
 def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize("dropout", [nn.Dropout(0.2), nn.AlphaDropout(0.2)], ids=repr)
+def test_dropout_of_a_wrapper_is_stocks(mesh, dropout):
+    found = []
+    for patched in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.SiLU(), dropout, nn.Linear(8, 8))
+        parallelize_module(model, mesh, {"0": ColwiseParallel(use_local_output=False), "3": RowwiseParallel()})
+        if patched:
+            patch(model)
+        x = DTensor.from_local(torch.randn(2, 4, 8), mesh, [Replicate()]).requires_grad_()
+        model(x).pow(2).mean().backward()
+        found.append(x.grad.full_tensor())
+    assert_same_bits(*reversed(found))
