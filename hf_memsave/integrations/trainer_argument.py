@@ -1,13 +1,14 @@
 """``Trainer(model, args, ..., memsave=True)``, and every trainer built on it: the callback, added as one is made.
 
-``Trainer.__init__`` takes the argument, and with it each subclass that hands its keywords on. A subclass whose own
-``__init__`` lists all that it takes (TRL's do) is taught it as well, whether it was defined before or comes later.
+``Trainer.__init__`` takes the argument, and with it each subclass that hands its keywords on; one that does not, as its
+own ``__init__`` lists all that it takes (TRL's do) or drops the rest, is taught it, be it defined before or later.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -36,8 +37,9 @@ def _teach_subclass(cls: type) -> None:
     own = vars(cls).get("__init__")
     if isinstance(own, FunctionType):
         taken = inspect.signature(own).parameters
-        if "memsave" not in taken and not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
-            wrap(cls, "__init__", _with_memsave)
+        if "memsave" not in taken:
+            hands_on = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+            wrap(cls, "__init__", partial(_with_memsave, hands_on=hands_on))
 
 
 def _teaching(trainer: type, stock: Callable[..., None] | None) -> Callable[..., None]:
@@ -51,10 +53,15 @@ def _teaching(trainer: type, stock: Callable[..., None] | None) -> Callable[...,
     return __init_subclass__
 
 
-def _with_memsave(stock: Callable[..., None]) -> Callable[..., None]:
+def _with_memsave(stock: Callable[..., None], hands_on: bool = False) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, memsave: MemSaveLike | None = None, **kwargs: Any) -> None:
         config = MemSaveConfig.resolve(memsave, may_plan=True)  # a wrong name must not cost a download
-        stock(self, *args, **kwargs)
+        if hands_on and memsave is not None:  # which may be changed on its way, or get lost
+            stock(self, *args, memsave=memsave, **kwargs)
+            if any(type(c).__name__ == "MemSaveCallback" for c in self.callback_handler.callbacks):
+                return
+        else:
+            stock(self, *args, **kwargs)
         if config is not None:
             config.callback().add_to(self)
 

@@ -238,8 +238,9 @@ def _before_forward(module: nn.Module) -> Ledger | None:
     if checkpoint_frame()[0] is not None or function_in_backward() is not None:
         ledger.uncounted = "it runs within gradient checkpointing, which keeps its arguments alone until it runs again"
         return None
-    del own[LEDGER]
-    return ledger
+    if module.training:
+        return own.pop(LEDGER)
+    return None if ledger.is_counted else ledger  # a step in eval mode counts until there is one in training
 
 
 def _told_within(module: nn.Module, kwargs: Mapping[str, Any]) -> Ledger | Within | None:

@@ -158,6 +158,9 @@ class Ledger:
 
     def close(self) -> None:
         """The forward is over: count."""
+        for counter in (self.avoided, self.kept, self.offloaded):
+            counter.clear()
+        self.nbytes_exact, self.nbytes_again = 0, self._again
         for entry in self._entries:
             n, is_away = entry.nbytes, entry.is_away()
             is_kept = is_away or entry.is_kept()
@@ -175,7 +178,6 @@ class Ledger:
                 self.avoided[name] -= nbytes
                 self.nbytes_exact += nbytes if is_exact else 0
         self.avoided.update(self._stock)
-        self.nbytes_again += self._again
         self.is_counted, self.uncounted = True, ""
         self.forget()
 

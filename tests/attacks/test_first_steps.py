@@ -5,6 +5,7 @@ from torch import nn
 
 from hf_memsave import patch
 from support.attacks import WIDTH, Attack
+from support.families import batch_for, build
 from support.helpers import random
 
 
@@ -30,3 +31,14 @@ def test_data_parallel_counts_the_first_replica_of_the_first_step(device):
             replica(x).sum().backward()
             found.append((report.step.nbytes_kept, report.step.nbytes_avoided))
     assert found == 6 * [expected] and expected[0] > 0
+
+
+def test_a_forward_in_eval_mode_counts_until_there_is_a_training_step():
+    model = build("bert", dropout=0.1).eval()
+    report, batch = patch(model), batch_for(model)
+    counted = []
+    for is_training in (False, False, True, False, True):
+        model.train(is_training)(**batch).loss.backward()
+        counted.append((report.step.nbytes_kept, report.step.nbytes_avoided))
+    in_eval, training = counted[0], counted[2]
+    assert counted == [in_eval, in_eval, training, training, training] and in_eval[1] < training[1]

@@ -37,6 +37,16 @@ class TakesItself(Trainer):
         super().__init__(model, args, train_dataset=train_dataset, memsave={"norm": "stock"} if memsave else None)
 
 
+class Drops(Trainer):
+    def __init__(self, model=None, args=None, train_dataset=None, **kwargs):
+        super().__init__(model, args, train_dataset=train_dataset)
+
+
+class Says(Trainer):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs | {"memsave": {"norm": "stock"}})
+
+
 class Mixed(hf_memsave.MemSaveMixin, Lists):
     pass
 
@@ -84,7 +94,7 @@ def test_no_is_no(value, arguments):
     assert patched_classes(trainer.model) == {} and callbacks(trainer) == []
 
 
-@pytest.mark.parametrize("cls", [Seq2SeqTrainer, Forwards, Lists, ListsBelow, Mixed], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("cls", [Seq2SeqTrainer, Forwards, Lists, ListsBelow, Drops, Mixed], ids=lambda c: c.__name__)
 def test_a_subclass_takes_it_whatever_its_own_signature(cls, arguments):
     trainer = cls(build("llama"), arguments(), train_dataset=Rows("llama"), memsave={"norm": "stock"})
     assert patch_of(trainer.model).config == MemSaveConfig(norm="stock") and len(callbacks(trainer)) == 1
@@ -92,9 +102,20 @@ def test_a_subclass_takes_it_whatever_its_own_signature(cls, arguments):
         assert patched_classes(cls(model=build("llama"), args=arguments(), train_dataset=Rows("llama")).model) == {}
 
 
-def test_a_subclass_with_an_argument_of_that_name_gets_it(arguments):
-    trainer = TakesItself(build("llama"), arguments(), Rows("llama"), memsave="anything")
-    assert patch_of(trainer.model).config == MemSaveConfig(norm="stock")
+@pytest.mark.parametrize(("cls", "value"), [(TakesItself, "anything"), (Says, "exact"), (Says, None)])
+def test_a_subclass_that_says_what_it_is_decides(cls, value, arguments):
+    trainer = cls(build("llama"), arguments(), train_dataset=Rows("llama"), memsave=value)
+    assert patch_of(trainer.model).config == MemSaveConfig(norm="stock") and len(callbacks(trainer)) == 1
+
+
+@pytest.mark.parametrize("cls", [Trainer, Forwards, hf_memsave.MemSaveTrainer], ids=lambda c: c.__name__)
+def test_there_is_one_callback_and_it_comes_first(cls, arguments):
+    given = MemSaveCallback("exact"), MemSaveCallback()
+    for callback in given:
+        trainer = cls(build("llama"), arguments(), callbacks=[callback], memsave=True)
+        assert callbacks(trainer) == trainer.callback_handler.callbacks[:1] == [callback]
+    with pytest.raises(ConfigError, match="has a MemSaveCallback of .*checkpoint='gate'.*got memsave=.*one of the two"):
+        cls(build("llama"), arguments(), callbacks=[MemSaveCallback({"checkpoint": "gate"})], memsave=True)
 
 
 @pytest.mark.parametrize("cls", [Trainer, Lists], ids=lambda c: c.__name__)
