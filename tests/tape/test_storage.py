@@ -168,6 +168,8 @@ def test_a_masks_numbers_leave_the_others_in_their_block_as_fine(kind, dtype):
         assert ((draws[:, far] / x[far].double()).mean(0) - 1).abs().max() <= share
         step = COARSER[kind] * float(x[~far].max() - x[~far].min()) / (2 ** FORMATS[kind].bits - 1)
         assert_unbiased_within(x[~far], draws[:, ~far], step)
+        whole = torch.full((3 * block,), value, dtype=dtype)  # above a causal mask's diagonal, say
+        assert (trip(whole, kind) / whole - 1).abs().max() <= torch.finfo(FORMATS[kind].bounds).eps
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
