@@ -27,7 +27,7 @@ class MemSaveConfig:
     Attributes:
         activation: Outputs of activations and gates: recomputed from their inputs, or kept as stock does. Not exact:
             "invert" (the output and one bit an element are kept, and the slope is read off them), "precision_bit" (the
-            bit in the output's last one), "few_bit" (:attr:`few_bits` bits of the slope alone where nobody wants the
+            bit in the output's last one), "few_bit" (:attr:`few_bits` bits of the slope alone where nothing wants the
             output, as before a frozen linear; elsewhere "recompute").
         few_bits: Bits an element for activation="few_bit", 1 to 8.
         norm: Outputs of norms: recomputed from their inputs, or kept as stock does. Not exact: "output" (the output is

@@ -1,4 +1,4 @@
-"""What a device does. Whoever needs to know asks here, and not for its name.
+"""What a device does. Code that needs to know asks here, and not for its name.
 
 A device does as CPU does, or as CUDA does. One more does as CUDA does without being there: :data:`STAND_IN`, the device
 on which :mod:`hf_memsave.measure` runs a model for its memory, whose tensors have shapes and no numbers.

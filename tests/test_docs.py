@@ -117,20 +117,33 @@ def test_every_field_and_preset_has_its_row():
     assert sorted(rows) == sorted([*fields, *presets()])
 
 
-def commands_of(path, program):
-    """The commands of the page's bash blocks that begin so, each as its words."""
-    lines = "".join(blocks(path, "bash")).replace("\\\n", " ").splitlines()
-    words = [shlex.split(line, comments=True) for line in lines]
+def commands_in(block, program):
+    """The commands of a bash block that begin so, each as its words."""
+    words = [shlex.split(line, comments=True) for line in block.replace("\\\n", " ").splitlines()]
     return [command for command in words if command[:1] == [program]]
 
 
+def commands_of(path, program):
+    """Those of all bash blocks of a page."""
+    return [command for block in blocks(path, "bash") for command in commands_in(block, program)]
+
+
+#: Each bash block with ``memsave`` commands: those of a block may need files of the ones before.
+TYPED = {
+    f"{name_of(path)}-{place}": commands
+    for path in WORDS
+    for place, block in enumerate(blocks(path, "bash"))
+    if (commands := commands_in(block, "memsave"))
+}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("path", [path for path in WORDS if commands_of(path, "memsave")], ids=name_of)
-def test_commands_run(path, tmp_path):
-    """A page's ``memsave`` commands, one after the other, of a small model."""
+@pytest.mark.parametrize("block", TYPED)
+def test_commands_run(block, tmp_path):
+    """A block's ``memsave`` commands, one after the other, of a small model."""
     batch = "torch.save({'input_ids': ids, 'labels': ids}, 'batch.pt')\nfrom hf_memsave.cli import main\n"
     code = textwrap.dedent(GIVEN) + batch
-    for command in commands_of(path, "memsave"):
+    for command in TYPED[block]:
         words = [{"MODEL": "small", "MODEL_OR_CONFIG": "small"}.get(word, word) for word in command[1:]]
         words += ["--max-batch", "4"] * ("--fast" in words)
         code += f"assert not main({words}), {command}\n"

@@ -76,7 +76,7 @@ def fused_of(cls: type[nn.Module]) -> Fused | None:
         cls: Stock.
 
     Returns:
-        None if it is not, or if somebody has given it a forward from elsewhere.
+        None if it is not, or if its forward was set from elsewhere.
     """
     known: Any = cls
     return _fused_of(known, known.forward)

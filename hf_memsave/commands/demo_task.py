@@ -53,12 +53,8 @@ def generated_task(train_examples: int, seed: int) -> DemoTask:
 
     The label says whether the second sentence follows from the first, that is, whether its number is the smaller one.
 
-    Args:
-        train_examples: How many to train on.
-        seed: The same seed gives the same pairs.
-
     Returns:
-        As many training examples, and 500 dev examples.
+        ``train_examples`` to train on, and 500 dev examples.
     """
     rng = random.Random(seed)
     pairs = [_pair(rng) for _ in range(train_examples + _DEV_EXAMPLES)]
@@ -78,14 +74,10 @@ def _pair(rng: random.Random) -> tuple[str, str, int]:
 
 
 def glue_task(data_dir: Path, train_examples: int) -> DemoTask:
-    """The pairs or sentences of a folder of official GLUE files.
+    """The pairs or sentences of a folder of official GLUE files, which by its name or columns tells the task.
 
     Words of a pair that the other text lacks are one word: no model learns from random weights and a few thousand pairs
     what words mean, but one can learn how much two texts have in common.
-
-    Args:
-        data_dir: The folder; its name or columns tell the task.
-        train_examples: The most to train on.
 
     Returns:
         The first training examples, and the first 500 dev examples.

@@ -63,18 +63,7 @@ class Run:
 
 
 def train(config: PreTrainedConfig, task: DemoTask, steps: int, *, patched: bool, advance: Callable[[], None]) -> Run:
-    """Train from random weights; stock and patched runs see the same seed, batches and dropout masks.
-
-    Args:
-        config: The model.
-        task: The data.
-        steps: Optimizer steps.
-        patched: Whether to patch the model.
-        advance: Called after every step.
-
-    Returns:
-        The finished run.
-    """
+    """Train from random weights; stock and patched runs see the same seed, batches and dropout masks."""
     set_seed(SEED)
     model = AutoModelForSequenceClassification.from_config(config)
     if patched:

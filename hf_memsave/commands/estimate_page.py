@@ -65,13 +65,7 @@ def in_units(nbytes: float) -> str:
 
 
 def draw(path: Path, result: Estimate, title: str) -> None:
-    """Write a picture: above, memory over the step; below, where the kept bytes are.
-
-    Args:
-        path: The picture to write.
-        title: What was estimated.
-        result: Of :func:`~hf_memsave.measure.estimate.estimate`.
-    """
+    """Write a picture of an estimate: above, memory over the step; below, where the kept bytes are."""
     shown = columns(result)
     figure = Figure(figsize=(12, 10.5), layout="constrained", dpi=150)
     figure.suptitle(title, wrap=True, fontsize=13)
@@ -88,14 +82,7 @@ def draw(path: Path, result: Estimate, title: str) -> None:
 
 
 def timeline_axes(axes: Axes, memory: Memory, highest: int, limit: int | None) -> None:
-    """Draw what is alive over the step, in its parts, with the peak marked.
-
-    Args:
-        axes: To draw on.
-        memory: Of one setting.
-        highest: Bytes at which the picture ends.
-        limit: Bytes that there are, of which CUDA takes its own.
-    """
+    """Draw what is alive over the step, in its parts up to ``highest`` bytes, with the peak and the limit marked."""
     unit, name = (GIB, "GiB") if highest >= GIB else (MIB, "MiB")
     points = memory.timeline
     edges: list[float] = []

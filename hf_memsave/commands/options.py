@@ -45,11 +45,7 @@ def add_lora(parser: argparse.ArgumentParser) -> None:
 
 
 def weights_of(args: argparse.Namespace, computed_in: str = "bf16") -> torch.dtype | None:
-    """The dtype that ``--dtype`` and ``--autocast`` give the weights.
-
-    Args:
-        args: With both.
-        computed_in: What the values of ``--autocast`` are called together.
+    """The dtype that ``--dtype`` and ``--autocast`` give the weights; errors say that it computes in ``computed_in``.
 
     Returns:
         None where neither is given.

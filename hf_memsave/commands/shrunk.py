@@ -22,12 +22,6 @@ _SHARE = 0.7
 def shrunk(name: str, config: PreTrainedConfig, dtype: torch.dtype, layers: int | None) -> tuple[PreTrainedConfig, str]:
     """The configuration itself where its model is small enough, else one of fewer layers of the same width.
 
-    Args:
-        name: What the user calls the model.
-        config: Left as it is.
-        dtype: Of the weights.
-        layers: How many the user asked for.
-
     Returns:
         A configuration, and what to say of it; nothing where it is the model's own.
 

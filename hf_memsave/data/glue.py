@@ -143,13 +143,7 @@ TASKS: dict[str, GlueTask] = {
 
 
 def read_glue(data_dir: str | Path, task: str, split: str) -> datasets.Dataset:
-    """Read one split of one task from a folder of official GLUE files.
-
-    Args:
-        data_dir: The folder with ``train.tsv``, ``dev.tsv`` and so on.
-        task: A key of `TASKS`.
-        split: A key of the task's `files`, as on the hub: "train", "validation", "test", for MNLI also
-            "validation_matched" and so on.
+    """Read one split of one task (of :data:`TASKS`, named as on the hub) from a folder of official GLUE files.
 
     Returns:
         The examples, with the task's text columns, "label" (-1 where the file has none) and "idx" (row of the file).
@@ -195,9 +189,6 @@ def read_glue(data_dir: str | Path, task: str, split: str) -> datasets.Dataset:
 
 def guess_task(data_dir: str | Path) -> str:
     """The GLUE task of a folder, by the folder's name, else by the columns and first label of its training file.
-
-    Args:
-        data_dir: A folder of official GLUE files.
 
     Returns:
         A key of `TASKS`.

@@ -21,10 +21,6 @@ class VocabularyError(MemSaveError, ValueError):
 def train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a lower-casing BERT tokenizer; the same texts give the same ids in every process.
 
-    Args:
-        texts: The training texts.
-        vocab_size: The most tokens to learn, special tokens included.
-
     Returns:
         A tokenizer with BERT's special tokens and its pair template ``[CLS] a [SEP] b [SEP]``.
 
@@ -61,9 +57,6 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 def load_vocab_tokenizer(vocab_file: str | Path) -> PreTrainedTokenizerFast:
     """Read a BERT ``vocab.txt``: one token a line, its id the line's number from 0.
-
-    Args:
-        vocab_file: The file; a vocabulary with no upper-case token makes a tokenizer that lower-cases.
 
     Returns:
         A tokenizer with BERT's special tokens and its pair template.

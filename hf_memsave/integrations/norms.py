@@ -52,7 +52,7 @@ def load_norms(model: nn.Module, folder: str | Path) -> None:
     if not source.is_file():
         raise ConfigError(
             f"{folder}: expected a checkpoint with {NORMS_NAME}, found none. Name one that was saved under "
-            "MemSaveCallback with a table of samples, or leave resume_from out: sampling starts anew, as unbiased."
+            "MemSaveCallback with a table of samples, or leave resume_from out: sampling starts over, as unbiased."
         )
     sampler.load_state_dict(load_file(source), _device(model))
 

@@ -43,12 +43,9 @@ _KERNELS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Predicted and measured bytes of one setting.
+    """Predicted and measured bytes, "kept" and "peak", of one setting on a device of this type.
 
-    Attributes:
-        device: The type of the device it ran on.
-        predicted: "kept" and "peak"; on CUDA, with cuBLAS's work spaces, which lie in PyTorch's allocator.
-        measured: The same.
+    On CUDA with cuBLAS's work spaces, which lie in PyTorch's allocator.
     """
 
     device: str
@@ -73,13 +70,6 @@ def check(
     tell: Callable[[float], None] = lambda share: None,
 ) -> dict[str, Check]:
     """Run the step that was estimated, on CUDA if it is there, and compare.
-
-    Args:
-        config: Of the model.
-        result: The estimate of it, on one device.
-        training: What was estimated.
-        memsave: How the patched model is patched; None for stock alone.
-        tell: Told the share that is done.
 
     Returns:
         Setting -> what was found; without those that are too large for this machine.

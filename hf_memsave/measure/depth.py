@@ -90,7 +90,7 @@ class FullDepth:
         changes: What was changed in the model for that.
         u: Bytes of one activation ``[batch, seq, hidden]``.
         stock: Kept bytes by kind of op.
-        patched: The same, patched.
+        patched: The patched model's.
     """
 
     cls: str
@@ -106,11 +106,6 @@ class FullDepth:
 
 def measure_full_depth(config: PreTrainedConfig, setting: Setting, layers: int | None = None) -> FullDepth:
     """Measure the model of a configuration, stock and patched.
-
-    Args:
-        config: Its widths and vocabulary are kept.
-        setting: What to measure.
-        layers: The depth wanted, instead of the configuration's own.
 
     Returns:
         Every figure at full depth.

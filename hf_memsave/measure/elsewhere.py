@@ -1,7 +1,7 @@
 """Run a function in a process of its own, which sees no GPU.
 
 The stand-in device takes the place of the machine's accelerator in PyTorch for the rest of a process, so where there is
-one, whoever needs the stand-in runs here: ``python -m hf_memsave.measure.elsewhere``, what is asked and what comes
+one, what needs the stand-in runs here: ``python -m hf_memsave.measure.elsewhere``, what is asked and what comes
 back pickled. It takes the seconds that importing PyTorch and Transformers takes.
 """
 

@@ -197,18 +197,10 @@ def trace_in_full(
     keeps: bool = True,
     on_cpu: bool = False,
 ) -> tuple[Traced, dict[str, float]]:
-    """A step at full depth, from steps of few layers; and the bytes that each layer keeps.
-
-    Args:
-        config: Of the model.
-        depth: Field of the configuration -> number of layers.
-        training: What to do.
-        memsave: How the model is patched; None for stock.
-        keeps: Whether to count what is kept too.
-        on_cpu: Run the few layers on the CPU instead of the stand-in device, with random weights.
+    """A step at full depth, from steps of few layers as :func:`trace_at` runs them.
 
     Returns:
-        The step, and field -> bytes.
+        The step, and field of the configuration -> the bytes that each layer keeps.
     """
     depths = depths_of(config, depth, training, memsave)
     first, *deeper = (trace_at(config, at, training, memsave, keeps, on_cpu) for at in depths.run)

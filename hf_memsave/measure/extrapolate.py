@@ -66,19 +66,13 @@ def periods(config: PreTrainedConfig, full: Mapping[str, int]) -> dict[str, int]
 def depths_of(
     config: PreTrainedConfig, full: dict[str, int], training: Training, memsave: MemSaveConfig | None
 ) -> Depths:
-    """The depths to trace.
+    """The depths to trace for a full one: that itself as the first, where it has too few layers to tell of more.
 
     Where an fp32 residual sum runs beside products in 16 bits, a tape keeps one after every s-th or next layer, with s
-    :data:`~hf_memsave.tape.prices.SPAN`; elsewhere each layer keeps the same.
-
-    Args:
-        config: Of the model.
-        full: The depth that is wanted.
-        training: What to do.
-        memsave: How the model is patched; None for stock.
+    :data:`~hf_memsave.tape.prices.SPAN`; elsewhere each layer keeps as much as the others.
 
     Returns:
-        The full depth itself as the first, where it has too few layers to tell of more.
+        Them.
     """
     own = periods(config, full)
     has_sums = memsave is not None and bool(training.autocast or training.quantized)
@@ -106,12 +100,7 @@ def extrapolated(first: Any, deeper: Sequence[Any], times: Sequence[int]) -> Any
 
 
 def trace_at_full_depth(first: Trace, deeper: Sequence[Trace], times: Sequence[int]) -> Trace:
-    """The step at full depth: its first blocks and its last ones.
-
-    Args:
-        first: At the first depth.
-        deeper: With more layers of each stack in turn.
-        times: How often what each of them has more is there at full depth.
+    """The step at full depth, its first blocks and its last ones, by :func:`extrapolated` of each moment.
 
     Returns:
         Its highest moments.

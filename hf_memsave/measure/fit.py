@@ -16,7 +16,7 @@ from hf_memsave.measure.estimate import CONTEXT, WORKSPACES, Memory, trace_in_fu
 from hf_memsave.measure.sharding import sharded
 from hf_memsave.measure.training import Training
 
-#: Nobody asks for more; nor, at once, for so many times what was asked for before: a batch of ids is made of it.
+#: More is not asked for; nor, at once, for so many times what was asked for before: a batch of ids is made of it.
 _MOST, _GROWTH = 2**22, 64
 
 
@@ -32,16 +32,6 @@ def largest(
     estimated: Memory | None = None,
 ) -> int:
     """The largest "batch_size" or "seq_len" that fits, all else as it is.
-
-    Args:
-        config: Of the model.
-        depth: Field of the configuration -> number of layers.
-        training: What to do.
-        memsave: How the model is patched; None for stock.
-        name: Of the field of ``training``.
-        memory: Bytes.
-        sharding: A name and a number of devices.
-        estimated: What ``training`` needs as it is, if that is known.
 
     Returns:
         A number; 0 if not even 1 fits.

@@ -15,9 +15,6 @@ _DECODER_DEPTH = ("num_decoder_layers", "decoder_layers")
 def depth_fields(config: PreTrainedConfig) -> tuple[str, ...]:
     """The fields that say how many layers there are.
 
-    Args:
-        config: Any text model's.
-
     Returns:
         One name, or one for the encoder and one for the decoder.
 
@@ -41,11 +38,7 @@ def period(config: PreTrainedConfig) -> int:
 
 
 def at_depth(config: PreTrainedConfig, depth: dict[str, int]) -> PreTrainedConfig:
-    """A copy with other numbers of layers.
-
-    Args:
-        config: Left as it is.
-        depth: A number for each of its :func:`depth_fields`.
+    """A copy with other numbers of layers, by its :func:`depth_fields`.
 
     Returns:
         The copy; its lists with one entry a layer have as many entries.

@@ -11,12 +11,7 @@ from hf_memsave.errors import MeasureError
 
 
 def loss_of(output: Any, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """The loss that backward begins at.
-
-    Args:
-        output: What a forward returned: a mapping with a ``"loss"``, or the loss.
-        model: Named in errors.
-        batch: Likewise: what it was called with.
+    """The loss that backward begins at: ``output["loss"]``, or ``output``; model and batch are named in errors.
 
     Returns:
         One number, which requires a gradient.

@@ -48,9 +48,6 @@ _ATTENTION_DROPOUT = ("attention_probs_dropout_prob", "attn_pdrop", "attention_d
 def load_config(name: str) -> PreTrainedConfig:
     """The configuration of a folder, a file, a model type (its defaults) or a name on the hub.
 
-    Args:
-        name: Any of these.
-
     Returns:
         The configuration.
 
@@ -78,9 +75,6 @@ def load_config(name: str) -> PreTrainedConfig:
 
 def choose_head(config: PreTrainedConfig) -> Any:
     """The Auto class to build with.
-
-    Args:
-        config: Names an architecture, perhaps.
 
     Returns:
         The class for that architecture, else for a usual one of its family.
@@ -114,11 +108,6 @@ def build(head: Any, config: PreTrainedConfig, dtype: torch.dtype) -> tuple[PreT
     Attention has no dropout and T5's position bias is frozen: for each of them the CPU's attention keeps tensors
     ``[batch, heads, seq, seq]``, as a fused GPU kernel does not.
 
-    Args:
-        head: The Auto class to build with.
-        config: Left as it is.
-        dtype: Of the weights.
-
     Returns:
         The model, and what of this had to be changed in it.
     """
@@ -143,9 +132,6 @@ def build(head: Any, config: PreTrainedConfig, dtype: torch.dtype) -> tuple[PreT
 
 def build_empty(config: PreTrainedConfig) -> nn.Module:
     """The model of a configuration at full depth, on the meta device: it has no bytes.
-
-    Args:
-        config: Of any family, also one without a head that trains on token ids and labels.
 
     Returns:
         The model, with the head that ``config`` names, or a usual one, or none.

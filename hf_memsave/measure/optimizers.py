@@ -20,7 +20,7 @@ class _AdamW8bit(torch.optim.Optimizer):
         super().__init__(parameters, {})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # nobody gives a closure
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # it is given no closure
         for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             if not self.state[p]:
                 is_small = p.numel() < _SMALLEST_8BIT

@@ -184,7 +184,7 @@ def rounded(nbytes: int, unit: int) -> int:
 
 
 def storages(tree: Any, device: str | None = None) -> Iterator[torch.UntypedStorage]:
-    """Those of all dense tensors in ``tree`` on such a device, and of the tensors that a wrapper is made of."""
+    """The storages of all dense tensors in ``tree`` on such a device, and of the tensors that a wrapper is made of."""
     for leaf in tree_leaves(tree):
         if not isinstance(leaf, Tensor):
             continue

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_memsave.device import STAND_IN
-from hf_memsave.tape.private import is_registered
+from hf_memsave.tape.private import FakeTensorMode, is_registered
 
 #: What a device written in Python needs of ``torch._C._acc``.
 _NEEDED = """PrivateUse1Hooks DeviceGuard register_python_privateuseone_hook register_python_privateuseone_device_guard
@@ -39,12 +39,9 @@ def why_not() -> str | None:
 
 
 def register_device(module: Any, is_on: Callable[[], bool]) -> None:
-    """Make the device named :data:`~hf_memsave.device.STAND_IN` known. Once per process.
+    """Make the device named :data:`~hf_memsave.device.STAND_IN` known, once per process, with what ``torch.cuda`` is.
 
-    Args:
-        module: What ``torch.cuda`` is for CUDA.
-        is_on: Whether the device is there now: PyTorch takes it for the machine's accelerator, and would pin memory
-            for it.
+    ``is_on`` tells whether it is there: PyTorch takes it for the machine's accelerator, and would pin memory for it.
     """
     hooks, guard = _hooks(is_on), _guard()
     torch.utils.rename_privateuse1_backend(STAND_IN)  # type: ignore[attr-defined]
@@ -82,7 +79,6 @@ _held: list[Any] = []
 
 def fake_tensors() -> contextlib.AbstractContextManager[Any]:
     """A mode in which tensors have shapes, and no numbers; single ones on the CPU have theirs."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
     class Mode(FakeTensorMode):
         def may_turn_const(self, tensor: torch.Tensor) -> bool:
@@ -121,7 +117,7 @@ def without_autocast() -> Any:
 
 
 def overloads(name: str) -> Iterator[Callable[..., Any]]:
-    """Those of ``aten::name`` that CUDA's autocast has a kernel for, in this version of PyTorch."""
+    """The overloads of ``aten::name`` that CUDA's autocast has a kernel for, in this version of PyTorch."""
     packet = getattr(torch.ops.aten, name, None)
     for overload in packet.overloads() if packet is not None else ():
         func = getattr(packet, overload)

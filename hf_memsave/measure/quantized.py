@@ -21,9 +21,8 @@ _COMPUTE = torch.bfloat16
 def quantize(model: PreTrainedModel) -> None:
     """Hold the linears' weights in NF4, as bitsandbytes does; the rest in fp32, as PEFT prepares it. In place.
 
-    Args:
-        model: Weights on the meta device get stand-ins. The linear that gives its output stays as it is,
-            and what its class keeps in fp32, as in Transformers.
+    Weights on the meta device get stand-ins. The linear that gives the output, and what the class keeps in fp32, stay
+    as they are, as in Transformers.
 
     Raises:
         MeasureError: bitsandbytes is missing.

@@ -30,11 +30,6 @@ SHARDINGS = {
 def sharded(trace: Trace, name: str, devices: int) -> Trace:
     """The part of a step on one of N devices.
 
-    Args:
-        trace: On one device alone.
-        name: A key of :data:`SHARDINGS`.
-        devices: N.
-
     Returns:
         The same with less alive.
 

@@ -56,7 +56,7 @@ class StepComparison:
         repeat: The largest distance of stock from itself, run twice. Zero on CPU.
         tolerance: The distance allowed: :data:`DISTANCES` times ``repeat``; where that is zero, bits must be equal.
         stock: Kept bytes.
-        patched: The same, patched.
+        patched: The patched model's.
     """
 
     losses: tuple[float, float]

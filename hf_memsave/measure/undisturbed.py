@@ -1,4 +1,4 @@
-"""Running steps of somebody's model, and leaving no trace."""
+"""Running steps of a caller's model, and leaving no trace."""
 
 from __future__ import annotations
 
@@ -25,9 +25,6 @@ def left_as_it_was(model: nn.Module) -> Iterator[Callable[[], None]]:
 
     That is: what is patched and how, with what its sampler has seen; buffers, gradients, modes, and the random state of
     PyTorch, NumPy and Python.
-
-    Args:
-        model: Stock or patched.
 
     Yields:
         A function that puts buffers back and drops gradients in between.
@@ -57,7 +54,7 @@ def left_as_it_was(model: nn.Module) -> Iterator[Callable[[], None]]:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether the numbers are the same, bit for bit: a NaN is itself, and -0 is not 0."""
+    """Whether the numbers are equal, bit for bit: a NaN is itself, and -0 is not 0."""
     return a.dtype == b.dtype and torch.equal(*(t.reshape(-1).contiguous().view(torch.uint8) for t in (a, b)))
 
 

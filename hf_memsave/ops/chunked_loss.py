@@ -172,7 +172,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _of_chunk(head: Head, z: Tensor, target: Tensor, options: _Options, count: Tensor) -> tuple[Tensor, Tensor]:
-    """The same as :func:`_loss_and_gradient`; by one kernel, and in the place of z, where that can be."""
+    """As :func:`_loss_and_gradient`, by one kernel, and in the place of z, where that can be."""
     is_known = head.fuses_loss and options.weight is None and options.label_smoothing == 0
     if is_known and fused.suits(head.steps, z):
         return fused.loss_and_gradient(z, target, options.ignore_index, count)

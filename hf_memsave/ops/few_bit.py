@@ -8,13 +8,13 @@ Forward, stock's own, and, for an incoming gradient dy, backward::
 
 Kept for backward::
 
-    eager                            x, and y where somebody wants it (a linear whose weight is trained, an adapter,
+    eager                            x, and y where it is wanted (a linear whose weight is trained, an adapter,
                                      the product of a gated MLP)
     here     x is kept already       nothing more (or it is promised from what is), and dx is stock's
-             nobody wants y          c in b bits an element (b/16 of x's bytes in bf16), and a byte for 1024
-             somebody wants y        x, as the exact op: y is promised from it, c gives way, and dx is stock's
+             y is not wanted         c in b bits an element (b/16 of x's bytes in bf16), and a byte for 1024
+             y is wanted             x, as the exact op: y is promised from it, c gives way, and dx is stock's
 
-So it saves where the next linear is frozen, and costs nothing where somebody wants y. Who comes later is not known when
+So it saves where the next linear is frozen, and costs nothing where y is wanted. Who comes later is not known when
 the activation runs: it keeps c, and lets go of it when x is kept, to make y from or for itself. Without a tape nobody
 can tell, and c stays; and so it does where a foreign hook lies between the two.
 

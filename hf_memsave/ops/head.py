@@ -27,7 +27,7 @@ class State:
         self.weights, self.settings = _weights(self.module), _settings(self.module)
 
     def check(self) -> None:
-        """Make sure that it is the same.
+        """Make sure that it is unchanged.
 
         Raises:
             KeptTensorChangedError: It is not.
@@ -126,5 +126,5 @@ class Head:
         return logits
 
     def parameters(self) -> list[Tensor]:
-        """Those of the module that want a gradient."""
+        """The module's parameters that want a gradient."""
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]

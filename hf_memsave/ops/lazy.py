@@ -1,4 +1,4 @@
-"""A tensor that nobody has computed yet: told by shape, dtype and device, and computed when somebody touches it."""
+"""A tensor that is not computed yet: told by shape, dtype and device, and computed when it is first read."""
 
 from __future__ import annotations
 

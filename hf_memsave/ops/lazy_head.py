@@ -70,7 +70,7 @@ def logits_of(
 def of_linear(
     module: nn.Module, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, fuses_loss: bool = False
 ) -> Tensor | None:
-    """The same for ``F.linear(hidden, weight, bias)``, called by a head ``module`` whose own they are."""
+    """As :func:`logits_of`, for ``F.linear(hidden, weight, bias)``, called by a head ``module`` with its parameters."""
     own, given = list(module.parameters()), [weight] if bias is None else [weight, bias]
     if [id(p) for p in own] != [id(p) for p in given] or any(type(p) not in _PLAIN for p in own):
         return None  # computed, or with a linear of its own

@@ -1,4 +1,4 @@
-"""Logits that nobody has computed yet: a loss takes them chunk by chunk, and whoever else touches them gets them whole.
+"""Logits that are not computed yet: a loss takes them chunk by chunk, and any other function gets them whole.
 
 A language model's head hands on a :class:`LazyLogits`: a tensor by shape, dtype and device, without bytes. What the
 model does between head and loss (``float()``, a softcap, a scale, ``view(-1, vocabulary)``, dropping the last token)
@@ -98,7 +98,7 @@ class LazyLogits(Lazy):
             )
 
     def is_computed(self) -> bool:
-        """Whether somebody has read them, or what they are a view of: and may have written to them, or watches."""
+        """Whether they, or what they are a view of, were read (and may be written to since), or are watched."""
         is_here = self.is_watched or self._computed is not None
         return is_here or (self.base is not None and self.base[0].is_computed())
 
@@ -118,7 +118,7 @@ class LazyLogits(Lazy):
             return func(self, *args, **kwargs)
 
     def mark_taken(self) -> None:
-        """Whoever asks for their gradient from now on would not get it."""
+        """From now on their gradient would not come to a hook on them."""
         self.is_taken = True
         if self.base is not None:
             self.base[0].mark_taken()
@@ -153,7 +153,7 @@ class LazyLogits(Lazy):
 
 
 def _derived(lazy: LazyLogits, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The same, one function later; None where that is not known to be the function of fewer, or other, rows."""
+    """What ``func`` gives, lazy; None where that is not known to be the function of fewer, or other, rows."""
     if any(isinstance(a, Tensor) for a in tree_leaves((args, kwargs))):
         return None
     lazy.check()
@@ -209,7 +209,7 @@ def _loss(lazy: LazyLogits, target: Tensor, *args: Any, **kwargs: Any) -> Tensor
 
 
 class _Later(torch.autograd.Function):
-    """The place of logits in the graph: whoever hands down their gradient, it goes on to what they were made of."""
+    """The place of logits in the graph: a gradient that comes down goes on to what they were made of."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Head, like: Tensor, *parameters: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""A sum of losses that nobody has computed yet, as it may be divided next: by the number of tokens in all batches.
+"""A sum of losses that is not computed yet, as it may be divided next: by the number of tokens in all batches.
 
 Chunks compute gradients in forward, and round them once to the model's dtype. A factor that comes later, in backward,
 rounds them again. So the sum that a model's own forward asks for waits for its divisor (``loss / num_items_in_batch``,
 as Transformers has it), and gradients are divided before they are rounded, as in stock. Any other function gets the sum
-itself, and whoever holds it at the end of the forward does too.
+itself, and so does what holds it at the end of the forward.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _HIDDEN: dict[str, tuple[str, Any]] = {
 
 
 def kept_bytes(rows: int, in_features: int, itemsize: int) -> KeptBytes:
-    """Of an input that nobody else keeps."""
+    """Of an input that nothing else keeps."""
     return KeptBytes(rows * in_features * itemsize, 0)
 
 

@@ -41,7 +41,7 @@ class Op:
         check: Returns why this module cannot take the op, or "". Must neither change the module nor run it.
         refuse: Returns why the value that was asked for cannot be had from this module, and the remedy, or "". Unlike
             ``check``, it always ends in an error.
-        is_implied: Nobody asks for it by name: where another tool's forward runs instead, it is skipped, and no error.
+        is_implied: It is not asked for by name: where another tool's forward runs instead, it is skipped, and no error.
         in_place: None where autograd is asked to keep what stock asks for. Else a first step counts that instead, and
             this says how: see :func:`~hf_memsave.tape.as_stock.counted`.
     """

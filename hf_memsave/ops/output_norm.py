@@ -16,8 +16,8 @@ Kept for backward (``[*, H]``)::
 
 The bytes of the exact norm in a plain step of fp32 or bf16, and more work: z takes passes over y and x in forward, and
 y is made again from z in backward, as the exact norm makes it from x. More bytes than that, where x costs nothing:
-where norms share it, somebody holds it, or it could be made again, as with ``checkpoint=`` and under autocast (up to a
-third more in the models tried; above stock's where nobody keeps y). It is here for the paper; ``norm="recompute"`` is
+where norms share it, it is held elsewhere, or could be made again, as with ``checkpoint=`` and under autocast (up to a
+third more in the models tried; above stock's where y is not kept). It is here for the paper; ``norm="recompute"`` is
 exact, and faster. Which columns tell x̂ is found on the device, and stays there: the host waits for nothing. Where x is
 kept anyway, the norm is patched alone, or no tape can make y again, it is stock's: what follows would keep y beside z.
 

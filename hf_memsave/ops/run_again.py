@@ -36,7 +36,7 @@ def _linear(module: nn.Module, patch: Any, *args: Any, **kwargs: Any) -> Any:
     y = patch.stock.forward(module, *args, **kwargs)
     tape = current()
     if tape is not None and len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and is_plain(y):
-        tape.release(y)  # a quantized linear ends with a conversion, of what nobody can remake
+        tape.release(y)  # a quantized linear ends with a conversion, of what cannot be remade
         record_again(tape, y, partial(_forward, patch.stock, module), (*args, *module.parameters(recurse=False)), {})
     return y
 

@@ -32,7 +32,7 @@ _BLOCK = 2**24
 
 
 class Rows:
-    """Those whose product is not computed yet.
+    """Gradients whose product is not computed yet.
 
     Args:
         dy: ``[rows, V]``, the first of them.

@@ -1,7 +1,7 @@
 """Where a parameter is used, read off autograd's graph.
 
 Not off the module: casts and what is compiled stand in the graph too, and hooks on what a linear gives run in it. Only
-hooks on the transposed weight or on nodes, which nobody sets, would not be seen.
+hooks on the transposed weight or on nodes, which are not set, would not be seen.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class _Graph:
         return found
 
     def linear(self, parameter: Tensor) -> Linear | None:
-        """The one linear that takes a parameter, through casts and a transpose that nobody else takes."""
+        """The one linear that takes a parameter, through casts and a transpose that nothing else takes."""
         edge, is_weight = _edge(parameter), False
         while len(takers := self.takers.get(edge, [])) == 1:
             ((node, place),) = takers

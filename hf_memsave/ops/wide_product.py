@@ -9,16 +9,7 @@ from hf_memsave.device import adds_wide_products, has_wide_products
 
 
 def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """``a @ b`` in ``dtype``, rounded once.
-
-    Args:
-        a: ``[M, K]``.
-        b: ``[K, N]``, of the same dtype.
-        dtype: That, or a wider one.
-
-    Returns:
-        ``[M, N]``.
-    """
+    """``a @ b`` of ``[M, K]`` and ``[K, N]`` of one dtype, in ``dtype``, that or a wider one; rounded once."""
     if a.dtype == dtype:
         return a @ b
     if dtype == torch.float32 and has_wide_products(a):
@@ -27,16 +18,7 @@ def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b``, added to ``total`` in place by the product itself.
-
-    Args:
-        total: ``[M, N]``, fp32.
-        a: ``[M, K]``, bf16 or fp16.
-        b: ``[K, N]``, of the same dtype.
-
-    Returns:
-        ``total``.
-    """
+    """Add ``a @ b`` of ``[M, K]`` and ``[K, N]``, bf16 or fp16, to ``total``, fp32, in place by the product itself."""
     if adds_wide_products(a):
         return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     return total.add_(wide_product(a, b, total.dtype))

@@ -43,7 +43,7 @@ LAYER = "_memsave_layer"
 
 
 def kept_bytes(rows: int, in_features: int, drawn: int, itemsize: int) -> KeptBytes:
-    """Of an input that nobody else keeps."""
+    """Of an input that nothing else keeps."""
     return KeptBytes(rows * in_features * itemsize, drawn * (in_features * itemsize + 4))
 
 

@@ -40,7 +40,7 @@ _COLUMNS, _ROWS = -1, -2
 
 
 def kept_bytes(shape: tuple[int, ...], dim: int, drawn: int, itemsize: int) -> KeptBytes:
-    """Of one operand of ``shape`` that nobody else keeps, ``drawn`` of whose columns (dim -1) or rows (-2) are."""
+    """Of one operand of ``shape`` that nothing else keeps, ``drawn`` of whose columns (dim -1) or rows (-2) are."""
     n = torch.Size(shape).numel()
     heads = torch.Size(shape[:-2]).numel()
     return KeptBytes(n * itemsize, n // shape[dim] * drawn * itemsize + heads * drawn * 4)

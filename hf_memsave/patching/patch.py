@@ -109,9 +109,6 @@ class PatchReport:
     def compare(self, batch: Mapping[str, Any] | Sequence[Any] | Tensor) -> Comparison:
         """Measure what ``batch`` keeps, stock and patched; the model ends up patched, as it was.
 
-        Args:
-            batch: As for :func:`hf_memsave.measure_kept`.
-
         Returns:
             Both measurements, and the bytes freed.
 

@@ -94,7 +94,7 @@ def refuse_wrapped(name: str, module: nn.Module) -> None:
     if is_wrapped(module):
         raise PatchError(
             f"cannot undo {name or 'the model'}: its class is {type(module).__name__} of {type(module).__module__}, "
-            "which another tool (such as FSDP2) put over ours since. Undo before you wrap, or build the model anew."
+            "which another tool (such as FSDP2) put over ours since. Undo before you wrap, or build the model again."
         )
 
 
@@ -142,7 +142,7 @@ def _class_of(patch: Patch) -> Any:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Of now, not of then: Accelerate binds a forward to the instance, and calls it after the class has changed.
         if torch.compiler.is_compiling():
-            if config is not None and not torch.compiler.is_exporting():  # where nobody says that it is over
+            if config is not None and not torch.compiler.is_exporting():  # which tells of no end
                 from hf_memsave.patching.compiled import keep_the_floor  # which loads the compiler
 
                 keep_the_floor()

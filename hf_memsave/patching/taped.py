@@ -77,7 +77,7 @@ class Settings(NamedTuple):
 
 
 def settings_of(config: MemSaveConfig, block: int) -> Settings:
-    """Those of the repeated block of this number."""
+    """The settings of the repeated block of this number."""
     return _settings(config, block, "bitsandbytes" in sys.modules)
 
 
@@ -97,7 +97,7 @@ def _fused_table(stock: tuple[str, ...], has_quantized: bool) -> Mapping[Any, An
 
 
 def forget_decisions(module: nn.Module) -> None:
-    """Its next tapes decide anew: under another configuration other calls leave records."""
+    """Have its next tapes decide again: under another configuration other calls leave records."""
     _decided.pop(module, None)
 
 
@@ -163,9 +163,10 @@ def _lay(
     ledger = _before_forward(module)
     told = _told_within(module, kwargs) if ledger is None and innermost_hooks() is not None else ledger
     cached = with_cache(module, kwargs) if config.checkpoint == "block" else contextlib.nullcontext()
+    offload = Offload() if config.offload and innermost_hooks() is None else contextlib.nullcontext()  # no foreign one
     new = Tape(*settings, codec, held, told, decided, mark_of(module, config.checkpoint))
     try:
-        with cached, _offload(config), new as tape:
+        with cached, offload, new as tape:
             tape.again = weights_in(module) if config.checkpoint else []
             head = _head_below(module) if config.loss == "chunked" else None
             if isinstance(head, nn.Linear) and not is_parametrized(head):  # whose weight is computed as it is read
@@ -190,11 +191,6 @@ def _lay(
     return out
 
 
-def _offload(config: MemSaveConfig) -> contextlib.AbstractContextManager[Any]:
-    """Where what is kept goes, if no foreign hook has its own place for it."""
-    return Offload() if config.offload and innermost_hooks() is None else contextlib.nullcontext()
-
-
 def head_of(model: nn.Module) -> nn.Module | None:
     """What gives logits over a vocabulary."""
     if not isinstance(model, PreTrainedModel):
@@ -207,7 +203,7 @@ def head_of(model: nn.Module) -> nn.Module | None:
 
 
 def _head_below(module: nn.Module) -> nn.Module | None:
-    """That of the model that ``module`` is, or is around, as PEFT's are; none that FSDP2 frees after the forward."""
+    """The head of the model that ``module`` is or wraps; None for one that FSDP2 frees after the forward."""
     if frees_after_forward(module):
         return None
     is_model = isinstance(module, PreTrainedModel)

@@ -154,24 +154,10 @@ def smart(
     Each kind of site (activation, norm, dropout, attention, lora) is first tried alone, for the bytes it frees and the
     seconds it adds. Then, from everything converted and beginning with the kind that frees the fewest bytes a second,
     bisection finds the fewest blocks of that kind that still fit: in the end not one block less of any kind would.
-    Weights, buffers, gradients, modes and the random state stay as they are, and on an error the model stays stock.
-
-    Args:
-        model: Stock; it is tried in training mode. Returns a mapping with a ``"loss"``, or the loss.
-        batch: Its keyword arguments; tensors are ``[batch, ...]``, on its device.
-        config: As for :func:`hf_memsave.patch`; its ``layers``, if there are any, are the most that is converted.
-        memory: The limit, in bytes or as "16GiB". None, on CUDA, for nine tenths of what the device has left.
-        forward: Called instead of ``model``, for a loss of your own or autocast.
-        optimizer_bytes: Of the optimizer's state, for each number that is trained (AdamW: two of four bytes).
-        timer: Called with a step to run, once or more; returns the seconds of one.
+    Arguments and errors are those of :func:`fast`; ``layers`` of ``config``, if any, are the most that is converted.
 
     Returns:
         The plan; the model is patched with its config, which says how many blocks in ``layers``, or stock.
-
-    Raises:
-        PlanError: The model is patched already, or everything converted does not fit, or the batch has no loss.
-        PatchError: The model cannot be patched.
-        ConfigError: ``config`` names a preset, field or value that does not exist.
     """
     resolved, limit = _asked(model, config), limit_of(memory, model)
     with left_as_it_was(model) as start_over:

@@ -24,7 +24,7 @@ from hf_memsave.sizes import bytes_of, gib
 LOSSY = ("int8", "int4")
 #: The settings of which the largest batch and the longest sequence are told.
 _ENDS = (FLOOR, FLOOR._replace(rung="gate"), OFFLOAD, FLOOR._replace(rung="block"), OFFLOAD._replace(rung="block"))
-#: Nobody asks for more.
+#: More is not asked for.
 _MOST_DEVICES = 1024
 
 
@@ -131,23 +131,10 @@ def largest(
 ) -> dict[str, tuple[int, int]]:
     """The largest batch (of ``seq_len``) and the longest sequence (in batches of ``batch_size``) that fit.
 
-    Args:
-        model_or_config: As for :func:`plan`.
-        budget: As for :func:`plan`.
-        batch_size: Of the longest sequence.
-        seq_len: Of the largest batch.
-        memsave: As for :func:`plan`.
-        rates: As for :func:`plan`.
-        devices: As for :func:`plan`.
-        sharding: As for :func:`plan`.
-        progress: Told the share that is done.
-        **training: As for :func:`plan`.
+    Arguments and errors are those of :func:`plan`.
 
     Returns:
         Setting in words -> sequences, tokens: at the floor, with each rung in all layers, and with offload.
-
-    Raises:
-        MeasureError: As for :func:`plan`.
     """
     limit = bytes_of(budget, "budget")
     config = config_of(model_or_config, training)

@@ -50,7 +50,7 @@ RATES = {
 
 
 def rates_of(rates: Rates | str) -> Rates:
-    """Those of a device's name.
+    """The rates of a device's name.
 
     Returns:
         The rates.
@@ -85,12 +85,6 @@ class Work:
 
     def seconds(self, rates: Rates, again: float, away: float, coded: float) -> float:
         """What a step takes longer.
-
-        Args:
-            rates: Of the device.
-            again: Operations that are added.
-            away: Bytes that are offloaded.
-            coded: Bytes that a codec reads.
 
         Returns:
             Seconds.

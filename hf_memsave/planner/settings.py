@@ -161,7 +161,7 @@ class Settings:
         return [nbytes for nbytes, n in zip(found, self.depth.values(), strict=True) for _ in range(n)]
 
     def _mixed(self, family: Family, layers: int, name: str) -> list[float]:
-        """The same with the rung in the first so many."""
+        """This setting with the rung in the first so many."""
         rest = self._each(family._replace(rung=None), name)[layers:] if layers < self.layers else []
         return self._each(family, name)[:layers] + rest
 

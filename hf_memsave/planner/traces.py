@@ -21,12 +21,9 @@ _REMEMBERED = 256
 
 @dataclass(frozen=True)
 class Whole:
-    """One setting in all layers.
+    """One setting in all layers: the step at full depth, and what one layer of each stack keeps for backward.
 
-    Attributes:
-        trace: The step at full depth.
-        kept: For each stack of layers, the bytes on the device that one of them keeps for backward.
-        away: The same in main memory.
+    That is ``kept`` in bytes on the device, and ``away`` in main memory.
     """
 
     trace: Trace
@@ -35,16 +32,7 @@ class Whole:
 
 
 def trace_of(config: PreTrainedConfig, training: Training, memsave: MemSaveConfig) -> Whole:
-    """Trace a setting; the same again costs nothing.
-
-    Args:
-        config: Of the model, at the depth that is wanted.
-        training: What to do.
-        memsave: How the model is patched.
-
-    Returns:
-        Its step.
-    """
+    """Trace a setting at the depth of the configuration; asked for again, it costs nothing."""
     return _remembered(_Key(config, training, memsave))
 
 

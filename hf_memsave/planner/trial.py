@@ -51,16 +51,7 @@ class _DeviceFullError(PlanError):
 
 
 class Bench:
-    """Counts and times a model as it is patched at the moment: for use inside ``left_as_it_was``.
-
-    Args:
-        model: Put into training mode if it is not.
-        batch: Keyword arguments; every tensor in it but scalars is ``[batch, ...]``.
-        memory: The limit in bytes.
-        forward: Called instead of the model; None for the model.
-        optimizer_bytes: Of the optimizer's state, for each number that is trained.
-        timer: See :data:`Timer`.
-    """
+    """Counts and times a model as it is patched at the moment: for use inside ``left_as_it_was``."""
 
     def __init__(
         self,
@@ -91,7 +82,7 @@ class Bench:
         return Trial(name, size, kept, needed, needed <= self.memory)
 
     def count_if_room(self, name: str, batch_size: int) -> Trial | None:
-        """The same; None if the device has no room for it."""
+        """As :meth:`count`; None if the device has no room for it."""
         try:
             return self.count(name, batch_size)
         except _DeviceFullError:
@@ -190,12 +181,7 @@ def own_bytes(model: nn.Module) -> int:
 
 
 def limit_of(memory: int | str | None, model: nn.Module) -> int:
-    """The limit in bytes.
-
-    Args:
-        memory: As for :func:`bytes_of`; None for nine tenths of what this process can have of the model's CUDA device,
-            the model itself included.
-        model: On one device.
+    """The limit in bytes; None for nine tenths of what this process can have of the model's CUDA device, with it.
 
     Returns:
         Bytes.

@@ -52,7 +52,7 @@ class Tokens:
 
     @cached_property
     def from_end(self) -> Tensor:
-        """The same, counted from the last real token."""
+        """Positions, counted from the last real token."""
         return (self.lengths[:, None] - 1 - self.from_start).clamp_min(0)
 
 
@@ -62,8 +62,8 @@ class Batch:
 
     Attributes:
         step: How many came before it in training.
-        own: Tokens of the stack that runs; None if nobody gave a mask.
-        decoder: Tokens that a decoder inside will call its own, where nobody gives it a mask.
+        own: Tokens of the stack that runs; None if no mask was given.
+        decoder: Tokens that a decoder inside will call its own, where it is given no mask.
         other: In a decoder, the encoder's tokens.
         other_storage: Address of the encoder's output, by which cross-attention's k and v know whose tokens they see.
         samples: Rows of the batch in the table of samples, int64 ``[batch]``.
@@ -88,7 +88,7 @@ class Batch:
         return [tokens for tokens in own if tokens is not None]
 
     def tokens(self, x: Tensor) -> Tokens | None:
-        """Those whose activations are ``x``, ``[batch, seq, features]``; of its own mask if nobody knows better."""
+        """The tokens whose activations are ``x``, ``[batch, seq, features]``; of its own mask if no other is known."""
         # Some models (OPT) flatten batch and sequence for a while: [batch * seq, features].
         if x.dim() == 2 and self.own is not None and len(x) == self.own.mask.numel():
             return self._on(x.device, self.own)
@@ -104,7 +104,7 @@ class Batch:
         return self._unmasked(shape, x.device)
 
     def _on(self, device: torch.device, tokens: Tokens) -> Tokens:
-        """The same tokens where a layer is, as ``device_map`` has placed it."""
+        """These tokens where a layer is, as ``device_map`` has placed it."""
         if tokens.mask.device == device:
             return tokens
         found: dict[Any, Tokens] = self.__dict__.setdefault("_all", {})
@@ -141,5 +141,5 @@ class Checkpointed:
             self._batches.setdefault(checkpoint, {}).setdefault(call, batch)
 
     def batch(self, checkpoint: Any, call: int = 0) -> Batch | None:
-        """That of a call, if it has been noted."""
+        """The batch of a call, if it has been noted."""
         return None if checkpoint is None else self._batches.get(checkpoint, {}).get(call)

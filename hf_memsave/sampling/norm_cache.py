@@ -162,7 +162,7 @@ class NormCache:
             self._told.append(_Told(layer, batch, tokens, squared))
 
     def learn(self) -> None:
-        """Learn what has been told: at the end of a backward, or when somebody asks."""
+        """Learn what has been told: at the end of a backward, or when asked."""
         if not self._told:
             return
         with self._lock, torch.inference_mode(False), torch.no_grad():

@@ -114,7 +114,7 @@ class Sampler:
             batch.forget(outside)
 
     def remember(self, functions: Iterable[Any], function: Any) -> None:
-        """Where a block runs without gradients: whoever runs it again with them asks for its batch.
+        """Where a block runs without gradients: a run with them, later, asks for its batch.
 
         Args:
             functions: Whose forwards the block runs in.

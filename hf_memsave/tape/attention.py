@@ -76,7 +76,7 @@ def _is_composed(
     given = query, key, value
     if not 0 < dropout_p < 1 or not all(map(is_plain, given)) or not all(x.numel() for x in given):
         return False
-    if has_torch_function((*given, mask)):  # a mode or a subclass of somebody else wants to see the call
+    if has_torch_function((*given, mask)):  # another mode or subclass wants to see the call
         return False
     is_alike = query.dtype == key.dtype == value.dtype and query.dim() == key.dim() == value.dim() >= 3
     if not is_alike or not query.is_floating_point() or (mask is not None and (is_causal or not is_plain(mask))):
@@ -117,7 +117,7 @@ def _composed(
 
 
 def _product(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
-    """Their product, which alone takes them: of what autograd does not keep for it, nobody is going to ask."""
+    """Their product, which alone takes them: what autograd does not keep for it is not asked for later."""
     product: Tensor = tape.call(torch.matmul, a, b)
     tape.release(a)
     tape.release(b)
@@ -152,7 +152,7 @@ def _low_heads(tape: Tape, x: Tensor) -> Tensor:
 
 
 def _repeated_from(tape: Tape, x: Tensor) -> Tensor | None:
-    """The expanded tensor that ``x`` is a copy of, where nobody has written to either."""
+    """The expanded tensor that ``x`` is a copy of, where neither was written to."""
     record = tape.record_of(x)
     if record is None or record.func is not Tensor.reshape or record.is_weak or not record.is_of(x):
         return None
@@ -182,7 +182,7 @@ def _shared_mask(tape: Tape, mask: Tensor, dtype: torch.dtype, is_low: bool) -> 
 
 
 def _made_before(tape: Tape, mask: Tensor) -> Tensor:
-    """The same mask as an earlier layer made from the same tensors (such as a boolean mask, or T5's position bias)."""
+    """The mask that an earlier layer made from the same tensors (a boolean mask, T5's position bias), or this one."""
     record = tape.record_of(mask)
     if record is None or record.func is None or record.is_kept or not record.is_of(mask):
         return mask
@@ -257,7 +257,7 @@ def _empty_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _unpinned(tape: Tape, x: Tensor, others: tuple[Tensor, ...]) -> Tensor:
-    """``x``, or a copy where x is a part of a larger tensor that nobody else needs (Phi-3's v in its fused qkv)."""
+    """``x``, or a copy where x is a part of a larger tensor that is not needed (Phi-3's v in its fused qkv)."""
     storage = x.untyped_storage()
     if storage.nbytes() <= x.numel() * x.itemsize or tape.is_kept(x):
         return x

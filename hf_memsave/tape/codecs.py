@@ -29,14 +29,7 @@ _BITS = 8
 
 
 def pack_bits(flags: Tensor) -> Tensor:
-    """Eight booleans a byte, lowest bit first.
-
-    Args:
-        flags: Boolean, any shape; read in the order of its elements. Whatever is not zero is true.
-
-    Returns:
-        uint8 ``[ceil(numel / 8)]``.
-    """
+    """Eight booleans a byte, lowest bit first, as uint8 ``[ceil(numel / 8)]``; what is not zero is true."""
     flat = (flags.reshape(-1).view(torch.uint8) != 0).view(torch.uint8)
     if rest := -flat.numel() % _BITS:
         flat = torch.cat([flat, flat.new_zeros(rest)])
@@ -67,15 +60,7 @@ CODERS = Coders()
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Codes of ``bits`` bits each, plane by plane: :func:`pack_bits` of every lowest bit, then of every next one.
-
-    Args:
-        codes: uint8, any shape, each below 2^bits.
-        bits: 1 to 8.
-
-    Returns:
-        uint8 ``[bits, ceil(numel / 8)]``.
-    """
+    """uint8 codes below 2^bits as ``[bits, *]``: :func:`pack_bits` of every lowest bit, then of every next one."""
     return torch.stack([pack_bits((codes >> plane & 1).bool()) for plane in range(bits)])
 
 
@@ -96,16 +81,7 @@ def coded(
     codes: tuple[Tensor, ...],
     is_lossy: bool,
 ) -> Node:
-    """Gives ``tensor``, dense, back as ``decode(*codes)``; and all its views, where it is all that there is.
-
-    Args:
-        tape: The one that was asked to keep it.
-        record: Of its storage.
-        storage: Of what autograd wants to keep.
-        tensor: That, or a dense copy of it.
-        decode: Makes a tensor of the same shape.
-        codes: What is kept instead.
-        is_lossy: Whether that is not quite the same.
+    """Gives ``tensor``, dense, back as ``decode(*codes)``; and all views of ``storage``, where it is all that there is.
 
     Returns:
         For tickets that go on the tape.
@@ -147,13 +123,13 @@ def as_bits(tape: Any, record: Record, storage: Any, tensor: Tensor) -> Handle |
 
 
 def _lives_on(tape: Any, storage: Any) -> bool:
-    """Whether somebody holds the booleans beyond a forward: bits of them would be kept in addition."""
+    """Whether the booleans are held beyond a forward: bits of them would be kept in addition."""
     coded_in = getattr(storage, CODED_IN, None)
     return coded_in is not None and coded_in() is not tape.root
 
 
 def leave_alone(held: Any, depth: int = 4) -> None:
-    """Never code the booleans in ``held``, nor in containers in it: whoever calls this may hold them until backward."""
+    """Never code the booleans in ``held``, nor in containers in it: the caller may hold them until backward."""
     if isinstance(held, Tensor):
         if held.dtype is torch.bool:
             with contextlib.suppress(NotImplementedError, RuntimeError):  # it is sparse, or of a transform

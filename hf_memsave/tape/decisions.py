@@ -1,7 +1,7 @@
 """What a tape has decided: a model does the same at every step, so nothing is asked twice.
 
 Two things are remembered in :attr:`Tape.decided <hf_memsave.tape.Tape>`: of a question, by all that has happened in the
-forward until then, whether it pays to remake the tensor; and of a call, whether anybody ever asked how its result was
+forward until then, whether it pays to remake the tensor; and of a call, whether it was ever asked how its result was
 made.
 """
 
@@ -15,7 +15,7 @@ from hf_memsave.tape.record import MARK, Record
 
 #: Of a question: it pays; it does not; nor does a sweep find all that it was made from; it does not, but costs no more.
 YES, NO, NEVER, EVEN = 1, 2, 3, 7
-#: Of a call: somebody asked how its result was made; nobody did in one forward; nor in the next.
+#: Of a call: it was asked how its result was made; it was not in one forward; nor in the next.
 ASKED, ONCE, UNASKED = 4, 5, 6
 #: How many forwards that differ, and how many decisions, each of two generations remembers.
 MOST_FORWARDS, MOST_DECIDED = 64, 2**15
@@ -67,7 +67,7 @@ def pays(tape: Any, record: Record, nbytes: int) -> bool:
         return cost < nbytes
     if decision != YES:
         return False
-    for x, version in record.seen:  # nobody has written to it, nor, if it is a parameter, freed it
+    for x, version in record.seen:  # it was not written to, nor, if it is a parameter, freed
         theirs = getattr(x.untyped_storage(), MARK, None)
         if theirs is None or theirs.tape is not tape:
             theirs = tape.record_of(x)
@@ -79,7 +79,7 @@ def pays(tape: Any, record: Record, nbytes: int) -> bool:
 
 
 def learn(tape: Any) -> None:
-    """After a forward that decided nothing anew: a record that nobody asked, twice, is not made in the next ones.
+    """After a forward that decided nothing anew: a record that was not asked, twice, is not made in the next ones.
 
     Not under a foreign hook: a checkpointed block that runs again must ask for the same tensors as it did at first,
     whatever was learned in between.

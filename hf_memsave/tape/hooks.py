@@ -53,7 +53,7 @@ class Tape(Recorder):
     Attributes:
         coder: While one operation runs: chooses a handle for what it wants to keep, or None to leave that to the tape.
         copies: Of small parameters: see :mod:`~hf_memsave.tape.copies`.
-        memo: Results shared within this forward, by whoever puts them there.
+        memo: Results shared within this forward, by their keys.
         at_end: Called at the end of this forward.
         again: Dicts that hold, as "weight", the weights of linears that may run again.
         head: The linear that gives logits, if those may be computed later; ``logits`` gives them, or None.
@@ -236,7 +236,7 @@ class Tape(Recorder):
         node = None if record.node is None else record.node()
         if node is None:
             if record.func is None or record.costs_nothing() or record.func is None or not record.is_of(tensor):
-                return None  # nobody knows how it was made, or forgot it just now, as its holders are gone
+                return None  # how it was made is not known, or was forgotten just now, as its holders are gone
             if not decisions.pays(self, record, storage.nbytes()):
                 if self.decided[record.key] != decisions.NEVER:  # another thread may have cleared them
                     self.asked.add(record.made)

@@ -1,6 +1,6 @@
 """What it costs to have a tensor in backward: to keep it, or to remake it from what is kept, or would have to be.
 
-The price of a record is a number of new bytes (the storages that nobody keeps yet, among what it was made from) and of
+The price of a record is a number of new bytes (the storages that are not kept yet, among what it was made from) and of
 functions to run. Each argument is kept already, or remade in turn, or kept now, whichever is less.
 """
 
@@ -104,7 +104,7 @@ def price_of(
     question: Question | None = None,
     most: int | None = None,
 ) -> tuple[New, int]:
-    """The same for having one argument ``x`` of ``func``."""
+    """What having one argument ``x`` of ``func`` would newly keep, as :func:`price` tells it."""
     if record.tape is None:
         return _price_of_parameter(tape, x, record, func), 0
     if record.costs_nothing():
@@ -147,7 +147,7 @@ def is_available(tape: Any, x: Tensor, record: Record, func: Any) -> bool:
 
 
 def settle(tape: Any, record: Record, storage: Any) -> Node:
-    """Make a node of a record: its arguments become handles, and whoever holds the tensor itself asks the node.
+    """Make a node of a record: its arguments become handles, and a handle that holds the tensor itself asks the node.
 
     Autocast converts an input for each product that takes it. Those conversions share the first one's node, so that
     backward converts once.
@@ -210,14 +210,7 @@ def take(tape: Any, argument: Any, node: Node) -> Any:
 
 
 def anchor(tape: Any, x: Tensor, depth: int, block: int) -> None:
-    """What a block is given must not build on blocks too far back for it: keep a tensor in between.
-
-    Args:
-        tape: Whose block begins, or ends.
-        x: What the block is given.
-        depth: How many functions back to look for a tensor that is remade from such blocks.
-        block: The number of the block.
-    """
+    """What a block is given must not build on blocks too far back, ``depth`` functions deep: keep a tensor between."""
     record = tape.record_of(x)
     if record is None or (record.node is None and record.func is None):
         return
@@ -275,7 +268,7 @@ def copy_brief(tape: Any, func: Any, seen: Iterable[tuple[Tensor, int]]) -> None
 def may_change(x: Tensor, record: Record, func: Any) -> bool:
     """Whether a parameter or buffer may be another in backward though no version tells: by ``.data``, FSDP2 or EMA."""
     if record is BUFFER:
-        return x.is_floating_point() and not is_local(func)  # nobody updates whole numbers: weights in 4 bits, say
+        return x.is_floating_point() and not is_local(func)  # whole numbers are not updated: weights in 4 bits, say
     return record.tape is None and func not in CASTS and not is_local(func)
 
 

@@ -180,7 +180,7 @@ def hooks_work() -> bool:
 
     Returns:
         False without gradients; under ``torch.compile`` (its partitioner recomputes by itself) or tracing; in
-        ``torch.func`` transforms and forward-mode AD, which refuse hooks; and where somebody disabled them.
+        ``torch.func`` transforms and forward-mode AD, which refuse hooks; and where they are disabled.
     """
     return (
         torch.is_grad_enabled()
@@ -285,7 +285,7 @@ def autocast_cache() -> weakref.ref[Any]:
 
 
 def _drop(kept: Any) -> Any:
-    """Keep nothing: nobody goes back through it."""
+    """Keep nothing: no backward goes through it."""
 
 
 @contextlib.contextmanager

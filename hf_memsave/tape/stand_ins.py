@@ -14,11 +14,7 @@ from hf_memsave.tape.tensors import View, is_flipped
 class StandIn(Handle):
     """Something smaller than the tensor, which suffices for one operation; it gives way if the tensor is kept anyway.
 
-    Args:
-        tensor: What the operation asked to keep.
-        small: A handle of what stands for it.
-        nbytes: What that takes.
-        decode: Makes a tensor from that, for the operation to read; None if the operation decodes by itself.
+    ``small`` is its handle and ``decode`` makes a tensor from it; None if the operation decodes by itself.
     """
 
     __slots__ = ("view", "version", "small", "nbytes", "decode", "via", "__weakref__")

@@ -31,13 +31,7 @@ _CODED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 class Encoder:
-    """Chooses what of one forward is coded, and codes it. Its draws leave the generators of the model alone.
-
-    Args:
-        kind: A key of :data:`FORMATS`.
-        index: Tells the draws of a model's blocks apart.
-        forward: Tells those of its forwards apart.
-    """
+    """Chooses what of one forward is coded, and codes it, by draws of its own for each block and forward."""
 
     def __init__(self, kind: str, index: int, forward: int) -> None:
         self.form = FORMATS[kind]

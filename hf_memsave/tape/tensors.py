@@ -64,10 +64,13 @@ def is_plain(tensor: Tensor) -> bool:
 _PLAIN: dict[type, bool] = {Tensor: True, nn.Parameter: True, FakeTensor: True}
 
 
-#: Types of arguments that hold no tensor, and that nobody can change later.
+#: Types of arguments that hold no tensor, and that cannot change later.
 CONSTANT = frozenset(
     {float, int, bool, str, slice, type(None), type(...), torch.dtype, torch.device, torch.memory_format, torch.layout}
 )
+
+
+_BOUNDS = {int, type(None)}
 
 
 def plain_tensors(args: Iterable[Any]) -> list[tuple[Tensor, int]] | None:
@@ -87,13 +90,9 @@ def plain_tensors(args: Iterable[Any]) -> list[tuple[Tensor, int]] | None:
             if (inner := plain_tensors(a)) is None:
                 return None
             found += inner
-        elif kind not in CONSTANT or (kind is slice and not _is_constant(a)):
+        elif kind not in CONSTANT or (kind is slice and not {type(a.start), type(a.stop), type(a.step)} <= _BOUNDS):
             return None
     return found
-
-
-def _is_constant(a: slice) -> bool:
-    return all(bound is None or type(bound) is int for bound in (a.start, a.stop, a.step))
 
 
 def owned(argument: Any) -> Any:
@@ -140,7 +139,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
-    """Those in the arguments of a model, and one level below."""
+    """The tensors among the arguments of a model, and one level below."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

@@ -12,15 +12,7 @@ from hf_memsave.tape.tensors import with_stride
 
 
 class Windows:
-    """The windows of a max pool: between an index into the input's last dimensions, and a place in its window.
-
-    Args:
-        sizes: Of the input's pooled dimensions.
-        kernel: Elements of a window, in each of them.
-        stride: Between windows.
-        padding: Before the first element.
-        dilation: Between the elements of a window.
-    """
+    """The windows of a max pool: between an index into the input's last dimensions, and a place in its window."""
 
     def __init__(
         self,
@@ -31,7 +23,8 @@ class Windows:
         dilation: Sequence[int],
     ) -> None:
         self.dimensions = list(zip(sizes, kernel, stride, padding, dilation, strict=True))
-        self.dtype = _code_dtype(math.prod(kernel))
+        window = math.prod(kernel)  # whose elements the smallest integers tell apart
+        self.dtype = torch.uint8 if window <= 2**8 else torch.int16 if window <= 2**15 else torch.int32
 
     def places(self, indices: Tensor) -> Tensor:
         """``indices`` ``[*, *windows]`` as places in each window, counted like the indices; exact."""
@@ -55,8 +48,3 @@ class Windows:
         for before, (size, kernel, stride, padding, dilation) in enumerate(reversed(self.dimensions)):
             start = torch.arange(pooled.shape[-1 - before], device=pooled.device) * stride - padding
             yield size, kernel, dilation, start.view(-1, *[1] * before)
-
-
-def _code_dtype(window: int) -> torch.dtype:
-    """The smallest integers that tell the elements of a window apart."""
-    return torch.uint8 if window <= 2**8 else torch.int16 if window <= 2**15 else torch.int32

@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave import MemSaveConfig, measure_kept, patch, unpatch
 from hf_memsave.errors import ConfigError, PatchError
@@ -144,6 +146,40 @@ def test_a_step_with_lora_is_stocks_to_the_bit(family, rung):
     stock = step(model, batch)
     patch(model, MemSaveConfig(checkpoint=rung))
     assert_equal(step(model, batch), stock)
+
+
+@pytest.mark.parametrize("has_lora", [False, True], ids=["full", "lora"])
+def test_blocks_that_run_again_have_the_bits_of_stock_without_a_cache(has_lora):
+    """GPT-2 with its own dropouts: attention is many functions, whose sums depend on how k and v lie in memory."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=64, bos_token_id=0, eos_token_id=0))
+    if has_lora:
+        lora = LoraConfig(target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True)
+        model = get_peft_model(model, lora)
+    ids = torch.randint(0, 64, (4, 128))
+    batch, stock = {"input_ids": ids, "labels": ids}, {}
+    model.train()
+    for model.config.use_cache in (True, False):
+        stock[model.config.use_cache] = step(model, batch)
+    assert any(a is not None and not torch.equal(a, b) for a, b in zip(*stock.values(), strict=True)), "no cache"
+    patch(model, MemSaveConfig(checkpoint="block"))
+    for model.config.use_cache in (True, False):
+        assert_equal(step(model, batch), stock[False])
+
+
+def test_blocks_that_run_again_write_twice_to_what_they_write():
+    counts = {}
+    for name in ("stock", "gate", "block"):
+        model = build("llama", Size(), torch.float32)
+        block = next(m for m in model.modules() if isinstance(m, GradientCheckpointingLayer))
+        attention = block.self_attn
+        attention.register_buffer("count", torch.zeros(()))
+        attention.register_forward_pre_hook(lambda module, _: (module.count.add_(1), None)[1])
+        if name != "stock":
+            patch(model, MemSaveConfig(checkpoint=name))
+        step(model, batch_for(model, Size()))
+        counts[name] = attention.count.item()
+    assert counts == {"stock": 1, "gate": 1, "block": 2}
 
 
 #: In u of fp32: x or a bf16 product, h likewise, o; q, k, v, gate and up are in bf16.

@@ -39,7 +39,7 @@ class Groups:
         self._after: Any = WeakIdKeyDictionary()
 
     def after(self, first: Tensor) -> list[Tensor]:
-        """Those that came after ``first``, and that can be converted along with it."""
+        """Parameters that came after ``first``, and that can be converted along with it."""
         return [p for p in alive(self._after.get(first, ())) if _is_like(p, first)]
 
     def learn(self, first: Tensor, after: Iterable[weakref.ref[Tensor]]) -> None:
@@ -48,7 +48,7 @@ class Groups:
 
 
 def alive(refs: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
-    """Those that are still there."""
+    """The parameters that are still there."""
     return [p for ref in refs if (p := ref()) is not None]
 
 
@@ -73,16 +73,7 @@ class Ahead:
         self._group: list[weakref.ref[Tensor]] = []  # an error in backward leaves this behind
 
     def low(self, p: Tensor, dtype: torch.dtype, where: Any) -> Tensor:
-        """Converts a parameter.
-
-        Args:
-            p: The parameter.
-            dtype: Autocast's.
-            where: What ends a group when it changes.
-
-        Returns:
-            It in ``dtype``; written to by nobody.
-        """
+        """The parameter ``p`` in ``dtype``, which is not written to; when ``where`` changes, a group ends."""
         if where != self._where:
             self.end()
             self._where = where
@@ -102,7 +93,7 @@ class Ahead:
         return low[0]
 
     def end(self) -> None:
-        """At the end of a block, of a forward or backward: remember the group, but for what nobody needed."""
+        """At the end of a block, of a forward or backward: remember the group, but for what was not needed."""
         if self._first is not None and (first := self._first()) is not None:
             self._groups.learn(first, [ref for ref in self._group if id(ref()) not in self._ready])
         self._first, self._group = None, []

@@ -39,7 +39,7 @@ def suits(steps: Any, z: Tensor) -> bool:
         z: The logits ``[T, V]``.
 
     Returns:
-        True where nobody needs them.
+        True where they are not needed.
     """
     last: Callable[..., Any] | None = next((func for func, *_ in reversed(steps) if func not in _CONVERTS), None)
     return last not in _KEEPS and z.is_contiguous() and can_run(z)

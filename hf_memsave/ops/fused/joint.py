@@ -8,9 +8,9 @@ For an input x of linears with incoming gradients dy₁ … dyₙ, and of a resi
 The node's backward runs once all those functions' have, whatever they pass to it. They pass nothing: what they add to
 is with the node, by backward, and lives as long as the graph if that backward fails. Kept for backward: nothing. x's
 own hooks see the whole gradient, as they do in stock. Autograd sums, as in stock, what functions give whose nodes have
-hooks, what is differentiated again, in batches or on another stream. Whoever walks the graph to our node and asks
+hooks, what is differentiated again, in batches or on another stream. Code that walks the graph to our node and asks
 autograd for the gradient there is told None. Which inputs are taken more than once is learned as it happens, by the
-first parameter that takes one: a node for an input that nobody else takes is work for nothing.
+first parameter that takes one: a node for an input that nothing else takes is work for nothing.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Joint:
         return found
 
     def take(self) -> Tensor | None:
-        """What this backward has added up, if anything; the next one begins anew."""
+        """What this backward has added up, if anything; the next one begins at nothing."""
         found = self._sums.pop(backward_id(), None)
         return None if found is None else found.total
 
@@ -76,7 +76,7 @@ class Sum:
     """What has been added up of a gradient in a backward that runs, or has failed.
 
     Attributes:
-        total: A tensor that nobody else has, to be added to in place; None where nothing has been added yet.
+        total: A tensor that is held nowhere else, to be added to in place; None where nothing has been added yet.
     """
 
     __slots__ = ("total",)

@@ -83,16 +83,7 @@ def why_not(model: nn.Module) -> str:
 
 
 def once(function: Any, remake: Callable[..., Tensor], *args: Any) -> Tensor:
-    """``function.apply(*args)`` as one step of the tape, which sees nothing of what it consists of.
-
-    Args:
-        function: A ``torch.autograd.Function``.
-        remake: Makes the same tensor again from the tensors among ``args``.
-        *args: Of the function.
-
-    Returns:
-        The result.
-    """
+    """``function.apply(*args)`` as one step of the tape: ``remake`` gives as much again of the tensors in ``args``."""
     with no_modes():
         out: Tensor = function.apply(*args)
         if (tape := current()) is not None:
@@ -103,7 +94,7 @@ def once(function: Any, remake: Callable[..., Tensor], *args: Any) -> Tensor:
 def once_each(
     function: Any, made: Sequence[tuple[Callable[..., Tensor], tuple[Tensor, ...]] | None], *args: Any
 ) -> Any:
-    """The same for a function of several results.
+    """As :func:`once`, for a function of several results.
 
     Args:
         function: A ``torch.autograd.Function``.

@@ -46,7 +46,7 @@ from hf_memsave.tape.private import (
 )
 from hf_memsave.tape.special import is_thin, product
 
-#: Types of tensors whose functions nobody overrides.
+#: Types of tensors whose functions are not overridden.
 _PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor})
 #: What the forwards, and the backwards, of all models have learned.
 _forwards, _backwards = Groups(), Groups()
@@ -64,7 +64,7 @@ def linear(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 
 
 def addmm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """That of ``torch.addmm(bias, x, weight)``, as GPT-2 has it."""
+    """As for ``F.linear``, of ``torch.addmm(bias, x, weight)``, as GPT-2 has it."""
     if not kwargs and len(args) == 3:
         bias, x, weight = args
         if isinstance(bias, Tensor) and _is_suited(tape, x, weight, bias):
@@ -81,7 +81,7 @@ def _is_suited(tape: Tape, x: Any, weight: Any, bias: Any) -> bool:
         return False
     if tape.head is not None and weight is tape.head.weight:  # its logits may be computed later
         return False
-    if innermost_mode() is not None or x.is_inference() or x.dim() < 2:  # a mode of somebody else wants to see the call
+    if innermost_mode() is not None or x.is_inference() or x.dim() < 2:  # another mode wants to see the call
         return False
     low = torch.get_autocast_dtype(x.device.type)
     if low == torch.float32 or x.dtype not in (torch.float32, low) or not (_is_wide(weight, x) and weight.dim() == 2):

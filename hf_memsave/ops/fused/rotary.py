@@ -49,7 +49,7 @@ class _Names(dict[str, Any]):
 
 @functools.cache
 def _turning(forward: Any) -> Callable[..., Any]:
-    """A forward, with our rotary embedding; one that somebody has set since as it is, if it is no function."""
+    """A forward, with our rotary embedding; one that was set since as it is, if it is no function."""
     if not isinstance(forward, types.FunctionType) or NAME not in forward.__globals__:
         return cast("Callable[..., Any]", forward)
     ours = types.FunctionType(
