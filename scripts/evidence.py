@@ -94,6 +94,7 @@ EVIDENCE = (
            chance={"stock differs from itself": "="}),
     Evidence("sweep-models-quick", "bench/sweep_models.py --types bert gpt2 llama t5 --out {out}/sweep-models-quick",
              bounds={"*": Bound(absolute=0.02)}, table=RESULTS / "sweep-models.md", partly=True, quick=True),
+    _table("engines", "bench/engines.py --out {out}", names=2, bounds={"*": _BYTES}),
     _table("techniques", "bench/techniques.py --output {out}", bounds=_RATIOS),
     _table("leaks", "bench/leaks.py --out {out}/leaks.md", names=2, bounds={"bytes*": _BYTES}, beside=True),
     _table("host-time", "bench/host_time.py --seconds 12 --out {out}", names=2,
