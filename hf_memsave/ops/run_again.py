@@ -56,6 +56,8 @@ def _check(module: nn.Module, value: Any) -> str:
         return "it is parametrized: reading its weight computes it"
     if is_known_by_weight(module) or path_of(type(module)) in OWN_FORWARD:
         return ""
+    if "_fsdp_wrapped_module" in module._modules:
+        return "it is a unit of FSDP1. Wrap whole blocks, or patch before you wrap, where its output is kept"
     return "its forward is its own, and may not be fit to run twice"
 
 

@@ -2,7 +2,8 @@
 
 FSDP1, FSDP2 and ZeRO-3 bring a unit's parameters as it begins to run, forward or backward, and take them away in
 between: FSDP's units are the modules that the user wrapped, ZeRO-3's are single layers. Where a unit holds a repeated
-block, its parameters are there while that block runs. Those of any other unit are told to the tape as brief.
+block, its parameters are there while that block runs. Those of any other unit are told to the tape as brief, whether or
+not FSDP2 frees them after this forward (``set_reshard_after_forward``): a mark outlives it, and so may its rerun.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def _units_of(model: nn.Module) -> list[tuple[Callable[[Tensor], bool], Sharded]
         is_whole = module is model or any(isinstance(m, GradientCheckpointingLayer) for m in module.modules())
         handle = vars(module).get("_handle")
         if groups := _groups(module):
-            mark = Sharded(frees_after_forward(module) and not is_whole, partial(_unshard, weakref.ref(module)))
+            mark = Sharded(not is_whole, partial(_unshard, weakref.ref(module)))
             found.append((partial(_is_of_groups, groups), mark))
         elif handle is not None:
             mark = Sharded(handle.uses_sharded_strategy and not is_whole)

@@ -92,8 +92,6 @@ class LinearAgain:
         Returns:
             A new tensor.
         """
-        for gather in self.gathers:
-            gather()
         given = list(args)
         for place, wrap in self.wraps:
             given[place] = wrap(given[place])
@@ -147,15 +145,16 @@ def record_again(
 
 
 def gathers_of(tape: Any, args: Iterable[Any]) -> Collection[Callable[[], None]] | None:
-    """What brings back, in backward, the parameters among ``args`` that are there only while their own module runs.
+    """What brings back, in backward, the parameters among ``args`` that a sharding engine takes away in between.
 
     Returns:
-        A function for each unit of a sharding engine; None where the engine has none.
+        A function for each unit of the engine; None where it has none for a parameter that is there only while its own
+        module runs.
     """
-    if not Sharded.any_is_brief:
+    if tape.root.mark_of is None:
         return ()
-    marks = [tape.record_of(a) for a in args if isinstance(a, Tensor)]
-    found = dict.fromkeys(mark.gather for mark in marks if mark is not None and mark.is_brief)  # in order on every rank
+    marks = [mark for a in args if isinstance(a, Tensor) and isinstance(mark := tape.record_of(a), Sharded)]
+    found: Any = dict.fromkeys(m.gather for m in marks if m.gather or m.is_brief)  # in order on every rank
     return None if None in found else found
 
 

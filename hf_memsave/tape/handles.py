@@ -126,7 +126,7 @@ class Node(OnDemand):
         block: The block that it was made in.
         first: The earliest block that it builds on.
         depth: How many calls of functions one call nests.
-        reads: Storages of parameters that it reads, or nodes that it builds on: FSDP2 may free them.
+        reads: Storages of parameters that it reads, or nodes that it builds on: FSDP1 may free them.
         dtype: Of what it gives; None where that is known by itself.
         is_lossy: What it gives is not the tensor to the bit.
         via: The node that gives the same tensor, if this one has given way.
@@ -172,11 +172,11 @@ class Node(OnDemand):
         return self._run()
 
     def _run(self) -> Tensor:
+        for gather in getattr(self.func, "gathers", ()):  # before a view of a parameter is taken
+            gather()
         args = [a.get() if isinstance(a, Handle) else fetched(a) for a in self.args]
-        if self.kwargs:
-            out = self.func(*args, **{name: fetched(a) for name, a in self.kwargs.items()})
-        else:
-            out = self.func(*args)
+        kwargs = {name: fetched(a) for name, a in self.kwargs.items()} if self.kwargs else {}
+        out = self.func(*args, **kwargs)
         if self.dtype not in (None, out.dtype) and out.dtype is torch.get_default_dtype():
             return self._with_default(self.dtype)
         if out.stride() != self.stride:

@@ -141,9 +141,10 @@ def is_available(tape: Any, x: Tensor, record: Record, func: Any) -> bool:
         Of one that is there only while its own module runs, no more than whether there is a copy: a checkpointed block
         that runs again in backward may find it at other times than its forward did.
     """
-    if not record.is_brief:
-        return bool(x.untyped_storage().nbytes() or not x.numel()) or has_copy(tape, x)
-    return has_copy(tape, x) if _is_copied(x, record, func) else True
+    is_there = not record.is_brief and bool(x.untyped_storage().nbytes() or not x.numel())
+    if _is_copied(x, record, func):
+        return is_there or has_copy(tape, x)
+    return is_there or record.is_brief or _is_gathered(func)
 
 
 def settle(tape: Any, record: Record, storage: Any) -> Node:
@@ -188,7 +189,7 @@ def take(tape: Any, argument: Any, node: Node) -> Any:
     if record.tape is None:
         if _is_copied(argument, record, node.func):
             return copy_of(tape, argument)
-        if is_local(node.func) and not record.is_brief:
+        if is_local(node.func) and not record.is_brief and not _is_gathered(node.func):
             node.reads = (*node.reads, storage)
         if not record.is_sharded:
             tape.reads(node, argument)
@@ -252,8 +253,13 @@ def is_near(tape: Any, node: Node) -> bool:
 
 def _is_copied(x: Tensor, record: Record, func: Any) -> bool:
     """Whether a node of ``func`` holds a copy of a parameter or buffer ``x``, and not the thing itself."""
-    is_gone = record.is_brief and isinstance(func, LinearAgain) and not func.gathers
+    is_gone = record.is_brief and isinstance(func, LinearAgain) and not _is_gathered(func)
     return x.dim() <= 1 or is_gone or may_change(x, record, func)
+
+
+def _is_gathered(func: Any) -> bool:
+    """Whether ``func`` has a sharding engine bring back the parameters that it reads."""
+    return isinstance(func, LinearAgain) and bool(func.gathers)
 
 
 def copy_brief(tape: Any, func: Any, seen: Iterable[tuple[Tensor, int]]) -> None:

@@ -8,11 +8,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from hf_memsave import measure_kept, patch
+from hf_memsave import MemSaveConfig, PatchError, measure_kept, patch
 from hf_memsave.patching.swap import is_patched
 from support.families import batch_for, build
 from support.steps import assert_same
@@ -56,10 +58,10 @@ def fsdp_then_patch(model, patched):
     return model
 
 
-def shard(model):
+def shard(model, units=(GradientCheckpointingLayer,)):
     mesh = init_device_mesh("cpu", (RANKS,))
     for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
+        if isinstance(module, units):
             fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
@@ -70,6 +72,75 @@ WRAPPERS = {
     "fsdp2, patched after": fsdp_then_patch,
 }  # fmt: skip
 CASES = [(family, how) for how in WRAPPERS for family in reversed(FAMILIES)]
+
+
+def stays_then_goes(model, number, seed):
+    """Parameters are gathered once in the first step, and twice from then on."""
+    model.set_reshard_after_forward(number > 0)
+    return [forward(model, seed)]
+
+
+def two_forwards(model, number, seed):
+    """The first backward frees what the second forward has read."""
+    model.set_reshard_after_forward(False)
+    return [forward(model, seed), forward(model, seed + 1)]
+
+
+def by_hand(model, number, seed):
+    """Gathered and freed by the user, with a forward in between that has no backward; gradients are added up."""
+    model.set_reshard_after_forward(False)
+    model.set_requires_gradient_sync(number > 0)
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.unshard()
+    loss = forward(model, seed)
+    with torch.no_grad():
+        forward(model, seed + 1)
+    for unit in units:
+        unit.reshard()
+    return [loss]
+
+
+def forward(model, seed):
+    """Sums of residuals are in fp32, and what is added to them is not: they are remade from those of the block before.
+
+    Returns:
+        The loss.
+    """
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(**batch_for(model, seed=seed)).loss
+
+
+UNITS = {"blocks": (GradientCheckpointingLayer,), "attention": (LlamaAttention, LlamaMLP)}
+USES = {"stays, then goes": stays_then_goes, "two forwards": two_forwards, "by hand": by_hand}
+AGAIN = {"gate": {"checkpoint": "gate"}, "gate and offload": {"checkpoint": "gate", "offload": True}}
+SHARDED = [(units, use) for units in UNITS for use in USES]
+
+
+def train_sharded(units, use, options, rank):
+    """Losses, gradients, and what is kept then, of a model that FSDP2 shards and the user meddles with."""
+    model = build("llama")
+    if options is not None:
+        patch(model, MemSaveConfig(**options))
+    shard(model, UNITS[units])
+    found = {}
+    for number in range(STEPS):
+        losses = USES[use](model, number, 10 * number + 5 * rank)
+        for loss in losses:
+            loss.backward()
+        found[f"losses {number}"] = torch.stack(losses).detach()
+    found |= {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    with torch.autocast("cpu", torch.bfloat16):
+        return found, measure_kept(model, batch_for(model)).total
+
+
+def refusal():
+    """Of linears that FSDP1 has wrapped already."""
+    linears = ModuleWrapPolicy({torch.nn.Linear})
+    model = FullyShardedDataParallel(build("llama"), auto_wrap_policy=linears, device_id=torch.device("cpu"))
+    with pytest.raises(PatchError) as error:
+        patch(model, MemSaveConfig(checkpoint="gate"))
+    return str(error.value)
 
 
 def full(tensor):
@@ -116,6 +187,14 @@ def alone(family):
     return found, measure_kept(model, batch_for(model, padded=True)).total
 
 
+def found_in(case, rank):
+    if case == "refusal":
+        return refusal()
+    if case in SHARDED:
+        return {name: train_sharded(*case, AGAIN.get(name), rank) for name in (*AGAIN, "stock")}
+    return {patched: train(*case, patched, rank) for patched in (True, False)}
+
+
 def work(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -123,8 +202,8 @@ def work(rank, folder):
     )
     found = {}
     try:
-        for case in CASES:
-            found[case] = {patched: train(*case, patched, rank) for patched in (True, False)}
+        for case in (*CASES, *SHARDED, "refusal"):
+            found[case] = found_in(case, rank)
             torch.save(found, folder / f"{rank}.new")
             os.replace(folder / f"{rank}.new", folder / f"{rank}.pt")
     finally:
@@ -173,3 +252,25 @@ def test_gradients_and_kept_bytes_are_those_of_a_single_process(family, how, ran
     for found in of_case(ranks, (family, how)):
         assert_same({name: found[True][name] for name in expected}, expected)
         assert found[True]["kept"].item() <= kept
+
+
+@pytest.mark.parametrize("case", SHARDED, ids="/".join)
+@pytest.mark.parametrize("name", AGAIN)
+def test_linears_that_run_again_find_weights_that_the_user_gathers_and_frees(name, case, ranks):
+    for found in of_case(ranks, case):
+        assert_same(found[name][0], found["stock"][0])
+
+
+@pytest.mark.parametrize("case", SHARDED, ids="/".join)
+def test_they_keep_no_more_than_in_a_single_process(case, ranks):
+    model = build("llama")
+    patch(model, MemSaveConfig(**AGAIN["gate"]))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = measure_kept(model, batch_for(model)).total
+    for found in of_case(ranks, case):
+        assert found["gate"][1] <= expected < found["stock"][1] / 2
+
+
+def test_linears_that_fsdp1_has_wrapped_are_refused_with_the_remedy(ranks):
+    for message in of_case(ranks, "refusal"):
+        assert "q_proj (FullyShardedDataParallel): it is a unit of FSDP1. Wrap whole blocks, or patch before" in message
