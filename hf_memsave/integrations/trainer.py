@@ -80,8 +80,14 @@ class MemSaveCallback(TrainerCallback, ExportableState):
         self._model: Callable[[], nn.Module | None] = lambda: None
 
     def add_to(self, trainer: Trainer) -> None:
-        """Add this callback to a trainer that was made without, before all others: reporters get its figures too."""
+        """Add this callback to a trainer, before all others: reporters get its figures too.
+
+        Does nothing where the trainer has one of the same config.
+        """
         handler = trainer.callback_handler
+        others = [other.config for other in handler.callbacks if isinstance(other, MemSaveCallback)]
+        if others and (self._takes_what_is_there or self.config in others):
+            return
         handler.callbacks.insert(0, self)
         self.on_init_end(trainer.args, trainer.state, trainer.control, trainer.model)
 

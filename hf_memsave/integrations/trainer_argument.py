@@ -1,7 +1,8 @@
 """``Trainer(model, args, ..., memsave=True)``, and every trainer built on it: the callback, added as one is made.
 
-``Trainer.__init__`` takes the argument, and with it each subclass that hands its keywords on. A subclass whose own
-``__init__`` lists all that it takes (TRL's do) is taught it as well, whether it was defined before or comes later.
+``Trainer.__init__`` takes the argument, and so does the ``__init__`` of each subclass, whether it was defined before or
+comes later: that of one which lists all that it takes (TRL's do), and of one which takes any keyword, whether it hands
+them on or not.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ def _teach_subclasses(cls: type[Any]) -> None:
 
 
 def _teach_subclass(cls: type) -> None:
-    own = vars(cls).get("__init__")
-    if isinstance(own, FunctionType):
-        taken = inspect.signature(own).parameters
-        if "memsave" not in taken and not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
-            wrap(cls, "__init__", _with_memsave)
+    """Teach the ``__init__`` that ``cls`` has, which may be that of a class to mix in."""
+    owner = next(c for c in cls.__mro__ if "__init__" in vars(c))
+    own = vars(owner)["__init__"]
+    if isinstance(own, FunctionType) and "memsave" not in inspect.signature(own).parameters:
+        wrap(owner, "__init__", _with_memsave)
 
 
 def _teaching(trainer: type, stock: Callable[..., None] | None) -> Callable[..., None]:
@@ -52,8 +53,12 @@ def _teaching(trainer: type, stock: Callable[..., None] | None) -> Callable[...,
 
 
 def _with_memsave(stock: Callable[..., None]) -> Callable[..., None]:
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(stock).parameters.values())
+
     def __init__(self: Any, *args: Any, memsave: MemSaveLike | None = None, **kwargs: Any) -> None:
         config = MemSaveConfig.resolve(memsave, may_plan=True)  # a wrong name must not cost a download
+        if takes_any and memsave is not None:  # to be read or handed on; what swallows it is made good for below
+            kwargs["memsave"] = memsave
         stock(self, *args, **kwargs)
         if config is not None:
             config.callback().add_to(self)

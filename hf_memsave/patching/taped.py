@@ -12,7 +12,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -160,7 +160,7 @@ def _lay(
         module.__dict__[CODED] = index, forward_number + 1
         codec = Encoder(config.storage, index, forward_number)
     held, decided = _held_by_checkpoint(args, kwargs), _decided.setdefault(module, Decisions())
-    ledger = _before_forward(module)
+    ledger = _before_forward(module, tensors_in((*args, *kwargs.values())))
     told = _told_within(module, kwargs) if ledger is None and innermost_hooks() is not None else ledger
     cached = with_cache(module, kwargs) if config.checkpoint == "block" else contextlib.nullcontext()
     new = Tape(*settings, codec, held, told, decided, mark_of(module, config.checkpoint))
@@ -184,9 +184,8 @@ def _lay(
             ) from error
         raise
     if ledger is not None:
-        ledger.close()
-        if ledger.is_checkpointed or not tape.is_around:  # else blocks run again anyway: what matters is the peak
-            warn_if_in_vain(module, ledger, config)
+        ledger.close(out)
+        warn_if_in_vain(module, ledger, config)
     return out
 
 
@@ -226,8 +225,8 @@ def _held_by_checkpoint(args: Any, kwargs: Any) -> list[Tensor]:
     return list(tensors_in((*args, *kwargs.values()))) if innermost_hooks() is not None else []
 
 
-def _before_forward(module: nn.Module) -> Ledger | None:
-    """Mark the buffers, which ``.to()`` has replaced since; the ledger that waits for this forward."""
+def _before_forward(module: nn.Module, given: Iterable[Tensor]) -> Ledger | None:
+    """Mark the buffers, which ``.to()`` has replaced since; the ledger that waits for this forward of ``given``."""
     own = module.__dict__
     owners = own.get(BUFFERS)
     if owners and not _is_marked(owners[0]):
@@ -238,7 +237,11 @@ def _before_forward(module: nn.Module) -> Ledger | None:
     if checkpoint_frame()[0] is not None or function_in_backward() is not None:
         ledger.uncounted = "it runs within gradient checkpointing, which keeps its arguments alone until it runs again"
         return None
+    if not module.training:
+        ledger.uncounted = "the model was in eval mode: call model.train()"
+        return None
     del own[LEDGER]
+    ledger.leave_out(given)
     return ledger
 
 
@@ -250,10 +253,11 @@ def _told_within(module: nn.Module, kwargs: Mapping[str, Any]) -> Ledger | Withi
     """
     around = innermost_mode()
     ledger = around.root.ledger if isinstance(around, Tape) else None
-    if ledger is None or checkpoint_frame()[0] is None:
+    frame = checkpoint_frame()[0]
+    if ledger is None or frame is None:
         return ledger
     is_ours = runs_again(module)  # and positional arguments, the checkpoint asks the model's tape to keep
-    ledger.note_held(tensors_in(kwargs.values()), is_asked=not is_ours)
+    ledger.note_checkpoint(frame, tensors_in(kwargs.values()), is_asked=not is_ours)
     return ledger.within() if is_ours else None
 
 

@@ -83,4 +83,4 @@ def pack_wrapped(tape: Any, tensor: Tensor) -> Handle:
     if wrap is None or len(parts) != 1:
         kept: Handle = tape.keep(tensor)
         return kept
-    return Wrapped(tensor, tape.pack(parts[0]), wrap)
+    return Wrapped(tensor, tape.pack_told(parts[0]), wrap)

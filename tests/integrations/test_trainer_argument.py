@@ -37,6 +37,25 @@ class TakesItself(Trainer):
         super().__init__(model, args, train_dataset=train_dataset, memsave={"norm": "stock"} if memsave else None)
 
 
+class Swallows(Lists):
+    def __init__(self, model=None, args=None, train_dataset=None, **kwargs):
+        super().__init__(model, args, train_dataset=train_dataset)
+
+
+class ToMixIn:
+    def __init__(self, model=None, args=None, train_dataset=None, **kwargs):
+        super().__init__(model, args, train_dataset=train_dataset)
+
+
+class MixesIn(ToMixIn, Trainer):
+    pass
+
+
+class GivesItself(Trainer):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, memsave=kwargs.pop("memsave", {"norm": "stock"}), **kwargs)
+
+
 class Mixed(hf_memsave.MemSaveMixin, Lists):
     pass
 
@@ -84,7 +103,9 @@ def test_no_is_no(value, arguments):
     assert patched_classes(trainer.model) == {} and callbacks(trainer) == []
 
 
-@pytest.mark.parametrize("cls", [Seq2SeqTrainer, Forwards, Lists, ListsBelow, Mixed], ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "cls", [Seq2SeqTrainer, Forwards, Lists, ListsBelow, Swallows, MixesIn, Mixed], ids=lambda c: c.__name__
+)
 def test_a_subclass_takes_it_whatever_its_own_signature(cls, arguments):
     trainer = cls(build("llama"), arguments(), train_dataset=Rows("llama"), memsave={"norm": "stock"})
     assert patch_of(trainer.model).config == MemSaveConfig(norm="stock") and len(callbacks(trainer)) == 1
@@ -95,6 +116,22 @@ def test_a_subclass_takes_it_whatever_its_own_signature(cls, arguments):
 def test_a_subclass_with_an_argument_of_that_name_gets_it(arguments):
     trainer = TakesItself(build("llama"), arguments(), Rows("llama"), memsave="anything")
     assert patch_of(trainer.model).config == MemSaveConfig(norm="stock")
+
+
+def test_what_a_subclass_reads_of_its_keywords_it_still_finds(arguments):
+    for given, config in ({}, MemSaveConfig(norm="stock")), ({"memsave": True}, MemSaveConfig()):
+        trainer = GivesItself(build("llama"), arguments(), **given)
+        assert patch_of(trainer.model).config == config and len(callbacks(trainer)) == 1
+
+
+@pytest.mark.parametrize("cls", [Trainer, hf_memsave.MemSaveTrainer], ids=lambda c: c.__name__)
+def test_beside_a_callback_of_the_same_config_there_is_no_second_one_and_another_config_is_refused(cls, arguments):
+    for memsave, config in ("exact", None), ({"norm": "stock"}, {"norm": "stock"}):
+        given = MemSaveCallback(config)
+        trainer = cls(build("llama"), arguments(), memsave=memsave, callbacks=[given])
+        assert callbacks(trainer) == [given]
+    with pytest.raises(PatchError, match="patched with MemSaveConfig.norm='stock'.*got MemSaveConfig.., the exact"):
+        cls(build("llama"), arguments(), memsave=True, callbacks=[MemSaveCallback({"norm": "stock"})])
 
 
 @pytest.mark.parametrize("cls", [Trainer, Lists], ids=lambda c: c.__name__)
