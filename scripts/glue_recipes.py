@@ -32,7 +32,7 @@ NAMES = dict(zip(TASKS, ("CoLA", "SST-2", "MRPC", "QQP", "MNLI", "QNLI", "RTE", 
 METHODS = {
     "wta-crs": ("WTA-CRS@0.3", "wta-crs"),
     "wta-crs-0.1": ("WTA-CRS@0.1", "{linear: {budget: 0.1}}"),
-    "lora-wta-crs": ("LoRA+WTA-CRS@0.3", "lora-wta-crs"),
+    "lora-wta-crs": ("LoRA+WTA-CRS@0.3", "{linear: {budget: 0.3, targets: [lora_A]}}"),
     "lora-wta-crs-0.1": ("LoRA+WTA-CRS@0.1", "{linear: {budget: 0.1, targets: [lora_A]}}"),
 }
 

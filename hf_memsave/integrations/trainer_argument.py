@@ -34,12 +34,14 @@ def _teach_subclasses(cls: type[Any]) -> None:
 
 
 def _teach_subclass(cls: type) -> None:
-    own = vars(cls).get("__init__")
+    """Teach the ``__init__`` that ``cls`` has, which may be that of a class to mix in."""
+    owner = next(c for c in cls.__mro__ if "__init__" in vars(c))
+    own = vars(owner)["__init__"]
     if isinstance(own, FunctionType):
         taken = inspect.signature(own).parameters
         if "memsave" not in taken:
             hands_on = any(p.kind is p.VAR_KEYWORD for p in taken.values())
-            wrap(cls, "__init__", partial(_with_memsave, hands_on=hands_on))
+            wrap(owner, "__init__", partial(_with_memsave, hands_on=hands_on))
 
 
 def _teaching(trainer: type, stock: Callable[..., None] | None) -> Callable[..., None]:

@@ -21,7 +21,8 @@ LEAST_OF_ONE = 0.01
 def warn_if_in_vain(module: nn.Module, ledger: Ledger, config: MemSaveConfig) -> None:
     """Say where the bytes are that stay, if most do; and which settings free nothing, with and without them.
 
-    Where blocks run again as a whole, they decide what is kept, and approximations what one block takes meanwhile.
+    Where blocks run again as a whole, they decide what is kept, and settings what one block takes meanwhile: of those
+    that are to be exact nothing is said where the caller has turned that on.
 
     Args:
         module: The model.
@@ -29,17 +30,19 @@ def warn_if_in_vain(module: nn.Module, ledger: Ledger, config: MemSaveConfig) ->
         config: What the model was patched with.
     """
     model, kept, total = type(module).__name__, ledger.nbytes_kept, ledger.nbytes_stock
-    if total - kept < LEAST * total:
+    is_rerun = ledger.is_checkpointed_in_stock
+    if total - kept < LEAST * total and not is_rerun:
         most = ", ".join(f"{name} {n / MIB:.1f} MiB" for name, n in list(ledger.by_function("kept").items())[:3])
         logger.warning(
-            "hf_memsave freed %.1f%% of what the first training step of %s keeps: %.1f MiB stay, most made by %s.",
-            100 * (total - kept) / total, model, kept / MIB, most,
+            "hf_memsave %s in the first training step of %s: %.1f MiB stay, most made by %s.",
+            f"freed {(total - kept) / total:.1%} of what stock keeps" if kept <= total else
+            f"keeps {(kept - total) / MIB:.2f} MiB more than stock", model, kept / MIB, most,
         )  # fmt: skip
     kept += ledger.nbytes_offloaded
     pairs = []
     if config.inexact and not ledger.is_checkpointed:
         pairs.append((", ".join(config.inexact), kept, ledger.nbytes_exact, "an exact setting keeps"))
-    if config.checkpoint not in (None, "block"):
+    if config.checkpoint not in (None, "block") and not is_rerun:
         pairs.append((f'checkpoint="{config.checkpoint}"', kept, kept + ledger.nbytes_again, "without it it keeps"))
     if config.offload:
         pairs.append(("offload=True", ledger.nbytes_kept, kept, "without it the device keeps"))
@@ -48,5 +51,6 @@ def warn_if_in_vain(module: nn.Module, ledger: Ledger, config: MemSaveConfig) ->
             logger.warning(
                 "hf_memsave: %s frees nothing here: the first training step of %s kept %.2f MiB, and %s %.2f MiB%s. "
                 "Leave it out.", what, model, here / MIB, words, without / MIB,
-                f" (tensors below {SMALLEST_NBYTES // 1024} KiB stay)" if what.startswith("offload") else "",
+                f" (tensors below {SMALLEST_NBYTES // 1024} KiB stay)" if what.startswith("offload") else
+                " (but for what one block takes as it runs again)" if is_rerun else "",
             )  # fmt: skip

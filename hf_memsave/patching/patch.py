@@ -66,7 +66,7 @@ class PatchReport:
     Attributes:
         config: What was asked for.
         sites: The models and blocks covered, and every module that is approximated, sampled or left to stock.
-        step: What the first forward with gradients after patching kept and avoided; empty before.
+        step: What the first forward with gradients, in training mode, kept and avoided; empty before.
     """
 
     def __init__(self, model: nn.Module, config: MemSaveConfig, sites: Sequence[SiteReport], step: Ledger) -> None:
@@ -146,9 +146,11 @@ class PatchReport:
                 return [f"  what it frees is not counted: {step.uncounted}"]
             return [_UNCALLED if is_trained else "  what it frees is counted in the first training step"]
         kept, away, avoided = step.nbytes_kept, step.nbytes_offloaded, step.nbytes_avoided
-        share = avoided / max(1, kept + away + avoided)
+        more = kept + away - step.nbytes_stock
+        freed = f"{avoided / MIB:.1f} avoided ({avoided / max(1, kept + away + avoided):.0%})"
+        freed = freed if more <= 0 else f"{more / MIB:.2f} more than stock"
         in_main_memory = f"{away / MIB:.1f} in main memory, " if self.config.offload else ""
-        lines = [f"  first step: {kept / MIB:.1f} MiB kept, {in_main_memory}{avoided / MIB:.1f} avoided ({share:.0%})"]
+        lines = [f"  first step: {kept / MIB:.1f} MiB kept, {in_main_memory}{freed}"]
         if step.is_loss_chunked:
             lines.append("    the loss was computed in chunks: it equals stock's up to the order of fp32 sums")
         for what in ("avoided", "kept", "offloaded"):

@@ -12,7 +12,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -160,7 +160,7 @@ def _lay(
         module.__dict__[CODED] = index, forward_number + 1
         codec = Encoder(config.storage, index, forward_number)
     held, decided = _held_by_checkpoint(args, kwargs), _decided.setdefault(module, Decisions())
-    ledger = _before_forward(module)
+    ledger = _before_forward(module, tensors_in((*args, *kwargs.values())))
     told = _told_within(module, kwargs) if ledger is None and innermost_hooks() is not None else ledger
     cached = with_cache(module, kwargs) if config.checkpoint == "block" else contextlib.nullcontext()
     offload = Offload() if config.offload and innermost_hooks() is None else contextlib.nullcontext()  # no foreign one
@@ -185,9 +185,8 @@ def _lay(
             ) from error
         raise
     if ledger is not None:
-        ledger.close()
-        if ledger.is_checkpointed or not tape.is_around:  # else blocks run again anyway: what matters is the peak
-            warn_if_in_vain(module, ledger, config)
+        ledger.close(out)
+        warn_if_in_vain(module, ledger, config)
     return out
 
 
@@ -222,8 +221,8 @@ def _held_by_checkpoint(args: Any, kwargs: Any) -> list[Tensor]:
     return list(tensors_in((*args, *kwargs.values()))) if innermost_hooks() is not None else []
 
 
-def _before_forward(module: nn.Module) -> Ledger | None:
-    """Mark the buffers, which ``.to()`` has replaced since; the ledger that waits for this forward."""
+def _before_forward(module: nn.Module, given: Iterable[Tensor]) -> Ledger | None:
+    """Mark the buffers, which ``.to()`` has replaced since; the ledger that waits for this forward of ``given``."""
     own = module.__dict__
     owners = own.get(BUFFERS)
     if owners and not _is_marked(owners[0]):
@@ -234,9 +233,12 @@ def _before_forward(module: nn.Module) -> Ledger | None:
     if checkpoint_frame()[0] is not None or function_in_backward() is not None:
         ledger.uncounted = "it runs within gradient checkpointing, which keeps its arguments alone until it runs again"
         return None
+    if ledger.is_counted and not module.training:  # a step in eval mode counts until there is one in training
+        return None
     if module.training:
-        return own.pop(LEDGER)
-    return None if ledger.is_counted else ledger  # a step in eval mode counts until there is one in training
+        del own[LEDGER]
+    ledger.leave_out(given)
+    return ledger
 
 
 def _told_within(module: nn.Module, kwargs: Mapping[str, Any]) -> Ledger | Within | None:
@@ -247,10 +249,11 @@ def _told_within(module: nn.Module, kwargs: Mapping[str, Any]) -> Ledger | Withi
     """
     around = innermost_mode()
     ledger = around.root.ledger if isinstance(around, Tape) else None
-    if ledger is None or checkpoint_frame()[0] is None:
+    frame = checkpoint_frame()[0]
+    if ledger is None or frame is None:
         return ledger
     is_ours = runs_again(module)  # and positional arguments, the checkpoint asks the model's tape to keep
-    ledger.note_held(tensors_in(kwargs.values()), is_asked=not is_ours)
+    ledger.note_checkpoint(frame, tensors_in(kwargs.values()), is_asked=not is_ours)
     return ledger.within() if is_ours else None
 
 

@@ -63,13 +63,13 @@ def counted(
     costs = [None if how == "exact" else tape.cost(x) for x in inputs]
     with in_place_of_stock(tape, how == "exact"):
         out = run()
-    ledger = tape.ledger
+    ledger, by = tape.ledger, _graph_of(out)
     for x, cost in zip(inputs, costs, strict=True):
         if (record := tape.record_of(x)) is not None and record.tape is tape:
-            ledger.note_input(x.untyped_storage(), x, record, cost)
+            ledger.note_input(x.untyped_storage(), x, record, cost, by)
     if type(out) is Tensor and (record := tape.record_of(out)) is not None:
-        ledger.note_made(out.untyped_storage(), out, record, is_out_asked, how == "cheap")
-    ledger.note_stock(name, nbytes)
+        ledger.note_made(out.untyped_storage(), out, record, by if is_out_asked else None, how == "cheap")
+    ledger.note_stock(name, nbytes, by)
     return out
 
 
@@ -105,6 +105,19 @@ def _asked(
         return None
     finally:
         torch.set_autocast_cache_enabled(is_cached)
+
+
+class _Token:
+    """Alive for as long as the node that it is a note on."""
+
+
+def _graph_of(out: Any) -> Any:
+    """What is alive for as long as the graph that made ``out``; or for good, where ``out`` does not tell."""
+    if type(out) is not Tensor or out.grad_fn is None:
+        return _graph_of
+    node: Any = out.grad_fn
+    token = node.metadata["hf_memsave_counted"] = _Token()
+    return token
 
 
 def _place(tensor: Tensor) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_memsave.tape.handles import Handle, Node, Ticket
 from hf_memsave.tape.quantize import decode, encode
-from hf_memsave.tape.record import Record
+from hf_memsave.tape.record import COUNTED, Record
 from hf_memsave.tape.tensors import is_dense
 
 #: Booleans below which bits are not worth their trouble.
@@ -95,8 +95,8 @@ def coded(
         record.node, record.version = weakref.ref(node), tensor._version
         record.dtype, record.stride = tensor.dtype, tensor.stride()
     tape.note_small(node, sum(code.nbytes for code in codes), "code", is_exact=not is_lossy)
-    if is_lossy and tape.ledger is not None and tape.in_place != "inexact":
-        tape.ledger.note_input(storage, tensor, record, storage.nbytes())
+    if is_lossy and tape.in_place != "inexact" and (entry := getattr(storage, COUNTED, None)) is not None:
+        entry.cost = entry.nbytes
     return node
 
 

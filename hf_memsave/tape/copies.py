@@ -19,10 +19,9 @@ from hf_memsave.tape.tensors import place_of
 
 def copy_of(tape: Any, parameter: Tensor) -> Held | Lent:
     """What goes on the tape instead of the parameter."""
-    key = _place(tape, parameter)
-    handle: Held | Lent | None = tape.copies.get(key)
+    handle: Held | Lent | None = tape.copies.get(_place(tape, parameter))
     if handle is None:
-        handle = tape.copies[key] = tape.keep(parameter.detach().clone())
+        handle = _keep(tape, parameter, parameter.detach().clone())
     elif isinstance(handle, Lent):
         handle.uses += 1
     return handle
@@ -36,7 +35,15 @@ def copy_all(tape: Any, parameters: list[Tensor]) -> None:
     with no_modes(), torch.no_grad():
         copies = [torch.empty_like(p) for p in new]
         copy_each(copies, new)
-    tape.copies.update({_place(tape, p): Held(copy) for p, copy in zip(new, copies, strict=True)})
+    for p, copy in zip(new, copies, strict=True):
+        _keep(tape, p, copy)
+
+
+def _keep(tape: Any, parameter: Tensor, copy: Tensor) -> Held | Lent:
+    handle: Held | Lent = tape.keep(copy)
+    tape.copies[_place(tape, parameter)] = handle
+    tape.note_small(handle, copy.nbytes, "copy of a parameter")
+    return handle
 
 
 def has_copy(tape: Any, parameter: Tensor) -> bool:

@@ -26,7 +26,7 @@ from hf_memsave.tape.tensors import View, is_flipped, is_plain, unexpanded, with
 class Handle:
     """Anything on the tape that can give a tensor back."""
 
-    __slots__ = ()
+    __slots__ = ("__weakref__",)
 
     def get(self) -> Tensor:
         """The tensor, of the size, strides and offset of the one that was kept."""
@@ -36,7 +36,7 @@ class Handle:
 class Held(Handle):
     """A tensor on the tape, which may still give way (``via``) to another handle."""
 
-    __slots__ = ("tensor", "version", "via", "__weakref__")
+    __slots__ = ("tensor", "version", "via")
 
     def __init__(self, tensor: Tensor) -> None:
         # Detached: an op that keeps its own output would otherwise own itself, through the output's grad_fn.

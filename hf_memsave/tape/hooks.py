@@ -58,7 +58,6 @@ class Tape(Recorder):
         again: Dicts that hold, as "weight", the weights of linears that may run again.
         head: The linear that gives logits, if those may be computed later; ``logits`` gives them, or None.
         is_in_attention, is_in_loss: SDPA runs, or a loss.
-        is_around: Checkpointed blocks within laid tapes of their own.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class Tape(Recorder):
         self.again: list[dict[str, Any]] = []
         self.head: nn.Module | None = None
         self.logits: Any = None
-        self.is_in_attention = self.is_in_loss = self.is_around = False
+        self.is_in_attention = self.is_in_loss = False
         self.decided = decisions.Decisions() if decided is None else decided
         self.lock, self._inputs = threading.RLock(), inputs
         self.copies: dict[Any, Held | Lent] = {}
@@ -89,11 +88,10 @@ class Tape(Recorder):
 
     def __enter__(self) -> Tape:
         self.outer = innermost_hooks()
-        self._hooks = saved_tensors_hooks(self.pack, _fetch)
+        self._hooks = saved_tensors_hooks(self.pack if self.ledger is None else self.pack_told, _fetch)
         self._hooks.__enter__()
         if isinstance(private.innermost_mode(), Tape):  # that of the model, around a checkpointed block
             self._around = private.pop_mode()
-            self._around.is_around = True
             self._root = self._around.root
         private.push_mode(self)
         inputs, self._inputs = self._inputs, ()
@@ -205,8 +203,6 @@ class Tape(Recorder):
     def pack(self, tensor: Tensor) -> Handle:
         """Called by autograd with each tensor to keep; returns what goes on the tape."""
         if self.coder is not None and (chosen := self.coder(tensor)) is not None:
-            if self.ledger is not None:
-                self.note(tensor.untyped_storage(), tensor, self.record_of(tensor))
             return chosen
         kind = type(tensor)
         if kind is nn.Parameter:
@@ -218,11 +214,16 @@ class Tape(Recorder):
             if record is None or record.tape is None:
                 return self.keep(tensor) if is_plain(tensor) or is_parameter(tensor) else pack_wrapped(self, tensor)
         storage = tensor.untyped_storage()
-        if self.ledger is not None:
-            self.note(storage, tensor, record)
         is_open = record.node is not None or (record.func is not None and not record.is_kept)
         handle = self.ticket(record, storage, tensor) if is_open else None
         return self.hold(record, storage, tensor) if handle is None else handle
+
+    def pack_told(self, tensor: Tensor) -> Handle:
+        """:meth:`pack`, of which the ledger is told."""
+        entry, handle = self.note(tensor, self.record_of(tensor)), self.pack(tensor)
+        if entry is not None and self.in_place is None:
+            entry.ask(handle)
+        return handle
 
     def keep(self, tensor: Tensor) -> Held | Lent:
         """A handle that holds ``tensor`` and nothing less."""
@@ -296,4 +297,4 @@ class Tape(Recorder):
         return sum(prices.price_of(self, tensor, record, tensor.untyped_storage())[0].values())
 
 
-private.compile_nothing_of(Tape.__torch_function__, Tape.pack)
+private.compile_nothing_of(Tape.__torch_function__, Tape.pack, Tape.pack_told)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from hf_memsave.tape.handles import Lent, Node
 from hf_memsave.tape.offload import Away
+from hf_memsave.tape.private import tree_leaves
 from hf_memsave.tape.record import COUNTED, Record
 from hf_memsave.tape.tensors import is_plain
 
@@ -32,32 +34,52 @@ class _Entry:
         made_by: What made it.
         records: Those by which tapes know whether they keep it.
         copies: Of it, in main memory.
+        asked_by: What autograd got when it asked to keep it: gone with the graph that asked, as a branch that is left.
+        held_by: What else holds it, such as a checkpoint.
         is_of_op: Nothing but what is not exact asks to keep it.
-        is_asked: Stock asks autograd to keep it.
-        is_held: A checkpoint holds it.
+        is_given: The caller of the model holds it, whatever is kept.
         is_remade: An exact setting remakes it from what it is known to keep.
         cost: What an exact setting would keep to have it, where it is not kept here; None where that is not asked.
     """
 
     __slots__ = (
-        "ledger", "nbytes", "made_by", "records", "copies", "is_asked", "is_held", "is_of_op", "is_remade", "cost",
+        "ledger", "nbytes", "made_by", "records", "copies", "asked_by", "held_by", "is_given", "is_of_op", "is_remade",
+        "cost",
     )  # fmt: skip
 
     def __init__(self, ledger: Ledger, nbytes: int, made_by: str, is_of_op: bool = False) -> None:
         self.ledger, self.nbytes, self.made_by = ledger, nbytes, made_by
         self.records: list[weakref.ref[Record]] = []
         self.copies: list[weakref.ref[Away]] = []
-        self.is_asked = self.is_held = self.is_remade = False
+        self.asked_by: list[weakref.ref[Any]] = []
+        self.held_by: list[weakref.ref[Any]] = []
+        self.is_given = self.is_remade = False
         self.is_of_op = is_of_op
         self.cost: int | None = None
 
+    def ask(self, by: Any) -> None:
+        """Stock asks autograd to keep it, for as long as ``by`` is there."""
+        self.asked_by.append(weakref.ref(by))
+        self.is_of_op = False
+
+    def hold(self, by: Any, is_asked: bool) -> None:
+        """``by`` holds it itself, in stock too if that ``is_asked``."""
+        self.held_by.append(weakref.ref(by))
+        if is_asked:
+            self.ask(by)
+
     def is_kept(self) -> bool:
-        """Whether a tape keeps the storage, or a checkpoint."""
-        return self.is_held or any((r := ref()) is not None and r.costs_nothing() for ref in self.records)
+        """Whether it is kept on the device, and would not be if nothing asked for it."""
+        is_held = _any(self.held_by) or any((r := ref()) is not None and r.costs_nothing() for ref in self.records)
+        return is_held and not self.is_given
+
+    def is_kept_by_stock(self) -> bool:
+        """Likewise, in stock."""
+        return _any(self.asked_by) and not self.is_given
 
     def is_away(self) -> bool:
         """Whether it is kept in main memory."""
-        return any(ref() is not None for ref in self.copies)
+        return _any(self.copies)
 
 
 class Ledger:
@@ -72,6 +94,7 @@ class Ledger:
         nbytes_again: What it would keep beyond that if no linear ran again.
         is_counted: A forward was counted; the numbers are zero before.
         is_checkpointed: Blocks of it run again as a whole.
+        is_checkpointed_in_stock: Blocks run again as a whole, for the caller has turned gradient checkpointing on.
         is_loss_chunked: Logits were not computed at once.
         uncounted: Why a forward was not counted, if one was not.
     """
@@ -81,20 +104,17 @@ class Ledger:
         self.kept: Counter[str] = Counter()
         self.offloaded: Counter[str] = Counter()
         self.nbytes_exact = self.nbytes_again = 0
-        self.is_counted = self.is_checkpointed = self.is_loss_chunked = False
+        self.is_counted = self.is_checkpointed = self.is_checkpointed_in_stock = self.is_loss_chunked = False
         self.uncounted = ""
         self.forget()
 
-    def note(
-        self, storage: Any, tensor: Any, record: Record | None, is_asked: bool = True, is_of_op: bool = False
-    ) -> _Entry:
-        """A tensor of ``storage`` is kept, or may be.
+    def note(self, storage: Any, tensor: Any, record: Record | None, is_of_op: bool = False) -> _Entry:
+        """A tensor of ``storage`` may be kept.
 
         Args:
             storage: Of the tensor.
             tensor: Any that lies in it.
             record: Tells at the end of the forward whether a tape keeps it; None where no tape does.
-            is_asked: Stock asks autograd to keep it.
             is_of_op: It is asked for by what is not exact.
 
         Returns:
@@ -105,39 +125,67 @@ class Ledger:
             entry = _Entry(self, storage.nbytes(), _maker(tensor), is_of_op)
             setattr(storage, COUNTED, entry)
             self._entries.append(entry)
-        entry.is_asked |= is_asked
-        entry.is_of_op &= is_of_op or not is_asked  # what such an operation keeps may serve to remake what it made
         if record is not None and not any(ref() is record for ref in entry.records):
             entry.records.append(weakref.ref(record))
         return entry
 
-    def note_input(self, storage: Any, tensor: Any, record: Record | None, cost: int | None) -> None:
-        """Stock keeps ``tensor`` for a call that another one stands for; if that is not exact, exactly for ``cost``."""
+    def note_input(self, storage: Any, tensor: Any, record: Record | None, cost: int | None, by: Any) -> None:
+        """Stock keeps ``tensor`` for ``by``, in whose call another one runs; exactly for ``cost``, or this is exact."""
         entry = self.note(storage, tensor, record, is_of_op=cost is not None)
+        entry.asked_by.append(weakref.ref(by))
+        entry.is_of_op &= cost is not None
         entry.cost = entry.cost if cost is None else cost
 
-    def note_made(self, storage: Any, tensor: Any, record: Record | None, is_asked: bool, is_cheap: bool) -> None:
-        """Such an operation made ``tensor``, which stock may ask for; an exact setting remakes it, if it is cheap."""
-        if is_asked or is_cheap:
-            self.note(storage, tensor, record, is_asked, is_of_op=True).is_remade = is_cheap
+    def note_made(self, storage: Any, tensor: Any, record: Record | None, by: Any, is_cheap: bool) -> None:
+        """Such an operation made ``tensor``, which stock keeps for ``by``, if any; exactly it is remade, if cheap."""
+        if by is not None or is_cheap:
+            entry = self.note(storage, tensor, record, is_of_op=True)
+            entry.asked_by += [] if by is None else [weakref.ref(by)]
+            entry.is_remade = is_cheap
 
-    def note_held(self, tensors: Iterable[Tensor], is_asked: bool) -> None:
-        """A checkpoint holds these itself, and the state of a generator; in stock too, if that ``is_asked``."""
-        for tensor in tensors:
-            if is_plain(tensor) and not isinstance(tensor, nn.Parameter) and tensor.layout is torch.strided:
-                self.note(tensor.untyped_storage(), tensor, None, is_asked).is_held = True
+    def note_checkpoint(self, frame: Any, tensors: Iterable[Tensor], is_asked: bool) -> None:
+        """``frame`` holds these and the state of a generator; in stock too, if that ``is_asked``."""
+        for entry in self._of(tensors):
+            entry.hold(frame, is_asked)
         state = _Entry(self, torch.get_rng_state().nbytes, "state of a generator")
-        state.is_held, state.is_asked = True, is_asked
+        state.hold(frame, is_asked)
         self._entries.append(state)
         self.is_checkpointed |= not is_asked
+        self.is_checkpointed_in_stock |= is_asked
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """The caller of the model has these anyway; but not what other modules made of them, once one was counted."""
+        for entry in self._of(x for x in tensors if x.grad_fn is None or not self.is_counted):
+            entry.is_given = True
+
+    def _of(self, tensors: Iterable[Tensor]) -> list[_Entry]:
+        plain = [x for x in tensors if is_plain(x) and x.layout is torch.strided and not isinstance(x, nn.Parameter)]
+        return [self.note(x.untyped_storage(), x, None) for x in plain]
+
+    def _note_graph(self, out: Any) -> None:
+        """What the graph of ``out`` holds without asking: leaves that want a gradient, and what Functions hold."""
+        todo: list[Any] = [x.grad_fn for x in tree_leaves(out) if isinstance(x, Tensor)]
+        seen: set[Any] = set()
+        while todo:
+            if (node := todo.pop()) is None or node in seen:
+                continue
+            seen.add(node)
+            todo += [before for before, _ in node.next_functions]
+            own = getattr(node, "__dict__", {})
+            self.is_checkpointed_in_stock |= "run_function" in own  # of a reentrant checkpoint
+            held = tree_leaves(list(own.values()))
+            held += [x for f in held if isinstance(f, partial) for x in tree_leaves((f.args, f.keywords))]
+            held += [node.variable] if node.name().endswith("AccumulateGrad") else []
+            for entry in self._of(x for x in held if isinstance(x, Tensor)):
+                entry.hold(self, is_asked=True)
 
     def note_small(self, handle: Any, nbytes: int, name: str, is_exact: bool) -> None:
         """``handle`` keeps this much instead of a tensor, in an exact setting too or not."""
         self._small.append((weakref.ref(handle), nbytes, name, is_exact))
 
-    def note_stock(self, name: str, nbytes: int) -> None:
-        """Stock keeps so much more, which nothing makes here."""
-        self._stock[name] += nbytes
+    def note_stock(self, name: str, nbytes: int, by: Any) -> None:
+        """Stock keeps so much more for ``by``, which nothing makes here."""
+        self._stock.append((name, nbytes, weakref.ref(by)))
 
     def note_run_again(self, nbytes: int) -> None:
         """A linear of a rung runs again, in whose place a tensor would be kept."""
@@ -146,28 +194,29 @@ class Ledger:
     def note_again(self, storage: Any) -> None:
         """Stock makes another tensor like this one, and keeps that too, if it keeps this one."""
         entry: _Entry | None = getattr(storage, COUNTED, None)
-        if entry is not None and entry.ledger is self and entry.is_asked:
-            self._stock[entry.made_by] += entry.nbytes
+        if entry is not None and entry.ledger is self and entry.asked_by:
+            self.note_stock(entry.made_by, entry.nbytes, self)
 
     def forget(self) -> None:
         """The forward failed: count another one."""
         self._entries: list[_Entry] = []
         self._small: list[tuple[weakref.ref[Any], int, str, bool]] = []
-        self._stock: Counter[str] = Counter()
+        self._stock: list[tuple[str, int, weakref.ref[Any]]] = []
         self._again = 0
 
-    def close(self) -> None:
-        """The forward is over: count."""
+    def close(self, out: Any) -> None:
+        """The forward has given ``out``: count."""
         for counter in (self.avoided, self.kept, self.offloaded):
             counter.clear()
         self.nbytes_exact, self.nbytes_again = 0, self._again
+        self._note_graph(out)
         for entry in self._entries:
             n, is_away = entry.nbytes, entry.is_away()
             is_kept = is_away or entry.is_kept()
             if is_kept:
                 (self.offloaded if is_away else self.kept)[entry.made_by] += n
-            self.avoided[entry.made_by] += n * (entry.is_asked - is_kept)
-            if not entry.is_remade:
+            self.avoided[entry.made_by] += n * (entry.is_kept_by_stock() - is_kept)
+            if not entry.is_remade and not entry.is_given:
                 exact = n if is_kept else 0
                 exact = 0 if entry.is_of_op and entry.cost is None else exact
                 self.nbytes_exact += exact or entry.cost or 0
@@ -177,7 +226,8 @@ class Ledger:
                 (self.offloaded if _is_away(handle) else self.kept)[name] += nbytes
                 self.avoided[name] -= nbytes
                 self.nbytes_exact += nbytes if is_exact else 0
-        self.avoided.update(self._stock)
+        for name, nbytes, by in self._stock:
+            self.avoided[name] += nbytes * (by() is not None)
         self.is_counted, self.uncounted = True, ""
         self.forget()
 
@@ -220,26 +270,30 @@ class Within:
         self.ledger, self.note_stock = ledger, ledger.note_stock
         self.note_again, self.note_run_again = ledger.note_again, ledger.note_run_again
 
-    def note(self, storage: Any, tensor: Any, record: Any, is_asked: bool = True, is_of_op: bool = False) -> None:
+    def note(self, storage: Any, tensor: Any, record: Any, is_of_op: bool = False) -> _Entry:
         """As of a ledger."""
-        if is_asked:
-            self.ledger.note(storage, tensor, None)
+        return self.ledger.note(storage, tensor, None)
 
-    def note_input(self, storage: Any, tensor: Any, record: Any, cost: int | None) -> None:
+    def note_input(self, storage: Any, tensor: Any, record: Any, cost: int | None, by: Any) -> None:
         """As of a ledger."""
-        self.note(storage, tensor, None)
+        self.ledger.note_input(storage, tensor, None, None, by)
 
-    def note_made(self, storage: Any, tensor: Any, record: Any, is_asked: bool, is_cheap: bool) -> None:
+    def note_made(self, storage: Any, tensor: Any, record: Any, by: Any, is_cheap: bool) -> None:
         """As of a ledger."""
-        self.note(storage, tensor, None, is_asked)
+        self.ledger.note_made(storage, tensor, None, by, is_cheap=False)
 
     def note_small(self, handle: Any, nbytes: int, name: str, is_exact: bool) -> None:
         """Nothing: it is gone when the forward is over."""
 
 
+def _any(refs: Iterable[weakref.ref[Any]]) -> bool:
+    """Whether anything of these is alive."""
+    return any(ref() is not None for ref in refs)
+
+
 def _is_away(handle: Any) -> bool:
     """Whether what stands for a tensor lies in main memory."""
-    parts = handle.args if isinstance(handle, Node) else [getattr(handle, "small", None)]
+    parts = handle.args if isinstance(handle, Node) else [getattr(handle, "small", handle)]
     return any(isinstance(part, Lent) and part.handle and isinstance(part.handle[0], Away) for part in parts)
 
 

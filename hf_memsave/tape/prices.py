@@ -202,8 +202,7 @@ def take(tape: Any, argument: Any, node: Node) -> Any:
         handle = tape.ticket(record, storage, argument)
     if handle is None:
         record.dependents = added(record.dependents, weakref.ref(node))
-        if tape.ledger is not None:
-            tape.note(storage, argument, record, is_asked=False)
+        tape.note(argument, record)
         handle = tape.hold(record, storage, argument)
     if type(handle) is Ticket:
         node.builds_on(handle.node)
@@ -222,6 +221,7 @@ def anchor(tape: Any, x: Tensor, depth: int, block: int) -> None:
         is_whole = x.stride() == node.stride and x.numel() * x.itemsize == node.nbytes
         is_far = block - node.first > SPAN or not node.is_there()
         if is_far and is_whole and node.fixed is None:
+            tape.note(x, record)
             handle = tape.keep(x)
             node.fix(handle)
             node.first, record.is_kept = tape.block, True

@@ -220,11 +220,11 @@ class Recorder(TorchFunctionMode):
             self._state = key
         return key
 
-    def note(self, storage: Any, tensor: Tensor, record: Record | None, is_asked: bool = True) -> None:
-        """Tell the ledger that ``tensor`` was asked for, or is needed to remake another one."""
-        if self.ledger is not None and record is not None and record.tape is self:
-            is_asked = is_asked and self.in_place is None
-            self.ledger.note(storage, tensor, record, is_asked, is_of_op=self.in_place == "inexact")
+    def note(self, tensor: Tensor, record: Record | None) -> Any:
+        """Tell the ledger that ``tensor`` may be kept: what that knows of it, or None where nothing is counted."""
+        if self.ledger is None or record is None or record.tape is not self:
+            return None
+        return self.ledger.note(tensor.untyped_storage(), tensor, record, self.in_place == "inexact")
 
     def note_small(self, handle: Handle, nbytes: int, name: str, is_exact: bool = True) -> None:
         """Tell it that so little is kept instead of a tensor."""

@@ -17,7 +17,7 @@ class StandIn(Handle):
     ``small`` is its handle and ``decode`` makes a tensor from it; None if the operation decodes by itself.
     """
 
-    __slots__ = ("view", "version", "small", "nbytes", "decode", "via", "__weakref__")
+    __slots__ = ("view", "version", "small", "nbytes", "decode", "via")
 
     def __init__(self, tensor: Tensor, small: Handle, nbytes: int, decode: Callable[[Tensor], Tensor] | None) -> None:
         self.view, self.version, self.decode, self.nbytes = View(tensor), tensor._version, decode, nbytes

@@ -44,7 +44,7 @@ def waited(argument: Any) -> Any:
     if not isinstance(argument, Tensor) or isinstance(argument, nn.Parameter):
         return argument
     if _is_on_its_way(argument):
-        return argument.elem
+        return argument.elem  # type: ignore[attr-defined]
     if not _is_asked(type(argument)):
         return argument
     with no_subclasses():
@@ -60,7 +60,7 @@ def are_asked(types: Iterable[type]) -> bool:
     return asks_classes() and all(map(_is_asked, types))
 
 
-def _is_asked(kind: type) -> bool:
+def _is_asked(kind: Any) -> bool:
     is_new = kind not in (Tensor, FakeTensor) and issubclass(kind, Tensor)
     return is_new and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 
@@ -117,4 +117,4 @@ def pack_wrapped(tape: Any, tensor: Tensor) -> Handle:
     if wrap is None or len(parts) != 1:
         kept: Handle = tape.keep(tensor)
         return kept
-    return Wrapped(tensor, tape.pack(parts[0]), wrap)
+    return Wrapped(tensor, tape.pack_told(parts[0]), wrap)

@@ -5,13 +5,14 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from hf_memsave import MemSaveConfig, measure_kept, patch
+from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch
 from support.families import Size, batch_for, build
 from support.helpers import only_on_cpu
 from support.steps import step
 
 SIZE = Size(hidden=64, heads=4, layers=2, batch=4, seq=64)
 DRAWS = 40
+SAMPLED = WTACRS(budget=0.3, targets=("lora_A",))
 TARGETS = 7 * SIZE.layers
 
 
@@ -30,7 +31,7 @@ def test_lora_on_an_nf4_base_is_sampled_unbiased_and_keeps_what_exact_keeps(mode
     batch = batch_for(model, SIZE)
     patch(model)
     exact, kept = step(model, batch), measure_kept(model, batch).total
-    report = patch(model, "lora-wta-crs", replace=True)
+    report = patch(model, MemSaveConfig(linear=SAMPLED), replace=True)
     sampled = [site.name for site in report.patched if site.op == "wta_crs"]
     assert len(sampled) == TARGETS and all(".lora_A." in name for name in sampled)
     draws = [step(model, batch) for _ in range(DRAWS)]
@@ -42,5 +43,5 @@ def test_lora_on_an_nf4_base_is_sampled_unbiased_and_keeps_what_exact_keeps(mode
     truth = torch.cat([exact[name].flatten() for name in noisy]).double()
     spread = torch.stack(of).var(0).sum().div(DRAWS).sqrt()
     assert 0 < (torch.stack(of).mean(0) - truth).norm() < 2 * spread
-    drawn = round(MemSaveConfig.preset("lora-wta-crs").linear.budget * SIZE.batch * SIZE.seq)
+    drawn = round(SAMPLED.budget * SIZE.batch * SIZE.seq)
     assert measure_kept(model, batch).total <= kept + TARGETS * 8 * drawn + 2 * SIZE.batch * SIZE.seq  # and two masks

@@ -47,6 +47,15 @@ class Says(Trainer):
         super().__init__(*args, **kwargs | {"memsave": {"norm": "stock"}})
 
 
+class ToMixIn:
+    def __init__(self, model=None, args=None, train_dataset=None, **kwargs):
+        super().__init__(model, args, train_dataset=train_dataset)
+
+
+class MixesIn(ToMixIn, Trainer):
+    pass
+
+
 class Mixed(hf_memsave.MemSaveMixin, Lists):
     pass
 
@@ -94,7 +103,9 @@ def test_no_is_no(value, arguments):
     assert patched_classes(trainer.model) == {} and callbacks(trainer) == []
 
 
-@pytest.mark.parametrize("cls", [Seq2SeqTrainer, Forwards, Lists, ListsBelow, Drops, Mixed], ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "cls", [Seq2SeqTrainer, Forwards, Lists, ListsBelow, Drops, MixesIn, Mixed], ids=lambda c: c.__name__
+)
 def test_a_subclass_takes_it_whatever_its_own_signature(cls, arguments):
     trainer = cls(build("llama"), arguments(), train_dataset=Rows("llama"), memsave={"norm": "stock"})
     assert patch_of(trainer.model).config == MemSaveConfig(norm="stock") and len(callbacks(trainer)) == 1

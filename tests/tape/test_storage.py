@@ -108,10 +108,10 @@ def test_a_code_errs_by_less_than_a_step(kind, dtype, right):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("value", [0.0, 1.0, -3.0, 1e-42, 65504.0], ids=str)
+@pytest.mark.parametrize("value", [0.0, 1.0, -3.0, 1e-42, 65504.0, "min", "max"], ids=str)
 def test_a_constant_stays(kind, value):
-    for dtype in (torch.float32, torch.float16):
-        x = torch.full((300,), value, dtype=dtype)
+    for dtype in DTYPES:
+        x = torch.full((300,), value if isinstance(value, float) else getattr(torch.finfo(dtype), value), dtype=dtype)
         got = trip(x, kind)
         assert got.isfinite().all()
         share = 3 * torch.finfo(FORMATS[kind].bounds).eps + torch.finfo(dtype).eps
