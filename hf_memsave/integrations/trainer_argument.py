@@ -34,14 +34,12 @@ def _teach_subclasses(cls: type[Any]) -> None:
 
 
 def _teach_subclass(cls: type) -> None:
-    """Teach the ``__init__`` that ``cls`` has, which may be that of a class to mix in."""
-    owner = next(c for c in cls.__mro__ if "__init__" in vars(c))
-    own = vars(owner)["__init__"]
+    own = vars(cls).get("__init__")
     if isinstance(own, FunctionType):
         taken = inspect.signature(own).parameters
         if "memsave" not in taken:
             hands_on = any(p.kind is p.VAR_KEYWORD for p in taken.values())
-            wrap(owner, "__init__", partial(_with_memsave, hands_on=hands_on))
+            wrap(cls, "__init__", partial(_with_memsave, hands_on=hands_on))
 
 
 def _teaching(trainer: type, stock: Callable[..., None] | None) -> Callable[..., None]:
@@ -60,7 +58,8 @@ def _with_memsave(stock: Callable[..., None], hands_on: bool = False) -> Callabl
         config = MemSaveConfig.resolve(memsave, may_plan=True)  # a wrong name must not cost a download
         if hands_on and memsave is not None:  # which may be changed on its way, or get lost
             stock(self, *args, memsave=memsave, **kwargs)
-            if any(type(c).__name__ == "MemSaveCallback" for c in self.callback_handler.callbacks):
+            given = kwargs.get("callbacks") or ()
+            if any(_is_ours(callback) and callback not in given for callback in self.callback_handler.callbacks):
                 return
         else:
             stock(self, *args, **kwargs)
@@ -68,3 +67,7 @@ def _with_memsave(stock: Callable[..., None], hands_on: bool = False) -> Callabl
             config.callback().add_to(self)
 
     return __init__
+
+
+def _is_ours(callback: Any) -> bool:
+    return type(callback).__name__ == "MemSaveCallback"

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from hf_memsave.errors import KeptTensorChangedError
 from hf_memsave.tape import current
 from hf_memsave.tape.as_stock import in_place_of_stock
-from hf_memsave.tape.private import innermost_hooks
+from hf_memsave.tape.private import all_subclasses, asks_classes, innermost_hooks
+from hf_memsave.tape.wrappers import is_asked
 
 #: How ``gradient_checkpointing_enable`` tells a layer, too.
 _NAMES = ("gradient_checkpointing", "_gradient_checkpointing_func")
@@ -63,13 +64,17 @@ def _run(function: Any, *args: Any) -> Any:
     if torch.compiler.is_compiling() or block is None:
         return checkpoint(function, *args, use_reentrant=False)
     before: dict[str, Any] = {}
+    is_asking = asks_classes()
+    kinds = [type(a) if isinstance(a, Tensor) and is_asked(type(a)) else None for a in args]
 
     def run(*args: Any) -> Any:
         if before:
             changed = [what for what, now in _state(function, block).items() if now != before[what]]
             if changed:
                 raise _changed(block, changed[0])
-            return function(*args)
+            # As in the forward: PyTorch's hooks give tensors back as plain ones, and a loss asks no class in backward.
+            with all_subclasses() if is_asking else contextlib.nullcontext():
+                return function(*[a.as_subclass(k) if k else a for a, k in zip(args, kinds, strict=True)])
         before.update(_state(function, block))
         if (hooks := innermost_hooks()) is None:
             return function(*args)

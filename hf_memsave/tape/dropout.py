@@ -85,7 +85,9 @@ def alpha_dropout(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], k
 
 def _is_left(tape: Tape, input: Tensor, p: float, training: bool) -> bool:
     """Whether stock's own function runs: where it draws nothing, is asked for, or draws as a class of its own does."""
-    return not training or not 0 < p < 1 or not input.numel() or tape.dropout == "stock" or not is_plain(input)
+    if not training or not 0 < p < 1 or tape.dropout == "stock":
+        return True
+    return not isinstance(input, Tensor) or not is_plain(input) or not input.numel()
 
 
 def _arguments(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: Any = None) -> Any:

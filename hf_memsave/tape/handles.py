@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from hf_memsave.device import current_stream
 from hf_memsave.errors import KeptTensorChangedError, MemSaveError
-from hf_memsave.tape.private import after_backward, any_autocast, backward_id, no_autocast
+from hf_memsave.tape.private import after_backward, any_autocast, backward_id, no_autocast, no_subclasses
 from hf_memsave.tape.tensors import View, is_flipped, is_plain, unexpanded, with_stride
 
 
@@ -172,11 +173,13 @@ class Node(OnDemand):
         return self._run()
 
     def _run(self) -> Tensor:
-        for gather in getattr(self.func, "gathers", ()):  # before a view of a parameter is taken
+        gathers = getattr(self.func, "gathers", None)
+        for gather in gathers or ():  # before a view of a parameter is taken
             gather()
         args = [a.get() if isinstance(a, Handle) else fetched(a) for a in self.args]
         kwargs = {name: fetched(a) for name, a in self.kwargs.items()} if self.kwargs else {}
-        out = self.func(*args, **kwargs)
+        with no_subclasses() if gathers is None else nullcontext():  # they had their say in the forward
+            out = self.func(*args, **kwargs)
         if self.dtype not in (None, out.dtype) and out.dtype is torch.get_default_dtype():
             return self._with_default(self.dtype)
         if out.stride() != self.stride:

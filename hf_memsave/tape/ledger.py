@@ -9,6 +9,7 @@ that the user has turned on, too. What only checkpointed blocks of ours would ha
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Iterable
@@ -164,7 +165,7 @@ class Ledger:
 
     def _note_graph(self, out: Any) -> None:
         """What the graph of ``out`` holds without asking: leaves that want a gradient, and what Functions hold."""
-        todo: list[Any] = [x.grad_fn for x in tree_leaves(out) if isinstance(x, Tensor)]
+        todo: list[Any] = [x.grad_fn for x in _leaves(out) if isinstance(x, Tensor)]
         seen: set[Any] = set()
         while todo:
             if (node := todo.pop()) is None or node in seen:
@@ -173,8 +174,8 @@ class Ledger:
             todo += [before for before, _ in node.next_functions]
             own = getattr(node, "__dict__", {})
             self.is_checkpointed_in_stock |= "run_function" in own  # of a reentrant checkpoint
-            held = tree_leaves(list(own.values()))
-            held += [x for f in held if isinstance(f, partial) for x in tree_leaves((f.args, f.keywords))]
+            held = _leaves(list(own.values()))
+            held += [x for f in held if isinstance(f, partial) for x in _leaves((f.args, f.keywords))]
             held += [node.variable] if node.name().endswith("AccumulateGrad") else []
             for entry in self._of(x for x in held if isinstance(x, Tensor)):
                 entry.hold(self, is_asked=True)
@@ -284,6 +285,13 @@ class Within:
 
     def note_small(self, handle: Any, nbytes: int, name: str, is_exact: bool) -> None:
         """Nothing: it is gone when the forward is over."""
+
+
+def _leaves(tree: Any) -> list[Any]:
+    """Those of a tree; none of what holds itself."""
+    with contextlib.suppress(RecursionError):
+        return tree_leaves(tree)
+    return []
 
 
 def _any(refs: Iterable[weakref.ref[Any]]) -> bool:

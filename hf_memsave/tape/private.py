@@ -48,8 +48,8 @@ node_class: Callable[[Any], Any] = operator.attrgetter("_backward_cls")
 innermost_mode: Callable[[], TorchFunctionMode | None] = torch.overrides._get_current_function_mode
 pop_mode: Callable[[], Any] = torch.overrides._pop_mode
 push_mode: Callable[[TorchFunctionMode], None] = torch.overrides._push_mode
-#: A context in which no tensor subclass is asked; and whether they are (not where they have called backward).
-no_subclasses = torch._C.DisableTorchFunctionSubclass
+#: Contexts in which no tensor subclass is asked, or each; and whether they are (not where they have called backward).
+no_subclasses, all_subclasses = torch._C.DisableTorchFunctionSubclass, torch._C._EnableTorchFunction
 asks_classes: Callable[[], bool] = torch._C._is_torch_function_enabled
 #: Functions of ``torch.nn.functional`` that are written in C++, in place among them.
 c_functions = torch._C._nn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -45,7 +46,7 @@ def waited(argument: Any) -> Any:
         return argument
     if _is_on_its_way(argument):
         return argument.elem  # type: ignore[attr-defined]
-    if not _is_asked(type(argument)):
+    if not is_asked(type(argument)):
         return argument
     with no_subclasses():
         return argument.detach()
@@ -57,12 +58,14 @@ def are_asked(types: Iterable[type]) -> bool:
     Returns:
         False for classes with operations of their own too.
     """
-    return asks_classes() and all(map(_is_asked, types))
+    return asks_classes() and all(map(is_asked, types))
 
 
-def _is_asked(kind: Any) -> bool:
-    is_new = kind not in (Tensor, FakeTensor) and issubclass(kind, Tensor)
-    return is_new and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+def is_asked(kind: Any) -> bool:
+    """Whether a class of tensors has its say before functions run, and no operations of its own."""
+    if kind in (Tensor, FakeTensor) or not issubclass(kind, Tensor) or not inspect.ismethod(kind.__torch_function__):
+        return False
+    return bool(kind.__torch_dispatch__ is Tensor.__torch_dispatch__)
 
 
 def by_class(tape: Any, func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
