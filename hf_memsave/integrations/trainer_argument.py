@@ -56,18 +56,13 @@ def _teaching(trainer: type, stock: Callable[..., None] | None) -> Callable[...,
 def _with_memsave(stock: Callable[..., None], hands_on: bool = False) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, memsave: MemSaveLike | None = None, **kwargs: Any) -> None:
         config = MemSaveConfig.resolve(memsave, may_plan=True)  # a wrong name must not cost a download
-        if hands_on and memsave is not None:  # which may be changed on its way, or get lost
-            stock(self, *args, memsave=memsave, **kwargs)
-            given = kwargs.get("callbacks") or ()
-            if any(_is_ours(callback) and callback not in given for callback in self.callback_handler.callbacks):
-                return
-        else:
-            stock(self, *args, **kwargs)
-        if config is not None:
-            config.callback().add_to(self)
+        handed_on = {"memsave": memsave} if hands_on and memsave is not None else {}
+        stock(self, *args, **handed_on, **kwargs)
+        if config is None:
+            return
+        ours, given = config.callback(), kwargs.get("callbacks") or ()
+        there = [c for c in self.callback_handler.callbacks if type(c) is type(ours) and c not in given]
+        if not handed_on or not there:  # else it has arrived, perhaps as another config
+            ours.add_to(self)
 
     return __init__
-
-
-def _is_ours(callback: Any) -> bool:
-    return type(callback).__name__ == "MemSaveCallback"

@@ -79,7 +79,7 @@ def pays(tape: Any, record: Record, nbytes: int) -> bool:
 
 
 def learn(tape: Any) -> None:
-    """After a forward that decided nothing anew: a record that was not asked, twice, is not made in the next ones.
+    """After a forward that took no new decision: a record that was not asked, twice, is not made in the next ones.
 
     Not under a foreign hook: a checkpointed block that runs again must ask for the same tensors as it did at first,
     whatever was learned in between.

@@ -77,7 +77,7 @@ class OnDemand(Handle):
         self.lock = lock  # CUDA runs backward, and so this, on one thread per device
 
     def make(self) -> Tensor:
-        """The tensor, made anew."""
+        """The tensor, made again."""
         raise NotImplementedError
 
     def get(self) -> Tensor:
@@ -151,8 +151,7 @@ class Node(OnDemand):
         dtype: torch.dtype | None = None,
     ) -> None:
         self.func, self.stride, self.nbytes, self.dtype = func, stride, nbytes, dtype
-        self.block = self.first = block
-        self.lock = lock
+        self.lock, self.block, self.first = lock, block, block
 
     def builds_on(self, other: Node) -> None:
         """``other`` gives an argument."""
@@ -177,9 +176,8 @@ class Node(OnDemand):
         for gather in gathers or ():  # before a view of a parameter is taken
             gather()
         args = [a.get() if isinstance(a, Handle) else fetched(a) for a in self.args]
-        kwargs = {name: fetched(a) for name, a in self.kwargs.items()} if self.kwargs else {}
         with no_subclasses() if gathers is None else nullcontext():  # they had their say in the forward
-            out = self.func(*args, **kwargs)
+            out = self.func(*args, **{name: fetched(a) for name, a in (self.kwargs or {}).items()})
         if self.dtype not in (None, out.dtype) and out.dtype is torch.get_default_dtype():
             return self._with_default(self.dtype)
         if out.stride() != self.stride:
@@ -213,8 +211,7 @@ class Node(OnDemand):
     def fix(self, handle: Handle) -> None:
         """Give what ``handle`` does from now on, and let go of the arguments."""
         with self.lock:
-            self.fixed, self.args, self.kwargs, self.work, self.reads = handle, (), None, 0, ()
-            self.depth = 1
+            self.fixed, self.args, self.kwargs, self.work, self.reads, self.depth = handle, (), None, 0, (), 1
 
     def is_there(self) -> bool:
         """Whether nobody has freed what it reads: what is there after its own block, is there in backward."""

@@ -9,19 +9,17 @@ that the user has turned on, too. What only checkpointed blocks of ours would ha
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hf_memsave.tape.graph import held_by, is_checkpoint, nodes_of
 from hf_memsave.tape.handles import Lent, Node
 from hf_memsave.tape.offload import Away
-from hf_memsave.tape.private import tree_leaves
 from hf_memsave.tape.record import COUNTED, Record
 from hf_memsave.tape.tensors import is_plain
 
@@ -163,23 +161,6 @@ class Ledger:
         plain = [x for x in tensors if is_plain(x) and x.layout is torch.strided and not isinstance(x, nn.Parameter)]
         return [self.note(x.untyped_storage(), x, None) for x in plain]
 
-    def _note_graph(self, out: Any) -> None:
-        """What the graph of ``out`` holds without asking: leaves that want a gradient, and what Functions hold."""
-        todo: list[Any] = [x.grad_fn for x in _leaves(out) if isinstance(x, Tensor)]
-        seen: set[Any] = set()
-        while todo:
-            if (node := todo.pop()) is None or node in seen:
-                continue
-            seen.add(node)
-            todo += [before for before, _ in node.next_functions]
-            own = getattr(node, "__dict__", {})
-            self.is_checkpointed_in_stock |= "run_function" in own  # of a reentrant checkpoint
-            held = _leaves(list(own.values()))
-            held += [x for f in held if isinstance(f, partial) for x in _leaves((f.args, f.keywords))]
-            held += [node.variable] if node.name().endswith("AccumulateGrad") else []
-            for entry in self._of(x for x in held if isinstance(x, Tensor)):
-                entry.hold(self, is_asked=True)
-
     def note_small(self, handle: Any, nbytes: int, name: str, is_exact: bool) -> None:
         """``handle`` keeps this much instead of a tensor, in an exact setting too or not."""
         self._small.append((weakref.ref(handle), nbytes, name, is_exact))
@@ -210,7 +191,10 @@ class Ledger:
         for counter in (self.avoided, self.kept, self.offloaded):
             counter.clear()
         self.nbytes_exact, self.nbytes_again = 0, self._again
-        self._note_graph(out)
+        for node in nodes_of(out):
+            self.is_checkpointed_in_stock |= is_checkpoint(node)
+            for entry in self._of(held_by(node)):
+                entry.hold(self, is_asked=True)
         for entry in self._entries:
             n, is_away = entry.nbytes, entry.is_away()
             is_kept = is_away or entry.is_kept()
@@ -285,13 +269,6 @@ class Within:
 
     def note_small(self, handle: Any, nbytes: int, name: str, is_exact: bool) -> None:
         """Nothing: it is gone when the forward is over."""
-
-
-def _leaves(tree: Any) -> list[Any]:
-    """Those of a tree; none of what holds itself."""
-    with contextlib.suppress(RecursionError):
-        return tree_leaves(tree)
-    return []
 
 
 def _any(refs: Iterable[weakref.ref[Any]]) -> bool:

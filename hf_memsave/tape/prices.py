@@ -202,7 +202,8 @@ def take(tape: Any, argument: Any, node: Node) -> Any:
         handle = tape.ticket(record, storage, argument)
     if handle is None:
         record.dependents = added(record.dependents, weakref.ref(node))
-        tape.note(argument, record)
+        if tape.ledger is not None:
+            tape.note(argument, record)
         handle = tape.hold(record, storage, argument)
     if type(handle) is Ticket:
         node.builds_on(handle.node)

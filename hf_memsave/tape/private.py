@@ -92,8 +92,8 @@ _AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", STAND_IN: "Autoc
 
 def is_registered(op: str, key: str) -> bool:
     """Whether the dispatcher has a kernel of its own for ``op`` (``aten::pow.Scalar``) at ``key``."""
-    exists = torch._C._dispatch_has_kernel(op)  # some overloads are Python's alone
-    return exists and torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
+    is_there = torch._C._dispatch_has_kernel  # some overloads are Python's alone
+    return is_there(op) and torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
 
 
 @functools.cache
@@ -280,8 +280,7 @@ def autocast_cache() -> weakref.ref[Any]:
             product: Any = torch.mm(leaf, leaf)
     finally:
         torch.set_autocast_enabled("cpu", enabled)
-    token = product.grad_fn.next_functions[0][0].metadata["hf_memsave"] = _Token()
-    return weakref.ref(token)
+    return weakref.ref(product.grad_fn.next_functions[0][0].metadata.setdefault("hf_memsave", _Token()))
 
 
 def _drop(kept: Any) -> Any:

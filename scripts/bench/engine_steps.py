@@ -214,8 +214,7 @@ def trained(
                 optimizer.zero_grad()
             with live:
                 loss = model(**batch(step, 0 if engine == "tp" else rank)).loss
-            # Gloo's threads let go of what a collective has moved a little later than its caller.
-            found["kept"].append(min(live.alive(model) for _ in range(MOMENTS) if time.sleep(0.01) is None))
+            found["kept"].append(min(_settling(live, model)))
             (model.backward if is_zero else torch.autograd.backward)(loss)
             optimizer.step()
             found["losses"].append(loss.item())
@@ -223,6 +222,13 @@ def trained(
     except Exception as error:
         found |= _said(error)
     return found
+
+
+def _settling(live: Live, model: nn.Module) -> Iterator[int]:
+    """Bytes alive at a few moments: Gloo's threads let go of what a collective has moved later than its caller."""
+    for _ in range(MOMENTS):
+        time.sleep(0.01)
+        yield live.alive(model)
 
 
 def _hash(model: nn.Module) -> str:
