@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -172,12 +171,11 @@ class Node(OnDemand):
         return self._run()
 
     def _run(self) -> Tensor:
-        gathers = getattr(self.func, "gathers", None)
-        for gather in gathers or ():  # before a view of a parameter is taken
+        for gather in getattr(self.func, "gathers", ()):  # before a view of a parameter is taken
             gather()
         args = [a.get() if isinstance(a, Handle) else fetched(a) for a in self.args]
-        with no_subclasses() if gathers is None else nullcontext():  # they had their say in the forward
-            out = self.func(*args, **{name: fetched(a) for name, a in (self.kwargs or {}).items()})
+        kwargs = {name: fetched(a) for name, a in self.kwargs.items()} if self.kwargs else {}
+        out = self.func(*args, **kwargs)
         if self.dtype not in (None, out.dtype) and out.dtype is torch.get_default_dtype():
             return self._with_default(self.dtype)
         if out.stride() != self.stride:
@@ -214,7 +212,7 @@ class Node(OnDemand):
             self.fixed, self.args, self.kwargs, self.work, self.reads, self.depth = handle, (), None, 0, (), 1
 
     def is_there(self) -> bool:
-        """Whether nobody has freed what it reads: what is there after its own block, is there in backward."""
+        """Whether what it reads was not freed: what is there after its own block, is there in backward."""
         return all(storage.nbytes() for storage in self.reads)
 
     def freeze(self) -> None:
@@ -231,8 +229,7 @@ class Lent(OnDemand):
         self, tensor: Tensor, pack: Callable[[Tensor], Any], fetch: Callable[[Any], Tensor], lock: Any
     ) -> None:
         super().__init__(lock)
-        self.uses = 1
-        self.fetch, self.view, self.version = fetch, View(tensor), tensor._version
+        self.uses, self.fetch, self.view, self.version = 1, fetch, View(tensor), tensor._version
         once = unexpanded(tensor)
         self.handle = pack(once)
         self.lent_stride = once.stride() if tensor.layout is torch.strided and is_plain(tensor) else None
@@ -254,6 +251,9 @@ class Lent(OnDemand):
     def make(self) -> Tensor:
         """The tensor, as it lay in memory."""
         out = self.fetch(self.handle)
+        if type(out) is not Tensor and is_plain(out) and not isinstance(out, torch.nn.Parameter):  # its class had its say in the forward
+            with no_subclasses():
+                out = out.detach()
         if self.fetched is None:
             self.fetched = out._version
         elif self.fetched != out._version:  # the hook gives the same tensor each time, and a backward wrote to it
