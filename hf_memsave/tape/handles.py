@@ -251,8 +251,8 @@ class Lent(OnDemand):
     def make(self) -> Tensor:
         """The tensor, as it lay in memory."""
         out = self.fetch(self.handle)
-        if type(out) is not Tensor and is_plain(out) and not isinstance(out, torch.nn.Parameter):  # its class had its say in the forward
-            with no_subclasses():
+        if type(out) is not Tensor and is_plain(out) and not isinstance(out, torch.nn.Parameter):
+            with no_subclasses():  # its class had its say in the forward
                 out = out.detach()
         if self.fetched is None:
             self.fetched = out._version
