@@ -52,8 +52,8 @@ FORMATS = {
     "int8": Format(8, 256, torch.float32, near=124, far=129, steps=256),
     "int4": Format(4, 64, torch.bfloat16, near=11, far=2, steps=16),
 }
-#: Elements that a device codes at once, for the peak that its temporaries make; a multiple of every block.
-PIECE = 2**18
+#: Elements that a device codes at once, for the peak that its temporaries make: 16 MiB a launch, and whole blocks.
+PIECE = 2**22
 
 
 def encode(flat: Tensor, form: Format, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
