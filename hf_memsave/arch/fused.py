@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -87,6 +88,7 @@ def _fused_of(cls: Any, forward: Any) -> Fused | None:
     if (known := FUSED.get(path_of(cls))) is not None:
         owner = next(base for base in cls.__mro__ if "forward" in vars(base))
         return known if getattr(forward, "__module__", None) == owner.__module__ else None
+    forward = inspect.unwrap(forward)
     if not isinstance(forward, FunctionType):
         return None
     if rotary.NAME in forward.__code__.co_names and _turns(forward.__globals__):

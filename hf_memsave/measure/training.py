@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from hf_memsave.arch.versions import cache_name
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure.fake_device import fake_device, to_fake
@@ -218,7 +219,7 @@ def trace_at(
                 batch["attention_mask"] = torch.ones_like(batch["input_ids"])
             if training.checkpointing and choose_head(config) is AutoModelForCausalLM:
                 # It stays empty. Without one, Transformers takes fake positions for packed sequences.
-                batch["past_key_values"] = DynamicCache()
+                batch[cache_name(model)] = DynamicCache()
             forward = forward_of(model, training.autocast)
             trace = trace_step(
                 model, batch, OPTIMIZERS[training.optimizer], forward, training.accumulation, training.holds_output

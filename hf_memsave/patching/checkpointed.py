@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError, checkpoint
 from transformers import PreTrainedModel
 
+from hf_memsave.arch.versions import cache_in
 from hf_memsave.errors import KeptTensorChangedError
 from hf_memsave.tape import current
 from hf_memsave.tape.as_stock import in_place_of_stock
@@ -167,7 +168,7 @@ def _wanted(args: tuple[Any, ...]) -> tuple[Any, ...]:
 @contextlib.contextmanager
 def with_cache(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator[None]:
     """Run no block again while ``model`` is called with these, if they ask for a cache or bring one (a prefix)."""
-    cache = arguments.get("past_key_values")
+    cache = cache_in(arguments)
     is_filled = cache is not None and (not hasattr(cache, "get_seq_length") or cache.get_seq_length() > 0)
     is_prefix = getattr(getattr(model, "active_peft_config", None), "peft_type", None) in _BRING_A_CACHE
     if not (is_filled or is_prefix or arguments.get("use_cache")):

@@ -49,12 +49,17 @@ class _Names(dict[str, Any]):
 
 @functools.cache
 def _turning(forward: Any) -> Callable[..., Any]:
-    """A forward, with our rotary embedding; one that was set since as it is, if it is no function."""
-    if not isinstance(forward, types.FunctionType) or NAME not in forward.__globals__:
+    """A forward, and what it wraps, with our rotary embedding; as it is, if it is no function (it was set since)."""
+    if not isinstance(forward, types.FunctionType):
         return cast("Callable[..., Any]", forward)
-    ours = types.FunctionType(
-        forward.__code__, _Names(forward.__globals__), forward.__name__, forward.__defaults__, forward.__closure__
-    )
+    names = _Names(forward.__globals__) if NAME in forward.__globals__ else forward.__globals__
+    wrapped = getattr(forward, "__wrapped__", None)
+    cells = [
+        types.CellType(_turning(wrapped)) if wrapped is not None and cell.cell_contents is wrapped else cell
+        for cell in forward.__closure__ or ()
+    ]
+    closure = tuple(cells) if forward.__closure__ else None
+    ours = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, closure)
     ours.__kwdefaults__ = forward.__kwdefaults__
     return ours
 
