@@ -279,7 +279,12 @@ def _any(refs: Iterable[weakref.ref[Any]]) -> bool:
 def _is_away(handle: Any) -> bool:
     """Whether what stands for a tensor lies in main memory."""
     parts = handle.args if isinstance(handle, Node) else [getattr(handle, "small", handle)]
-    return any(isinstance(part, Lent) and part.handle and isinstance(part.handle[0], Away) for part in parts)
+    return any(isinstance(part, Lent) and _is_ours(part.handle) for part in parts)
+
+
+def _is_ours(packed: Any) -> bool:
+    """Whether a hook gave this that offloads; others give what they like."""
+    return type(packed) is tuple and len(packed) > 0 and isinstance(packed[0], Away)
 
 
 def _maker(tensor: Any) -> str:

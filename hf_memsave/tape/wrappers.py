@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_memsave.tape.handles import Handle, written
@@ -42,7 +42,7 @@ def waited(argument: Any) -> Any:
         return type(argument)([waited(a) for a in argument])
     if type(argument) is dict:
         return {k: waited(a) for k, a in argument.items()}
-    if not isinstance(argument, Tensor) or isinstance(argument, nn.Parameter):
+    if not isinstance(argument, Tensor):
         return argument
     if _is_on_its_way(argument):
         return argument.elem  # type: ignore[attr-defined]
@@ -58,7 +58,8 @@ def are_asked(types: Iterable[type]) -> bool:
     Returns:
         False for classes with operations of their own too.
     """
-    return asks_classes() and all(map(is_asked, types))
+    own = [kind for kind in types if kind is not Tensor]  # which is among them where a function is Python's
+    return bool(own) and asks_classes() and all(map(is_asked, own))
 
 
 def is_asked(kind: Any) -> bool:

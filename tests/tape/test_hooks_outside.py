@@ -156,6 +156,28 @@ def test_offload_to_the_cpu(x, weight, where):
         assert_same_bits(mine, stock)
 
 
+PACKED = {"itself": lambda t: t, "an int": id, "a list": lambda t: [t], "a dict": lambda t: {"t": t}}
+
+
+@pytest.mark.parametrize("pack", PACKED.values(), ids=PACKED)
+def test_a_hook_outside_a_patched_model_packs_what_it_likes(model, x, pack):
+    """In the first step too, which is counted."""
+    stock = [y.clone() for y in torch.autograd.grad(model(x).sum(), [*model.parameters()])]
+    patch(model)
+    for _ in range(2):
+        held = {}
+
+        def keep(tensor, held=held):
+            packed = pack(tensor)
+            held[id(packed)] = packed, tensor
+            return packed
+
+        with saved_tensors_hooks(keep, lambda packed, held=held: held[id(packed)][1]):
+            loss = model(x).sum()
+        for ours, theirs in zip(torch.autograd.grad(loss, [*model.parameters()]), stock, strict=True):
+            assert_same_bits(ours, theirs)
+
+
 # Where hooks cannot work.
 
 

@@ -262,6 +262,53 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+class Bolder(torch.Tensor):
+    """One of a model's own tensors, by whose class three functions give more."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        out = super().__torch_function__(func, types, args, kwargs)
+        if func in (torch.Tensor.mul, nn.functional.layer_norm, nn.functional.linear):
+            return super().__torch_function__(torch.mul, types, (out, 1.5)).as_subclass(torch.Tensor)
+        return out
+
+
+class Scaled(GradientCheckpointingLayer):
+    """A scale of that class, beside activations of none: as a product's factor, a norm's weight and a linear's."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.place, scale = place, torch.linspace(0.5, 2, 8)
+        self.first, self.gate_proj, self.last = nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+        weight = self.gate_proj.weight.detach()
+        if place == "buffer":
+            self.register_buffer("scale", scale.as_subclass(Bolder))
+        if place == "parameter":
+            self.scale = nn.Parameter(scale.as_subclass(Bolder))
+            self.gate_proj.weight = nn.Parameter(weight.as_subclass(Bolder))
+
+    def forward(self, x):
+        scale = torch.linspace(0.5, 2, 8).as_subclass(Bolder) if self.place == "made" else self.scale
+        x = nn.functional.layer_norm(self.first(x).mul(scale), (8,), scale)
+        return self.last(nn.functional.silu(self.gate_proj(x)) * x)
+
+
+@pytest.mark.parametrize("rung", [None, "gate"])
+@pytest.mark.parametrize("place", ["buffer", "parameter", "made"])
+def test_a_class_of_a_models_own_tensors_has_its_say_once(place, rung):
+    found = []
+    for patched in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Sequential(Scaled(place), Scaled(place))).train()
+        if patched:
+            patch(model, MemSaveConfig(checkpoint=rung))
+        loss = model(torch.randn(4, 8)).pow(2).mean()
+        loss.backward()
+        found.append([loss, *(p.grad for p in model.parameters())])
+    for ours, stock in zip(*reversed(found), strict=True):
+        assert torch.equal(ours.as_subclass(torch.Tensor), stock.as_subclass(torch.Tensor))
+
+
 @pytest.mark.parametrize("dropout", [nn.Dropout(0.2), nn.AlphaDropout(0.2)], ids=repr)
 def test_dropout_of_a_wrapper_is_stocks(mesh, dropout):
     found = []
