@@ -79,8 +79,18 @@ def pytest_unconfigure():
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Any:
-    """A test is skipped that opens the stand-in for a CUDA device where that cannot be, or adapters of an older PEFT."""
+def pytest_runtest_setup() -> Any:
+    """A fixture may open the stand-in for a CUDA device, too."""
+    return (yield from unless_it_cannot_be())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Any:
+    return (yield from unless_it_cannot_be())
+
+
+def unless_it_cannot_be():
+    """Skips what opens the stand-in for a CUDA device where that cannot be, or adapters of an older PEFT."""
     try:
         return (yield)
     except (MeasureError, ValueError) as error:

@@ -20,7 +20,8 @@ def keep_the_floor() -> int:
     Returns:
         Nothing of use: what is called while tracing has to return something.
     """
-    if config.activation_memory_budget == 1.0:
+    # Asked here, as Dynamo of PyTorch 2.11 takes it for true; an export tells of no end.
+    if config.activation_memory_budget == 1.0 and not torch.compiler.is_exporting():
         config.activation_memory_budget = BUDGET
         callback_handler.register_end_callback(_restore)
     return 0

@@ -68,8 +68,11 @@ def _zero3() -> Sharded:
 
 
 def _groups(module: nn.Module) -> Any:
-    ask: Any = getattr(module, "_get_fsdp_state", None)
-    return () if ask is None else ask()._fsdp_param_groups
+    if (ask := getattr(module, "_get_fsdp_state", None)) is None:
+        return ()
+    state: Any = ask()
+    groups = getattr(state, "_fsdp_param_groups", None)  # before there were several: one, or None
+    return [g for g in (state._fsdp_param_group,) if g is not None] if groups is None else groups
 
 
 def _units_of(model: nn.Module) -> list[tuple[Callable[[Tensor], bool], Sharded]]:

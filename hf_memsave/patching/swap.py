@@ -142,7 +142,7 @@ def _class_of(patch: Patch) -> Any:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Of now, not of then: Accelerate binds a forward to the instance, and calls it after the class has changed.
         if torch.compiler.is_compiling():
-            if config is not None and not torch.compiler.is_exporting():  # which tells of no end
+            if config is not None:
                 from hf_memsave.patching.compiled import keep_the_floor  # which loads the compiler
 
                 keep_the_floor()

@@ -130,8 +130,8 @@ def _begins_at(state: Tensor, drawn: Tensor, p: float) -> bool:
     """Whether ``drawn`` came from ``state``: not if another thread drew between the state's reading and the draw."""
     # So many elements are drawn again that those of another draw are the same by chance once in e^32 times.
     count = min(drawn.numel(), math.ceil(16 / (p * (1 - p))))
-    again = torch.empty(count, dtype=drawn.dtype, device="cpu").bernoulli_(1 - p, generator=_private.at(state))
     try:
+        again = torch.empty(count, dtype=drawn.dtype, device="cpu").bernoulli_(1 - p, generator=_private.at(state))
         return torch.equal(drawn.as_strided((count,), (1,)), again)
     except RuntimeError:
         if is_concrete(drawn):

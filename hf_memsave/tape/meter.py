@@ -108,7 +108,8 @@ def measure_kept(
     call = model if forward is None else forward
     names = {id(m): name or type(m).__name__ for name, m in model.named_modules(remove_duplicate=False)}
     devices = {t.device for t in model.parameters() if fuses_dropout(t)}
-    with torch.random.fork_rng(devices), torch.enable_grad(), _without_autocast_cache():
+    kind = next((device.type for device in devices), "cuda")  # the default is the accelerator's from PyTorch 2.13 on
+    with torch.random.fork_rng(devices, device_type=kind), torch.enable_grad(), _without_autocast_cache():
         before = {s._cdata: s for s in _storages(_live_tensors())}
         with _watch(names) as watch:
             if isinstance(batch, Mapping):

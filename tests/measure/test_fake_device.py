@@ -267,7 +267,7 @@ def test_an_unknown_kernel_is_refused():
 
 def test_a_torch_without_it_is_told(monkeypatch):
     monkeypatch.setattr(module, "_register", module._register.__wrapped__)
-    monkeypatch.delattr(torch._C._acc, "PrivateUse1Hooks")
+    monkeypatch.setattr(torch._C, "_acc", None, raising=False)
     monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "privateuseone")
     with pytest.raises(MeasureError, match="needs PyTorch 2.11 or later, got .* pip install -U torch"), fake_device():
         pass
@@ -281,6 +281,8 @@ def test_a_process_with_gpus_is_told(monkeypatch):
 
 
 def test_a_place_that_is_taken_is_told(monkeypatch):
+    with fake_device():
+        pass  # where it can be
     monkeypatch.setattr(module, "_register", module._register.__wrapped__)
     monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "npu")
     with pytest.raises(MeasureError, match="'npu' has taken"), fake_device():

@@ -1,6 +1,7 @@
 """The private names of PyTorch: all in one file, each there, and each answering what it is asked."""
 
 import ast
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,9 @@ PACKAGE = Path(hf_memsave.__file__).parent
 METERS = {"meter.py", "peak.py"}
 #: Loaded only where a model is compiled: importing the compiler takes a second.
 COMPILED = {"compiled.py"}
+#: The versions of PyTorch that have a private name: from this one on, but for what comes later.
+OLDEST = "2.9"
+SINCE = {"torch._C._acc": "2.11"}
 #: Public in all but name: PyTorch documents how to subclass tensors by them.
 DOCUMENTED = "torch.utils._python_dispatch"
 
@@ -45,13 +49,18 @@ def test_private_names_stand_in_one_file():
             assert {name for name in private_names(path) if not name.startswith(DOCUMENTED)} == set(), path.name
 
 
-def test_every_private_name_is_there():
-    names = private_names(PACKAGE / "tape" / "private.py")
-    assert len(names) > 8
+@pytest.mark.parametrize("folder", ["tape", "measure"])
+def test_every_private_name_is_there(folder):
+    names = private_names(PACKAGE / folder / "private.py")
+    assert len(names) > 6
     for name in names:
-        found = torch
-        for part in name.split(".")[1:]:
-            found = getattr(found, part)
+        since = next((version for part, version in SINCE.items() if name.startswith(part)), OLDEST)
+        try:
+            reduce(getattr, name.split(".")[1:], torch)
+        except AttributeError:
+            assert torch.__version__ < since, name
+        else:
+            assert torch.__version__ >= since, f"{name} is there before {since}"
 
 
 def test_innermost_hooks_are_those_of_this_place():
