@@ -6,13 +6,14 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+TORCH ?= 2.11.0
 # What uses other libraries' own functions most.
 OLDEST := tests/patching/test_patch.py tests/end_to_end/test_bits.py tests/end_to_end/test_kept.py \
 	tests/integrations/test_from_pretrained.py tests/integrations/test_lora.py
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-oldest kernels matrix quick demo evidence docs lint clean
+.PHONY: help install test test-oldest test-torch kernels matrix quick demo evidence docs lint clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -28,6 +29,9 @@ test-oldest: ## Run a part of the tests with the oldest versions, in an environm
 	.venv-oldest/bin/python -m pip install --disable-pip-version-check -c constraints-oldest.txt torch
 	.venv-oldest/bin/python -m pip install --disable-pip-version-check -c constraints-oldest.txt -e . pytest
 	.venv-oldest/bin/python -m pytest --one-case $(OLDEST) $(ARGS)
+
+test-torch: ## Run what PyTorch's version decides with TORCH=2.11.0, in an environment of its own, .venv-torch
+	$(PYTHON) scripts/test_torch.py $(TORCH) $(ARGS)
 
 kernels: $(INSTALLED) ## Run the tests of the vendored Triton kernels, and of ops fused by them, in Triton's interpreter
 	cd hf_memsave/_vendor/memsave_kernels && TRITON_INTERPRET=1 "$(CURDIR)/$(BIN)/python" -m pytest -m "not long" -n logical --maxprocesses 8
@@ -53,7 +57,7 @@ lint: $(INSTALLED) ## Check style and types
 	$(BIN)/mypy
 
 clean: ## Remove .venv and caches
-	rm -rf $(VENV) .venv-oldest build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) .venv-oldest .venv-torch build *.egg-info .pytest_cache .ruff_cache .mypy_cache
 
 # Torch comes first and alone: the build it picks (CPU or CUDA) decides what the rest resolves to. DeepSpeed's build wants
 # to see it, and wheel.

@@ -78,7 +78,8 @@ def install(folder: Path, python: Path, version: str) -> None:
     for wanted in (["torch", "setuptools>=77", "wheel"], ["-e", f".{extras[0].removeprefix('hf_memsave')}", *rest]):
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", constraints]
         subprocess.run([*pip, *wanted], check=True, cwd=ROOT)
-    if subprocess.run([python, "-c", "import transformers.modeling_utils"], check=False, capture_output=True).returncode:
+    loads = [python, "-c", "import transformers.modeling_utils"]
+    if subprocess.run(loads, check=False, capture_output=True).returncode:
         subprocess.run([python, "-m", "pip", "uninstall", "--yes", "torchao"], check=True)  # made for newer versions
 
 

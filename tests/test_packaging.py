@@ -80,6 +80,8 @@ def test_lower_bounds_are_those_that_are_tested():
     assert {"torch", "transformers", "peft", "accelerate"} == bounded.keys() <= pinned.keys()
     for name, bound in bounded.items():
         assert pinned[name].startswith(bound), name
+    readme = " ".join((REPO / "README.md").read_text().split())
+    assert f"PyTorch {bounded['torch']} or newer, Transformers {bounded['transformers']} or newer" in readme
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,12 @@ import argparse
 import platform
 import sys
 from collections import Counter
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 
 import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -87,9 +89,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def versions() -> dict[str, str]:
-    """Package -> its version; ours and Python's first."""
+    """Package -> its version, and which ones hf_memsave needs; ours and Python's first."""
     own = {"hf_memsave": __version__, "python": platform.python_version()}
-    return own | {name: _version(name) for name in _PACKAGES} | {"torch": torch.__version__}  # with its build: "+cu130"
+    found = {name: _version(name) for name in _PACKAGES} | {"torch": torch.__version__}  # with its build: "+cu130"
+    return own | {name: f"{one} (needs {needed()[name]})" if name in needed() else one for name, one in found.items()}
+
+
+def needed() -> dict[str, SpecifierSet]:
+    """Package -> the versions of it that hf_memsave runs with, where those are bounded."""
+    try:
+        wanted = [Requirement(text) for text in requires("hf_memsave") or ()]
+    except PackageNotFoundError:  # a folder on the path
+        return {}
+    return {one.name: one.specifier for one in wanted if one.specifier and one.marker is None}
 
 
 def devices() -> dict[str, str]:
@@ -140,6 +152,9 @@ def find_problems() -> list[str]:
                 "saved-tensor hooks are disabled here, so everything would be kept as in stock. Leave the block of "
                 "torch.func, forward-mode AD, or torch.autograd.graph.disable_saved_tensors_hooks that surrounds this."
             )
+    for name, bound in needed().items():
+        if (installed := _version(name)) != _MISSING and not bound.contains(installed, prereleases=True):
+            found.append(f"{name}: expected {bound}, got {installed}. Run: pip install '{name}{bound}'")
     for name in _PATCHERS:
         if classes := _replaced_by(name):
             found.append(

@@ -147,10 +147,11 @@ def small_config(cls: type[PreTrainedConfig], tokens: dict[str, int] | None = No
             fields[field.name] = value
     if isinstance(groups := getattr(cls, "num_key_value_heads", None), int):
         fields["num_key_value_heads"] = 4 if groups == getattr(cls, "num_attention_heads", None) else min(groups, 2)
-    for name, spec in cls.sub_configs_defaults.items():
-        sub = spec.config_class
-        if not issubclass(sub, PreTrainedConfig) and spec.model_type in CONFIG_MAPPING:  # AutoConfig: one of many
-            sub = CONFIG_MAPPING[spec.model_type]
+    specs: dict[str, Any] | None = getattr(cls, "sub_configs_defaults", None)
+    for name, spec in (cls.sub_configs if specs is None else specs).items():  # which older Transformers have, classes
+        sub, kind = getattr(spec, "config_class", spec), getattr(spec, "model_type", None)
+        if not issubclass(sub, PreTrainedConfig) and kind in CONFIG_MAPPING:  # AutoConfig: one of many
+            sub = CONFIG_MAPPING[kind]
         if issubclass(sub, PreTrainedConfig):
             fields[name] = small_config(sub, tokens)
     config = cls(**fields | _layer_kinds(cls) | OVERRIDES.get(cls.model_type, {}))

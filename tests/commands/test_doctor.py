@@ -3,7 +3,7 @@
 import json
 import sys
 from collections import Counter
-from importlib.metadata import version
+from importlib.metadata import requires, version
 from pathlib import Path
 from types import ModuleType
 
@@ -62,12 +62,20 @@ def plant(monkeypatch):
 def test_doctor_prints_versions_devices_and_attention(capsys):
     status, lines, error = call(capsys)
     assert (status, error) == (0, "")
-    assert ["hf_memsave", hf_memsave.__version__] in lines and ["torch", torch.__version__] in lines
-    assert ["transformers", version("transformers")] in lines
+    assert ["hf_memsave", hf_memsave.__version__] in lines
+    bounds = dict(one.split(">=") for one in requires("hf_memsave") if ">=" in one and ";" not in one)
+    for name, installed in {"torch": torch.__version__, "transformers": version("transformers")}.items():
+        assert [name, installed, "(needs", f">={bounds[name]})"] in lines
     assert any(line[:1] == ["cpu"] and "bf16" in line for line in lines)
     assert any(line[:1] == (["cuda:0"] if torch.cuda.is_available() else ["cuda"]) for line in lines)
     assert any(line[:2] == ["sdpa", "available;"] for line in lines)
     assert lines[-1] == "Nothing found that prevents patching.".split()
+
+
+def test_doctor_says_which_version_is_too_old(capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "_version", lambda name: "0.17.1" if name == "peft" else doctor._MISSING)
+    status, _, error = call(capsys)
+    assert status == 1 and "peft: expected >=0.18, got 0.17.1. Run: pip install 'peft>=0.18'" in error
 
 
 def test_doctor_says_which_packages_are_missing(capsys, monkeypatch):
@@ -115,10 +123,10 @@ def test_doctor_finds_another_patcher_at_work(package, whole, plant, config, cap
 
 
 def test_doctor_tells_a_patcher_that_is_loaded_from_one_at_work(capsys, monkeypatch):
-    monkeypatch.setattr(doctor, "_version", lambda name: "1.2.3")
-    assert doctor.patchers()["unsloth"].startswith("1.2.3, not loaded; it replaces forwards")
+    monkeypatch.setattr(doctor, "_version", lambda name: "99.0")
+    assert doctor.patchers()["unsloth"].startswith("99.0, not loaded; it replaces forwards")
     monkeypatch.setitem(sys.modules, "unsloth", ModuleType("unsloth"))
-    assert doctor.patchers()["unsloth"].startswith("1.2.3, loaded in this process")
+    assert doctor.patchers()["unsloth"].startswith("99.0, loaded in this process")
     assert call(capsys)[0] == 0
 
 
