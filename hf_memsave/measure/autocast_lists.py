@@ -1,6 +1,6 @@
 """CUDA's autocast on the stand-in device: which functions it runs in low precision, which in fp32, which in the widest.
 
-The lists say how, as ``aten/src/ATen/autocast_mode.h`` of PyTorch 2.13 does; whether CUDA's autocast has a function at
+The lists say how, as ``aten/src/ATen/autocast_mode.h`` of PyTorch 2.14 does; whether CUDA's autocast has a function at
 all, the dispatcher of the PyTorch at hand is asked.
 """
 
@@ -23,7 +23,7 @@ addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm cha
 scaled_dot_product_attention _scaled_dot_product_flash_attention cudnn_convolution cudnn_convolution_transpose
 lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _thnn_fused_lstm_cell _thnn_fused_gru_cell""".split()
 FP32 = """acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus layer_norm
-rms_norm native_layer_norm group_norm nuclear_norm frobenius_norm cosine_similarity poisson_nll_loss
+rms_norm native_layer_norm group_norm linalg_matrix_sqrth nuclear_norm frobenius_norm cosine_similarity poisson_nll_loss
 cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss
 margin_ranking_loss soft_margin_loss multilabel_margin_loss triplet_margin_loss multi_margin_loss
 binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d _upsample_nearest_exact1d
