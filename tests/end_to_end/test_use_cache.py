@@ -6,7 +6,8 @@ import copy
 import pytest
 import torch
 
-from hf_memsave import patch
+from hf_memsave import MemSaveConfig, patch
+from hf_memsave.arch.versions import cache_name
 from support.modes import CAUSAL, SMALL, batch_of, make
 from support.steps import assert_same, step
 
@@ -44,10 +45,11 @@ def test_a_cache_is_made_as_ever_outside_of_training(family, how, device):
         assert model(**batch_of(model)).past_key_values is not None
 
 
-def test_a_cache_given_by_the_user_is_used(device):
+@pytest.mark.parametrize("checkpoint", [None, "block"])
+def test_a_cache_given_by_the_user_is_used(checkpoint, device):
     stock = make("llama", device).eval()
     ours = copy.deepcopy(stock)
-    patch(ours)
+    patch(ours, MemSaveConfig(checkpoint=checkpoint))
     results = []
     for model in (ours, stock):
         ids = batch_of(model)["input_ids"]
@@ -55,7 +57,7 @@ def test_a_cache_given_by_the_user_is_used(device):
             cache = model(input_ids=ids[:, :5]).past_key_values
         model.train()
         torch.manual_seed(7)
-        output = model(input_ids=ids[:, 5:], past_key_values=cache)
+        output = model(input_ids=ids[:, 5:], **{cache_name(stock): cache})
         assert output.past_key_values is cache
         results.append({"logits": output.logits.detach(), "length": torch.tensor(cache.get_seq_length())})
     assert results[0]["length"] == SMALL.seq

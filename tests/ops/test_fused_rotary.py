@@ -1,7 +1,9 @@
 """The fused rotary embedding: as near to float64 as stock, and nobody else's function changed."""
 
 import copy
+import functools
 import importlib
+import inspect
 from functools import partial
 
 import pytest
@@ -187,3 +189,24 @@ def test_a_forward_that_a_class_got_while_its_models_are_patched_runs(device, mo
     monkeypatch.setattr(cls, "forward", forward)
     model(**batch)
     assert calls == [model.model.layers[0].self_attn]
+
+
+@interpreted
+def test_a_forward_behind_a_decorator_is_fused_too(monkeypatch):
+    """As in Transformers from 5.24 on, whose decorator renames an argument."""
+    cls = modeling("llama").LlamaAttention
+    forward = inspect.unwrap(cls.forward)
+
+    @functools.wraps(forward)
+    def decorated(*args, **kwargs):
+        return forward(*args, **kwargs)
+
+    calls = []
+    monkeypatch.setattr(rotary, "apply", lambda stock, *args, **kwargs: calls.append(stock) or stock(*args, **kwargs))
+    monkeypatch.setattr(cls, "forward", decorated)
+    monkeypatch.setattr(rotary, "_turning", functools.cache(rotary._turning.__wrapped__))
+    assert fused_of(cls).op == "fused_rotary"
+    model = build("llama", SMALL)
+    patch(model, TRITON)
+    model(**batch_for(model, SMALL))
+    assert calls == [modeling("llama").apply_rotary_pos_emb]
