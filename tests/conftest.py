@@ -14,8 +14,9 @@ from support.helpers import EARLIER, nodes
 
 #: Why a test may be skipped where the environment has CI. Any other skip is a failure there: what can be installed is.
 MAY_BE_SKIPPED = re.compile(
-    "does not apply|CUDA|on CPU|CPU kernels|of the CPU|there is a device|only the interpreter|TRITON_INTERPRET=1"
-    "|kernels run|it has streams|no browser|no SIGKILL|needs the official files|needs BERT's vocabulary|needs /.*MRPC"
+    "does not apply|(?<!stand-in for a )CUDA|process without GPUs|on CPU|CPU kernels|of the CPU|there is a device"
+    "|only the interpreter|TRITON_INTERPRET=1|kernels run|it has streams|no browser|no SIGKILL"
+    "|needs the official files|needs BERT's vocabulary|needs /.*MRPC"
 )
 
 
@@ -79,18 +80,8 @@ def pytest_unconfigure():
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup() -> Any:
-    """A fixture may open the stand-in for a CUDA device, too."""
-    return (yield from unless_it_cannot_be())
-
-
-@pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Any:
-    return (yield from unless_it_cannot_be())
-
-
-def unless_it_cannot_be():
-    """Skips what opens the stand-in for a CUDA device where that cannot be, or adapters of an older PEFT."""
+    """Skip what opens the stand-in for a CUDA device where that cannot be, or adapters of an older PEFT."""
     try:
         return (yield)
     except (MeasureError, ValueError) as error:

@@ -3,11 +3,11 @@
 import json
 
 import pytest
-import torch
 
 from hf_memsave.cli import main
+from support.helpers import on_stand_in
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+pytestmark = on_stand_in
 SMALL = {"model_type": "bert", "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 99}
 
 

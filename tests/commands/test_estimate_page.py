@@ -9,7 +9,6 @@ import subprocess
 from html.parser import HTMLParser
 
 import pytest
-import torch
 from transformers import BertConfig
 
 from hf_memsave import commands
@@ -20,8 +19,9 @@ pytest.importorskip("matplotlib")
 from matplotlib.figure import Figure
 
 from hf_memsave.commands.estimate_page import PARTS, in_units, rows_by_kind, rows_by_module, timeline_axes, write_page
+from support.helpers import on_stand_in
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+pytestmark = on_stand_in
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CONFIG = {
     "model_type": "bert", "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 99,

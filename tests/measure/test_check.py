@@ -13,8 +13,8 @@ from hf_memsave.measure import check as module
 from hf_memsave.measure.check import SLACK, Check, check
 from hf_memsave.measure.estimate import WORKSPACES, estimate
 from hf_memsave.measure.training import Training
+from support.helpers import on_stand_in
 
-on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 WIDE = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 99, "pad_token_id": 0}
 STEP = {"batch_size": 4, "seq_len": 64}
 
@@ -27,7 +27,7 @@ def command(tmp_path, family, *options):
 
 
 @pytest.mark.long
-@on_cpu
+@on_stand_in
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -54,7 +54,7 @@ def test_a_step_takes_what_was_predicted(family, options, tmp_path, capsys):
 
 
 @pytest.mark.long
-@on_cpu
+@on_stand_in
 def test_another_figure_is_seen(tmp_path, capsys, monkeypatch):
     stock, leaked = module.forward_of, []
 
@@ -67,14 +67,14 @@ def test_another_figure_is_seen(tmp_path, capsys, monkeypatch):
     assert "Not within what is allowed" in capsys.readouterr().out
 
 
-@on_cpu
+@on_stand_in
 def test_what_cannot_be_checked_is_told(tmp_path, capsys):
     assert command(tmp_path, "llama", "--devices", "2") == 2
     assert "--check runs the step on one device" in capsys.readouterr().err
 
 
 @pytest.mark.long
-@on_cpu
+@on_stand_in
 def test_a_step_too_large_for_the_machine_is_told(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(module.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 2**20}))
     assert command(tmp_path, "llama") == 2
@@ -82,7 +82,7 @@ def test_a_step_too_large_for_the_machine_is_told(tmp_path, capsys, monkeypatch)
 
 
 @pytest.mark.long
-@on_cpu
+@on_stand_in
 def test_on_cuda_the_allocators_peak_is_asked_for(monkeypatch):
     config = LlamaConfig(**WIDE, num_hidden_layers=3)
     result = estimate(config, **STEP)

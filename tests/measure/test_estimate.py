@@ -21,11 +21,11 @@ from hf_memsave.measure.models import choose_head
 from hf_memsave.measure.optimizers import OPTIMIZERS
 from hf_memsave.measure.training import Training, build, trace_at
 from support.estimated import configs, count_step
-from support.helpers import MATRIX, halved
+from support.helpers import MATRIX, halved, on_stand_in
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device"),
+    on_stand_in,
 ]
 
 CONFIGS = configs()

@@ -11,7 +11,7 @@ from hf_memsave.measure.models import choose_head
 from hf_memsave.measure.training import Training, build, trace_at
 from hf_memsave.ops import chunked_loss
 from support.estimated import configs, count_step
-from support.helpers import halved
+from support.helpers import halved, on_stand_in
 
 BATCH, TOKENS, WORDS, LAYERS = 4, 128, 70_000, 2
 LOGITS = BATCH * TOKENS * WORDS * 4
@@ -62,7 +62,7 @@ def test_so_do_gradients_of_a_head_that_wait_for_their_product(tokens, monkeypat
         assert (kept_there, peak_there) == pytest.approx((kept, peak), rel=0.1)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+@on_stand_in
 @pytest.mark.parametrize("lora", [None, Lora()], ids=["full", "LoRA"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
 def test_the_stand_in_has_whole_logits_in_stock_alone(family, lora):

@@ -1,7 +1,6 @@
 """The timeline: every moment of a deep model's step, in order, from steps of few layers."""
 
 import pytest
-import torch
 from transformers import BertConfig, LlamaConfig, T5Config
 
 from hf_memsave import MemSaveConfig
@@ -10,9 +9,9 @@ from hf_memsave.measure.layers import depth_fields
 from hf_memsave.measure.lora import Lora
 from hf_memsave.measure.timeline import timeline
 from hf_memsave.measure.training import Training, trace_at
-from support.helpers import halved
+from support.helpers import halved, on_stand_in
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+pytestmark = on_stand_in
 WIDE = dict(hidden_size=64, num_attention_heads=4, intermediate_size=128, vocab_size=99, pad_token_id=0)
 CONFIGS = {
     "bert": BertConfig(**WIDE),

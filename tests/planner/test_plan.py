@@ -20,10 +20,10 @@ from hf_memsave.planner.rates import Rates, rates_of, work_of
 from hf_memsave.planner.settings import OFFLOAD, Settings
 from hf_memsave.tape import offload
 from hf_memsave.tape.offload import AHEAD, Away
-from support.helpers import MATRIX, halved
+from support.helpers import MATRIX, halved, on_stand_in
 
 pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device"),
+    on_stand_in,
     pytest.mark.filterwarnings("ignore:.gradient_checkpointing.* is deprecated:FutureWarning"),
 ]
 

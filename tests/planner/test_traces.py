@@ -15,10 +15,10 @@ from hf_memsave.measure.optimizers import OPTIMIZERS, TEMPORARIES
 from hf_memsave.measure.training import Training, trace_at
 from hf_memsave.planner import traces
 from hf_memsave.planner.traces import trace_of
-from support.helpers import MATRIX
+from support.helpers import MATRIX, on_stand_in
 
 pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device"),
+    on_stand_in,
     pytest.mark.filterwarnings("ignore:.gradient_checkpointing.* is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False"),
 ]

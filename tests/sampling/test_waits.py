@@ -17,6 +17,7 @@ from hf_memsave.sampling.batch import Tokens
 from hf_memsave.sampling.sampler import Sampler
 from support.fake import DATA_ERRORS, NoTransfers, on_fake
 from support.families import QUOTED, build
+from support.helpers import on_stand_in
 
 CACHES = {
     "position": WTACRS(targets=("0", "1")),
@@ -24,7 +25,6 @@ CACHES = {
     "sample_idx": WTACRS(targets=("0", "1"), cache="sample_idx", samples=64),
     "none": WTACRS(targets=("0", "1"), cache=None),
 }
-on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def sent(monkeypatch):
     return found
 
 
-@on_cpu
+@on_stand_in
 @pytest.mark.parametrize("padded", [False, True], ids=["all real", "padded"])
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("family", ["bert", "t5-decoder"])
@@ -63,7 +63,7 @@ def test_a_step_waits_for_nothing_of_the_one_before(family, cache, padded, sent)
     assert before > 0 or (cache in ("position", "none") and not padded)
 
 
-@on_cpu
+@on_stand_in
 def test_a_question_that_waits_raises(monkeypatch):
     monkeypatch.setattr(batches, "has_numbers", lambda x: True)
     monkeypatch.setattr(batches, "tells_later", lambda x: False)

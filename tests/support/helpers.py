@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from hf_memsave.measure.private import why_not
 from hf_memsave.patching.swap import Patch, patched_class, set_class
 from hf_memsave.tape import Tape, measure_kept, table_without
 from hf_memsave.tape.handles import Node
@@ -51,6 +52,10 @@ def only_on_cpu(device: torch.device, claim: str = "equality to the bit") -> Non
     """Skip a test of what is claimed on CPU only."""
     if device.type != "cpu":
         pytest.skip(f"{claim} is claimed on CPU only")
+
+
+#: Of tests that open the stand-in for a CUDA device throughout.
+on_stand_in = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
 def taping(*stock: str, **options: Any) -> Tape:
