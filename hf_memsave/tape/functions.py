@@ -249,7 +249,7 @@ def _named(names: Iterable[str], *homes: Any) -> Iterator[Any]:
 
 _IN_PLACE = [name for name in dir(Tensor) if name.endswith("_") and not name.endswith("__")]
 _IN_PLACE += [name for home in (torch, F, c_functions) for name in dir(home) if name.endswith("_") and name[0] != "_"]
-_IN_PLACE = sorted({*_IN_PLACE} - {"requires_grad_", "detach_", "share_memory_"})
+_IN_PLACE = sorted({*_IN_PLACE} - {"requires_grad_", "detach_", "share_memory_", "rename_"})
 _IN_PLACE += [name for name in dir(Tensor) if name.startswith("__i") and name[3:-2] in
               "add sub mul div truediv floordiv mod pow and or xor lshift rshift".split()]  # fmt: skip
 _WRITE_ALL = [name for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")]

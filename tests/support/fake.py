@@ -83,7 +83,8 @@ class NoTransfers(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        of = {t.device.type for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor) and t.dim()}
+        moved = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor) and t.dim() and t.numel()]
+        of = {t.device.type for t in moved}
         is_to_host = isinstance(out, torch.Tensor) and out.device.type == "cpu"
         is_constant = func is torch.ops.aten.lift_fresh.default and out.device.type == STAND_IN and out.numel()
         if is_constant and not self.only_to_host:

@@ -16,7 +16,7 @@ from support.helpers import assert_same_bits, random, taping
 
 WRITERS = [function for function, handler in CHEAP.items() if handler is writes]
 #: Named as if they wrote to a tensor, which they do not.
-NOT_WRITING = {"requires_grad_", "detach_", "share_memory_"}
+NOT_WRITING = {"requires_grad_", "detach_", "share_memory_", "rename_"}
 
 
 def check(target, write, grad=True):
