@@ -9,7 +9,7 @@ import torch
 
 from hf_memsave import measure_kept, patch
 from support.families import FAMILIES, MORE, QUOTED, batch_for, build
-from support.helpers import halved
+from support.helpers import halved, of_layers
 from support.lora import adapted, autocast, quantized
 
 pytestmark = [
@@ -107,9 +107,7 @@ def of_adapted(make, itemsize, mode="bf16, fp32 adapters", first=2, last=4):
         model = make(replace(QUOTED, layers=layers))
         patch(model)
         with autocast(mode):
-            storages = measure_kept(model, batch_for(model, QUOTED)).storages
-        # Cosines and sines are once for all layers, and not kept for two from Transformers 5.24 on.
-        totals.append(sum(s.nbytes for s in storages if not s.module.endswith("rotary_emb")))
+            totals.append(of_layers(measure_kept(model, batch_for(model, QUOTED))))
     return (totals[1] - totals[0]) / (last - first) / QUOTED.u(itemsize)
 
 

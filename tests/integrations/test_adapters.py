@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_memsave import measure_kept, patch
 from support.families import QUOTED, batch_for, build
-from support.helpers import only_on_cpu
+from support.helpers import of_layers, only_on_cpu
 from support.lora import RANK, SIZE, adapted, assert_trains_like, autocast, outputs, quantized, train
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -28,7 +28,7 @@ def per_layer(make, mode="bf16, fp32 adapters", patched=True):
         if patched:
             patch(model)
         with autocast(mode):
-            kept.append(measure_kept(model, batch_for(model, QUOTED)).total)
+            kept.append(of_layers(measure_kept(model, batch_for(model, QUOTED))))
     return (kept[1] - kept[0]) / (DEPTHS[1] - DEPTHS[0])
 
 
