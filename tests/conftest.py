@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure.private import why_not
-from support.helpers import EARLIER, nodes
+from support.helpers import CLAIM_ON_GPU, EARLIER, fix_kernels, nodes
 
 #: Why a test may be skipped where the environment has CI. Any other skip is a failure there: what can be installed is.
 MAY_BE_SKIPPED = re.compile(
@@ -97,8 +98,11 @@ def device() -> torch.device:
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> None:
+def seeded() -> Iterator[None]:
     torch.manual_seed(0)
+    yield
+    if os.environ.get(CLAIM_ON_GPU):
+        fix_kernels(False)
 
 
 @pytest.fixture(autouse=True)

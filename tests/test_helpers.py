@@ -12,7 +12,18 @@ import torch.nn.functional as F
 
 from hf_memsave.tape import current
 from hf_memsave.tape.private import no_modes
-from support.helpers import assert_backward_twice, assert_exact, assert_same_bits, bits, kept, random
+from support.helpers import (
+    BYTES,
+    CLAIM_ON_GPU,
+    assert_backward_twice,
+    assert_exact,
+    assert_same_bits,
+    bits,
+    fix_kernels,
+    kept,
+    only_on_cpu,
+    random,
+)
 
 
 def wrong_gelu(x):
@@ -107,3 +118,17 @@ def test_a_skip_is_no_pass_in_ci(tmp_path, monkeypatch, ci, found):
     command += ["-p", "no:cacheprovider", "-p", "no:warnings"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1].startswith(f"{found} in "), done.stdout
+
+
+def test_a_claim_is_tested_on_a_gpu_where_the_environment_names_it(monkeypatch):
+    gpu = torch.device("cuda")
+    monkeypatch.delenv(CLAIM_ON_GPU, raising=False)
+    with pytest.raises(pytest.skip.Exception, match="claimed on CPU only"):
+        only_on_cpu(gpu)
+    monkeypatch.setenv(CLAIM_ON_GPU, "equality to the bit")
+    only_on_cpu(gpu)
+    assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cuda.flash_sdp_enabled()
+    fix_kernels(False)
+    assert torch.backends.cuda.flash_sdp_enabled()
+    with pytest.raises(pytest.skip.Exception, match="claimed on CPU only"):
+        only_on_cpu(gpu, BYTES)

@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, ProgressCallback, Traine
 
 from hf_memsave import Kept, MemSaveCallback, measure_kept
 from hf_memsave.commands.pictures import stacked_bars
-from peak_memory import cpu
+from publish import cpu
 
 SEED = 0
 #: Name of a run -> the width and colour of its curve, so that equal ones can all be seen.

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 from engine_steps import CHECKPOINTING, ENGINES, RANKS, STEPS, TRAININGS, VARIANTS, llama, trained  # noqa: E402
-from peak_memory import add_out, publish  # noqa: E402
+from publish import add_out, publish  # noqa: E402
 
 #: Seconds that a cell may take, and that the other process may take when one has failed.
 LIMIT, GRACE = 120, 10

@@ -35,7 +35,7 @@ from hf_memsave.measure.models import choose_head
 from hf_memsave.measure.peak import rounded
 from hf_memsave.measure.trace import UNIT
 from hf_memsave.measure.training import Training, build
-from peak_memory import add_out, publish
+from publish import add_out, publish
 from support.estimated import configs, count_step
 
 LAYERS, BATCH, TOKENS = 7, 2, 64

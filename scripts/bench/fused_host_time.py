@@ -33,7 +33,7 @@ from hf_memsave import MemSaveConfig, patch
 from hf_memsave.ops.fused import linear
 from hf_memsave.ops.fused.kernels import kernels
 from host_time import WARM_UP, Times, quickest_tenth, take_step
-from peak_memory import add_out, machine, publish
+from publish import add_out, machine, publish
 
 _SIZE: dict[str, Any] = dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=64)
 METHODS = {"stock": None, "torch": MemSaveConfig(), "Triton": MemSaveConfig(backend="triton")}

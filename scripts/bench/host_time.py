@@ -32,8 +32,8 @@ from rich.progress import Progress
 from torch import nn
 
 from hf_memsave import patch
-from peak_memory import add_out, machine, publish
-from support.families import FAMILIES, Size, batch_for, build  # found by peak_memory
+from publish import add_out, machine, publish
+from support.families import FAMILIES, Size, batch_for, build  # found by publish
 
 #: Batch and tokens; and the most that the time should be of stock's: of the step, of its forward.
 SHAPES = {"1 x 8": (1, 8, 1.35, 1.6), "4 x 128": (4, 128, 1.10, None)}

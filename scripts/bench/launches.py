@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from peak_memory import add_out, publish
+from publish import add_out, publish
 from support.launches import EXACT, METHODS, SETTINGS, counted
 
 #: Where what is not exact is counted too.

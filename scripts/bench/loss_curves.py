@@ -21,7 +21,7 @@ from transformers import BertTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_memsave import MemSaveConfig, patch
 from hf_memsave.ops.lazy_logits import LazyLogits
-from peak_memory import add_out, publish
+from publish import add_out, publish
 
 BATCH, LENGTH, HIDDEN, LAYERS = 8, 160, 64, 2
 

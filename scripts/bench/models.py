@@ -4,37 +4,40 @@
     python scripts/bench/models.py --smoke     # tiny models, on CPU: whether the script runs
 
 Random weights, random tokens, AdamW. A step is forward, backward and optimizer; its time is the median of --steps after
-two to warm up. Peak is what PyTorch's allocator had out at once in a step, kept what is alive between forward and
-backward beyond weights, gradients and states. The largest batch is found by doubling, and then half as much again;
-what runs out of memory at the first batch has a row that says so, and so has what fails, in the error's first line:
-the others go on, and the exit status is 1. Liger's and Unsloth's rows are there where they are
-installed; nobody has run Unsloth's yet. After --minutes no other row is begun. --out writes models-<device>.json and
-.md.
+two to warm up, and the host's is what passes until all is launched. Peak is what PyTorch's allocator had out at once in
+a step, kept what is alive between forward and backward beyond weights, gradients and states. The --largest batch is
+found by doubling, and then half as much again; what runs out of memory at the first batch has a row that says so, and
+so has what fails, in the error's first line: the others go on, and the exit status is 1. Liger's, Unsloth's and PEFT's
+rows are there where they are installed; Unsloth's has never been run. After --minutes no other row is begun. --out
+writes models-<device>.json and .md after every row, the first method's first, largest-<device> with --largest.
+
+--profile takes steps of 1 x 128 tokens, where the host counts, and writes host-<device> instead, with torch.profiler's
+table of each row in host-<model>-<method>.txt.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
+import re
 import statistics
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch._functorch.config as functorch
 import transformers
-from peft import LoraConfig, get_peft_model
-from rich.console import Console
-from rich.progress import Progress
 from torch import nn
 from transformers import BertConfig, GPT2Config, LlamaConfig, MistralConfig, Phi3Config, PhiConfig, T5Config
 
 from model_methods import METHODS, is_installed
-from peak_memory import add_out, publish
+from publish import add_out, publish
 
 _GIB = 2**30
 
@@ -57,6 +60,9 @@ LLAMA_8B = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_lay
 BERT_LARGE = BertConfig(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16,
                         attention_probs_dropout_prob=0.0)  # fmt: skip
 MODELS = {
+    "bert-base": Model(
+        BertConfig(attention_probs_dropout_prob=0.0), "BertForSequenceClassification", 32, 128, autocast=True
+    ),
     "bert-large": Model(BERT_LARGE, "BertForSequenceClassification", 16, 512, autocast=True),
     "gpt2-medium": Model(GPT2Config(n_embd=1024, n_layer=24, n_head=16), "GPT2LMHeadModel", 8, 1024, autocast=True),
     "t5-large": Model(
@@ -102,6 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=[m for m in METHODS if "compile" not in m])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--minutes", type=float, default=6.0, help="begin no row after so many")
+    parser.add_argument("--largest", action="store_true", help="find each row's largest batch")
+    parser.add_argument("--profile", action="store_true", help="the host's time and torch.profiler's table")
     parser.add_argument("--smoke", action="store_true", help="tiny models, on whatever device there is")
     add_out(parser)
     options = parser.parse_args(arguments)
@@ -109,42 +117,56 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("expected a CUDA device, got none. Use --smoke to see whether the script runs.")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     models = SMALL if options.smoke else {name: MODELS[name] for name in options.models}
-    figures: dict[tuple[str, str], dict[str, Any]] = {}
+    if options.profile:
+        models = {name: model._replace(batch=1, tokens=128) for name, model in models.items()}
+    methods = [method for method in options.methods if is_installed(method)]
+    kind = "host" if options.profile else "largest" if options.largest else "models"
+    figures = {run: {"error": "not begun"} for run in itertools.product(models, methods)}
+    most, steps = (4, 1) if options.smoke else (4096, options.steps)
+    most = most if options.largest else 0
     end = time.monotonic() + 60 * options.minutes
-    try:
-        with Progress(console=Console(stderr=True)) as progress:
-            runs = [(name, method) for name in models for method in options.methods if is_installed(method)]
-            for name, method in progress.track(runs, description="measuring"):
-                figures[name, method] = {"error": "not begun: --minutes"}
-                if time.monotonic() <= end:
-                    most = 4 if options.smoke else 4096
-                    figures[name, method] = measured(models[name], METHODS[method], device, options.steps, most)
-    finally:
-        tell(figures, device, options.out)
+    for method, name in itertools.product(methods, models):
+        if models[name].lora is not None and not find_spec("peft"):
+            figures[name, method] = {"error": "left out: peft is not installed"}
+        elif time.monotonic() <= end:
+            into = options.out / f"host-{slug(name)}-{slug(method)}.txt" if options.profile and options.out else None
+            figures[name, method] = measured(models[name], METHODS[method], device, steps, most, into)
+        print(" | ".join([name, method, *cells(figures[name, method])]), flush=True)
+        tell(figures, device, options.out, kind)
     return int(any("failed" in found for found in figures.values()))
 
 
-def tell(figures: dict[tuple[str, str], dict[str, Any]], device: torch.device, out: Path | None) -> None:
-    """Print the table of (model, method) -> figures, and write it where ``out`` says."""
+def slug(name: str) -> str:
+    """As in a file's name."""
+    return re.sub(r"[^a-z0-9.]+", "-", name.lower())
+
+
+def tell(figures: dict[tuple[str, str], dict[str, Any]], device: torch.device, out: Path | None, kind: str) -> None:
+    """Write the table of (model, method) -> figures where ``out`` says."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    header = ["model", "method", "peak GiB", "kept GiB", "step ms", "tokens/s", "largest batch", "tokens/s there"]
-    name = f"models-{where.lower().replace(' ', '-')}"
+    header = ["model", "method", "peak GiB", "kept GiB", "step ms", "host ms", "tokens/s", "largest batch"]
     rows = [[*of, *cells(found)] for of, found in figures.items()]
     results = {": ".join(of): found for of, found in figures.items()}
-    publish(name, f"{where}, {versions}, random weights, bf16, AdamW", header, rows, results, out)
+    title = f"{where}, {versions}, random weights, bf16, AdamW"
+    publish(f"{kind}-{slug(where)}", title, [*header, "tokens/s there"], rows, results, out, quiet=True)
 
 
 def measured(
-    model: Model, method: Callable[[nn.Module], Any], device: torch.device, steps: int, most: int
+    model: Model, method: Callable[[nn.Module], Any], device: torch.device, steps: int, most: int, into: Path | None
 ) -> dict[str, Any]:
-    """Peak, kept and seconds of a step, and the same at the largest batch; "error" where it does not run.
+    """Peak, kept and seconds of a step, and at the largest batch up to ``most``; "error" where it does not run.
 
     Where that is for another reason than memory, "failed" is true, and standard error has all of it.
     """
     try:
         run = Steps(model, method, device)
         found = run.measured(model.batch, steps)
+        if into is not None:
+            into.parent.mkdir(parents=True, exist_ok=True)
+            into.write_text(run.profile(model.batch), encoding="utf-8")
+        if not most:
+            return found
         largest = run.largest(model.batch, most)
         at_largest = run.measured(largest, max(1, steps // 2))
         return {**found, "largest_batch": largest, "at_largest": at_largest}
@@ -175,14 +197,16 @@ class Steps:
             built = getattr(transformers, model.head)(model.config)
             built = built.to(torch.float32 if model.autocast else torch.bfloat16).train()
         if model.lora is not None:
+            from peft import LoraConfig, get_peft_model
+
             adapters = LoraConfig(r=16, lora_dropout=model.lora, target_modules="all-linear")
             built = get_peft_model(built, adapters).to(device)
         self.model, self.device, self.call = model, device, method(built)
         trained = self.call if isinstance(self.call, nn.Module) else built
         self.optimizer = torch.optim.AdamW([p for p in trained.parameters() if p.requires_grad], 1e-5)
 
-    def step(self, batch: int) -> tuple[int, int, float]:
-        """Peak and kept bytes, and seconds."""
+    def step(self, batch: int) -> tuple[int, int, float, float]:
+        """Peak and kept bytes, and seconds, first those until all is launched."""
         is_cuda = self.device.type == "cuda"
         ids = torch.randint(0, self.model.config.vocab_size, (batch, self.model.tokens), device=self.device)
         labels = ids if "Sequence" not in self.model.head else ids[:, 0] % 2
@@ -199,17 +223,26 @@ class Steps:
             self.optimizer.step()
         finally:
             self.optimizer.zero_grad()
+        launched = time.perf_counter() - start
         if is_cuda:
             torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() if is_cuda else 0
-        return peak, between - before, time.perf_counter() - start
+        return peak, between - before, launched, time.perf_counter() - start
 
     def measured(self, batch: int, steps: int) -> dict[str, Any]:
         """The median of so many steps, after two."""
-        peaks, kept, seconds = zip(*[self.step(batch) for _ in range(2 + steps)][2:], strict=True)
+        peaks, kept, launched, seconds = zip(*[self.step(batch) for _ in range(2 + steps)][2:], strict=True)
         step = statistics.median(seconds)
         per_second = batch * self.model.tokens / step
-        return {"peak": max(peaks), "kept": kept[-1], "seconds": step, "tokens_per_second": per_second}
+        found = {"peak": max(peaks), "kept": kept[-1], "seconds": step, "tokens_per_second": per_second}
+        return {**found, "host_seconds": statistics.median(launched)}
+
+    def profile(self, batch: int) -> str:
+        """torch.profiler's table of three steps."""
+        with torch.profiler.profile() as profiler:
+            for _ in range(3):
+                self.step(batch)
+        return profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=60)
 
     def largest(self, batch: int, most: int) -> int:
         """The largest batch that is found to run: doubled as often as it can be, then half as much again."""
@@ -232,10 +265,12 @@ class Steps:
 def cells(found: dict[str, Any]) -> list[str]:
     """Of a table's row."""
     if "error" in found:
-        return [found["error"], *[""] * 5]
-    per_second, there = (f"{one['tokens_per_second']:,.0f}" for one in (found, found["at_largest"]))
+        return [found["error"], *[""] * 6]
     of_memory = [f"{found[name] / _GIB:.2f}" for name in ("peak", "kept")]
-    return [*of_memory, f"{1e3 * found['seconds']:.1f}", per_second, str(found["largest_batch"]), there]
+    times = [f"{1e3 * found[name]:.1f}" for name in ("seconds", "host_seconds")]
+    there = found.get("at_largest")
+    largest = [str(found["largest_batch"]), f"{there['tokens_per_second']:,.0f}"] if there else ["", ""]
+    return [*of_memory, *times, f"{found['tokens_per_second']:,.0f}", *largest]
 
 
 if __name__ == "__main__":

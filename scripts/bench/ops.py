@@ -1,18 +1,21 @@
 """Time and bandwidth of every element-wise kernel on this machine's GPU, beside PyTorch's own functions and a copy.
 
-    python scripts/bench/ops.py [--rows 8192] [--columns 4096] [--out [DIR]]
+    python scripts/bench/ops.py [--shapes 8192x4096 1024x128256] [--out [DIR]]
     TRITON_INTERPRET=1 python scripts/bench/ops.py --smoke     # tiny tensors, on CPU: whether the script runs
 
-Tensors are in bf16. A time is the median of --repeats by CUDA events, each after the L2 cache was overwritten.
+Tensors are in bf16; of 128,256 columns, as a head's logits, only cross-entropy is measured. A time is the median of
+--repeats by CUDA events, each after the L2 cache was overwritten.
 Bandwidth is what has to be read and written, over the time; a copy of a tensor of that size is measured beside it.
---out writes ops-<device>.json and .md.
+--out writes ops-<device>.json and .md after every shape.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,7 +31,9 @@ from hf_memsave.ops.inverse import FITS
 from hf_memsave.sampling.estimators import row_norms
 from hf_memsave.tape.codecs import pack_bits, pack_codes, unpack_bits
 from hf_memsave.tape.quantize import FORMATS, decode, encode
-from peak_memory import add_out, publish
+from publish import add_out, publish
+
+SHAPES = ("8192x4096", "1024x128256", "130x128256", "16384x768", "8192x1024", "4096x14336")
 
 
 class Op(NamedTuple):
@@ -155,6 +160,19 @@ def approximate_ops(rows: int, columns: int, device: torch.device) -> dict[str, 
     return found
 
 
+def cross_entropy(rows: int, columns: int, device: torch.device) -> dict[str, Op]:
+    """Losses, and their gradient in place of the logits, which are read and written once."""
+    logits = torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
+    leaf, labels = logits.clone().requires_grad_(), torch.randint(columns, (rows,), device=device)
+    count = torch.full((), rows, dtype=torch.float32, device=device)
+    return {
+        "cross-entropy": Op(
+            lambda: kernels().cross_entropy_forward_(logits, labels, count),
+            lambda: torch.autograd.grad(F.cross_entropy(leaf.float(), labels), leaf), 2,
+        )
+    }  # fmt: skip
+
+
 def of_heads(x: Tensor, width: int) -> Tensor:
     """As attention lays out its heads."""
     return x.view(1, x.shape[0], -1, width).transpose(1, 2)
@@ -189,11 +207,14 @@ def seconds(function: Callable[[], Any], device: torch.device, repeats: int) -> 
     return statistics.median(found)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure every kernel and print the table."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure every kernel.
+
+    Returns:
+        The exit status: 1 where a shape failed.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=8192)
-    parser.add_argument("--columns", type=int, default=4096)
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="ROWSxCOLUMNS")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--smoke", action="store_true", help="tiny tensors, on whatever device there is")
     add_out(parser)
@@ -201,24 +222,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not torch.cuda.is_available() and not options.smoke:
         parser.error("expected a CUDA device, got none. Use --smoke under TRITON_INTERPRET=1 to see whether it runs.")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows, columns, repeats = (8, 64, 1) if options.smoke else (options.rows, options.columns, options.repeats)
+    shapes, repeats = (["8x64", "4x128256"], 1) if options.smoke else (options.shapes, options.repeats)
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    title = f"{where}, torch {torch.__version__}, triton {triton.__version__}, bf16"
+    header = ["shape", "kernel", "us", "PyTorch, us", "GB/s", "of a copy's"]
+    table: list[list[str]] = []
+    figures: dict[str, dict[str, Any]] = {}
+    failed = False
+    for shape in shapes:
+        figures[shape] = {}
+        try:
+            measure(shape, device, repeats, figures[shape], table)
+        except Exception:  # the other shapes' figures are worth as much
+            traceback.print_exc()
+            failed = True
+        publish(f"ops-{where.lower().replace(' ', '-')}", title, header, table, figures, options.out, quiet=True)
+    return int(failed)
+
+
+def measure(shape: str, device: torch.device, repeats: int, figures: dict[str, Any], table: list[list[str]]) -> None:
+    """Every kernel at a shape, into figures and the table's rows."""
+    rows, columns = map(int, shape.split("x"))
     size = 2 * rows * columns
-    source = torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
-    copy = 2 * size / seconds(source.clone, device, repeats)
-    table, figures = [], {"copy": {"bytes_per_second": copy}}
-    every = ops(rows, columns, device) | approximate_ops(rows, columns, device)
-    for name, op in every.items():
+    copy = 2 * size / seconds(torch.randn(rows, columns, device=device, dtype=torch.bfloat16).clone, device, repeats)
+    figures["copy"] = {"bytes_per_second": copy}
+    made = (cross_entropy,) if columns > 65536 else (ops, approximate_ops)
+    for name, op in (item for make in made for item in make(rows, columns, device).items()):
         ours, stock = (seconds(function, device, repeats) for function in (op.ours, op.stock))
         bandwidth = op.tensors * size / ours
         figures[name] = {"seconds": ours, "stock_seconds": stock, "bytes_per_second": bandwidth}
-        table.append(
-            [name, f"{1e6 * ours:.1f}", f"{1e6 * stock:.1f}", f"{bandwidth / 1e9:.0f}", f"{bandwidth / copy:.2f}"]
-        )
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    title = f"{where}, torch {torch.__version__}, triton {triton.__version__}, bf16 {rows} x {columns}"
-    header = ["kernel", "us", "PyTorch, us", "GB/s", "of a copy's"]
-    publish(f"ops-{where.lower().replace(' ', '-')}", title, header, table, figures, options.out)
+        times = [f"{1e6 * ours:.1f}", f"{1e6 * stock:.1f}", f"{bandwidth / 1e9:.0f}", f"{bandwidth / copy:.2f}"]
+        table.append([shape, name, *times])
+        print(" | ".join(table[-1]), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,10 +15,8 @@ median over the processes. --out writes peak-memory.json and peak-memory.md.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -30,19 +28,15 @@ from typing import Any
 
 import psutil
 import torch
-import transformers
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import nn
 
 from hf_memsave import patch
 from hf_memsave.measure.peak import count_peak
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
-from support.families import Size, batch_for, build  # noqa: E402 - the tests' own models
+from publish import add_out, machine, publish
+from support.families import Size, batch_for, build  # found by publish
 
 SIZE = Size(hidden=256, heads=4, layers=6, batch=8, seq=128)
 SMALL = Size(hidden=256, heads=4, layers=6, batch=1, seq=8)
@@ -184,52 +178,6 @@ def beside(row: dict[str, dict[str, float]], field: str) -> list[str]:
     """MiB of stock and of patched, and their ratio."""
     stock, patched = row["stock"][field], row["patched"][field]
     return [f"{stock / MIB:.1f}", f"{patched / MIB:.1f}", f"{patched / stock:.3f}"]
-
-
-def machine() -> str:
-    """What was measured on, without its name."""
-    return f"1 CPU thread, {cpu()}, torch {torch.__version__}, transformers {transformers.__version__}"
-
-
-def cpu() -> str:
-    """The processor's make: a ratio of times is that of one make, and compared less closely on another."""
-    text = info.read_text(encoding="utf-8") if (info := Path("/proc/cpuinfo")).is_file() else ""
-    known = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}
-    if "model name" not in known:
-        return f"CPU {platform.processor() or platform.machine()}"
-    return f"CPU {known['model name']} (family {known.get('cpu family')}, model {known.get('model')})"
-
-
-def add_out(parser: argparse.ArgumentParser) -> None:
-    """The option that has results written."""
-    parser.add_argument(
-        "--out", type=Path, nargs="?", const=ROOT / "scripts" / "results", metavar="DIR",
-        help="write a .json and a .md there, too; scripts/results if no folder is named",
-    )  # fmt: skip
-
-
-def publish(
-    name: str, title: str, header: list[str], rows: list[list[str]], results: dict[str, Any], out: Path | None,
-    notes: str = "",
-) -> None:  # fmt: skip
-    """Print the table, and write it, ``notes`` and ``results`` where ``out`` says."""
-    shown = Table(*header, title=title)
-    for row in rows:
-        shown.add_row(*row)
-    Console(width=160).print(shown)
-    if out is None:
-        return
-    about = {
-        "command": " ".join(["python", str(Path("scripts", "bench", Path(sys.argv[0]).name)), *sys.argv[1:]]),
-        "machine": f"{machine()}, shared with other work",
-        "date": datetime.date.today().isoformat(),
-    }
-    lines = [" | ".join(header), " | ".join("---" for _ in header), *(" | ".join(row) for row in rows)]
-    table = "".join(f"| {line} |\n" for line in lines)
-    text = f"{title}\n\n{table}{notes}\n`{about['command']}`, {about['date']}\n"
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.md").write_text(text, encoding="utf-8")
-    (out / f"{name}.json").write_text(json.dumps({**results, "about": about}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

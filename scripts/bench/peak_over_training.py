@@ -38,7 +38,8 @@ from hf_memsave.measure.peak import count_peak
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 sys.path.insert(0, str(Path(__file__).parent))
-from peak_memory import ALLOCATION, MIB, add_out, forget_resident_peak, machine, publish, resident_peak  # noqa: E402
+from peak_memory import ALLOCATION, MIB, forget_resident_peak, resident_peak  # noqa: E402
+from publish import add_out, machine, publish  # noqa: E402
 from support.families import VOCAB, Size, build  # noqa: E402 - the tests' own models
 
 SIZE = Size(hidden=256, heads=4, layers=6, batch=8, seq=128)

@@ -32,7 +32,7 @@ from hf_memsave import MemSaveConfig, PatchError, measure_kept, patch
 from hf_memsave.measure.depth import Affine
 from hf_memsave.measure.extrapolate import Depths
 from hf_memsave.measure.peak import count_peak
-from peak_memory import cpu
+from publish import cpu
 from techniques_report import markdown, picture
 from techniques_settings import SETTINGS, STEP, Model, models
 

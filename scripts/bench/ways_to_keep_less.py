@@ -40,7 +40,8 @@ from hf_memsave.tape.offload import Away
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 sys.path.insert(0, str(Path(__file__).parent))
-from peak_memory import MIB, add_out, machine, publish  # noqa: E402
+from peak_memory import MIB  # noqa: E402
+from publish import add_out, machine, publish  # noqa: E402
 from support.families import Size, batch_for, build  # noqa: E402 - the tests' own models
 
 SIZE = Size(hidden=256, heads=4, layers=4, batch=8, seq=128)

@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch
-from peak_memory import cpu
+from publish import cpu
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 SEQ, VOCAB = 128, 512

@@ -1,6 +1,5 @@
 """The promise of the default: same loss, gradients and trained parameters, to the bit, dropout included."""
 
-import contextlib
 import copy
 import os
 
@@ -11,13 +10,17 @@ from transformers import AlbertConfig, AlbertForSequenceClassification
 from hf_memsave import MemSaveConfig, patch
 from hf_memsave.tape.handles import Node
 from support.families import FAMILIES, MORE, QUOTED, VOCAB, Size, batch_for, build
-from support.helpers import assert_same_bits, halved
+from support.helpers import assert_same_bits, halved, only_on_cpu
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="bit equality is claimed on CPU")
-
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZE = Size(hidden=64, heads=4, batch=2, seq=32)
 MODES = {"fp32": torch.float32, "bf16": torch.bfloat16, "autocast": torch.float32}
 STEPS = 20
+
+
+@pytest.fixture(autouse=True)
+def claimed():
+    only_on_cpu(DEVICE)
 
 
 @pytest.fixture
@@ -33,7 +36,7 @@ def train(model, mode, padded):
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     losses, first = [], {}
     for step in range(STEPS):
-        with torch.autocast("cpu", torch.bfloat16) if mode == "autocast" else contextlib.nullcontext():
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=mode == "autocast"):
             loss = model(**batch_for(model, SIZE, padded, seed=step)).loss
         loss.backward()
         first = first or {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -44,7 +47,7 @@ def train(model, mode, padded):
 
 
 def assert_same_training(model, config, mode, padded):
-    ours = copy.deepcopy(model)
+    ours = copy.deepcopy(model.to(DEVICE))
     patch(ours, config)
     stock_losses, stock_grads, stock_parameters = train(model, mode, padded)
     losses, grads, parameters = train(ours, mode, padded)
@@ -69,7 +72,7 @@ def test_training_of_more_families_equals_stock_bit_for_bit(family, mode):
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
 def test_gradients_equal_stock_at_full_size_on_all_threads(family, all_threads):
-    stock = build(family, QUOTED)
+    stock = build(family, QUOTED).to(DEVICE)
     ours = copy.deepcopy(stock)
     patch(ours)
     for model in (stock, ours):
@@ -131,11 +134,11 @@ def test_a_linear_called_twice_under_autocast_is_as_in_stock():
         def forward(self, x):
             return self.linear(torch.nn.functional.gelu(self.linear(self.norm(x)))).float().pow(2).mean()
 
-    stock, x = Twice(), torch.randn(512, 64)
+    stock, x = Twice().to(DEVICE), torch.randn(512, 64, device=DEVICE)
     ours = copy.deepcopy(stock)
     patch(ours)
     for model in (stock, ours):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
             loss = model(x)
         loss.backward()
     for (name, expected), got in zip(stock.named_parameters(), ours.parameters(), strict=True):

@@ -1,6 +1,5 @@
 """Kept memory per layer at the size in which it is quoted: every live storage, the difference of two depths."""
 
-import contextlib
 import functools
 from dataclasses import replace
 
@@ -9,13 +8,12 @@ import torch
 
 from hf_memsave import measure_kept, patch
 from support.families import FAMILIES, MORE, QUOTED, batch_for, build
-from support.helpers import halved, of_layers
+from support.helpers import BYTES, halved, of_layers, only_on_cpu
 from support.lora import adapted, autocast, quantized
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="figures are those of CPU kernels"),
-    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 #: The fewest u a layer: norm inputs (2), q, k, v, o (4; LLaMA's k and v have half the heads) and the MLP's inner width
 #: (4; gated 2 x 2.75); a cross-attention has a norm and q, k, v, o more; Phi's two branches share one norm.
@@ -39,13 +37,18 @@ QUANTIZED = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def claimed():
+    only_on_cpu(DEVICE, BYTES)
+
+
 @functools.cache
 def kept(family, mode, layers, padded=False, patched=True, batch=QUOTED.batch):
     size = replace(QUOTED, layers=layers, batch=batch)
-    model = build(family, size, MODES[mode])
+    model = build(family, size, MODES[mode]).to(DEVICE)
     if patched:
         patch(model)
-    with torch.autocast("cpu", torch.bfloat16) if mode == "autocast" else contextlib.nullcontext():
+    with torch.autocast(DEVICE.type, torch.bfloat16, enabled=mode == "autocast"):
         return measure_kept(model, batch_for(model, size, padded)).total
 
 
@@ -104,9 +107,9 @@ def test_stock_keeps_what_the_notes_say():
 def of_adapted(make, itemsize, mode="bf16, fp32 adapters", first=2, last=4):
     totals = []
     for layers in (first, last):
-        model = make(replace(QUOTED, layers=layers))
+        model = make(replace(QUOTED, layers=layers)).to(DEVICE)
         patch(model)
-        with autocast(mode):
+        with autocast(mode, DEVICE.type):
             totals.append(of_layers(measure_kept(model, batch_for(model, QUOTED))))
     return (totals[1] - totals[0]) / (last - first) / QUOTED.u(itemsize)
 

@@ -1,4 +1,4 @@
-"""``scripts/bench/models.py --smoke`` and ``scripts/gpu_check.sh``: that they would run, where there is a GPU."""
+"""``scripts/bench/models.py --smoke`` and ``ops.py``: that they would run, where there is a GPU."""
 
 import importlib.util
 import json
@@ -26,12 +26,11 @@ def bench(monkeypatch):
 
 
 def test_each_method_has_a_row(tmp_path):
-    command = [sys.executable, ROOT / "scripts" / "bench" / "models.py", "--smoke", "--steps", "1", "--out", tmp_path]
+    command = [sys.executable, ROOT / "scripts" / "bench" / "models.py", "--smoke", "--largest", "--out", tmp_path]
     methods = ["stock", "memsave, whole blocks", "memsave, offload"]
     subprocess.run([*command, "--methods", *methods], check=True, capture_output=True)
-    (found,) = tmp_path.glob("models-*.json")
+    (found,) = tmp_path.glob("largest-*.json")
     figures = json.loads(found.read_text())
-    figures = figures.get("results", figures)
     rows = [name for name in figures if ": " in name]
     assert {name.partition(": ")[2] for name in rows} == set(methods)
     assert all(figures[name]["tokens_per_second"] > 0 for name in rows)
@@ -53,7 +52,7 @@ def fails(model):
 
 def test_where_one_row_fails_the_others_are_published(bench, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(bench.METHODS, "memsave", fails)
-    arguments = ["--smoke", "--steps", "1", "--out", str(tmp_path), "--methods", "memsave", "stock"]
+    arguments = ["--smoke", "--out", str(tmp_path), "--methods", "memsave", "stock"]
     assert bench.main(arguments) == 1
     assert "ValueError: expected this\nand more" in capsys.readouterr().err
     (found,) = tmp_path.glob("models-*.json")
@@ -71,7 +70,7 @@ def test_what_was_measured_before_an_end_is_published(bench, tmp_path, monkeypat
 
     monkeypatch.setitem(bench.METHODS, "memsave", ends)
     with pytest.raises(KeyboardInterrupt):
-        bench.main(["--smoke", "--steps", "1", "--out", str(tmp_path), "--methods", "stock", "memsave"])
+        bench.main(["--smoke", "--out", str(tmp_path), "--methods", "stock", "memsave"])
     (found,) = tmp_path.glob("models-*.json")
     assert json.loads(found.read_text())["bert, small: stock"]["tokens_per_second"] > 0
 
@@ -82,8 +81,9 @@ def test_each_kernel_has_a_row(tmp_path):
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, "TRITON_INTERPRET": "1"})
     (found,) = tmp_path.glob("ops-*.json")
     figures = json.loads(found.read_text())
-    assert all(figures[name]["bytes_per_second"] > 0 for name in figures if name != "about")
-    assert {"RMSNorm, backward", "rotary", "the same, backward", "LoRA output"} <= figures.keys()
+    found = {name: op for shape in figures if shape != "about" for name, op in figures[shape].items()}
+    assert all(op["bytes_per_second"] > 0 for op in found.values())
+    assert {"RMSNorm, backward", "rotary", "the same, backward", "LoRA output", "cross-entropy"} <= found.keys()
 
 
 def test_without_a_gpu_it_says_what_to_do():
@@ -95,5 +95,10 @@ def test_without_a_gpu_it_says_what_to_do():
     assert "Use --smoke" in done.stderr
 
 
-def test_the_shell_script_is_valid():
-    subprocess.run(["bash", "-n", str(ROOT / "scripts" / "gpu_check.sh")], check=True)
+def test_without_peft_rows_of_adapters_are_left_out(bench, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "find_spec", lambda name: None)
+    assert bench.main(["--smoke", "--out", str(tmp_path), "--methods", "stock"]) == 0
+    (found,) = tmp_path.glob("models-*.json")
+    figures = json.loads(found.read_text())
+    assert figures["llama, small, LoRA: stock"] == {"error": "left out: peft is not installed"}
+    assert figures["t5, small: stock"]["tokens_per_second"] > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
@@ -48,9 +49,23 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def only_on_cpu(device: torch.device, claim: str = "equality to the bit") -> None:
-    """Skip a test of what is claimed on CPU only."""
-    if device.type != "cpu":
+#: The claim that the environment wants tested on a GPU too, which a test gives to ``only_on_cpu``.
+CLAIM_ON_GPU = "CLAIM_ON_GPU"
+BITS, BYTES = "equality to the bit", "this count of bytes"
+
+
+def fix_kernels(fixed: bool) -> None:
+    """Whether the same call gives the same bits on a GPU."""
+    torch.use_deterministic_algorithms(fixed, warn_only=True)
+    for kernel in ("flash", "mem_efficient", "cudnn"):
+        getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(not fixed)
+
+
+def only_on_cpu(device: torch.device, claim: str = BITS) -> None:
+    """Skip a test of what is claimed on CPU only, or have it run on a GPU on whose kernels it may hold."""
+    if device.type != "cpu" and os.environ.get(CLAIM_ON_GPU) == claim:
+        fix_kernels(claim == BITS)
+    elif device.type != "cpu":
         pytest.skip(f"{claim} is claimed on CPU only")
 
 

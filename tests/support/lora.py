@@ -1,10 +1,7 @@
 """Models with LoRA adapters, on stock and on quantized bases, and their training."""
 
-import contextlib
-
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
 
 from support.families import Size, batch_for, build
@@ -21,15 +18,16 @@ MODES = {
 
 
 def adapted(family, mode="bf16, fp32 adapters", dropout=0.05, size=SIZE, **options):
+    peft = pytest.importorskip("peft")
     dtype, in_fp32, _ = MODES[mode]
     options = dict(r=RANK, lora_alpha=16, target_modules="all-linear", lora_dropout=dropout, **options)
-    config = LoraConfig(init_lora_weights=False, **options)
+    config = peft.LoraConfig(init_lora_weights=False, **options)
     torch.manual_seed(0)
-    return get_peft_model(build(family, size, dtype), config, autocast_adapter_dtype=in_fp32).train()
+    return peft.get_peft_model(build(family, size, dtype), config, autocast_adapter_dtype=in_fp32).train()
 
 
-def autocast(mode):
-    return torch.autocast("cpu", torch.bfloat16) if MODES[mode][2] else contextlib.nullcontext()
+def autocast(mode, device="cpu"):
+    return torch.autocast(device, torch.bfloat16, enabled=MODES[mode][2])
 
 
 def train(model, mode, steps):
@@ -68,13 +66,14 @@ def outputs(model):
 
 
 def quantized(folder, bits, prepared=True, family="llama", **options):
+    peft = pytest.importorskip("peft")
     pytest.importorskip("bitsandbytes")
     nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.bfloat16}
     asked = BitsAndBytesConfig(load_in_4bit=True, **nf4) if bits == 4 else BitsAndBytesConfig(load_in_8bit=True)
     auto = AutoModelForSequenceClassification if family == "bert" else AutoModelForCausalLM
     model = auto.from_pretrained(folder, quantization_config=asked, dtype=torch.bfloat16)
     if prepared:
-        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     torch.manual_seed(0)
     options = dict(r=RANK, lora_alpha=16, lora_dropout=0.05, init_lora_weights=False, **options)
-    return get_peft_model(model, LoraConfig(target_modules="all-linear", **options)).train()
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", **options)).train()

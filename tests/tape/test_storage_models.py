@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, CLIPVisionConfig, CLIPVisionModel
 
@@ -102,11 +101,13 @@ def test_the_output_of_a_sampled_linear_is_coded(device):
 
 def test_with_nf4_and_lora(device, tmp_path):
     pytest.importorskip("bitsandbytes")
+    peft = pytest.importorskip("peft")
     only_on_cpu(device)
     build("llama", SIZE, torch.bfloat16).save_pretrained(tmp_path)
     asked = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
     base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=asked, dtype=torch.bfloat16)
-    model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).train()
+    adapters = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    model = peft.get_peft_model(base, adapters).train()
     batch = batch_for(model, SIZE)
     patch(model)
     exact, kept = step(model, batch), measure_kept(model, batch).total

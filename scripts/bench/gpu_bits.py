@@ -1,0 +1,279 @@
+"""Whether a step on this machine's GPU is stock's: to the bit where stock agrees with itself, else within its noise.
+
+    python scripts/bench/gpu_bits.py [--minutes 7] [--out [DIR]]
+    python scripts/bench/gpu_bits.py --smoke     # tiny models, a few rows of each kind, on CPU too: whether it runs
+
+Small models of eight families from random weights. A step is forward and backward, from one seed; compared are the loss
+and every gradient. Of stock there are three steps, of a patched copy two. What is expected, by kind of row:
+
+- bits: a tensor's distance is the norm of the difference over stock's norm, 0 for equal bits. Patched may be twice as
+  far from stock as stock's steps are from each other, so where they have the same bits it has them too. That is asked
+  under deterministic algorithms, cuBLAS's fixed work spaces and SDPA's math kernel; under the default kernels, where
+  the noise of a tensor is itself a matter of chance, it may be that of the median tensor. Expected and got are of the
+  worst tensor. Kept is what is on the device between forward and backward, beyond what was there before.
+- kept: bytes alone, as Triton's kernels have bits of their own.
+- waits: how often the host waits for the device in a third step (`torch.cuda.set_sync_debug_mode`): at most as stock.
+- threads: two models train at once, each on a stream of its own: the bits of each alone.
+- memory: `hf_memsave.estimate`'s kept bytes and peak, within what `memsave estimate --check` allows.
+
+Sequences have 128 tokens: cuDNN's attention in stock gives NaN for some other lengths and a mask. Exit status 1 if a
+row is wrong. --out writes gpu-bits.json and .md after every row. --plant makes a fault that has to be found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import os
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, LlamaConfig
+
+from gpu_steps import DEFAULT, DEVICE, FIXED, Results, Row, judged, kept, plant, release, step, under, waits
+from hf_memsave import MemSaveConfig, estimate, patch
+from hf_memsave.measure.check import check
+from hf_memsave.measure.estimate import Estimate
+from hf_memsave.measure.training import training_of
+from publish import add_out, publish
+from support.families import Size, batch_for, build  # found by publish
+
+FAMILIES = ("llama", "bert", "gpt2", "t5-gated-encoder", "phi", "qwen3", "gemma", "opt")
+SETTINGS = {
+    "exact": MemSaveConfig(),
+    "gate": MemSaveConfig(checkpoint="gate"),
+    "block": MemSaveConfig(checkpoint="block"),
+    "offload": MemSaveConfig(offload=True),
+    "exact, Triton": MemSaveConfig(backend="triton"),
+}
+MIB = 2**20
+
+
+class Case(NamedTuple):
+    """What is compared. ``adapters``: "", "LoRA" or "QLoRA"; ``mask``: "none", "ones", "left" or "odd"."""
+
+    family: str
+    mode: str = "bf16"
+    dropout: float = 0.1
+    setting: str = "exact"
+    kernels: str = FIXED
+    mask: str = "ones"
+    adapters: str = ""
+
+    def __str__(self) -> str:
+        what = [self.family, self.adapters, self.mode, f"dropout {self.dropout}"]
+        return ", ".join(filter(None, [*what, {"left": "padded left", "odd": "100 tokens, padded"}.get(self.mask, "")]))
+
+
+class LeftOut(Exception):
+    """Why a row cannot be had here."""
+
+
+class Rows:
+    """Makes rows, in models of this size, with this fault planted in patched ones."""
+
+    def __init__(self, is_smoke: bool, plant: str | None) -> None:
+        self.is_smoke, self.plant = is_smoke, plant
+        self.size = Size(32, 4, 2, 2, 16) if is_smoke else Size(256, 4, 2, 4, 128)
+        self.stock: dict[Case, tuple[list[Results], int]] = {}
+        self.estimates: dict[str, Estimate] = {}
+
+    def made(self, case: Case, patched: bool) -> tuple[nn.Module, dict[str, Tensor]]:
+        """A model and its batch."""
+        size = replace(self.size, seq=self.size.seq * 100 // 128) if case.mask == "odd" else self.size
+        dtype = torch.bfloat16 if case.mode == "bf16" else torch.float32
+        model = self.adapted(case, size) if case.adapters else build(case.family, size, dtype, case.dropout)
+        for module in model.modules():
+            if hasattr(module, "attention_dropout"):  # LLaMA has no other
+                module.attention_dropout = case.dropout
+            if hasattr(module, "config"):  # checkpoint="block" has the bits of stock without a cache
+                module.config.use_cache = False
+        model = model.to(DEVICE)
+        batch = batch_for(model, size, padded=case.mask == "odd")
+        if case.mask == "left":
+            batch["attention_mask"][1:, : size.seq // 4] = 0
+        if case.mask == "none":
+            del batch["attention_mask"]
+        if patched:
+            patch(model, SETTINGS[case.setting])
+            plant(model, self.plant, case.kernels)
+        return model, batch
+
+    def adapted(self, case: Case, size: Size) -> nn.Module:
+        """With adapters at all linears, in fp32, on a base in 16 or in 4 bits."""
+        needed = ("peft", "bitsandbytes") if case.adapters == "QLoRA" else ("peft",)
+        if missing := [name for name in needed if not find_spec(name)]:
+            raise LeftOut(f"{' and '.join(missing)} not installed")
+        from support.lora import adapted, quantized
+
+        if case.adapters == "LoRA":
+            return adapted(case.family, "bf16, fp32 adapters", case.dropout, size)
+        with tempfile.TemporaryDirectory() as folder:
+            build(case.family, size, torch.bfloat16).save_pretrained(folder)
+            return quantized(folder, 4, family=case.family)
+
+    def of_stock(self, case: Case) -> tuple[list[Results], int]:
+        """Three steps, and the bytes kept."""
+        key = case._replace(setting="exact")
+        if key not in self.stock:
+            model, batch = self.made(case, patched=False)
+            self.stock[key] = [step(model, batch, case.mode) for _ in range(3)], kept(model, batch, case.mode)
+        return self.stock[key]
+
+    def bits(self, case: Case) -> Row:
+        """Patched beside stock, and stock beside itself."""
+        with under(case.kernels):
+            stock, of_stock = self.of_stock(case)
+            model, batch = self.made(case, patched=True)
+            ours = [step(model, batch, case.mode) for _ in range(2)]
+            return judged(stock, ours, case.kernels)._replace(kept=f"{kept(model, batch, case.mode) / of_stock:.3f}")
+
+    def kept(self, case: Case) -> Row:
+        """Bytes alone."""
+        if DEVICE.type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
+            raise LeftOut("Triton needs a GPU, or TRITON_INTERPRET=1")
+        _, of_stock = self.of_stock(case)
+        model, batch = self.made(case, patched=True)
+        loss = step(model, batch, case.mode)["loss"]
+        wrong = "" if loss.isfinite() else f"WRONG: its loss is {loss}"
+        return Row("", "", wrong, f"{kept(model, batch, case.mode) / of_stock:.3f}")
+
+    def waits(self, case: Case) -> Row:
+        """Of the host for the device."""
+        counts = []
+        for patched in (False, True):
+            model, batch = self.made(case, patched)
+            counts.append(waits(partial(step, model, batch, case.mode)))
+        stock, ours = counts
+        return Row(f"{stock} waits", f"{ours} waits", "WRONG: the host waits" if ours > stock else "")
+
+    def threads(self, case: Case) -> Row:
+        """Beside each alone."""
+        both = [case, case._replace(family="bert")]
+
+        def trained(made: tuple[nn.Module, dict[str, Tensor]]) -> Results:
+            stream = torch.cuda.Stream() if DEVICE.type == "cuda" else None
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                found = [step(*made, case.mode) for _ in range(3)][-1]
+            if stream is not None:
+                stream.synchronize()
+            return found
+
+        with under(case.kernels):
+            alone = [trained(self.made(one, patched=True)) for one in both]
+            made = [self.made(one, patched=True) for one in both]
+            release()
+            with ThreadPoolExecutor(2) as pool:
+                at_once = list(pool.map(trained, made))
+        rows = [judged([one, one], [two], case.kernels) for one, two in zip(alone, at_once, strict=True)]
+        return next((row for row in rows if row.verdict), rows[0])
+
+    def memory(self, case: Case) -> Row:
+        """A real step beside the estimate; ``kept`` is of what was predicted."""
+        hidden, heads, batch_size, seq_len = (64, 2, 2, 32) if self.is_smoke else (2048, 16, 4, 512)
+        wide: Any = dict(hidden_size=hidden, intermediate_size=4 * hidden, num_attention_heads=heads)
+        config = (LlamaConfig if case.family == "llama" else BertConfig)(num_hidden_layers=4, **wide)
+        shape: Any = dict(batch_size=batch_size, seq_len=seq_len)
+        if case.family not in self.estimates:  # beside a GPU that takes two processes
+            self.estimates[case.family] = estimate(config, **shape)
+        result, memsave = self.estimates[case.family], SETTINGS.get(case.setting)
+        if memsave:  # check() leaves out what is too large: the allocator's reserve is to be that of one step
+            result = replace(result, stock=replace(result.stock, peak=2**60))
+        release()
+        before = torch.cuda.memory_reserved() if DEVICE.type == "cuda" else 0
+        (found,) = check(config, result, training_of(**shape), memsave).values()
+        reserved = torch.cuda.max_memory_reserved() - before if DEVICE.type == "cuda" else 0
+        ratio, measured = found.measured["kept"] / found.predicted["kept"], found.measured["peak"] / MIB
+        wrong = "" if found.agrees else "WRONG: not as estimated"
+        got = f"{measured:,.0f} MiB, {reserved / MIB:,.0f} reserved"
+        return Row(f"{found.predicted['peak'] / MIB:,.0f} MiB", got, wrong, f"{ratio:.3f}")
+
+
+def planned(rows: Rows) -> Iterator[tuple[Callable[[Case], Row], Case]]:
+    """Every row, those that tell most first."""
+    grid = list(itertools.product(("bf16", "autocast", "fp32"), (0.1, 0.0), FAMILIES))
+
+    def of(setting: str) -> Iterator[tuple[Callable[[Case], Row], Case]]:
+        for kernels, (mode, dropout, family) in itertools.product((FIXED, DEFAULT), grid):
+            yield rows.bits, Case(family, mode, dropout, setting, kernels)
+
+    yield from of("exact")
+    for setting, family in itertools.product(list(SETTINGS)[:4], ("llama", "bert")):
+        yield rows.waits, Case(family, setting=setting, kernels=DEFAULT, mask="none")
+    for setting in list(SETTINGS)[:4]:
+        yield rows.threads, Case("llama", dropout=0.0, setting=setting)
+    for family, setting in itertools.product(("llama", "bert"), ("stock", "exact")):
+        yield rows.memory, Case(family, dropout=0.0, setting=setting, kernels=DEFAULT)
+    for kernels, mask, setting in itertools.product((FIXED, DEFAULT), ("left", "odd"), ("exact", "block")):
+        for family in ("llama", "bert", "gpt2", "t5-gated-encoder"):
+            yield rows.bits, Case(family, setting=setting, kernels=kernels, mask=mask)
+    for adapters, kernels, setting in itertools.product(("LoRA", "QLoRA"), (FIXED, DEFAULT), ("exact", "gate")):
+        yield rows.bits, Case("llama", dropout=0.05, setting=setting, kernels=kernels, adapters=adapters)
+    for mode, dropout, family in grid:
+        yield rows.kept, Case(family, mode, dropout, "exact, Triton", DEFAULT)
+    for setting in ("gate", "block", "offload"):
+        yield from of(setting)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Make every row.
+
+    Returns:
+        The exit status: 1 where one is wrong.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=7.0, help="begin no row after so many")
+    parser.add_argument("--smoke", action="store_true", help="tiny models, the first row of each kind")
+    parser.add_argument("--plant", choices=("bit", "sync", "error"), help="a fault in patched models")
+    add_out(parser)
+    options = parser.parse_args(arguments)
+    if DEVICE.type == "cpu" and not options.smoke:
+        parser.error("expected a CUDA device, got none. Use --smoke to see whether the script runs.")
+    warnings.filterwarnings("ignore", message=".*deterministic")
+    rows = Rows(options.smoke, options.plant)
+    tasks = list(planned(rows))
+    if options.smoke:
+        kinds = {(make.__name__, c.setting, c.kernels, c.mask, c.adapters): (make, c) for make, c in reversed(tasks)}
+        tasks = list(kinds.values())[::-1]
+    header = ["kind", "case", "setting", "kernels", "kept, of stock's", "expected", "got", "verdict"]
+    table: list[list[str]] = []
+    gc.freeze()  # rows collect garbage, which the libraries' objects are not
+    end, wrong = time.monotonic() + 60 * options.minutes, 0
+    for index, (make, case) in enumerate(tasks):
+        if time.monotonic() > end:
+            print(f"{len(tasks) - index} rows not begun: --minutes", file=sys.stderr)
+            break
+        try:
+            row = make(case)
+        except LeftOut as why:
+            row = Row("", "", f"left out: {why}")
+        except Exception as error:  # the other rows tell as much
+            traceback.print_exc()
+            row = Row("", "", f"WRONG: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+        wrong += row.verdict.startswith("WRONG")
+        cells = [make.__name__, str(case), case.setting, case.kernels, row.kept, row.expected, row.got, row.verdict]
+        table.append(cells)
+        print(" | ".join(cells), flush=True)
+        title = f"Patched beside stock, {len(table)} of {len(tasks)} rows, {wrong} wrong"
+        results = {"wrong": wrong, "rows": [dict(zip(header, cells, strict=True)) for cells in table]}
+        publish("gpu-bits", title, header, table, results, options.out, quiet=True)
+    print(f"{len(table)} of {len(tasks)} rows, {wrong} wrong")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
