@@ -21,7 +21,7 @@ from hf_memsave.tape import attention as tape_attention
 from hf_memsave.tape import measure_kept
 from support.fake import ATTENTION, DATA_ERRORS, Counted, NoTransfers, kept_on_fake, on_fake, u_on_fake
 from support.families import FAMILIES, MORE, QUOTED, build
-from support.helpers import MATRIX
+from support.helpers import MATRIX, on_stand_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
 
@@ -226,6 +226,7 @@ def test_a_constant_can_be_made_there():
         assert (torch.tensor([1], device=device).view(1, 1) + 1).shape == (1, 1)
 
 
+@on_stand_in
 @pytest.mark.long
 def test_it_works_where_a_backward_ran_before():
     code = """
