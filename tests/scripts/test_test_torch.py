@@ -1,0 +1,40 @@
+"""``scripts/test_torch.py``: what pytest reports is what the table says."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+if sys.version_info < (3, 11):
+    pytest.skip("does not apply: constraints.txt is for Python 3.11", allow_module_level=True)
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import test_torch as script
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="tests.a" name="one"/>
+<testcase classname="tests.a" name="two"><skipped message="no GPU"/></testcase>
+<testcase classname="tests.b" name="three"><properties/><failure message="assert 0"/></testcase>
+<testcase classname="tests.b" name="four"><error message="in a fixture"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_every_case_is_counted_once_in_both_runs(tmp_path, monkeypatch):
+    def run(command, **kwargs):
+        (report,) = (argument for argument in map(str, command) if argument.startswith("--junitxml="))
+        Path(report.partition("=")[2]).write_text(REPORT)
+
+    monkeypatch.setattr(script.subprocess, "run", run)
+    found = script.tested(Path("python"), tmp_path)
+    assert found == {"passed": 2, "skipped": {"no GPU": 2}, "failed": ["tests.b::three", "tests.b::four"] * 2}
+
+
+def test_a_row_replaces_that_of_its_version(tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "OUT", tmp_path / "versions.json")
+    row = dict.fromkeys(("triton", "transformers", "commit", "date"), "-") | {"skipped": {"no GPU": 3}, "failed": []}
+    for torch, passed in (("2.11.0", 1), ("2.9.1", 2), ("2.11.0", 3)):
+        script.note(row | {"torch": torch, "passed": passed})
+    assert [(r["torch"], r["passed"]) for r in json.loads(script.OUT.read_text())] == [("2.9.1", 2), ("2.11.0", 3)]
+    table = (tmp_path / "versions.md").read_text()
+    assert "| 2.11.0 | - | - | 3 | 3 | 0 | - | - |" in table and "- 3: no GPU" in table
