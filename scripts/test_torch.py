@@ -98,8 +98,11 @@ def tested(python: Path, folder: Path) -> dict[str, Any]:
     for name, run in _RUNS.items():
         report = folder / f"{name}.xml"
         command = [python, "-m", "pytest", "-q", "-n", "logical", "--dist", "loadfile", f"--junitxml={report}", *run]
-        subprocess.run(command, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, check=False)
-        for case in ET.parse(report).iter("testcase"):
+        report.unlink(missing_ok=True)
+        done = subprocess.run(command, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, check=False)
+        if done.returncode > 1 or not report.exists():  # 1: tests failed, which it names
+            failed.append(f"{name}: pytest ended with {done.returncode}")
+        for case in ET.parse(report).iter("testcase") if report.exists() else ():
             outcome = next((o for o in case if o.tag in ("skipped", "failure", "error")), None)
             if outcome is None:
                 passed += 1
@@ -114,7 +117,7 @@ def note(row: dict[str, Any]) -> None:
     """Replace the row of that version, and write the table."""
     rows = json.loads(OUT.read_text()) if OUT.exists() else []
     rows = [one for one in rows if one["torch"].partition("+")[0] != row["torch"].partition("+")[0]] + [row]
-    rows.sort(key=lambda one: [int(part) for part in one["torch"].partition("+")[0].split(".")])
+    rows.sort(key=lambda one: [int(number) for number in re.findall(r"\d+", one["torch"])])
     OUT.write_text(json.dumps(rows, indent=1) + "\n")
     lines = [_TITLE, "", f"| {' | '.join(_HEADER)} |", f"|{' --- |' * len(_HEADER)}"]
     for one in rows:

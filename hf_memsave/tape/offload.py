@@ -41,7 +41,7 @@ class Offload(saved_tensors_hooks):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        for device, stream in _streams.items():  # what writes from now on, no tape sees
+        for device, stream in list(_streams.items()):  # what writes from now on, no tape sees
             current_stream(device).wait_stream(stream)
 
 
@@ -215,9 +215,7 @@ _streams: dict[torch.device, Any] = {}
 
 
 def _stream(device: torch.device) -> Any:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
+    return _streams.get(device) or _streams.setdefault(device, torch.cuda.Stream(device))  # one for all threads
 
 
 def _refuse_too_much(nbytes: int) -> None:

@@ -257,6 +257,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if time.monotonic() > end:
             print(f"{len(tasks) - index} rows not begun: --minutes", file=sys.stderr)
             break
+        about = [make.__name__, str(case), case.setting, case.kernels]
+        print(*about, sep=" | ", end=" | ", flush=True)  # before, in case it hangs
         try:
             row = make(case)
         except LeftOut as why:
@@ -265,9 +267,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
             row = Row("", "", f"WRONG: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
         wrong += row.verdict.startswith("WRONG")
-        cells = [make.__name__, str(case), case.setting, case.kernels, row.kept, row.expected, row.got, row.verdict]
-        table.append(cells)
-        print(" | ".join(cells), flush=True)
+        print(row.kept, row.expected, row.got, row.verdict, sep=" | ", flush=True)
+        table.append([*about, row.kept, row.expected, row.got, row.verdict])
         title = f"Patched beside stock, {len(table)} of {len(tasks)} rows, {wrong} wrong"
         results = {"wrong": wrong, "rows": [dict(zip(header, cells, strict=True)) for cells in table]}
         publish("gpu-bits", title, header, table, results, options.out, quiet=True)

@@ -8,7 +8,7 @@ import json
 import platform
 import shlex
 import sys
-from importlib.metadata import version
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ def gpu() -> str:
     if not torch.cuda.is_available():
         return ""
     names = [name for name in ("torch", "triton", "transformers", "accelerate", "peft") if find_spec(name)]
-    libraries = [f"{name} {version(name)}" for name in names]
+    libraries = [f"{name} {import_module(name).__version__}" for name in names]
     return ", ".join([torch.cuda.get_device_name(), *libraries, f"cuDNN {torch.backends.cudnn.version()}"])
 
 

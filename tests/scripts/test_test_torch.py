@@ -1,6 +1,7 @@
 """``scripts/test_torch.py``: what pytest reports is what the table says."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -20,14 +21,22 @@ REPORT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-def test_every_case_is_counted_once_in_both_runs(tmp_path, monkeypatch):
+@pytest.mark.parametrize("ends", [True, False])
+def test_every_case_is_counted_once_in_both_runs(ends, tmp_path, monkeypatch):
+    """But for a run that died, of which an earlier one's report tells nothing."""
+
     def run(command, **kwargs):
         (report,) = (argument for argument in map(str, command) if argument.startswith("--junitxml="))
-        Path(report.partition("=")[2]).write_text(REPORT)
+        if ends or "quick" in report:
+            Path(report.partition("=")[2]).write_text(REPORT)
+        return subprocess.CompletedProcess(command, 1 if ends or "quick" in report else 3)
 
+    (tmp_path / "whole.xml").write_text(REPORT)
     monkeypatch.setattr(script.subprocess, "run", run)
     found = script.tested(Path("python"), tmp_path)
-    assert found == {"passed": 2, "skipped": {"no GPU": 2}, "failed": ["tests.b::three", "tests.b::four"] * 2}
+    failed, runs = ["tests.b::three", "tests.b::four"], 2 if ends else 1
+    assert found["failed"] == (failed * 2 if ends else [*failed, "whole: pytest ended with 3"])
+    assert (found["passed"], found["skipped"]) == (runs, {"no GPU": runs})
 
 
 def test_a_row_replaces_that_of_its_version(tmp_path, monkeypatch):
