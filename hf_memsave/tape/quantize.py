@@ -52,15 +52,27 @@ FORMATS = {
     "int8": Format(8, 256, torch.float32, near=124, far=129, steps=256),
     "int4": Format(4, 64, torch.bfloat16, near=11, far=2, steps=16),
 }
-#: Elements that a device codes at once, for the peak that its temporaries make: 16 MiB a launch, and whole blocks.
-PIECE = 2**22
+#: Elements that a device codes at once, a multiple of every block, or a sixteenth of a tensor, if that is more: what
+#: temporaries take makes a peak, and each piece takes as many launches.
+PIECE, PIECES = 2**18, 16
 
 
 def encode(flat: Tensor, form: Format, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
     """The code of ``flat`` ``[n]``: uint8 ``[blocks, block * bits / 8]``, and l and s ``[blocks, 2]``."""
-    if flat.numel() > PIECE and (not has_numbers(flat) or waits(flat)):  # where both ways of coding are computed
-        pieces = [encode(piece, form, generator) for piece in flat.split(PIECE)]
-        return torch.cat([codes for codes, _ in pieces]), torch.cat([bounds for _, bounds in pieces])
+    pieces = [_encode(piece, form, generator) for piece in flat.split(_piece(flat))]
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat([codes for codes, _ in pieces]), torch.cat([bounds for _, bounds in pieces])
+
+
+def _piece(flat: Tensor, share: int = 1) -> int:
+    """How many of ``flat``, ``share`` elements each, go at once: all, but where both ways of coding are computed."""
+    if has_numbers(flat) and not waits(flat):
+        return max(1, flat.numel())
+    return max(PIECE, PIECE * -(-flat.numel() * share // (PIECES * PIECE))) // share
+
+
+def _encode(flat: Tensor, form: Format, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     x = flat.to(torch.promote_types(flat.dtype, torch.float32))
     if rest := -x.numel() % form.block:
         x = torch.cat([x, x[-1:].expand(rest)])
@@ -87,10 +99,15 @@ def encode(flat: Tensor, form: Format, generator: torch.Generator | None = None)
 
 def decode(codes: Tensor, bounds: Tensor, form: Format, numel: int, dtype: torch.dtype) -> Tensor:
     """The ``numel`` elements that :func:`encode` coded, in ``dtype``, on a storage of their own size."""
-    if numel > PIECE and (not has_numbers(codes) or waits(codes)):
-        rows = PIECE // form.block
-        parts = enumerate(zip(codes.split(rows), bounds.split(rows), strict=True))
-        return torch.cat([decode(c, b, form, min(PIECE, numel - i * PIECE), dtype) for i, (c, b) in parts])
+    rows = _piece(codes[:, 0], form.block)
+    if rows >= len(codes):
+        return _decode(codes, bounds, form, numel, dtype)
+    size = rows * form.block
+    parts = enumerate(zip(codes.split(rows), bounds.split(rows), strict=True))
+    return torch.cat([_decode(c, b, form, min(size, numel - i * size), dtype) for i, (c, b) in parts])
+
+
+def _decode(codes: Tensor, bounds: Tensor, form: Format, numel: int, dtype: torch.dtype) -> Tensor:
     if form.bits == 4:
         codes = torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)
     low, scale = bounds.to(torch.promote_types(dtype, torch.float32)).unsqueeze(2).unbind(1)

@@ -184,7 +184,7 @@ def test_every_entry_names_a_script_and_columns_that_its_committed_table_has():
             assert rows and all(len(cells) == len(key[0]) - one.names for key, cells in rows.items()), one.name
     committed = {path.stem for path in (SCRIPTS / "results").glob("*.md")}
     known = {one.table.stem for one in evidence.EVIDENCE if one.table is not None} | {"fuzz", "threads"}
-    assert committed - known == {"equal-under"}  # needs the tests of other projects
+    assert committed - known == {"equal-under", "torch-versions"}  # need tests of other projects, gigabytes of PyTorch
 
 
 @pytest.mark.parametrize("one", [one for one in evidence.EVIDENCE if one.table], ids=lambda one: one.name)
