@@ -169,9 +169,7 @@ class Tape(Recorder):
         try:
             seen = plain_tensors(args if not kwargs else (*args, *kwargs.values()))
             if seen is None:
-                for x in leaves(args, kwargs):
-                    self.record_of(x)  # of a parameter, what is noted in its place may not be known for one
-                args, kwargs = waited(owned(args)), waited(owned(kwargs))
+                args, kwargs = waited(self, owned(args)), waited(self, owned(kwargs))
                 found = leaves(args, kwargs)
                 if not all(is_plain(x) and x.layout is torch.strided for x in found):
                     return

@@ -36,18 +36,19 @@ def taken_apart(tensor: Tensor) -> tuple[list[Tensor], Callable[[Iterable[Tensor
     return list(parts.values()), wrap
 
 
-def waited(argument: Any) -> Any:
+def waited(tape: Any, argument: Any) -> Any:
     """An argument of a call that has run: with what collectives have given in place of what was on its way."""
     if isinstance(argument, (list, tuple)):
-        return type(argument)([waited(a) for a in argument])
+        return type(argument)([waited(tape, a) for a in argument])
     if type(argument) is dict:
-        return {k: waited(a) for k, a in argument.items()}
+        return {k: waited(tape, a) for k, a in argument.items()}
     if not isinstance(argument, Tensor):
         return argument
     if _is_on_its_way(argument):
         return argument.elem  # type: ignore[attr-defined]
     if not is_asked(type(argument)):
         return argument
+    tape.record_of(argument)  # of a parameter, what is noted in its place may not be known for one
     with no_subclasses():
         return argument.detach()
 
