@@ -177,17 +177,17 @@ def test_imports_do_not_go_round():
 
 def test_the_walk_sees_the_package():
     found = modules(SOURCE)
-    assert {NAME, f"{NAME}.tape", f"{NAME}.tape.hooks", f"{NAME}.measure.step", f"{NAME}.config"} <= found.keys()
+    assert {NAME, f"{NAME}.tape", f"{NAME}.tape.tape", f"{NAME}.measure.step", f"{NAME}.config"} <= found.keys()
     seen = {one.target for name, path in found.items() for one in imports(name, path)}
     assert {f"{NAME}.tape", f"{NAME}.errors", f"{NAME}.config"} <= seen
 
 
 PLANTED = {
-    "at the top": ("tape/hooks.py", "from hf_memsave.ops import OPS", "above floor 2"),
+    "at the top": ("tape/tape.py", "from hf_memsave.ops import OPS", "above floor 2"),
     "in a function": ("ops/cast.py", "def f():\n    from hf_memsave.patching import patch", "above floor 3"),
     "as a module": ("errors.py", "import hf_memsave.tape.meter", "above floor 0"),
-    "relative": ("tape/hooks.py", "from ..patching.swap import set_class", "above floor 2"),
-    "relative, of the parent": ("tape/hooks.py", "from .. import patch", "above everything"),
+    "relative": ("tape/tape.py", "from ..patching.swap import set_class", "above floor 2"),
+    "relative, of the parent": ("tape/tape.py", "from .. import patch", "above everything"),
     "of the root": ("ops/op.py", "from hf_memsave import MemSaveConfig", "above everything"),
     "of the root as a module": ("ops/op.py", "import hf_memsave", "above everything"),
     "for types only": (

@@ -5,7 +5,7 @@ them all::
 
     kept(L) = kept(d) + (L - d) / p * (kept(d + p) - kept(d)),      d = p + L mod p
 
-Patched, p is a multiple of s (s + 1), and d at least s + 2, where s is :data:`~hf_memsave.tape.prices.SPAN`: under
+Patched, p is a multiple of s (s + 1), and d at least s + 2, where s is :data:`~hf_memsave.tape.price.SPAN`: under
 autocast a tape keeps a residual sum after every s-th or next block, and remakes those between.
 
 An encoder-decoder model has such a term for each of its two stacks. That the layers do repeat is checked: the number of

@@ -22,7 +22,7 @@ from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure.layers import period
 from hf_memsave.measure.trace import Moment, Place, Trace
-from hf_memsave.tape.prices import SPAN
+from hf_memsave.tape.price import SPAN
 
 if TYPE_CHECKING:
     from hf_memsave.measure.training import Training
@@ -69,7 +69,7 @@ def depths_of(
     """The depths to trace for a full one: that itself as the first, where it has too few layers to tell of more.
 
     Where an fp32 residual sum runs beside products in 16 bits, a tape keeps one after every s-th or next layer, with s
-    :data:`~hf_memsave.tape.prices.SPAN`; elsewhere each layer keeps as much as the others.
+    :data:`~hf_memsave.tape.price.SPAN`; elsewhere each layer keeps as much as the others.
 
     Returns:
         Them.

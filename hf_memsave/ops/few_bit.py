@@ -45,7 +45,7 @@ from hf_memsave.ops.op import KeptBytes
 from hf_memsave.tape import current
 from hf_memsave.tape.again import AutocastState
 from hf_memsave.tape.codecs import pack_codes, unpack_codes
-from hf_memsave.tape.handles import Handle
+from hf_memsave.tape.content import Handle
 
 #: Elements that share the byte that says whether one of them is not finite.
 _GROUP = 1024

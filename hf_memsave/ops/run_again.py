@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_memsave.ops.op import Op, is_parametrized, path_of
 from hf_memsave.tape import current
-from hf_memsave.tape.again import record_again
+from hf_memsave.tape.special import record_again
 from hf_memsave.tape.tensors import is_plain
 
 #: Linears whose own forward runs again; of bitsandbytes' in 8 bits, what they keep cannot be seen.

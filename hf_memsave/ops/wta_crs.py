@@ -35,8 +35,8 @@ from hf_memsave.sampling.batch import Batch, Tokens
 from hf_memsave.sampling.estimators import row_norms
 from hf_memsave.sampling.sampler import Layer
 from hf_memsave.tape import current
-from hf_memsave.tape.hooks import Tape
 from hf_memsave.tape.private import after_backward, backward_id, no_modes
+from hf_memsave.tape.tape import Tape
 
 #: Where a sampled module finds its :class:`~hf_memsave.sampling.Layer`.
 LAYER = "_memsave_layer"

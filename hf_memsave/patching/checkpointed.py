@@ -21,7 +21,7 @@ from hf_memsave.errors import KeptTensorChangedError
 from hf_memsave.tape import current
 from hf_memsave.tape.as_stock import in_place_of_stock
 from hf_memsave.tape.private import all_subclasses, asks_classes, innermost_hooks
-from hf_memsave.tape.wrappers import is_asked
+from hf_memsave.tape.tensors import is_asked
 
 #: How ``gradient_checkpointing_enable`` tells a layer, too.
 _NAMES = ("gradient_checkpointing", "_gradient_checkpointing_func")

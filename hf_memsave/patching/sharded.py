@@ -17,10 +17,10 @@ from torch import Tensor, distributed, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave.errors import PatchError
-from hf_memsave.tape.record import PARAMETER, Record, Sharded
+from hf_memsave.tape.content import PARAMETER, Content, Sharded
 
 
-def mark_of(model: nn.Module, rung: str | None = None) -> Callable[[Tensor], Record] | None:
+def mark_of(model: nn.Module, rung: str | None = None) -> Callable[[Tensor], Content] | None:
     """What a tape around ``model`` marks the storages of parameters with.
 
     Returns:
@@ -36,7 +36,7 @@ def mark_of(model: nn.Module, rung: str | None = None) -> Callable[[Tensor], Rec
         _zero3()  # so that tapes know that there are brief ones
     units = _units_of(model)
 
-    def mark(parameter: Tensor) -> Record:
+    def mark(parameter: Tensor) -> Content:
         if hasattr(parameter, "ds_id"):
             return _zero3()
         return next((known for owns, known in units if owns(parameter)), PARAMETER)

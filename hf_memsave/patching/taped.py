@@ -34,10 +34,11 @@ from hf_memsave.patching.in_vain import warn_if_in_vain
 from hf_memsave.patching.sharded import frees_after_forward, mark_of
 from hf_memsave.sampling.sampler import INDEX, Sampler
 from hf_memsave.tape import Tape, current, hooks_work, table_without
-from hf_memsave.tape.codecs import CODERS, Coders, leave_alone
-from hf_memsave.tape.decisions import Decisions
+from hf_memsave.tape.codecs import CODERS, Coders, Encoder, leave_alone
+from hf_memsave.tape.content import BUFFER, MARK
 from hf_memsave.tape.ledger import Ledger, Within
 from hf_memsave.tape.offload import Offload
+from hf_memsave.tape.price import Decisions
 from hf_memsave.tape.private import (
     checkpoint_frame,
     function_in_backward,
@@ -46,8 +47,6 @@ from hf_memsave.tape.private import (
     innermost_mode,
     refuses_hooks,
 )
-from hf_memsave.tape.record import BUFFER, MARK
-from hf_memsave.tape.storage import Encoder
 from hf_memsave.tape.tensors import tensors_in
 
 #: Where a block finds the :class:`~hf_memsave.sampling.sampler.Sampler` of the sampled linears in it.
@@ -250,11 +249,11 @@ def _told_within(module: nn.Module, kwargs: Mapping[str, Any]) -> Ledger | Withi
     around = innermost_mode()
     ledger = around.root.ledger if isinstance(around, Tape) else None
     frame = checkpoint_frame()[0]
-    if ledger is None or frame is None:
+    if not isinstance(ledger, Ledger) or frame is None:
         return ledger
     is_ours = runs_again(module)  # and positional arguments, the checkpoint asks the model's tape to keep
     ledger.note_checkpoint(frame, tensors_in(kwargs.values()), is_asked=not is_ours)
-    return ledger.within() if is_ours else None
+    return Within(ledger) if is_ours else None
 
 
 def _is_marked(owner: tuple[nn.Module, str]) -> bool:

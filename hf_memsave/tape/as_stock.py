@@ -1,8 +1,7 @@
 """What stock would ask autograd to keep of a call that something else stands for.
 
-A ledger counts the tensors that autograd asks a tape for. An approximate, sampled, fused or chunked operation asks for
-others than the stock one, or for none. So in the one forward that is counted, the stock one runs beside it on tensors
-without bytes: it computes nothing, draws nothing, and takes no memory.
+An approximate, sampled, fused or chunked operation asks for other tensors than the stock one, or for none. So in the
+one forward that a ledger counts, the stock one runs beside it on tensors without bytes: it computes and draws nothing.
 """
 
 from __future__ import annotations
@@ -18,11 +17,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_memsave.device import has_numbers
 from hf_memsave.tape.private import FakeTensor, FakeTensorMode, no_modes
+from hf_memsave.tape.tape import Tape
 from hf_memsave.tape.tensors import leaves
 
 
 @contextlib.contextmanager
-def in_place_of_stock(tape: Any, is_exact: bool = True) -> Iterator[None]:
+def in_place_of_stock(tape: Tape | None, is_exact: bool = True) -> Iterator[None]:
     """What autograd asks ``tape`` to keep meanwhile, stock does not ask for; and no exact setting, but if this is."""
     if tape is None:
         yield
@@ -35,7 +35,7 @@ def in_place_of_stock(tape: Any, is_exact: bool = True) -> Iterator[None]:
 
 
 def counted(
-    tape: Any,
+    tape: Tape | None,
     name: str,
     run: Callable[[], Any],
     stock: Callable[..., Any],
@@ -65,10 +65,10 @@ def counted(
         out = run()
     ledger, by = tape.ledger, _graph_of(out)
     for x, cost in zip(inputs, costs, strict=True):
-        if (record := tape.record_of(x)) is not None and record.tape is tape:
-            ledger.note_input(x.untyped_storage(), x, record, cost, by)
-    if type(out) is Tensor and (record := tape.record_of(out)) is not None:
-        ledger.note_made(out.untyped_storage(), out, record, by if is_out_asked else None, how == "cheap")
+        if tape.owns(content := tape.content_of(x)):
+            ledger.note_input(x.untyped_storage(), x, content, cost, by)
+    if type(out) is Tensor and (content := tape.content_of(out)) is not None:
+        ledger.note_made(out.untyped_storage(), out, content, by if is_out_asked else None, how == "cheap")
     ledger.note_stock(name, nbytes, by)
     return out
 

@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from hf_memsave.device import HALVES, fills_finite, mask_multiple
+from hf_memsave.tape.content import Handle
 from hf_memsave.tape.functions import Handler, new
-from hf_memsave.tape.handles import Handle
-from hf_memsave.tape.hooks import Tape
 from hf_memsave.tape.private import any_autocast, is_cudnn, is_one_kernel, no_autocast, safe_softmax
 from hf_memsave.tape.special import low
+from hf_memsave.tape.tape import Tape
 from hf_memsave.tape.tensors import is_plain, unexpanded
 
 
@@ -153,15 +153,15 @@ def _low_heads(tape: Tape, x: Tensor) -> Tensor:
 
 def _repeated_from(tape: Tape, x: Tensor) -> Tensor | None:
     """The expanded tensor that ``x`` is a copy of, where neither was written to."""
-    record = tape.record_of(x)
-    if record is None or record.func is not Tensor.reshape or record.is_weak or not record.is_of(x):
+    content = tape.content_of(x)
+    if content is None or content.func is not Tensor.reshape or content.is_weak or not content.is_of(x):
         return None
-    tape.asked.add(record.made)
-    once, version = record.seen[0]
+    tape.plan.asked.add(content.made)
+    once, version = content.seen[0]
     if 0 not in once.stride() or not x.is_contiguous() or x.numel() != once.numel():  # or x is a view of the copy
         return None
-    source = tape.record_of(once)
-    return once if once._version == version and source is not None and not source.is_distrusted else None
+    source = tape.content_of(once)
+    return once if once._version == version and source is not None and not source.is_unversioned else None
 
 
 def _repeated(once: Tensor, expanded: torch.Size, shape: torch.Size) -> Tensor:
@@ -183,38 +183,38 @@ def _shared_mask(tape: Tape, mask: Tensor, dtype: torch.dtype, is_low: bool) -> 
 
 def _made_before(tape: Tape, mask: Tensor) -> Tensor:
     """The mask that an earlier layer made from the same tensors (a boolean mask, T5's position bias), or this one."""
-    record = tape.record_of(mask)
-    if record is None or record.func is None or record.is_kept or not record.is_of(mask):
+    content = tape.content_of(mask)
+    if content is None or content.func is None or content.is_kept or not content.is_of(mask):
         return mask
-    tape.asked.add(record.made)
+    tape.plan.asked.add(content.made)
     _, made, version = tape.memo.get(_identity(tape, mask, mask._version), (None, mask, mask._version))
-    theirs = tape.record_of(made)
-    return mask if theirs is None or theirs.is_distrusted or made._version != version else made
+    theirs = tape.content_of(made)
+    return mask if theirs is None or theirs.is_unversioned or made._version != version else made
 
 
 def _identity(tape: Tape, x: Tensor, version: int, depth: int = 4) -> Any:
     """Equal for tensors that held the same numbers at this version: the same tensor, or one made in the same way.
 
-    The memo holds the first tensor of each identity: its address stays its own, also when its record is forgotten.
+    The memo holds the first tensor of each identity: its address stays its own, also when its call is forgotten.
 
     Returns:
         A key of the memo.
     """
-    record = tape.record_of(x)
-    if record is None or record.is_distrusted:
+    content = tape.content_of(x)
+    if content is None or content.is_unversioned:
         return object()
     geometry = x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()
-    is_its = record.version == version and record.dtype == x.dtype and not record.is_kept
+    is_its = content.version == version and content.dtype == x.dtype and not content.is_kept
     address = id(x.untyped_storage()), version, *geometry
     if address in tape.memo:
         return tape.memo[address][0]
     identity: Any = address
-    if record.func is not None and is_its and depth:
-        tape.asked.add(record.made)
-        versions = {id(argument): seen for argument, seen in record.seen}
-        kwargs = record.kwargs or {}
-        made = [_same(tape, a, versions, depth - 1) for a in (*record.args, *kwargs.values())]
-        identity = *geometry, record.func, *made, *kwargs
+    if content.func is not None and is_its and depth:
+        tape.plan.asked.add(content.made)
+        versions = {id(argument): seen for argument, seen in content.seen}
+        kwargs = content.kwargs or {}
+        made = [_same(tape, a, versions, depth - 1) for a in (*content.args, *kwargs.values())]
+        identity = *geometry, content.func, *made, *kwargs
     if identity not in tape.memo:
         tape.memo[identity] = tape.memo[address] = identity, x, version
     return identity
@@ -271,10 +271,10 @@ def _is_part(x: Tensor) -> bool:
 
 def _held_whole(tape: Tape, query: Tensor) -> Handle | None:
     """What keeps a fused projection that q is a part of: SDPA asks for a k that a cache has copied from it first."""
-    record = tape.record_of(query) if tape.outer is None and tape.codec is None else None
-    if record is None or record.tape is not tape or record.func is not None or record.node is not None:
+    content: Any = tape.content_of(query) if tape.outer is None and tape.codec is None else None
+    if not tape.owns(content) or content.func is not None or content.make is not None:
         return None
-    return tape.hold(record, query.untyped_storage(), query)
+    return tape.hold(content, query.untyped_storage(), query)
 
 
 ATTENTION: dict[Any, Handler] = {F.scaled_dot_product_attention: attention, float_mask: new, laid_out: new}

@@ -1,12 +1,17 @@
-"""Codecs: a node that gives a tensor back from fewer bytes. Here: booleans in one bit an element, codes in a few.
+"""Codecs: what gives a tensor back from fewer bytes.
 
-PyTorch keeps a byte for each boolean, such as the masks of ``torch.where`` and of CUDA's dropout.
+Booleans take one bit an element; PyTorch keeps a byte for each, such as the masks of ``torch.where`` and of CUDA's
+dropout. With ``storage="int8"`` or ``"int4"``, floating-point activations that have to be kept take 8 or 4 bits an
+element (:mod:`~hf_memsave.tape.quantize`), once per storage. Parameters, their casts, integers, small tensors and the
+statistics of norms are kept as they are. NaN and infinity come back as they were.
+
+SDPA's backward computes exp(q·k) again, which 4 bits would bias by 10% and more: its q, k, v and output take 8 bits
+under int4 too, and so do the log probabilities of the loss. Masks of SDPA are never coded.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,9 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_memsave.tape.handles import Handle, Node, Ticket
-from hf_memsave.tape.quantize import decode, encode
-from hf_memsave.tape.record import COUNTED, Record
+from hf_memsave.device import new_generator
+from hf_memsave.tape.content import COUNTED, Content, Handle, Ticket
+from hf_memsave.tape.quantize import FORMATS, Format, decode, encode
+from hf_memsave.tape.store import Store
 from hf_memsave.tape.tensors import is_dense
 
 #: Booleans below which bits are not worth their trouble.
@@ -26,6 +32,9 @@ SMALLEST = 4096
 CODED_IN = "_memsave_coded_in"
 
 _BITS = 8
+#: Elements of a tensor below which a code is not worth its launches.
+SMALLEST_CODED = 512
+_CODED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 def pack_bits(flags: Tensor) -> Tensor:
@@ -73,59 +82,43 @@ def unpack_codes(packed: Tensor, numel: int) -> Tensor:
 
 
 def coded(
-    tape: Any,
-    record: Record,
+    store: Store,
+    content: Content,
     storage: Any,
     tensor: Tensor,
     decode: Callable[..., Tensor],
     codes: tuple[Tensor, ...],
     is_lossy: bool,
-) -> Node:
-    """Gives ``tensor``, dense, back as ``decode(*codes)``; and all views of ``storage``, where it is all that there is.
-
-    Returns:
-        For tickets that go on the tape.
-    """
-    nbytes = tensor.numel() * tensor.itemsize
-    node = Node(decode, tensor.stride(), nbytes, tape.block, tape.lock)
-    node.args, node.is_lossy = [tape.keep(code) for code in codes], is_lossy
-    node.first = sys.maxsize  # it builds on no block, so it is too far from none
-    if nbytes == storage.nbytes():
-        record.forget()
-        record.node, record.version = weakref.ref(node), tensor._version
-        record.dtype, record.stride = tensor.dtype, tensor.stride()
-    tape.note_small(node, sum(code.nbytes for code in codes), "code", is_exact=not is_lossy)
-    if is_lossy and tape.in_place != "inexact" and (entry := getattr(storage, COUNTED, None)) is not None:
+) -> Content:
+    """Gives ``tensor``, dense, back as ``decode(*codes)``; and all views of ``storage``, where that holds no more."""
+    code = Content(store.lock)
+    code.settle(decode, [store.keep(c) for c in codes])
+    code.is_lossy, code.work, code.depth = is_lossy, 1, 1  # it builds on no block, so it is too far from none
+    code.stride, code.nbytes = tensor.stride(), tensor.numel() * tensor.itemsize
+    if code.nbytes == storage.nbytes():
+        code.version, code.dtype = tensor._version, tensor.dtype
+        store.link(storage, code, content)
+    store.note_code(code, sum(c.nbytes for c in codes), "code", is_exact=not is_lossy)
+    if is_lossy and store.in_place != "inexact" and (entry := getattr(storage, COUNTED, None)) is not None:
         entry.cost = entry.nbytes
-    return node
+    return code
 
 
-class Whole:
-    """The geometry of a dense tensor in a storage of its own."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape, self.stride = tensor.shape, tensor.stride
-
-    def storage_offset(self) -> int:
-        """It starts where its storage does."""
-        return 0
-
-
-def as_bits(tape: Any, record: Record, storage: Any, tensor: Tensor) -> Handle | None:
+def as_bits(store: Store, content: Content, storage: Any, tensor: Tensor) -> Handle | None:
     """One bit for each byte of the storage of a boolean tensor, for all its views; None where that saves nothing."""
-    if not SMALLEST <= storage.nbytes() <= 2 * tensor.numel() or not is_dense(tensor) or _lives_on(tape, storage):
+    if not SMALLEST <= storage.nbytes() <= 2 * tensor.numel() or not is_dense(tensor) or _lives_on(store, storage):
         return None
-    setattr(storage, CODED_IN, weakref.ref(tape.root))
+    setattr(storage, CODED_IN, weakref.ref(store.root))
     flags = tensor.detach().as_strided((storage.nbytes(),), (1,), 0)
-    decode = partial(tape.coders.unpack_bits, numel=flags.numel())
-    node = coded(tape, record, storage, flags, decode, (tape.coders.pack_bits(flags),), is_lossy=False)
-    return Ticket(node, tensor)
+    decode = partial(store.coders.unpack_bits, numel=flags.numel())
+    code = coded(store, content, storage, flags, decode, (store.coders.pack_bits(flags),), is_lossy=False)
+    return Ticket(code, tensor)
 
 
-def _lives_on(tape: Any, storage: Any) -> bool:
+def _lives_on(store: Store, storage: Any) -> bool:
     """Whether the booleans are held beyond a forward: bits of them would be kept in addition."""
     coded_in = getattr(storage, CODED_IN, None)
-    return coded_in is not None and coded_in() is not tape.root
+    return coded_in is not None and coded_in() is not store.root
 
 
 def leave_alone(held: Any, depth: int = 4) -> None:
@@ -141,3 +134,49 @@ def leave_alone(held: Any, depth: int = 4) -> None:
 
 def _no_forward() -> None:
     return None
+
+
+class Encoder:
+    """Chooses what of one forward is coded, and codes it, by draws of its own for each block and forward."""
+
+    def __init__(self, kind: str, index: int, forward: int) -> None:
+        self.form = FORMATS[kind]
+        self.seed = hash((torch.initial_seed(), index, forward)) & (2**63 - 1)
+        self.generators: dict[torch.device, torch.Generator] = {}
+
+    def __call__(self, store: Store, content: Content, storage: Any, tensor: Tensor) -> Handle | None:
+        """What goes on the tape for ``tensor``; None to keep it as it is."""
+        if not _is_activation(tensor, content):
+            return None
+        mine = tensor.detach()
+        if not is_dense(mine):
+            if mine.numel() * mine.itemsize >= storage.nbytes():  # some of its elements are the same: no code is less
+                return None
+            mine = mine.contiguous()
+        flat = mine.as_strided((mine.numel(),), (1,), mine.storage_offset())
+        form = FORMATS["int8"] if store.is_in_attention or store.is_in_loss else self.form
+        geometry = mine.shape, mine.stride(), mine.dtype
+        remake = partial(_decoded, decode=store.coders.decode, form=form, geometry=geometry)
+        codes = store.coders.encode(flat, form, self._generator(flat.device))
+        ticket = Ticket(coded(store, content, storage, mine, remake, codes, is_lossy=True), mine)
+        ticket.offset = 0  # the decoded tensor has a storage of its own
+        return ticket
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device not in self.generators:
+            self.generators[device] = new_generator(device, self.seed)
+        return self.generators[device]
+
+
+def _is_activation(tensor: Tensor, content: Content) -> bool:
+    is_statistic = tensor.dim() == 0 or tensor.shape[-1] == 1
+    is_coded = tensor.dtype in _CODED and tensor.numel() >= SMALLEST_CODED and not is_statistic
+    return is_coded and (content.is_activation or tensor.requires_grad)
+
+
+def _decoded(
+    codes: Tensor, bounds: Tensor, decode: Callable[..., Tensor], form: Format, geometry: tuple[Any, ...]
+) -> Tensor:
+    shape, stride, dtype = geometry
+    flat = decode(codes, bounds, form, shape.numel(), dtype)
+    return flat.as_strided(shape, stride)

@@ -33,9 +33,9 @@ from torch import Tensor
 
 from hf_memsave.device import current_stream, default_generator, fuses_dropout, is_aligned, is_capturing
 from hf_memsave.tape.codecs import coded
-from hf_memsave.tape.handles import Ticket
-from hf_memsave.tape.hooks import Tape
+from hf_memsave.tape.content import Ticket
 from hf_memsave.tape.private import after_backward, backward_id, in_transform, is_concrete, outside_transforms
+from hf_memsave.tape.tape import Tape
 from hf_memsave.tape.tensors import is_dense, is_plain
 
 #: Of alpha dropout: what SELU saturates at, negated.
@@ -102,13 +102,12 @@ def _noise(tape: Tape, like: Tensor, shape: torch.Size, p: float, is_scaled: boo
     is_drawn_again = tape.dropout == "seed" and noise.is_cpu and _begins_at(state, noise, p)
     if is_scaled:
         noise.div_(1 - p)
-    stride, dtype = noise.stride(), noise.dtype
+    geometry = shape, noise.stride(), noise.dtype
     if is_drawn_again:
-        redraw = partial(_redraw, shape=shape, stride=stride, dtype=dtype, p=p, is_scaled=is_scaled)
-        tape.record(noise, redraw, (state,))
+        tape.record(noise, partial(_redraw, geometry=geometry, p=p, is_scaled=is_scaled), (state,))
     elif is_dense(noise):
         bits, unpack = tape.coders.pack_bits(_in_memory_order(noise) != 0), tape.coders.unpack_bits
-        again = partial(_from_bits, unpack=unpack, shape=shape, stride=stride, dtype=dtype, p=p, is_scaled=is_scaled)
+        again = partial(_from_bits, unpack=unpack, geometry=geometry, p=p, is_scaled=is_scaled)
         tape.record(noise, again, (bits,))
     return noise
 
@@ -139,16 +138,16 @@ def _begins_at(state: Tensor, drawn: Tensor, p: float) -> bool:
         return False
 
 
-def _redraw(state: Tensor, shape: Any, stride: Any, dtype: torch.dtype, p: float, is_scaled: bool) -> Tensor:
+def _redraw(state: Tensor, geometry: Any, p: float, is_scaled: bool) -> Tensor:
+    shape, stride, dtype = geometry
     with outside_transforms():
         noise = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
         noise.bernoulli_(1 - p, generator=_private.at(state))
         return noise.div_(1 - p) if is_scaled else noise
 
 
-def _from_bits(
-    bits: Tensor, unpack: Callable[..., Tensor], shape: Any, stride: Any, dtype: torch.dtype, p: float, is_scaled: bool
-) -> Tensor:
+def _from_bits(bits: Tensor, unpack: Callable[..., Tensor], geometry: Any, p: float, is_scaled: bool) -> Tensor:
+    shape, stride, dtype = geometry
     noise = torch.empty_strided(shape, stride, dtype=dtype, device=bits.device)
     _in_memory_order(noise).copy_(unpack(bits, noise.numel()))
     return noise.div_(1 - p) if is_scaled else noise
@@ -169,7 +168,8 @@ def _fused(tape: Tape, x: Tensor, p: float) -> Tensor:
         return _fused_from_seed(tape, x, p)
     y, mask = torch.native_dropout(x, p, True)
     bits, unpack = tape.coders.pack_bits(_in_memory_order(mask)), tape.coders.unpack_bits
-    tape.record(mask, partial(_mask_from_bits, unpack=unpack, shape=mask.shape, stride=mask.stride()), (bits,))
+    geometry = mask.shape, mask.stride(), torch.bool
+    tape.record(mask, partial(_from_bits, unpack=unpack, geometry=geometry, p=p, is_scaled=False), (bits,))
     tape.record(y, partial(_apply_mask, scale=scale_of(p, x.dtype)), (x, mask))
     return y
 
@@ -178,10 +178,10 @@ def _fused_from_seed(tape: Tape, x: Tensor, p: float) -> Tensor:
     again = _Again(x, p)
 
     def code(mask: Tensor) -> Ticket | None:  # autograd asks for the mask while it is drawn
-        if mask.dtype is not torch.bool or (record := tape.record_of(mask)) is None:
+        if mask.dtype is not torch.bool or (content := tape.content_of(mask)) is None:
             return None
         again.is_asked = True
-        return Ticket(coded(tape, record, mask.untyped_storage(), mask, again.mask, (state,), is_lossy=False), mask)
+        return Ticket(coded(tape, content, mask.untyped_storage(), mask, again.mask, (state,), is_lossy=False), mask)
 
     before, tape.coder = tape.coder, code
     try:
@@ -200,11 +200,7 @@ def scale_of(p: float, dtype: torch.dtype = torch.float32) -> float:
 
 
 class _Again:
-    """Draws a dropout of ``x`` again: backward asks for the output first, and its mask waits for who asks for that.
-
-    Attributes:
-        is_asked: Whether backward will ask for the mask.
-    """
+    """Draws a dropout of ``x`` again: backward asks for the output first; its mask waits, if that ``is_asked`` for."""
 
     def __init__(self, x: Tensor, p: float) -> None:
         self.shape, self.stride, self.dtype, self.device = x.shape, x.stride(), x.dtype, x.device
@@ -247,12 +243,6 @@ def _drawn_again(x: Tensor, state: Tensor, p: float) -> tuple[Tensor, Tensor]:
             return torch.native_dropout(x, p, True)
         finally:
             generator.set_state(now)
-
-
-def _mask_from_bits(bits: Tensor, unpack: Callable[..., Tensor], shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
-    mask = torch.empty_strided(shape, stride, dtype=torch.bool, device=bits.device)
-    _in_memory_order(mask).copy_(unpack(bits, mask.numel()))
-    return mask
 
 
 def _apply_mask(x: Tensor, mask: Tensor, scale: float) -> Tensor:

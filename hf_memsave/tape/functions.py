@@ -20,12 +20,15 @@ from torch.nn.parameter import is_lazy
 
 from hf_memsave.device import HALVES, is_autocast, waits
 from hf_memsave.tape.again import AutocastState, run_under
-from hf_memsave.tape.hooks import Tape
-from hf_memsave.tape.prices import CASTS
+from hf_memsave.tape.price import CASTS
 from hf_memsave.tape.private import FakeTensor, any_autocast, c_functions, has_autocast
+from hf_memsave.tape.tape import Tape
 from hf_memsave.tape.tensors import leaves
 
 Handler = Callable[[Tape, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+#: Types of what a call makes that can be noted.
+MADE = (Tensor, FakeTensor)
 
 #: Functions and methods whose result is always a new tensor.
 NEW = """add sub subtract rsub mul multiply div divide true_divide neg negative pow square sqrt rsqrt reciprocal exp
@@ -72,13 +75,13 @@ def new(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     if kwargs and kwargs.get("out") is not None:
         return unrecorded(tape, func, args, kwargs)
     out = func(*args, **kwargs) if kwargs else func(*args)
-    if type(out) is Tensor or type(out) is FakeTensor:
+    if type(out) in MADE:
         tape.record(out, again or func, args, kwargs)
     return out
 
 
 def joined(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same of a list, which its owner may change later."""
+    """A function of a list, which its owner may change later."""
     if args and type(args[0]) is list:
         args = tuple(args[0]), *args[1:]
     return new(tape, func, args, kwargs)
@@ -87,7 +90,7 @@ def joined(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 def factory(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function that makes a tensor of numbers: in backward there may be another default device."""
     out = func(*args, **kwargs)
-    if (type(out) is Tensor or type(out) is FakeTensor) and kwargs.get("out") is None:
+    if type(out) in MADE and kwargs.get("out") is None:
         tape.record(out, func, args, {**kwargs, "device": out.device})
     return out
 
@@ -101,15 +104,12 @@ def unrecorded(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwar
 def may_alias(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function whose result may share storage with its argument: then nothing was made."""
     out = func(*args, **kwargs) if kwargs else func(*args)
-    if not args or out is args[0]:
-        return out
-    if not (type(out) is Tensor or type(out) is FakeTensor) or not isinstance(args[0], Tensor):
+    if not args or out is args[0] or type(out) not in MADE or not isinstance(args[0], Tensor):
         return out
     try:
-        is_new = out.untyped_storage() is not args[0].untyped_storage()
+        if out.untyped_storage() is args[0].untyped_storage() or out.device != args[0].device:
+            return out
     except NotImplementedError:  # sparse
-        return out
-    if not is_new or out.device != args[0].device:
         return out
     if len(args) > 1 and isinstance(args[1], Tensor) and func in CASTS:  # which is there for its dtype
         func, args, kwargs = Tensor.to, (args[0], out.dtype), {}
@@ -132,19 +132,23 @@ def may_write(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
     return new(tape, func, args, kwargs)
 
 
+def _before_write(tape: Tape, target: Tensor) -> None:
+    tape.before_write(target)
+    if tape.may_alias_parameter(target):
+        tape.mark_unversioned(target)
+
+
 @sees_writes
 def writes(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function that writes to its first argument."""
     target = args[0] if args else kwargs.get("input", kwargs.get("tensor"))
     if not isinstance(target, Tensor) or target.is_inference():
         return func(*args, **kwargs)
-    tape.before_write(target)
-    if tape.hides(target):
-        tape.distrust(target)
+    _before_write(tape, target)
     version = target._version
     out = func(*args, **kwargs)
     if target._version == version:  # ``apply_`` and ``map_``
-        tape.distrust(target)
+        tape.mark_unversioned(target)
     return out
 
 
@@ -152,9 +156,7 @@ def writes(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 def write_all(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function that writes to all tensors of its first argument, a list."""
     for target in args[0] if args else kwargs.get("self", ()):
-        tape.before_write(target)
-        if tape.hides(target):
-            tape.distrust(target)
+        _before_write(tape, target)
     return func(*args, **kwargs)
 
 
@@ -163,7 +165,7 @@ def writes_unseen(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], k
     """An optimizer's step in one function: no version tells of any tensor in its lists."""
     for target in leaves(args, kwargs):
         tape.before_write(target)
-        tape.distrust(target)
+        tape.mark_unversioned(target)
     return func(*args, **kwargs)
 
 
@@ -177,14 +179,14 @@ def embedding(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
 
 
 @sees_writes
-def escapes(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def unversioned_alias(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``.data``: a tensor on the same storage whose version starts again, so that no write to either can be told."""
     if is_lazy(args[0]):
         return func(*args, **kwargs)
     if isinstance(args[0], nn.Parameter) and type(args[0]) is not nn.Parameter:
         return args[0].detach()  # a quantized weight, dequantized from its ``.data``: its version must go on telling
     tape.before_write(args[0])
-    tape.escapes(args[0])
+    tape.mark_alias(args[0])
     return func(*args, **kwargs)
 
 
@@ -236,7 +238,7 @@ def assigns(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
         return func(*args, **kwargs)
     tape.before_write(args[0])
     func(*args, **kwargs)
-    tape.escapes(args[0])
+    tape.mark_alias(args[0])
     return None
 
 
@@ -264,7 +266,7 @@ CHEAP: dict[Any, Handler] = {
     **dict.fromkeys(_named(_WRITE_UNSEEN, torch), writes_unseen),
     Tensor.__setitem__: writes,
     **dict.fromkeys((F.embedding, F.embedding_bag), embedding),
-    Tensor.data.__get__: escapes,  # type: ignore[attr-defined]
+    Tensor.data.__get__: unversioned_alias,  # type: ignore[attr-defined]
     Tensor.data.__set__: assigns,  # type: ignore[attr-defined]
     **dict.fromkeys(_named(NEW, torch, Tensor), new),
     **dict.fromkeys(_named("cat concat concatenate stack hstack vstack".split(), torch), joined),

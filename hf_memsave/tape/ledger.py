@@ -9,52 +9,35 @@ that the user has turned on, too. What only checkpointed blocks of ours would ha
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_memsave.tape.graph import held_by, is_checkpoint, nodes_of
-from hf_memsave.tape.handles import Lent, Node
+from hf_memsave.tape.content import COUNTED, Content
 from hf_memsave.tape.offload import Away
-from hf_memsave.tape.record import COUNTED, Record
+from hf_memsave.tape.private import tree_leaves
 from hf_memsave.tape.tensors import is_plain
 
 
 class _Entry:
-    """One storage.
-
-    Attributes:
-        ledger: Whose it is.
-        nbytes: Of the storage.
-        made_by: What made it.
-        records: Those by which tapes know whether they keep it.
-        copies: Of it, in main memory.
-        asked_by: What autograd got when it asked to keep it: gone with the graph that asked, as a branch that is left.
-        held_by: What else holds it, such as a checkpoint.
-        is_of_op: Nothing but what is not exact asks to keep it.
-        is_given: The caller of the model holds it, whatever is kept.
-        is_remade: An exact setting remakes it from what it is known to keep.
-        cost: What an exact setting would keep to have it, where it is not kept here; None where that is not asked.
-    """
-
-    __slots__ = (
-        "ledger", "nbytes", "made_by", "records", "copies", "asked_by", "held_by", "is_given", "is_of_op", "is_remade",
-        "cost",
-    )  # fmt: skip
+    """One storage, and what holds it or has asked to keep it: weakly, as graphs of branches that are left are gone."""
 
     def __init__(self, ledger: Ledger, nbytes: int, made_by: str, is_of_op: bool = False) -> None:
         self.ledger, self.nbytes, self.made_by = ledger, nbytes, made_by
-        self.records: list[weakref.ref[Record]] = []
-        self.copies: list[weakref.ref[Away]] = []
-        self.asked_by: list[weakref.ref[Any]] = []
-        self.held_by: list[weakref.ref[Any]] = []
-        self.is_given = self.is_remade = False
-        self.is_of_op = is_of_op
-        self.cost: int | None = None
+        self.contents: list[weakref.ref[Content]] = []  # that tapes may keep
+        self.copies: list[weakref.ref[Away]] = []  # in main memory
+        self.asked_by: list[weakref.ref[Any]] = []  # what autograd got when it asked to keep it
+        self.held_by: list[weakref.ref[Any]] = []  # what else holds it, such as a checkpoint
+        self.is_of_op = is_of_op  # nothing but what is not exact asks to keep it
+        self.is_given = False  # the caller of the model holds it, whatever is kept
+        self.is_remade = False  # an exact setting remakes it from what it is known to keep
+        self.cost: int | None = None  # what an exact setting would keep to have it, where it is not kept here
 
     def ask(self, by: Any) -> None:
         """Stock asks autograd to keep it, for as long as ``by`` is there."""
@@ -69,16 +52,8 @@ class _Entry:
 
     def is_kept(self) -> bool:
         """Whether it is kept on the device, and would not be if nothing asked for it."""
-        is_held = _any(self.held_by) or any((r := ref()) is not None and r.costs_nothing() for ref in self.records)
+        is_held = _any(self.held_by) or any((c := ref()) is not None and c.is_kept for ref in self.contents)
         return is_held and not self.is_given
-
-    def is_kept_by_stock(self) -> bool:
-        """Likewise, in stock."""
-        return _any(self.asked_by) and not self.is_given
-
-    def is_away(self) -> bool:
-        """Whether it is kept in main memory."""
-        return _any(self.copies)
 
 
 class Ledger:
@@ -87,13 +62,12 @@ class Ledger:
     Attributes:
         avoided: Bytes that stock keeps and we do not, by the function that made them; below zero for what is kept
             instead.
-        kept: Bytes that are kept on the device, for an operation of the model or to remake others, by what made them.
+        kept: Bytes that are kept on the device, by what made them.
         offloaded: Bytes that are kept in main memory, likewise.
         nbytes_exact: What the same setting would keep without its approximations, samples and codes.
         nbytes_again: What it would keep beyond that if no linear ran again.
         is_counted: A forward was counted; the numbers are zero before.
-        is_checkpointed: Blocks of it run again as a whole.
-        is_checkpointed_in_stock: Blocks run again as a whole, for the caller has turned gradient checkpointing on.
+        is_checkpointed: Blocks of it run again as a whole; ``is_checkpointed_in_stock``: as the caller has asked for.
         is_loss_chunked: Logits were not computed at once.
         uncounted: Why a forward was not counted, if one was not.
     """
@@ -107,38 +81,28 @@ class Ledger:
         self.uncounted = ""
         self.forget()
 
-    def note(self, storage: Any, tensor: Any, record: Record | None, is_of_op: bool = False) -> _Entry:
-        """A tensor of ``storage`` may be kept.
-
-        Args:
-            storage: Of the tensor.
-            tensor: Any that lies in it.
-            record: Tells at the end of the forward whether a tape keeps it; None where no tape does.
-            is_of_op: It is asked for by what is not exact.
-
-        Returns:
-            What is known of it.
-        """
+    def note(self, storage: Any, tensor: Any, content: Content | None, is_of_op: bool = False) -> _Entry:
+        """``tensor`` may be kept, as ``content`` tells at the end; ``is_of_op``: only what is not exact asks for it."""
         entry: _Entry | None = getattr(storage, COUNTED, None)
         if entry is None or entry.ledger is not self:
             entry = _Entry(self, storage.nbytes(), _maker(tensor), is_of_op)
             setattr(storage, COUNTED, entry)
             self._entries.append(entry)
-        if record is not None and not any(ref() is record for ref in entry.records):
-            entry.records.append(weakref.ref(record))
+        if content is not None and not any(ref() is content for ref in entry.contents):
+            entry.contents.append(weakref.ref(content))
         return entry
 
-    def note_input(self, storage: Any, tensor: Any, record: Record | None, cost: int | None, by: Any) -> None:
+    def note_input(self, storage: Any, tensor: Any, content: Content | None, cost: int | None, by: Any) -> None:
         """Stock keeps ``tensor`` for ``by``, in whose call another one runs; exactly for ``cost``, or this is exact."""
-        entry = self.note(storage, tensor, record, is_of_op=cost is not None)
+        entry = self.note(storage, tensor, content, is_of_op=cost is not None)
         entry.asked_by.append(weakref.ref(by))
         entry.is_of_op &= cost is not None
         entry.cost = entry.cost if cost is None else cost
 
-    def note_made(self, storage: Any, tensor: Any, record: Record | None, by: Any, is_cheap: bool) -> None:
+    def note_made(self, storage: Any, tensor: Any, content: Content | None, by: Any, is_cheap: bool) -> None:
         """Such an operation made ``tensor``, which stock keeps for ``by``, if any; exactly it is remade, if cheap."""
         if by is not None or is_cheap:
-            entry = self.note(storage, tensor, record, is_of_op=True)
+            entry = self.note(storage, tensor, content, is_of_op=True)
             entry.asked_by += [] if by is None else [weakref.ref(by)]
             entry.is_remade = is_cheap
 
@@ -161,9 +125,9 @@ class Ledger:
         plain = [x for x in tensors if is_plain(x) and x.layout is torch.strided and not isinstance(x, nn.Parameter)]
         return [self.note(x.untyped_storage(), x, None) for x in plain]
 
-    def note_small(self, handle: Any, nbytes: int, name: str, is_exact: bool) -> None:
-        """``handle`` keeps this much instead of a tensor, in an exact setting too or not."""
-        self._small.append((weakref.ref(handle), nbytes, name, is_exact))
+    def note_code(self, code: Content, name: str, is_exact: bool) -> None:
+        """``code`` keeps less instead of a tensor, in an exact setting too or not."""
+        self._codes.append((weakref.ref(code), name, is_exact))
 
     def note_stock(self, name: str, nbytes: int, by: Any) -> None:
         """Stock keeps so much more for ``by``, which nothing makes here."""
@@ -182,7 +146,7 @@ class Ledger:
     def forget(self) -> None:
         """The forward failed: count another one."""
         self._entries: list[_Entry] = []
-        self._small: list[tuple[weakref.ref[Any], int, str, bool]] = []
+        self._codes: list[tuple[weakref.ref[Content], str, bool]] = []
         self._stock: list[tuple[str, int, weakref.ref[Any]]] = []
         self._again = 0
 
@@ -191,34 +155,29 @@ class Ledger:
         for counter in (self.avoided, self.kept, self.offloaded):
             counter.clear()
         self.nbytes_exact, self.nbytes_again = 0, self._again
-        for node in nodes_of(out):
-            self.is_checkpointed_in_stock |= is_checkpoint(node)
-            for entry in self._of(held_by(node)):
+        for node in _nodes_of(out):
+            self.is_checkpointed_in_stock |= _is_checkpoint(node)
+            for entry in self._of(_held_by(node)):
                 entry.hold(self, is_asked=True)
         for entry in self._entries:
-            n, is_away = entry.nbytes, entry.is_away()
+            n, is_away = entry.nbytes, _any(entry.copies)
             is_kept = is_away or entry.is_kept()
             if is_kept:
                 (self.offloaded if is_away else self.kept)[entry.made_by] += n
-            self.avoided[entry.made_by] += n * (entry.is_kept_by_stock() - is_kept)
+            self.avoided[entry.made_by] += n * ((_any(entry.asked_by) and not entry.is_given) - is_kept)
             if not entry.is_remade and not entry.is_given:
                 exact = n if is_kept else 0
                 exact = 0 if entry.is_of_op and entry.cost is None else exact
                 self.nbytes_exact += exact or entry.cost or 0
-        for handle_of, nbytes, name, is_exact in self._small:
-            handle = handle_of()
-            if handle is not None and getattr(handle, "via", None) is None:
-                (self.offloaded if _is_away(handle) else self.kept)[name] += nbytes
+        for ref, name, is_exact in self._codes:
+            if (code := ref()) is not None and (nbytes := code.nbytes_code):
+                (self.offloaded if _is_away(code) else self.kept)[name] += nbytes
                 self.avoided[name] -= nbytes
                 self.nbytes_exact += nbytes if is_exact else 0
         for name, nbytes, by in self._stock:
             self.avoided[name] += nbytes * (by() is not None)
         self.is_counted, self.uncounted = True, ""
         self.forget()
-
-    def within(self) -> Within:
-        """This ledger, for the tape of a block that runs again."""
-        return Within(self)
 
     @property
     def nbytes_avoided(self) -> int:
@@ -242,8 +201,7 @@ class Ledger:
 
     def by_function(self, what: str) -> dict[str, int]:
         """Bytes of ``what`` ("avoided", "kept" or "offloaded") by function, the most first."""
-        count: Counter[str] = getattr(self, what)
-        return dict((+count).most_common())
+        return dict((+getattr(self, what)).most_common())
 
 
 class Within:
@@ -255,19 +213,19 @@ class Within:
         self.ledger, self.note_stock = ledger, ledger.note_stock
         self.note_again, self.note_run_again = ledger.note_again, ledger.note_run_again
 
-    def note(self, storage: Any, tensor: Any, record: Any, is_of_op: bool = False) -> _Entry:
+    def note(self, storage: Any, tensor: Any, content: Any, is_of_op: bool = False) -> _Entry:
         """As of a ledger."""
         return self.ledger.note(storage, tensor, None)
 
-    def note_input(self, storage: Any, tensor: Any, record: Any, cost: int | None, by: Any) -> None:
+    def note_input(self, storage: Any, tensor: Any, content: Any, cost: int | None, by: Any) -> None:
         """As of a ledger."""
         self.ledger.note_input(storage, tensor, None, None, by)
 
-    def note_made(self, storage: Any, tensor: Any, record: Any, by: Any, is_cheap: bool) -> None:
+    def note_made(self, storage: Any, tensor: Any, content: Any, by: Any, is_cheap: bool) -> None:
         """As of a ledger."""
         self.ledger.note_made(storage, tensor, None, by, is_cheap=False)
 
-    def note_small(self, handle: Any, nbytes: int, name: str, is_exact: bool) -> None:
+    def note_code(self, code: Any, name: str, is_exact: bool) -> None:
         """Nothing: it is gone when the forward is over."""
 
 
@@ -276,17 +234,45 @@ def _any(refs: Iterable[weakref.ref[Any]]) -> bool:
     return any(ref() is not None for ref in refs)
 
 
-def _is_away(handle: Any) -> bool:
-    """Whether what stands for a tensor lies in main memory."""
-    parts = handle.args if isinstance(handle, Node) else [getattr(handle, "small", handle)]
-    return any(isinstance(part, Lent) and _is_ours(part.handle) for part in parts)
-
-
-def _is_ours(packed: Any) -> bool:
-    """Whether a hook gave this that offloads; others give what they like."""
-    return type(packed) is tuple and len(packed) > 0 and isinstance(packed[0], Away)
+def _is_away(code: Content) -> bool:
+    """Whether what stands for a tensor lies in main memory: our own hook has packed it."""
+    parts = [code] if code.is_lent else code.inputs
+    packed = [part.inputs[0] for part in parts if type(part) is Content and part.is_lent]
+    return any(type(one) is tuple and len(one) > 0 and isinstance(one[0], Away) for one in packed)
 
 
 def _maker(tensor: Any) -> str:
     """The operation that made it, by its autograd node."""
     return "no gradient" if tensor.grad_fn is None else tensor.grad_fn.name().removesuffix("Backward0").lower()
+
+
+def _nodes_of(out: Any) -> Iterator[Any]:
+    """The nodes that a forward's output hangs on, each once."""
+    todo: list[Any] = [x.grad_fn for x in _leaves(out) if isinstance(x, Tensor)]
+    seen: set[Any] = set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [before for before, _ in node.next_functions]
+            yield node
+
+
+def _held_by(node: Any) -> list[Tensor]:
+    """The leaf that wants a gradient, or what a Function's context holds beside what it saved."""
+    held = _leaves(list(getattr(node, "__dict__", {}).values()))
+    held += [x for f in held if isinstance(f, partial) for x in _leaves((f.args, f.keywords))]
+    held += [node.variable] if node.name().endswith("AccumulateGrad") else []
+    return [x for x in held if isinstance(x, Tensor)]
+
+
+def _is_checkpoint(node: Any) -> bool:
+    """Whether it is of a reentrant checkpoint."""
+    return "run_function" in getattr(node, "__dict__", {})
+
+
+def _leaves(tree: Any) -> list[Any]:
+    """What lists, tuples and dicts hold, one in the other; nothing where one of them holds itself."""
+    with contextlib.suppress(RecursionError):
+        return tree_leaves(tree)
+    return []

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_memsave.device import STAND_IN, current_stream, has_streams
-from hf_memsave.errors import KeptTensorChangedError, MemSaveError
+from hf_memsave.errors import MemSaveError
+from hf_memsave.tape.content import BUFFER, COUNTED, MARK, linked, written
 from hf_memsave.tape.private import neg_view
-from hf_memsave.tape.record import BUFFER, COUNTED, MARK
 from hf_memsave.tape.tensors import is_plain
 from hf_memsave.tape.wrappers import taken_apart
 
@@ -63,8 +63,8 @@ class _Pack:
             return _itself(tensor), tensor._version
         away, version = getattr(storage, _COPY, (lambda: None, None))
         copy: Away | None = away()
-        is_distrusted = getattr(getattr(storage, MARK, None), "is_distrusted", False)
-        if copy is None or version != tensor._version or is_distrusted:
+        known = linked(storage)
+        if copy is None or version != tensor._version or (known is not None and known.is_unversioned):
             copy = Away(tensor, self._last)
             self._last = weakref.ref(copy)
             setattr(storage, _COPY, (weakref.ref(copy), tensor._version))
@@ -83,11 +83,7 @@ def _unpack(packed: Any) -> Tensor:
     if isinstance(packed[0], Tensor):
         tensor, version = packed
         if tensor._version != version:
-            raise KeptTensorChangedError(
-                f"one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"{tuple(tensor.shape)} tensor is at version {tensor._version}, expected version {version} instead. "
-                "Write to it after backward."
-            )
+            raise written(tensor, version)
         return tensor
     if isinstance(packed[0], list):
         parts, wrap = packed

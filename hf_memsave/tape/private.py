@@ -65,11 +65,7 @@ AUTOCAST = ("cpu", "cuda", "privateuseone")
 
 @functools.cache
 def written_by(op: Any) -> frozenset[tuple[int, str]]:
-    """The arguments that an op of ``torch.ops`` writes to, as its schema says.
-
-    Returns:
-        The place and the name of each; of those of all overloads, where none is named.
-    """
+    """Place and name of each argument that an op of ``torch.ops`` writes to, as its schemas say."""
     overloads = [op] if isinstance(op, OpOverload) else [getattr(op, name) for name in op.overloads()]
     schemas = [overload._schema for overload in overloads]
     arguments = [(i, argument) for schema in schemas for i, argument in enumerate(schema.arguments)]
@@ -133,14 +129,11 @@ def innermost_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
 
 
 def checkpoint_frame(hooks: Any = None) -> tuple[Any, Any]:
-    """What ``torch.utils.checkpoint`` knows of the call that runs in it, non-reentrant.
-
-    Args:
-        hooks: Those that the call runs in; the innermost, if None.
+    """Of ``hooks``, or the innermost ones: what ``torch.utils.checkpoint`` knows of the call that runs in it.
 
     Returns:
         An object that is the same in the forward and when run again, and lives as long as it can be; and one that is
-        another in each run, and lives until that ends. None and None outside of a checkpoint.
+        another in each run, and lives until that ends. None and None outside of a non-reentrant checkpoint.
     """
     hooks = innermost_hooks() if hooks is None else hooks
     pack = None if hooks is None else inspect.unwrap(hooks[0])
@@ -160,11 +153,7 @@ def function_in_backward() -> Any:
 
 
 def functions_in_forward() -> Iterator[Any]:
-    """The contexts of those whose forwards the caller runs in: a reentrant checkpoint's comes back in backward.
-
-    Yields:
-        Them, innermost first.
-    """
+    """The contexts of Functions whose forwards the caller runs in, innermost first, as a reentrant checkpoint's."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -176,12 +165,7 @@ def functions_in_forward() -> Iterator[Any]:
 
 
 def hooks_work() -> bool:
-    """Whether saved-tensor hooks do anything useful here.
-
-    Returns:
-        False without gradients; under ``torch.compile`` (its partitioner recomputes by itself) or tracing; in
-        ``torch.func`` transforms and forward-mode AD, which refuse hooks; and where they are disabled.
-    """
+    """Whether saved-tensor hooks do anything useful here: not under ``torch.compile``, which recomputes by itself."""
     return (
         torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
@@ -266,12 +250,7 @@ class _Token:
 
 
 def autocast_cache() -> weakref.ref[Any]:
-    """What autocast shares of its conversions, from now on.
-
-    Returns:
-        A weak reference, to a note on the node of a conversion that autocast alone holds: it dies when autocast lets go
-        of all of them, as it does where the outermost context ends, and where it is told to.
-    """
+    """A weak reference to a note on a conversion that autocast alone holds: it dies when autocast lets go of all."""
     enabled = torch.is_autocast_enabled("cpu")
     torch.set_autocast_enabled("cpu", True)
     try:

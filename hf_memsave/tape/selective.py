@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,14 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_memsave.tape.functions import may_write, sees_writes
-from hf_memsave.tape.handles import Handle
-from hf_memsave.tape.hooks import Tape
-from hf_memsave.tape.private import FakeTensor, any_autocast
+from hf_memsave.tape.content import Blank, Handle
+from hf_memsave.tape.functions import MADE, may_write, sees_writes
+from hf_memsave.tape.private import any_autocast
 from hf_memsave.tape.special import low
-from hf_memsave.tape.stand_ins import Blank
+from hf_memsave.tape.tape import Tape
 from hf_memsave.tape.tensors import is_dense, with_stride
-from hf_memsave.tape.windows import Windows
 
 
 def _coded(tape: Tape, code: Callable[[Tensor], Handle | None], func: Any, args: Any, kwargs: Any) -> Any:
@@ -102,19 +100,13 @@ def _before_statistics(tape: Tape, mean: Tensor | None, var: Tensor | None, trai
     for statistic in (mean, var):
         if training and statistic is not None:
             tape.before_write(statistic)
-            tape.distrust(statistic)
+            tape.mark_unversioned(statistic)
 
 
 def _of_batch_norm(
-    input: Tensor,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any = None,
-    bias: Any = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Any:
+    input: Tensor, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None, training: bool = False,
+    momentum: float = 0.1, eps: float = 1e-5,
+) -> Any:  # fmt: skip
     return input, running_mean, running_var, weight, bias, training, eps
 
 
@@ -123,11 +115,9 @@ def shape_alone(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwa
     if not args or not tape.is_innermost():
         return func(*args, **kwargs)
     y = _coded(tape, Blank, func, args, kwargs)
-    if (
-        func is F.pad and (type(y) is Tensor or type(y) is FakeTensor) and y.dtype is args[0].dtype
-    ):  # else autocast has converted its input
-        if y.untyped_storage() is not args[0].untyped_storage():
-            tape.record(y, func, args, kwargs)
+    is_same = func is F.pad and type(y) in MADE and y.dtype is args[0].dtype  # else autocast has converted its input
+    if is_same and y.untyped_storage() is not args[0].untyped_storage():
+        tape.record(y, func, args, kwargs)
     return y
 
 
@@ -157,25 +147,51 @@ def _per_dimension(option: Any, rank: int) -> tuple[int, ...]:
 
 
 def _of_max_pool(
-    input: Tensor,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
+    input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False,
     return_indices: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     return input, return_indices, kernel_size, stride, padding, dilation
 
 
-class Side(NamedTuple):
-    """Which numbers lie inside, where a rectifier's slope is another one than outside.
+class Windows:
+    """The windows of a max pool: an index into the input takes 8 bytes, its place in the window mostly one.
 
-    Attributes:
-        slope: Not zero inside, as ``slope(ones, tensor, *bounds)``.
-        bounds: As the rectifier was called.
-        inside: What backward may read for a number inside.
-        outside: And for one outside.
+    ``dimensions`` has of each pooled one its size, and the kernel, stride, padding and dilation.
+    """
+
+    def __init__(self, *dimensions: Sequence[int]) -> None:
+        self.dimensions = list(zip(*dimensions, strict=True))
+        window = math.prod(dimensions[1])  # whose elements the smallest integers tell apart
+        self.dtype = torch.uint8 if window <= 2**8 else torch.int16 if window <= 2**15 else torch.int32
+
+    def places(self, indices: Tensor) -> Tensor:
+        """``indices`` ``[*, *windows]`` as places in each window, counted like the indices; exact."""
+        places, count, rest = torch.zeros_like(indices), 1, indices
+        for size, kernel, dilation, start in self._from_last(indices):
+            places += (rest % size - start) // dilation * count
+            rest, count = rest // size, count * kernel
+        return places.to(self.dtype)
+
+    def indices(self, places: Tensor, stride: tuple[int, ...]) -> Tensor:
+        """The int64 indices that have these places, laid out in memory as ``stride`` says."""
+        rest, count = places.to(torch.int64), 1
+        indices = torch.zeros_like(rest)
+        for size, kernel, dilation, start in self._from_last(places):
+            indices += (rest % kernel * dilation + start) * count
+            rest, count = rest // kernel, count * size
+        return with_stride(indices, stride)
+
+    def _from_last(self, pooled: Tensor) -> Iterator[tuple[int, int, int, Tensor]]:
+        """Of each pooled dimension, the last one first: size, kernel, dilation, and where each window starts."""
+        for before, (size, kernel, stride, padding, dilation) in enumerate(reversed(self.dimensions)):
+            start = torch.arange(pooled.shape[-1 - before], device=pooled.device) * stride - padding
+            yield size, kernel, dilation, start.view(-1, *[1] * before)
+
+
+class Side(NamedTuple):
+    """Which numbers lie inside, where ``slope(ones, tensor, *bounds)`` is not zero.
+
+    Backward may read ``inside`` for any number inside, and ``outside`` for others.
     """
 
     slope: Callable[..., Tensor]
@@ -216,7 +232,7 @@ def rectifier(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
     if side is None or not tape.is_innermost():
         return func(*args, **kwargs)
     y = _coded(tape, partial(_as_side, tape, side), func, args, kwargs)
-    if not is_in_place and (type(y) is Tensor or type(y) is FakeTensor):
+    if not is_in_place and type(y) in MADE:
         tape.record(y, func, args, kwargs)
     return y
 
@@ -224,17 +240,17 @@ def rectifier(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
 @torch.no_grad()
 def _as_side(tape: Tape, side: Side, tensor: Tensor) -> Handle | None:
     """On which side each element lies, in one bit; None where having the tensor takes less than its bits."""
-    record = tape.record_of(tensor)
-    if record is None or tape.is_kept(tensor) or not tensor.is_floating_point() or not is_dense(tensor):
+    content = tape.content_of(tensor)
+    if content is None or tape.is_kept(tensor) or not tensor.is_floating_point() or not is_dense(tensor):
         return None
-    tape.asked.add(record.made)
-    if record.func is not None and tape.cost(tensor) <= tensor.numel() // 8:
+    tape.plan.asked.add(content.made)
+    if content.func is not None and tape.cost(tensor) <= tensor.numel() // 8:
         return None
     geometry = tensor.shape, tensor.stride(), tensor.dtype
     notes, key = tape.notes(tensor), (side, *geometry, tensor.storage_offset(), tensor._version)
-    if key in notes and (known := notes[key]()) is not None and known.via is None:
+    if key in notes and (known := notes[key]()) is not None and known.nbytes_code:
         return known
-    if record.nbytes_let_go(tensor._version) + tensor.numel() // 8 >= tensor.untyped_storage().nbytes():
+    if content.nbytes_let_go(tensor._version) + tensor.numel() // 8 >= tensor.untyped_storage().nbytes():
         return None
     decode = partial(_from_side, unpack=tape.coders.unpack_bits, side=side, geometry=geometry)
     handle = tape.stand_in(tensor, tape.coders.pack_bits(side.flags(tensor.detach())), decode)

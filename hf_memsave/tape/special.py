@@ -1,14 +1,14 @@
-"""Functions that keep more than they should, or hide what they do: products under autocast.
+"""Products: under autocast they convert their inputs inside C++, where no hook sees the source.
 
-Products under autocast convert their inputs inside C++, where no hook sees the source: stock keeps a private copy of
-its input for every consumer, and one of every weight. Here the conversions are made before the call, through autograd
-nodes as in stock, so that they have records, and nothing is kept but what they were made from.
-
-A product whose inner dimension is as small as an adapter's rank costs about a memory pass: it may run again (DoRA).
+So stock keeps a copy of its input for every consumer, and one of every weight. Here the conversions are made before the
+call, through autograd nodes as in stock, and nothing is kept but what they were made from. A product whose inner
+dimension is as small as an adapter's rank costs about a memory pass: it may run again (DoRA). Below the floor, linears
+that the configuration names run again.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,15 +17,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_memsave.device import is_autocast
-from hf_memsave.tape.again import LinearAgain, gathers_of, runs_again
-from hf_memsave.tape.functions import unrecorded
-from hf_memsave.tape.hooks import Tape
-from hf_memsave.tape.private import FakeTensor, any_autocast, autocast_cache, no_dispatch
-from hf_memsave.tape.record import MARK
+from hf_memsave.tape.again import LinearAgain
+from hf_memsave.tape.content import contents_on
+from hf_memsave.tape.functions import MADE, unrecorded
+from hf_memsave.tape.private import any_autocast, autocast_cache, no_dispatch
+from hf_memsave.tape.tape import Tape
 from hf_memsave.tape.tensors import is_plain
+from hf_memsave.tape.wrappers import parts_of
 
 #: Inner dimensions of a product that may run again, and how many times wider its result has to be.
 _THIN, _WIDER = 64, 8
+#: Functions that remaking one tensor may run, where products may be among them: those of a block, and some twice.
+MOST_WORK_OF_A_BLOCK = 2048
+#: Products of linears, and where the weight stands among their arguments.
+_WEIGHT = {F.linear: 1, torch.addmm: 2}
+_KEPT = (
+    "hf_memsave: a linear that checkpoint= chose is in a sharding unit of its own below a block (FSDP1), whose weight "
+    "is gone when it would run again, so its output is kept. Wrap whole blocks, or use FSDP2."
+)
 
 
 def product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -41,10 +50,10 @@ def product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
         args = tuple([_low(tape, a) for a in reversed(args)][::-1])  # in the order of autocast's own conversions
         kwargs = {name: _low(tape, a) for name, a in kwargs.items()}
     out = func(*args, **kwargs) if kwargs else func(*args)
-    if tape.again and runs_again(tape, out, func, *given):
+    if tape.again and record_if_chosen(tape, out, func, *given):
         return out
-    if func is F.linear and len(args) > 1 and is_thin(args[1]) and (type(out) is Tensor or type(out) is FakeTensor):
-        gathers = gathers_of(tape, given[0][1:])
+    if func is F.linear and len(args) > 1 and is_thin(args[1]) and type(out) in MADE:
+        gathers = tape.gathers_of(given[0][1:])
         if gathers is None or gathers:  # its parameters are copied now, or gathered then
             tape.record(out, LinearAgain(func, out.device.type, gathers or ()), *given)
         elif not any_autocast() or tape.is_innermost():  # else its conversions are hidden
@@ -52,6 +61,34 @@ def product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
             kwargs = {name: _own(tape, given[1][name], made) for name, made in kwargs.items()}
             tape.record(out, func, args, kwargs)
     return out
+
+
+def record_if_chosen(
+    tape: Tape, out: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether ``out`` is made again in backward, as the product's weight is that of a linear in ``tape.again``."""
+    place = _WEIGHT.get(func, len(args))
+    if place >= len(args) or not any(own.get("weight") is args[place] for own in tape.again):
+        return False
+    return record_again(tape, out, func, args, kwargs)
+
+
+def record_again(
+    tape: Tape, out: Tensor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """``func(*args, **kwargs)``, under the autocast of now, gives ``out`` again: whether that can be noted."""
+    parts, gathers = parts_of(out), tape.gathers_of(args)
+    if gathers is None:
+        warnings.warn(_KEPT, stacklevel=2)
+        return False
+    again = LinearAgain(func, out.device.type, gathers)
+    is_wrapper = any(isinstance(a, Tensor) and not is_plain(a) for a in kwargs.values())
+    given = again.takes(args) if len(parts) == 1 and not is_wrapper else None
+    if given is None:
+        return False
+    tape.most_work = MOST_WORK_OF_A_BLOCK
+    tape.record(parts[0], again, given, kwargs)
+    return True
 
 
 def is_thin(weight: Tensor) -> bool:
@@ -95,11 +132,11 @@ def low(tape: Tape, x: Tensor) -> Tensor:
             cast.data = x.to(dtype)
         tape.record(cast, Tensor.to, (x, dtype))
         return cast
-    known: Any = None if cast is None else getattr(cast.untyped_storage(), MARK, None)
-    if cast is None or (known is not None and known.tape is not tape and known.is_kept):
+    known = () if cast is None else tuple(contents_on(cast.untyped_storage()))
+    if cast is None or any(content.owner is not tape.lock and content.is_kept for content in known):
         cast = tape.call(Tensor.to, x, dtype)
         casts[key] = cast, x
-    elif known is None or known.tape is not tape:
+    elif not any(content.owner is tape.lock for content in known):
         tape.record(cast, Tensor.to, (x, dtype))
     return cast
 

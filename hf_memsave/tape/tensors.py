@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -47,12 +48,7 @@ def is_flipped(tensor: Tensor) -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor's bytes are those of its storage.
-
-    Returns:
-        False for a class that has operations of its own (DTensor, torchao's, optimum-quanto's): it may wrap tensors
-        that have storages of their own, so no storage of it is read.
-    """
+    """Whether the tensor's bytes are those of its storage: not of a class that may wrap others (DTensor, torchao's)."""
     kind = type(tensor)
     known = _PLAIN.get(kind)
     if known is None:
@@ -62,6 +58,13 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 _PLAIN: dict[type, bool] = {Tensor: True, nn.Parameter: True, FakeTensor: True}
+
+
+def is_asked(kind: Any) -> bool:
+    """Whether a class of tensors has its say before functions run, and no operations of its own."""
+    if kind in (Tensor, FakeTensor) or not issubclass(kind, Tensor) or not inspect.ismethod(kind.__torch_function__):
+        return False
+    return bool(kind.__torch_dispatch__ is Tensor.__torch_dispatch__)
 
 
 #: Types of arguments that hold no tensor, and that cannot change later.
@@ -74,11 +77,7 @@ _BOUNDS = {int, type(None)}
 
 
 def plain_tensors(args: Iterable[Any]) -> list[tuple[Tensor, int]] | None:
-    """The tensors in ``args``, in order, and their versions; None where there is anything that could change later.
-
-    Returns:
-        They, where nothing but plain tensors, numbers and their like is there.
-    """
+    """The tensors in ``args``, in order, and their versions; None where there is anything that could change later."""
     found = []
     for a in args:
         kind = type(a)

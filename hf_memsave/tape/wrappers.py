@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hf_memsave.tape.handles import Handle, written
-from hf_memsave.tape.private import FakeTensor, asks_classes, no_subclasses, pop_mode, push_mode
-from hf_memsave.tape.tensors import is_plain
+from hf_memsave.tape.content import Handle, written
+from hf_memsave.tape.private import asks_classes, no_subclasses, pop_mode, push_mode
+from hf_memsave.tape.tensors import is_asked, is_plain
 
 
 def taken_apart(tensor: Tensor) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], Tensor]] | None:
-    """What a tensor that is not plain wraps, and a function that wraps as much again.
-
-    Returns:
-        Both; None where its class does not tell, or what it wraps is still on its way (a collective's result).
-    """
+    """What a tensor wraps, and a function that wraps as much again; None where that is not known, or on its way."""
     if not is_traceable_wrapper_subclass(tensor) or _is_on_its_way(tensor):
         return None
     names, context = tensor.__tensor_flatten__()
@@ -36,41 +32,30 @@ def taken_apart(tensor: Tensor) -> tuple[list[Tensor], Callable[[Iterable[Tensor
     return list(parts.values()), wrap
 
 
-def waited(tape: Any, argument: Any) -> Any:
+def waited(see: Callable[[Tensor], Any], argument: Any) -> Any:
     """An argument of a call that has run: with what collectives have given in place of what was on its way."""
     if isinstance(argument, (list, tuple)):
-        return type(argument)([waited(tape, a) for a in argument])
+        return type(argument)([waited(see, a) for a in argument])
     if type(argument) is dict:
-        return {k: waited(tape, a) for k, a in argument.items()}
+        return {k: waited(see, a) for k, a in argument.items()}
     if not isinstance(argument, Tensor):
         return argument
     if _is_on_its_way(argument):
         return argument.elem  # type: ignore[attr-defined]
     if not is_asked(type(argument)):
         return argument
-    tape.record_of(argument)  # of a parameter, what is noted in its place may not be known for one
+    see(argument)  # of a parameter, what is noted in its place may not be known for one
     with no_subclasses():
         return argument.detach()
 
 
 def are_asked(types: Iterable[type]) -> bool:
-    """Whether these classes of tensors have their say before functions run on them: not in backward, if they call that.
-
-    Returns:
-        False for classes with operations of their own too.
-    """
+    """Whether these classes of tensors have their say before functions run: not in backward, if called there."""
     own = [kind for kind in types if kind is not Tensor]  # which is among them where a function is Python's
     return bool(own) and asks_classes() and all(map(is_asked, own))
 
 
-def is_asked(kind: Any) -> bool:
-    """Whether a class of tensors has its say before functions run, and no operations of its own."""
-    if kind in (Tensor, FakeTensor) or not issubclass(kind, Tensor) or not inspect.ismethod(kind.__torch_function__):
-        return False
-    return bool(kind.__torch_dispatch__ is Tensor.__torch_dispatch__)
-
-
-def by_class(tape: Any, func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def by_class(tape: TorchFunctionMode, func: Callable[..., Any], types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A function as these classes call it: what they call is recorded, as it is where a block runs again unasked."""
     push_mode(tape)
     try:
@@ -114,12 +99,3 @@ class Wrapped(Handle):
         if wrapper is not None and wrapper._version != self.version:
             raise written(wrapper, self.version)
         return self.wrap([self.inner.get()])
-
-
-def pack_wrapped(tape: Any, tensor: Tensor) -> Handle:
-    """What goes on the tape for an activation that wraps others."""
-    parts, wrap = taken_apart(tensor) or ((), None)
-    if wrap is None or len(parts) != 1:
-        kept: Handle = tape.keep(tensor)
-        return kept
-    return Wrapped(tensor, tape.pack_told(parts[0]), wrap)

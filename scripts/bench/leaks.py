@@ -37,7 +37,7 @@ from transformers import (
 )
 
 from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch
-from hf_memsave.tape.handles import Node
+from hf_memsave.tape.content import Content
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 VOCAB, BATCH, LENGTH, WIDTH = 64, 2, 24, 32
@@ -241,7 +241,8 @@ def measure(name: str, config: MemSaveConfig, steps: int, faults: int) -> Found:
             training.step()
             of_faults.append(live_bytes())
     cycles = in_cycles(training.step)
-    return Found(of_steps, of_faults, struck, cycles, sum(type(thing) is Node for thing in gc.get_objects()))
+    remade = sum(type(thing) is Content and thing.make is not None for thing in gc.get_objects())
+    return Found(of_steps, of_faults, struck, cycles, remade)
 
 
 def row(name: str, mode: str, found: Found) -> str:

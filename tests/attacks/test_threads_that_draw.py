@@ -71,9 +71,7 @@ def test_a_state_that_is_read_before_another_thread_draws_is_seen(threads, monke
         state = torch.default_generator.get_state()
         torch.rand(1)  # of another thread
         noise = torch.empty_like(like, requires_grad=False).bernoulli_(1 - p).div_(1 - p)
-        again = partial(
-            dropout._redraw, shape=shape, stride=noise.stride(), dtype=noise.dtype, p=p, is_scaled=is_scaled
-        )
+        again = partial(dropout._redraw, geometry=(shape, noise.stride(), noise.dtype), p=p, is_scaled=is_scaled)
         tape.record(noise, again, (state,))
         return noise
 

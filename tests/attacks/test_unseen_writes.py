@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave import MemSaveConfig, patch
-from hf_memsave.tape.record import BUFFER, MARK, PARAMETER
+from hf_memsave.tape.content import BUFFER, MARK, PARAMETER
 from support.helpers import assert_same_bits, kept
 
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AlbertConfig, AlbertForSequenceClassification
 
 from hf_memsave import MemSaveConfig, patch
-from hf_memsave.tape.handles import Node
+from hf_memsave.tape.content import Content
 from support.families import FAMILIES, MORE, QUOTED, VOCAB, Size, batch_for, build
 from support.helpers import assert_same_bits, halved, only_on_cpu
 
@@ -105,13 +105,13 @@ def test_frozen_parameters_change_nothing():
 
 
 def test_a_wrong_recomputation_would_be_seen(monkeypatch):
-    right = Node._run
+    right = Content._run
 
     def wrong(node):
         out = right(node)
         return out * 1.0001 if out.is_floating_point() else out
 
-    monkeypatch.setattr(Node, "_run", wrong)
+    monkeypatch.setattr(Content, "_run", wrong)
     with pytest.raises(AssertionError):
         assert_same_training(build("llama", SIZE), MemSaveConfig(), "fp32", padded=False)
 

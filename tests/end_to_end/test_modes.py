@@ -7,7 +7,7 @@ import pytest
 
 from hf_memsave import patch
 from hf_memsave.patching.swap import _CLASSES
-from hf_memsave.tape.handles import Node
+from hf_memsave.tape.content import Content
 from support.modes import FAMILIES, MODES, WITHOUT_GRADIENTS, batch_of, make
 from support.steps import assert_same, step
 
@@ -32,8 +32,8 @@ def negative(tensor):
 @pytest.mark.parametrize("mode", [m for m in MODES if "by hand" not in m and m != "eval mode"])
 def test_a_wrong_recomputation_is_seen(mode, monkeypatch):
     """Each mode above does remake tensors in backward: other numbers than those of forward are caught."""
-    right = Node._run
-    monkeypatch.setattr(Node, "_run", lambda node: negative(right(node)))
+    right = Content._run
+    monkeypatch.setattr(Content, "_run", lambda node: negative(right(node)))
     stock = make("bert")
     ours = copy.deepcopy(stock)
     patch(ours)

@@ -5,8 +5,8 @@ What may differ is said in :func:`check`. To look at a failure again: ``python s
 
 import pytest
 
-from hf_memsave.tape import decisions
-from hf_memsave.tape.handles import Node
+from hf_memsave.tape import price
+from hf_memsave.tape.tape import Tape
 from support.differential import check
 from support.helpers import nodes
 from support.programs import draw
@@ -22,13 +22,13 @@ pytestmark = pytest.mark.long
 def made(monkeypatch):
     """Grows by one for each tensor that is to be remade instead of kept."""
     found = []
-    init = Node.__init__
+    settle = Tape.settle
 
     def counted(self, *args):
         found.append(None)
-        init(self, *args)
+        return settle(self, *args)
 
-    monkeypatch.setattr(Node, "__init__", counted)
+    monkeypatch.setattr(Tape, "settle", counted)
     return found
 
 
@@ -53,14 +53,14 @@ def test_random_graphs_are_as_in_stock(batch, made):
 
 @pytest.mark.parametrize("batch", range(BATCHES // 2))
 def test_random_graphs_seen_before_are_as_in_stock(batch, monkeypatch):
-    unasked, learn = 0, decisions.learn
+    unasked, close = 0, price.Plan.close
 
-    def counted(tape):
+    def counted(plan, is_foreign):
         nonlocal unasked
-        learn(tape)
-        unasked += list(tape.decided.values()).count(decisions.UNASKED)
+        close(plan, is_foreign)
+        unasked += list(plan.decided.values()).count(price.UNASKED)
 
-    monkeypatch.setattr(decisions, "learn", counted)
+    monkeypatch.setattr(price.Plan, "close", counted)
     for seed in range(batch * BATCH, (batch + 1) * BATCH):
         check(draw(seed), is_taught=True)
     assert unasked > 5 * BATCH, "few calls were left unrecorded: the test tests little"

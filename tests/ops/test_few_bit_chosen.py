@@ -13,7 +13,7 @@ from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation
 from hf_memsave import measure_kept
 from hf_memsave.ops import few_bit as module_of_few_bit
 from hf_memsave.ops.few_bit import FewBit, kept_bytes
-from hf_memsave.tape.stand_ins import StandIn
+from hf_memsave.tape.content import Content
 from support.helpers import (
     DTYPES,
     LAYOUTS,
@@ -244,7 +244,7 @@ def test_few_bit_chooses_on_every_thread(device):
 
 
 def no_way_given(monkeypatch):
-    monkeypatch.setattr(StandIn, "is_kept_as", lambda self, tensor, handle: None)
+    monkeypatch.setattr(Content, "give_way", lambda self, content: None)
 
 
 def level_for_slope(monkeypatch):

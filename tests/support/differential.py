@@ -11,7 +11,7 @@ import torch
 from hf_memsave import KeptTensorChangedError
 from hf_memsave.patching import taped
 from hf_memsave.tape import codecs
-from hf_memsave.tape.decisions import Decisions
+from hf_memsave.tape.price import Decisions
 from support.helpers import assert_same_bits, autocasting, nodes
 from support.program_graph import Backward, Fault, graph_of
 from support.program_ops import CONTEXTS, MASKS, copies

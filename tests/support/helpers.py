@@ -18,7 +18,7 @@ from torch.func import functional_call
 from hf_memsave.measure.private import why_not
 from hf_memsave.patching.swap import Patch, patched_class, set_class
 from hf_memsave.tape import Kept, Tape, measure_kept, table_without
-from hf_memsave.tape.handles import Node
+from hf_memsave.tape.content import Content
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -90,15 +90,21 @@ def laid(tape: Any) -> contextlib.AbstractContextManager[Any]:
     return taping() if tape else contextlib.nullcontext()
 
 
-#: Nodes that other tests hold, and :func:`nodes` leaves out.
-EARLIER: weakref.WeakSet[Node] = weakref.WeakSet()
+#: Contents to remake that other tests hold, and :func:`nodes` leaves out.
+EARLIER: weakref.WeakSet[Content] = weakref.WeakSet()
 
 
-def nodes() -> list[Node]:
-    """Alive now; PyTorch's engine holds what an error left of a backward until this thread's next one."""
+def is_remade(handle: Any) -> bool:
+    """Whether what lies on the tape is remade in backward, and not kept."""
+    content = getattr(handle, "content", handle)
+    return type(content) is Content and content.make is not None and not content.is_lent
+
+
+def nodes() -> list[Content]:
+    """To remake, alive now; PyTorch's engine holds what an error left of a backward until this thread's next one."""
     torch.ones((), requires_grad=True).square().backward()
     gc.collect()
-    return [o for o in gc.get_objects() if type(o) is Node and o not in EARLIER]
+    return [o for o in gc.get_objects() if type(o) is Content and is_remade(o) and o not in EARLIER]
 
 
 def subsets(count: int) -> list[tuple[bool, ...]]:

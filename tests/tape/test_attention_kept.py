@@ -9,9 +9,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memsave import patch
-from hf_memsave.tape import Tape, measure_kept, table_without
+from hf_memsave.tape import Tape, blocks, measure_kept, table_without
 from hf_memsave.tape import attention as attention_file
-from hf_memsave.tape import recorder as recorder_file
 from support.attention import BATCH, DIM, HEADS, MASKS, SEQ, attention, bias_of, inputs, mask_of
 from support.helpers import assert_same_bits, kept, nodes, only_on_cpu, random, taping
 
@@ -173,8 +172,8 @@ class Fused(nn.Module):
 
 @pytest.mark.parametrize("p", [0.0, 0.1])
 def test_a_fused_projection_is_held_for_k_where_one_kernel_keeps_q(p, monkeypatch):
-    found, sweeps, sweep = [], [], recorder_file.sweep.sweep
-    monkeypatch.setattr(recorder_file.sweep, "sweep", lambda tape, record: sweeps.append(record) or sweep(tape, record))
+    found, sweeps, sweep = [], [], blocks.sweep
+    monkeypatch.setattr(blocks, "sweep", lambda *args: sweeps.append(args) or sweep(*args))
     for held in (True, False):
         if not held:
             monkeypatch.setattr(attention_file, "_held_whole", lambda tape, query: None)

@@ -82,14 +82,12 @@ def live_bytes():
 
 def graph_tensors(tensors):
     """What Python handles hold outside the collector's sight."""
-    from hf_memsave.tape.handles import Held, Node
+    from hf_memsave.tape.content import Content
 
     found = []
     for thing in gc.get_objects():
-        if isinstance(thing, Held) and thing.tensor is not None:
-            found.append(thing.tensor)
-        elif isinstance(thing, Node) and thing.out is not None:
-            found.append(thing.out)
+        if isinstance(thing, Content):
+            found += [x for x in (thing.tensor, thing.out) if x is not None]
         elif isinstance(thing, Away):
             found.append(thing.host)
     return found

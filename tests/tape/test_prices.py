@@ -7,9 +7,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memsave.tape import Tape
-from hf_memsave.tape.handles import Held, Ticket
-from hf_memsave.tape.prices import MOST_WORK, SPAN
-from support.helpers import assert_same_bits, kept, nbytes, nodes, random, taping
+from hf_memsave.tape.price import SPAN
+from hf_memsave.tape.store import MOST_WORK
+from support.helpers import assert_same_bits, is_remade, kept, nbytes, nodes, random, taping
 
 SHAPE = (8, 40)
 
@@ -22,11 +22,6 @@ def a(device):
 @pytest.fixture
 def b(device):
     return random(*SHAPE, device=device, seed=1)
-
-
-def is_remade(handle):
-    """Also of one that was kept before its sources were."""
-    return isinstance(handle, Ticket) or (isinstance(handle, Held) and handle.tensor is None)
 
 
 def alive(tensor_ref):

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_memsave import MemSaveConfig, measure_kept, patch
-from hf_memsave.tape.codecs import CODERS
+from hf_memsave.tape.codecs import CODERS, Encoder
 from hf_memsave.tape.quantize import FORMATS, decode, encode
-from hf_memsave.tape.storage import Encoder
 from support.helpers import DTYPES, random, taping
 from support.slopes import PLANTED, assert_has_slope_of
 

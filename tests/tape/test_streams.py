@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hf_memsave import MemSaveConfig, patch
-from hf_memsave.tape import handles, offload
-from hf_memsave.tape.handles import OnDemand
+from hf_memsave.tape import content, offload
+from hf_memsave.tape.content import Content
 from hf_memsave.tape.offload import Away
 from support.streams import Memory, Stream, Streams
 
@@ -22,7 +22,7 @@ def streams():
     return Streams()
 
 
-class Made(OnDemand):
+class Made(Content):
     """Remade for three that ask, on the stream of the first."""
 
     uses = 3
@@ -31,16 +31,16 @@ class Made(OnDemand):
         super().__init__(nullcontext())
         self.streams, self.made = streams, []
 
-    def make(self):
+    def _made(self):
         self.made.append(Memory(self.streams))
         return self.made[-1]
 
 
 @pytest.fixture
 def in_backward(streams, monkeypatch):
-    monkeypatch.setattr(handles, "backward_id", lambda: 1)
-    monkeypatch.setattr(handles, "after_backward", lambda call: None)
-    monkeypatch.setattr(handles, "current_stream", streams.current)
+    monkeypatch.setattr(content, "backward_id", lambda: 1)
+    monkeypatch.setattr(content, "after_backward", lambda call: None)
+    monkeypatch.setattr(content, "current_stream", streams.current)
 
 
 def ask_from_three(shared, streams):
@@ -66,11 +66,11 @@ def test_what_was_written_to_is_remade_on_the_stream_that_asks(streams, in_backw
 
 
 def only_wait(self, out):
-    handles.current_stream(out.device).wait_stream(self.stream)
+    content.current_stream(out.device).wait_stream(self.stream)
 
 
 def only_record(self, out):
-    out.record_stream(handles.current_stream(out.device))
+    out.record_stream(content.current_stream(out.device))
 
 
 FAULTS = {"no wait": (only_record, "may not have written"), "no record": (only_wait, "was given away")}
@@ -78,7 +78,7 @@ FAULTS = {"no wait": (only_record, "may not have written"), "no record": (only_w
 
 @pytest.mark.parametrize(("fault", "message"), FAULTS.values(), ids=FAULTS)
 def test_a_stream_that_is_forgotten_is_seen(fault, message, streams, in_backward, monkeypatch):
-    monkeypatch.setattr(OnDemand, "_wait", fault)
+    monkeypatch.setattr(Content, "_wait", fault)
     with pytest.raises(AssertionError, match=message):
         ask_from_three(Made(streams), streams)
 

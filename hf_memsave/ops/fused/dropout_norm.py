@@ -29,7 +29,6 @@ from hf_memsave.ops.fused.linear import give_low
 from hf_memsave.ops.once import once_differentiable
 from hf_memsave.ops.op import Op, is_parametrized
 from hf_memsave.tape import Tape, current
-from hf_memsave.tape.copies import copy_all
 from hf_memsave.tape.functions import widens
 from hf_memsave.tape.private import no_modes
 
@@ -69,7 +68,7 @@ def _called(
     y, h, y_low, mean, rstd = once_each(_DropoutNorm, (None,) * 5, *tensors, edge, eps, p, seed, out, low, joint)
     if tape is not None:
         with no_modes():
-            copy_all(tape, [weight, bias])
+            tape.copy_all([weight, bias])
             sources = _before(tape, residual, h.dtype) or (residual,)
             tape.record(h, partial(_sum_again, p=p, seed=seed), (x, *sources))
             made = h, weight, bias, mean, rstd
@@ -92,7 +91,7 @@ def _before(tape: Tape, y: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...] | N
 
 
 def _state(tape: Tape, y: Tensor) -> tuple[int, ...]:
-    return y._version, tape.block, tape.root.distrusted  # versions do not tell any more of what was written to
+    return y._version, tape.block, tape.root.unversioned  # versions do not tell any more of what was written to
 
 
 def _sum_again(x: Tensor, residual: Tensor, *norm: Tensor, p: float, seed: int) -> Tensor:

@@ -33,7 +33,6 @@ from hf_memsave.ops.fused.kernels import can_run
 from hf_memsave.ops.once import once_differentiable
 from hf_memsave.ops.wide_product import add_product, wide_product
 from hf_memsave.tape import Tape
-from hf_memsave.tape.again import runs_again
 from hf_memsave.tape.private import (
     FakeTensor,
     after_backward,
@@ -44,7 +43,7 @@ from hf_memsave.tape.private import (
     no_modes,
     not_a_view,
 )
-from hf_memsave.tape.special import is_thin, product
+from hf_memsave.tape.special import is_thin, product, record_if_chosen
 
 #: Types of tensors whose functions are not overridden.
 _PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor})
@@ -105,7 +104,7 @@ def _called(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None, is_turne
             _running.clear()  # of backwards that ended with an error
         ahead = tape.memo[Ahead] = Ahead(_forwards)
         tape.at_end.append(ahead.end)
-    where = tape.block, tape.root.distrusted  # versions do not tell any more of what was converted
+    where = tape.block, tape.root.unversioned  # versions do not tell any more of what was converted
     with no_modes():
         with torch.no_grad():
             w, b = (p if p is None else ahead.low(p, dtype, where) for p in (weight, bias))
@@ -113,7 +112,7 @@ def _called(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None, is_turne
         y = _Linear.apply(edge, weight, bias, low, w, b, is_turned, tape.block, joint)
         if tape.again:
             func, args = (torch.addmm, (bias, x, weight)) if is_turned else (F.linear, (x, weight, bias))
-            runs_again(tape, y, func, args, {})
+            record_if_chosen(tape, y, func, args, {})
         return y
 
 
@@ -134,8 +133,8 @@ def _input(tape: Tape, x: Tensor, dtype: torch.dtype) -> Tensor:
     """x̃, which the next linear may take too."""
     ref, known, made, versions = tape.memo.get(give_low, (None, None, None, None))
     if ref is not None and ref() is x and known.is_of(x, dtype):
-        record = tape.record_of(x)
-        if record is not None and record.tape is tape and not record.is_distrusted:
+        record = tape.content_of(x)
+        if tape.owns(record) and not record.is_unversioned:
             low: Tensor = known.tensor
             if made is not None and versions == [argument._version for argument in made[1]]:
                 tape.record(low, *made)

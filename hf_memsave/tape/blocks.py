@@ -1,0 +1,211 @@
+"""Blocks: what a call that is not asked for may outlive, and what is decided again when its block has ended.
+
+A call outlives its block only for what it hands on, and by one block; held longer, peaks would not fall. A tensor that
+is kept knows its call weakly: ghosts stand for what it was made from. When the next block has ended, the sweep looks
+whether others keep all of that, and then has the tensor remade from there: GPT-2 with LoRA keeps 5% less by it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_memsave.tape.content import BUFFER, Content, Ghost, Handle, Ticket, added, mapped
+from hf_memsave.tape.price import EVEN, NEVER, NO, SPAN, TINY, YES, Plan, is_available, is_near, may_change
+from hf_memsave.tape.private import no_modes
+from hf_memsave.tape.store import Store
+from hf_memsave.tape.tensors import tensors_in
+
+#: So small a part of a tensor is held while it is open whether that can be remade from it.
+SMALL = 64
+
+Refs = list[weakref.ref[Content]]
+#: Where an input can be had for nothing: a tensor, a content, or a call with such a list for its own inputs.
+Source = Tensor | Content | tuple[Content, list[Any]]
+
+
+class Blocks:
+    """Two generations of calls: of this block, and those of the last one that it handed on, or kept a result of."""
+
+    def __init__(self) -> None:
+        self.calls: Refs = []
+        self.kept: Refs = []
+        self.before: tuple[Refs, Refs] = [], []
+
+    def begin(self, store: Store, inputs: Iterable[Any]) -> None:
+        """What a block is given and blocks far back made, such as an encoder's output: kept once, for all that come."""
+        with no_modes():
+            for tensor in tensors_in(inputs):
+                _anchor(store, tensor, 0, store.block)
+
+    def end(self, store: Store, plan: Plan, take: Callable[[Tensor, Content], Handle], outputs: Iterable[Any]) -> None:
+        """The block hands on ``outputs``."""
+        with no_modes():
+            handed_on: dict[Content, None] = {}
+            for tensor in tensors_in(outputs):
+                _anchor(store, tensor, 3, store.block + 1)
+                _gather(store, tensor, handed_on)
+            calls, kept = self.before
+            for ref in kept:
+                if (content := ref()) is not None and content.seen is not None:
+                    sweep(store, plan, take, content)
+                    content.forget()
+            for ref in calls:
+                if (content := ref()) is not None:
+                    content.forget()
+            for ref in self.calls:
+                if (content := ref()) is not None and not content.is_kept and content not in handed_on:
+                    content.forget()
+            self.before = [weakref.ref(content) for content in handed_on], self.kept
+            self.calls, self.kept = [], []
+            store.block += 1
+            store.empty_casts()
+
+    def weaken(self, store: Store, plan: Plan, content: Content, nbytes: int) -> None:
+        """The tensor is kept: hold what it was made from no more, but know it again if others keep it too."""
+        if plan.decided[content.key] == NEVER:
+            content.forget()
+            return
+        _weaken(store, plan, content, content, nbytes, 1)
+        content.is_weak = True
+        ref = weakref.ref(content)
+        self.kept.append(ref)
+        ghosts = [x for x, _ in content.seen if type(x) is Ghost]
+        if len(ghosts) == 1 and store.outer is None and (source := ghosts[0].of()) is not None:
+            if source.owner is not None:  # else a parameter, which is always there
+                source.remakes = added(source.remakes, (ref, nbytes, ghosts[0].version))
+
+
+def _anchor(store: Store, x: Tensor, depth: int, block: int) -> None:
+    """What a block is given must not build on blocks too far back: keep one between, up to ``depth`` calls back."""
+    content = store.content_of(x)
+    if content is None or content.is_kept or (content.make is None and content.seen is None) or not content.is_of(x):
+        return
+    if content.make is not None:
+        is_whole = x.stride() == content.stride and x.numel() * x.itemsize == content.nbytes
+        if is_whole and (block - content.first > SPAN or not content.is_there()):
+            store.note(x, content)
+            store.keep(x, content)
+            content.first = store.block
+    elif depth:
+        for argument, _ in content.seen:
+            _anchor(store, argument, depth - 1, block)
+
+
+def _gather(store: Store, x: Tensor, found: dict[Content, None]) -> None:
+    """Add to ``found`` the content of ``x``, and those of all that it was made from; copy small parameters among it."""
+    tensors = [x]
+    while tensors:
+        content = store.content_of(tensors.pop())
+        if content is None or content.owner is None or content.is_weak or content.seen is None or content in found:
+            continue
+        found[content] = None
+        for argument, _ in content.seen:
+            tensors.append(argument)
+            known = store.content_of(argument) if argument.dim() <= 1 else None
+            if known is not None and known.owner is None and known is not BUFFER and not known.is_brief:
+                store.copy_of(argument)  # while it is there
+
+
+def _weaken(store: Store, plan: Plan, of: Content, into: Content, nbytes: int, depth: int) -> None:
+    """Give ``into`` the call of ``of``, with ghosts that remember how they were made, ``depth`` steps back.
+
+    What is small beside its tensor of ``nbytes``, such as a row's mean, stays: until the sweep.
+    """
+    small = max(min(TINY, nbytes // 8), nbytes // SMALL)
+    func, found = of.func, []
+
+    def ghost(x: Tensor) -> Any:
+        theirs, storage = store.content_of(x), x.untyped_storage()
+        weak: Any = x
+        if may_change(x, theirs, func):
+            if x.dim() > 1 or not is_available(store, x, theirs, func):
+                weak = Ghost(theirs, x)  # no version tells of what optimizers do, and FSDP2
+            else:
+                store.copy_of(x)
+        elif theirs.owner is not None and storage.nbytes() > small and not theirs.is_kept:
+            weak = Ghost(theirs, x)
+            if depth and theirs.seen is not None and theirs.is_of(x):
+                plan.asked.add(theirs.made)
+                call = weak.call = Content(store.lock)
+                call.stride, call.dtype, call.nbytes = theirs.stride, theirs.dtype, storage.nbytes()
+                _weaken(store, plan, theirs, call, call.nbytes, depth - 1)
+        found.append(weak)
+        return weak
+
+    versions = [version for _, version in of.seen]
+    args = [mapped(a, ghost) for a in of.args]
+    into.kwargs = {name: mapped(a, ghost) for name, a in of.kwargs.items()} if of.kwargs else None
+    into.func, into.args, into.seen = func, args, list(zip(found, versions, strict=True))
+
+
+def sweep(store: Store, plan: Plan, take: Callable[[Tensor, Content], Handle], content: Content) -> None:
+    """What was kept before it was known that others keep all it was made from is remade from there."""
+    if store.outer is not None or content.tensor is None:
+        return
+    found = _sources(store, content)
+    decision = plan.decided[content.key]
+    if found is None or found[1] > store.most_work:
+        if decision in (NO, EVEN):
+            plan.learn(content.key, NEVER)
+        return
+    if not content.is_of(content.tensor):  # written to before it was kept
+        return
+    # Else a forward that goes on otherwise would keep more than stock; and the next one need not wait for this.
+    if decision == EVEN and not any(type(source) is tuple for source in found[0]):
+        plan.learn(content.key, YES)
+    _remake(store, take, content, found[0])
+
+
+def _sources(store: Store, content: Content) -> tuple[list[Source], int] | None:
+    """Where all that a content was made from can be had for nothing, and how many functions run; or None."""
+    sources, work = [], 1
+    for x, version in content.seen:
+        source: Source | None = None
+        if isinstance(x, Tensor):
+            is_same = x._version == version and not store.content_of(x).is_unversioned
+            source = x if is_same else None
+        elif x.version == version:
+            theirs = x.of()
+            if theirs is not None and theirs.is_unversioned:
+                return None
+            is_its = theirs is not None and theirs.version == version and theirs.dtype == x.dtype and not x.is_flipped
+            if is_its and theirs.tensor is not None:
+                source = theirs if theirs.tensor._version == theirs.at else None
+            elif is_its and theirs.make is not None:
+                source = theirs if is_near(store, theirs) else None
+                work += theirs.work
+            elif x.call is not None and (found := _sources(store, x.call)) is not None:
+                source = x.call, found[0]
+                work += found[1]
+        if source is None:
+            return None
+        sources.append(source)
+    return sources, work
+
+
+@torch.no_grad()
+def _remake(store: Store, take: Callable[[Tensor, Content], Handle], content: Content, sources: list[Source]) -> None:
+    left = iter(sources)
+    content.work, content.depth, content.first, content.make = 1, 1, store.block, content.func
+
+    def handle(x: Any) -> Handle:
+        source = next(left)
+        if isinstance(source, Tensor):
+            return take(x, content)
+        if isinstance(source, tuple):
+            source, inner = source
+            _remake(store, take, source, inner)
+        else:
+            source.readers = added(source.readers, weakref.ref(content))
+        content.builds_on(source)
+        return Ticket(source, x)
+
+    inputs = [mapped(a, handle) for a in content.args]
+    named = {name: mapped(a, handle) for name, a in content.kwargs.items()} if content.kwargs else None
+    content.settle(content.func, inputs, named)
+    content.forget()

@@ -1,0 +1,399 @@
+"""A content: what a storage held at one version. A ticket: a view of it, which is what autograd holds.
+
+A content knows two things. *How it was made*: a call (``func``, ``args``, ``kwargs``, ``seen``), known in forward only
+and never on the tape. *Where it is*: nowhere yet; a ``tensor``; or ``make(*inputs, **named)``, whose inputs are tickets
+of other contents, codes, or what a hook outside made of the tensor. Every change of mind (a sweep, a freeze before a
+write, a code that gives way) replaces the second in place: the holders of tickets do not notice.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_memsave.device import current_stream
+from hf_memsave.errors import KeptTensorChangedError, MemSaveError
+from hf_memsave.tape.private import after_backward, any_autocast, backward_id, no_autocast, no_subclasses
+from hf_memsave.tape.tensors import View, is_asked, is_flipped, is_plain, unexpanded, with_stride
+
+#: Where a storage carries its content; for a tape within another one (a checkpointed block), its depth is added.
+MARK = "_memsave"
+_DEEPEST = 4
+#: Where it carries its entry in the ledger of a forward that is counted.
+COUNTED = "_memsave_counted"
+
+
+class Handle:
+    """Anything on the tape that can give a tensor back."""
+
+    __slots__ = ("__weakref__",)
+
+    def get(self) -> Tensor:
+        """The tensor, of the size, strides and offset of the one that was kept."""
+        raise NotImplementedError
+
+
+class Content(Handle):
+    """See above. Attributes stand on the class, where most contents leave them: one is made at every cheap call.
+
+    ``owner`` is the lock of the hook context that it belongs to; None for parameters and buffers.
+    """
+
+    # How it was made: `seen` are the tensors among the arguments, each with its version; ghosts where it `is_weak`.
+    func: Any = None
+    args: Any = ()
+    kwargs: Any = None
+    seen: Any = None
+    made = key = 0  # of the call, the same in every forward that does the same; of the decision whether to keep it
+
+    # Where it is.
+    tensor: Tensor | None = None
+    at = -1  # the version of `tensor`
+    make: Any = None
+    inputs: Any = ()
+    named: Any = None
+    view: View | None = None  # of a tensor that a hook outside keeps (`is_lent`), or that this stands in for
+    is_lent = is_lossy = False
+    nbytes_code = 0  # what is kept instead of a tensor, until that gives way
+
+    # What may build on it: functions that a remake runs, how deep they nest, and the earliest block that it builds on.
+    work = depth = 0
+    first = sys.maxsize
+    reads: Any = ()  # storages of parameters: FSDP1 may free them
+
+    # One backward shares what it makes, and drops it after the last use.
+    uses = left = 0
+    task = -1
+    out: Tensor | None = None
+    out_version = 0
+    stream: Any = None
+
+    # What the storage held.
+    version = -1
+    dtype: Any = None
+    stride: Any = None
+    nbytes = 0
+    is_input = is_weak = is_sharded = is_brief = False
+    is_activation = False  # it depends on the batch, though no autograd node says so
+    is_unversioned = False  # it may be written to without its version telling
+    readers: Any = ()  # weakly: contents with it among their inputs
+    parts: Any = ()  # weakly: what stands in for it, and hooks' keeps of its other views
+    remakes: Any = ()  # weakly, with bytes and its version: contents that are kept, though it alone would give them
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether its bytes are held: by its tensor, by a hook outside, or by the caller of the model."""
+        return self.tensor is not None or self.is_lent or self.is_input
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether ``tensor``, on its storage, is a view of it."""
+        return self.version == tensor._version and self.dtype == tensor.dtype and not is_flipped(tensor)
+
+    def is_there(self) -> bool:
+        """Whether what it reads was not freed: what is there after its own block, is there in backward."""
+        return not self.reads or all(storage.nbytes() for storage in self.reads)
+
+    def nbytes_let_go(self, version: int) -> int:
+        """What would be let go of if the storage itself were kept, as it is at ``version``."""
+        if not self.parts and not self.remakes:
+            return 0
+        kept = [(n, ref()) for ref, n, seen in self.remakes if seen == version]
+        codes = sum(part.nbytes_code for ref in self.parts if (part := ref()) is not None)
+        return codes + sum(n for n, c in kept if c is not None and c.func is not None and c.is_kept)
+
+    # Changes of mind
+
+    def forget(self) -> None:
+        """Hold nothing that it was made from."""
+        self.func = self.kwargs = self.seen = None
+        self.args = ()
+
+    def settle(self, make: Callable[..., Tensor], inputs: Any, named: Any = None) -> None:
+        """It is ``make(*inputs, **named)`` from now on."""
+        self.make, self.inputs, self.named = make, inputs, named
+        self.tensor, self.is_lent = None, False
+
+    def keep(self, tensor: Tensor) -> None:
+        """It is ``tensor`` from now on."""
+        # Detached: an op that keeps its own output would otherwise own itself, through the output's grad_fn.
+        self.tensor, self.at = tensor if tensor.is_leaf else tensor.detach(), tensor._version
+        if self.make is not None:
+            self.make, self.inputs, self.named, self.work, self.depth, self.reads = None, (), None, 0, 0, ()
+
+    def lend(self, tensor: Tensor, pack: Callable[[Tensor], Any], fetch: Callable[[Any], Tensor]) -> None:
+        """A hook outside keeps ``tensor`` from now on."""
+        once = unexpanded(tensor)
+        stride = once.stride() if tensor.layout is torch.strided and is_plain(tensor) else None
+        self.view, self.work, self.depth, self.reads = View(tensor), 0, 0, ()
+        self.settle(partial(_fetched, fetch, stride, tensor.shape, []), (pack(once),))
+        self.is_lent = True
+
+    def give_way(self, content: Content) -> None:
+        """Where it is a code: ask ``content``, which gives the tensor that this stands in for, from now on."""
+        self.nbytes_code = 0
+        if content.is_lent:
+            content.uses += 1
+        self.settle(same, [content if content.is_lent else Ticket(content, self.view)])
+
+    def freeze(self) -> None:
+        """Remake it now, and keep the result: an input is about to be written to."""
+        with self.owner:
+            if self.make is not None and not self.is_lent:
+                self.keep(self._made())
+
+    def builds_on(self, other: Content) -> None:
+        """``other`` gives an input."""
+        self.work += other.work
+        self.depth = max(self.depth, other.depth + 1)
+        self.first = min(self.first, other.first)
+        self.is_lossy |= other.is_lossy
+        if other.reads:
+            self.reads = tuple({*self.reads, *other.reads})
+
+    # Backward
+
+    def get(self) -> Tensor:
+        """The view that was kept, or all of it; made once per backward, and again if it was written to since."""
+        tensor = self.tensor
+        if tensor is not None:
+            if tensor._version != self.at:
+                raise written(tensor, self.at)
+            return tensor
+        with self.owner:  # CUDA runs backward, and so this, on one thread per device
+            task = backward_id()
+            if task != self.task:
+                self.task, self.left, self.out = task, self.uses, None
+            self.left -= 1
+            out = self.out
+            if out is None or out._version != self.out_version:
+                out = self._made()
+                if self.left > 0 and task != -1:
+                    if self.out is None:  # a user may never ask, in a backward for a subset of the gradients
+                        after_backward(partial(_drop, weakref.ref(self)))
+                    self.out, self.out_version = out, out._version
+                    self.stream = None if out.is_cpu else current_stream(out.device)
+                return out
+            if not out.is_cpu:
+                self._wait(out)
+            if self.left <= 0:
+                self.out = None
+            return out
+
+    def _wait(self, out: Tensor) -> None:
+        """What one stream made and another one uses must be ready, and not be given away too early."""
+        if (now := current_stream(out.device)) != self.stream:
+            now.wait_stream(self.stream)
+            out.record_stream(now)
+
+    def _made(self) -> Tensor:
+        """Its tensor, remade without gradients, and without autocast: its casts stand among the calls."""
+        if self.is_lent:
+            return self.make(*self.inputs)
+        if torch.is_grad_enabled() or any_autocast():
+            with torch.no_grad(), no_autocast():
+                return self._run()
+        return self._run()
+
+    def _run(self) -> Tensor:
+        for gather in getattr(self.make, "gathers", ()):  # before a view of a parameter is taken
+            gather()
+        args = [fetched(a) for a in self.inputs]
+        named = {name: fetched(a) for name, a in self.named.items()} if self.named else {}
+        out: Tensor = self.make(*args, **named)
+        if self.stride is None:
+            return out
+        if self.dtype not in (None, out.dtype) and out.dtype is torch.get_default_dtype():
+            return self._with_default(self.dtype)
+        if out.stride() != self.stride:
+            out = with_stride(out, self.stride)
+        if out.untyped_storage().nbytes() != self.nbytes:  # views of it would be read in the wrong place
+            raise MemSaveError(
+                f"{self.make} made {out.untyped_storage().nbytes()} bytes in backward, but {self.nbytes} in forward. "
+                "Please report this; unpatch(model) trains without hf_memsave."
+            )
+        return out
+
+    def _with_default(self, dtype: torch.dtype) -> Tensor:
+        """Remade under the default dtype of the forward: what is made of whole numbers has that."""
+        now = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            return self._run()
+        finally:
+            torch.set_default_dtype(now)
+
+
+class Ticket(Handle):
+    """A view of a content."""
+
+    __slots__ = ("content", "shape", "stride", "offset")
+
+    def __init__(self, content: Content, view: Any) -> None:
+        content.uses += 1
+        self.content = content
+        self.shape, self.stride, self.offset = view.shape, view.stride(), view.storage_offset()
+
+    def get(self) -> Tensor:
+        """The view, of the same size, stride and offset as the one that was kept."""
+        out = self.content.get()
+        if out.shape == self.shape and out.stride() == self.stride and out.storage_offset() == self.offset:
+            return out
+        return out.as_strided(self.shape, self.stride, self.offset)
+
+
+class Ghost(View):
+    """An argument of the call of a content that is kept: there, if others keep it or can give it back.
+
+    ``of`` is its content, weakly. ``call`` tells how it was made, where that is known, with ghosts as its arguments.
+    """
+
+    __slots__ = ("of", "call")
+
+    def __init__(self, content: Content, tensor: Tensor) -> None:
+        super().__init__(tensor)
+        self.of = weakref.ref(content)
+        self.call: Content | None = None
+
+
+class Blank(Handle):
+    """The geometry of a tensor whose values backward does not read."""
+
+    __slots__ = ("shape", "stride", "dtype", "device")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+    def get(self) -> Tensor:
+        """NaNs, which show if they are ever read. They lie in the tensor's layout, by which kernels choose theirs."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).fill_(torch.nan)
+
+
+#: Of parameters and buffers: kept whatever the tape does, but written to by optimizers and freed by FSDP.
+PARAMETER, BUFFER = Content(None), Content(None)
+
+
+class Sharded(Content):
+    """On the storage of a parameter that a sharding engine fills, empties and moves by itself.
+
+    Attributes:
+        is_brief: It is there only while its own module runs, forward or backward; others while its block does.
+        gather: Has the engine bring it back in backward, where the engine can.
+    """
+
+    is_sharded = True
+    #: A parameter was brief in this process: from now on tapes copy small ones as they see them.
+    any_is_brief = False
+
+    def __init__(self, is_brief: bool, gather: Callable[[], None] | None = None) -> None:
+        super().__init__(None)
+        self.is_brief, self.gather = is_brief, gather
+        Sharded.any_is_brief |= is_brief
+
+
+def linked(storage: Any, mark: str = MARK) -> Content | None:
+    """The content that a storage carries: by a weak reference, once it is on the tape."""
+    link: Any = getattr(storage, mark, None)
+    return link() if type(link) is weakref.ref else link
+
+
+def contents_on(storage: Any) -> Iterator[Content]:
+    """What tapes know of it, those of blocks within that of the model too."""
+    for depth in range(_DEEPEST):
+        if (content := linked(storage, MARK + depth * "_")) is not None:
+            yield content
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether it is one, or a view of one, which has its version."""
+    whole = tensor if tensor._base is None else tensor._base
+    return type(whole) is not Tensor and isinstance(whole, nn.Parameter)  # which asks in Python
+
+
+def written(tensor: Tensor, version: int) -> KeptTensorChangedError:
+    """What to raise of a tensor that was kept at ``version``."""
+    return KeptTensorChangedError(
+        f"a tensor needed for gradient computation has been modified by an inplace operation: {tensor.dtype} "
+        f"{list(tensor.shape)} was kept at version {version} and is now at version {tensor._version}. "
+        "Write to it after backward(), or use the out-of-place form of the operation."
+    )
+
+
+def fetched(argument: Any) -> Any:
+    """An input, with tensors in place of handles."""
+    if isinstance(argument, Handle):
+        out = argument.get()
+        return _without_class(out) if type(out) is not Tensor and is_asked(type(out)) else out
+    if type(argument) in (list, tuple):
+        return type(argument)([fetched(a) for a in argument])
+    return argument
+
+
+def mapped(argument: Any, fn: Callable[[Any], Any]) -> Any:
+    """An argument, with ``fn`` of each tensor and ghost in it."""
+    if isinstance(argument, (Tensor, Ghost)):
+        return fn(argument)
+    return type(argument)([mapped(a, fn) for a in argument]) if type(argument) in (list, tuple) else argument
+
+
+class _Refs(list[Any]):
+    """Weak references, or tuples that begin with one, and how many of them it takes to look which are gone."""
+
+    __slots__ = ("most",)
+
+
+def added(refs: Any, ref: Any) -> Any:
+    """Weak references, in a tuple or as this gave them, and another one; those to what is gone go now and then.
+
+    Returns:
+        At most twice as many as are alive, or a few.
+    """
+    if not refs:  # mostly
+        return (ref,)
+    if type(refs) is not _Refs:
+        refs = _Refs(refs)
+        refs.most = 8
+    if len(refs) >= refs.most:
+        refs[:] = [r for r in refs if (r[0] if type(r) is tuple else r)() is not None]
+        refs.most = max(8, 2 * len(refs))
+    refs.append(ref)
+    return refs
+
+
+def same(tensor: Tensor) -> Tensor:
+    """The tensor."""
+    return tensor
+
+
+def _without_class(tensor: Tensor) -> Tensor:
+    """``tensor`` as one of none: its class had its say in the forward."""
+    with no_subclasses():
+        return tensor.detach()
+
+
+def _drop(shared: weakref.ref[Content]) -> None:
+    if (alive := shared()) is not None:
+        alive.out = None
+
+
+def _fetched(fetch: Callable[[Any], Tensor], stride: Any, shape: Any, versions: list[int], packed: Any) -> Tensor:
+    """What a hook outside gives back, as it lay in memory."""
+    out = fetch(packed)
+    if type(out) is not Tensor and is_plain(out) and not isinstance(out, nn.Parameter):
+        out = _without_class(out)
+    if not versions:
+        versions.append(out._version)
+    elif versions[0] != out._version:  # the hook gives the same tensor each time, and a backward wrote to it
+        raise KeptTensorChangedError(
+            f"a {out.dtype} {list(out.shape)} that a saved-tensor hook keeps for several operations was written to by "
+            "the backward of one of them. Have that backward write to a copy, or use no such hook."
+        )
+    return out if stride is None else with_stride(out, stride).expand(shape)

@@ -1,0 +1,326 @@
+"""What one forward knows of storages: their contents, copies and notes, who reads them, and who must hear of a write.
+
+A content lives *on the storage it tells of*, as an attribute of the storage's Python object, which PyTorch preserves
+for as long as the storage lives. So a new tensor at the same address can never be mistaken for the old one, and there
+is no registry to purge or to lock. The link to a content that is nowhere yet is strong, so that a call that is not
+asked for dies with its tensor; to any other it is weak, so that the content lives as long as its tickets.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from hf_memsave.tape import offload
+from hf_memsave.tape.content import (
+    MARK,
+    PARAMETER,
+    Content,
+    Sharded,
+    added,
+    contents_on,
+    is_parameter,
+    linked,
+    same,
+)
+from hf_memsave.tape.ledger import Ledger, Within
+from hf_memsave.tape.private import checkpoint_frame, copy_each, no_dispatch, no_modes, unwrapped, written_by
+from hf_memsave.tape.tensors import View, is_plain, place_of
+from hf_memsave.tape.wrappers import parts_of
+
+#: Functions that remaking one tensor may run.
+MOST_WORK = 64
+#: Where a storage carries what handlers wish to find again with it.
+_NOTES = "_memsave_notes"
+
+
+class Store:
+    """What a tape knows. Its lock tells its contents from those of other tapes."""
+
+    outer: Any = None  # the (pack, unpack) pair of the hooks active outside
+    around: Store | None = None  # the tape that this one is within, as that of a checkpointed block is in the model's
+    mark = MARK
+    block = 0  # how many have ended
+    most_work = MOST_WORK
+    unversioned = 0  # tensors that have been written to, or may be, without their version telling; on the root
+    in_place: Literal["exact", "inexact"] | None = None  # of what something else asks now: see as_stock.py
+    is_in_attention = is_in_loss = False
+
+    def __init__(
+        self, coders: Any, ledger: Ledger | Within | None, mark_of: Callable[[Tensor], Content] | None = None
+    ) -> None:
+        super().__init__()
+        self.coders, self.ledger, self.mark_of = coders, ledger, mark_of
+        self.lock = threading.RLock()
+        self.casts: dict[Any, tuple[Tensor, Tensor]] = {}  # of leaves, shared as by autocast's own cache
+        self.copies: dict[Any, Content] = {}  # of small parameters
+        self.memo: dict[Any, Any] = {}  # results shared within this forward, by their keys
+        self._readers: dict[int, Any] = {}
+        self._noted: list[dict[Any, Any]] = []
+        self._marks: list[tuple[Any, Content]] = []
+
+    def close(self) -> None:
+        """Let go of all: storages that live on know the store, which must not hold what knows them."""
+        self.root.empty_casts()
+        for storage, content in self._marks:  # parameters and buffers, unversioned for as long as the forward
+            setattr(storage, self.mark, content)
+        for notes in self._noted:
+            notes.clear()
+        for held in (self.casts, self.copies, self.memo, self._readers, self._noted, self._marks):
+            held.clear()
+        self.outer = self.ledger = self.around = self.mark_of = None
+
+    @property
+    def root(self) -> Store:
+        """The tape of the model, around those of checkpointed blocks."""
+        return self if self.around is None else self.around.root
+
+    # Contents
+
+    def content_of(self, tensor: Tensor) -> Any:
+        """The content of the storage, an empty one where nothing is known; None where no storage tells the tensor."""
+        kind = type(tensor)
+        if kind is not Tensor and kind is not nn.Parameter and not is_plain(tensor):
+            return None
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # a sparse tensor
+            return None
+        link: Any = getattr(storage, self.mark, None)
+        content = link() if type(link) is weakref.ref else link  # not linked(): asked for at every call
+        if content is None or (content.owner is not self.lock and content.owner is not None):
+            content = self._new(tensor, storage)
+            setattr(storage, self.mark, content)
+        return content
+
+    def _new(self, tensor: Tensor, storage: Any) -> Content:
+        around = None if self.around is None else self.around.known(tensor)
+        is_unversioned = around is not None and around.is_unversioned
+        if is_unversioned and self.outer is not None and checkpoint_frame(self.outer)[0] is not None:
+            is_unversioned = False  # in backward no tape around the block will tell
+        of_model = linked(storage)
+        if not is_unversioned and of_model is not None and of_model.owner is None:
+            return of_model
+        if not is_unversioned and is_parameter(tensor):
+            mark_of = self.root.mark_of
+            return PARAMETER if mark_of is None else mark_of(tensor if tensor._base is None else tensor._base)
+        content = Content(self.lock)
+        content.is_unversioned = is_unversioned
+        return content
+
+    def known(self, tensor: Tensor) -> Content | None:
+        """As :meth:`content_of`, where it is known: FSDP2 fills storages of parameters before they are parameters."""
+        try:
+            return linked(tensor.untyped_storage(), self.mark) if is_plain(tensor) else None
+        except NotImplementedError:  # a sparse tensor
+            return None
+
+    def owns(self, content: Content | None) -> bool:
+        """Whether it is one of this forward, and not of a parameter or buffer."""
+        return content is not None and content.owner is self.lock
+
+    def link(self, storage: Any, content: Content, old: Content | None = None) -> None:
+        """``content`` is on the tape, and what ``storage`` holds, as ``old`` was before: who reads that reads this."""
+        if old is not None:
+            content.readers, content.parts, content.is_activation = old.readers, old.parts, old.is_activation
+        setattr(storage, self.mark, weakref.ref(content))
+
+    def is_kept(self, tensor: Tensor) -> bool:
+        """Whether keeping ``tensor`` itself would cost nothing."""
+        content = self.content_of(tensor)
+        return content is not None and (content.owner is None or content.is_kept)
+
+    def as_activation(self, tensor: Tensor) -> None:
+        """Tell that ``tensor`` depends on the batch, though no autograd node says so."""
+        if self.owns(content := self.content_of(tensor)):
+            content.is_activation = True
+
+    def release(self, tensor: Tensor) -> None:
+        """``tensor`` is not asked for any more, though it lives on: hold nothing that it was made from."""
+        if self.owns(content := self.content_of(tensor)) and not content.is_kept:
+            content.forget()
+
+    def notes(self, tensor: Tensor) -> dict[Any, Any]:
+        """What others wish to find again with the storage of ``tensor``, while this forward lasts."""
+        if not self.owns(self.content_of(tensor)):
+            return {}
+        storage = tensor.untyped_storage()
+        owner, notes = getattr(storage, _NOTES, (None, {}))
+        if owner is not self.lock:
+            notes = {}
+            setattr(storage, _NOTES, (self.lock, notes))
+            self._noted.append(notes)
+        return notes
+
+    # What is kept
+
+    def keep(self, tensor: Tensor, content: Content | None = None) -> Content:
+        """A content that is ``tensor`` and nothing less: kept as it is, or by the hook outside."""
+        if content is None:
+            content = Content(self.lock)
+            content.uses = 1
+        if self.outer is None:
+            content.keep(tensor)
+        else:
+            content.lend(tensor, *self.outer)
+        return content
+
+    def stand_in(self, tensor: Tensor, small: Tensor, decode: Callable[[Tensor], Tensor] | None) -> Content:
+        """Keeps ``small``, which suffices for one operation, instead of ``tensor``, until that is kept anyway."""
+        code = Content(self.lock)
+        code.settle(decode or same, [self.keep(small)])
+        code.uses, code.view = 1, View(tensor)
+        self.note_code(code, small.nbytes, "code")
+        if self.owns(content := self.content_of(tensor)):
+            content.parts = added(content.parts, weakref.ref(code))
+        return code
+
+    # FSDP2 frees parameters when their block's forward ends, and gathers them again only for that block's backward,
+    # while the next block may need what was made from them before. And optimizers write to them through ``.data``,
+    # which no version tells. So of small ones a copy goes on the tape.
+
+    def copy_of(self, parameter: Tensor) -> Content:
+        """What goes on the tape instead of a small parameter, or a buffer."""
+        content = self.copies.get(self._place(parameter))
+        if content is None:
+            return self._keep_copy(parameter, parameter.detach().clone())
+        content.uses += 1
+        return content
+
+    def copy_all(self, parameters: list[Tensor]) -> None:
+        """Make what :meth:`copy_of` each would make, in one launch, unless a hook outside asks for one at a time."""
+        new = [p for p in parameters if not self.has_copy(p)]
+        if not new or self.outer is not None:
+            return
+        with no_modes(), torch.no_grad():
+            copies = [torch.empty_like(p) for p in new]
+            copy_each(copies, new)
+        for p, copy in zip(new, copies, strict=True):
+            self._keep_copy(p, copy)
+
+    def _keep_copy(self, parameter: Tensor, copy: Tensor) -> Content:
+        content = self.copies[self._place(parameter)] = self.keep(copy)
+        self.note_code(content, copy.nbytes, "copy of a parameter")
+        return content
+
+    def has_copy(self, parameter: Tensor) -> bool:
+        """Whether :meth:`copy_of` made one already."""
+        return self._place(parameter) in self.copies
+
+    def _place(self, parameter: Tensor) -> tuple[Any, ...]:
+        """What tells a parameter, or a view of one, from others; ZeRO-3 gives it another storage each time."""
+        is_whole = parameter.is_leaf and self.content_of(parameter).is_brief
+        return (id(parameter), parameter._version) if is_whole else place_of(parameter)
+
+    def gathers_of(self, args: Iterable[Any]) -> Any:
+        """Functions that bring back, in backward, what a sharding engine takes away of ``args``; None if it cannot."""
+        if self.root.mark_of is None:
+            return ()
+        marks = [mark for a in args if isinstance(a, Tensor) and isinstance(mark := self.content_of(a), Sharded)]
+        found: Any = dict.fromkeys(m.gather for m in marks if m.gather or m.is_brief)  # in order on every rank
+        return None if None in found else found
+
+    def empty_casts(self) -> None:
+        """Of leaves, shared under autocast: what is kept of one is remade, and the next block fills it again."""
+        for cast, _ in self.casts.values():
+            storage = cast.untyped_storage()
+            if storage.nbytes() and not any(content.is_kept for content in contents_on(storage)):
+                with no_dispatch():  # not the storage: selective checkpointing may hold it too
+                    cast.data = cast.new_empty(0)
+
+    # Writes
+
+    def before_writes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a call that may write to what ``out=`` names, or with ``inplace`` to its first argument."""
+        self._before_write_of(kwargs.get("out"))
+        if kwargs.get("inplace") or any(a is True for a in args):
+            self._before_write_of(args[0] if args else kwargs.get("input"))
+
+    def before_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+        """Before an op of ``torch.ops`` that writes to arguments."""
+        for place, name in written_by(op):
+            self._before_write_of(args[place] if place < len(args) else (kwargs or {}).get(name))
+
+    def _before_write_of(self, argument: Any) -> None:
+        for target in argument if isinstance(argument, (list, tuple)) else [argument]:
+            if isinstance(target, Tensor):
+                self.before_write(target)
+
+    def before_write(self, tensor: Tensor) -> None:
+        """Called before ``tensor`` is written to: what was to be remade from it is made now, as stock would keep it."""
+        tensor = unwrapped(tensor)
+        if not is_plain(tensor):
+            for part in parts_of(tensor):  # whose versions do not tell
+                self.before_write(part)
+                self.mark_unversioned(part)
+            return
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # a sparse tensor
+            return
+        for content in contents_on(storage):
+            if self.outer is not None:
+                offload.before_write(tensor)
+            if content.owner is None:
+                stores = () if content.is_sharded else (self, self.root)
+                readers = [ref for store in stores for ref in store._readers.pop(id(storage), ())]
+            else:
+                readers, content.readers = content.readers, ()
+            for ref in readers:
+                if (reader := ref()) is not None:
+                    reader.freeze()
+
+    def reads(self, content: Content, parameter: Tensor) -> None:
+        """``content`` has a parameter or a buffer itself among its inputs."""
+        key = id(parameter.untyped_storage())
+        self._readers[key] = added(self._readers.get(key, ()), weakref.ref(content))
+
+    def may_alias_parameter(self, tensor: Tensor) -> bool:
+        """Whether a write to ``tensor`` may be one to a parameter or buffer whose version does not tell."""
+        content = self.known(tensor) or (None if self.around is None else self.around.known(tensor))
+        is_filled = content is not None and content.is_sharded and tensor.dim() == 1  # by FSDP2, as it was before
+        return content is not None and content.owner is None and not is_filled and not is_parameter(tensor)
+
+    def mark_alias(self, tensor: Tensor) -> None:
+        """Its storage is handed out under a version of its own; of parameters and buffers, what is written is seen."""
+        content = self.content_of(tensor)
+        if content is None or content.owner is not None:
+            self.mark_unversioned(tensor)
+        elif not content.is_sharded:
+            self.root.unversioned += 1
+
+    def mark_unversioned(self, tensor: Tensor) -> None:
+        """Versions of ``tensor`` tell nothing any more: until the end of the forward it is kept as it is."""
+        self.unversioned += 1
+        if (content := self.content_of(tensor)) is not None:
+            storage = tensor.untyped_storage()
+            new = Content(self.lock)
+            if content.owner is None:
+                self._marks.append((storage, content))
+            else:
+                content.forget()
+                content.is_unversioned, new.readers = True, content.readers
+            new.is_unversioned = True
+            setattr(storage, self.mark, new)
+            setattr(storage, _NOTES, (None, {}))
+        if self.around is not None:
+            self.around.mark_unversioned(tensor)
+
+    # Who counts
+
+    def note(self, tensor: Tensor, content: Content | None) -> Any:
+        """Tell the ledger that ``tensor`` may be kept: what that knows of it, or None where nothing is counted."""
+        if self.ledger is None or content is None or content.owner is not self.lock:
+            return None
+        return self.ledger.note(tensor.untyped_storage(), tensor, content, self.in_place == "inexact")
+
+    def note_code(self, code: Content, nbytes: int, name: str, is_exact: bool = True) -> None:
+        """So little is kept instead of a tensor."""
+        code.nbytes_code = nbytes
+        if self.ledger is not None:
+            self.ledger.note_code(code, name, is_exact and self.in_place != "inexact")

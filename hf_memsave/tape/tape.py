@@ -1,0 +1,431 @@
+"""The tape: a function mode that notes how tensors are made, and a saved-tensor hook that decides what to keep of them.
+
+While a :class:`Tape` is innermost, every call of a function in the table (:mod:`~hf_memsave.tape.table`) is noted on
+the storage that it makes. Nothing else is computed: most calls are never asked for. When autograd wants to keep a
+tensor, :meth:`Tape.pack` keeps whichever costs fewer new bytes: the tensor, or what it was made from. Rules:
+
+1. A ticket gives the tensor that was kept, of equal bits and geometry, in every backward; or raises.
+2. A content belongs to one hook context: nothing crosses from one checkpointed block into the next. The tape's lock
+   tells whose it is, and a tape within another one links its contents by an attribute of its own on storages.
+3. A call that is not asked for outlives its block by one, and only if the block hands on what it made.
+4. A storage's link to a content that is nowhere yet is strong, to any other it is weak.
+5. Nothing on the tape refers to the tape, and nothing on it has a graph.
+6. What was decided is a cache: with none of it, the same bytes are kept.
+7. Where the bytes of a parameter are just now decides nothing, but where a sharding engine may take them away.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.compiler import is_dynamo_compiling
+from torch.overrides import TorchFunctionMode
+
+from hf_memsave.tape import private
+from hf_memsave.tape.again import LinearAgain
+from hf_memsave.tape.blocks import Blocks
+from hf_memsave.tape.codecs import CODERS, Coders, as_bits
+from hf_memsave.tape.content import Content, Handle, Sharded, Ticket, added, is_parameter, mapped, same
+from hf_memsave.tape.ledger import Ledger, Within
+from hf_memsave.tape.price import (
+    CASTS,
+    NEVER,
+    UNASKED,
+    Decisions,
+    Plan,
+    Price,
+    is_copied,
+    is_gathered,
+    is_local,
+    is_near,
+)
+from hf_memsave.tape.private import hooks_work, in_transform, innermost_hooks
+from hf_memsave.tape.store import Store
+from hf_memsave.tape.tensors import CONSTANT, is_flipped, is_plain, leaves, owned, place_of, plain_tensors, tensors_in
+from hf_memsave.tape.wrappers import Wrapped, are_asked, by_class, taken_apart, waited
+
+_fetch = operator.methodcaller("get")
+
+
+class Tape(Store, TorchFunctionMode):
+    """``with Tape(table): block(x)`` notes calls under ``table``, and keeps what costs least.
+
+    Args:
+        table: Function -> what to do when it is called, as ``handler(tape, func, args, kwargs)``.
+        dropout: What is kept of a dropout's mask: the generator's state ("seed"), a bit an element ("mask"), "stock".
+        coders: What packs bits and codes.
+        codec: Codes what has to be kept; None keeps it as it is.
+        inputs: What the caller holds until backward: it costs nothing.
+        ledger: Told of every tensor that autograd asks to keep.
+        decided: What earlier forwards of the same module decided.
+        mark_of: What to mark the storage of a parameter with, where a sharding engine may own it.
+    """
+
+    def __init__(
+        self,
+        table: Mapping[Any, Any],
+        dropout: str = "seed",
+        coders: Coders = CODERS,
+        codec: Any = None,
+        inputs: Iterable[Any] = (),
+        ledger: Ledger | Within | None = None,
+        decided: Decisions | None = None,
+        mark_of: Callable[[Tensor], Content] | None = None,
+    ) -> None:
+        super().__init__(coders, ledger, mark_of)
+        self.table, self.dropout, self.codec = table, dropout, codec
+        self.coder: Callable[[Tensor], Handle | None] | None = None  # while one operation runs, has the first say
+        self.at_end: list[Callable[[], None]] = []
+        self.again: list[dict[str, Any]] = []  # that hold, as "weight", the weights of linears that may run again
+        self.head: nn.Module | None = None  # gives logits, if those may be computed later, as `logits` then does
+        self.logits: Any = None
+        self.decided, self.blocks = Decisions() if decided is None else decided, Blocks()
+        self.plan = Plan(self.decided)
+        self._inputs, self._given = inputs, list[Content]()
+        self._hooks: Any = None
+
+    def __enter__(self) -> Tape:
+        self.outer = innermost_hooks()
+        self._hooks = saved_tensors_hooks(self.pack if self.ledger is None else self.pack_told, _fetch)
+        self._hooks.__enter__()
+        if isinstance(private.innermost_mode(), Tape):  # that of the model, around a checkpointed block
+            self.around = private.pop_mode()
+            self.mark = self.around.mark + "_"
+        private.push_mode(self)
+        inputs, self._inputs = self._inputs, ()
+        self.plan.state = hash((id(self.table), self.dropout, self.outer is None, self.codec is None))
+        try:
+            for tensor in tensors_in(inputs):
+                if self.owns(content := self.content_of(tensor)):
+                    content.is_input = True
+                    self._given.append(content)
+                    self.plan.state = hash((self.plan.state, tensor.shape))
+        except BaseException:
+            self._close(*sys.exc_info())
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            while self.at_end and error[0] is None:
+                self.at_end.pop()()
+        finally:
+            self._close(*error)
+
+    def _close(self, *error: object) -> None:
+        private.pop_mode()
+        if isinstance(self.around, Tape):
+            private.push_mode(self.around)
+        hooks, self._hooks = self._hooks, None
+        hooks.__exit__(*error)
+        self.end_block()
+        self.end_block()
+        if error[0] is None:
+            self.plan.close(self.outer is not None)
+        self.close()
+        for held in (self.at_end, self.again, self._given):
+            held.clear()
+        self.codec = self.head = self.logits = None
+
+    def is_innermost(self) -> bool:
+        """Whether what is called now asks this tape what to keep: no foreign hook, and no ``torch.func`` transform."""
+        hooks = innermost_hooks()
+        return hooks is not None and getattr(hooks[0], "__self__", None) is self and not in_transform()
+
+    def begin_block(self, inputs: Iterable[Any]) -> None:
+        """A block is given ``inputs``."""
+        self.blocks.begin(self, inputs)
+
+    def end_block(self, *outputs: Any) -> None:
+        """A block hands on ``outputs``."""
+        self.blocks.end(self, self.plan, self.take, outputs)
+
+    # What was made, and from what
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if is_dynamo_compiling():  # a part of the model is compiled: none of this may be traced into its graph
+            return func(*args, **(kwargs or {}))
+        if types and are_asked(types):
+            return by_class(self, func, types, args, kwargs or {})
+        handler = self.table.get(func)
+        if handler is None:
+            if kwargs and (kwargs.get("out") is not None or kwargs.get("inplace")):
+                self.before_writes(args, kwargs)
+            if type(func) in private.OPS:
+                self.before_op(func, args, kwargs)
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if not torch.is_grad_enabled() and not getattr(handler, "is_write", False):  # only what is written to is seen
+            self.before_writes(args, kwargs or {})
+            return func(*args, **(kwargs or {}))
+        return handler(self, func, args, kwargs or {})
+
+    def call(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``func(*args, **kwargs)``, as if the model had called it."""
+        return self.__torch_function__(func, (), args, kwargs)
+
+    def record(self, out: Tensor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None) -> None:
+        """``func(*args, **kwargs)`` gives ``out``, which shares its storage with no argument, to the bit."""
+        plan = self.plan
+        plan.calls += 1
+        made = hash((plan.state, plan.calls))
+        if self.outer is None and plan.decided[made] == UNASKED:
+            return
+        try:
+            seen = plain_tensors(args if not kwargs else (*args, *kwargs.values()))
+            if seen is None:
+                args, kwargs = waited(self.content_of, owned(args)), waited(self.content_of, owned(kwargs))
+                found = leaves(args, kwargs)
+                if not all(is_plain(x) and x.layout is torch.strided for x in found):
+                    return
+                seen = [(x, x._version) for x in found]
+            storage = out.untyped_storage()
+        except (RuntimeError, NotImplementedError):  # inference tensors have no version, sparse ones no storage
+            return
+        if Sharded.any_is_brief:
+            self._copy_brief(func, seen)
+        link = getattr(storage, self.mark, None)
+        content: Any = link() if type(link) is weakref.ref else link
+        if content is None or content.owner is not self.lock:
+            content = Content(self.lock)
+            setattr(storage, self.mark, content)
+        elif content.seen is not None or not _may_be_made_as(content, out):
+            return
+        content.func, content.args, content.kwargs, content.seen = func, args, kwargs, seen
+        content.version, content.dtype, content.stride, content.made = out._version, out.dtype, out.stride(), made
+        content.nbytes = storage.nbytes()
+        self.blocks.calls.append(weakref.ref(content))
+        plan.made.append(made)
+        if content.is_kept or content.parts:  # the op asked to keep its own result, before there was a call
+            plan.asked.add(made)
+            if plan.decide_remake(self, content, content.nbytes if content.is_kept else 1):
+                self.settle(content, storage)
+            elif content.is_kept:
+                self.blocks.weaken(self, plan, content, content.nbytes)
+        elif content.nbytes_code:  # likewise, and it was coded
+            self._give_code_way(content, storage)
+
+    def _copy_brief(self, func: Any, seen: Iterable[tuple[Tensor, int]]) -> None:
+        """Copy what a call reads of parameters that are there only while their own module runs, which is now."""
+        for x, _ in seen:
+            if x.dim() <= 1 or isinstance(func, LinearAgain):
+                content = self.content_of(x)
+                if content.is_brief and is_copied(x, content, func):
+                    self.copy_of(x)
+
+    # What to keep
+
+    def pack(self, tensor: Tensor) -> Handle:
+        """Called by autograd with each tensor to keep; returns what goes on the tape."""
+        if self.coder is not None and (chosen := self.coder(tensor)) is not None:
+            return chosen
+        content: Any = None
+        if type(tensor) is Tensor and tensor.layout is torch.strided:  # quickly
+            link = getattr(tensor.untyped_storage(), self.mark, None)
+            content = link() if type(link) is weakref.ref else link
+        if content is None or content.owner is not self.lock:
+            content = self.content_of(tensor) if type(tensor) is not nn.Parameter else None
+        if content is None or content.owner is None:
+            return self.keep(tensor) if is_plain(tensor) or is_parameter(tensor) else self._pack_wrapped(tensor)
+        storage = tensor.untyped_storage()
+        is_open = content.tensor is None and (content.seen is not None or content.make is not None)
+        ticket = self.ticket(content, storage, tensor) if is_open else None
+        return self.hold(content, storage, tensor) if ticket is None else ticket
+
+    def pack_told(self, tensor: Tensor) -> Handle:
+        """:meth:`pack`, of which the ledger is told."""
+        entry, handle = self.note(tensor, self.content_of(tensor)), self.pack(tensor)
+        if entry is not None and self.in_place is None:
+            entry.ask(handle)
+        return handle
+
+    def _pack_wrapped(self, tensor: Tensor) -> Handle:
+        """What goes on the tape for an activation that wraps others."""
+        parts, wrap = taken_apart(tensor) or ((), None)
+        return self.keep(tensor) if wrap is None or len(parts) != 1 else Wrapped(tensor, self.pack_told(parts[0]), wrap)
+
+    def ticket(self, content: Content, storage: Any, tensor: Tensor) -> Ticket | None:
+        """For a tensor that can be had again for less than it takes to keep."""
+        if content.is_kept or not content.is_of(tensor):
+            return None
+        if content.make is not None:
+            if not content.is_there():
+                return None
+            if content.seen is not None:
+                self._give_code_way(content, storage)
+        elif content.seen is None:
+            return None
+        elif self.plan.decide_remake(self, content, storage.nbytes()):
+            self.plan.asked.add(content.made)
+            content = self.settle(content, storage)
+        else:
+            if self.decided[content.key] != NEVER:  # another thread may have cleared them
+                self.plan.asked.add(content.made)
+            return None
+        return Ticket(content, tensor)
+
+    def hold(self, content: Content, storage: Any, tensor: Tensor) -> Handle:
+        """For a tensor that has to be kept."""
+        is_kept = content.is_kept
+        if not is_kept and (self.codec is not None or tensor.dtype is torch.bool):
+            code = self.codec if tensor.dtype is not torch.bool else as_bits
+            if (coded := code(self, content, storage, tensor)) is not None:
+                return coded
+        if content.is_unversioned:
+            fresh = self.keep(tensor)
+            self.note(tensor, fresh)
+            return fresh
+        if content.tensor is not None and content.is_of(tensor):
+            return Ticket(content, tensor)
+        if self.outer is not None and (lent := self._lent(content, tensor)) is not None:
+            return lent
+        is_of = content.seen is None or content.is_of(tensor)
+        if content.tensor is not None or content.make is not None or not is_of:  # of another version, or view
+            return self._hold_beside(content, storage, tensor)
+        if content.seen is None:
+            content.version, content.dtype = tensor._version, None if is_flipped(tensor) else tensor.dtype
+        self.keep(tensor, content)
+        setattr(storage, self.mark, weakref.ref(content))
+        if content.parts:
+            self._share(content, tensor)
+        is_new = content.seen is None
+        if not is_kept and is_new:
+            self.plan.question_key(storage.nbytes())
+        elif not is_kept:
+            self.blocks.weaken(self, self.plan, content, storage.nbytes())
+        if content.is_lent or (is_new and self.ledger is None) or not content.is_of(tensor):
+            content.uses += 1
+            return content
+        return Ticket(content, tensor)
+
+    def _lent(self, content: Content, tensor: Tensor) -> Content | None:
+        """What the hook outside made of this very view before."""
+        for ref in (weakref.ref(content), *content.parts):
+            lent = ref()
+            if lent is not None and lent.is_lent and lent.view is not None and lent.view.is_of(tensor):
+                lent.uses += 1
+                return lent
+        return None
+
+    def _hold_beside(self, content: Content, storage: Any, tensor: Tensor) -> Content:
+        fresh = self.keep(tensor)
+        fresh.version, fresh.dtype = tensor._version, tensor.dtype
+        self.note(tensor, fresh)
+        if content.is_lent:
+            content.parts = added(content.parts, weakref.ref(fresh))
+        elif not is_flipped(tensor):
+            self.link(storage, fresh, content)
+            self._share(fresh, tensor)
+        return fresh
+
+    def _share(self, content: Content, tensor: Tensor) -> None:
+        """``tensor`` is kept: codes that stand in for it share its bytes."""
+        for ref in content.parts:
+            if (code := ref()) is None or not code.nbytes_code or (view := code.view) is None:
+                continue
+            is_same = view.version == tensor._version and view.dtype == tensor.dtype and not is_flipped(tensor)
+            if view.is_of(tensor) if content.is_lent else is_same:
+                code.give_way(content)
+
+    def settle(self, content: Content, storage: Any) -> Content:
+        """Have it remade, by what this returns: what it was made from becomes handles."""
+        # Autocast converts an input for each product that takes it: as one content, so that backward converts once.
+        func, args, kwargs, first = content.func, content.args, content.kwargs, None
+        if func in CASTS:
+            x = content.seen[0][0]
+            notes, key = self.notes(x), (place_of(x), is_flipped(x), content.dtype, content.stride)
+            first = notes[key]() if key in notes else None
+            if first is not None and (first.make is None or not is_near(self, first)):
+                first = None
+            notes[key] = weakref.ref(content if first is None else first)
+        if type(func) is LinearAgain and self.ledger is not None:
+            self.ledger.note_run_again(storage.nbytes())
+        content.forget()
+        parts = content.parts
+        if first is not None and not content.uses:
+            content = first
+        else:
+            content.work, content.depth, content.first, content.make = 1, 1, self.block, func
+            content.tensor, content.is_lent, content.is_lossy, content.nbytes_code = None, False, False, 0
+            if first is not None:
+                content.builds_on(first)
+                first.uses += 1
+                content.settle(same, [first])
+            else:
+                inputs = [a if type(a) in CONSTANT else mapped(a, lambda x: self.take(x, content)) for a in args]
+                named = {k: mapped(a, lambda x: self.take(x, content)) for k, a in kwargs.items()} if kwargs else None
+                content.settle(func, inputs, named)
+        self.link(storage, content)
+        for ref in parts:
+            if (code := ref()) is not None and code.nbytes_code and not content.is_lossy:
+                code.give_way(content)
+        return content
+
+    def take(self, argument: Tensor, content: Content) -> Handle:
+        """An input of ``content``: kept already, remade in turn, or kept from now on."""
+        storage, theirs = argument.untyped_storage(), self.content_of(argument)
+        if theirs.owner is None:
+            if is_copied(argument, theirs, content.make):
+                return self.copy_of(argument)
+            if is_local(content.make) and not theirs.is_brief and not is_gathered(content.make):
+                content.reads = (*content.reads, storage)
+            if not theirs.is_sharded:
+                self.reads(content, argument)
+            return self.keep(argument)
+        if not argument.requires_grad:  # a write could give it a graph, which would then hold itself by this handle
+            argument = argument.detach()
+        handle: Handle | None = None
+        if theirs.make is None or is_near(self, theirs):
+            handle = self.ticket(theirs, storage, argument)
+        if handle is None:
+            theirs.readers = added(theirs.readers, weakref.ref(content))
+            self.note(argument, theirs)
+            handle = self.hold(theirs, storage, argument)
+        if type(handle) is Ticket:
+            content.builds_on(handle.content)
+        return handle
+
+    def _give_code_way(self, content: Content, storage: Any) -> None:
+        """Let go of the code of a tensor that can be had by what is kept, coded or not, anyway."""
+        if content.nbytes_code:
+            kept = sum(a.tensor.nbytes for a in content.inputs if type(a) is Content and a.tensor is not None)
+            if self.plan.decide_remake(self, content, kept):
+                self.plan.asked.add(content.made)
+                self.settle(content, storage)
+
+    def cost(self, tensor: Tensor) -> int:
+        """Bytes that having ``tensor`` in backward would add to what is kept so far: the next forward asks likewise."""
+        if (content := self.content_of(tensor)) is None:
+            return tensor.numel() * tensor.itemsize
+        price = Price(self)
+        new, _ = price.of(tensor, content)
+        self.plan.asked.update(price.looked_at)
+        return sum(new.values())
+
+
+def _may_be_made_as(content: Content, out: Tensor) -> bool:
+    """Whether a call that gives ``out`` may give the content: handles that have no view of their own ask for that."""
+    kept: Any = content.view if content.is_lent else content.tensor
+    if kept is None:
+        return content.make is None or (bool(content.nbytes_code) and content.stride == out.stride())
+    return content.version == out._version and (kept.shape, kept.stride()) == (out.shape, out.stride())
+
+
+def current() -> Tape | None:
+    """The tape that is innermost on this thread; None under a foreign hook, and wherever ops must be stock."""
+    if not hooks_work():
+        return None
+    hooks = innermost_hooks()
+    owner = getattr(hooks[0], "__self__", None) if hooks is not None else None
+    return owner if isinstance(owner, Tape) else None
+
+
+private.compile_nothing_of(Tape.__torch_function__, Tape.pack, Tape.pack_told)
