@@ -14,39 +14,31 @@ from typing import Any
 
 import psutil
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 from transformers import PreTrainedConfig
 
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import MeasureError
-from hf_memsave.measure.estimate import WORKSPACES, Estimate, Memory, trace_in_full
+from hf_memsave.measure.depth import trace_in_full
+from hf_memsave.measure.estimate import WORKSPACES, Estimate, Memory
 from hf_memsave.measure.inputs import forward_of, make_batch
+from hf_memsave.measure.kernels import BACKENDS
 from hf_memsave.measure.layers import at_depth
-from hf_memsave.measure.loss import loss_of
 from hf_memsave.measure.models import choose_head
-from hf_memsave.measure.optimizers import OPTIMIZERS
-from hf_memsave.measure.peak import count_peak, rounded, storages
-from hf_memsave.measure.trace import UNIT
-from hf_memsave.measure.training import Training, build
+from hf_memsave.measure.peak import count_peak, rounded
+from hf_memsave.measure.trace import UNIT, make_states, nbytes_of, run_passes
+from hf_memsave.measure.training import OPTIMIZERS, Training, build
 from hf_memsave.patching.patch import patch
 from hf_memsave.sizes import GIB
 from hf_memsave.tape import measure_kept
 
 #: How far what was measured may be from what was predicted, by type of device: kept bytes, and the peak.
 SLACK = {"cpu": {"kept": 0.01, "peak": 0.03}, "cuda": {"kept": 0.03, "peak": 0.07}}
-_KERNELS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Predicted and measured bytes, "kept" and "peak", of one setting on a device of this type.
-
-    On CUDA with cuBLAS's work spaces, which lie in PyTorch's allocator.
-    """
+    """Bytes "kept" and at the "peak", predicted and measured; on CUDA with cuBLAS's work spaces."""
 
     device: str
     predicted: dict[str, int]
@@ -63,16 +55,13 @@ class Check:
 
 
 def check(
-    config: PreTrainedConfig,
-    result: Estimate,
-    training: Training,
-    memsave: MemSaveConfig | None,
+    config: PreTrainedConfig, result: Estimate, training: Training, memsave: MemSaveConfig | None,
     tell: Callable[[float], None] = lambda share: None,
-) -> dict[str, Check]:
+) -> dict[str, Check]:  # fmt: skip
     """Run the step that was estimated, on CUDA if it is there, and compare.
 
     Returns:
-        Setting -> what was found; without those that are too large for this machine.
+        "stock" and "patched" -> what was found, without those that are too large for this machine.
 
     Raises:
         MeasureError: All of them are, or they cannot be run on it.
@@ -91,7 +80,7 @@ def check(
             predicted = {"kept": estimated.kept, "peak": estimated.peak + WORKSPACES}
         else:
             traced, _ = trace_in_full(config, result.depth, training, chosen, on_cpu=True)
-            predicted = {"kept": sum(traced.by_kind.values()), "peak": traced.trace.peak}
+            predicted = {"kept": sum(traced.by_kind.values()), "peak": traced.peak}
             _refuse_too_large(predicted["peak"], free, device)
         tell((i + 0.5) / len(settings))
         measured = _measured(at_depth(config, result.depth), training, chosen, device)
@@ -111,17 +100,7 @@ def _refuse_too_large(peak: int, free: int, device: str) -> None:
 def _measured(
     config: PreTrainedConfig, training: Training, memsave: MemSaveConfig | None, device: str
 ) -> dict[str, int]:
-    """Kept bytes and the peak of a real step in which the optimizer has its states.
-
-    It is the first with the model, as what is predicted: tapes learn in three forwards what they need not record, and
-    later steps may hold less for a while.
-
-    Returns:
-        "kept" and "peak", in bytes.
-
-    Raises:
-        MeasureError: The step fails.
-    """
+    """Bytes "kept", and the "peak", of a real step in which the optimizer has its states."""
     gc.collect()  # a step before this one may hang in cycles
     before = torch.cuda.memory_allocated() if device == "cuda" else 0
     batch: dict[str, Any] = make_batch(choose_head(config), config, training.batch_size, training.seq_len)
@@ -135,31 +114,26 @@ def _measured(
         patch(model, memsave)
     forward = forward_of(model, training.autocast)
     optimizer = OPTIMIZERS[training.optimizer](p for p in model.parameters() if p.requires_grad)
-
     held: list[Any] = []
 
     def step() -> None:
         for _ in range(training.accumulation):
-            output = forward(**batch)
-            loss = loss_of(output, model, batch)
-            held[:] = [output] if training.holds_output else []
-            del output
-            loss.backward()
-            del loss
+            run_passes(model, batch, forward, held if training.holds_output else None)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
     try:
         with _kernels(training, device):
-            _make_states(optimizer)
+            # The step is the first with the model, as what is predicted: tapes learn in three forwards what they need
+            # not record, and later steps may hold less for a while.
+            make_states(optimizer)
             if device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
                 step()
                 peak = torch.cuda.max_memory_allocated() - before
             else:
                 states = [dict(state) for state in optimizer.state.values()]
-                there = storages([*model.parameters(), *model.buffers(), states, batch])
-                fixed = sum(rounded(s.nbytes(), UNIT) for s in {s._cdata: s for s in there}.values())
+                fixed = nbytes_of([*model.parameters(), *model.buffers(), states, batch], "cpu")
                 peak = fixed + count_peak(step, UNIT).peak
             kept = sum(rounded(storage.nbytes, UNIT) for storage in measure_kept(model, batch, forward).storages)
             return {"kept": kept, "peak": peak}
@@ -170,22 +144,10 @@ def _measured(
         ) from error
 
 
-def _make_states(optimizer: torch.optim.Optimizer) -> None:
-    """Have the optimizer make them, by a step with gradients of zero."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-
-
-@contextlib.contextmanager
-def _kernels(training: Training, device: str) -> Any:
+def _kernels(training: Training, device: str) -> contextlib.AbstractContextManager[Any]:
     """The attention kernel that was asked for comes first, as in the estimate."""
     if device != "cuda" or training.attention == "eager":
-        yield
-        return
-    first = _KERNELS[training.attention]
-    order = [first, *(k for k in (_KERNELS["flash"], _KERNELS["efficient"], SDPBackend.MATH) if k != first)]
-    with sdpa_kernel(order, set_priority=True):
-        yield
+        return contextlib.nullcontext()
+    names = dict.fromkeys((training.attention, "flash", "efficient", "math"))
+    kernels: contextlib.AbstractContextManager[Any] = sdpa_kernel([BACKENDS[n] for n in names], set_priority=True)
+    return kernels

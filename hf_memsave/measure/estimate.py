@@ -2,7 +2,7 @@
 
 A few layers are run, forward, backward and optimizer, on a stand-in for a CUDA device
 (:mod:`~hf_memsave.measure.fake_device`), and every byte is counted; the full depth follows from them exactly
-(:mod:`~hf_memsave.measure.extrapolate`).
+(:mod:`~hf_memsave.measure.depth`).
 
 Modelled: parameters, gradients, the optimizer's states, activations, transients of forward, loss, backward and
 optimizer, autocast's copies, adapters, rounding to 512 bytes, the largest work spaces of attention. Stated as
@@ -22,13 +22,11 @@ from transformers import PreTrainedConfig
 
 from hf_memsave.config import MemSaveConfig, MemSaveLike
 from hf_memsave.errors import MeasureError
-from hf_memsave.measure.elsewhere import away_from_gpus
-from hf_memsave.measure.extrapolate import depths_of, extrapolated, trace_at_full_depth
+from hf_memsave.measure.depth import trace_in_full
 from hf_memsave.measure.layers import depth_fields
 from hf_memsave.measure.sharding import sharded
-from hf_memsave.measure.timeline import Point, in_words, timeline
-from hf_memsave.measure.trace import Place
-from hf_memsave.measure.training import Traced, Training, config_of, trace_at, training_of
+from hf_memsave.measure.trace import Point, Trace, timeline
+from hf_memsave.measure.training import config_of, training_of
 from hf_memsave.sizes import GIB, MIB, bytes_of
 from hf_memsave.wtacrs import is_int
 
@@ -40,33 +38,19 @@ WORKSPACES = 2 * (4096 * 2 + 16 * 8) * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """One step's memory on one device, in bytes.
+    """One step's memory on one device, in bytes."""
 
-    Attributes:
-        peak: The most that PyTorch's allocator has given out at once.
-        where: The moment of the step at which that is.
-        parameters: With buffers.
-        gradients: Of them, at the peak.
-        states: Of the optimizer.
-        activations: Whatever else is alive at the peak: what is kept, and transients.
-        kept: Between forward and backward.
-        by_kind: The same by kind of op.
-        by_module: The same by module, "*" for the number of a block.
-        per_layer: The same that each layer adds, by field of the configuration.
-        timeline: The highest moment of each part of the step, in order.
-    """
-
-    peak: int
-    where: str
-    parameters: int
-    gradients: int
-    states: int
-    activations: int
-    kept: int
-    by_kind: dict[str, int]
-    by_module: dict[str, int]
-    per_layer: dict[str, float]
-    timeline: tuple[Point, ...]
+    peak: int  # the most that PyTorch's allocator has given out at once
+    where: str  # the moment of the step at which that is
+    parameters: int  # with buffers
+    gradients: int  # of them, at the peak
+    states: int  # of the optimizer
+    activations: int  # whatever else is alive at the peak: what is kept, and transients
+    kept: int  # between forward and backward
+    by_kind: dict[str, int]  # kept bytes by kind of op
+    by_module: dict[str, int]  # kept bytes by module, "*" for the number of a block
+    per_layer: dict[str, float]  # kept bytes that each layer adds, by field of the configuration
+    timeline: tuple[Point, ...]  # the highest moment of each part of the step, in order
 
     @property
     def needed(self) -> int:
@@ -76,25 +60,15 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What :func:`estimate` found; ``str()`` of it is a table.
+    """What :func:`estimate` found; ``str()`` of it is a table."""
 
-    Attributes:
-        model: Its type, and its depth by field of the configuration.
-        depth: Field of the configuration -> number of layers.
-        numbers: How many "parameters" there are, and how many are "trained".
-        u: Bytes of one activation ``[batch, seq, hidden]``.
-        stock: Without hf_memsave.
-        patched: With it; None where that was not asked for.
-        memory: The limit in bytes; None if none was given.
-    """
-
-    model: str
-    depth: dict[str, int]
-    numbers: dict[str, int]
-    u: int
-    stock: Memory
-    patched: Memory | None
-    memory: int | None = None
+    model: str  # its type, and its depth by field of the configuration
+    depth: dict[str, int]  # field of the configuration -> number of layers
+    numbers: dict[str, int]  # how many "parameters" there are, and how many are "trained"
+    u: int  # bytes of one activation ``[batch, seq, hidden]``
+    stock: Memory  # without hf_memsave
+    patched: Memory | None  # with it; None where that was not asked for
+    memory: int | None = None  # the limit in bytes; None if none was given
 
     @property
     def fits(self) -> bool | None:
@@ -108,11 +82,10 @@ class Estimate:
     def __str__(self) -> str:
         columns = [self.stock] + ([self.patched] if self.patched else [])
         rows = [("", "stock", *(["patched"] if self.patched else []))]
-        for name in ("parameters", "gradients", "states", "activations"):
-            rows.append((name, *(_gib(getattr(m, name)) for m in columns)))
-        rows.append(("peak", *(_gib(m.peak) for m in columns)))
-        rows.append(("needed, with CUDA's own", *(_gib(m.needed) for m in columns)))
-        rows.append(("kept for backward", *(_gib(m.kept) for m in columns)))
+        names = {name: name for name in ("parameters", "gradients", "states", "activations", "peak")}
+        names |= {"needed": "needed, with CUDA's own", "kept": "kept for backward"}
+        for name, words in names.items():
+            rows.append((words, *(_gib(getattr(m, name)) for m in columns)))
         for field in self.depth:
             rows.append((f"u a layer ({field})", *(f"{m.per_layer[field] / self.u:.2f}" for m in columns)))
         layers = " + ".join(map(str, self.depth.values()))
@@ -124,18 +97,10 @@ class Estimate:
 
 
 def estimate(
-    model_or_config: str | PreTrainedConfig | nn.Module,
-    *,
-    batch_size: int,
-    seq_len: int,
-    memsave: MemSaveLike = True,
-    memory: int | str | None = None,
-    devices: int = 1,
-    sharding: str = "ddp",
-    layers: int | None = None,
-    progress: Callable[[float], None] | None = None,
-    **training: Any,
-) -> Estimate:
+    model_or_config: str | PreTrainedConfig | nn.Module, *, batch_size: int, seq_len: int, memsave: MemSaveLike = True,
+    memory: int | str | None = None, devices: int = 1, sharding: str = "ddp", layers: int | None = None,
+    progress: Callable[[float], None] | None = None, **training: Any,
+) -> Estimate:  # fmt: skip
     """Estimate a training step's peak memory on a CUDA device, without one.
 
     Args:
@@ -166,78 +131,43 @@ def estimate(
     config = config_of(model_or_config, training)
     setting = training_of(batch_size=batch_size, seq_len=seq_len, **training)
     resolved = MemSaveConfig.resolve(memsave)
-    fields = depth_fields(config)
-    depth = {field: layers or getattr(config, field) for field in fields}
+    depth = {field: layers or getattr(config, field) for field in depth_fields(config)}
     tell = progress or (lambda share: None)
     tell(0)
     stock, per_layer = trace_in_full(config, depth, setting, None)
     tell(0.3 if resolved else 1)
-    memories = [_memory(stock, per_layer, sharding, devices)]
+    patched = None
     if resolved is not None:
-        patched, per_layer = trace_in_full(config, depth, setting, resolved)
-        memories.append(_memory(patched, per_layer, sharding, devices))
+        patched = _memory(*trace_in_full(config, depth, setting, resolved), sharding, devices)
         tell(1)
     return Estimate(
         model=config.model_type,
         depth=depth,
         numbers=stock.numbers,
         u=batch_size * seq_len * config.hidden_size * setting.u_itemsize,
-        stock=memories[0],
-        patched=memories[1] if resolved is not None else None,
+        stock=_memory(stock, per_layer, sharding, devices),
+        patched=patched,
         memory=limit,
     )
 
 
-@away_from_gpus
-def trace_in_full(
-    config: PreTrainedConfig,
-    depth: dict[str, int],
-    training: Training,
-    memsave: MemSaveConfig | None,
-    keeps: bool = True,
-    on_cpu: bool = False,
-) -> tuple[Traced, dict[str, float]]:
-    """A step at full depth, from steps of few layers as :func:`trace_at` runs them.
-
-    Returns:
-        The step, and field of the configuration -> the bytes that each layer keeps.
-    """
-    depths = depths_of(config, depth, training, memsave)
-    first, *deeper = (trace_at(config, at, training, memsave, keeps, on_cpu) for at in depths.run)
-
-    def of(name: str) -> Any:
-        return extrapolated(getattr(first, name), [getattr(traced, name) for traced in deeper], depths.times)
-
-    kept = [sum(traced.by_kind.values()) for traced in (first, *deeper)]
-    per_layer = {field: (k - kept[0]) / n for (field, n), k in zip(depths.every.items(), kept[1:], strict=True)}
-    trace = trace_at_full_depth(first.trace, [traced.trace for traced in deeper], depths.times)
-    full = Traced(trace=trace, numbers=of("numbers"), by_kind=of("by_kind"), by_module=of("by_module"))
-    return full, per_layer
-
-
-def _memory(traced: Traced, per_layer: dict[str, float], sharding: str, devices: int) -> Memory:
-    trace = sharded(traced.trace, sharding, devices)
+def _memory(full: Trace, per_layer: dict[str, dict[str, float]], sharding: str, devices: int) -> Memory:
+    trace = sharded(full, sharding, devices)
     place, highest = max(trace.places.items(), key=lambda item: item[1].live)
-    parts = trace.parameters + highest.gradients + trace.states
+    op = highest.op.removeprefix("aten.").partition(".")[0]
     return Memory(
         peak=highest.live,
-        where=_described(place, highest.op),
+        where=f"in the {place.phase}{f' {place.where}' if place.stack else ''}, in {op}",
         parameters=trace.parameters,
         gradients=highest.gradients,
         states=trace.states,
-        activations=highest.live - parts,
-        kept=sum(traced.by_kind.values()),
-        by_kind=traced.by_kind,
-        by_module=traced.by_module,
-        per_layer=per_layer,
+        activations=highest.live - trace.parameters - highest.gradients - trace.states,
+        kept=sum(trace.by_kind.values()),
+        by_kind=trace.by_kind,
+        by_module=trace.by_module,
+        per_layer={field: added["kept"] for field, added in per_layer.items()},
         timeline=timeline(trace),
     )
-
-
-def _described(place: Place, op: str) -> str:
-    op = op.removeprefix("aten.").partition(".")[0]
-    where = f" {in_words(place)}" if place.stack else ""
-    return f"in the {place.phase}{where}, in {op}"
 
 
 def _gib(nbytes: float) -> str:

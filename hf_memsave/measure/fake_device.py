@@ -95,7 +95,7 @@ def fake_device(attention: str = "flash") -> Iterator[torch.device]:
         The device.
 
     Raises:
-        MeasureError: There is no such kernel, or no such device in this version of PyTorch; or there are GPUs.
+        MeasureError: There is no such kernel or device in this version of PyTorch, or there are GPUs.
     """
     if attention not in ATTENTION:
         raise MeasureError(f"attention: expected one of {', '.join(ATTENTION)}, got {attention!r}. Use 'flash'.")
@@ -112,15 +112,7 @@ def fake_device(attention: str = "flash") -> Iterator[torch.device]:
 
 
 def to_fake(model: nn.Module, device: torch.device) -> nn.Module:
-    """Give ``model``, which may be on the meta device, fake parameters and buffers on ``device``; in place.
-
-    Args:
-        model: What is shared in it stays shared.
-        device: The one that :func:`fake_device` yields.
-
-    Returns:
-        The model.
-    """
+    """Give ``model``, which may be on the meta device, fake parameters and buffers on ``device``, in place."""
     made: dict[int, Tensor] = {}
     for module in model.modules():
         homes: tuple[dict[str, Any], ...] = module._parameters, module._buffers

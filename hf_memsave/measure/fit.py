@@ -4,52 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import MeasureError
-from hf_memsave.measure.elsewhere import away_from_gpus
-from hf_memsave.measure.estimate import CONTEXT, WORKSPACES, Memory, trace_in_full
+from hf_memsave.measure.depth import trace_in_full
+from hf_memsave.measure.estimate import CONTEXT, WORKSPACES, Memory
 from hf_memsave.measure.sharding import sharded
 from hf_memsave.measure.training import Training
+from hf_memsave.measure.without_gpus import without_gpus
 
 #: More is not asked for; nor, at once, for so many times what was asked for before: a batch of ids is made of it.
 _MOST, _GROWTH = 2**22, 64
 
 
-@away_from_gpus
+@without_gpus
 def largest(
-    config: PreTrainedConfig,
-    depth: dict[str, int],
-    training: Training,
-    memsave: MemSaveConfig | None,
-    name: str,
-    memory: int,
-    sharding: tuple[str, int] = ("ddp", 1),
-    estimated: Memory | None = None,
-) -> int:
-    """The largest "batch_size" or "seq_len" that fits, all else as it is.
+    config: PreTrainedConfig, depth: dict[str, int], training: Training, memsave: MemSaveConfig | None, name: str,
+    memory: int, sharding: tuple[str, int] = ("ddp", 1), estimated: Memory | None = None,
+) -> int:  # fmt: skip
+    """The largest "batch_size" or "seq_len" that fits, all else as it is; 0 if not even 1 fits."""
+    start = getattr(training, name)
 
-    Returns:
-        A number; 0 if not even 1 fits.
-    """
-    most = most_of(config, name)
-
-    @cache
     def needed(number: int) -> int:
+        if estimated is not None and number == start:
+            return estimated.needed
         fields: dict[str, Any] = {name: number}
-        changed = replace(training, **fields)
-        traced, _ = trace_in_full(config, depth, changed, memsave, keeps=False)
-        return sharded(traced.trace, *sharding).peak + WORKSPACES + CONTEXT
+        trace, _ = trace_in_full(config, depth, replace(training, **fields), memsave, keeps=False)
+        return sharded(trace, *sharding).peak + WORKSPACES + CONTEXT
 
-    if estimated is None:
-        return search(needed, memory, getattr(training, name), most)
-    known = {getattr(training, name): estimated.needed}
-    fixed = estimated.parameters + estimated.states + WORKSPACES + CONTEXT
-    return search(lambda n: known[n] if n in known else needed(n), memory, getattr(training, name), most, fixed)
+    fixed = 0 if estimated is None else estimated.parameters + estimated.states + WORKSPACES + CONTEXT
+    return search(needed, memory, start, most_of(config, name), fixed)
 
 
 def most_of(config: PreTrainedConfig, name: str) -> int:
@@ -58,17 +45,17 @@ def most_of(config: PreTrainedConfig, name: str) -> int:
 
 
 def search(needed: Callable[[int], int], memory: int, start: int, most: int, fixed: int = 0) -> int:
-    """The largest number up to ``most`` for which ``needed``, which rises about evenly, is at most ``memory``.
+    """The largest number up to ``most`` for which ``needed`` is at most ``memory``; 0 if not even 1 is.
 
     Args:
-        needed: What a number needs; each question costs seconds.
+        needed: What a number needs, rising about evenly; each question costs seconds, and none is asked twice.
         memory: What there is.
         start: A number to begin with.
         most: The largest number that is allowed.
         fixed: About what is needed whatever the number.
 
     Returns:
-        A number; 0 if not even 1 fits.
+        The number.
 
     Raises:
         MeasureError: No number can be asked about.

@@ -1,4 +1,4 @@
-"""What a training step is run on: a random batch, or one from a file, and the forward that takes it."""
+"""What a training step is run on: a batch, the forward that takes it, and the loss that it returns."""
 
 from __future__ import annotations
 
@@ -40,13 +40,10 @@ def empty_batch(like: dict[str, Tensor], batch_size: int, seq_len: int, device: 
 
 
 def read_batch(path: Path) -> dict[str, Tensor]:
-    """A batch from a file: ``torch.save`` of a dict of tensors, safetensors, JSON (lists by name), or JSON lines.
-
-    Args:
-        path: Ends in .safetensors, .json or .jsonl (one example a line); any other name means ``torch.save``.
+    """Tensors by name from .safetensors, .json (lists), .jsonl (one example a line) or ``torch.save``.
 
     Returns:
-        Its tensors by name.
+        The batch.
 
     Raises:
         MeasureError: The file is missing, or holds something else.
@@ -98,3 +95,26 @@ def forward_of(model: nn.Module, autocast: torch.dtype | None) -> Callable[..., 
 def device_of(model: nn.Module) -> str:
     """The type of device that the model is on."""
     return next((p.device.type for p in model.parameters()), "cpu")
+
+
+def loss_of(output: Any, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """The one number that backward begins at: ``output["loss"]``, or ``output``; MeasureError if there is none."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        remedy = "Use a model with a head that takes them" if "labels" in batch else "Add 'labels' to the batch"
+        raise MeasureError(
+            f"expected a loss in the output of {type(model).__name__}, got {_got(output, loss)} for a batch of "
+            f"{', '.join(batch)}. {remedy}, or have its forward return a loss of one number."
+        )
+    if not loss.requires_grad:
+        raise MeasureError(
+            f"expected a loss that depends on parameters of {type(model).__name__} that require a gradient, got one "
+            "that needs none. Unfreeze some."
+        )
+    return loss
+
+
+def _got(output: Any, loss: Any) -> str:
+    if isinstance(loss, Tensor):
+        return f"a tensor {list(loss.shape)}"
+    return ", ".join(output) if isinstance(output, Mapping) else f"a {type(output).__name__}"

@@ -12,7 +12,6 @@ keeps the probabilities.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +27,14 @@ aten = torch.ops.aten
 ATTENTION = ("flash", "efficient", "cudnn")
 #: The widest head of each.
 _WIDEST = {"flash": 256, "efficient": 1 << 16, "cudnn": 256}
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION, "math": SDPBackend.MATH,
+}  # fmt: skip
+_BACKWARDS = (
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+)
 
 
 class Preferred:
@@ -45,21 +52,33 @@ def register_kernels() -> None:
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
     """``F.scaled_dot_product_attention`` as a CUDA device runs it."""
     name = chosen(query, key, value, attn_mask, enable_gqa)
-    if attn_mask is not None and attn_mask.dtype == torch.bool:  # -65504 takes as many bytes
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
-    return _RUN[name](query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    q, k, v, mask, width = query, key, value, attn_mask, query.shape[-1]
+    if mask is not None and mask.dtype == torch.bool:  # -65504 takes as many bytes
+        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask.logical_not(), -torch.inf)
+    if name == "math":
+        return aten._scaled_dot_product_attention_math(
+            q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+    if name == "flash":
+        if width % 8:
+            scale = width**-0.5 if scale is None else scale
+            q, k, v = (F.pad(x, (0, -width % 8)) for x in (q, k, v))
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0][..., :width]
+    wants = any(x.requires_grad for x in (q, k, v)) and torch.is_grad_enabled()
+    if name == "cudnn":
+        run = aten._scaled_dot_product_cudnn_attention
+        return run(q, k, v, mask, wants, dropout_p, is_causal, False, scale=scale)[0]
+    if mask is not None:
+        length, multiple = mask.shape[-1], mask_multiple(mask)
+        if mask.stride(-1) != 1 or any(stride % multiple for stride in mask.stride()[:-1]):
+            mask = F.pad(mask, (0, multiple - length % multiple))[..., :length]
+        mask = mask.expand(*q.shape[:-1], k.shape[-2])
+    return aten._scaled_dot_product_efficient_attention(q, k, v, mask, wants, dropout_p, is_causal, scale=scale)[0]
 
 
 def chosen(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool) -> str:
@@ -80,43 +99,9 @@ def choice(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> int:  # fmt: skip
-    """Its number in ``torch.nn.attention.SDPBackend``."""
-    backend: int = _BACKENDS[chosen(query, key, value, attn_mask, enable_gqa)].value
+    """The number of the chosen kernel in ``torch.nn.attention.SDPBackend``."""
+    backend: int = BACKENDS[chosen(query, key, value, attn_mask, enable_gqa)].value
     return backend
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, is_causal: bool, scale: Any, gqa: bool) -> Tensor:
-    width = q.shape[-1]
-    if width % 8:
-        scale = width**-0.5 if scale is None else scale
-        q, k, v = (F.pad(x, (0, -width % 8)) for x in (q, k, v))
-    return aten._scaled_dot_product_flash_attention(q, k, v, p, is_causal, scale=scale)[0][..., :width]
-
-
-def _efficient(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, is_causal: bool, scale: Any, gqa: bool) -> Tensor:
-    if mask is not None:
-        length, multiple = mask.shape[-1], mask_multiple(mask)
-        if mask.stride(-1) != 1 or any(stride % multiple for stride in mask.stride()[:-1]):
-            mask = F.pad(mask, (0, multiple - length % multiple))[..., :length]
-        mask = mask.expand(*q.shape[:-1], k.shape[-2])
-    wants = any(x.requires_grad for x in (q, k, v)) and torch.is_grad_enabled()
-    return aten._scaled_dot_product_efficient_attention(q, k, v, mask, wants, p, is_causal, scale=scale)[0]
-
-
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, is_causal: bool, scale: Any, gqa: bool) -> Tensor:
-    wants = any(x.requires_grad for x in (q, k, v)) and torch.is_grad_enabled()
-    return aten._scaled_dot_product_cudnn_attention(q, k, v, mask, wants, p, is_causal, False, scale=scale)[0]
-
-
-def _math(q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, is_causal: bool, scale: Any, gqa: bool) -> Tensor:
-    return aten._scaled_dot_product_attention_math(q, k, v, mask, p, is_causal, scale=scale, enable_gqa=gqa)[0]
-
-
-_BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION, "math": SDPBackend.MATH,
-}  # fmt: skip
-_RUN: dict[str, Callable[..., Tensor]] = {"flash": _flash, "efficient": _efficient, "cudnn": _cudnn, "math": _math}
 
 
 def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
@@ -126,14 +111,8 @@ def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: flo
 
 def workspace(func: Any, args: Any) -> int:
     """Bytes that a kernel takes for itself while it runs: backward of attention sums dq in fp32, and dk, dv by head."""
-    if func in _BACKWARDS and args[1].dtype in HALVES:
-        q, k = args[1:3]
-        repeated = 2 * q.numel() * q.itemsize if func is _BACKWARDS[0] and k.shape[1] != q.shape[1] else 0
-        return 4 * q.numel() + repeated
-    return 0
-
-
-_BACKWARDS = (
-    aten._scaled_dot_product_flash_attention_backward.default,
-    aten._scaled_dot_product_efficient_attention_backward.default,
-)
+    if func not in _BACKWARDS or args[1].dtype not in HALVES:
+        return 0
+    q, k = args[1:3]
+    repeated = 2 * q.numel() * q.itemsize if func is _BACKWARDS[0] and k.shape[1] != q.shape[1] else 0
+    return 4 * q.numel() + repeated

@@ -9,20 +9,12 @@ from transformers import PreTrainedConfig
 
 from hf_memsave.errors import MeasureError
 
-_DECODER_DEPTH = ("num_decoder_layers", "decoder_layers")
-
 
 def depth_fields(config: PreTrainedConfig) -> tuple[str, ...]:
-    """The fields that say how many layers there are.
-
-    Returns:
-        One name, or one for the encoder and one for the decoder.
-
-    Raises:
-        MeasureError: There is none.
-    """
+    """The field with the number of layers, or that of the encoder and that of the decoder; else MeasureError."""
     first = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    fields = tuple(f for f in (first, *_DECODER_DEPTH) if isinstance(getattr(config, f, None), int))
+    names = (first, "num_decoder_layers", "decoder_layers")
+    fields = tuple(name for name in names if isinstance(getattr(config, name, None), int))
     if first not in fields:
         raise MeasureError(
             f"the configuration of {config.model_type!r} has no field {first!r} with its number of layers. Expected a "
@@ -38,14 +30,7 @@ def period(config: PreTrainedConfig) -> int:
 
 
 def at_depth(config: PreTrainedConfig, depth: dict[str, int]) -> PreTrainedConfig:
-    """A copy with other numbers of layers, by its :func:`depth_fields`.
-
-    Returns:
-        The copy; its lists with one entry a layer have as many entries.
-
-    Raises:
-        MeasureError: The configuration does not say its depth in that field alone.
-    """
+    """A copy with other numbers of layers by field, and as many entries in lists with one a layer."""
     changed = copy.deepcopy(config)
     layers, every = next(iter(depth.values())), period(config)
     for name, values in _lists_by_layer(config).items():

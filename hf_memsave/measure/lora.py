@@ -39,11 +39,7 @@ class Lora:
             )
 
     def add_to(self, model: PreTrainedModel) -> None:
-        """Freeze the model and put adapters into it.
-
-        Raises:
-            MeasureError: PEFT is missing, or refuses.
-        """
+        """Freeze the model and put adapters into it; MeasureError if PEFT is missing, or refuses."""
         try:
             from peft import LoraConfig, inject_adapter_in_model
         except ImportError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,9 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PreTrainedConfig,
-    PreTrainedModel,
 )
 
 from hf_memsave.errors import MeasureError
-from hf_memsave.measure.skip_values import SkipValues
 
 #: The heads that can be measured, and whether they take one label per sequence.
 HEADS = {
@@ -42,18 +39,10 @@ _ADAPTER_HEADS = {
     "SEQ_2_SEQ_LM": AutoModelForSeq2SeqLM,
 }
 _UNREADABLE = (AttributeError, LookupError, OSError, RuntimeError, SafetensorError, TypeError, ValueError)
-_ATTENTION_DROPOUT = ("attention_probs_dropout_prob", "attn_pdrop", "attention_dropout", "attn_dropout")
 
 
 def load_config(name: str) -> PreTrainedConfig:
-    """The configuration of a folder, a file, a model type (its defaults) or a name on the hub.
-
-    Returns:
-        The configuration.
-
-    Raises:
-        MeasureError: There is none.
-    """
+    """The configuration of a folder, a file, a model type (its defaults) or a name on the hub; else MeasureError."""
     path = Path(name)
     if name in CONFIG_MAPPING and not path.exists():
         return CONFIG_MAPPING[name]()
@@ -74,26 +63,17 @@ def load_config(name: str) -> PreTrainedConfig:
 
 
 def choose_head(config: PreTrainedConfig) -> Any:
-    """The Auto class to build with.
-
-    Returns:
-        The class for that architecture, else for a usual one of its family.
-
-    Raises:
-        MeasureError: The family has no head that trains on token ids and labels alone.
-    """
+    """The Auto class for the architecture that a configuration names, else a usual one; else MeasureError."""
     named = (config.architectures or [""])[0]
     known = {auto: auto._model_mapping[type(config)] for auto in HEADS if type(config) in auto._model_mapping}
-    for auto, cls in known.items():
-        if cls.__name__ == named:
-            return auto
+    asked = [auto for auto, cls in known.items() if cls.__name__ == named]
     if config.is_encoder_decoder:
         usual = [AutoModelForSeq2SeqLM]
     elif AutoModelForMaskedLM in known:
         usual = [AutoModelForSequenceClassification, AutoModelForMaskedLM]
     else:
         usual = [AutoModelForCausalLM]
-    for auto in usual:
+    for auto in (*asked, *usual):
         if auto in known:
             return auto
     raise MeasureError(
@@ -102,43 +82,8 @@ def choose_head(config: PreTrainedConfig) -> Any:
     )
 
 
-def build(head: Any, config: PreTrainedConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, tuple[str, ...]]:
-    """The model in training mode, on the device that is active, without reading any weights; large ones share memory.
-
-    Attention has no dropout and T5's position bias is frozen: for each of them the CPU's attention keeps tensors
-    ``[batch, heads, seq, seq]``, as a fused GPU kernel does not.
-
-    Returns:
-        The model, and what of this had to be changed in it.
-    """
-    config = copy.deepcopy(config)
-    changes = set()
-    for name in _ATTENTION_DROPOUT:
-        if getattr(config, name, None):
-            setattr(config, name, 0.0)
-            changes.add("attention has no dropout")
-    name_special_tokens(config)
-    with SkipValues(shares=True):
-        model = head.from_config(config, dtype=dtype).train()
-    for module in model.modules():
-        if isinstance(getattr(module, "dropout", None), float) and "Attention" in type(module).__name__:
-            module.dropout = 0.0
-            changes.add("attention has no dropout")
-        if (bias := getattr(module, "relative_attention_bias", None)) is not None:
-            bias.requires_grad_(False)
-            changes.add("the position bias is frozen")
-    return model, tuple(sorted(changes))
-
-
 def build_empty(config: PreTrainedConfig) -> nn.Module:
-    """The model of a configuration at full depth, on the meta device: it has no bytes.
-
-    Returns:
-        The model, with the head that ``config`` names, or a usual one, or none.
-
-    Raises:
-        MeasureError: It cannot be built.
-    """
+    """The model of a configuration on the meta device, with its head if there is one; MeasureError if it fails."""
     try:
         head = choose_head(config)
     except MeasureError:
@@ -170,7 +115,7 @@ def load_model(
     Args:
         name: A folder with a model or a PEFT adapter, a config.json, a model type, or a name on the hub.
         dtype: Of the weights; as saved, or the configuration's own, if None.
-        head: The Auto class to load with; the one for the architecture it names if None.
+        head: The Auto class to load with; that of :func:`choose_head` if None.
         config: Instead of its own, where the weights are random.
 
     Returns:

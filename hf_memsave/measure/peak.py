@@ -1,14 +1,13 @@
 """The peak: the most bytes alive at once in a whole training step, counted op by op, without a GPU's allocator.
 
-:func:`~hf_memsave.measure_kept` counts what lies between forward and backward; what makes a step fit or not is the most
-that is ever alive, which may be anywhere in it. A dispatch mode sees every storage that an op makes, in forward and in
-backward (PyTorch hands the mode on to the threads of its engine), and a weak reference tells when that storage dies.
-Nothing is sampled: the same step gives the same count on every machine with the same kernels.
+:func:`~hf_memsave.measure_kept` counts what lies between forward and backward; what makes a step fit is the most that
+is ever alive. A dispatch mode sees every storage that an op makes, in forward and in backward (PyTorch hands the mode
+on to the threads of its engine), and a weak reference tells when that storage dies. Nothing is sampled.
 
 Not seen: buffers that a kernel takes for itself and frees before it returns, tensors that no op makes (the states of
-generators), rounding and fragmentation in an allocator. One thing is seen that a step by itself does not do: under any
-dispatch mode PyTorch adds the gradients of a tensor with several consumers out of place, where otherwise it adds in
-place if it can. At such a moment the count has one gradient of that tensor more.
+generators), rounding and fragmentation in an allocator. Under any dispatch mode PyTorch adds the gradients of a tensor
+with several consumers out of place, where otherwise it adds in place if it can: at such a moment the count has one
+gradient of that tensor more.
 """
 
 from __future__ import annotations
@@ -16,46 +15,33 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from hf_memsave.measure.private import quick_device
-from hf_memsave.tape.wrappers import parts_of
+from hf_memsave.tape.meter import StorageMode, storages
 
 
 @dataclass(frozen=True)
 class Peak:
-    """What :func:`count_peak` found, in bytes above what was alive at the start.
+    """What :func:`count_peak` found, in bytes above what was alive at the start."""
 
-    Attributes:
-        peak: The most that was alive at once.
-        end: What is still alive after the step: gradients, if they were not there before, and whatever leaks.
-        timeline: Each op in turn, and the bytes alive when it returned.
-    """
-
-    peak: int
-    end: int
-    timeline: tuple[tuple[str, int], ...]
+    peak: int  # the most that was alive at once
+    end: int  # what is still alive after the step: gradients, if they were not there before, and whatever leaks
+    timeline: tuple[tuple[str, int], ...]  # each op in turn, and the bytes alive when it returned
 
 
 def count_peak(step: Callable[[], Any], unit: int = 1) -> Peak:
     """Run ``step`` once and count the most bytes that are alive at once in it.
 
-    Counted is every storage that an op in ``step`` makes, on whatever device, once, however many views it has. One that
-    was there before does not count, and is not subtracted when it shrinks or dies; if it grows, its growth counts. What
-    ``step`` returns is dropped. Python's collector waits until the step is over: what hangs in a reference cycle counts
-    as long as it does.
+    Every storage that an op in ``step`` makes counts once, on whatever device; of one from before, its growth.
+    What ``step`` returns is dropped. Python's collector waits: what hangs in a reference cycle counts to the end.
 
     Args:
-        step: Does one forward and backward, as in ``lambda: model(**batch).loss.backward()``; whether gradients are
-            there already, as they are when they are accumulated, is up to the caller.
+        step: Does one forward and backward, as in ``lambda: model(**batch).loss.backward()``.
         unit: What an allocator rounds the bytes of a storage up to.
 
     Returns:
@@ -79,55 +65,48 @@ class _Entry:
 
     ref: weakref.ref[torch.UntypedStorage]
     nbytes: int
-    before: int = 0
+    before: int
 
     @property
     def counted(self) -> int:
         return max(0, self.nbytes - self.before)
 
 
-class Count(TorchDispatchMode):
+class Count(StorageMode):
     """The bytes alive of all storages that ops make while the mode is on, and the most that they came to.
 
     Args:
-        device: The type of device that counts; None for all.
+        device: The type of device that counts; None for all but "meta".
         unit: What an allocator rounds the bytes of a storage up to.
     """
 
     def __init__(self, device: str | None = None, unit: int = 1) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.device, self.unit = device, unit
         self.made: dict[int, _Entry] = {}
         self.live = self.peak = 0
         self.timeline: list[tuple[str, int]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # a question that autograd asks fake tensors often
-            return quick_device(args[0])
-        given = [(storage, storage.nbytes()) for storage in self._storages((args, kwargs))]
-        output = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(...): made just now, and not by an op
-            given = []
+    def storages(self, leaves: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+        """The storages on the device."""
+        return storages(leaves, lambda kind: kind != "meta" if self.device is None else kind == self.device)
+
+    def after(self, func: Any, args: Any, given: list[tuple[Any, int]], made: list[torch.UntypedStorage]) -> None:
+        """Count what the op made, and by how much it made others larger or smaller."""
+        is_constant = func is torch.ops.aten.lift_fresh.default  # torch.tensor(...): made just now, and not by an op
         for storage, before in given:
-            self.see(storage, before)
-        known = {storage._cdata for storage, _ in given}
-        for storage in self._storages(output):
-            if storage._cdata not in known:
-                self.see(storage)
+            self.see(storage, 0 if is_constant else before)
+        for storage in made:
+            self.see(storage)
         self.note(func, args)
-        return output
 
     def note(self, func: Any, args: Any) -> None:
         """Called after each op."""
         self.timeline.append((str(func), self.live))
 
-    def _storages(self, tree: Any) -> Iterator[torch.UntypedStorage]:
-        return storages(tree, self.device)
-
     def see(self, storage: torch.UntypedStorage, before: int = 0) -> None:
         """Count the bytes that ``storage`` has now; it had ``before`` of them before the op, none if it is new."""
-        key, nbytes = storage._cdata, rounded(storage.nbytes(), self.unit)
-        before = rounded(before, self.unit)
+        key, nbytes, before = storage._cdata, rounded(storage.nbytes(), self.unit), rounded(before, self.unit)
         entry = self.made.get(key)
         if entry is None:
             if nbytes == before:  # from before the step, or empty
@@ -168,7 +147,7 @@ class Count(TorchDispatchMode):
 
 @contextlib.contextmanager
 def collector_off() -> Iterator[None]:
-    """When it comes depends on everything that the process did before."""
+    """Keep Python's collector off: when it comes depends on everything that the process did before."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -181,14 +160,3 @@ def collector_off() -> Iterator[None]:
 def rounded(nbytes: int, unit: int) -> int:
     """``nbytes``, rounded up to a multiple of ``unit``."""
     return -(-nbytes // unit) * unit
-
-
-def storages(tree: Any, device: str | None = None) -> Iterator[torch.UntypedStorage]:
-    """The storages of all dense tensors in ``tree`` on such a device, and of the tensors that a wrapper is made of."""
-    for leaf in tree_leaves(tree):
-        if not isinstance(leaf, Tensor):
-            continue
-        for part in parts_of(leaf):
-            where = quick_device(part).type
-            if part.layout is torch.strided and where != "meta" and device in (None, where):
-                yield part.untyped_storage()

@@ -11,6 +11,8 @@ import torch
 from hf_memsave.device import STAND_IN
 from hf_memsave.tape.private import FakeTensorMode, is_registered
 
+#: What PyTorch is given and does not hold.
+_held: list[Any] = []
 #: What a device written in Python needs of ``torch._C._acc``.
 _NEEDED = """PrivateUse1Hooks DeviceGuard register_python_privateuseone_hook register_python_privateuseone_device_guard
 create_empty_tensor""".split()
@@ -43,15 +45,7 @@ def register_device(module: Any, is_on: Callable[[], bool]) -> None:
 
     ``is_on`` tells whether it is there: PyTorch takes it for the machine's accelerator, and would pin memory for it.
     """
-    hooks, guard = _hooks(is_on), _guard()
-    torch.utils.rename_privateuse1_backend(STAND_IN)  # type: ignore[attr-defined]
-    torch._register_device_module(STAND_IN, module)
-    torch._C._acc.register_python_privateuseone_hook(hooks)
-    torch._C._acc.register_python_privateuseone_device_guard(guard)
-    _held.extend((hooks, guard))
 
-
-def _hooks(is_on: Callable[[], bool]) -> Any:
     class Hooks(torch._C._acc.PrivateUse1Hooks):
         def is_available(self) -> bool:
             return is_on()
@@ -62,19 +56,16 @@ def _hooks(is_on: Callable[[], bool]) -> Any:
         def is_built(self) -> bool:
             return True
 
-    return Hooks()
-
-
-def _guard() -> Any:
     class Guard(torch._C._acc.DeviceGuard):
         def type_(self) -> Any:
             return torch._C._autograd.DeviceType.PrivateUse1
 
-    return Guard()
-
-
-#: What PyTorch is given and does not hold.
-_held: list[Any] = []
+    hooks, guard = Hooks(), Guard()
+    torch.utils.rename_privateuse1_backend(STAND_IN)  # type: ignore[attr-defined]
+    torch._register_device_module(STAND_IN, module)
+    torch._C._acc.register_python_privateuseone_hook(hooks)
+    torch._C._acc.register_python_privateuseone_device_guard(guard)
+    _held.extend((hooks, guard))
 
 
 def fake_tensors() -> contextlib.AbstractContextManager[Any]:
@@ -85,12 +76,6 @@ def fake_tensors() -> contextlib.AbstractContextManager[Any]:
             return tensor.device.type == "cpu" and super().may_turn_const(tensor)
 
     return Mode(allow_non_fake_inputs=True)
-
-
-def quick_device(tensor: torch.Tensor) -> torch.device:
-    """``tensor.device``; of a fake tensor without the dispatcher, where each such question takes as long as an op."""
-    device: torch.device = getattr(tensor, "fake_device", None) or tensor.device
-    return device
 
 
 def library(namespace: str) -> Any:

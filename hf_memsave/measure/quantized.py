@@ -23,9 +23,6 @@ def quantize(model: PreTrainedModel) -> None:
 
     Weights on the meta device get stand-ins. The linear that gives the output, and what the class keeps in fp32, stay
     as they are, as in Transformers.
-
-    Raises:
-        MeasureError: bitsandbytes is missing.
     """
     output, wide = model.get_output_embeddings(), set(model._keep_in_fp32_modules or ())
     for module in list(model.modules()):

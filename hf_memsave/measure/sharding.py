@@ -15,6 +15,8 @@ gradients whole until they are reduced. What lies outside of blocks is gathered 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure.trace import Moment, Place, Trace
 
@@ -28,14 +30,7 @@ SHARDINGS = {
 
 
 def sharded(trace: Trace, name: str, devices: int) -> Trace:
-    """The part of a step on one of N devices.
-
-    Returns:
-        The same with less alive.
-
-    Raises:
-        MeasureError: There is no such sharding, or no such number of devices.
-    """
+    """The part of a step on one of N devices; MeasureError for another name or number."""
     if name not in SHARDINGS or not isinstance(devices, int) or devices < 1:
         raise MeasureError(
             f"sharding: expected {' or '.join(SHARDINGS)} over 1 device or more, got {name!r} over {devices!r}. "
@@ -44,11 +39,8 @@ def sharded(trace: Trace, name: str, devices: int) -> Trace:
     if devices == 1:
         return trace
     parameters, gradients, states = (devices if is_divided else 1 for is_divided in SHARDINGS[name])
-    of_block: dict[str, int] = {}
-    for (stack, _), owned in trace.owned.items():
-        of_block[stack] = max(of_block.get(stack, 0), owned.parameters)
-    outside = max(0, trace.parameters - sum(n * of_block[stack] for stack, n in trace.blocks.items()))
-    largest = max(of_block.values(), default=outside)
+    outside = max(0, trace.parameters - sum(n * trace.of_block[stack] for stack, n in trace.blocks.items()))
+    largest = max(trace.of_block.values(), default=outside)
 
     def moment(place: Place, whole: Moment) -> Moment:
         rest = whole.live - trace.states - trace.parameters - whole.gradients
@@ -59,15 +51,13 @@ def sharded(trace: Trace, name: str, devices: int) -> Trace:
             rest += outside + 2 * largest
         if gradients > 1 and place.phase == "backward":
             mine = min(whole.gradients, mine + largest * trace.trained // max(1, trace.parameters))
-        return whole._replace(
-            live=rest + mine + trace.states // states + trace.parameters // parameters, gradients=mine
-        )
+        live = rest + mine + trace.states // states + trace.parameters // parameters
+        return whole._replace(live=live, gradients=mine)
 
-    return Trace(
+    return replace(
+        trace,
         places={place: moment(place, whole) for place, whole in trace.places.items()},
-        blocks=trace.blocks,
         parameters=trace.parameters // parameters,
         trained=trace.trained // gradients,
         states=trace.states // states,
-        owned=trace.owned,
     )

@@ -8,17 +8,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
-_RANDOM_FILLS = (aten.normal_, aten.uniform_)
 _DRAWN = 2**16
 # Matrix products, and which argument is the first factor.
 _PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten._grouped_mm: 0, aten.addmm: 1, aten.baddbmm: 1}
 
 
 class SkipValues(TorchDispatchMode):
-    """Runs a model for its allocations alone: weights repeat a few random numbers, and matrix products are zeros.
-
-    No byte that is kept depends on a value, so what is counted is what a real step keeps, and a layer of any width is
-    measured in a moment.
+    """Random weights repeat a few numbers, and matrix products are zeros: no kept byte depends on a value.
 
     Args:
         shares: Lay large tensors of one shape over the same memory, and leave there what is there: for building a
@@ -32,7 +28,8 @@ class SkipValues(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten.empty.memory_format and self.shared is not None:
             return self._shared(func(*args, **(kwargs or {})), self.shared)
-        if func.overloadpacket in _RANDOM_FILLS and args[0].numel() > _DRAWN and args[0].is_contiguous():
+        is_drawn = func.overloadpacket in (aten.normal_, aten.uniform_)
+        if is_drawn and args[0].numel() > _DRAWN and args[0].is_contiguous():
             if self.shared is not None:
                 return args[0]
             few = func(args[0].new_empty(_DRAWN), *args[1:], **(kwargs or {}))

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 import transformers
 from torch import Tensor, nn
 
 from hf_memsave.config import MemSaveLike
 from hf_memsave.errors import MeasureError, MemSaveError
-from hf_memsave.measure.inputs import described, device_of, forward_of
-from hf_memsave.measure.loss import loss_of
-from hf_memsave.measure.undisturbed import left_as_it_was, same_bits
-from hf_memsave.patching.patch import patch
+from hf_memsave.measure.inputs import described, device_of, forward_of, loss_of
+from hf_memsave.patching.patch import patch, unpatch
+from hf_memsave.patching.swap import set_class
 from hf_memsave.tape import Kept, measure_kept
 
 #: On CUDA, where kernels add in no fixed order: how many of stock's own distances are allowed, as each is a draw.
@@ -25,6 +27,8 @@ DISTANCES = 2
 TOLERANCE, HALF_TOLERANCE = 1e-3, 2e-2
 #: How often :func:`compare_step` runs the model: three steps, and what stock and patched keep.
 FORWARDS = 5
+#: How the names begin under which patching keeps things on a module.
+_OURS = "_memsave_"
 
 
 class StockStepError(MeasureError):
@@ -75,21 +79,14 @@ class StepComparison:
 
 
 def compare_step(
-    model: nn.Module,
-    batch: Mapping[str, Any],
-    config: MemSaveLike = True,
-    *,
-    autocast: torch.dtype | None = None,
-    seed: int = 0,
-    advance: Callable[[], None] = lambda: None,
-) -> StepComparison:
+    model: nn.Module, batch: Mapping[str, Any], config: MemSaveLike = True, *, autocast: torch.dtype | None = None,
+    seed: int = 0, advance: Callable[[], None] = lambda: None,
+) -> StepComparison:  # fmt: skip
     """Run forward and backward stock (twice, to see that it repeats itself) and patched, each from the same seed.
 
     Equal bits are asked on CPU, under :func:`~hf_memsave.measure.deterministic.deterministic_kernels`, and wherever
-    stock repeats itself; elsewhere on CUDA the measure is stock's own distance between its two runs.
-
-    The model runs in the mode it is in. Patched or not, its gradients, buffers and the random state are left as they
-    were.
+    stock repeats itself; elsewhere on CUDA the measure is stock's own distance between its two runs. The model runs in
+    the mode it is in; it, its gradients and buffers, and the random state are left as they were.
 
     Args:
         model: Returns a mapping with a ``"loss"``, or the loss.
@@ -192,3 +189,61 @@ def cannot_run(model: nn.Module, batch: Mapping[str, Any], error: Exception) -> 
         f"{type(model).__name__} cannot run a stock step on {described(batch)}: {type(error).__name__}: {error} "
         "Expected a batch that the model trains on."
     )
+
+
+@contextlib.contextmanager
+def left_as_it_was(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Run and patch ``model`` inside, where it is stock at first: at the end, or on an error, everything is as it was.
+
+    That is: what is patched and how, with what its sampler has seen; buffers, gradients, modes, and the random state of
+    PyTorch, NumPy and Python.
+
+    Yields:
+        A function that puts buffers back and drops gradients in between.
+    """
+    buffers = [
+        (m._buffers, k, b, b.detach().clone()) for m in model.modules() for k, b in m._buffers.items() if b is not None
+    ]
+
+    def start_over() -> None:
+        for each in buffers:
+            _put_back(*each)
+        model.zero_grad(set_to_none=True)
+
+    with contextlib.ExitStack() as stack:  # what it calls back is called, even where another one fails
+        for each in buffers:
+            stack.callback(_put_back, *each)
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
+            stack.callback(_restore, module, type(module), _own(module))
+        for parameter in model.parameters():
+            stack.callback(setattr, parameter, "grad", parameter.grad)
+        stack.callback(numpy.random.set_state, numpy.random.get_state())
+        stack.callback(random.setstate, random.getstate())
+        stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
+        unpatch(model)
+        yield start_over
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether the numbers are equal, bit for bit: a NaN is itself, and -0 is not 0."""
+    return a.dtype == b.dtype and torch.equal(*(t.reshape(-1).contiguous().view(torch.uint8) for t in (a, b)))
+
+
+@torch.no_grad()
+def _put_back(owner: dict[str, Tensor | None], name: str, buffer: Tensor, values: Tensor) -> None:
+    owner[name] = buffer
+    # Not all can be written to: one that was expanded overlaps itself, and one may be of inference mode.
+    if type(buffer) is not Tensor or buffer.layout != torch.strided or not same_bits(buffer, values):
+        buffer.copy_(values)
+
+
+def _own(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in module.__dict__.items() if name.startswith(_OURS)}
+
+
+def _restore(module: nn.Module, cls: Any, own: dict[str, Any]) -> None:
+    set_class(module, cls)
+    for name in _own(module):
+        del module.__dict__[name]
+    module.__dict__.update(own)

@@ -1,4 +1,4 @@
-"""A training step to be estimated: what is trained, on what, and how; and the same traced at small depths."""
+"""A training step to be estimated: what is trained, on what, and how; and a step of it, traced at a small depth."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import contextlib
 import copy
 import dataclasses
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.optimization import Adafactor
 
 from hf_memsave.arch.versions import cache_name
 from hf_memsave.config import MemSaveConfig
@@ -22,7 +24,6 @@ from hf_memsave.measure.kernels import ATTENTION
 from hf_memsave.measure.layers import at_depth
 from hf_memsave.measure.lora import Lora
 from hf_memsave.measure.models import choose_head, load_config, name_special_tokens
-from hf_memsave.measure.optimizers import OPTIMIZERS
 from hf_memsave.measure.peak import rounded
 from hf_memsave.measure.quantized import quantize
 from hf_memsave.measure.trace import UNIT, Trace, trace_step
@@ -35,6 +36,33 @@ _DTYPES = tuple(_NAMES.values())
 _UNRUNNABLE = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
+class _AdamW8bit(torch.optim.Optimizer):
+    """The states of bitsandbytes' AdamW8bit: two bytes an element, and a scale for 256 of them; small ones in fp32."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # it is given no closure
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            if not self.state[p]:
+                dtype, scales = (torch.float32, 0) if p.numel() < 4096 else (torch.uint8, -(-p.numel() // 256))
+                for name in ("exp_avg", "exp_avg_sq"):
+                    self.state[p][name] = torch.empty_like(p, dtype=dtype)
+                    self.state[p][f"{name}_scales"] = p.new_empty(scales, dtype=torch.float32)
+
+
+#: Optimizers by ``Trainer``'s names, as far as their memory goes.
+OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+    "adamw_fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "adamw_8bit": _AdamW8bit,
+    "adafactor": lambda parameters: Adafactor(parameters, lr=1e-3, scale_parameter=False, relative_step=False),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, foreach=True),
+    "sgd_momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9, foreach=True),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """One step of training.
@@ -44,7 +72,7 @@ class Training:
         seq_len: Tokens in each.
         dtype: Of the weights.
         autocast: The dtype to compute in; None for that of the weights.
-        optimizer: A key of :data:`~hf_memsave.measure.optimizers.OPTIMIZERS`.
+        optimizer: A key of :data:`OPTIMIZERS`.
         lora: Adapters on a frozen model; None to train the model itself.
         quantized: "nf4" for a frozen model in 4 bits (QLoRA); None for one as it is.
         checkpointing: With gradient checkpointing of every block.
@@ -72,17 +100,17 @@ class Training:
         for name in ("batch_size", "seq_len", "accumulation"):
             number = getattr(self, name)
             is_number = isinstance(number, int) and not isinstance(number, bool) and number > 0
-            _expect(is_number, name, "a whole number from 1", number)
-        _expect(self.dtype in _DTYPES, "dtype", "torch.float32, torch.bfloat16 or torch.float16", self.dtype)
-        _expect(self.autocast in (None, *_DTYPES[1:]), "autocast", "None or a dtype of 16 bits", self.autocast)
-        _expect(self.optimizer in OPTIMIZERS, "optimizer", " or ".join(OPTIMIZERS), self.optimizer)
-        _expect(self.quantized in (None, "nf4"), "quantized", "None or 'nf4'", self.quantized)
-        _expect(
-            self.quantized is None or self.lora, "lora", "adapters on the quantized model, which is frozen", self.lora
-        )
-        _expect(
-            self.attention in (*ATTENTION, "eager"), "attention", f"{' or '.join(ATTENTION)} or eager", self.attention
-        )
+            self._expect(name, is_number, "a whole number from 1")
+        self._expect("dtype", self.dtype in _DTYPES, "torch.float32, torch.bfloat16 or torch.float16")
+        self._expect("autocast", self.autocast in (None, *_DTYPES[1:]), "None or a dtype of 16 bits")
+        self._expect("optimizer", self.optimizer in OPTIMIZERS, " or ".join(OPTIMIZERS))
+        self._expect("quantized", self.quantized in (None, "nf4"), "None or 'nf4'")
+        self._expect("lora", self.quantized is None or self.lora, "adapters on the quantized model, which is frozen")
+        self._expect("attention", self.attention in (*ATTENTION, "eager"), f"{' or '.join(ATTENTION)} or eager")
+
+    def _expect(self, name: str, is_right: Any, expected: str) -> None:
+        if not is_right:
+            raise MeasureError(f"{name}: expected {expected}, got {getattr(self, name)!r}. Change {name}.")
 
     @property
     def u_itemsize(self) -> int:
@@ -90,27 +118,11 @@ class Training:
         return (self.autocast or self.dtype).itemsize
 
 
-def _expect(is_right: Any, name: str, expected: str, got: Any) -> None:
-    if not is_right:
-        raise MeasureError(f"{name}: expected {expected}, got {got!r}. Change {name}.")
-
-
 def training_of(**fields: Any) -> Training:
-    """The training that these fields describe; ``lora`` may be a dict, and a dtype its name.
-
-    Returns:
-        The training.
-
-    Raises:
-        MeasureError: There is no such field, or it has no such value.
-    """
-    known = {field.name for field in dataclasses.fields(Training)}
-    if unknown := fields.keys() - known:
-        raise MeasureError(f"a step: expected fields {', '.join(sorted(known))}, got {', '.join(sorted(unknown))}.")
+    """The training that these fields describe; ``lora`` may be a dict, and a dtype its name."""
+    _check_names("a step", fields, Training)
     if isinstance(lora := fields.get("lora"), dict):
-        names = [field.name for field in dataclasses.fields(Lora)]
-        if unknown := lora.keys() - set(names):
-            raise MeasureError(f"lora: expected fields {', '.join(names)}, got {', '.join(sorted(unknown))}.")
+        _check_names("lora", lora, Lora)
         fields["lora"] = Lora(**lora)
     for name in ("dtype", "autocast"):
         if isinstance(value := fields.get(name), str):  # short, or PyTorch's
@@ -118,15 +130,14 @@ def training_of(**fields: Any) -> Training:
     return Training(**fields)
 
 
+def _check_names(what: str, fields: dict[str, Any], cls: Any) -> None:
+    known = [field.name for field in dataclasses.fields(cls)]
+    if unknown := fields.keys() - set(known):
+        raise MeasureError(f"{what}: expected fields {', '.join(known)}, got {', '.join(sorted(unknown))}.")
+
+
 def config_of(model_or_config: Any, training: dict[str, Any]) -> PreTrainedConfig:
-    """The configuration of what :func:`estimate` takes; a model's dtype is added to ``training``.
-
-    Returns:
-        The configuration.
-
-    Raises:
-        MeasureError: It is none of those.
-    """
+    """The configuration of a name, a configuration or a model, whose dtype is added to ``training``."""
     if isinstance(model_or_config, str):
         return load_config(model_or_config)
     if isinstance(model_or_config, PreTrainedConfig):
@@ -142,28 +153,10 @@ def config_of(model_or_config: Any, training: dict[str, Any]) -> PreTrainedConfi
     return config
 
 
-@dataclass(frozen=True, kw_only=True)
-class Traced:
-    """A step as traced: its :class:`~hf_memsave.measure.trace.Trace`, and what it keeps.
-
-    Attributes:
-        trace: Its bytes.
-        numbers: How many "parameters" there are, and how many are "trained".
-        by_kind: Kept bytes by kind of op.
-        by_module: Kept bytes by module, with "*" for the number of a block.
-    """
-
-    trace: Trace
-    numbers: dict[str, int]
-    by_kind: dict[str, int] = field(default_factory=dict)
-    by_module: dict[str, int] = field(default_factory=dict)
-
-
 def build(config: PreTrainedConfig, training: Training) -> PreTrainedModel:
     """The model in training mode on the device that is active, or on the meta device: it has no weights."""
-    config = copy.deepcopy(config)
+    config, head = copy.deepcopy(config), choose_head(config)
     name_special_tokens(config)
-    head = choose_head(config)
     takes_sdpa = getattr(head._model_mapping[type(config)], "_supports_sdpa", True)  # else Transformers' own choice
     implementation = "sdpa" if takes_sdpa and training.attention != "eager" else "eager"
     model = head.from_config(config, dtype=training.dtype, attn_implementation=implementation)
@@ -178,14 +171,10 @@ def build(config: PreTrainedConfig, training: Training) -> PreTrainedModel:
 
 
 def trace_at(
-    config: PreTrainedConfig,
-    depth: dict[str, int],
-    training: Training,
-    memsave: MemSaveConfig | None,
-    keeps: bool = True,
-    on_cpu: bool = False,
-) -> Traced:
-    """Trace a step at another depth, on the stand-in device.
+    config: PreTrainedConfig, depth: dict[str, int], training: Training, memsave: MemSaveConfig | None,
+    keeps: bool = True, on_cpu: bool = False,
+) -> Trace:  # fmt: skip
+    """Trace a step at another depth, on the stand-in device, or on the CPU with random weights.
 
     Args:
         config: Of the model.
@@ -193,7 +182,7 @@ def trace_at(
         training: What to do.
         memsave: How the model is patched; None for stock.
         keeps: Whether to count what is kept too.
-        on_cpu: Run it on the CPU instead, with random weights.
+        on_cpu: Whether to run it on the CPU.
 
     Returns:
         What was counted.
@@ -238,10 +227,10 @@ def trace_at(
     for storage in storages:
         nbytes = rounded(storage.nbytes, UNIT)
         by_kind[storage.kind] += nbytes
-        by_module[_without_number(storage.module)] += nbytes
+        by_module[".".join("*" if part.isdecimal() else part for part in storage.module.split("."))] += nbytes
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     numbers = {"parameters": model.num_parameters(), "trained": trained}
-    return Traced(trace=trace, numbers=numbers, by_kind=dict(by_kind), by_module=dict(by_module))
+    return replace(trace, numbers=numbers, by_kind=dict(by_kind), by_module=dict(by_module))
 
 
 def _check_positions(model: PreTrainedModel, seq_len: int) -> None:
@@ -253,7 +242,3 @@ def _check_positions(model: PreTrainedModel, seq_len: int) -> None:
                     f"seq_len: expected at most {module.num_embeddings} tokens, the rows of {name}, got {seq_len}. "
                     "Lower seq_len."
                 )
-
-
-def _without_number(path: str) -> str:
-    return ".".join("*" if part.isdecimal() else part for part in path.split("."))

@@ -16,6 +16,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -24,11 +25,11 @@ from hf_memsave.arch import kind_of
 from hf_memsave.config import MemSaveConfig, MemSaveLike
 from hf_memsave.errors import PlanError
 from hf_memsave.limited import KINDS
-from hf_memsave.measure.undisturbed import left_as_it_was
+from hf_memsave.measure.step import left_as_it_was
 from hf_memsave.patching.blocks import block_numbers, number_of
 from hf_memsave.patching.patch import PatchReport, patch, unpatch
 from hf_memsave.patching.swap import is_patched, stock_class
-from hf_memsave.planner.trial import Bench, Timer, Trial, largest_batch, limit_of, median_seconds, timed
+from hf_memsave.planner.trial import Bench, Timer, Trial, limit_of, median_seconds
 from hf_memsave.sizes import gib
 
 #: The share of a step below which two times are the same.
@@ -38,23 +39,14 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 
 @dataclass(frozen=True)
 class Plan:
-    """What :func:`fast` or :func:`smart` found, and what was done: prints as a table.
+    """What :func:`fast` or :func:`smart` found, and what was done: prints as a table."""
 
-    Attributes:
-        config: What the model is patched with now; None if it was left stock.
-        batch_size: Sequences in the batch that it is for.
-        memory: The limit in bytes.
-        reason: Why, in one sentence.
-        trials: All that were tried, in order.
-        report: Of the patched model; None if it was left stock.
-    """
-
-    config: MemSaveConfig | None
-    batch_size: int
-    memory: int
-    reason: str
-    trials: tuple[Trial, ...]
-    report: PatchReport | None = None
+    config: MemSaveConfig | None  # what the model is patched with now; None if it was left stock
+    batch_size: int  # sequences in the batch that it is for
+    memory: int  # the limit in bytes
+    reason: str  # why, in one sentence
+    trials: tuple[Trial, ...]  # all that were tried, in order
+    report: PatchReport | None = None  # of the patched model; None if it was left stock
 
     @property
     def converted(self) -> bool:
@@ -65,28 +57,20 @@ class Plan:
         lines = [f"{'converted':<48} {'batch':>6} {'kept':>12} {'needed':>12} {'seconds':>8}"]
         for t in self.trials:
             seconds = "" if t.seconds is None else f"{t.seconds:.4f}"
-            fits = "fits" if t.fits else "too much"
-            lines.append(
-                f"{t.name:<48} {t.batch_size:>6} {gib(t.kept):>12} {gib(t.needed):>12} {seconds:>8} {fits}".rstrip()
-            )
+            cells = f"{t.batch_size:>6} {gib(t.kept):>12} {gib(t.needed):>12} {seconds:>8}"
+            lines.append(f"{t.name:<48} {cells} {'fits' if t.fits else 'too much'}")
         return "\n".join([*lines, self.reason])
 
 
 def fast(
-    model: nn.Module,
-    batch: Mapping[str, Any],
-    config: MemSaveLike = True,
-    memory: int | str | None = None,
-    *,
-    forward: Callable[..., Any] | None = None,
-    optimizer_bytes: int = 8,
-    max_batch: int | None = None,
+    model: nn.Module, batch: Mapping[str, Any], config: MemSaveLike = True, memory: int | str | None = None, *,
+    forward: Callable[..., Any] | None = None, optimizer_bytes: int = 8, max_batch: int | None = None,
     timer: Timer = median_seconds,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Convert everything, if the larger batch that then fits trains more sequences a second than stock's largest.
 
-    Batches of other sizes repeat or cut the sequences of ``batch``. Weights, buffers, gradients, modes and the random
-    state stay as they are, and on an error the model stays stock.
+    Batches of other sizes repeat or cut the sequences of ``batch``. All but what is converted stays as it is, and on an
+    error the model stays stock.
 
     Args:
         model: Stock; it is tried in training mode. Returns a mapping with a ``"loss"``, or the loss.
@@ -109,13 +93,12 @@ def fast(
     resolved, limit = _asked(model, config), limit_of(memory, model)
     if max_batch is not None and (isinstance(max_batch, bool) or not isinstance(max_batch, int) or max_batch < 1):
         raise PlanError(f"max_batch: expected a whole number from 1, or None, got {max_batch!r}. Leave it out.")
-    trials: list[Trial] = []
     with left_as_it_was(model) as start_over:
         start_over()
         bench = Bench(model, batch, limit, forward, optimizer_bytes, timer)
-        stock = largest_batch(bench, "nothing", max_batch or sys.maxsize, trials)
+        stock = bench.largest("nothing", max_batch or sys.maxsize)
         patch(model, resolved)
-        converted = largest_batch(bench, "everything", max_batch or sys.maxsize, trials)
+        converted = bench.largest("everything", max_batch or sys.maxsize)
         if converted is None:
             raise PlanError(
                 f"not one sequence fits with everything converted: expected at most {gib(limit)}, of which "
@@ -129,26 +112,21 @@ def fast(
         elif not pays:
             reason = f"Converted, no more sequences fit than stock's {most}"
         else:
-            rate = size / timed(bench, converted, trials)
+            rate = size / bench.seconds(converted)
             unpatch(model)
-            stock_rate = most / timed(bench, stock, trials)
+            stock_rate = most / bench.seconds(stock)
             pays = rate > stock_rate
             reason = f"Converted, {rate:.4g} sequences a second at a batch of {size}; stock, {stock_rate:.4g} at {most}"
+    trials = tuple(bench.trials)
     if not pays:
-        return Plan(None, most, limit, f"{reason}: the model stays stock.", tuple(trials))
-    return Plan(resolved, size, limit, f"{reason}: everything is converted.", tuple(trials), patch(model, resolved))
+        return Plan(None, most, limit, f"{reason}: the model stays stock.", trials)
+    return Plan(resolved, size, limit, f"{reason}: everything is converted.", trials, patch(model, resolved))
 
 
 def smart(
-    model: nn.Module,
-    batch: Mapping[str, Any],
-    config: MemSaveLike = True,
-    memory: int | str | None = None,
-    *,
-    forward: Callable[..., Any] | None = None,
-    optimizer_bytes: int = 8,
-    timer: Timer = median_seconds,
-) -> Plan:
+    model: nn.Module, batch: Mapping[str, Any], config: MemSaveLike = True, memory: int | str | None = None, *,
+    forward: Callable[..., Any] | None = None, optimizer_bytes: int = 8, timer: Timer = median_seconds,
+) -> Plan:  # fmt: skip
     """Convert as few blocks of each kind as it takes for ``batch`` to fit.
 
     Each kind of site (activation, norm, dropout, attention, lora) is first tried alone, for the bytes it frees and the
@@ -164,7 +142,7 @@ def smart(
         start_over()
         search = _Search(Bench(model, batch, limit, forward, optimizer_bytes, timer), resolved)
         counts = search.fewest()
-    size, trials = search.bench.batch_size, tuple(search.trials)
+    size, trials = search.bench.batch_size, tuple(search.bench.trials)
     if counts is None:
         reason = f"Stock needs {gib(trials[0].needed)} and fits in {gib(limit)}: the model stays stock."
         return Plan(None, size, limit, reason, trials)
@@ -178,7 +156,6 @@ class _Search:
 
     def __init__(self, bench: Bench, config: MemSaveConfig) -> None:
         self.bench, self.config = bench, config
-        self.trials: list[Trial] = []
         self._known: dict[tuple[int, ...], Trial] = {}
 
     def config_of(self, counts: Mapping[str, int]) -> MemSaveConfig:
@@ -189,12 +166,10 @@ class _Search:
         bench = self.bench
         stock = bench.count("nothing")
         if stock.fits:
-            self.trials.append(stock)
             return None
         steps = _steps(self.config, bench.model)
         patch(bench.model, self.config)
         everything = bench.count("everything")
-        self.trials += [stock, everything]
         if not everything.fits:
             raise PlanError(
                 f"a batch of {bench.batch_size} does not fit: expected at most {gib(bench.memory)}, got "
@@ -204,23 +179,23 @@ class _Search:
         counts = {kind: numbers[-1] for kind, numbers in steps.items()}
         self._known = {tuple(counts.values()): everything}
         for kind in self._least_worth_first(stock, steps):
-            counts[kind] = self._fewest_of(kind, steps[kind], counts)
+            fits = partial(self._fits, counts, kind)  # the last number does
+            counts[kind] = steps[kind][bisect_left(steps[kind][:-1], True, key=fits)]
         return counts
 
-    def _fewest_of(self, kind: str, numbers: list[int], counts: Mapping[str, int]) -> int:
-        """The first of ``numbers`` that fits; the last does."""
-        return numbers[bisect_left(numbers[:-1], True, key=lambda number: self._try({**counts, kind: number}).fits)]
+    def _fits(self, counts: Mapping[str, int], kind: str, number: int) -> bool:
+        return self._try({**counts, kind: number}).fits
 
     def _least_worth_first(self, stock: Trial, steps: Mapping[str, list[int]]) -> list[str]:
         """The kinds, by the bytes that each frees alone for a second that it adds."""
         if len(steps) < 2:
             return list(steps)
         unpatch(self.bench.model)
-        seconds = timed(self.bench, stock, self.trials)
+        seconds = self.bench.seconds(stock)
         worth = {}
         for kind in steps:
             trial = self._try({other: numbers[-1] if other == kind else 0 for other, numbers in steps.items()})
-            added = timed(self.bench, trial, self.trials) - seconds
+            added = self.bench.seconds(trial) - seconds
             worth[kind] = (stock.kept - trial.kept) / max(added, _NOISE * seconds)
         return sorted(worth, key=lambda kind: worth[kind])
 
@@ -229,7 +204,6 @@ class _Search:
         if key not in self._known:
             patch(self.bench.model, self.config_of(counts), replace=True)
             self._known[key] = self.bench.count(_words(counts))
-            self.trials.append(self._known[key])
         return self._known[key]
 
 
@@ -262,9 +236,8 @@ def _steps(config: MemSaveConfig, model: nn.Module) -> dict[str, list[int]]:
 def _kinds_of(module: nn.Module) -> set[str]:
     """The kinds that a module is of: dropout too where it is only a number, for ``torch.nn.functional.dropout``."""
     drops = any("dropout" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items())
-    known = kind_of(stock_class(module))
-    is_dropout = isinstance(module, _DROPOUTS) and module.p > 0
-    return ({known} if known else set()) | ({"dropout"} if drops or is_dropout else set())
+    is_dropout = drops or (isinstance(module, _DROPOUTS) and module.p > 0)
+    return {kind for kind in (kind_of(stock_class(module)), "dropout" if is_dropout else None) if kind}
 
 
 def _words(counts: Mapping[str, int]) -> str:

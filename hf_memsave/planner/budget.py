@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -22,13 +23,9 @@ _OPTIMIZERS = {
 
 
 def plan_for(config: MemSaveConfig, model: nn.Module, args: TrainingArguments, batches: Any) -> BudgetPlan:
-    """Plan for a trainer's step.
+    """Plan for a trainer's step, as long as the longest row of its ``DataLoader``'s data set, which has a length.
 
-    Args:
-        config: With a budget.
-        model: Of Transformers, with LoRA adapters or without. Modules that PEFT saves whole are not counted.
-        args: The trainer's.
-        batches: Its ``DataLoader``, of a data set with a length, whose longest row is as long as a batch can be.
+    The model is of Transformers, with LoRA adapters or without; modules that PEFT saves whole are not counted.
 
     Returns:
         The plan; its config has no budget.
@@ -47,7 +44,7 @@ def plan_for(config: MemSaveConfig, model: nn.Module, args: TrainingArguments, b
         raise PlanError(
             f"budget={config.budget!r}: expected a model of Transformers, got {type(model).__name__}. {remedy}"
         )
-    autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     return plan(
         model,
         budget=config.budget,
@@ -55,13 +52,13 @@ def plan_for(config: MemSaveConfig, model: nn.Module, args: TrainingArguments, b
         batch_size=args.per_device_train_batch_size,
         seq_len=_longest(batches, remedy),
         dtype=_weights(model),
-        autocast=autocast,
+        autocast=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
         optimizer=optimizer,
         lora=_lora(model, remedy),
         quantized="nf4" if getattr(model, "is_loaded_in_4bit", False) else None,
         checkpointing=args.gradient_checkpointing,
         accumulation=args.gradient_accumulation_steps,
-        attention="eager" if _attention(model) == "eager" else "flash",
+        attention="eager" if attention == "eager" else "flash",
         padded=True,
         devices=args.world_size,
         sharding=_sharding(args),
@@ -86,15 +83,11 @@ def _longest(batches: Any, remedy: str) -> int:
 
 def _weights(model: nn.Module) -> torch.dtype:
     """The dtype of the base model's weights: of most of them, where adapters or norms have another."""
-    counts: dict[torch.dtype, int] = {}
+    counts: Counter[torch.dtype] = Counter()
     for p in model.parameters():
         if p.is_floating_point():
-            counts[p.dtype] = counts.get(p.dtype, 0) + p.numel()
-    return max(counts, key=lambda dtype: counts[dtype])
-
-
-def _attention(model: nn.Module) -> Any:
-    return getattr(getattr(model, "config", None), "_attn_implementation", None)
+            counts[p.dtype] += p.numel()
+    return counts.most_common(1)[0][0]
 
 
 def _lora(model: nn.Module, remedy: str) -> Lora | None:
@@ -105,13 +98,13 @@ def _lora(model: nn.Module, remedy: str) -> Lora | None:
     kind = getattr(config.peft_type, "value", config.peft_type)
     if kind != "LORA":
         raise PlanError(f"budget: expected LoRA adapters or none, got {kind}. {remedy}")
-    adapted = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    targets = {name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "lora_A")}
     trained = next((p for p in model.parameters() if p.requires_grad), None)
     return Lora(
         r=config.r,
         alpha=config.lora_alpha,
         dropout=config.lora_dropout,
-        targets="+".join(sorted({name.rpartition(".")[2] for name in adapted})),
+        targets="+".join(sorted(targets)),
         dtype="fp32" if trained is not None and trained.dtype == torch.float32 else "model",
         dora=config.use_dora,
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import contextlib
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,8 +17,7 @@ from hf_memsave.measure.lora import Lora
 from hf_memsave.measure.sharding import sharded
 from hf_memsave.measure.training import config_of, training_of
 from hf_memsave.planner.rates import Rates, rates_of
-from hf_memsave.planner.settings import FLOOR, OFFLOAD, Family, Setting, Settings
-from hf_memsave.planner.traces import trace_of
+from hf_memsave.planner.settings import FLOOR, OFFLOAD, Family, Setting, Settings, in_words, trace_of
 from hf_memsave.sizes import bytes_of, gib
 
 #: Codecs that may be allowed, whose gradients are approximate.
@@ -30,17 +30,11 @@ _MOST_DEVICES = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetPlan:
-    """What :func:`plan` found; prints as a table.
+    """What :func:`plan` found; prints as a table."""
 
-    Attributes:
-        best: The cheapest that fits.
-        budget: Bytes that there are.
-        tried: The floor, and each other setting that was traced, in all layers.
-    """
-
-    best: Setting
-    budget: int
-    tried: tuple[Setting, ...]
+    best: Setting  # the cheapest that fits
+    budget: int  # bytes that there are
+    tried: tuple[Setting, ...]  # the floor, and each other setting that was traced, in all layers
 
     @property
     def config(self) -> MemSaveConfig:
@@ -54,20 +48,11 @@ class BudgetPlan:
 
 
 def plan(
-    model_or_config: str | PreTrainedConfig | nn.Module,
-    *,
-    budget: int | str,
-    batch_size: int,
-    seq_len: int,
-    memsave: MemSaveLike = True,
-    lossy: Collection[str] = (),
-    rates: Rates | str = "a100",
-    main_memory: int | str | None = None,
-    devices: int = 1,
-    sharding: str = "ddp",
-    progress: Callable[[float], None] | None = None,
-    **training: Any,
-) -> BudgetPlan:
+    model_or_config: str | PreTrainedConfig | nn.Module, *, budget: int | str, batch_size: int, seq_len: int,
+    memsave: MemSaveLike = True, lossy: Collection[str] = (), rates: Rates | str = "a100",
+    main_memory: int | str | None = None, devices: int = 1, sharding: str = "ddp",
+    progress: Callable[[float], None] | None = None, **training: Any,
+) -> BudgetPlan:  # fmt: skip
     """Find the cheapest setting whose training step fits.
 
     Args:
@@ -117,18 +102,10 @@ def plan(
 
 
 def largest(
-    model_or_config: str | PreTrainedConfig | nn.Module,
-    *,
-    budget: int | str,
-    batch_size: int,
-    seq_len: int,
-    memsave: MemSaveLike = True,
-    rates: Rates | str = "a100",
-    devices: int = 1,
-    sharding: str = "ddp",
-    progress: Callable[[float], None] | None = None,
-    **training: Any,
-) -> dict[str, tuple[int, int]]:
+    model_or_config: str | PreTrainedConfig | nn.Module, *, budget: int | str, batch_size: int, seq_len: int,
+    memsave: MemSaveLike = True, rates: Rates | str = "a100", devices: int = 1, sharding: str = "ddp",
+    progress: Callable[[float], None] | None = None, **training: Any,
+) -> dict[str, tuple[int, int]]:  # fmt: skip
     """The largest batch (of ``seq_len``) and the longest sequence (in batches of ``batch_size``) that fit.
 
     Arguments and errors are those of :func:`plan`.
@@ -140,11 +117,12 @@ def largest(
     config = config_of(model_or_config, training)
     step = training_of(batch_size=batch_size, seq_len=seq_len, **training)
     settings = Settings(config, step, (sharding, devices), _start(memsave), rates_of(rates))
+    tell = progress or (lambda share: None)
     found = {}
     for done, family in enumerate(_ENDS):
-        (progress or (lambda share: None))(done / len(_ENDS))
-        found[_name(family)] = (_most(settings, family, limit, "batch_size"),
-                                _most(settings, family, limit, "seq_len"))  # fmt: skip
+        tell(done / len(_ENDS))
+        most = [_most(settings, family, limit, name) for name in ("batch_size", "seq_len")]
+        found[in_words(family)] = most[0], most[1]
     return found
 
 
@@ -165,15 +143,8 @@ def _codecs(lossy: Collection[str]) -> tuple[str, ...]:
     return names
 
 
-def _name(family: Family) -> str:
-    parts = [f"checkpoint={family.rung!r}"] if family.rung else []
-    return ", ".join([*parts, *(["offload"] if family.offload else [])]) or "the floor"
-
-
 def _at(settings: Settings, **changes: Any) -> Settings:
-    return Settings(
-        settings.config, replace(settings.training, **changes), settings.shards, settings.base, settings.rates
-    )
+    return replace(settings, training=replace(settings.training, **changes))
 
 
 def _most(settings: Settings, family: Family, limit: int, name: str) -> int:
@@ -187,11 +158,9 @@ def _most(settings: Settings, family: Family, limit: int, name: str) -> int:
 
 def _too_much(settings: Settings, tried: list[Setting], limit: int) -> str:
     least = min(tried, key=lambda setting: setting.needed)
-    config = least.config
-    family = Family(
-        config.storage if config.storage != settings.base.storage else None, config.offload, config.checkpoint
-    )
-    would = [*_smaller(settings, family, limit), *_divided(settings, family, limit), *_adapted(settings, family, limit)]
+    storage = least.config.storage if least.config.storage != settings.base.storage else None
+    family = Family(storage, least.config.offload, least.config.checkpoint)
+    would = list(_what_fits(settings, family, limit))
     remedy = f"What fits: {'; '.join(would)}." if would else "Not one sequence of one token fits: use a smaller model."
     return (
         f"nothing fits: expected at most {gib(limit)}, got {gib(least.needed)} by {least.name}, which is "
@@ -199,31 +168,19 @@ def _too_much(settings: Settings, tried: list[Setting], limit: int) -> str:
     )
 
 
-def _smaller(settings: Settings, family: Family, limit: int) -> list[str]:
-    found = []
+def _what_fits(settings: Settings, family: Family, limit: int) -> Iterator[str]:
+    """Smaller steps of a family's setting in all layers, FSDP over more devices, or adapters."""
     for name, words in (("batch_size", "sequences a batch"), ("seq_len", "tokens a sequence")):
         if number := _most(settings, family, limit, name):
-            found.append(f"{name}={number} ({words})")
-    return found
-
-
-def _divided(settings: Settings, family: Family, limit: int) -> list[str]:
-    """Over how many devices FSDP would make it fit."""
+            yield f"{name}={number} ({words})"
     one = trace_of(settings.config, settings.training, settings.whole(family).config).trace
     extra = settings.whole(family).needed - settings.trace(family).peak
     devices = 2 * settings.shards[1]
-    while devices <= _MOST_DEVICES:
-        if sharded(one, "fsdp", devices).peak + extra <= limit:
-            return [f"sharding='fsdp' over {devices} devices"]
+    while devices <= _MOST_DEVICES and sharded(one, "fsdp", devices).peak + extra > limit:
         devices *= 2
-    return []
-
-
-def _adapted(settings: Settings, family: Family, limit: int) -> list[str]:
-    if settings.training.lora is not None:
-        return []
-    try:
-        fits = _at(settings, lora=Lora(r=8)).whole(family).needed <= limit
-    except MeasureError:
-        return []
-    return ["lora=dict(r=8)"] if fits else []
+    if devices <= _MOST_DEVICES:
+        yield f"sharding='fsdp' over {devices} devices"
+    if settings.training.lora is None:
+        with contextlib.suppress(MeasureError):
+            if _at(settings, lora=Lora(r=8)).whole(family).needed <= limit:
+                yield "lora=dict(r=8)"

@@ -22,17 +22,11 @@ from hf_memsave.patching.blocks import block_numbers, is_in_block
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a device sustains, in a second.
+    """What a device sustains, in a second."""
 
-    Attributes:
-        flops: Floating-point operations of matrix products in 16 bits.
-        memory: Bytes of its own memory, read or written.
-        bus: Bytes from or to pinned main memory, each way.
-    """
-
-    flops: float
-    memory: float
-    bus: float
+    flops: float  # floating-point operations of matrix products in 16 bits
+    memory: float  # bytes of its own memory, read or written
+    bus: float  # bytes from or to pinned main memory, each way
 
     def __post_init__(self) -> None:
         for name in ("flops", "memory", "bus"):
@@ -50,14 +44,7 @@ RATES = {
 
 
 def rates_of(rates: Rates | str) -> Rates:
-    """The rates of a device's name.
-
-    Returns:
-        The rates.
-
-    Raises:
-        PlanError: There is no such device.
-    """
+    """The rates of a device's name; PlanError if there is no such device."""
     if isinstance(rates, Rates):
         return rates
     if rates not in RATES:
@@ -69,26 +56,15 @@ def rates_of(rates: Rates | str) -> Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The operations of one training step.
+    """The operations of one training step."""
 
-    Attributes:
-        forward: Of the forward.
-        backward: Of the backward.
-        again: Rung -> those that a layer adds which runs so far again.
-        widest: Elements of a token in the widest input or output of a linear in a block.
-    """
-
-    forward: float
-    backward: float
-    again: dict[str, float]
-    widest: int
+    forward: float  # of the forward
+    backward: float  # of the backward
+    again: dict[str, float]  # rung -> those that a layer adds which runs so far again
+    widest: int  # elements of a token in the widest input or output of a linear in a block
 
     def seconds(self, rates: Rates, again: float, away: float, coded: float) -> float:
-        """What a step takes longer.
-
-        Returns:
-            Seconds.
-        """
+        """What a step takes longer, in seconds."""
         forward, backward, bus = self.forward / rates.flops, (self.backward + again) / rates.flops, away / rates.bus
         waits = max(0.0, bus - forward) + max(0.0, bus - backward)
         return again / rates.flops + waits + 2 * (away + coded) / rates.memory

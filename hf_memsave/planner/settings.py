@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
 from hf_memsave.config import MemSaveConfig
+from hf_memsave.measure.depth import trace_in_full
 from hf_memsave.measure.estimate import CONTEXT, WORKSPACES
 from hf_memsave.measure.layers import depth_fields
 from hf_memsave.measure.sharding import sharded
 from hf_memsave.measure.trace import Place, Trace
 from hf_memsave.measure.training import Training
-from hf_memsave.planner.rates import Rates, work_of
-from hf_memsave.planner.traces import Whole, trace_of
+from hf_memsave.planner.rates import Rates, Work, work_of
 from hf_memsave.sizes import gib
 from hf_memsave.tape.offload import AHEAD, SMALLEST_NBYTES
 
@@ -46,45 +47,76 @@ OFFLOAD = Family(None, True, None)
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One setting, and what it takes.
+    """One setting, and what it takes."""
 
-    Attributes:
-        config: To patch with.
-        needed: Bytes at the peak, with what CUDA takes for itself.
-        away: Bytes in main memory, pinned.
-        cost: What a step takes longer than at the floor, as a part of stock's step.
-    """
-
-    config: MemSaveConfig
-    needed: int
-    away: int
-    cost: float
+    config: MemSaveConfig  # to patch with
+    needed: int  # bytes at the peak, with what CUDA takes for itself
+    away: int  # bytes in main memory, pinned
+    cost: float  # what a step takes longer than at the floor, as a part of stock's step
 
     @property
     def name(self) -> str:
         """What is done, in words."""
-        rung, layers = self.config.checkpoint, dict(self.config.layers or ()).get("checkpoint")
-        parts = [f"checkpoint={rung!r} in {layers} layers"] if rung else []
-        parts += ["offload"] if self.config.offload else []
-        parts += [f"storage={self.config.storage!r}"] if self.config.storage else []
-        return ", ".join(parts) or "the floor"
+        layers = dict(self.config.layers or ()).get("checkpoint")
+        family = Family(self.config.storage, self.config.offload, self.config.checkpoint)
+        return in_words(family, f" in {layers} layers")
 
     def __str__(self) -> str:
         away = f", {gib(self.away)} of main memory" if self.away else ""
         return f"{self.name:<44}{gib(self.needed):>12}{self.cost:>10.1%} more time{away}"
 
 
+def in_words(family: Family, layers: str = "") -> str:
+    """What a family does, in words."""
+    parts = [f"checkpoint={family.rung!r}{layers}"] if family.rung else []
+    parts += ["offload"] if family.offload else []
+    parts += [f"storage={family.storage!r}"] if family.storage else []
+    return ", ".join(parts) or "the floor"
+
+
+class _Whole(NamedTuple):
+    """The step at full depth with a setting in all layers, and what a layer of each stack adds, in bytes."""
+
+    trace: Trace
+    per_layer: dict[str, dict[str, float]]
+
+
+#: A model's class, its configuration, a training and a setting -> the step: asked for again, it costs nothing.
+_KNOWN: dict[Any, _Whole] = {}
+_REMEMBERED = 256
+
+
+def trace_of(config: PreTrainedConfig, training: Training, memsave: MemSaveConfig) -> _Whole:
+    """Trace a setting at the depth of the configuration, once."""
+    key = type(config), config.to_json_string(use_diff=False), training, memsave
+    if key not in _KNOWN:
+        if len(_KNOWN) >= _REMEMBERED:
+            _KNOWN.clear()
+        depth = {name: getattr(config, name) for name in depth_fields(config)}
+        _KNOWN[key] = _Whole(*trace_in_full(config, depth, training, memsave, keeps=False))
+    return _KNOWN[key]
+
+
+@dataclass(frozen=True)
 class Settings:
     """The settings of one model and step; what has to be traced is traced when it is asked for."""
 
-    def __init__(
-        self, config: PreTrainedConfig, training: Training, shards: tuple[str, int], base: MemSaveConfig, rates: Rates
-    ) -> None:
-        self.config, self.training, self.shards, self.base, self.rates = config, training, shards, base, rates
-        self.depth = {field: getattr(config, field) for field in depth_fields(config)}
-        self.work = work_of(config, training)
-        self.u = training.batch_size * training.seq_len * getattr(config, "hidden_size", 0) * training.u_itemsize
-        self._wholes: dict[Family, Whole] = {}
+    config: PreTrainedConfig
+    training: Training
+    shards: tuple[str, int]
+    base: MemSaveConfig
+    rates: Rates
+    _wholes: dict[Family, _Whole] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def work(self) -> Work:
+        """The operations of a step."""
+        return work_of(self.config, self.training)
+
+    @cached_property
+    def depth(self) -> dict[str, int]:
+        """Field of the configuration -> number of layers."""
+        return {name: getattr(self.config, name) for name in depth_fields(self.config)}
 
     @property
     def layers(self) -> int:
@@ -98,16 +130,17 @@ class Settings:
 
     def least_cost(self, family: Family, limit: int) -> float:
         """What a setting of the family that needs at most ``limit`` costs at least, told by what has been traced."""
-        kept = self._each(FLOOR, "kept")
+        kept = self._each(FLOOR, "at_loss")
         if family.storage or not max(kept, default=0):
             return self._cost(family, 0, 0, 0)
         if not family.offload:
             layers = math.ceil((self.whole(FLOOR).needed - limit) / max(kept))
             return self._cost(family, max(0, min(self.layers, layers)), 0, 0)
         moved = self._each(OFFLOAD, "away") if OFFLOAD in self._wholes else [_MOVED * nbytes for nbytes in kept]
-        given = _MOVED * self.u if self.u >= SMALLEST_NBYTES else 0  # a layer that runs again keeps its input
-        return min(self._cost(family, n, sum(moved[n:]) + n * given, 0)
-                   for n in (range(1, self.layers + 1) if family.rung else (0,)))  # fmt: skip
+        u = self._tokens * getattr(self.config, "hidden_size", 0) * self.training.u_itemsize
+        given = _MOVED * u if u >= SMALLEST_NBYTES else 0  # a layer that runs again keeps its input
+        numbers = range(1, self.layers + 1) if family.rung else (0,)
+        return min(self._cost(family, n, sum(moved[n:]) + n * given, 0) for n in numbers)
 
     def whole(self, family: Family) -> Setting:
         """The rung in all layers."""
@@ -122,7 +155,11 @@ class Settings:
         """The step with the family's rung in all layers, on one of the devices."""
         return sharded(self._whole(family).trace, *self.shards)
 
-    def _whole(self, family: Family) -> Whole:
+    @property
+    def _tokens(self) -> int:
+        return self.training.batch_size * self.training.seq_len
+
+    def _whole(self, family: Family) -> _Whole:
         if family not in self._wholes:
             self._wholes[family] = trace_of(self.config, self.training, self._config(family, self.layers))
         return self._wholes[family]
@@ -138,12 +175,10 @@ class Settings:
         )
 
     def _setting(self, family: Family, layers: int) -> Setting:
-        ahead = 0
-        if family.offload:  # on their way back beside the one that is asked for
-            tokens = self.training.batch_size * self.training.seq_len
-            ahead = AHEAD * tokens * self.work.widest * self.training.u_itemsize
+        # What offload brings back ahead lies beside what is asked for.
+        ahead = AHEAD * self._tokens * self.work.widest * self.training.u_itemsize if family.offload else 0
         away = sum(self._mixed(family, layers, "away"))
-        coded = sum(self._mixed(family._replace(storage=None), layers, "kept")) if family.storage else 0
+        coded = sum(self._mixed(family._replace(storage=None), layers, "at_loss")) if family.storage else 0
         return Setting(
             config=self._config(family, layers),
             needed=self._peak(family, layers) + ahead + WORKSPACES + CONTEXT,
@@ -156,12 +191,13 @@ class Settings:
         return self.work.seconds(self.rates, again, away, coded) / self.work.stock(self.rates)
 
     def _each(self, family: Family, name: str) -> list[float]:
-        """The bytes "kept" on the device, or "away" from it, of each layer, with the rung in all."""
-        found = getattr(self._whole(family), name)
-        return [nbytes for nbytes, n in zip(found, self.depth.values(), strict=True) for _ in range(n)]
+        """The bytes kept on the device "at_loss", or "away" from it, of each layer, with the rung in all."""
+        batches = min(self.training.accumulation, 2) if name == "away" else 1  # that were traced
+        added = self._whole(family).per_layer
+        return [added[stack][name] / batches for stack, n in self.depth.items() for _ in range(n)]
 
     def _mixed(self, family: Family, layers: int, name: str) -> list[float]:
-        """This setting with the rung in the first so many."""
+        """The bytes of each layer, with the rung in the first ``layers``."""
         rest = self._each(family._replace(rung=None), name)[layers:] if layers < self.layers else []
         return self._each(family, name)[:layers] + rest
 
@@ -173,25 +209,18 @@ class Settings:
         all_of_it = self.trace(family)
         if layers == self.layers:
             return all_of_it.peak
-        numbers = _numbers(plain)
-        kept = self._each(family._replace(rung=None), "kept")
-        freed = int(sum(kept) - sum(self._mixed(family, layers, "kept")))
+        blocks = [(stack, block) for stack, count in plain.blocks.items() for block in range(count)]
+        first = set(blocks[:layers])
+        kept = [sum(self._mixed(family, n, "at_loss")) for n in (0, layers)]
+        freed = int(kept[0] - kept[1])
         highest = 0
         for place, moment in plain.places.items():
-            number = numbers.get((place.stack, place.block))
-            if place.stack and number is not None and number < layers:
-                there = all_of_it.places.get(_untimed(place, all_of_it), moment)
-                highest = max(highest, there.live)
-            elif place.phase == "optimizer":
-                highest = max(highest, moment.live)
+            if (place.stack, place.block) in first:
+                live = all_of_it.places.get(_untimed(place, all_of_it), moment).live
             else:
-                highest = max(highest, moment.live - freed)
+                live = moment.live - (0 if place.phase == "optimizer" else freed)
+            highest = max(highest, live)
         return highest
-
-
-def _numbers(trace: Trace) -> dict[tuple[str, int], int]:
-    found = [(stack, block) for stack, count in trace.blocks.items() for block in range(count)]
-    return {place: number for number, place in enumerate(found)}
 
 
 def _untimed(place: Place, trace: Trace) -> Place:

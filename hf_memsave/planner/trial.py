@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_memsave.errors import MeasureError, PlanError
-from hf_memsave.measure.loss import loss_of
+from hf_memsave.measure.fit import search
+from hf_memsave.measure.inputs import loss_of
 from hf_memsave.sizes import bytes_of, gib
 from hf_memsave.tape import measure_kept
 
@@ -27,23 +29,14 @@ _USABLE = 0.9
 
 @dataclass(frozen=True)
 class Trial:
-    """One configuration that was tried.
+    """One configuration that was tried."""
 
-    Attributes:
-        name: What was converted, in words.
-        batch_size: Sequences in the batch.
-        kept: Bytes kept between forward and backward.
-        needed: Those, and parameters, buffers, gradients and the optimizer's state.
-        fits: Whether ``needed`` is within the limit.
-        seconds: Of one forward and backward; None where it was not timed.
-    """
-
-    name: str
-    batch_size: int
-    kept: int
-    needed: int
-    fits: bool
-    seconds: float | None = None
+    name: str  # what was converted, in words
+    batch_size: int  # sequences in the batch
+    kept: int  # bytes kept between forward and backward
+    needed: int  # those, and parameters, buffers, gradients and the optimizer's state
+    fits: bool  # whether ``needed`` is within the limit
+    seconds: float | None = None  # of one forward and backward; None where it was not timed
 
 
 class _DeviceFullError(PlanError):
@@ -51,17 +44,12 @@ class _DeviceFullError(PlanError):
 
 
 class Bench:
-    """Counts and times a model as it is patched at the moment: for use inside ``left_as_it_was``."""
+    """Counts and times a model as it is patched at the moment, in ``trials``: for use inside ``left_as_it_was``."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        batch: Mapping[str, Any],
-        memory: int,
-        forward: Callable[..., Any] | None,
-        optimizer_bytes: int,
-        timer: Timer,
-    ) -> None:
+        self, model: nn.Module, batch: Mapping[str, Any], memory: int, forward: Callable[..., Any] | None,
+        optimizer_bytes: int, timer: Timer,
+    ) -> None:  # fmt: skip
         if not model.training:  # else parts of it may be in another mode on purpose
             model.train()
         self.model, self.batch, self.memory, self.timer = model, batch, memory, timer
@@ -73,23 +61,18 @@ class Bench:
             )
         self.fixed = own_bytes(model) + sum(p.numel() * (p.itemsize + optimizer_bytes) for p in self.trained)
         self.batch_size = _batch_size(batch)
+        self.trials: list[Trial] = []
 
     def count(self, name: str, batch_size: int | None = None) -> Trial:
         """Count what the model needs for the batch, or for one of another size."""
         size = batch_size or self.batch_size
         kept = self._run(size, lambda batch: measure_kept(self.model, batch, self._loss).total)
         needed = self.fixed + kept
-        return Trial(name, size, kept, needed, needed <= self.memory)
+        self.trials.append(trial := Trial(name, size, kept, needed, needed <= self.memory))
+        return trial
 
-    def count_if_room(self, name: str, batch_size: int) -> Trial | None:
-        """As :meth:`count`; None if the device has no room for it."""
-        try:
-            return self.count(name, batch_size)
-        except _DeviceFullError:
-            return None
-
-    def seconds(self, batch_size: int) -> float:
-        """The seconds of one forward and backward."""
+    def seconds(self, trial: Trial) -> float:
+        """The seconds of one forward and backward on the batch of a trial, which are noted there."""
 
         def timed(batch: Mapping[str, Any]) -> float:
             def step() -> None:
@@ -100,7 +83,29 @@ class Bench:
 
             return self.timer(step)
 
-        return self._run(batch_size, timed)
+        seconds = self._run(trial.batch_size, timed)
+        self.trials[self.trials.index(trial)] = replace(trial, seconds=seconds)
+        return seconds
+
+    def largest(self, name: str, most: int) -> Trial | None:
+        """Count the largest batch that fits the model as it is; None if none does."""
+        known: dict[int, Trial] = {}
+
+        def needed(size: int) -> int:
+            try:
+                known[size] = self.count(name, size)
+            except _DeviceFullError:
+                return 2 * self.memory
+            points = [(0, self.fixed), *sorted((n, trial.needed) for n, trial in known.items())]
+            for (n, a), (m, b) in itertools.pairwise(points):
+                if b <= a:
+                    raise PlanError(
+                        f"expected a batch of {m} to need more than one of {n}, got {gib(b)} and {gib(a)}. Give "
+                        "tensors [batch, ...] that the loss depends on."
+                    )
+            return known[size].needed
+
+        return known.get(search(needed, self.memory, self.batch_size, most, self.fixed))
 
     def _run(self, batch_size: int, run: Callable[[Mapping[str, Any]], _T]) -> _T:
         try:
@@ -127,41 +132,8 @@ class Bench:
 
 
 def _is_full(error: Exception) -> bool:
-    """Whether it says that a device, or the machine, has no memory left: PyTorch's of CPU has no type of its own."""
+    """Whether a device, or the machine, has no memory left: PyTorch's error of the CPU has no type of its own."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: " in str(error)
-
-
-def largest_batch(bench: Bench, name: str, most: int, trials: list[Trial]) -> Trial | None:
-    """The largest batch that fits the model as it is, along the line through two counts; None if none does."""
-    known: dict[int, Trial | None] = {}  # None: the device was full
-    first = min(bench.batch_size, most)
-    guesses = list(dict.fromkeys((first, first // 2 or min(2, most))))
-    while guesses:
-        for size in guesses:
-            known[size] = trial = bench.count_if_room(name, size)
-            trials += [] if trial is None else [trial]
-        low = max((size for size, trial in known.items() if trial is not None and trial.fits), default=0)
-        high = min((size for size, trial in known.items() if trial is None or not trial.fits), default=most + 1)
-        points = [(0, bench.fixed), *sorted((size, trial.needed) for size, trial in known.items() if trial is not None)]
-        middle = guess = max(1, low + (high - low) // 2)
-        if len(points) > 1:
-            (n, a), (m, b) = points[-2:]
-            if b <= a:
-                raise PlanError(
-                    f"expected a batch of {m} to need more than one of {n}, got {gib(b)} and {gib(a)}. Give tensors "
-                    "[batch, ...] that the loss depends on."
-                )
-            guess = max(n + (bench.memory - a) * (m - n) // (b - a), low, 1)
-            guess = middle if guess >= high else guess  # the line was wrong, or the device is fuller than it says
-        guesses = [] if guess in known or low + 1 >= high else [guess]
-    return known.get(low)
-
-
-def timed(bench: Bench, trial: Trial, trials: list[Trial]) -> float:
-    """The seconds of a step of the model on the trial's batch, which are noted in ``trials`` too."""
-    seconds = bench.seconds(trial.batch_size)
-    trials[trials.index(trial)] = replace(trial, seconds=seconds)
-    return seconds
 
 
 def median_seconds(step: Callable[[], None]) -> float:

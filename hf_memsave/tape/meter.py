@@ -72,10 +72,8 @@ class Kept:
 
 
 def measure_kept(
-    model: nn.Module,
-    batch: Mapping[str, Any] | Sequence[Any] | Tensor,
-    forward: Callable[..., Any] | None = None,
-) -> Kept:
+    model: nn.Module, batch: Mapping[str, Any] | Sequence[Any] | Tensor, forward: Callable[..., Any] | None = None,
+) -> Kept:  # fmt: skip
     """Run one forward and count the bytes kept between forward and backward, by module.
 
     The model runs in the mode it is in, under the autocast and hooks that are active; parameters, gradients and the
@@ -106,12 +104,12 @@ def measure_kept(
             "nothing is kept for backward. Call it outside of that."
         )
     call = model if forward is None else forward
-    names = {id(m): name or type(m).__name__ for name, m in model.named_modules(remove_duplicate=False)}
     devices = {t.device for t in model.parameters() if fuses_dropout(t)}
     kind = next((device.type for device in devices), "cuda")  # the default is the accelerator's from PyTorch 2.13 on
+    watch = _ByModule(model)
     with torch.random.fork_rng(devices, device_type=kind), torch.enable_grad(), _without_autocast_cache():
-        before = {s._cdata: s for s in _storages(_live_tensors())}
-        with _watch(names) as watch:
+        known = {s._cdata: s for s in storages(live_tensors())}
+        with watch.watching_modules(), watch:
             if isinstance(batch, Mapping):
                 output = call(**batch)
             else:
@@ -120,54 +118,74 @@ def measure_kept(
         if loss is not None:
             output = loss
         gc.collect()
-        found = [replace(record, nbytes=_size(ref)) for ref, record in watch.made.values() if not ref.expired()]
-        known = before.keys() | watch.made.keys()
-        for storage in _storages(_live_tensors()):
-            if storage._cdata not in known:
-                known.add(storage._cdata)
+        found = watch.alive()
+        for storage in storages(live_tensors()):
+            if storage._cdata not in known and storage._cdata not in watch.made:
+                known[storage._cdata] = storage
                 found.append(KeptStorage("(outside any op)", "other", "unseen", storage.nbytes()))
         del output, loss
     return Kept(tuple(found))
 
 
-class _Watch(TorchDispatchMode):
-    """Records each storage at the op that made it."""
+class StorageMode(TorchDispatchMode):
+    """Tells a subclass, op by op, of the storages that an op was given and of those that it made."""
 
-    def __init__(self, names: dict[int, str]) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.names = names
-        self.stack: list[nn.Module] = []
-        self.made: dict[int, tuple[StorageWeakRef, KeptStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # autograd asks fake tensors often
+            return device_of(args[0])
+        given = {s._cdata: (s, s.nbytes()) for s in self.storages(tree_leaves((args, kwargs)))}
         output = func(*args, **(kwargs or {}))
-        given = {s._cdata for s in _storages(tree_leaves((args, kwargs)))}
-        for storage in _storages(tree_leaves(output)):
-            if storage._cdata in given or storage._cdata in self.made:
-                continue
-            module = next((m for m in reversed(self.stack) if id(m) in self.names), None)
-            op = func.overloadpacket.__name__
-            record = KeptStorage(
-                self.names.get(id(module), "(outside the model)"), _kind(self.stack, op), op, storage.nbytes()
-            )
-            # The weak reference keeps the address from being used again while we watch.
-            self.made[storage._cdata] = (StorageWeakRef(storage), record)
+        made = {s._cdata: s for s in self.storages(tree_leaves(output)) if s._cdata not in given}
+        self.after(func, args, list(given.values()), list(made.values()))
         return output
 
+    def storages(self, leaves: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+        """The storages of all tensors among ``leaves`` that count."""
+        return storages(leaves)
 
-@contextlib.contextmanager
-def _watch(names: dict[int, str]) -> Iterator[_Watch]:
-    watch = _Watch(names)
-    handles = (
-        global_hooks.register_module_forward_pre_hook(lambda m, _: watch.stack.append(m)),
-        global_hooks.register_module_forward_hook(lambda *_: (watch.stack.pop(), None)[1], always_call=True),
-    )
-    try:
-        with watch:
-            yield watch
-    finally:
-        for handle in handles:
-            handle.remove()
+    def after(self, func: Any, args: Any, given: list[tuple[Any, int]], made: list[torch.UntypedStorage]) -> None:
+        """Called after each op; what it was given comes with its bytes before the op."""
+        raise NotImplementedError
+
+
+class _ByModule(StorageMode):
+    """Notes of each storage the module and the op that made it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.names = {id(m): name or type(m).__name__ for name, m in model.named_modules(remove_duplicate=False)}
+        self.stack: list[nn.Module] = []
+        # The weak reference keeps the address from being used again.
+        self.made: dict[int, tuple[StorageWeakRef, KeptStorage]] = {}
+
+    def after(self, func: Any, args: Any, given: list[tuple[Any, int]], made: list[torch.UntypedStorage]) -> None:
+        for storage in made:
+            if storage._cdata not in self.made:
+                module = next((m for m in reversed(self.stack) if id(m) in self.names), None)
+                path, op = self.names.get(id(module), "(outside the model)"), func.overloadpacket.__name__
+                record = KeptStorage(path, _kind(self.stack, op), op, storage.nbytes())
+                self.made[storage._cdata] = StorageWeakRef(storage), record
+
+    def alive(self) -> list[KeptStorage]:
+        """What is still alive, with the bytes that it has now."""
+        alive = [(ref, record) for ref, record in self.made.values() if not ref.expired()]
+        return [replace(r, nbytes=torch.UntypedStorage._new_with_weak_ptr(ref.cdata).nbytes()) for ref, r in alive]
+
+    @contextlib.contextmanager
+    def watching_modules(self) -> Iterator[None]:
+        """Know the modules that run."""
+        handles = (
+            global_hooks.register_module_forward_pre_hook(lambda m, _: self.stack.append(m)),
+            global_hooks.register_module_forward_hook(lambda *_: (self.stack.pop(), None)[1], always_call=True),
+        )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 @contextlib.contextmanager
@@ -204,22 +222,24 @@ def _kind(stack: list[nn.Module], op: str) -> str:
     return own or of_op or ("attention" if "attention" in name or name.endswith("attn") else "other")
 
 
-def _size(ref: StorageWeakRef) -> int:
-    """Bytes of a live storage now; it may have been resized since it was made."""
-    return torch.UntypedStorage._new_with_weak_ptr(ref.cdata).nbytes()
+def device_of(tensor: Tensor) -> torch.device:
+    """``tensor.device``; of a fake tensor without the dispatcher, where each such question takes as long as an op."""
+    device: torch.device = getattr(tensor, "fake_device", None) or tensor.device
+    return device
 
 
-def _storages(leaves: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
-    """Of the tensors among ``leaves``, and of what others wrap."""
+def storages(leaves: Iterable[Any], on: Callable[[str], bool] | None = None) -> Iterator[torch.UntypedStorage]:
+    """The storages of dense tensors, and of those in wrappers; ``on`` tells of which types of device."""
     for leaf in leaves:
         if isinstance(leaf, Tensor) and not is_lazy(leaf):
             for part in parts_of(leaf):
-                if part.layout is torch.strided:
+                if part.layout is torch.strided and (on is None or on(device_of(part).type)):
                     with contextlib.suppress(NotImplementedError):  # of a torch.func transform that is still held
                         yield part.untyped_storage()
 
 
-def _live_tensors() -> list[Tensor]:
+def live_tensors() -> list[Tensor]:
+    """All tensors that Python's collector knows."""
     objects = gc.get_objects()
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor)}
     return [o for o in objects if type(o) in kinds]

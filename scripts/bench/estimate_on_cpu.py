@@ -27,7 +27,7 @@ from transformers import BitsAndBytesConfig, PreTrainedConfig
 
 from hf_memsave import MemSaveConfig, MemSaveError
 from hf_memsave.config import presets
-from hf_memsave.measure.estimate import trace_in_full
+from hf_memsave.measure.depth import trace_in_full
 from hf_memsave.measure.inputs import make_batch
 from hf_memsave.measure.layers import depth_fields
 from hf_memsave.measure.lora import Lora
@@ -63,8 +63,8 @@ def said(config: PreTrainedConfig, training: Training, memsave: MemSaveConfig | 
     depth = dict.fromkeys(depth_fields(config), LAYERS)
     full, _ = trace_in_full(config, depth, training, memsave, on_cpu=True)
     batch = make_batch(choose_head(config), config, training.batch_size, training.seq_len)
-    of_passes = max(m.live for place, m in full.trace.places.items() if place.phase != "optimizer")
-    return sum(full.by_kind.values()), of_passes - full.trace.parameters - sum(t.nbytes for t in batch.values())
+    of_passes = max(m.live for place, m in full.places.items() if place.phase != "optimizer")
+    return sum(full.by_kind.values()), of_passes - full.parameters - sum(t.nbytes for t in batch.values())
 
 
 def counted(config: PreTrainedConfig, training: Training, memsave: MemSaveConfig | None) -> tuple[int, int]:

@@ -29,8 +29,7 @@ from rich.progress import track
 from torch import nn
 
 from hf_memsave import MemSaveConfig, PatchError, measure_kept, patch
-from hf_memsave.measure.depth import Affine
-from hf_memsave.measure.extrapolate import Depths
+from hf_memsave.measure.depth import Affine, Depths
 from hf_memsave.measure.peak import count_peak
 from publish import cpu
 from techniques_report import markdown, picture

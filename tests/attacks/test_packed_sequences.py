@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_memsave import MemSaveConfig, patch
-from hf_memsave.tape.meter import _live_tensors, _storages
+from hf_memsave.tape.meter import live_tensors, storages
 from support.families import Size, batch_for, build
 from support.helpers import random
 from support.steps import assert_same, step
@@ -103,7 +103,7 @@ def test_a_mask_is_rewritten_between_steps(family, rewrite, device):
 
 def live_bytes():
     gc.collect()
-    return sum({s._cdata: s.nbytes() for s in _storages(_live_tensors())}.values())
+    return sum({s._cdata: s.nbytes() for s in storages(live_tensors())}.values())
 
 
 @pytest.mark.parametrize("config", [MemSaveConfig(), MemSaveConfig(storage="int8")], ids=["exact", "int8"])

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from hf_memsave import patch
-from hf_memsave.tape.meter import _live_tensors, _storages, _watch
+from hf_memsave.tape.meter import _ByModule, live_tensors, storages
 from support.families import VOCAB, Size, batch_for, build
 from support.helpers import EARLIER, MATRIX, autocasting, nodes, only_on_cpu
 from support.steps import assert_same, gradients, patched_classes
@@ -267,15 +267,15 @@ def test_a_node_that_is_held_is_seen():
 def live_bytes():
     """Of every storage that Python can see, once."""
     gc.collect()
-    return sum({s._cdata: s.nbytes() for s in _storages(_live_tensors())}.values())
+    return sum({s._cdata: s.nbytes() for s in storages(live_tensors())}.values())
 
 
 def left_by(run):
     """Bytes that a step makes and leaves alive, whoever holds them: autograd, C++, a cache."""
-    with _watch({}) as watch:
+    with _ByModule(torch.nn.Module()) as watch:
         run.train_step()
         gc.collect()
-        return sum(record.nbytes for ref, record in watch.made.values() if not ref.expired())
+        return sum(record.nbytes for record in watch.alive())
 
 
 @pytest.mark.parametrize("name", [pytest.param(MODELS[0], marks=MATRIX), MODELS[1]])

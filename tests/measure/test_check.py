@@ -31,11 +31,10 @@ def command(tmp_path, family, *options):
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        pytest.param("llama", ["--lora", "r=4,dropout=0.1"], marks=pytest.mark.matrix),
         ("bert", ["--autocast", "bf16", "--padded"]),
-        ("llama", ["--quantized", "nf4", "--lora", "r=4", "--checkpointing"]),
+        pytest.param("llama", ["--quantized", "nf4", "--lora", "r=4", "--checkpointing"], marks=pytest.mark.matrix),
         pytest.param("bert", ["--checkpointing", "--optimizer", "sgd_momentum"], marks=pytest.mark.matrix),
-        pytest.param("llama", ["--accumulation", "2", "--attention", "eager"], marks=pytest.mark.matrix),
+        ("llama", ["--accumulation", "2", "--attention", "eager", "--lora", "r=4,dropout=0.1"]),
     ],
     ids=str,
 )

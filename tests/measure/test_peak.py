@@ -48,10 +48,11 @@ def test_a_known_sequence_is_counted_exactly(x):
     assert (found.peak, found.end) == (3 * UNIT, 0)
 
 
-def test_a_planted_leak_is_seen(x):
+def test_a_planted_leak_is_seen_and_a_view_keeps_its_whole_storage_alive(x):
     leak = []
     assert units(lambda: leak.append(x + 1)) == (1, 1)
     assert units(lambda: leak.append([x + 1, (x + 2)[:1]])) == (2, 2)
+    assert units(lambda: leak.append((x + 1)[0, :1])) == (1, 1)
 
 
 def test_what_is_returned_is_no_leak_and_an_ops_input_and_output_are_alive_together(x):
@@ -65,11 +66,6 @@ def test_views_and_writes_in_place_do_not_count_again(x, view):
         return view(a), view(a), view(view(a))
 
     assert units(step) == (1, 0)
-
-
-def test_a_view_keeps_its_whole_storage_alive(x):
-    views = []
-    assert units(lambda: views.append((x + 1)[0, :1])) == (1, 1)
 
 
 def test_what_autograd_keeps_counts_until_its_backward(x):
@@ -109,12 +105,9 @@ def test_gradients_are_what_is_left_and_those_from_before_do_not_count(device, x
     assert count_peak(step).end == 0
 
 
-def test_a_tensor_made_from_numbers_counts():
+def test_a_tensor_made_from_numbers_counts_and_a_wrapper_as_what_it_is_made_of(x):
     made = []
     assert count_peak(lambda: made.append(torch.tensor([1.0, 2.0]))).end == 2 * FP32
-
-
-def test_a_wrapper_counts_as_what_it_is_made_of(x):
     wrapper = TwoTensor(x, x.clone())
     assert units(lambda: wrapper + 1) == (2, 0)
 

@@ -1,5 +1,6 @@
 """Comparing a step, stock and patched: equal where it is, a planted difference is seen, and no trace is left."""
 
+import contextlib
 import random
 
 import numpy
@@ -52,8 +53,7 @@ def test_a_write_that_nothing_sees_is_revealed(write, wrong):
     assert [d.name for d in found.differing] == wrong and found.loss.equal
 
 
-@pytest.mark.parametrize("config", [None, {"activation": "stock"}], ids=["stock", "patched"])
-@pytest.mark.parametrize("fails", [False, True], ids=["equal", "fails"])
+@pytest.mark.parametrize(("config", "fails"), [(None, True), ({"activation": "stock"}, False)])
 def test_compare_step_leaves_everything_as_it_was(config, fails):
     model = build("bert", Size())
     model.register_buffer("calls", torch.zeros(()))
@@ -66,10 +66,7 @@ def test_compare_step_leaves_everything_as_it_was(config, fails):
     before = state_of(model)
     states = (torch.get_rng_state(), random.getstate(), str(numpy.random.get_state()))
     batch = {"input_ids": IDS} | ({} if fails else {"labels": torch.tensor([0, 1])})
-    if fails:
-        with pytest.raises(MeasureError, match="Add 'labels' to the batch"):
-            compare_step(model, batch)
-    else:
+    with pytest.raises(MeasureError, match="Add 'labels' to the batch") if fails else contextlib.nullcontext():
         assert compare_step(model, batch).differing == ()
     assert state_of(model) == before and model.calls == 0
     assert all(p.grad is g and bool((g == 1).all()) for p, g in zip(model.parameters(), gradients, strict=True))

@@ -1,7 +1,6 @@
 """Auto-Tempo changes nothing in a model but what it converts: weights, eps, modes, gradients, random state."""
 
 import random
-import types
 
 import numpy
 import pytest
@@ -10,12 +9,12 @@ from torch import nn
 
 from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch, unpatch
 from hf_memsave.errors import PlanError
-from hf_memsave.measure.step import compare_step
-from hf_memsave.measure.undisturbed import left_as_it_was
+from hf_memsave.measure.step import compare_step, left_as_it_was
 from hf_memsave.patching.sampled_layers import sampler_of
 from hf_memsave.patching.swap import stock_class
 from hf_memsave.planner import fast, smart
 from support.families import batch_for
+from support.helpers import halved
 from support.planning import EPS, EXACT, SIZE, bert, between, needs, norms, once, patched
 from support.steps import assert_same, patched_classes, state_of, step
 
@@ -29,9 +28,8 @@ class Snapshot:
 
     def __init__(self, model):
         self.model, self.weights = model, weights(model)
-        self.norms = [(norm.eps, norm.weight.data_ptr(), norm.bias.data_ptr()) for norm in norms(model)]
-        self.modes = [module.training for module in model.modules()]
-        self.wants = [p.requires_grad for p in model.parameters()]
+        self.same = [(norm.eps, norm.weight.data_ptr(), norm.bias.data_ptr()) for norm in norms(model)]
+        self.same += [module.training for module in model.modules()] + [p.requires_grad for p in model.parameters()]
         self.gradients = [(p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
         self.random = torch.get_rng_state(), random.getstate(), str(numpy.random.get_state())
         self.state = state_of(model)
@@ -39,8 +37,7 @@ class Snapshot:
     def check(self, is_stock):
         now = Snapshot(self.model)
         assert_same(now.weights, self.weights)
-        for name in ("norms", "modes", "wants"):
-            assert getattr(now, name) == getattr(self, name), name
+        assert now.same == self.same
         for (own, values), (before, kept) in zip(now.gradients, self.gradients, strict=True):
             assert own is before and (own is None or torch.equal(values, kept))
         assert torch.equal(now.random[0], self.random[0]) and now.random[1:] == self.random[1:]
@@ -81,17 +78,17 @@ class Fault(Exception):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("where", ["forward", "timer", "backward"])
-@pytest.mark.parametrize("search", [smart, fast])
+@pytest.mark.parametrize(("search", "where"), halved([smart, fast], ["timer", "forward", "backward"]))
 def test_a_fault_leaves_the_model_as_it_was(search, where, device):
     model = prepared(device)
     batch = batch_for(model, SIZE)
     limit = between(model, batch, 0.4) + (0 if search is smart else needs(model, batch))
-    raises = types.SimpleNamespace(at=1)
+    snapshot, faults, left = Snapshot(model), 0, 1
 
     def maybe(*_):
-        raises.at -= 1
-        if raises.at == 0:
+        nonlocal left
+        left -= 1
+        if left == 0:
             raise Fault
 
     def timer(run):
@@ -109,9 +106,8 @@ def test_a_fault_leaves_the_model_as_it_was(search, where, device):
             output.loss.register_hook(maybe)
         return output
 
-    snapshot, faults = Snapshot(model), 0
     while True:
-        raises.at = 1 + faults
+        left = 1 + faults
         try:
             plan = search(model, batch, memory=limit, forward=forward, timer=timer)
         except Fault:
@@ -142,15 +138,15 @@ def test_an_exact_plan_trains_like_stock(device):
     assert_same(step(model, batch), stock)
 
 
-@pytest.mark.parametrize("name", ["plan.yaml", "plan.json"])
-def test_a_plan_goes_through_a_file(name, tmp_path, device):
+def test_a_plan_goes_through_a_file(tmp_path, device):
     model = bert(device)
     batch = batch_for(model, SIZE)
     plan = smart(model, batch, "tempo", memory=between(model, batch, 0.4), timer=once)
-    plan.config.to_file(tmp_path / name)
-    config = MemSaveConfig.from_file(tmp_path / name)
-    other = bert(device).train()
-    assert config == plan.config and patch(other, config).sites == plan.report.sites
+    for name in ("plan.yaml", "plan.json"):
+        plan.config.to_file(tmp_path / name)
+        config = MemSaveConfig.from_file(tmp_path / name)
+        other = bert(device).train()
+        assert config == plan.config and patch(other, config).sites == plan.report.sites
     assert measure_kept(other, batch).total == measure_kept(model.train(), batch).total
 
 
@@ -201,10 +197,10 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize("by", ["a step", "compare_step", "a fault"])
-def test_a_patched_model_stays_as_it_was(by, config, attention, device):
+@pytest.mark.parametrize(("of", "by", "attention"), halved(CONFIGS, ["a fault", "compare_step"], ["eager", "sdpa"]))
+def test_a_patched_model_stays_as_it_was(of, by, attention, device):
+    config = CONFIGS[of]
+
     def trained():
         model = bert(device).train()
         model.set_attn_implementation(attention)
@@ -241,8 +237,7 @@ def test_part_of_a_patched_model_stays_as_it_was(device):
     assert state_of(model) == before
 
 
-def buffered():
-    """A BERT with buffers that nobody can write to, and one that drifts, with a NaN in it."""
+def test_buffers_that_cannot_be_written_to_are_no_obstacle():
     model = prepared("cpu")
     model.register_buffer("wide", torch.ones(1, 1).expand(4, 4))
     with torch.inference_mode():
@@ -250,11 +245,6 @@ def buffered():
     model.register_buffer("drifts", torch.tensor([float("nan"), -0.0, 1.0]))
     model.register_forward_hook(lambda module, args, output: (module.drifts.abs_().mul_(2), None)[1])
     model.register_buffer("wide_nan", torch.full((1,), float("nan")).expand(3))
-    return model
-
-
-def test_buffers_that_cannot_be_written_to_are_no_obstacle():
-    model = buffered()
     batch, snapshot = batch_for(model, SIZE), Snapshot(model)
     plan = smart(model, batch, "tempo", memory=2 * needs(model, batch), timer=once)
     assert not plan.converted

@@ -29,7 +29,7 @@ def gradients(model: nn.Module) -> Results:
 
 
 def assert_same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """The same tensors under the same names: bit for bit on CPU.
+    """Two results have equal tensors under equal names: bit for bit on CPU.
 
     CUDA adds in no fixed order: there they are equal up to rounding, which a wrong mask or a missing term is not.
     """

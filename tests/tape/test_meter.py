@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_memsave import measure_kept
-from hf_memsave.tape.meter import KINDS_OF_OPS
+from hf_memsave.tape.meter import KINDS_OF_OPS, KeptStorage
 from support.calls import Calls
 
 ROWS, WIDTH, WIDE = 3, 8, 16
@@ -27,13 +27,13 @@ def mlp(device):
 # What counts.
 
 
-def test_a_known_graph_is_counted_exactly(mlp, x):
+def test_a_known_graph_is_counted_exactly_by_the_modules_and_kinds_of_op_that_made_it(mlp, x):
+    found = measure_kept(mlp, x)
     # GELU's input; its output, for the second linear; and the output, which the caller holds.
-    assert measure_kept(mlp, x).total == WIDE_BYTES + WIDE_BYTES + NARROW_BYTES
-
-
-def test_bytes_go_to_the_module_that_made_them(mlp, x):
-    assert measure_kept(mlp, x).by_module == {"0": WIDE_BYTES, "1": WIDE_BYTES, "2": NARROW_BYTES}
+    assert found.by_module == {"0": WIDE_BYTES, "1": WIDE_BYTES, "2": NARROW_BYTES}
+    assert found.by_kind == {"linear": WIDE_BYTES + NARROW_BYTES, "activation": WIDE_BYTES}
+    assert found.total == sum(found.by_kind.values())
+    assert KeptStorage("1", "activation", "gelu", WIDE_BYTES) in found.storages
 
 
 def test_paths_are_those_of_the_whole_model(mlp, x):
@@ -51,23 +51,12 @@ def test_what_a_forward_makes_outside_the_model_says_so(mlp, x):
     assert found.by_module["(outside the model)"] == NARROW_BYTES
 
 
-def test_kinds_are_told_apart(mlp, x):
-    assert measure_kept(mlp, x).by_kind == {"linear": WIDE_BYTES + NARROW_BYTES, "activation": WIDE_BYTES}
-
-
-def test_kinds_and_modules_sum_to_the_total(device, x):
-    model = nn.Sequential(nn.Linear(WIDTH, WIDE), nn.LayerNorm(WIDE), nn.ReLU(), nn.Dropout(0.5)).to(device)
+def test_kinds_and_modules_sum_to_the_total_and_come_in_the_order_of_tables(device, x):
+    model = nn.Sequential(nn.Dropout(0.5), nn.LayerNorm(WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).to(device)
     found = measure_kept(model, x)
     assert len(found.storages) > 4
     assert sum(found.by_kind.values()) == sum(found.by_module.values()) == found.total
-    assert set(found.by_kind) == {"linear", "norm", "activation", "dropout"}
-
-
-def test_kinds_come_in_the_order_of_tables(device, x):
-    model = nn.Sequential(nn.Dropout(0.5), nn.LayerNorm(WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)).to(device)
-    assert list(measure_kept(model, x).by_kind) == [
-        k for k in KINDS_OF_OPS if k in ("linear", "norm", "activation", "dropout")
-    ]
+    assert list(found.by_kind) == [k for k in KINDS_OF_OPS if k in ("linear", "norm", "activation", "dropout")]
 
 
 def test_a_tensor_kept_by_many_counts_once(device, x):
@@ -81,7 +70,7 @@ def test_a_view_counts_as_its_whole_storage(device, x):
     assert measure_kept(model, x).total == NARROW_BYTES
 
 
-def test_a_tensor_that_nobody_keeps_does_not_count(x):
+def test_a_tensor_that_is_not_kept_does_not_count(x):
     assert measure_kept(Calls(lambda x: (x.clone() + 1).sum()), x).total == FP32
 
 
@@ -110,38 +99,32 @@ def test_a_generator_state_hidden_on_a_ctx_counts(x):
     assert found.by_kind["other"] >= state.nbytes
 
 
-def test_a_tensor_hidden_in_a_closure_counts(x):
-    def forward(x):
-        hidden = x.clone()
-        y = x.sum()
-        y.register_hook(lambda dy: dy * hidden.sum())
-        return y
-
-    assert measure_kept(Calls(forward), x.requires_grad_()).total == NARROW_BYTES + FP32
-
-
 HIDDEN = []
 
 
-def test_a_tensor_hidden_in_a_global_counts(x):
-    def forward(x):
-        HIDDEN.append(x.clone())
-        return x.sum()
+def in_a_closure(x):
+    hidden = x.clone()
+    y = x.sum()
+    y.register_hook(lambda dy: dy * hidden.sum())
+    return y
 
+
+def in_a_global(x):
+    HIDDEN.append(x.clone())
+    return x.sum()
+
+
+def in_an_array(x):
+    HIDDEN.append(x.detach().cpu().clone().numpy())
+    return x.sum()
+
+
+@pytest.mark.parametrize("forward", [in_a_closure, in_a_global, in_an_array])
+def test_a_tensor_hidden_counts(forward, x):
     try:
-        assert measure_kept(Calls(forward), x).total == NARROW_BYTES + FP32
+        assert measure_kept(Calls(forward), x.requires_grad_()).total == NARROW_BYTES + FP32
     finally:
         HIDDEN.clear()
-
-
-def test_a_tensor_hidden_in_an_array_counts(x):
-    arrays = []
-
-    def forward(x):
-        arrays.append(x.cpu().clone().numpy())
-        return x.sum()
-
-    assert measure_kept(Calls(forward), x).total == NARROW_BYTES + FP32
 
 
 def test_what_only_a_cycle_holds_does_not_count(x):
@@ -165,36 +148,22 @@ def checkpointed(fn, x):
     return checkpoint(fn, x, use_reentrant=False, preserve_rng_state=False)
 
 
-def test_a_checkpoint_keeps_its_input(mlp, x):
-    def forward(x):
-        return checkpointed(mlp, x.clone().requires_grad_()).sum()
-
-    assert measure_kept(mlp, x, forward=forward).total == NARROW_BYTES + FP32
-
-
-def test_nested_checkpoints_keep_the_outer_ones_input(mlp, x):
-    def inner(x):
+def test_checkpoints_keep_their_input_and_nested_ones_the_outer_ones(mlp, x):
+    def nested(x):
         return checkpointed(mlp, checkpointed(mlp, x))
 
-    def forward(x):
-        return checkpointed(inner, x.clone().requires_grad_()).sum()
+    for inner in (mlp, nested):
+        found = measure_kept(mlp, x, lambda x, inner=inner: checkpointed(inner, x.clone().requires_grad_()).sum())
+        assert found.total == NARROW_BYTES + FP32
 
-    assert measure_kept(mlp, x, forward=forward).total == NARROW_BYTES + FP32
 
-
-def test_a_loss_is_held_without_the_other_outputs(mlp, x):
-    def forward(x):
+def test_a_loss_is_held_without_the_other_outputs_and_without_one_the_whole_output(mlp, x):
+    def forward(x, name):
         y = mlp(x)
-        return {"loss": y.sum(), "logits": y}
+        return {name: y.sum(), "logits": y}
 
-    assert measure_kept(mlp, x, forward=forward).total == 2 * WIDE_BYTES + FP32
-
-
-def test_without_a_loss_the_whole_output_is_held(mlp, x):
-    def forward(x):
-        return {"logits": mlp(x), "extra": x.clone()}
-
-    assert measure_kept(mlp, x, forward=forward).total == 2 * WIDE_BYTES + 2 * NARROW_BYTES
+    assert measure_kept(mlp, x, lambda x: forward(x, "loss")).total == 2 * WIDE_BYTES + FP32
+    assert measure_kept(mlp, x, lambda x: forward(x, "sum")).total == 2 * WIDE_BYTES + FP32 + NARROW_BYTES
 
 
 # What does not.

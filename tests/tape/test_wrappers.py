@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave import MemSaveConfig, measure_kept, patch
-from hf_memsave.measure.peak import storages
 from hf_memsave.tape import offload
+from hf_memsave.tape.meter import storages
 from hf_memsave.tape.offload import Away, Offload
 from hf_memsave.tape.tensors import is_plain
 from hf_memsave.tape.wrappers import parts_of
@@ -163,7 +163,7 @@ def test_what_is_plain(mesh):
     for wrapper, parts in ((Hidden(x), 0), (Told(x), 1), (Told(Told(x)), 1), (Told(Hidden(x)), 0), (d, 1)):
         assert not is_plain(wrapper)
         assert [part.data_ptr() for part in parts_of(wrapper)] == [x.data_ptr()] * parts
-        assert len(list(storages(wrapper))) == parts
+        assert len(list(storages([wrapper]))) == parts
 
 
 class Body(nn.Module):

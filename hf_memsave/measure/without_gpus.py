@@ -1,8 +1,7 @@
-"""Run a function in a process of its own, which sees no GPU.
+"""Run a function in a process of its own, which sees no GPU: ``python -m hf_memsave.measure.without_gpus``.
 
-The stand-in device takes the place of the machine's accelerator in PyTorch for the rest of a process, so where there is
-one, what needs the stand-in runs here: ``python -m hf_memsave.measure.elsewhere``, what is asked and what comes
-back pickled. It takes the seconds that importing PyTorch and Transformers takes.
+The stand-in device takes the place of the machine's accelerator in PyTorch for the rest of a process. It takes the
+seconds that importing PyTorch and Transformers takes.
 """
 
 from __future__ import annotations
@@ -27,27 +26,23 @@ R = TypeVar("R")
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
-def away_from_gpus(function: Callable[P, R]) -> Callable[P, R]:
-    """Have ``function``, of a module, run elsewhere wherever this process has a GPU.
-
-    Returns:
-        A function with the same arguments and results.
-    """
+def without_gpus(function: Callable[P, R]) -> Callable[P, R]:
+    """Have ``function``, of a module, run in another process wherever this one has a GPU."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if not torch.cuda.is_available():
             return function(*args, **kwargs)
-        result: R = _run(function.__module__, function.__qualname__, args, kwargs)
+        result: R = _run_apart(function.__module__, function.__qualname__, args, kwargs)
         return result
 
     return run
 
 
-def _run(module: str, name: str, args: Any, kwargs: Any) -> Any:
+def _run_apart(module: str, name: str, args: Any, kwargs: Any) -> Any:
     path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, **dict.fromkeys(_HIDING, ""), "PYTHONPATH": os.pathsep.join(path)}
-    command = [sys.executable, "-m", "hf_memsave.measure.elsewhere"]
+    command = [sys.executable, "-m", "hf_memsave.measure.without_gpus"]
     asked = pickle.dumps((module, name, args, kwargs))
     done = subprocess.run(command, input=asked, stdout=subprocess.PIPE, env=environment, check=False)
     if done.returncode:
