@@ -1,4 +1,4 @@
-"""The table: full name of a stock class -> the op that fuses it, where Triton runs."""
+"""Full name of a stock class -> the op that fuses it, where Triton runs; or the code of its forward -> that op."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from hf_memsave.arch.sites import LIKE_LLAMA
-from hf_memsave.ops.elementwise import ACTIVATIONS
-from hf_memsave.ops.fused import rotary
-from hf_memsave.ops.fused.rms_norm import Style
-from hf_memsave.ops.op import path_of
+from hf_memsave.arch.sites import ACTIVATIONS, LIKE_LLAMA, in_models, path_of
 
 
 class Fused(NamedTuple):
@@ -24,8 +20,8 @@ class Fused(NamedTuple):
     Attributes:
         kind: By which a configuration leaves it to stock.
         op: The name of the op.
-        value: What the op needs to know of the class.
-        draws: Whether it draws masks of dropout, and needs to know instead whether it may.
+        value: What the op needs to know of the class: of a norm its style, and the attribute that holds its epsilon.
+        draws: Whether it draws dropout masks; then the op's value is whether they may differ from stock's.
     """
 
     kind: str
@@ -34,47 +30,31 @@ class Fused(NamedTuple):
     draws: bool = False
 
 
-#: Where norms that multiply by 1 + weight, in fp32, are defined.
-_LIKE_GEMMA = {"gemma": "GemmaRMSNorm", "gemma2": "Gemma2RMSNorm", "gemma3": "Gemma3RMSNorm"}
-#: Where MLPs that say ``down_proj(act_fn(gate_proj(x)) * up_proj(x))`` are defined.
-_GATED = {
-    "llama": "LlamaMLP",
-    "mistral": "MistralMLP",
-    "qwen2": "Qwen2MLP",
-    "qwen3": "Qwen3MLP",
-    "gemma": "GemmaMLP",
-    "gemma2": "Gemma2MLP",
-    "gemma3": "Gemma3MLP",
-    "granite": "GraniteMLP",
-    "olmo2": "Olmo2MLP",
-    "smollm3": "SmolLM3MLP",
-}
-
-
-def _in_models(classes: dict[str, str], fused: Fused) -> dict[str, Fused]:
-    return {f"transformers.models.{file}.modeling_{file}.{cls}": fused for file, cls in classes.items()}
-
-
+#: MLPs that say ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``.
+_GATED = in_models(
+    "Llama+MLP Mistral+MLP Qwen2+MLP Qwen3+MLP Gemma+MLP Gemma2+MLP Gemma3+MLP Granite+MLP Olmo2+MLP SmolLM3+MLP"
+)
+#: Norms that multiply by 1 + weight, in fp32.
+_LIKE_GEMMA = in_models("Gemma+RMSNorm Gemma2+RMSNorm Gemma3+RMSNorm")
 FUSED = {
-    **_in_models(LIKE_LLAMA, Fused("norm", "fused_rms_norm", Style("llama"))),
-    **_in_models(_LIKE_GEMMA, Fused("norm", "fused_rms_norm", Style("gemma", "eps"))),
-    **_in_models({"t5": "T5LayerNorm"}, Fused("norm", "fused_rms_norm", Style("t5"))),
-    **_in_models(_GATED, Fused("activation", "fused_gated")),
+    **dict.fromkeys(LIKE_LLAMA, Fused("norm", "fused_rms_norm", ("llama", "variance_epsilon"))),
+    **dict.fromkeys(_LIKE_GEMMA, Fused("norm", "fused_rms_norm", ("gemma", "eps"))),
+    **dict.fromkeys(in_models("T5+LayerNorm"), Fused("norm", "fused_rms_norm", ("t5", "variance_epsilon"))),
+    **dict.fromkeys(_GATED, Fused("activation", "fused_gated")),
     "peft.tuners.lora.layer.Linear": Fused("lora", "fused_lora", draws=True),
-    **{path: Fused("activation", "fused_activation") for one in ACTIVATIONS.values() for path in one.modules},
+    **dict.fromkeys(ACTIVATIONS, Fused("activation", "fused_activation")),
 }
 
-#: Where a rotary embedding is that the kernel computes: of whole heads; of a part of each, the rest copied.
+#: The rotary embedding's name in Transformers' files, and the files that have one that the kernel computes: of whole
+#: heads; of a part of each, the rest copied.
+ROTARY_NAME = "apply_rotary_pos_emb"
 ROTARY = ("llama", "phi3")
 #: Modules known by the code of their forward, which the files of many models repeat.
 ALIKE = {"transformers.models.bert.modeling_bert.BertSelfOutput": Fused("norm", "fused_dropout_norm", draws=True)}
 
 
 def fused_of(cls: type[nn.Module]) -> Fused | None:
-    """How a class is fused: by its name, or by code that is the very code of one that is known.
-
-    Args:
-        cls: Stock.
+    """How a stock class is fused: by its name, or by code equal to that of a known one.
 
     Returns:
         None if it is not, or if its forward was set from elsewhere.
@@ -91,24 +71,22 @@ def _fused_of(cls: Any, forward: Any) -> Fused | None:
     forward = inspect.unwrap(forward)
     if not isinstance(forward, FunctionType):
         return None
-    if rotary.NAME in forward.__code__.co_names and _turns(forward.__globals__):
+    if ROTARY_NAME in forward.__code__.co_names and _turns(forward.__globals__):
         return Fused("attention", "fused_rotary")
-    return next((fused for path, fused in ALIKE.items() if _is_same(forward, _found(path).forward)), None)
+    for path, fused in ALIKE.items():
+        module, name = path.rsplit(".", 1)
+        if _is_same(forward, getattr(importlib.import_module(module), name).forward):
+            return fused
+    return None
 
 
 def _turns(names: dict[str, Any]) -> bool:
     """Whether what a file calls a rotary embedding is one that the kernel computes."""
-    parts = (rotary.NAME, "rotate_half")
     for model in ROTARY:
         known = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
-        if all(_is_same(names.get(part), getattr(known, part)) for part in parts):
+        if all(_is_same(names.get(part), getattr(known, part)) for part in (ROTARY_NAME, "rotate_half")):
             return True
     return False
-
-
-def _found(path: str) -> Any:
-    module, name = path.rsplit(".", 1)
-    return getattr(importlib.import_module(module), name)
 
 
 def _is_same(found: Any, known: Callable[..., Any]) -> bool:

@@ -1,38 +1,56 @@
-"""The table: full name of a stock class -> its kind, for what a configuration approximates, samples or leaves to stock.
+"""Full name of a stock class -> its kind, for what a configuration approximates, samples or leaves to stock.
 
-A norm or activation that stands nowhere here is remade exactly, like everything else.
+The exact floor needs no table: a norm or activation that stands nowhere here is recomputed like everything else.
 """
 
 from __future__ import annotations
 
+import re
+
 from torch import nn
 
-from hf_memsave.ops.elementwise import ACTIVATIONS
-from hf_memsave.ops.op import path_of
-from hf_memsave.ops.run_again import OWN_FORWARD
 
-#: Where norms that say ``weight * (x * rsqrt(mean(x²) + eps)).to(x.dtype)``, as LLaMA's does, are defined.
-LIKE_LLAMA = {
-    "llama": "LlamaRMSNorm",
-    "mistral": "MistralRMSNorm",
-    "mixtral": "MixtralRMSNorm",
-    "phi3": "Phi3RMSNorm",
-    "qwen2": "Qwen2RMSNorm",
-    "qwen2_moe": "Qwen2MoeRMSNorm",
-    "qwen3": "Qwen3RMSNorm",
-    "qwen3_moe": "Qwen3MoeRMSNorm",
-    "granite": "GraniteRMSNorm",
-    "smollm3": "SmolLM3RMSNorm",
+def path_of(cls: type[nn.Module]) -> str:
+    """The full name of a class; a patched one has that of its stock class."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def in_models(classes: str) -> list[str]:
+    """The full names of classes of Transformers, each ``Prefix+Suffix``; ``Qwen2Moe`` is defined in ``qwen2_moe``."""
+    found = []
+    for prefix, suffix in (cls.split("+") for cls in classes.split()):
+        file = re.sub(r"(?<=\d)(?=[A-Z])", "_", prefix).lower()
+        found.append(f"transformers.models.{file}.modeling_{file}.{prefix}{suffix}")
+    return found
+
+
+#: Norms that say ``weight * (x * rsqrt(mean(x²) + eps)).to(x.dtype)``, as LLaMA's does.
+LIKE_LLAMA = in_models(
+    "Llama+RMSNorm Mistral+RMSNorm Mixtral+RMSNorm Phi3+RMSNorm Qwen2+RMSNorm Qwen2Moe+RMSNorm Qwen3+RMSNorm "
+    "Qwen3Moe+RMSNorm Granite+RMSNorm SmolLM3+RMSNorm"
+)
+#: Activations -> their names in ``ops/elementwise.py``.
+ACTIVATIONS = {
+    "torch.nn.modules.activation.GELU": "gelu",
+    "transformers.activations.GELUActivation": "gelu",
+    "transformers.activations.GELUTanh": "gelu_tanh",
+    "transformers.activations.NewGELUActivation": "new_gelu",
+    "torch.nn.modules.activation.SiLU": "silu",
+    "transformers.activations.SiLUActivation": "silu",
+    "transformers.activations.QuickGELUActivation": "quick_gelu",
 }
-#: Full name -> kind; a norm's op is ``output_norm``, an activation's ``activation``.
+#: A norm's op is ``output_norm``, an activation's ``activation``.
 KIND_OF_CLASS = {
     "torch.nn.modules.normalization.LayerNorm": "norm",
-    "transformers.models.t5.modeling_t5.T5LayerNorm": "norm",
-    **{f"transformers.models.{file}.modeling_{file}.{cls}": "norm" for file, cls in LIKE_LLAMA.items()},
-    **{path: "activation" for activation in ACTIVATIONS.values() for path in activation.modules},
+    **dict.fromkeys([*in_models("T5+LayerNorm"), *LIKE_LLAMA], "norm"),
+    **dict.fromkeys(ACTIVATIONS, "activation"),
 }
 #: Linears, whose weight gradients can be sampled.
 LINEARS = ("torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D")
+#: Linears whose own forward runs again; of bitsandbytes' in 8 bits, what they keep cannot be seen.
+OWN_FORWARD = (
+    "bitsandbytes.nn.modules.Linear4bit", "hqq.core.quantize.HQQLinear", "optimum.quanto.nn.qlinear.QLinear",
+)  # fmt: skip
 #: Linears that can run again.
 RUN_AGAIN = (*LINEARS, *OWN_FORWARD)
 #: What keeps tensors where no tape can see them, and the op that helps.

@@ -35,7 +35,7 @@ from hf_memsave.measure.without_gpus import without_gpus
 from hf_memsave.patching.patch import patch
 from hf_memsave.sizes import GIB
 from hf_memsave.tape import measure_kept
-from hf_memsave.tape.prices import SPAN
+from hf_memsave.tape.price import SPAN
 
 #: From which layer on those of a tape are alike, and after how many they repeat themselves: under autocast it keeps a
 #: residual sum after every SPAN-th or next block, and recomputes those between.

@@ -8,16 +8,16 @@ from hf_memsave.ops.fused.lora import FUSED_LORA
 from hf_memsave.ops.fused.rms_norm import FUSED_RMS_NORM
 from hf_memsave.ops.fused.rotary import FUSED_ROTARY
 from hf_memsave.ops.lazy_head import LAZY_HEAD
+from hf_memsave.ops.left_to_stock import LEFT_TO_STOCK
 from hf_memsave.ops.linear_8bit import LINEAR_8BIT
 from hf_memsave.ops.op import Op
 from hf_memsave.ops.output_norm import OUTPUT_NORM
-from hf_memsave.ops.quiet import QUIET
 from hf_memsave.ops.run_again import RUN_AGAIN
 from hf_memsave.ops.wta_crs import WTA_CRS
 
 _ALL = (
     ACTIVATION, EAGER_ATTENTION, FUSED_ACTIVATION, FUSED_DROPOUT_NORM, FUSED_GATED, FUSED_LORA, FUSED_RMS_NORM,
-    FUSED_ROTARY, LAZY_HEAD, LINEAR_8BIT, OUTPUT_NORM, QUIET, RUN_AGAIN, WTA_CRS,
+    FUSED_ROTARY, LAZY_HEAD, LEFT_TO_STOCK, LINEAR_8BIT, OUTPUT_NORM, RUN_AGAIN, WTA_CRS,
 )  # fmt: skip
 OPS: dict[str, Op] = {op.name: op for op in _ALL}
 

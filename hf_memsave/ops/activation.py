@@ -11,12 +11,8 @@ from torch import Tensor, nn
 from hf_memsave.ops.elementwise import ACTIVATIONS, name_of, required_name
 from hf_memsave.ops.few_bit import FewBit, few_bit
 from hf_memsave.ops.fused.codes import are_wanted
-from hf_memsave.ops.fused.inverted import fused_inverted
-from hf_memsave.ops.inverted import fit_of, inverted
+from hf_memsave.ops.inverted import fused_inverted, inverted, precision_bit
 from hf_memsave.ops.op import Op
-from hf_memsave.ops.precision_bit import precision_bit
-
-_CHOICES = {"invert": inverted, "precision_bit": precision_bit}
 
 
 def _activation(module: nn.Module, patch: Any, input: Tensor) -> Tensor:
@@ -25,10 +21,10 @@ def _activation(module: nn.Module, patch: Any, input: Tensor) -> Tensor:
         return stock(input)
     name = required_name(module)
     if isinstance(patch.value, FewBit):  # which calls it again in backward, when the module may have changed
-        return few_bit(input, name, ACTIVATIONS[name].forward, patch.value.bits)
+        return few_bit(input, name, ACTIVATIONS[name], patch.value.bits)
     if are_wanted(input):
-        return fused_inverted(input, name, fit_of(name), in_y=patch.value == "precision_bit")
-    return _CHOICES[patch.value](input, name, stock)
+        return fused_inverted(input, name, in_y=patch.value == "precision_bit")
+    return precision_bit(input, name, stock) if patch.value == "precision_bit" else inverted(input, name, stock)
 
 
 def _check(module: nn.Module, value: Any) -> str:

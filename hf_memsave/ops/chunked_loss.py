@@ -32,7 +32,7 @@ from hf_memsave.device import HALVES, has_numbers, is_autocast, waits
 from hf_memsave.ops.fused import cross_entropy as fused
 from hf_memsave.ops.head import Head
 from hf_memsave.ops.lazy_loss import LazyLoss
-from hf_memsave.ops.once import once_differentiable
+from hf_memsave.ops.op import once_differentiable
 from hf_memsave.ops.sums import Sums, gradient
 from hf_memsave.tape import current
 from hf_memsave.tape.as_stock import counted

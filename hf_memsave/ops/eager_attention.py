@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hf_memsave.ops.cast import autocast_low
-from hf_memsave.ops.op import Op
+from hf_memsave.ops.op import Op, autocast_low
 from hf_memsave.ops.wta_crs import LAYER
 from hf_memsave.ops.wta_matmul import wta_matmul
 from hf_memsave.sampling.sampler import Layer
@@ -49,11 +48,7 @@ def implementation(module: nn.Module) -> str | None:
 
 
 class _Sampling(TorchFunctionMode):
-    """Samples the products of heads, tensors of four dimensions or more.
-
-    Args:
-        layer: Names the products, and their sampler.
-    """
+    """Samples the products of heads, tensors of four dimensions or more, under the name of ``layer``."""
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
@@ -65,17 +60,13 @@ class _Sampling(TorchFunctionMode):
         is_product = (
             func in _PRODUCTS and not kwargs and all(type(a) in (Tensor, FakeTensor) and a.dim() >= 4 for a in args)
         )
-        if not is_product or _is_run_again():
+        # A checkpoint of the user's own may run this again, when no batch runs: then a foreign hook is innermost.
+        if not is_product or (current() is None and innermost_hooks() is not None):
             return func(*args, **(kwargs or {}))
         self.products += 1
         a, b = map(autocast_low, args)
         run = partial(wta_matmul, a, b, self.layer, f"product {self.products}")
         return counted(current(), "matmul", run, torch.matmul, (a, b), how="product")
-
-
-def _is_run_again() -> bool:
-    """Whether a checkpoint of the user's own may run this again, when no batch runs: a foreign hook is innermost."""
-    return current() is None and innermost_hooks() is not None
 
 
 def _eager_attention(module: nn.Module, patch: Any, *args: Any, **kwargs: Any) -> Any:

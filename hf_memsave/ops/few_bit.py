@@ -14,14 +14,14 @@ Kept for backward::
              y is not wanted         c in b bits an element (b/16 of x's bytes in bf16), and a byte for 1024
              y is wanted             x, as the exact op: y is promised from it, c gives way, and dx is stock's
 
-So it saves where the next linear is frozen, and costs nothing where y is wanted. Who comes later is not known when
-the activation runs: it keeps c, and lets go of it when x is kept, to make y from or for itself. Without a tape nobody
-can tell, and c stays; and so it does where a foreign hook lies between the two.
+So it saves where the next linear is frozen, and costs nothing where y is wanted. What comes later is not known when
+the activation runs: it keeps c, which gives way when x is kept, to make y from or for itself. Without a tape, or with a
+foreign hook between the two, c stays.
 
-Forward is exact. The largest error of the slope falls from .5 (1 bit) to .004 (8 bits) on [-10, 10]: scripts/results/
-inverse-derivatives.md has them all. Beyond, the outermost levels hold. Where x is NaN or infinite, dx is NaN, as
-stock's: a byte says which groups of 1024 have such an x, and in these the last two pieces share the mean of their
-levels (so of 1 bit the slope is 1/2). Backward cannot be differentiated again.
+Forward is exact. The largest error of the slope falls from .5 (1 bit) to .004 (8 bits) on [-10, 10], see
+scripts/results/inverse-derivatives.md. Beyond, the outermost levels hold. Where x is NaN or
+infinite, dx is NaN, as stock's: a byte says which groups of 1024 have such an x, and in these the last two pieces share
+the mean of their levels (so of 1 bit the slope is 1/2). Once differentiable.
 Source: Novikov et al. (2023), FewBit, arXiv:2202.00441.
 """
 
@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,10 +41,9 @@ from hf_memsave.device import has_streams
 from hf_memsave.ops.few_bit_tables import check_bits, levels
 from hf_memsave.ops.fused.codes import are_wanted
 from hf_memsave.ops.fused.kernels import kernels
-from hf_memsave.ops.once import once_differentiable
-from hf_memsave.ops.op import KeptBytes
+from hf_memsave.ops.op import once_differentiable
 from hf_memsave.tape import current
-from hf_memsave.tape.again import AutocastState
+from hf_memsave.tape.again import AutocastState, run_under
 from hf_memsave.tape.codecs import pack_codes, unpack_codes
 from hf_memsave.tape.content import Handle
 
@@ -57,24 +57,12 @@ class FewBit(NamedTuple):
     bits: int = 4
 
 
-def kept_bytes(shape: tuple[int, ...], itemsize: int, bits: int = 4, frozen: bool = True) -> KeptBytes:
-    """The activation of ``shape`` and the linear after it, whose weight is frozen or trained."""
-    n = torch.Size(shape).numel()
-    return KeptBytes(n * itemsize, _nbytes(n, bits)) if frozen else KeptBytes(2 * n * itemsize, n * itemsize)
-
-
 def _nbytes(n: int, bits: int) -> int:
     return bits * -(-n // 8) + -(-n // _GROUP)
 
 
 def few_bit(x: Tensor, name: str, forward: Callable[[Tensor], Tensor], bits: int = 4) -> Tensor:
-    """``forward(x)``, which computes the activation ``name``; keeps ``bits`` bits an element, or ``x`` for ``y``.
-
-    Backward may call ``forward`` again: it must not depend on what can change until then.
-
-    Returns:
-        The output.
-    """
+    """``forward(x)``, the activation ``name``, which backward may call again; keeps ``bits`` bits an element, or x."""
     check_bits(bits)
     tape = current()
     is_fused = are_wanted(x)
@@ -91,13 +79,7 @@ def few_bit(x: Tensor, name: str, forward: Callable[[Tensor], Tensor], bits: int
         y = _FewBit.apply(x, forward, name, bits, True, is_fused)
     finally:
         tape.coder = before
-    state = AutocastState(x.device.type)
-
-    def again(x: Tensor) -> Tensor:
-        with state:
-            return forward(x)
-
-    tape.record(y, again, (x,))
+    tape.record(y, partial(run_under, AutocastState(x.device.type), forward), (x,))
     return y
 
 
@@ -120,11 +102,8 @@ def _of_each(has_odd: Tensor, n: int) -> Tensor:
 
 
 def on_device(name: str, bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Boundaries, and levels of finite groups and of others; on CUDA copied there once, as a copy makes the host wait.
-
-    Returns:
-        float32 ``[2^b - 1]`` and ``[2^(b + 1)]``.
-    """
+    """Boundaries ``[2^b - 1]``, and levels ``[2^(b + 1)]`` of finite groups and of others, float32."""
+    # On CUDA they are copied there once, as a copy makes the host wait.
     return _copied(name, bits, device) if has_streams(device) else _as_tensors(name, bits, device)
 
 
@@ -153,8 +132,12 @@ class _FewBit(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (kept,) = ctx.saved_tensors
-        if kept.is_floating_point():
-            return _exact(kept, dy, ctx), *[None] * 5
+        if kept.is_floating_point():  # x itself: stock's own gradient
+            x = kept.detach().requires_grad_()
+            with torch.enable_grad():
+                y = run_under(ctx.autocast, ctx.forward, x)
+            (dx,) = torch.autograd.grad(y, x, dy)
+            return dx, *[None] * 5
         levels = on_device(ctx.table[0], ctx.table[1], dy.device)[1]
         if ctx.is_fused:
             return kernels().few_bit_backward(dy, kept, levels), *[None] * 5
@@ -162,12 +145,3 @@ class _FewBit(torch.autograd.Function):
         planes, has_odd = kept.split([bits * -(-n // 8), -(-n // _GROUP)])
         codes = unpack_codes(planes.view(bits, -1), n).int() + (_of_each(has_odd, n).int() << bits)
         return (dy * levels[codes.view(dy.shape)]).to(dy.dtype), *[None] * 5
-
-
-def _exact(x: Tensor, dy: Tensor, ctx: Any) -> Tensor:
-    """Stock's own gradient."""
-    x = x.detach().requires_grad_()
-    with torch.enable_grad(), ctx.autocast:
-        y = ctx.forward(x)
-    (dx,) = torch.autograd.grad(y, x, dy)
-    return dx

@@ -43,30 +43,19 @@ class Levels(NamedTuple):
 
 
 def check_bits(bits: int) -> None:
-    """Refuse a number of bits that has no table.
-
-    Raises:
-        ConfigError: It is not a whole number from 1 to 8.
-    """
+    """Raise a ConfigError for a number of bits that has no table."""
     if not isinstance(bits, int) or isinstance(bits, bool) or not 1 <= bits <= 8:
         raise ConfigError(f"few_bits must be a whole number from 1 to 8, got {bits!r}. Leave it out for 4.")
 
 
 @functools.cache
 def levels(name: str, bits: int) -> Levels:
-    """The table of an activation, made once per process (8 bits: in about a second).
-
-    Returns:
-        The step function nearest to its derivative.
-
-    Raises:
-        PatchError: The activation is not known.
-    """
+    """The step function nearest to the derivative of an activation; 8 bits take about a second, once per process."""
     check_bits(bits)
     if name not in ACTIVATIONS:
         refuse_unknown(name)
     with _disable_current_modes():  # under a mode of fake tensors there would be no numbers
-        edges, slopes = _samples(ACTIVATIONS[name].forward)
+        edges, slopes = _samples(ACTIVATIONS[name])
     cells = _cells(slopes)
     cuts = np.array([0, *_best_cuts(cells, slopes, 2**bits), len(slopes)])
     means = np.add.reduceat(slopes, cuts[:-1]) / np.diff(cuts)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from importlib.resources import files
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from torch import Tensor
 
 
 class InverseFit(NamedTuple):
-    """What ``scripts/bench/fit_inverse.py`` found for one activation.
+    """One activation's fit.
 
     Attributes:
         turn: T, where the minimum is.
@@ -49,29 +48,18 @@ class InverseFit(NamedTuple):
         return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(-self.minimum[0]))
 
 
-def _read() -> Iterator[tuple[str, InverseFit]]:
-    found = json.loads(files(__package__).joinpath("inverse_fits.json").read_text(encoding="utf-8"))
-    for name, fit in found.items():
-        values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in fit.items()}
-        yield name, InverseFit(**values)
+def _read(fit: dict[str, Any]) -> InverseFit:
+    values: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in fit.items()}
+    return InverseFit(**values)
 
 
+_TEXT = files(__package__).joinpath("inverse_fits.json").read_text(encoding="utf-8")
 #: Of every activation, by name: written by ``scripts/bench/fit_inverse.py``.
-FITS = dict(_read())
+FITS = {name: _read(fit) for name, fit in json.loads(_TEXT).items()}
 
 
 def slope(y: Tensor, left: Tensor, fit: InverseFit, ulp: float) -> Tensor:
-    """f'(f⁻¹(y)).
-
-    Args:
-        y: float32 or float64; NaN stays NaN.
-        left: Whether x < T, as bool of y's shape.
-        fit: That of f.
-        ulp: The grid that y was rounded to, at the minimum.
-
-    Returns:
-        A tensor like ``y``.
-    """
+    """f'(f⁻¹(y)) of y in fp32 or fp64, rounded to a grid of ``ulp`` at the minimum; ``left`` says where x < T."""
     high, low = fit.minimum
     s = ((y - high) - low).clamp(ulp / 10, fit.cut - high).sqrt()
     near = s * torch.where(left, y * _polynomial(fit.left, s), _polynomial(fit.right, s))

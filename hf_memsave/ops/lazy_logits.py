@@ -21,7 +21,7 @@ from hf_memsave.errors import KeptTensorChangedError, PatchError
 from hf_memsave.ops import chunked_loss
 from hf_memsave.ops.head import Head, Step
 from hf_memsave.ops.lazy import TOLD, Lazy, computed
-from hf_memsave.ops.once import once_differentiable
+from hf_memsave.ops.op import once_differentiable
 from hf_memsave.ops.uses import refuse_others
 from hf_memsave.tape import current
 from hf_memsave.tape.as_stock import in_place_of_stock

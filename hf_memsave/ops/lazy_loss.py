@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_memsave.ops.lazy import TOLD, Lazy, computed
-from hf_memsave.ops.once import once_differentiable
+from hf_memsave.ops.op import once_differentiable
 from hf_memsave.tape import Tape
 from hf_memsave.tape.private import no_subclasses, tree_map
 

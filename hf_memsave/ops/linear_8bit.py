@@ -13,18 +13,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_memsave.ops.op import KeptBytes, Op
+from hf_memsave.ops.op import Op
 
 #: The node's class -> the attribute that holds its input, and what to leave there.
 _HIDDEN: dict[str, tuple[str, Any]] = {
     "MatMul8bitLtBackward": ("tensors", (None, None, None)),
     "MatMul8bitFpBackward": ("A", None),
 }
-
-
-def kept_bytes(rows: int, in_features: int, itemsize: int) -> KeptBytes:
-    """Of an input that nothing else keeps."""
-    return KeptBytes(rows * in_features * itemsize, 0)
 
 
 def _linear_8bit(module: nn.Module, patch: Any, x: Tensor) -> Tensor:

@@ -1,33 +1,17 @@
-"""What an op is to the patching layer."""
+"""What ops share: their description for the patching layer, and the backward of those that differentiate once."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable as of_what_requires_grad
 
-
-class KeptBytes(NamedTuple):
-    """Bytes an op makes autograd keep: in stock eager code, and here."""
-
-    eager: int
-    here: int
-
-
-def path_of(cls: type[nn.Module]) -> str:
-    """The full name of a class; ours have that of the one they replace."""
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def is_parametrized(module: nn.Module) -> bool:
-    """Whether reading a parameter of ``module`` computes it, each time: spectral_norm counts its reads."""
-    return "parametrizations" in module._modules
-
-
-def _nothing(module: nn.Module, value: Any) -> str:
-    return ""
+from hf_memsave.device import is_autocast
 
 
 @dataclass(frozen=True)
@@ -39,8 +23,7 @@ class Op:
         forward: Called as ``forward(module, patch, *args, **kwargs)``, where ``patch.stock`` is the module's stock
             class and ``patch.value`` what was chosen. It must draw random numbers as stock does.
         check: Returns why this module cannot take the op, or "". Must neither change the module nor run it.
-        refuse: Returns why the value that was asked for cannot be had from this module, and the remedy, or "". Unlike
-            ``check``, it always ends in an error.
+        refuse: Likewise of the value that was asked for, with the remedy; it always ends in an error.
         is_implied: It is not asked for by name: where another tool's forward runs instead, it is skipped, and no error.
         in_place: None where autograd is asked to keep what stock asks for. Else a first step counts that instead, and
             this says how: see :func:`~hf_memsave.tape.as_stock.counted`.
@@ -48,7 +31,48 @@ class Op:
 
     name: str
     forward: Callable[..., Any]
-    check: Callable[[nn.Module, Any], str] = _nothing
-    refuse: Callable[[nn.Module, Any], str] = _nothing
+    check: Callable[[nn.Module, Any], str] = lambda module, value: ""
+    refuse: Callable[[nn.Module, Any], str] = lambda module, value: ""
     is_implied: bool = False
     in_place: Literal["exact", "cheap", "product"] | None = None
+
+
+def is_parametrized(module: nn.Module) -> bool:
+    """Whether reading a parameter of ``module`` computes it, each time: spectral_norm counts its reads."""
+    return "parametrizations" in module._modules
+
+
+def not_parametrized(module: nn.Module, value: Any) -> str:
+    """The ``check`` of an op that reads parameters."""
+    return "it is parametrized: reading its weight computes it" if is_parametrized(module) else ""
+
+
+def autocast_low(x: Tensor) -> Tensor:
+    """``x`` as autocast would hand it to a product; converted before the product, it has a record on the tape."""
+    if not is_autocast(x) or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a backward to raise where its result is differentiated, also with a constant incoming gradient.
+
+    PyTorch's own decorator raises only where the incoming gradient requires one: with that of a sum, it would leave the
+    second derivative out without a word. An undefined gradient is passed on as such, so forward calls
+    ``ctx.set_materialize_grads(False)``: zeros would give a parameter a gradient that it does not have in stock, by
+    which AdamW decays it.
+
+    Returns:
+        The decorated function.
+    """
+    inner = of_what_requires_grad(backward)
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *dys: Tensor | None) -> Any:
+        if all(dy is None for dy in dys):
+            return (None,) * len(ctx.needs_input_grad)
+        if torch.is_grad_enabled() and not any(dy is not None and dy.requires_grad for dy in dys):
+            dys = tuple(None if dy is None else dy.detach().requires_grad_() for dy in dys)
+        return inner(ctx, *dys)
+
+    return wrapper

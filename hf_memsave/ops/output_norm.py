@@ -21,10 +21,11 @@ third more in the models tried; above stock's where y is not kept). It is here f
 exact, and faster. Which columns tell x̂ is found on the device, and stays there: the host waits for nothing. Where x is
 kept anyway, the norm is patched alone, or no tape can make y again, it is stock's: what follows would keep y beside z.
 
-Forward is exact. What needs y in backward gets its bits; of a LayerNorm, in those other columns, γ x̂ + β of the rounded
-x̂: on CPU y's bits too in fp32 and float64, in half precision 1.23 times as far from the truth as y where |β| is just
-above |γ|, and as near as y where it is far above. x̂ has the rounding of y, (|x̂| + |β/γ|) ulps, or its own. What x, dy,
-γ or β make of the gradients by being NaN or infinite, they make of stock's. Backward is once differentiable.
+Forward is exact, but for kernels', which compute in fp32 and round once. What needs y in backward gets its bits; of a
+LayerNorm, in those other columns, γ x̂ + β of the rounded x̂: on CPU y's bits too in fp32 and float64, in half precision
+1.23 times as far from the truth as y where |β| is just above |γ|, and as near as y where it is far above. x̂ has the
+rounding of y, (|x̂| + |β/γ|) ulps, or its own. What x, dy, γ or β make of the gradients by being NaN or infinite, they
+make of stock's. Once differentiable.
 
 In half precision the gradients have twice the error of rounding or less, while dy and x̂ correlate by .7 or less in each
 row: beyond, what is left of dy without x̂'s share shrinks, and the error does not. Where |x̂| is far below 1 in a column
@@ -41,10 +42,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_memsave.device import HALVES, is_autocast
-from hf_memsave.ops.fused.output_norm import fused_output_norm, suits
-from hf_memsave.ops.once import once_differentiable
-from hf_memsave.ops.op import KeptBytes, Op, is_parametrized
-from hf_memsave.tape import current
+from hf_memsave.ops.fused.codes import are_wanted
+from hf_memsave.ops.fused.kernels import LONGEST_ROW, kernels
+from hf_memsave.ops.op import Op, is_parametrized, once_differentiable
+from hf_memsave.tape import Tape, current
 from hf_memsave.tape.private import no_modes
 from hf_memsave.tape.tensors import is_plain
 
@@ -58,40 +59,17 @@ class Normed(NamedTuple):
     is_centred: bool
 
 
-def kept_bytes(shape: tuple[int, ...], itemsize: int, is_centred: bool = True) -> KeptBytes:
-    """Of a LayerNorm with β (or an RMSNorm in fp32) on CPU and the linear after it."""
-    rows, n = torch.Size(shape[:-1]).numel(), torch.Size(shape).numel()
-    number = 1 + is_centred
-    here = n * itemsize + rows * max(itemsize, 4) + number * shape[-1] * itemsize
-    return KeptBytes(2 * n * itemsize + number * rows * itemsize, here)
-
-
 def is_well(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Whether x̂ can be told from y well enough. Below 8 times tiny, γ makes much of y subnormal.
-
-    As no x̂ of H numbers is above √H, y does not overflow where |β| is at most |γ|, and 2 √H |γ| is finite.
-
-    Returns:
-        A boolean for each element of ``weight``, on its device.
-    """
+    """For each element of γ and β, whether x̂ can be told from y well enough."""
+    # Below 8 times tiny, γ makes much of y subnormal. As no x̂ of H numbers is above √H, y does not overflow where |β|
+    # is at most |γ|, and 2 √H |γ| is finite.
     size, finite = weight.abs(), torch.finfo(weight.dtype)
     least, most = 8 * finite.tiny, finite.max / (2 * weight.numel() ** 0.5)
     return (size >= (least if bias is None else bias.abs().clamp(min=least))) & (size <= most)
 
 
 def output_norm(forward: Callable[..., Normed], x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """``forward(x, weight, bias, eps).y``, keeping z; from that the innermost tape makes y again.
-
-    Args:
-        forward: Stock's, run without autograd.
-        x: ``[*, *weight.shape]``, in weight's dtype.
-        weight: γ.
-        bias: β, or None.
-        eps: The norm's.
-
-    Returns:
-        y.
-    """
+    """``forward(x, weight, bias, eps).y`` of x ``[*, *weight.shape]``, keeping z; the innermost tape makes y again."""
     tape = current()
     y, z = _OutputNorm.apply(forward, x, weight, bias, eps, tape)
     if tape is not None:
@@ -118,11 +96,7 @@ class _OutputNorm(torch.autograd.Function):
     ) -> Any:
         y, normed, rstd, ctx.is_centred = forward(x, weight, bias, eps)
         z = torch.where(is_well(weight, bias), y, normed)
-        if tape is not None:
-            tape.as_activation(z)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(z)
-        ctx.save_for_backward(z, rstd, weight, bias)
+        _keep(ctx, tape, z, rstd, weight, bias)
         return y, z
 
     @staticmethod
@@ -144,6 +118,41 @@ class _OutputNorm(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             dbias = dy.sum(0).to(weight.dtype).view(weight.shape)
         return None, dx, dweight, dbias, None, None
+
+
+def _keep(ctx: Any, tape: Tape | None, z: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if tape is not None:
+        tape.as_activation(z)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(z)
+    ctx.save_for_backward(z, rstd, weight, bias)
+
+
+def _fused(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, is_centred: bool) -> Tensor:
+    """By one kernel each way, of x ``[*, N]``."""
+    with no_modes():
+        y, z = _Fused.apply(x, weight, bias, eps, is_centred, tape)
+        tape.record(y, kernels().output_norm_again, (z, weight, bias))
+    return y
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, is_centred: bool, tape: Tape
+    ) -> Any:
+        y, z, rstd = kernels().output_norm_forward(x, weight, bias, eps, is_centred)
+        _keep(ctx, tape, z, rstd, weight, bias)
+        ctx.is_centred = is_centred
+        return y, z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, dz: None) -> tuple[Tensor | None, ...]:
+        z, rstd, weight, bias = ctx.saved_tensors
+        has_dw = any(ctx.needs_input_grad[1:3])
+        found = kernels().output_norm_backward(dy, z, weight, bias, rstd, ctx.is_centred, has_dw)
+        return *found, None, None, None
 
 
 def layer_normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Normed:
@@ -201,8 +210,9 @@ def _output_norm(module: nn.Module, patch: Any, input: Tensor) -> Tensor:
     if weight is None or not _is_suited(input, weight, bias):
         return patch.stock.forward(module, input)
     forward = _of_class(patch.stock)
-    if suits(input, weight, bias):
-        return fused_output_norm(tape, input, weight, bias, eps, is_centred=forward is layer_normed)
+    is_short = weight.dim() == 1 and len(weight) <= LONGEST_ROW
+    if is_short and are_wanted(*[t for t in (input, weight, bias) if t is not None]):
+        return _fused(tape, input, weight, bias, eps, is_centred=forward is layer_normed)
     return output_norm(forward, input, weight, bias, eps)
 
 

@@ -21,15 +21,11 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_memsave.ops.op import Op, is_parametrized, path_of
+from hf_memsave.arch.sites import OWN_FORWARD, path_of
+from hf_memsave.ops.op import Op, not_parametrized
 from hf_memsave.tape import current
 from hf_memsave.tape.special import record_again
 from hf_memsave.tape.tensors import is_plain
-
-#: Linears whose own forward runs again; of bitsandbytes' in 8 bits, what they keep cannot be seen.
-OWN_FORWARD = (
-    "bitsandbytes.nn.modules.Linear4bit", "hqq.core.quantize.HQQLinear", "optimum.quanto.nn.qlinear.QLinear",
-)  # fmt: skip
 
 
 def _linear(module: nn.Module, patch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -52,8 +48,8 @@ def is_known_by_weight(module: nn.Module) -> bool:
 
 
 def _check(module: nn.Module, value: Any) -> str:
-    if is_parametrized(module):
-        return "it is parametrized: reading its weight computes it"
+    if reason := not_parametrized(module, value):
+        return reason
     if is_known_by_weight(module) or path_of(type(module)) in OWN_FORWARD:
         return ""
     if "_fsdp_wrapped_module" in module._modules:

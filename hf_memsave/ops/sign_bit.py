@@ -18,8 +18,8 @@ machine epsilon (2⁻⁷ in bf16)::
     |ŷ - y| <= ε (|y| + |C|)             |dW - dW_exact| <= ε Σ |dz| (|y| + |C|), before the product's own rounding
 
 Unlike in the other variants, a y near 0 has an absolute error, of up to ε |C|. The slope's largest error is that of
-``inverted``, and so is the slope of what is not finite or overflows. Backward cannot be differentiated again.
-Source: InvAct (2024), Section 2.1.
+``inverted``, and so is the slope of what is not finite or overflows. Once differentiable. Source: InvAct (2024),
+Section 2.1.
 """
 
 from __future__ import annotations
@@ -32,24 +32,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hf_memsave.arch import path_of
 from hf_memsave.errors import PatchError
-from hf_memsave.ops.cast import autocast_low
 from hf_memsave.ops.elementwise import name_of, required_name
+from hf_memsave.ops.fused.kernels import is_watched
 from hf_memsave.ops.inverse import InverseFit, slope, wide
 from hf_memsave.ops.inverted import fit_of
-from hf_memsave.ops.once import once_differentiable
-from hf_memsave.ops.op import KeptBytes
-
-
-def sign_bit_reference(x: Tensor, forward: Callable[[Tensor], Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The tests' ground truth."""
-    return F.linear(forward(x), weight, bias)
-
-
-def kept_bytes(shape: tuple[int, ...], itemsize: int) -> KeptBytes:
-    """The activation of ``shape`` and the linear."""
-    n = torch.Size(shape).numel() * itemsize
-    return KeptBytes(2 * n, n)
+from hf_memsave.ops.op import autocast_low, once_differentiable
 
 
 def offset(fit: InverseFit) -> float:
@@ -60,18 +49,7 @@ def offset(fit: InverseFit) -> float:
 def sign_bit(
     x: Tensor, name: str, forward: Callable[[Tensor], Tensor], weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """``F.linear(forward(x), weight, bias)``, where ``forward`` computes the activation ``name``.
-
-    Args:
-        x: ``[*, in]``.
-        name: Of the activation, in :data:`~hf_memsave.ops.elementwise.ACTIVATIONS`.
-        forward: Stock's, so that the output has stock's bits.
-        weight: ``[out, in]``.
-        bias: ``[out]``.
-
-    Returns:
-        ``[*, out]``.
-    """
+    """``F.linear(forward(x), weight, bias)`` of x ``[*, in]``, where ``forward`` computes the activation ``name``."""
     low = None if bias is None else autocast_low(bias)
     return _SignBit.apply(x, forward, fit_of(name), autocast_low(weight), low)
 
@@ -107,12 +85,8 @@ class SignBit(nn.Module):
 
 
 def _is_plain(linear: nn.Module) -> bool:
-    """Whether a call of it is the product alone. Our own classes have stock's names."""
-    cls, own = type(linear), linear.__dict__
-    has_hooks = any(own[name] for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"))
-    return f"{cls.__module__}.{cls.__qualname__}" == "torch.nn.modules.linear.Linear" and not (
-        has_hooks or own.get("_backward_pre_hooks") or "forward" in own
-    )
+    """Whether a call of it is the product alone. Patched classes have stock's names."""
+    return path_of(type(linear)) == "torch.nn.modules.linear.Linear" and not is_watched(linear)
 
 
 class _SignBit(torch.autograd.Function):

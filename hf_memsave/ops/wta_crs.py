@@ -21,16 +21,15 @@ Source: Liu et al. (2023), arXiv:2305.15265, Algorithm 1.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_memsave.ops.cast import autocast_low
-from hf_memsave.ops.fused.sampling import FUSED_DRAWING, drawing_for, scaled_rows
-from hf_memsave.ops.once import once_differentiable
-from hf_memsave.ops.op import KeptBytes, Op, is_parametrized
+from hf_memsave.ops.fused.codes import FUSED_DRAWING, drawing_for
+from hf_memsave.ops.fused.kernels import kernels
+from hf_memsave.ops.op import Op, autocast_low, is_parametrized, once_differentiable
 from hf_memsave.sampling.batch import Batch, Tokens
 from hf_memsave.sampling.estimators import row_norms
 from hf_memsave.sampling.sampler import Layer
@@ -40,11 +39,6 @@ from hf_memsave.tape.tape import Tape
 
 #: Where a sampled module finds its :class:`~hf_memsave.sampling.Layer`.
 LAYER = "_memsave_layer"
-
-
-def kept_bytes(rows: int, in_features: int, drawn: int, itemsize: int) -> KeptBytes:
-    """Of an input that nothing else keeps."""
-    return KeptBytes(rows * in_features * itemsize, drawn * (in_features * itemsize + 4))
 
 
 class JointNorms:
@@ -78,17 +72,6 @@ class JointNorms:
                 after_backward(cache.learn)
 
 
-class _Key(NamedTuple):
-    """The state of an input that a draw belongs to, and whose draw it is."""
-
-    step: int
-    version: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int | torch.SymInt
-    sampler: int
-
-
 class SharedDraw:
     """One draw, which the tape notes with the storage of the input it was made for.
 
@@ -96,8 +79,6 @@ class SharedDraw:
         index: The rows drawn, int32 ``[k]``; None where all are taken.
         scale: Their scales, fp32 ``[k]``.
         rows: The scaled rows ``[k, in]``, by dtype, where they are kept instead of the input.
-        norms: What its users tell the cache.
-        is_fused: Whether kernels run on the input.
     """
 
     def __init__(self, layer: Layer, x: Tensor, batch: Batch) -> None:
@@ -114,7 +95,7 @@ class SharedDraw:
 def _shared(tape: Tape, layer: Layer, x: Tensor, batch: Batch) -> SharedDraw:
     """The draw for ``x``: made by the first linear that takes it, found with its storage by the others."""
     notes = tape.notes(x)
-    key = _Key(batch.step, x._version, x.shape, x.stride(), x.storage_offset(), id(layer.sampler))
+    key = batch.step, x._version, x.shape, x.stride(), x.storage_offset(), id(layer.sampler)
     if key not in notes:
         with no_modes():  # what a draw computes is its own, and small
             notes[key] = SharedDraw(layer, x, batch)
@@ -161,10 +142,11 @@ class _SampledLinear(torch.autograd.Function):
 
 def _scaled(h: Tensor, index: Tensor, scale: Tensor, is_fused: bool) -> Tensor:
     """The drawn rows of ``h`` ``[*, in]``, each times its scale, ``[k, in]``."""
+    flat = h.reshape(-1, h.shape[-1])
     if is_fused:
-        return scaled_rows(h, index, scale)
-    rows = h.reshape(-1, h.shape[-1]).index_select(0, index)
-    return (rows * scale[:, None]).to(h.dtype)
+        rows: Tensor = kernels().gather_rows(flat, index, scale)
+        return rows
+    return (flat.index_select(0, index) * scale[:, None]).to(h.dtype)
 
 
 def _wta_crs(module: Any, patch: Any, x: Tensor) -> Tensor:
@@ -196,9 +178,8 @@ def _kept(tape: Tape, h: Tensor, shared: SharedDraw) -> Tensor:
     index, scale = shared.index, shared.scale
     if index is None or scale is None:
         return h
-    if not h.requires_grad:  # a frozen embedding's output: kept once for q, k and v, of which LoRA casts each by itself
-        return h
-    if tape.cost(h) <= len(index) * h.shape[-1] * h.itemsize:
+    # A frozen embedding's output is kept once for q, k and v, of which LoRA casts each by itself.
+    if not h.requires_grad or tape.cost(h) <= len(index) * h.shape[-1] * h.itemsize:
         return h
     with no_modes():
         rows = shared.rows[h.dtype] = _scaled(h.detach(), index, scale, shared.is_fused)

@@ -28,22 +28,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_memsave.ops.fused.sampling import drawing_for
-from hf_memsave.ops.once import once_differentiable
-from hf_memsave.ops.op import KeptBytes
+from hf_memsave.ops.fused.codes import drawing_for
+from hf_memsave.ops.op import once_differentiable
 from hf_memsave.sampling.batch import Batch
 from hf_memsave.sampling.sampler import Layer
 from hf_memsave.tape import current
 from hf_memsave.tape.private import no_modes
 
 _COLUMNS, _ROWS = -1, -2
-
-
-def kept_bytes(shape: tuple[int, ...], dim: int, drawn: int, itemsize: int) -> KeptBytes:
-    """Of one operand of ``shape`` that nothing else keeps, ``drawn`` of whose columns (dim -1) or rows (-2) are."""
-    n = torch.Size(shape).numel()
-    heads = torch.Size(shape[:-2]).numel()
-    return KeptBytes(n * itemsize, n // shape[dim] * drawn * itemsize + heads * drawn * 4)
 
 
 class Sample(NamedTuple):
@@ -70,7 +62,7 @@ def wta_matmul(a: Tensor, b: Tensor, layer: Layer, name: str) -> Tensor:
         name: Tells the products of one layer apart.
 
     Returns:
-        The product ``[*, n, q]``, the bits of ``torch.matmul``.
+        The product, the bits of ``torch.matmul``.
     """
     batch = layer.sampler.batch
     if batch is None or a.shape[:-2] != b.shape[:-2] or not torch.is_grad_enabled():
@@ -100,8 +92,8 @@ def _sample(x: Tensor, dim: int, layer: Layer, name: str, batch: Batch) -> Sampl
     if (draw := _draw(x, dim, layer, name, batch)) is None:
         return None
     index, scale, tape = draw[0].int(), draw[1], current()
-    size = kept_bytes(tuple(x.shape), dim, index.shape[-1], x.itemsize).here
-    if tape is not None and tape.cost(x) + scale.nbytes <= size - index.nbytes:
+    size = x.nbytes // x.shape[dim] * index.shape[-1]
+    if tape is not None and tape.cost(x) + scale.nbytes <= size:
         return Sample(index, scale, None)
     with no_modes():
         drawn = _scaled(x.detach(), index, scale, dim)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -27,16 +27,13 @@ class Tokens:
 
     @cached_property
     def real(self) -> int:
-        """How many are real; by the share of earlier forwards, where the host would wait for their number.
-
-        The size of a draw follows from it, and any size is unbiased.
-        """
+        """How many are real, for the size of a draw; where the host would wait, by the share of earlier forwards."""
         if not has_numbers(self.mask) or tells_later(self.mask):
             return round(self.share * self.mask.numel())
         return int(self.mask.sum())
 
     def forget(self) -> None:
-        """What follows from the mask is worked out again when it is asked for."""
+        """Drop what follows from the mask; it is worked out again when it is asked for."""
         for name in ("lengths", "from_start", "from_end"):
             self.__dict__.pop(name, None)
 
@@ -75,6 +72,7 @@ class Batch:
     other: Tokens | None = None
     other_storage: int | None = None
     samples: Tensor | None = None
+    _made: dict[Any, Tokens] = field(default_factory=dict, init=False)
 
     def forget(self, outside: Batch | None) -> None:
         """Where it ends: of tokens that ``outside`` does not know, nothing but the masks is kept until backward."""
@@ -84,8 +82,7 @@ class Batch:
                 tokens.forget()
 
     def _known(self) -> list[Tokens]:
-        own = (self.own, self.decoder, self.other, *self.__dict__.get("_all", {}).values())
-        return [tokens for tokens in own if tokens is not None]
+        return [tokens for tokens in (self.own, self.decoder, self.other, *self._made.values()) if tokens is not None]
 
     def tokens(self, x: Tensor) -> Tokens | None:
         """The tokens whose activations are ``x``, ``[batch, seq, features]``; of its own mask if no other is known."""
@@ -95,30 +92,28 @@ class Batch:
         if x.dim() != 3:
             return None
         shape = x.shape[:2]
+        is_own = self.own is not None and self.own.mask.shape == shape
         if self.other is not None and self.other.mask.shape == shape:
-            is_own = self.own is not None and self.own.mask.shape == shape
             if x.untyped_storage()._cdata == self.other_storage or not is_own:
                 return self._on(x.device, self.other)
-        if self.own is not None and self.own.mask.shape == shape:
+        if self.own is not None and is_own:
             return self._on(x.device, self.own)
-        return self._unmasked(shape, x.device)
+        if (shape, x.device) not in self._made:
+            mask = torch.ones(shape, dtype=torch.bool, device=x.device)
+            self._make((shape, x.device), mask, 1.0, shape.numel())
+        return self._made[shape, x.device]
 
     def _on(self, device: torch.device, tokens: Tokens) -> Tokens:
         """These tokens where a layer is, as ``device_map`` has placed it."""
         if tokens.mask.device == device:
             return tokens
-        found: dict[Any, Tokens] = self.__dict__.setdefault("_all", {})
-        if (id(tokens), device) not in found:
-            found[id(tokens), device] = copy = Tokens(tokens.mask.to(device), tokens.share)
-            copy.__dict__["real"] = tokens.real
-        return found[id(tokens), device]
+        if (id(tokens), device) not in self._made:
+            self._make((id(tokens), device), tokens.mask.to(device), tokens.share, tokens.real)
+        return self._made[id(tokens), device]
 
-    def _unmasked(self, shape: torch.Size, device: torch.device) -> Tokens:
-        found: dict[Any, Tokens] = self.__dict__.setdefault("_all", {})
-        if (shape, device) not in found:
-            found[shape, device] = tokens = Tokens(torch.ones(shape, dtype=torch.bool, device=device))
-            tokens.__dict__["real"] = shape.numel()
-        return found[shape, device]
+    def _make(self, key: Any, mask: Tensor, share: float, real: int) -> None:
+        self._made[key] = tokens = Tokens(mask, share)
+        tokens.__dict__["real"] = real
 
 
 class Checkpointed:

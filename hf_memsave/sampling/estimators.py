@@ -52,7 +52,7 @@ def probabilities(norms: Tensor, predicted: Tensor | None = None, allowed: Tenso
     Returns:
         p ``[*, m]``, float64, with sum 1; uniform over what is allowed where all norms are 0.
     """
-    a = norms.to(_precision(norms))
+    a = norms.to(torch.float32 if norms.device.type == "mps" else torch.float64)
     a = a if allowed is None else a * allowed  # before what follows: a NaN at a pad stays one
     finite = a.isfinite()
     a = torch.where(finite, a, 0.0)
@@ -60,11 +60,11 @@ def probabilities(norms: Tensor, predicted: Tensor | None = None, allowed: Tenso
     total = a.sum(-1, keepdim=True)
     uniform = torch.ones_like(a) if allowed is None else allowed.to(a.dtype).expand_as(a)
     a = torch.where(total > 0, a, uniform)
-    p = _normalised(a)
+    p = a / a.sum(-1, keepdim=True)
     if predicted is not None:
         product = a * predicted.to(a.dtype).clamp_min(0)
         mass = product.sum(-1, keepdim=True)
-        p = torch.where((mass > 0) & mass.isfinite(), (1 - MIX) * _normalised(product) + MIX * p, p)
+        p = torch.where((mass > 0) & mass.isfinite(), (1 - MIX) * (product / mass) + MIX * p, p)
     return p
 
 
@@ -115,13 +115,7 @@ ESTIMATORS: dict[str, Callable[[Tensor, int, Tensor], Draw]] = {"wta": wta, "crs
 
 
 class Drawing(NamedTuple):
-    """What draws are computed by.
-
-    Attributes:
-        row_norms: As :func:`row_norms`.
-        probabilities: As :func:`probabilities`.
-        draw: An estimator's name, and its arguments -> what it draws.
-    """
+    """The functions that draws are computed by: those of this module, or kernels."""
 
     row_norms: Callable[[Tensor], Tensor]
     probabilities: Callable[..., Tensor]
@@ -135,20 +129,12 @@ def row_norms(x: Tensor) -> Tensor:
 
 
 def draw(estimator: str, p: Tensor, k: int, u: Tensor) -> Draw:
-    """The draw of an estimator of that name."""
+    """The draw of the estimator of that name."""
     return ESTIMATORS[estimator](p, k, u)
 
 
 #: By PyTorch's own functions.
 EAGER = Drawing(row_norms, probabilities, draw)
-
-
-def _precision(x: Tensor) -> torch.dtype:
-    return torch.float32 if x.device.type == "mps" else torch.float64
-
-
-def _normalised(a: Tensor) -> Tensor:
-    return a / a.sum(-1, keepdim=True)
 
 
 def _sorted_tails(p: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,11 +145,7 @@ def _sorted_tails(p: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _inverse_tail(tail: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each v ``[*, k]`` lies among the tails.
-
-    Returns:
-        The position j with T_{j+1} < v <= T_j, and 1 / p_j; both 0 where v is 0 (no mass left).
-    """
+    """The j with T_{j+1} < v <= T_j of each v ``[*, k]``, and 1 / p_j; both 0 where v is 0 (no mass left)."""
     # p_j is taken as T_j - T_{j+1}, which is how often j is drawn: rounding cannot make that a bias.
     m = tail.shape[-1] - 1
     ascending = tail.flip(-1).contiguous()

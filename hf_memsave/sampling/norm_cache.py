@@ -16,6 +16,7 @@ then on; each backward looks again, and takes that back where one has.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections import deque
@@ -55,13 +56,10 @@ class LayerNorms:
         self.pads = torch.zeros((), dtype=torch.int8, device=device)
         self.samples = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def go_to(self, device: torch.device) -> None:
-        """Follow a model that has moved."""
+    def fit(self, device: torch.device, length: int) -> None:
+        """Follow a model that has moved, and make room for sequences of ``length`` tokens."""
         if self.start.device != device:
             self.__dict__.update({name: value.to(device) for name, value in vars(self).items()})
-
-    def grow(self, length: int) -> None:
-        """Make room for sequences of ``length`` tokens."""
         for name, profile in (("start", self.start), ("end", self.end)):
             if (missing := length - len(profile)) > 0:
                 setattr(self, name, torch.cat([profile, profile.new_full((missing,), -1.0)]))
@@ -79,11 +77,6 @@ class _Told(NamedTuple):
         """Whether both can be learned at once."""
         is_alike = self.squared.shape == other.squared.shape and self.squared.device == other.squared.device
         return is_alike and self.tokens is other.tokens and self.batch.samples is other.batch.samples
-
-
-def _give(layers: list[LayerNorms], name: str, values: Tensor) -> None:
-    for norms, value in zip(layers, values.unbind(), strict=True):
-        setattr(norms, name, value)
 
 
 class NormCache:
@@ -133,10 +126,8 @@ class NormCache:
         if self.kind is None or norms is None or tokens is None:
             return None
         with self._lock:
-            norms.go_to(tokens.mask.device)
-            norms.grow(tokens.mask.shape[1])
-            start, end = norms.start, norms.end
-        start, end = start.abs(), end.abs()  # what was not seen counts as the mean, 1
+            norms.fit(tokens.mask.device, tokens.mask.shape[1])
+            start, end = norms.start.abs(), norms.end.abs()  # what was not seen counts as the mean, 1
         start, end = start.index_select(0, tokens.from_start.flatten()), end.index_select(0, tokens.from_end.flatten())
         predicted = (start + end).sqrt().view(tokens.mask.shape)
         factor = self._factor(layer, batch, tokens, predicted.device)
@@ -145,19 +136,10 @@ class NormCache:
     def allowed(self, layer: str, tokens: Tokens | None) -> Tensor | None:
         """Which rows may have to be drawn, boolean ``[batch, seq]``: pads only until a backward found theirs zero."""
         norms = self.layers.get(layer)
-        if norms is None or tokens is None:
-            return None
-        return tokens.mask | (norms.pads != ZERO)
+        return None if norms is None or tokens is None else tokens.mask | (norms.pads != ZERO)
 
     def update(self, layer: str, batch: Batch, tokens: Tokens | None, squared: Tensor) -> None:
-        """Tell of one backward; a gradient that is not finite (a loss scaler's) teaches nothing.
-
-        Args:
-            layer: Whose.
-            batch: The forward that it belongs to.
-            tokens: Which rows are real.
-            squared: Squared norms of the output's gradient, fp32 ``[batch, seq]``.
-        """
+        """Tell of squared norms of an output's gradient, fp32 ``[batch, seq]``; what is not finite teaches nothing."""
         if tokens is not None:
             self._told.append(_Told(layer, batch, tokens, squared))
 
@@ -182,9 +164,8 @@ class NormCache:
         layers = [self._layers[name] for name in told]
         longest = max(mask.shape[1], *(len(norms.start) for norms in layers))
         for norms in layers:
-            norms.go_to(squared.device)
-            norms.grow(longest)
-        pads, reference = (torch.stack([getattr(norms, name) for norms in layers]) for name in ("pads", "reference"))
+            norms.fit(squared.device, longest)
+        pads, reference = _stacked(layers, "pads"), _stacked(layers, "reference")
         of_pads = (squared * ~mask).sum((1, 2))
         squared = squared * mask
         total = squared.sum((1, 2))
@@ -205,7 +186,7 @@ class NormCache:
                 if (samples := self._samples(name, batch, tokens, squared.device)) is not None:
                     self._remember(samples, *of_layer)
         for name, position in (("start", tokens.from_start.flatten()), ("end", tokens.from_end.flatten())):
-            profile = torch.stack([getattr(norms, name) for norms in layers])
+            profile = _stacked(layers, name)
             zeros = torch.zeros_like(profile)
             count = zeros[0].index_add(0, position, mask.flatten().float())
             found = zeros.index_add(1, position, relative.flatten(1)) / count.clamp_min(1)
@@ -213,11 +194,7 @@ class NormCache:
             _give(layers, name, torch.where((count > 0) & is_good[:, None], mixed, profile))
 
     def pads(self) -> Iterator[tuple[list[str], Tensor]]:
-        """The states of all layers' pads.
-
-        Yields:
-            The names of those on one device, and theirs ``[layers]``.
-        """
+        """The states of all layers' pads: of each device, the layers' names, and theirs ``[layers]``."""
         known = {name: norms.pads for name, norms in self.layers.items() if has_numbers(norms.pads)}
         for device in {pads.device for pads in known.values()}:
             names = [name for name, pads in known.items() if pads.device == device]
@@ -251,12 +228,12 @@ class NormCache:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything learned, as tensors on the CPU."""
-        state: dict[str, Any] = {}
-        for name, norms in self.layers.items():
-            for key, value in vars(norms).items():
-                if key != "samples" or len(value):
-                    state[f"{name}/{key}"] = value.cpu().clone()
-        return state
+        return {
+            f"{name}/{key}": value.cpu().clone()
+            for name, norms in self.layers.items()
+            for key, value in vars(norms).items()
+            if key != "samples" or len(value)
+        }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Take over what another run has learned; layers that this model lacks are left out."""
@@ -265,6 +242,15 @@ class NormCache:
             name, _, key = full.rpartition("/")
             if name in self.known and (key != "samples" or len(value) == self.samples):
                 setattr(self._layers.setdefault(name, LayerNorms(device)), key, value.to(device, copy=True))
+
+
+def _stacked(layers: list[LayerNorms], name: str) -> Tensor:
+    return torch.stack([getattr(norms, name) for norms in layers])
+
+
+def _give(layers: list[LayerNorms], name: str, values: Tensor) -> None:
+    for norms, value in zip(layers, values.unbind(), strict=True):
+        setattr(norms, name, value)
 
 
 def merged(states: list[dict[str, Any]]) -> dict[str, Any]:
@@ -280,10 +266,7 @@ def merged(states: list[dict[str, Any]]) -> dict[str, Any]:
             mean = (padded * seen).sum(0) / seen.sum(0).clamp_min(1)
             result[name] = mean.where(seen.any(0), -1.0)
         elif key == "samples":
-            table = values[0].clone()
-            for value in values[1:]:
-                table = torch.where(value > 0, value, table)
-            result[name] = table
+            result[name] = functools.reduce(lambda table, value: torch.where(value > 0, value, table), values)
         elif key == "reference":
             known = [float(v) for v in values if v > 0]
             result[name] = torch.tensor(math.fsum(known) / len(known) if known else 0.0)
@@ -292,8 +275,3 @@ def merged(states: list[dict[str, Any]]) -> dict[str, Any]:
         else:
             result[name] = torch.stack(values).max(0).values
     return result
-
-
-def with_gradient(names: list[str], pads: Tensor) -> list[str]:
-    """Of these layers, those whose pads have been seen to have a gradient."""
-    return [name for name, state in zip(names, pads.tolist(), strict=True) if state == NONZERO]

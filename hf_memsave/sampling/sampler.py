@@ -23,7 +23,7 @@ from hf_memsave.device import Questions, has_numbers, new_generator, tells_later
 from hf_memsave.errors import ConfigError
 from hf_memsave.sampling.batch import Batch, Checkpointed, Tokens
 from hf_memsave.sampling.estimators import EAGER, Draw, Drawing
-from hf_memsave.sampling.norm_cache import SHARES, NormCache, with_gradient
+from hf_memsave.sampling.norm_cache import NONZERO, SHARES, NormCache
 from hf_memsave.wtacrs import WTACRS
 
 logger = logging.getLogger(__name__)
@@ -53,13 +53,9 @@ class Sampler:
     """Shared by all sampled layers of a model.
 
     Attributes:
-        config: What was asked for.
         step: Training forwards so far.
         cache: Gradient norms of earlier steps.
         shares: Of each stack's tokens, how many were real, in the last forwards that are known of.
-
-    Args:
-        config: What was asked for.
     """
 
     def __init__(self, config: WTACRS) -> None:
@@ -77,8 +73,8 @@ class Sampler:
         return {**self.__dict__, "_questions": None, "_local": None, "_checkpointed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        own = {"_questions": Questions(), "_local": threading.local(), "_checkpointed": Checkpointed()}
-        self.__dict__.update(state, **own)
+        self.__dict__.update(state)
+        self._questions, self._local, self._checkpointed = Questions(), threading.local(), Checkpointed()
 
     @property
     def batch(self) -> Batch | None:
@@ -98,7 +94,7 @@ class Sampler:
         Args:
             arguments: Of its forward, by name.
             given: The batch of its forward, where it is run again in backward.
-            checkpoint: What the user's own, that it runs in, has in common with its forward, and what with this run.
+            checkpoint: The frame and the run of the user's own checkpoint that it runs in.
             function: Whose backward it runs in, as that of a reentrant checkpoint.
         """
         outside, (frame, run) = self.batch, checkpoint
@@ -114,12 +110,7 @@ class Sampler:
             batch.forget(outside)
 
     def remember(self, functions: Iterable[Any], function: Any) -> None:
-        """Where a block runs without gradients: a run with them, later, asks for its batch.
-
-        Args:
-            functions: Whose forwards the block runs in.
-            function: Whose backward it runs in.
-        """
+        """Where a block runs without gradients, in forwards of ``functions``: a run with them asks for its batch."""
         batch = self.batch or self._checkpointed.batch(function)
         if batch is not None:
             for context in functions:
@@ -140,16 +131,12 @@ class Sampler:
 
     def choose(self, p: Tensor, k: int, layer: str, batch: Batch, drawing: Drawing = EAGER) -> Draw:
         """Draw k of the pairs with probabilities p ``[*, m]``."""
-        u = torch.rand(
-            (*p.shape[:-1], k), generator=self._generator(layer, batch.step, p.device), dtype=p.dtype, device=p.device
-        )
-        return drawing.draw(self.config.estimator, p, k, u)
-
-    def _generator(self, layer: str, step: int, device: torch.device) -> torch.Generator:
-        rank = torch.distributed.get_rank() if _is_distributed() else 0
-        text = f"{self.config.seed}/{rank}/{layer}/{step}"
+        is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        text = f"{self.config.seed}/{torch.distributed.get_rank() if is_distributed else 0}/{layer}/{batch.step}"
         seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-        return new_generator(device, seed)
+        generator = new_generator(p.device, seed)
+        u = torch.rand((*p.shape[:-1], k), generator=generator, dtype=p.dtype, device=p.device)
+        return drawing.draw(self.config.estimator, p, k, u)
 
     def _begin(self, arguments: Mapping[str, Any]) -> Batch:
         self._questions.hear()
@@ -219,7 +206,8 @@ class Sampler:
 
     def _tell(self, names: list[str], pads: Tensor) -> None:
         """Report them, once."""
-        if new := [name for name in with_gradient(names, pads) if name not in self._told]:
+        states = zip(names, pads.tolist(), strict=True)
+        if new := [name for name, state in states if state == NONZERO and name not in self._told]:
             self._told.update(new)
             logger.warning(
                 "The output gradient of %d sampled linears (%s, ...) is not zero at padded tokens, as with left "
@@ -237,13 +225,9 @@ class Sampler:
         """Go on where another run's :meth:`state_dict` was taken."""
         self.step = int(state["step"])
         self._questions = Questions()
-        is_older = SHARES not in state  # then contents were told apart by another hash
-        known = [[] for _ in _STACKS] if is_older else state[SHARES].tolist()
-        for stack, shares in zip(_STACKS, known, strict=True):
+        for stack, shares in zip(_STACKS, state[SHARES].tolist(), strict=True):
             self.shares[stack] = deque((share for share in shares if share >= 0), maxlen=_EARLIER)
-        left_out = "/samples" if is_older and self.config.cache == "content" else "\0"
-        rest = {k: v for k, v in state.items() if k not in ("step", SHARES) and not k.endswith(left_out)}
-        self.cache.load_state_dict(rest, device)
+        self.cache.load_state_dict({k: v for k, v in state.items() if k not in ("step", SHARES)}, device)
 
 
 def _within(outside: Batch, arguments: Mapping[str, Any]) -> Batch:
@@ -277,7 +261,3 @@ def _is_2d(value: Any) -> TypeGuard[Tensor]:
 
 def _kind(value: Any) -> str:
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-
-
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -87,7 +87,7 @@ def rounded(found: InverseFit) -> InverseFit:
 def main() -> int:
     """Fit and write."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    fits = {name: rounded(fit(a.forward))._asdict() for name, a in ACTIVATIONS.items()}
+    fits = {name: rounded(fit(a))._asdict() for name, a in ACTIVATIONS.items()}
     TARGET.write_text(json.dumps(fits, indent=1) + "\n", encoding="utf-8")
     return 0
 

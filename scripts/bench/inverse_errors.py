@@ -97,7 +97,7 @@ def _bits(bits: int) -> str:
 
 def _few_bit_slope(name: str, x: Tensor, bits: int) -> Tensor:
     leaf = x.detach().clone().requires_grad_()
-    return torch.autograd.grad(few_bit(leaf, name, ACTIVATIONS[name].forward, bits).sum(), leaf)[0]
+    return torch.autograd.grad(few_bit(leaf, name, ACTIVATIONS[name], bits).sum(), leaf)[0]
 
 
 def table(header: Sequence[str], rows: dict[str, Sequence[float]]) -> str:

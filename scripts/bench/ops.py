@@ -112,14 +112,9 @@ def approximate_ops(rows: int, columns: int, device: torch.device) -> dict[str, 
     packed = k.pack_bits(flags)
     index = torch.randperm(rows, device=device)[: rows // share]
     scale = torch.rand(len(index), device=device)
-    scores = x.view(1, 1, rows, columns)
-    weights, _ = k.softmax_dropout_forward(scores, p=0.1, seed=7)
 
     def norm(x: Tensor) -> Tensor:
         return F.layer_norm(x, (columns,), w, b)
-
-    def softmax(x: Tensor) -> Tensor:
-        return F.dropout(F.softmax(x, -1, dtype=torch.float32).to(x.dtype), 0.1)
 
     def in_pieces() -> Tensor:
         return pack_codes(torch.bucketize(x.float(), boundaries, out_int32=True, right=True).to(torch.uint8), bits)
@@ -144,11 +139,6 @@ def approximate_ops(rows: int, columns: int, device: torch.device) -> dict[str, 
         "drawn rows": Op(lambda: k.gather_rows(x, index, scale),
                          lambda: (x.index_select(0, index) * scale[:, None]).to(x.dtype), 2 / share),
         "norms of rows": Op(lambda: k.row_norms(x), lambda: row_norms(x), 1),
-        "softmax, dropout": Op(lambda: k.softmax_dropout_forward(scores, p=0.1, seed=7), lambda: softmax(scores), 3),
-        "softmax, dropout, backward": Op(
-            lambda: k.softmax_dropout_backward(scores, weights, 1.0, 0.1, 7, x.dtype),
-            backward(softmax, scores, scores), 3,
-        ),
     }  # fmt: skip
     for name, form in FORMATS.items():
         codes = k.encode(x, name, 7)

@@ -9,7 +9,7 @@ from torch import Tensor
 from fit_inverse import slopes
 from hf_memsave.ops.elementwise import ACTIVATIONS
 from hf_memsave.ops.inverse import FITS, slope, wide
-from hf_memsave.ops.precision_bit import decode, encode
+from hf_memsave.ops.inverted import decode, encode
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -27,24 +27,24 @@ def dense() -> Tensor:
 
 def true_slope(name: str, x: Tensor) -> Tensor:
     """f'(x) in float64, by autograd."""
-    return torch.from_numpy(slopes(ACTIVATIONS[name].forward, x.detach().double().cpu().numpy())).to(x.device)
+    return torch.from_numpy(slopes(ACTIVATIONS[name], x.detach().double().cpu().numpy())).to(x.device)
 
 
 def slope_from_output(name: str, x: Tensor) -> Tensor:
     """What ``inverted`` multiplies dy by."""
-    fit, y = FITS[name], ACTIVATIONS[name].forward(x)
+    fit, y = FITS[name], ACTIVATIONS[name](x)
     return slope(wide(y), x < fit.turn, fit, fit.ulp(y.dtype))
 
 
 def slope_from_precision_bit(name: str, x: Tensor) -> Tensor:
     """What ``precision_bit`` multiplies dy by."""
-    fit, y = FITS[name], ACTIVATIONS[name].forward(x)
+    fit, y = FITS[name], ACTIVATIONS[name](x)
     return slope(*decode(encode(y, x < fit.turn)), fit, 2 * fit.ulp(y.dtype))
 
 
 def slope_of_exact_inverse(name: str, x: Tensor) -> Tensor:
     """f'(f⁻¹(y)) for the forward's own y, rounded to x's dtype, by bisection in float64: no method is told more."""
-    f, fit = ACTIVATIONS[name].forward, FITS[name]
+    f, fit = ACTIVATIONS[name], FITS[name]
     left = x < fit.turn
     y = f(x).double().clamp(sum(fit.minimum), 1e300)  # bf16's gelu overflows in its last binade
     low = torch.where(left, -60.0, fit.turn).double()

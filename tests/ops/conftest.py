@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from hf_memsave.ops import chunked_loss
-from hf_memsave.ops.fused import ahead, joint
+from hf_memsave.ops.fused import joint, low_parameters
 from support.accuracy import SMALL
 
 
@@ -17,13 +17,13 @@ def small_chunks(monkeypatch):
 @pytest.fixture
 def made(monkeypatch):
     """How many parameters each conversion made, and how many products were ours."""
-    found, copy_each = Counter(), ahead.copy_each
+    found, copy_each = Counter(), low_parameters.copy_each
 
     def counting(low, high):
         found[len(low)] += 1
         copy_each(low, high)
 
-    monkeypatch.setattr(ahead, "copy_each", counting)
+    monkeypatch.setattr(low_parameters, "copy_each", counting)
     return found
 
 

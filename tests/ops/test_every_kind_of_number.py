@@ -3,20 +3,18 @@
 import pytest
 import torch
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from hf_memsave.ops.few_bit import FewBit
 from hf_memsave.ops.few_bit_tables import levels
-from hf_memsave.ops.output_norm import OUTPUT_NORM, is_well
-from hf_memsave.patching.swap import Patch
+from hf_memsave.ops.output_norm import is_well
 from support.helpers import DTYPES, assert_same_bits, only_on_cpu, random, swapped, taping
+from support.output_norms import KINDS, from_output, gradients, module_of, truth_of
+from support.pairs import pairwise
 from support.slopes import SLOPE
 
 VALUES = {"invert": "invert", "precision_bit": "precision_bit", "few_bit 1": FewBit(1), "few_bit 8": FewBit(8)}
 #: The largest error of a slope where few bits are kept.
 FEW = {"few_bit 1": 0.51, "few_bit 8": 0.005}
-NORMS = {"layer_norm": nn.LayerNorm, "rms_norm": LlamaRMSNorm, "t5_layer_norm": T5LayerNorm}
 
 
 def odd(dtype, device):
@@ -25,9 +23,9 @@ def odd(dtype, device):
     return torch.tensor([*values, *(-v for v in values), float("nan")], dtype=torch.float64).to(device, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("value", VALUES)
-@pytest.mark.parametrize("make", [nn.GELU, lambda: nn.GELU("tanh"), nn.SiLU], ids=["gelu", "gelu-tanh", "silu"])
+@pytest.mark.parametrize(
+    ("make", "value", "dtype"), pairwise([nn.GELU, lambda: nn.GELU("tanh"), nn.SiLU], VALUES, DTYPES)
+)
 def test_an_activation_of_odd_numbers(make, value, dtype, device):
     """The slope of every number but NaN is near stock's where that is a number; and NaN has none.
 
@@ -53,8 +51,7 @@ def test_an_activation_of_odd_numbers(make, value, dtype, device):
     assert ((dx - slope).abs()[near] <= largest).all(), (dx, slope)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")], ids=str)
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize(("bits", "bad"), [(1, float("nan")), (2, float("inf")), (4, -float("inf")), (8, float("nan"))])
 def test_few_bit_of_what_is_not_finite_is_nan_there_alone(bits, bad, device):
     """In its group the last two pieces have one level; in all other groups nothing changes."""
     x = 4 * random(5000, device=device)
@@ -83,34 +80,21 @@ def gammas(width, dtype, device):
     return gamma
 
 
-def norms(kind, width, dtype, device):
-    module = NORMS[kind](width, eps=1e-6).to(device, dtype)
-    module.weight.data.copy_(gammas(width, dtype, device))
-    if kind == "layer_norm":
-        module.bias.data.copy_(0.3 * module.weight.data * random(width, seed=2).sign().to(module.weight))
-    return module, lambda x: OUTPUT_NORM.forward(module, Patch(type(module), op="output_norm", value="output"), x)
-
-
-def gradients(fn, module, x, dy):
-    leaf = x.clone().requires_grad_()
-    with taping():
-        y = fn(leaf)
-    return y.detach(), torch.autograd.grad(y, [leaf, *module.parameters()], dy)
+def norm(kind, width, dtype, device):
+    weight = gammas(width, dtype, device)
+    return module_of(kind, weight, 0.3 * weight * random(width, seed=2).sign().to(weight))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_output_norm_with_every_kind_of_gamma(kind, dtype, device):
     """0, -0, tiny, subnormal and negative ones: as near to the truth as stock, times two."""
-    module, patched = norms(kind, 64, dtype, device)
+    module = norm(kind, 64, dtype, device)
     assert is_well(module.weight, None).logical_not().nonzero().flatten().tolist() == [0, 8, 16, 24]
     x, dy = random(128, 64, dtype=dtype, device=device), random(128, 64, dtype=dtype, device=device, seed=9)
-    (y, got), (stock_y, stock) = (gradients(fn, module, x, dy) for fn in (patched, module))
+    (y, got), (stock_y, stock) = (gradients(module, fn, x, dy) for fn in (from_output(module), module))
     assert_same_bits(y, stock_y)
-    twin = NORMS[kind](64, eps=1e-6).double().to(device)
-    twin.load_state_dict({name: p.double() for name, p in module.state_dict().items()})
-    truth = gradients(twin, twin, x.double(), dy.double())[1]
-    for mine, theirs, true in zip(got, stock, truth, strict=True):
+    for mine, theirs, true in zip(got, stock, truth_of(kind, module, x, dy), strict=True):
         assert mine.isfinite().all()
         allowed = 2 * (theirs.double() - true).norm() + torch.finfo(dtype).eps * true.norm()
         assert (mine.double() - true).norm() <= allowed
@@ -131,25 +115,24 @@ def relative_error(got, true, where):
 
 def all_three(kind, dtype, device, change):
     """The gradients of ours, of stock and in float64, where ``change`` has set some numbers of x, dy, γ and β."""
-    module, patched = norms(kind, 64, dtype, device)
+    module = norm(kind, 64, dtype, device)
     x, dy = (random(8, 64, dtype=dtype, device=device, seed=seed) for seed in (0, 9))
     change({"x": x, "dy": dy, **{name: parameter.data for name, parameter in module.named_parameters()}})
-    (y, got), (stock_y, stock) = (gradients(fn, module, x, dy) for fn in (patched, module))
+    (y, got), (stock_y, stock) = (gradients(module, fn, x, dy) for fn in (from_output(module), module))
     assert torch.equal(y.nan_to_num(), stock_y.nan_to_num())
-    twin = NORMS[kind](64, eps=1e-6).double().to(device)
-    twin.load_state_dict({name: p.double() for name, p in module.state_dict().items()})
-    return list(zip(got, stock, gradients(twin, twin, x.double(), dy.double())[1], strict=True))
+    return list(zip(got, stock, truth_of(kind, module, x, dy), strict=True))
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")], ids=str)
-@pytest.mark.parametrize("what", ["x", "dy", "weight", "bias"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "what", "bad"),
+    [
+        case
+        for case in pairwise(KINDS, DTYPES, ["x", "dy", "weight", "bias"], [float("nan"), float("inf"), -float("inf")])
+        if case[0] == "layer_norm" or case[2] != "bias"  # which others have not
+    ],
+)
 def test_output_norm_where_one_number_is_not_finite(kind, dtype, what, bad, device):
     """Stock's gradients are not finite there, nor ours; all others are stock's."""
-    if kind != "layer_norm" and what == "bias":
-        pytest.skip("does not apply: it has none")
-
     def set_one(tensors):
         tensor = tensors[what]
         (tensor[3] if tensor.dim() == 2 else tensor)[5] = bad
@@ -162,10 +145,10 @@ def test_output_norm_where_one_number_is_not_finite(kind, dtype, what, bad, devi
     assert all(theirs.isfinite().all() for _, theirs, _ in found) == (what == "bias"), "which no gradient depends on"
 
 
-@pytest.mark.parametrize("what", ["x", "dy"])
-@pytest.mark.parametrize("size", ["largest", "large", "smallest normal", "subnormal"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "size", "what"),
+    pairwise(KINDS, DTYPES, ["largest", "large", "smallest normal", "subnormal"], ["x", "dy"]),
+)
 def test_output_norm_of_the_largest_and_smallest_numbers(kind, dtype, size, what, device):
     """In a row, and one in another: where stock's gradients are finite, ours are, and at most twice as wrong."""
     only_on_cpu(device, "what becomes of subnormal numbers")
@@ -183,9 +166,7 @@ def test_output_norm_of_the_largest_and_smallest_numbers(kind, dtype, size, what
         assert error <= 2 * of_stock + SLACK[dtype]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("scale", [0.0, 1e-42, 1e-30, 1e-10], ids=str)
-@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize(("kind", "scale", "dtype"), pairwise(KINDS, [0.0, 1e-42, 1e-30, 1e-10], DTYPES))
 def test_output_norm_of_next_to_nothing(kind, scale, dtype, device):
     """Rows whose variance is far below eps: dx is stock's, dγ as much of it as y has, in ulps of y."""
     only_on_cpu(device, "what becomes of subnormal numbers")

@@ -10,15 +10,15 @@ from torch import nn
 from hf_memsave import WTACRS, MemSaveConfig, patch
 from hf_memsave.ops.fused import kernels as kernels_file
 from hf_memsave.ops.fused.codes import FUSED_CODERS
+from hf_memsave.ops.fused.codes import FUSED_DRAWING as BY_KERNELS
 from hf_memsave.ops.fused.kernels import kernels
-from hf_memsave.ops.fused.sampling import FUSED_DRAWING as BY_KERNELS
 from hf_memsave.sampling.estimators import EAGER
 from hf_memsave.tape.codecs import CODERS
 from hf_memsave.tape.meter import measure_kept
 from hf_memsave.tape.quantize import FORMATS
-from support.fake import on_fake
 from support.families import Size, batch_for, build
-from support.kernels import interpreted, rounding  # noqa: F401
+from support.kernels import distance, interpreted, rounding  # noqa: F401
+from support.kernels import step as one_step
 
 SIZE = Size(hidden=32, heads=2, layers=2, batch=2, seq=24)
 OTHERS = dict(norm="stock", activation="stock", dropout="stock", attention="stock")
@@ -78,16 +78,7 @@ def step(name, device, dtype=torch.float32, config=None):
     if config is not None:
         patch(model, config)
     batch = batch_for(model, SIZE)
-    nbytes = measure_kept(model, batch).total
-    torch.manual_seed(7)
-    loss = model(**batch).loss
-    loss.backward()
-    return nbytes, [loss.detach(), *[p.grad for p in model.parameters() if p.grad is not None]]
-
-
-def distance(found, exact):
-    squares = [(a.double() - b.double()).square().sum() for a, b in zip(found, exact, strict=True)]
-    return (sum(squares) / sum(b.double().square().sum() for b in exact)).sqrt().item()
+    return measure_kept(model, batch).total, one_step(model, 7, SIZE)
 
 
 @interpreted
@@ -269,15 +260,3 @@ def test_sides_of_a_rectifier_are_packed_by_kernels(device, calls):
         assert bool(calls) is (backend == "triton")
     assert calls["pack_bits"] == calls["unpack_bits"] == 1
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_on_a_gpu_they_keep_what_the_torch_backend_keeps(way):
-    config, _, name = WAYS[way]
-
-    def kept(backend):
-        with on_fake(lambda: make(name, "meta"), size=SIZE) as (model, batch):
-            patch(model, MemSaveConfig(**OTHERS | config, backend=backend))
-            return measure_kept(model, batch).total
-
-    assert kept("triton") <= 1.01 * kept("torch")

@@ -1,4 +1,4 @@
-"""The fused rotary embedding: as near to float64 as stock, and nobody else's function changed."""
+"""The fused rotary embedding: as near to float64 as stock, and no other function is changed."""
 
 import copy
 import functools
@@ -13,11 +13,10 @@ from hf_memsave import MemSaveConfig, patch, unpatch
 from hf_memsave.arch import fused, fused_of
 from hf_memsave.ops.fused import rotary
 from hf_memsave.ops.fused.kernels import kernels
-from support.families import Size, batch_for, build
-from support.kernels import interpreted, rounding  # noqa: F401
+from support.families import batch_for, build
+from support.kernels import SMALL, interpreted, rounding, same, step  # noqa: F401
 
 TRITON = MemSaveConfig(backend="triton", norm="stock", activation="stock")
-SMALL = Size(hidden=16, heads=2, layers=1, batch=2, seq=5)
 LAYOUTS = {
     "heads first": dict(dim=1),
     "heads last": dict(dim=2),
@@ -67,8 +66,13 @@ def excess(stock, tensors, dim):
 
 
 @interpreted
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtypes", ["float32 float32", "bfloat16 bfloat16", "float16 float16", "bfloat16 float32"])
+@pytest.mark.parametrize(
+    ("layout", "dtypes"),
+    [
+        *((layout, "bfloat16 float32") for layout in LAYOUTS),
+        *(("heads first", f"{dtype} {dtype}") for dtype in ("float32", "bfloat16", "float16")),
+    ],
+)
 def test_rotary_is_as_near_to_float64_as_stock(layout, dtypes, device):
     dtype, of_tables = (getattr(torch, name) for name in dtypes.split())
     tensors, dim = inputs(device, dtype, of_tables, **LAYOUTS[layout])
@@ -105,18 +109,6 @@ def test_what_only_broadcasting_can_do_is_left_to_stock(change, device):
     assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 
 
-def steps(model):
-    batch = batch_for(model, SMALL)
-    model.zero_grad()
-    loss = model(**batch).loss
-    loss.backward()
-    return [loss.detach(), *[p.grad.clone() for p in model.parameters()]]
-
-
-def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 @interpreted
 def test_only_the_patched_model_has_it_and_until_undone(device, monkeypatch):
     launches, forward = [], kernels().rotary_forward
@@ -124,12 +116,12 @@ def test_only_the_patched_model_has_it_and_until_undone(device, monkeypatch):
     module = modeling("llama")
     names = dict(vars(module))
     model, other = (build("llama", SMALL, dropout=0.0).to(device) for _ in range(2))
-    stock = steps(model)
+    stock = step(model)
     report = patch(model, TRITON)
 
     def count(one):
         del launches[:]
-        found = steps(one)
+        found = step(one)
         assert [torch.testing.assert_close(a, b) for a, b in zip(found, stock, strict=True)]
         return len(launches)
 
@@ -145,7 +137,7 @@ def test_a_function_that_another_tool_puts_there_later_runs(device, monkeypatch)
     model, other = (build("llama", SMALL, dropout=0.0).to(device) for _ in range(2))
     patch(model, TRITON)
     monkeypatch.setattr(modeling("llama"), "apply_rotary_pos_emb", lambda q, k, cos, sin: (2 * q, k))
-    assert same(steps(model), steps(other))
+    assert same(step(model), step(other))
 
 
 def test_a_class_is_known_by_the_code_that_its_forward_calls(monkeypatch):

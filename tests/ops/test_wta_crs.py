@@ -10,9 +10,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch
-from hf_memsave.ops.wta_crs import LAYER, kept_bytes
+from hf_memsave.ops.wta_crs import LAYER
 from hf_memsave.patching.sampled_layers import sampler_of
 from support.helpers import assert_same_bits, autocasting, nbytes, random
+from support.pairs import pairwise
 
 IN, OUT = 6, 5
 LAYERS = {
@@ -29,7 +30,9 @@ VIEWS = {
     "expanded": lambda x: x[:1].expand(4, -1, -1),
 }
 #: Stock's Conv1D takes contiguous input only.
-CASES = [(layer, view) for layer in LAYERS for view in VIEWS if layer != "conv1d" or view.endswith("-D")]
+CASES = [
+    case for case in pairwise(LAYERS, ["fp32", "bf16", "autocast"], VIEWS) if case[0] != "conv1d" or "-D" in case[2]
+]
 
 
 def twins(device, dtype=torch.float32, layer="linear", **options):
@@ -53,8 +56,7 @@ def run(model, x, view=VIEWS["3-D"], autocast=None, device="cpu"):
     return y.detach(), x.grad, {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "autocast"])
-@pytest.mark.parametrize(("layer", "view"), CASES)
+@pytest.mark.parametrize(("layer", "mode", "view"), CASES)
 def test_all_but_the_weight_gradient_has_stocks_bits(device, layer, mode, view):
     dtype = torch.bfloat16 if mode == "bf16" else torch.float32
     low = torch.bfloat16 if mode == "autocast" else None
@@ -86,10 +88,12 @@ def test_the_weight_gradient_is_that_of_the_drawn_rows(device, layer):
     torch.testing.assert_close(weight, expected.T if layer == "conv1d" else expected)
 
 
-@pytest.mark.parametrize("why", ["frozen", "eval", "layer in eval", "no grad", "enough rows", "few tokens"])
+@pytest.mark.parametrize("why", ["frozen", "eval", "layer in eval", "no grad", "enough rows", "few tokens", "minimum"])
 def test_what_is_not_sampled_is_stock_to_the_bit(device, why):
     mine, stock = twins(device, budget=1.0 if why == "enough rows" else 0.3)
     x = random(1, 1, IN, device=device) if why == "few tokens" else random(4, 8, IN, device=device)
+    if why == "minimum":  # of as many tokens as there are
+        patch(mine, MemSaveConfig(linear=WTACRS(minimum=32)), replace=True)
     for model in (mine, stock):
         if why == "frozen":
             model[0].weight.requires_grad_(False)
@@ -106,13 +110,6 @@ def test_what_is_not_sampled_is_stock_to_the_bit(device, why):
     assert_same_bits(got[1], expected[1])
     for name in expected[2]:
         assert_same_bits(got[2][name], expected[2][name], name)
-
-
-def test_a_batch_of_no_more_tokens_than_the_minimum_is_exact(device):
-    mine, stock = twins(device)
-    patch(mine, MemSaveConfig(linear=WTACRS(minimum=32)), replace=True)
-    x = random(4, 8, IN, device=device)
-    assert_same_bits(run(mine, x)[2]["0.weight"], run(stock, x)[2]["0.weight"])
 
 
 class Attention(nn.Module):
@@ -137,34 +134,29 @@ def attention(how, device, dtype=torch.float32):
     return model
 
 
-def test_q_k_and_v_share_one_draw(device):
-    model = attention("free", device)
-    draws = []
+@pytest.mark.parametrize(
+    ("how", "dtype"),
+    [("remade", torch.float32), ("kept", torch.bfloat16), ("free", torch.float32), ("free", torch.bfloat16)],
+)
+def test_q_k_and_v_share_one_draw_and_kept_are_indices_and_scales_or_one_set_of_rows(device, how, dtype):
+    x = random(4, 32, 64, dtype=dtype, device=device).requires_grad_()
+    model, draws = attention(how, device, dtype), []
     sampler = sampler_of(model)
     draw = sampler.draw
     sampler.draw = lambda *args: draws.append(args[0]) or draw(*args)
-    model(random(4, 32, 64, device=device))
-    assert draws == ["layers.0"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("how", ["remade", "kept", "free"])
-def test_kept_are_indices_and_scales_or_one_set_of_rows(device, how, dtype):
-    x = random(4, 32, 64, dtype=dtype, device=device).requires_grad_()
-    model = attention(how, device, dtype)
     sampled = measure_kept(model, x).total
+    assert draws == ["layers.0"]
     patch(model, replace=True)
     exact = measure_kept(model, x).total
     k = 32
     mask = nbytes(x[..., 0].bool())  # that all tokens are real
     if how == "free":
-        claim = kept_bytes(128, 64, k, dtype.itemsize)
-        assert exact - sampled == claim.eager - claim.here - mask
+        assert exact - sampled == nbytes(x) - k * (64 * dtype.itemsize + 4) - mask
     else:
         assert sampled - exact == 8 * k + mask
 
 
-def test_the_rows_of_a_changed_input_are_drawn_anew(device):
+def test_the_rows_of_a_changed_input_are_drawn_again(device):
     model = attention("free", device)
     x = random(4, 32, 64, device=device).requires_grad_()
 
@@ -228,8 +220,7 @@ def test_a_changed_input_raises_as_in_stock(device):
         Kept()(random(4, 8, IN, device=device).requires_grad_()).sum().backward()
 
 
-@pytest.mark.parametrize("odd", [torch.nan, torch.inf])
-@pytest.mark.parametrize("where", ["input", "gradient"])
+@pytest.mark.parametrize(("where", "odd"), [("input", torch.nan), ("gradient", torch.nan), ("gradient", torch.inf)])
 def test_what_is_not_finite_is_passed_on_and_not_learned(device, where, odd):
     mine, _ = twins(device, budget=0.5)
     x, dz = random(4, 8, IN, device=device), random(4, 8, OUT, device=device, seed=3)
@@ -249,19 +240,12 @@ def test_what_is_not_finite_is_passed_on_and_not_learned(device, where, odd):
 # The model's generators, copies.
 
 
-def test_the_models_generators_are_untouched(device):
-    mine, _ = twins(device)
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    mine(random(4, 8, IN, device=device)).sum().backward()
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_copy_draws_the_same_and_learns_for_itself(device, how):
     mine, _ = twins(device)
-    x = random(4, 8, IN, device=device)
+    x, before = random(4, 8, IN, device=device), torch.get_rng_state()
     run(mine, x)
+    assert torch.equal(torch.get_rng_state(), before), "the model's generators are untouched"
     other = copy.deepcopy(mine) if how == "deepcopy" else pickle.loads(pickle.dumps(mine))
     assert sampler_of(other) is not sampler_of(mine)
     assert other[0].__dict__[LAYER].sampler is sampler_of(other)

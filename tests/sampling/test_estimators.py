@@ -1,11 +1,14 @@
 """Column-row sampling: the expected weight of every pair is 1, C is Theorem 2's, and the variance is as stated."""
 
+from itertools import product
+
 import pytest
 import torch
 
 from hf_memsave.sampling.estimators import ESTIMATORS, crs, probabilities, topk, winners, wta
 from support.draws import best_count, expected_weights, tails, variance
-from support.helpers import random
+from support.helpers import DTYPES, random
+from support.pairs import pairwise
 
 M = 12
 UNBIASED = ("wta", "crs")
@@ -30,21 +33,19 @@ NORMS = {
 }
 
 
-@pytest.mark.parametrize("k", [1, 2, 5, M - 1, M])
-@pytest.mark.parametrize("norms", NORMS.values(), ids=NORMS)
-@pytest.mark.parametrize("name", UNBIASED)
-def test_the_expected_weight_of_every_pair_is_one(device, name, norms, k):
-    p = probabilities(norms.to(device))
+@pytest.mark.parametrize(("name", "kind", "k"), pairwise(UNBIASED, NORMS, [1, 2, 5, M - 1, M]))
+def test_the_expected_weight_of_every_pair_is_one(device, name, kind, k):
+    p = probabilities(NORMS[kind].to(device))
     expected = torch.where(p.cpu() > 0, 1.0, 0.0).double()
     torch.testing.assert_close(expected_weights(name, p, k), expected, rtol=2e-4, atol=0)
 
 
-@pytest.mark.parametrize("k", [1, 5, M])
 @pytest.mark.parametrize("name", UNBIASED)
-def test_the_expected_weight_is_one_to_the_precision_of_the_scale(device, name, k):
-    p = probabilities(heavy().to(device), heavy(seed=1).to(device))
-    expected = torch.ones(M, dtype=torch.float64)
-    torch.testing.assert_close(expected_weights(name, p, k), expected, rtol=2 * torch.finfo(torch.float32).eps, atol=0)
+def test_the_expected_weight_is_one_to_the_precision_of_the_scale(device, name):
+    p, expected = probabilities(heavy().to(device), heavy(seed=1).to(device)), torch.ones(M, dtype=torch.float64)
+    for k in (1, 5, M):
+        weights = expected_weights(name, p, k)
+        torch.testing.assert_close(weights, expected, rtol=2 * torch.finfo(torch.float32).eps, atol=0)
 
 
 @pytest.mark.parametrize("fault", ["no 1/p", "no T_c", "k for k - c", "no scale"])
@@ -67,14 +68,14 @@ def test_a_wrong_scale_is_seen(device, fault, monkeypatch):
     assert (expected_weights("wta", p, k) - 1).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("k", range(1, M + 1))
 @pytest.mark.parametrize("norms", NORMS.values(), ids=NORMS)
-def test_the_winners_are_theorem_2s(device, norms, k):
+def test_the_winners_are_theorem_2s(device, norms):
     p = probabilities(norms.to(device))
     mass = tails(p.cpu())
     tail = torch.tensor([float(t) for t in mass], dtype=torch.float64, device=device)
-    c = int(winners(tail, k))
-    assert float(mass[c] / (k - c)) == pytest.approx(float(mass[best_count(p.cpu(), k)] / (k - best_count(p.cpu(), k))))
+    for k in range(1, M + 1):
+        c, best = int(winners(tail, k)), best_count(p.cpu(), k)
+        assert float(mass[c] / (k - c)) == pytest.approx(float(mass[best] / (k - best)))
 
 
 def test_the_winners_come_first_and_unscaled(device):
@@ -107,27 +108,25 @@ def test_leading_dimensions_are_batched(device, name):
             assert torch.equal(draw.index[a, b], one.index) and torch.equal(draw.scale[a, b], one.scale)
 
 
-@pytest.mark.parametrize("u", [0.0, 1 - 2**-53], ids=["first", "last"])
-@pytest.mark.parametrize("k", [1, 3, M])
 @pytest.mark.parametrize("norms", NORMS.values(), ids=NORMS)
-@pytest.mark.parametrize("name", UNBIASED)
-def test_the_ends_of_the_uniform_numbers_give_rows_and_finite_scales(device, name, norms, k, u):
+def test_the_ends_of_the_uniform_numbers_give_rows_and_finite_scales(device, norms):
     p = probabilities(norms.to(device))
-    draw = ESTIMATORS[name](p, k, torch.full((k,), u, dtype=torch.float64, device=device))
-    assert (draw.index >= 0).all() and (draw.index < M).all()
-    assert draw.scale.isfinite().all() and (draw.scale >= 0).all()
-    assert not draw.scale[p[draw.index] == 0].any()
+    for name, k, u in product(UNBIASED, (1, 3, M), (0.0, 1 - 2**-53)):
+        draw = ESTIMATORS[name](p, k, torch.full((k,), u, dtype=torch.float64, device=device))
+        assert (draw.index >= 0).all() and (draw.index < M).all()
+        assert draw.scale.isfinite().all() and (draw.scale >= 0).all()
+        assert not draw.scale[p[draw.index] == 0].any()
 
 
 # The probabilities.
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("norms", NORMS.values(), ids=NORMS)
-def test_probabilities_sum_to_one(device, norms, dtype):
-    p = probabilities(norms.to(device, dtype).clamp_max(torch.finfo(dtype).max), heavy(seed=1).to(device))
-    assert p.dtype == torch.float64 and (p >= 0).all()
-    assert float(p.sum()) == pytest.approx(1, abs=1e-14)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_probabilities_sum_to_one(device, dtype):
+    for norms in NORMS.values():
+        p = probabilities(norms.to(device, dtype).clamp_max(torch.finfo(dtype).max), heavy(seed=1).to(device))
+        assert p.dtype == torch.float64 and (p >= 0).all()
+        assert float(p.sum()) == pytest.approx(1, abs=1e-14)
 
 
 def test_probabilities_mix_the_prediction_with_the_norms(device):
@@ -156,8 +155,7 @@ def test_what_is_not_allowed_is_not_drawn(device):
     torch.testing.assert_close(expected_weights("wta", p, 3), allowed.cpu().double(), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize(("odd", "scale"), [(torch.nan, 1.0), (torch.inf, 1e-30), (-torch.inf, 1e30)])
 def test_rows_that_are_not_finite_are_drawn_always_and_others_have_finite_scales(device, scale, odd):
     norms = (heavy() * scale).to(device)
     norms[[3, 7]] = odd
@@ -170,9 +168,9 @@ def test_rows_that_are_not_finite_are_drawn_always_and_others_have_finite_scales
         assert (draw.scale * heavy().to(device)[draw.index]).max() <= 10 * heavy().sum()
 
 
-@pytest.mark.parametrize("k", [1, 3, 8])
-@pytest.mark.parametrize("norms", ["heavy", "ties", "zeros", "one", "tiny", "huge"])
-@pytest.mark.parametrize("name", UNBIASED)
+@pytest.mark.parametrize(
+    ("name", "norms", "k"), pairwise(UNBIASED, ["heavy", "ties", "zeros", "one", "tiny", "huge"], [1, 3, 8])
+)
 def test_no_row_is_scaled_up_beyond_the_bound(device, name, norms, k):
     norms = NORMS[norms].double().to(device)
     for seed in range(20):
@@ -203,17 +201,14 @@ def independent(p, k, products):
     return float((second - products[order].sum(0).square().sum()) / (k - c))
 
 
-@pytest.mark.parametrize("k", [1, 2, 4, 8, M - 1])
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("is_right", [True, False], ids=["right p", "wrong p"])
+@pytest.mark.parametrize(("is_right", "seed", "k"), pairwise([True, False], range(4), [1, 2, 4, 8, M - 1]))
 def test_stratified_draws_vary_no_more_than_independent_ones(seed, k, is_right):
     products, norms = pairs(seed)
     p = probabilities(norms if is_right else heavy(seed=seed + 50))
     assert variance("wta", p, k, products) <= independent(p, k, products) * (1 + 1e-5)
 
 
-@pytest.mark.parametrize("k", [4, 6, 8])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "k"), [(0, 4), (1, 6), (2, 8), (3, 4)])
 def test_wta_varies_less_than_crs_and_uniform_draws_where_equation_7_holds(seed, k):
     products, norms = pairs(seed)
     p = probabilities(norms)

@@ -7,9 +7,10 @@ import torch
 
 from hf_memsave import WTACRS
 from hf_memsave.sampling.batch import Batch, Tokens
-from hf_memsave.sampling.norm_cache import NONZERO, RATE, SHARES, UNSEEN, ZERO, NormCache, merged, with_gradient
+from hf_memsave.sampling.norm_cache import NONZERO, RATE, UNSEEN, ZERO, NormCache, merged
 from support.draws import Watched, expected_weights
 from support.helpers import random
+from support.pairs import pairwise
 
 BATCH, SEQ, IN = 4, 8, 6
 LAYER = "layers.0.q"
@@ -86,9 +87,7 @@ def empty(sampler, device):
 STATES = (empty, cached, half_cached, never_seen, zero_entries, stale, resumed)
 
 
-@pytest.mark.parametrize("estimator", ["wta", "crs"])
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("state", STATES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("state", "cache", "estimator"), pairwise(STATES, CACHES, ["wta", "crs"]))
 def test_the_expected_weight_of_every_real_row_is_one(device, state, cache, estimator):
     config = CACHES[cache]
     sampler = sampler_of(WTACRS(**vars(config) | {"estimator": estimator}))
@@ -134,31 +133,20 @@ def test_pads_are_drawn_unless_they_were_seen_without_a_gradient(device, pads, d
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("total", [0.0, 1.0], ids=["nothing", "real tokens"])
-def test_only_a_backward_with_a_gradient_says_that_pads_have_none(device, total):
-    # lora_B is zero at first: the first backward tells lora_A nothing of its pads.
-    cache, tokens = NormCache("position", 0), right_padded(device)
-    cache.update(LAYER, batch_of(tokens), tokens, gradients(device, tokens) * total)
-    assert int(cache.layers[LAYER].pads) == (ZERO if total else UNSEEN)
-
-
-def test_pads_with_a_gradient_are_drawn_again(device):
-    cache, tokens = NormCache("position", 0), right_padded(device)
-    for pads, expected in ((0.0, ZERO), (1e-20, NONZERO), (0.0, NONZERO)):
-        cache.update(LAYER, batch_of(tokens), tokens, gradients(device, tokens, pads=pads))
+def test_what_a_backward_says_of_pads(device):
+    """Nothing without a gradient (lora_B is zero at first) or without pads; one with a gradient is not forgotten."""
+    padded, whole = right_padded(device), right_padded(device, (SEQ,) * BATCH)
+    cache = NormCache("position", 0)
+    for tokens, scale, pads, expected in (
+        (padded, 0.0, 0.0, UNSEEN), (whole, 1.0, 0.0, UNSEEN), (padded, 1.0, 0.0, ZERO), (padded, 1.0, 1e-20, NONZERO),
+        (padded, 1.0, 0.0, NONZERO),
+    ):  # fmt: skip
+        cache.update(LAYER, batch_of(tokens), tokens, gradients(device, tokens, pads=pads) * scale)
         assert int(cache.layers[LAYER].pads) == expected
-    assert [with_gradient(*found) for found in cache.pads()] == [[LAYER]]
+    assert [(names, states.tolist()) for names, states in cache.pads()] == [([LAYER], [NONZERO])]
 
 
-def test_a_batch_without_pads_says_nothing_of_them(device):
-    cache, tokens = NormCache("position", 0), right_padded(device, (SEQ,) * BATCH)
-    cache.update(LAYER, batch_of(tokens), tokens, gradients(device, tokens))
-    assert int(cache.layers[LAYER].pads) == UNSEEN
-
-
-@pytest.mark.parametrize("at", ["real", "pad"])
-@pytest.mark.parametrize("odd", [math.inf, math.nan])
-@pytest.mark.parametrize("kind", ["position", "sample_idx"])
+@pytest.mark.parametrize(("kind", "odd", "at"), pairwise(list(CACHES)[:2], [math.inf, math.nan], ["real", "pad"]))
 def test_gradients_that_are_not_finite_teach_nothing(device, kind, odd, at):
     sampler = sampler_of(CACHES[kind])
     cached(sampler, device)
@@ -194,17 +182,6 @@ def test_two_that_go_on_from_one_state_share_nothing(device):
         other.load_state_dict(state, device)
         other.cache.update(LAYER, batch_of(tokens), tokens, gradients(device, tokens, 9) * 100)
     assert all(torch.equal(before[name], state[name]) for name in before)
-
-
-@pytest.mark.parametrize(("cache", "stays"), [("content", False), ("sample_idx", True)])
-def test_contents_of_another_hash_are_left_out(device, cache, stays):
-    sampler, other = sampler_of(CACHES[cache]), sampler_of(CACHES[cache])
-    cached(sampler, device)
-    state = sampler.state_dict()
-    del state[SHARES]
-    other.load_state_dict(state, device)
-    assert (len(other.cache.layers[LAYER].samples) > 0) is stays
-    assert torch.equal(other.cache.layers[LAYER].start, sampler.cache.layers[LAYER].start)
 
 
 def test_layers_that_a_model_lacks_are_left_out(device):

@@ -12,10 +12,10 @@ from hf_memsave.sampling.batch import Batch, Tokens
 from hf_memsave.sampling.sampler import Sampler
 from support.draws import standard_errors
 from support.helpers import random
+from support.pairs import pairwise
 
 BATCH, SEQ, IN, OUT = 4, 8, 6, 5
 DRAWS, STEPS = 20_000, 400
-DTYPES = (torch.float32, torch.bfloat16)
 
 
 def right_padded(device):
@@ -41,8 +41,6 @@ def lora():
     config = LoraConfig(r=3, target_modules=["0"], init_lora_weights=False)
     return get_peft_model(linear(), config)
 
-
-KINDS = (linear, conv1d, lora)
 
 
 def sampled(kind, device, dtype, **options):
@@ -70,8 +68,10 @@ def exact(kind, device, dtype):
 # Through the model, forward and backward.
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [(linear, torch.float32), (linear, torch.bfloat16), (conv1d, torch.float32), (lora, torch.bfloat16)],
+)
 def test_hundreds_of_training_steps_have_no_bias_while_the_cache_learns(device, kind, dtype):
     model, layer = sampled(kind, device, dtype)
     h, dz = rows(device, dtype)
@@ -110,9 +110,10 @@ def cached(config, device, dtype):
     return sampler
 
 
-@pytest.mark.parametrize("cache", ["position", "sample_idx", None])
-@pytest.mark.parametrize("estimator", ["wta", "crs"])
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "estimator", "cache"),
+    pairwise([torch.float32, torch.bfloat16, torch.float16], ["wta", "crs"], ["position", "sample_idx", None]),
+)
 def test_20_000_draws_of_a_stale_half_filled_cache_have_no_bias(device, dtype, estimator, cache):
     samples = 16 if cache == "sample_idx" else None
     sampler = cached(WTACRS(minimum=1, estimator=estimator, cache=cache, samples=samples), device, dtype)

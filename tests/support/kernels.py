@@ -1,4 +1,4 @@
-"""Where fused ops run: on a GPU, or in Triton's interpreter."""
+"""Where fused ops run: on a GPU, or in Triton's interpreter; and a step of a small model with them."""
 
 import importlib
 import os
@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_memsave import MemSaveConfig
 from hf_memsave.ops.fused.kernels import kernels
+from support.families import Size, batch_for
+
+TRITON = MemSaveConfig(backend="triton")
+SMALL = Size(hidden=16, heads=2, layers=1, batch=2, seq=5)
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(
@@ -24,3 +29,23 @@ def rounding():
         sys.path.append(str(tests))
         importlib.import_module("interpreter").round_to_nearest()
         sys.path.remove(str(tests))
+
+
+def step(model, seed=0, size=SMALL):
+    """The loss and the gradients of a model of that size."""
+    batch = batch_for(model, size)
+    model.zero_grad()
+    torch.manual_seed(seed)
+    loss = model(**batch).loss
+    loss.backward()
+    return [loss.detach(), *[p.grad.clone() for p in model.parameters() if p.grad is not None]]
+
+
+def distance(found, exact):
+    """Of all, over their size."""
+    squares = [(a.double() - b.double()).square().sum() for a, b in zip(found, exact, strict=True)]
+    return (sum(squares) / sum(b.double().square().sum() for b in exact)).sqrt().item()
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

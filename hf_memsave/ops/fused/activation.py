@@ -20,16 +20,16 @@ from torch import Tensor, nn
 
 from hf_memsave.ops.activation import ACTIVATION
 from hf_memsave.ops.elementwise import name_of
-from hf_memsave.ops.fused.kernels import ACTIVATIONS, can_run, is_watched, kernels, once
-from hf_memsave.ops.once import once_differentiable
-from hf_memsave.ops.op import Op
+from hf_memsave.ops.fused.kernels import ACTIVATIONS, can_run, is_watched, kernels, taped
+from hf_memsave.ops.op import Op, once_differentiable
 
 
 def _activation(module: nn.Module, patch: Any, x: Tensor) -> Tensor:
     name = _kernel_of(module)
     if _has_no_kernel(module, None) or not can_run(x):  # it may have changed since it was patched
         return patch.stock.forward(module, x)
-    return once(_Activation, partial(kernels().activation_forward, act=name), x, name)
+    y: Tensor = taped(_Activation, (x, name), (partial(kernels().activation_forward, act=name), (x,)))
+    return y
 
 
 def _kernel_of(module: nn.Module) -> str:
@@ -58,7 +58,7 @@ def _gated(module: nn.Module, patch: Any, x: Tensor) -> Tensor:
     act = _kernel_of(parts.act_fn)
     is_known = not (_has_no_kernel(parts.act_fn, None) or is_watched(parts.act_fn))
     if is_known and gate.dtype == up.dtype and can_run(gate, up):
-        z = once(_Gated, partial(kernels().gated_forward, act=act), gate, up, act)
+        z = taped(_Gated, (gate, up, act), (partial(kernels().gated_forward, act=act), (gate, up)))
     else:
         z = parts.act_fn(gate) * up
     return parts.down_proj(z)

@@ -1,4 +1,4 @@
-"""Bits and codes by one kernel each, where kernels run; elsewhere by PyTorch, whose bits and codes are the same kind.
+"""Bits, codes and draws by kernels, where they run; elsewhere by PyTorch, whose results are of the same kind.
 
 Which of both a tape uses, its :class:`~hf_memsave.tape.codecs.Coders` say; so an op asks here whether kernels are
 wanted at all. Forward decides for backward, which has no tape.
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from hf_memsave.ops.fused.kernels import can_run, kernels, runs_on, seed_for
+from hf_memsave.sampling import estimators
+from hf_memsave.sampling.estimators import EAGER, Draw, Drawing
 from hf_memsave.tape import codecs, current, quantize
 
 
@@ -17,6 +19,11 @@ def are_wanted(*tensors: Tensor) -> bool:
     """Whether the model that runs was patched for kernels, and they run on these."""
     tape = current()
     return tape is not None and tape.coders is FUSED_CODERS and can_run(*tensors)
+
+
+def drawing_for(x: Tensor) -> Drawing:
+    """What draws the rows of x: kernels where they are wanted, by three launches around a sort."""
+    return FUSED_DRAWING if are_wanted(x) else EAGER
 
 
 def _pack_bits(flags: Tensor) -> Tensor:
@@ -41,4 +48,19 @@ def _decode(codes: Tensor, bounds: Tensor, form: quantize.Format, numel: int, dt
     return x
 
 
+def _row_norms(x: Tensor) -> Tensor:
+    norms: Tensor = kernels().row_norms(x)
+    return norms
+
+
+def _probabilities(norms: Tensor, predicted: Tensor | None = None, allowed: Tensor | None = None) -> Tensor:
+    p: Tensor = kernels().probabilities(norms, predicted, allowed)
+    return p
+
+
+def _draw(estimator: str, p: Tensor, k: int, u: Tensor) -> Draw:
+    return estimators.draw(estimator, p, k, u) if estimator == "topk" else Draw(*kernels().draw(p, k, u, estimator))
+
+
 FUSED_CODERS = codecs.Coders(_pack_bits, _unpack_bits, _encode, _decode)
+FUSED_DRAWING = Drawing(_row_norms, _probabilities, _draw)

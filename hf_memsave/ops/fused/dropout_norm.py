@@ -24,16 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_memsave.ops.fused.joint import Joint, edge_of, leaves_if_hooked
-from hf_memsave.ops.fused.kernels import can_run, draws_as_stock, is_watched, kernels, once_each, seed_for, wider
+from hf_memsave.ops.fused.kernels import LONGEST_ROW, can_run, draws_as_stock, is_watched, kernels, seed_for, wider
 from hf_memsave.ops.fused.linear import give_low
-from hf_memsave.ops.once import once_differentiable
-from hf_memsave.ops.op import Op, is_parametrized
+from hf_memsave.ops.op import Op, is_parametrized, once_differentiable
 from hf_memsave.tape import Tape, current
 from hf_memsave.tape.functions import widens
 from hf_memsave.tape.private import no_modes
-
-#: Elements of a row that a program of the kernel can hold.
-_MOST = 65536
 
 
 def _dropout_norm(module: nn.Module, patch: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
@@ -49,41 +45,34 @@ def _dropout_norm(module: nn.Module, patch: Any, hidden_states: Tensor, input_te
     out, low = wider(x.dtype, input_tensor.dtype), None
     if widens(x, "layer_norm"):
         out, low = torch.float32, torch.get_autocast_dtype(x.device.type)
-    seed = seed_for(x) if p else 0
-    tensors = x, input_tensor, norm.weight, norm.bias
-    return _called(tensors, norm.eps, p, seed, out, None if low is out else low)
+    how = norm.eps, p, seed_for(x) if p else 0, out, None if low is out else low
+    with no_modes():
+        return _taped((x, input_tensor, norm.weight, norm.bias), *how)
 
 
-def _called(
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor], eps: float, p: float, seed: int, out: torch.dtype,
-    low: torch.dtype | None,
-) -> Any:  # fmt: skip
+def _taped(tensors: tuple[Tensor, ...], eps: float, p: float, seed: int, out: torch.dtype, low: Any) -> Any:
     x, residual, weight, bias = tensors
     tape = current()
-    low = None if tape is None else low
-    edge, joint = residual, None
-    if tape is not None and residual.dtype is not x.dtype:
-        with no_modes():
-            edge, joint = edge_of(tape, residual)
-    y, h, y_low, mean, rstd = once_each(_DropoutNorm, (None,) * 5, *tensors, edge, eps, p, seed, out, low, joint)
-    if tape is not None:
-        with no_modes():
-            tape.copy_all([weight, bias])
-            sources = _before(tape, residual, h.dtype) or (residual,)
-            tape.record(h, partial(_sum_again, p=p, seed=seed), (x, *sources))
-            made = h, weight, bias, mean, rstd
-            tape.record(y, partial(_norm_again, out=out), made)
-            tape.memo[_before] = weakref.ref(y), _state(tape, y), made, [t._version for t in made]
-            if low is not None:
-                give_low(tape, y, y_low, (partial(_norm_again, out=low), made))
+    if tape is None:
+        return _DropoutNorm.apply(*tensors, residual, eps, p, seed, out, None, None)[0]
+    edge, joint = (residual, None) if residual.dtype is x.dtype else edge_of(tape, residual)
+    y, h, y_low, mean, rstd = _DropoutNorm.apply(*tensors, edge, eps, p, seed, out, low, joint)
+    tape.copy_all([weight, bias])
+    sources = _before(tape, residual, h.dtype) or (residual,)
+    tape.record(h, partial(_sum_again, p=p, seed=seed), (x, *sources))
+    made = h, weight, bias, mean, rstd
+    tape.record(y, partial(_norm_again, out=out), made)
+    tape.memo[_before] = weakref.ref(y), _state(tape, y), made, [t._version for t in made]
+    if low is not None:
+        give_low(tape, y, y_low, (partial(_norm_again, out=low), made))
     return y
 
 
 def _before(tape: Tape, y: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...] | None:
-    """What the last of these norms made y from; None if y is another, or of another block, whose sums then stay there.
+    """The sum, weight, bias, mean and rstd that the last of these norms made y from, which need not be made again then.
 
     Returns:
-        The sum, weight, bias, mean and rstd; from these y need not be made again for what is added to it.
+        None if y is another, or of another block, whose sums stay there.
     """
     ref, state, made, versions = tape.memo.get(_before, (None, None, (), []))
     is_it = ref is not None and ref() is y and state == _state(tape, y) and y.dtype is made[0].dtype is dtype
@@ -135,8 +124,8 @@ class _DropoutNorm(torch.autograd.Function):
 def _has_no_kernel(module: nn.Module, value: Any) -> str:
     norm: Any = getattr(module, "LayerNorm", None)
     dropout: Any = getattr(module, "dropout", None)
-    if not isinstance(norm, nn.LayerNorm) or len(norm.normalized_shape) != 1 or norm.normalized_shape[0] > _MOST:
-        return f"expected a LayerNorm over one dimension of at most {_MOST}, got {norm}"
+    if not isinstance(norm, nn.LayerNorm) or len(norm.normalized_shape) != 1 or norm.normalized_shape[0] > LONGEST_ROW:
+        return f"expected a LayerNorm over one dimension of at most {LONGEST_ROW}, got {norm}"
     if type(norm).forward is not nn.LayerNorm.forward or type(dropout) is not nn.Dropout:
         return f"its parts are {type(norm).__name__} and {type(dropout).__name__}, expected LayerNorm and Dropout"
     if norm.weight is None or norm.bias is None or is_parametrized(norm):

@@ -1,22 +1,23 @@
-r"""``Joint``: what several functions take sends its gradients through one node, and products add theirs to the sum.
+r"""``Joint``: an input of several functions gets its gradient through one node, to whose sum their products add.
 
 For an input x of linears with incoming gradients dy₁ … dyₙ, and of a residual with dx₀::
 
     stock    dx = dx₀ + dy₁ W₁ + … + dyₙ Wₙ      n sums beside the products, each of which reads two and writes one
     here     dx = dx₀;  dx += dyᵢ Wᵢ             the products read and write dx as they go
 
-The node's backward runs once all those functions' have, whatever they pass to it. They pass nothing: what they add to
-is with the node, by backward, and lives as long as the graph if that backward fails. Kept for backward: nothing. x's
-own hooks see the whole gradient, as they do in stock. Autograd sums, as in stock, what functions give whose nodes have
-hooks, what is differentiated again, in batches or on another stream. Code that walks the graph to our node and asks
-autograd for the gradient there is told None. Which inputs are taken more than once is learned as it happens, by the
-first parameter that takes one: a node for an input that nothing else takes is work for nothing.
+The node's backward runs once all those functions' have; they give autograd nothing, and add to a sum that the node
+holds, by backward (as long as the graph if that fails). Kept for backward: nothing. x's own hooks see the whole
+gradient, as in stock. Autograd sums, as in stock, what functions give whose nodes have hooks, what is differentiated
+again, in batches or on another stream. Code that walks the graph to the node and asks autograd for the gradient there
+is told None. Which inputs are taken more than once is learned as it happens, by the first parameter that takes one: a
+node for an input that nothing else takes is work for nothing.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,12 +32,15 @@ from hf_memsave.tape.private import backward_id, is_to_run, node_class, stands_f
 _shared = WeakIdKeyDictionary()
 
 
-class Joint:
-    """Where an input's gradient is added up, in each backward.
+@dataclass(slots=True)
+class Sum:
+    """What one backward has added up of a gradient: a tensor to add to in place, held nowhere else."""
 
-    Args:
-        x: The input, on whose device and stream all is added.
-    """
+    total: Tensor | None = None
+
+
+class Joint:
+    """Where the gradient of an input ``x`` is added up, on its device and stream, in each backward."""
 
     __slots__ = ("_device", "_stream", "_sums")
 
@@ -45,20 +49,9 @@ class Joint:
         self._sums: dict[int, Sum] = {}
 
     def sum_for(self, ctx: Any, place: int, *dys: Tensor | None) -> Sum | None:
-        """What a function that runs backward may add to, and then gives autograd nothing for the input.
-
-        Args:
-            ctx: Of the function.
-            place: The input's among the function's tensors.
-            *dys: What came in.
-
-        Returns:
-            The sum of the backward that runs; None if its gradient is autograd's.
-        """
-        for dy in dys:
-            if dy is not None and (dy.requires_grad or stands_for_many(dy)):
-                return None
-        if current_stream(self._device) != self._stream:
+        """What a function's backward may add to, giving autograd nothing for its tensor at ``place``; or None."""
+        is_plain = all(dy is None or not (dy.requires_grad or stands_for_many(dy)) for dy in dys)
+        if not is_plain or current_stream(self._device) != self._stream:
             return None
         key = backward_id()
         found = self._sums.get(key)
@@ -68,21 +61,7 @@ class Joint:
 
     def take(self) -> Tensor | None:
         """What this backward has added up, if anything; the next one begins at nothing."""
-        found = self._sums.pop(backward_id(), None)
-        return None if found is None else found.total
-
-
-class Sum:
-    """What has been added up of a gradient in a backward that runs, or has failed.
-
-    Attributes:
-        total: A tensor that is held nowhere else, to be added to in place; None where nothing has been added yet.
-    """
-
-    __slots__ = ("total",)
-
-    def __init__(self) -> None:
-        self.total: Tensor | None = None
+        return self._sums.pop(backward_id(), Sum()).total
 
 
 def edge_of(tape: Tape, x: Tensor, parameter: Tensor | None = None) -> tuple[Tensor, Joint | None]:
@@ -110,11 +89,7 @@ def edge_of(tape: Tape, x: Tensor, parameter: Tensor | None = None) -> tuple[Ten
 
 
 def leaves_if_hooked(function: Any) -> Any:
-    """Decorate a function that keeps a joint as ``ctx.joint``: hooks of its node see, and may change, what x gets.
-
-    Returns:
-        The function.
-    """
+    """Decorate a function that keeps a joint as ``ctx.joint``: hooks of its node see, and may change, what x gets."""
     node = node_class(function)
     inherited = node.register_hook
 
@@ -127,7 +102,7 @@ def leaves_if_hooked(function: Any) -> Any:
 
 
 class _Known:
-    """An input that a function took, as those find it that come after."""
+    """An input that a function took, for those that take it after."""
 
     __slots__ = ("_end", "_first", "_joint", "_ref", "_state", "_uses")
 

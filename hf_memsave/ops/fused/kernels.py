@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
@@ -24,12 +24,14 @@ _NAME = "memsave_kernels"
 _FOLDER = Path(__file__).parents[2] / "_vendor" / _NAME / "torch-ext" / _NAME
 #: Name of an activation -> that of its kernel.
 ACTIVATIONS = {name: name for name in ("gelu", "gelu_tanh", "silu", "quick_gelu")} | {"new_gelu": "gelu_tanh"}
+#: Elements of a row that a program of a norm's kernel can hold.
+LONGEST_ROW = 65536
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 @functools.cache
 def is_installed() -> bool:
-    """Whether Triton is."""
+    """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -38,15 +40,15 @@ def kernels() -> ModuleType:
     """The package of kernels.
 
     Returns:
-        The one that is installed, if it is of the vendored one's version; else that, which leaves another its name.
+        The one that is installed, if it is of the vendored one's version; else that.
 
     Raises:
         ImportError: Triton is not installed.
     """
     is_there = importlib.util.find_spec(_NAME) is not None
-    if is_there and _version() == (_FOLDER.parents[1] / "VERSION").read_text(encoding="utf-8").strip():
+    if is_there and _installed_version() == (_FOLDER.parents[1] / "VERSION").read_text(encoding="utf-8").strip():
         return importlib.import_module(_NAME)
-    name = f"hf_{_NAME}" if is_there else _NAME
+    name = f"hf_{_NAME}" if is_there else _NAME  # which leaves another version its name
     spec = importlib.util.spec_from_file_location(name, _FOLDER / "__init__.py")
     assert spec is not None
     assert spec.loader is not None
@@ -59,8 +61,7 @@ def kernels() -> ModuleType:
     return package
 
 
-def _version() -> str | None:
-    """Of the package that is installed under the name of the vendored one."""
+def _installed_version() -> str | None:
     try:
         return version(_NAME)
     except PackageNotFoundError:
@@ -82,34 +83,13 @@ def why_not(model: nn.Module) -> str:
     return ""
 
 
-def once(function: Any, remake: Callable[..., Tensor], *args: Any) -> Tensor:
-    """``function.apply(*args)`` as one step of the tape: ``remake`` gives as much again of the tensors in ``args``."""
-    with no_modes():
-        out: Tensor = function.apply(*args)
-        if (tape := current()) is not None:
-            tape.record(out, remake, tuple([a for a in args if isinstance(a, Tensor)]))
-    return out
-
-
-def once_each(
-    function: Any, made: Sequence[tuple[Callable[..., Tensor], tuple[Tensor, ...]] | None], *args: Any
-) -> Any:
-    """As :func:`once`, for a function of several results.
-
-    Args:
-        function: A ``torch.autograd.Function``.
-        made: Of each result, what makes it again and from which tensors; None where that is not to be.
-        *args: Of the function.
-
-    Returns:
-        The results.
-    """
+def taped(function: Any, args: tuple[Any, ...], *made: tuple[Callable[..., Tensor], tuple[Tensor, ...]]) -> Any:
+    """``function.apply(*args)`` as one call of the tape's; ``made``: what makes each result again, and of what."""
     with no_modes():
         found = function.apply(*args)
         if (tape := current()) is not None:
-            for out, how in zip(found, made, strict=True):
-                if how is not None and out is not None:
-                    tape.record(out, *how)
+            for out, how in zip(found if isinstance(found, tuple) else (found,), made, strict=True):
+                tape.record(out, *how)
     return found
 
 
@@ -119,7 +99,7 @@ def can_run(*tensors: Tensor) -> bool:
 
 
 def runs_on(*tensors: Tensor) -> bool:
-    """The same of tensors in any dtype, such as masks."""
+    """As :func:`can_run`, of tensors in any dtype, such as masks."""
     if not is_installed() or in_transform():
         return False
     with no_modes():

@@ -25,12 +25,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_memsave.device import current_stream, is_autocast
-from hf_memsave.ops.fused.ahead import Ahead, Groups, Low
 from hf_memsave.ops.fused.joint import Joint, edge_of, leaves_if_hooked
 from hf_memsave.ops.fused.kernels import can_run
-from hf_memsave.ops.once import once_differentiable
+from hf_memsave.ops.fused.low_parameters import Low, LowParameters
+from hf_memsave.ops.op import once_differentiable
 from hf_memsave.ops.wide_product import add_product, wide_product
 from hf_memsave.tape import Tape
 from hf_memsave.tape.private import (
@@ -47,10 +48,10 @@ from hf_memsave.tape.special import is_thin, product, record_if_chosen
 
 #: Types of tensors whose functions are not overridden.
 _PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor})
-#: What the forwards, and the backwards, of all models have learned.
-_forwards, _backwards = Groups(), Groups()
+#: Groups of parameters that the forwards, and the backwards, of all models have learned.
+_forwards, _backwards = WeakIdKeyDictionary(), WeakIdKeyDictionary()
 #: Of the backwards that run: what each has converted, by device and stream.
-_running: dict[Any, Ahead] = {}
+_running: dict[Any, LowParameters] = {}
 
 
 def linear(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -98,16 +99,16 @@ def _is_wide(p: Any, x: Tensor) -> bool:
 def _called(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None, is_turned: bool) -> Any:
     dtype = torch.get_autocast_dtype(x.device.type)
     low = x if x.dtype == dtype else _input(tape, x, dtype)
-    ahead: Ahead | None = tape.memo.get(Ahead)
-    if ahead is None:
+    parameters: LowParameters | None = tape.memo.get(LowParameters)
+    if parameters is None:
         if backward_id() == -1:
             _running.clear()  # of backwards that ended with an error
-        ahead = tape.memo[Ahead] = Ahead(_forwards)
-        tape.at_end.append(ahead.end)
+        parameters = tape.memo[LowParameters] = LowParameters(_forwards)
+        tape.at_end.append(parameters.end)
     where = tape.block, tape.root.unversioned  # versions do not tell any more of what was converted
     with no_modes():
         with torch.no_grad():
-            w, b = (p if p is None else ahead.low(p, dtype, where) for p in (weight, bias))
+            w, b = (p if p is None else parameters.low(p, dtype, where) for p in (weight, bias))
         edge, joint = edge_of(tape, x, weight) if x.dtype is torch.float32 else (x, None)
         y = _Linear.apply(edge, weight, bias, low, w, b, is_turned, tape.block, joint)
         if tape.again:
@@ -117,13 +118,9 @@ def _called(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None, is_turne
 
 
 def give_low(tape: Tape, x: Tensor, low: Tensor, made: tuple[Any, tuple[Tensor, ...]] | None = None) -> None:
-    """Tell the linears that come next what x is in autocast's dtype.
+    """Tell the linears that come next that x is ``low`` in autocast's dtype.
 
-    Args:
-        tape: The innermost one.
-        x: Their input.
-        low: It, converted.
-        made: How; recorded when a linear takes it, which may be in the next block, where records of this one are gone.
+    How that was ``made`` is recorded when one takes it, maybe in the next block, where records of this one are gone.
     """
     versions = [] if made is None else [argument._version for argument in made[1]]
     tape.memo[give_low] = weakref.ref(x), Low(low, x._version), made, versions
@@ -159,18 +156,17 @@ def _low_again(weight: Tensor, own: Tensor | None, dtype: torch.dtype, block: in
     """W̃, in backward; ``own`` is the parameter itself, if autograd has not given a copy of it, as after an offload."""
     if own is None or own.untyped_storage()._cdata != weight.untyped_storage()._cdata:
         return weight.to(dtype)
-    stream = current_stream(weight.device)
-    key = backward_id(), weight.device, stream
-    ahead = _running.get(key)
-    if ahead is None:
-        ahead = _running[key] = Ahead(_backwards)
+    key = backward_id(), weight.device, current_stream(weight.device)
+    parameters = _running.get(key)
+    if parameters is None:
+        parameters = _running[key] = LowParameters(_backwards)
         after_backward(partial(_forget, key))
-    return ahead.low(own, dtype, block)
+    return parameters.low(own, dtype, block)
 
 
 def _forget(key: Any) -> None:
-    if (ahead := _running.pop(key, None)) is not None:
-        ahead.end()
+    if (parameters := _running.pop(key, None)) is not None:
+        parameters.end()
 
 
 @leaves_if_hooked

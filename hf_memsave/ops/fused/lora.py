@@ -23,9 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_memsave.ops.fused.kernels import can_run, draws_as_stock, is_watched, kernels, once, seed_for
-from hf_memsave.ops.once import once_differentiable
-from hf_memsave.ops.op import Op
+from hf_memsave.ops.fused.kernels import can_run, draws_as_stock, is_watched, kernels, seed_for, taped
+from hf_memsave.ops.op import Op, once_differentiable
 
 #: All that the forward of PEFT's layer names, where it computes what is written above.
 _NAMES = frozenset(
@@ -50,11 +49,13 @@ def _lora(module: nn.Module, patch: Any, x: Tensor, *args: Any, **kwargs: Any) -
     out = parts.lora_A[name].weight.dtype if getattr(module, "cast_input_dtype_enabled", True) else x.dtype
     if p or out != x.dtype:
         how = p, seed_for(x) if p else 0, out
-        x = once(_Input, partial(_input_again, how=how), x, how)
+        x = taped(_Input, (x, how), (partial(_input_again, how=how), (x,)))
     b, scale = parts.lora_B[name](parts.lora_A[name](x)), parts.scaling[name]
     if not (base.shape == b.shape and type(scale) in (int, float) and can_run(base, b)):
         return (base + b * scale).to(base.dtype)
-    return once(_Output, partial(_output_again, scale=float(scale)), base, b, float(scale))
+    again = partial(kernels().lora_output_forward, scale=float(scale))
+    z: Tensor = taped(_Output, (base, b, float(scale)), (again, (base, b)))
+    return z
 
 
 def _the_adapter(module: Any) -> str | None:
@@ -67,10 +68,6 @@ def _the_adapter(module: Any) -> str | None:
 
 def _input_again(x: Tensor, how: tuple[float, int, torch.dtype]) -> Tensor:
     return kernels().lora_input_forward(x, *how)
-
-
-def _output_again(base: Tensor, b: Tensor, scale: float) -> Tensor:
-    return kernels().lora_output_forward(base, b, scale)
 
 
 class _Input(torch.autograd.Function):
@@ -91,7 +88,7 @@ class _Output(torch.autograd.Function):
     def forward(ctx: Any, base: Tensor, b: Tensor, scale: float) -> Tensor:
         ctx.scale, ctx.dtype = scale, b.dtype
         ctx.set_materialize_grads(False)
-        return _output_again(base, b, scale)
+        return kernels().lora_output_forward(base, b, scale)
 
     @staticmethod
     @once_differentiable

@@ -12,35 +12,23 @@ Source: Zhang and Sennrich (2019), arXiv:1910.07467.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_memsave.ops.fused.kernels import can_run, kernels, once
-from hf_memsave.ops.once import once_differentiable
-from hf_memsave.ops.op import Op, is_parametrized
-
-
-class Style(NamedTuple):
-    """How a class of norms computes.
-
-    Attributes:
-        name: Of the kernels' style.
-        eps: The attribute that holds what is added to the mean square.
-    """
-
-    name: str
-    eps: str = "variance_epsilon"
+from hf_memsave.ops.fused.kernels import can_run, kernels, taped
+from hf_memsave.ops.op import Op, not_parametrized, once_differentiable
 
 
 def _rms_norm(module: nn.Module, patch: Any, x: Tensor) -> Tensor:
     weight: Any = module.weight
     if not can_run(x, weight):
         return patch.stock.forward(module, x)
-    style: Style = patch.value
-    eps = getattr(module, style.eps)
-    return once(_RMSNorm, partial(_again, eps=eps, style=style.name), x, weight, eps, style.name)
+    style, name_of_eps = patch.value
+    eps = getattr(module, name_of_eps)
+    y: Tensor = taped(_RMSNorm, (x, weight, eps, style), (partial(_again, eps=eps, style=style), (x, weight)))
+    return y
 
 
 def _again(x: Tensor, weight: Tensor, eps: float, style: str) -> Tensor:
@@ -64,8 +52,4 @@ class _RMSNorm(torch.autograd.Function):
         return dx, dw, None, None
 
 
-def _check(module: nn.Module, value: Any) -> str:
-    return "it is parametrized: reading its weight computes it" if is_parametrized(module) else ""
-
-
-FUSED_RMS_NORM = Op("fused_rms_norm", _rms_norm, _check, is_implied=True, in_place="exact")
+FUSED_RMS_NORM = Op("fused_rms_norm", _rms_norm, not_parametrized, is_implied=True, in_place="exact")

@@ -21,20 +21,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hf_memsave.ops.fused.kernels import can_run, kernels, once_each, wider
-from hf_memsave.ops.once import once_differentiable
-from hf_memsave.ops.op import Op
-
-#: The function's name in Transformers' files.
-NAME = "apply_rotary_pos_emb"
+from hf_memsave.arch.fused import ROTARY_NAME as NAME
+from hf_memsave.ops.fused.kernels import can_run, kernels, taped, wider
+from hf_memsave.ops.op import Op, once_differentiable
 
 
 class _Names(dict[str, Any]):
-    """The names of a file as they are when they are asked for, but ours in place of its rotary embedding.
-
-    Args:
-        home: Those names.
-    """
+    """The names of a file, ``home``, as they are when they are asked for, but ours in place of its rotary embedding."""
 
     def __init__(self, home: dict[str, Any]) -> None:
         super().__init__(__builtins__=home["__builtins__"], __name__=home["__name__"])
@@ -78,7 +71,7 @@ def apply(stock: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Ten
         cos: ``[batch or 1, length, R]`` with R at most D.
         sin: Like cos.
         *args: ``unsqueeze_dim``, if it is given.
-        **kwargs: The same.
+        **kwargs: Likewise.
 
     Returns:
         q and k, turned.
@@ -90,7 +83,7 @@ def apply(stock: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Ten
         return stock(q, k, cos, sin, *args, **kwargs)
     if dim == 2:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
-    turned = once_each(_Rotary, [(_again, (x, cos, sin)) for x in (q, k)], q, k, cos, sin)
+    turned = taped(_Rotary, (q, k, cos, sin), (_again, (q, cos, sin)), (_again, (k, cos, sin)))
     return turned if dim == 1 else tuple(x.transpose(1, 2) for x in turned)
 
 

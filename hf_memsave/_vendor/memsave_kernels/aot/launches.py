@@ -21,7 +21,6 @@ HEAD = _empty(128)
 ROWS = _empty(2048, dtype=WIDE)
 GATE, PACKED = _empty(2048, 14336), _empty(2048, 16384)
 BYTES = _empty(32768, 256, dtype=torch.uint8)
-SCORES = _empty(2, 16, 512, 512)
 Q, COS = _empty(1, 2048, 32, 128).transpose(1, 2), _empty(1, 2048, 128)
 HALF_COS = _empty(1, 2048, 32)
 LOGITS, LABELS, ONE = _empty(64, 128256), torch.zeros(64, dtype=torch.int64), torch.ones(())
@@ -82,8 +81,6 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "decode_int4": lambda: k.decode(BYTES, _empty(131072, 2), "int4", X.numel(), LOW),
     "gather_rows": lambda: k.gather_rows(X, LABELS.int(), ROWS),
     "row_norms": lambda: k.row_norms(X),
-    "softmax_dropout": lambda: k.softmax_dropout_forward(SCORES, SCORES[:, :1], p=0.1, seed=1),
-    "softmax_dropout_backward": lambda: k.softmax_dropout_backward(SCORES, SCORES, 1.0, 0.1, 1, LOW, again=True),
     "probabilities": lambda: k.probabilities(ROWS.view(1, -1), ROWS.view(1, -1)),
     "draw": lambda: k.draw(_empty(1, 4096, dtype=torch.float64), 1024, ROWS[:1024].view(1, -1)),
     "scale": lambda: k.cross_entropy_scale_(LOGITS, ONE),

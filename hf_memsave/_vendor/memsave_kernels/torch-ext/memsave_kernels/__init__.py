@@ -26,7 +26,6 @@ from .output_norm import output_norm_again, output_norm_backward, output_norm_fo
 from .rms_norm import rms_norm, rms_norm_again, rms_norm_backward, rms_norm_forward
 from .rotary import rotary, rotary_backward, rotary_forward
 from .rows import gather_rows, row_norms
-from .softmax import softmax_dropout, softmax_dropout_backward, softmax_dropout_forward
 
 __all__ = [
     "ACTIVATIONS", "NAMESPACE",
@@ -46,6 +45,5 @@ __all__ = [
     "output_norm_again", "output_norm_backward", "output_norm_forward",
     "pack_bits", "unpack_bits",
     "rms_norm", "rms_norm_again", "rms_norm_backward", "rms_norm_forward",
-    "softmax_dropout", "softmax_dropout_backward", "softmax_dropout_forward",
     "rotary", "rotary_backward", "rotary_forward",
 ]  # fmt: skip

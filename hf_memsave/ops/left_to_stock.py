@@ -13,7 +13,7 @@ from hf_memsave.tape.dropout import dropout
 from hf_memsave.tape.table import UNRECORDED, UNRECORDED_BUT_DROPOUTS
 
 
-def _quiet(module: nn.Module, patch: Any, *args: Any, **kwargs: Any) -> Any:
+def _unrecorded(module: nn.Module, patch: Any, *args: Any, **kwargs: Any) -> Any:
     tape = current()
     if tape is None:
         return patch.stock.forward(module, *args, **kwargs)
@@ -25,4 +25,4 @@ def _quiet(module: nn.Module, patch: Any, *args: Any, **kwargs: Any) -> Any:
         tape.table = before
 
 
-QUIET = Op("quiet", _quiet, is_implied=True)
+LEFT_TO_STOCK = Op("quiet", _unrecorded, is_implied=True)

@@ -1,0 +1,82 @@
+"""Parameters in autocast's dtype, converted for a whole block at once: many small launches become one.
+
+Which ones a block converts is learned as it runs: the first parameter whose conversion is not there yet begins a group,
+and those that come after it in the block join. The next time, all are converted with the first. FSDP2 frees and gathers
+the parameters of other blocks as it likes, so a group ends with its block.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_memsave.tape.private import copy_each
+
+#: The bytes of parameters that may be converted at once.
+MOST = 2**26
+
+
+class Low(NamedTuple):
+    """What a tensor was in a lower dtype when it had this version."""
+
+    tensor: Tensor
+    version: int
+
+    def is_of(self, x: Tensor, dtype: torch.dtype) -> bool:
+        """Whether ``x`` in ``dtype`` is still that, as far as versions tell."""
+        return self.version == x._version and self.tensor.dtype == dtype and self.tensor.shape == x.shape
+
+
+class LowParameters:
+    """What one forward, or one backward, has converted.
+
+    Args:
+        groups: A ``WeakIdKeyDictionary``: the first parameter of each known group -> weak references to the others.
+    """
+
+    def __init__(self, groups: Any) -> None:
+        self._groups = groups
+        self._block: Any = None
+        self._ready: dict[int, Low] = {}
+        self._group: list[weakref.ref[Tensor]] = []  # an error in backward leaves this behind
+
+    def low(self, p: Tensor, dtype: torch.dtype, block: Any) -> Tensor:
+        """The parameter ``p`` in ``dtype``, which is not written to; when ``block`` changes, a group ends."""
+        if block != self._block:
+            self.end()
+            self._block = block
+        known = self._ready.pop(id(p), None)
+        if known is not None and known.is_of(p, dtype):
+            return known.tensor
+        after = [q for q in _alive(self._groups.get(p, ())) if _is_like(q, p)]
+        group = _alive(self._group)
+        if after or not group or sum(q.nbytes for q in (p, *group)) > MOST:
+            self.end()
+            self._group = [weakref.ref(q) for q in (p, *after)]
+        elif all(q is not p for q in group):
+            self._group.append(weakref.ref(p))
+        low = [torch.empty_like(q, dtype=dtype) for q in (p, *after)]
+        copy_each(low, [p, *after])
+        self._ready.update({id(q): Low(made, q._version) for q, made in zip(after, low[1:], strict=True)})
+        return low[0]
+
+    def end(self) -> None:
+        """At the end of a block, of a forward or backward: remember the group, but for what was not needed."""
+        if self._group and (first := self._group[0]()) is not None:
+            self._groups[first] = [ref for ref in self._group[1:] if id(ref()) not in self._ready]
+        self._group = []
+        self._ready.clear()
+
+
+def _alive(refs: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
+    return [p for ref in refs if (p := ref()) is not None]
+
+
+def _is_like(p: Tensor, first: Tensor) -> bool:
+    """Not if it has moved, is sharded or offloaded now, or lies in a buffer that others write to."""
+    is_own = p.untyped_storage().nbytes() == p.nbytes
+    return type(p) is type(first) and (p.device, p.dtype) == (first.device, first.dtype) and is_own
