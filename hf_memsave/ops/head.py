@@ -2,46 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
-from hf_memsave.errors import KeptTensorChangedError
+from hf_memsave.errors import KeptTensorChangedError, PatchError
 from hf_memsave.tape.again import AutocastState
+from hf_memsave.tape.private import without_hooks
 
 #: A function, and its other arguments.
 Step = tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]]
-
-
-class State:
-    """What a head's logits depend on beside its input: weights, mode, and the settings of adapters, as they are now."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.renew()
-
-    def renew(self) -> None:
-        """Take it as it is now."""
-        self.weights, self.settings = _weights(self.module), _settings(self.module)
-
-    def check(self) -> None:
-        """Make sure that it is unchanged.
-
-        Raises:
-            KeptTensorChangedError: It is not.
-        """
-        if self.weights != _weights(self.module):
-            raise KeptTensorChangedError(
-                "these logits are computed when they are first read, and the head's weights have been written to, or "
-                "freed, since the forward. Read them before optimizer.step(), or use MemSaveConfig(loss='stock')."
-            )
-        if self.settings != _settings(self.module):
-            raise KeptTensorChangedError(
-                "these logits are computed when they are first read, and since the forward the head was switched: "
-                "train() or eval(), or its adapters. Read them before, or use MemSaveConfig(loss='stock')."
-            )
+#: What every module has.
+_OF_MODULES = vars(nn.Module()).keys()
 
 
 def _weights(module: nn.Module) -> list[tuple[int, int, int]]:
@@ -50,15 +26,19 @@ def _weights(module: nn.Module) -> list[tuple[int, int, int]]:
 
 
 def _settings(module: nn.Module) -> list[tuple[bool, str]]:
-    """Whatever its modules hold that is a number, a text or a collection of those; and which of them draw."""
+    """Of each module, whether it draws, and its attributes that are numbers, texts or collections of those."""
     return [
         (draws(m), repr({name: v for name, v in vars(m).items() if name not in _OF_MODULES and _is_plain(v)}))
         for m in module.modules()
     ]
 
 
-#: What every module has.
-_OF_MODULES = vars(nn.Module()).keys()
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def draws(module: nn.Module) -> bool:
@@ -70,53 +50,98 @@ def draws(module: nn.Module) -> bool:
     return is_dropout or any(any(value.values()) if isinstance(value, dict) else value for value in own)
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))
+def gradients(y: Tensor, inputs: Sequence[Tensor], dy: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradient of each of ``inputs``, but for hooks on them, which wait for the whole one.
+
+    Returns:
+        None for those that y is not computed from.
+
+    Raises:
+        PatchError: Another leaf than these wants a gradient of y.
+    """
+    nodes = [] if y.grad_fn is None else [y.grad_fn]
+    seen: set[Any] = {get_gradient_edge(tensor).node for tensor in inputs if tensor.requires_grad}
+    for node in nodes:  # which grows
+        if node.name() == "torch::autograd::AccumulateGrad":
+            raise PatchError(
+                "chunked loss: expected a head whose logits are computed from its input and its own parameters, got "
+                "one that uses other tensors that want a gradient, and would get none. Use "
+                "MemSaveConfig(loss='stock')."
+            )
+        new = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= new
+        nodes.extend(new)
+    with without_hooks(inputs):
+        return torch.autograd.grad(y, inputs, dy, allow_unused=True)
 
 
-@dataclass(frozen=True)
 class Head:
-    """What computes logits.
+    """What computes logits, under the autocast there is now.
 
-    Attributes:
+    Args:
         module: The head, whose parameters want gradients or not.
         forward: Its own forward.
-        steps: What is done to its output, one number at a time.
-        autocast: Under which it runs.
-        state: What its logits depend on beside its input.
-        fuses_loss: A kernel may write a loss's gradient over logits that this computes, and nobody else holds.
+        device: Where it runs.
+        fuses_loss: A kernel may write a loss's gradient over logits that this computes, and nothing else holds.
         of_rows: What computes a chunk of them, where that is not ``forward``; equal to it up to the order of sums.
+
+    Attributes:
+        steps: What is done to its output, one number at a time.
     """
 
-    module: nn.Module
-    forward: Callable[[Tensor], Tensor]
-    steps: tuple[Step, ...]
-    autocast: AutocastState
-    state: State
-    fuses_loss: bool = False
-    of_rows: Callable[[Tensor], Tensor] | None = None
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[[Tensor], Tensor],
+        device: str,
+        *,
+        fuses_loss: bool = False,
+        of_rows: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.module, self.forward, self.fuses_loss, self.of_rows = module, forward, fuses_loss, of_rows or forward
+        self.autocast = AutocastState(device)
+        self.steps: tuple[Step, ...] = ()
+        self.state: list[Any] = []  # shared with all that follow by a step
+        self.renew()
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """The logits of ``hidden`` ``[..., H]``, of the head as it was in the forward.
+    def followed_by(self, step: Step) -> Head:
+        """The head, and one step more."""
+        after = copy.copy(self)
+        after.steps = (*self.steps, step)
+        return after
 
-        Returns:
-            ``[..., V]``.
+    def renew(self) -> None:
+        """Take what logits depend on beside their input (weights, mode, settings of adapters) as it is now."""
+        self.state[:] = _weights(self.module), _settings(self.module)
+
+    def check(self) -> None:
+        """Make sure that it is as it was.
 
         Raises:
-            KeptTensorChangedError: The head is another one than in the forward.
+            KeptTensorChangedError: It is not.
         """
-        self.state.check()
+        weights, settings = self.state
+        if weights != _weights(self.module):
+            changed = "the head's weights have been written to, or freed, since the forward. Read them before "
+            changed += "optimizer.step()"
+        elif settings != _settings(self.module):
+            changed = "since the forward the head was switched: train() or eval(), or its adapters. Read them before"
+        else:
+            return
+        raise KeptTensorChangedError(
+            f"these logits are computed when they are first read, and {changed}, or use MemSaveConfig(loss='stock')."
+        )
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """The logits ``[..., V]`` of ``hidden`` ``[..., H]``, if the head is as it was."""
+        self.check()
         logits = self._run(self.forward, hidden)
-        self.state.renew()  # some adapters write to their own weights
+        self.renew()  # some adapters write to their own weights
         return logits
 
-    def compute(self, hidden: Tensor) -> Tensor:
+    def of_chunk(self, hidden: Tensor) -> Tensor:
         """Logits of a chunk of rows, of the head as it is."""
-        return self._run(self.of_rows or self.forward, hidden)
+        return self._run(self.of_rows, hidden)
 
     def _run(self, forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
         with self.autocast:

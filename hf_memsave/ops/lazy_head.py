@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hf_memsave.device import HALVES
 from hf_memsave.ops import chunked_loss
-from hf_memsave.ops.head import Head, State, draws
+from hf_memsave.ops.head import Head, draws
 from hf_memsave.ops.lazy_logits import LazyLogits
 from hf_memsave.ops.op import Op, is_parametrized
 from hf_memsave.tape import current
@@ -31,27 +31,9 @@ _NOT_BY_ROW = ("peft.tuners.lily", "peft.tuners.xlora", "peft.tuners.lora.montec
 
 
 def logits_of(
-    module: nn.Module,
-    forward: Callable[[Tensor], Tensor],
-    hidden: Tensor,
-    *,
-    is_plain: bool = False,
-    fuses_loss: bool = False,
-    of_rows: Callable[[Tensor], Tensor] | None = None,
+    module: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Tensor, *, is_plain: bool = False, **of_head: Any
 ) -> Tensor | None:
-    """What ``forward(hidden)`` gives, not computed yet; None where it is to be computed at once.
-
-    Args:
-        module: A head.
-        forward: Its forward.
-        hidden: ``[..., H]``.
-        is_plain: Whether that is a linear of the module's own parameters.
-        fuses_loss: Whether a kernel may write a loss's gradient over what ``forward`` gives.
-        of_rows: What computes a chunk of them, if not ``forward``.
-
-    Returns:
-        Logits ``[..., V]``.
-    """
+    """Logits ``[..., V]`` of ``[..., H]`` by a :class:`Head`, not computed yet; None where they must be at once."""
     tape = current()
     if tape is None or not _is_long(module, hidden):
         return None
@@ -64,7 +46,7 @@ def logits_of(
     if tape.ledger is not None:
         tape.ledger.is_loss_chunked = True
     like = torch.empty(*hidden.shape[:-1], _words(module), dtype=dtype, device="meta")
-    return LazyLogits.of(hidden, Head(module, forward, (), autocast, State(module), fuses_loss, of_rows), like)
+    return LazyLogits.of(hidden, Head(module, forward, hidden.device.type, **of_head), like)
 
 
 def of_linear(
@@ -79,23 +61,17 @@ def of_linear(
 
 
 def _is_long(module: nn.Module, hidden: Tensor) -> bool:
-    """Whether the logits of ``hidden`` are more than a chunk, and can be computed by chunks.
-
-    A dropout would draw other masks for chunks; a hook may look at logits, or take the weights away (FSDP2,
-    ZeRO-3, Accelerate's offload); some adapters look at all rows.
-
-    Returns:
-        True where that changes nothing but the order of sums.
-    """
+    """Whether the logits of ``hidden`` are more than a chunk, and chunks change nothing but the order of sums."""
     if not (hidden.requires_grad or _wanted(module)) or _logits(module, hidden) * 4 <= chunked_loss.CHUNK:
         return False
     if _logits(module, hidden) < 2 * hidden.numel():  # than which what is kept of hidden states takes more
         return False
     if not all(parameter.is_leaf for parameter in module.parameters()):  # hooks on them would run in every chunk
         return False
-    if any(type(m).__module__.startswith(_NOT_BY_ROW) for m in module.modules()):
-        return False
-    return not any(draws(m) or _has_hooks(m) for m in module.modules())
+    # A dropout would draw other masks for chunks; a hook may look at logits, or take the weights away (FSDP2, ZeRO-3,
+    # Accelerate's offload); some adapters look at all rows.
+    is_by_row = not any(type(m).__module__.startswith(_NOT_BY_ROW) for m in module.modules())
+    return is_by_row and not any(draws(m) or _has_hooks(m) for m in module.modules())
 
 
 def _logits(module: nn.Module, hidden: Tensor) -> int:
@@ -119,11 +95,7 @@ def _trained_tokens(module: nn.Module) -> Any:
 
 
 def _with_columns(tokens: Any, hidden: Tensor) -> Tensor:
-    """Logits of a head some of whose words are trained: theirs replace the others, where PEFT copies all weights.
-
-    Returns:
-        ``[..., V]``.
-    """
+    """Logits ``[..., V]`` where some words are trained: theirs replace the others, where PEFT copies all weights."""
     weight = tokens.base_layer.weight
     logits = F.linear(hidden, weight)
     for name in tokens.active_adapters:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,13 +18,11 @@ from torch import Tensor
 
 from hf_memsave.errors import KeptTensorChangedError, PatchError
 from hf_memsave.ops import chunked_loss
-from hf_memsave.ops.head import Head, Step
-from hf_memsave.ops.lazy import TOLD, Lazy, computed
+from hf_memsave.ops.head import Head, Step, gradients
 from hf_memsave.ops.op import once_differentiable
-from hf_memsave.ops.uses import refuse_others
 from hf_memsave.tape import current
 from hf_memsave.tape.as_stock import in_place_of_stock
-from hf_memsave.tape.private import no_subclasses, tree_leaves, tree_map, without_hooks
+from hf_memsave.tape.private import no_subclasses, tree_leaves, tree_map
 
 #: Functions of each logit by itself, where their other arguments are numbers.
 _ELEMENTWISE = {
@@ -40,8 +37,20 @@ _WATCHES = {Tensor.register_hook, Tensor.retain_grad}
 #: Functions that keep the order of the numbers.
 _RESHAPED = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.contiguous}
 
+#: What a tensor is, told without its bytes.
+_TOLD = {
+    getattr(Tensor, name).__get__
+    for name in "shape dtype device ndim layout requires_grad grad_fn is_leaf is_cuda is_cpu is_meta is_sparse "
+    "is_quantized itemsize nbytes retains_grad output_nr _version".split()
+} | {
+    getattr(Tensor, name)
+    for name in "size dim numel nelement is_floating_point is_complex element_size get_device is_sparse "
+    "__len__ ndimension is_signed".split()
+    if callable(getattr(Tensor, name))
+}
 
-class LazyLogits(Lazy):
+
+class LazyLogits(Tensor):
     """Logits ``[..., V]`` of ``hidden`` ``[..., H]``; see the module.
 
     Attributes:
@@ -86,11 +95,7 @@ class LazyLogits(Lazy):
         return self._computed
 
     def check(self) -> None:
-        """Make sure that what they are made of is what it was.
-
-        Raises:
-            KeptTensorChangedError: It is not.
-        """
+        """Raise where the hidden states have been written to since."""
         if self.hidden._version != self.version:
             raise KeptTensorChangedError(
                 "these logits are computed when they are first read, and the hidden states that they are made of have "
@@ -130,14 +135,15 @@ class LazyLogits(Lazy):
         kwargs = kwargs or {}
         self = args[0] if args else None
         if isinstance(self, LazyLogits) and not self.is_computed():
-            if func in TOLD:
+            if func in _TOLD:
                 with no_subclasses():
                     return func(*args, **kwargs)
             if func in _WATCHES:
                 return self.watch(func, *args[1:], **kwargs)
             found = _derived(self, func, args[1:], kwargs)
             if found is None and func is F.cross_entropy:
-                found = _loss(self, *args[1:], **kwargs)
+                self.check()
+                found = chunked_loss.cross_entropy(self.hidden, self.head, self, *args[1:], **kwargs)
             if found is not None:
                 if found is not self and getattr(found, "base", None) is None:
                     self.mark_taken()
@@ -148,8 +154,31 @@ class LazyLogits(Lazy):
                 "computed in chunks, past them. Use MemSaveConfig(loss='stock'), or ask for the gradient of the "
                 "model's hidden states."
             )
-        args, kwargs = tree_map(computed, (args, kwargs))
+        args, kwargs = tree_map(_computed, (args, kwargs))
         return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:  # which autograd does to what a function returns
+            return _empty(args[0], args[0].device)
+        args, kwargs = tree_map(_computed, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self.computed())
+
+
+def _empty(like: Tensor, device: torch.device) -> Tensor:
+    """Logits without bytes."""
+    make: Any = Tensor._make_wrapper_subclass
+    lazy: Tensor = make(LazyLogits, like.shape, dtype=like.dtype, device=device)
+    return lazy
+
+
+def _computed(argument: Any) -> Any:
+    return argument.computed() if isinstance(argument, LazyLogits) else argument
 
 
 def _derived(lazy: LazyLogits, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -160,36 +189,25 @@ def _derived(lazy: LazyLogits, func: Callable[..., Any], args: Sequence[Any], kw
     head, hidden, vocabulary = lazy.head, lazy.hidden, lazy.shape[-1]
     if func in _ELEMENTWISE:
         here = _without_device(lazy, args, kwargs)
-        if here is None:
-            return None
-        like = func(lazy.like, *here[0], **here[1])
+        like = None if here is None else func(lazy.like, *here[0], **here[1])
         if not isinstance(like, Tensor):  # ``type()`` of no dtype says what they are
             return None
-        if like is lazy.like:
-            return lazy
-        return LazyLogits.of(hidden, replace(head, steps=(*head.steps, (func, *here))), like)
+        return lazy if like is lazy.like else LazyLogits.of(hidden, head.followed_by((func, *here)), like)
     if func in _RESHAPED:
         like = func(lazy.like, *args, **kwargs)
-        if like is lazy.like:
-            return lazy
-        if like.shape[-1:] == lazy.shape[-1:]:  # rows stay whole, and in order
-            rows = hidden.reshape(*like.shape[:-1], hidden.shape[-1])
-            return LazyLogits.of(rows, head, like, _base(lazy, like, (func, tuple(args), kwargs)))
-    if func is Tensor.__getitem__:
-        like, wider = lazy.like[args[0]], _shape(lazy, vocabulary + 1)[args[0]]
-        if like.dim() and wider.shape == (*like.shape[:-1], vocabulary + 1) and like.shape[-1] == vocabulary:
-            return LazyLogits.of(hidden[args[0]], head, like, _base(lazy, like, (func, tuple(args), kwargs)))
-    return None
-
-
-def _base(lazy: LazyLogits, like: Tensor, step: Step) -> tuple[LazyLogits, Step] | None:
-    """What ``like`` would be a view of; None for a copy."""
+        if like is lazy.like or like.shape[-1:] != lazy.shape[-1:]:
+            return lazy if like is lazy.like else None
+        rows = hidden.reshape(*like.shape[:-1], hidden.shape[-1])  # which stay whole, and in order
+    elif func is Tensor.__getitem__:
+        like = lazy.like[args[0]]
+        wider = lazy.like.new_empty(*lazy.shape[:-1], vocabulary + 1)[args[0]]
+        if not like.dim() or wider.shape != (*like.shape[:-1], vocabulary + 1) or like.shape[-1] != vocabulary:
+            return None
+        rows = hidden[args[0]]
+    else:
+        return None
     is_view = like.untyped_storage()._cdata == lazy.like.untyped_storage()._cdata
-    return (lazy, step) if is_view else None
-
-
-def _shape(lazy: LazyLogits, width: int) -> Tensor:
-    return torch.empty(*lazy.shape[:-1], width, dtype=lazy.dtype, device="meta")
+    return LazyLogits.of(rows, head, like, (lazy, (func, tuple(args), kwargs)) if is_view else None)
 
 
 def _without_device(lazy: LazyLogits, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -202,12 +220,6 @@ def _without_device(lazy: LazyLogits, args: Sequence[Any], kwargs: dict[str, Any
     return tuple(a for a in args if not isinstance(a, devices)), rest
 
 
-def _loss(lazy: LazyLogits, target: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-    """``F.cross_entropy`` chunk by chunk; None where that does not know how."""
-    lazy.check()
-    return chunked_loss.cross_entropy(lazy.hidden, lazy.head, lazy.head.parameters(), lazy, target, *args, **kwargs)
-
-
 class _Later(torch.autograd.Function):
     """The place of logits in the graph: a gradient that comes down goes on to what they were made of."""
 
@@ -215,7 +227,7 @@ class _Later(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, head: Head, like: Tensor, *parameters: Tensor) -> Tensor:
         ctx.save_for_backward(hidden)
         ctx.head, ctx.parameters = head, parameters
-        return LazyLogits.empty(like, hidden.device)
+        return _empty(like, hidden.device)
 
     @staticmethod
     @once_differentiable
@@ -225,11 +237,8 @@ class _Later(torch.autograd.Function):
         inputs = [x, *(p for p in ctx.parameters if p.requires_grad)]
         with torch.enable_grad():
             logits = ctx.head(x.view_as(x))
-        refuse_others(logits, inputs)
-        with without_hooks(inputs):
-            found = torch.autograd.grad(logits, inputs, dy, allow_unused=True)
-        gradients = {id(tensor): gradient for tensor, gradient in zip(inputs, found, strict=True)}
-        return found[0], None, None, *(gradients.get(id(parameter)) for parameter in ctx.parameters)
+        found = dict(zip(map(id, inputs), gradients(logits, inputs, dy), strict=True))
+        return found[id(x)], None, None, *(found.get(id(parameter)) for parameter in ctx.parameters)
 
 
 class _Real(torch.autograd.Function):

@@ -1,10 +1,11 @@
-"""The repeated blocks of a model, numbered: what :attr:`MemSaveConfig.layers` counts."""
+"""Parts of a model: its repeated blocks, numbered as :attr:`MemSaveConfig.layers` counts them, and its head."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 
@@ -31,3 +32,14 @@ def ancestors(name: str) -> set[str]:
     """The paths of the modules around the one at ``name``."""
     parts = name.split(".")
     return {".".join(parts[:i]) for i in range(len(parts))} - {name}
+
+
+def head_of(model: nn.Module) -> nn.Module | None:
+    """What gives logits over a vocabulary."""
+    if not isinstance(model, PreTrainedModel):
+        return None
+    try:
+        head: nn.Module | None = model.get_output_embeddings()
+        return head
+    except (AttributeError, NotImplementedError):  # some models say that they have one, and do not
+        return None

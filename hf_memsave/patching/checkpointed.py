@@ -1,4 +1,9 @@
-"""Blocks that run again as a whole, by Transformers' own gradient checkpointing of one layer."""
+"""What runs again in backward: linears as the classes that they are, and whole blocks.
+
+A chosen linear carries a mark, which copies, pickles and replicas of the model carry too. A tape knows it by its
+weight, looked up while its block runs: moved, assigned, sharded or gathered, it is another tensor. Blocks run again by
+Transformers' own gradient checkpointing of one layer.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import contextlib
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -23,6 +29,10 @@ from hf_memsave.tape.as_stock import in_place_of_stock
 from hf_memsave.tape.private import all_subclasses, asks_classes, innermost_hooks
 from hf_memsave.tape.tensors import is_asked
 
+#: On a linear that runs again.
+AGAIN = "_memsave_again"
+#: Such linears in each block, or model, that has run.
+_known: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
 #: How ``gradient_checkpointing_enable`` tells a layer, too.
 _NAMES = ("gradient_checkpointing", "_gradient_checkpointing_func")
 #: Kinds of PEFT's adapters that are a cache.
@@ -31,6 +41,24 @@ _BRING_A_CACHE = ("PREFIX_TUNING", "CARTRIDGE")
 _OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 #: Where a block finds what it was told before.
 BEFORE = "_memsave_checkpointed"
+
+
+def choose_again(model: nn.Module, linears: Collection[nn.Module]) -> None:
+    """Have tapes run ``linears`` of ``model`` again, and no others."""
+    for module in model.modules():
+        if module in linears:
+            module.__dict__[AGAIN] = True
+        else:
+            module.__dict__.pop(AGAIN, None)
+    _known.clear()
+
+
+def weights_in(module: nn.Module) -> list[dict[str, Any]]:
+    """Where to find the weights of linears in ``module`` that run again: FSDP1 and replicas have them as attributes."""
+    refs = _known.get(module)
+    if refs is None:
+        refs = _known[module] = [weakref.ref(m) for m in module.modules() if AGAIN in m.__dict__]
+    return [own for ref in refs if (m := ref()) is not None for own in (m._parameters, m.__dict__)]
 
 
 class _Ours(partial[Any]):
@@ -48,14 +76,7 @@ _caches = threading.local()
 
 
 def _checkpoint(function: Any, *args: Any) -> Any:
-    """``checkpoint`` of a block's forward, or of its ``__call__``, which runs again only as it ran in its forward.
-
-    Returns:
-        What the block does.
-
-    Raises:
-        KeptTensorChangedError: In backward, where it would not.
-    """
+    """``checkpoint`` of a block's forward, or of its ``__call__``, which raises in backward where it would differ."""
     with in_place_of_stock(current()):
         return _run(function, *args)
 
@@ -138,14 +159,9 @@ def _changed(block: nn.Module, found: str) -> KeptTensorChangedError:
 
 
 def with_wanted_input(call: Any) -> Any:
-    """``__call__`` of a checkpointed block, whose full backward hooks are to run after it has run again.
-
-    PyTorch runs them before where no input wants a gradient, as that of frozen embeddings; and by such a hook activated
-    LoRA takes away what the block needs. So a copy of the input wants one, as Transformers has it for PEFT's models.
-
-    Returns:
-        Another ``__call__``.
-    """
+    """``__call__`` of a checkpointed block, whose full backward hooks are to run after it has run again."""
+    # PyTorch runs them before where no input wants a gradient, as that of frozen embeddings; and by such a hook
+    # activated LoRA takes away what the block needs. So a copy of the input wants one, as Transformers has it for PEFT.
 
     @functools.wraps(call)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:

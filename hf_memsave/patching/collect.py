@@ -17,7 +17,7 @@ from hf_memsave.ops.eager_attention import NAME, implementation, is_attention
 from hf_memsave.ops.few_bit import FewBit
 from hf_memsave.ops.fused.kernels import why_not
 from hf_memsave.ops.run_again import is_known_by_weight
-from hf_memsave.patching.blocks import block_numbers, is_in_block, number_of
+from hf_memsave.patching.blocks import block_numbers, head_of, is_in_block, number_of
 from hf_memsave.patching.refusals import (
     SiteReport,
     hidden,
@@ -28,14 +28,11 @@ from hf_memsave.patching.refusals import (
 )
 from hf_memsave.patching.sharded import refuse_zero3
 from hf_memsave.patching.swap import Patch, hides_forward, stock_class
-from hf_memsave.patching.taped import head_of
 from hf_memsave.wtacrs import WTACRS
 
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
 #: Kinds whose modules are text in Python: left to stock, what runs inside is not recorded.
 _QUIET = ("activation", "norm", "attention", "lora")
-
-
 Patches = dict[nn.Module, Patch]
 
 
@@ -85,21 +82,18 @@ def collect(
         cls = stock_class(module)
         is_by_weight = op == "run_again" and is_known_by_weight(module)
         if hides_forward(module) and not is_by_weight:
-            if OPS[op].is_implied:  # another tool's forward runs instead
-                sites.append(SiteReport(name, cls.__name__, op, "skipped", hidden(module)))
-                continue
-            refuse_hidden(name, module)
-        if reason := OPS[op].refuse(module, value):
-            raise PatchError(f"{name or 'the model'} ({cls.__name__}) {reason}")
-        if reason := OPS[op].check(module, value):
-            sites.append(SiteReport(name, cls.__name__, op, "skipped", reason))
-            continue
-        sites.append(SiteReport(name, cls.__name__, op, "patched"))
-        if is_by_weight:
+            if not OPS[op].is_implied:
+                refuse_hidden(name, module)
+            reason = hidden(module)  # another tool's forward runs instead
+        elif refusal := OPS[op].refuse(module, value):
+            raise PatchError(f"{name or 'the model'} ({cls.__name__}) {refusal}")
+        else:
+            reason = OPS[op].check(module, value)
+        sites.append(SiteReport(name, cls.__name__, op, "skipped" if reason else "patched", reason))
+        if not reason and is_by_weight:
             again.add(module)
-            continue
-        before = plan.get(module, Patch(cls))
-        plan[module] = before._replace(op=op, value=value, block=number)
+        elif not reason:
+            plan[module] = plan.get(module, Patch(cls))._replace(op=op, value=value, block=number)
     if config.checkpoint is not None and not prefix:
         refuse_zero3(model, config.checkpoint)
         refuse_no_rung(sites, config, model)
@@ -113,12 +107,12 @@ def _collect_taped(
     model: nn.Module, config: MemSaveConfig, sites: list[SiteReport], plan: Patches, numbers: dict[str, int]
 ) -> None:
     """The outermost models whose own forward runs, and the repeated blocks: what lays a tape."""
-    roots: list[str] = []
+    roots: tuple[str, ...] = ()
     outer = _unwrapped(model)
     for name, module in model.named_modules():
         is_block = isinstance(module, GradientCheckpointingLayer)
         is_root = module is outer or isinstance(module, PreTrainedModel)
-        if not is_block and (not is_root or f"{name}.".startswith(tuple(roots)) and roots):
+        if not is_block and (not is_root or f"{name}.".startswith(roots)):
             continue
         cls = stock_class(module)
         op = "block" if is_block else "model"
@@ -129,7 +123,7 @@ def _collect_taped(
             sites.append(SiteReport(name, cls.__name__, op, "skipped", hidden(module)))
             continue
         if not is_block:
-            roots.append(f"{name}." if name else "")
+            roots += (f"{name}." if name else "",)
         number = number_of(name, numbers) if config.layers else 0
         is_again = is_block and config.checkpoint == "block"
         is_again = is_again and config.converts("checkpoint", number_of(name, numbers), len(numbers))

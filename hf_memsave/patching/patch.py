@@ -15,12 +15,19 @@ from transformers.utils import logging
 from hf_memsave.arch import kind_of
 from hf_memsave.config import MemSaveConfig, MemSaveLike
 from hf_memsave.errors import PatchError, not_a_module
-from hf_memsave.patching.again import AGAIN, choose_again
-from hf_memsave.patching.checkpointed import checkpoint_blocks
-from hf_memsave.patching.collect import Patches, collect
+from hf_memsave.patching.checkpointed import AGAIN, checkpoint_blocks, choose_again
+from hf_memsave.patching.collect import collect
 from hf_memsave.patching.refusals import SiteReport, refuse_another_config, refuse_foreign_patches
 from hf_memsave.patching.sampled_layers import attach, sampler_of
-from hf_memsave.patching.swap import is_patched, is_wrapped, patched_class, refuse_wrapped, set_class, stock_class
+from hf_memsave.patching.swap import (
+    is_patched,
+    is_wrapped,
+    patched_class,
+    patched_models,
+    refuse_wrapped,
+    set_class,
+    stock_class,
+)
 from hf_memsave.patching.taped import BUFFERS, CODED, LEDGER, forget_decisions, mark_buffers
 from hf_memsave.sampling.sampler import MOST
 from hf_memsave.sizes import MIB
@@ -35,8 +42,6 @@ logger = logging.get_logger(__name__)
 LISTENERS: list[Callable[[MemSaveConfig], None]] = []
 #: Caches of gradient norms that need a model's batch.
 _BY_BATCH = ("sample_idx", "content")
-
-
 #: Lines of a report that name where bytes are.
 _TOP = 4
 #: Said of a model that seems to be trained without its forward.
@@ -226,7 +231,7 @@ def patch(model: nn.Module, config: MemSaveLike = True, *, replace: bool = False
         if resolved.storage is not None and plan[module].config is not None:
             module.__dict__[CODED] = before
     ledger = Ledger()
-    for module in _roots(plan):
+    for module, _ in patched_models(model):
         mark_buffers(module)
         module.__dict__[LEDGER] = ledger
     leave_alone([vars(module) for module in model.modules()])
@@ -260,13 +265,6 @@ def _become(module: nn.Module, cls: type[nn.Module]) -> None:
     if type(module) is not cls:
         set_class(module, cls)
         forget_decisions(module)
-
-
-def _roots(plan: Patches) -> list[nn.Module]:
-    """The modules that lay a tape and lie in no other such module."""
-    taped = [module for module, patch in plan.items() if patch.config is not None]
-    inside = {id(child) for module in taped for child in module.modules() if child is not module}
-    return [module for module in taped if id(module) not in inside]
 
 
 def _has_gradients(model: nn.Module) -> bool:

@@ -20,10 +20,9 @@ _TRACED = (torch.jit.ScriptModule, torch.fx.GraphModule)
 
 @dataclass(frozen=True)
 class SiteReport:
-    """One module: its path, its stock class, what is done there, and "patched" or "skipped".
+    """One module: its path, its stock class, what is done there, and "patched" or "skipped", and why that.
 
-    ``op`` is "model" or "block" for what lays a tape or ends a block of one, else the name of the op that replaces its
-    forward. ``reason`` says why it was skipped.
+    ``op`` is "model" or "block" for what lays a tape or ends a block of one, else what replaces the forward.
     """
 
     name: str
@@ -34,11 +33,7 @@ class SiteReport:
 
 
 def refuse_no_rung(sites: list[SiteReport], config: MemSaveConfig, model: nn.Module) -> None:
-    """Raise where nothing runs again, though that was asked for.
-
-    Raises:
-        PatchError: No linear of a repeated block has a known name, or none that has can run again.
-    """
+    """Raise where nothing runs again, though that was asked for."""
     asked = [site for site in sites if site.op == "run_again"]
     if config.first_blocks("checkpoint") == 0 or any(site.status == "patched" for site in asked):
         return
@@ -57,11 +52,7 @@ def refuse_no_rung(sites: list[SiteReport], config: MemSaveConfig, model: nn.Mod
 
 
 def refuse_no_target(sites: list[SiteReport], config: WTACRS, model: nn.Module) -> None:
-    """Raise where a target of sampling is no linear.
-
-    Raises:
-        PatchError: It names the target, and the linears there are.
-    """
+    """Raise where a target of sampling is no linear."""
     sampled = [f".{site.name}." for site in sites if site.op == "wta_crs"]
     later = ("lora_A", "lora_B")  # adapters are added after the patch, as often as not
     missing = [t for t in config.targets or () if t not in later and not any(f".{t}." in path for path in sampled)]
@@ -74,11 +65,7 @@ def refuse_no_target(sites: list[SiteReport], config: WTACRS, model: nn.Module) 
 
 
 def refuse_other_attention(sites: list[SiteReport], config: WTACRS, model: nn.Module) -> None:
-    """Raise where attention shall be sampled, and is not Transformers' own eager one.
-
-    Raises:
-        PatchError: It names the module.
-    """
+    """Raise where attention shall be sampled, and is not Transformers' own eager one."""
     if not config.attention:
         return
     found = {name: module for name, module in model.named_modules() if is_attention(stock_class(module))}
@@ -116,12 +103,7 @@ def hidden(module: nn.Module) -> str:
 
 
 def refuse_foreign_patches(model: nn.Module) -> None:
-    """Raise where another tool has replaced a forward already.
-
-    Raises:
-        PatchError: Liger-Kernel, kernelize or a monkey patch got there first, or the model has been traced; the message
-            names module and remedy.
-    """
+    """Raise where another tool has replaced a forward already."""
     for name, module in model.named_modules():
         if isinstance(module, _TRACED):
             raise PatchError(
@@ -139,11 +121,7 @@ def refuse_foreign_patches(model: nn.Module) -> None:
 
 
 def refuse_another_config(model: nn.Module, config: MemSaveConfig) -> None:
-    """Raise where ``model``, or a model in it, is patched with another config.
-
-    Raises:
-        PatchError: It names both.
-    """
+    """Raise where ``model``, or a model in it, is patched with another config."""
     for module, found in patched_models(model):
         if found != config:
             raise PatchError(
@@ -160,11 +138,7 @@ def _short(config: MemSaveConfig) -> str:
 
 
 def refuse_hidden(name: str, module: nn.Module) -> None:
-    """Raise for a module whose own forward would hide ours.
-
-    Raises:
-        PatchError: It names the module.
-    """
+    """Raise for a module whose own forward would hide ours."""
     tool = _tool(module.__dict__["forward"])
     raise PatchError(
         f"{name or 'the model'} ({type(module).__name__}) has a forward of its own, set on the instance by another "

@@ -1,9 +1,9 @@
 """Which parameters a sharding engine takes away between forward and backward, and for how long.
 
-FSDP1, FSDP2 and ZeRO-3 bring a unit's parameters as it begins to run, forward or backward, and take them away in
-between: FSDP's units are the modules that the user wrapped, ZeRO-3's are single layers. Where a unit holds a repeated
-block, its parameters are there while that block runs. Those of any other unit are told to the tape as brief, whether or
-not FSDP2 frees them after this forward (``set_reshard_after_forward``): a mark outlives it, and so may its rerun.
+FSDP1, FSDP2 and ZeRO-3 bring a unit's parameters as it begins to run, and take them away between forward and backward:
+FSDP's units are the modules that the user wrapped, ZeRO-3's are single layers. A unit that holds a repeated block has
+its parameters while that block runs. Parameters of any other unit are marked as brief, whether or not FSDP2 frees them
+after this forward (``set_reshard_after_forward``): a mark outlives it, and so may its rerun.
 """
 
 from __future__ import annotations
@@ -21,14 +21,7 @@ from hf_memsave.tape.content import PARAMETER, Content, Sharded
 
 
 def mark_of(model: nn.Module, rung: str | None = None) -> Callable[[Tensor], Content] | None:
-    """What a tape around ``model`` marks the storages of parameters with.
-
-    Returns:
-        A function of a parameter; None where no process group, and so no engine, is there.
-
-    Raises:
-        PatchError: Linears are to run again, and ZeRO-3 has their weights.
-    """
+    """What gives the mark of a parameter's storage to a tape around ``model``; None where there is no process group."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
     if hasattr(next(model.parameters(), None), "ds_id"):
@@ -50,11 +43,7 @@ def frees_after_forward(module: nn.Module) -> bool:
 
 
 def refuse_zero3(model: nn.Module, rung: str | None) -> None:
-    """Raise where linears of ``model`` are to run again, whose weights ZeRO-3 has taken away by then.
-
-    Raises:
-        PatchError: It names the remedy.
-    """
+    """Raise where linears of ``model`` are to run again, whose weights ZeRO-3 has taken away by then."""
     if rung not in (None, "block") and any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise PatchError(
             f"checkpoint={rung!r}: expected parameters that stay, got DeepSpeed ZeRO-3's, which are gone when a linear "

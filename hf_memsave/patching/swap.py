@@ -26,29 +26,27 @@ from hf_memsave.tape import current
 from hf_memsave.tape.as_stock import counted
 
 _PATCH = "_memsave_patch"
+#: Of the compiler's partitioner, where no tape is laid: at 1 it recomputes what costs nothing, below as the floor does.
+_BUDGET = 0.99
 #: The forwards of our classes. (A mark on them would be copied by ``functools.wraps``.)
 _FORWARDS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Patch(NamedTuple):
-    """What one patched class knows.
+    """What one patched class knows."""
 
-    Attributes:
-        stock: The class it replaces.
-        config: Where the module lays a tape, what for; None where it lays none.
-        block: The number of the repeated block that it is, or is a part of.
-        op: The name of the op that replaces the forward; None if it stays.
-        value: What chose the op.
-        is_checkpointed: It is a block that runs again as a whole.
-        is_hidden: Another tool (Accelerate, TRL) has set a forward on the instance: the tape is laid around the call.
-    """
-
+    #: The class it replaces.
     stock: Any
+    #: What the module lays a tape for; None where it lays none.
     config: MemSaveConfig | None = None
+    #: The number of the repeated block that it is, or is a part of.
     block: int = 0
+    #: The op that replaces the forward, and what chose it; None if the forward stays.
     op: str | None = None
     value: Any = None
+    #: Another tool (Accelerate, TRL) has set a forward on the instance: the tape is laid around the call.
     is_hidden: bool = False
+    #: It is a block that runs again as a whole.
     is_checkpointed: bool = False
 
 
@@ -86,11 +84,7 @@ def patched_models(model: nn.Module) -> list[tuple[nn.Module, MemSaveConfig]]:
 
 
 def refuse_wrapped(name: str, module: nn.Module) -> None:
-    """Raise for a module whose class we cannot change any more.
-
-    Raises:
-        PatchError: Another tool has put a class of its own over ours.
-    """
+    """Raise for a module over whose class another tool has put its own."""
     if is_wrapped(module):
         raise PatchError(
             f"cannot undo {name or 'the model'}: its class is {type(module).__name__} of {type(module).__module__}, "
@@ -143,9 +137,7 @@ def _class_of(patch: Patch) -> Any:
         # Of now, not of then: Accelerate binds a forward to the instance, and calls it after the class has changed.
         if torch.compiler.is_compiling():
             if config is not None:
-                from hf_memsave.patching.compiled import keep_the_floor  # which loads the compiler
-
-                keep_the_floor()
+                _keep_the_floor()
             return stock.forward(self, *args, **kwargs)
         now = patch_of(self)
         if now is None:
@@ -191,6 +183,24 @@ def _class_of(patch: Patch) -> Any:
     if not patch.is_hidden:
         _FORWARDS.add(cls.forward)
     return cls
+
+
+# So that it is called where a graph is traced, and leaves nothing in the graph.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _keep_the_floor() -> int:
+    """Have the partitioner of what is compiled now recompute what costs less than a product, unless the user said."""
+    from torch._dynamo.callback import callback_handler  # the compiler is loaded by now
+    from torch._functorch import config
+
+    def restore(*_: Any) -> None:
+        config.activation_memory_budget = 1.0
+        callback_handler.remove_end_callback(restore)
+
+    # Asked here, as Dynamo of PyTorch 2.11 takes it for true; an export tells of no end.
+    if config.activation_memory_budget == 1.0 and not torch.compiler.is_exporting():
+        config.activation_memory_budget = _BUDGET
+        callback_handler.register_end_callback(restore)
+    return 0  # what is called while tracing has to return something
 
 
 def _taped_call(stock: Any) -> Any:

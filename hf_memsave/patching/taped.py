@@ -21,23 +21,25 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging
 
 from hf_memsave.config import MemSaveConfig
 from hf_memsave.errors import PatchError
+from hf_memsave.ops.chunked_loss import divided_by
 from hf_memsave.ops.fused import linear as fused_linear
 from hf_memsave.ops.fused.codes import FUSED_CODERS
 from hf_memsave.ops.lazy_head import of_linear
 from hf_memsave.ops.op import is_parametrized
-from hf_memsave.patching.again import weights_in
-from hf_memsave.patching.checkpointed import runs_again, with_cache
-from hf_memsave.patching.in_vain import warn_if_in_vain
+from hf_memsave.patching.blocks import head_of
+from hf_memsave.patching.checkpointed import runs_again, weights_in, with_cache
 from hf_memsave.patching.sharded import frees_after_forward, mark_of
 from hf_memsave.sampling.sampler import INDEX, Sampler
+from hf_memsave.sizes import MIB
 from hf_memsave.tape import Tape, current, hooks_work, table_without
 from hf_memsave.tape.codecs import CODERS, Coders, Encoder, leave_alone
 from hf_memsave.tape.content import BUFFER, MARK
 from hf_memsave.tape.ledger import Ledger, Within
-from hf_memsave.tape.offload import Offload
+from hf_memsave.tape.offload import SMALLEST_NBYTES, Offload
 from hf_memsave.tape.price import Decisions
 from hf_memsave.tape.private import (
     checkpoint_frame,
@@ -49,6 +51,8 @@ from hf_memsave.tape.private import (
 )
 from hf_memsave.tape.tensors import tensors_in
 
+logger = logging.get_logger(__name__)
+
 #: Where a block finds the :class:`~hf_memsave.sampling.sampler.Sampler` of the sampled linears in it.
 SAMPLER = "_memsave_sampler"
 #: Where a model finds who owns its buffers, and what waits to watch its next forward.
@@ -57,18 +61,14 @@ BUFFERS, LEDGER = "_memsave_buffers", "_memsave_ledger"
 CODED = "_memsave_coded"
 #: The argument by which a block that gradient checkpointing runs again knows the batch of its forward.
 BATCH = "_memsave_batch"
+#: Parts of what would be kept: a model, or one setting, that frees less is warned of.
+_LEAST, _LEAST_OF_ONE = 0.05, 0.01
 #: What the tapes of each module have decided.
 _decided: weakref.WeakKeyDictionary[nn.Module, Decisions] = weakref.WeakKeyDictionary()
 
 
 class Settings(NamedTuple):
-    """What a block's part of the forward runs under.
-
-    Attributes:
-        table: Function -> what the tape does when it is called.
-        dropout: "seed" or "mask".
-        coders: What packs bits and codes.
-    """
+    """What a block's part of the forward runs under: handlers of functions, how dropouts are kept, what packs bits."""
 
     table: Mapping[Any, Any]
     dropout: str
@@ -112,28 +112,30 @@ def run_taped(
         if sampler is not None and module.training and not torch.is_grad_enabled():
             sampler.remember(functions_in_forward(), function_in_backward())
         return forward(module, *args, **kwargs)
-    if sampler is None or not module.training:
-        return _run(module, tape, settings_of(config, block), config, forward, args, kwargs)
-    cls: Any = type(module)
-    arguments = dict(zip(_parameters(cls), args, strict=False)) | kwargs
-    if index is not None:
-        arguments[INDEX] = index
-    with sampler.entering(arguments, given, checkpoint_frame(), function_in_backward()):
-        return _run(module, tape, settings_of(config, block), config, forward, args, kwargs)
+    settings = settings_of(config, block)
+    sampling: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if sampler is not None and module.training:
+        cls: Any = type(module)
+        arguments = dict(zip(_parameters(cls), args, strict=False)) | kwargs
+        arguments |= {} if index is None else {INDEX: index}
+        sampling = sampler.entering(arguments, given, checkpoint_frame(), function_in_backward())
+    with sampling:
+        if tape is not None:
+            return _run_within(tape, module, settings, config, forward, args, kwargs)
+        leave_alone((args, kwargs))  # a caller of one's own, or a checkpoint, may hold the masks of the batch
+        return _lay(module, settings, config, forward, args, kwargs)
 
 
-def _run(
+def _run_within(
+    tape: Tape,
     module: nn.Module,
-    tape: Tape | None,
     settings: Settings,
     config: MemSaveConfig,
     forward: Callable[..., Any],
     args: Any,
     kwargs: Any,
 ) -> Any:
-    if tape is None:
-        leave_alone((args, kwargs))  # a caller of one's own, or a checkpoint, may hold the masks of the batch
-        return _lay(module, settings, config, forward, args, kwargs)
+    """The forward under a tape that is there."""
     is_block = isinstance(module, GradientCheckpointingLayer)
     if is_block:
         tape.begin_block((*args, *kwargs.values()))
@@ -158,14 +160,17 @@ def _lay(
         index, forward_number = module.__dict__.get(CODED, (0, 0))
         module.__dict__[CODED] = index, forward_number + 1
         codec = Encoder(config.storage, index, forward_number)
-    held, decided = _held_by_checkpoint(args, kwargs), _decided.setdefault(module, Decisions())
+    # A foreign hook outside is that of a checkpoint, which holds what the block is called with. A batch is not held:
+    # Trainer lets go of it before backward, and a collator may fill the same tensors again.
+    held = list(tensors_in((*args, *kwargs.values()))) if innermost_hooks() is not None else []
+    decided = _decided.setdefault(module, Decisions())
     ledger = _before_forward(module, tensors_in((*args, *kwargs.values())))
     told = _told_within(module, kwargs) if ledger is None and innermost_hooks() is not None else ledger
     cached = with_cache(module, kwargs) if config.checkpoint == "block" else contextlib.nullcontext()
     offload = Offload() if config.offload and innermost_hooks() is None else contextlib.nullcontext()  # no foreign one
     new = Tape(*settings, codec, held, told, decided, mark_of(module, config.checkpoint))
     try:
-        with cached, offload, new as tape:
+        with cached, offload, divided_by(kwargs.get("num_items_in_batch")), new as tape:
             tape.again = weights_in(module) if config.checkpoint else []
             head = _head_below(module) if config.loss == "chunked" else None
             if isinstance(head, nn.Linear) and not is_parametrized(head):  # whose weight is computed as it is read
@@ -185,19 +190,38 @@ def _lay(
         raise
     if ledger is not None:
         ledger.close(out)
-        warn_if_in_vain(module, ledger, config)
+        _warn_if_in_vain(module, ledger, config)
     return out
 
 
-def head_of(model: nn.Module) -> nn.Module | None:
-    """What gives logits over a vocabulary."""
-    if not isinstance(model, PreTrainedModel):
-        return None
-    try:
-        head: nn.Module | None = model.get_output_embeddings()
-        return head
-    except (AttributeError, NotImplementedError):  # some models say that they have one, and do not
-        return None
+def _warn_if_in_vain(module: nn.Module, ledger: Ledger, config: MemSaveConfig) -> None:
+    """Warn of a first step that frees next to nothing, and of settings that cost something and free nothing."""
+    # Where the caller has turned on that blocks run again, they decide what is kept: nothing is said of exact settings.
+    model, kept, total = type(module).__name__, ledger.nbytes_kept, ledger.nbytes_stock
+    is_rerun = ledger.is_checkpointed_in_stock
+    if total - kept < _LEAST * total and not is_rerun:
+        most = ", ".join(f"{name} {n / MIB:.1f} MiB" for name, n in list(ledger.by_function("kept").items())[:3])
+        logger.warning(
+            "hf_memsave %s in the first training step of %s: %.1f MiB stay, most made by %s.",
+            f"freed {(total - kept) / total:.1%} of what stock keeps" if kept <= total else
+            f"keeps {(kept - total) / MIB:.2f} MiB more than stock", model, kept / MIB, most,
+        )  # fmt: skip
+    kept += ledger.nbytes_offloaded
+    pairs = []
+    if config.inexact and not ledger.is_checkpointed:
+        pairs.append((", ".join(config.inexact), kept, ledger.nbytes_exact, "an exact setting keeps"))
+    if config.checkpoint not in (None, "block") and not is_rerun:
+        pairs.append((f'checkpoint="{config.checkpoint}"', kept, kept + ledger.nbytes_again, "without it it keeps"))
+    if config.offload:
+        pairs.append(("offload=True", ledger.nbytes_kept, kept, "without it the device keeps"))
+    for what, here, without, words in pairs:
+        if without - here < _LEAST_OF_ONE * without:
+            logger.warning(
+                "hf_memsave: %s frees nothing here: the first training step of %s kept %.2f MiB, and %s %.2f MiB%s. "
+                "Leave it out.", what, model, here / MIB, words, without / MIB,
+                f" (tensors below {SMALLEST_NBYTES // 1024} KiB stay)" if what.startswith("offload") else
+                " (but for what one block takes as it runs again)" if is_rerun else "",
+            )  # fmt: skip
 
 
 def _head_below(module: nn.Module) -> nn.Module | None:
@@ -207,17 +231,6 @@ def _head_below(module: nn.Module) -> nn.Module | None:
     is_model = isinstance(module, PreTrainedModel)
     model = module if is_model else next((m for m in module.modules() if isinstance(m, PreTrainedModel)), None)
     return None if model is None else head_of(model)
-
-
-def _held_by_checkpoint(args: Any, kwargs: Any) -> list[Tensor]:
-    """All that a block is called with, where a foreign hook is outside: that of a checkpoint, which holds it.
-
-    Not a batch: ``Trainer`` lets go of it before backward, and who collates the next one may fill the same tensors.
-
-    Returns:
-        What costs nothing.
-    """
-    return list(tensors_in((*args, *kwargs.values()))) if innermost_hooks() is not None else []
 
 
 def _before_forward(module: nn.Module, given: Iterable[Tensor]) -> Ledger | None:
@@ -241,11 +254,7 @@ def _before_forward(module: nn.Module, given: Iterable[Tensor]) -> Ledger | None
 
 
 def _told_within(module: nn.Module, kwargs: Mapping[str, Any]) -> Ledger | Within | None:
-    """What the tape of a block tells what it is asked to keep, under a hook between it and the model that is counted.
-
-    Returns:
-        That; None where stock runs the block again as well, or nothing is counted.
-    """
+    """Where a block's tape under a foreign hook counts; None where nothing counts, or stock runs it again too."""
     around = innermost_mode()
     ledger = around.root.ledger if isinstance(around, Tape) else None
     frame = checkpoint_frame()[0]

@@ -55,14 +55,6 @@ def compiled():
     return model
 
 
-def hra():
-    return get_peft_model(llama(), HRAConfig(r=4, target_modules=["lm_head", "q_proj"])).train()
-
-
-def lily():
-    return get_peft_model(llama(), LilyConfig(r=4, target_modules=["lm_head", "q_proj"])).train()
-
-
 def of(kind, **options):
     return get_peft_model(llama(), kind(target_modules=["lm_head", "q_proj"], **options)).train()
 
@@ -155,7 +147,7 @@ HEADS = {
     "LoRA on 4 bits": (quantized, True),
     "LoRA with a bias of one number": (of_one_number, True),
     "LoRA of a parameter": (of_parameters, True),
-    "HRA": (hra, True),
+    "HRA": (lambda: of(HRAConfig, r=4), True),
     "LoRA with dropout": (lambda: lora(lora_dropout=0.5), False),
     "a copy tied to the embeddings": (copied, True),
     "tied to trained tokens": (lambda: tokens_of("embed_tokens"), True),
@@ -168,7 +160,7 @@ HEADS = {
     "LoHa, which drops ranks": (lambda: of(LoHaConfig, r=4, rank_dropout=0.5), False),
     "LoKr, which drops itself": (lambda: of(LoKrConfig, r=4, module_dropout=0.5), False),
     "BOFT, which drops blocks": (lambda: of(BOFTConfig, boft_block_size=4, boft_dropout=0.5), False),
-    "Lily, which looks at all rows": (lily, False),
+    "Lily, which looks at all rows": (lambda: of(LilyConfig, r=4), False),
     "weight_norm": (lambda: normed(parametrizations.weight_norm), False),
     "spectral_norm": (lambda: normed(parametrizations.spectral_norm), False),
     "a weight of another class": (subclassed, False),
@@ -180,19 +172,28 @@ def step(model, batch):
     torch.manual_seed(1)
     out = model(**batch)
     out.loss.backward()
-    return out, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return out
 
 
-def assert_like_stock(stock, is_chunked):
-    ours = copy.deepcopy(stock)
+def patched_copy(model):
+    ours = copy.deepcopy(model)
     patch(ours)
-    batch = batch_for(stock, SIZE)
-    (expected, gradients), (out, found) = step(stock, batch), step(ours, batch)
+    return ours
+
+
+def assert_same_gradients(stock, ours):
+    for (name, a), b in zip(stock.named_parameters(), ours.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), name
+        if a.grad is not None:
+            torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def assert_like_stock(stock, is_chunked=True):
+    ours, batch = patched_copy(stock), batch_for(stock, SIZE)
+    expected, out = step(stock, batch), step(ours, batch)
     assert (type(out.logits) is LazyLogits) == is_chunked
     torch.testing.assert_close(out.loss, expected.loss)
-    assert found.keys() == gradients.keys()
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+    assert_same_gradients(stock, ours)
 
 
 @pytest.mark.parametrize(("make", "is_chunked"), HEADS.values(), ids=HEADS)
@@ -215,47 +216,50 @@ def test_a_tied_copy_keeps_what_an_untied_one_does():
 @pytest.mark.parametrize("make", [copied, lambda: tokens_of("embed_tokens")], ids=["a copy", "tokens"])
 def test_logits_of_a_tied_head_that_are_read_have_stocks_bits(make):
     stock = make()
-    ours = copy.deepcopy(stock)
-    patch(ours)
     batch = batch_for(stock, SIZE)
     del batch["labels"]
-    expected, found = stock(**batch).logits, ours(**batch).logits
+    found = patched_copy(stock)(**batch).logits
     assert type(found) is LazyLogits
-    assert torch.equal(found.computed(), expected)
+    assert torch.equal(found.computed(), stock(**batch).logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_trained_tokens_are_no_less_accurate_than_in_stock(dtype):
     stock = tokens_of("embed_tokens").to(dtype)
-    ours, exact = copy.deepcopy(stock), copy.deepcopy(stock).double()
-    patch(ours)
-    for model in (stock, ours, exact):
+    gradients = []
+    for model in (copy.deepcopy(stock).double(), stock, patched_copy(stock)):
         step(model, batch_for(stock, SIZE))
-    errors = {}
-    for name, model in (("stock", stock), ("ours", ours)):
-        (found,), (wanted,) = ([p.grad for n, p in m.named_parameters() if "delta" in n] for m in (model, exact))
-        assert wanted.shape == (3, 32)
-        errors[name] = (found.double() - wanted).norm() / wanted.norm()
-    assert errors["ours"] < 1.3 * errors["stock"] + 1e-6
+        gradients += [p.grad.double() for name, p in model.named_parameters() if "delta" in name]
+    exact, of_stock, ours = gradients
+    assert exact.shape == (3, 32)
+    assert (ours - exact).norm() < 1.3 * (of_stock - exact).norm() + 1e-6 * exact.norm()
 
 
-@pytest.mark.parametrize("head", ["plain", "DoRA"])
-def test_hooks_on_parameters_run_once(head):
-    model = llama() if head == "plain" else lora(use_dora=True)
-    ours, calls = copy.deepcopy(model), []
-    for which in (model, ours):
+@pytest.mark.parametrize("make", [llama, lambda: lora(use_dora=True)], ids=["plain", "DoRA"])
+@pytest.mark.parametrize("when", ["loss in chunks", "logits read", "logits read, hooks late"])
+def test_hooks_on_parameters_run_once(make, when):
+    model, calls, counts = make(), [], []
+    ours = patched_copy(model)
+
+    def hook(which):
         for name, parameter in which.named_parameters():
             if "lm_head" in name and parameter.requires_grad:
                 parameter.register_hook(lambda gradient: calls.append(None) or gradient * 2)
-    patch(ours)
-    batch = batch_for(model, SIZE)
-    _, gradients = step(model, batch)
-    of_stock = len(calls)
-    out, found = step(ours, batch)
+
+    for which in (model, ours):
+        if not when.endswith("late"):
+            hook(which)
+        batch = batch_for(model, SIZE)
+        if "read" in when:
+            del batch["labels"]
+        out = which(**batch)
+        if when.endswith("late"):
+            hook(which)
+        (out.logits.square().mean() if "read" in when else out.loss).backward()
+        counts.append(len(calls))
     assert type(out.logits) is LazyLogits
-    assert len(calls) == 2 * of_stock > 0
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+    assert counts[1] == 2 * counts[0] > 0
+    assert_same_gradients(model, ours)
 
 
 def test_a_parameter_that_no_chunk_uses_gets_no_gradient():
@@ -265,7 +269,7 @@ def test_a_parameter_that_no_chunk_uses_gets_no_gradient():
         if "lora" in name:
             parameter.requires_grad_(True)
     assert any("other" in name and parameter.requires_grad for name, parameter in model.named_parameters())
-    assert_like_stock(model, True)
+    assert_like_stock(model)
 
 
 @pytest.mark.parametrize("is_read", [False, True])
@@ -283,42 +287,6 @@ def test_a_head_that_uses_what_is_not_its_own_is_refused(is_read):
         (logits.square().mean() if is_read else model(**batch, labels=labels).loss).backward()
 
 
-@pytest.mark.parametrize("head", ["plain", "DoRA"])
-@pytest.mark.parametrize("is_late", [False, True])
-def test_hooks_on_parameters_run_once_where_logits_are_read(head, is_late):
-    model = llama() if head == "plain" else lora(use_dora=True)
-    ours, calls = copy.deepcopy(model), []
-    patch(ours)
-    batch = batch_for(model, SIZE)
-    del batch["labels"]
-
-    def hook(which):
-        for name, parameter in which.named_parameters():
-            if "lm_head" in name and parameter.requires_grad:
-                parameter.register_hook(lambda gradient: calls.append(None) or gradient * 2)
-
-    for which in (model, ours):
-        if not is_late:
-            hook(which)
-        logits = which(**batch).logits
-        if is_late:
-            hook(which)
-        logits.square().mean().backward()
-    assert type(logits) is LazyLogits
-    assert calls
-    assert len(calls) % 2 == 0
-    for (name, a), b in zip(model.named_parameters(), ours.parameters(), strict=True):
-        torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-6, msg=name)
-
-
-def disabled(model):
-    return model.disable_adapter()
-
-
-def rescaled(model):
-    return rescale_adapter_scale(model, 0.25)
-
-
 @contextlib.contextmanager
 def evaluating(model):
     yield model.eval()
@@ -332,16 +300,24 @@ def other_adapter(model):
     model.set_adapter("default")
 
 
-@pytest.mark.parametrize("switch", [disabled, rescaled, evaluating, other_adapter])
+SWITCHES = {
+    "disabled": lambda model: model.disable_adapter(),
+    "rescaled": lambda model: rescale_adapter_scale(model, 0.25),
+    "evaluating": evaluating,
+    "another adapter": other_adapter,
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
 @pytest.mark.parametrize("is_read", [False, True])
 def test_a_head_that_was_switched_since_the_forward_is_refused(switch, is_read):
-    model = lora(lora_dropout=0.5 if switch is evaluating else 0.0)
+    model = lora(lora_dropout=0.5 if switch == "evaluating" else 0.0)
     model.add_adapter("other", LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False))
     model.enable_input_require_grads()
     patch(model)
     batch = batch_for(model, SIZE)
     labels = batch.pop("labels")
-    with switch(model):
+    with SWITCHES[switch](model):
         logits = model(**batch).logits
         inside = model(**batch).logits.argmax()
     assert inside.numel() == 1
@@ -373,14 +349,11 @@ def test_parameters_frozen_before_backward_get_no_gradient():
 @pytest.mark.parametrize("make", [llama, lora])
 def test_parameters_that_are_computed_get_their_gradients(make):
     model = make()
-    ours = copy.deepcopy(model)
-    patch(ours)
-    batch = batch_for(model, SIZE)
+    ours = patched_copy(model)
     for which in (model, ours):
         given = {name: parameter * 1.5 for name, parameter in which.named_parameters() if parameter.requires_grad}
-        torch.func.functional_call(which, given, (), batch, tie_weights=False).loss.backward()
-    for (name, a), b in zip(model.named_parameters(), ours.parameters(), strict=True):
-        torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-6, msg=name)
+        torch.func.functional_call(which, given, (), batch_for(model, SIZE), tie_weights=False).loss.backward()
+    assert_same_gradients(model, ours)
 
 
 def test_nothing_stays_after_an_error_in_a_chunk():

@@ -1,4 +1,4 @@
-"""Whoever reads the logits of a chunked loss gets stock's, and their gradients."""
+"""Logits of a chunked loss that are read are stock's, and so are gradients through them."""
 
 import pytest
 import torch
@@ -10,11 +10,18 @@ from support.accuracy import lm
 from support.families import Size, batch_for
 
 
-def hands_on(model, batch):
-    patch(model)
-    out = model(**batch)
-    assert type(out.logits) is LazyLogits
-    return out.logits
+def pair():
+    """A model, and one patched; and a batch without labels, and its labels."""
+    stock, ours = lm("llama"), lm("llama")
+    patch(ours)
+    batch = batch_for(stock, Size())
+    return stock, ours, batch, batch.pop("labels")
+
+
+def lazy_of(model, batch):
+    logits = model(**batch).logits
+    assert type(logits) is LazyLogits
+    return logits
 
 
 READS = {
@@ -43,26 +50,22 @@ READS = {
 }
 
 
-@pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("has_gradient", [False, True])
-def test_who_reads_logits_reads_stocks(read, has_gradient, small_chunks):
-    model, batch = lm("llama"), batch_for(lm("llama"), Size())
-    stock = model(**batch).logits
-    with torch.set_grad_enabled(has_gradient):
-        expected = torch.as_tensor(READS[read](stock))
-    logits = hands_on(model, batch)
-    with torch.set_grad_enabled(has_gradient):
-        found = READS[read](logits)
-        if isinstance(found, LazyLogits):
-            found = found.clone()
-    found = torch.as_tensor(found)
-    assert torch.equal(found, expected)
-    if has_gradient:  # without, views of what has one say so in stock
-        assert found.requires_grad == expected.requires_grad
+def test_logits_that_are_read_have_stocks_bits(has_gradient, small_chunks):
+    stock, ours, batch, _ = pair()
+    of_stock = stock(**batch).logits
+    for name, read in READS.items():
+        logits = lazy_of(ours, batch)
+        with torch.set_grad_enabled(has_gradient):
+            expected, found = torch.as_tensor(read(of_stock)), read(logits)
+            found = torch.as_tensor(found.clone() if isinstance(found, LazyLogits) else found)
+        assert torch.equal(found, expected), name
+        if has_gradient:  # without, views of what has one say so in stock
+            assert found.requires_grad == expected.requires_grad, name
 
 
 class Doubled(torch.autograd.Function):
-    """A loss of somebody else's, which is handed the tensor itself."""
+    """A loss that is handed the tensor itself."""
 
     @staticmethod
     def forward(ctx, logits):
@@ -73,6 +76,12 @@ class Doubled(torch.autograd.Function):
         return dy.expand(2, 16, 512) * 2
 
 
+def read_in_inference_mode(logits):
+    with torch.inference_mode():
+        assert logits.argmax(-1).shape == (2, 16)
+    return logits.square().mean()
+
+
 LOSSES = {
     "own function": Doubled.apply,
     "softmax and gather": lambda x: -x.log_softmax(-1)[..., 3].mean(),
@@ -81,84 +90,61 @@ LOSSES = {
     "cross-entropy outside": lambda x: F.cross_entropy(x[:, :-1].reshape(-1, 512), torch.zeros(30, dtype=torch.long)),
     "in place": lambda x: x.mul_(2).square().mean(),
     "twice": lambda x: x.square().mean() + F.cross_entropy(x.view(-1, 512).float(), torch.zeros(32, dtype=torch.long)),
+    "read in inference mode": read_in_inference_mode,
 }
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_losses_of_the_users_own_have_stocks_gradients(loss, small_chunks):
-    model, batch = lm("llama"), batch_for(lm("llama"), Size())
-    del batch["labels"]
-    LOSSES[loss](model(**batch).logits).backward()
-    expected = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    LOSSES[loss](hands_on(model, batch)).backward()
-    for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-7)
+def test_losses_of_the_users_own_have_stocks_gradients(small_chunks):
+    stock, ours, batch, _ = pair()
+    for name, loss in LOSSES.items():
+        for model, logits in ((stock, stock(**batch).logits), (ours, lazy_of(ours, batch))):
+            model.zero_grad()
+            loss(logits).backward()
+        for parameter, expected in zip(ours.parameters(), stock.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-4, atol=1e-7, msg=name)
 
 
-def test_hooks_on_logits_run(small_chunks):
-    model, batch = lm("llama"), batch_for(lm("llama"), Size())
-    logits, seen = hands_on(model, batch), []
+def test_hooks_on_logits_run_and_their_type_is_said(small_chunks):
+    _, ours, batch, _ = pair()
+    logits, seen = lazy_of(ours, batch), []
+    assert logits.type() == "torch.FloatTensor"
+    assert logits.type(torch.float64).dtype == torch.float64
     logits.register_hook(lambda gradient: seen.append(gradient.shape))
     logits.exp().sum().backward()
     assert seen == [logits.shape]
 
 
 def test_logits_read_after_the_step_raise(small_chunks):
-    model, batch = lm("llama"), batch_for(lm("llama"), Size())
-    patch(model)
-    out = model(**batch)
+    _, ours, batch, labels = pair()
+    out = ours(**batch, labels=labels)
     out.loss.backward()
-    torch.optim.SGD(model.parameters(), 0.1).step()
+    torch.optim.SGD(ours.parameters(), 0.1).step()
     with pytest.raises(RuntimeError, match=r"before optimizer\.step\(\)"):
         out.logits.argmax(-1)
 
 
 def test_the_gradient_of_logits_past_which_a_loss_was_computed_is_refused(small_chunks):
-    model, batch = lm("llama"), batch_for(lm("llama"), Size())
-    patch(model)
-    out = model(**batch)
+    _, ours, batch, labels = pair()
+    out = ours(**batch, labels=labels)
     with pytest.raises(PatchError, match=r"computed in chunks, past them. Use MemSaveConfig\(loss='stock'\)"):
         torch.autograd.grad(out.loss, out.logits)
 
 
 def test_the_gradient_of_logits_that_a_loss_was_computed_from_is_stocks(small_chunks):
-    model, batch = lm("llama"), batch_for(lm("llama"), Size())
-    del batch["labels"]
-    logits = model(**batch).logits
+    stock, ours, batch, _ = pair()
+    logits = stock(**batch).logits
     (expected,) = torch.autograd.grad(logits.exp().sum(), logits)
-    logits = hands_on(model, batch)
+    logits = lazy_of(ours, batch)
     (found,) = torch.autograd.grad(logits.exp().sum(), logits)
     assert torch.equal(found, expected)
 
 
 def test_hidden_states_written_to_before_logits_are_read_are_refused(small_chunks):
-    model, batch = lm("llama"), batch_for(lm("llama"), Size())
-    del batch["labels"]
-    patch(model)
-    out = model(**batch, output_hidden_states=True)
+    _, ours, batch, _ = pair()
+    out = ours(**batch, output_hidden_states=True)
     assert type(out.logits) is LazyLogits
     out.hidden_states[-1].data.add_(0)
     with torch.no_grad():
         out.hidden_states[-1].mul_(2)
     with pytest.raises(KeptTensorChangedError, match=r"written to in place since.* MemSaveConfig\(loss='stock'\)"):
         out.logits.argmax()
-
-
-def test_logits_read_in_inference_mode_still_have_gradients(small_chunks):
-    model, batch = lm("llama"), batch_for(lm("llama"), Size())
-    del batch["labels"]
-    model(**batch).logits.square().mean().backward()
-    expected = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    logits = hands_on(model, batch)
-    with torch.inference_mode():
-        assert logits.argmax(-1).shape == (2, 16)
-    logits.square().mean().backward()
-    for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-7)
-
-
-def test_the_type_of_logits_is_said(small_chunks):
-    logits = hands_on(lm("llama"), batch_for(lm("llama"), Size()))
-    assert logits.type() == "torch.FloatTensor" and logits.type(torch.float64).dtype == torch.float64

@@ -3,11 +3,11 @@
 import copy
 import logging
 import re
-import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from hf_memsave import WTACRS, MemSaveConfig, PatchError, measure_kept, patch
@@ -125,6 +125,25 @@ def test_a_copy_does_not_count_for_its_original(llama):
     assert report.step.nbytes_kept
 
 
+def test_a_forward_within_the_callers_checkpoint_is_not_counted_and_the_report_says_why(device):
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)).to(device)
+    report = patch(model)
+    x = torch.randn(2, 8, device=device, requires_grad=True)
+    checkpoint(model, x, use_reentrant=False).sum().backward()
+    assert not report.step.is_counted
+    assert "is not counted: it runs within gradient checkpointing" in str(report)
+    model(x).sum().backward()
+    assert report.step.is_counted and "first step: " in str(report)
+
+
+def test_zero_is_counted(device):
+    model = nn.Sequential(nn.Linear(8, 8)).to(device)
+    report = patch(model)
+    model(torch.zeros(0, 8, device=device)).sum().backward()
+    assert report.step.is_counted and report.step.nbytes_kept == 0
+    assert "not called" not in str(report) and "first step: 0.0 MiB kept" in str(report)
+
+
 # Measuring stock beside patched
 
 
@@ -174,27 +193,13 @@ class Linears(nn.Module):
         return {"loss": self.layers(x).sum()}
 
 
-@pytest.fixture
-def said(caplog):
-    """Every warning, logged or raised as such."""
-    with warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.WARNING):
-        warnings.simplefilter("always")
-        logging.getLogger("transformers").addHandler(caplog.handler)
-        yield lambda: [r.getMessage() for r in caplog.records] + [str(w.message) for w in caught]
-        logging.getLogger("transformers").removeHandler(caplog.handler)
-
-
-def of_ours(messages):
-    return [message for message in messages if "hf_memsave freed" in message]
-
-
 def test_a_model_where_little_is_avoided_gets_one_warning_that_says_where_its_bytes_are(said, device):
     model = Linears().to(device)
     report = patch(model)
     for _ in range(3):
         model(torch.randn(32, 64, device=device))["loss"].backward()
     assert report.step.nbytes_avoided < 0.05 * report.step.nbytes_kept
-    (message,) = of_ours(said())
+    (message,) = said("hf_memsave freed")
     assert next(iter(report.step.by_function("kept"))) in message and "Linears" in message
 
 
@@ -207,7 +212,7 @@ def test_a_model_loaded_with_everything_left_to_stock_is_no_error_and_warned_of(
     model = AutoModelForCausalLM.from_pretrained(tmp_path, memsave=off).train()
     for _ in range(2):
         step(model, batch_for(model))
-    assert [re.search(r"\w+ForCausalLM", message)[0] for message in of_ours(said())] == warned_of
+    assert [re.search(r"\w+ForCausalLM", message)[0] for message in said("hf_memsave freed")] == warned_of
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -218,7 +223,7 @@ def test_a_model_where_much_is_avoided_gets_none(family, checkpointing, said, de
         model.gradient_checkpointing_enable({"use_reentrant": False})
     patch(model)
     step(model, batch_for(model))
-    assert of_ours(said()) == []
+    assert said("hf_memsave freed") == []
 
 
 def test_a_module_without_parameters_is_refused_but_an_activation_by_itself_is_not():

@@ -1,13 +1,10 @@
 """What a report says of the first step is what an independent count finds: kept here, and kept by stock."""
 
 import contextlib
-import logging
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
 
 from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch
@@ -46,14 +43,19 @@ def cases():
                 yield pytest.param(family, adapter, name, id=f"{family}-{adapter}-{name}", marks=marks)
 
 
-def make(family, adapter, device="cpu"):
+def make(family, adapter):
     model, options = build(family, SIZE), ADAPTERS[adapter]
-    return (model if options is None else get_peft_model(model, LoraConfig(**options)).train()).to(device)
+    return model if options is None else get_peft_model(model, LoraConfig(**options)).train()
 
 
 def config_of(name):
     value = SETTINGS[name]
     return value if isinstance(value, str) else MemSaveConfig(**value)
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(device):
+    only_on_cpu(device, "this count of bytes")
 
 
 def counted(model, config, batch, context=contextlib.nullcontext):
@@ -64,15 +66,6 @@ def counted(model, config, batch, context=contextlib.nullcontext):
         return stock, measure_kept(model, batch).total, report.step
 
 
-@pytest.fixture
-def said(caplog):
-    logger = logging.getLogger("transformers")
-    logger.addHandler(caplog.handler)
-    with caplog.at_level(logging.WARNING):
-        yield lambda part="frees nothing": [m for r in caplog.records if part in (m := r.getMessage())]
-    logger.removeHandler(caplog.handler)
-
-
 def check(stock, kept, step):
     assert step.nbytes_kept + step.nbytes_offloaded == pytest.approx(kept, rel=0.02)
     assert step.nbytes_stock == pytest.approx(stock, rel=0.02)
@@ -80,15 +73,13 @@ def check(stock, kept, step):
 
 
 @pytest.mark.parametrize(("family", "adapter", "name"), list(cases()))
-def test_kept_and_avoided_are_what_stock_keeps(family, adapter, name, device):
-    only_on_cpu(device, "this count of bytes")
+def test_kept_and_avoided_are_what_stock_keeps(family, adapter, name):
     model = make(family, adapter)
     check(*counted(model, config_of(name), batch_for(model, SIZE)))
 
 
 @pytest.mark.parametrize("name", ["exact", "gate", "sampled"])
-def test_under_autocast_too(name, device):
-    only_on_cpu(device, "this count of bytes")
+def test_under_autocast_too(name):
     model = make("bert", "full")
     check(*counted(model, config_of(name), batch_for(model, SIZE), lambda: torch.autocast("cpu", torch.bfloat16)))
 
@@ -97,8 +88,7 @@ def test_under_autocast_too(name, device):
 @pytest.mark.parametrize("is_reentrant", [False, True], ids=["not", "reentrant"])
 @pytest.mark.parametrize("adapter", ["full", "lora"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_stock_is_the_model_with_its_own_gradient_checkpointing(family, adapter, is_reentrant, name, device):
-    only_on_cpu(device, "this count of bytes")
+def test_stock_is_the_model_with_its_own_gradient_checkpointing(family, adapter, is_reentrant, name):
     model = make(family, adapter)
     model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
     if adapter == "lora":
@@ -109,8 +99,7 @@ def test_stock_is_the_model_with_its_own_gradient_checkpointing(family, adapter,
 
 
 @pytest.mark.parametrize("name", ["exact", "gate", "block", "offload"])
-def test_what_the_caller_owns_is_not_kept(name, device):
-    only_on_cpu(device, "this count of bytes")
+def test_what_the_caller_owns_is_not_kept(name):
     torch.manual_seed(0)
     sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
     model = ViTForImageClassification(ViTConfig(**sizes, image_size=64, patch_size=16)).train()
@@ -123,15 +112,13 @@ def test_what_the_caller_owns_is_not_kept(name, device):
     check(*counted(model, config_of(name), {"inputs_embeds": embeds, "labels": torch.randint(0, 100, (2, 128))}))
 
 
-def test_an_encoder_that_is_kept_for_its_decoder_is_counted_under_autocast(device):
-    only_on_cpu(device, "this count of bytes")
+def test_an_encoder_that_is_kept_for_its_decoder_is_counted_under_autocast():
     model = build("t5", SIZE)
     check(*counted(model, True, batch_for(model, SIZE), lambda: torch.autocast("cpu", torch.bfloat16)))
 
 
 @pytest.mark.parametrize("name", ["exact", "block", "gate"])
-def test_blocks_without_a_gradient_keep_nothing(name, device, said):
-    only_on_cpu(device, "this count of bytes")
+def test_blocks_without_a_gradient_keep_nothing(name, said):
     model = make("bert", "full").requires_grad_(False)
     model.classifier.requires_grad_(True)
     stock, kept, step = counted(model, config_of(name), batch_for(model, SIZE))
@@ -139,8 +126,7 @@ def test_blocks_without_a_gradient_keep_nothing(name, device, said):
     assert step.nbytes_avoided == 0 and "freed 0.0% of what stock keeps" in said("stay, most made by")[0]
 
 
-def test_more_than_stock_is_said_in_words_and_never_as_a_negative_figure(device, said):
-    only_on_cpu(device, "this count of bytes")
+def test_more_than_stock_is_said_in_words_and_never_as_a_negative_figure(said):
     size = Size(hidden=8, heads=2, layers=2, batch=1, seq=2)  # of a block, a checkpoint keeps a generator's state
     model = build("llama", size)
     report = patch(model, MemSaveConfig(checkpoint="block"))
@@ -152,8 +138,7 @@ def test_more_than_stock_is_said_in_words_and_never_as_a_negative_figure(device,
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_logits_that_are_not_computed_are_avoided(lora, device, monkeypatch):
-    only_on_cpu(device, "this count of bytes")
+def test_logits_that_are_not_computed_are_avoided(lora, monkeypatch):
     monkeypatch.setattr(chunked_loss, "CHUNK", 2**20)
     torch.manual_seed(0)
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
@@ -165,33 +150,13 @@ def test_logits_that_are_not_computed_are_avoided(lora, device, monkeypatch):
     assert step.is_loss_chunked and step.by_function("avoided")["cross_entropy"] > 0.8 * stock
 
 
-def test_offload_says_what_lies_where(device):
-    only_on_cpu(device, "this count of bytes")
+def test_offload_says_what_lies_where():
     model = make("bert", "full")
     report = patch(model, MemSaveConfig(offload=True))
     model(**batch_for(model, SIZE)).loss.backward()
     step = report.step
     assert step.nbytes_offloaded > 20 * step.nbytes_kept > 0
     assert "in main memory" in str(report) and "most offloaded: " in str(report)
-
-
-def test_a_forward_within_the_callers_checkpoint_is_not_counted_and_the_report_says_why(device):
-    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)).to(device)
-    report = patch(model)
-    x = torch.randn(2, 8, device=device, requires_grad=True)
-    checkpoint(model, x, use_reentrant=False).sum().backward()
-    assert not report.step.is_counted
-    assert "is not counted: it runs within gradient checkpointing" in str(report)
-    model(x).sum().backward()
-    assert report.step.is_counted and "first step: " in str(report)
-
-
-def test_zero_is_counted(device):
-    model = nn.Sequential(nn.Linear(8, 8)).to(device)
-    report = patch(model)
-    model(torch.zeros(0, 8, device=device)).sum().backward()
-    assert report.step.is_counted and report.step.nbytes_kept == 0
-    assert "not called" not in str(report) and "first step: 0.0 MiB kept" in str(report)
 
 
 # Beside an exact setting
@@ -203,10 +168,7 @@ def test_zero_is_counted(device):
      ("bert", "full", "few_bit", False), ("bert", "full", "sampled", False), ("t5-encoder", "full", "sampled", True),
      ("llama", "full", "output", False)],
 )  # fmt: skip
-def test_what_frees_nothing_beside_an_exact_setting_says_so_with_both_numbers(
-    family, adapter, name, frees, said, device
-):
-    only_on_cpu(device, "this count of bytes")
+def test_what_frees_nothing_beside_an_exact_setting_says_so_with_both_numbers(family, adapter, name, frees, said):
     batch = batch_for(make(family, adapter), SIZE)
     _, exact, _ = counted(make(family, adapter), True, batch)
     model = make(family, adapter)
@@ -214,15 +176,14 @@ def test_what_frees_nothing_beside_an_exact_setting_says_so_with_both_numbers(
     for _ in range(2):
         model(**batch).loss.backward()
     assert report.step.nbytes_exact == pytest.approx(exact, rel=0.02)
-    assert len(said()) == (not frees)
-    for message in said():
+    assert len(said("frees nothing")) == (not frees)
+    for message in said("frees nothing"):
         assert f"kept {report.step.nbytes_kept / 2**20:.2f} MiB" in message
         assert f"an exact setting keeps {report.step.nbytes_exact / 2**20:.2f} MiB" in message
 
 
 @pytest.mark.parametrize("is_reentrant", [False, True], ids=["not", "reentrant"])
-def test_sampling_in_blocks_that_the_caller_runs_again_says_that_it_frees_nothing(is_reentrant, said, device):
-    only_on_cpu(device, "this count of bytes")
+def test_sampling_in_blocks_that_the_caller_runs_again_says_that_it_frees_nothing(is_reentrant, said):
     model = make("t5-encoder", "full")
     model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
     if is_reentrant:
@@ -230,15 +191,14 @@ def test_sampling_in_blocks_that_the_caller_runs_again_says_that_it_frees_nothin
     report = patch(model, config_of("sampled"))
     for _ in range(2):
         model(**batch_for(model, SIZE)).loss.backward()
-    (message,) = said()
+    (message,) = said("frees nothing")
     for n in (report.step.nbytes_kept, report.step.nbytes_exact):
         assert f"{n / 2**20:.2f} MiB" in message
     assert "but for what one block takes as it runs again" in message and not said("stay, most made by")
 
 
 @pytest.mark.parametrize("family", ["bert", "t5-encoder"])
-def test_the_preset_for_lora_samples_only_where_that_frees(family, said, device):
-    only_on_cpu(device, "this count of bytes")
+def test_the_preset_for_lora_samples_only_where_that_frees(family, said):
     model = get_peft_model(build(family, SIZE), LoraConfig(target_modules="all-linear")).train()
     batch = batch_for(model, SIZE)
     _, kept, step = counted(model, "lora-wta-crs", batch)

@@ -39,10 +39,13 @@ class OfLinear:
     """A head that is a linear of these, always the same, and what follows it."""
 
     def __init__(self, weight, bias=None, steps=(), fuses_loss=False):
-        self.weight, self.bias, self.state = weight, bias, self
-        self.steps, self.fuses_loss = steps, fuses_loss
+        self.weight, self.bias = weight, bias
+        self.steps, self.fuses_loss, self.module = steps, fuses_loss, torch.nn.Module()
 
-    def compute(self, hidden):
+    def parameters(self):
+        return [tensor for tensor in (self.weight, self.bias) if tensor is not None and tensor.requires_grad]
+
+    def of_chunk(self, hidden):
         logits = F.linear(hidden, self.weight, self.bias)
         for func, args, kwargs in self.steps:
             logits = func(logits, *args, **kwargs)

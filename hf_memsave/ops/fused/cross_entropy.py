@@ -32,21 +32,13 @@ _KEEPS = frozenset({torch.tanh, torch.Tensor.tanh})
 
 
 def suits(steps: Any, z: Tensor) -> bool:
-    """Whether logits may be written over, and the kernel knows their dtype.
-
-    Args:
-        steps: What was done to a product to get them: functions and their other arguments.
-        z: The logits ``[T, V]``.
-
-    Returns:
-        True where they are not needed.
-    """
+    """Whether logits ``z`` may be written over, after these steps from a product, and the kernel knows their dtype."""
     last: Callable[..., Any] | None = next((func for func, *_ in reversed(steps) if func not in _CONVERTS), None)
     return last not in _KEEPS and z.is_contiguous() and can_run(z)
 
 
 def loss_and_gradient(z: Tensor, target: Tensor, ignored: int, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's loss, and the gradient of their sum over ``count``.
+    """Each row's loss, and the gradient of their sum over ``count``, in the place of ``z``.
 
     Args:
         z: Logits ``[T, V]``; overwritten.
@@ -55,7 +47,7 @@ def loss_and_gradient(z: Tensor, target: Tensor, ignored: int, count: Tensor) ->
         count: fp32, of one element.
 
     Returns:
-        Losses ``[T]``, fp32, not divided; and the gradient, in the place of ``z``.
+        Losses ``[T]``, fp32, not divided; and the gradient.
 
     Raises:
         RuntimeError: On CUDA and from its kernels, as in stock, a target is no class.
