@@ -61,7 +61,7 @@ clean: ## Remove .venv and caches
 
 # Torch comes first and alone: the build it picks (CPU or CUDA) decides what the rest resolves to. DeepSpeed's build wants
 # to see it, and wheel.
-$(INSTALLED): pyproject.toml setup.py constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "$(PYTHON) is Python %d.%d, but constraints.txt pins versions for Python 3.11 or newer. Set PYTHON=, as in: make PYTHON=python3.11" % sys.version_info[:2])'
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) torch wheel

@@ -2,71 +2,54 @@
 
 import os
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from hf_memsave.config import MemSaveConfig
-from hf_memsave.errors import (
-    ConfigError,
-    KeptTensorChangedError,
-    MeasureError,
-    MemSaveError,
-    PatchError,
-    PlanError,
-)
-from hf_memsave.integrations import install
-from hf_memsave.integrations.hooks import uninstall
-from hf_memsave.patching.patch import PatchReport, patch, unpatch
-from hf_memsave.tape import Kept, measure_kept
-from hf_memsave.wtacrs import WTACRS
+from hf_memsave.integrations.hooks import install, uninstall
 
 if TYPE_CHECKING:
+    from hf_memsave.config import MemSaveConfig
+    from hf_memsave.errors import ConfigError, KeptTensorChangedError, MeasureError, MemSaveError, PatchError, PlanError
     from hf_memsave.integrations.peft import MemSaveLoraConfig
     from hf_memsave.integrations.trainer import MemSaveCallback, MemSaveMixin, MemSaveTrainer
     from hf_memsave.measure.estimate import estimate
+    from hf_memsave.patching.patch import PatchReport, patch, unpatch
     from hf_memsave.planner.plan import plan
+    from hf_memsave.tape import Kept, measure_kept
+    from hf_memsave.wtacrs import WTACRS
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "WTACRS", "ConfigError", "Kept", "KeptTensorChangedError", "MeasureError", "MemSaveCallback", "MemSaveConfig",
+    "MemSaveError", "MemSaveLoraConfig", "MemSaveMixin", "MemSaveTrainer", "PatchError", "PatchReport", "PlanError",
+    "estimate", "install", "measure_kept", "patch", "plan", "uninstall", "unpatch",
+]  # fmt: skip
+
+#: Module -> the names above that are loaded from it when they are first asked for; all others are errors.
+_MODULES = {
+    "config": ("WTACRS", "MemSaveConfig"),
+    "integrations.peft": ("MemSaveLoraConfig",),
+    "integrations.trainer": ("MemSaveCallback", "MemSaveMixin", "MemSaveTrainer"),
+    "measure.estimate": ("estimate",),
+    "patching.patch": ("PatchReport", "patch", "unpatch"),
+    "planner.plan": ("plan",),
+    "tape": ("Kept", "measure_kept"),
+}
 
 if os.environ.get("HF_MEMSAVE_NO_HOOKS", "0") in ("", "0"):
     install()
 
-__all__ = [
-    "WTACRS",
-    "ConfigError",
-    "Kept",
-    "KeptTensorChangedError",
-    "MeasureError",
-    "MemSaveCallback",
-    "MemSaveConfig",
-    "MemSaveError",
-    "MemSaveLoraConfig",
-    "MemSaveMixin",
-    "MemSaveTrainer",
-    "PatchError",
-    "PatchReport",
-    "PlanError",
-    "estimate",
-    "install",
-    "measure_kept",
-    "patch",
-    "plan",
-    "uninstall",
-    "unpatch",
-]
-
-
-#: Names that need what is not loaded before they are asked for: PEFT, or the Trainer.
-_LAZY = {
-    "MemSaveCallback": "hf_memsave.integrations.trainer",
-    "MemSaveLoraConfig": "hf_memsave.integrations.peft",
-    "MemSaveMixin": "hf_memsave.integrations.trainer",
-    "MemSaveTrainer": "hf_memsave.integrations.trainer",
-    "estimate": "hf_memsave.measure.estimate",
-    "plan": "hf_memsave.planner.plan",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name in __all__:
+        module = next((module for module, names in _MODULES.items() if name in names), "errors")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
+        return value
+    if name.startswith("_") or find_spec(f"{__name__}.{name}") is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name]), name)
+    return import_module(f"{__name__}.{name}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

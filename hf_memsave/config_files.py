@@ -1,8 +1,9 @@
-"""The files that a :class:`~hf_memsave.MemSaveConfig` is read from, the package's presets and the user's own."""
+"""The files that a :class:`~hf_memsave.MemSaveConfig` is read from: the package's presets and the user's own."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,8 @@ from hf_memsave.errors import ConfigError
 
 def presets() -> dict[str, Any]:
     """Preset name -> its YAML file."""
-    packaged = files("hf_memsave") / "configs" / "presets"
-    folder = packaged if packaged.is_dir() else Path(__file__).parent.parent / "configs" / "presets"
-    return {p.name.removesuffix(".yaml"): p for p in sorted(folder.iterdir(), key=str) if p.name.endswith(".yaml")}
+    found = sorted((files("hf_memsave") / "presets").iterdir(), key=str)
+    return {path.name.removesuffix(".yaml"): path for path in found if path.name.endswith(".yaml")}
 
 
 def is_file(name: str) -> bool:
@@ -25,10 +25,7 @@ def is_file(name: str) -> bool:
 
 
 def fields_of(path: str | Path) -> Any:
-    """What a JSON or YAML file says (every JSON file is a YAML file).
-
-    Returns:
-        A mapping, where it is a file of fields.
+    """Returns what a YAML or JSON file says (every JSON file is a YAML file): a mapping, if it is one of fields.
 
     Raises:
         ConfigError: The file is missing, malformed or empty.
@@ -41,24 +38,23 @@ def fields_of(path: str | Path) -> Any:
         raise ConfigError(f"{path} is neither JSON nor YAML: {error}") from error
     if fields is None:
         raise ConfigError(
-            f"{path} is empty: expected fields of MemSaveConfig, such as 'checkpoint: gate', got none. Use "
-            "memsave=True for the exact default, or write {}."
+            f"{path} is empty: expected fields of MemSaveConfig, such as 'checkpoint: gate', got none.",
+            "Use memsave=True for the exact default, or write {}.",
+            option="Leave --memsave out for the exact default, or write {}.",
         )
     return fields
 
 
 def refuse_unknown(cls: Any, fields: dict[str, Any]) -> None:
-    """Make sure that ``fields`` are some of the dataclass ``cls``.
-
-    Raises:
-        ConfigError: One is not.
-    """
-    known = [f.name for f in dataclasses.fields(cls)]
+    """Raise ConfigError unless ``fields`` are some of those of the dataclass ``cls``."""
+    known = [field.name for field in dataclasses.fields(cls)]
     if unknown := sorted(fields.keys() - set(known), key=str):
-        found = f"{cls.__name__} has no field {listed(unknown)}: expected {listed(known)}"
-        raise ConfigError(f"{found}. Check the spelling, or leave it out.")
+        raise ConfigError(
+            f"{cls.__name__} has no field {listed(unknown)}: expected {listed(known)}. Check the spelling, or leave it "
+            "out."
+        )
 
 
-def listed(names: Any) -> str:
+def listed(names: Iterable[Any]) -> str:
     """Names, as an error lists them."""
-    return ", ".join(repr(name) for name in names)
+    return ", ".join(map(repr, names))

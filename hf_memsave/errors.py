@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 
 class MemSaveError(Exception):
-    """Base of all errors raised by hf_memsave."""
+    """Base of all errors raised by hf_memsave.
+
+    Args:
+        message: What was expected and what was found, perhaps with the remedy.
+        remedy: The remedy, where a command line has another one; it ends the message.
+        option: That of a command line.
+
+    Attributes:
+        on_command_line: What a command says: the message with ``option``, the names of arguments as in Python.
+    """
+
+    def __init__(self, message: str, remedy: str = "", option: str = "") -> None:
+        super().__init__(f"{message} {remedy}".rstrip())
+        self.on_command_line = f"{message} {option or remedy}".rstrip()
 
 
 class ConfigError(MemSaveError, ValueError):
@@ -33,6 +44,8 @@ class MeasureError(MemSaveError, RuntimeError):
 
 def not_a_module(call: str, got: Any) -> str:
     """What to say of ``call``, such as "patch(model)", where ``got`` is no module."""
+    from torch import nn
+
     if isinstance(got, type) and issubclass(got, nn.Module):
         found, remedy = f"the class {got.__name__}", "Make a model of it first, or load one with its from_pretrained."
     elif isinstance(got, str):

@@ -11,15 +11,12 @@ from hf_memsave.wtacrs import is_int
 
 #: The fields that say what to do with a kind of module.
 KINDS = ("activation", "norm", "dropout", "attention", "lora")
-#: Those that ``layers`` can limit.
+#: The fields that ``layers`` can limit.
 LIMITED = (*KINDS, "checkpoint")
 
 
 def as_pairs(layers: Any) -> tuple[tuple[str, float], ...] | None:
-    """The canonical form of ``layers``, which can be hashed; None where nothing is limited.
-
-    Returns:
-        Kinds and numbers, sorted.
+    """Returns ``layers`` as sorted pairs, which can be hashed; None where nothing is limited.
 
     Raises:
         ConfigError: It is no mapping, or a kind or a number in it is none.
@@ -36,14 +33,12 @@ def as_pairs(layers: Any) -> tuple[tuple[str, float], ...] | None:
     for kind, number in pairs.items():
         if kind not in LIMITED:
             raise ConfigError(f"MemSaveConfig.layers: expected kinds {listed(LIMITED)}, got {kind!r}. {remedy}")
+        expected = "a whole number of blocks, 0 or more"
+        is_right = is_int(number) and number >= 0
         if kind == "checkpoint" and isinstance(number, float):
-            if not 0 <= number <= 1:
-                raise ConfigError(
-                    f"MemSaveConfig.layers['checkpoint'] must be a whole number of blocks, or a part of them from 0.0 "
-                    f"to 1.0, got {number!r}. Use 0.5 for the first half, or leave it out for all blocks."
-                )
-        elif not (is_int(number) and number >= 0):
-            raise ConfigError(
-                f"MemSaveConfig.layers[{kind!r}] must be a whole number of blocks, 0 or more, got {number!r}. {remedy}"
-            )
+            expected = "a whole number of blocks, or a part of them from 0.0 to 1.0"
+            is_right = 0 <= number <= 1
+            remedy = "Use 0.5 for the first half, or leave it out for all blocks."
+        if not is_right:
+            raise ConfigError(f"MemSaveConfig.layers[{kind!r}] must be {expected}, got {number!r}. {remedy}")
     return tuple(sorted(pairs.items())) or None

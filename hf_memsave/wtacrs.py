@@ -20,13 +20,13 @@ class WTACRS:
         estimator: "wta" (Eq. 6), "crs" (Eq. 5: unbiased, more noise), or "topk" (the rows of largest probability,
             unscaled: biased, to compare).
         targets: Linears to sample, by name or by a part of their path ("q_proj", "lora_A", "encoder.layer.0"); None for
-            all in repeated blocks of which sampling frees some bytes: the others stay exact. Where a target has LoRA,
-            its lora_A is sampled. lora_B is sampled only if named.
+            all in repeated blocks of which sampling frees some bytes. Where a target has LoRA, its lora_A is sampled;
+            lora_B only if named.
         cache: What predicts a row's gradient norm: "position" (a running profile by layer and position, a few KB);
             also the sample's own last norm, found by the batch's column "sample_idx" or by a hash of its tokens
             ("content"); or None (rows are drawn by the norm of the activation alone).
-        samples: For "sample_idx": how many samples there are. For "content": how many slots the table has, 262,144 if
-            None. The table takes at most a byte a sample and sampled linear.
+        samples: For "sample_idx", how many samples there are; for "content", how many slots the table has (262,144). It
+            takes at most a byte for each sample and sampled linear.
         minimum: Fewest rows; a batch with no more real tokens than its rows is exact.
         seed: Of the draws, which never touch the model's own generators. Layers patched one by one draw alike unless
             theirs differ.
@@ -46,22 +46,23 @@ class WTACRS:
         if isinstance(self.targets, list):
             object.__setattr__(self, "targets", tuple(self.targets))
         is_number = isinstance(self.budget, (int, float)) and not isinstance(self.budget, bool)
-        self._expect("budget", is_number and 0 < self.budget <= 1, "a number in (0, 1]", "0.3")
-        self._expect("estimator", self.estimator in ("wta", "crs", "topk"), "'wta', 'crs' or 'topk'", "'wta'")
         names = isinstance(self.targets, tuple) and self.targets and all(t and isinstance(t, str) for t in self.targets)
-        self._expect("targets", self.targets is None or names, "names of linears, or None for all in blocks",
-                     "('q_proj',), or None")  # fmt: skip
         caches = ("position", "sample_idx", "content", None)
-        self._expect("cache", self.cache in caches, "'position', 'sample_idx', 'content' or None", "'position'")
-        self._expect("minimum", is_int(self.minimum) and self.minimum >= 1, "a whole number of at least 1", "10")
-        self._expect("seed", is_int(self.seed) and self.seed >= 0, "a whole number of at least 0", "0")
-        self._expect("attention", isinstance(self.attention, bool), "True or False", "False")
+        has_samples = is_int(self.samples) and self.samples >= 1
+        expect = self._expect
+        expect("budget", is_number and 0 < self.budget <= 1, "a number in (0, 1]", "0.3")
+        expect("estimator", self.estimator in ("wta", "crs", "topk"), "'wta', 'crs' or 'topk'", "'wta'")
+        expect("targets", self.targets is None or names, "names of linears, or None for all", "('q_proj',), or None")
+        expect("cache", self.cache in caches, "'position', 'sample_idx', 'content' or None", "'position'")
+        expect("minimum", is_int(self.minimum) and self.minimum >= 1, "a whole number of at least 1", "10")
+        expect("seed", is_int(self.seed) and self.seed >= 0, "a whole number of at least 0", "0")
+        expect("attention", isinstance(self.attention, bool), "True or False", "False")
         if self.cache == "sample_idx":
             needed = "the number of training samples, since cache='sample_idx' asks for a table of them"
-            self._expect("samples", is_int(self.samples) and self.samples >= 1, needed, "samples=len(train_dataset)")
+            expect("samples", has_samples, needed, "samples=len(train_dataset)")
         elif self.samples is not None:
-            fits = self.cache == "content" and is_int(self.samples) and self.samples >= 1
-            self._expect("samples", fits, "None, or with cache='content' a number of slots", "None")
+            may_have = self.cache == "content" and has_samples
+            expect("samples", may_have, "None, or with cache='content' a number of slots", "None")
 
     def _expect(self, name: str, is_right: Any, expected: str, remedy: str) -> None:
         if not is_right:

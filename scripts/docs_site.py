@@ -10,7 +10,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 #: What pages are, and what they link to or show.
 _SHOWN = (
     "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "docs/*.md", "notebooks/*.ipynb", "configs/*/*.yaml",
-    "scripts/*.py", "scripts/bench/*.py", "scripts/results/*.*",
+    "hf_memsave/presets/*.yaml", "scripts/*.py", "scripts/bench/*.py", "scripts/results/*.*",
     "hf_memsave/_vendor/memsave_kernels/README.md",
 )  # fmt: skip
 

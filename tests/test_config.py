@@ -34,40 +34,53 @@ def test_every_field_is_tested():
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_field_cannot_be_assigned(name):
+def test_a_field_is_frozen_strict_and_tells_configs_apart(name):
     config = MemSaveConfig()
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(config, name, OTHER[name])
+    with pytest.raises(ConfigError, match=name):
+        dataclasses.replace(config, **{name: "wrong"})
+    assert MemSaveConfig(**{name: OTHER[name]}) != config
 
 
-def test_fields_are_given_by_name():
+def test_fields_are_given_by_their_names():
     with pytest.raises(TypeError, match="positional"):
         MemSaveConfig("recompute")
-
-
-def test_a_field_that_does_not_exist_is_refused():
     with pytest.raises(TypeError, match="activations"):
         MemSaveConfig(activations="stock")
 
 
-#: Those with a list of values to choose from.
-NO_NAMES = ("few_bits", "frozen", "linear", "storage", "checkpoint", "offload", "budget", "layers")
-CHOICES = [name for name in FIELDS if name not in NO_NAMES]
+CHOICES = [name for name, value in OTHER.items() if isinstance(value, str) and name not in ("storage", "budget")]
 
 
-@pytest.mark.parametrize("name", CHOICES)
-@pytest.mark.parametrize("value", ["Stock", "", None, True, 1, ["stock"]], ids=repr)
-def test_a_wrong_value_is_refused_with_those_that_are_right(name, value):
-    with pytest.raises(ConfigError, match=f"MemSaveConfig.{name} must be one of .*'(stock|torch)'.*, got ") as caught:
-        MemSaveConfig(**{name: value})
-    assert repr(value) in str(caught.value)
-    assert f"the default, {getattr(MemSaveConfig(), name)!r}" in str(caught.value)
+@pytest.mark.parametrize("name", [name for name in CHOICES if name != "checkpoint"])
+def test_a_wrong_value_is_refused_with_those_that_are_right(name):
+    for value in ("Stock", "", None, True, 1, ["stock"]):
+        message = f"MemSaveConfig.{name} must be one of .*'(stock|torch)'.*, got "
+        with pytest.raises(ConfigError, match=message) as found:
+            MemSaveConfig(**{name: value})
+        assert repr(value) in str(found.value)
+        assert f"the default, {getattr(MemSaveConfig(), name)!r}" in str(found.value)
 
 
-@pytest.mark.parametrize("name", FIELDS)
-def test_a_wrong_value_is_refused_by_replace(name):
-    with pytest.raises(ConfigError, match=name):
-        dataclasses.replace(MemSaveConfig(), **{name: "wrong"})
+#: Field -> wrong values, and what is said of each.
+WRONG = {
+    "linear": (["wta", 0.3, True, {"budget": 0.3}], r"must be None or a WTACRS, got .*Use WTACRS\(budget"),
+    "few_bits": ([0, 9, 2.5, "4", True, None], "must be a whole number from 1 to 8, got .*default, 4"),
+    "frozen": (["True", 1, None], "must be True or False, got .*default, True"),
+    "offload": (["True", 1, None], "must be True or False, got .*default, False"),
+    "storage": (["int2", "INT8", 8, True, ""], "must be one of None, 'int8', 'int4', got .*Leave it out"),
+    "checkpoint": (["Up", True, ""], "must be one of None, 'o_proj', 'qkv', 'up', 'gate', 'block', got .*Leave it out"),
+    "budget": (["24", "much", 0, -1, 1.5, True], ": .*expected bytes, or a text such as '16GiB'"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_other_wrong_values_are_refused(name):
+    values, message = WRONG[name]
+    for value in values:
+        with pytest.raises(ConfigError, match=f"MemSaveConfig.{name}.*{message}"):
+            MemSaveConfig(**{name: value})
 
 
 def test_a_config_error_is_a_value_error():
@@ -77,30 +90,6 @@ def test_a_config_error_is_a_value_error():
 
 def test_to_dict_has_every_field():
     assert MemSaveConfig(**TOGETHER).to_dict() == {**TOGETHER, "budget": None, "linear": SAMPLED}
-
-
-@pytest.mark.parametrize("value", ["wta", 0.3, True, {"budget": 0.3}], ids=repr)
-def test_linear_takes_a_wtacrs_only(value):
-    with pytest.raises(ConfigError, match=r"MemSaveConfig.linear must be None or a WTACRS, got .*Use WTACRS\(budget"):
-        MemSaveConfig(linear=value)
-
-
-@pytest.mark.parametrize("value", [0, 9, 2.5, "4", True, None], ids=repr)
-def test_few_bits_are_one_to_eight(value):
-    with pytest.raises(ConfigError, match=r"few_bits must be a whole number from 1 to 8, got .*default, 4"):
-        MemSaveConfig(few_bits=value)
-
-
-@pytest.mark.parametrize("value", ["True", 1, None], ids=repr)
-def test_frozen_is_true_or_false(value):
-    with pytest.raises(ConfigError, match="MemSaveConfig.frozen must be True or False, got .*default, True"):
-        MemSaveConfig(frozen=value)
-
-
-@pytest.mark.parametrize("value", ["int2", "INT8", 8, True, ""], ids=repr)
-def test_storage_is_int8_or_int4(value):
-    with pytest.raises(ConfigError, match="storage must be one of None, 'int8', 'int4', got .*Leave it out"):
-        MemSaveConfig(storage=value)
 
 
 def test_storage_does_not_round_away_the_precision_bit():
@@ -113,9 +102,8 @@ def test_storage_does_not_round_away_the_precision_bit():
     [
         ("norm", "must be a mapping or None, got 'norm'"),
         (6, "must be a mapping or None, got 6"),
-        (["norm"], r"must be a mapping or None, got \['norm'\]"),
-        ((("norm",),), "must be a mapping or None"),
         (["norm", 6], r"must be a mapping or None, got \['norm', 6\]"),
+        ((("norm",),), "must be a mapping or None"),
         ({"norms": 6}, "expected kinds 'activation', 'norm', .*'lora', 'checkpoint', got 'norms'"),
         ({"linear": 6}, "expected kinds .*, got 'linear'"),
         ({1: 6}, "expected kinds .*, got 1"),
@@ -128,37 +116,28 @@ def test_storage_does_not_round_away_the_precision_bit():
     ids=repr,
 )
 def test_layers_are_numbers_of_blocks_by_kind(value, message):
-    with pytest.raises(
-        ConfigError, match=f"MemSaveConfig.layers.*{message}.*Use layers={{'norm': 6}}, or leave it out"
-    ):
+    remedy = "Use layers={'norm': 6}, or leave it out"
+    with pytest.raises(ConfigError, match=f"MemSaveConfig.layers.*{message}.*{remedy}"):
         MemSaveConfig(layers=value)
 
 
-def test_layers_of_no_checkpoint_are_refused():
+def test_layers_limit_a_checkpoint_by_blocks_or_by_a_part_of_them():
+    assert MemSaveConfig(checkpoint="up", layers={"checkpoint": 0.5}).converts("checkpoint", 2, 5)
+    assert not MemSaveConfig(checkpoint="up", layers={"checkpoint": 0.5}).converts("checkpoint", 3, 5)
+    with pytest.raises(ConfigError, match=r"must be .* a part of them from 0.0 to 1.0, got 1.5. Use 0.5 for the first"):
+        MemSaveConfig(checkpoint="up", layers={"checkpoint": 1.5})
     with pytest.raises(ConfigError, match=r"layers\['checkpoint'\]: expected a checkpoint= .*Use checkpoint='gate'"):
         MemSaveConfig(layers={"checkpoint": 6})
 
 
-def test_layers_have_one_form():
+def test_layers_have_one_form(tmp_path):
     one, other = MemSaveConfig(layers={"norm": 1, "activation": 2}), MemSaveConfig(layers={"activation": 2, "norm": 1})
     assert one == other and hash(one) == hash(other)
     assert dataclasses.replace(one, norm="output").layers == one.layers
     assert MemSaveConfig(layers={}) == MemSaveConfig()
     assert [one.first_blocks(kind) for kind in ("norm", "activation", "dropout", None)] == [1, 2, None, None]
-
-
-def test_layers_are_a_mapping_in_a_file(tmp_path):
     MemSaveConfig(layers={"norm": 12}).to_file(tmp_path / "a.yaml")
     assert "layers:\n  norm: 12\n" in (tmp_path / "a.yaml").read_text()
-
-
-def test_linear_is_read_from_a_mapping():
-    assert MemSaveConfig.from_dict({"linear": SAMPLED}) == MemSaveConfig(linear=OTHER["linear"])
-
-
-def test_an_unknown_key_of_linear_is_named():
-    with pytest.raises(ConfigError, match="WTACRS has no field 'budgets': expected 'budget', 'estimator'"):
-        MemSaveConfig.from_dict({"linear": {"budgets": 0.3}})
 
 
 @pytest.mark.parametrize(
@@ -186,152 +165,108 @@ def test_a_wrong_value_of_wtacrs_is_refused_with_the_remedy(name, value, expecte
         WTACRS(**{name: value})
 
 
-@pytest.mark.parametrize("samples", [None, 0, "10"])
-def test_a_table_of_samples_needs_to_know_how_many(samples):
-    with pytest.raises(ConfigError, match=r"WTACRS.samples: expected the number of training samples.*len\(train_data"):
-        WTACRS(cache="sample_idx", samples=samples)
+def test_a_table_of_samples_needs_to_know_how_many():
+    for samples in (None, 0, "10"):
+        with pytest.raises(ConfigError, match=r"WTACRS.samples: expected the number of training .*len\(train_data"):
+            WTACRS(cache="sample_idx", samples=samples)
 
 
-def test_from_dict_takes_the_default_for_what_is_left_out():
+def test_from_dict_takes_fields_of_its_own_and_of_linear_and_refuses_others():
     assert MemSaveConfig.from_dict({"norm": "stock"}) == MemSaveConfig(norm="stock")
-
-
-def test_from_dict_names_every_unknown_key_and_the_known_ones():
+    assert MemSaveConfig.from_dict({"linear": SAMPLED}) == MemSaveConfig(linear=OTHER["linear"])
     with pytest.raises(ConfigError, match="no field 1, 'norms': expected 'activation', 'few_bits', 'norm'"):
         MemSaveConfig.from_dict({"norms": "stock", 1: 2, "norm": "stock"})
-
-
-@pytest.mark.parametrize("fields", [["norm"], "norm", 3], ids=repr)
-def test_from_dict_refuses_what_is_no_mapping(fields):
-    with pytest.raises(ConfigError, match=f"expected a mapping .* got {type(fields).__name__}"):
-        MemSaveConfig.from_dict(fields)
+    with pytest.raises(ConfigError, match="WTACRS has no field 'budgets': expected 'budget', 'estimator'"):
+        MemSaveConfig.from_dict({"linear": {"budgets": 0.3}})
+    for fields in (["norm"], "norm", 3):
+        with pytest.raises(ConfigError, match=f"expected a mapping .* got {type(fields).__name__}"):
+            MemSaveConfig.from_dict(fields)
 
 
 @pytest.mark.parametrize("name", ["config.json", "config.yaml", "config.yml", "config"])
-@pytest.mark.parametrize("fields", [{}, TOGETHER], ids=["default", "other"])
-def test_a_file_gives_back_what_was_written(tmp_path, name, fields):
-    config = MemSaveConfig(**fields)
-    config.to_file(tmp_path / name)
-    assert MemSaveConfig.from_file(tmp_path / name) == config
+def test_a_file_gives_back_what_was_written_and_is_taken_where_a_preset_is(tmp_path, name):
+    for config in (MemSaveConfig(), MemSaveConfig(**TOGETHER)):
+        for kind in (str, Path):
+            config.to_file(kind(tmp_path / name))
+            assert MemSaveConfig.from_file(kind(tmp_path / name)) == config
+            assert MemSaveConfig.resolve(kind(tmp_path / name)) == config
+    start = "{\n" if name.endswith("json") else "activation: stock\n"  # JSON where the name says so
+    assert (tmp_path / name).read_text().startswith(start)
 
 
-@pytest.mark.parametrize("name", ["config.json", "config.yaml"])
-def test_a_path_may_be_a_string(tmp_path, name):
-    path = str(tmp_path / name)
-    MemSaveConfig(**TOGETHER).to_file(path)
-    assert MemSaveConfig.from_file(path) == MemSaveConfig(**TOGETHER)
+#: What a file holds, and what is said of it.
+FILES = {
+    "": "config.yaml is empty: expected fields .* Use memsave=True",
+    "# nothing\n": "is empty",
+    "---\n": "is empty",
+    "norm: [": "config.yaml is neither JSON nor YAML",
+    "{": "is neither JSON nor YAML",
+    "norm: 'stock": "is neither JSON nor YAML",
+    "\tnorm: stock": "is neither JSON nor YAML",
+    "norm: \0": "is neither JSON nor YAML",
+    "\udcff": "config.yaml",  # no text
+    "- norm": "expected a mapping",
+    "3": "expected a mapping",
+    "norms: stock": "config.yaml: MemSaveConfig has no field 'norms': expected .*'norm'",
+    "norm: yes": "got True",
+}
 
 
-def test_json_is_written_where_the_name_says_so(tmp_path):
-    MemSaveConfig().to_file(tmp_path / "a.json")
-    MemSaveConfig().to_file(tmp_path / "a.yaml")
-    assert (tmp_path / "a.json").read_text().startswith("{\n")
-    assert (tmp_path / "a.yaml").read_text().startswith("activation: recompute\n")
-
-
-@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n"], ids=repr)
-def test_an_empty_file_is_refused_with_a_remedy(tmp_path, text):
+@pytest.mark.parametrize("text", FILES, ids=repr)
+def test_a_wrong_file_is_named_by_a_config_and_by_patch(tmp_path, text):
     path = tmp_path / "config.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=r"config.yaml is empty: expected fields .* Use memsave=True"):
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ConfigError, match=FILES[text]):
         MemSaveConfig.from_file(path)
+    with pytest.raises(ConfigError, match=FILES[text]):
+        patch(nn.GELU(), path)
 
 
 def test_an_empty_mapping_is_the_default(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text("{}")
-    assert MemSaveConfig.from_file(path) == MemSaveConfig()
+    (tmp_path / "config.yaml").write_text("{}")
+    assert MemSaveConfig.from_file(tmp_path / "config.yaml") == MemSaveConfig()
 
 
-@pytest.mark.parametrize("text", ["norm: [", "{", "norm: 'stock", "\tnorm: stock", "norm: \0"], ids=repr)
-def test_a_malformed_file_is_named(tmp_path, text):
-    path = tmp_path / "config.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match="config.yaml is neither JSON nor YAML"):
-        MemSaveConfig.from_file(path)
+def test_a_file_that_cannot_be_read_is_refused(tmp_path):
+    for name in ("missing.yaml", "."):
+        with pytest.raises(ConfigError, match="cannot read .* Expected a JSON or YAML file"):
+            MemSaveConfig.from_file(tmp_path / name)
 
 
-def test_a_file_that_is_no_text_is_refused(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_bytes(b"\x80\x02\xff")
-    with pytest.raises(ConfigError, match="config.yaml"):
-        MemSaveConfig.from_file(path)
+#: Preset -> whether it is exact.
+PRESETS = {
+    "exact": True, "few-bit": False, "invact": False, "lora-wta-crs": False, "max": True, "selective": True,
+    "tempo": False, "wta-crs": False,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("text", ["- norm", "norm", "3"], ids=repr)
-def test_a_file_of_something_else_is_refused(tmp_path, text):
-    path = tmp_path / "config.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match="expected a mapping"):
-        MemSaveConfig.from_file(path)
+def test_presets_are_configs_and_know_whether_they_are_exact():
+    assert {name: MemSaveConfig.preset(name).is_exact for name in presets()} == PRESETS
+    assert not MemSaveConfig(storage="int8").is_exact
+    assert MemSaveConfig(checkpoint="block", offload=True).is_exact
 
 
-@pytest.mark.parametrize(
-    ("text", "message"), [("norms: stock", "no field 'norms'"), ("norm: yes", "got True")], ids=repr
-)
-def test_a_file_with_a_wrong_field_or_value_is_refused(tmp_path, text, message):
-    path = tmp_path / "config.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        MemSaveConfig.from_file(path)
-
-
-@pytest.mark.parametrize("name", ["missing.yaml", "."], ids=["missing", "folder"])
-def test_a_file_that_cannot_be_read_is_refused(tmp_path, name):
-    with pytest.raises(ConfigError, match="cannot read .* Expected a JSON or YAML file"):
-        MemSaveConfig.from_file(tmp_path / name)
-
-
-def test_presets_are_listed():
-    assert "exact" in presets()
-
-
-@pytest.mark.parametrize("name", presets())
-def test_every_preset_is_a_config(name):
-    assert isinstance(MemSaveConfig.preset(name), MemSaveConfig)
-
-
-def test_the_exact_preset_is_the_default():
+def test_the_exact_preset_is_the_default_and_says_every_field():
     assert MemSaveConfig.preset("exact") == MemSaveConfig()
-
-
-def test_the_exact_preset_says_every_field():
     # So that a new default does not change what the preset means without a look at it.
     assert set(FIELDS) == {line.split(":")[0] for line in presets()["exact"].read_text().splitlines() if line[0] != "#"}
 
 
-@pytest.mark.parametrize("name", ["exactly", "", "../presets/exact", "exact.yaml"])
-def test_an_unknown_preset_is_refused_with_those_there_are(name):
-    with pytest.raises(ConfigError, match="unknown preset .*: expected one of .*'exact'"):
-        MemSaveConfig.preset(name)
+def test_an_unknown_preset_is_refused_with_those_there_are():
+    for name in ("exactly", "", "../presets/exact", "exact.yaml"):
+        with pytest.raises(ConfigError, match="unknown preset .*: expected one of .*'exact'"):
+            MemSaveConfig.preset(name)
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (True, MemSaveConfig()),
-        (False, None),
-        (None, None),
-        ("exact", MemSaveConfig()),
-        ({"norm": "stock"}, MemSaveConfig(norm="stock")),
-        ({}, MemSaveConfig()),
-        (MemSaveConfig(**TOGETHER), MemSaveConfig(**TOGETHER)),
-    ],
-    ids=repr,
-)
-def test_resolve(value, expected):
-    assert MemSaveConfig.resolve(value) == expected
-
-
-def test_resolve_gives_back_a_config_itself():
+def test_resolve():
     config = MemSaveConfig(**TOGETHER)
     assert MemSaveConfig.resolve(config) is config
-
-
-@pytest.mark.parametrize("value", [1, 0, 1.5, ["exact"], MemSaveConfig], ids=repr)
-def test_resolve_refuses_anything_else(value):
-    with pytest.raises(ConfigError, match=f"got {type(value).__name__}"):
-        MemSaveConfig.resolve(value)
+    assert MemSaveConfig.resolve(False) is None is MemSaveConfig.resolve(None)
+    assert MemSaveConfig.resolve({"norm": "stock"}) == MemSaveConfig(norm="stock")
+    assert all(MemSaveConfig.resolve(value) == MemSaveConfig() for value in (True, "exact", {}))
+    for value in (1, 0, 1.5, ["exact"], MemSaveConfig):
+        with pytest.raises(ConfigError, match=f"got {type(value).__name__}"):
+            MemSaveConfig.resolve(value)
 
 
 @pytest.mark.parametrize("trip", [copy.copy, copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))])
@@ -339,32 +274,6 @@ def test_a_copy_is_equal(trip):
     config = MemSaveConfig(**TOGETHER)
     assert trip(config) == config
     assert hash(trip(config)) == hash(config)
-
-
-@pytest.mark.parametrize("name", FIELDS)
-def test_configs_that_differ_are_not_equal(name):
-    assert MemSaveConfig(**{name: OTHER[name]}) != MemSaveConfig()
-
-
-@pytest.mark.parametrize(
-    ("name", "is_exact"),
-    [("exact", True), ("selective", True), ("tempo", False), ("invact", False), ("few-bit", False), ("wta-crs", False),
-     ("lora-wta-crs", False)],
-)  # fmt: skip
-def test_a_preset_knows_whether_it_is_exact(name, is_exact):
-    assert MemSaveConfig.preset(name).is_exact == is_exact
-    assert not MemSaveConfig(storage="int8").is_exact
-    assert MemSaveConfig(checkpoint="block", offload=True).is_exact
-
-
-# Wherever a preset is, a file is accepted
-
-
-@pytest.mark.parametrize("name", ["plan.yaml", "plan.yml", "plan.json", "plan"])
-@pytest.mark.parametrize("kind", [str, Path])
-def test_a_file_is_accepted_wherever_a_preset_is(tmp_path, name, kind):
-    MemSaveConfig(**TOGETHER).to_file(tmp_path / name)
-    assert MemSaveConfig.resolve(kind(tmp_path / name)) == MemSaveConfig(**TOGETHER)
 
 
 def test_a_preset_goes_before_a_file_of_its_name(tmp_path, monkeypatch):
@@ -385,23 +294,7 @@ def test_a_model_is_patched_by_a_file(tmp_path):
         assert patch(model, given).config == report.config
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("", "is empty"), ("norms: stock", "plan.yaml: MemSaveConfig has no field 'norms': expected .*'norm'")],
-)
-def test_a_model_refuses_a_wrong_file(tmp_path, text, message):
-    (tmp_path / "plan.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        patch(nn.GELU(), tmp_path / "plan.yaml")
-
-
 # A budget
-
-
-@pytest.mark.parametrize("budget", ["24", "much", 0, -1, 1.5, True], ids=repr)
-def test_a_budget_is_bytes_or_a_size_with_a_unit(budget):
-    with pytest.raises(ConfigError, match=r"MemSaveConfig.budget: .*expected bytes, or a text such as '16GiB'"):
-        MemSaveConfig(budget=budget)
 
 
 @pytest.mark.parametrize("fields", [{"checkpoint": "up"}, {"offload": True}, {"layers": {"checkpoint": 2}}], ids=repr)

@@ -27,7 +27,7 @@ def test_the_site_is_built_without_a_warning_and_a_broken_link_is_one(tmp_path):
     pytest.importorskip("mkdocs")
     for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "mkdocs.yml"):
         shutil.copy(ROOT / name, tmp_path / name)
-    for name in ("docs", "notebooks", "configs", "scripts"):
+    for name in ("docs", "notebooks", "configs", "scripts", "hf_memsave/presets"):
         shutil.copytree(ROOT / name, tmp_path / name)
     kernels = Path("hf_memsave", "_vendor", "memsave_kernels", "README.md")
     (tmp_path / kernels).parent.mkdir(parents=True)

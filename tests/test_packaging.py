@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import venv
 import zipfile
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -25,7 +26,7 @@ UNSEEN = {"accelerate"}
 #: Import -> the extra that brings it. The package does without where it is not there.
 OPTIONAL = {"bitsandbytes": "quantized", "matplotlib": "plot", "jinja2": "plot"}
 
-#: Measured beside ours, where somebody has installed them.
+#: Measured beside ours, where they are installed.
 RIVALS = {"liger_kernel", "unsloth"}
 
 
@@ -44,7 +45,7 @@ def imported(folder: Path) -> set[str]:
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 found.add(node.module or "")
-    return {name.partition(".")[0] for name in found} - set(sys.stdlib_module_names) - {"hf_memsave", "hf_memsave_cli"}
+    return {name.partition(".")[0] for name in found} - set(sys.stdlib_module_names) - {"hf_memsave"}
 
 
 def test_dependencies_are_what_the_package_imports():
@@ -85,16 +86,20 @@ def test_lower_bounds_are_those_that_are_tested():
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """Built from a copy: a build writes beside its sources."""
-    folder = tmp_path_factory.mktemp("wheel")
-    copy = folder / "source"
-    listed = ["pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "hf_memsave", "hf_memsave_cli.py"]
-    copy.mkdir()
-    subprocess.run(["cp", "-r", *(REPO / name for name in [*listed, "configs"]), copy], check=True)
-    command = [sys.executable, "-c", f"import setuptools.build_meta as b; print(b.build_wheel({str(folder)!r}))"]
-    subprocess.run(command, cwd=copy, check=True, capture_output=True)
-    return next(folder.glob("*.whl"))
+def clone(tmp_path_factory) -> Path:
+    """A copy under the name of a clone: a build writes beside its sources."""
+    folder = tmp_path_factory.mktemp("above") / "hf_memsave"
+    shutil.copytree(REPO / "hf_memsave", folder / "hf_memsave", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(REPO / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(clone) -> Path:
+    command = "import setuptools.build_meta as b; print(b.build_wheel('..'))"
+    subprocess.run([sys.executable, "-c", command], cwd=clone, check=True, capture_output=True)
+    return next(clone.parent.glob("*.whl"))
 
 
 def test_the_wheel_holds_the_package_and_its_presets_only(wheel):
@@ -102,10 +107,10 @@ def test_the_wheel_holds_the_package_and_its_presets_only(wheel):
         files = {name for name in archive.namelist() if ".dist-info/" not in name}
     sources = (REPO / "hf_memsave").rglob("*.py")
     package = {str(p.relative_to(REPO)) for p in sources if "_vendor" not in p.parts or "torch-ext" in p.parts}
-    assert {name for name in files if name.endswith(".py")} == package | {"hf_memsave_cli.py"}
+    assert {name for name in files if name.endswith(".py")} == package
     others = {name for name in files if not name.endswith(".py")}
-    presets = {f"hf_memsave/configs/presets/{p.name}" for p in (REPO / "configs" / "presets").iterdir()}
-    assert presets < others and "hf_memsave/py.typed" in others
+    presets = {f"hf_memsave/presets/{p.name}" for p in (REPO / "hf_memsave" / "presets").iterdir()}
+    assert len(presets) >= 8 and presets < others and "hf_memsave/py.typed" in others
     rest = re.compile(r"hf_memsave/(py\.typed|\w+/\w+\.(json|html)|_vendor/\w+/(LICENSE|VERSION))")
     assert all(rest.fullmatch(name) for name in others - presets)
 
@@ -116,6 +121,7 @@ from pathlib import Path
 import torch
 import hf_memsave
 from hf_memsave.cli import main
+from hf_memsave.ops.fused.kernels import kernels
 assert Path(hf_memsave.__file__).is_relative_to(sys.argv[1]), hf_memsave.__file__
 from transformers import AutoModelForCausalLM, TrainingArguments
 model = AutoModelForCausalLM.from_pretrained("model", memsave=True)
@@ -132,7 +138,7 @@ trainer = hf_memsave.MemSaveTrainer(model, TrainingArguments("out", **options), 
 trainer.train()
 assert trainer.state.log_history[0]["memsave/freed_mib"] > 0
 sizes = ["--batch-size", "2", "--seq-len", "8"]
-assert hf_memsave.ops.fused.kernels.kernels().__file__.startswith(sys.argv[1])
+assert kernels().__file__.startswith(sys.argv[1])
 for command in (["report", "model", *sizes], ["verify", "model", *sizes], ["doctor", "model"],
                 ["estimate", "model", *sizes]):
     print("memsave", *command)
@@ -140,15 +146,48 @@ for command in (["report", "model", *sizes], ["verify", "model", *sizes], ["doct
 """
 
 
-@pytest.mark.long
-def test_the_wheel_works_away_from_the_repository(wheel, tmp_path):
-    site, libraries = tmp_path / "site", tmp_path / "libraries"
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(site)
-    libraries.mkdir()  # all that is installed here, but the package itself, which a .pth or a finder brings
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory) -> Path:
+    """All that is installed here, but the package itself, which a .pth or a finder brings."""
+    folder = tmp_path_factory.mktemp("libraries")
     for path in Path(sysconfig.get_paths()["purelib"]).iterdir():
         if "hf_memsave" not in path.name and path.suffix != ".pth":
-            (libraries / path.name).symlink_to(path)
+            (folder / path.name).symlink_to(path)
+    return folder
+
+
+PATCH = """
+import hf_memsave
+from torch import nn
+print(hf_memsave.__file__)
+assert hf_memsave.patch(nn.Sequential(nn.Linear(4, 4), nn.GELU()), "exact").patched
+"""
+
+
+@pytest.mark.long
+def test_an_editable_install_is_found_from_anywhere_also_beside_a_clone_of_its_name(clone, libraries, tmp_path):
+    venv.create(tmp_path / "venv", symlinks=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    ask = [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"]
+    site = Path(subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip())
+    (site / "libraries.pth").write_text(str(libraries), encoding="utf-8")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [python, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-e", clone]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for folder in (clone.parent, tmp_path):
+        (folder / "script.py").write_text(PATCH, encoding="utf-8")
+        script = [python, folder / "script.py"]
+        done = subprocess.run(script, env=environment, capture_output=True, text=True, cwd=folder)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.splitlines()[-1] == str(clone / "hf_memsave" / "__init__.py")
+
+
+@pytest.mark.long
+def test_the_wheel_works_away_from_the_repository(wheel, libraries, tmp_path):
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
     build("llama").save_pretrained(tmp_path / "model")
     environment = {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{libraries}", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(

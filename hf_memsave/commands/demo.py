@@ -5,105 +5,159 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from functools import partial
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from torch import Tensor
 
-from hf_memsave.commands import check_picture, positive_int
+from hf_memsave import Kept, measure_kept, patch
+from hf_memsave.commands.demo_task import DemoTask, generated_task, glue_task
+from hf_memsave.commands.options import NUMBER, check_picture, progress_bar
 from hf_memsave.sizes import MIB
 
-if TYPE_CHECKING:
-    from hf_memsave.commands.demo_task import DemoTask
-    from hf_memsave.commands.demo_training import Run
-
 _STEPS, _QUICK_STEPS = 240, 70
+_BATCH_SIZE = 32
+_SEED = 0
+_HIDDEN = 128
 
 
-def add_to(commands: Any) -> None:
-    """Add this command to the subparsers of ``memsave``."""
-    parser = commands.add_parser(
-        "demo",
-        help="train a small BERT and a small LLaMA, stock and patched, and compare",
-        description="Trains a small BERT and a small LLaMA from random weights with transformers.Trainer on the CPU, "
-        "each stock and patched from the same seed, and compares losses, accuracy, kept memory and time. Exit status 1 "
-        "if a loss or a weight differs in a single bit.",
+@dataclass(frozen=True)
+class Run:
+    """What one run gave: the loss of every step, the final weights, dev accuracy, memory and time."""
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+    accuracy: float
+    kept: Kept
+    seconds_per_step: float
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    parser.description = (
+        "Trains a small BERT and a small LLaMA from random weights with transformers.Trainer on the CPU, each stock "
+        "and patched from the same seed, and compares losses, accuracy, kept memory and time. Exit status 1 if a loss "
+        "or a weight differs in a single bit."
     )
-    parser.add_argument(
-        "--data-dir", type=Path, metavar="DIR", help="a folder of official GLUE files; without it, data is generated"
-    )
+    option = parser.add_argument
+    data = "a folder of official GLUE files; without it, data is generated"
+    option("--data-dir", type=Path, metavar="DIR", help=data)
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--quick", action="store_true", help=f"{_QUICK_STEPS} steps instead of {_STEPS}")
-    length.add_argument("--steps", type=positive_int, metavar="N", help="so many steps")
-    parser.add_argument(
-        "--out", type=Path, metavar="PNG", help="the picture to write (demo.png, if matplotlib is installed)"
-    )
-    parser.set_defaults(run=run)
+    length.add_argument("--steps", **NUMBER, help="so many steps")
+    option("--out", type=Path, metavar="PNG", help="the picture to write (demo.png, if matplotlib is installed)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, compare, print the table and write the picture.
-
-    Returns:
-        0, or 1 if a patched run differs from its stock one.
-    """
+    """Train, compare, print the table and write the picture; returns 0, or 1 if a patched run differs from stock's."""
     has_picture = args.out is not None or find_spec("matplotlib") is not None
     out = args.out or Path("demo.png")
     if has_picture:
         check_picture(out)
-    from hf_memsave.commands import demo_task, demo_training
-
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)  # models this small gain little from more, and lose much where other programs run
     steps = args.steps or (_QUICK_STEPS if args.quick else _STEPS)
-    examples = steps * demo_training.BATCH_SIZE
-    if args.data_dir:
-        task = demo_task.glue_task(args.data_dir, examples)
-    else:
-        task = demo_task.generated_task(examples, demo_training.SEED)
-    console = Console(highlight=False)
-    console.print(task.description, task.limits, sep="\n", markup=False)
-    configs = demo_training.model_configs(task)
-    done = {}
-    with _progress(console) as progress:
-        bars = {
-            (name, patched): progress.add_task(f"{name} {'patched' if patched else 'stock'}", total=steps, start=False)
-            for name in configs
-            for patched in (False, True)
-        }
-        for (name, patched), bar in bars.items():
-            progress.start_task(bar)
-            advance = partial(progress.advance, bar)
-            done[name, patched] = demo_training.train(configs[name], task, steps, patched=patched, advance=advance)
-    runs = {name: (done[name, False], done[name, True]) for name in configs}
-
+    examples = steps * _BATCH_SIZE
+    task = glue_task(args.data_dir, examples) if args.data_dir else generated_task(examples, _SEED)
+    console = Console(highlight=False, markup=False)
+    console.print(task.description, task.limits, sep="\n")
+    runs = {}
+    for name, config in model_configs(task).items():
+        done = []
+        for is_patched in (False, True):
+            with progress_bar(console, f"{name} {'patched' if is_patched else 'stock'}") as tell:
+                done.append(train(config, task, steps, is_patched, tell))
+        runs[name] = (done[0], done[1])
     console.print(results_table(runs, task))
     for line in unlearned(runs, task, steps):
-        console.print(line, markup=False)
+        console.print(line)
     if has_picture:
         from hf_memsave.commands.pictures import demo_picture
 
         demo_picture(out, task.description, runs)
-        console.print(f"Picture: {out}", markup=False)
+        console.print(f"Picture: {out}")
     else:
-        console.print("No picture: that needs matplotlib. Run: pip install 'hf_memsave[plot]'", markup=False)
-    failures = {name: found for name, pair in runs.items() if (found := demo_training.difference(*pair))}
+        console.print("No picture: that needs matplotlib. Run: pip install 'hf_memsave[plot]'")
+    failures = {name: found for name, pair in runs.items() if (found := difference(*pair))}
     for name, found in failures.items():
-        print(
-            f"memsave demo: {name}: {found}. Expected equal bits. Please report this, with the versions of torch and "
-            "transformers.",
-            file=sys.stderr,
-        )
+        please = "Please report this, with the versions of torch and transformers."
+        print(f"memsave demo: {name}: {found}. Expected equal bits. {please}", file=sys.stderr)
     if not failures:
         console.print(f"Stock and patched agree to the last bit in all {steps} losses and in every trained weight.")
     return int(bool(failures))
+
+
+def model_configs(task: DemoTask) -> dict[str, transformers.PreTrainedConfig]:
+    """Two layers of BERT, with its dropout (but none in attention), and two of LLaMA, which by default has none."""
+    common = dict(
+        vocab_size=len(task.tokenizer), pad_token_id=task.tokenizer.pad_token_id, num_labels=task.labels,
+        hidden_size=_HIDDEN, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=128,
+        initializer_range=0.05,  # the usual 0.02 suits wider models
+    )  # fmt: skip
+    return {
+        "BERT": transformers.BertConfig(intermediate_size=4 * _HIDDEN, attention_probs_dropout_prob=0.0, **common),
+        "LLaMA": transformers.LlamaConfig(intermediate_size=11 * _HIDDEN // 4, num_key_value_heads=2, **common),
+    }
+
+
+def train(config: Any, task: DemoTask, steps: int, patched: bool, tell: Callable[[float], None]) -> Run:
+    """Train from random weights; stock and patched runs see the same seed, batches and dropout masks."""
+    transformers.set_seed(_SEED)
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    if patched:
+        patch(model)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = transformers.TrainingArguments(
+            folder, max_steps=steps, per_device_train_batch_size=_BATCH_SIZE,
+            per_device_eval_batch_size=4 * _BATCH_SIZE, learning_rate=2e-3, warmup_steps=steps // 5, logging_steps=1,
+            save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, dataloader_pin_memory=False,
+            seed=_SEED,
+        )  # fmt: skip
+        trainer = transformers.Trainer(
+            model, arguments, train_dataset=task.train, eval_dataset=task.dev, callbacks=[_Told(tell)],
+            data_collator=transformers.DataCollatorWithPadding(task.tokenizer), compute_metrics=_accuracy,
+        )  # fmt: skip
+        trainer.remove_callback(transformers.PrinterCallback)
+        kept = measure_kept(model.train(), dict(next(iter(trainer.get_train_dataloader()))))
+        transformers.set_seed(_SEED)
+        seconds = trainer.train().metrics["train_runtime"]
+        accuracy = trainer.evaluate()["eval_accuracy"]
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return Run(losses, model.state_dict(), accuracy, kept, seconds / steps)
+
+
+class _Told(transformers.TrainerCallback):
+    """Tells how far training is."""
+
+    def __init__(self, tell: Callable[[float], None]) -> None:
+        self.tell = tell
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.tell(state.global_step / state.max_steps)
+
+
+def _accuracy(prediction: transformers.EvalPrediction) -> dict[str, float]:
+    return {"accuracy": float((prediction.predictions.argmax(axis=-1) == prediction.label_ids).mean())}
+
+
+def difference(stock: Run, patched: Run) -> str | None:
+    """Where two runs differ, in a loss or a weight, or None if they are equal to the bit."""
+    for step, (expected, got) in enumerate(zip(stock.losses, patched.losses, strict=True), start=1):
+        if expected != got:
+            return f"the loss of step {step} is {expected!r} stock and {got!r} patched"
+    for name, weight in stock.weights.items():
+        if not torch.equal(weight, patched.weights[name]):
+            return f"{name} differs after training"
+    return None
 
 
 def unlearned(runs: dict[str, tuple[Run, Run]], task: DemoTask, steps: int) -> list[str]:
@@ -122,28 +176,13 @@ def unlearned(runs: dict[str, tuple[Run, Run]], task: DemoTask, steps: int) -> l
 
 def results_table(runs: dict[str, tuple[Run, Run]], task: DemoTask) -> Table:
     """Two rows for each model: stock, and patched below it."""
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("model")
-    table.add_column("run")
+    table = Table("model", "run", box=box.SIMPLE_HEAD)
     for header in ("final loss", "dev accuracy", "majority", "kept MiB", "ratio", "s/step"):
         table.add_column(header, justify="right")
-    for name, pair in runs.items():
-        for label, run in zip(("stock", "patched"), pair, strict=True):
-            ratio = pair[0].kept.total / run.kept.total
-            table.add_row(
-                name if run is pair[0] else "",
-                label,
-                f"{run.losses[-1]:.6f}",
-                f"{run.accuracy:.1%}",
-                f"{task.majority:.1%}",
-                f"{run.kept.total / MIB:.1f}",
-                f"{ratio:.2f}x",
-                f"{run.seconds_per_step:.3f}",
-                end_section=run is pair[1],
-            )
+    for name, (stock, patched) in runs.items():
+        for label, run in (("stock", stock), ("patched", patched)):
+            cells = (f"{run.losses[-1]:.6f}", f"{run.accuracy:.1%}", f"{task.majority:.1%}")
+            kept = (f"{run.kept.total / MIB:.1f}", f"{stock.kept.total / run.kept.total:.2f}x")
+            table.add_row(name if run is stock else "", label, *cells, *kept, f"{run.seconds_per_step:.3f}")
+        table.add_section()
     return table
-
-
-def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description:<14}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)

@@ -10,14 +10,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hf_memsave.commands import CommandError
+from hf_memsave.commands.options import CommandError
 from hf_memsave.data.glue import TASKS, guess_task, read_glue
 from hf_memsave.data.wordpiece import train_wordpiece
 
-_NUMBERS = (
-    "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen "
-    "nineteen twenty"
-).split()
+_NUMBERS = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
+_NUMBERS += "seventeen eighteen nineteen twenty".split()
 _PEOPLE = "sailor baker farmer teacher doctor painter dancer judge".split()
 _VERBS = "has finds sells paints keeps".split()
 _THINGS = "boats chairs lamps baskets clocks tables books apples".split()
@@ -49,12 +47,9 @@ class DemoTask:
 
 
 def generated_task(train_examples: int, seed: int) -> DemoTask:
-    """Pairs such as "the baker sells nine lamps in the market" and "the baker has more than six lamps".
+    """Returns pairs such as "the baker sells nine lamps in the market" and "the baker has more than six lamps".
 
     The label says whether the second sentence follows from the first, that is, whether its number is the smaller one.
-
-    Returns:
-        ``train_examples`` to train on, and 500 dev examples.
     """
     rng = random.Random(seed)
     pairs = [_pair(rng) for _ in range(train_examples + _DEV_EXAMPLES)]
@@ -74,13 +69,10 @@ def _pair(rng: random.Random) -> tuple[str, str, int]:
 
 
 def glue_task(data_dir: Path, train_examples: int) -> DemoTask:
-    """The pairs or sentences of a folder of official GLUE files, which by its name or columns tells the task.
+    """Returns the first examples of a folder of official GLUE files, which by its name or columns tells the task.
 
     Words of a pair that the other text lacks are one word: no model learns from random weights and a few thousand pairs
     what words mean, but one can learn how much two texts have in common.
-
-    Returns:
-        The first training examples, and the first 500 dev examples.
 
     Raises:
         CommandError: The task is no classification.
@@ -100,14 +92,8 @@ def glue_task(data_dir: Path, train_examples: int) -> DemoTask:
     if len(texts) == 2:
         texts = tuple([*map(_shared, these, others)] for these, others in (texts, texts[::-1]))
         limits += f' "{_OTHER}" stands for each word that the other text lacks.'
-    return _encoded(
-        f"{task.folder} from {data_dir}",
-        limits,
-        len(task.labels),
-        texts,
-        [*train["label"], *dev["label"]],
-        used,
-    )
+    labels = [*train["label"], *dev["label"]]
+    return _encoded(f"{task.folder} from {data_dir}", limits, len(task.labels), texts, labels, used)
 
 
 def _shared(text: str, other: str) -> str:
@@ -121,9 +107,6 @@ def _encoded(
     """Tokenize with a vocabulary trained on the training texts, which come first."""
     tokenizer = train_wordpiece((text for column in texts for text in column[:train_examples]), _VOCABULARY)
     encoded = tokenizer(*texts, truncation=True, max_length=_LONGEST)
-    names = list(encoded)
-    examples = [
-        {"labels": label, **dict(zip(names, row, strict=True))}
-        for label, *row in zip(labels, *encoded.values(), strict=True)
-    ]
+    names = ("labels", *encoded)
+    examples = [dict(zip(names, row, strict=True)) for row in zip(labels, *encoded.values(), strict=True)]
     return DemoTask(description, limits, classes, tokenizer, examples[:train_examples], examples[train_examples:])

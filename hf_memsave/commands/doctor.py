@@ -20,8 +20,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import import_utils
 
-from hf_memsave import MemSaveConfig, PatchError, PatchReport, __version__, patch
-from hf_memsave.commands.options import quiet
+from hf_memsave import MemSaveConfig, PatchError, __version__, patch
+from hf_memsave.commands.options import add, quiet
+from hf_memsave.commands.report import sites_table
 from hf_memsave.measure.models import build_empty, load_config
 from hf_memsave.tape import hooks_work
 
@@ -42,43 +43,39 @@ _MISSING = "not installed"
 _CPU_BF16 = ("amx_bf16", "avx512_bf16", "bf16")
 
 
-def add_to(commands: Any) -> None:
-    """Add this command to the subparsers of ``memsave``."""
-    parser = commands.add_parser(
-        "doctor",
-        help="versions, devices and other patchers; what would be patched in a model, and what not and why",
-        description="Prints what a bug report needs. With a model, also what patch() changes in it, found on the meta "
-        "device from its configuration alone. Exit status 1 if something prevents patching, 2 on a wrong argument.",
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    parser.description = (
+        "Prints what a bug report needs. With a model, also what patch() changes in it, found on the meta device from "
+        "its configuration alone. Exit status 1 if something prevents patching, 2 on a wrong argument."
     )
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL_OR_CONFIG",
-        help="a folder with config.json, such a file, a model type (bert, llama, ...), a name on the hub",
-    )
-    parser.add_argument("--memsave", metavar="PRESET", default="exact", help="a preset or YAML file (%(default)s)")
-    parser.set_defaults(run=run)
+    add(parser, "model", nargs="?")
+    add(parser, "--memsave")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look around and print.
-
-    Returns:
-        0, or 1 if something prevents patching.
-    """
+    """Look around and print; returns 0, or 1 if something prevents patching."""
     memsave = MemSaveConfig.named(args.memsave)
     quiet()
     config = load_config(args.model) if args.model else None
     problems = find_problems()
     model = build_empty(config) if config is not None and not problems else None
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     sections = {"Versions": versions, "Devices": devices, "Attention": attentions, "Other patchers": patchers}
     for title, rows in sections.items():
-        console.print(_section(title, rows()))
+        table = Table(title=title, title_justify="left", show_header=False, box=box.SIMPLE)
+        for row in rows().items():
+            table.add_row(*row)
+        console.print(table)
     if model is not None:
         try:
             report = patch(model, memsave)
-            console.print(_sites(report), _summary(report), sep="\n")
+            others = sum(site.op not in ("block", "model") for site in report.patched)
+            console.print(sites_table(Counter((site.status, site.op, site.cls, site.reason) for site in report.sites)))
+            console.print(
+                f"{report.covered}, {others} other modules patched, {len(report.skipped)} skipped.\nFunctions are "
+                "recorded in all that runs inside: what that frees, `memsave report` measures."
+            )
         except PatchError as error:
             problems.append(f"{args.model}: {error}")
     for problem in problems:
@@ -147,11 +144,12 @@ def find_problems() -> list[str]:
     """What prevents patching in this process, whatever the model."""
     found = []
     with torch.enable_grad():
-        if not hooks_work():
-            found.append(
-                "saved-tensor hooks are disabled here, so everything would be kept as in stock. Leave the block of "
-                "torch.func, forward-mode AD, or torch.autograd.graph.disable_saved_tensors_hooks that surrounds this."
-            )
+        has_hooks = hooks_work()
+    if not has_hooks:
+        found.append(
+            "saved-tensor hooks are disabled here, so everything would be kept as in stock. Leave the block of "
+            "torch.func, forward-mode AD, or torch.autograd.graph.disable_saved_tensors_hooks that surrounds this."
+        )
     for name, bound in needed().items():
         if (installed := _version(name)) != _MISSING and not bound.contains(installed, prereleases=True):
             found.append(f"{name}: expected {bound}, got {installed}. Run: pip install '{name}{bound}'")
@@ -167,16 +165,13 @@ def find_problems() -> list[str]:
 def _replaced_by(package: str) -> list[str]:
     """Classes in the loaded models of Transformers that ``package`` has replaced, or whose forward it has."""
     found = []
-    for name, module in list(sys.modules.items()):
-        if not name.startswith("transformers.models.") or ".modeling_" not in name:
-            continue
-        for key, value in list(vars(module).items()):
-            if not (isinstance(value, type) and issubclass(value, nn.Module)):
-                continue
-            forward: Any = getattr(value, "forward", None)
-            sources = (value.__module__, getattr(forward, "__module__", None) or "")
-            if any(source.split(".")[0].startswith(package) for source in sources):
-                found.append(f"{name.removeprefix('transformers.models.')}.{key}")
+    modules = {name: module for name, module in sys.modules.items() if name.startswith("transformers.models.")}
+    for name, module in modules.items():
+        for key, value in list(vars(module).items()) if ".modeling_" in name else ():
+            if isinstance(value, type) and issubclass(value, nn.Module):
+                sources = (value.__module__, getattr(getattr(value, "forward", None), "__module__", None) or "")
+                if any(source.startswith(package) for source in sources):
+                    found.append(f"{name.removeprefix('transformers.models.')}.{key}")
     return found
 
 
@@ -185,32 +180,3 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return _MISSING
-
-
-def _section(title: str, rows: dict[str, str]) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False, box=box.SIMPLE)
-    for row in rows.items():
-        table.add_row(*row)
-    return table
-
-
-def _sites(report: PatchReport) -> Table:
-    """Every site, grouped: patched; skipped, and why."""
-    table = Table(title="Sites", title_justify="left", box=box.SIMPLE_HEAD)
-    for header in ("status", "count", "op", "class", "why"):
-        table.add_column(header)
-    groups = Counter((site.status, site.op, site.cls, site.reason) for site in report.sites)
-    last = ""
-    for (status, op, cls, reason), count in sorted(groups.items()):
-        table.add_row(status if status != last else "", str(count), op, cls, reason)
-        last = status
-    return table
-
-
-def _summary(report: PatchReport) -> str:
-    """What the tape covers, and how to learn what that frees."""
-    others = sum(site.op not in ("block", "model") for site in report.patched)
-    return (
-        f"{report.covered}, {others} other modules patched, {len(report.skipped)} skipped.\nFunctions are recorded in "
-        "all that runs inside: what that frees, `memsave report` measures."
-    )

@@ -19,7 +19,7 @@ from hf_memsave.sizes import GIB, MIB
 #: What is alive -> its colour: Paul Tol's bright scheme, told apart in every kind of colour vision, on black and white.
 PARTS = {"parameters": "#4477AA", "states": "#66CCEE", "gradients": "#CCBB44", "activations": "#EE6677"}
 OWN = "#AA3377"
-#: Setting -> its colour, where settings stand side by side.
+#: Setting -> its colour.
 SETTINGS = {"stock": "#8A8A8A", "patched": "#228833"}
 # Where a phase of the step begins and ends along a timeline, which tells the order and not the time.
 _SPANS = {"forward": (0.0, 1.0), "backward": (1.0, 2.0), "optimizer": (2.0, 2.3)}
@@ -27,28 +27,6 @@ _SPANS = {"forward": (0.0, 1.0), "backward": (1.0, 2.0), "optimizer": (2.0, 2.3)
 _INK = "#010203"
 # Rows of the table of modules; the rest is summed.
 _ROWS = 12
-#: Kind of op -> what such bytes are, in plain words.
-_WORDS = {
-    "linear": "results of matrix products",
-    "attention": "what attention keeps for itself",
-    "norm": "inputs and statistics of norms",
-    "activation": "inputs and results of GELU, SiLU and the like",
-    "dropout": "which elements were dropped, and the result",
-    "cast": "the same numbers in another precision",
-    "residual": "sums that run past each part of a layer",
-    "embedding": "tokens and positions as vectors",
-    "loss": "scores of the whole vocabulary, for each token",
-    "other": "everything else",
-}
-
-
-#: What is alive -> what that is, in plain words.
-_MEANINGS = {
-    "parameters": "The weights of the model.",
-    "states": "What the optimizer remembers of each weight that it trains.",
-    "gradients": "How each of those weights should change.",
-    "activations": "Results of the layers: those kept for backward, and those that live for a moment.",
-}
 
 
 def columns(result: Estimate) -> dict[str, Memory]:
@@ -62,6 +40,10 @@ def in_units(nbytes: float) -> str:
         if nbytes >= unit:
             return f"{nbytes / unit:,.1f} {name}"
     return f"{nbytes:.0f} B" if nbytes else "0"
+
+
+def _unit(nbytes: float) -> tuple[int, str]:
+    return (GIB, "GiB") if nbytes >= GIB else (MIB, "MiB")
 
 
 def draw(path: Path, result: Estimate, title: str) -> None:
@@ -83,19 +65,18 @@ def draw(path: Path, result: Estimate, title: str) -> None:
 
 def timeline_axes(axes: Axes, memory: Memory, highest: int, limit: int | None) -> None:
     """Draw what is alive over the step, in its parts up to ``highest`` bytes, with the peak and the limit marked."""
-    unit, name = (GIB, "GiB") if highest >= GIB else (MIB, "MiB")
+    unit, name = _unit(highest)
     points = memory.timeline
     edges: list[float] = []
     for phase, (start, end) in _SPANS.items():
         count = sum(point.phase == phase for point in points)
         edges += [start + (end - start) * i / count for i in range(count)]
     edges.append(_SPANS["optimizer"][1])
-    gradients = [point.gradients for point in points]
     held = memory.parameters + memory.states
     heights = {
-        "parameters": [memory.parameters for _ in points],
-        "states": [memory.states for _ in points],
-        "gradients": gradients,
+        "parameters": [memory.parameters] * len(points),
+        "states": [memory.states] * len(points),
+        "gradients": [point.gradients for point in points],
         "activations": [point.live - held - point.gradients for point in points],
     }
     base = [0.0] * len(points)
@@ -103,14 +84,12 @@ def timeline_axes(axes: Axes, memory: Memory, highest: int, limit: int | None) -
         top = [low + n / unit for low, n in zip(base, nbytes, strict=True)]
         axes.stairs(top, edges, baseline=base, fill=True, color=PARTS[part], label=part, linewidth=0)
         base = top
-    until = highest if limit is None or limit >= 2 * highest else max(highest, limit)
-    line = None
-    if limit is not None and limit <= until:
-        line = (limit - CONTEXT - WORKSPACES) / unit
+    until, line = highest, None
+    if limit is not None and limit < 2 * highest:
+        until, line = max(highest, limit), (limit - CONTEXT - WORKSPACES) / unit
         axes.axhline(line, color=_INK, linestyle="--", linewidth=1)
-        axes.annotate(
-            "limit", (edges[-1], line), (-3, 3), textcoords="offset points", color=_INK, fontsize=9, ha="right"
-        )
+        place = ((edges[-1], line), (-3, 3))
+        axes.annotate("limit", *place, textcoords="offset points", color=_INK, fontsize=9, ha="right")
     index = max(range(len(points)), key=lambda i: points[i].live)
     at, height = (edges[index] + edges[index + 1]) / 2, points[index].live / unit
     axes.plot(at, height, "o", color=_INK, markersize=6)
@@ -130,7 +109,7 @@ def timeline_axes(axes: Axes, memory: Memory, highest: int, limit: int | None) -
 
 def _bars(axes: Axes, title: str, rows: list[dict[str, Any]]) -> None:
     """Bars of stock beside patched, the largest on top."""
-    unit, name = (GIB, "GiB") if max(max(row["bytes"].values()) for row in rows) >= GIB else (MIB, "MiB")
+    unit, name = _unit(max(rows[0]["bytes"].values()))
     shown = list(rows[0]["bytes"])
     for i, setting in enumerate(shown):
         middles = [y + (i - (len(shown) - 1) / 2) * 0.4 for y in range(len(rows))]
@@ -147,27 +126,24 @@ def _bars(axes: Axes, title: str, rows: list[dict[str, Any]]) -> None:
 
 def rows_by_kind(result: Estimate) -> list[dict[str, Any]]:
     """A row for each kind of op, the most bytes first."""
-    return _rows(result, "by_kind", _WORDS)
+    return _rows(result, "by_kind")
 
 
 def rows_by_module(result: Estimate) -> list[dict[str, Any]]:
     """A row for each module that keeps the most, "*" for the number of a layer; the rest in one."""
-    rows = _rows(result, "by_module", {})
-    rest = rows[_ROWS - 1 :] if len(rows) > _ROWS else []
-    if rest:
-        total = {name: sum(row["bytes"][name] for row in rest) for name in columns(result)}
-        rows = [*rows[: _ROWS - 1], {"name": f"{len(rest)} others", "words": "", "bytes": total}]
-    return rows
+    rows = _rows(result, "by_module")
+    if len(rows) <= _ROWS:
+        return rows
+    rows, rest = rows[: _ROWS - 1], rows[_ROWS - 1 :]
+    total = {name: sum(row["bytes"][name] for row in rest) for name in columns(result)}
+    return [*rows, {"name": f"{len(rest)} others", "bytes": total}]
 
 
-def _rows(result: Estimate, field: str, words: Mapping[str, str]) -> list[dict[str, Any]]:
-    amounts = {name: getattr(memory, field) for name, memory in columns(result).items()}
-    names = dict.fromkeys(key for amount in amounts.values() for key in amount)
-    rows = [
-        {"name": n, "words": words.get(n, ""), "bytes": {s: amount.get(n, 0) for s, amount in amounts.items()}}
-        for n in names
-    ]
-    return sorted((row for row in rows if any(row["bytes"].values())), key=lambda row: -max(row["bytes"].values()))
+def _rows(result: Estimate, field: str) -> list[dict[str, Any]]:
+    amounts = {setting: getattr(memory, field) for setting, memory in columns(result).items()}
+    names = dict.fromkeys(name for amount in amounts.values() for name, nbytes in amount.items() if nbytes)
+    rows = [{"name": name, "bytes": {s: amount.get(name, 0) for s, amount in amounts.items()}} for name in names]
+    return sorted(rows, key=lambda row: -max(row["bytes"].values()))
 
 
 def _highest(result: Estimate) -> int:
@@ -175,24 +151,17 @@ def _highest(result: Estimate) -> int:
 
 
 def write_page(path: Path, result: Estimate, title: str, settings: Mapping[str, str]) -> None:
-    """Write one HTML file with everything in it.
-
-    Args:
-        path: The page to write.
-        result: Of :func:`~hf_memsave.measure.estimate.estimate`.
-        title: The model's name.
-        settings: What was estimated, in words.
-    """
+    """Write one HTML file with everything in it: a model's name, and what was estimated, in words."""
+    loader = PackageLoader("hf_memsave.commands", ".")
     environment = Environment(
-        loader=PackageLoader("hf_memsave.commands", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )  # fmt: skip
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+    )
     environment.filters["units"] = in_units
     environment.filters["dictmax"] = lambda amounts: max(amounts.values())
     shown = columns(result)
     page = environment.get_template("estimate_page.html").render(
         title=title, settings=settings, result=result, shown=shown, parts=PARTS, own=OWN, colors=SETTINGS,
-        meanings=_MEANINGS, own_bytes=CONTEXT + WORKSPACES,
+        own_bytes=CONTEXT + WORKSPACES,
         widest=max(*(memory.needed for memory in shown.values()), result.memory or 0),
         pictures={name: _svg(memory, result, name) for name, memory in shown.items()},
         kinds=rows_by_kind(result), modules=rows_by_module(result),

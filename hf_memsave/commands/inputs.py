@@ -5,19 +5,26 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from rich.console import Console
+from transformers import PreTrainedConfig
 
-from hf_memsave.commands import CommandError, positive_int
-from hf_memsave.commands.options import DTYPES, quiet, weights_of
-from hf_memsave.commands.shrunk import shrunk
+from hf_memsave.commands.options import FILE, NUMBER, CommandError, add, quiet, weights_of
 from hf_memsave.measure.inputs import forward_of, make_batch, read_batch
-from hf_memsave.measure.models import has_weights, load_config, load_model
+from hf_memsave.measure.layers import at_depth, depth_fields, period
+from hf_memsave.measure.models import build_empty, has_weights, load_config, load_model
+from hf_memsave.sizes import GIB
 
 _SEQUENCES, _TOKENS = 2, 64
+#: Parameters that are compared without a question; drawing more takes minutes.
+_MOST = 10**9
+#: Weights, their gradients, and the gradients of the three steps that are compared.
+_COPIES = 5
+#: A part of the free memory.
+_SHARE = 0.7
 
 
 @dataclass(frozen=True)
@@ -37,37 +44,23 @@ class Inputs:
 
 def add_inputs(parser: argparse.ArgumentParser) -> None:
     """Add the options that :func:`load_inputs` reads."""
-    parser.add_argument(
+    option = parser.add_argument
+    option(
         "model",
         metavar="MODEL",
         help="the folder of a saved model or PEFT adapter, or a name on the hub; or, for random weights, a config.json "
         "or a model type (bert, llama, ...)",
     )
-    parser.add_argument(
-        "--batch", type=Path, metavar="FILE", help="tensors by name: torch.save, .safetensors, .json, .jsonl (examples)"
-    )
-    parser.add_argument("--batch-size", type=positive_int, metavar="N", help=f"random sequences ({_SEQUENCES})")
-    parser.add_argument("--seq-len", type=positive_int, metavar="N", help=f"tokens in each ({_TOKENS})")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), help="of the weights (as saved; with --autocast fp32)")
-    parser.add_argument("--autocast", choices=["bf16"], help="compute in bf16 with fp32 weights (Trainer's bf16=True)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to run (%(default)s)")
+    option("--batch", **FILE, help="tensors by name: torch.save, .safetensors, .json, .jsonl (examples)")
+    option("--batch-size", **NUMBER, help=f"random sequences ({_SEQUENCES})")
+    option("--seq-len", **NUMBER, help=f"tokens in each ({_TOKENS})")
+    add(parser, "--dtype", help="of the weights (as saved; with --autocast fp32)")
+    add(parser, "--autocast")
+    option("--device", choices=["cpu", "cuda"], default="cpu", help="where to run (%(default)s)")
 
 
 def load_inputs(args: argparse.Namespace, console: Console, *, may_shrink: bool = False) -> Inputs:
-    """Load what the options name.
-
-    Args:
-        args: With the options of :func:`add_inputs`.
-        console: Shows that it takes a while.
-        may_shrink: Whether ``args.layers``, or fewer of a model that is too large, will do where weights are random.
-
-    Returns:
-        Model and batch.
-
-    Raises:
-        CommandError: The options contradict each other.
-        MeasureError: Model or batch cannot be loaded.
-    """
+    """Load what the options name; where weights are random, perhaps with fewer layers than the model's own."""
     dtype = weights_of(args)
     if args.batch and (args.batch_size or args.seq_len):
         raise CommandError("--batch brings its own sizes, got --batch-size or --seq-len as well. Leave one out.")
@@ -79,8 +72,8 @@ def load_inputs(args: argparse.Namespace, console: Console, *, may_shrink: bool 
         config = None
         if may_shrink and not has_weights(args.model):
             whole = load_config(args.model)
-            config, said = shrunk(args.model, whole, dtype or whole.dtype or torch.float32, args.layers)
-            console.print(said, markup=False, end="\n" if said else "")
+            config, note = shrunk(args.model, whole, dtype or whole.dtype or torch.float32, args.layers)
+            console.print(note, markup=False, end="\n" if note else "")
         elif may_shrink and args.layers:
             raise CommandError(f"--layers: expected random weights, got those of {args.model}. Leave it out.")
         model, head, weights = load_model(args.model, dtype, config=config)
@@ -88,3 +81,32 @@ def load_inputs(args: argparse.Namespace, console: Console, *, may_shrink: bool 
         model.to(args.device).train()
         batch = {name: value.to(args.device) for name, value in batch.items()}
     return Inputs(model, batch, weights, torch.bfloat16 if args.autocast else None)
+
+
+def shrunk(name: str, config: PreTrainedConfig, dtype: torch.dtype, layers: int | None) -> tuple[PreTrainedConfig, str]:
+    """A configuration whose model is small enough to be drawn and compared, and what to say of its layers, if fewer."""
+    own = {field: getattr(config, field) for field in depth_fields(config)}
+    if layers is not None:
+        return at_depth(config, dict.fromkeys(own, layers)), ""
+    free = psutil.virtual_memory().available * _SHARE
+    each = dtype.itemsize * _COPIES
+    whole = _count(config)
+    if whole <= _MOST and whole * each <= free:
+        return config, ""
+    every = period(config)
+    for number in (max(2, every), every):
+        few = at_depth(config, {field: min(number, full) for field, full in own.items()})
+        if (found := _count(few)) * each <= free:
+            return few, (
+                f"{name} has {whole / 1e6:,.0f} M parameters in {sum(own.values())} layers. Compared are "
+                f"{number} layers of that width, {found / 1e6:,.0f} M; --layers N takes others."
+            )
+    raise CommandError(
+        f"{name} has {whole / 1e6:,.0f} M parameters, and even {every} of its layers need {found * each / GIB:.1f} GiB "
+        f"with what is compared: expected at most {free / GIB:.1f}. Use --dtype bf16, or name a config.json of less "
+        "width."
+    )
+
+
+def _count(config: PreTrainedConfig) -> int:
+    return int(sum(p.numel() for p in build_empty(config).parameters()))

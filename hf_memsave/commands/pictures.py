@@ -13,28 +13,17 @@ from hf_memsave.sizes import MIB
 from hf_memsave.tape.meter import KINDS_OF_OPS
 
 if TYPE_CHECKING:
-    from hf_memsave.commands.demo_training import Run
+    from hf_memsave.commands.demo import Run
 
-_COLORS = dict(
-    zip(
-        KINDS_OF_OPS,
-        # Paul Tol's muted scheme, told apart in every kind of colour vision; grey for the rest.
-        ("#332288", "#88CCEE", "#44AA99", "#117733", "#DDCC77", "#999933", "#CC6677", "#882255", "#AA4499", "#BBBBBB"),
-        strict=True,
-    )
-)
+# Paul Tol's muted scheme, told apart in every kind of colour vision; grey for the rest.
+_SCHEME = "#332288 #88CCEE #44AA99 #117733 #DDCC77 #999933 #CC6677 #882255 #AA4499 #BBBBBB".split()
+_COLORS = dict(zip(KINDS_OF_OPS, _SCHEME, strict=True))
 # Shares of the highest bar: smaller segments cannot be seen, or have no room for their figure.
 _SMALLEST, _SMALLEST_LABELLED = 0.001, 0.022
 
 
 def kept_bars(path: Path, title: str, bars: Mapping[str, Mapping[str, float]]) -> None:
-    """Write one stacked bar for each setting, with a segment for each kind of op.
-
-    Args:
-        path: The picture to write.
-        title: What was measured.
-        bars: Label -> bytes by kind of op. The first is the one the others are compared with.
-    """
+    """Write :func:`stacked_bars` to a picture."""
     figure = Figure(figsize=(8, 6.5), layout="constrained", dpi=150)
     figure.suptitle(title, wrap=True, fontsize=11)
     stacked_bars(figure.add_subplot(), bars)
@@ -42,13 +31,7 @@ def kept_bars(path: Path, title: str, bars: Mapping[str, Mapping[str, float]]) -
 
 
 def demo_picture(path: Path, title: str, runs: Mapping[str, tuple[Run, Run]]) -> None:
-    """Write the loss curves of each model, stock under patched, above its two stacked bars.
-
-    Args:
-        path: The picture to write.
-        title: The task.
-        runs: Model -> its stock and its patched run.
-    """
+    """Write the loss curves of each model's stock and patched run, above its two stacked bars."""
     figure = Figure(figsize=(5.5 * len(runs), 8.5), layout="constrained", dpi=150)
     figure.suptitle(title, wrap=True, fontsize=11)
     rows = figure.subplots(2, len(runs), squeeze=False, height_ratios=(2, 3))
@@ -64,19 +47,19 @@ def demo_picture(path: Path, title: str, runs: Mapping[str, tuple[Run, Run]]) ->
 
 
 def stacked_bars(axes: Axes, bars: Mapping[str, Mapping[str, float]]) -> None:
-    """Draw the bars of :func:`kept_bars`."""
+    """Draw a bar for each setting, with a segment for each kind of op; bytes by kind, compared with the first's."""
     totals = [sum(kept.values()) for kept in bars.values()]
     highest = max(totals)
     digits = 0 if highest > 100 * MIB else 1
+    bottoms = [0.0] * len(bars)
     for kind in KINDS_OF_OPS:
         heights = [kept.get(kind, 0) / MIB for kept in bars.values()]
-        if max(heights) * MIB < _SMALLEST * highest:
-            continue
-        below = KINDS_OF_OPS[: KINDS_OF_OPS.index(kind)]
-        bottoms = [sum(kept.get(k, 0) for k in below) / MIB for kept in bars.values()]
-        drawn = axes.bar(range(len(bars)), heights, 0.6, bottoms, color=_COLORS[kind], label=kind, edgecolor="white")
-        labels = [f"{h:,.{digits}f}" if h * MIB > _SMALLEST_LABELLED * highest else "" for h in heights]
-        axes.bar_label(drawn, labels, label_type="center", fontsize=9, color=_ink(_COLORS[kind]))
+        if max(heights) * MIB >= _SMALLEST * highest:
+            color = _COLORS[kind]
+            drawn = axes.bar(range(len(bars)), heights, 0.6, bottoms, color=color, label=kind, edgecolor="white")
+            labels = [f"{h:,.{digits}f}" if h * MIB > _SMALLEST_LABELLED * highest else "" for h in heights]
+            axes.bar_label(drawn, labels, label_type="center", fontsize=9, color=_ink(color))
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     for index, total in enumerate(totals):
         ratio = f"\n{totals[0] / total:.2f}x less" if index else ""
         axes.annotate(
@@ -84,10 +67,8 @@ def stacked_bars(axes: Axes, bars: Mapping[str, Mapping[str, float]]) -> None:
             ha="center", va="bottom", fontsize=11, fontweight="bold",
         )  # fmt: skip
     axes.set_xticks(range(len(bars)), list(bars), fontsize=11)
-    axes.set_ylabel("kept between forward and backward [MiB]")
-    axes.set_ylim(0, highest / MIB * 1.15)
-    handles, names = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], names[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    axes.set(ylabel="kept between forward and backward [MiB]", ylim=(0, highest / MIB * 1.15))
+    axes.legend(reverse=True, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -26,6 +26,10 @@ class GlueDataError(MemSaveError, ValueError):
     """A GLUE folder or file that is missing, malformed or not what the task says."""
 
 
+#: Split on the hub -> file name.
+_FILES = {"train": "train.tsv", "validation": "dev.tsv", "test": "test.tsv"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class GlueTask:
     """One GLUE task: where its examples are in the official files, and what they become.
@@ -48,9 +52,7 @@ class GlueTask:
     labels: tuple[str, ...]
     label_column: str = "label"
     labels_are_ids: bool = True
-    files: Mapping[str, str] = field(
-        default_factory=lambda: {"train": "train.tsv", "validation": "dev.tsv", "test": "test.tsv"}
-    )
+    files: Mapping[str, str] = field(default_factory=_FILES.copy)
     headerless: tuple[str, ...] = ()
     broken_lines: float = 0.0
 
@@ -91,62 +93,43 @@ TASKS: dict[str, GlueTask] = {
     task.name: task
     for task in (
         GlueTask(
-            name="cola",
-            folder="CoLA",
-            text={"sentence": "sentence"},
-            labels=("unacceptable", "acceptable"),
+            name="cola", folder="CoLA", text={"sentence": "sentence"}, labels=("unacceptable", "acceptable"),
             headerless=("source", "label", "mark", "sentence"),
         ),
         GlueTask(name="sst2", folder="SST-2", text={"sentence": "sentence"}, labels=("negative", "positive")),
         GlueTask(
-            name="mrpc",
-            folder="MRPC",
-            text={"sentence1": "#1 String", "sentence2": "#2 String"},
-            labels=("not_equivalent", "equivalent"),
-            label_column="Quality",
+            name="mrpc", folder="MRPC", text={"sentence1": "#1 String", "sentence2": "#2 String"},
+            labels=("not_equivalent", "equivalent"), label_column="Quality",
         ),
         GlueTask(
-            name="qqp",
-            folder="QQP",
-            text={"question1": "question1", "question2": "question2"},
-            labels=("not_duplicate", "duplicate"),
-            label_column="is_duplicate",
+            name="qqp", folder="QQP", text={"question1": "question1", "question2": "question2"},
+            labels=("not_duplicate", "duplicate"), label_column="is_duplicate",
             broken_lines=1e-3,  # a few questions in the official train.tsv contain a line break
         ),
         GlueTask(name="stsb", folder="STS-B", text=_PAIR, labels=(), label_column="score"),
         GlueTask(
-            name="mnli",
-            folder="MNLI",
-            text={"premise": "sentence1", "hypothesis": "sentence2"},
-            labels=("entailment", "neutral", "contradiction"),
-            label_column="gold_label",
-            labels_are_ids=False,
+            name="mnli", folder="MNLI", text={"premise": "sentence1", "hypothesis": "sentence2"},
+            labels=("entailment", "neutral", "contradiction"), label_column="gold_label", labels_are_ids=False,
             files={
                 "train": "train.tsv",
-                "validation_matched": "dev_matched.tsv",
-                "validation_mismatched": "dev_mismatched.tsv",
-                "test_matched": "test_matched.tsv",
-                "test_mismatched": "test_mismatched.tsv",
+                "validation_matched": "dev_matched.tsv", "validation_mismatched": "dev_mismatched.tsv",
+                "test_matched": "test_matched.tsv", "test_mismatched": "test_mismatched.tsv",
             },
         ),
         GlueTask(
-            name="qnli",
-            folder="QNLI",
-            text={"question": "question", "sentence": "sentence"},
-            labels=("entailment", "not_entailment"),
-            labels_are_ids=False,
+            name="qnli", folder="QNLI", text={"question": "question", "sentence": "sentence"},
+            labels=("entailment", "not_entailment"), labels_are_ids=False,
         ),
         GlueTask(name="rte", folder="RTE", text=_PAIR, labels=("entailment", "not_entailment"), labels_are_ids=False),
         GlueTask(name="wnli", folder="WNLI", text=_PAIR, labels=("not_entailment", "entailment")),
     )
-}
+}  # fmt: skip
 
 
 def read_glue(data_dir: str | Path, task: str, split: str) -> datasets.Dataset:
-    """Read one split of one task (of :data:`TASKS`, named as on the hub) from a folder of official GLUE files.
+    """Returns one split of one task (of :data:`TASKS`, named as on the hub) from a folder of official GLUE files.
 
-    Returns:
-        The examples, with the task's text columns, "label" (-1 where the file has none) and "idx" (row of the file).
+    Its columns are the task's text columns, "label" (-1 where the file has none) and "idx" (row of the file).
 
     Raises:
         GlueDataError: If the task, the split or the file does not exist, or a line is not what the task says.
@@ -156,7 +139,8 @@ def read_glue(data_dir: str | Path, task: str, split: str) -> datasets.Dataset:
     spec = _lookup(task, TASKS, "GLUE task")
     path = _find(Path(data_dir), [_lookup(split, spec.files, f"{spec.folder} split")], spec.folder)
     unlabelled = split.startswith("test")
-    header, lines = _header_and_lines(path, () if unlabelled else spec.headerless)
+    lines = _split_lines(path)
+    header = _header(lines, () if unlabelled else spec.headerless)
     labelled = not unlabelled or spec.label_column in header
     missing = [name for name in (*spec.text.values(), *[spec.label_column] * labelled) if name not in header]
     if missing:
@@ -171,8 +155,7 @@ def read_glue(data_dir: str | Path, task: str, split: str) -> datasets.Dataset:
         if label is None:
             raise GlueDataError(
                 f"{path}, line {number}: expected {_listed(spec.label_names) or 'a number'} in column "
-                f"{spec.label_column}, got {row[spec.label_column]!r}. Correct the line, or name the task the file "
-                "belongs to."
+                f"{spec.label_column}, got {row[spec.label_column]!r}. Correct the line, or name the file's task."
             )
         for name, column in spec.text.items():
             columns[name].append(row[column])
@@ -181,17 +164,13 @@ def read_glue(data_dir: str | Path, task: str, split: str) -> datasets.Dataset:
     if not columns["idx"]:
         raise GlueDataError(f"{path}: expected one example on each line, got none. Fetch the file again.")
 
-    features = {name: datasets.Value("string") for name in spec.text}
-    features["label"] = datasets.ClassLabel(names=list(spec.labels)) if spec.labels else datasets.Value("float32")
-    features["idx"] = datasets.Value("int32")
+    label = datasets.ClassLabel(names=list(spec.labels)) if spec.labels else datasets.Value("float32")
+    features = {name: datasets.Value("string") for name in spec.text} | {"label": label, "idx": datasets.Value("int32")}
     return datasets.Dataset.from_dict(columns, features=datasets.Features(features), split=split)
 
 
 def guess_task(data_dir: str | Path) -> str:
-    """The GLUE task of a folder, by the folder's name, else by the columns and first label of its training file.
-
-    Returns:
-        A key of `TASKS`.
+    """Returns the key in `TASKS` of a folder, by its name, else by the columns and first label of its training file.
 
     Raises:
         GlueDataError: If neither tells the task.
@@ -204,7 +183,8 @@ def guess_task(data_dir: str | Path) -> str:
     path = _find(folder, ["train.tsv", "dev.tsv", "dev_matched.tsv"], "GLUE")
     matches = []
     for task in TASKS.values():
-        header, lines = _header_and_lines(path, task.headerless)
+        lines = _split_lines(path)
+        header = _header(lines, task.headerless)
         _, cells = next(lines, (0, []))
         if len(cells) == len(header) and {*task.text.values(), task.label_column} <= set(header):
             if task.label_id(cells[header.index(task.label_column)]) is not None:
@@ -235,10 +215,9 @@ def _find(folder: Path, names: list[str], wanted: str) -> Path:
     )
 
 
-def _header_and_lines(path: Path, header: tuple[str, ...]) -> tuple[tuple[str, ...], Iterator[tuple[int, list[str]]]]:
-    """The columns (read from the file unless given) and an iterator over the numbered lines below them."""
-    lines = _split_lines(path)
-    return header or tuple(next(lines, (0, []))[1]), lines
+def _header(lines: Iterator[tuple[int, list[str]]], header: tuple[str, ...]) -> tuple[str, ...]:
+    """The columns: taken from the lines, unless given."""
+    return header or tuple(next(lines, (0, []))[1])
 
 
 def _split_lines(path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -260,8 +239,7 @@ def _rows(
     path: Path, task: GlueTask, header: tuple[str, ...], lines: Iterator[tuple[int, list[str]]]
 ) -> Iterator[tuple[int, int, dict[str, str]]]:
     """Yield the index from 0, the line number and the cells by column of each line that has the header's columns."""
-    broken = []
-    total = 0
+    broken, total = [], 0
     for index, (number, cells) in enumerate(lines):
         total = index + 1
         if len(cells) == len(header):

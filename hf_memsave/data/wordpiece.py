@@ -19,10 +19,9 @@ class VocabularyError(MemSaveError, ValueError):
 
 
 def train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a lower-casing BERT tokenizer; the same texts give the same ids in every process.
+    """Returns a lower-casing tokenizer with BERT's special tokens and pair template ``[CLS] a [SEP] b [SEP]``.
 
-    Returns:
-        A tokenizer with BERT's special tokens and its pair template ``[CLS] a [SEP] b [SEP]``.
+    It is trained: equal texts give equal ids in every process.
 
     Raises:
         VocabularyError: If there is no text, or `vocab_size` leaves no room for an alphabet.
@@ -56,10 +55,7 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def load_vocab_tokenizer(vocab_file: str | Path) -> PreTrainedTokenizerFast:
-    """Read a BERT ``vocab.txt``: one token a line, its id the line's number from 0.
-
-    Returns:
-        A tokenizer with BERT's special tokens and its pair template.
+    """Returns the tokenizer of a BERT ``vocab.txt``: one token a line, its id the line's number from 0.
 
     Raises:
         VocabularyError: If the file does not exist, lacks a special token or repeats a token.

@@ -17,7 +17,7 @@ from hf_memsave.errors import PatchError
 from hf_memsave.integrations.hooks import when_imported, wrap
 from hf_memsave.patching.blocks import block_numbers, number_of
 from hf_memsave.patching.collect import collect
-from hf_memsave.patching.patch import LISTENERS, patch
+from hf_memsave.patching.patch import patch
 from hf_memsave.patching.refusals import refuse_another_config, refuse_foreign_patches
 from hf_memsave.patching.sampled_layers import attach
 from hf_memsave.patching.swap import is_patched, patch_of, patched_class, patched_models, set_class
@@ -25,10 +25,10 @@ from hf_memsave.patching.swap import is_patched, patch_of, patched_class, patche
 logger = logging.get_logger(__name__)
 
 
-def install() -> None:
+def listen(patching: Any) -> None:
     """Have adapters patched that PEFT adds to a model whose config samples linears, or leaves adapters to stock."""
-    if _when_patched not in LISTENERS:
-        LISTENERS.append(_when_patched)
+    if _when_patched not in patching.LISTENERS:
+        patching.LISTENERS.append(_when_patched)
 
 
 def _when_patched(config: MemSaveConfig) -> None:
@@ -75,13 +75,10 @@ def _patch_added(model: nn.Module) -> None:
     numbers = block_numbers(model)
     configs: dict[str, MemSaveConfig] = {}  # path, and a dot -> config
     for name, module in list(model.named_modules()):
-        known = patch_of(module)
-        if known is not None and known.config is not None:
+        if (known := patch_of(module)) is not None and known.config is not None:
             configs[f"{name}." if name else ""] = known.config
-        if not isinstance(module, BaseTunerLayer):
-            continue
         around = max(filter(f"{name}.".startswith, configs), key=len, default=None)
-        if around is None:
+        if around is None or not isinstance(module, BaseTunerLayer):
             continue
         try:
             plan = collect(module, configs[around], prefix=name, block=number_of(name, numbers))[1]

@@ -9,15 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto import modeling_auto
-from transformers.models.auto.auto_factory import _BaseAutoModelClass
+from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from hf_memsave.config import MemSaveConfig, MemSaveLike
 from hf_memsave.errors import ConfigError
 from hf_memsave.integrations.hooks import wrap
-from hf_memsave.patching.patch import patch
 
 logger = logging.get_logger(__name__)
 
@@ -25,20 +22,23 @@ _METHODS = ("from_pretrained", "_from_config")
 _AUTO_METHODS = ("from_pretrained", "from_config")
 
 
-def install() -> None:
-    """Teach ``PreTrainedModel`` the ``memsave`` argument; does nothing the second time."""
+def teach_models(modeling_utils: Any) -> None:
+    """Teach ``PreTrainedModel`` the ``memsave`` argument."""
     for name in _METHODS:
-        wrap(PreTrainedModel, name, _with_memsave)
-    for cls in auto_classes():
+        wrap(modeling_utils.PreTrainedModel, name, _with_memsave)
+
+
+def teach_auto_classes(modeling_auto: Any) -> None:
+    """Have the Auto classes check the argument."""
+    for cls in auto_classes(modeling_auto):
         for name in filter(vars(cls).__contains__, _AUTO_METHODS):
             wrap(cls, name, _checked)
 
 
-def auto_classes() -> Iterator[Any]:
+def auto_classes(modeling_auto: Any) -> Iterator[Any]:
     """The Auto classes of models. Each has its own copies of the methods, with a documentation of its own."""
-    yield _BaseAutoModelClass
     for value in vars(modeling_auto).values():
-        if isinstance(value, type) and issubclass(value, _BaseAutoModelClass):
+        if isinstance(value, type) and issubclass(value, modeling_auto._BaseAutoModelClass):
             yield value
 
 
@@ -51,12 +51,7 @@ def _checked(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_memsave(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def load(
-        cls: type[PreTrainedModel],
-        *args: Any,
-        memsave: MemSaveLike | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def load(cls: Any, *args: Any, memsave: MemSaveLike | None = None, **kwargs: Any) -> Any:
         config = MemSaveConfig.resolve(memsave)  # a wrong name must not cost a download
         for given in (*args, kwargs.get("config")):
             if isinstance(given, PreTrainedConfig) and hasattr(given, "memsave"):
@@ -66,6 +61,8 @@ def _with_memsave(stock: Callable[..., Any]) -> Callable[..., Any]:
                 )
         loaded = stock(cls, *args, **kwargs)
         if config is not None:
+            from hf_memsave.patching.patch import patch
+
             model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
             logger.info("%s", patch(model, config))
         return loaded

@@ -1,25 +1,44 @@
-"""What importing this package changes in other libraries: functions of a few of their classes; and the way back."""
+"""What importing this package changes in other libraries, once they are imported: functions of a few of their classes.
+
+Nothing is loaded for it: ``memsave --help`` takes no longer than Python does.
+"""
 
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from types import FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from transformers.utils import logging
+logger = logging.getLogger(__name__)
 
-from hf_memsave.patching.patch import LISTENERS
-
-logger = logging.get_logger(__name__)
-
+_PATCHING = "hf_memsave.patching.patch"
+#: Module -> the function of ours, by file and name, that is called with it once it has been imported.
+_DOORS = {
+    "transformers.modeling_utils": ("from_pretrained", "teach_models"),
+    "transformers.models.auto.modeling_auto": ("from_pretrained", "teach_auto_classes"),
+    "transformers.trainer": ("trainer_argument", "teach_trainers"),
+    _PATCHING: ("adapters", "listen"),
+}
 #: On each function of ours: itself (another wrapper may have copied our attributes) and what stood in its place.
 _MARK = "_memsave_stock"
 #: Class -> the names of its functions that are ours.
 _WRAPPED: WeakKeyDictionary[type, set[str]] = WeakKeyDictionary()
+
+
+def install() -> None:
+    """Have models and trainers of Transformers take ``memsave=``: importing hf_memsave does it, until ``uninstall``."""
+    for name, door in _DOORS.items():
+        when_imported(name, functools.partial(_open, *door))
+
+
+def _open(file: str, function: str, module: ModuleType) -> None:
+    getattr(import_module(f"hf_memsave.integrations.{file}"), function)(module)
 
 
 def wrap(owner: type, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
@@ -50,7 +69,8 @@ def uninstall() -> None:
 
     Models that are patched stay so (:func:`hf_memsave.unpatch` is for them), and callbacks work on.
     """
-    LISTENERS.clear()
+    if _PATCHING in sys.modules:
+        sys.modules[_PATCHING].LISTENERS.clear()
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _WhenImported)]
     for owner, names in list(_WRAPPED.items()):
         for name in names:

@@ -24,8 +24,7 @@ def save_norms(model: nn.Module, folder: str | Path) -> None:
 
     Every process must call it: what they have learned is gathered, and the first one writes.
     """
-    sampler = sampler_of(model)
-    if sampler is None:
+    if (sampler := sampler_of(model)) is None:
         return
     states = [sampler.state_dict()]
     if distributed.is_available() and distributed.is_initialized():
@@ -46,8 +45,8 @@ def load_norms(model: nn.Module, folder: str | Path) -> None:
     Raises:
         ConfigError: There is no such file.
     """
-    sampler, source = sampler_of(model), Path(folder) / NORMS_NAME
-    if sampler is None:
+    source = Path(folder) / NORMS_NAME
+    if (sampler := sampler_of(model)) is None:
         return
     if not source.is_file():
         raise ConfigError(
@@ -59,14 +58,12 @@ def load_norms(model: nn.Module, folder: str | Path) -> None:
 
 def has_table(model: nn.Module) -> bool:
     """Whether the sampler of ``model`` has a table of samples."""
-    sampler = sampler_of(model)
-    return sampler is not None and sampler.cache.samples > 0
+    return (sampler := sampler_of(model)) is not None and sampler.cache.samples > 0
 
 
 def norms_to_text(model: nn.Module) -> str | None:
     """What the sampler of ``model`` has learned on this process, without a table of samples; None if it has none."""
-    sampler = sampler_of(model)
-    if sampler is None:
+    if (sampler := sampler_of(model)) is None:
         return None
     state = {name: t.contiguous() for name, t in sampler.state_dict().items() if not name.endswith(_SAMPLES)}
     return base64.b64encode(save(state)).decode("ascii")
@@ -74,8 +71,7 @@ def norms_to_text(model: nn.Module) -> str | None:
 
 def norms_from_text(model: nn.Module, text: str | None) -> None:
     """Go on as the run that wrote :func:`norms_to_text` would have."""
-    sampler = sampler_of(model)
-    if sampler is not None and text is not None:
+    if text is not None and (sampler := sampler_of(model)) is not None:
         sampler.load_state_dict(load(base64.b64decode(text)), _device(model))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
@@ -24,7 +24,6 @@ from hf_memsave.integrations.norms import has_table, load_norms, norms_from_text
 from hf_memsave.patching.patch import patch, unpatch
 from hf_memsave.patching.swap import patched_models
 from hf_memsave.sizes import MIB
-from hf_memsave.tape.ledger import Ledger
 
 logger = logging.get_logger(__name__)
 
@@ -38,15 +37,15 @@ class MemSaveCallback(TrainerCallback, ExportableState):
     """Patches the trainer's model, prints the report once, and adds what it frees to every logged loss.
 
     With the loss come ``memsave/kept_mib`` and ``memsave/freed_mib``, counted in the first training step (its first
-    micro-batch, on this process), under ``offload`` ``memsave/offloaded_mib`` (what lies in main memory, beside what is
-    kept on the device), and on a GPU ``memsave/peak_mib``, the most that PyTorch had allocated so far. After
-    that step, one line says which functions' results are not kept, and the first logged loss has them too, as
-    ``memsave/avoided_mib/<function>``. They are in the trainer's history, and for the callbacks that come after this
-    one; a trainer puts those of ``report_to`` first, but for :meth:`add_to` and for :class:`MemSaveMixin`.
+    micro-batch, on this process), under ``offload`` ``memsave/offloaded_mib`` (in main memory, beside what is kept on
+    the device), and on a GPU ``memsave/peak_mib``, the most that PyTorch had allocated so far. After that step, one
+    line says which functions' results are not kept, and the first logged loss has them too, as
+    ``memsave/avoided_mib/<function>``. They are in the trainer's history, and for callbacks after this one; a trainer
+    puts those of ``report_to`` first, but for :meth:`add_to` and for :class:`MemSaveMixin`.
 
-    The norms that sampled linears draw by are part of the callback's state in a checkpoint, and a resumed run goes on
-    with them. A table of samples (``WTACRS(cache="sample_idx")`` or ``"content"``) is a file of its own there, but in a
-    hyperparameter search; to go on with it, name the checkpoint in ``resume_from``.
+    The norms that sampled linears draw by are in the callback's state in a checkpoint, and a resumed run goes on with
+    them. A table of samples (``WTACRS(cache="sample_idx")`` or ``"content"``) is a file there, but in a hyperparameter
+    search; to go on with it, name the checkpoint in ``resume_from``.
 
     Args:
         memsave: As for :func:`hf_memsave.patch`: True, a preset's name, a file, a dict of fields or a
@@ -64,10 +63,7 @@ class MemSaveCallback(TrainerCallback, ExportableState):
     """
 
     def __init__(
-        self,
-        memsave: MemSaveLike | None = None,
-        undo: bool = False,
-        resume_from: str | Path | None = None,
+        self, memsave: MemSaveLike | None = None, undo: bool = False, resume_from: str | Path | None = None
     ) -> None:
         self._takes_what_is_there = memsave is None
         config = MemSaveConfig() if memsave is None else MemSaveConfig.resolve(memsave, may_plan=True)
@@ -105,15 +101,11 @@ class MemSaveCallback(TrainerCallback, ExportableState):
         norms = None if model is None else norms_to_text(model)
         return {"args": {"memsave": memsave, "undo": self.undo}, "attributes": {_NORMS: norms}}
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
         """Patch the model the trainer was made with."""
         self._patch(args, state, model)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
         """Patch what came since, and go on with the norms of a checkpoint."""
         self._patch(args, state, model, kwargs.get("train_dataloader"))
         self.metrics, self._avoided = {}, None
@@ -130,42 +122,33 @@ class MemSaveCallback(TrainerCallback, ExportableState):
                     "MemSaveCallback(..., resume_from=...), which has a table of them, got None."
                 )
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
-    ) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
         """Put a table of samples into the checkpoint."""
         if has_table(model) and not state.is_hyper_param_search:  # whose folders have names that only the trainer knows
             save_norms(model, Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """After the first step, say what it avoided to keep."""
         step = self.report.step
         if self._avoided is None and step.is_counted:
             self._avoided = {name: n / MIB for name, n in list(step.by_function("avoided").items())[:_TOP]}
             if state.is_world_process_zero:
-                print(_line(step, self._avoided))
+                names = ", ".join(f"{name} {mib:.3g}" for name, mib in self._avoided.items()) or "nothing"
+                away = f", {step.nbytes_offloaded / MIB:.3g} in main memory" if step.offloaded else ""
+                kept, avoided = step.nbytes_kept / MIB, step.nbytes_avoided / MIB
+                print(f"hf_memsave: the first step kept {kept:.3g} MiB{away} and avoided {avoided:.3g}: {names}")
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
     ) -> None:
         """Add the figures to a logged loss, for the callbacks after this one and for the history."""
         if logs is None or "loss" not in logs:
             return
         step = self.report.step
         if step.is_counted:
-            self.metrics = {
-                "memsave/kept_mib": step.nbytes_kept / MIB,
-                "memsave/freed_mib": step.nbytes_avoided / MIB,
-            }
-            if self.config.offload:
-                self.metrics["memsave/offloaded_mib"] = step.nbytes_offloaded / MIB
+            counted = {"kept": step.nbytes_kept, "freed": step.nbytes_avoided}
+            counted |= {"offloaded": step.nbytes_offloaded} if self.config.offload else {}
+            self.metrics = {f"memsave/{name}_mib": nbytes / MIB for name, nbytes in counted.items()}
         if args.device.type == "cuda":
             self.metrics["memsave/peak_mib"] = torch.cuda.max_memory_allocated(args.device) / MIB
         once = {f"memsave/avoided_mib/{name}": mib for name, mib in (self._avoided or {}).items()}
@@ -173,42 +156,32 @@ class MemSaveCallback(TrainerCallback, ExportableState):
         for log in (logs, *state.log_history[-1:]):
             log.update(self.metrics | once)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
         """Undo, if asked to."""
         if self.undo:
             unpatch(model)
 
-    def _patch(self, args: TrainingArguments, state: TrainerState, model: nn.Module, batches: Any = None) -> None:
+    def _patch(self, args: TrainingArguments, state: Any, model: nn.Module, batches: Any = None) -> None:
         if args.use_liger_kernel:
             raise PatchError(
                 "use_liger_kernel=True and hf_memsave both replace the model's forwards, and cannot be combined. Set "
                 "use_liger_kernel=False, or leave MemSaveCallback out."
             )
-        first = self.report is None
+        first = self.report is None and state.is_world_process_zero
         if self.config.budget is not None:
             if batches is None:  # as the trainer is made: how long its rows are is not known yet
                 return
             from hf_memsave.planner.budget import plan_for
 
-            found_plan = plan_for(self.config, model, args, batches)
-            self.config = found_plan.config
+            plan = plan_for(self.config, model, args, batches)
+            self.config = plan.config
             if state.is_world_process_zero:
-                print(found_plan)
+                print(plan)
         if self._takes_what_is_there and (found := patched_models(model)):
             self.config = found[0][1]
         self.report, self._model = patch(model, self.config), weakref.ref(model)
-        if first and state.is_world_process_zero:
+        if first:
             print(self.report)
-
-
-def _line(step: Ledger, avoided: dict[str, float]) -> str:
-    """What a first step kept and avoided, and by which functions."""
-    kept, freed = step.nbytes_kept / MIB, step.nbytes_avoided / MIB
-    names = ", ".join(f"{name} {mib:.3g}" for name, mib in avoided.items()) or "nothing"
-    away = f", {step.nbytes_offloaded / MIB:.3g} in main memory" if step.offloaded else ""
-    return f"hf_memsave: the first step kept {kept:.3g} MiB{away} and avoided {freed:.3g}: {names}"
 
 
 class MemSaveMixin:

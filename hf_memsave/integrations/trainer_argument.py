@@ -13,18 +13,14 @@ from types import FunctionType
 from typing import Any
 
 from hf_memsave.config import MemSaveConfig, MemSaveLike
-from hf_memsave.integrations.hooks import when_imported, wrap
+from hf_memsave.integrations.hooks import wrap
 
 
-def install() -> None:
-    """Teach trainers the argument, once Transformers' Trainer is imported; does nothing the second time."""
-    when_imported("transformers.trainer", _teach)
-
-
-def _teach(module: Any) -> None:
+def teach_trainers(module: Any) -> None:
+    """Teach ``Trainer`` and its subclasses the ``memsave`` argument."""
     wrap(module.Trainer, "__init__", _with_memsave)
     _teach_subclasses(module.Trainer)
-    wrap(module.Trainer, "__init_subclass__", lambda stock: _teaching(module.Trainer, stock))
+    wrap(module.Trainer, "__init_subclass__", partial(_teaching, module.Trainer))
 
 
 def _teach_subclasses(cls: type[Any]) -> None:

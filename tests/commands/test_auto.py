@@ -73,30 +73,6 @@ def test_auto_writes_nothing_where_stock_is_better(how, saved, tmp_path, capsys)
     assert not (tmp_path / "plan.yaml").exists()
 
 
-ERRORS = {
-    "no memory": ([], "expected --memory, such as --memory 16GiB"),
-    "too little": (["--memory", "1MiB"], "with everything converted"),
-    "no folder": (["--memory", "1GiB", "--out", "missing/plan.yaml"], "in a folder that exists"),
-    "no preset": (["--memory", "1GiB", "--memsave", "nope"], "unknown preset 'nope'"),
-    "smart": (["--memory", "1GiB", "--max-batch", "4"], "Add --fast"),
-    "bad batch": (["--memory", "1GiB", "--seq-len", "1000"], "lower --batch-size or --seq-len"),
-}
-
-
-@pytest.mark.parametrize(("argv", "expected"), ERRORS.values(), ids=ERRORS)
-def test_auto_errors_are_one_line_with_a_remedy(argv, expected, saved, capsys):
-    status, output, error = auto(capsys, saved.folder, *argv)
-    assert (status, output) == (2, "") and expected in error
-    assert error.startswith("memsave auto: error: ") and error.count("\n") == 1
-
-
-@pytest.mark.parametrize("argv", [["--memory", "16"], ["--fast", "--smart"], ["--max-batch", "0"]], ids=str)
-def test_auto_refuses_what_no_option_takes(argv, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["auto", "bert", *argv])
-    assert "memsave auto: error: argument --" in capsys.readouterr().err
-
-
 def test_a_limit_is_bytes_or_a_text():
     assert [bytes_of(size) for size in (7, "16GiB", "1.5MiB", "800MB")] == [7, 2**34, 3 * 2**19, 8 * 10**8]
     assert [bytes_of(size) for size in ("64TiB", "2 tb", "9" * 400 + "GB")] == [2**46, 2 * 10**12, sys.maxsize]

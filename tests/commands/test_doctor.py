@@ -143,24 +143,3 @@ def test_doctor_keeps_the_model_of_the_config_as_it_is(config):
     assert isinstance(built, transformers.BertForMaskedLM) and built.training
     assert isinstance(doctor.build_empty(transformers.BertConfig()), BertForSequenceClassification)
     assert built.config.attention_probs_dropout_prob == 0.1
-
-
-@pytest.mark.parametrize(
-    ("argv", "expected"),
-    [
-        (["missing.json"], "no such file or folder"),
-        (["."], "expected a config.json in this folder"),
-        (["broken.json"], "not a valid JSON file"),
-        (["odd.json"], "cannot build a 'bert' model"),
-        (["bert", "--memsave", "nope"], "unknown preset 'nope'"),
-    ],
-    ids=lambda value: value[-1] if isinstance(value, list) else "",
-)
-def test_doctor_errors_are_one_line_with_a_remedy(argv, expected, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("broken.json").write_text("{")
-    Path("odd.json").write_text('{"model_type": "bert", "hidden_size": 30, "num_attention_heads": 4}')
-    status, lines, error = call(capsys, *argv)
-    assert (status, lines) == (2, [])
-    assert error.startswith("memsave doctor: error: ") and error.count("\n") == 1
-    assert expected in error

@@ -38,23 +38,3 @@ def test_it_says_what_fits(config, tmp_path, capsys):
     assert largest["stock"]["seq_len"] == 512
     assert main([*options[:4], "--memory", "100MiB"]) == 1
     assert "Does not fit in 0.10 GiB." in capsys.readouterr().out
-
-
-BAD = {
-    "no unit": (["--memory", "24"], "Write it with a unit"),
-    "two dtypes": (["--autocast", "bf16", "--dtype", "bf16"], "Leave one out"),
-    "too long": (["--seq-len", "5000"], "--seq-len: expected at most 512 tokens"),
-    "no adapters": (["--quantized", "nf4"], "Add --lora r=8"),
-    "a preset": (["--memsave", "magic"], "unknown preset 'magic'"),
-}
-
-
-@pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD)
-def test_bad_options_are_told(config, options, message, capsys):
-    assert main(["estimate", config, *options]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_an_unknown_model_is_told(capsys):
-    assert main(["estimate", "nosuch/config.json"]) == 2
-    assert "no such file or folder" in capsys.readouterr().err

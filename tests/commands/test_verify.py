@@ -12,7 +12,7 @@ from transformers.models.bert import modeling_bert
 
 import hf_memsave
 from hf_memsave.cli import main
-from hf_memsave.commands import shrunk
+from hf_memsave.commands import inputs
 from hf_memsave.measure.step import compare_step
 from support.planted import plant_wrong_gradient
 
@@ -36,8 +36,11 @@ def bert(tmp_path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("options", [[], ["--autocast", "bf16"], ["--dtype", "bf16"], ["--seq-len", "7"]], ids=str)
-@pytest.mark.parametrize("model", ["bert", "llama", "t5"])
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [("bert", []), ("llama", ["--autocast", "bf16"]), ("t5", ["--dtype", "bf16"]), ("bert", ["--seq-len", "7"])],
+    ids=str,
+)
 def test_verify_of_a_config_is_equal(model, options, tmp_path, capsys):
     config = {"model_type": model, **TINY, "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "num_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -73,7 +76,7 @@ def deep(tmp_path) -> Path:
 
 
 def test_verify_of_a_large_model_compares_two_of_its_layers(deep, monkeypatch, capsys):
-    monkeypatch.setattr(shrunk, "_MOST", 10_000)
+    monkeypatch.setattr(inputs, "_MOST", 10_000)
     status, output, error = verify(capsys, deep)
     assert (status, error) == (0, "")
     assert "parameters in 7 layers. Compared are 2 layers of that width" in output and "--layers N" in output
@@ -83,7 +86,7 @@ def test_verify_of_a_large_model_compares_two_of_its_layers(deep, monkeypatch, c
 
 
 def test_verify_takes_as_many_layers_as_it_is_told(deep, monkeypatch, capsys):
-    monkeypatch.setattr(shrunk, "_MOST", 10_000)
+    monkeypatch.setattr(inputs, "_MOST", 10_000)
     status, output, _ = verify(capsys, deep, "--layers", 5)
     five = BertForSequenceClassification(AutoConfig.from_pretrained(deep, num_hidden_layers=5))
     assert status == 0 and "Compared are" not in output
@@ -91,14 +94,14 @@ def test_verify_takes_as_many_layers_as_it_is_told(deep, monkeypatch, capsys):
 
 
 def test_verify_of_a_model_that_does_not_fit_says_how_large_it_is(deep, monkeypatch, capsys):
-    monkeypatch.setattr(shrunk, "_SHARE", 1e-9)
+    monkeypatch.setattr(inputs, "_SHARE", 1e-9)
     status, _, error = verify(capsys, deep)
     assert status == 2 and "even 1 of its layers need" in error and "Use --dtype bf16, or name a config.json" in error
 
 
 def test_verify_of_saved_weights_takes_all_layers(tmp_path, monkeypatch, capsys):
     BertForSequenceClassification(AutoConfig.for_model("bert", **TINY)).save_pretrained(tmp_path)
-    monkeypatch.setattr(shrunk, "_MOST", 10)
+    monkeypatch.setattr(inputs, "_MOST", 10)
     assert verify(capsys, tmp_path)[0] == 0
     status, _, error = verify(capsys, tmp_path, "--layers", 1)
     assert status == 2 and "--layers: expected random weights" in error
@@ -175,50 +178,3 @@ def test_a_write_after_the_forward_fails_the_patched_step_alone(bert, capsys, mo
     handle.remove()
     assert (status, output) == (1, "")
     assert "the patched step failed, where stock's did not: KeptTensorChangedError" in error
-
-
-NAMED, PADDED = "Expected tensors by name", "padded to one length"
-#: Batch file -> what to write, and the error it gives.
-FILES = {
-    "pickled.pt": (lambda path: torch.save({"input_ids": object()}, path), NAMED),
-    "list.pt": (lambda path: torch.save([IDS], path), NAMED + ', such as {"input_ids": ..., "labels": ...}, got list.'),
-    "mixed.pt": (lambda path: torch.save({"input_ids": IDS, "text": "hello"}, path), "'text': 'str'"),
-    "empty.pt": (Path.touch, NAMED),
-    "unlabelled.pt": (lambda path: torch.save({"input_ids": IDS}, path), "expected a loss in the output of Bert"),
-    "other.pt": (lambda path: torch.save({"pixels": IDS}, path), "cannot run a stock step on pixels [2, 6]"),
-    "far.pt": (lambda path: torch.save({"input_ids": IDS + 1000}, path), "Expected a batch that the model trains on"),
-    "broken.json": (lambda path: path.write_text("{"), PADDED),
-    "ragged.json": (lambda path: path.write_text('{"input_ids": [[1, 2], [3]]}'), PADDED),
-    "words.json": (lambda path: path.write_text('{"input_ids": [["a", "b"]]}'), PADDED),
-    "empty.jsonl": (Path.touch, PADDED),
-    "uneven.jsonl": (lambda path: path.write_text('{"input_ids": [1], "labels": 0}\n{"input_ids": [1]}\n'), PADDED),
-    "broken.safetensors": (lambda path: path.write_bytes(b"nonsense"), PADDED),
-}
-ERRORS = [
-    (["missing.json"], "no such file or folder"),
-    (["."], "expected a config.json in this folder"),
-    (["vit"], "no language modelling or classification head"),
-    (["broken"], "Expected a model that from_pretrained loads"),
-    (["bert", "--memsave", "nope"], "unknown preset 'nope'"),
-    (["bert", "--autocast", "bf16", "--dtype", "fp16"], "Leave one out"),
-    (["bert", "--batch", "other.pt", "--seq-len", "4"], "Leave one out"),
-    (["bert", "--seq-len", "1000"], "lower --batch-size or --seq-len"),
-    (["bert", "--device", "cuda"], "Use --device cpu"),
-    (["bert", "--batch", "missing.pt"], "no such file. Expected tensors by name"),
-    *((["bert", "--batch", name], expected) for name, (_, expected) in FILES.items()),
-]
-
-
-@pytest.mark.parametrize(("argv", "expected"), ERRORS, ids=lambda value: value[-1] if isinstance(value, list) else "")
-def test_verify_errors_are_one_line_with_a_remedy(argv, expected, bert, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "config.json").write_text((bert / "config.json").read_text())
-    (tmp_path / "broken" / "model.safetensors").write_bytes(b"nonsense")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for name, (write, _) in FILES.items():
-        write(tmp_path / name)
-    status, output, error = verify(capsys, *argv)
-    assert (status, output) == (2, "")
-    assert error.startswith("memsave verify: error: ") and error.count("\n") == 1
-    assert expected in error

@@ -1,20 +1,19 @@
 """Adapters beyond plain LoRA on all linears: fewer targets, DoRA, quantized bases, PEFT's other methods."""
 
-import copy
 from dataclasses import replace
 
-import peft
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_memsave import measure_kept, patch
 from support.families import QUOTED, batch_for, build
 from support.helpers import of_layers, only_on_cpu
-from support.lora import RANK, SIZE, adapted, assert_trains_like, autocast, outputs, quantized, train
+from support.lora import RANK, SIZE, adapted, assert_trains_like, autocast, outputs, pair, quantized
+from support.thinned import thinned
 
-LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 #: Between them, what is kept after every second or third block evens out.
 DEPTHS = 2, 8
 U = QUOTED.u(2)
@@ -51,7 +50,7 @@ def test_lora_on_q_and_v_keeps_the_floor(mode, floor, device):
 
 @pytest.mark.parametrize("kind", ["norm", "linear", "llama_norm"])
 def test_a_frozen_module_keeps_and_computes_no_gradient_of_its_own(kind, device):
-    frozen = {"norm": nn.LayerNorm, "linear": lambda n: nn.Linear(n, n), "llama_norm": llama_norm}[kind](256)
+    frozen = {"norm": nn.LayerNorm, "linear": lambda n: nn.Linear(n, n), "llama_norm": LlamaRMSNorm}[kind](256)
     model = nn.Sequential(nn.Linear(256, 256), frozen, nn.SiLU(), nn.Linear(256, 8)).to(device)
     frozen.requires_grad_(False)
     patch(model)
@@ -63,15 +62,8 @@ def test_a_frozen_module_keeps_and_computes_no_gradient_of_its_own(kind, device)
     statistics = {"norm": 2 * 64 * 4, "linear": 0, "llama_norm": 64 * 4}[kind]
     of_silu = 0 if kind == "norm" else u  # SiLU's input is LayerNorm's output, which is made again
     kept = measure_kept(model, x).total - 64 * 8 * 4  # less the output
-    assert (
-        kept <= (0 if kind == "linear" else u) + of_silu + statistics + 2 * 256 * 4
-    )  # its own copy of a weight and a bias
-
-
-def llama_norm(n):
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-    return LlamaRMSNorm(n)
+    of_weight_and_bias = 2 * 256 * 4  # its own copies
+    assert kept <= (0 if kind == "linear" else u) + of_silu + statistics + of_weight_and_bias
 
 
 # DoRA: the floor; with dropout, one base result a target, which the magnitude's gradient is a product with.
@@ -86,14 +78,13 @@ def test_dora_keeps_the_floor_and_one_result_a_target(mode, dropout, floor, devi
     assert per_layer(lambda size: adapted("llama", mode, dropout, size, use_dora=True), mode) <= floor * U
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.05])
-@pytest.mark.parametrize("mode", ["bf16, fp32 adapters", "bf16", "fp32", "autocast"])
-@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])  # with biases, transposed weights, without
+DORA = ["bert", "gpt2", "llama"], ["bf16, fp32 adapters", "bf16", "fp32", "autocast"], [0.0, 0.05]
+
+
+@pytest.mark.parametrize(("family", "mode", "dropout"), thinned(4, *DORA))  # with biases, transposed weights, without
 def test_dora_trains_like_stock(family, mode, dropout, device):
     only_on_cpu(device)
-    stock = adapted(family, mode, dropout, use_dora=True)
-    ours = copy.deepcopy(stock)
-    patch(ours)
+    stock, ours = pair(adapted(family, mode, dropout, use_dora=True))
     assert_trains_like(ours, stock, mode, steps=3)
 
 
@@ -105,9 +96,7 @@ def test_dora_trains_like_stock(family, mode, dropout, device):
 QUANTIZED = {"bert": (10.6, 12.65, 20.63), "gpt2": (10.44, 14.48, 20.46), "llama": (11.14, 13.15, 21.65)}
 
 
-@pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "bf16"])
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("family", QUANTIZED)
+@pytest.mark.parametrize(("family", "bits", "prepared"), thinned(3, QUANTIZED, [4, 8], [True, False]))
 def test_a_quantized_base_keeps_the_floor(family, bits, prepared, saved, device):
     only_on_cpu(device)
     floor = QUANTIZED[family][bits // 4 if prepared else 0]
@@ -137,54 +126,14 @@ def test_dora_on_nf4_keeps_no_dequantized_weight(saved, device):
     assert per_layer(lambda size: quantized(saved(size), 4, use_dora=True)) <= 33.4 * U
 
 
-# PEFT's other methods.
-
-METHODS = {
-    "ia3": peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
-    "loha": peft.LoHaConfig(r=4, target_modules=LINEARS),
-    "oft": peft.OFTConfig(oft_block_size=8, r=0, target_modules=LINEARS),
-    "boft": peft.BOFTConfig(boft_block_size=4, target_modules=LINEARS),
-    "VeloraLinearVariant": LoraConfig(r=RANK, target_modules=LINEARS, velora_config=peft.VeloraConfig()),
-}
-PROMPTS = {
-    "prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-    "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-}
-
-
-def with_method(config):
-    torch.manual_seed(0)
-    return get_peft_model(build("llama", SIZE), copy.deepcopy(config)).train()
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_other_methods_train_like_stock_and_keep_less(name, device):
-    only_on_cpu(device)
-    stock = with_method(METHODS[name])
-    ours = copy.deepcopy(stock)
-    patch(ours)
-    assert_trains_like(ours, stock, "fp32", steps=3)
-    assert measure_kept(ours, batch_for(ours, SIZE)).total < measure_kept(stock, batch_for(stock, SIZE)).total
-
-
-@pytest.mark.parametrize("name", PROMPTS)
-def test_virtual_tokens_train_like_stock(name, device):
-    only_on_cpu(device)
-    stock = with_method(PROMPTS[name])
-    ours = copy.deepcopy(stock)
-    patch(ours)
-    (losses, ours_after), (stock_losses, stock_after) = train(ours, "fp32", 3), train(stock, "fp32", 3)
-    assert losses == stock_losses and len(set(losses)) == 3
-    assert all(torch.equal(ours_after[n], p) for n, p in stock_after.items()) and stock_after
+# Ways of training that test_peft_methods.py has not.
 
 
 def test_lora_fa_trains_like_stock_and_keeps_no_input_of_lora_a(device):
     from peft.optimizers import create_lorafa_optimizer
 
     only_on_cpu(device)
-    stock = adapted("llama", "fp32")
-    ours = copy.deepcopy(stock)
-    patch(ours)
+    stock, ours = pair(adapted("llama", "fp32"))
     finals = []
     for model in (ours, stock):
         torch.manual_seed(3)
@@ -203,9 +152,7 @@ def test_adapters_of_embeddings_train_like_stock(targets, device):
     only_on_cpu(device)
     torch.manual_seed(0)
     config = LoraConfig(r=RANK, target_modules=targets, lora_dropout=0.05, init_lora_weights=False)
-    stock = get_peft_model(build("llama", SIZE, torch.bfloat16), config).train()
-    ours = copy.deepcopy(stock)
-    patch(ours)
+    stock, ours = pair(get_peft_model(build("llama", SIZE, torch.bfloat16), config).train())
     assert_trains_like(ours, stock, steps=3)
 
 
@@ -213,9 +160,7 @@ def test_a_batch_of_several_adapters_is_stocks(device):
     only_on_cpu(device)
     stock = adapted("llama")
     stock.add_adapter("second", LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
-    stock.eval()
-    ours = copy.deepcopy(stock)
-    patch(ours)
+    stock, ours = pair(stock.eval())
     batch = batch_for(ours, SIZE)
     names = ["second", "__base__"]
     results = []

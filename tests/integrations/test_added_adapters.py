@@ -14,7 +14,7 @@ from hf_memsave.integrations import adapters
 from hf_memsave.patching.swap import is_patched, patch_of
 from support.families import batch_for, build
 from support.helpers import only_on_cpu
-from support.lora import SIZE, adapted, quantized
+from support.lora import SIZE, adapted, pair, quantized
 
 LINEARS = ["q_proj", "v_proj"]
 
@@ -183,9 +183,7 @@ def test_dora_with_an_altered_lora_b_is_stocks(how, device):
 
 def test_training_goes_on_as_in_stock_after_merging_and_unmerging(device):
     only_on_cpu(device)
-    stock = adapted("llama")
-    ours = copy.deepcopy(stock)
-    patch(ours)
+    stock, ours = pair(adapted("llama"))
     for model in (stock, ours):
         for disabled in (False, True):
             model.merge_adapter()
@@ -209,8 +207,7 @@ def test_active_adapters_of_different_dtypes_train_like_stock(device):
         if ".second." in name:
             parameter.data = parameter.data.bfloat16()
     stock.base_model.set_adapter(["default", "second"])
-    ours = copy.deepcopy(stock)
-    patch(ours)
+    stock, ours = pair(stock)
     for model in (stock, ours):
         torch.manual_seed(3)
         model(**batch_for(model, SIZE)).loss.backward()

@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -22,9 +23,10 @@ from transformers import (
     LlamaModel,
     PreTrainedModel,
     T5ForConditionalGeneration,
+    modeling_utils,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.auto import auto_factory
+from transformers.models.auto import auto_factory, modeling_auto
 
 import hf_memsave
 from hf_memsave import ConfigError, MemSaveConfig
@@ -71,71 +73,50 @@ FAMILY_OF = {
 
 
 @pytest.mark.parametrize("cls", FAMILY_OF, ids=lambda c: c.__name__)
-def test_from_pretrained_patches_what_it_loads(cls, saved):
-    folder = saved[FAMILY_OF[cls]]
-    model, stock = cls.from_pretrained(folder, memsave=True), cls.from_pretrained(folder)
-    assert is_memsave(model)
-    assert patched_classes(stock) == {}
-    assert type(model).__name__ == type(stock).__name__
-    assert_same(model.state_dict(), stock.state_dict())
-
-
-@pytest.mark.parametrize("cls", [c for c in FAMILY_OF if c.__name__.startswith("Auto")], ids=lambda c: c.__name__)
-def test_from_config_patches_what_it_builds(cls, saved):
-    config = build(FAMILY_OF[cls]).config
-    torch.manual_seed(1)
-    model = cls.from_config(config, memsave=True)
-    torch.manual_seed(1)
-    stock = cls.from_config(config)
-    assert is_memsave(model)
-    assert patched_classes(stock) == {}
-    assert_same(model.state_dict(), stock.state_dict())
-
-
-@pytest.mark.parametrize("cls", [LlamaForCausalLM, LlamaModel], ids=lambda c: c.__name__)
-def test_a_direct_class_builds_from_a_config(cls):
-    config = build("llama").config
-    assert is_memsave(cls._from_config(config, memsave=True))
-    assert patched_classes(cls._from_config(config)) == {}
+def test_every_class_patches_what_it_loads_and_what_it_builds(cls, saved):
+    family = FAMILY_OF[cls]
+    config = build(family).config
+    from_config = cls.from_config if cls.__name__.startswith("Auto") else cls._from_config
+    for make in (partial(cls.from_pretrained, saved[family]), partial(from_config, config)):
+        torch.manual_seed(1)
+        model = make(memsave=True)
+        torch.manual_seed(1)
+        stock = make()
+        assert is_memsave(model)
+        assert patched_classes(stock) == {}
+        assert type(model).__name__ == type(stock).__name__
+        assert_same(model.state_dict(), stock.state_dict())
     assert config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("config_as", ["positional", "keyword"])
-def test_a_model_patched_from_a_config_trains_with_stocks_bits(config_as, device):
+def test_a_model_patched_from_a_config_trains_with_stocks_bits(device):
     only_on_cpu(device)
     config = build("bert").config
-    load = {
-        "positional": lambda **kw: AutoModelForSequenceClassification.from_config(config, **kw),
-        "keyword": lambda **kw: BertForSequenceClassification._from_config(config=config, **kw),
-    }[config_as]
     results = []
-    for options in ({"memsave": True}, {}):
+    for load in (
+        partial(AutoModelForSequenceClassification.from_config, config),
+        partial(AutoModelForSequenceClassification.from_config, config, memsave=True),
+        partial(BertForSequenceClassification._from_config, config=config, memsave=True),
+    ):
         torch.manual_seed(1)
-        model = load(**options).train()
+        model = load().train()
         results.append(step(model, batch_for(model)))
-    assert_same(*results)
+    assert_same(results[1], results[0])
+    assert_same(results[2], results[0])
 
 
 # Values of the flag
 
 
-@pytest.mark.parametrize(
-    "value",
-    [True, "exact", {"norm": "recompute"}, MemSaveConfig(), {}],
-    ids=["True", "preset", "dict", "config", "empty dict"],
-)
-def test_ways_to_ask_for_the_default(value, saved):
-    model = LlamaForCausalLM.from_pretrained(saved["llama"], memsave=value)
+def test_ways_to_ask_for_the_default_or_for_a_config(saved):
     default = LlamaForCausalLM.from_pretrained(saved["llama"], memsave=True)
-    assert patched_classes(model) == patched_classes(default) != {}
-    assert [type(m) for m in model.modules()] == [type(m) for m in default.modules()]
-
-
-@pytest.mark.parametrize("value", [{"norm": "stock"}, MemSaveConfig(norm="stock")], ids=["dict", "config"])
-@pytest.mark.parametrize("door", [AutoModelForCausalLM, LlamaForCausalLM], ids=lambda c: c.__name__)
-def test_the_flag_carries_a_config(door, value, saved):
-    model = door.from_pretrained(saved["llama"], memsave=value)
-    assert is_memsave(model) and {patch_of(norm).op for norm in norms(model)} == {"quiet"}
+    for value in ("exact", {"norm": "recompute"}, MemSaveConfig(), {}):
+        model = LlamaForCausalLM.from_pretrained(saved["llama"], memsave=value)
+        assert patched_classes(model) == patched_classes(default) != {}
+        assert [type(m) for m in model.modules()] == [type(m) for m in default.modules()]
+    for door, value in ((AutoModelForCausalLM, {"norm": "stock"}), (LlamaForCausalLM, MemSaveConfig(norm="stock"))):
+        model = door.from_pretrained(saved["llama"], memsave=value)
+        assert is_memsave(model) and {patch_of(norm).op for norm in norms(model)} == {"quiet"}
 
 
 @pytest.mark.parametrize("value", [False, None], ids=str)
@@ -145,8 +126,11 @@ def test_no_is_no(value, saved):
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("value", ["exakt", {"nrm": "stock"}, {"norm": "stok"}, 1], ids=str)
-@pytest.mark.parametrize("door", ["auto", "direct", "from_config"])
+@pytest.mark.parametrize(
+    ("door", "value"),
+    [("auto", "exakt"), ("direct", {"nrm": "stock"}), ("from_config", {"norm": "stok"}), ("direct", 1)],
+    ids=str,
+)
 def test_a_wrong_value_raises_before_any_weight_is_loaded_or_made(door, value, tmp_path):
     config = LlamaConfig(hidden_size=2**40)  # could not be built
     config.save_pretrained(tmp_path)  # has no weights
@@ -160,21 +144,21 @@ def test_a_wrong_value_raises_before_any_weight_is_loaded_or_made(door, value, t
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", ["from_pretrained", "from_config"])
-def test_an_auto_class_resolves_nothing_before_a_mistake_is_told(method, tmp_path, monkeypatch):
+def test_an_auto_class_resolves_nothing_before_a_mistake_is_told(tmp_path, monkeypatch):
     def resolved(*args, **kwargs):
         raise AssertionError("the model was looked up")
 
     monkeypatch.setattr(auto_factory, "resolve_revision", resolved, raising=False)
     monkeypatch.setattr(AutoConfig, "from_pretrained", resolved)
-    found = [cls for cls in from_pretrained.auto_classes() if hasattr(cls, "_model_mapping")]
+    found = [cls for cls in from_pretrained.auto_classes(modeling_auto) if hasattr(cls, "_model_mapping")]
     assert {AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification} < set(found) and len(found) > 30
-    for cls in found:
+    for method in (method for cls in found for method in (cls.from_pretrained, cls.from_config)):
         with pytest.raises(ConfigError, match="expected.*exact"):
-            getattr(cls, method)("somebody/model", memsave="exactt")
-    with pytest.raises(Exception) as past:  # noqa: B017  stock's own: there is no such model
-        getattr(AutoModel, method)(tmp_path, memsave=True)
-    assert not isinstance(past.value, ConfigError)
+            method("a-name/model", memsave="exactt")
+    for method in (AutoModel.from_pretrained, AutoModel.from_config):
+        with pytest.raises(Exception) as past:  # noqa: B017  stock's own: there is no such model
+            method(tmp_path, memsave=True)
+        assert not isinstance(past.value, ConfigError)
 
 
 class TakesMemSaved(LlamaForCausalLM):
@@ -204,16 +188,16 @@ def test_a_config_that_leaves_everything_to_stock_is_no_error(saved, device):
 # Other arguments go on working
 
 
-def test_output_loading_info(saved):
-    model, info = AutoModelForCausalLM.from_pretrained(saved["llama"], memsave=True, output_loading_info=True)
-    assert is_memsave(model)
+def test_loading_info_attention_dtype_and_overrides(saved):
+    model, info = AutoModelForCausalLM.from_pretrained(
+        saved["llama"], memsave=True, output_loading_info=True, attn_implementation="eager", dtype=torch.bfloat16,
+        rms_norm_eps=1e-3, use_cache=False,
+    )  # fmt: skip
+    assert is_memsave(model) and not model.training
     assert not info["missing_keys"] and not info["unexpected_keys"]
-
-
-def test_eager_attention_stays_eager(saved):
-    model = AutoModelForCausalLM.from_pretrained(saved["llama"], memsave=True, attn_implementation="eager")
-    assert is_memsave(model)
     assert model.config._attn_implementation == model.model.config._attn_implementation == "eager"
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert (model.config.rms_norm_eps, model.config.use_cache) == (1e-3, False)
 
 
 def test_the_config_is_stocks(saved):
@@ -225,29 +209,13 @@ def test_the_config_is_stocks(saved):
     assert configs[0] == configs[1] and configs[0][1][1] == "sdpa"
 
 
-def test_dtype_and_config_overrides(saved):
-    model = AutoModelForCausalLM.from_pretrained(
-        saved["llama"], memsave=True, dtype=torch.bfloat16, rms_norm_eps=1e-3, use_cache=False
-    )
-    assert is_memsave(model)
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert (model.config.rms_norm_eps, model.config.use_cache) == (1e-3, False)
-
-
-def test_the_loaded_model_is_in_eval_mode_as_stock(saved):
-    assert not LlamaForCausalLM.from_pretrained(saved["llama"], memsave=True).training
-
-
-def test_importing_twice_wraps_once():
+def test_importing_twice_wraps_once_and_the_methods_keep_name_and_documentation():
     methods = {name: getattr(PreTrainedModel, name).__func__ for name in from_pretrained._METHODS}
-    from_pretrained.install()
-    importlib.reload(from_pretrained).install()
+    hf_memsave.install()
+    importlib.reload(from_pretrained).teach_models(modeling_utils)
     importlib.reload(hf_memsave)
     assert {name: getattr(PreTrainedModel, name).__func__ for name in methods} == methods
-
-
-def test_the_wrapped_methods_keep_name_and_documentation():
-    for name in from_pretrained._METHODS:
+    for name in methods:
         method = getattr(PreTrainedModel, name)
         assert isinstance(PreTrainedModel.__dict__[name], classmethod)
         assert method.__name__ == name

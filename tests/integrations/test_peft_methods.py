@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import re
 from typing import Any
@@ -12,12 +11,14 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from hf_memsave import measure_kept, patch
+from hf_memsave import measure_kept, patch, unpatch
 from support.families import Size, batch_for, build
 from support.helpers import only_on_cpu
 from support.steps import assert_same
+from support.thinned import chosen
 
 LISTED = {kind.value: config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
 SIZE = Size()
@@ -125,6 +126,13 @@ VARIANTS = [
     ("SUPERTUNING", dict(r=4, lora_alpha=8, lora_dropout=0.1)),
 ]
 
+#: Run by `make test`: what adds to a linear, multiplies or rotates it, adapts norms, embeddings or prompts.
+SOME = {
+    ("LORA", "gpt2"), ("ADALORA", "llama"), ("IA3", "bert"), ("OFT", "llama"), ("VERA", "bert"), ("GLORA", "llama"),
+    ("LN_TUNING", "bert"), ("PREFIX_TUNING", "llama"), ("TRAINABLE_TOKENS", "llama"), ("XLORA", "llama"),
+}  # fmt: skip
+#: Of the variants those that add a magnitude, biases, tensors in place of modules, and blocks that share weights.
+SOME_VARIANTS = [VARIANTS[0], VARIANTS[1], VARIANTS[5], VARIANTS[6]]
 CASES = [(method, family) for family in LINEARS for method in METHODS if method in LISTED.keys() - REFUSED[family]]
 
 
@@ -192,11 +200,6 @@ def train(model: nn.Module, method: str) -> dict[str, torch.Tensor]:
     return found | {name: p.detach().clone() for name, p in trained.items()}
 
 
-@functools.cache
-def _stock(method: str, family: str, experts: str) -> dict[str, torch.Tensor]:
-    return train(adapted(method, family, "never", experts, {}), method)
-
-
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory) -> str:
     """Two saved LoRA adapters, for XLORA to mix."""
@@ -208,17 +211,15 @@ def experts(tmp_path_factory) -> str:
     return str(folder)
 
 
-@pytest.fixture
-def meter():
+def kept(model: nn.Module, method: str) -> int:
     gc.collect()
     gc.freeze()  # as in conftest.py: spare the meter what PEFT has loaded since
-    return lambda model, method: measure_kept(model, batch_of(model, method, seed=0)).total
+    return measure_kept(model, batch_of(model, method, seed=0)).total
 
 
-@pytest.fixture(scope="module", autouse=True)
-def forget():
-    yield
-    _stock.cache_clear()
+def places(model: nn.Module) -> dict[str, str]:
+    """Path -> kind of every layer that PEFT put in."""
+    return {name: type(m).__qualname__ for name, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
 
 
 def test_every_method_of_peft_is_in_the_table_or_skipped_with_a_reason():
@@ -229,32 +230,27 @@ def test_every_method_of_peft_is_in_the_table_or_skipped_with_a_reason():
     assert not untested, f"{sorted(untested)} are refused in every family"
 
 
-@pytest.mark.parametrize(("method", "family"), CASES)
-def test_stock_trains_all_that_the_method_adds(method, family, experts, device):
+@pytest.mark.parametrize(("method", "family"), chosen(CASES, SOME))
+def test_a_method_trains_like_stock_and_keeps_less(method, family, experts, device):
+    """And stock trains all that it adds; and a patched model gets it where a stock one does."""
     only_on_cpu(device)
-    found = _stock(method, family, experts)
-    assert len({float(found[f"{step} loss"]) for step in range(STEPS)}) == STEPS
-    trained = {name for name in found if not name[0].isdigit()}
-    moved = {name for name in trained if any(found.get(f"{s} {name}", torch.zeros(1)).any() for s in range(STEPS))}
+    stock = adapted(method, family, "never", experts, {})
+    most = 0.98 * kept(stock, method) if family == "llama" else float("inf")
+    expected = train(adapted(method, family, "never", experts, {}), method)
+    assert len({float(expected[f"{step} loss"]) for step in range(STEPS)}) == STEPS
+    trained = {name for name in expected if not name[0].isdigit()}
+    steps = range(STEPS)
+    moved = {name for name in trained if any(expected.get(f"{s} {name}", torch.zeros(1)).any() for s in steps)}
     assert moved and [name for name in trained - moved if not re.search(UNUSED.get(method, "^$"), name)] == []
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize(("method", "family"), CASES)
-def test_a_method_trains_like_stock(method, family, when, experts, device):
-    only_on_cpu(device)
-    assert_same(train(adapted(method, family, when, experts, {}), method), _stock(method, family, experts))
-
-
-@pytest.mark.parametrize("method", [method for method, family in CASES if family == "llama"])
-def test_a_method_keeps_less_than_in_stock(method, meter, experts, device):
-    only_on_cpu(device)
-    stock = meter(adapted(method, "llama", "never", experts, {}), method)
     for when in ("before", "after"):
-        assert meter(adapted(method, "llama", when, experts, {}), method) < 0.98 * stock, when
+        ours = adapted(method, family, when, experts, {})
+        assert places(ours) == places(stock)
+        assert [p.requires_grad for p in ours.parameters()] == [p.requires_grad for p in stock.parameters()]
+        assert kept(ours, method) < most
+        assert_same(train(adapted(method, family, when, experts, {}), method), expected)
 
 
-@pytest.mark.parametrize(("method", "options"), VARIANTS, ids=str)
+@pytest.mark.parametrize(("method", "options"), chosen(VARIANTS, SOME_VARIANTS), ids=str)
 def test_a_variant_trains_like_stock(method, options, experts, device):
     only_on_cpu(device)
     if method not in LISTED:
@@ -262,3 +258,44 @@ def test_a_variant_trains_like_stock(method, options, experts, device):
     stock = train(adapted(method, "llama", "never", experts, options), method)
     for when in ("before", "after"):
         assert_same(train(adapted(method, "llama", when, experts, options), method), stock)
+
+
+# What PEFT asks of the layers it adapts, by their exact type for one, is true on a patched model.
+
+LINEAR_METHODS = [(method,) for method in ("GLORA", "LORA", "IA3", "LOHA", "LOKR", "MISS", "OFT")]
+
+
+@pytest.mark.parametrize("method", chosen(LINEAR_METHODS, {"GLORA", "IA3", "OFT"}))
+def test_an_adapter_wraps_a_plain_linear_and_a_merged_model_is_stocks(method, device):
+    merged = []
+    for when in ("never", "before"):
+        model = adapted(method, "llama", when, "", {})
+        found = [m.get_base_layer() for m in model.modules() if isinstance(m, BaseTunerLayer)]
+        assert len(found) == 3 * SIZE.layers and {type(m) for m in found} == {nn.Linear}
+        train(model, method)
+        merged.append(model.merge_and_unload())
+    assert_same(merged[1].state_dict(), merged[0].state_dict())
+    sizes = [kept(model.train().requires_grad_(), method) for model in merged]
+    assert sizes[1] < sizes[0]
+    assert {type(m) for m in merged[1].modules() if isinstance(m, nn.Linear)} == {nn.Linear}
+
+
+def test_a_second_glora_goes_onto_a_patched_model_and_away_again():
+    model = adapted("GLORA", "llama", "before", "", {})
+    first = places(model)
+    model.add_adapter("second", config_of("GLORA", "llama", "", {"r": 2}))
+    model.delete_adapter("default")
+    model.set_adapter("second")
+    assert places(model) == first and "second" in str(list(model.state_dict()))
+    model(**batch_of(model, "GLORA", seed=0)).loss.backward()
+    trained = [n for n, p in model.named_parameters() if p.grad is not None]
+    assert trained and all(".second." in name for name in trained)
+
+
+def test_glora_on_an_unpatched_model_is_stocks():
+    base = build("llama", SIZE)
+    patch(base)
+    unpatch(base)
+    torch.manual_seed(0)
+    model = get_peft_model(base, config_of("GLORA", "llama", "", {}))
+    assert places(model) == places(adapted("GLORA", "llama", "never", "", {})) and places(model)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import BertConfig, LlamaConfig, MambaConfig, ResNetConfig, T5Config
 
-import hf_memsave_cli
 from hf_memsave import estimate
+from hf_memsave.cli import main
 from hf_memsave.errors import MeasureError, MemSaveError
 from hf_memsave.measure.lora import Lora
 from hf_memsave.measure.models import build_empty
@@ -115,7 +115,7 @@ CONFIGS = {
 @pytest.mark.parametrize(("fields", "message"), CONFIGS.values(), ids=CONFIGS)
 def test_a_config_that_cannot_be_used_is_told_in_one_line(fields, message, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-    assert hf_memsave_cli.main(["estimate", str(tmp_path), "--seq-len", "16"]) == 2
+    assert main(["estimate", str(tmp_path), "--seq-len", "16"]) == 2
     error = capsys.readouterr().err.strip()
     assert message in error
     assert "\n" not in error

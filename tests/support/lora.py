@@ -1,9 +1,12 @@
 """Models with LoRA adapters, on stock and on quantized bases, and their training."""
 
+import copy
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
 
+from hf_memsave import patch
 from support.families import Size, batch_for, build
 
 SIZE = Size(hidden=64, heads=4, batch=2, seq=32)
@@ -24,6 +27,13 @@ def adapted(family, mode="bf16, fp32 adapters", dropout=0.05, size=SIZE, **optio
     config = peft.LoraConfig(init_lora_weights=False, **options)
     torch.manual_seed(0)
     return peft.get_peft_model(build(family, size, dtype), config, autocast_adapter_dtype=in_fp32).train()
+
+
+def pair(stock):
+    """A stock model, and a patched copy."""
+    ours = copy.deepcopy(stock)
+    patch(ours)
+    return stock, ours
 
 
 def autocast(mode, device="cpu"):

@@ -1,0 +1,139 @@
+"""What a command cannot do is one line on stderr with a remedy in options, exit status 2, and nothing on stdout."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hf_memsave.cli import main
+from support.helpers import on_stand_in
+
+TINY = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 64}
+IDS = torch.arange(12).reshape(2, 6) + 3
+NAMED, PADDED = "Expected tensors by name", "padded to one length"
+CONFIGS = {
+    "bert": {"model_type": "bert", **TINY},
+    "gpt2": {"model_type": "gpt2", "vocab_size": 96, "n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 64},
+    "odd": {"model_type": "bert", "hidden_size": 30, "num_attention_heads": 4},
+    "moe": {
+        "model_type": "qwen3_moe", "vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4, "head_dim": 8,
+        "num_hidden_layers": 18, "num_key_value_heads": 2, "intermediate_size": 64, "num_experts": 2,
+        "num_experts_per_tok": 1, "moe_intermediate_size": 16, "mlp_only_layers": [14],
+    },
+    "broken": {"model_type": "bert", **TINY},
+}  # fmt: skip
+#: Batch file -> what to write, and the error it gives.
+BATCHES = {
+    "pickled.pt": (lambda path: torch.save({"input_ids": object()}, path), NAMED),
+    "list.pt": (lambda path: torch.save([IDS], path), NAMED + ', such as {"input_ids": ..., "labels": ...}, got list.'),
+    "mixed.pt": (lambda path: torch.save({"input_ids": IDS, "text": "hello"}, path), "'text': 'str'"),
+    "empty.pt": (Path.touch, NAMED),
+    "unlabelled.pt": (lambda path: torch.save({"input_ids": IDS}, path), "expected a loss in the output of Bert"),
+    "other.pt": (lambda path: torch.save({"pixels": IDS}, path), "cannot run a stock step on pixels [2, 6]"),
+    "far.pt": (lambda path: torch.save({"input_ids": IDS + 1000}, path), "Expected a batch that the model trains on"),
+    "broken.json": (lambda path: path.write_text("{"), PADDED),
+    "ragged.json": (lambda path: path.write_text('{"input_ids": [[1, 2], [3]]}'), PADDED),
+    "words.json": (lambda path: path.write_text('{"input_ids": [["a", "b"]]}'), PADDED),
+    "empty.jsonl": (Path.touch, PADDED),
+    "uneven.jsonl": (lambda path: path.write_text('{"input_ids": [1], "labels": 0}\n{"input_ids": [1]}\n'), PADDED),
+    "broken.safetensors": (lambda path: path.write_bytes(b"nonsense"), PADDED),
+}
+#: Command -> what its error says, besides what it expected.
+ERRORS = {
+    "report missing.json": "no such file or folder",
+    "verify ./missing/folder": "no such file or folder",
+    "doctor .": "expected a config.json in this folder",
+    "report broken.json": "not a valid JSON file",
+    "doctor other.json": "Should have a `model_type` key",
+    "doctor odd": "cannot build a 'bert' model",
+    "report funnel": "cannot change the depth",
+    "report moe": "are not alike",
+    "verify vit": "no language modelling or classification head",
+    "verify broken": "Expected a model that from_pretrained loads",
+    "report bert --memsave nope": "unknown preset 'nope'.* Leave --memsave out for the exact default",
+    "doctor --memsave empty.yaml": "empty.yaml is empty.* Leave --memsave out for the exact default",
+    "verify bert --memsave budget.yaml": "Use memsave plan --budget 24GiB",
+    "report bert --autocast bf16 --dtype bf16": "Leave one out",
+    "report bert --plot nowhere/kept.png": "expected a file in a folder that exists",
+    "report bert --plot kept.xyz": "expected a name that ends in .png",
+    "report bert --json .": "expected a file in a folder that exists",
+    "report gpt2 --seq-len 100": "Lower --seq-len",
+    "report gpt2 --batch-size 1000000000": "Lower --batch-size",
+    "report gpt2 --lora targets=query": r"'query'.*Name modules of GPT2LMHeadModel with targets=a\+b",
+    "verify bert --batch list.pt --seq-len 4": "Leave one out",
+    "verify bert --seq-len 1000": "lower --batch-size or --seq-len",
+    "verify bert --device cuda": "Use --device cpu",
+    "verify bert --batch missing.pt": "no such file. Expected tensors by name",
+    **{f"verify bert --batch {name}": re.escape(message) for name, (_, message) in BATCHES.items()},
+    "auto bert": "expected --memory, such as --memory 16GiB",
+    "auto bert --memory 1KiB": "with everything converted",
+    "auto bert --memory 1GiB --out missing/plan.yaml": "in a folder that exists",
+    "auto bert --memory 1GiB --max-batch 4": "Add --fast",
+    "auto bert --memory 1GiB --seq-len 1000": "lower --batch-size or --seq-len",
+    "estimate bert --memory 24": "Write it with a unit",
+    "estimate bert --seq-len 5000": "--seq-len: expected at most 512 tokens",
+    "estimate bert --quantized nf4": "Add --lora r=8",
+    "estimate bert --check --devices 2": "Leave one out",
+    "plan bert --budget much": "Write it with a unit",
+    "plan bert --budget 1MiB --seq-len 16": "nothing fits",
+    "demo --data-dir SST-2": "train.tsv: expected this file",
+    "demo --data-dir STS-B": "asks for a score",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("errors")
+    for name, config in CONFIGS.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    (folder / "broken" / "model.safetensors").write_bytes(b"nonsense")
+    for name, (write, _) in BATCHES.items():
+        write(folder / name)
+    save_file({"input_ids": IDS}, folder / "right.safetensors")
+    (folder / "other.json").write_text('{"hidden_size": 3}')
+    (folder / "empty.yaml").write_text("# nothing yet")
+    (folder / "budget.yaml").write_text("budget: 24GiB")
+    (folder / "STS-B").mkdir()
+    (folder / "STS-B" / "train.tsv").write_text("sentence1\tsentence2\tscore\na\tb\t2.5\n")
+    return folder
+
+
+@on_stand_in
+@pytest.mark.parametrize("line", ERRORS)
+def test_an_error_is_one_line_with_a_remedy_in_options(line, folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(shlex.split(line)) == 2
+    output, error = capsys.readouterr()
+    assert output.strip() == "" and error.startswith(f"memsave {line.split()[0]}: error: ")
+    assert error.count("\n") == 1 and re.search(ERRORS[line], error)
+    assert not re.search(r"memsave=|MemSaveConfig\(|(?<!-)\b(seq_len|batch_size)\b", error)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("nope", "invalid choice"),
+        ("report", "the following arguments are required"),
+        ("report bert --batch-size 0", "expected a whole number from 1, got '0'"),
+        ("demo --steps x", "expected a whole number from 1, got 'x'"),
+        ("auto bert --memory 16", "argument --memory: .*expected bytes, or a text"),
+        ("auto bert --fast --smart", "not allowed with argument"),
+        ("report bert --lora rank=4", "expected r=...,alpha=...,dropout=...,targets=...,dtype=...,dora=..., each once"),
+        ("report bert --lora r=4,r=8", "each once, got 'r=8'"),
+        ("report bert --lora dora=yes", "expected dora=true or dora=false, got 'yes'"),
+        ("report bert --lora targets=+", r"expected names joined by \+, got targets='\+'"),
+        ("report bert --lora r=four", "expected a number for r, got 'four'"),
+        ("report bert --lora dropout=1", r"dropout in \[0, 1\), dtype fp32 or model, got r 8, alpha 16, dropout 1.0"),
+    ],
+)
+def test_what_no_option_takes_ends_with_status_2(line, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(line.split())
+    error = capsys.readouterr().err
+    assert exit_.value.code == 2 and re.search(f"error: .*{message}", error)
