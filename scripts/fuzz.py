@@ -48,7 +48,7 @@ class Found:
     differences: list[tuple[int, str, str]] = field(default_factory=list)
 
     def add(self, other: Found) -> None:
-        """Those of other seeds."""
+        """Add what other seeds gave."""
         self.outcomes += other.outcomes
         self.differences += other.differences
 

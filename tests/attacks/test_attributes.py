@@ -1,6 +1,5 @@
 """Attacks by attributes: what a layer was called with counts, not what it says when backward comes."""
 
-import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,11 +8,13 @@ import torch
 from torch import nn
 from transformers.activations import GELUActivation
 
-from hf_memsave import MemSaveConfig, patch
+from hf_memsave import KeptTensorChangedError, MemSaveConfig
 from hf_memsave.ops.sign_bit import SignBit
-from support.attacks import WIDTH, Attack
+from support.attacks import WIDTH, pair
 from support.helpers import assert_same_bits, only_on_cpu, random
 from support.steps import assert_same, gradients
+
+SHAPE = (2, 16, WIDTH)
 
 
 class Change(NamedTuple):
@@ -41,30 +42,30 @@ CHANGES = {
     "softmax": Change(lambda: nn.Softmax(-1), "dim", -1, 1),
     "dropout": Change(lambda: nn.Dropout(0.2), "p", 0.2, 0.7),
     "no training": Change(lambda: nn.Dropout(0.2), "training", True, False),
-    "dropout in place": Change(lambda: nn.Dropout(0.2), "inplace", False, True),
     "alpha dropout": Change(lambda: nn.AlphaDropout(0.2), "p", 0.2, 0.7),
+}
+IN_PLACE = {
+    cls.__name__: Change(lambda cls=cls: cls(0.3), "inplace", False, True)
+    for cls in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 }
 
 
 def forward(model, x):
-    """The layer's input is kept by nobody else, and its output by the product after it."""
+    """The layer's input is kept by no other, and its output by the product after it."""
     return model.g(model.layer(model.f(x) * 3)).sin()
 
 
-def pair(change, config, layer=None):
-    torch.manual_seed(0)
-    stock = Attack(forward, layer=layer or change.make())
-    ours = copy.deepcopy(stock)
-    patch(ours, config)
-    return ours, stock
+def reads_what_was_dropped(model, x):
+    hidden = model.f(x) * 2
+    dropped = model.layer(hidden.unflatten(0, (-1, 2)) if isinstance(model.layer, nn.Dropout2d) else hidden)
+    return model.g(dropped.view_as(hidden)) + model.h(hidden)  # where it is in place, of what was dropped
 
 
 def changed_before_backward(model, change, x):
     setattr(model.layer, change.name, change.first)
     loss = model(x).pow(2).mean()
     setattr(model.layer, change.name, change.second)
-    loss.backward()
-    return [loss.detach()]
+    return loss
 
 
 def a_forward_of_each(model, change, x):
@@ -72,23 +73,21 @@ def a_forward_of_each(model, change, x):
     for value in (change.first, change.second):
         setattr(model.layer, change.name, value)
         losses.append(model(x).pow(2).mean())
-    sum(losses).backward()
-    return [loss.detach() for loss in losses]
+    return sum(losses)
 
 
 def changed_within_the_forward(model, change, x):
     """One layer called twice."""
+    once = model.fn
 
     def twice(model, x):
         setattr(model.layer, change.name, change.first)
-        first = forward(model, x)
+        first = once(model, x)
         setattr(model.layer, change.name, change.second)
-        return first + forward(model, first)
+        return first + once(model, first)
 
     model.fn = twice
-    loss = model(x).pow(2).mean()
-    loss.backward()
-    return [loss.detach()]
+    return model(x).pow(2).mean()
 
 
 ATTACKS = (changed_before_backward, a_forward_of_each, changed_within_the_forward)
@@ -96,59 +95,60 @@ ATTACKS = (changed_before_backward, a_forward_of_each, changed_within_the_forwar
 
 def trained(model, attack, change, x):
     torch.manual_seed(3)
-    losses = attack(model, change, x)
-    return {**{f"loss {i}": loss for i, loss in enumerate(losses)}, **gradients(model)}
+    loss = attack(model, change, x)
+    loss.backward()
+    return {"loss": loss.detach(), **gradients(model)}
 
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
 @pytest.mark.parametrize("name", CHANGES)
-def test_an_attribute_of_a_layer_is_changed(name, attack, device):
-    change, x = CHANGES[name], random(2, 16, WIDTH, device=device)
-    ours, stock = (trained(model.to(device), attack, change, x) for model in pair(change, True))
-    assert_same(ours, stock)
+def test_an_attribute_of_a_layer_is_changed(name, device):
+    change, x = CHANGES[name], random(*SHAPE, device=device)
+    for attack in ATTACKS:
+        ours, stock = (trained(m, attack, change, x) for m in pair(forward, device, layer=change.make()))
+        assert_same(ours, stock)
+        if change.name != "inplace":  # a layer whose attribute stays has other gradients, or other values
+            is_first = attack is changed_before_backward
+            other = change._replace(first=change.second) if is_first else change._replace(second=change.first)
+            unchanged = trained(pair(forward, device, layer=change.make())[1], attack, other, x)
+            assert not all(torch.equal(unchanged[key], stock[key]) for key in stock), "no change would be seen"
 
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
-@pytest.mark.parametrize("name", [name for name, change in CHANGES.items() if change.name != "inplace"])
-def test_the_change_would_be_seen(name, attack, device):
-    """A layer whose attribute stays has other gradients, or other values."""
-    change, x = CHANGES[name], random(2, 16, WIDTH, device=device)
-    other = change._replace(second=change.first) if attack is not changed_before_backward else None
-    other = other or change._replace(first=change.second)
-    found = [trained(pair(change, True)[1].to(device), attack, c, x) for c in (change, other)]
-    assert not all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+@pytest.mark.parametrize("config", [True, {"dropout": "mask"}, {"dropout": "stock"}, "tempo"], ids=str)
+def test_dropout_is_put_in_place_after_patching(config, device):
+    for change in IN_PLACE.values():
+        found = []
+        for model in pair(reads_what_was_dropped, device, config, layer=change.make()):
+            model.layer.inplace = True
+            torch.manual_seed(1)
+            loss = model(random(4, 16, WIDTH, device=device)).pow(2).mean()
+            loss.backward()
+            found.append({"loss": loss.detach(), **gradients(model)})
+        assert_same(*found)
 
 
-#: Of activations whose gradient is not exact: those whose attributes choose the function.
-APPROXIMATE = {name: CHANGES[name] for name in ("gelu", "silu")}
 VALUES = ("stock", "invert", "precision_bit", "few_bit")
 
 
-@pytest.mark.parametrize("value", VALUES)
-@pytest.mark.parametrize("name", APPROXIMATE)
-@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-def test_an_approximate_activation_is_changed_before_backward(name, value, frozen, device):
-    """Its gradient is that of the forward: the same as where nothing was changed."""
-    only_on_cpu(device)
-    change, x = APPROXIMATE[name], random(2, 16, WIDTH, device=device)
-    found = []
-    for second in (change.first, change.second):
-        ours, _ = pair(change, MemSaveConfig(activation=value))
-        ours.g.requires_grad_(not frozen)
-        found.append(trained(ours, changed_before_backward, change._replace(second=second), x))
-    assert_same(found[1], found[0])
-
-
-@pytest.mark.parametrize("value", VALUES)
-@pytest.mark.parametrize("attack", ATTACKS[1:], ids=lambda attack: attack.__name__)
-def test_an_approximate_gelu_is_changed_between_forwards(attack, value, device):
-    """Two functions, each of its own slope: near stock's gradients, and the other slope is not."""
-    only_on_cpu(device)
-    change, x = CHANGES["gelu"], random(2, 16, WIDTH, device=device)
-    ours, stock = (trained(model, attack, change, x) for model in pair(change, MemSaveConfig(activation=value)))
-    bound = 0.02 if value == "few_bit" else 2e-3
+def assert_near(ours, stock, bound):
     for key, expected in stock.items():
         assert (ours[key] - expected).abs().max() <= bound * expected.abs().max(), key
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_an_approximate_activation_is_changed(value, device):
+    """Before backward, its gradient is that of the forward; between forwards, each has its own function's slope."""
+    only_on_cpu(device)
+    x, config = random(*SHAPE, device=device), MemSaveConfig(activation=value)
+    for name, is_frozen in (("gelu", False), ("gelu", True), ("silu", False), ("silu", True)):
+        change, found = CHANGES[name], []
+        for second in (change.first, change.second):
+            ours, _ = pair(forward, device, config, layer=change.make())
+            ours.g.requires_grad_(not is_frozen)
+            found.append(trained(ours, changed_before_backward, change._replace(second=second), x))
+        assert_same(found[1], found[0])
+    for attack in ATTACKS[1:]:
+        models = pair(forward, device, config, layer=nn.GELU())
+        assert_near(*(trained(m, attack, CHANGES["gelu"], x) for m in models), 0.02 if value == "few_bit" else 2e-3)
 
 
 @pytest.mark.parametrize("value", VALUES)
@@ -156,25 +156,46 @@ def test_an_approximate_gelu_is_changed_between_forwards(attack, value, device):
 def test_an_approximate_activation_becomes_another_function_after_patching(layer, value, device):
     """In place, or Python text: no approximation is claimed of it, and stock's own runs."""
     only_on_cpu(device)
-    change = Change(layer, "", None, None)
-    ours, stock = pair(change, MemSaveConfig(activation=value))
     found = []
-    for model in (ours, stock):
+    for model in pair(forward, device, MemSaveConfig(activation=value), layer=layer()):
         if layer is nn.SiLU:
             model.layer.inplace = True
         elif layer is GELUActivation:
             model.layer.act = torch.cos
         else:
             model.layer.__dict__["approximate"] = "tanh"
-        loss = model(random(2, 16, WIDTH)).pow(2).mean()
+        loss = model(random(*SHAPE)).pow(2).mean()
         loss.backward()
         found.append({"loss": loss.detach(), **gradients(model)})
     if layer is nn.GELU:
-        slack = 0.02 if value == "few_bit" else 2e-3 if value != "stock" else 0
-        for key, expected in found[1].items():
-            assert (found[0][key] - expected).abs().max() <= slack * expected.abs().max(), key
+        assert_near(*found, 0.02 if value == "few_bit" else 2e-3 if value != "stock" else 0)
     else:
         assert_same(*found)
+
+
+@pytest.mark.parametrize("name", ["recompute", "few_bit", "invert", "precision_bit"])
+def test_dropout_after_an_activation_is_put_in_place(name, device):
+    """It writes to the activation's output: what keeps that says so, and the others train on."""
+
+    def fn(model, x):
+        return model.g(model.drop(model.layer(model.f(x))))
+
+    found = []
+    for inplace in (False, True):
+        config = MemSaveConfig(activation=name, few_bits=8)
+        model, _ = pair(fn, device, config, drop=nn.Dropout(0.3), layer=nn.GELU())
+        model.drop.inplace = inplace
+        torch.manual_seed(1)
+        loss = model(random(4, 16, WIDTH, device=device)).pow(2).mean()
+        if inplace and name in ("invert", "precision_bit"):
+            with pytest.raises(KeptTensorChangedError, match="inplace operation"):
+                loss.backward()
+            return
+        loss.backward()
+        found.append({"loss": loss.detach(), **gradients(model)})
+    assert_same_bits(found[0]["loss"], found[1]["loss"])
+    # What was written to is kept, and is not remade: so bits stand for x.
+    assert_near(found[1], found[0], 0.01 if name == "few_bit" else 0)
 
 
 def test_the_gelu_of_a_fused_pair_is_changed(device):

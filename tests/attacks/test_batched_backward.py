@@ -1,13 +1,16 @@
 """Backward of several gradients at once, under vmap: per-sample gradients, Jacobians, influence functions."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_memsave import MemSaveConfig, measure_kept, patch
+from hf_memsave import measure_kept, patch
+from support.attacks import assert_alike
 from support.families import Size, batch_for, build
-from support.helpers import assert_same_bits, random
+from support.helpers import random
 
 SIZE = Size(hidden=64, heads=2, layers=2, batch=4, seq=32)
 
@@ -19,44 +22,32 @@ def losses(model, batch):
     return F.cross_entropy(logits, torch.zeros(SIZE.batch, dtype=torch.long), reduction="none")
 
 
-@pytest.mark.parametrize("config", [MemSaveConfig(), MemSaveConfig(dropout="mask")], ids=["seed", "mask"])
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
-def test_batched_gradients_of_a_model_with_dropout_are_stocks(family, config):
+def test_batched_gradients_of_a_model_with_dropout_are_stocks(family):
     found = []
-    for is_patched in (False, True):
+    for config in (None, True, {"dropout": "mask"}):
         model = build(family, SIZE)
         batch = {n: x for n, x in batch_for(model, SIZE).items() if n != "labels"}
-        if is_patched:
+        if config is not None:
             patch(model, config)
-        parameters = [p for p in model.parameters() if p.dim() > 1]
-        state = torch.get_rng_state()
-        found.append(
-            torch.autograd.grad(
-                losses(model, batch), parameters, torch.eye(SIZE.batch), is_grads_batched=True, allow_unused=True
-            )
-        )
-        torch.set_rng_state(state)
-    for mine, theirs in zip(*found, strict=True):
-        assert (mine is None) == (theirs is None)
-        if mine is not None:
-            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+        names, parameters = zip(*[(n, p) for n, p in model.named_parameters() if p.dim() > 1], strict=True)
+        options = dict(is_grads_batched=True, allow_unused=True)
+        found.append(torch.autograd.grad(losses(model, batch), parameters, torch.eye(SIZE.batch), **options))
+    for name, stock, *ours in zip(names, *found, strict=True):
+        for mine in ours:
+            assert (mine is None) == (stock is None), name
+            if mine is not None:
+                torch.testing.assert_close(mine, stock, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("randomness", ["same", "different", "error"])
 def test_under_vmap_of_any_randomness(randomness):
-    found = []
-    for is_patched in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Tanh(), nn.Linear(64, 4))
-        if is_patched:
-            patch(model)
-        torch.manual_seed(1)
-        y = model(random(50, 8)).sum(0)
-        weight = model[0].weight
-        rows = torch.func.vmap(lambda dy, y=y, w=weight: torch.autograd.grad(y, w, dy, retain_graph=True)[0],
-                               randomness=randomness)(torch.eye(4))  # fmt: skip
-        found.append(rows)
-    assert_same_bits(*found)
+    def run(model):
+        y, weight = model(random(50, 8)).sum(0), model[0].weight
+        gradient = partial(torch.autograd.grad, y, weight, retain_graph=True)
+        return torch.func.vmap(lambda dy: gradient(dy)[0], randomness=randomness)(torch.eye(4))
+
+    assert_alike(lambda: nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Tanh(), nn.Linear(64, 4)), run)
 
 
 def test_a_tensor_of_a_transform_that_somebody_holds_does_not_stop_the_meter():

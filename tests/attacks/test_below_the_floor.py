@@ -1,7 +1,5 @@
 """Rungs and offload where models bring caches, and where what is kept is odd or is written to."""
 
-import copy
-
 import pytest
 import torch
 from peft import PrefixTuningConfig, TaskType, get_peft_model
@@ -11,7 +9,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_memsave import MemSaveConfig, patch
 from hf_memsave.tape import offload
 from hf_memsave.tape.offload import Offload
+from support.attacks import assert_alike
 from support.families import Size, batch_for, build
+from support.steps import gradients, step
 
 BLOCK = MemSaveConfig(checkpoint="block")
 
@@ -20,38 +20,24 @@ def lm(family="llama"):
     return build(family, Size(), dropout=0.0)
 
 
-def prefixed(family):
-    model = lm(family)
-    torch.manual_seed(1)
-    return get_peft_model(model, PrefixTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=4)).train()
-
-
-def gradients(model, loss):
+def stepped(model, loss):
     loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    return {"loss": loss.detach(), **gradients(model)}
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_prefix_is_not_lost_in_blocks_that_run_again(family):
-    found = []
-    for is_patched in (False, True):
-        model = prefixed(family)
-        if is_patched:
-            patch(model, BLOCK)
-        found.append(gradients(model, model(**batch_for(model, Size())).loss))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    prefix = PrefixTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=4)
+    assert_alike(lambda: get_peft_model(lm(family), prefix).train(), lambda m: step(m, batch_for(m, Size())), BLOCK)
 
 
 def test_a_cache_that_is_asked_for_is_filled_and_read():
-    found = []
-    for is_patched in (False, True):
-        model = lm()
-        if is_patched:
-            patch(model, BLOCK)
+    def run(model):
         ids = batch_for(model, Size())["input_ids"]
         cache = model(input_ids=ids[:, :8], use_cache=True).past_key_values
-        found.append(gradients(model, model(input_ids=ids[:, 8:], labels=ids[:, 8:], past_key_values=cache).loss))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        return stepped(model, model(input_ids=ids[:, 8:], labels=ids[:, 8:], past_key_values=cache).loss)
+
+    assert_alike(lm, run, BLOCK)
 
 
 def test_generate_in_training_mode_gives_stocks_tokens():
@@ -73,15 +59,14 @@ VIEWS = {
 @pytest.mark.parametrize("view", VIEWS)
 def test_any_view_comes_back_as_it_was(view, monkeypatch):
     monkeypatch.setattr(offload, "SMALLEST_NBYTES", 256)
-    x = VIEWS[view]()
-    w = torch.ones_like(x.resolve_conj().resolve_neg()).requires_grad_()
-    with Offload():
-        y = (w * x).sum()
-    y.abs().backward() if y.is_complex() else y.backward()
-    found, w.grad = w.grad, None
-    y = (w * x).sum()
-    y.abs().backward() if y.is_complex() else y.backward()
-    assert torch.equal(found, w.grad)
+    x, found = VIEWS[view](), []
+    for hooks in (Offload, torch.enable_grad):
+        w = torch.ones_like(x.resolve_conj().resolve_neg()).requires_grad_()
+        with hooks():
+            y = (w * x).sum()
+        y.abs().backward() if y.is_complex() else y.backward()
+        found.append(w.grad)
+    assert torch.equal(*found)
 
 
 def test_a_weight_written_to_before_backward_raises_as_without_offload():
@@ -95,7 +80,7 @@ def test_a_weight_written_to_before_backward_raises_as_without_offload():
 
 
 @pytest.mark.parametrize("rung", ["o_proj", None])
-@pytest.mark.parametrize("is_read", [False, True], ids=["nobody asks for it", "asked for at each step"])
+@pytest.mark.parametrize("is_read", [False, True], ids=["never asked for", "asked for at each step"])
 def test_a_long_chain_of_cheap_functions_is_no_endless_recursion(is_read, rung):
     """A scan over time: a node that builds on all steps before would nest a call for each."""
 
@@ -110,9 +95,7 @@ def test_a_long_chain_of_cheap_functions_is_no_endless_recursion(is_read, rung):
                 h = h * gate + gate if is_read else h * 0.99 + 0.01
             return h * gate
 
-    torch.manual_seed(0)
-    stock = nn.Sequential(nn.Linear(16, 16), Scan()).train()
-    ours = copy.deepcopy(stock)
-    patch(ours, MemSaveConfig(checkpoint=rung))
-    found = [gradients(model, model(torch.ones(4, 8, 16)).sum()) for model in (stock, ours)]
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    def run(model):
+        return stepped(model, model(torch.ones(4, 8, 16)).sum())
+
+    assert_alike(lambda: nn.Sequential(nn.Linear(16, 16), Scan()).train(), run, MemSaveConfig(checkpoint=rung))

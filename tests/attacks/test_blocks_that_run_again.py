@@ -1,4 +1,4 @@
-"""Blocks that run again in backward, when what their forward had (hooks, a mode, adapters' inputs) is gone by then."""
+"""Blocks that run again in backward, when what their forward had (hooks, a mode, adapters) is gone by then."""
 
 import contextlib
 import gc
@@ -14,23 +14,32 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave import KeptTensorChangedError, MemSaveConfig, patch, unpatch
 from hf_memsave.patching import checkpointed
+from support.attacks import assert_alike
 from support.families import Size, batch_for, build
+from support.steps import gradients
 
 SIZE = Size()
 #: Transformers runs a block's own hooks again only where it checkpoints ``__call__``, as it did before ``forward``.
 RUNS_OWN_HOOKS = "__call__" in vars(GradientCheckpointingLayer)
+BLOCK = MemSaveConfig(checkpoint="block")
 
 
 def llama():
     return build("llama", SIZE, dropout=0.0)
 
 
+def lora(*names, **options):
+    """With random adapters of these names."""
+    options |= dict(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    config = LoraConfig(**options)
+    model = get_peft_model(llama(), config)
+    for name in names:
+        model.add_adapter(name, config)
+    return model.train()
+
+
 def activated(**options):
-    config = LoraConfig(
-        r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM", alora_invocation_tokens=[7],
-        **options,
-    )  # fmt: skip
-    return get_peft_model(llama(), config).train()
+    return lora(alora_invocation_tokens=[7], **options)
 
 
 def batch_of(model):
@@ -39,36 +48,25 @@ def batch_of(model):
     return batch
 
 
-def steps(model, checkpoint=None, *, is_patched=True, **inputs):
+def steps(model, **inputs):
     """The gradients of two steps."""
-    if is_patched:
-        patch(model, MemSaveConfig(checkpoint=checkpoint))
     found = []
     for _ in range(2):
         model.zero_grad()
         torch.manual_seed(1)  # Poly draws
         model(**batch_of(model), **inputs).loss.backward()
-        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        found.append(gradients(model))
     return found
-
-
-def assert_equal(ours, stock):
-    assert len(ours) == len(stock) > 0
-    assert all(torch.equal(a, b) for a, b in zip(ours, stock, strict=True))
-    assert any(g.any() for g in stock)
 
 
 @pytest.mark.parametrize("checkpoint", ["gate", "block"])
 @pytest.mark.parametrize("layers", [None, [0], [1]], ids=str)
-def test_activated_lora_has_stocks_gradients(checkpoint, layers):
-    stock = steps(activated(layers_to_transform=layers), is_patched=False)
-    assert_equal(steps(activated(layers_to_transform=layers), checkpoint), stock)
-
-
-def test_activated_lora_leaves_no_hook_and_no_other_call():
+def test_activated_lora_has_stocks_gradients_and_leaves_no_hook_and_no_other_call(checkpoint, layers):
+    assert_alike(lambda: activated(layers_to_transform=layers), steps, MemSaveConfig(checkpoint=checkpoint))
     model = activated()
     keys, calls = list(model.state_dict()), [type(m).__call__ for m in model.modules()]
-    steps(model, "block")
+    patch(model, BLOCK)
+    steps(model)
     assert list(model.state_dict()) == keys
     assert not any(m._forward_pre_hooks or m._backward_hooks for m in model.modules())
     unpatch(model)
@@ -76,8 +74,8 @@ def test_activated_lora_leaves_no_hook_and_no_other_call():
 
 
 def test_the_input_of_a_block_without_backward_hooks_stays_as_it_is():
-    model, seen = get_peft_model(llama(), LoraConfig(target_modules=["q_proj"])).train(), []
-    patch(model, MemSaveConfig(checkpoint="block"))
+    model, seen = lora(), []
+    patch(model, BLOCK)
     first = model.base_model.model.model.layers[0]
     handle = first.register_forward_pre_hook(lambda module, args: seen.append(args[0].requires_grad))
     model(**batch_of(model)).loss.backward()
@@ -88,19 +86,17 @@ def test_the_input_of_a_block_without_backward_hooks_stays_as_it_is():
 @pytest.mark.parametrize("wants", [False, True], ids=["frozen embeddings", "an input that wants a gradient"])
 def test_backward_hooks_of_a_block_run_after_it_ran_again(wants):
     """One that takes away what the block needs, as PEFT's does."""
-    found = []
-    for is_patched in (False, True):
-        model = llama()
+
+    def run(model):
         model.get_input_embeddings().weight.requires_grad_(wants)
-        if is_patched:
-            patch(model, MemSaveConfig(checkpoint="block"))
         for block in model.model.layers:
             block.mlp.shift = block.mlp.register_forward_hook(lambda module, args, y: y.sin() * 2)
             block.register_full_backward_hook(lambda block, *_: block.mlp.shift.remove())
         model(**batch_of(model)).loss.backward()
         assert not any(block.mlp._forward_hooks for block in model.model.layers)
-        found.append([p.grad for p in model.parameters() if p.grad is not None])
-    assert_equal(*found)
+        return gradients(model)
+
+    assert_alike(llama, run, BLOCK)
 
 
 def poly(tmp_path):
@@ -124,10 +120,11 @@ def xlora(tmp_path):
 
 @pytest.mark.parametrize("make", [poly, xlora])
 def test_adapters_whose_inputs_come_by_hooks_are_refused_by_a_block_and_exact_by_products(make, tmp_path):
-    (stock, inputs), (ours, _), (block, _) = (make(tmp_path) for _ in range(3))
-    assert_equal(steps(ours, "gate", **inputs), steps(stock, is_patched=False, **inputs))
+    model, inputs = make(tmp_path)
+    assert_alike(lambda: make(tmp_path)[0], lambda model: steps(model, **inputs), MemSaveConfig(checkpoint="gate"))
+    patch(model, BLOCK)
     with pytest.raises(KeptTensorChangedError, match=r"got other hooks on its modules .* use checkpoint='gate'"):
-        steps(block, "block", **inputs)
+        steps(model, **inputs)
 
 
 def shift_output(module):
@@ -149,11 +146,8 @@ def shift_input(module):
 def test_interventions_by_hooks(part, shift, when):
     """A hook that is gone when the block runs again would leave all shapes as they are, and gradients wrong."""
     is_refused = when != "in both" and (part or RUNS_OWN_HOOKS)
-    found = []
-    for is_patched in (False, True):
-        model = llama()
-        if is_patched:
-            patch(model, MemSaveConfig(checkpoint="block"))
+
+    def loss_of(model):
         module = model.model.layers[1].get_submodule(part)
         handle = None if when == "in backward" else shift(module)
         loss = model(**batch_of(model)).loss
@@ -161,13 +155,20 @@ def test_interventions_by_hooks(part, shift, when):
             handle.remove()
         elif when == "in backward":
             shift(module)
-        if is_patched and is_refused:
-            with pytest.raises(KeptTensorChangedError, match="got other hooks on its modules"):
-                loss.backward()
-            return
+        return loss
+
+    def run(model):
+        loss_of(model).backward()
+        return gradients(model)
+
+    if not is_refused:
+        assert_alike(llama, run, BLOCK)
+        return
+    model = llama()
+    patch(model, BLOCK)
+    loss = loss_of(model)
+    with pytest.raises(KeptTensorChangedError, match="got other hooks on its modules"):
         loss.backward()
-        found.append([p.grad for p in model.parameters()])
-    assert_equal(*found)
 
 
 @pytest.mark.parametrize("is_call", [False, True], ids=["forward", "__call__"])
@@ -183,22 +184,44 @@ def test_own_hooks_of_a_block_count_where_they_run_again(is_call):
     assert (x.grad is None) == is_call
 
 
-def test_a_block_does_not_run_again_without_its_dropout():
-    model = build("bert", SIZE)
-    patch(model, MemSaveConfig(checkpoint="block"))
-    loss = model(**batch_for(model, SIZE)).loss
-    model.eval()
-    with pytest.raises(KeptTensorChangedError, match=r"switched by train\(\) or eval\(\)"):
-        loss.backward()
+def scale(model):
+    next(m for n, m in model.named_modules() if n.endswith("q_proj")).scale_layer(3.0)
 
 
-def test_a_block_does_not_run_again_with_adapters_merged_since():
-    model = get_peft_model(llama(), LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).train()
-    patch(model, MemSaveConfig(checkpoint="block"))
+CHANGES = {
+    "switched": lambda model: model.set_adapter("other"),
+    "scaled": scale,
+    "disabled": lambda model: model.base_model.disable_adapter_layers(),
+    "merged": lambda model: model.merge_adapter(),
+    "in eval": lambda model: model.eval(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_block_does_not_run_again_as_another_one(change):
+    model = lora("other", lora_dropout=0.1)
+    patch(model, BLOCK)
     loss = model(**batch_of(model)).loss
-    model.merge_adapter()
-    with pytest.raises(KeptTensorChangedError, match="adapters that were switched, scaled, merged or disabled"):
+    CHANGES[change](model)
+    words = "adapters that were switched, scaled, merged or disabled"
+    words = r"switched by train\(\) or eval\(\)" if change == "in eval" else words
+    with pytest.raises(KeptTensorChangedError, match=words):
         loss.backward()
+
+
+@pytest.mark.parametrize("checkpoint", [None, "gate", "block"])
+def test_a_forward_with_each_adapter_before_both_backwards(checkpoint):
+    def run(model):
+        losses = {}
+        for name in ("default", "other"):
+            model.set_adapter(name)
+            losses[name] = model(**batch_of(model)).loss
+        for name, loss in losses.items():  # back to what the forward had
+            model.set_adapter(name)
+            loss.backward()
+        return [p.grad for n, p in model.named_parameters() if "lora_" in n]
+
+    assert_alike(lambda: lora("other"), run, MemSaveConfig(checkpoint=checkpoint))
 
 
 def other_forward(model):
@@ -226,7 +249,7 @@ def test_what_else_was_changed_is_said_in_our_words_where_the_block_runs_again_b
 
 def test_a_forward_without_a_backward_leaves_nothing():
     model, alive = activated(), []
-    patch(model, MemSaveConfig(checkpoint="block"))
+    patch(model, BLOCK)
     handle = model.base_model.model.model.norm.register_forward_hook(lambda m, a, y: alive.append(weakref.ref(a[0])))
     gc.disable()
     try:
@@ -245,7 +268,7 @@ def test_a_hook_is_not_kept_from_dying():
             return None
 
     model = llama()
-    patch(model, MemSaveConfig(checkpoint="block"))
+    patch(model, BLOCK)
     hook = Hook()
     handle, alive = model.model.layers[0].mlp.register_forward_hook(hook), weakref.ref(hook)
     loss = model(**batch_of(model)).loss

@@ -9,6 +9,7 @@ from torch import nn
 from hf_memsave import MemSaveError, PatchError, measure_kept, patch, unpatch
 from hf_memsave.errors import MeasureError
 from support.attacks import WIDTH, Attack
+from support.families import batch_for, build
 from support.helpers import random
 
 NO_MODELS = {
@@ -25,13 +26,13 @@ NO_MODELS = {
 CALLS = {"patch": patch, "unpatch": unpatch, "measure_kept": lambda model: measure_kept(model, torch.ones(2))}
 
 
-@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", NO_MODELS)
-def test_what_is_no_model_is_refused(name, call):
+def test_what_is_no_model_is_refused(name):
     make, words = NO_MODELS[name]
-    with pytest.raises(MemSaveError, match=rf"(?s){call}\(.*expected a torch.nn.Module, got .*{words}") as caught:
-        CALLS[call](make())
-    assert isinstance(caught.value, MeasureError if call == "measure_kept" else PatchError)
+    for call, function in CALLS.items():
+        with pytest.raises(MemSaveError, match=rf"(?s){call}\(.*expected a torch.nn.Module, got .*{words}") as caught:
+            function(make())
+        assert isinstance(caught.value, MeasureError if call == "measure_kept" else PatchError)
 
 
 @pytest.fixture
@@ -39,15 +40,10 @@ def model(device):
     return Attack(lambda model, x: model.f(x).exp().sin().sum()).to(device)
 
 
-def test_a_text_is_no_batch(model):
+def test_a_text_is_no_batch_but_what_a_model_may_take(model, device):
     with pytest.raises(MeasureError, match=r"expected a mapping, list, tuple or tensor, got the text 'a te.*Tokenize"):
         measure_kept(model, "a text" * 1000)
-
-
-def test_a_model_that_takes_text_is_measured(device):
-    model = Attack(lambda model, text: model.f(torch.full((2, WIDTH), float(len(text)), device=device)).exp()).to(
-        device
-    )
+    model.fn = lambda model, text: model.f(torch.full((2, WIDTH), float(len(text)), device=device)).exp()
     assert measure_kept(model, ["a text"]).total > 0
 
 
@@ -83,3 +79,41 @@ def test_the_report_of_a_model_that_is_trained_by_another_method_says_so(model, 
     report = patch(model)
     model(x).backward()
     assert "first step: " in str(report)
+
+
+# The count of the first step: copies of a model share what waits to count.
+
+
+def replica_of(model):
+    """As ``nn.parallel.replicate`` makes one for each device, at each step."""
+    replica = model._replicate_for_data_parallel()
+    replica._modules = dict(model._modules)
+    for name, parameter in model._parameters.items():
+        setattr(replica, name, parameter)
+    return replica
+
+
+def test_data_parallel_counts_the_first_replica_of_the_first_step(device):
+    model = Attack(lambda model, x: model.f(x).exp().sin(), p=nn.Parameter(torch.ones(WIDTH))).to(device)
+    x = random(2, 16, WIDTH, device=device)
+    report = patch(model)
+    model(x).sum().backward()
+    expected = report.step.nbytes_kept, report.step.nbytes_avoided
+    report = patch(model)
+    found = []
+    for _ in range(3):
+        for replica in [replica_of(model) for _ in range(2)]:
+            replica(x).sum().backward()
+            found.append((report.step.nbytes_kept, report.step.nbytes_avoided))
+    assert found == 6 * [expected] and expected[0] > 0
+
+
+def test_a_forward_in_eval_mode_counts_until_there_is_a_training_step():
+    model = build("bert", dropout=0.1).eval()
+    report, batch = patch(model), batch_for(model)
+    counted = []
+    for is_training in (False, False, True, False, True):
+        model.train(is_training)(**batch).loss.backward()
+        counted.append((report.step.nbytes_kept, report.step.nbytes_avoided))
+    in_eval, training = counted[0], counted[2]
+    assert counted == [in_eval, in_eval, training, training, training] and in_eval[1] < training[1]

@@ -1,8 +1,6 @@
 """Attacks by what refuses hooks, or hides storages: ``torch.func`` and forward-mode AD within the forward."""
 
-import copy
 import functools
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 
 from hf_memsave import measure_kept, patch
 from hf_memsave.errors import PatchError
-from support.attacks import WIDTH, Attack, Block, assert_trains_like_stock, trained
+from support.attacks import WIDTH, Attack, Block, assert_trains_like_stock, flat, pair, trained
 from support.helpers import autocasting, random
 from support.steps import assert_same
 
@@ -25,25 +23,6 @@ def with_hooks_disabled(model, x):
         return model.g(x).sin()
 
 
-REFUSES: dict[str, Callable] = {
-    "grad": lambda model, x: torch.func.grad(lambda t: model.g(t).tanh().sum())(x),
-    "per-sample grad": lambda model, x: torch.vmap(torch.func.grad(lambda t: model.g(t).tanh().sum()))(x),
-    "jacrev": lambda model, x: torch.func.jacrev(lambda t: model.g(t).sin().sum(0))(x[0]),
-    "hooks disabled": with_hooks_disabled,
-}
-TAKES: dict[str, Callable] = {
-    "vmap": lambda model, x: torch.vmap(lambda t: torch.tanh(model.f(t)) * 2)(x),
-    "attention in vmap": lambda model, x: torch.vmap(lambda t: F.scaled_dot_product_attention(t, t, t))(x[:, None]),
-    "jvp": lambda model, x: torch.func.jvp(lambda t: torch.tanh(model.f(t)) * 2, (x,), (torch.ones_like(x),))[1],
-    "convolution in vmap": lambda model, x: torch.vmap(F.conv1d)(x.transpose(1, 2)[:, None].float(), model.frozen),
-    "dropout in vmap": lambda model, x: torch.vmap(lambda t: F.dropout(t, 0.5) * 2, randomness="different")(x),
-    "the same dropout in vmap": lambda model, x: torch.vmap(lambda t: F.dropout(t, 0.5) * 2, randomness="same")(x),
-    "alpha dropout in vmap": lambda model, x: torch.vmap(F.alpha_dropout, (0, None, None), randomness="different")(
-        x, 0.5, True
-    ),
-}  # fmt: skip
-
-
 def dual(model, x):
     with forward_ad.dual_level():
         made = forward_ad.make_dual(x, torch.ones_like(x))
@@ -51,42 +30,54 @@ def dual(model, x):
         return primal.float() * tangent.float()
 
 
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "autocast"])
-@pytest.mark.parametrize("how", [*TAKES, "dual"])
-def test_a_transform_within_the_forward(how, autocast, device):
-    transform = {**TAKES, "dual": dual}[how]
+def dropped(randomness, *options, dropout=F.dropout):
+    return lambda model, x: torch.vmap(lambda t: dropout(t, 0.5, *options) * 2, randomness=randomness)(x)
 
+
+REFUSES = {
+    "grad": lambda model, x: torch.func.grad(lambda t: model.g(t).tanh().sum())(x),
+    "per-sample grad": lambda model, x: torch.vmap(torch.func.grad(lambda t: model.g(t).tanh().sum()))(x),
+    "jacrev": lambda model, x: torch.func.jacrev(lambda t: model.g(t).sin().sum(0))(x[0]),
+    "hooks disabled": with_hooks_disabled,
+}
+TAKES = {
+    "vmap": lambda model, x: torch.vmap(lambda t: torch.tanh(model.f(t)) * 2)(x),
+    "attention in vmap": lambda model, x: torch.vmap(lambda t: F.scaled_dot_product_attention(t, t, t))(x[:, None]),
+    "jvp": lambda model, x: torch.func.jvp(lambda t: torch.tanh(model.f(t)) * 2, (x,), (torch.ones_like(x),))[1],
+    "convolution in vmap": lambda model, x: torch.vmap(F.conv1d)(x.transpose(1, 2)[:, None].float(), model.frozen),
+    "dropout in vmap": dropped("different"),
+    "the same dropout in vmap": dropped("same"),
+    "alpha dropout in vmap": dropped("different", True, dropout=F.alpha_dropout),
+    "dual": dual,
+}
+
+
+@pytest.mark.parametrize("how", TAKES)
+def test_a_transform_within_the_forward(how, device):
     def fn(model, x):
         x = model.f(x)
-        return model.h(transform(model, x).sum() + model.g(x).exp())
+        return model.h(TAKES[how](model, x).sum() + model.g(x).exp())
 
     frozen = nn.Parameter(random(2, 3, WIDTH, 1), requires_grad=False)
-    context = functools.partial(autocasting, device, autocast)
-    assert_trains_like_stock(fn, random(*SHAPE, device=device), context, frozen=frozen)
+    for autocast in (None, torch.bfloat16):
+        context = functools.partial(autocasting, device, autocast)
+        assert_trains_like_stock(fn, random(*SHAPE, device=device), context, frozen=frozen)
 
 
 @pytest.mark.parametrize("how", REFUSES)
 def test_a_forward_that_refuses_hooks_says_what_to_do(how, device):
-    model, x = (
-        Attack(lambda model, x: model.f(x) + REFUSES[how](model, x).sum()).to(device),
-        random(*SHAPE, device=device),
-    )
+    model = Attack(lambda model, x: model.f(x) + REFUSES[how](model, x).sum()).to(device)
     patch(model)
     with pytest.raises(PatchError, match=r"of Attack calls what refuses saved-tensor hooks.*unpatch\(model\)"):
-        model(x)
+        model(random(*SHAPE, device=device))
 
 
 def test_the_parts_that_take_hooks_can_be_patched(device):
     deep = Block(lambda block, x: x + block.f(torch.sin(torch.sigmoid(torch.exp(torch.sin(x))))))
-
-    def fn(model, x):
-        return model.block(model.f(x)) + REFUSES["grad"](model, x)
-
-    stock = Attack(fn, block=deep).to(device)
-    ours, x = copy.deepcopy(stock), random(*SHAPE, device=device)
+    x = random(*SHAPE, device=device)
+    ours, stock = pair(lambda model, x: model.block(model.f(x)) + REFUSES["grad"](model, x), device, None, block=deep)
     patch(ours.block)
-    for got, expected in zip(trained(ours, x), trained(stock, x), strict=True):
-        assert_same(got, expected)
+    assert_same(*(flat(trained(model, x)) for model in (ours, stock)))
     assert measure_kept(ours, x).total < measure_kept(stock, x).total
 
 

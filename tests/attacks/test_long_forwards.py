@@ -4,12 +4,13 @@ import time
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_memsave import patch
-from support.attacks import WIDTH, Attack, assert_trains_like_stock, kept_of, trained
+from support.attacks import WIDTH, Attack, assert_alike, assert_trains_like_stock, kept_of, trained
+from support.families import build
 from support.helpers import random
-from support.steps import assert_same, step
+from support.modes import SMALL
+from support.steps import step
 
 
 def smoothed(steps):
@@ -48,20 +49,13 @@ def test_a_sum_of_many_terms(steps, device):
 
 
 def test_what_is_made_in_inference_mode_is_given_to_blocks(device):
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4
-    )
-    torch.manual_seed(0)
-    stock, ours = (LlamaForCausalLM(config).to(device) for _ in range(2))
-    ours.load_state_dict(stock.state_dict())
-    patch(ours)
-    ids = torch.randint(64, (2, 16), device=device)
+    ids = torch.randint(64, (2, SMALL.seq), device=device)
     with torch.inference_mode():
-        mask = torch.ones(16, 16, dtype=torch.bool, device=device).tril().expand(2, 1, 16, 16).clone()
-        positions = torch.arange(16, device=device)[None]
+        mask = torch.ones(SMALL.seq, SMALL.seq, dtype=torch.bool, device=device).tril().repeat(2, 1, 1, 1)
+        positions = torch.arange(SMALL.seq, device=device)[None]
     for given in ({"attention_mask": mask}, {"position_ids": positions}):
         batch = {"input_ids": ids, "labels": ids, **given}
-        assert_same(step(ours, batch), step(stock, batch))
+        assert_alike(lambda: build("llama", SMALL).to(device), lambda model: step(model, batch))  # noqa: B023
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

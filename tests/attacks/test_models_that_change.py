@@ -1,6 +1,6 @@
 """Attacks by what is done to a model between its forwards, or inside backward; and by models in each other."""
 
-import copy
+from functools import partial
 
 import pytest
 import torch
@@ -8,19 +8,11 @@ from peft import LoraConfig
 from torch import nn
 
 from hf_memsave import measure_kept, patch
-from support.attacks import WIDTH, Attack, assert_trains_like_stock, trained
+from support.attacks import WIDTH, Attack, assert_alike, assert_trains_like_stock, flat, trained
 from support.families import batch_for, build
 from support.helpers import only_on_cpu, random
 from support.lora import SIZE, adapted, outputs
 from support.steps import assert_same, gradients, step
-
-
-def pair(model):
-    """Stock, and a patched copy."""
-    ours = copy.deepcopy(model)
-    patch(ours)
-    return model, ours
-
 
 # PEFT
 
@@ -55,11 +47,13 @@ def switching(model):
 @pytest.mark.parametrize("switch", [merging, switching])
 def test_adapters_are_switched_between_forwards(switch, mode, device):
     only_on_cpu(device)
-    model = adapted("llama", mode)
-    model.add_adapter("second", LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
-    stock, ours = pair(model)
-    for got, expected in zip(switch(ours), switch(stock), strict=True):
-        assert_same(got, expected)
+
+    def make():
+        model = adapted("llama", mode)
+        model.add_adapter("second", LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+        return model
+
+    assert_alike(make, switch)
 
 
 # Parameters
@@ -77,26 +71,23 @@ def step_in_hooks(model, kind):
         parameter.register_post_accumulate_grad_hook(update)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])  # GPT-2's embedding is its head
-def test_an_optimizer_steps_inside_backward(family, autocast, device):
+def test_an_optimizer_steps_inside_backward(family, device):
     only_on_cpu(device)
-    parameters = []
-    for is_ours in (False, True):
-        model = build(family).to(device)
-        if is_ours:
-            patch(model)
+
+    def run(model, autocast):
         step_in_hooks(model, torch.optim.AdamW if family == "llama" else torch.optim.SGD)
         for seed in range(3):
             torch.manual_seed(seed)
             with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
                 loss = model(**batch_for(model, seed=seed)).loss
             loss.backward()
-        parameters.append(dict(model.named_parameters()))
         assert all(parameter.grad is None for parameter in model.parameters())
-    stock, ours = parameters
-    assert_same(ours, stock)
-    assert not torch.equal(next(iter(ours.values())), next(build(family).parameters()))
+        assert not torch.equal(next(model.parameters()), next(build(family).parameters()))
+        return dict(model.named_parameters())
+
+    for autocast in (False, True):
+        assert_alike(lambda: build(family).to(device), partial(run, autocast=autocast))
 
 
 def swap_with_twice(model):
@@ -121,17 +112,17 @@ def assign_data(model):
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_parameters_are_exchanged_between_steps(family, change, device):
     only_on_cpu(device)
-    stock, ours = pair(build(family).to(device))
-    batch, found = batch_for(stock), []
-    for model in (ours, stock):
+
+    def run(model):
+        batch = batch_for(model)
         before = step(model, batch)
         model.zero_grad()
         change(model)
         after = step(model, batch)
         assert any(before[name].dtype != after[name].dtype or not before[name].equal(after[name]) for name in before)
-        found.append([before, after])
-    for got, expected in zip(*found, strict=True):
-        assert_same(got, expected)
+        return [before, after]
+
+    assert_alike(lambda: build(family).to(device), run)
 
 
 # Two models
@@ -141,29 +132,19 @@ def gated(model, x):
     return model.g(torch.tanh(model.f(x)) * torch.sigmoid(x))
 
 
-@pytest.mark.parametrize("patched", [("inner", "outer"), ("outer", "inner"), ("inner",), ("outer",)], ids=" ".join)
-def test_a_model_calls_another_one_that_it_does_not_hold(patched, device):
-    x, found = random(2, 16, WIDTH, device=device), []
-    for names in (patched, ()):
+def test_a_model_calls_another_one_that_it_does_not_hold(device):
+    """Gradients are stock's, and two that are patched keep no more than one."""
+    x, found, kept = random(2, 16, WIDTH, device=device), [], {}
+    for names in ((), ("inner", "outer"), ("outer", "inner"), ("inner",), ("outer",)):
         torch.manual_seed(0)
         inner = Attack(gated).to(device)
         outer = Attack(lambda model, x, inner=inner: gated(model, inner(gated(model, x)))).to(device)
         for name in names:
             patch({"inner": inner, "outer": outer}[name])
-        found.append([*trained(outer, x), gradients(inner)])
-    for got, expected in zip(*found, strict=True):
-        assert_same(got, expected)
-
-
-def test_two_models_one_in_the_other_keep_less_than_one(device):
-    x, kept = random(2, 16, WIDTH, device=device), []
-    for names in ((), ("outer",), ("inner", "outer")):
-        inner = Attack(gated).to(device)
-        outer = Attack(lambda model, x, inner=inner: gated(model, inner(gated(model, x)))).to(device)
-        for name in names:
-            patch({"inner": inner, "outer": outer}[name])
-        kept.append(measure_kept(outer, x).total)
-    assert kept[0] > kept[1] >= kept[2]
+        found.append(flat([trained(outer, x), gradients(inner)]))
+        assert_same(found[-1], found[0])
+        kept[names] = measure_kept(outer, x).total
+    assert kept[()] > kept["outer",] >= kept["inner", "outer"]
 
 
 @pytest.mark.parametrize("where", ["itself", "a model inside"])

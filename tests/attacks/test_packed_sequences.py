@@ -1,6 +1,5 @@
 """Attacks by what a batch says of its sequences: positions that restart, and masks rewritten between steps."""
 
-import copy
 import gc
 
 import pytest
@@ -8,9 +7,10 @@ import torch
 
 from hf_memsave import MemSaveConfig, patch
 from hf_memsave.tape.meter import live_tensors, storages
+from support.attacks import assert_alike
 from support.families import Size, batch_for, build
 from support.helpers import random
-from support.steps import assert_same, step
+from support.steps import step
 
 SIZE = Size(hidden=32, heads=4, layers=2, batch=2, seq=16)
 PACKED = ("llama", "mistral", "phi3", "qwen2", "gpt2")
@@ -23,27 +23,18 @@ def packed(model):
     return {"input_ids": ids, "labels": ids.clone(), "position_ids": positions.to(ids.device)}
 
 
-@pytest.mark.parametrize("config", [True, "tempo"], ids=str)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", PACKED)
-def test_positions_restart(family, attention, config, device):
-    stock = build(family, SIZE).to(device)
-    stock.set_attn_implementation(attention)
-    ours = copy.deepcopy(stock)
-    patch(ours, config)
-    got, expected = (step(model, packed(model)) for model in (ours, stock))
-    if config is True:
-        assert_same(got, expected)
-    else:
-        assert_same({"loss": got["loss"]}, {"loss": expected["loss"]})
+def test_positions_restart(family, attention, device):
+    def make():
+        model = build(family, SIZE).to(device)
+        model.set_attn_implementation(attention)
+        return model
 
-
-@pytest.mark.parametrize("family", PACKED)
-def test_a_cache_that_is_refused_would_be_seen(family, device):
-    """With ``use_cache=False``, Transformers builds another mask for these positions."""
-    model = build(family, SIZE).to(device)
-    with_cache, without = step(model, packed(model)), step(model, packed(model), use_cache=False)
-    assert not torch.equal(with_cache["loss"], without["loss"])
+    assert_alike(make, lambda model: step(model, packed(model)))
+    assert_alike(make, lambda model: step(model, packed(model))["loss"], "tempo")
+    with_cache, without = (step(make(), packed(make()), **options)["loss"] for options in ({}, {"use_cache": False}))
+    assert not torch.equal(with_cache, without), "that a cache is refused, as patching does, would not be seen"
 
 
 # A boolean mask of four dimensions, which SDPA makes a float one of
@@ -77,9 +68,9 @@ def by_another_view(mask, number):
 REWRITES = (by_numpy, by_data, in_place, by_another_view)
 
 
-def trained(model, rewrite, device, config=None, steps=4):
+def trained(model, rewrite, device):
     mask, found = causal(device), []
-    for number in range(steps):
+    for number in range(4):
         rewrite(mask, number)
         ids = batch_for(model, SIZE, seed=number)["input_ids"]
         found.append(step(model, {"input_ids": ids, "labels": ids.clone(), "attention_mask": mask}))
@@ -91,14 +82,13 @@ def trained(model, rewrite, device, config=None, steps=4):
 def test_a_mask_is_rewritten_between_steps(family, rewrite, device):
     if rewrite is by_numpy and device.type != "cpu":
         pytest.skip("NumPy sees the memory of the CPU only")
-    stock = build(family, SIZE).to(device)
-    ours = copy.deepcopy(stock)
-    patch(ours)
-    found, expected = (trained(model, rewrite, device) for model in (ours, stock))
-    for got, right in zip(found, expected, strict=True):
-        assert_same(got, right)
-    once = trained(stock, lambda mask, number: None, device)
-    assert not any(torch.equal(a["loss"], b["loss"]) for a, b in zip(once, expected, strict=True)), "no step shows it"
+
+    def run(model):
+        found, once = (trained(model, by, device) for by in (rewrite, lambda mask, number: None))
+        assert not any(torch.equal(a["loss"], b["loss"]) for a, b in zip(once, found, strict=True)), "no step shows it"
+        return found
+
+    assert_alike(lambda: build(family, SIZE).to(device), run)
 
 
 def live_bytes():
@@ -113,7 +103,7 @@ def test_a_mask_that_is_updated_leaves_nothing_behind(rewrite, config, device):
     patch(model, config)
     mask, alive = causal(device), []
     ids = batch_for(model, SIZE)["input_ids"]
-    for number in range(41):
+    for number in range(25):
         rewrite(mask, number)
         model(input_ids=ids, labels=ids, attention_mask=mask).loss.backward()
         model.zero_grad(set_to_none=True)

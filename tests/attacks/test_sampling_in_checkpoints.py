@@ -19,24 +19,13 @@ from support.helpers import assert_same_bits, random
 from support.steps import assert_same, gradients, step
 
 SIZE = Size(hidden=32, heads=4, layers=2, batch=3, seq=16)
-SAMPLED = MemSaveConfig(linear=WTACRS(minimum=4, targets=("0", "1")))
-KINDS = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
-#: A reentrant checkpoint knows no gradient of keywords, such as the encoder's output.
-CASES = pytest.mark.parametrize(
-    ("family", "use_reentrant"),
-    [(family, kind) for family in ("bert", "llama", "gpt2") for kind in (True, False)] + [("t5-decoder", False)],
-)
+both_kinds = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
 
 
-def checkpointed(module, use_reentrant):
-    """The user's own, around one module's forward."""
-    forward = module.forward
-
-    def again(*args, **kwargs):
-        args = args or (kwargs.pop("hidden_states"),)  # of a keyword, reentrant checkpoints see no gradient
-        return checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=use_reentrant)
-
-    module.forward = again
+def of_hidden_states(call, checkpoint, args, kwargs):
+    """A call in a checkpoint; of a keyword, reentrant checkpoints see no gradient."""
+    args = args or (kwargs.pop("hidden_states"),)
+    return checkpoint(functools.partial(call, **kwargs), *args)
 
 
 def sampled(family, device, attention=False):
@@ -48,21 +37,28 @@ def sampled(family, device, attention=False):
     return model
 
 
+def batch_and_options(model, family, seed):
+    options = {} if family == "bert" else {"use_cache": False}  # run twice, attention would append to it twice
+    return {**batch_for(model, SIZE, padded=True, seed=seed), **options}
+
+
 MLPS = ("BertIntermediate", "LlamaMLP", "GPT2MLP", "T5DenseActDense")
 
 
 @pytest.mark.parametrize("attention", [False, True], ids=["linears", "attention"])
-@CASES
+@pytest.mark.parametrize(
+    ("family", "use_reentrant"),  # a reentrant checkpoint knows no gradient of keywords, as the encoder's output
+    [("bert", True), ("bert", False), ("llama", False), ("gpt2", True), ("t5-decoder", False)],
+)
 def test_a_part_of_a_block_is_checkpointed(family, attention, use_reentrant, device):
     plain, again = sampled(family, device), sampled(family, device, attention)
     wanted = {type(m).__name__ for m in attentions(again)} if attention else MLPS
+    kind = functools.partial(checkpoint, use_reentrant=use_reentrant)
     for module in again.modules():
         if type(module).__name__ in wanted:
-            checkpointed(module, use_reentrant)
+            module.forward = lambda *a, call=module.forward, **k: of_hidden_states(call, kind, a, k)
     for seed in (1, 2):
-        batch = batch_for(plain, SIZE, padded=True, seed=seed)
-        options = {} if family == "bert" else {"use_cache": False}  # run twice, attention would append to it twice
-        got, expected = step(again, batch, **options), step(plain, batch, **options)
+        got, expected = (step(m, batch_and_options(m, family, seed)) for m in (again, plain))
         assert got.keys() == expected.keys() and all(tensor.isfinite().all() for tensor in got.values())
         if not attention:
             assert_same_bits(got["loss"], expected["loss"])
@@ -106,8 +102,9 @@ class Outside(nn.Module):
         self.inner, self.kinds = block, kinds
 
     def forward(self, *args, **kwargs):
-        args = args or (kwargs.pop("hidden_states"),)  # of a keyword, reentrant checkpoints see no gradient
-        call = functools.partial(self.inner, **kwargs)
+        return of_hidden_states(self.inner, self.run, args, kwargs)
+
+    def run(self, call, *args):
         for kind in self.kinds:
             call = functools.partial(CALLS[kind], call)
         return call(*args)
@@ -127,18 +124,14 @@ def checkpoint_from_outside(model, kinds):
                     parent[index] = Outside(block, kinds)
 
 
-ALONE = [(kind,) for kind in CALLS]
-NESTED = [*ALONE, *itertools.product(CALLS, repeat=2)]
+#: Each kind with each other one, and itself, around or in it; and each family.
+CASES = [("bert", kinds) for kinds in ([(kind,) for kind in CALLS] + [*itertools.product(CALLS, repeat=2)])]
+CASES += [("llama", ("reentrant",)), ("gpt2", ("own",)), ("t5-decoder", ("not reentrant",))]
 
 
-@pytest.mark.parametrize("attention", [False, True], ids=["linears", "attention"])
 @pytest.mark.parametrize(
-    ("family", "kinds"),
-    [
-        *(("bert", kinds) for kinds in NESTED),
-        *((family, kinds) for family in ("llama", "gpt2") for kinds in ALONE),
-        ("t5-decoder", ("not reentrant",)),
-    ],
+    ("family", "kinds", "attention"),
+    [(*case, bool(i % 2)) for i, case in enumerate([*CASES, CASES[0], CASES[-1]])],
     ids=str,
 )
 def test_a_block_is_checkpointed_from_outside(family, kinds, attention, device):
@@ -146,11 +139,9 @@ def test_a_block_is_checkpointed_from_outside(family, kinds, attention, device):
     model = sampled(family, device, attention)
     plain = copy.deepcopy(model)
     checkpoint_from_outside(model, kinds)
-    options = {} if family == "bert" else {"use_cache": False}
     for seed in (1, 2, 3):
-        batch = batch_for(plain, SIZE, padded=True, seed=seed)
         got, expected = (
-            {name.replace(".inner.", "."): tensor for name, tensor in step(m, batch, **options).items()}
+            {name.replace(".inner.", "."): t for name, t in step(m, batch_and_options(plain, family, seed)).items()}
             for m in (model, plain)
         )
         for name in [name for name in expected if "EncDecAttention.k" in name or "EncDecAttention.v" in name]:
@@ -164,7 +155,7 @@ def test_a_block_is_checkpointed_from_outside(family, kinds, attention, device):
         assert_same(*(sampler_of(m).cache.state_dict() for m in (model, plain)))
 
 
-@KINDS
+@both_kinds
 def test_a_whole_model_is_checkpointed(use_reentrant, device):
     """It is run again with the rows of its forward."""
     torch.manual_seed(0)
@@ -184,7 +175,7 @@ def test_a_whole_model_is_checkpointed(use_reentrant, device):
         assert_same(mine, expected)
 
 
-@KINDS
+@both_kinds
 def test_two_batches_in_one_checkpoint(use_reentrant, device):
     """Run again, each call of the model has the tokens of its own batch."""
     found = []

@@ -1,18 +1,17 @@
 """Attacks on what is kept in a bit an element, and on the arguments of pools, paddings and lazy layers."""
 
-import contextlib
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave import measure_kept, patch
-from support.attacks import WIDTH, Attack, assert_trains_like_stock, kept_of, trained
+from support.attacks import WIDTH, Attack, Block, assert_alike, assert_trains_like_stock, kept_of, trained
+from support.calls import Calls
 from support.helpers import autocasting, only_on_cpu, random, taping
-from support.steps import assert_same
 
 SHAPE = (8, 64, WIDTH)
 BOOLEANS = 8 * 64 * WIDTH
@@ -37,12 +36,7 @@ def assert_keeps_no_more_than_stock(model, *batch):
     assert [measure_kept(model, batch).total for _ in range(2)] == [stock, stock]
 
 
-def test_a_mask_that_is_a_plain_attribute_is_not_coded(device):
-    model = Attack(masked).to(device)
-    model.mask = random(*SHAPE, device=device) > 0
-    assert_keeps_no_more_than_stock(model, random(*SHAPE, device=device))
-
-
+#: Where a batch has its mask: what the model is called with, and how it takes that apart.
 PLACES = {
     "an argument": (lambda x, mask: (x, mask), lambda x, mask: (x, mask)),
     "a list": (lambda x, mask: (x, [mask]), lambda x, masks: (x, masks[0])),
@@ -50,23 +44,20 @@ PLACES = {
 }
 
 
-class Masked(nn.Module):
-    """Takes its mask out of its arguments."""
+def test_a_mask_of_the_batch_or_of_a_plain_attribute_is_not_coded(device):
+    x, linear = random(*SHAPE, device=device), nn.Linear(WIDTH, WIDTH).to(device)
+    model = Attack(masked).to(device)
+    model.mask = x > 0
+    assert_keeps_no_more_than_stock(model, x)
+    for pack, unpack in PLACES.values():
 
-    def __init__(self, unpack):
-        super().__init__()
-        self.f, self.unpack = nn.Linear(WIDTH, WIDTH), unpack
+        def fn(*arguments, unpack=unpack):
+            x, mask = unpack(*arguments)
+            return torch.where(mask, linear(x), 0.0)
 
-    def forward(self, *arguments):
-        x, mask = self.unpack(*arguments)
-        return torch.where(mask, self.f(x), 0.0)
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_mask_of_the_batch_is_not_coded(place, device):
-    pack, unpack = PLACES[place]
-    x = random(*SHAPE, device=device)
-    assert_keeps_no_more_than_stock(Masked(unpack).to(device), *pack(x, x > 0))
+        model = Calls(fn)
+        model.linear = linear
+        assert_keeps_no_more_than_stock(model, *pack(x, x > 0))
 
 
 def test_a_mask_that_the_first_forward_makes_for_all_is_coded_in_none_after_it(device):
@@ -86,23 +77,17 @@ def test_a_mask_that_the_first_forward_makes_for_all_is_coded_in_none_after_it(d
 
 def test_two_forwards_before_a_backward_share_a_mask_that_outlives_the_first(device):
     only_on_cpu(device)
-    masks = []
 
     def fn(model, x):
-        if len(masks) < 1:
-            masks.append(model.f(x).detach() > 0)
-        return torch.where(masks[0], model.f(x), 0.0).sum()
+        model.masks = model.masks or [model.f(x).detach() > 0]
+        return torch.where(model.masks[0], model.f(x), 0.0).sum()
 
-    gradients = []
-    for is_ours in (False, True):
-        torch.manual_seed(0)
-        model, x = Attack(fn).to(device), random(*SHAPE, device=device)
-        masks.clear()
-        if is_ours:
-            patch(model)
+    def run(model):
+        x = random(*SHAPE, device=device)
         (model(x) + model(2 * x)).backward()
-        gradients.append(model.f.weight.grad)
-    assert torch.equal(*gradients)
+        return model.f.weight.grad
+
+    assert_alike(lambda: Attack(fn, masks=[]).to(device), run)
 
 
 # A part of a mask
@@ -132,13 +117,8 @@ def test_a_part_of_a_mask_is_coded_once_for_all(part, device):
     assert stock - ours == 2 * BOOLEANS - 2 * BOOLEANS // 8
 
 
-class Masking(GradientCheckpointingLayer):
-    def __init__(self):
-        super().__init__()
-        self.f = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x, mask):
-        return torch.where(mask, self.f(x).tanh(), torch.where(mask.logical_not(), x, 0.0))
+def masking(block, x, mask):
+    return torch.where(mask, block.f(x).tanh(), torch.where(mask.logical_not(), x, 0.0))
 
 
 def test_a_mask_for_many_blocks_is_coded_once(device):
@@ -148,7 +128,7 @@ def test_a_mask_for_many_blocks_is_coded_once(device):
             x = block(x, mask)
         return x
 
-    x, blocks = random(*SHAPE, device=device), nn.ModuleList(Masking() for _ in range(12))
+    x, blocks = random(*SHAPE, device=device), nn.ModuleList(Block(masking) for _ in range(12))
     assert_trains_like_stock(fn, x, blocks=blocks)
     model = Attack(fn, blocks=blocks).to(device)
     patch(model)
@@ -159,28 +139,26 @@ def test_a_mask_for_many_blocks_is_coded_once(device):
 # Rectifiers
 
 
-@pytest.mark.parametrize("count", [2, 40])
-def test_rectifiers_of_one_tensor_with_one_threshold_share_their_bits(count, device):
+def rectified(count, by):
+    """As many of one tensor, each by its own number."""
+
     def fn(model, x):
         x = model.f(x)
-        return sum(F.leaky_relu(x, 0.01 * i) for i in range(count)).sum()
+        return sum(by(x, 0.01 * i) for i in range(count)).sum()
 
-    x = random(*SHAPE, device=device)
+    return fn
+
+
+@pytest.mark.parametrize(
+    ("count", "by", "bits"),
+    [(count, F.leaky_relu, 1) for count in (2, 40)]  # whose threshold is one
+    + [(count, lambda x, bound: F.threshold(x, bound, 0.0), count) for count in (3, 31, 33, 100)],
+)
+def test_rectifiers_of_one_tensor_share_the_bits_of_a_threshold_and_keep_no_more_than_it(count, by, bits, device):
+    x, fn = random(*SHAPE, device=device), rectified(count, by)
     assert_trains_like_stock(fn, x)
     ours, stock = kept_of(fn, x)
-    assert stock - ours == 4 * BOOLEANS - BOOLEANS // 8
-
-
-@pytest.mark.parametrize("count", [3, 31, 33, 100])
-def test_rectifiers_of_one_tensor_with_many_thresholds_keep_no_more_than_it(count, device):
-    def fn(model, x):
-        x = model.f(x)
-        return sum(F.threshold(x, 0.01 * i, 0.0) for i in range(count)).sum()
-
-    x = random(*SHAPE, device=device)
-    assert_trains_like_stock(fn, x)
-    ours, stock = kept_of(fn, x)
-    assert stock - ours == max(4 * BOOLEANS - count * BOOLEANS // 8, 0)
+    assert stock - ours == max(4 * BOOLEANS - bits * BOOLEANS // 8, 0)
 
 
 def test_bits_are_not_shared_with_what_was_written_since(device):
@@ -206,12 +184,9 @@ POOLS = {
 }
 
 
-@pytest.mark.parametrize("options", POOLS)
-def test_a_pool_takes_what_stocks_takes(options, device):
-    assert_trains_like_stock(on_images(nn.MaxPool2d(**POOLS[options])), random(*SHAPE, device=device))
-
-
-def test_a_pool_refuses_what_stocks_refuses(device):
+def test_a_pool_takes_what_stocks_takes_and_refuses_what_it_refuses(device):
+    for options in POOLS.values():
+        assert_trains_like_stock(on_images(nn.MaxPool2d(**options)), random(*SHAPE, device=device))
     errors = []
     for patched in (False, True):
         model = Attack(on_images(nn.MaxPool2d((2, 2, 2)))).to(device)
@@ -223,15 +198,14 @@ def test_a_pool_refuses_what_stocks_refuses(device):
     assert errors[0] == errors[1]
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
-def test_a_convolution_pads_as_stocks_does(mode, dtype, device):
+def test_a_convolution_pads_as_stocks_does(mode, device):
     """CPU's autocast converts what some paddings are given."""
     layer = nn.Conv1d(64, 64, 3, padding=1, padding_mode=mode)
-    context = contextlib.nullcontext if dtype is None else lambda: autocasting(device, dtype)
-    assert_trains_like_stock(
-        lambda model, x: model.layer(model.f(x)).square(), random(*SHAPE, device=device), context, layer=layer
-    )
+    for dtype in (None, torch.bfloat16):
+        context = partial(autocasting, device, dtype)
+        x = random(*SHAPE, device=device)
+        assert_trains_like_stock(lambda model, x: model.layer(model.f(x)).square(), x, context, layer=layer)
 
 
 # Layers without shape
@@ -246,12 +220,7 @@ LAZY = {
 
 @pytest.mark.parametrize("name", LAZY)
 def test_a_lazy_layer_gets_its_shape_in_the_first_forward(name, device):
-    found = []
-    for is_ours in (True, False):
-        torch.manual_seed(0)
-        model = Attack(lambda model, x: model.layers(model.f(x)), layers=nn.Sequential(*LAZY[name]())).to(device)
-        if is_ours:
-            patch(model)
-        found.append(trained(model, random(*SHAPE, device=device)))
-    for got, expected in zip(*found, strict=True):
-        assert_same(got, expected)
+    def make():
+        return Attack(lambda model, x: model.layers(model.f(x)), layers=nn.Sequential(*LAZY[name]())).to(device)
+
+    assert_alike(make, lambda model: trained(model, random(*SHAPE, device=device)))

@@ -4,6 +4,7 @@ import contextlib
 import threading
 import time
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hf_memsave.tape import dropout
 from support.helpers import DTYPES, LAYOUTS, assert_exact, kept, random, taping
 from support.script_helpers import load_script
 
-SECONDS = 3
+SECONDS = 1.5
 
 
 @pytest.fixture
@@ -37,17 +38,11 @@ def drawn_between(monkeypatch):
     monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: (torch.rand(1), make(*args, **kwargs))[1])
 
 
-def test_masks_are_drawn_again_as_they_were(threads, verdicts):
+def test_masks_are_drawn_again_as_they_were_and_no_thread_is_given_the_numbers_of_before(threads, verdicts):
     found = threads.count(SECONDS)
-    assert found.wrong == 0, found
+    assert found.wrong == found.again == 0, found
     assert found.steps > 50 and found.draws > 1000, found
     assert not all(verdicts) and any(verdicts), "no thread drew between a state and its mask"
-
-
-def test_no_thread_is_given_the_numbers_of_before(threads):
-    found = threads.count(SECONDS)
-    assert found.again == 0, found
-    assert found.steps > 50 and found.draws > 1000, found
 
 
 def test_a_state_that_is_set_again_is_seen(threads, monkeypatch):
@@ -61,7 +56,7 @@ def test_a_state_that_is_set_again_is_seen(threads, monkeypatch):
         return noise
 
     monkeypatch.setattr(dropout, "_noise", by_another)
-    assert threads.count(SECONDS).again > 0
+    assert any(threads.count(SECONDS / 3).again for _ in range(30))
 
 
 def test_a_state_that_is_read_before_another_thread_draws_is_seen(threads, monkeypatch):
@@ -80,42 +75,34 @@ def test_a_state_that_is_read_before_another_thread_draws_is_seen(threads, monke
     assert found.wrong == found.steps > 0, found
 
 
-@pytest.mark.parametrize("p", [1e-6, 0.01, 0.1, 0.5, 0.9])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fn", [F.dropout, F.alpha_dropout], ids=lambda fn: fn.__name__)
-def test_a_draw_in_between_costs_no_exactness(fn, dtype, p, drawn_between):
-    def stock(x):
-        torch.rand(1)
-        return fn(x, p, True)
-
-    assert_exact(lambda x: fn(x, p, True), stock, [random(30, 50, 9, dtype=dtype)])
-
-
-@pytest.mark.parametrize("p", [0.01, 0.5, 0.99])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_draw_in_between_is_noticed(layout, p, drawn_between, verdicts):
-    with taping():
-        F.dropout(LAYOUTS[layout](random(80, 50, 8).requires_grad_()), p)
-    assert verdicts == [False]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_draw_in_between_keeps_one_bit_an_element(dtype, drawn_between):
+def test_a_draw_in_between_costs_no_exactness_and_keeps_one_bit_an_element(dtype, drawn_between, verdicts):
     x = random(30, 50, 9, dtype=dtype)
+    for fn, p in product((F.dropout, F.alpha_dropout), (1e-6, 0.01, 0.5, 0.9)):
+
+        def stock(x, fn=fn, p=p):
+            torch.rand(1)
+            return fn(x, p, True)
+
+        assert_exact(lambda x: fn(x, p, True), stock, [x])  # noqa: B023
     assert kept(partial(F.dropout, p=0.1), x, tape=True, producer=torch.sigmoid) == x.nbytes + -(-x.numel() // 8)
+    del verdicts[:]
+    for view, p in product(LAYOUTS.values(), (0.01, 0.5, 0.99)):
+        with taping():
+            F.dropout(view(random(80, 50, 8).to(dtype).requires_grad_()), p)
+    assert verdicts == [False] * 12
 
 
 @pytest.mark.parametrize("threads_of_torch", [1, 2])
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nobody_between_is_noticed_too(dtype, layout, threads_of_torch, verdicts):
+def test_no_draw_in_between_is_noticed_too(dtype, threads_of_torch, verdicts):
     """A mask's first elements are those of a smaller draw: of every size, layout and share of kept elements."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads_of_torch)
     try:
-        for shape in ((1, 1, 1), (3, 5, 7), (40, 20, 1), (89, 9, 1), (100, 100, 10)):
-            x = LAYOUTS[layout](random(*shape, dtype=dtype).requires_grad_())
-            for p in (1e-6, 0.01, 0.1, 0.5, 0.9):
+        for shape, view in product(((1, 1, 1), (3, 5, 7), (40, 20, 1), (89, 9, 1), (50, 60, 10)), LAYOUTS.values()):
+            x = view(random(*shape, dtype=dtype).requires_grad_())
+            for p in (1e-6, 0.1, 0.9):
                 with taping():
                     F.dropout(x, p)
     finally:
@@ -126,12 +113,12 @@ def test_nobody_between_is_noticed_too(dtype, layout, threads_of_torch, verdicts
 def wrong_steps_of_fused(threads):
     """Of two threads that train with the one kernel that CUDA has for dropout, which draws from the default generator.
 
-    CPU has that function, too; nobody calls it there.
+    CPU has that function, too, which nothing calls there.
     """
     found = []
 
     def train():
-        end = time.monotonic() + 1
+        end = time.monotonic() + 0.7
         while time.monotonic() < end:
             x, weight = (torch.ones(64, 64, requires_grad=True) for _ in "xw")
             with taping(inputs=[x]) as tape:

@@ -1,6 +1,4 @@
-"""Attacks by tensors that look the same: views of one parameter, conjugates; and by what holds tensors or indexes."""
-
-from collections import namedtuple
+"""Attacks by tensors that look the same: views of one parameter, conjugates; and by what indexes."""
 
 import numpy as np
 import pytest
@@ -11,7 +9,6 @@ from torch.autograd.graph import save_on_cpu
 from support.attacks import WIDTH, assert_trains_like_stock
 from support.helpers import only_on_cpu, random
 
-Pair = namedtuple("Pair", "a b c")
 VIEWS = {
     "transposed": lambda p: (p, p.T),
     "every second row": lambda p: (p[: WIDTH // 2].repeat(2, 1), p[::2].repeat(2, 1)),
@@ -27,17 +24,6 @@ def test_two_views_of_one_parameter(views, device):
         return model.g(x * first) + model.g(x * second)
 
     assert_trains_like_stock(fn, random(4, WIDTH, WIDTH, device=device), p=nn.Parameter(random(WIDTH, WIDTH)))
-
-
-@pytest.mark.parametrize("kind", [tuple, list, lambda items: Pair(*items)], ids=["tuple", "list", "namedtuple"])
-def test_the_parts_of_a_sequence_are_written_to_later(kind, device):
-    def fn(model, x):
-        a, b, c = model.f(x), model.g(x), model.h(x)
-        out = model.o(torch.cat(kind([a, b, c]), -1))
-        a.mul_(2)
-        return out + a
-
-    assert_trains_like_stock(fn, random(2, 16, WIDTH, device=device))
 
 
 @pytest.mark.parametrize("index", [lambda order: order, lambda order: (slice(None), order)], ids=["alone", "in tuple"])

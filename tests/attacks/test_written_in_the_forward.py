@@ -1,4 +1,4 @@
-"""Attacks by writes inside the forward: to buffers, to what a checkpointed block has touched, through ``.data =``."""
+"""Writes that versions tell of: in every spelling, beside hooks and checkpoints, and after the forward."""
 
 import functools
 
@@ -7,38 +7,70 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_memsave import KeptTensorChangedError, patch
-from support.attacks import WIDTH, Block, assert_trains_like_stock, kept_of
+from hf_memsave import KeptTensorChangedError, MemSaveConfig, patch
+from hf_memsave.tape import offload
+from support.attacks import WIDTH, Attack, Block, assert_alike, assert_trains_like_stock, kept_of, pair
+from support.families import build
 from support.helpers import EARLIER, autocasting, nbytes, nodes, random
+from support.modes import SMALL
+from support.steps import assert_same, gradients
+
+
+@torch.library.custom_op("hf_memsave_tests::scale_", mutates_args={"x"})
+def scale_(x: torch.Tensor, by: float) -> None:
+    x.mul_(by)
+
+
+@torch.library.custom_op("hf_memsave_tests::scale_all_", mutates_args={"xs"})
+def scale_all_(by: float, xs: list[torch.Tensor]) -> None:
+    for x in xs:
+        x.mul_(by)
+
+
+WRITES = {
+    "method": lambda x: x.mul_(2),
+    "foreach": lambda x: torch._foreach_mul_([x], 2.0),
+    "foreach, of two lists": lambda x: torch._foreach_copy_([x], [x + 1]),
+    "overload": lambda x: torch.ops.aten.mul_.Tensor(x, 2.0),
+    "packet": lambda x: torch.ops.aten.add_(x, 1.0),
+    "out": lambda x: torch.ops.aten.mul.out(x, x, out=x),
+    "custom": lambda x: scale_(x, 2.0),
+    "custom, by name": lambda x: scale_(by=2.0, x=x),
+    "custom, of a list": lambda x: scale_all_(2.0, [x]),
+    "vmap": lambda x: torch.vmap(lambda row: row.mul_(2))(x),
+}
+CONFIGS = MemSaveConfig(), MemSaveConfig(activation="stock", norm="stock", dropout="stock")
+
+
+@pytest.mark.parametrize("with_gradients", [True, False])
+@pytest.mark.parametrize("name", WRITES)
+def test_every_spelling_of_a_write_is_seen(name, with_gradients, device):
+    """Stock keeps the fp32 copy of what is written to; the tape keeps what that was made from."""
+
+    def fn(model, x):
+        h = model.low(x.bfloat16())
+        y = model.g(h.float())
+        with torch.set_grad_enabled(with_gradients):
+            WRITES[name](h.detach())
+        return y.pow(2).mean() + h.float().mean()
+
+    low = nn.Linear(WIDTH, WIDTH).bfloat16()
+    for config in CONFIGS:  # three steps: also where a forward has shown what is never asked for
+        assert_trains_like_stock(fn, random(64, WIDTH, device=device), config=config, steps=3, low=low)
+
+
+# Beside hooks and checkpoints
 
 
 def copied():
     return saved_tensors_hooks(torch.clone, lambda kept: kept)
 
 
-def test_a_queue_of_keys(device):
-    """As MoCo keeps one: used, and then filled."""
-
-    def fn(model, x):
-        query = F.normalize(model.f(x.mean(1)), dim=-1)
-        out = query @ model.queue.clone().detach()
-        with torch.no_grad():
-            model.queue[:, :2] = query.T
-        return out
-
-    assert_trains_like_stock(fn, random(2, 16, WIDTH, device=device), queue=random(WIDTH, 64))
-
-
-def test_a_codebook_that_decays(device):
-    def fn(model, x):
-        out = model.f(x) @ F.normalize(model.codes, dim=-1).T
-        with torch.no_grad():
-            model.codes.mul_(0.99)
-        return out
-
-    assert_trains_like_stock(fn, random(2, 16, WIDTH, device=device), codes=random(8, WIDTH))
+hooked = pytest.mark.parametrize("context", [torch.enable_grad, copied], ids=["no hook", "hook"])
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
@@ -55,17 +87,7 @@ def test_what_a_checkpointed_block_touched_by_a_closure(is_checkpointed, device)
     assert_trains_like_stock(fn, random(2, 16, WIDTH, device=device), block=block)
 
 
-def test_data_that_is_assigned(device):
-    def fn(model, x):
-        a = model.f(x).detach()
-        out = model.o(torch.cat([a, a * 3, a * 2], -1))
-        a.data = torch.zeros_like(a)
-        return out
-
-    assert_trains_like_stock(fn, random(2, 16, WIDTH, device=device))
-
-
-@pytest.mark.parametrize("context", [torch.enable_grad, copied], ids=["no hook", "hook"])
+@hooked
 def test_data_taken_after_a_write(context, device):
     """Its version starts again: it must not be taken for what was kept before the write."""
 
@@ -78,7 +100,7 @@ def test_data_taken_after_a_write(context, device):
     assert_trains_like_stock(fn, random(2, 16, WIDTH, device=device), context)
 
 
-@pytest.mark.parametrize("context", [copied, torch.enable_grad], ids=["hook", "no hook"])
+@hooked
 def test_a_thin_product_under_a_hook_and_autocast(context, device):
     def fn(model, x):
         x = model.f(x)
@@ -121,6 +143,36 @@ def test_a_backward_writes_to_what_a_hook_keeps_for_others_too(is_first, device)
         assert "written to by the backward" in str(error)
 
 
+class Layer(GradientCheckpointingLayer):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return x + self.down(F.silu(self.up(self.norm(x) * self.scale)))
+
+
+@pytest.mark.parametrize("parts", ["parameter", "early", "inside", "early, parameter", "early, inside"])
+def test_what_was_distrusted_before_a_checkpoint_is_kept_as_when_it_runs_again(parts, device):
+    """What is distrusted in the forward is not when the block runs again, in backward: it must keep the same."""
+
+    def fn(model, x):
+        x = model.f(x)
+        if "parameter" in parts:
+            model.block.scale.data.mul_(0.5)
+        if "early" in parts:
+            x = x * 2
+            x.data.add_(1)
+        run = (lambda x: model.block(x.data)) if "inside" in parts else model.block
+        return checkpoint(run, x, use_reentrant=False)
+
+    assert_trains_like_stock(fn, random(4, WIDTH, device=device), steps=3, block=Layer())
+
+
+# What is kept
+
+
 def test_what_cannot_be_remade_after_a_write_does_not_count_as_let_go_of(device):
     def fn(model, x):
         a = model.f(x)
@@ -145,7 +197,7 @@ def test_a_row_of_a_table_is_kept_and_not_the_table(device):
 def test_a_source_that_later_depends_on_what_is_remade_from_it(device):
     """What held it held then, by its graph, itself: for ever."""
     EARLIER.update(nodes())
-    model = nn.Sequential(Repeats(), nn.Linear(64, 1)).to(device)
+    model = nn.Sequential(Attack(lambda model, x: x.repeat(1, 16)), nn.Linear(64, 1)).to(device)
     patch(model)
     source = torch.randn(8, 4, device=device)
     y = model(source)
@@ -154,8 +206,81 @@ def test_a_source_that_later_depends_on_what_is_remade_from_it(device):
     assert not nodes()
 
 
-class Repeats(nn.Module):
-    """Makes much of little."""
+# After the forward
 
-    def forward(self, x):
-        return x.repeat(1, 16)
+
+def picked(model, x):
+    """Vector quantization: rows of a buffer, which an average of what was seen replaces."""
+    return model.f(x) * model.codes[model.rows]
+
+
+def test_a_buffer_written_through_data_between_forward_and_backward(device):
+    found = []
+    for model in pair(picked, device, codes=torch.randn(64, WIDTH), rows=torch.arange(16)):
+        losses = []
+        for seed in range(2):  # the second forward comes before the backward of the first
+            losses.append(model(random(16, WIDTH, device=device, seed=seed)).pow(2).mean())
+            model.codes.data.mul_(3)
+        sum(losses).backward()
+        found.append(gradients(model))
+    assert_same(*found)
+
+
+def test_a_buffer_that_is_replaced_is_let_go_of(device):
+    """A queue of keys: what was read of it is kept, as in stock, and not the queue."""
+
+    def read(model, x):
+        keys = model.f(x)
+        out = keys * model.codes[model.rows]
+        model.codes = torch.cat([model.codes[len(keys) :], keys.detach()])
+        return out
+
+    model, _ = pair(read, device, codes=torch.randn(4096, WIDTH), rows=torch.arange(16))
+    for _ in range(2):
+        queue = StorageWeakRef(model.codes.untyped_storage())
+        loss = model(random(16, WIDTH, device=device)).sum()
+        assert queue.expired()
+        loss.backward()
+
+
+def test_offload_copies_again_what_was_written_through_data(monkeypatch, device):
+    """As any hook that copies; what was kept before is as it was then."""
+    monkeypatch.setattr(offload, "SMALLEST_NBYTES", 256)
+
+    def write(model, x):
+        h = model.f(x)
+        y = h.sin()
+        h.data.mul_(2)
+        return y + h.sin()
+
+    found = []
+    for model, hooks in zip(pair(write, device, {"offload": True}), (torch.enable_grad, copied), strict=True):
+        with hooks():
+            loss = model(random(64, WIDTH, device=device)).sum()
+        loss.backward()
+        found.append(gradients(model))
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("family", "name"), [("llama", "attention_mask"), ("t5-decoder", "attention_mask"), ("llama", "labels")]
+)
+def test_one_tensor_of_a_batch_is_filled_for_every_forward_of_a_backward(family, name, attention, device):
+    def make():
+        model = build(family, SMALL).to(device)
+        model.set_attn_implementation(attention)
+        return model
+
+    def run(model):
+        ids = torch.randint(5, 20, (2, SMALL.seq), device=device)
+        batch = {"attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+        losses = []
+        for number in range(3):
+            batch[name][:, :number] = 0
+            batch[name][:, number:] = 1
+            losses.append(model(input_ids=ids.clone(), **batch).loss)
+        sum(losses).backward()
+        return {"loss": sum(losses).detach(), **gradients(model)}
+
+    assert_alike(make, run)

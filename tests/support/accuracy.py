@@ -89,7 +89,7 @@ def assert_as_near_as_stock(make, context=None, draws=24, **options):
 
 
 def ratios(make, context=None, draws=6, config=True, **options):
-    """The same of each model and batch."""
+    """Our distance over stock's, of each model and batch."""
     found = []
     for seed in range(draws):
         model = make()

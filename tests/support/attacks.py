@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -47,37 +47,78 @@ class Block(GradientCheckpointingLayer):
 
 
 def trained(model: nn.Module, x: Tensor, steps: int = 2, context: Any = contextlib.nullcontext) -> list[Results]:
-    """Loss, gradients and buffers of each of a few steps, with no optimizer."""
+    """Loss, gradients (that of ``x`` too, if it wants one) and buffers of each of a few steps, with no optimizer."""
     found = []
     for number in range(steps):
         model.zero_grad(set_to_none=True)
+        leaf = x.detach().clone().requires_grad_(x.requires_grad)
         torch.manual_seed(number)
         with context():
-            loss = model(x)
-            loss = (loss.real if loss.is_complex() else loss).float().pow(2).mean()
+            loss = model(leaf)
+            loss = (loss.abs() if loss.is_complex() else loss).float().pow(2).mean()
             loss.backward()
+        results = {"loss": loss.detach().clone(), **gradients(model), **flat(leaf.grad, "x.grad")}
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if not buffer.is_complex()}
-        found.append({"loss": loss.detach().clone(), **gradients(model), **buffers})
+        found.append({**results, **buffers})
     return found
 
 
-def assert_trains_like_stock(
-    fn: Callable[[Any, Tensor], Tensor], x: Tensor, context: Any = contextlib.nullcontext, **parts: Any
+def flat(found: Any, name: str = "") -> Results:
+    """The tensors of what a run gave, by name: of dicts and lists, one in the other, and of None nothing."""
+    if found is None or isinstance(found, Tensor):
+        return {} if found is None else {name: found}
+    items = found.items() if isinstance(found, Mapping) else enumerate(found)
+    return {key: tensor for place, inner in items for key, tensor in flat(inner, f"{name}.{place}").items()}
+
+
+def assert_alike(
+    make: Callable[[], nn.Module], run: Callable[[Any], Any], config: Any = True, of_each: bool = False
 ) -> None:
-    """Two steps of the model of ``fn``, patched and stock."""
+    """``run`` gives the same tensors for a patched and for a stock model, each made by ``make``.
+
+    Args:
+        make: Makes a model.
+        run: Gives tensors, in lists and dicts.
+        config: What to patch one with.
+        of_each: Whether each of its children is patched by itself.
+    """
+    found = []
+    for is_patched in (True, False):
+        torch.manual_seed(0)
+        model = make()
+        for part in (model.children() if of_each else [model]) if is_patched else ():
+            patch(part, config)
+        torch.manual_seed(1)
+        found.append(flat(run(model)))
+    assert_same(*found)
+
+
+def assert_trains_like_stock(
+    fn: Callable[[Any, Tensor], Tensor],
+    x: Tensor,
+    context: Any = contextlib.nullcontext,
+    config: Any = True,
+    steps: int = 2,
+    **parts: Any,
+) -> None:
+    """A few steps of the model of ``fn``, patched and stock."""
+    ours, stock = pair(fn, x.device, config, **parts)
+    assert_same(*(flat(trained(model, x, steps, context)) for model in (ours, stock)))
+
+
+def pair(
+    fn: Callable[[Any, Tensor], Tensor], device: torch.device, config: Any = True, **parts: Any
+) -> tuple[nn.Module, nn.Module]:
+    """The model of ``fn``, patched unless ``config`` is None, and its stock twin."""
     torch.manual_seed(0)
-    stock = Attack(fn, **parts).to(x.device)
+    stock = Attack(fn, **parts).to(device)
     ours = copy.deepcopy(stock)
-    patch(ours)
-    pairs = zip(trained(ours, x, context=context), trained(stock, x, context=context), strict=True)
-    for got, expected in pairs:
-        assert_same(got, expected)
+    if config is not None:
+        patch(ours, config)
+    return ours, stock
 
 
 def kept_of(fn: Callable[[Any, Tensor], Tensor], x: Tensor, **parts: Any) -> tuple[int, int]:
     """Bytes that the model of ``fn`` keeps: patched, stock."""
-    torch.manual_seed(0)
-    stock = Attack(fn, **parts).to(x.device)
-    ours = copy.deepcopy(stock)
-    patch(ours)
+    ours, stock = pair(fn, x.device, **parts)
     return measure_kept(ours, x).total, measure_kept(stock, x).total

@@ -16,7 +16,7 @@ from support.helpers import assert_same_bits, autocasting, nodes
 from support.program_graph import Backward, Fault, graph_of
 from support.program_ops import CONTEXTS, MASKS, copies
 
-#: Times that a tape sees a program until it no longer records what nobody has asked for.
+#: Times that a tape sees a program until it no longer records what is never asked for.
 LESSONS = 4
 
 

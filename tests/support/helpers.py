@@ -170,6 +170,16 @@ def run(
     return Result(output, weight.grad, tuple(x.grad for x in leaves))
 
 
+def then_draws(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``fn``, and in its result what the generator gives next."""
+
+    def call(*given: Tensor) -> Tensor:
+        out = fn(*given)
+        return out + torch.rand(out.shape, device=out.device).to(out.dtype)
+
+    return call
+
+
 def autocasting(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
     """Autocast to ``dtype``; None for no autocast."""
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)

@@ -35,69 +35,69 @@ def batch_of(model, seed=1):
     return batch_for(model, SMALL, padded=True, seed=seed)
 
 
+def loss_of(model, seed=1, **options):
+    """Of a forward that begins a step."""
+    model.zero_grad()
+    torch.manual_seed(7)
+    return model(**batch_of(model, seed), **options).loss
+
+
+def results(model, **losses):
+    """Losses, and the gradients so far."""
+    return {**{name: loss.detach() for name, loss in losses.items()}, **gradients(model)}
+
+
 def plain(model):
     return step(model, batch_of(model))
 
 
 def checkpointed(model, use_reentrant, **options):
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant}, **options)
-    return step(model, batch_of(model))
+    return plain(model)
 
 
-def offloaded(model):
-    with save_on_cpu():
-        return step(model, batch_of(model))
+def within(context, train):
+    """``train``, with its model's forward and backward in ``context()``."""
+
+    def call(model):
+        with context():
+            return train(model)
+
+    return call
 
 
 def offloaded_forward(model):
     """Backward runs outside of the user's hooks."""
-    model.zero_grad()
-    torch.manual_seed(7)
     with save_on_cpu():
-        loss = model(**batch_of(model)).loss
+        loss = loss_of(model)
     loss.backward()
-    return {"loss": loss.detach(), **gradients(model)}
+    return results(model, loss=loss)
 
 
-def with_hooks_of_ones_own(model):
+def hooks_of_ones_own():
     """Hooks that keep numbers only: no tensor identity, no storage. Strides too, by which kernels choose how to sum."""
-    with saved_tensors_hooks(
+    return saved_tensors_hooks(
         lambda t: (t.detach().cpu().numpy().copy("K"), t.device), lambda h: torch.from_numpy(h[0].copy("K")).to(h[1])
-    ):
-        return step(model, batch_of(model))
+    )
 
 
-def checkpointed_and_offloaded(model):
-    with save_on_cpu():
-        return checkpointed(model, use_reentrant=False)
-
-
-def accumulated(model):
+def accumulated(model, backwards=((0,), (1,), (2,))):
+    """Of each group of batches, forwards and then backwards; all add to the gradients."""
     model.zero_grad()
     torch.manual_seed(7)
-    losses = []
-    for seed in range(3):
-        loss = model(**batch_of(model, seed)).loss / 3
-        loss.backward()
-        losses.append(loss.detach())
-    return {"losses": torch.stack(losses), **gradients(model)}
-
-
-def two_forwards_then_two_backwards(model):
-    model.zero_grad()
-    torch.manual_seed(7)
-    losses = [model(**batch_of(model, seed)).loss for seed in (1, 2)]
-    for loss in losses:
-        loss.backward()
-    return {"losses": torch.stack([loss.detach() for loss in losses]), **gradients(model)}
+    found = []
+    for seeds in backwards:
+        losses = [model(**batch_of(model, seed)).loss / 3 for seed in seeds]
+        for loss in losses:
+            loss.backward()
+        found += losses
+    return results(model, losses=torch.stack(found))
 
 
 def two_forwards_one_backward(model):
-    model.zero_grad()
-    torch.manual_seed(7)
-    loss = model(**batch_of(model, 1)).loss + model(**batch_of(model, 2)).loss
+    loss = loss_of(model) + model(**batch_of(model, 2)).loss
     loss.backward()
-    return {"loss": loss.detach(), **gradients(model)}
+    return results(model, loss=loss)
 
 
 def optimized(model):
@@ -111,7 +111,7 @@ def optimized(model):
 
 
 def generated_in_between(model):
-    first = step(model, batch_of(model))
+    first = plain(model)
     ids = batch_of(model)["input_ids"][:1]
     outputs = {}
     for mode in ("train", "eval"):
@@ -127,11 +127,7 @@ def generated_in_between(model):
 
 def copied(model):
     twin = copy.deepcopy(model)
-    return {f"copy.{k}": v for k, v in step(twin, batch_of(twin)).items()} | step(model, batch_of(model))
-
-
-def pickled(model):
-    return plain(pickle.loads(pickle.dumps(model)))
+    return {f"copy.{k}": v for k, v in plain(twin).items()} | plain(model)
 
 
 def saved_whole(model):
@@ -142,9 +138,7 @@ def saved_whole(model):
 
 
 def backward_twice(model):
-    model.zero_grad()
-    torch.manual_seed(7)
-    loss = model(**batch_of(model)).loss
+    loss = loss_of(model)
     loss.backward(retain_graph=True)
     once = {f"once.{k}": v for k, v in gradients(model).items()}
     loss.backward()
@@ -152,10 +146,7 @@ def backward_twice(model):
 
 
 def some_gradients_then_all(model):
-    model.zero_grad()
-    torch.manual_seed(7)
-    loss = model(**batch_of(model)).loss
-    subset = list(model.parameters())[-3:]
+    loss, subset = loss_of(model), list(model.parameters())[-3:]
     some = torch.autograd.grad(loss, subset, retain_graph=True, allow_unused=True)
     loss.backward()
     return {f"some.{i}": g for i, g in enumerate(some) if g is not None} | gradients(model)
@@ -163,15 +154,13 @@ def some_gradients_then_all(model):
 
 def gradient_penalty(model):
     """A gradient of gradients."""
-    model.zero_grad()
-    torch.manual_seed(7)
     with sdpa_kernel(SDPBackend.MATH):  # the others have no double backward
-        loss = model(**batch_of(model)).loss
+        loss = loss_of(model)
         wanted = [p for p in model.parameters() if p.requires_grad]
         first = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
         penalty = sum(g.square().sum() for g in first if g is not None)
         (loss + penalty).backward()
-    return {"loss": loss.detach(), "penalty": penalty.detach(), **gradients(model)}
+    return results(model, loss=loss, penalty=penalty)
 
 
 def checkpointed_by_hand(model, use_reentrant):
@@ -179,23 +168,12 @@ def checkpointed_by_hand(model, use_reentrant):
     for module in model.modules():
         if type(module).__name__ in ("BertIntermediate", "LlamaMLP", "GPT2MLP", "T5DenseActDense"):
             module.forward = functools.partial(checkpoint, module.forward, use_reentrant=use_reentrant)
-    return step(model, batch_of(model))
+    return plain(model)
 
 
-def in_eval_mode(model):
-    return step(model.eval(), batch_of(model))
-
-
-def without_gradients(model):
+def logits(model):
     torch.manual_seed(7)
-    with torch.no_grad():
-        return {"logits": model(**batch_of(model)).logits}
-
-
-def in_inference_mode(model):
-    with torch.inference_mode():
-        logits = model.eval()(**batch_of(model)).logits
-    return {"logits": logits.clone()}
+    return {"logits": model(**batch_of(model)).logits.clone()}
 
 
 def with_hidden_states(model):
@@ -259,28 +237,31 @@ MODES = {
     "reentrant checkpointing": functools.partial(checkpointed, use_reentrant=True),
     "non-reentrant checkpointing": functools.partial(checkpointed, use_reentrant=False),
     "every second layer checkpointed": functools.partial(checkpointed, use_reentrant=False, every_n_layers=2),
-    "save_on_cpu": offloaded,
+    "save_on_cpu": within(save_on_cpu, plain),
     "save_on_cpu in forward only": offloaded_forward,
-    "checkpointing under save_on_cpu": checkpointed_and_offloaded,
-    "hooks of one's own": with_hooks_of_ones_own,
+    "checkpointing under save_on_cpu": within(save_on_cpu, functools.partial(checkpointed, use_reentrant=False)),
+    "hooks of one's own": within(hooks_of_ones_own, plain),
     "reentrant checkpoint by hand": functools.partial(checkpointed_by_hand, use_reentrant=True),
     "non-reentrant checkpoint by hand": functools.partial(checkpointed_by_hand, use_reentrant=False),
     "gradient accumulation": accumulated,
-    "two forwards, two backwards": two_forwards_then_two_backwards,
+    "two forwards, two backwards": functools.partial(accumulated, backwards=((1, 2),)),
     "two forwards, one backward": two_forwards_one_backward,
     "AdamW": optimized,
     "generate in between": generated_in_between,
     "deepcopy": copied,
-    "pickle": pickled,
+    "pickle": lambda model: plain(pickle.loads(pickle.dumps(model))),
     "torch.save": saved_whole,
     "backward twice": backward_twice,
     "some gradients, then all": some_gradients_then_all,
     "gradient penalty": gradient_penalty,
-    "eval mode": in_eval_mode,
+    "eval mode": lambda model: plain(model.eval()),
     "hidden states": with_hidden_states,
     "frozen parameters": with_frozen_parameters,
     "inputs_embeds": from_embeddings,
     "adapters": with_adapters,
     "GradScaler": scaled,
 }
-WITHOUT_GRADIENTS = {"no_grad": without_gradients, "inference_mode": in_inference_mode}
+WITHOUT_GRADIENTS = {
+    "no_grad": within(torch.no_grad, logits),
+    "inference_mode": lambda model: within(torch.inference_mode, logits)(model.eval()),
+}

@@ -126,7 +126,7 @@ def of_bytes(flags):
 
 
 def part_of_a_buffer(flags):
-    """At the start of a buffer of bytes, the rest of which nobody set to 0 or 1."""
+    """At the start of a buffer of bytes, the rest of which is neither 0 nor 1."""
     rest = torch.arange(2, 2 + flags.numel() // 2, dtype=torch.uint8)
     return torch.cat([flags.to(torch.uint8).view(-1), rest]).view(torch.bool)[: flags.numel()].view(flags.shape)
 

@@ -1,13 +1,22 @@
-"""SDPA as Transformers calls it, under a tape: stock's bits; q, k, v and the output once, and one mask per forward."""
+"""SDPA as Transformers calls it, under a tape, with and without dropout: stock's bits and draws.
 
+On CPU, SDPA with dropout is many functions, of which it is made by hand. What it keeps: ``test_attention_kept.py``.
+"""
+
+import copy
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from support.attention import BATCH, DIM, HEADS, LAYOUTS, MASKS, SEQ, attention, bias_of, inputs, mask_of
+from hf_memsave import patch
+from support.attention import BATCH, DIM, HEADS, LAYOUTS, MASKS, SEQ, attention, bias_of, inputs, mask_of, sdpa
 from support.helpers import (
     DTYPES,
     assert_backward_twice,
@@ -15,105 +24,158 @@ from support.helpers import (
     assert_gradients_are_right,
     assert_no_worse_than_eager,
     assert_same_bits,
+    laid,
     only_on_cpu,
     random,
     subsets,
     taping,
+    then_draws,
 )
+from support.steps import assert_same, step
+
+P = 0.3
+FP32, BF16 = torch.float32, torch.bfloat16
+CPU = torch.device("cpu")
+#: Without dropout, and with, which is taken apart on CPU alone.
+both = pytest.mark.parametrize("p", [0.0, P])
+
+
+@pytest.fixture
+def device(device, request):
+    has_dropout = hasattr(request.node, "callspec") and request.node.callspec.params.get("p")
+    return CPU if has_dropout else device
 
 
 def assert_is_stocks(fn, given, **options):
     only_on_cpu(given[0].device)
-    assert_exact(fn, fn, given, **options)
+    assert_exact(then_draws(fn), then_draws(fn), given, **options)
 
 
 # The same bits.
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@both
+@pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_attention_is_exact(device, dtype, kind, layout):
-    for groups in (1, 2, 4):
-        fn = attention(mask_of(kind, device, dtype), layout, groups)
-        assert_is_stocks(fn, inputs(device, dtype, kv_heads=HEADS // groups))
+def test_attention_is_exact(device, kind, groups, p, composed):
+    """In every dtype and layout, under autocast, with options, and without some of the gradients."""
+    heads = HEADS // groups
+    for dtype, layout in product(DTYPES, LAYOUTS):
+        fn = attention(mask_of(kind, device, dtype), layout, groups, dropout=p)
+        assert_is_stocks(fn, inputs(device, dtype, heads))
+    fn = attention(mask_of(kind, device), "rotated", groups, dropout=p)
+    for wanted in subsets(3):
+        assert_is_stocks(fn, inputs(device, kv_heads=heads), wanted=wanted)
+    for dtypes in ((FP32, FP32, FP32), (BF16, BF16, BF16), (FP32, FP32, BF16)):  # q and k are rotated in fp32
+        given = [x.to(dtype) for x, dtype in zip(inputs(device, kv_heads=heads), dtypes, strict=True)]
+        assert_is_stocks(fn, given, autocast=BF16)
+    for kv_seq, options in product((3, SEQ, 9), [dict(is_causal=True)] * (kind == "none") + [dict(scaling=0.25)]):
+        fn = attention(mask_of(kind, device, kv_seq=kv_seq), "rotated", groups, dropout=p, **options)
+        assert_is_stocks(fn, inputs(device, kv_heads=heads, kv_seq=kv_seq))
+    assert (len(composed) >= 2 * len(DTYPES)) == (p > 0)
 
 
-@pytest.mark.parametrize("wanted", subsets(3), ids=str)
-@pytest.mark.parametrize("groups", [1, 2])
-def test_attention_is_exact_for_a_subset_of_gradients(device, groups, wanted):
-    fn = attention(mask_of("bool", device), "rotated", groups)
-    assert_is_stocks(fn, inputs(device, kv_heads=HEADS // groups), wanted=wanted)
-
-
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize(
-    "dtypes",
-    [(torch.float32,) * 3, (torch.bfloat16,) * 3, (torch.float32, torch.float32, torch.bfloat16)],
-    ids=["fp32", "bf16", "rotated-in-fp32"],
-)
-def test_attention_is_exact_under_autocast(device, dtypes, groups, kind):
-    given = [x.to(dtype) for x, dtype in zip(inputs(device, kv_heads=HEADS // groups), dtypes, strict=True)]
-    assert_is_stocks(attention(mask_of(kind, device), "rotated", groups), given, autocast=torch.bfloat16)
-
-
-@pytest.mark.parametrize("options", [dict(is_causal=True), dict(scaling=0.25), dict(dropout=0.3)], ids=str)
-@pytest.mark.parametrize("kv_seq", [3, SEQ, 9])
-def test_attention_is_exact_with_options(device, options, kv_seq):
-    for kind in ("none",) if "is_causal" in options else MASKS:
-        for groups in (1, 2):
-            fn = attention(mask_of(kind, device, kv_seq=kv_seq), "rotated", groups, **options)
-            assert_is_stocks(fn, inputs(device, kv_heads=HEADS // groups, kv_seq=kv_seq))
-
-
+@both
 @pytest.mark.parametrize("wanted", [(True, True, True, True), (True, True, True, False), (False, False, False, True)])
-@pytest.mark.parametrize("kv_seq", [3, SEQ])
-@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
-def test_attention_with_a_position_bias_is_exact(device, is_causal, kv_seq, wanted):
-    for kind in MASKS:
-        fn = attention(mask_of(kind, device, kv_seq=kv_seq), is_causal=is_causal)
+def test_attention_with_a_position_bias_is_exact(device, wanted, p):
+    for kind, is_causal, kv_seq in product(MASKS, (True, False), (3, SEQ)):
+        fn = attention(mask_of(kind, device, kv_seq=kv_seq), is_causal=is_causal, dropout=p)
         assert_is_stocks(fn, [*inputs(device, kv_seq=kv_seq), bias_of(device, kv_seq=kv_seq)], wanted=wanted)
+    for kind, dtype, autocast in product(MASKS, (FP32, BF16), (None, BF16)):
+        given = [*inputs(device, dtype if autocast is None else BF16), bias_of(device, dtype)]
+        assert_is_stocks(attention(mask_of(kind, device, dtype), dropout=p), given, wanted=wanted, autocast=autocast)
 
 
-@pytest.mark.parametrize("wanted", [True, False], ids=["trained", "frozen"])
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_attention_with_a_position_bias_is_exact_in_half_precision(device, dtype, autocast, wanted):
-    for kind in MASKS:
-        fn = attention(mask_of(kind, device, dtype))
-        given = [*inputs(device, dtype if autocast is None else torch.bfloat16), bias_of(device, dtype)]
-        assert_is_stocks(fn, given, wanted=(True, True, True, wanted), autocast=autocast)
+OPTIONS = {
+    "causal": dict(is_causal=True),
+    "causal, fewer queries": dict(is_causal=True, q=2),
+    "mask and scale": dict(scale=0.3, is_masked=True),
+    "negative scale": dict(scale=-0.7),
+    "scale of minus zero": dict(scale=-0.0),
+    "grouped": dict(enable_gqa=True),
+    "grouped, causal": dict(enable_gqa=True, is_causal=True),
+    "three dimensions": dict(flat=True),
+    "nearly all dropped": dict(dropout_p=0.97),
+}
 
 
-@pytest.mark.parametrize("sizes", [dict(batch=1), dict(dim=5), dict(seq=7, dim=1), dict(seq=1, kv_seq=SEQ)], ids=str)
-@pytest.mark.parametrize("groups", [1, 2])
-def test_attention_is_exact_for_odd_shapes(device, groups, sizes):
-    for layout in LAYOUTS:
-        assert_is_stocks(attention(layout=layout, groups=groups), inputs(device, kv_heads=HEADS // groups, **sizes))
+@both
+@pytest.mark.parametrize("name", OPTIONS)
+def test_attention_is_exact_however_it_is_called(device, name, p):
+    only_on_cpu(device)
+    options = {"dropout_p": p} | OPTIONS[name]
+    length, is_flat = options.pop("q", SEQ), options.pop("flat", False)
+    if options.pop("is_masked", False):
+        options["attn_mask"] = mask_of("bool", device)
+
+    def attend(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q[:, :length], k, v))
+        if is_flat:
+            q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        by_name = F.scaled_dot_product_attention(query=q, key=k, value=v, **options)
+        return by_name if "enable_gqa" in options else by_name + F.scaled_dot_product_attention(q, k, v, None, p, False)
+
+    for dtype in DTYPES:
+        assert_is_stocks(attend, inputs(device, dtype, kv_heads=HEADS // (2 if "enable_gqa" in options else 1)))
 
 
-def test_attention_of_a_row_that_may_see_nothing_is_exact(device):
+@both
+def test_attention_is_exact_for_odd_shapes_and_masks(device, p):
+    sizes = dict(batch=1), dict(dim=5), dict(seq=7, dim=1), dict(seq=1, kv_seq=SEQ)
+    for groups, options, layout in product((1, 2), sizes, LAYOUTS):
+        given = inputs(device, kv_heads=HEADS // groups, **options)
+        assert_is_stocks(attention(layout=layout, groups=groups, dropout=p), given)
     mask = mask_of("bool", device)
-    mask[0, :, 2] = False
-    assert_is_stocks(attention(mask, "rotated"), inputs(device))
-
-
-def test_attention_takes_a_mask_made_in_inference_mode(device):
+    mask[0, :, 2] = False  # a row that may see nothing
+    assert_is_stocks(attention(mask, "rotated", dropout=p), inputs(device))
     with torch.inference_mode():
         mask = mask_of("bool", device)
-    assert_is_stocks(attention(mask), inputs(device))
+    assert_is_stocks(attention(mask, dropout=p), inputs(device))
 
 
-@pytest.mark.parametrize("call", ["names", "places"])
-def test_attention_is_exact_however_it_is_called(device, call):
+@both
+def test_gradients_of_one_tensor_taken_thrice_are_summed_in_stocks_order(device, p):
+    for dtype in DTYPES:
+        assert_is_stocks(lambda x: sdpa(x, x, x, p=p), inputs(device, dtype)[:1])
+
+
+def test_it_is_exact_where_halves_may_be_summed_in_half_precision():
+    before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    try:
+        assert_is_stocks(attention(mask_of("float", CPU, BF16), dropout=P), inputs(CPU, BF16))
+    finally:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
+
+
+def test_attention_is_no_worse_than_eager(device):
+    for dtype, kind in product((FP32, BF16), MASKS):
+
+        def attend(q, k, v, kind=kind):  # a float mask must have q's dtype
+            mask = mask_of(kind, device)
+            return attention(mask.to(q.dtype) if kind == "float" else mask, "rotated", 2)(q, k, v)
+
+        assert_no_worse_than_eager(attend, attend, inputs(device, dtype, kv_heads=HEADS // 2))
+
+
+@pytest.mark.parametrize(("groups", "p"), [(1, 0.0), (2, 0.0), (2, P)])
+def test_attention_has_the_right_gradients_and_runs_backward_twice(device, groups, p):
     def attend(q, k, v):
-        mask = mask_of("bool", device)
-        if call == "places":
-            return F.scaled_dot_product_attention(q, k, v, mask, 0.0, False)
-        return F.scaled_dot_product_attention(query=q, key=k, value=v, attn_mask=mask, dropout_p=0.0, scale=0.3)
+        torch.manual_seed(3)
+        return attention(mask_of("bool", device, seq=3), "rotated", groups, dropout=p)(q, k, v)
 
-    assert_is_stocks(lambda *given: attend(*[x.transpose(1, 2) for x in given]), inputs(device))
+    # Once: PyTorch's fused kernels have no second derivative.
+    given = inputs(device, torch.float64, HEADS // groups, seq=3, dim=2)
+    assert_gradients_are_right(attend, *given, twice=False)
+    for kind in MASKS:
+        fn = attention(mask_of(kind, device), "rotated", groups, dropout=p)
+        assert_backward_twice(fn, *inputs(device, kv_heads=HEADS // groups))
+
+
+def test_attention_is_stock_without_gradients(device):
+    fn, given = attention(mask_of("bool", device), "rotated"), inputs(device)
+    with taping(), torch.no_grad():
+        assert_same_bits(fn(*given), fn(*given))
 
 
 # Layers that share.
@@ -144,6 +206,16 @@ def test_a_mask_that_changes_between_layers_is_not_confused_with_what_it_was(dev
     assert_is_stocks(layers, inputs(device))
 
 
+def test_a_mask_that_is_written_to_before_backward_is_taken_as_it_was():
+    def attend(q, k, v):
+        mask = torch.zeros(SEQ, SEQ)
+        out = sdpa(q, k, v, attn_mask=mask)
+        mask.fill_(-9.0)
+        return out
+
+    assert_is_stocks(attend, inputs(CPU))
+
+
 @pytest.mark.parametrize("autocast", [(True, False), (False, True)], ids=["wider", "narrower"])
 @pytest.mark.parametrize("wanted", [True, False], ids=["trained", "frozen"])
 def test_layers_of_two_dtypes_that_share_a_mask_and_a_bias_are_exact(device, wanted, autocast):
@@ -151,7 +223,7 @@ def test_layers_of_two_dtypes_that_share_a_mask_and_a_bias_are_exact(device, wan
 
     def layers(x, k, v, bias):
         for enabled in autocast:
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled):
+            with torch.autocast(device.type, dtype=BF16, enabled=enabled):
                 x = (attend(x, k, v, bias) + attend(x, k, v)).float()
         return x
 
@@ -159,44 +231,105 @@ def test_layers_of_two_dtypes_that_share_a_mask_and_a_bias_are_exact(device, wan
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("rotated", [True, False], ids=["q and k rotated", "three views"])
-def test_attention_on_a_fused_projection_is_exact(device, rotated, groups):
+def test_attention_on_a_fused_projection_is_exact(device, groups):
     widths = [HEADS * DIM, HEADS * DIM // groups, HEADS * DIM // groups]
     module = SimpleNamespace(is_causal=False, num_key_value_groups=groups)
-    for kind in MASKS:
-        mask = mask_of(kind, device)
+    for kind, is_rotated in product(MASKS, (True, False)):
 
-        def attend(qkv):
+        def attend(qkv, mask=mask_of(kind, device), is_rotated=is_rotated):  # noqa: B008
             q, k, v = (x.view(BATCH, SEQ, -1, DIM).transpose(1, 2) for x in qkv.split(widths, dim=-1))
-            q, k = (q.cos(), k.cos()) if rotated else (q, k)
-            return sdpa_attention_forward(module, q, k, v, mask)[0]  # noqa: B023
+            q, k = (q.cos(), k.cos()) if is_rotated else (q, k)
+            return sdpa_attention_forward(module, q, k, v, mask)[0]
 
         assert_is_stocks(attend, [random(BATCH, SEQ, sum(widths), device=device)])
 
 
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_attention_is_no_worse_than_eager(device, dtype, kind):
-    def attend(q, k, v):  # a float mask must have q's dtype
-        mask = mask_of(kind, device)
-        return attention(mask.to(q.dtype) if kind == "float" else mask, "rotated", 2)(q, k, v)
-
-    assert_no_worse_than_eager(attend, attend, inputs(device, dtype, kv_heads=HEADS // 2))
+# With dropout, which is taken apart.
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_attention_has_the_right_gradients(device, groups):
-    # Once: PyTorch's fused kernels have no second derivative.
-    given = inputs(device, torch.float64, HEADS // groups, seq=3, dim=2)
-    assert_gradients_are_right(attention(mask_of("bool", device, seq=3), "rotated", groups), *given, twice=False)
+@pytest.mark.parametrize("sizes", [dict(kv_seq=0), dict(dim=0), dict(batch=0), dict(seq=0)], ids=str)
+def test_nothing_is_taken_apart_where_nothing_or_all_is_dropped(sizes, composed):
+    assert_is_stocks(sdpa, inputs(CPU, **sizes))
+    for p in (0.0, 1.0):
+        assert_is_stocks(attention(mask_of("bool", CPU), dropout=p), inputs(CPU))
+    assert not composed
 
 
-@pytest.mark.parametrize("kind", MASKS)
-def test_attention_runs_backward_twice(device, kind):
-    assert_backward_twice(attention(mask_of(kind, device), "rotated", 2), *inputs(device, kv_heads=HEADS // 2))
+class Sees(TorchFunctionMode):
+    """Counts calls of SDPA."""
+
+    calls = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.calls += func is F.scaled_dot_product_attention
+        return func(*args, **(kwargs or {}))
 
 
-def test_attention_is_stock_without_gradients(device):
-    fn, given = attention(mask_of("bool", device), "rotated"), inputs(device)
-    with taping(), torch.no_grad():
-        assert_same_bits(fn(*given), fn(*given))
+class Seen(torch.Tensor):
+    """Has a say in what is called with it."""
+
+    calls = 0
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        Seen.calls += func is F.scaled_dot_product_attention
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_modes_and_classes_see_the_call_and_fake_tensors_are_taken_apart_too(composed):
+    with Sees() as mode:
+        assert_is_stocks(attention(dropout=P), inputs(CPU))
+    assert mode.calls == 2
+    before = len(composed)
+    with laid(True):
+        q, k, v = (x.requires_grad_() for x in inputs(CPU))
+        sdpa(q.as_subclass(Seen), k, v)
+        assert len(composed) > before and Seen.calls == 1
+    before = len(composed)
+    with FakeTensorMode(), laid(True):
+        out = sdpa(*(torch.empty(2, SEQ, HEADS, 8, requires_grad=True) for _ in range(3)))
+        out.sum().backward()
+    assert len(composed) > before and out.shape == (2, HEADS, SEQ, 8)
+
+
+def test_what_stock_refuses_is_refused_with_its_words():
+    q, k, v = inputs(CPU)
+    cases = {
+        "mask and causal": ((q, k, v), dict(is_causal=True, attn_mask=mask_of("bool", CPU))),
+        "a narrow key": ((q, k[..., :3], v), {}),
+        "dtypes": ((q, k.half(), v), {}),
+        "a mask's dtype": ((q, k, v), dict(attn_mask=mask_of("float", CPU, BF16))),
+        "a mask's shape": ((q, k, v), dict(attn_mask=torch.zeros(5, 5))),
+        "groups": ((q, k[:, :, :3], v[:, :, :3]), dict(enable_gqa=True)),
+    }
+    for name, (given, options) in cases.items():
+        said = []
+        for tape in (True, False):
+            with pytest.raises(RuntimeError) as error, laid(tape):
+                sdpa(*(x.clone().requires_grad_() for x in given), **options)
+            said.append(str(error.value))
+        assert said[0] == said[1], name
+
+
+class Attends(nn.Module):
+    """Self-attention between two linears, whose outcome is a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 8).unbind(2)
+        heads = sdpa(q, k, v, p=P if self.training else 0.0)
+        return SimpleNamespace(loss=self.out(heads.transpose(1, 2).flatten(2)).square().mean())
+
+
+def test_a_model_that_attends_is_exact_with_each_config():
+    for config in (True, {"dropout": "mask"}, {"dropout": "stock"}, {"attention": "stock"}, {"offload": True}):
+        torch.manual_seed(0)
+        stock = Attends().train()
+        ours = copy.deepcopy(stock)
+        patch(ours, config)
+        for seed in range(3):
+            batch = {"x": random(2, 5, 16, seed=seed)}
+            assert_same(step(ours, batch, seed), step(stock, batch, seed))

@@ -2,6 +2,7 @@
 
 import threading
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -24,7 +25,9 @@ from support.helpers import (
     random,
     run,
     taping,
+    then_draws,
 )
+from support.tapes import is_remade
 
 HOW = ("seed", "mask", "stock")
 #: What the kept state of the generator takes.
@@ -52,8 +55,6 @@ SPELLINGS = {
     "F.dropout3d of one sample": lambda x, p: F.dropout3d(x[None], p),
     "nn.Dropout2d": lambda x, p: nn.Dropout2d(p)(x[None]),
 }
-#: Those that have an entry in the table, and do not write in place.
-KNOWN = [name for name in SPELLINGS if "in place" not in name and "eature_alpha" not in name and "FeatureA" not in name]
 
 
 @pytest.fixture(params=HOW)
@@ -61,59 +62,54 @@ def how(request):
     return partial(taping, dropout=request.param)
 
 
-@pytest.mark.parametrize("p", [0.0, 0.1, 1.0])
+#: Dtype, probability, layout and shape.
+CASES = [
+    (torch.float32, 0.1, None, (3, 5, 200)),  # more than the generator's state takes
+    (torch.bfloat16, 0.5, "transposed", (4, 5, 8)),
+    (torch.float16, 1.0, "sliced", (2, 3, 6)),
+    (torch.float64, 0.9, "offset", (5, 10, 20)),
+    (torch.float32, 0.0, None, (1, 3, 5)),
+    (torch.float32, 0.1, "expanded", (1, 1, 1)),
+]
+
+
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_it_is_exact(device, how, name, p):
+def test_it_is_exact_and_draws_as_much_as_stock(device, how, name):
     only_on_cpu(device)
-    fn = partial(SPELLINGS[name], p=p)
-    for dtype in DTYPES:
-        for wanted in (True, False):
-            assert_exact(fn, fn, [random(3, 5, 8, dtype=dtype, device=device)], tape=how, wanted=[wanted])
+    for (dtype, p, layout, shape), wanted in product(CASES, (True, False)):
+        if layout == "expanded" and "in place" in name:  # nothing can be written to it
+            continue
+        view = LAYOUTS.get(layout, torch.clone)
+        fn = then_draws(lambda x, p=p, view=view: SPELLINGS[name](view(x), p))
+        assert_exact(fn, fn, [random(*shape, dtype=dtype, device=device)], how, wanted=[wanted])
 
 
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.9, 1.0])
 def test_it_drops_what_stock_drops(device, how, p):
     """On CUDA too."""
-    x = torch.ones(1000, device=device)
-    ours, stock = (run(lambda x: F.dropout(x, p), [x], tape=tape) for tape in (how, False))
+    x, states = torch.ones(2000, device=device), []  # more than the generator's state takes
+    ours, stock = (
+        (run(lambda x: F.dropout(x, p), [x], tape=tape), states.append(generator_state(device)))[0]
+        for tape in (how, False)
+    )
     assert torch.equal(ours.output == 0, stock.output == 0)
     assert torch.equal(ours.of_consumer == 0, stock.output == 0), "backward saw another mask"
     assert torch.equal(ours.of_inputs[0] == 0, stock.output == 0), "backward used another mask"
+    assert torch.equal(*states), "it drew more or less"
 
 
-@pytest.mark.parametrize("name", SPELLINGS)
-def test_it_draws_as_much_as_stock(device, how, name):
-    for shape in ((1, 1, 1), (1, 3, 5), (2, 2, 4), (5, 10, 20)):
-        for p in (0.0, 0.1, 1.0):
-            states = []
-            for tape in (taping(), how()):
-                x = random(*shape, device=device).requires_grad_()
-                torch.manual_seed(3)
-                with tape if states else torch.enable_grad():
-                    SPELLINGS[name](x, p)
-                states.append(generator_state(device))
-            assert torch.equal(*states)
-
-
-def test_it_leaves_the_generator_alone_in_backward(device, how):
-    x = random(100, device=device).requires_grad_()
-    with how():
-        loss = F.dropout(x, 0.5).square().sum()
-    torch.rand(5, device=device)  # so that the state is not the one that drawing the mask again leaves
-    before = generator_state(device)
-    loss.backward()
-    assert torch.equal(generator_state(device), before)
-
-
-def test_it_does_not_mind_draws_before_backward(device, how):
+def test_backward_neither_minds_draws_before_it_nor_draws(device, how):
     x = torch.ones(1000, device=device, requires_grad=True)
     with how():
         y = F.dropout(x, 0.5)
+        assert not torch.equal(F.dropout(x, 0.5), y)
         loss = y.square().sum()
     torch.manual_seed(99)
-    torch.rand(5, device=device)
+    torch.rand(5, device=device)  # so that the state is not the one that drawing the mask again leaves
+    before = generator_state(device)
     loss.backward()
     assert torch.equal(x.grad == 0, y == 0)
+    assert torch.equal(generator_state(device), before)
 
 
 def test_it_does_not_mind_draws_on_another_thread(device):
@@ -140,63 +136,32 @@ def test_it_does_not_mind_draws_on_another_thread(device):
         thread.join()
 
 
-def test_it_draws_anew_each_time(device, how):
-    x = torch.ones(1000, device=device, requires_grad=True)
-    with how():
-        assert not torch.equal(F.dropout(x, 0.5), F.dropout(x, 0.5))
-
-
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
-def test_two_in_a_row_before_a_linear_are_exact(device, how, autocast):
+def test_two_in_a_row_before_a_linear_and_odd_shapes_are_exact(device, how):
     only_on_cpu(device)
 
     def fn(x, w):
         return F.linear(F.dropout(F.dropout(x, 0.1), 0.5), w)
 
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype, autocast in ((torch.float32, None), (torch.bfloat16, None), (torch.float32, torch.bfloat16)):
         given = [random(3, 5, 8, dtype=dtype, device=device), random(4, 8, dtype=dtype, device=device, seed=3)]
         assert_exact(fn, fn, given, tape=how, autocast=autocast)
+    for shape in ((), (1,), (7,), (9,), (0, 4), (2, 0, 4)):
+        assert_exact(F.dropout, F.dropout, [random(*shape, device=device)], tape=how)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (9,), (0, 4), (2, 0, 4), (3, 1, 5)], ids=str)
-def test_it_is_exact_for_odd_shapes(device, how, shape):
-    only_on_cpu(device)
-    x = random(*shape, device=device)
-    assert_exact(F.dropout, F.dropout, [x], tape=how)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", SPELLINGS)
-def test_it_is_exact_for_views(device, how, name, layout):
-    only_on_cpu(device)
-    view = LAYOUTS[layout]
-    if "in place" in name and layout == "expanded":
-        pytest.skip("does not apply: nothing can be written to it")
-
-    def fn(x):
-        return SPELLINGS[name](view(x), 0.5)
-
-    assert_exact(fn, fn, [random(4, 5, 8, device=device)], tape=how)
-
-
-@pytest.mark.parametrize("name", KNOWN)
-def test_it_has_the_right_gradients(device, how, name):
+@pytest.mark.parametrize("name", ["F.dropout", "F.alpha_dropout", "F.dropout1d"])
+def test_it_has_the_right_gradients_and_runs_backward_twice(device, how, name):
     def same_mask(x):
         torch.manual_seed(0)
         return SPELLINGS[name](x, 0.5)
 
     assert_gradients_are_right(same_mask, random(1, 2, 3, dtype=torch.float64, device=device), tape=how)
-
-
-@pytest.mark.parametrize("name", KNOWN)
-def test_it_runs_backward_twice(device, how, name):
     assert_backward_twice(lambda x: SPELLINGS[name](x, 0.5), random(3, 4, 8, device=device), tape=how)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["F.dropout", "torch.dropout", "F.dropout, by name", "nn.Dropout"])
-def test_it_keeps_a_state_or_one_bit_an_element(device, name, dtype):
-    x, fn = random(30, 50, 9, dtype=dtype, device=device), partial(SPELLINGS[name], p=0.1)
+def test_it_keeps_a_state_or_one_bit_an_element(device, dtype):
+    x, fn = random(30, 50, 9, dtype=dtype, device=device), partial(F.dropout, p=0.1)
     options = dict(producer=torch.sigmoid)  # which keeps the input itself
     noise = x.nbytes if device.type == "cpu" else x.numel()
     stock = x.nbytes + noise + x.nbytes
@@ -207,10 +172,9 @@ def test_it_keeps_a_state_or_one_bit_an_element(device, name, dtype):
 
 
 @pytest.mark.parametrize("how", ["seed", "mask"])
-@pytest.mark.parametrize("name", ["F.alpha_dropout", "nn.AlphaDropout"])
-def test_alpha_dropout_keeps_no_noise(device, name, how):
+def test_alpha_dropout_keeps_no_noise(device, how):
     only_on_cpu(device, "this count of bytes")
-    x, fn = random(30, 50, 9, device=device), partial(SPELLINGS[name], p=0.1)
+    x, fn = random(30, 50, 9, device=device), partial(SPELLINGS["F.alpha_dropout"], p=0.1)
     stock, here = (kept(fn, x, tape, linear=False) for tape in (False, partial(taping, dropout=how)))
     assert stock >= x.nbytes
     assert here == (STATE["cpu"] if how == "seed" else -(-x.numel() // 8))
@@ -241,19 +205,20 @@ def test_its_result_is_remade_where_the_input_is_kept(device, name):
     assert_same_bits(handle.get(), y)
 
 
-@pytest.mark.parametrize("name", ["F.dropout", "nn.Dropout", "F.alpha_dropout", "F.dropout1d"])
-def test_in_eval_it_draws_nothing_and_is_stock(device, how, name):
-    eval_ = {
-        "F.dropout": lambda x: F.dropout(x, 0.3, training=False),
-        "nn.Dropout": nn.Dropout(0.3).eval(),
-        "F.alpha_dropout": lambda x: F.alpha_dropout(x, 0.3),
-        "F.dropout1d": lambda x: F.dropout1d(x, 0.3, training=False),
-    }[name]
-    x, before = random(3, 4, 8, device=device).requires_grad_(), generator_state(device)
-    with how():
-        assert_same_bits(eval_(x), x)
-    assert torch.equal(generator_state(device), before)
-    assert_same_result(run(eval_, [x], tape=how), run(eval_, [x]))
+def test_in_eval_it_draws_nothing_and_is_stock(device, how):
+    in_eval = [
+        lambda x: F.dropout(x, 0.3, training=False),
+        nn.Dropout(0.3).eval(),
+        lambda x: F.alpha_dropout(x, 0.3),
+        lambda x: F.dropout1d(x, 0.3, training=False),
+    ]
+    x = random(3, 4, 8, device=device).requires_grad_()
+    for fn in in_eval:
+        before = generator_state(device)
+        with how():
+            assert_same_bits(fn(x), x)
+        assert torch.equal(generator_state(device), before)
+        assert_same_result(run(fn, [x], tape=how), run(fn, [x]))
 
 
 @pytest.fixture
@@ -291,16 +256,13 @@ def test_a_mask_that_nobody_asks_for_does_not_wait(draws, monkeypatch):
     assert not made[0].waiting
 
 
-def test_without_gradients_it_is_stock(device, how):
+def test_without_gradients_it_is_stock_and_refuses_what_stock_refuses(device, how):
     x = random(3, 8, device=device)
     torch.manual_seed(3)
     expected = F.dropout(x, 0.5)
     torch.manual_seed(3)
     with how(), torch.no_grad():
         assert_same_bits(F.dropout(x, 0.5), expected)
-
-
-def test_a_wrong_probability_is_refused_as_in_stock(device, how):
     for p in (-0.1, 1.1):
         with how(), pytest.raises(ValueError, match="dropout probability has to be between 0 and 1"):
             F.dropout(random(3, device=device).requires_grad_(), p)

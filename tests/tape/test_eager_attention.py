@@ -1,7 +1,5 @@
 """Eager attention in patched models: stock's bits, and one tensor of weights per head is kept."""
 
-import copy
-
 import pytest
 import torch
 from transformers import BertConfig, GPT2Config, GPT2LMHeadModel
@@ -9,12 +7,12 @@ from transformers.models.bert.modeling_bert import BertSelfAttention
 
 from hf_memsave import MemSaveConfig, measure_kept, patch
 from hf_memsave.ops.eager_attention import NAME
+from support.attacks import assert_alike
 from support.eager import eager
 from support.families import Size, batch_for
 from support.helpers import (
     assert_backward_twice,
     assert_gradients_are_right,
-    assert_same_bits,
     autocasting,
     generator_state,
     only_on_cpu,
@@ -32,64 +30,58 @@ PRECISIONS = {
 WIDE = Size(seq=48)
 
 
-def pair(*args, config=True, **options):
-    """The same model, patched and stock."""
-    stock = eager(*args, **options)
-    ours = copy.deepcopy(stock)
-    patch(ours, config)
-    return ours, stock
+def assert_is_exact(make, config=True, autocast=None):
+    def run(model):
+        with autocasting(model.device, autocast):
+            return step(model, batch_for(model, padded=True))
+
+    assert_alike(make, run, config)
 
 
 # The same bits
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_eager_attention_is_exact(device, family, precision, dropout):
+def test_eager_attention_is_exact(device, family, precision):
     dtype, autocast = PRECISIONS[precision]
-    ours, stock = pair(family, dropout, dtype, device=device)
-    batch = batch_for(stock, padded=True)
-    with autocasting(device, autocast):
-        assert_same(step(ours, batch), step(stock, batch))
-
-
-@pytest.mark.parametrize("how", ["mask", "stock"])
-def test_eager_attention_is_exact_for_every_dropout(device, how):
-    ours, stock = pair("llama", device=device, config=MemSaveConfig(dropout=how))
-    batch = batch_for(stock, padded=True)
-    assert_same(step(ours, batch), step(stock, batch))
+    for dropout in (0.0, 0.1):
+        assert_is_exact(lambda p=dropout: eager(family, p, dtype, device=device), autocast=autocast)
 
 
 @pytest.mark.parametrize("trained", ["query", "key", "value"])
 def test_eager_attention_is_exact_where_little_is_trained(device, trained):
-    ours, stock = pair("bert", device=device)
-    for model in (ours, stock):
+    def make():
+        model = eager("bert", device=device)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(trained in name)
-    batch = batch_for(stock, padded=True)
-    assert_same(step(ours, batch), step(stock, batch))
+        return model
+
+    assert_is_exact(make)
 
 
 @pytest.mark.parametrize("family", ["bert", "t5-decoder", "llama"])
-def test_eager_attention_is_exact_under_checkpointing(device, family):
-    ours, stock = pair(family, device=device)
-    for model in (ours, stock):
+def test_eager_attention_is_exact_under_checkpointing_and_for_every_dropout(device, family):
+    def make():
+        model = eager(family, device=device)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    batch = batch_for(stock, padded=True)
-    assert_same(step(ours, batch), step(stock, batch))
+        return model
+
+    assert_is_exact(make)
+    for how in ("mask", "stock"):
+        assert_is_exact(lambda: eager(family, device=device), MemSaveConfig(dropout=how))
 
 
 def test_eager_attention_is_exact_in_the_model_that_asks_for_it_by_name(device):
     """GPT-2 upcasts and reorders its scores only where its config says "eager"."""
-    torch.manual_seed(0)
     config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=512, reorder_and_upcast_attn=True)
-    stock = GPT2LMHeadModel(config).to(device).train()
-    stock.set_attn_implementation(NAME)
-    ours = copy.deepcopy(stock)
-    patch(ours)
-    batch = batch_for(stock, padded=True)
-    assert_same(step(ours, batch), step(stock, batch))
+
+    def make():
+        model = GPT2LMHeadModel(config).to(device).train()
+        model.set_attn_implementation(NAME)
+        return model
+
+    assert_is_exact(make)
 
 
 def own_attention(device, heads=2, dim=2, dropout=0.3):
@@ -106,38 +98,23 @@ def own_attention(device, heads=2, dim=2, dropout=0.3):
     return call
 
 
-def test_eager_attention_has_the_right_gradients(device):
+def test_eager_attention_has_the_right_gradients_and_runs_backward_twice(device):
     assert_gradients_are_right(own_attention(device), random(1, 3, 4, dtype=torch.float64, device=device))
-
-
-def test_eager_attention_runs_backward_twice(device):
     assert_backward_twice(own_attention(device), random(2, 5, 4, dtype=torch.float64, device=device))
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_eager_attention_returns_the_same_weights(device, family):
     only_on_cpu(device)
-    ours, stock = pair(family, device=device)
-    batch, found = batch_for(stock, padded=True), []
-    for model in (ours, stock):
-        torch.manual_seed(3)
-        outputs = model(**batch, output_attentions=True)
+
+    def run(model):
+        outputs = model(**batch_for(model, padded=True), output_attentions=True)
         sum(weights.square().sum() for weights in outputs.attentions).backward()
         keys = [m for name, m in model.named_modules() if name.endswith(("key", "k_proj"))]
-        found.append([*outputs.attentions, *(m.weight.grad for m in keys)])
-    assert len(found[0]) == 4
-    for mine, theirs in zip(*found, strict=True):
-        assert_same_bits(mine, theirs)
+        assert len(outputs.attentions) == len(keys) == 2
+        return [*outputs.attentions, *(m.weight.grad for m in keys)]
 
-
-@pytest.mark.parametrize("family", ["t5-decoder", "llama"])
-def test_eager_attention_generates_the_same_tokens(device, family):
-    ours, stock = pair(family, device=device)
-    ids = batch_for(stock, padded=False)["input_ids"]
-    got, expected = (
-        m.eval().generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None) for m in (ours, stock)
-    )
-    assert torch.equal(got, expected)
+    assert_alike(lambda: eager(family, device=device), run)
 
 
 # What is kept
@@ -160,10 +137,11 @@ LSE = WIDE.batch * WIDE.heads * WIDE.seq * 4
 SCALE, FILLING = 8, 8
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", ["bert", "gpt2", "phi", "llama", "phi3"])
-def test_eager_attention_keeps_one_tensor_of_weights_beyond_what_sdpa_keeps(device, family, dtype, dropout):
+@pytest.mark.parametrize(
+    ("family", "dropout"), [("bert", 0.1), ("gpt2", 0.0), ("gpt2", 0.1), ("phi", 0.1), ("llama", 0.0), ("phi3", 0.1)]
+)
+def test_eager_attention_keeps_one_tensor_of_weights_beyond_what_sdpa_keeps(device, family, dropout, dtype):
     """Of llama's k and v as they were before they were repeated, and of phi3's fused projection, no more than SDPA."""
     only_on_cpu(device, "what SDPA keeps")
     here, sdpa = kept_by_models(device, family, dropout, dtype)
@@ -195,12 +173,20 @@ def test_eager_attention_leaves_a_forward_of_another_tool_in_place(device):
 
 
 @pytest.mark.parametrize("family", ["t5-decoder", "llama"])
-def test_eager_attention_is_undone(device, family):
+def test_eager_attention_generates_the_same_tokens_and_is_undone(device, family):
     model = eager(family, device=device)
     batch = batch_for(model, padded=True)
-    before, expected = state_of(model), step(model, batch)
+
+    def generated():
+        ids = batch_for(model, padded=False)["input_ids"]
+        tokens = model.eval().generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None)
+        model.train()
+        return tokens
+
+    before, expected, tokens = state_of(model), step(model, batch), generated()
     report = patch(model)
     assert {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")} == {NAME}
+    assert torch.equal(generated(), tokens)
     report.undo()
     assert state_of(model) == before
     assert_same(step(model, batch), expected)

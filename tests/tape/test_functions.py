@@ -1,28 +1,38 @@
-"""Every function of the table of cheap functions, under a tape: stock's bits and strides from no more bytes.
+"""The table of cheap functions, under a tape: stock's bits and strides from no more bytes, and no wrong one in hazards.
 
-A new function needs its arguments in ``support/examples.py``, and nothing here. What is written to meanwhile:
-``test_writes.py``.
+All functions are asked for bits, and whether they are remade; one call of each kind (its handler, and what stock keeps)
+is asked what it keeps, and has its arguments or its result written to. A new function needs its arguments in
+``support/examples.py``, and nothing here.
 """
 
-import contextlib
+from itertools import product
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_memsave import measure_kept
+from hf_memsave import KeptTensorChangedError, measure_kept
 from hf_memsave.tape.functions import CHEAP
 from hf_memsave.tape.tensors import leaves
-from support.examples import Arguments, calls_of, consumed, every
-from support.helpers import LAYOUTS, assert_same_bits, is_remade, only_on_cpu, random, taping
+from support.examples import Arguments, calls_of, consumed, name_of
+from support.helpers import LAYOUTS, assert_same_bits, laid, only_on_cpu, random, taping
+from support.tapes import is_remade
 
-FUNCTIONS = [function for function, handler in CHEAP.items() if not getattr(handler, "is_write", False)]
-DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+CALLS = [c for f, handler in CHEAP.items() if not getattr(handler, "is_write", False) for c in calls_of(f)]
+#: How each is called: every dtype, every layout, and arguments that want no gradient.
+OPTIONS = [
+    dict(dtype=torch.float32),
+    dict(dtype=torch.bfloat16, view=LAYOUTS["transposed"]),
+    dict(dtype=torch.float64, view=LAYOUTS["sliced"]),
+    dict(dtype=torch.float32, view=LAYOUTS["expanded"]),
+    dict(dtype=torch.bfloat16, view=LAYOUTS["offset"], frozen=True),
+]
 
 
 def step(call, a, tape):
     """The call, a consumer that keeps its result, and a backward."""
     args, kwargs = call(a)
-    with taping() if tape else contextlib.nullcontext():
+    with laid(tape):
         y = call.function(*args, **kwargs)
         if not isinstance(y, Tensor):  # Tensor.type() is a string
             y = a.x
@@ -34,85 +44,219 @@ def step(call, a, tape):
     return y.detach(), [weight.grad, *(leaf.grad for leaf in a.leaves)]
 
 
-def assert_is_stocks(function, device, **options):
+def test_every_function_has_stocks_bits_and_strides(device):
     only_on_cpu(device)
-    for call in calls_of(function):
+    for call, options in product(CALLS, OPTIONS):
         (y, mine), (expected, stock) = (step(call, Arguments(device, **options), tape) for tape in (True, False))
-        assert_same_bits(y, expected)
-        assert y.stride() == expected.stride()
+        what = f"{name_of(call.function)} {options}"
+        assert_same_bits(y, expected, what)
+        assert y.stride() == expected.stride(), what
         for i, (gradient, theirs) in enumerate(zip(mine, stock, strict=True)):
-            assert_same_bits(gradient, theirs, f"gradient {i}")
+            assert_same_bits(gradient, theirs, f"gradient {i} of {what}")
 
 
-@every(FUNCTIONS)
-def test_it_has_stocks_bits(device, function):
-    for dtype in DTYPES:
-        assert_is_stocks(function, device, dtype=dtype)
-
-
-@every(FUNCTIONS)
-def test_it_has_stocks_bits_and_strides_for_views(device, function):
-    for view in LAYOUTS.values():
-        assert_is_stocks(function, device, view=view)
-
-
-@every(FUNCTIONS)
-def test_it_has_stocks_bits_where_its_arguments_want_no_gradient(device, function):
-    assert_is_stocks(function, device, frozen=True)
-
-
-def made(y, inputs):
+def is_made(y, inputs):
     """Whether ``y`` lies in a storage of its own."""
     addresses = {t.untyped_storage().data_ptr() for t in inputs}
     return isinstance(y, Tensor) and y.untyped_storage().data_ptr() not in addresses
 
 
-@every(FUNCTIONS)
-def test_it_and_views_of_it_are_remade_as_they_were(device, function):
-    for call in calls_of(function):
-        for view in (None, *LAYOUTS.values()):
-            args, kwargs = call(Arguments(device, view=view))
-            inputs = leaves(args, kwargs)
-            with taping(inputs=inputs) as tape:
-                y = function(*args, **kwargs)
-                if not made(y, inputs):
-                    continue
-                views = [y, y.transpose(0, -1), y[1:], y[..., 1:]]
-                handles = [tape.pack(part) for part in views]
-            for part, handle in zip(views, handles, strict=True):
-                assert is_remade(handle), "kept, though all that it was made from is there"
-                again = handle.get()
-                assert again.data_ptr() != part.data_ptr()
-                assert (again.stride(), again.storage_offset()) == (part.stride(), part.storage_offset())
-                assert_same_bits(again, part)
+def test_every_function_and_views_of_it_are_remade_as_they_were(device):
+    for call, view in product(CALLS, (None, LAYOUTS["transposed"], LAYOUTS["expanded"], LAYOUTS["offset"])):
+        args, kwargs = call(Arguments(device, view=view))
+        inputs, what = leaves(args, kwargs), name_of(call.function)
+        with taping(inputs=inputs) as tape:
+            y = call.function(*args, **kwargs)
+            if not is_made(y, inputs):
+                continue
+            views = [y, y.transpose(0, -1), y[1:], y[..., 1:]]
+            handles = [tape.pack(part) for part in views]
+        for part, handle in zip(views, handles, strict=True):
+            assert is_remade(handle), f"{what} is kept, though all that it was made from is there"
+            again = handle.get()
+            assert again.data_ptr() != part.data_ptr()
+            assert (again.stride(), again.storage_offset()) == (part.stride(), part.storage_offset()), what
+            assert_same_bits(again, part, what)
+
+
+def test_a_list_that_changes_later_is_as_it_was(device):
+    for call in CALLS:
+        args, kwargs = call(Arguments(device, frozen=True))
+        lists = [x for x in (*args, *kwargs.values()) if isinstance(x, list)]
+        lists += [x for arg in args if isinstance(arg, tuple) for x in arg if isinstance(x, list)]
+        if not lists:
+            continue
+        with taping(inputs=leaves(args, kwargs)) as tape:
+            y = call.function(*args, **kwargs)
+            expected = y.clone()
+            for found in lists:
+                found.clear()
+            handle = tape.pack(y)
+            for found in lists:
+                found.append(1)
+        assert_same_bits(handle.get(), expected, name_of(call.function))
+
+
+# One call of each kind.
+
+
+def kind_of(call):
+    """Its handler, which of its tensors stock keeps for it, and what it gives."""
+    args, kwargs = call(Arguments(torch.device("cpu")))
+    inputs, kept = leaves(args, kwargs), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = call.function(*args, **kwargs)
+    addresses = [x.untyped_storage().data_ptr() for x in (*inputs, *[y] * isinstance(y, Tensor))]
+    places = {t.untyped_storage().data_ptr() for t in kept}
+    which = tuple(address in places for address in addresses), bool(places - {*addresses})
+    has_list = any(isinstance(a, (list, tuple)) for a in args)
+    given = (y.dtype, y.requires_grad) if isinstance(y, Tensor) else None
+    return CHEAP[call.function].__qualname__, *which, has_list, given
+
+
+KINDS = {kind_of(call): call for call in reversed(CALLS)}.values()
+every_kind = pytest.mark.parametrize("call", [*KINDS][::-1], ids=lambda call: name_of(call.function))
 
 
 class Keeping(nn.Module):
-    """All calls of a function, and products that keep their results."""
+    """A call, and products that keep its result."""
 
-    def __init__(self, function, producer, tape):
+    def __init__(self, call, producer, tape):
         super().__init__()
-        self.function, self.producer, self.tape = function, producer, tape
+        self.call, self.producer, self.tape = call, producer, tape
         self.made = 0
 
     def forward(self, x):
-        total = 0
-        with taping() if self.tape else contextlib.nullcontext():
-            for call in calls_of(self.function):
-                args, kwargs = call(Arguments(x.device, producer=self.producer))
-                inputs = leaves(args, kwargs)
-                y = self.function(*args, **kwargs)
-                if made(y, inputs):
-                    self.made += y.untyped_storage().nbytes()
-                    self.made -= sum(t.nbytes for t in inputs if not t.is_floating_point())  # which nobody else keeps
-                    total = total + consumed(y)[0].sum() + sum(t.sum() for t in inputs if t.requires_grad)
-        return {"loss": total}
+        with laid(self.tape):
+            args, kwargs = self.call(Arguments(x.device, producer=self.producer))
+            inputs = leaves(args, kwargs)
+            y = self.call.function(*args, **kwargs)
+            if not is_made(y, inputs):
+                return {"loss": x.sum()}
+            self.made = y.untyped_storage().nbytes()
+            self.made -= sum(t.nbytes for t in inputs if not t.is_floating_point())  # which no other keeps
+            return {"loss": consumed(y)[0].sum() + sum(t.sum() for t in inputs if t.requires_grad)}
 
 
-@every(FUNCTIONS)
-def test_it_keeps_no_more_than_stock_and_nothing_of_its_own_where_its_arguments_are_kept(device, function):
+@every_kind
+def test_it_keeps_no_more_than_stock_and_nothing_of_its_own_where_its_arguments_are_kept(device, call):
     x = random(1, device=device)
     for producer in (torch.clone, torch.sigmoid):  # the second keeps what it makes
-        mine, stock = (Keeping(function, producer, tape) for tape in (True, False))
+        mine, stock = (Keeping(call, producer, tape) for tape in (True, False))
         freed = measure_kept(stock, x).total - measure_kept(mine, x).total
         assert freed >= (mine.made if producer is torch.sigmoid else 0), producer
+
+
+def overwrite(tensors, is_recorded):
+    with torch.set_grad_enabled(is_recorded):
+        for tensor in tensors:
+            tensor.logical_not_() if tensor.dtype == torch.bool else tensor.add_(1)
+
+
+def cloned(argument):
+    if isinstance(argument, (list, tuple)):
+        return type(argument)([cloned(a) for a in argument])
+    return argument.clone(memory_format=torch.preserve_format) if isinstance(argument, Tensor) else argument
+
+
+class Scribbles(torch.autograd.Function):
+    """Its backward writes to what it kept."""
+
+    @staticmethod
+    def forward(ctx, y, weight):
+        ctx.save_for_backward(y)
+        return y * weight
+
+    @staticmethod
+    def backward(ctx, dz):
+        (y,) = ctx.saved_tensors
+        dweight = (dz * y).to(dz.dtype)
+        if y.stride() == () or 0 not in y.stride():
+            y.zero_()
+        return None, dweight
+
+
+def scribbled(y):
+    weight = torch.ones(y.shape, device=y.device, requires_grad=True)
+    return Scribbles.apply(y, weight), weight
+
+
+def outcome(call, a, what, when, is_recorded, consumers, tape, apart=False):
+    """Gradients, or the error, of a call and consumers that keep its result, with a write at one point in between.
+
+    Args:
+        call: The call.
+        a: Its arguments.
+        what: "arguments" or "result": what is written to.
+        when: "before", "inside" or "after": the result is taken, in the forward, or after it.
+        is_recorded: Whether the write is for autograd to see, too.
+        consumers: Each gives what goes into the loss, and a leaf.
+        tape: Whether a tape is laid.
+        apart: Whether each function gets copies of its own, so that no write can matter.
+    """
+    args, kwargs = given, named = call(a)
+    if apart:
+        args, kwargs = cloned(given), {name: cloned(argument) for name, argument in named.items()}
+    with laid(tape):
+        y = call.function(*args, **kwargs)
+        if not isinstance(y, Tensor):
+            return []
+        y = y.clone() if apart else y
+        targets = {"arguments": leaves(given, named), "result": [y], "": []}[what]
+        try:
+            overwrite(targets if when == "before" else [], is_recorded)
+            outputs, weights = zip(*[consumer(y.clone() if apart else y) for consumer in consumers], strict=True)
+            overwrite(targets if when == "inside" else [], is_recorded)
+            overwrite(targets if when == "after" else [], False)
+        except RuntimeError as error:  # such as of a view of a tensor that several elements share
+            return error
+    seeds = [random(*z.shape, dtype=z.dtype, device=z.device, seed=22) for z in outputs]
+    try:
+        return torch.autograd.grad(outputs, [*weights, *a.leaves], seeds, allow_unused=True)
+    except RuntimeError as error:
+        return error
+
+
+def assert_stocks_or_refused(device, call, what="", when="", is_recorded=True, consumers=(consumed,)):
+    """Where stock gives gradients they have its bits, though after the forward, unseen, it may refuse; else either."""
+
+    def run(**options):
+        return outcome(call, Arguments(device), what, when, is_recorded, consumers, **options)
+
+    mine, stock = run(tape=True), run(tape=False)
+    if isinstance(stock, Exception):
+        if isinstance(mine, RuntimeError):
+            return
+        stock = run(tape=False, apart=True)
+    elif when == "after" and isinstance(mine, KeptTensorChangedError):
+        return
+    told = f"{what} written {when}, recorded: {is_recorded}, for {[consumer.__name__ for consumer in consumers]}"
+    if isinstance(mine, Exception):
+        raise AssertionError(told) from mine
+    for i, (gradient, expected) in enumerate(zip(mine, stock, strict=True)):
+        assert_same_bits(gradient, expected, f"gradient {i}, {told}")
+
+
+@every_kind
+def test_a_write_is_stocks_or_refused(device, call):
+    only_on_cpu(device)
+    for point in product(("arguments", "result"), ("before", "inside", "after"), (True, False)):
+        assert_stocks_or_refused(device, call, *point)
+    for consumers in ((consumed, scribbled), (scribbled, consumed)):  # one writes to what it kept, in its backward
+        assert_stocks_or_refused(device, call, consumers=consumers)
+
+
+@every_kind
+def test_a_second_backward_gives_the_bits_of_the_first(device, call):
+    a = Arguments(device)
+    args, kwargs = call(a)
+    with taping():
+        y = call.function(*args, **kwargs)
+        if not isinstance(y, Tensor) or "NotImplemented" in str(y.grad_fn):
+            return  # no derivative
+        z, weight = consumed(y)
+    first, second = (
+        torch.autograd.grad(z.sum(), [weight, *a.leaves], allow_unused=True, retain_graph=True) for _ in range(2)
+    )
+    for mine, before in zip(second, first, strict=True):
+        assert_same_bits(mine, before)

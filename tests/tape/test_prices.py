@@ -7,9 +7,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memsave.tape import Tape
-from hf_memsave.tape.price import SPAN
-from hf_memsave.tape.store import MOST_WORK
-from support.helpers import assert_same_bits, is_remade, kept, nbytes, nodes, random, taping
+from support.helpers import assert_same_bits, kept, nbytes, nodes, random, taping
+from support.tapes import MOST_WORK, SPAN, is_remade
 
 SHAPE = (8, 40)
 
@@ -24,21 +23,17 @@ def b(device):
     return random(*SHAPE, device=device, seed=1)
 
 
-def alive(tensor_ref):
-    return not tensor_ref.expired()
+def is_alive(ref):
+    return not ref.expired()
 
 
 # Which.
 
 
-def test_one_tensor_is_kept_and_not_two_that_it_is_made_of(a, b):
-    with taping() as tape:
-        handle = tape.pack(a + b)
-    assert not is_remade(handle)
-
-
 @pytest.mark.parametrize("others_first", [True, False])
-def test_a_tensor_is_remade_of_two_that_are_kept(a, b, others_first):
+def test_a_tensor_is_remade_of_two_that_are_kept_and_else_kept_itself(a, b, others_first):
+    with taping() as tape:
+        assert not is_remade(tape.pack(a + b))
     handles = {}
     with taping() as tape:
         y = a + b
@@ -47,7 +42,7 @@ def test_a_tensor_is_remade_of_two_that_are_kept(a, b, others_first):
         ref, expected = StorageWeakRef(y.untyped_storage()), y.clone()
         del y
     assert is_remade(handles["y"]) and not is_remade(handles["a"])
-    assert not alive(ref)
+    assert not is_alive(ref)
     assert_same_bits(handles["y"].get(), expected)
 
 
@@ -57,11 +52,15 @@ def test_a_tensor_is_remade_of_one_that_is_kept_and_one_that_is_remade(a):
     assert [is_remade(handle) for handle in handles] == [False, True]
 
 
-def test_the_narrower_of_a_tensor_and_its_source_is_kept(device):
-    wide, low = random(*SHAPE, device=device), random(*SHAPE, dtype=torch.bfloat16, device=device)
+def test_the_narrower_of_a_tensor_and_its_source_is_kept_and_what_a_tape_is_called_with_costs_nothing(device, a):
+    low = random(*SHAPE, dtype=torch.bfloat16, device=device)
     with taping() as tape:
-        assert not is_remade(tape.pack(wide.bfloat16()))
+        assert not is_remade(tape.pack(a.bfloat16()))
         assert is_remade(tape.pack(low.float()))
+    with taping(inputs=[a]) as tape:
+        assert is_remade(tape.pack(a.sin()))
+    with taping() as tape:
+        assert not is_remade(tape.pack(a.sin()))
 
 
 def test_one_source_is_kept_for_all_that_is_made_of_it(device):
@@ -78,13 +77,6 @@ def test_one_source_is_kept_for_all_that_is_made_of_it(device):
 def test_a_part_is_kept_where_the_whole_is_not_needed(device):
     x = random(64, 40, device=device)
     assert kept(lambda x: torch.ops.aten.sin(x[:4].neg()), x, tape=True, linear=False) == nbytes(x[:4])
-
-
-def test_what_a_tape_is_called_with_costs_nothing(a):
-    with taping(inputs=[a]) as tape:
-        assert is_remade(tape.pack(a.sin()))
-    with taping() as tape:
-        assert not is_remade(tape.pack(a.sin()))
 
 
 def test_a_matrix_costs_nothing_to_convert_and_a_vector_a_copy(device):
@@ -131,7 +123,7 @@ def test_a_kept_tensor_holds_nothing_that_it_was_made_of(a):
         y = left + right
         handle = tape.pack(y)
     del left, right, of_left
-    assert not any(map(alive, refs))
+    assert not any(map(is_alive, refs))
     assert_same_bits(handle.get(), y)
 
 
@@ -175,24 +167,15 @@ def test_no_tensor_is_remade_from_many_blocks_back(device):
 # Autocast.
 
 
-def test_backward_under_autocast_remakes_what_was_made_without(device):
+@pytest.mark.parametrize("is_forward", [True, False])
+def test_backward_under_autocast_remakes_what_was_made_without_and_the_other_way_round(device, is_forward):
     x, w = random(4, 8, device=device), random(64, 8, device=device)
     weight = random(4, 64, device=device).requires_grad_()
-    with taping(inputs=[x, w]) as tape:
+    with torch.autocast(device.type, torch.bfloat16, enabled=is_forward), taping(inputs=[x, w]) as tape:
         y = F.linear(x, w)  # thin: such a product may run again
-        assert is_remade(tape.pack(y))
+        assert is_remade(handle := tape.pack(y))
         z = (y * weight).sum()
-    with torch.autocast(device.type, torch.bfloat16):
+    with torch.autocast(device.type, torch.bfloat16, enabled=not is_forward):
         z.backward()
-    assert_same_bits(weight.grad, y)
-
-
-def test_backward_without_autocast_remakes_what_was_made_under_it(device):
-    x, w = random(4, 8, device=device), random(64, 8, device=device)
-    weight = random(4, 64, device=device).requires_grad_()
-    with torch.autocast(device.type, torch.bfloat16), taping(inputs=[x, w]) as tape:
-        y = F.linear(x, w)
-        assert is_remade(tape.pack(y))
-        z = (y * weight).sum()
-    z.backward()
+        assert_same_bits(handle.get(), y)
     assert_same_bits(weight.grad, y.float())

@@ -63,17 +63,22 @@ def test_every_private_name_is_there(folder):
             assert torch.__version__ >= since, f"{name} is there before {since}"
 
 
-def test_innermost_hooks_are_those_of_this_place():
+def test_innermost_hooks_and_modes_are_those_of_this_place_and_are_put_back():
     def pack(tensor):
         return tensor
 
-    assert private.innermost_hooks() is None
+    assert private.innermost_hooks() is private.innermost_mode() is None
     with saved_tensors_hooks(pack, pack):
         assert private.innermost_hooks() == (pack, pack)
-        with taping() as tape:
-            assert private.innermost_hooks()[0].__self__ is tape
+        with taping() as outer:
+            assert private.innermost_hooks()[0].__self__ is outer
+            with taping() as inner:
+                assert private.innermost_mode() is inner
+            mode = private.pop_mode()
+            assert mode is outer and private.innermost_mode() is None
+            private.push_mode(mode)
         assert private.innermost_hooks() == (pack, pack)
-    assert private.innermost_hooks() is None
+    assert private.innermost_hooks() is private.innermost_mode() is None
 
 
 def test_a_linear_is_known_by_its_node_and_so_is_what_it_keeps():
@@ -86,7 +91,7 @@ def test_a_linear_is_known_by_its_node_and_so_is_what_it_keeps():
         assert not private.is_linear(y.grad_fn)
 
 
-def test_hooks_work_where_they_do():
+def test_hooks_work_where_they_do_and_transforms_are_told():
     assert private.hooks_work()
     with torch.no_grad():
         assert not private.hooks_work()
@@ -95,9 +100,9 @@ def test_hooks_work_where_they_do():
     with torch.autograd.forward_ad.dual_level():
         assert not private.hooks_work()
     seen = []
-    torch.func.grad(lambda x: seen.append(private.hooks_work()) or x.sum())(torch.ones(2))
-    assert seen == [False]
-    assert private.hooks_work()
+    torch.func.grad(lambda x: seen.append((private.hooks_work(), private.in_transform())) or x.sum())(torch.ones(2))
+    assert seen == [(False, True)]
+    assert private.hooks_work() and not private.in_transform()
 
 
 def test_a_backward_has_a_number_and_an_end():
@@ -123,25 +128,13 @@ def test_a_backward_has_a_number_and_an_end():
     assert events == ["asked", "asked", "end", "end"] * 2
 
 
-def test_modes_are_put_back():
-    assert private.innermost_mode() is None
-    with taping() as outer:
-        with taping() as inner:
-            assert private.innermost_mode() is inner
-        assert private.innermost_mode() is outer
-        mode = private.pop_mode()
-        assert private.innermost_mode() is None
-        private.push_mode(mode)
-    assert private.innermost_mode() is None
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_autocast_is_switched_off_and_on_again(device, enabled):
-    with torch.autocast(device.type, torch.bfloat16, enabled=enabled):
-        assert private.any_autocast() == enabled
-        with private.no_autocast():
-            assert not private.any_autocast()
-        assert private.any_autocast() == enabled
+def test_autocast_is_switched_off_and_on_again(device):
+    for enabled in (True, False):
+        with torch.autocast(device.type, torch.bfloat16, enabled=enabled):
+            assert private.any_autocast() == enabled
+            with private.no_autocast():
+                assert not private.any_autocast()
+            assert private.any_autocast() == enabled
 
 
 def test_autocast_does_not_let_go_where_it_is_switched_off():
@@ -203,13 +196,6 @@ def test_the_kernel_of_attention_is_told(kernel):
         assert private.is_cudnn(q, q, q) == (kernel == "cudnn")
 
 
-def test_transforms_are_told():
-    assert not private.in_transform()
-    inside = []
-    torch.func.vmap(lambda x: inside.append(private.in_transform()) or x)(torch.ones(2))
-    assert inside == [True]
-
-
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_a_reentrant_checkpoint_is_one_function_in_forward_and_backward():
     seen = []
@@ -222,8 +208,8 @@ def test_a_reentrant_checkpoint_is_one_function_in_forward_and_backward():
         return checkpoint(fn, x.cos(), use_reentrant=True)
 
     checkpoint(inner, random(3).requires_grad_(), use_reentrant=True).sum().backward()
-    (first, nobody), (second, of_second), (third, of_third) = seen
-    assert len(first) == 2 and nobody is None, "neither has gradients in the forward"
+    (first, none), (second, of_second), (third, of_third) = seen
+    assert len(first) == 2 and none is None, "neither has gradients in the forward"
     assert len(second) == 1 and of_second is first[1] and second[0] is not first[0], "the outer one is run again"
     assert third == [] and of_third is second[0], "the inner one is run again"
     assert [*private.functions_in_forward()] == [] and private.function_in_backward() is None

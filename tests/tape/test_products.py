@@ -1,7 +1,7 @@
 """Matrix products under autocast: stock's bits without half copies of inputs and weights; and conversions by hand."""
 
-import contextlib
-import copy
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 from hf_memsave import measure_kept
+from support.calls import Calls
 from support.helpers import (
     DTYPES,
     LAYOUTS,
@@ -21,6 +22,7 @@ from support.helpers import (
     assert_same_bits,
     autocasting,
     kept,
+    laid,
     only_on_cpu,
     random,
     subsets,
@@ -48,74 +50,68 @@ def assert_is_stocks(fn, given, **options):
     assert_exact(fn, fn, given, **options)
 
 
-@pytest.mark.parametrize("wanted", subsets(3), ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_linear_is_exact_under_autocast(device, module, dtype, wanted):
-    given = inputs(module, device, dtype=dtype)
-    assert_is_stocks(as_function(module), given, wanted=wanted, autocast=torch.bfloat16)
+def test_a_linear_is_exact(device, module):
+    """Under autocast for every choice of gradients, of half weights, of odd shapes; and without, in every dtype."""
+    call, low = as_function(module), torch.bfloat16
+    for wanted, dtype in product(subsets(3), (torch.float32, low)):
+        assert_is_stocks(call, inputs(module, device, dtype=dtype), wanted=wanted, autocast=low)
+    for shape in ((IN,), (1, IN), (0, IN), (2, 1, 3, IN)):
+        assert_is_stocks(call, inputs(module, device, shape), autocast=low)
+    for weight_dtype, autocast in product(LOW, LOW):
+        assert_is_stocks(as_function(module.to(weight_dtype)), inputs(module, device), autocast=autocast)
+    for dtype in DTYPES:
+        assert_is_stocks(as_function(module.to(dtype)), inputs(module, device, dtype=dtype))
+    assert_is_stocks(call, inputs(module.double(), device, dtype=torch.float64), autocast=low)  # which leaves it alone
 
 
-@pytest.mark.parametrize("weight_dtype", LOW, ids=str)
-@pytest.mark.parametrize("autocast", LOW, ids=str)
-def test_a_linear_is_exact_under_autocast_for_half_weights(device, module, weight_dtype, autocast):
-    assert_is_stocks(as_function(module), inputs(module.to(weight_dtype), device), autocast=autocast)
+def of_views(x, w, *_):
+    return F.linear(x[:, ::2], w[:, 32:]) + F.linear(x[1:, 32:], w[:, ::2]).sum(0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_linear_is_exact_without_autocast(device, module, dtype):
-    assert_is_stocks(as_function(module), inputs(module.to(dtype), device, dtype=dtype))
+def of_one_input(x, *weights):
+    """q, k and v: their gradients are added in x's dtype, not in autocast's."""
+    return sum(F.linear(x, weight) for weight in weights[:3])
 
 
-@pytest.mark.parametrize("shape", [(IN,), (1, IN), (0, IN), (2, 1, 3, IN)], ids=str)
-def test_a_linear_is_exact_for_odd_shapes(device, module, shape):
-    assert_is_stocks(as_function(module), inputs(module, device, shape), autocast=torch.bfloat16)
-
-
-@pytest.mark.parametrize("view", [lambda x: x[..., ::2], lambda x: x[1:, :, IN:]], ids=["sliced", "offset"])
-def test_a_linear_is_exact_for_views(device, view):
-    call = as_function(nn.Linear(IN, OUT, bias=False, device=device))
-    given = [random(3, 5, 2 * IN, device=device), random(OUT, IN, device=device, seed=3)]
-    assert_is_stocks(lambda x, w: call(view(x), w), given, autocast=torch.bfloat16)
-
-
-def test_linears_of_one_input_are_exact(device):
-    # q, k and v: their gradients are added in x's dtype, not in autocast's.
-    def total(x, *weights):
-        return sum(F.linear(x, weight) for weight in weights)
-
-    weights = [random(OUT, IN, device=device, seed=s) for s in range(3)]
-    assert_is_stocks(total, [random(3, 5, IN, device=device), *weights], autocast=torch.bfloat16)
-
-
-@pytest.mark.parametrize("is_cached", [True, False], ids=["cached", "uncached"])
-@pytest.mark.parametrize("times", [2, 3])
-def test_a_linear_called_again_has_stocks_bits(device, times, is_cached):
+def called_again(x, w, *_, is_cached=True):
     """As stock does, with one cast of the weight for all calls: their gradients are added in half precision."""
-
-    def again(x, weight, bias):
-        with torch.autocast(device.type, torch.bfloat16, cache_enabled=is_cached):
-            for _ in range(times):
-                x = F.linear(x, weight, bias).float().sin()
-            return x @ weight + x.mT.mT @ weight
-
-    given = [random(7, 64, device=device), random(64, 64, device=device, seed=1), random(64, device=device, seed=2)]
-    assert_is_stocks(again, given)
+    with torch.autocast(x.device.type, torch.bfloat16, cache_enabled=is_cached):
+        for _ in range(3):
+            x = F.linear(x, w, w[0]).float().sin()
+        return x @ w + x.mT.mT @ w
 
 
-def test_a_weight_changed_between_two_calls_is_converted_anew(device):
-    def changed(x, w):
-        first = F.linear(x, w)
-        with torch.no_grad():
-            w.mul_(2)
-        return first + F.linear(x, w)
+def with_autocast_off(x, w, *_):
+    y = F.linear(x, w)
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(y.float(), w)
 
+
+def of_parts(x, *weights):
+    """Conversions of other parts of a storage stay apart."""
+    h = torch.tanh(x) * 3
+    parts = *h.chunk(2), h.view(2, -1, 64)[0], torch._neg_view(h[: len(h) // 2])
+    return sum(F.linear(part, weight) for weight, part in zip(weights, parts, strict=True))
+
+
+@pytest.mark.parametrize(
+    "fn", [of_views, of_one_input, called_again, partial(called_again, is_cached=False), with_autocast_off, of_parts]
+)
+def test_products_that_share_are_exact(device, fn):
+    weights = [random(64, 64, device=device, seed=s) for s in range(1, 5)]
+    assert_is_stocks(fn, [random(8, 64, device=device), *weights], autocast=torch.bfloat16)
+
+
+def test_a_weight_changed_between_two_calls_is_converted_again(device):
     only_on_cpu(device)
-    x, w = random(7, 64, device=device), random(64, 64, device=device, seed=1).requires_grad_()
     found = []
-    for tape in (taping(), contextlib.nullcontext()):
-        weight = w.detach().clone().requires_grad_()
-        with autocasting(device, torch.bfloat16), tape:
-            found.append(changed(x, weight))
+    for tape in (True, False):
+        weight = random(64, 64, device=device, seed=1).requires_grad_()
+        with autocasting(device, torch.bfloat16), laid(tape):
+            first = F.linear(random(7, 64, device=device), weight)
+            with torch.no_grad():
+                weight.mul_(2)
+            found.append(first + F.linear(random(7, 64, device=device), weight))
     assert_same_bits(*found)
 
 
@@ -137,16 +133,16 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("autocast", [None, *LOW], ids=str)
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_a_product_is_exact_and_keeps_no_more_than_stock(device, name, autocast):
-    fn = PRODUCTS[name]
+def test_a_product_is_exact_and_keeps_no_more_than_stock(device, name):
     given = [random(7, 64, device=device), random(64, 64, device=device, seed=1), random(64, device=device, seed=2)]
-    if name != "w @ x":
-        assert_is_stocks(fn, given, autocast=autocast)
     weight, bias = (nn.Parameter(t) for t in given[1:])
-    found = [kept(lambda x: fn(x, weight, bias), given[0], tape, linear=False, autocast=autocast) for tape in (0, 1)]
-    assert found[1] <= found[0]
+    for autocast in (None, *LOW):
+        if name != "w @ x":
+            assert_is_stocks(PRODUCTS[name], given, autocast=autocast)
+        fn = partial(PRODUCTS[name], w=weight, b=bias)
+        stock, here = (kept(fn, given[0], tape, linear=False, autocast=autocast) for tape in (False, True))
+        assert here <= stock
 
 
 @pytest.mark.parametrize("autocast", LOW, ids=str)
@@ -158,39 +154,14 @@ def test_a_linear_under_autocast_keeps_nothing_beside_its_input(device, module, 
     assert kept(module, x, tape=True, **options) == x.nbytes
 
 
-def test_a_linear_of_float64_is_left_alone_by_autocast(device, module):
-    assert_is_stocks(as_function(module), inputs(module.double(), device, dtype=torch.float64), autocast=torch.bfloat16)
-
-
-def test_a_product_where_autocast_is_switched_off(device):
-    def off(x, w):
-        y = F.linear(x, w)
-        with torch.autocast(device.type, enabled=False):
-            return F.linear(y.float(), w)
-
-    given = [random(7, 64, device=device), random(64, 64, device=device, seed=1)]
-    assert_is_stocks(off, given, autocast=torch.bfloat16)
-
-
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
-def test_a_linear_has_the_right_gradients(device, module, autocast):
-    call = as_function(module.double())  # autocast leaves float64 alone
-
-    def under_autocast(x, *parameters):
-        with autocasting(device, autocast):
-            return call(x, *parameters)
-
-    assert_gradients_are_right(under_autocast, *inputs(module, device, (2, IN), torch.float64))
-
-
-def test_a_linear_runs_backward_twice(device, module):
-    call = as_function(module)
-
+def test_a_linear_has_the_right_gradients_and_runs_backward_twice(device, module):
     def under_autocast(x, *parameters):
         with autocasting(device, torch.bfloat16):
-            return call(x, *parameters)
+            return as_function(module)(x, *parameters)
 
     assert_backward_twice(under_autocast, *inputs(module, device))
+    for fn in (as_function(module.double()), under_autocast):  # autocast leaves float64 alone
+        assert_gradients_are_right(fn, *inputs(module, device, (2, IN), torch.float64))
 
 
 # Adapters.
@@ -223,36 +194,26 @@ def test_the_wide_product_of_an_adapter_is_remade_and_has_stocks_bits(device, au
 # Conversions.
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-@pytest.mark.parametrize("to", DTYPES, ids=lambda dtype: f"to-{dtype}")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_conversion_is_exact(device, dtype, to, wanted):
-    assert_is_stocks(lambda x: x.to(to), [random(3, 8, dtype=dtype, device=device)], wanted=[wanted])
+def test_a_conversion_is_exact(device):
+    for dtype, to, wanted in product(DTYPES, DTYPES, (True, False)):
+        assert_is_stocks(lambda x, to=to: x.to(to), [random(3, 8, dtype=dtype, device=device)], wanted=[wanted])
+    for view in LAYOUTS.values():
+        assert_is_stocks(lambda x, view=view: view(x).bfloat16().float(), [random(4, 5, 8, device=device)])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_conversion_and_back_is_exact_for_views(device, layout):
-    view = LAYOUTS[layout]
-    assert_is_stocks(lambda x: view(x).bfloat16().float(), [random(4, 5, 8, device=device)])
-
-
-def test_conversions_of_one_tensor_add_their_gradients_in_its_dtype(device):
+def test_conversions_of_one_tensor_add_their_gradients_in_its_dtype_and_are_differentiated(device):
     weights = [random(64, dtype=torch.bfloat16, device=device, seed=s) for s in range(3)]
     assert_is_stocks(lambda x: sum(x.bfloat16() * w for w in weights), [random(64, device=device)])
-
-
-def test_a_conversion_has_the_right_gradients(device):
     # There and back through complex128: finite differences need more than float32, and a conversion that is one.
     x = random(2, 3, dtype=torch.float64, device=device)
     assert_gradients_are_right(lambda x: x.to(torch.complex128).real, x)
 
 
-@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_a_conversion_keeps_nothing_where_its_input_is_kept(device, to):
+def test_a_conversion_keeps_nothing_where_its_input_is_kept(device):
     x = random(3, 5, 8, device=device)
-    options = dict(producer=torch.sigmoid)
-    assert kept(lambda x: x.to(to), x, tape=False, **options) == x.nbytes + x.numel() * to.itemsize
-    assert kept(lambda x: x.to(to), x, tape=True, **options) == x.nbytes
+    for to in (torch.bfloat16, torch.float16, torch.float64):
+        stock, here = (kept(lambda x, to=to: x.to(to), x, tape, torch.sigmoid) for tape in (False, True))
+        assert (stock, here) == (x.nbytes + x.numel() * to.itemsize, x.nbytes)
 
 
 def test_a_cast_of_a_weight_is_made_once_in_a_forward_and_kept_by_nobody(device):
@@ -260,19 +221,14 @@ def test_a_cast_of_a_weight_is_made_once_in_a_forward_and_kept_by_nobody(device)
     only_on_cpu(device)
     layer = nn.Linear(64, 64).to(device)
 
-    class Shared(nn.Module):
-        def __init__(self, tape):
-            super().__init__()
-            self.layer, self.tape = copy.deepcopy(layer), tape
-
-        def forward(self, x):
-            with taping() if self.tape else contextlib.nullcontext(), autocasting(x.device, torch.bfloat16):
-                for _ in range(4):
-                    x = self.layer(x).float().relu()
-                return {"loss": x.sum()}
+    def shared(x, tape):
+        with laid(tape), autocasting(x.device, torch.bfloat16):
+            for _ in range(4):
+                x = layer(x).float().relu()
+            return {"loss": x.sum()}
 
     x = random(16, 64, device=device)
-    stock, here = (measure_kept(Shared(tape).to(device), x) for tape in (False, True))
+    stock, here = (measure_kept(Calls(partial(shared, tape=tape)), x) for tape in (False, True))
     low = layer.weight.numel() * 2
     assert low in [s.nbytes for s in stock.storages]
     assert low not in [s.nbytes for s in here.storages]
@@ -292,10 +248,6 @@ class Conversions(TorchDispatchMode):
         return out
 
 
-def inputs_of_several(device, rows, number):
-    return [random(rows, IN, device=device), *(random(OUT, IN, device=device, seed=s) for s in range(1, number + 1))]
-
-
 @pytest.mark.parametrize("between", [lambda h: h, lambda h: h.mul_(2)], ids=["nothing", "a write"])
 def test_backward_converts_once_what_several_products_took(device, between):
     only_on_cpu(device)
@@ -306,19 +258,10 @@ def test_backward_converts_once_what_several_products_took(device, between):
         h = between(h)
         return first + F.linear(h, k) + F.linear(h, v)
 
-    given = inputs_of_several(device, ROWS, 3)
+    given = [random(ROWS, IN, device=device), *(random(OUT, IN, device=device, seed=s) for s in (1, 2, 3))]
     assert_is_stocks(branches, given, autocast=torch.bfloat16)
     with taping(), autocasting(device, torch.bfloat16):
         loss = branches(*(t.requires_grad_() for t in given)).sum()
     with Conversions(given[0].shape) as seen:
         loss.backward()
     assert seen.count == 1  # what was converted before a write has been kept
-
-
-def test_conversions_of_other_parts_of_a_storage_stay_apart(device):
-    def branches(x, *weights):
-        h = torch.tanh(x) * 3
-        parts = *h.chunk(2), h.view(2, ROWS, IN)[0], torch._neg_view(h[:ROWS])
-        return sum(F.linear(part, weight) for weight, part in zip(weights, parts, strict=True))
-
-    assert_is_stocks(branches, inputs_of_several(device, 2 * ROWS, 4), autocast=torch.bfloat16)

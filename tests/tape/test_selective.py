@@ -1,6 +1,7 @@
 """Convolutions, batch norms, pools, paddings and rectifiers under a tape: stock's bits, whatever wants a gradient."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from support.helpers import (
     assert_backward_twice,
     assert_exact,
     assert_gradients_are_right,
+    assert_same_bits,
+    laid,
     only_on_cpu,
     random,
     subsets,
@@ -21,73 +24,39 @@ from support.selective import LAYERS
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'", "ignore:dropout2d")
 
-#: A layer, and in train or in eval where that makes a difference.
-MODES = [(n, training) for n, layer in LAYERS.items() for training in layer.modes]
+RECTIFIERS = ("ReLU", "ReLU6", "LeakyReLU", "Hardtanh", "Threshold")
 
 
-def tensors(layer, stock, device, dtype):
-    """The layer's input and parameters, all as separate tensors: each side of a comparison copies them."""
-    return [random(*layer.shape, dtype=dtype, device=device), *(p.detach() for p in stock.parameters())]
+def settings(name, layer, count):
+    """For a layer of ``count`` tensors: whether it trains, dtype, wanted gradients, autocast, and a memory format."""
+    all_or_frozen = {(True,) * count, (True,) + (False,) * (count - 1)}
+    for training in layer.modes:
+        yield from ((training, torch.float32, wanted, None, None) for wanted in subsets(count))
+        yield from ((training, dtype, wanted, None, None) for dtype in DTYPES[1:] for wanted in all_or_frozen)
+    yield from ((True, torch.float32, wanted, torch.bfloat16, None) for wanted in all_or_frozen)
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(layer.shape))
+    if last and "unbatched" not in name:
+        yield from ((False, torch.float32, wanted, None, last) for wanted in all_or_frozen)
 
 
-def assert_same_buffers(mine, stock):
-    assert [name for name, _ in mine.named_buffers()] == [name for name, _ in stock.named_buffers()]
-    for got, expected in zip(mine.buffers(), stock.buffers(), strict=True):
-        assert torch.equal(got, expected)
-
-
-def assert_layer_is_exact(name, device, dtype, training, wanted):
-    layer = LAYERS[name]
-    stock, ours = layer.pair(device, dtype, training)
-    assert_exact(as_function(ours), as_function(stock), tensors(layer, stock, device, dtype), wanted=wanted)
-    assert_same_buffers(ours, stock)
-
-
-@pytest.mark.parametrize("name, training", MODES, ids=str)
-def test_a_layer_is_exact_for_every_subset_of_wanted_gradients(device, name, training):
-    only_on_cpu(device)
-    for wanted in subsets(1 + len(list(LAYERS[name].make().parameters()))):
-        assert_layer_is_exact(name, device, torch.float32, training, wanted)
-
-
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("name, training", MODES, ids=str)
-def test_a_layer_is_exact_in_every_dtype_whether_trained_or_frozen(device, name, training, dtype):
-    only_on_cpu(device)
-    if name == "AvgPool3d" and dtype in (torch.bfloat16, torch.float16) and device.type == "cpu":
-        pytest.skip("does not apply: stock has no kernel")
-    count = len(list(LAYERS[name].make().parameters()))
-    for wanted in {(True,) * (count + 1), (True,) + (False,) * count}:
-        assert_layer_is_exact(name, device, dtype, training, wanted)
-
-
-@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-@pytest.mark.parametrize(
-    "name", [name for name, layer in LAYERS.items() if len(layer.shape) > 3 and "unbatched" not in name]
-)
-def test_a_layer_is_exact_in_channels_last(device, name, frozen):
-    only_on_cpu(device)
-    layer = LAYERS[name]
-    stock, ours = layer.pair(device, torch.float32, training=False)
-    inputs = tensors(layer, stock, device, torch.float32)
-    last = torch.channels_last if len(layer.shape) == 4 else torch.channels_last_3d
-
-    def reordered(module):
-        return lambda x, *parameters: as_function(module)(x.contiguous(memory_format=last), *parameters)
-
-    wanted = [True, *[not frozen] * (len(inputs) - 1)]
-    assert_exact(reordered(ours), reordered(stock), inputs, wanted=wanted)
-
-
-@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_is_exact_under_autocast(device, name, frozen):
+def test_a_layer_is_exact_whatever_wants_a_gradient(device, name):
     only_on_cpu(device)
     layer = LAYERS[name]
-    stock, ours = layer.pair(device, torch.float32)
-    inputs = tensors(layer, stock, device, torch.float32)
-    wanted = [True, *[not frozen] * (len(inputs) - 1)]
-    assert_exact(as_function(ours), as_function(stock), inputs, wanted=wanted, autocast=torch.bfloat16)
+    for training, dtype, wanted, autocast, last in settings(name, layer, 1 + len(list(layer.make().parameters()))):
+        if name == "AvgPool3d" and dtype in (torch.bfloat16, torch.float16):  # stock has no kernel
+            continue
+        stock, ours = layer.pair(device, dtype, training)
+
+        def call(module, last=last):
+            fn = as_function(module)
+            return lambda x, *rest: fn(x if last is None else x.contiguous(memory_format=last), *rest)
+
+        # All as separate tensors, which each side of a comparison copies.
+        given = [random(*layer.shape, dtype=dtype, device=device), *(p.detach() for p in stock.parameters())]
+        assert_exact(call(ours), call(stock), given, wanted=wanted, autocast=autocast)
+        assert [name for name, _ in ours.named_buffers()] == [name for name, _ in stock.named_buffers()]
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours.buffers(), stock.buffers(), strict=True))
 
 
 @pytest.mark.parametrize("name", ["Conv2d-zeros", "MaxPool2d", "AvgPool2d", "Dropout2d", "ReLU", "ReLU6"])
@@ -99,21 +68,17 @@ def test_a_layer_is_exact_for_an_empty_batch(device, name):
     assert_exact(ours, stock, [random(0, *LAYERS[name].shape[1:], device=device)])
 
 
-@pytest.mark.parametrize("name", ["ReLU", "ReLU6", "LeakyReLU", "Hardtanh", "Threshold"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_rectifier_is_exact_for_numbers_at_and_beyond_its_bounds(device, name, dtype):
+@pytest.mark.parametrize("name", RECTIFIERS)
+def test_a_rectifier_is_exact_for_views_and_for_numbers_at_and_beyond_its_bounds(device, name):
     only_on_cpu(device)
-    edges = [0.0, -0.0, 1e-45, -1e-45, 6.0, 0.1, 0.7, -0.3, 1.0, torch.inf, -torch.inf, torch.nan, 65504.0, 6.01, -1, 5]
-    stock, ours = LAYERS[name].pair(device, dtype)
-    assert_exact(ours, stock, [torch.tensor(edges * 4, dtype=dtype, device=device)])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["ReLU", "ReLU6", "LeakyReLU", "Hardtanh", "Threshold"])
-def test_a_rectifier_of_a_view_is_exact(device, name, layout):
-    only_on_cpu(device)
-    module, view = LAYERS[name].make(), LAYOUTS[layout]
-    assert_exact(lambda x: module(view(x)), lambda x: module(view(x)), [random(3, 8, 5, device=device)])
+    inf, nan = torch.inf, torch.nan
+    edges = [0.0, -0.0, 1e-45, -1e-45, 6e-8, 6.0, 0.1, 0.7, -0.3, 1.0, inf, -inf, nan, -nan, 65504.0, 6.01, -1, 5]
+    for dtype in DTYPES:
+        stock, ours = LAYERS[name].pair(device, dtype)
+        assert_exact(ours, stock, [torch.tensor(edges * 4, dtype=dtype, device=device)])
+    module = LAYERS[name].make()
+    for view in LAYOUTS.values():
+        assert_exact(*[lambda x: module(view(x))] * 2, [random(3, 8, 5, device=device)])  # noqa: B023
 
 
 # However it is called.
@@ -152,22 +117,24 @@ CALLS = {
 def test_it_is_exact_however_it_is_called(device, name):
     only_on_cpu(device)
     for dtype in (torch.float32, torch.bfloat16):
-        x = random(2, 4, 8, 9, dtype=dtype, device=device)
+        x, found = random(2, 4, 8, 9, dtype=dtype, device=device), []
         assert_exact(CALLS[name], CALLS[name], [x])
-        assert_exact(lambda x: CALLS[name](x).cos(), lambda x: CALLS[name](x).cos(), [x])
+        for tape in (True, False):
+            leaf = x.clone().requires_grad_()
+            with laid(tape):
+                y = CALLS[name](leaf * 1)  # which nothing else keeps: where it was read, it may be had anyway
+            y.backward(random(*y.shape, dtype=dtype, device=device, seed=2))
+            found.append(leaf.grad)
+        assert_same_bits(*found)
 
 
-@pytest.mark.parametrize("call", ["names", "places"])
-def test_a_convolution_is_exact_however_it_is_called(device, call):
+def test_a_convolution_is_exact_however_it_is_called(device):
     only_on_cpu(device)
-
-    def fn(x, w, b):
-        return F.conv2d(input=x, weight=w, bias=b, padding=1) if call == "names" else F.conv2d(x, w, b, 1, 1)
-
+    by_names = lambda x, w, b: F.conv2d(input=x, weight=w, bias=b, padding=1)  # noqa: E731
+    by_places = lambda x, w, b: F.conv2d(x, w, b, 1, 1)  # noqa: E731
     given = [random(*shape, device=device) for shape in ((2, 4, 6, 6), (3, 4, 3, 3), (3,))]
-    for wanted in subsets(3):
-        for autocast in (None, torch.bfloat16):
-            assert_exact(fn, fn, given, wanted=wanted, autocast=autocast)
+    for fn, wanted, autocast in product((by_names, by_places), subsets(3), (None, torch.bfloat16)):
+        assert_exact(fn, fn, given, wanted=wanted, autocast=autocast)
 
 
 # Twice.
@@ -194,9 +161,10 @@ def in_float64(name, device):
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_a_frozen_layer_has_the_right_second_derivatives(device, name):
+def test_a_frozen_layer_has_the_right_second_derivatives_and_runs_backward_twice(device, name):
     module, x, call = in_float64(name, device)
     assert_gradients_are_right(partial(call, module.requires_grad_(False)), x)
+    assert_backward_twice(partial(call, module), x)
 
 
 @pytest.mark.parametrize("name", ["Conv1d-reflect", "ConvTranspose1d", "BatchNorm1d"])
@@ -204,9 +172,3 @@ def test_a_trained_layer_has_the_right_second_derivatives(device, name):
     module, x, call = in_float64(name, device)
     x = torch.cat([x, x.flip(-1)])  # a batch of two
     assert_gradients_are_right(partial(call, as_function(module)), x, *(p.detach() for p in module.parameters()))
-
-
-@pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_a_frozen_layer_runs_backward_twice(device, name):
-    module, x, call = in_float64(name, device)
-    assert_backward_twice(partial(call, module.requires_grad_(False)), x)

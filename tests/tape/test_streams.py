@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from hf_memsave import MemSaveConfig, patch
-from hf_memsave.tape import content, offload
-from hf_memsave.tape.content import Content
+from hf_memsave.tape import offload
 from hf_memsave.tape.offload import Away
 from support.streams import Memory, Stream, Streams
+from support.tapes import HANDLES, OnDemand
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def streams():
     return Streams()
 
 
-class Made(Content):
+class Made(OnDemand):
     """Remade for three that ask, on the stream of the first."""
 
     uses = 3
@@ -38,9 +38,9 @@ class Made(Content):
 
 @pytest.fixture
 def in_backward(streams, monkeypatch):
-    monkeypatch.setattr(content, "backward_id", lambda: 1)
-    monkeypatch.setattr(content, "after_backward", lambda call: None)
-    monkeypatch.setattr(content, "current_stream", streams.current)
+    monkeypatch.setattr(HANDLES, "backward_id", lambda: 1)
+    monkeypatch.setattr(HANDLES, "after_backward", lambda call: None)
+    monkeypatch.setattr(HANDLES, "current_stream", streams.current)
 
 
 def ask_from_three(shared, streams):
@@ -52,11 +52,8 @@ def ask_from_three(shared, streams):
     shared.made[0].let_go()
 
 
-def test_what_is_remade_is_shared_across_streams(streams, in_backward):
+def test_what_is_remade_is_shared_across_streams_until_it_is_written_to(streams, in_backward):
     ask_from_three(Made(streams), streams)
-
-
-def test_what_was_written_to_is_remade_on_the_stream_that_asks(streams, in_backward):
     shared = Made(streams)
     with streams.on(Stream("first")):
         shared.get()._version += 1
@@ -66,11 +63,11 @@ def test_what_was_written_to_is_remade_on_the_stream_that_asks(streams, in_backw
 
 
 def only_wait(self, out):
-    content.current_stream(out.device).wait_stream(self.stream)
+    HANDLES.current_stream(out.device).wait_stream(self.stream)
 
 
 def only_record(self, out):
-    out.record_stream(content.current_stream(out.device))
+    out.record_stream(HANDLES.current_stream(out.device))
 
 
 FAULTS = {"no wait": (only_record, "may not have written"), "no record": (only_wait, "was given away")}
@@ -78,7 +75,7 @@ FAULTS = {"no wait": (only_record, "may not have written"), "no record": (only_w
 
 @pytest.mark.parametrize(("fault", "message"), FAULTS.values(), ids=FAULTS)
 def test_a_stream_that_is_forgotten_is_seen(fault, message, streams, in_backward, monkeypatch):
-    monkeypatch.setattr(Content, "_wait", fault)
+    monkeypatch.setattr(OnDemand, "_wait", fault)
     with pytest.raises(AssertionError, match=message):
         ask_from_three(Made(streams), streams)
 
@@ -99,7 +96,7 @@ def copies(streams, monkeypatch):
 
 
 def there_and_back(streams, *askers):
-    """Three tensors of a forward go away, the last two come back for whoever asks; then all is let go."""
+    """Three tensors of a forward go away, the last two come back for all askers; then all is let go."""
     kept = [Memory(streams) for _ in range(3)]
     away, before = [], None
     for tensor in kept:
@@ -119,11 +116,8 @@ def there_and_back(streams, *askers):
         memory.let_go()
 
 
-def test_what_is_away_comes_back_in_order(streams, copies):
+def test_what_is_away_comes_back_in_order_and_is_shared_across_streams(streams, copies):
     there_and_back(streams, streams.now)
-
-
-def test_what_came_back_is_shared_across_streams(streams, copies):
     there_and_back(streams, streams.now, Stream("second"), Stream("third"))
 
 
@@ -142,16 +136,13 @@ def test_an_order_that_is_forgotten_is_seen(owner, name, message, streams, copie
         there_and_back(streams, streams.now)
 
 
-def test_a_write_after_packing_waits_for_the_copy(streams, copies):
+def test_a_write_after_packing_waits_for_the_copy_and_after_the_forward_for_all_copies(streams, copies, monkeypatch):
     kept = Memory(streams)
     away = Away(kept, None)
     with pytest.raises(AssertionError, match="may still read"):
         kept.write()
     away.before_write()
     kept.write()
-
-
-def test_what_is_written_to_after_the_forward_waits_for_all_copies(streams, copies, monkeypatch):
     monkeypatch.setattr(offload, "_streams", {Memory.device: copies})
     kept = Memory(streams)
     with offload.Offload():

@@ -1,6 +1,5 @@
 """The tape: what is remade, when it dies, and who may ask. What is written to meanwhile: ``test_writes.py``."""
 
-import contextlib
 import gc
 import threading
 import weakref
@@ -10,7 +9,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memsave.tape import Tape, current
-from support.helpers import assert_same_bits, is_remade, nodes, random, taping
+from support.helpers import assert_same_bits, laid, nodes, random, taping
+from support.tapes import is_remade
 
 
 class Counter:
@@ -32,16 +32,6 @@ def recorded(tape, fn, *inputs):
     return y
 
 
-@pytest.fixture
-def x(device):
-    return random(4, 20, device=device).requires_grad_()
-
-
-@pytest.fixture
-def weight(device):
-    return random(20, 20, device=device, seed=1).requires_grad_()
-
-
 def is_alive(ref):
     gc.collect()
     return not ref.expired()
@@ -59,25 +49,17 @@ def of_ones(y):
 # What is freed.
 
 
-def test_a_tensor_that_is_remade_is_freed(x, weight):
+def test_a_tensor_that_is_remade_is_freed_and_what_was_made_without_a_tape_is_kept(x, weight):
+    before = torch.sin(x)
     with taping():
-        y = torch.sin(x)
-        ref = ref_of(y)
-        z = (y @ weight).sum()
-    del y
-    assert not is_alive(ref)
+        a = torch.sin(x)
+        b = torch.exp(a)  # made of what is remade
+        freed, kept = [ref_of(a), ref_of(b)], ref_of(before)
+        z = (b @ weight).sum() + (before @ weight).sum()
+    del a, b, before
+    assert not any(map(is_alive, freed)) and is_alive(kept)
     z.backward()
-    assert_same_bits(weight.grad, of_ones(torch.sin(x)))
-
-
-def test_what_was_made_without_a_tape_is_kept(x, weight):
-    y = torch.sin(x)
-    ref = ref_of(y)
-    with taping():
-        z = (y @ weight).sum()
-    del y
-    assert is_alive(ref)
-    z.backward()
+    assert_same_bits(weight.grad, of_ones(torch.exp(torch.sin(x))) + of_ones(torch.sin(x)))
 
 
 def test_one_call_serves_all_consumers_of_a_backward(x, weight):
@@ -89,37 +71,16 @@ def test_one_call_serves_all_consumers_of_a_backward(x, weight):
     assert len(fn.made) == 2
 
 
-def test_what_is_remade_may_be_made_of_what_is_remade(x, weight):
+def test_a_record_dies_with_its_tensor_and_holds_nothing_once_its_tape_ended(device):
     with taping():
-        a = torch.sin(x)
-        b = torch.exp(a)
-        refs = [ref_of(a), ref_of(b)]
-        z = (b @ weight).sum()
-    del a, b
-    assert not any(map(is_alive, refs))
-    z.backward()
-    assert_same_bits(weight.grad, of_ones(torch.exp(torch.sin(x))))
-
-
-def test_a_record_that_nobody_took_dies_with_its_tensor(device):
-    with taping():
-        x = random(4, 20, device=device)
-        ref = ref_of(x)
-        y = torch.cos(x)
-        del x
-        assert is_alive(ref)
+        x, w = random(4, 20, device=device), random(4, 20, device=device)
+        refs = [ref_of(x), ref_of(w)]
+        y, v = torch.cos(x), torch.cos(w)
+        del x, w
+        assert all(map(is_alive, refs))
         del y
-        assert not is_alive(ref)
-
-
-def test_a_record_holds_nothing_once_its_tape_ended(device):
-    x = random(4, 20, device=device)
-    ref = ref_of(x)
-    with taping():
-        y = torch.cos(x)
-    del x
-    assert not is_alive(ref)
-    assert y.shape == (4, 20)
+        assert [is_alive(ref) for ref in refs] == [False, True]
+    assert not is_alive(refs[1]) and v.shape == (4, 20)
 
 
 def test_a_new_tensor_at_an_old_address_is_not_mistaken_for_the_old_one(device):
@@ -154,12 +115,12 @@ def test_a_view_in_another_dtype_is_kept(device):
 
 def test_double_backward(x, weight):
     def second(tape):
-        with tape:
+        with laid(tape):
             z = (torch.sin(x) @ weight).pow(2).sum()
         (dx,) = torch.autograd.grad(z, x, create_graph=True)
         return torch.autograd.grad(dx.pow(2).sum(), (x, weight))
 
-    for mine, stock in zip(second(taping()), second(contextlib.nullcontext()), strict=True):
+    for mine, stock in zip(second(True), second(False), strict=True):
         assert_same_bits(mine, stock)
 
 
@@ -175,25 +136,30 @@ def test_a_consumer_that_never_asks_does_not_hold_what_was_remade(x, device):
     torch.autograd.grad(z, (w1, w2))
 
 
-def test_what_was_remade_dies_with_its_last_consumer(device, weight):
+class OnTheWayBack(torch.autograd.Function):
+    """Calls a function when its backward runs."""
+
+    @staticmethod
+    def forward(ctx, x, call):
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.call()
+        return dy, None
+
+
+@pytest.mark.parametrize("consumers", [1, 2])
+def test_what_was_remade_dies_with_its_last_consumer(x, weight, consumers):
     fn, alive = Counter(), []
-
-    class Probe(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, dy):
-            alive.append(not fn.made[1].expired())
-            return dy
-
-    x = random(4, 20, device=device).requires_grad_()
     with Tape({}) as tape:
-        h = Probe.apply(x)
-        z = (recorded(tape, fn, h) @ weight).sum()
-    z.backward()
-    assert alive == [False]
+        h = OnTheWayBack.apply(x, lambda: alive.append(not fn.made[1].expired()))
+        y = recorded(tape, fn, h)
+        z = sum((y @ weight).sum() for _ in range(consumers))
+    del y
+    z.backward(retain_graph=True)  # else it dies with the graph of its consumers
+    assert alive == [False] and len(fn.made) == 2
 
 
 @pytest.mark.parametrize("with_backward", [True, False])
@@ -217,19 +183,9 @@ def test_memory_returns_without_the_garbage_collector(device, weight, with_backw
         gc.enable()
 
 
-def test_an_error_in_backward_leaves_nothing(device, weight):
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, dy):
-            raise ZeroDivisionError
-
-    x = random(4, 20, device=device).requires_grad_()
+def test_an_error_in_backward_leaves_nothing(x, weight):
     with taping():
-        z = (torch.sin(Fails.apply(x)) @ weight).sum()
+        z = (torch.sin(OnTheWayBack.apply(x, lambda: 1 / 0)) @ weight).sum()
     with pytest.raises(ZeroDivisionError):
         z.backward()
     del z
@@ -239,21 +195,21 @@ def test_an_error_in_backward_leaves_nothing(device, weight):
 # Threads.
 
 
-def test_each_thread_has_its_own_tape():
+def in_threads(*calls):
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_each_thread_has_its_own_tape_and_backward_may_run_on_another(x, weight):
     seen = []
     with taping():
-        thread = threading.Thread(target=lambda: seen.append(current()))
-        thread.start()
-        thread.join()
-    assert seen == [None]
-
-
-def test_backward_may_run_on_another_thread(x, weight):
-    with taping():
+        in_threads(lambda: seen.append(current()))
         z = (torch.sin(x) @ weight).sum()
-    thread = threading.Thread(target=z.backward)
-    thread.start()
-    thread.join()
+    assert seen == [None]
+    in_threads(z.backward)
     assert_same_bits(weight.grad, of_ones(torch.sin(x)))
 
 
@@ -262,11 +218,7 @@ def test_threads_that_ask_for_one_tensor_at_once_get_it(x):
         y = torch.sin(x)
         handles = [tape.pack(y) for _ in range(64)]
     got = []
-    threads = [threading.Thread(target=lambda h=h: got.append(h.get())) for h in handles]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[lambda h=h: got.append(h.get()) for h in handles])
     assert len(got) == 64
     for tensor in got:
         assert_same_bits(tensor, torch.sin(x))

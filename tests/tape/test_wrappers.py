@@ -20,6 +20,7 @@ from hf_memsave.tape.meter import storages
 from hf_memsave.tape.offload import Away, Offload
 from hf_memsave.tape.tensors import is_plain
 from hf_memsave.tape.wrappers import parts_of
+from support.attacks import Attack, assert_alike
 from support.families import Size, batch_for, build
 from support.helpers import assert_same_bits
 
@@ -123,27 +124,33 @@ CASES = [(kind, how) for kind in (Plain, Named) for how in (*WAYS, "checkpoint",
 CASES += [(kind, how) for kind in (Louder, Gated) for how in WAYS]
 
 
-@pytest.mark.parametrize("ends_plain", [True, False])
 @pytest.mark.parametrize(("kind", "how"), CASES)
-def test_a_class_of_tensors_gets_stocks_gradients(kind, how, ends_plain):
+def test_a_class_of_tensors_gets_stocks_gradients(kind, how):
     """Its functions are not asked in the backward of a loss of it: what runs again keeps what the forward kept."""
-    found = []
-    for patched in (False, True):
-        torch.manual_seed(0)
+
+    def make():
         model = Chains().train()
         model.kind = kind
         for layer in model.layers if how in ("checkpoint", "reentrant") else ():
             layer.gradient_checkpointing = True
             layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=how == "reentrant")
-        if patched:
-            patch(model, MemSaveConfig(checkpoint="block" if how == "block" else None, offload=how == "offload"))
+        return model
+
+    def run(model, ends_plain):
         hooks = saved_tensors_hooks(lambda x: x, lambda x: x) if how == "hooks" else contextlib.nullcontext()
         with hooks:
             loss = model(torch.randn(4, 8).as_subclass(kind))
         (loss.as_subclass(torch.Tensor) if ends_plain else loss).backward()
-        found.append([loss, *(p.grad for p in model.parameters())])
-    for ours, stock in zip(*reversed(found), strict=True):
-        assert torch.equal(ours.as_subclass(torch.Tensor), stock.as_subclass(torch.Tensor))
+        return plain(loss, model)
+
+    config = MemSaveConfig(checkpoint="block" if how == "block" else None, offload=how == "offload")
+    for ends_plain in (True, False):
+        assert_alike(make, partial(run, ends_plain=ends_plain), config)
+
+
+def plain(loss, model):
+    """Loss and gradients, of no class of their own."""
+    return [t.detach().as_subclass(torch.Tensor) for t in (loss, *(p.grad for p in model.parameters()))]
 
 
 @pytest.fixture(scope="module")
@@ -166,15 +173,6 @@ def test_what_is_plain(mesh):
         assert len(list(storages([wrapper]))) == parts
 
 
-class Body(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1, 1, 1024).view(64, 16))
-
-    def forward(self, x):
-        return (self.weight * x).tanh().square()
-
-
 SETTINGS = {
     "exact": (MemSaveConfig(), None),
     "offload": (MemSaveConfig(offload=True), None),
@@ -183,12 +181,18 @@ SETTINGS = {
 }
 
 
+def body():
+    """A model of one parameter that multiplies a wrapper ``[64, 16]``."""
+    p = nn.Parameter(torch.linspace(-1, 1, 1024).view(64, 16))
+    return Attack(lambda model, x: (model.p * x).tanh().square(), p=p)
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("make", [Hidden, Told])
 def test_gradients_through_a_wrapper_are_stocks(make, setting, monkeypatch):
     monkeypatch.setattr(offload, "SMALLEST_NBYTES", 256)
     config, around = SETTINGS[setting]
-    model, x = Body(), torch.linspace(-2, 2, 1024).view(64, 16)
+    model, x = body(), torch.linspace(-2, 2, 1024).view(64, 16)
 
     def gradient(around=contextlib.nullcontext):
         model.zero_grad()
@@ -196,7 +200,7 @@ def test_gradients_through_a_wrapper_are_stocks(make, setting, monkeypatch):
             y = model(make(x))
         moved = Away.total
         y.backward(make(torch.ones(64, 16)))
-        return moved, model.weight.grad.inner
+        return moved, model.p.grad.inner
 
     _, stock = gradient()
     patch(model, config)
@@ -206,14 +210,14 @@ def test_gradients_through_a_wrapper_are_stocks(make, setting, monkeypatch):
 
 
 def test_an_expanded_wrapper_is_kept_under_a_hook_as_it_is():
-    model, x = Body(), Hidden(torch.linspace(-2, 2, 16).expand(64, 16))
+    model, x = body(), Hidden(torch.linspace(-2, 2, 16).expand(64, 16))
 
     def gradient():
         model.zero_grad()
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
             y = model(x)
         y.backward(Hidden(torch.ones(64, 16)))
-        return model.weight.grad.inner
+        return model.p.grad.inner
 
     stock = gradient()
     patch(model)
@@ -294,32 +298,28 @@ class Scaled(GradientCheckpointingLayer):
         return self.last(nn.functional.silu(self.gate_proj(x)) * x)
 
 
-@pytest.mark.parametrize("rung", [None, "gate"])
 @pytest.mark.parametrize("place", ["buffer", "parameter", "made"])
-def test_a_class_of_a_models_own_tensors_has_its_say_once(place, rung):
-    found = []
-    for patched in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Sequential(Scaled(place), Scaled(place))).train()
-        if patched:
-            patch(model, MemSaveConfig(checkpoint=rung))
+def test_a_class_of_a_models_own_tensors_has_its_say_once(place):
+    def run(model):
         loss = model(torch.randn(4, 8)).pow(2).mean()
         loss.backward()
-        found.append([loss, *(p.grad for p in model.parameters())])
-    for ours, stock in zip(*reversed(found), strict=True):
-        assert torch.equal(ours.as_subclass(torch.Tensor), stock.as_subclass(torch.Tensor))
+        return plain(loss, model)
+
+    for rung in (None, "gate"):
+        make = lambda: nn.Sequential(nn.Sequential(Scaled(place), Scaled(place)))  # noqa: E731
+        assert_alike(make, run, MemSaveConfig(checkpoint=rung))
 
 
 @pytest.mark.parametrize("dropout", [nn.Dropout(0.2), nn.AlphaDropout(0.2)], ids=repr)
 def test_dropout_of_a_wrapper_is_stocks(mesh, dropout):
-    found = []
-    for patched in (False, True):
-        torch.manual_seed(0)
+    def make():
         model = nn.Sequential(nn.Linear(8, 8), nn.SiLU(), dropout, nn.Linear(8, 8))
         parallelize_module(model, mesh, {"0": ColwiseParallel(use_local_output=False), "3": RowwiseParallel()})
-        if patched:
-            patch(model)
+        return model
+
+    def run(model):
         x = DTensor.from_local(torch.randn(2, 4, 8), mesh, [Replicate()]).requires_grad_()
         model(x).pow(2).mean().backward()
-        found.append(x.grad.full_tensor())
-    assert_same_bits(*reversed(found))
+        return x.grad.full_tensor()
+
+    assert_alike(make, run)

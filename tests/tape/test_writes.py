@@ -10,16 +10,25 @@ from torch import nn
 from hf_memsave import KeptTensorChangedError
 from hf_memsave.tape.functions import CHEAP, writes
 from hf_memsave.tape.table import TABLE, UNRECORDED
-from support.examples import Arguments, calls_of, every
-from support.helpers import assert_same_bits, is_remade, random, taping
+from support.examples import Arguments, calls_of, name_of
+from support.helpers import assert_same_bits, random, taping
+from support.tapes import is_remade
 
 WRITERS = [function for function, handler in CHEAP.items() if handler is writes]
 #: Named as if they wrote to a tensor, which they do not.
 NOT_WRITING = {"requires_grad_", "detach_", "share_memory_", "rename_"}
 
 
-def check(target, write, grad=True):
-    """``write(target)`` in the forward, between two that are remade from ``target``."""
+def check(target, write, grad=True, may_refuse=False, what=""):
+    """``write(target)`` between two that are remade from ``target``: both are as they were.
+
+    Args:
+        target: What is written to.
+        write: Writes to it.
+        grad: Whether for autograd to see.
+        may_refuse: What was taken before may be refused instead, as no function mode sees the write.
+        what: Of messages.
+    """
     expected = target.detach() * 2, target.detach() * 3
     with taping(inputs=[target]) as tape:
         taken, recorded = target.detach() * 2, target.detach() * 3
@@ -28,47 +37,30 @@ def check(target, write, grad=True):
         with torch.set_grad_enabled(grad):
             write(target)
         later = tape.pack(recorded)
-    assert_same_bits(handle.get(), expected[0])
-    assert_same_bits(later.get(), expected[1])
-
-
-def check_refused(target, write):
-    """What was taken before is as it was, or refused; what is taken later is as it was."""
-    expected = target.detach() * 2, target.detach() * 3
-    with taping(inputs=[target]) as tape:
-        taken, recorded = target.detach() * 2, target.detach() * 3
-        handle = tape.pack(taken)
-        assert is_remade(handle), "nothing is remade from it"
-        write(target)
-        later = tape.pack(recorded)
-    with contextlib.suppress(KeptTensorChangedError):
-        assert_same_bits(handle.get(), expected[0])
-    assert_same_bits(later.get(), expected[1])
+    with contextlib.suppress(*[KeptTensorChangedError] * may_refuse):
+        assert_same_bits(handle.get(), expected[0], what)
+    assert_same_bits(later.get(), expected[1], what)
 
 
 @pytest.mark.filterwarnings("ignore:index_reduce")
-@every(WRITERS)
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
-def test_a_function_that_writes(device, function, grad):
-    for call in calls_of(function):
-        args, kwargs = call(Arguments(device, frozen=True))
-        target = args[0]
-        if target.is_sparse:  # nothing is remade from it
-            with taping():
-                function(*args, **kwargs)
-            continue
-        try:
-            function(*call(Arguments(device, frozen=True))[0], **kwargs)
-        except NotImplementedError:
-            pytest.skip("does not apply: no kernel")
+def test_every_function_that_writes(device, grad):
+    for function in WRITERS:
+        for call in calls_of(function):
+            args, kwargs = call(Arguments(device, frozen=True))
 
-        def write(target, call=call, args=args[1:], kwargs=kwargs):
-            call.function(target, *args, **kwargs)
+            def write(target, call=call, args=args[1:], kwargs=kwargs):
+                call.function(target, *args, **kwargs)
 
-        if function is torch.Tensor.set_:  # which no function mode sees
-            check_refused(target, write)
-        else:
-            check(target, write, grad)
+            try:
+                write(call(Arguments(device, frozen=True))[0][0])
+            except NotImplementedError:  # no kernel
+                continue
+            if args[0].is_sparse:  # nothing is remade from it
+                with taping():
+                    write(args[0])
+            else:  # no function mode sees set_
+                check(args[0], write, grad, function is torch.Tensor.set_, name_of(function))
 
 
 def test_every_function_that_writes_is_known():
@@ -119,62 +111,39 @@ HIDDEN = {
 }
 
 
-@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
-@pytest.mark.parametrize("name", OTHERS)
-def test_another_way_to_write(device, name, grad):
-    check(random(8, 20, device=device), OTHERS[name], grad)
-
-
-@pytest.mark.parametrize("name", HIDDEN)
-def test_a_hidden_way_to_write_is_as_it_was_or_refused(device, name):
-    check_refused(random(8, 20, device=device), HIDDEN[name])
-
-
-@pytest.mark.parametrize("stock", ["activation", "dropout", "frozen"])
-@pytest.mark.parametrize("name", ["inplace= by name", "a rectifier", "dropout", "an operator"])
-def test_a_write_of_a_kind_that_is_left_to_stock(device, name, stock):
-    target = random(8, 20, device=device)
-    expected = target * 2
-    with taping(stock, inputs=[target]) as tape:
-        handle = tape.pack(target * 2)
-        OTHERS[name](target)
-    assert_same_bits(handle.get(), expected)
-
-
-@pytest.mark.parametrize("name", ["inplace= by name", "a rectifier", "dropout", "an operator", ".data", "out="])
-def test_a_write_where_nothing_is_recorded(device, name):
-    target = random(8, 20, device=device)
-    expected = target * 2
-    with taping(inputs=[target]) as tape:
-        handle = tape.pack(target * 2)
-        tape.table = UNRECORDED
-        OTHERS[name](target)
-    assert_same_bits(handle.get(), expected)
-
-
-def test_the_running_statistics_of_a_batch_norm(device):
-    norm, x = nn.BatchNorm1d(20).to(device), random(8, 20, device=device)
-    check_refused(norm.running_mean, lambda _: norm(x))
-
-
-def test_the_rows_of_an_embedding_that_are_renormalized(device):
-    embedding = nn.Embedding(8, 20, max_norm=0.1).to(device)
-    check_refused(embedding.weight.detach(), lambda _: embedding(torch.arange(8, device=device)))
-
-
-# Of what was made.
-
-
 @pytest.mark.parametrize("name", OTHERS | HIDDEN)
-def test_a_result_that_is_written_to_before_it_is_kept_is_kept_as_it_is(device, name):
-    source = random(8, 20, device=device)
+def test_another_way_to_write(device, name):
+    """Before what is taken and after it; a hidden one may be refused. And to what was made, before it is kept."""
+    write, source = (OTHERS | HIDDEN)[name], random(8, 20, device=device)
+    for grad in (True, False):
+        check(random(8, 20, device=device), write, grad, name in HIDDEN)
     with taping(inputs=[source]) as tape:
         y = source * 2
-        (OTHERS | HIDDEN)[name](y)
+        write(y)
         handle = tape.pack(y)
         expected = y.detach().clone()
         assert not is_remade(handle) or torch.equal(handle.get(), expected)
     assert_same_bits(handle.get(), expected)
+
+
+@pytest.mark.parametrize("left", ["activation", "dropout", "frozen", "all"])
+def test_a_write_of_a_kind_that_is_left_to_stock_or_where_nothing_is_recorded(device, left):
+    for name in ("inplace= by name", "a rectifier", "dropout", "an operator", ".data", "out="):
+        target = random(8, 20, device=device)
+        expected = target * 2
+        with taping(left, inputs=[target]) as tape:
+            handle = tape.pack(target * 2)
+            tape.table = UNRECORDED if left == "all" else tape.table
+            OTHERS[name](target)
+        assert_same_bits(handle.get(), expected, name)
+
+
+def test_what_modules_write_to(device):
+    """A batch norm's running statistics, and rows of an embedding that are renormalized."""
+    norm, x = nn.BatchNorm1d(20).to(device), random(8, 20, device=device)
+    check(norm.running_mean, lambda _: norm(x), may_refuse=True)
+    embedding = nn.Embedding(8, 20, max_norm=0.1).to(device)
+    check(embedding.weight.detach(), lambda _: embedding(torch.arange(8, device=device)), may_refuse=True)
 
 
 def test_two_versions_of_a_result_are_told_apart(device):
@@ -192,24 +161,14 @@ def test_two_versions_of_a_result_are_told_apart(device):
 # After the forward.
 
 
-@pytest.mark.parametrize("name", ["a view", "a detached view", "out=", "an operator", "inplace= by name"])
-def test_a_source_that_is_written_to_after_the_forward_raises(device, name):
-    source = random(8, 20, device=device)
-    with taping(inputs=[source]) as tape:
-        handle = tape.pack(source * 2)
-    OTHERS[name](source)
-    with pytest.raises(KeptTensorChangedError, match="modified by an inplace operation"):
-        handle.get()
-
-
-@pytest.fixture
-def x(device):
-    return random(4, 20, device=device).requires_grad_()
-
-
-@pytest.fixture
-def weight(device):
-    return random(20, 20, device=device, seed=1).requires_grad_()
+def test_a_source_that_is_written_to_after_the_forward_raises(device):
+    for name in ("a view", "a detached view", "out=", "an operator", "inplace= by name"):
+        source = random(8, 20, device=device)
+        with taping(inputs=[source]) as tape:
+            handle = tape.pack(source * 2)
+        OTHERS[name](source)
+        with pytest.raises(KeptTensorChangedError, match="modified by an inplace operation"):
+            handle.get()
 
 
 @pytest.mark.parametrize("what", ["a source", "what is kept", "a kept output", "a weight"])
@@ -228,8 +187,7 @@ def test_a_change_after_the_forward_raises_as_in_stock(x, weight, what):
 
 
 def test_a_norms_weight_is_copied_so_that_writes_through_data_do_not_matter(device, weight):
-    scale = nn.Parameter(random(20, device=device))
-    x = random(4, 20, device=device)
+    scale, x = nn.Parameter(random(20, device=device)), random(4, 20, device=device)
     expected = (scale * x).detach().T @ torch.ones(4, 20, device=device)
     with taping(inputs=[x]):
         z = ((scale * x).detach() @ weight).sum()

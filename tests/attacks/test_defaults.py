@@ -1,0 +1,126 @@
+"""Another default device or dtype than the model's, in forward, in backward or in both: "meta" stands for "cuda"."""
+
+import contextlib
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import DebertaV2Config, DebertaV2ForMaskedLM
+
+from hf_memsave import MemSaveConfig, patch
+from support.attacks import WIDTH, Attack, assert_alike
+from support.families import Size, build
+from support.helpers import only_on_cpu, random
+from support.steps import gradients
+
+SIZE = Size(hidden=32, heads=2, layers=2, batch=2, seq=12)
+#: Where the default device is another one: in forward, in backward.
+WHERE = {"both": (True, True), "forward": (True, False), "backward": (False, True)}
+FACTORIES = {
+    "arange": lambda: torch.arange(4096.0).view(64, 64),
+    "zeros": lambda: torch.zeros(64, 64),
+    "ones": lambda: torch.ones((64, 64)),
+    "full": lambda: torch.full((64, 64), 0.5),
+    "tril": lambda: torch.tril(torch.ones(64, 64)),
+    "said": lambda: torch.ones(64, 64, device="meta"),
+}
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(device):
+    only_on_cpu(device)
+
+
+def elsewhere(is_other):
+    return torch.device("meta") if is_other else contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(
+    "config", [MemSaveConfig(), MemSaveConfig(dropout="mask"), MemSaveConfig(offload=True)], ids=str
+)
+def test_a_model_on_cpu_has_stocks_bits(config, where):
+    x = random(SIZE.batch, SIZE.seq, SIZE.hidden)
+
+    def run(layers):
+        hidden = x.clone()
+        with elsewhere(WHERE[where][0]):
+            for layer in layers:
+                hidden = layer(hidden)
+                hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+            loss = hidden.square().mean()
+        with elsewhere(WHERE[where][1]):
+            loss.backward()
+        return {"loss": loss.detach(), **gradients(layers)}
+
+    assert_alike(lambda: build("bert", SIZE).base_model.encoder.layer, run, config, of_each=True)
+    assert_alike(lambda: build("gpt2", SIZE).base_model.h, run, config, of_each=True)
+
+
+def made(name, device):
+    """A model that makes a tensor of numbers."""
+    fn = lambda model, x: model.b(F.silu(model.a(x) * torch.cos(FACTORIES[name]())))  # noqa: E731
+    return Attack(fn, a=nn.Linear(64, 64), b=nn.Linear(64, 64)).to(device)
+
+
+@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.parametrize("name", FACTORIES)
+def test_what_is_made_of_numbers_stays_where_it_was(name, backward):
+    model = made(name, "meta")
+    patch(model)
+    with torch.device("meta"):
+        loss = model(torch.randn(64, 64)).square().mean()
+    with elsewhere(backward):
+        loss.backward()
+    assert all(p.grad.is_meta for part in (model.a, model.b) for p in part.parameters())
+
+
+@pytest.mark.parametrize("name", [name for name in FACTORIES if name != "said"])
+def test_what_a_cpu_model_makes_is_made_again_on_cpu(name):
+    def run(model):
+        loss = model(torch.randn(64, 64)).square().mean()
+        with torch.device("meta"):
+            loss.backward()
+        return gradients(model)
+
+    assert_alike(lambda: made(name, "cpu"), run)
+
+
+# A default dtype that holds for the forward alone: what is made of whole numbers has it in backward too.
+
+
+def of_counts(model, x):
+    share = torch.arange(300, 300 + WIDTH, device=x.device) / 7
+    return model.f(x) * share.sqrt().sin() + torch.ones(WIDTH, device=x.device) * model.f(x).tanh()
+
+
+def stepped(model, forward, dtype, later=torch.float32):
+    try:
+        torch.set_default_dtype(dtype)
+        loss = forward(model)
+        torch.set_default_dtype(later)
+        loss.backward()
+        assert torch.get_default_dtype() is later
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return {"loss": loss.detach(), **gradients(model)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("later", [torch.float32, torch.bfloat16])
+def test_what_is_made_of_whole_numbers_keeps_its_dtype(dtype, later):
+    x = random(4, WIDTH, dtype=dtype)
+    run = partial(stepped, forward=lambda model: model(x).square().sum(), dtype=dtype, later=later)
+    assert_alike(lambda: Attack(of_counts).to(dtype), run)
+
+
+def test_deberta_in_bf16():
+    config = DebertaV2Config(
+        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8, max_position_embeddings=32,
+    )  # fmt: skip
+    ids = torch.randint(3, 97, (2, 12))
+    run = partial(stepped, forward=lambda model: model(input_ids=ids, labels=ids).loss, dtype=torch.bfloat16)
+    assert_alike(lambda: DebertaV2ForMaskedLM(config).to(torch.bfloat16), run)

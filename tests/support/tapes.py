@@ -1,0 +1,104 @@
+"""What tests ask of the insides of a tape, all in this place."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from hf_memsave.patching import taped
+from hf_memsave.tape import Tape, attention, blocks, content, price, store
+from hf_memsave.tape.content import BUFFER, MARK, PARAMETER, Content, same
+from support.helpers import is_remade
+
+#: The module that decides, functions that remaking one tensor may run, and how many blocks back.
+DECISIONS, MOST_WORK, SPAN = price, store.MOST_WORK, price.SPAN
+#: What gives a tensor once in a backward; and the module where it asks which backward runs, on which stream.
+OnDemand, HANDLES = Content, content
+#: What a tape does for a model, and where: recorded, packed, settled and made again.
+COUNTED = (Tape, "record"), (Tape, "pack"), (Tape, "settle"), (Content, "_made")
+
+
+def is_counted(name: str, owner: Any) -> bool:
+    """Whether a call of what is :data:`COUNTED` is work: not what gives a code, or hands on what is there."""
+    return name != "_made" or (owner.stride is not None and owner.make is not same)
+
+
+def work_of(handle: Any) -> int:
+    """How many functions run to give what is remade."""
+    return handle.content.work
+
+
+def sources_of(handle: Any) -> list[Tensor]:
+    """The tensors that are held to remake what ``handle`` gives."""
+    found = handle.content.inputs
+    assert found and not any(is_remade(one) for one in found)
+    return [one.tensor for one in found if type(one) is Content]
+
+
+#: What the tape knows of the storages of parameters and buffers, which are kept whatever it does.
+STATIC = (PARAMETER, BUFFER)
+
+
+def is_trusted(tensor: Tensor) -> bool:
+    """Whether the tape takes the version of a parameter or buffer to tell of all writes."""
+    return getattr(tensor.untyped_storage(), MARK, PARAMETER) in STATIC
+
+
+def references(tape: Tape, tensor: Tensor) -> list[Any]:
+    """Weak references that the tape has for the storage of ``tensor``: to its parts, what reads, and what it gives."""
+    found = tape.content_of(tensor)
+    return [found.parts, found.readers, found.remakes]
+
+
+def held_tensors() -> list[Tensor]:
+    """What contents hold outside of the sight of Python's garbage collector."""
+    found = [x for one in gc.get_objects() if isinstance(one, Content) for x in (one.tensor, one.out)]
+    return [tensor for tensor in found if tensor is not None]
+
+
+def remembered(model: nn.Module) -> int:
+    """How many decisions of earlier forwards of a patched model are known."""
+    decided = taped._decided[model]
+    return len(decided) + len(decided.earlier)
+
+
+def watch_tapes(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
+    """Of every tape that is laid from now on: what it decided by, and what it had made and asked in the end."""
+    found, enter, close = [], Tape.__enter__, price.Plan.close
+
+    def noted(tape):
+        found.append(SimpleNamespace(decided=tape.decided, made=[], asked=set(), plan=weakref.ref(tape.plan)))
+        return enter(tape)
+
+    def closed(plan, is_foreign):
+        last = next(one for one in found if one.plan() is plan)
+        last.made, last.asked = plan.made, plan.asked
+        close(plan, is_foreign)
+
+    monkeypatch.setattr(Tape, "__enter__", noted)
+    monkeypatch.setattr(price.Plan, "close", closed)
+    return found
+
+
+def watch_composed(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Grows each time that SDPA is taken apart."""
+    calls, compose = [], attention._composed
+
+    def counted(*args, **kwargs):
+        calls.append(None)  # not what it is given: that would keep it
+        return compose(*args, **kwargs)
+
+    monkeypatch.setattr(attention, "_composed", counted)
+    return calls
+
+
+def watch_sweeps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Grows by each tensor that was kept before others kept all it was made from."""
+    sweeps, stock = [], blocks.sweep
+    monkeypatch.setattr(blocks, "sweep", lambda *args: sweeps.append(args) or stock(*args))
+    return sweeps

@@ -1,0 +1,26 @@
+"""What tests of the tape share."""
+
+import pytest
+
+from support.helpers import random
+from support.tapes import watch_composed, watch_tapes
+
+
+@pytest.fixture
+def tapes(monkeypatch):
+    return watch_tapes(monkeypatch)
+
+
+@pytest.fixture
+def composed(monkeypatch):
+    return watch_composed(monkeypatch)
+
+
+@pytest.fixture
+def x(device):
+    return random(4, 20, device=device).requires_grad_()
+
+
+@pytest.fixture
+def weight(device):
+    return random(20, 20, device=device, seed=1).requires_grad_()
