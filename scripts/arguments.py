@@ -21,87 +21,71 @@ class UsageError(Exception):
     """Arguments that cannot be followed; the message says what to change."""
 
 
-def exactly_one(options: Any, *names: str) -> None:
-    """Refuse two answers to one question, and none."""
-    given = [f"--{name}" for name in names if getattr(options, name)]
-    if len(given) != 1:
-        wanted = ", ".join(f"--{name}" for name in names[:-1]) + f" and --{names[-1]}"
-        raise UsageError(f"expected exactly one of {wanted}, got {' and '.join(given) or 'none'}. Give one of them.")
+def option(help: str, default: Any = None, **metadata: Any) -> Any:
+    """A field of a dataclass, as ``HfArgumentParser`` reads it."""
+    return field(default=default, metadata={"help": help, **metadata})
 
 
-def beside(options: Any, needed: str, *names: str) -> None:
-    """Refuse options that mean something only with another one."""
-    for name in names:
-        if getattr(options, name) and not getattr(options, needed):
-            raise UsageError(f"--{name}: expected --{needed} beside it, got none. Remove it or add that.")
+class Options:
+    """What is refused of a dataclass of options."""
 
+    def exactly_one(self, *names: str) -> None:
+        """Refuse two answers to one question, and none."""
+        given = [f"--{name}" for name in names if getattr(self, name)]
+        if len(given) != 1:
+            wanted = ", ".join(f"--{name}" for name in names[:-1]) + f" and --{names[-1]}"
+            got = " and ".join(given) or "none"
+            raise UsageError(f"expected exactly one of {wanted}, got {got}. Give one of them.")
 
-def positive(options: Any, *names: str) -> None:
-    """Refuse numbers below one."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UsageError(f"--{name}: expected a positive number, got {value}. Raise it or leave it out.")
+    def beside(self, needed: str, *names: str) -> None:
+        """Refuse options that mean something only with another one."""
+        for name in names:
+            if getattr(self, name) and not getattr(self, needed):
+                raise UsageError(f"--{name}: expected --{needed} beside it, got none. Remove it or add that.")
+
+    def positive(self, *names: str) -> None:
+        """Refuse numbers below one."""
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"--{name}: expected a positive number, got {value}. Raise it or leave it out.")
 
 
 @dataclass
-class ModelArguments:
+class ModelArguments(Options):
     """Which model and tokenizer to train, how its activations are kept, and LoRA."""
 
     SIDES: ClassVar[tuple[Sides, ...]] = (
         (("model_name_or_path",), ("config_name", "config_overrides"), ("model_type", "config_overrides")),
     )
 
-    model_name_or_path: str | None = field(
-        default=None, metadata={"help": "Pretrained weights: a name on the hub or a folder."}
+    model_name_or_path: str | None = option("Pretrained weights: a name on the hub or a folder.")
+    config_name: str | None = option("Random weights: a configuration's name on the hub, its folder or its file.")
+    model_type: str | None = option("Random weights: an architecture with its default sizes, as in llama.")
+    config_overrides: str | None = option("Changes to these, as in num_hidden_layers=2,hidden_size=128.")
+    tokenizer_name: str | None = option(
+        "A tokenizer's name on the hub or its folder. If not given: the pretrained model's own, or, for random "
+        "weights, one trained on the training texts."
     )
-    config_name: str | None = field(
-        default=None, metadata={"help": "Random weights: a configuration's name on the hub, its folder or its file."}
+    dtype: Literal["float32", "bfloat16", "float16"] | None = option(
+        "The weights' dtype; Transformers' own choice if not given."
     )
-    model_type: str | None = field(
-        default=None, metadata={"help": "Random weights: an architecture with its default sizes, as in llama."}
+    memsave: str | None = option(
+        "Keep less activation memory: by the default, exact setting, by the preset named here, or by a YAML or JSON "
+        "file of MemSaveConfig's fields. In a --config file also these fields themselves.",
+        nargs="?", const="true", metavar="PRESET|FILE",
     )
-    config_overrides: str | None = field(
-        default=None, metadata={"help": "Changes to these, as in num_hidden_layers=2,hidden_size=128."}
+    lora_r: int | None = option("Train LoRA adapters of this rank, and the task's head, instead of the model.")
+    lora_alpha: int | None = option("LoRA's scale times its rank; 16 if not given.")
+    lora_dropout: float | None = option("On the adapters' input; 0 if not given.")
+    lora_target_modules: list[str] | None = option(
+        "The linears that get adapters, as in q_proj v_proj; all-linear if not given.", nargs="+", metavar="NAME"
     )
-    tokenizer_name: str | None = field(
-        default=None,
-        metadata={
-            "help": "A tokenizer's name on the hub or its folder. If not given: the pretrained model's own, or, for "
-            "random weights, one trained on the training texts."
-        },
-    )
-    dtype: Literal["float32", "bfloat16", "float16"] | None = field(
-        default=None, metadata={"help": "The weights' dtype; Transformers' own choice if not given."}
-    )
-    memsave: str | None = field(
-        default=None,
-        metadata={
-            "nargs": "?",
-            "const": "true",
-            "metavar": "PRESET|FILE",
-            "help": "Keep less activation memory: by the default, exact setting, by the preset named here, or by a "
-            "YAML or JSON file of MemSaveConfig's fields. In a --config file also these fields themselves.",
-        },
-    )
-    lora_r: int | None = field(
-        default=None, metadata={"help": "Train LoRA adapters of this rank, and the task's head, instead of the model."}
-    )
-    lora_alpha: int | None = field(default=None, metadata={"help": "LoRA's scale times its rank; 16 if not given."})
-    lora_dropout: float | None = field(default=None, metadata={"help": "On the adapters' input; 0 if not given."})
-    lora_target_modules: list[str] | None = field(
-        default=None,
-        metadata={
-            "nargs": "+",
-            "metavar": "NAME",
-            "help": "The linears that get adapters, as in q_proj v_proj; all-linear if not given.",
-        },
-    )
-    lora_dora: bool = field(default=False, metadata={"help": "With DoRA's magnitudes."})
+    lora_dora: bool = option("With DoRA's magnitudes.", default=False)
 
     def __post_init__(self):
         """Refuse what can be refused before anything is loaded."""
-        exactly_one(self, "model_name_or_path", "config_name", "model_type")
+        self.exactly_one("model_name_or_path", "config_name", "model_type")
         if self.config_overrides and self.model_name_or_path:
             raise UsageError(
                 "--config_overrides: expected --config_name or --model_type, got pretrained weights. Remove it."
@@ -111,8 +95,8 @@ class ModelArguments:
                 f"--model_type: expected an architecture of Transformers, got {self.model_type}. Correct it."
             )
         self.memsave_config()  # an unknown preset raises a ConfigError
-        positive(self, "lora_r", "lora_alpha")
-        beside(self, "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_dora")
+        self.positive("lora_r", "lora_alpha")
+        self.beside("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_dora")
         if not 0 <= (self.lora_dropout or 0) < 1:
             raise UsageError(f"--lora_dropout: expected a number in [0, 1), got {self.lora_dropout}. Try 0.05.")
 
@@ -135,18 +119,18 @@ class ModelArguments:
 
 
 @dataclass
-class SampleArguments:
+class SampleArguments(Options):
     """How much of the data to use."""
 
     SIDES: ClassVar[tuple[Sides, ...]] = ()
 
-    max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first examples only."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first examples only."})
-    max_predict_samples: int | None = field(default=None, metadata={"help": "Predict the first examples only."})
+    max_train_samples: int | None = option("Train on the first examples only.")
+    max_eval_samples: int | None = option("Evaluate on the first examples only.")
+    max_predict_samples: int | None = option("Predict the first examples only.")
 
     def __post_init__(self):
         """Refuse numbers below one."""
-        positive(self, "max_train_samples", "max_eval_samples", "max_predict_samples")
+        self.positive("max_train_samples", "max_eval_samples", "max_predict_samples")
 
 
 class _Parser(HfArgumentParser):

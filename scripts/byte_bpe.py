@@ -14,10 +14,8 @@ SPECIAL_TOKENS = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
 def train_byte_bpe(texts: Iterable[str], vocab_size: int, ends_texts: bool = False) -> PreTrainedTokenizerBase:
     """Train a tokenizer that gives every text back unchanged; the same texts give the same ids in every process.
 
-    Args:
-        texts: The training texts.
-        vocab_size: The most tokens to learn, the special tokens and the 256 bytes included.
-        ends_texts: Add ``</s>`` to each text, as encoder-decoders expect; otherwise nothing is added.
+    Of at most ``vocab_size`` tokens, the special ones and the 256 bytes included; one that ``ends_texts`` adds
+    ``</s>``, as encoder-decoders expect.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     fewest = len(alphabet) + len(SPECIAL_TOKENS)

@@ -12,15 +12,9 @@ _READ = (".py", ".yaml", ".json")  # what results follow from
 
 
 def code_version(asked: Sequence[str] = ()) -> str:
-    """What a result depends on: the package, its settings, the scripts, the libraries' versions, and what is asked.
+    """16 hexadecimal digits of what a result depends on, but not of how evidence is compared.
 
-    Not on how evidence is compared.
-
-    Args:
-        asked: The command, or whatever else tells results apart.
-
-    Returns:
-        16 hexadecimal digits.
+    That is the package, its settings, the scripts, the libraries' versions, and what is ``asked``, such as the command.
     """
     folders = (ROOT / name for name in ("hf_memsave", "configs", "scripts"))
     files = sorted(path for folder in folders for path in folder.rglob("*.*") if path.suffix in _READ)

@@ -1,4 +1,4 @@
-"""Somebody else's tests under hf_memsave: the same outcomes, and the same losses and gradients to the bit?
+"""Another project's tests under hf_memsave: equal outcomes, and equal losses and gradients to the bit?
 
     python scripts/equal_under.py [--memsave PRESET] [--keep FOLDER] -- <arguments of pytest>
 
@@ -136,7 +136,7 @@ class Plugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """The same seed for each test, whichever ran before it."""
+        """One seed for every test, whatever ran before it."""
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(0)
         self.seen = {"patched_calls": 0, "refused": [], "backwards": []}

@@ -88,15 +88,14 @@ EVIDENCE = (
            quick=True, beside=True),
     _table("wta-crs-speed", "bench/wta_crs.py --part speed --threads 2 --out {out}",
            bounds={"*ms": MACHINE, "*": _TIME}),
-    _table("selective", "bench/selective.py --batch 2 --steps 5 --output {out}", names=3,
+    _table("selective", "bench/selective.py --batch 2 --steps 5 --out {out}", names=3,
            bounds={"*time": _TIME, "*": _BYTES}),
-    _table("sweep-models", "bench/sweep_models.py --out {out}/sweep-models", bounds={"*": Bound(absolute=0.02)},
+    _table("sweep-models", "bench/sweep_models.py --out {out}", bounds={"*": Bound(absolute=0.02)},
            chance={"stock differs from itself": "="}),
-    Evidence("sweep-models-quick", "bench/sweep_models.py --types bert gpt2 llama t5 --out {out}/sweep-models-quick",
+    Evidence("sweep-models-quick", "bench/sweep_models.py --types bert gpt2 llama t5 --out {out}",
              bounds={"*": Bound(absolute=0.02)}, table=RESULTS / "sweep-models.md", partly=True, quick=True),
     _table("engines", "bench/engines.py --out {out}", names=2, bounds={"*": _BYTES}),
-    _table("techniques", "bench/techniques.py --output {out}", bounds=_RATIOS),
-    _table("leaks", "bench/leaks.py --out {out}/leaks.md", names=2, bounds={"bytes*": _BYTES}, beside=True),
+    _table("techniques", "bench/techniques.py --out {out}", bounds=_RATIOS),
     _table("host-time", "bench/host_time.py --seconds 12 --out {out}", names=2,
            bounds={"limit": Bound(), "steps": MACHINE, "*ms": MACHINE, "*": _TIME}),
     _table("fused-host-time", "bench/fused_host_time.py --out {out}", names=2,
@@ -105,7 +104,7 @@ EVIDENCE = (
            bounds={"time*": _TIME, "*": _BYTES}),
     _table("peak-over-training", "bench/peak_over_training.py --out {out}",
            bounds={"resident*": MACHINE, "*": _BYTES}, beside=True),
-    Evidence("families", "bench/families.py --steps 8 --markdown {out}/families.md",
+    Evidence("families", "bench/families.py --steps 8 --out {out}",
              bounds={"time*": _TIME, "*": _BYTES}, table=ROOT / "docs" / "numbers.md", partly=True),
     Evidence("fuzz", "fuzz.py --seeds 0:2000 --jobs 2 --out {out}"),
     Evidence("fuzz-quick", "fuzz.py --seeds 0:200 --out {out}", quick=True, beside=True),
@@ -125,11 +124,7 @@ EVIDENCE = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is chosen, and report.
-
-    Returns:
-        The exit status.
-    """
+    """Run what is chosen, and report; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=[one.name for one in EVIDENCE], metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="those that take minutes")
@@ -164,16 +159,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(one: Evidence, out: Path, data: Path | None, *, again: bool = False) -> bool:
-    """Run one script, if that was not done, and say what of its table is not as committed.
+    """Run one script, if that was not done or is asked for ``again``, and say what of its table is not as committed.
 
-    Args:
-        one: What to run.
-        out: A folder of its own.
-        data: The folder with glue/ and text/.
-        again: Whether to run it in any case.
-
-    Returns:
-        Whether all agrees.
+    ``out`` is a folder of its own, ``data`` has glue/ and text/.
     """
     out.mkdir(parents=True, exist_ok=True)
     folders = {name: str((data or Path()).resolve() / name) for name in ("glue", "text")}
@@ -201,7 +189,7 @@ def check(one: Evidence, out: Path, data: Path | None, *, again: bool = False) -
 def _compared(one: Evidence, out: Path) -> tuple[list[str], int]:
     if one.table is None:
         return [], 0
-    name = one.name if one.partly else one.table.stem
+    name = "families" if one.name == "families" else one.table.stem  # whose table is a part of a page
     committed, measured = (path.read_text(encoding="utf-8") for path in (one.table, out / f"{name}.md"))
     made, here = (_CPU.search(text) for text in (committed, measured))
     is_elsewhere = made is not None and here is not None and made[0] != here[0]

@@ -49,15 +49,7 @@ Key = tuple[tuple[str, ...], int, tuple[str, ...]]
 
 
 def tables(text: str, names: int) -> dict[Key, list[str]]:
-    """The rows of all tables.
-
-    Args:
-        text: Markdown.
-        names: The first columns, which name a row.
-
-    Returns:
-        For each row its other cells.
-    """
+    """The rows of all tables in Markdown: name, in the first columns, of which there are ``names``, and other cells."""
     found: dict[Key, list[str]] = {}
     seen: Counter[tuple[tuple[str, ...], tuple[str, ...]]] = Counter()
     header: tuple[str, ...] | None = None
@@ -78,17 +70,10 @@ def tables(text: str, names: int) -> dict[Key, list[str]]:
 def differences(
     committed: str, measured: str, names: int, bounds: Mapping[str, Bound], *, partly: bool = False
 ) -> tuple[list[str], int]:
-    """What does not agree.
+    """A line for each difference between two runs' texts, and how many figures were compared.
 
-    Args:
-        committed: A Markdown text.
-        measured: The same, of a later run.
-        names: The first columns, which name a row.
-        bounds: Pattern of a column's name -> bound; the first that fits. Figures of other columns must be equal.
-        partly: Whether `measured` may lack rows.
-
-    Returns:
-        A line for each difference, and how many figures were compared.
+    ``bounds`` has patterns of columns' names, of which the first that fits counts; other columns must be equal.
+    ``partly`` says that ``measured`` may lack rows.
     """
     old, new = tables(committed, names), tables(measured, names)
     found = [f"{_of(key)}: not in the committed table" for key in new if key not in old]

@@ -39,15 +39,9 @@ METHODS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A column group of the tables.
+    """A column group of the paper's tables.
 
-    Attributes:
-        title: The paper's name.
-        hub: Where the weights are.
-        targets: The linears q, k and v, which get LoRA.
-        batch: Examples in a batch (Table 11).
-        small_batch: The same, for STS-B.
-        comment: What a reader of its files should know.
+    ``targets`` are the linears q, k and v, which get LoRA; ``batch`` is of Table 11, ``small_batch`` STS-B's.
     """
 
     title: str

@@ -15,7 +15,7 @@ import importlib.util
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar
 
@@ -35,7 +35,7 @@ from transformers import (
 
 import models
 import runs
-from arguments import ModelArguments, SampleArguments, Sides, UsageError, beside, exactly_one, parse_arguments, positive
+from arguments import ModelArguments, SampleArguments, Sides, UsageError, option, parse_arguments
 from byte_bpe import train_byte_bpe
 from text_data import existing, first, pick_columns, read_hub, read_lines, renamed
 
@@ -49,16 +49,15 @@ LONGEST_DEFAULT = 1024
 class ClmModelArguments(ModelArguments):
     """QLoRA, beside what every model has."""
 
-    load_in_4bit: bool = field(
-        default=False,
-        metadata={"help": "QLoRA: the frozen weights in four bits (NF4, double quantization); needs --lora_r."},
+    load_in_4bit: bool = option(
+        "QLoRA: the frozen weights in four bits (NF4, double quantization); needs --lora_r.", default=False
     )
 
     def __post_init__(self):
-        """Refuse four bits for weights that are trained, or that nobody trained."""
+        """Refuse four bits for weights that are trained, or that are random."""
         super().__post_init__()
-        beside(self, "model_name_or_path", "load_in_4bit")
-        beside(self, "lora_r", "load_in_4bit")
+        self.beside("model_name_or_path", "load_in_4bit")
+        self.beside("lora_r", "load_in_4bit")
         if self.load_in_4bit and not importlib.util.find_spec("bitsandbytes"):
             raise UsageError(
                 "--load_in_4bit: expected bitsandbytes to be installed, found none. Run: pip install bitsandbytes"
@@ -73,34 +72,28 @@ class ClmArguments(SampleArguments):
         (("dataset_name", "dataset_config_name", "text_column"), ("train_file", "validation_file")),
     )
 
-    train_file: str | None = field(default=None, metadata={"help": "A plain text file."})
-    validation_file: str | None = field(default=None, metadata={"help": "Another one, to evaluate on."})
-    dataset_name: str | None = field(default=None, metadata={"help": "A dataset on the hub, instead of files."})
-    dataset_config_name: str | None = field(default=None, metadata={"help": "Its configuration's name."})
-    text_column: str | None = field(default=None, metadata={"help": "Its column with the text; the first by default."})
-    validation_split_percentage: float = field(
-        default=5,
-        metadata={
-            "help": "Without validation data, evaluate on the first lines, this share of all; never train on it."
-        },
+    train_file: str | None = option("A plain text file.")
+    validation_file: str | None = option("Another one, to evaluate on.")
+    dataset_name: str | None = option("A dataset on the hub, instead of files.")
+    dataset_config_name: str | None = option("Its configuration's name.")
+    text_column: str | None = option("Its column with the text; the first by default.")
+    validation_split_percentage: float = option(
+        "Without validation data, evaluate on the first lines, this share of all; never train on it.", default=5
     )
-    block_size: int | None = field(
-        default=None,
-        metadata={
-            "help": f"Tokens in each example; if not given, what the model takes, but at most {LONGEST_DEFAULT}."
-        },
+    block_size: int | None = option(
+        f"Tokens in each example; if not given, what the model takes, but at most {LONGEST_DEFAULT}."
     )
 
     def __post_init__(self):
         """Refuse two answers to one question, and none, and files that do not exist."""
         super().__post_init__()
-        exactly_one(self, "train_file", "dataset_name")
-        beside(self, "train_file", "validation_file")
-        beside(self, "dataset_name", "dataset_config_name", "text_column")
-        for option in ("train_file", "validation_file"):
-            if getattr(self, option):
-                existing(option, getattr(self, option), "a plain text file")
-        positive(self, "block_size")
+        self.exactly_one("train_file", "dataset_name")
+        self.beside("train_file", "validation_file")
+        self.beside("dataset_name", "dataset_config_name", "text_column")
+        for name in ("train_file", "validation_file"):
+            if getattr(self, name):
+                existing(name, getattr(self, name), "a plain text file")
+        self.positive("block_size")
         if not 0 < self.validation_split_percentage < 100:
             raise UsageError(
                 f"--validation_split_percentage: expected more than 0 and less than 100, got "

@@ -18,12 +18,11 @@ LoRA, from a recipe; and with weight gradients from a sample of the tokens, as i
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import datasets
-import evaluate
 import numpy as np
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -36,14 +35,14 @@ from transformers import (
     set_seed,
 )
 
+import metrics
 import models
 import runs
-from arguments import ModelArguments, SampleArguments, Sides, UsageError, exactly_one, parse_arguments, positive
+from arguments import ModelArguments, SampleArguments, Sides, UsageError, option, parse_arguments
 from glue_recipes import recipe
 from hf_memsave.data.glue import TASKS, GlueTask, guess_task, read_glue
 from hf_memsave.data.wordpiece import load_vocab_tokenizer, train_wordpiece
 
-METRICS = Path(__file__).parent / "metrics" / "glue"
 USAGE = "(--model_name_or_path NAME | --config_name NAME | --model_type TYPE) (--task_name TASK | --data_dir DIR)"
 USAGE += " [--memsave [PRESET|FILE]] [--lora_r N] [--do_train] [--do_eval] [--do_predict]"
 
@@ -52,13 +51,13 @@ USAGE += " [--memsave [PRESET|FILE]] [--lora_r N] [--do_train] [--do_eval] [--do
 class GlueModelArguments(ModelArguments):
     """BERT's own kind of tokenizer, beside every model's."""
 
-    vocab_file: str | None = field(default=None, metadata={"help": "A BERT vocab.txt, instead of --tokenizer_name."})
+    vocab_file: str | None = option("A BERT vocab.txt, instead of --tokenizer_name.")
 
     def __post_init__(self):
         """Refuse two tokenizers."""
         super().__post_init__()
         if self.tokenizer_name and self.vocab_file:
-            exactly_one(self, "tokenizer_name", "vocab_file")
+            self.exactly_one("tokenizer_name", "vocab_file")
 
 
 @dataclass
@@ -67,24 +66,20 @@ class GlueArguments(SampleArguments):
 
     SIDES: ClassVar[tuple[Sides, ...]] = ((("task_name",), ("data_dir",)),)
 
-    task_name: str | None = field(default=None, metadata={"help": f"A GLUE task on the hub: {', '.join(TASKS)}."})
-    data_dir: str | None = field(
-        default=None, metadata={"help": "A folder with one task's official TSV files; its name or columns tell which."}
-    )
-    max_seq_length: int = field(default=128, metadata={"help": "Longer examples are cut to this many tokens."})
-    pad_to_max_length: bool = field(
-        default=True, metadata={"help": "Pad to --max_seq_length, or to the longest example of each batch."}
-    )
+    task_name: str | None = option(f"A GLUE task on the hub: {', '.join(TASKS)}.")
+    data_dir: str | None = option("A folder with one task's official TSV files; its name or columns tell which.")
+    max_seq_length: int = option("Longer examples are cut to this many tokens.", default=128)
+    pad_to_max_length: bool = option("Pad to --max_seq_length, or to the longest example of each batch.", default=True)
 
     def __post_init__(self):
         """Refuse two answers to one question, and none."""
         super().__post_init__()
-        exactly_one(self, "task_name", "data_dir")
+        self.exactly_one("task_name", "data_dir")
         if self.task_name and self.task_name not in TASKS:
             raise UsageError(
                 f"--task_name: expected one of {', '.join(TASKS)}, got {self.task_name}. Name one of them."
             )
-        positive(self, "max_seq_length")
+        self.positive("max_seq_length")
 
 
 def load_splits(args: GlueArguments, training: TrainingArguments) -> tuple[GlueTask, dict[str, datasets.Dataset]]:
@@ -182,13 +177,11 @@ def task_values(outputs: np.ndarray, task: GlueTask, config: PreTrainedConfig) -
 
 def metrics_for(task: GlueTask, config: PreTrainedConfig) -> Callable[[EvalPrediction], dict[str, float]]:
     """The task's official metrics, and their mean where there are two."""
-    metric = evaluate.load(str(METRICS), task.name, keep_in_memory=True)
-
     def compute(prediction: EvalPrediction) -> dict[str, float]:
         references = prediction.label_ids
         if task.labels:
             references = [task.labels.index(config.id2label[index]) for index in references]
-        values = metric.compute(predictions=task_values(prediction.predictions, task, config), references=references)
+        values = metrics.glue(task.name, task_values(prediction.predictions, task, config), references)
         return values | ({"combined_score": float(np.mean(list(values.values())))} if len(values) > 1 else {})
 
     return compute
@@ -230,12 +223,12 @@ def run(model_args: GlueModelArguments, data_args: GlueArguments, training_args:
     if training_args.do_train:
         runs.train(trainer, checkpoint)
     if training_args.do_eval:
-        metrics = {}
+        found = {}
         for split in task.validation_splits:
             suffix = "_mm" if split.endswith("mismatched") else ""
             results = trainer.evaluate(splits[split]) | {"eval_samples": len(splits[split])}
-            metrics |= {name + suffix: value for name, value in results.items()}
-        runs.report(trainer, "eval", metrics)
+            found |= {name + suffix: value for name, value in results.items()}
+        runs.report(trainer, "eval", found)
     if training_args.do_predict:
         for split in task.test_splits:
             suffix = "_mm" if split.endswith("mismatched") else ""

@@ -8,14 +8,13 @@ Files of texts and summaries (JSON lines, CSV or TSV)::
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 import datasets
-import evaluate
 import numpy as np
 from transformers import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
@@ -29,13 +28,13 @@ from transformers import (
     set_seed,
 )
 
+import metrics
 import models
 import runs
-from arguments import ModelArguments, SampleArguments, Sides, UsageError, beside, exactly_one, parse_arguments, positive
+from arguments import ModelArguments, SampleArguments, Sides, UsageError, option, parse_arguments
 from byte_bpe import train_byte_bpe
 from text_data import existing, first, pick_columns, read_hub, read_pairs, renamed
 
-METRIC = Path(__file__).parent / "metrics" / "rouge"
 USAGE = "(--model_name_or_path NAME | --config_name NAME | --model_type TYPE) (--train_file FILE | --dataset_name NAME)"
 USAGE += " [--source_prefix TEXT] [--predict_with_generate] [--memsave [PRESET|FILE]] [--lora_r N] [--do_train]"
 USAGE += " [--do_eval]"
@@ -55,21 +54,17 @@ class SummarizationArguments(SampleArguments):
         (("dataset_name", "dataset_config_name"), tuple(file for file, _ in FILES.values())),
     )
 
-    train_file: str | None = field(
-        default=None, metadata={"help": "JSON lines, CSV or TSV, told by the file's name; a row is an example."}
-    )
-    validation_file: str | None = field(default=None, metadata={"help": "The same, to evaluate on."})
-    test_file: str | None = field(default=None, metadata={"help": "The same, to write summaries for."})
-    dataset_name: str | None = field(default=None, metadata={"help": "A dataset on the hub, instead of files."})
-    dataset_config_name: str | None = field(default=None, metadata={"help": "Its configuration's name."})
-    text_column: str | None = field(default=None, metadata={"help": "The column of the texts; the first by default."})
-    summary_column: str | None = field(default=None, metadata={"help": "Of the summaries; the second by default."})
-    source_prefix: str = field(
-        default="", metadata={"help": 'Put before every text; T5 was pretrained with "summarize: ".'}
-    )
-    max_source_length: int = field(default=1024, metadata={"help": "Longer texts are cut to this many tokens."})
-    max_target_length: int = field(
-        default=128, metadata={"help": "Longer summaries are cut to this many tokens, and none longer is generated."}
+    train_file: str | None = option("JSON lines, CSV or TSV, told by the file's name; a row is an example.")
+    validation_file: str | None = option("The same, to evaluate on.")
+    test_file: str | None = option("The same, to write summaries for.")
+    dataset_name: str | None = option("A dataset on the hub, instead of files.")
+    dataset_config_name: str | None = option("Its configuration's name.")
+    text_column: str | None = option("The column of the texts; the first by default.")
+    summary_column: str | None = option("Of the summaries; the second by default.")
+    source_prefix: str = option('Put before every text; T5 was pretrained with "summarize: ".', default="")
+    max_source_length: int = option("Longer texts are cut to this many tokens.", default=1024)
+    max_target_length: int = option(
+        "Longer summaries are cut to this many tokens, and none longer is generated.", default=128
     )
 
     def __post_init__(self):
@@ -77,22 +72,22 @@ class SummarizationArguments(SampleArguments):
         super().__post_init__()
         files = [file for file, _ in FILES.values()]
         if self.dataset_name or not any(getattr(self, file) for file in files):
-            exactly_one(self, "dataset_name", *[file for file in files if getattr(self, file)] or ["train_file"])
-        beside(self, "dataset_name", "dataset_config_name")
+            self.exactly_one("dataset_name", *[file for file in files if getattr(self, file)] or ["train_file"])
+        self.beside("dataset_name", "dataset_config_name")
         for file in files:
             if getattr(self, file):
                 existing(file, getattr(self, file), "JSON lines, CSV or TSV")
-        positive(self, "max_source_length", "max_target_length")
+        self.positive("max_source_length", "max_target_length")
 
 
 def load_splits(args: SummarizationArguments, training: Seq2SeqTrainingArguments) -> dict[str, datasets.Dataset]:
     """The splits that the run needs, with columns "text" and "summary", cut to the wanted number of examples."""
-    wanted = {split: option for split, (_, option) in FILES.items() if getattr(training, option)}
+    wanted = {split: action for split, (_, action) in FILES.items() if getattr(training, action)}
     limits = {"train": args.max_train_samples, "validation": args.max_eval_samples, "test": args.max_predict_samples}
     columns = (args.text_column, args.summary_column)
     hub = read_hub(args.dataset_name, args.dataset_config_name) if args.dataset_name else {}
     splits = {}
-    for split, option in wanted.items():
+    for split, action in wanted.items():
         file = FILES[split][0]
         if getattr(args, file):
             splits[split] = read_pairs(file, getattr(args, file), columns)
@@ -100,7 +95,7 @@ def load_splits(args: SummarizationArguments, training: Seq2SeqTrainingArguments
             text, summary = pick_columns(f"--dataset_name {args.dataset_name}", hub[split].column_names, columns)
             splits[split] = renamed(hub[split], text=text, summary=summary)
         else:
-            raise UsageError(f"--{option}: expected --{file} or a dataset with a split {split!r}, got none. Add one.")
+            raise UsageError(f"--{action}: expected --{file} or a dataset with a split {split!r}, got none. Add one.")
         splits[split] = first(splits[split], limits[split])
     return splits
 
@@ -136,10 +131,10 @@ def decode(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
 
 
-def rouge(prediction: EvalPrediction, metric: evaluate.Metric, tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:
+def rouge(prediction: EvalPrediction, tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:
     """ROUGE-1, ROUGE-2 and ROUGE-L from 0 to 100, and the mean length of the summaries in tokens."""
     found = decode(prediction.predictions, tokenizer)
-    values = metric.compute(predictions=found, references=decode(prediction.label_ids, tokenizer))
+    values = metrics.rouge(found, decode(prediction.label_ids, tokenizer))
     filled = (prediction.predictions != tokenizer.pad_token_id) & (prediction.predictions != -100)
     return {name: 100 * value for name, value in values.items()} | {"gen_len": float(filled.sum(axis=1).mean())}
 
@@ -170,7 +165,7 @@ def run(model_args: ModelArguments, data_args: SummarizationArguments, training_
         eval_dataset=splits.get("validation"),
         processing_class=tokenizer,
         data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
-        compute_metrics=metrics_for(tokenizer) if training_args.predict_with_generate else None,
+        compute_metrics=partial(rouge, tokenizer=tokenizer) if training_args.predict_with_generate else None,
     )
     runs.add_memsave(trainer, model_args.memsave_config(), checkpoint)
 
@@ -185,11 +180,6 @@ def run(model_args: ModelArguments, data_args: SummarizationArguments, training_
             lines = [" ".join(text.split()) for text in decode(results.predictions, tokenizer)]
             path = Path(training_args.output_dir) / "generated_predictions.txt"
             path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def metrics_for(tokenizer: PreTrainedTokenizerBase) -> Callable[[EvalPrediction], dict[str, float]]:
-    """What the trainer computes of generated summaries."""
-    return partial(rouge, metric=evaluate.load(str(METRIC), keep_in_memory=True), tokenizer=tokenizer)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

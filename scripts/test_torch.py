@@ -45,11 +45,7 @@ _HEADER = ["torch", "triton", "transformers", "passed", "skipped", "failed", "co
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Install, run both, and note.
-
-    Returns:
-        The exit status: 1 where a test failed.
-    """
+    """Install, run both, and note; 1 where a test failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("version", help="of torch")
     parser.add_argument("--folder", type=Path, default=ROOT / ".venv-torch", help="for the environment")
@@ -84,7 +80,7 @@ def install(folder: Path, python: Path, version: str) -> None:
 
 
 def versions(python: Path) -> dict[str, Any]:
-    """Those that decide, and the commit."""
+    """The versions of the libraries that decide, and the commit."""
     names = ("torch", "triton", "transformers", "peft")
     ask = f"import importlib.metadata as m, json; print(json.dumps({{n: m.version(n) for n in {names}}}))"
     found: dict[str, Any] = json.loads(subprocess.run([python, "-c", ask], check=True, capture_output=True).stdout)

@@ -34,12 +34,9 @@ def read_lines(option: str, name: str) -> datasets.Dataset:
 
 
 def read_pairs(option: str, name: str, columns: tuple[str | None, str | None]) -> datasets.Dataset:
-    """A file of examples, with columns "text" and "summary".
+    """A file of examples with columns "text" and "summary": JSON lines, CSV or TSV with a header, by its suffix.
 
-    Args:
-        option: The option that names the file, for messages.
-        name: JSON lines (``.json``, ``.jsonl``: an object on each line), CSV or TSV with a header.
-        columns: The columns to read as text and as summary; where None, the file's first and second.
+    Of ``columns``, those that are None are the first and the second; ``option`` names the file in messages.
     """
     path = existing(option, name, f"a file of {', '.join(SUFFIXES)}")
     if path.suffix not in SUFFIXES:

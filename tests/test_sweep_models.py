@@ -60,7 +60,7 @@ def test_a_difference_fails_the_sweep_until_it_is_explained(sweep, monkeypatch):
 
 @pytest.mark.long
 def test_report(sweep, tmp_path):
-    assert sweep.main(["--types", "bert", "evolla", "--modes", "fp32", "--out", str(tmp_path / "report")]) == 0
-    same, skipped = json.loads((tmp_path / "report.json").read_text())["runs"]
+    assert sweep.main(["--types", "bert", "evolla", "--modes", "fp32", "--out", str(tmp_path)]) == 0
+    same, skipped = json.loads((tmp_path / "sweep-models.json").read_text())["runs"]
     assert (same["type"], same["status"], skipped["status"]) == ("bert", "same", "skipped")
-    assert f"| bert | {same['patched'] / same['stock']:.2f} = |" in (tmp_path / "report.md").read_text()
+    assert f"| bert | {same['patched'] / same['stock']:.2f} = |" in (tmp_path / "sweep-models.md").read_text()

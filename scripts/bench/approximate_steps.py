@@ -5,26 +5,19 @@
 Frozen linears stand between activations, so that slopes multiply; trained are a shift before each, and norms. Each run
 has fp32's rates and batches, and weights of its own in float64, which are rounded to its dtype for each step: so what
 separates two runs of one dtype is their gradients. Small steps let rounding average out, and leave what a method does.
-Writes approximate-steps.{json,md} to DIR: distances from exact training in the same dtype and in float64, by dtype,
-method and seed. The tests take their bounds from it.
+The tests take their bounds from approximate-steps.json.
 """
 
-import argparse
-import datetime
-import json
 import logging
-import platform
 import statistics
 from math import exp, log
-from pathlib import Path
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from hf_memsave import MemSaveConfig, patch
+from publish import RESULTS, arguments, table, write
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
 WIDTH, DEPTH, STEPS, BATCH, RATE = 16, 9, 20, 512, 0.01
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 METHODS = {
@@ -110,9 +103,8 @@ def parsed(text: str) -> range:
 
 def main() -> None:
     """Measure all, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, RESULTS)
     parser.add_argument("--seeds", type=parsed, default=range(200, 220), metavar="A:B", help="from A, below B")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR")
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("hf_memsave").setLevel(logging.ERROR)
@@ -123,48 +115,31 @@ def main() -> None:
                 for name, value in by_name.items():
                     by_origin = found.setdefault(f"{dtype}, from {origin}", {})
                     by_origin.setdefault(name, []).append(float(f"{value:.4g}"))
-    write(options, found)
+    header = ["dtype", "method", "mean", "least", "largest", "spread", "from float64"]
+    text = f"""\
+# How far a few steps with approximate gradients go from exact training
+
+{DEPTH} frozen linears and GELUs of width {WIDTH}, three LayerNorms; shifts and norms are trained {STEPS} steps of SGD,
+batch {BATCH}, from seeds {options.seeds.start}:{options.seeds.stop}. Of what a method moves, the distance from what
+exact training moves in the same dtype, as a part of that: geometric mean, least and largest, and spread (the standard
+deviation of the natural logarithm). And the mean distance from what exact training moves in float64.
+
+"""
+    text += "\n".join(table(header, rows(dtype, found)) for dtype in DTYPES)
+    text += "\nOn CPU stock adds the gradients of a bf16 LayerNorm's parameters in bf16, `norm output` in fp32.\n"
+    write("approximate-steps", text, found, options.out)
 
 
-def write(options: argparse.Namespace, found: Found) -> None:
-    """Both files."""
-    seeds = f"{options.seeds.start}:{options.seeds.stop}"
-    text = [
-        "# How far a few steps with approximate gradients go from exact training", "",
-        f"{DEPTH} frozen linears and GELUs of width {WIDTH}, three LayerNorms; shifts and norms are trained {STEPS} "
-        f"steps of SGD, batch {BATCH}, from seeds {seeds}. Of what a method moves, the distance from what exact "
-        "training moves in the same dtype, as a part of that: geometric mean, least and largest, and spread (the "
-        "standard deviation of the natural logarithm). And the mean distance from what exact training moves in "
-        "float64.", "",
-        *(line for dtype in DTYPES for line in ("| dtype | method | mean | least | largest | spread | from float64 |",
-          "| --- | --- | --- | --- | --- | --- | --- |", *rows(dtype, found), "")),
-        "On CPU stock adds the gradients of a bf16 LayerNorm's parameters in bf16, `norm output` in fp32.", "",
-        f"- command: `python scripts/bench/approximate_steps.py --seeds {seeds}`",
-        f"- machine: {platform.machine()}, CPU, one thread",
-        f"- versions: torch {torch.__version__}, transformers {transformers.__version__}",
-        f"- date: {datetime.date.today().isoformat()}", "",
-    ]  # fmt: skip
-    (options.out / "approximate-steps.md").write_text("\n".join(text), encoding="utf-8")
-    lines = ",\n".join(f'"{what}": {{\n{methods(by_name)}\n}}' for what, by_name in found.items())
-    (options.out / "approximate-steps.json").write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
-    print("\n".join(text))
-
-
-def methods(by_name: dict[str, list[float]]) -> str:
-    """A line each, in JSON."""
-    return ",\n".join(f"{json.dumps(name)}: {json.dumps(values)}" for name, values in by_name.items())
-
-
-def rows(dtype: str, found: Found) -> list[str]:
+def rows(dtype: str, found: Found) -> list[list[str]]:
     """Of the table, one a method."""
     lines = []
     for name, from_float64 in found[f"{dtype}, from float64"].items():
-        numbers = "| - | - | - | -"
+        numbers = ["-"] * 4
         if name != "exact":
             values = found[f"{dtype}, from exact"][name]
             mean, spread = mean_and_spread(values)
-            numbers = f"| {mean:.1e} | {min(values):.1e} | {max(values):.1e} | {spread:.2f}"
-        lines.append(f"| {dtype} | {name} {numbers} | {mean_and_spread(from_float64)[0]:.1e} |")
+            numbers = [f"{mean:.1e}", f"{min(values):.1e}", f"{max(values):.1e}", f"{spread:.2f}"]
+        lines.append([dtype, name, *numbers, f"{mean_and_spread(from_float64)[0]:.1e}"])
     return lines
 
 

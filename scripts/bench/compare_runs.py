@@ -3,13 +3,11 @@
     python scripts/bench/compare_runs.py --text FILE [--steps 300]
 
 Every run starts from the same seed and sees the same batches of bytes, in ``transformers.Trainer`` with AdamW; one has
-``MemSaveCallback``, one stock gradient checkpointing (non-reentrant). Writes a table as Markdown and JSON and a picture
-under scripts/results, and ends with status 1 if any loss or final weight differs from stock's by a bit.
+``MemSaveCallback``, one stock gradient checkpointing (non-reentrant). Writes compare-llama-10m.{json,md,png}, and ends
+with status 1 if any loss or final weight differs from stock's by a bit.
 """
 
 import argparse
-import datetime
-import json
 import sys
 import tempfile
 import time
@@ -21,39 +19,26 @@ from typing import Any
 import torch
 import transformers
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
 from hf_memsave import Kept, MemSaveCallback, measure_kept
 from hf_memsave.commands.pictures import stacked_bars
-from publish import cpu
+from publish import MIB, RESULTS, arguments, publish
 
 SEED = 0
 #: Name of a run -> the width and colour of its curve, so that equal ones can all be seen.
 RUNS = {"stock": (7, "#88CCEE"), "exact": (3.5, "#332288"), "checkpointing": (1, "#DDCC77")}
 HEADER = ("run", "kept MiB", "freed MiB", "freed", "s/step", "ratio", "p10 s/step", "p10 ratio", "final loss")
-CHECKPOINTING = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+FORMATS = ("{:.1f}", "{:.1f}", "{:.0%}", *["{:.2f}"] * 4, "{:.4f}")
 EQUAL = "every loss and every final weight equals those of stock, bit for bit"
-MARKDOWN = """\
-# {model}
-
-{task}, from random weights, in `transformers.Trainer`; the same seed for every run.
-
-{table}
-
+NOTES = """
 {equal}
 
 Kept: what is alive between forward and backward of one batch, by `hf_memsave.measure_kept`. Checkpointing also makes
 every layer's activations again in backward, one layer at a time: its peak is higher than what it keeps. Seconds: a
 step with AdamW, the median and (p10) the 10th percentile. The runs came one after the other on a shared machine: the
 ratio of medians includes the change of its load from run to run, that of the quickest steps less of it.
-
-- command: `{command}`
-- machine: {machine}
-- versions: {versions}
-- date: {date}
 """
 
 
@@ -90,7 +75,7 @@ class Clock(TrainerCallback):
 
 def main() -> int:
     """Train, compare, write; the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, RESULTS)
     parser.add_argument("--text", type=Path, required=True, help="a text to learn, byte by byte")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=8)
@@ -98,30 +83,25 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=384, help="a multiple of 48, for 6 heads")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parents[1] / "results", help="a folder")
     parser.add_argument("--name", default="compare-llama-10m", help="of the three files written")
     options = parser.parse_args()
     examples = read_examples(options.text, options.seq) if options.text.is_file() else []
     if len(examples) < options.batch_size:
         parser.error(f"--text {options.text}: expected a file of {options.batch_size * options.seq} bytes or more")
-    options.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
     runs = {name: train(name, examples, options) for name in RUNS}
     found = {name: difference(runs["stock"], runs[name]) for name in ("exact", "checkpointing")}
-    about = describe(parser, options, runs["stock"])
-    rows = {name: row(run, runs["stock"]) for name, run in runs.items()}
-    entries: dict[str, Any] = {**about, "differences": found}
-    entries |= {name: rows[name] | {"losses": run.losses, "seconds": run.seconds} for name, run in runs.items()}
-    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in entries.items())
-    (options.out / f"{options.name}.json").write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
-    (options.out / f"{options.name}.md").write_text(markdown(about, rows, found), encoding="utf-8")
-    table = Table(*HEADER, title=f"{about['model']}; {about['task']}")
-    picture(options.out / f"{options.name}.png", str(table.title), runs)
-    for name, cells in rows.items():
-        table.add_row(*formatted(name, cells))
-    Console(width=120).print(table)
-    for name, text in found.items():
-        print(f"{name}: {text or EQUAL}")
+    size = sum(w.numel() for name, w in runs["stock"].weights.items() if name != "lm_head.weight")  # it is tied
+    model = f"LLaMA, {size / 1e6:.1f}M parameters, hidden {options.hidden}, {options.layers} layers, fp32"
+    task = f"{options.steps} steps of {options.batch_size} x {options.seq} bytes of {options.text.name}"
+    title = f"# {model}\n\n{task}, from random weights, in `transformers.Trainer`; the same seed for every run."
+    figures = {name: figures_of(run, runs["stock"]) for name, run in runs.items()}
+    rows = [[name, *(f.format(v) for f, v in zip(FORMATS, of.values(), strict=True))] for name, of in figures.items()]
+    entries: dict[str, Any] = {"model": model, "task": task, "differences": found}
+    entries |= {name: figures[name] | {"losses": run.losses, "seconds": run.seconds} for name, run in runs.items()}
+    notes = NOTES.format(equal="\n".join(f"- {name}: {text or EQUAL}." for name, text in found.items()))
+    publish(options.name, title, HEADER, rows, entries, options.out, notes)
+    picture(options.out / f"{options.name}.png", f"{model}; {task}", runs)
     return int(any(found.values()))
 
 
@@ -134,43 +114,22 @@ def read_examples(text: Path, seq: int) -> list[dict[str, Tensor]]:
 def train(name: str, examples: list[dict[str, Tensor]], options: argparse.Namespace) -> Run:
     """One run from the seed; ``name`` is one of ``RUNS``."""
     transformers.set_seed(SEED)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=256,
-            hidden_size=options.hidden,
-            intermediate_size=11 * options.hidden // 4,
-            num_hidden_layers=options.layers,
-            num_attention_heads=6,
-            num_key_value_heads=3,
-            tie_word_embeddings=True,
-        )
-    )
-    clock = Clock(name)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=options.hidden, intermediate_size=11 * options.hidden // 4,
+        num_hidden_layers=options.layers, num_attention_heads=6, num_key_value_heads=3, tie_word_embeddings=True,
+    )  # fmt: skip
+    model, clock = LlamaForCausalLM(config), Clock(name)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(
-            model=model,
-            args=TrainingArguments(
-                output_dir=folder,
-                max_steps=options.steps,
-                per_device_train_batch_size=options.batch_size,
-                learning_rate=1e-3,
-                warmup_steps=options.steps // 10,
-                weight_decay=0.1,
-                **CHECKPOINTING if name == "checkpointing" else {},
-                logging_steps=1,
-                save_strategy="no",
-                report_to="none",
-                use_cpu=True,
-                dataloader_pin_memory=False,
-                dataloader_drop_last=True,
-                seed=SEED,
-            ),
-            train_dataset=examples,
-            callbacks=[clock, *([MemSaveCallback()] if name == "exact" else [])],
-        )
+        training = TrainingArguments(
+            output_dir=folder, max_steps=options.steps, per_device_train_batch_size=options.batch_size,
+            learning_rate=1e-3, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True,
+            dataloader_pin_memory=False, dataloader_drop_last=True, seed=SEED,
+        )  # fmt: skip
+        callbacks = [clock, *([MemSaveCallback()] if name == "exact" else [])]
+        trainer = Trainer(model=model, args=training, train_dataset=examples, callbacks=callbacks)
         trainer.remove_callback(ProgressCallback)
         if name == "checkpointing":
-            model.gradient_checkpointing_enable(CHECKPOINTING["gradient_checkpointing_kwargs"])
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         kept = measure_kept(model.train(), dict(next(iter(trainer.get_train_dataloader()))))
         transformers.set_seed(SEED)
         trainer.train()
@@ -187,42 +146,13 @@ def difference(stock: Run, other: Run) -> str | None:
     return f"{unequal[0]} differs after training" if unequal else None
 
 
-def row(run: Run, stock: Run) -> dict[str, float]:
+def figures_of(run: Run, stock: Run) -> dict[str, float]:
     """The figures of one run."""
-    kept, of_stock, step = run.kept.total / 2**20, stock.kept.total / 2**20, median(run.seconds)
+    kept, of_stock, step = run.kept.total / MIB, stock.kept.total / MIB, median(run.seconds)
     fast, stock_fast = (sorted(each.seconds)[len(each.seconds) // 10] for each in (run, stock))
     times = (step, step / median(stock.seconds), fast, fast / stock_fast)
     values = (kept, of_stock - kept, 1 - kept / of_stock, *times, run.losses[-1])
     return dict(zip(HEADER[1:], values, strict=True))
-
-
-def formatted(name: str, cells: dict[str, float]) -> list[str]:
-    """The cells of a table's row."""
-    formats = ("{:.1f}", "{:.1f}", "{:.0%}", *["{:.2f}"] * 4, "{:.4f}")
-    return [name, *(form.format(value) for form, value in zip(formats, cells.values(), strict=True))]
-
-
-def describe(parser: argparse.ArgumentParser, options: argparse.Namespace, stock: Run) -> dict[str, str]:
-    """What was run, where and when; no path of this machine."""
-    size = sum(weight.numel() for name, weight in stock.weights.items() if name != "lm_head.weight")  # it is tied
-    given = {key: value for key, value in vars(options).items() if value != parser.get_default(key) and key != "out"}
-    flags = (f"--{key.replace('_', '-')} {getattr(value, 'name', value)}" for key, value in given.items())
-    return {
-        "command": f"python scripts/bench/compare_runs.py {' '.join(flags)}",
-        "model": f"LLaMA, {size / 1e6:.1f}M parameters, hidden {options.hidden}, {options.layers} layers, fp32",
-        "task": f"{options.steps} steps of {options.batch_size} x {options.seq} bytes of {options.text.name}",
-        "machine": f"{cpu()}, threads: {options.threads}, shared with other work",
-        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
-        "date": datetime.date.today().isoformat(),
-    }
-
-
-def markdown(about: dict[str, str], rows: dict[str, dict[str, float]], found: dict[str, str | None]) -> str:
-    """The table, between what was run and what it shows."""
-    cells = [HEADER, ["---"] * len(HEADER), *(formatted(name, figures) for name, figures in rows.items())]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in cells)
-    equal = "\n".join(f"- {name}: {text or EQUAL}." for name, text in found.items())
-    return MARKDOWN.format(table=table, equal=equal, **about)
 
 
 def picture(path: Path, title: str, runs: dict[str, Run]) -> None:

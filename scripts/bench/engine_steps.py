@@ -188,17 +188,7 @@ def trained(
 ) -> dict[str, Any]:
     """Losses, a hash of the parameters that this process has at the end, and the bytes kept in each step; or the error.
 
-    Args:
-        engine: Of :data:`ENGINES`.
-        training: Of :data:`TRAININGS`.
-        checkpointing: Of :data:`CHECKPOINTING`.
-        variant: Of :data:`VARIANTS`, or "stock".
-        order: Whether it is patched "before" or "after" it is wrapped.
-        rank: This process's.
-        folder: A saved model, for "tp".
-
-    Returns:
-        What can be written as JSON.
+    As ``variant`` is one of VARIANTS or "stock", patched "before" or "after" it is wrapped; ``folder`` is for "tp".
     """
     found: dict[str, Any] = {"losses": [], "kept": []}
     try:
@@ -208,7 +198,7 @@ def trained(
         optimizer = model if is_zero else _OPTIMIZER([p for p in model.parameters() if p.requires_grad])
         live = Live()
         inner = next(module for module in model.modules() if isinstance(module, LlamaForCausalLM))
-        inner.register_forward_pre_hook(lambda *_: live.made.clear())  # of DDP's buckets, made anew in the second step
+        inner.register_forward_pre_hook(lambda *_: live.made.clear())  # of DDP's buckets, made again in the second step
         for step in range(STEPS):
             if not is_zero:
                 optimizer.zero_grad()

@@ -11,8 +11,6 @@ one figure where all steps have it, else one for each step. Exit status 1 where 
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 import sys
@@ -29,7 +27,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 from engine_steps import CHECKPOINTING, ENGINES, RANKS, STEPS, TRAININGS, VARIANTS, llama, trained  # noqa: E402
-from publish import add_out, publish  # noqa: E402
+from publish import arguments, as_json, publish  # noqa: E402
 
 #: Seconds that a cell may take, and that the other process may take when one has failed.
 LIMIT, GRACE = 120, 10
@@ -225,19 +223,14 @@ def errors(cells: list[dict[str, Any]]) -> str:
     return "".join(f"\n- {text}\n" + "".join(f"  - {name}\n" for name in names) for text, names in found.items())
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Every row that is asked for, and the table.
-
-    Returns:
-        1 where a cell is neither right nor explained, else 0.
-    """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Every row that is asked for, and the table; 1 where a cell is neither right nor explained, else 0."""
+    parser = arguments(__doc__)
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="beginnings of rows")
     parser.add_argument("--orders", nargs="+", choices=ORDERS, default=ORDERS)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=tuple(VARIANTS))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every cell there")
-    add_out(parser)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(argv)
     torch.set_num_threads(1)
     chosen = rows([pattern for asked in options.only for pattern in asked.split(",")])
     if any(engine.startswith("zero") for engine, *_ in chosen):
@@ -249,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for found in measured(chosen, options.orders, options.variants):
         cells += found
         if options.json:  # after each row: a run that was cut short is worth its rows
-            options.json.write_text(json.dumps(cells, indent=1) + "\n", encoding="utf-8")
+            options.json.write_text(as_json(cells) + "\n", encoding="utf-8")
     kinds = dict.fromkeys((c["row"], c["order"]) for c in cells if c["variant"] != "stock" or "error" in c)
     lines = [line(row, order, cells) for row, order in kinds]
     wrong = [cell for cell in cells if not is_right(cell, cells) and not reason(cell)]

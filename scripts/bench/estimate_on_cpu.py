@@ -10,7 +10,6 @@ bitsandbytes quantizes it on both sides, said and counted. --out writes estimate
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import tempfile
@@ -35,7 +34,7 @@ from hf_memsave.measure.models import choose_head
 from hf_memsave.measure.peak import rounded
 from hf_memsave.measure.trace import UNIT
 from hf_memsave.measure.training import Training, build
-from publish import add_out, publish
+from publish import arguments, publish
 from support.estimated import configs, count_step
 
 LAYERS, BATCH, TOKENS = 7, 2, 64
@@ -55,11 +54,7 @@ SETTINGS: dict[str, tuple[MemSaveConfig | None, bool]] = {
 
 
 def said(config: PreTrainedConfig, training: Training, memsave: MemSaveConfig | None) -> tuple[float, float]:
-    """Kept bytes and the peak of forward and backward, weights and the batch apart, from few layers.
-
-    Returns:
-        Both.
-    """
+    """Kept bytes and the peak of forward and backward, weights and the batch apart, from few layers."""
     depth = dict.fromkeys(depth_fields(config), LAYERS)
     full, _ = trace_in_full(config, depth, training, memsave, on_cpu=True)
     batch = make_batch(choose_head(config), config, training.batch_size, training.seq_len)
@@ -68,11 +63,7 @@ def said(config: PreTrainedConfig, training: Training, memsave: MemSaveConfig | 
 
 
 def counted(config: PreTrainedConfig, training: Training, memsave: MemSaveConfig | None) -> tuple[int, int]:
-    """The same of a real step.
-
-    Returns:
-        Both.
-    """
+    """Kept bytes and the peak of a real step."""
     config = type(config)(**{**config.to_dict(), **dict.fromkeys(depth_fields(config), LAYERS)})
     torch.manual_seed(0)
     model: Any = in_4_bits(config, training) if training.quantized else build(config, training)
@@ -105,13 +96,12 @@ def cases(families: Sequence[str], tunings: Sequence[str]) -> Iterator[tuple[str
             yield family, tuning, setting
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Compare every case, print all of them, and how many are within bounds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--family", nargs="+", choices=CONFIGS, default=list(CONFIGS), help="(all)")
     parser.add_argument("--tuning", nargs="+", choices=TUNING, default=list(TUNING), help="(all)")
-    add_out(parser)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(argv)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -8,7 +8,6 @@ Run: ``python scripts/bench/estimate_records.py [--out FOLDER] [--only PART_OF_A
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import time
@@ -16,13 +15,14 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from hf_memsave import MemSaveError, estimate
 from hf_memsave.errors import MeasureError
+from publish import RESULTS, arguments, as_json
+from publish import table as markdown
 
 DATA = Path(__file__).with_suffix(".json")
-RESULTS = Path(__file__).parents[1] / "results"
 INTRODUCTION = """# Estimates against public records
 
 What others measured in their training runs, beside what `hf_memsave.estimate` says of the same settings: stock, on one
@@ -37,11 +37,7 @@ class Adapter(NamedTuple):
     autocast_adapter_dtype: bool
 
     def add_to(self, model: PreTrainedModel) -> None:
-        """Freeze the model and put adapters into it.
-
-        Raises:
-            MeasureError: They cannot be made without weights, or work outside of the model's layers.
-        """
+        """Freeze the model and put adapters into it; a MeasureError where they work outside of its layers."""
         from peft import PeftConfig, get_peft_model
 
         config = PeftConfig.from_peft_type(**self.fields)
@@ -58,19 +54,13 @@ def training_of(record: dict[str, Any], common: dict[str, Any]) -> dict[str, Any
     return training
 
 
-def config_of(fields: dict[str, Any]) -> PreTrainedConfig:
-    """The configuration of a model."""
-    return CONFIG_MAPPING[fields["model_type"]](**fields)
-
-
 def measured(record: dict[str, Any], source: dict[str, Any], models: dict[str, Any]) -> dict[str, Any]:
     """The estimate of one record, or why there is none; bytes."""
     begin = time.perf_counter()
     try:
-        result = estimate(
-            config_of(models[record.get("model", source.get("model"))]),
-            **training_of(record, source["training"]), memsave=False,
-        )  # fmt: skip
+        fields = models[record.get("model", source.get("model"))]
+        config = CONFIG_MAPPING[fields["model_type"]](**fields)
+        result = estimate(config, **training_of(record, source["training"]), memsave=False)
     except MemSaveError as error:
         return {"why_not": _why_not(error)}
     trained = record.get("trained", result.numbers["trained"])
@@ -106,28 +96,25 @@ def table(data: dict[str, Any], found: dict[str, dict[str, Any]]) -> str:
         differences = [one["difference"] for _, one in rows]
         parts += ["", f"## {name}", "", source["description"], ""]
         if rows:
-            parts += [
-                f"{len(rows)} rows: from {min(differences):+.1%} to {max(differences):+.1%}; "
-                f"{sum(abs(d) <= 0.07 for d in differences)} within 7%.",
-                "",
-                "| what | recorded GB | estimated GB | difference |",
-                "|---|---|---|---|",
-            ]
-        for record, one in rows:
-            note = f" ({record['note']})" if "note" in record else ""
-            parts.append(
-                f"| {record['name']}{note} | {record['recorded'] / 1e9:.2f} | {one['estimated'] / 1e9:.2f} | "
-                f"{one['difference']:+.1%} |"
-            )
+            said = f"{len(rows)} rows: from {min(differences):+.1%} to {max(differences):+.1%}; "
+            parts += [f"{said}{sum(abs(d) <= 0.07 for d in differences)} within 7%.", ""]
+            header = ["what", "recorded GB", "estimated GB", "difference"]
+            parts.append(markdown(header, (cells(record, one) for record, one in rows)).rstrip())
         if missing:
             parts += ["", "Not estimated:", "", *(f"- {line}" for line in missing)]
     return "\n".join(parts) + "\n"
 
 
+def cells(record: dict[str, Any], one: dict[str, Any]) -> list[str]:
+    """Of a row."""
+    note = f" ({record['note']})" if "note" in record else ""
+    sizes = [f"{nbytes / 1e9:.2f}" for nbytes in (record["recorded"], one["estimated"])]
+    return [f"{record['name']}{note}", *sizes, f"{one['difference']:+.1%}"]
+
+
 def main() -> None:
     """Estimate what was asked for, and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the folder to write to (%(default)s)")
+    parser = arguments(__doc__, RESULTS)
     parser.add_argument("--only", default="", help="rows whose source or name has this in it")
     parser.add_argument("--missing", action="store_true", help="of these, rows that have not been run")
     args = parser.parse_args()
@@ -143,7 +130,7 @@ def main() -> None:
             found[key] = measured(record, source, data["models"])
             print(key, found[key], flush=True)
             gc.collect()
-            out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            out.write_text(as_json(found) + "\n", encoding="utf-8")
     out.with_suffix(".md").write_text(table(data, found), encoding="utf-8")
 
 

@@ -12,7 +12,6 @@ both backends take turns; time is the process's on the CPU.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import statistics
@@ -33,18 +32,17 @@ from hf_memsave import MemSaveConfig, patch
 from hf_memsave.ops.fused import linear
 from hf_memsave.ops.fused.kernels import kernels
 from host_time import WARM_UP, Times, quickest_tenth, take_step
-from publish import add_out, machine, publish
+from publish import arguments, machine, publish
 
 _SIZE: dict[str, Any] = dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=64)
 METHODS = {"stock": None, "torch": MemSaveConfig(), "Triton": MemSaveConfig(backend="triton")}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Time every setting and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--steps", type=int, default=100, help="of each method")
-    add_out(parser)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(argv)
     torch.set_num_threads(1)
     launch_nothing()
     rows, figures = [], {}
@@ -136,7 +134,7 @@ def llama() -> nn.Module:
 
 
 def adapted() -> nn.Module:
-    """The same with LoRA adapters of rank 16 at all linears, in fp32 as PEFT makes them."""
+    """LLaMA with LoRA adapters of rank 16 at all linears, in fp32 as PEFT makes them."""
     options: dict[str, Any] = dict(r=16, lora_dropout=0.05, target_modules="all-linear", init_lora_weights=False)
     return get_peft_model(llama(), LoraConfig(**options)).train()
 

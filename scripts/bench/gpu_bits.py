@@ -22,7 +22,6 @@ row is wrong. --out writes gpu-bits.json and .md after every row. --plant makes 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import os
@@ -47,7 +46,7 @@ from hf_memsave import MemSaveConfig, estimate, patch
 from hf_memsave.measure.check import check
 from hf_memsave.measure.estimate import Estimate
 from hf_memsave.measure.training import training_of
-from publish import add_out, publish
+from publish import arguments, publish
 from support.families import Size, batch_for, build  # found by publish
 
 FAMILIES = ("llama", "bert", "gpt2", "t5-gated-encoder", "phi", "qwen3", "gemma", "opt")
@@ -229,18 +228,13 @@ def planned(rows: Rows) -> Iterator[tuple[Callable[[Case], Row], Case]]:
         yield from of(setting)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Make every row.
-
-    Returns:
-        The exit status: 1 where one is wrong.
-    """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Make every row; the exit status is 1 where one is wrong."""
+    parser = arguments(__doc__)
     parser.add_argument("--minutes", type=float, default=7.0, help="begin no row after so many")
     parser.add_argument("--smoke", action="store_true", help="tiny models, the first row of each kind")
     parser.add_argument("--plant", choices=("bit", "sync", "error"), help="a fault in patched models")
-    add_out(parser)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(argv)
     if DEVICE.type == "cpu" and not options.smoke:
         parser.error("expected a CUDA device, got none. Use --smoke to see whether the script runs.")
     warnings.filterwarnings("ignore", message=".*deterministic")

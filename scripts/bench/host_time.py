@@ -1,25 +1,18 @@
 """Time of a step and of its forward, patched over stock, where only the host counts and where the kernels do too.
 
     python scripts/bench/host_time.py [--families bert llama] [--seconds 30] [--out [DIR]]
-    python scripts/bench/host_time.py --profile llama [--rows 40]
 
 At batch 1 and 8 tokens what is left of a step is Python, PyTorch's dispatcher and the reading of weights; 4 x 128
 tokens is a small real step. Stock and patched take alternating steps in one run, in turn first, so that a drift of the
 machine meets both. The ratio is that of the medians; beside it that of the means of the quickest tenth, which other
-work on the machine disturbs least. Time is that of the process on the CPU, which on an idle machine is the clock's and
-on a busy one leaves out the waiting (--clock wall for that). A step is one forward and backward; forward is the part of
-it up to the loss. No dropout, fp32.
-
---profile prints where the host's time goes in a patched step at batch 1 and 8 tokens, by each function's own time.
---out writes host-time.json and host-time.md.
+work on the machine disturbs least. Time is that of the process on the CPU, which on a busy machine leaves out the
+waiting (--clock wall for that). A step is one forward and backward. No dropout, fp32.
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
 import gc
-import pstats
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -28,15 +21,15 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 from torch import nn
 
 from hf_memsave import patch
-from publish import add_out, machine, publish
+from publish import arguments, machine, publish
 from support.families import FAMILIES, Size, batch_for, build  # found by publish
 
 #: Batch and tokens; and the most that the time should be of stock's: of the step, of its forward.
-SHAPES = {"1 x 8": (1, 8, 1.35, 1.6), "4 x 128": (4, 128, 1.10, None)}
+SHAPES = {"1 x 8": (1, 8, {"step": 1.35, "forward": 1.6}), "4 x 128": (4, 128, {"step": 1.10})}
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 FEWEST, WARM_UP = 20, 3
 
@@ -49,36 +42,33 @@ class Times:
     step: list[float] = field(default_factory=list)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Time every family at every shape and print the table, or profile one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    """Time every family at every shape and print the table."""
+    parser = arguments(__doc__)
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=["bert", "gpt2", "llama"])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=30.0, help="of alternating steps, for each family and shape")
     parser.add_argument("--clock", choices=CLOCKS, default="cpu")
-    parser.add_argument("--profile", choices=FAMILIES, metavar="FAMILY", help="profile its patched step instead")
-    parser.add_argument("--steps", type=int, default=200, help="that --profile takes")
-    parser.add_argument("--rows", type=int, default=30, help="that --profile prints")
-    add_out(parser)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    if options.profile:
-        profile(options)
-        return
     runs = [(family, shape) for family in options.families for shape in SHAPES]
     found: dict[str, dict[str, Any]] = {family: {} for family in options.families}
-    with Progress(console=Console(stderr=True)) as progress:
-        for family, shape in progress.track(runs, description="timing"):
-            found[family][shape] = ratios(*alternate(family, shape, options))
+    rows = []
+    for family, shape in track(runs, description="timing", console=Console(stderr=True)):
+        found[family][shape] = ratios(*alternate(family, shape, options))
+        rows.append([family, shape, *cells(found[family][shape], SHAPES[shape][2])])
+    header = ["family", "batch x tokens", "steps"]
+    for part in ("step", "forward"):
+        header += [f"{part}, stock, ms", "patched / stock", "quickest tenth", "limit"]
     model = f"{options.layers} layers of hidden {options.hidden}, fp32"
     title = f"Host time, patched over stock: {model}, {options.clock} time; {machine()}"
-    publish("host-time", title, *table(found), {"families": found}, options.out)
+    publish("host-time", title, header, rows, {"families": found}, options.out)
 
 
 def made(family: str, shape: str, options: argparse.Namespace, patched: bool) -> tuple[nn.Module, dict[str, Any]]:
     """A model without dropout in training mode, and a batch."""
-    batch, tokens, *_ = SHAPES[shape]
+    batch, tokens, _ = SHAPES[shape]
     size = Size(hidden=options.hidden, heads=4, layers=options.layers, batch=batch, seq=tokens)
     model = build(family, size, dropout=0.0)
     if patched:
@@ -137,34 +127,14 @@ def quickest_tenth(seconds: list[float]) -> float:
     return statistics.fmean(sorted(seconds)[: max(1, len(seconds) // 10)])
 
 
-def table(found: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """The header and a row for each family and shape."""
-    header = ["family", "batch x tokens", "steps"]
+def cells(found: dict[str, Any], limits: dict[str, float]) -> list[str]:
+    """Of a row of the table."""
+    shown = [str(found["steps"])]
     for part in ("step", "forward"):
-        header += [f"{part}, stock, ms", "patched / stock", "quickest tenth", "limit"]
-    rows = []
-    for family, shapes in found.items():
-        for shape, row in shapes.items():
-            cells = [family, shape, str(row["steps"])]
-            for part, limit in zip(("step", "forward"), SHAPES[shape][2:], strict=True):
-                of = row[part]
-                cells += [f"{1e3 * of['stock_median']:.2f}", f"{of['median']:.3f}", f"{of['quickest_tenth']:.3f}"]
-                cells += [f"{limit:.2f}" if limit else ""]
-            rows.append(cells)
-    return header, rows
-
-
-def profile(options: argparse.Namespace) -> None:
-    """Print the functions of a patched forward and backward, by their own time."""
-    model, batch = made(options.profile, next(iter(SHAPES)), options, patched=True)
-    for _ in range(WARM_UP):
-        take_step(model, batch, Times())
-    profiler = cProfile.Profile()
-    with profiler:
-        for _ in range(options.steps):
-            take_step(model, batch, Times())
-    print(f"{options.profile}: {options.steps} patched steps; calls and seconds are of all together")
-    pstats.Stats(profiler).strip_dirs().sort_stats("tottime").print_stats(options.rows)
+        of = found[part]
+        shown += [f"{1e3 * of['stock_median']:.2f}", f"{of['median']:.3f}", f"{of['quickest_tenth']:.3f}"]
+        shown += [f"{limits[part]:.2f}" if part in limits else ""]
+    return shown
 
 
 if __name__ == "__main__":

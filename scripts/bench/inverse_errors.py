@@ -1,6 +1,6 @@
 """How far the approximate slopes of activations are from f', over every half-precision input and against the papers'.
 
-    python scripts/bench/inverse_errors.py [--out scripts/results]
+    python scripts/bench/inverse_errors.py [--out [DIR]]
 
 Writes inverse-derivatives.{json,md,png}. The errors of half precision stand beside the floor: those of the exact
 inverse (by bisection in float64) of the same forward's own rounded y.
@@ -8,13 +8,7 @@ inverse (by bisection in float64) of the same forward's own rounded y.
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
-import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -23,6 +17,7 @@ from torch import Tensor
 from hf_memsave.ops.elementwise import ACTIVATIONS
 from hf_memsave.ops.few_bit import few_bit
 from hf_memsave.ops.few_bit_tables import RANGE
+from publish import RESULTS, arguments, table, write
 from slopes import (
     HALVES,
     dense,
@@ -52,9 +47,6 @@ own Eqs. 5-9 (1 bit beside the output, as ours). FewBit: levels by dynamic progr
 {compared}
 
 ![errors of GELU and SiLU](inverse-derivatives.png)
-
-- command: `python scripts/bench/inverse_errors.py`
-- versions: python {python}, torch {torch}
 """
 
 
@@ -100,10 +92,9 @@ def _few_bit_slope(name: str, x: Tensor, bits: int) -> Tensor:
     return torch.autograd.grad(few_bit(leaf, name, ACTIVATIONS[name], bits).sum(), leaf)[0]
 
 
-def table(header: Sequence[str], rows: dict[str, Sequence[float]]) -> str:
-    """Markdown, two digits a number."""
-    lines = [header, ["---"] * len(header), *([key, *map(_number, row)] for key, row in rows.items())]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def cells(rows: dict[str, list[float]]) -> list[list[str]]:
+    """Two digits a number."""
+    return [[name, *map(_number, row)] for name, row in rows.items()]
 
 
 def _number(value: float) -> str:
@@ -136,31 +127,22 @@ def picture(path: Path, compared: dict[str, dict[str, tuple[float, float]]]) -> 
     figure.savefig(path, metadata={"Software": None})
 
 
-def main() -> int:
+def main() -> None:
     """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parents[1] / "results", help="a folder")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
+    options = arguments(__doc__, RESULTS).parse_args()
     torch.set_num_threads(1)
     found = {name: errors(name) for name in ACTIVATIONS}
     compared = {name: compare(name) for name in FIGURE}
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    results: dict[str, Any] = {"errors": found, "compared": compared, **versions}
-    path = options.out / "inverse-derivatives"
-    path.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     columns = [f"{name}, {what}" for name in FIGURE for what in ("largest", "L2")]
+    beside = {slope: [v for name in FIGURE for v in compared[name][slope]] for slope in compared["gelu"]}
     text = MARKDOWN.format(
-        errors=table(["activation", *found["gelu"]], {name: list(row.values()) for name, row in found.items()}),
-        compared=table(["slope", *columns], {k: [v for n in FIGURE for v in compared[n][k]] for k in compared["gelu"]}),
+        errors=table(["activation", *found["gelu"]], cells({name: [*row.values()] for name, row in found.items()})),
+        compared=table(["slope", *columns], cells(beside)),
         range=RANGE,
-        **versions,
     )
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
-    picture(path.with_suffix(".png"), compared)
-    print(text)
-    return 0
+    write("inverse-derivatives", text, {"errors": found, "compared": compared}, options.out)
+    picture(options.out / "inverse-derivatives.png", compared)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

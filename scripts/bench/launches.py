@@ -9,21 +9,19 @@ have no bytes here, and attention is a launch. Nothing is known of time. --out w
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
-from publish import add_out, publish
+from publish import arguments, publish
 from support.launches import EXACT, METHODS, SETTINGS, counted
 
 #: Where what is not exact is counted too.
 _WITH_ALL = "BERT-Large, S512, bf16", "Llama-3-8B, full"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Count every setting by every method and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_out(parser)
-    options = parser.parse_args(arguments)
+    parser = arguments(__doc__)
+    options = parser.parse_args(argv)
     rows, figures = [], {}
     for name in SETTINGS:
         found = counted(name, tuple(METHODS) if name in _WITH_ALL else EXACT)

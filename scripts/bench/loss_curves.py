@@ -9,7 +9,6 @@ logits take 156 MB, more than the 128 MiB up to which stock's own expression run
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,20 +19,18 @@ from torch import Tensor
 from transformers import BertTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_memsave import MemSaveConfig, patch
-from hf_memsave.ops.lazy_logits import LazyLogits
-from publish import add_out, publish
+from publish import arguments, publish
 
 BATCH, LENGTH, HIDDEN, LAYERS = 8, 160, 64, 2
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Train both and publish."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--text", type=Path, required=True, help="plain text to train on")
     parser.add_argument("--vocab", type=Path, required=True, help="a vocab.txt of BERT's")
     parser.add_argument("--steps", type=int, default=300)
-    add_out(parser)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(argv)
     tokenizer = BertTokenizer(vocab=str(options.vocab))
     ids = torch.tensor(tokenizer(options.text.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"])
     curves = {loss: losses(loss, ids, len(tokenizer), options.steps) for loss in ("stock", "chunked")}
@@ -51,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def losses(loss: str, ids: Tensor, words: int, steps: int) -> list[float]:
-    """That of each step."""
+    """The loss of each step."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=4,
@@ -63,7 +60,7 @@ def losses(loss: str, ids: Tensor, words: int, steps: int) -> list[float]:
     found = []
     for batch in track(batches(ids, steps), loss, steps, console=Console(stderr=True)):
         out = model(input_ids=batch, labels=batch)
-        assert isinstance(out.logits, LazyLogits) == (loss == "chunked")
+        assert (type(out.logits) is Tensor) == (loss == "stock")  # which are not made at once where it is in chunks
         out.loss.backward()
         optimizer.step()
         optimizer.zero_grad()

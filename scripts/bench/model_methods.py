@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -61,25 +60,6 @@ def liger(model: nn.Module) -> nn.Module:
     return model
 
 
-def unsloth(model: nn.Module) -> nn.Module:
-    """By Unsloth, which loads models from files only: its kernels, its checkpointing off."""
-    from unsloth import FastLanguageModel
-
-    is_adapted = hasattr(model, "get_base_model")
-    with tempfile.TemporaryDirectory() as folder:
-        base = model.get_base_model() if is_adapted else model
-        (model.unload() if is_adapted else base).save_pretrained(folder)
-        options: Any = dict(load_in_4bit=False, full_finetuning=not is_adapted, use_gradient_checkpointing=False)
-        loaded, _ = FastLanguageModel.from_pretrained(folder, dtype=torch.bfloat16, **options)
-    if is_adapted:
-        config = model.peft_config["default"]
-        targets, p = sorted(config.target_modules), config.lora_dropout
-        loaded = FastLanguageModel.get_peft_model(
-            loaded, r=config.r, lora_dropout=p, target_modules=targets, use_gradient_checkpointing=False
-        )
-    return loaded
-
-
 METHODS: dict[str, Callable[[nn.Module], Any]] = {
     "stock": lambda model: model,
     "memsave": patched(),
@@ -87,7 +67,6 @@ METHODS: dict[str, Callable[[nn.Module], Any]] = {
     "checkpointing": checkpointed,
     "memsave, whole blocks": patched(checkpoint="block"),
     "Liger": liger,
-    "Unsloth": unsloth,
     "memsave, up to the gate": patched(checkpoint="gate"),
     "checkpointing, offload": offloaded,
     "memsave, offload": patched(offload=True),
@@ -96,7 +75,7 @@ METHODS: dict[str, Callable[[nn.Module], Any]] = {
     "memsave, torch.compile": lambda model: torch.compile(patched()(model)),
 }
 #: What a method needs.
-NEEDS = {"Liger": "liger_kernel", "Unsloth": "unsloth"}
+NEEDS = {"Liger": "liger_kernel"}
 
 
 def is_installed(method: str) -> bool:

@@ -7,9 +7,9 @@ Random weights, random tokens, AdamW. A step is forward, backward and optimizer;
 two to warm up, and the host's is what passes until all is launched. Peak is what PyTorch's allocator had out at once in
 a step, kept what is alive between forward and backward beyond weights, gradients and states. The --largest batch is
 found by doubling, and then half as much again; what runs out of memory at the first batch has a row that says so, and
-so has what fails, in the error's first line: the others go on, and the exit status is 1. Liger's, Unsloth's and PEFT's
-rows are there where they are installed; Unsloth's has never been run. After --minutes no other row is begun. --out
-writes models-<device>.json and .md after every row, the first method's first, largest-<device> with --largest.
+so has what fails, in the error's first line: the others go on, and the exit status is 1. Liger's and PEFT's rows are
+there where they are installed. After --minutes no other row is begun. --out writes models-<device>.json and .md after
+every row, the first method's first, largest-<device> with --largest.
 
 --profile takes steps of 1 x 128 tokens, where the host counts, and writes host-<device> instead, with torch.profiler's
 table of each row in host-<model>-<method>.txt.
@@ -17,7 +17,6 @@ table of each row in host-<model>-<method>.txt.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import re
@@ -37,7 +36,7 @@ from torch import nn
 from transformers import BertConfig, GPT2Config, LlamaConfig, MistralConfig, Phi3Config, PhiConfig, T5Config
 
 from model_methods import METHODS, is_installed
-from publish import add_out, publish
+from publish import arguments, publish
 
 _GIB = 2**30
 
@@ -97,13 +96,9 @@ SMALL = {
 }  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run every model by every method and print the table, whatever fails.
-
-    Returns:
-        The exit status: 1 where a row failed.
-    """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run every model by every method and print the table, whatever fails; 1 where a row failed."""
+    parser = arguments(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=[m for m in METHODS if "compile" not in m])
     parser.add_argument("--steps", type=int, default=5)
@@ -111,8 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--largest", action="store_true", help="find each row's largest batch")
     parser.add_argument("--profile", action="store_true", help="the host's time and torch.profiler's table")
     parser.add_argument("--smoke", action="store_true", help="tiny models, on whatever device there is")
-    add_out(parser)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(argv)
     if not torch.cuda.is_available() and not options.smoke:
         parser.error("expected a CUDA device, got none. Use --smoke to see whether the script runs.")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -182,7 +176,7 @@ def measured(
 
 
 def release(device: torch.device) -> None:
-    """Give back what nobody holds."""
+    """Give back what nothing holds."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -11,7 +11,6 @@ Bandwidth is what has to be read and written, over the time; a copy of a tensor 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -31,19 +30,13 @@ from hf_memsave.ops.inverse import FITS
 from hf_memsave.sampling.estimators import row_norms
 from hf_memsave.tape.codecs import pack_bits, pack_codes, unpack_bits
 from hf_memsave.tape.quantize import FORMATS, decode, encode
-from publish import add_out, publish
+from publish import arguments, publish
 
 SHAPES = ("8192x4096", "1024x128256", "130x128256", "16384x768", "8192x1024", "4096x14336")
 
 
 class Op(NamedTuple):
-    """One kernel.
-
-    Attributes:
-        ours: Launches it.
-        stock: PyTorch's own functions for the same.
-        tensors: How many of the size of x have to be read and written.
-    """
+    """One kernel, PyTorch's own functions for the same, and how many tensors like x have to be read and written."""
 
     ours: Callable[[], Any]
     stock: Callable[[], Any]
@@ -51,7 +44,7 @@ class Op(NamedTuple):
 
 
 def ops(rows: int, columns: int, device: torch.device) -> dict[str, Op]:
-    """Those that models use, on tensors of so many rows and columns."""
+    """The kernels of exact training, on tensors of so many rows and columns."""
     k = kernels()
     x, u, dy = (torch.randn(rows, columns, device=device, dtype=torch.bfloat16) for _ in range(3))
     w, b = (torch.randn(columns, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -100,7 +93,7 @@ def ops(rows: int, columns: int, device: torch.device) -> dict[str, Op]:
 
 
 def approximate_ops(rows: int, columns: int, device: torch.device) -> dict[str, Op]:
-    """Those of what is not exact, beside what they stand for, or beside PyTorch's functions for the same."""
+    """The kernels of what is not exact, beside what they stand for, or beside PyTorch's own functions."""
     k, bits, fit, share = kernels(), 4, FITS["gelu"], 3
     x, dy = (torch.randn(rows, columns, device=device, dtype=torch.bfloat16) for _ in range(2))
     w, b = (torch.randn(columns, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -197,18 +190,13 @@ def seconds(function: Callable[[], Any], device: torch.device, repeats: int) -> 
     return statistics.median(found)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure every kernel.
-
-    Returns:
-        The exit status: 1 where a shape failed.
-    """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure every kernel; the exit status is 1 where a shape failed."""
+    parser = arguments(__doc__)
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="ROWSxCOLUMNS")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--smoke", action="store_true", help="tiny tensors, on whatever device there is")
-    add_out(parser)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(argv)
     if not torch.cuda.is_available() and not options.smoke:
         parser.error("expected a CUDA device, got none. Use --smoke under TRITON_INTERPRET=1 to see whether it runs.")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -8,7 +8,7 @@ LoRA is in bf16 and takes batches of 2, as a CPU may be slow at products in bf16
 
 Counted: the most bytes alive at once that the run's ops made: gradients and the optimizer's states too. "Avoided" is
 what the callback says of the first step. Resident: how far the process rises above what it had before training, with
-pages of its own for each tensor of 128 KiB or more. --out writes peak-over-training.json and peak-over-training.md.
+pages of its own for each tensor of 128 KiB or more, which go back to the system when the tensor is freed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -34,20 +35,14 @@ from transformers import Trainer, TrainingArguments
 
 from hf_memsave import MemSaveCallback
 from hf_memsave.measure.peak import count_peak
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
-sys.path.insert(0, str(Path(__file__).parent))
-from peak_memory import ALLOCATION, MIB, forget_resident_peak, resident_peak  # noqa: E402
-from publish import add_out, machine, publish  # noqa: E402
-from support.families import VOCAB, Size, build  # noqa: E402 - the tests' own models
+from publish import MIB, arguments, machine, publish
+from support.families import VOCAB, Size, build  # found by publish
 
 SIZE = Size(hidden=256, heads=4, layers=6, batch=8, seq=128)
 SHORTEST = 16
 LORA_SIZE = replace(SIZE, batch=2)
 MODELS = ("bert", "llama", "llama-lora")
 PADDINGS = ("fixed", "dynamic")
-_TITLE = "Peak over a training run of 30 steps with evaluation, MiB"
 
 
 @dataclass(frozen=True)
@@ -65,14 +60,14 @@ class Run:
     risen: int
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Every model and padding, stock and patched, each in a fresh process; print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--runs", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--steps", type=int, default=30)
-    add_out(parser)
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
     if options.one:
         name, padding, how, what = options.one
         print(json.dumps(asdict(measured(name, padding, how == "patched", options.steps, what == "counted"))))
@@ -85,7 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows.append(row(f"{name}, {padding}", runs))
     resident = [f"resident: {name}" for name in ("stock", "patched", "falls by")]
     header = ["run", "stock", "patched", "falls by", "avoided", "share", *resident]
-    publish("peak-over-training", f"{_TITLE}; {machine()}", header, rows, {"runs": found}, options.out)
+    title = f"Peak over a training run of 30 steps with evaluation, MiB; {machine()}"
+    publish("peak-over-training", title, header, rows, {"runs": found}, options.out)
 
 
 def row(name: str, runs: dict[str, dict[str, int]]) -> list[str]:
@@ -102,7 +98,7 @@ def in_processes(name: str, padding: str, how: str, steps: int) -> dict[str, int
     found: dict[str, int] = {}
     for what, fields in (("counted", ("counted", "avoided")), ("resident", ("risen",))):
         command = [sys.executable, __file__, "--one", name, padding, how, what, "--steps", str(steps)]
-        environment = {**os.environ, **ALLOCATION["own pages"]}
+        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(128 * 1024)}
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
         one = json.loads(done.stdout.splitlines()[-1])
         found |= {field: one[field] for field in fields}
@@ -111,7 +107,6 @@ def in_processes(name: str, padding: str, how: str, steps: int) -> dict[str, int
 
 def measured(name: str, padding: str, is_patched: bool, steps: int, is_counted: bool = True) -> Run:
     """Train in this process."""
-    torch.set_num_threads(1)
     callback = MemSaveCallback() if is_patched else None
     with tempfile.TemporaryDirectory() as folder:
         trainer = made(name, padding, steps, folder, callback)
@@ -124,6 +119,20 @@ def measured(name: str, padding: str, is_patched: bool, steps: int, is_counted: 
             trainer.train()
             risen = resident_peak() - before
     return Run(counted, callback.report.step.nbytes_avoided if callback else 0, risen)
+
+
+def forget_resident_peak() -> None:
+    """Let Linux count the process's peak from here on; elsewhere what was before stays in."""
+    if sys.platform == "linux":
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def resident_peak() -> int:
+    """Bytes resident at the most so far (VmHWM; ru_maxrss would have those of the parent process in it)."""
+    if sys.platform == "linux":
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def made(name: str, padding: str, steps: int, folder: str, callback: MemSaveCallback | None = None) -> Trainer:

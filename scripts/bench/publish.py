@@ -1,4 +1,7 @@
-"""How a bench writes its table and figures, and what they were measured on; importing it has tests/support found."""
+"""What every bench shares: its arguments, how its table and figures are written, and what they were measured on.
+
+Importing it has ``tests/support`` found.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,12 @@ import datetime
 import json
 import platform
 import shlex
+import shutil
+import statistics
+import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,12 +25,29 @@ import torch
 import transformers
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "scripts" / "results"
+MIB = 2**20
 sys.path.insert(0, str(ROOT / "tests"))
+
+
+def arguments(doc: str | None, out: Path | None = None) -> argparse.ArgumentParser:
+    """A parser with the option ``--out``, which is a folder; by default nothing is written, or to ``out``."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--out", type=Path, nargs="?", const=RESULTS, default=out, metavar="DIR",
+        help="write a .json and a .md there, too; scripts/results if no folder is named",
+    )  # fmt: skip
+    return parser
 
 
 def machine() -> str:
     """What was measured on, without its name."""
-    return f"1 CPU thread, {cpu()}, torch {torch.__version__}, transformers {transformers.__version__}"
+    return f"{torch.get_num_threads()} CPU thread, {cpu()}, {versions()}"
+
+
+def versions() -> str:
+    """Of what decides about figures."""
+    return f"torch {torch.__version__}, transformers {transformers.__version__}"
 
 
 def gpu() -> str:
@@ -43,31 +68,74 @@ def cpu() -> str:
     return f"CPU {known['model name']} (family {known.get('cpu family')}, model {known.get('model')})"
 
 
-def add_out(parser: argparse.ArgumentParser) -> None:
-    """The option that has results written."""
-    parser.add_argument(
-        "--out", type=Path, nargs="?", const=ROOT / "scripts" / "results", metavar="DIR",
-        help="write a .json and a .md there, too; scripts/results if no folder is named",
-    )  # fmt: skip
+def commit() -> str:
+    """The short name of the commit, with a + where files have changed since; nothing outside of a repository."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        return ""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Markdown."""
+    return "".join(f"| {' | '.join(line)} |\n" for line in (header, ["---"] * len(header), *rows))
+
+
+def as_json(value: Any, levels: int = 2) -> str:
+    """One row a line: what holds no lists or mappings, or is this deep, is not broken up."""
+    items = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    if not levels or not any(isinstance(item, (dict, list)) for item in items):
+        return json.dumps(value, ensure_ascii=False)
+    lines = [as_json(item, levels - 1) for item in items]
+    if isinstance(value, dict):
+        lines = [f"{json.dumps(str(key), ensure_ascii=False)}: {line}" for key, line in zip(value, lines, strict=True)]
+    begin, end = "{}" if isinstance(value, dict) else "[]"
+    return f"{begin}\n" + ",\n".join(lines) + f"\n{end}"
+
+
+def write(name: str, text: str, results: Any, out: Path | None, quiet: bool = False) -> None:
+    """Print ``text`` unless ``quiet``; write it and ``results``, if any, where ``out`` says, with what they are of."""
+    if not quiet:
+        print(text)
+    if out is None:
+        return
+    script = Path(sys.argv[0])
+    folder = Path("scripts") if script.resolve().parent == ROOT / "scripts" else Path("scripts", "bench")
+    about = {
+        "command": shlex.join(["python", str(folder / script.name), *map(_without_path, sys.argv[1:])]),
+        "machine": gpu() or f"{machine()}, shared with other work",
+        "commit": commit(),
+        "date": datetime.date.today().isoformat(),
+    }
+    where = "" if cpu() in text else about["machine"]  # which some titles say
+    said = ", ".join(filter(None, [f"`{about['command']}`", about["commit"], about["date"], where]))
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.md").write_text(f"{text.rstrip()}\n\n{said}\n", encoding="utf-8")
+    if results:
+        (out / f"{name}.json").write_text(as_json({**results, "about": about}) + "\n", encoding="utf-8")
+
+
+def _without_path(argument: str) -> str:
+    """A folder or file of this machine by its last name alone."""
+    return Path(argument).name if argument.startswith("/") else argument
 
 
 def publish(
-    name: str, title: str, header: list[str], rows: list[list[str]], results: dict[str, Any], out: Path | None,
-    notes: str = "", quiet: bool = False,
+    name: str, title: str, header: Sequence[str], rows: Iterable[Sequence[str]], results: dict[str, Any],
+    out: Path | None, notes: str = "", quiet: bool = False,
 ) -> None:  # fmt: skip
-    """Print the table unless ``quiet``, and write it, ``notes`` and ``results`` where ``out`` says."""
-    lines = [" | ".join(header), " | ".join("---" for _ in header), *(" | ".join(row) for row in rows)]
-    table = f"{title}\n\n" + "".join(f"| {line} |\n" for line in lines)
-    if not quiet:
-        print(table)
-    if out is None:
-        return
-    about = {
-        "command": shlex.join(["python", str(Path("scripts", "bench", Path(sys.argv[0]).name)), *sys.argv[1:]]),
-        "machine": gpu() or f"{machine()}, shared with other work",
-        "date": datetime.date.today().isoformat(),
-    }
-    said = ", ".join(filter(None, [f"`{about['command']}`", about["date"], gpu()]))
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.md").write_text(f"{table}{notes}\n{said}\n", encoding="utf-8")
-    (out / f"{name}.json").write_text(json.dumps({**results, "about": about}, indent=1) + "\n", encoding="utf-8")
+    """A title, a table and notes, as :func:`write` has them."""
+    write(name, f"{title}\n\n{table(header, rows)}{notes}", results, out, quiet)
+
+
+def ratio_of_medians(stock: Callable[[], object], ours: Callable[[], object], steps: int) -> float:
+    """Seconds of ``ours`` over those of ``stock``, which alternate; the first two of each do not count."""
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for _ in range(steps + 2):
+        for call, found in zip((stock, ours), seconds, strict=True):
+            start = time.perf_counter()
+            call()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            found.append(time.perf_counter() - start)
+    return statistics.median(seconds[1][2:]) / statistics.median(seconds[0][2:])

@@ -132,12 +132,7 @@ OVERRIDES = {name: fields for names, fields in _OVERRIDES.items() for name in na
 def small_config(cls: type[PreTrainedConfig], tokens: dict[str, int] | None = None) -> PreTrainedConfig:
     """A small configuration, its sub-configurations included.
 
-    Args:
-        cls: Of the configuration.
-        tokens: The special tokens that the configurations around it have, which is where its own are added.
-
-    Returns:
-        The configuration.
+    ``tokens`` are the special tokens of the configurations around it, to which its own are added.
     """
     tokens = {"pad_token": 0, "bos_token": 1, "eos_token": 2} if tokens is None else tokens
     fields = {"pad_token_id": 0}

@@ -89,13 +89,7 @@ def _models_with(head: str) -> Any:
 
 
 def small_model(model_type: str) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """A model in training mode, always with the same weights, and its batch.
-
-    Args:
-        model_type: One of :func:`model_types`.
-
-    Returns:
-        The model, and what its forward takes.
+    """A model of a type in training mode, always with the same weights, and its batch.
 
     Raises:
         LookupError: The type is left out; the message says why.
@@ -111,15 +105,7 @@ def small_model(model_type: str) -> tuple[PreTrainedModel, dict[str, Tensor]]:
 
 
 def make_batch(model: PreTrainedModel, labels: str | None) -> dict[str, Tensor]:
-    """Random inputs and labels, always the same; the second sample is padded on the right.
-
-    Args:
-        model: Of :func:`small_model`.
-        labels: One of the values of :data:`HEADS`.
-
-    Returns:
-        What the model's forward takes.
-    """
+    """Random inputs and labels of a kind, always the same; the second sample is padded on the right."""
     takes = inspect.signature(model.forward).parameters
     model_type, main = model.config.model_type, model.main_input_name
     generator = torch.Generator().manual_seed(0)

@@ -1,6 +1,6 @@
 """Train every small model type that Transformers has, stock and patched, and compare them bit for bit.
 
-    python scripts/bench/sweep_models.py [--types bert llama] [--modes fp32 bf16] [--jobs 2] [--out FILE]
+    python scripts/bench/sweep_models.py [--types bert llama] [--modes fp32 bf16] [--jobs 2] [--out [DIR]]
 
 Each type takes one training step in each mode: the stock model twice, to see whether it agrees with itself, then the
 patched one, from the same seed. The loss, every gradient and every buffer must be equal bit for bit. What is kept
@@ -11,11 +11,9 @@ entry in EXPLAINED.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import gc
-import json
 import multiprocessing
 import statistics
 import sys
@@ -27,7 +25,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +33,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from hf_memsave import PatchError, measure_kept, patch
+from publish import RESULTS, arguments, versions, write
+from publish import table as markdown
 from small_models import BATCH, LENGTH, loss_of, model_types, small_model
 
 MODES = ("fp32", "bf16", "autocast", "checkpointing")
@@ -80,24 +79,16 @@ Values = dict[str, Tensor | None]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Sweep, and write the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, RESULTS)
     parser.add_argument("--types", nargs="+", metavar="TYPE", help="model types; all if not given")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--jobs", type=int, default=2, help="types at a time, each on one thread")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one type in all modes")
-    parser.add_argument("--out", type=Path, default=Path("scripts/results/sweep-models"), help="without its suffix")
     options = parser.parse_args(argv)
     runs = sweep(options.types or model_types(), options.modes, options.jobs, options.timeout)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    options.out.with_suffix(".json").write_text(
-        json.dumps({"versions": versions, "runs": [asdict(run) for run in runs]}, indent=1) + "\n", encoding="utf-8"
-    )
     report = "\n".join(summary(runs, options.modes))
-    title = f"torch {versions['torch']}, transformers {versions['transformers']}, CPU: batch {BATCH}, seq {LENGTH}\n\n"
-    options.out.with_suffix(".md").write_text(
-        f"{title}{report}\n\n" + "\n".join(table(runs, options.modes)) + "\n", encoding="utf-8"
-    )
+    text = f"{versions()}, CPU: batch {BATCH}, seq {LENGTH}\n\n{report}\n\n{table(runs, options.modes)}"
+    write("sweep-models", text, {"runs": [asdict(run) for run in runs]}, options.out, quiet=True)
     print(report)
     return int(any(run.unexplained for run in runs))
 
@@ -172,17 +163,7 @@ def compare(model_type: str, mode: str, model: nn.Module, batch: dict[str, Tenso
 
 
 def train_step(stock: nn.Module, batch: dict[str, Tensor], mode: str, patched: bool) -> Values:
-    """One forward and backward of a copy, from a fixed seed.
-
-    Args:
-        stock: Left as it is.
-        batch: What its forward takes.
-        mode: One of MODES.
-        patched: Whether to patch the copy.
-
-    Returns:
-        The loss, the gradients and the buffers afterwards.
-    """
+    """Loss, gradients and buffers after one forward and backward of a copy, from a fixed seed."""
     model, batch, forward = _prepared(stock, batch, mode, patched)
     loss = forward(**batch)["loss"]
     loss.backward()
@@ -281,16 +262,14 @@ def _listed(title: str, runs: Sequence[Run], reason: Callable[[Run], str]) -> li
     return lines
 
 
-def table(runs: Sequence[Run], modes: Sequence[str]) -> list[str]:
+def table(runs: Sequence[Run], modes: Sequence[str]) -> str:
     """A row for each type that was compared: kept/stock, and "=" where every value is equal, in each mode."""
     cells: dict[str, dict[str, str]] = defaultdict(dict)
     for run in runs:
         if run.status != SKIPPED:
             ratio = "" if run.ratio is None else f"{run.ratio:.2f} "
             cells[run.type][run.mode] = ratio + ("=" if run.status == SAME else run.status)
-    rows = [["type", *modes], ["---"] * (len(modes) + 1)]
-    rows += [[name, *(row.get(mode, "") for mode in modes)] for name, row in cells.items()]
-    return [f"| {' | '.join(row)} |" for row in rows]
+    return markdown(["type", *modes], ([name, *(row.get(mode, "") for mode in modes)] for name, row in cells.items()))
 
 
 if __name__ == "__main__":

@@ -5,25 +5,19 @@
 Full: BERT-Base, ViT-B and CLIP-L trained whole, the models of InvAct's table. LoRA: BERT-Base. Tempo: its
 optimisations one by one, on BERT-Large with eager attention. Step: peak and time of forward and backward of BERT-Base.
 Every layer has its real width; two depths are measured, and what whole models keep follows, since their layers are
-alike. Writes techniques.{json,md,png} to --output.
+alike. Writes techniques.{json,md,png}.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import datetime
 import gc
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from rich.console import Console
 from rich.progress import track
 from torch import nn
@@ -31,44 +25,30 @@ from torch import nn
 from hf_memsave import MemSaveConfig, PatchError, measure_kept, patch
 from hf_memsave.measure.depth import Affine, Depths
 from hf_memsave.measure.peak import count_peak
-from publish import cpu
+from publish import RESULTS, arguments, write
 from techniques_report import markdown, picture
 from techniques_settings import SETTINGS, STEP, Model, models
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure, and write the three files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, RESULTS)
     parser.add_argument("--parts", nargs="+", choices=(*SETTINGS, "step"), default=[*SETTINGS, "step"])
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=11, help="alternating steps to time")
     parser.add_argument("--quick", action="store_true", help="narrow layers and few tokens: for tests")
-    parser.add_argument("--output", type=Path, default=Path(__file__).resolve().parents[1] / "results")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(argv)
     torch.set_num_threads(1)
     known = models(options.quick, options.batch)
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = {"batch": options.batch}
     with frozen_objects():
         for part in (part for part in SETTINGS if part in options.parts):
             results[part] = measure_part(part, known[part])
         if "step" in options.parts:
             name, model = next(iter(known["full"].items()))
             results["step"] = {"model": name, "settings": measure_step(model, options.rounds)}
-    results["about"] = {
-        "command": " ".join(
-            ["python scripts/bench/techniques.py", *(sys.argv[1:] if arguments is None else arguments)]
-        ),
-        "batch": options.batch,
-        "machine": f"1 CPU thread, {cpu()}, shared with other work",
-        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
-        "date": datetime.date.today().isoformat(),
-    }
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / "techniques"
-    path.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    path.with_suffix(".md").write_text(markdown(results), encoding="utf-8")
-    picture(path.with_suffix(".png"), results)
-    print(markdown(results))
+    write("techniques", markdown(results), results, options.out)
+    picture(options.out / "techniques.png", results)
 
 
 @contextlib.contextmanager

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-MIB = 2**20
+from publish import MIB, table
+
 #: Percent of the activation memory that InvAct frees by itself, by the paper's Listing 1.
 INVACT = {"BERT-Base": 22.9, "ViT-B/16": 23.8, "CLIP-L/14": 23.4}
 ALONE = 'activation="invert"'
@@ -80,8 +80,7 @@ CHOICE = """\
 
 def markdown(results: dict[str, Any]) -> str:
     """All that was measured."""
-    about = results["about"]
-    parts = [INTRO.format(batch=about["batch"])]
+    parts = [INTRO.format(batch=results["batch"])]
     if full := results.get("full"):
         parts += [f"## {TITLES['full']}\n", OF_FULL, kept_table(full), "## Beside InvAct's figures\n", OF_INVACT]
         parts += [invact_table(full)]
@@ -94,8 +93,7 @@ def markdown(results: dict[str, Any]) -> str:
         parts += ["## A step\n", text, step_table(step["settings"]), CHOICE.format(compared=compared(step["settings"]))]
     if full or lora or tempo:
         parts += ["![what each setting keeps](techniques.png)\n"]
-    keys = ("command", "machine", "versions", "date")
-    return "\n".join([*parts, *(f"- {k}: {f'`{about[k]}`' if k == 'command' else about[k]}" for k in keys), ""])
+    return "\n".join(parts)
 
 
 def freed(rows: dict[str, Any], setting: str) -> float | None:
@@ -114,11 +112,9 @@ def kept_table(part: dict[str, dict[str, Any]], per_layer: bool = False) -> str:
             if found is None:
                 row += ["nothing to patch", ""]
                 continue
-            amounts = [sum(s["per_layer"].values()) if per_layer else s["total"] for s in (found, settings["stock"])]
-            row += [
-                f"{amounts[0] / MIB:.1f}",
-                "" if setting == "stock" else f"{100 * (1 - amounts[0] / amounts[1]):.1f}%",
-            ]
+            both = (found, settings["stock"])
+            ours, stock = (sum(s["per_layer"].values()) if per_layer else s["total"] for s in both)
+            row += [f"{ours / MIB:.1f}", "" if setting == "stock" else f"{100 * (1 - ours / stock):.1f}%"]
         rows.append(row)
     unit = "MiB/layer" if per_layer else "MiB"
     return table(["setting", *(f"{name}{what}" for name in part for what in (f", {unit}", ", freed"))], rows)
@@ -141,18 +137,12 @@ def invact_table(full: dict[str, dict[str, Any]]) -> str:
 def step_table(step: dict[str, dict[str, Any]]) -> str:
     """Peaks and times, beside stock's."""
     stock = step["stock"]
-    rows = [
-        [
-            name,
-            f"{row['kept'] / MIB:.1f}",
-            f"{row['peak'] / MIB:.1f}",
-            f"{row['peak'] / stock['peak']:.2f}",
-            f"{1000 * row['median']:.0f}",
-            f"{row['median'] / stock['median']:.2f}",
-            f"{min(row['seconds']) / min(stock['seconds']):.2f}",
-        ]
-        for name, row in step.items()
-    ]
+    rows = []
+    for name, row in step.items():
+        memory = [f"{row['kept'] / MIB:.1f}", f"{row['peak'] / MIB:.1f}", f"{row['peak'] / stock['peak']:.2f}"]
+        quickest = min(row["seconds"]) / min(stock["seconds"])
+        times = [f"{1000 * row['median']:.0f}", f"{row['median'] / stock['median']:.2f}", f"{quickest:.2f}"]
+        rows.append([name, *memory, *times])
     header = ["setting", "kept MiB", "peak MiB", "peak, ratio", "layer, ms", "time, ratio", "time, ratio of quickest"]
     return table(header, rows)
 
@@ -166,12 +156,6 @@ def compared(step: dict[str, dict[str, Any]]) -> str:
         for name in ("invact", "tempo")
     ]
     return ", and\n  ".join(said) + "."
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def picture(path: Path, results: dict[str, Any]) -> None:

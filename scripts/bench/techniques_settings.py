@@ -71,12 +71,7 @@ STEP: dict[str, MemSaveConfig | None] = {"stock": None, **presets("exact", "inva
 
 @dataclass(frozen=True)
 class Model:
-    """A model at its real width: how to build some of its layers with a batch, and its full depth.
-
-    Attributes:
-        make: Called with a depth, whose fields are those of ``depth``.
-        depth: Field -> number of layers.
-    """
+    """A model at its real width: what builds some of its layers and a batch of a depth, and its full depth by field."""
 
     make: Callable[[dict[str, int]], tuple[nn.Module, dict[str, Tensor]]]
     depth: dict[str, int]

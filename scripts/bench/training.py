@@ -9,9 +9,7 @@ the last three evaluations: mean and range over seeds), curves over steps, and e
 """
 
 import argparse
-import datetime
 import json
-import platform
 import statistics
 import sys
 import tempfile
@@ -24,7 +22,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import transformers
 from datasets import Dataset
 from matplotlib.figure import Figure
 from sklearn.metrics import matthews_corrcoef
@@ -44,12 +41,12 @@ from hf_memsave import WTACRS, MemSaveCallback, MemSaveConfig
 from hf_memsave.data.glue import TASKS, read_glue
 from hf_memsave.data.wordpiece import train_wordpiece
 from hf_memsave.ops.sign_bit import SignBit
+from publish import RESULTS, arguments, table
+from publish import write as write_results
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from code_version import code_version  # noqa: E402
-
-RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 class Method(NamedTuple):
@@ -129,14 +126,13 @@ MODEL = dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, interm
 
 def main() -> None:
     """Run what is missing, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, RESULTS)
     parser.add_argument("group", choices=GROUPS)
     parser.add_argument("--glue", type=Path, required=True, help="the folder of the official tasks' folders")
     parser.add_argument("--tasks", nargs="+", choices=PLANS, help="(wta: both; approximate: sst2)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "memsave-training")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     options.tasks = options.tasks or (list(PLANS) if options.group == "wta" else ["sst2"])
     options.cache /= code_version()
@@ -227,46 +223,43 @@ def metric(prediction: EvalPrediction) -> dict[str, float]:
 
 def write(options: argparse.Namespace, curves: dict[str, dict[str, list[float]]]) -> None:
     """The three files."""
-    options.out.mkdir(parents=True, exist_ok=True)
-    seeds = range(options.seeds)
-    methods = GROUPS[options.group]
-    lines = [
-        f"# Training from scratch: {options.group}", "",
-        f"BERT of {MODEL['num_hidden_layers']} layers and width {MODEL['hidden_size']}, random weights, batch {BATCH}, "
-        "AdamW; where rows are sampled, k is counted over real tokens. Training loss: the mean over the last three "
-        "tenths of the steps. Dev metric: the mean of the last three evaluations. Both are means over "
-        f"{options.seeds} seeds; paired: of the differences to the exact run of the same seed. ±: the standard error, "
-        "of a variance pooled over the task's methods.",
-    ]  # fmt: skip
+    text = f"""\
+# Training from scratch: {options.group}
+
+BERT of {MODEL["num_hidden_layers"]} layers and width {MODEL["hidden_size"]}, random weights, batch {BATCH}, AdamW;
+where rows are sampled, k is counted over real tokens. Training loss: the mean over the last three tenths of the steps.
+Dev metric: the mean of the last three evaluations. Both are means over {options.seeds} seeds; paired: of the
+differences to the exact run of the same seed. ±: the standard error, of a variance pooled over the task's methods.
+"""
+    header = ["method", "training loss", "paired loss", "dev metric", "range", "paired metric"]
     for task in options.tasks:
         plan = PLANS[task]
         own = "".join(f", {k} {v}" for k, v in plan.model.items())
-        lines += ["", f"## {task}: {plan.metric} after {plan.steps} steps, peak learning rate {plan.rate}{own}", ""]
-        lines += ["| method | training loss | paired loss | dev metric | range | paired metric |", f"|{' --- |' * 6}"]
-        of = {m: [final(curves[f"{task}/{m}/{s}"]["metric"]) for s in seeds] for m in methods}
-        losses = {m: [final(curves[f"{task}/{m}/{s}"]["loss"]) for s in seeds] for m in methods}
-        pairs = {m: paired(of, m, methods[m].beside) for m in methods}
-        error, paired_error = pooled(list(of.values())), pooled([values for values in pairs.values() if any(values)])
-        for method, values in of.items():
-            loss = statistics.mean(losses[method])
-            apart = statistics.mean(paired(losses, method, methods[method].beside))
-            own_error = paired_error if method != methods[method].beside else 0.0
-            lines.append(
-                f"| {method} | {loss:.4f} | {apart:+.4f} | {statistics.mean(values):.4f} ± {error:.4f} | "
-                f"{min(values):.4f} to {max(values):.4f} | {statistics.mean(pairs[method]):+.4f} ± {own_error:.4f} |"
-            )
-        if not any(of["exact"]):
-            lines += ["", "Exact training learned nothing here by this metric, so equality to it shows nothing."]
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    machine = f"{platform.machine()}, CPU"
-    command = f"python scripts/bench/{Path(__file__).name} {options.group} --glue FOLDER --seeds {options.seeds}"
-    date = datetime.date.today().isoformat()
-    lines += ["", f"- command: `{command}`", f"- machine: {machine}", f"- versions: {versions}", f"- date: {date}", ""]
-    (options.out / f"{options.group}-training.md").write_text("\n".join(lines), encoding="utf-8")
-    rows = ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in curves.items())
-    (options.out / f"{options.group}-training.json").write_text(f"{{\n{rows}\n}}\n", encoding="utf-8")
+        text += f"\n## {task}: {plan.metric} after {plan.steps} steps, peak learning rate {plan.rate}{own}\n\n"
+        text += table(header, rows(options, task, curves))
+        if not any(final(curves[f"{task}/exact/{seed}"]["metric"]) for seed in range(options.seeds)):
+            text += "\nExact training learned nothing here by this metric, so equality to it shows nothing.\n"
+    write_results(f"{options.group}-training", text, curves, options.out)
     picture(options, curves)
-    print("\n".join(lines))
+
+
+def rows(options: argparse.Namespace, task: str, curves: dict[str, dict[str, list[float]]]) -> list[list[str]]:
+    """Of a task's table, one a method."""
+    methods, seeds = GROUPS[options.group], range(options.seeds)
+    of, losses = (
+        {m: [final(curves[f"{task}/{m}/{s}"][what]) for s in seeds] for m in methods} for what in ("metric", "loss")
+    )
+    pairs = {m: paired(of, m, methods[m].beside) for m in methods}
+    error, paired_error = pooled(list(of.values())), pooled([values for values in pairs.values() if any(values)])
+    found = []
+    for method, values in of.items():
+        beside = methods[method].beside
+        apart, own_error = statistics.mean(paired(losses, method, beside)), paired_error * (method != beside)
+        metric = f"{statistics.mean(values):.4f} ± {error:.4f}"
+        spread = f"{min(values):.4f} to {max(values):.4f}"
+        pair = f"{statistics.mean(pairs[method]):+.4f} ± {own_error:.4f}"
+        found.append([method, f"{statistics.mean(losses[method]):.4f}", f"{apart:+.4f}", metric, spread, pair])
+    return found
 
 
 def final(curve: list[float]) -> float:

@@ -13,13 +13,10 @@ step, over those of stock's, which takes turns with it, as other work shares the
 
 from __future__ import annotations
 
-import argparse
 import gc
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,15 +33,11 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from hf_memsave import MemSaveConfig, patch
 from hf_memsave.measure.peak import Count, collector_off
 from hf_memsave.tape.offload import Away
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
-sys.path.insert(0, str(Path(__file__).parent))
-from peak_memory import MIB  # noqa: E402
-from publish import add_out, machine, publish  # noqa: E402
-from support.families import Size, batch_for, build  # noqa: E402 - the tests' own models
+from publish import MIB, arguments, machine, publish
+from support.families import Size, batch_for, build  # found by publish
 
 SIZE = Size(hidden=256, heads=4, layers=4, batch=8, seq=128)
+RUNGS: tuple[Any, ...] = ("o_proj", "qkv", "up", "gate", "block")
 aten = torch.ops.aten
 #: What selective checkpointing keeps.
 PRODUCTS = [
@@ -66,13 +59,9 @@ WAYS: dict[str, Callable[[nn.Module], Any]] = {
         checkpointed, context_fn=partial(create_selective_checkpoint_contexts, PRODUCTS)
     ),
     "exact": lambda model: patch(model),
-    'checkpoint="o_proj"': lambda model: patch(model, MemSaveConfig(checkpoint="o_proj")),
-    'checkpoint="qkv"': lambda model: patch(model, MemSaveConfig(checkpoint="qkv")),
-    'checkpoint="up"': lambda model: patch(model, MemSaveConfig(checkpoint="up")),
-    'checkpoint="gate"': lambda model: patch(model, MemSaveConfig(checkpoint="gate")),
-    'checkpoint="block"': lambda model: patch(model, MemSaveConfig(checkpoint="block")),
-    "offload": lambda model: patch(model, MemSaveConfig(offload=True)),
-    "max": lambda model: patch(model, "max"),
+    **{f'checkpoint="{rung}"': partial(patch, config=MemSaveConfig(checkpoint=rung)) for rung in RUNGS},
+    "offload": partial(patch, config=MemSaveConfig(offload=True)),
+    "max": partial(patch, config="max"),
 }
 #: Name -> the partitioner's budget, and whether the model is patched.
 COMPILED = {"compile, budget 1.0": (1.0, False), "compile, budget .99": (0.99, False), "compile, exact": (1.0, True)}
@@ -89,13 +78,12 @@ class _OnDevice(Count):
         self.highest = max(self.highest, self.live - Away.total)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Every way on every model; print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--models", nargs="+", choices=("bert", "llama"), default=["bert", "llama"])
     parser.add_argument("--steps", type=int, default=7, help="timed, after one that is not")
-    add_out(parser)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(argv)
     torch.set_num_threads(1)
     rows, found = [], {}
     asked = [(name, way) for name in options.models for way in (*WAYS, *COMPILED)]

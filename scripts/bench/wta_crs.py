@@ -8,15 +8,10 @@ linears), attention dropout 0. Speed: forward and backward of one linear, sample
 Writes scripts/results/wta-crs-{memory,speed}.md.
 """
 
-import argparse
-import datetime
 import statistics
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
-import transformers
 from peft import LoraConfig, get_peft_model
 from rich.progress import track
 from torch import nn
@@ -30,9 +25,8 @@ from transformers import (
 )
 
 from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch
-from publish import cpu
+from publish import RESULTS, arguments, publish
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
 SEQ, VOCAB = 128, 512
 SETTINGS = {
     "stock": None,
@@ -105,8 +99,8 @@ def kept_per_layer(name: str, targets: object, config: MemSaveConfig | None, dty
     return kept[1] - kept[0]
 
 
-def memory(batch: int) -> list[str]:
-    """The table of kept memory, in u (one activation ``[batch, seq, hidden]``) per layer."""
+def memory(batch: int) -> tuple[str, list[str], list[list[str]]]:
+    """Kept memory, in u (one activation ``[batch, seq, hidden]``) per layer: title, header and rows."""
     cases = [(n, w, torch.float32) for n in MODELS for w in ("whole", "q, k, v", "all")]
     cases += [(n, "whole", torch.bfloat16) for n in MODELS]
     rows = []
@@ -123,18 +117,18 @@ def memory(batch: int) -> list[str]:
         ratio = f"{whole / found['WTA-CRS @0.3']:.2f}"
         rows.append([name, label, str(dtype).removeprefix("torch."), *cells, ratio, f"{of_down:.3f}"])
     header = ["model", "training", "dtype", *SETTINGS, "stock whole / @0.3", "down-projection's input at @0.3"]
-    return [
-        "# Kept memory per layer with sampled weight gradients", "",
-        f"In u, one activation [batch, seq, hidden] in the model's dtype; batch {batch}, {SEQ} tokens, hidden dropout "
-        ".1, attention dropout 0. T5: one encoder and one decoder layer. The last column is what @0.3 keeps of the "
-        "bytes that `exact` keeps of the down-projection's input, ReLU's 1-bit mask included; 1 means that nothing was "
-        "to be gained, as on GELU models, where that input is recomputed from what the activation keeps anyway.", "",
-        *markdown(header, rows),
-    ]  # fmt: skip
+    title = f"""\
+# Kept memory per layer with sampled weight gradients
+
+In u, one activation [batch, seq, hidden] in the model's dtype; batch {batch}, {SEQ} tokens, hidden dropout .1,
+attention dropout 0. T5: one encoder and one decoder layer. The last column is what @0.3 keeps of the bytes that `exact`
+keeps of the down-projection's input, ReLU's 1-bit mask included; 1 means that nothing was to be gained, as on GELU
+models, where that input is recomputed from what the activation keeps anyway."""
+    return title, header, rows
 
 
-def speed(tokens: int, repeats: int) -> list[str]:
-    """The table of times, sampled over dense."""
+def speed(tokens: int, repeats: int) -> tuple[str, list[str], list[list[str]]]:
+    """Times, sampled over dense: title, header and rows."""
     rows = []
     for fan_in, fan_out in SHAPES:
         x = torch.randn(8, tokens // 8, fan_in)
@@ -153,12 +147,12 @@ def speed(tokens: int, repeats: int) -> list[str]:
         rows.append(
             [f"{fan_in} to {fan_out}", f"{statistics.median(times[0]) * 1e3:.1f}", f"{ratio:.2f}", f"{best:.2f}"]
         )
-    return [
-        "# Speed of the sampled linear", "",
-        f"Forward and backward, fp32, {tokens} tokens, 30% of them drawn, with the prediction of gradient norms by "
-        f"position; medians and minima of {repeats} alternating runs. The last row is a lora_A of rank 8.", "",
-        *markdown(["features", "dense ms", "sampled / dense, median", "minimum"], rows),
-    ]  # fmt: skip
+    title = f"""\
+# Speed of the sampled linear
+
+Forward and backward, fp32, {tokens} tokens, 30% of them drawn, with the prediction of gradient norms by position;
+medians and minima of {repeats} alternating runs. The last row is a lora_A of rank 8."""
+    return title, ["features", "dense ms", "sampled / dense, median", "minimum"], rows
 
 
 class Stack(nn.Module):
@@ -185,36 +179,19 @@ def timed(model: nn.Module, x: torch.Tensor) -> float:
     return taken
 
 
-def markdown(header: list[str], rows: list[list[str]]) -> list[str]:
-    """A table."""
-    return [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *rows)]
-
-
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, RESULTS)
     parser.add_argument("--part", nargs="+", choices=("memory", "speed"), default=["memory", "speed"])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    parts: dict[str, Callable[[], list[str]]] = {
-        "memory": lambda: memory(options.batch),
-        "speed": lambda: speed(options.tokens, options.repeats),
-    }
-    about = [
-        f"- command: `python scripts/bench/{Path(__file__).name} --threads {options.threads}`",
-        f"- machine: {options.threads} CPU threads, {cpu()}",
-        f"- versions: torch {torch.__version__}, transformers {transformers.__version__}",
-        f"- date: {datetime.date.today().isoformat()}",
-    ]
     for part in options.part:
-        text = "\n".join([*parts[part](), "", *about, ""])
-        (options.out / f"wta-crs-{part}.md").write_text(text, encoding="utf-8")
-        print(text)
+        found = memory(options.batch) if part == "memory" else speed(options.tokens, options.repeats)
+        publish(f"wta-crs-{part}", *found, {}, options.out)
 
 
 if __name__ == "__main__":

@@ -9,32 +9,26 @@ norms, from the activation norms alone, and as a cache of norms by position pred
 Writes scripts/results/wta-mass.{md,png}.
 """
 
-import argparse
-import datetime
 import sys
 from pathlib import Path
 
 import torch
-import transformers
 from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification, set_seed
 
 from hf_memsave.sampling.estimators import probabilities, winners
+from publish import RESULTS, arguments, publish
 from training import LENGTH, MODEL, PLANS, encoded
-from wta_crs import markdown
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
 BATCH, SHARE = 32, 0.3
-KINDS = {"query": "query", "key": "key", "value": "value", "attention.output.dense": "output"}
 
 
 def main() -> None:
     """Train, measure, write; status 1 if WTA-CRS is not the best where Eq. 7 holds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, RESULTS)
     parser.add_argument("--glue", type=Path, required=True, help="the folder of the official tasks' folders")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     set_seed(0)
     train, _, tokenizer = encoded(options.glue, "sst2")
@@ -63,22 +57,13 @@ def main() -> None:
         better.append(not holds or noise[True, "true"] < min(noise[False, "true"], uniform))
         rows.append([name, "yes" if holds else "no", *(f"{v:.3f}" for v in (*noise.values(), uniform))])
         curves[name] = mass
-    header = [
-        "linear",
-        "Eq. 7 holds",
-        *(f"{'WTA' if w else 'CRS'}, p of {n}" for n in ps for w in (True, False)),
-        "uniform",
-    ]
-    text = [
-        "# Noise of the weight gradient's estimators on a trained BERT", "",
-        f"SST-2, {options.steps} steps, width {MODEL['hidden_size']}, batch {BATCH}; k = {SHARE} of the real tokens. "
-        "Variance over ‖dW‖², closed form for independent draws; for WTA a bound from above.", "",
-        *markdown(header, rows), "",
-        f"- versions: torch {torch.__version__}, transformers {transformers.__version__}",
-        f"- date: {datetime.date.today().isoformat()}", "",
-    ]  # fmt: skip
-    (options.out / "wta-mass.md").write_text("\n".join(text), encoding="utf-8")
-    print("\n".join(text))
+    kinds = [f"{'WTA' if w else 'CRS'}, p of {n}" for n in ps for w in (True, False)]
+    title = f"""\
+# Noise of the weight gradient's estimators on a trained BERT
+
+SST-2, {options.steps} steps, width {MODEL["hidden_size"]}, batch {BATCH}; k = {SHARE} of the real tokens. Variance over
+‖dW‖², closed form for independent draws; for WTA a bound from above."""
+    publish("wta-mass", title, ["linear", "Eq. 7 holds", *kinds, "uniform"], rows, {}, options.out)
     picture(options.out / "wta-mass.png", curves)
     sys.exit(0 if all(better) else 1)
 

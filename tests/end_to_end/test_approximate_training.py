@@ -51,7 +51,7 @@ def logs(dtype):
 
 @functools.cache
 def logs_of_others(dtype):
-    """The same of the other seeds."""
+    """The logarithms of the distances from the other seeds."""
     found = json.loads((SCRIPTS / "results" / "approximate-steps.json").read_text())[f"{dtype}, from exact"]
     return {name: [math.log(value) for value in values] for name, values in found.items()}
 

@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom, without network, and shows what it says; as committed, and run anew."""
+"""Every notebook runs from top to bottom, without network, and shows what it says; as committed, and run again."""
 
 import asyncio
 import re
@@ -9,6 +9,7 @@ import pytest
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
+start_new_kernel = pytest.importorskip("jupyter_client.manager").start_new_kernel
 pytest.importorskip("matplotlib")
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
@@ -52,24 +53,35 @@ CLAIMS = {
 pytestmark = pytest.mark.long
 
 
-def execute(notebook, folder: Path) -> None:
-    """Run every cell with ``folder`` as the current one."""
-    client = nbclient.NotebookClient(notebook, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
-    asyncio.run(asyncio.wait_for(client.async_execute(), SECONDS))
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    """One for all notebooks: most of their time is PyTorch's import.
+
+    It sees no network, and nothing of the user's own Jupyter.
+    """
+    folder = tmp_path_factory.mktemp("kernel")
+    with pytest.MonkeyPatch.context() as patches:
+        patches.delenv("MPLBACKEND", raising=False)
+        for name in ("HF_HOME", "IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
+            patches.setenv(name, str(folder / name.lower()))
+        patches.setenv("HF_HUB_OFFLINE", "1")
+        patches.setenv("OMP_NUM_THREADS", "1")
+        manager, client = start_new_kernel(kernel_name="python3")
+        client.stop_channels()
+        yield manager
+        manager.shutdown_kernel(now=True)
+
+
+def execute(notebook, folder: Path, kernel) -> None:
+    """Run every cell, with no name of an earlier notebook, and ``folder`` as the current one."""
+    begin = nbformat.v4.new_code_cell(f"%reset -f\nimport os; os.chdir({str(folder)!r}); del os")
+    notebook.cells.insert(0, begin)
+    asyncio.run(asyncio.wait_for(nbclient.NotebookClient(notebook, km=kernel).async_execute(), SECONDS))
+    del notebook.cells[0]
 
 
 def outputs(notebook) -> list:
     return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-
-
-@pytest.fixture(autouse=True)
-def _kernel_environment(tmp_path, monkeypatch):
-    """The kernel sees no network, and nothing of the user's own Jupyter; it leaves its files in the test's folder."""
-    monkeypatch.delenv("MPLBACKEND", raising=False)
-    for name in ("HF_HOME", "IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
-        monkeypatch.setenv(name, str(tmp_path / name.lower()))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 def check(notebook, name: str) -> str:
@@ -88,11 +100,11 @@ def test_every_notebook_is_known():
 
 
 @pytest.mark.parametrize("name", CLAIMS)
-def test_notebook_runs_and_shows_what_it_says(name, tmp_path):
+def test_notebook_runs_and_shows_what_it_says(name, tmp_path, kernel):
     folder = tmp_path / "cwd"
     folder.mkdir()
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
-    execute(notebook, folder)
+    execute(notebook, folder, kernel)
     printed = check(notebook, name)
     assert list(folder.iterdir()) == []
     if name == "01_quickstart":
@@ -102,10 +114,10 @@ def test_notebook_runs_and_shows_what_it_says(name, tmp_path):
         assert len(kept) == 2 and all(float(patched) < 0.6 * float(stock) for stock, patched in kept)
 
 
-def test_an_error_in_a_cell_is_not_passed_over(tmp_path):
+def test_an_error_in_a_cell_is_not_passed_over(tmp_path, kernel):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 / 0")])
     with pytest.raises(nbclient.exceptions.CellExecutionError, match="ZeroDivisionError"):
-        execute(notebook, tmp_path)
+        execute(notebook, tmp_path, kernel)
 
 
 def test_a_claim_that_does_not_hold_is_not_passed_over():

@@ -7,8 +7,8 @@ from torch import nn
 
 from hf_memsave import MemSaveConfig, measure_kept, patch
 from hf_memsave.errors import PatchError
-from support.families import Size, batch_for, build
-from support.helpers import assert_same_bits
+from support.families import Size, batch_for, build, step_in
+from support.steps import assert_same
 
 SIZE = Size(hidden=64)
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -77,59 +77,47 @@ def eight_bits(model):
     return replaced(model, make)
 
 
-def step(model, batch, is_autocast=False):
-    torch.manual_seed(0)
-    model.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
-        loss = model(**batch).loss
-    loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+def made(make, dtype=torch.bfloat16):
+    model = make(build("llama", SIZE, dtype))
+    return model, batch_for(model, SIZE)
 
 
 @pytest.mark.parametrize("make", [torchao_training, torchao_weights, quanto, hqq])
 def test_they_run_again_to_the_bit(make):
-    model = make(build("llama", SIZE, torch.bfloat16))
-    batch = batch_for(model, SIZE)
-    stock, kept = step(model, batch), {}
+    model, batch = made(make)
+    stock, kept = step_in("bf16", model, batch), {}
     for name, fields in {"floor": {}, "gate": {"checkpoint": "gate"}, "offload": {"offload": True}}.items():
         patch(model, fields, replace=True)
         for _ in range(2):
-            for ours, theirs in zip(step(model, batch), stock, strict=True):
-                assert_same_bits(ours, theirs)
+            assert_same(step_in("bf16", model, batch), stock)
         kept[name] = measure_kept(model, batch).total
     assert kept["gate"] < 0.85 * kept["floor"]
 
 
-@pytest.mark.parametrize("checkpoint", [None, "gate"])
-def test_under_autocast_their_own_function_is_asked_before_any_conversion(checkpoint):
-    model = torchao_weights(build("llama", SIZE))
-    batch = batch_for(model, SIZE)
-    stock = step(model, batch, is_autocast=True)
-    patch(model, MemSaveConfig(checkpoint=checkpoint))
-    for ours, theirs in zip(step(model, batch, is_autocast=True), stock, strict=True):
-        assert_same_bits(ours, theirs)
+def test_under_autocast_their_own_function_is_asked_before_any_conversion():
+    model, batch = made(torchao_weights, torch.float32)
+    stock = step_in("autocast", model, batch)
+    for checkpoint in (None, "gate"):
+        patch(model, MemSaveConfig(checkpoint=checkpoint), replace=True)
+        assert_same(step_in("autocast", model, batch), stock)
 
 
 def test_torchaos_training_runs_under_every_outer_hook():
     """Their weights have no ``expand``: nothing is called on a weight that only has to be kept."""
-    model = torchao_training(build("llama", SIZE, torch.bfloat16))
-    batch = batch_for(model, SIZE)
-    stock = step(model, batch)
+    model, batch = made(torchao_training)
+    stock = step_in("bf16", model, batch)
     patch(model)
     for is_reentrant in (False, True):
         model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
-        for ours, theirs in zip(step(model, batch), stock, strict=True):
-            assert_same_bits(ours, theirs)
+        assert_same(step_in("bf16", model, batch), stock)
     model.gradient_checkpointing_disable()
     with torch.autograd.graph.save_on_cpu():
-        ours = step(model, batch)
-    for mine, theirs in zip(ours, stock, strict=True):
-        assert_same_bits(mine, theirs)
+        assert_same(step_in("bf16", model, batch), stock)
 
 
 @pytest.mark.parametrize("make", [qat, eight_bits])
 def test_what_may_not_run_twice_is_refused_by_name_and_class(make):
-    model = make(build("llama", SIZE, torch.bfloat16))
+    model, _ = made(make)
     cls = type(model.model.layers[0].self_attn.q_proj).__name__
     with pytest.raises(PatchError, match=rf"layers\.0\.self_attn\.q_proj \({cls}\): .*Use checkpoint='block'"):
         patch(model, MemSaveConfig(checkpoint="gate"))

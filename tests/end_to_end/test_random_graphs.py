@@ -8,7 +8,7 @@ import pytest
 from hf_memsave.tape import price
 from hf_memsave.tape.tape import Tape
 from support.differential import check
-from support.helpers import nodes
+from support.helpers import halved, nodes
 from support.programs import draw
 
 BATCHES, BATCH = 12, 100
@@ -37,7 +37,7 @@ def spread(share):
     return 3 * (BATCH * share * (1 - share)) ** 0.5
 
 
-@pytest.mark.parametrize("batch", range(BATCHES))
+@pytest.mark.parametrize(("batch",), halved(range(BATCHES)))
 def test_random_graphs_are_as_in_stock(batch, made):
     outcomes, with_nodes = [], 0
     for seed in range(batch * BATCH, (batch + 1) * BATCH):
@@ -51,7 +51,7 @@ def test_random_graphs_are_as_in_stock(batch, made):
     assert not nodes(), "a node outlived its graph"
 
 
-@pytest.mark.parametrize("batch", range(BATCHES // 2))
+@pytest.mark.parametrize(("batch",), halved(range(BATCHES // 2)))
 def test_random_graphs_seen_before_are_as_in_stock(batch, monkeypatch):
     unasked, close = 0, price.Plan.close
 

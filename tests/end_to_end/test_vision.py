@@ -1,60 +1,57 @@
-"""Vision models, CLIP's QuickGELU among them: stock's bits, and at CLIP the floor of a pre-norm block."""
+"""Vision models, CLIP's QuickGELU among them, and CNNs with gradients of a few tensors: stock's bits, and less kept."""
 
+import contextlib
 import copy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    CLIPConfig,
-    CLIPModel,
-    CLIPVisionConfig,
-    CLIPVisionModel,
-    ConvNextConfig,
-    ConvNextModel,
-    Dinov2Config,
-    Dinov2Model,
-    SiglipVisionConfig,
-    SiglipVisionModel,
-    SwinConfig,
-    SwinModel,
-    ViTConfig,
-    ViTModel,
-)
+from torch.utils.checkpoint import checkpoint
 
 from hf_memsave import MemSaveConfig, measure_kept, patch
-from support.helpers import assert_same_bits, only_on_cpu, random
+from support.helpers import only_on_cpu, random
+from support.selective import Taped
+from support.steps import assert_same, gradients
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
+from selective import CASES, choose, set_norms  # noqa: E402 - its cases
 
 SIZE = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, image_size=32)
 PATCHES = dict(SIZE, patch_size=8)
 TEXT = dict(SIZE, vocab_size=99, max_position_embeddings=16, bos_token_id=97, eos_token_id=98)
 SWIN = dict(image_size=32, patch_size=4, embed_dim=16, depths=[1, 1], num_heads=[2, 2], window_size=4)
 CONVNEXT = dict(hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, image_size=32)
+CLIP = dict(text_config=TEXT, vision_config=PATCHES, projection_dim=16)
 
-#: How to make the model, and the class of its activations.
+#: Stem of the classes in Transformers, and what follows it; fields of the config; the class of its activations.
 MODELS = {
-    "clip-vision": (lambda: CLIPVisionModel(CLIPVisionConfig(**PATCHES)), "QuickGELUActivation"),
-    "clip": (
-        lambda: CLIPModel(CLIPConfig(text_config=TEXT, vision_config=PATCHES, projection_dim=16)),
-        "QuickGELUActivation",
-    ),
-    "vit": (lambda: ViTModel(ViTConfig(**PATCHES, hidden_dropout_prob=0.1)), "GELUActivation"),
-    "dinov2": (lambda: Dinov2Model(Dinov2Config(**PATCHES)), "GELUActivation"),
-    "siglip": (lambda: SiglipVisionModel(SiglipVisionConfig(**PATCHES)), "GELUTanh"),
-    "swin": (lambda: SwinModel(SwinConfig(**SWIN, hidden_dropout_prob=0.1)), "GELUActivation"),
-    "convnext": (lambda: ConvNextModel(ConvNextConfig(**CONVNEXT)), "GELUActivation"),
+    "clip-vision": ("CLIPVision", CLIP["vision_config"], "QuickGELUActivation"),
+    "clip": ("CLIP", CLIP, "QuickGELUActivation"),
+    "vit": ("ViT", dict(PATCHES, hidden_dropout_prob=0.1), "GELUActivation"),
+    "dinov2": ("Dinov2", PATCHES, "GELUActivation"),
+    "siglip": ("SiglipVision", PATCHES, "GELUTanh"),
+    "swin": ("Swin", dict(SWIN, hidden_dropout_prob=0.1), "GELUActivation"),
+    "convnext": ("ConvNext", CONVNEXT, "GELUActivation"),
 }
 
 
-def build(kind, dtype, device):
+def of_transformers(stem, fields, **options):
+    model, config = (getattr(transformers, f"{stem}{kind}") for kind in ("Model", "Config"))
+    return model(config(**fields), **options)
+
+
+def build(kind, dtype=torch.float32, device="cpu"):
     torch.manual_seed(0)
-    return MODELS[kind][0]().to(device, dtype).train()
+    return of_transformers(*MODELS[kind][:2]).to(device, dtype).train()
 
 
 def batch_for(model):
     dtype, device = next(model.parameters()).dtype, next(model.parameters()).device
     batch = {"pixel_values": random(2, 3, 32, 32, dtype=dtype, device=device)}
-    if isinstance(model, CLIPModel):
+    if isinstance(model, transformers.CLIPModel):
         batch["input_ids"] = torch.arange(1, 17, device=device).view(2, 8)
     return batch
 
@@ -77,7 +74,7 @@ def step(model):
     torch.manual_seed(5)
     loss = Summed(model)(**batch_for(model))["loss"]
     loss.backward()
-    return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **gradients(model)}
 
 
 def kept(model):
@@ -88,30 +85,26 @@ def kept(model):
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_vision_model_is_exact_and_keeps_less(device, kind, dtype):
     only_on_cpu(device)
-    stock = build(kind, dtype, device)
-    ours = copy.deepcopy(stock)
-    report = patch(ours)
-    assert report.skipped == ()
-    expected, got = step(stock), step(ours)
-    assert got.keys() == expected.keys()
-    for name in expected:
-        assert_same_bits(got[name], expected[name], name)
-    assert kept(ours) < kept(stock)
+    model = build(kind, dtype, device)
+    expected, of_stock = step(model), kept(model)
+    report = patch(model)
+    assert report.skipped == () and {site.op for site in report.sites} <= {"model", "block"}
+    assert_same(step(model), expected)
+    assert kept(model) < of_stock
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_activation_of_a_vision_model_is_a_site_where_it_is_approximated(kind):
-    model = build(kind, torch.float32, "cpu")
-    assert {site.op for site in patch(model).sites} <= {"model", "block"}
-    report = patch(model, MemSaveConfig(activation="few_bit"), replace=True)
-    found = {name for name, module in model.named_modules() if type(module).__name__ == MODELS[kind][1]}
+    model = build(kind)
+    report = patch(model, MemSaveConfig(activation="few_bit"))
+    found = {name for name, module in model.named_modules() if type(module).__name__ == MODELS[kind][2]}
     assert {site.name for site in report.patched if site.op == "activation"} == found != set()
 
 
 def test_a_layer_of_clip_keeps_the_floor(device):
     def of_layers(count):
-        options = dict(PATCHES, hidden_size=128, intermediate_size=512, num_hidden_layers=count)
-        model = CLIPVisionModel(CLIPVisionConfig(**options)).to(device).train()
+        fields = dict(PATCHES, hidden_size=128, intermediate_size=512, num_hidden_layers=count)
+        model = of_transformers("CLIPVision", fields).to(device).train()
         stock = kept(model)
         patch(model)
         return stock, kept(model)
@@ -122,17 +115,116 @@ def test_a_layer_of_clip_keeps_the_floor(device):
     assert stock > 19.9
 
 
-@pytest.mark.parametrize("value", ["invert", "precision_bit", "few_bit"])
-def test_clips_activation_takes_the_approximate_slopes(device, value):
-    stock = build("clip-vision", torch.float32, device)
-    ours = copy.deepcopy(stock)
-    patch(ours, MemSaveConfig(activation=value, few_bits=8))
-    for model in (stock, ours):
-        for name, p in model.named_parameters():
-            p.requires_grad_("fc1" in name)
-    expected, got = step(stock), step(ours)
-    torch.testing.assert_close(got["loss"], expected["loss"], rtol=1e-5, atol=1e-4)
-    assert any(not torch.equal(got[name], expected[name]) for name in expected)
-    for name in expected.keys() - {"loss"}:
-        assert (got[name] - expected[name]).norm() < 0.02 * expected[name].norm()
-    assert kept(ours) < kept(stock)
+def test_clips_activation_takes_the_approximate_slopes(device):
+    model = build("clip-vision", torch.float32, device)
+    for name, p in model.named_parameters():
+        p.requires_grad_("fc1" in name)
+    expected, of_stock = step(model), kept(model)
+    for value in ("invert", "precision_bit", "few_bit"):
+        patch(model, MemSaveConfig(activation=value, few_bits=8), replace=True)
+        got = step(model)
+        torch.testing.assert_close(got["loss"], expected["loss"], rtol=1e-5, atol=1e-4)
+        assert any(not torch.equal(got[name], expected[name]) for name in expected)
+        for name in expected.keys() - {"loss"}:
+            assert (got[name] - expected[name]).norm() < 0.02 * expected[name].norm()
+        assert kept(model) < of_stock
+
+
+# CNNs, with gradients of a few of their tensors.
+
+
+class Last(nn.Module):
+    """The last hidden state of a model of Transformers."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x).last_hidden_state
+
+
+class Checkpointed(nn.Module):
+    """A model that runs again in backward."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return checkpoint(self.model, x, use_reentrant=False)
+
+
+def vgg():
+    layers, channels = [], 3
+    for width in (8, 16):
+        layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1)]
+        layers += [nn.ReLU(inplace=True), nn.MaxPool2d(2)]
+        channels = width
+    head = [nn.AdaptiveAvgPool2d(3), nn.Flatten(), nn.Linear(144, 12), nn.ReLU(), nn.Linear(12, 4)]
+    return nn.Sequential(*layers, *head)
+
+
+RESNET = dict(embedding_size=8, hidden_sizes=[16, 32], depths=[2, 2])
+MOBILENET = dict(depth_multiplier=0.25, tf_padding=False)
+CNNS = {
+    "resnet": lambda: Last(of_transformers("ResNet", RESNET)),
+    "mobilenet": lambda: Last(of_transformers("MobileNetV2", MOBILENET, add_pooling_layer=False)),
+    "vgg": vgg,
+}
+#: What a model has no parameters for.
+LACKING = {("resnet", "Linear"), ("mobilenet", "Linear"), ("vgg", "Norm")}
+OF_CNNS = [(name, case) for name in CNNS for case in CASES if (name, case) not in LACKING]
+#: At most this share of what stock keeps, in case Input: with norms in train, and in eval.
+LIMITS = {"resnet": (0.53, 0.03), "vgg": (0.05, 0.05), "mobilenet": (0.37, 0.02)}
+
+
+def cnn(name, case, mode, device, dtype=torch.float32):
+    """Stock and ours, and images."""
+    stock = CNNS[name]()
+    set_norms(stock, mode)
+    assert choose(stock, case)
+    stock = stock.to(device, dtype)
+    images = random(2, 3, 64, 64, dtype=dtype, device=device).requires_grad_(case == "Input")
+    return Taped(stock, False), Taped(copy.deepcopy(stock), True), images
+
+
+def cnn_step(model, images):
+    """Loss and gradients of a step, of the images too, and the buffers after it."""
+    x = images.detach().requires_grad_(images.requires_grad)
+    model.zero_grad()
+    torch.manual_seed(1)
+    loss = model(x * 1)["loss"]
+    loss.backward()
+    found = {"loss": loss.detach(), **gradients(model), **{n: b.clone() for n, b in model.named_buffers()}}
+    return found if x.grad is None else found | {"images": x.grad}
+
+
+def without_wrapper(found):
+    return {name.replace("model.model.", "model.", 1): tensor for name, tensor in found.items()}
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize(("name", "case"), OF_CNNS)
+def test_a_cnn_has_the_bits_of_stock_and_keeps_no_more(device, name, case, mode):
+    stock, ours, images = cnn(name, case, mode, device)
+    kept_by_stock, kept_by_ours = (measure_kept(model, images).total for model in (stock, ours))
+    assert kept_by_ours <= kept_by_stock
+    if case == "Input":
+        assert kept_by_ours <= LIMITS[name][mode == "eval"] * kept_by_stock
+    only_on_cpu(device)
+    for dtype in (torch.float32, torch.bfloat16):
+        stock, ours, images = cnn(name, case, mode, device, dtype)
+        assert_same(cnn_step(ours, images), cnn_step(stock, images))
+
+
+@pytest.mark.parametrize("case", ["All", "Input", "SurgicalFirst"])
+@pytest.mark.parametrize("name", CNNS)
+def test_a_cnn_has_the_bits_of_stock_under_a_hook_outside_and_under_checkpointing(device, name, case):
+    only_on_cpu(device)
+    stock, ours, images = cnn(name, case, "eval", device)
+    expected = cnn_step(stock, images)
+    for around in (torch.autograd.graph.save_on_cpu, contextlib.nullcontext):
+        with around():
+            assert_same(cnn_step(ours, images), expected)
+    assert_same(without_wrapper(cnn_step(Checkpointed(ours), images)), expected)

@@ -1,4 +1,4 @@
-"""``scripts/bench/models.py --smoke`` and ``ops.py``: that they would run, where there is a GPU."""
+"""``scripts/bench/``: that models.py and ops.py would run where there is a GPU, and a small peak_over_training.py."""
 
 import importlib.util
 import json
@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+
+from support.helpers import halved
+from support.script_helpers import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.long
@@ -102,3 +105,12 @@ def test_without_peft_rows_of_adapters_are_left_out(bench, tmp_path, monkeypatch
     figures = json.loads(found.read_text())
     assert figures["llama, small, LoRA: stock"] == {"error": "left out: peft is not installed"}
     assert figures["t5, small: stock"]["tokens_per_second"] > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="figures are those of CPU kernels")
+@pytest.mark.parametrize(("name", "padding"), halved(["bert", "llama", "llama-lora"], ["fixed", "dynamic"]))
+def test_the_peak_of_a_run_with_evaluation_falls_by_what_is_avoided(name, padding, monkeypatch):
+    bench = load_script("peak_over_training", monkeypatch)
+    stock, ours = (bench.measured(name, padding, is_patched, steps=4) for is_patched in (False, True))
+    assert ours.avoided > 0
+    assert stock.counted - ours.counted >= 0.8 * ours.avoided

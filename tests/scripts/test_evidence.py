@@ -1,8 +1,9 @@
 """``make evidence``: a committed figure that a fresh run does not repeat is reported, and so is a missing row."""
 
-import json
+import importlib
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -38,9 +39,15 @@ def found(measured, **how):
     return differences(COMMITTED, measured, 2, BOUNDS, **how)
 
 
-def test_figures_within_their_bounds_agree():
+def test_figures_within_their_bounds_agree_and_those_without_one_must_be_equal():
     measured = COMMITTED.replace("1,018.0", "1,010.0").replace("2.00", "7.00")
     assert found(measured) == ([], 3)
+    lines, figures = differences(COMMITTED, COMMITTED.replace("2.00", "2.01"), 2, {})
+    assert figures == 6
+    assert lines == ["bert, bf16: time: committed 2.00, measured 2.01, expected equal"]
+    part = COMMITTED.replace("| bert | bf16 | 10.1 = | 2.00 |\n", "")
+    assert found(part, partly=True) == ([], 2)
+    assert "no figure was compared" in found("", partly=True)[0][0]
 
 
 @pytest.mark.parametrize(
@@ -57,18 +64,6 @@ def test_figures_within_their_bounds_agree():
 )
 def test_what_does_not_agree_is_reported(before, after, line):
     assert line in found(COMMITTED.replace(before, after))[0]
-
-
-def test_columns_without_a_bound_must_be_equal():
-    lines, figures = differences(COMMITTED, COMMITTED.replace("2.00", "2.01"), 2, {})
-    assert figures == 6
-    assert lines == ["bert, bf16: time: committed 2.00, measured 2.01, expected equal"]
-
-
-def test_a_part_may_lack_rows_but_compares_something():
-    part = COMMITTED.replace("| bert | bf16 | 10.1 = | 2.00 |\n", "")
-    assert found(part, partly=True) == ([], 2)
-    assert "no figure was compared" in found("", partly=True)[0][0]
 
 
 @pytest.fixture
@@ -100,12 +95,37 @@ def test_a_planted_wrong_figure_ends_with_status_1(planted, tmp_path, capsys):
     assert "running" not in output  # only the comparison is made again
 
 
-def test_a_run_is_repeated_where_the_code_is_another(planted, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("changed", "is_repeated"),
+    [("scripts/planted.py", True), ("hf_memsave/config.py", True), ("scripts/evidence_compare.py", False),
+     ("scripts/evidence.py", False), ("scripts/results/fuzz.json", False)],
+)  # fmt: skip
+def test_a_run_is_repeated_where_the_code_is_another(planted, tmp_path, capsys, changed, is_repeated):
+    """But not where it is compared otherwise."""
     assert planted() == 0 and "running" in capsys.readouterr().out
     assert planted() == 0 and "running" not in capsys.readouterr().out
-    with (tmp_path / "scripts" / "planted.py").open("a") as script:
-        script.write("# another\n")
-    assert planted() == 0 and "running" in capsys.readouterr().out
+    (tmp_path / changed).parent.mkdir(parents=True, exist_ok=True)
+    with (tmp_path / changed).open("a") as file:
+        file.write("# another\n")
+    assert planted() == 0 and ("running" in capsys.readouterr().out) == is_repeated
+    assert code_version.code_version(["--seeds"]) != code_version.code_version()
+
+
+def test_a_training_bench_keeps_runs_by_their_code(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS / "bench")
+    training, kept = importlib.import_module("training"), []
+
+    class Inline(ThreadPoolExecutor):
+        def __init__(self, *args, **kwargs):
+            super().__init__(1)
+
+    monkeypatch.setattr(training, "run", lambda glue, cache, *job: kept.append(cache) or "")
+    monkeypatch.setattr(training, "ProcessPoolExecutor", Inline)
+    argv = ["training.py", "approximate", "--glue", "x", "--cache", str(tmp_path), "--seeds", "1"]
+    monkeypatch.setattr("sys.argv", argv)
+    with pytest.raises(FileNotFoundError):  # nothing was run
+        training.main()
+    assert kept and set(kept) == {tmp_path / code_version.code_version()}
 
 
 def test_words_that_chance_chooses_between_agree(planted, tmp_path):
@@ -157,13 +177,6 @@ def test_scripts_run_beside_each_other_only_where_they_may(tmp_path, monkeypatch
     assert (tmp_path / "events").read_text() == "+-+-++--"
 
 
-def test_how_a_result_is_compared_is_no_part_of_what_it_follows_from(planted, tmp_path, capsys):
-    assert planted() == 0
-    capsys.readouterr()
-    (tmp_path / "scripts" / "evidence_compare.py").write_text("# another bound\n")
-    assert planted() == 0 and "running" not in capsys.readouterr().out
-
-
 def test_a_script_that_fails_is_reported_and_run_again(planted, capsys):
     for _ in range(2):
         assert planted(status=3) == 1
@@ -171,9 +184,11 @@ def test_a_script_that_fails_is_reported_and_run_again(planted, capsys):
         assert "planted.py ended with status 3; see" in output and "running" in output
 
 
-def test_what_needs_data_is_left_out_without_it(planted, capsys):
+def test_what_needs_data_is_left_out_without_it_and_the_list_names_every_script(planted, capsys):
     assert planted(command="planted.py {glue} {out}") == 0
     assert capsys.readouterr().out == "planted: left out, since it needs --data-root\n"
+    assert evidence.main(["--list"]) == 0
+    assert capsys.readouterr().out == "planted: python scripts/planted.py {glue} {out}\n"
 
 
 def test_every_entry_names_a_script_and_columns_that_its_committed_table_has():
@@ -210,9 +225,3 @@ def planted_in(text, place):
         return "|".join(cells)
 
     return "\n".join(map(wrong, text.splitlines()))
-
-
-def test_the_list_names_every_script(capsys):
-    assert evidence.main(["--list"]) == 0
-    assert "wta-crs-memory: python scripts/bench/wta_crs.py --part memory" in capsys.readouterr().out
-    assert json.dumps([one.name for one in evidence.EVIDENCE]).count("quick") == 2

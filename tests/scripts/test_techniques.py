@@ -101,7 +101,7 @@ def test_the_peak_counts_what_is_dropped_before_backward():
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
-    main(["--quick", "--parts", "tempo", "step", "--rounds", "1", "--output", str(folder)])
+    main(["--quick", "--parts", "tempo", "step", "--rounds", "1", "--out", str(folder)])
     assert (folder / "techniques.png").stat().st_size > 10_000
     return json.loads((folder / "techniques.json").read_text()), (folder / "techniques.md").read_text()
 

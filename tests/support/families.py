@@ -1,43 +1,19 @@
-"""Small models of the supported families, from configs, with random weights; and a batch for each."""
+"""Small models from configs, with random weights, and a batch for each."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    DistilBertConfig,
-    DistilBertForSequenceClassification,
-    ElectraConfig,
-    ElectraForSequenceClassification,
-    GemmaConfig,
-    GemmaForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PhiConfig,
-    PhiForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    RobertaConfig,
-    RobertaForSequenceClassification,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+
+from support.steps import Results, gradients
 
 VOCAB, CLASSES = 512, 2
+#: Log-mel bins of Whisper's input.
+MELS = 16
 
 
 @dataclass(frozen=True)
@@ -57,15 +33,103 @@ class Size:
 
 #: The setting in which kept memory is quoted.
 QUOTED = Size(hidden=256, heads=4, batch=4, seq=128)
-#: The same for what is in proportion to the batch: products in bf16 may be slow.
+#: For what is in proportion to the batch, as products in bf16 may be slow.
 HALF = replace(QUOTED, batch=2)
 
 FAMILIES = (
     "bert", "roberta", "gpt2", "t5-encoder", "t5-decoder", "t5-gated-encoder", "llama", "mistral", "phi", "phi3",
     "opt",
 )  # fmt: skip
-#: More of them, for the tests of what is kept.
+#: For the tests of what is kept.
 MORE = ("distilbert", "electra", "qwen2", "qwen3", "gemma")
+#: How a model is trained, and the dtype of its weights.
+MODES = {"fp32": torch.float32, "bf16": torch.bfloat16, "autocast": torch.float32}
+#: With other norms, eager attention, encoders and decoders, or experts.
+ZOO = (
+    "gemma2", "gemma3", "olmo2", "glm4", "cohere2", "modernbert", "bart-encoder", "bart-decoder", "whisper-encoder",
+    "whisper-decoder", "gpt_neox", "starcoder2", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3",
+)  # fmt: skip
+
+
+def _parts(family: str, size: Size, dropout: float) -> tuple[str, str, dict[str, Any]]:
+    """The stem of the model's classes in Transformers, its head, and its config's fields."""
+    h, heads, layers = size.hidden, size.heads, size.layers
+    head_dim = h // heads
+    common = dict(hidden_size=h, num_hidden_layers=layers, num_attention_heads=heads, vocab_size=VOCAB)
+    wide, gated = (common | dict(intermediate_size=width) for width in (4 * h, int(2.75 * h)))
+    encoder = wide | dict(hidden_dropout_prob=dropout, attention_probs_dropout_prob=0.0, num_labels=CLASSES)
+    grouped = gated | dict(num_key_value_heads=heads // 2, pad_token_id=0)
+    full = grouped | dict(head_dim=head_dim, bos_token_id=1, eos_token_id=2)
+    routed = full | dict(intermediate_size=h, num_local_experts=4, num_experts_per_tok=2)
+    stacks = ("encoder_layers", "decoder_layers")
+    sequences = dict(
+        d_model=h, encoder_ffn_dim=4 * h, decoder_ffn_dim=4 * h, encoder_attention_heads=heads,
+        decoder_attention_heads=heads, vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        decoder_start_token_id=2, dropout=dropout, attention_dropout=0.0,
+    ) | dict.fromkeys(stacks, 2) | {f"{family.rpartition('-')[2]}_layers": layers}  # fmt: skip
+    t5 = dict(
+        d_model=h, d_kv=head_dim, d_ff=int(2.75 * h) if "gated" in family else 4 * h, num_heads=heads,
+        num_layers=layers if family.endswith("encoder") else 2,
+        num_decoder_layers=layers if family.endswith("decoder") else 2, vocab_size=VOCAB, dropout_rate=dropout,
+        feed_forward_proj="gated-gelu" if "gated" in family else "relu", decoder_start_token_id=0,
+    )  # fmt: skip
+    whisper = sequences | dict(num_mel_bins=MELS, max_source_positions=size.seq, max_target_positions=size.seq)
+    # Latent queries of half the model's width, latent keys and values of a quarter, a shared expert beside the others.
+    deepseek = full | dict(
+        q_lora_rank=h // 2, kv_lora_rank=h // 4, qk_nope_head_dim=head_dim * 3 // 4, qk_rope_head_dim=head_dim // 4,
+        v_head_dim=head_dim, num_key_value_heads=heads, head_dim=head_dim // 4, moe_intermediate_size=h // 2,
+        n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=0,
+    )  # fmt: skip
+    classifies, models, generates = "SequenceClassification", "CausalLM", "ConditionalGeneration"
+    return {
+        "bert": ("Bert", classifies, encoder),
+        "roberta": ("Roberta", classifies, encoder),
+        "electra": ("Electra", classifies, encoder | dict(embedding_size=h)),
+        "distilbert": ("DistilBert", classifies, dict(
+            dim=h, hidden_dim=4 * h, n_layers=layers, n_heads=heads, vocab_size=VOCAB, dropout=dropout,
+            attention_dropout=0.0, num_labels=CLASSES,
+        )),
+        "gpt2": ("GPT2", "LMHeadModel", dict(
+            n_embd=h, n_layer=layers, n_head=heads, vocab_size=VOCAB, resid_pdrop=dropout, embd_pdrop=dropout,
+            attn_pdrop=0.0,
+        )),
+        "t5-encoder": ("T5", generates, t5),
+        "t5-decoder": ("T5", generates, t5),
+        "t5-gated-encoder": ("T5", generates, t5),
+        "opt": ("OPT", models, common | dict(
+            ffn_dim=4 * h, word_embed_proj_dim=h, max_position_embeddings=size.seq, dropout=dropout,
+            attention_dropout=0.0,
+        )),
+        "phi": ("Phi", models, wide | dict(resid_pdrop=dropout)),
+        "llama": ("Llama", models, grouped),
+        "mistral": ("Mistral", models, grouped),
+        "phi3": ("Phi3", models, grouped | dict(resid_pdrop=dropout)),
+        "qwen2": ("Qwen2", models, grouped),
+        "qwen3": ("Qwen3", models, grouped | dict(head_dim=head_dim)),
+        "gemma": ("Gemma", models, grouped | dict(head_dim=head_dim)),
+        "gemma2": ("Gemma2", models, full | dict(attn_implementation="eager")),
+        "gemma3": ("Gemma3", models, full),
+        "olmo2": ("Olmo2", models, full),
+        "glm4": ("Glm4", models, full),
+        "cohere2": ("Cohere2", models, full),
+        "modernbert": ("ModernBert", classifies, gated | dict(
+            num_labels=CLASSES, pad_token_id=0, embedding_dropout=dropout, mlp_dropout=dropout, attention_dropout=0.0,
+        )),
+        "bart-encoder": ("Bart", generates, sequences | dict(max_position_embeddings=size.seq)),
+        "bart-decoder": ("Bart", generates, sequences | dict(max_position_embeddings=size.seq)),
+        "whisper-encoder": ("Whisper", generates, whisper),
+        "whisper-decoder": ("Whisper", generates, whisper),
+        "gpt_neox": ("GPTNeoX", models, wide | dict(
+            bos_token_id=1, eos_token_id=2, hidden_dropout=dropout, attention_dropout=0.0,
+        )),
+        "starcoder2": ("Starcoder2", models, full | dict(intermediate_size=4 * h, residual_dropout=dropout)),
+        "mixtral": ("Mixtral", models, routed),
+        "qwen3_moe": ("Qwen3Moe", models, full | dict(
+            moe_intermediate_size=h, num_experts=4, num_experts_per_tok=2,
+        )),
+        "gpt_oss": ("GptOss", models, routed),
+        "deepseek_v3": ("DeepseekV3", models, deepseek),
+    }[family]  # fmt: skip
 
 
 def build(family: str, size: Size = Size(), dtype: torch.dtype = torch.float32, dropout: float = 0.1) -> nn.Module:
@@ -74,71 +138,22 @@ def build(family: str, size: Size = Size(), dtype: torch.dtype = torch.float32, 
     T5's relative attention bias is frozen: on CPU, SDPA keeps seq x seq tensors for a bias that wants a gradient.
     """
     torch.manual_seed(0)
-    h, heads = size.hidden, size.heads
-    gated = int(2.75 * h)
-    common = dict(hidden_size=h, num_hidden_layers=size.layers, num_attention_heads=heads, vocab_size=VOCAB)
-    if family in ("bert", "roberta", "electra"):
-        options = dict(common, intermediate_size=4 * h, hidden_dropout_prob=dropout, attention_probs_dropout_prob=0.0)
-        options["num_labels"] = CLASSES
-        model = {
-            "bert": lambda: BertForSequenceClassification(BertConfig(**options)),
-            "roberta": lambda: RobertaForSequenceClassification(RobertaConfig(**options)),
-            "electra": lambda: ElectraForSequenceClassification(ElectraConfig(**options, embedding_size=h)),
-        }[family]()
-    elif family == "distilbert":
-        options = dict(dim=h, hidden_dim=4 * h, n_layers=size.layers, n_heads=heads, vocab_size=VOCAB)
-        drops = dict(dropout=dropout, attention_dropout=0.0)
-        model = DistilBertForSequenceClassification(DistilBertConfig(**options, **drops, num_labels=CLASSES))
-    elif family == "gpt2":
-        drops = dict(resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=0.0)
-        model = GPT2LMHeadModel(GPT2Config(n_embd=h, n_layer=size.layers, n_head=heads, vocab_size=VOCAB, **drops))
-    elif family.startswith("t5"):
-        model = _t5(family, size, dropout)
-    elif family == "opt":
-        options = dict(common, ffn_dim=4 * h, word_embed_proj_dim=h, max_position_embeddings=size.seq)
-        model = OPTForCausalLM(OPTConfig(**options, dropout=dropout, attention_dropout=0.0))
-    elif family == "phi":
-        model = PhiForCausalLM(PhiConfig(**common, intermediate_size=4 * h, resid_pdrop=dropout))
-    else:
-        options = dict(common, intermediate_size=gated, num_key_value_heads=heads // 2, pad_token_id=0)
-        model = {
-            "llama": lambda: LlamaForCausalLM(LlamaConfig(**options)),
-            "mistral": lambda: MistralForCausalLM(MistralConfig(**options)),
-            "phi3": lambda: Phi3ForCausalLM(Phi3Config(**options, resid_pdrop=dropout)),
-            "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**options)),
-            "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**options, head_dim=h // heads)),
-            "gemma": lambda: GemmaForCausalLM(GemmaConfig(**options, head_dim=h // heads)),
-        }[family]()
-    return model.to(dtype).train()
-
-
-def _t5(family: str, size: Size, dropout: float) -> nn.Module:
-    is_gated = "gated" in family
-    of_encoder = family.endswith("encoder")
-    model = T5ForConditionalGeneration(
-        T5Config(
-            d_model=size.hidden,
-            d_kv=size.hidden // size.heads,
-            d_ff=int(2.75 * size.hidden) if is_gated else 4 * size.hidden,
-            num_heads=size.heads,
-            num_layers=size.layers if of_encoder else 2,
-            num_decoder_layers=2 if of_encoder else size.layers,
-            vocab_size=VOCAB,
-            dropout_rate=dropout,
-            feed_forward_proj="gated-gelu" if is_gated else "relu",
-            decoder_start_token_id=0,
-        )
-    )
+    stem, head, fields = _parts(family, size, dropout)
+    config = getattr(transformers, f"{stem}TextConfig" if stem == "Gemma3" else f"{stem}Config")
+    model = getattr(transformers, f"{stem}{'' if stem == 'GPT2' else 'For'}{head}")(config(**fields))
     for module in model.modules():
         if type(module).__name__ == "T5Attention":
             module.dropout = 0.0
             if module.has_relative_attention_bias:
                 module.relative_attention_bias.weight.requires_grad_(False)
-    return model
+    return model.to(dtype).train()
 
 
 def batch_for(model: nn.Module, size: Size = Size(), padded: bool = False, seed: int = 1) -> dict[str, torch.Tensor]:
-    """Token ids, an attention mask (right-padded where asked for) and labels, on the model's device."""
+    """Token ids, an attention mask (right-padded where asked for) and labels, on the model's device.
+
+    For Whisper, sounds of twice as many frames as its encoder has positions, and labels.
+    """
     generator = torch.Generator().manual_seed(seed)
     shape = (size.batch, size.seq)
     mask = torch.ones(shape, dtype=torch.long)
@@ -148,4 +163,17 @@ def batch_for(model: nn.Module, size: Size = Size(), padded: bool = False, seed:
     labels = torch.randint(0, CLASSES, shape[:1], generator=generator) if classifies else None
     ids = torch.randint(5, VOCAB, shape, generator=generator)
     batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.clone() if labels is None else labels}
+    if model.config.model_type == "whisper":
+        sounds = torch.randn(size.batch, MELS, 2 * size.seq, generator=generator.manual_seed(seed))
+        batch = {"input_features": sounds.to(model.dtype), "labels": batch["labels"]}
     return {name: value.to(model.device) for name, value in batch.items()}
+
+
+def step_in(mode: str, model: nn.Module, batch: dict[str, torch.Tensor]) -> Results:
+    """Loss and gradients of one forward and backward, of which autocast is around the forward alone."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(7)
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=mode == "autocast"):
+        loss = model(**batch).loss
+    loss.backward()
+    return {"loss": loss.detach().clone(), **gradients(model)}

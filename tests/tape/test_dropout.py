@@ -19,7 +19,6 @@ from support.helpers import (
     assert_same_bits,
     assert_same_result,
     generator_state,
-    is_remade,
     kept,
     only_on_cpu,
     random,
