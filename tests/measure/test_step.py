@@ -12,6 +12,7 @@ from transformers import BertConfig, BertForSequenceClassification
 import hf_memsave
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure.step import TOLERANCE, Difference, StepComparison, StockStepError, compare_step
+from hf_memsave.patching.swap import is_patched
 from support.families import Size, build
 from support.planted import plant_wrong_gradient
 from support.steps import state_of
@@ -51,6 +52,16 @@ def test_compare_step_sees_a_wrong_gradient_and_how_wrong_it_is(monkeypatch):
 def test_a_write_that_nothing_sees_is_revealed(write, wrong):
     found = compare_step(Writer(WRITES[write]), {"x": torch.randn(4, 8)})
     assert [d.name for d in found.differing] == wrong and found.loss.equal
+
+
+def test_a_gradient_that_the_patched_step_lacks_is_seen():
+    class Lacking(Writer):
+        def forward(self, x):
+            hidden = self.up(x)
+            return {"loss": self.down(hidden.detach() if is_patched(self) else hidden).sum()}
+
+    found = compare_step(Lacking(None), {"x": torch.randn(4, 8)}).differing
+    assert {(d.name, d.relative) for d in found} == {("up.weight", torch.inf), ("up.bias", torch.inf)}
 
 
 @pytest.mark.parametrize(("config", "fails"), [(None, True), ({"activation": "stock"}, False)])

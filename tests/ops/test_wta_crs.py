@@ -240,6 +240,21 @@ def test_what_is_not_finite_is_passed_on_and_not_learned(device, where, odd):
 # The model's generators, copies.
 
 
+def test_the_models_generators_are_untouched(device):
+    (mine, stock), x = twins(device), random(4, 8, IN, device=device)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    sampled = run(mine, x)[2]["0.weight"]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(sampled, run(stock, x)[2]["0.weight"])
+
+
+def test_each_step_draws_rows_of_its_own(device):
+    (mine, _), x = twins(device, cache=None), random(4, 8, IN, device=device)
+    first, second = (run(mine, x)[2]["0.weight"] for _ in range(2))
+    assert not torch.equal(first, second)
+
+
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_copy_draws_the_same_and_learns_for_itself(device, how):
     mine, _ = twins(device)

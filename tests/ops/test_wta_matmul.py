@@ -133,6 +133,9 @@ def test_draws_are_independent_between_heads_operands_and_products(device):
     assert len(da.flatten(0, 1).flatten(1).unique(dim=0)) > 20
     errors = [(x - x.mean((0, 1))).flatten() for x in (da, other)]
     assert abs(torch.corrcoef(torch.stack(errors))[0, 1]) < 0.1
+    ones = torch.ones(8, 5, 16, 16, device=device)  # evenly drawn; of dC = 1, what is not zero was drawn
+    da, db = gradients(sampling(), ones, ones, torch.eye(16, device=device).expand_as(ones))
+    assert not torch.equal(da.any(-1), db.any(-2))
 
 
 @pytest.mark.parametrize(("operand", "bad"), [(0, float("nan")), (1, float("inf"))])

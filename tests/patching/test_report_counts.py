@@ -117,6 +117,20 @@ def test_an_encoder_that_is_kept_for_its_decoder_is_counted_under_autocast():
     check(*counted(model, True, batch_for(model, SIZE), lambda: torch.autocast("cpu", torch.bfloat16)))
 
 
+def test_a_branch_that_the_forward_leaves_counts_for_nothing(device):
+    class Left(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.f, self.g = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            h = self.f(x)
+            self.g(torch.sin(h)).exp()
+            return {"loss": self.g(h).square().sum()}
+
+    check(*counted(Left().to(device), True, {"x": torch.randn(256, 64, device=device)}))
+
+
 @pytest.mark.parametrize("name", ["exact", "block", "gate"])
 def test_blocks_without_a_gradient_keep_nothing(name, said):
     model = make("bert", "full").requires_grad_(False)

@@ -141,6 +141,15 @@ def test_no_tensor_takes_more_than_so_many_functions(a):
     assert_same_bits(handles[-1].get(), x)
 
 
+def test_nor_more_than_so_many_side_by_side(a):
+    with taping(inputs=[a]) as tape:
+        terms = [torch.sin(a + number) for number in range(MOST_WORK)]
+        while len(terms) > 1:
+            terms = [x + y for x, y in zip(terms[::2], terms[1::2], strict=True)]
+        handle = tape.pack(terms[0])
+    assert not is_remade(handle)
+
+
 def test_no_tensor_is_remade_from_many_blocks_back(device):
     """A residual sum in fp32 of branches in bf16, as under autocast: each is made again a few times at most."""
     x, calls, blocks = random(*SHAPE, device=device).requires_grad_(), [], 24
