@@ -13,7 +13,7 @@ OLDEST := tests/patching/test_patch.py tests/end_to_end/test_bits.py tests/end_t
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-oldest test-torch kernels matrix quick demo evidence docs lint clean
+.PHONY: help install test test-oldest test-torch kernels matrix quick demo mutants evidence docs lint clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -35,7 +35,7 @@ test-torch: ## Run what PyTorch's version decides with TORCH=2.11.0, in an envir
 
 kernels: $(INSTALLED) ## Run the tests of the vendored Triton kernels, and of ops fused by them, in Triton's interpreter
 	cd hf_memsave/_vendor/memsave_kernels && TRITON_INTERPRET=1 "$(CURDIR)/$(BIN)/python" -m pytest -m "not long" -n logical --maxprocesses 8
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 -k "not on_a_gpu" tests/ops/test_fused*.py
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 -k "not on_a_gpu" tests/ops/fused
 
 matrix: $(INSTALLED) ## Run what `make test` leaves out: more combinations of settings and budgets
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 -m matrix $(ARGS)
@@ -45,6 +45,9 @@ quick: $(INSTALLED) ## Run one case of two tests of every file, none of the long
 
 demo: $(INSTALLED) ## Fine-tune two small models, stock and patched; ARGS="--data-dir DIR" brings real data
 	$(BIN)/memsave demo $(ARGS)
+
+mutants: $(INSTALLED) ## Plant the faults of tests/mutants.yaml, one at a time: each must make a test fail
+	$(BIN)/python tests/mutants.py --jobs 2 --out scripts/results/mutants.md $(ARGS)
 
 evidence: $(INSTALLED) ## Make every table that needs no GPU again, and compare; ARGS=--quick, "--data-root DIR", "--only NAME"
 	$(BIN)/python scripts/evidence.py $(ARGS)

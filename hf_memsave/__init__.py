@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from hf_memsave.integrations.hooks import install, uninstall
 
 if TYPE_CHECKING:
-    from hf_memsave.config import MemSaveConfig
+    from hf_memsave.config.config import MemSaveConfig
+    from hf_memsave.config.wtacrs import WTACRS
     from hf_memsave.errors import ConfigError, KeptTensorChangedError, MeasureError, MemSaveError, PatchError, PlanError
     from hf_memsave.integrations.peft import MemSaveLoraConfig
     from hf_memsave.integrations.trainer import MemSaveCallback, MemSaveMixin, MemSaveTrainer
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from hf_memsave.patching.patch import PatchReport, patch, unpatch
     from hf_memsave.planner.plan import plan
     from hf_memsave.tape import Kept, measure_kept
-    from hf_memsave.wtacrs import WTACRS
 
 __version__ = "0.1.0"
 
@@ -28,7 +28,7 @@ __all__ = [
 
 #: Module -> the names above that are loaded from it when they are first asked for; all others are errors.
 _MODULES = {
-    "config": ("WTACRS", "MemSaveConfig"),
+    "config.config": ("WTACRS", "MemSaveConfig"),
     "integrations.peft": ("MemSaveLoraConfig",),
     "integrations.trainer": ("MemSaveCallback", "MemSaveMixin", "MemSaveTrainer"),
     "measure.estimate": ("estimate",),

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import datasets
+import evaluate
 import numpy as np
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -35,7 +36,6 @@ from transformers import (
     set_seed,
 )
 
-import metrics
 import models
 import runs
 from arguments import ModelArguments, SampleArguments, Sides, UsageError, option, parse_arguments
@@ -43,6 +43,8 @@ from glue_recipes import recipe
 from hf_memsave.data.glue import TASKS, GlueTask, guess_task, read_glue
 from hf_memsave.data.wordpiece import load_vocab_tokenizer, train_wordpiece
 
+#: The official metrics, as an `evaluate` module that needs no hub.
+METRICS = Path(__file__).parent / "metrics" / "glue"
 USAGE = "(--model_name_or_path NAME | --config_name NAME | --model_type TYPE) (--task_name TASK | --data_dir DIR)"
 USAGE += " [--memsave [PRESET|FILE]] [--lora_r N] [--do_train] [--do_eval] [--do_predict]"
 
@@ -177,11 +179,13 @@ def task_values(outputs: np.ndarray, task: GlueTask, config: PreTrainedConfig) -
 
 def metrics_for(task: GlueTask, config: PreTrainedConfig) -> Callable[[EvalPrediction], dict[str, float]]:
     """The task's official metrics, and their mean where there are two."""
+    metric = evaluate.load(str(METRICS), task.name, keep_in_memory=True)
+
     def compute(prediction: EvalPrediction) -> dict[str, float]:
         references = prediction.label_ids
         if task.labels:
             references = [task.labels.index(config.id2label[index]) for index in references]
-        values = metrics.glue(task.name, task_values(prediction.predictions, task, config), references)
+        values = metric.compute(predictions=task_values(prediction.predictions, task, config), references=references)
         return values | ({"combined_score": float(np.mean(list(values.values())))} if len(values) > 1 else {})
 
     return compute

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import datasets
+import evaluate
 import numpy as np
 from transformers import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
@@ -28,13 +29,13 @@ from transformers import (
     set_seed,
 )
 
-import metrics
 import models
 import runs
 from arguments import ModelArguments, SampleArguments, Sides, UsageError, option, parse_arguments
 from byte_bpe import train_byte_bpe
 from text_data import existing, first, pick_columns, read_hub, read_pairs, renamed
 
+METRIC = Path(__file__).parent / "metrics" / "rouge"
 USAGE = "(--model_name_or_path NAME | --config_name NAME | --model_type TYPE) (--train_file FILE | --dataset_name NAME)"
 USAGE += " [--source_prefix TEXT] [--predict_with_generate] [--memsave [PRESET|FILE]] [--lora_r N] [--do_train]"
 USAGE += " [--do_eval]"
@@ -134,7 +135,9 @@ def decode(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> list[str]:
 def rouge(prediction: EvalPrediction, tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:
     """ROUGE-1, ROUGE-2 and ROUGE-L from 0 to 100, and the mean length of the summaries in tokens."""
     found = decode(prediction.predictions, tokenizer)
-    values = metrics.rouge(found, decode(prediction.label_ids, tokenizer))
+    values = evaluate.load(str(METRIC), keep_in_memory=True).compute(
+        predictions=found, references=decode(prediction.label_ids, tokenizer)
+    )
     filled = (prediction.predictions != tokenizer.pad_token_id) & (prediction.predictions != -100)
     return {name: 100 * value for name, value in values.items()} | {"gen_len": float(filled.sum(axis=1).mean())}
 

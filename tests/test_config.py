@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 
 from hf_memsave import WTACRS, ConfigError, MemSaveConfig, MemSaveError, patch
-from hf_memsave.config import presets
+from hf_memsave.config.config import presets
 
 #: Another value than the default, for every field.
 OTHER = {

@@ -144,7 +144,8 @@ import support.families, support.kernels, support.launches, support.lora
 {planted}
 sys.exit(pytest.main(sys.argv[1:]))
 """
-    files = [f"tests/ops/test_{name}.py" for name in ("fused", "fused_dropout", "fused_launches", "loss_dtype")]
+    names = "fused/test_fused", "fused/test_fused_dropout", "fused/test_fused_launches", "loss/test_chunked_loss"
+    files = [f"tests/ops/{name}.py" for name in names]
     command = [sys.executable, "-c", code, "-p", "no:cacheprovider", "-rs", "-k", "on_a_gpu or stocks_launches", *files]
     environment = {name: value for name, value in os.environ.items() if name != "CI"}  # where a skip is a failure
     where = dict(cwd=Path(__file__).parents[1], env=environment)

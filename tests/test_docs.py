@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hf_memsave import MemSaveConfig
-from hf_memsave.config import presets
+from hf_memsave.config.config import presets
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))

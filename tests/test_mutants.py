@@ -35,7 +35,7 @@ def test_a_mutant_is_killed_by_a_test_that_fails_and_by_nothing_else(tmp_path):
         (tmp_path / name).write_text(text)
     table = [dict(name=n, fault="", old=old, new=new, tests=tests) for n, (old, new, tests, _) in CASES.items()]
     (tmp_path / "table.yaml").write_text(yaml.safe_dump(table))
-    code = "import sys, mutants as m, pathlib; sys.exit(m.main(sys.argv[2:], pathlib.Path(sys.argv[1]), ['hypothesis']))"
+    code = "import sys; from mutants import Path, main; sys.exit(main(sys.argv[2:], Path(sys.argv[1]), ['hypothesis']))"
     given = [tmp_path, "--table", tmp_path / "table.yaml", "--out", tmp_path / "out.md", "--jobs", "2"]
     run = subprocess.run(
         [sys.executable, "-c", code, *given], cwd=Path(mutants.__file__).parent, capture_output=True, text=True

@@ -11,10 +11,10 @@ from rich.console import Console
 from hf_memsave import MemSaveConfig, MemSaveError
 from hf_memsave.commands.inputs import add_inputs, load_inputs
 from hf_memsave.commands.options import GIVE_ANOTHER_BATCH, NUMBER, CommandError, add, check_folder
+from hf_memsave.config.sizes import bytes_of, gib
 from hf_memsave.measure.inputs import described
 from hf_memsave.measure.step import cannot_run
 from hf_memsave.planner import fast, smart
-from hf_memsave.sizes import bytes_of, gib
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from hf_memsave import Kept, measure_kept, patch
 from hf_memsave.commands.demo_task import DemoTask, generated_task, glue_task
 from hf_memsave.commands.options import NUMBER, check_picture, progress_bar
-from hf_memsave.sizes import MIB
+from hf_memsave.config.sizes import MIB
 
 _STEPS, _QUICK_STEPS = 240, 70
 _BATCH_SIZE = 32

@@ -15,11 +15,11 @@ from rich.table import Table
 
 from hf_memsave import MemSaveConfig, MemSaveError
 from hf_memsave.commands import options
+from hf_memsave.config.sizes import MIB, bytes_of
 from hf_memsave.measure.estimate import WORKSPACES, Estimate, estimate
 from hf_memsave.measure.fit import largest
 from hf_memsave.measure.models import load_config
 from hf_memsave.measure.training import Training
-from hf_memsave.sizes import MIB, bytes_of
 
 _OPTIMIZERS = ("adamw", "adamw_fused", "adamw_8bit", "adafactor", "sgd", "sgd_momentum")
 #: Fields of ``Training`` whose options have their names.

@@ -13,8 +13,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from hf_memsave.config.sizes import GIB, MIB
 from hf_memsave.measure.estimate import CONTEXT, WORKSPACES, Estimate, Memory
-from hf_memsave.sizes import GIB, MIB
 
 #: What is alive -> its colour: Paul Tol's bright scheme, told apart in every kind of colour vision, on black and white.
 PARTS = {"parameters": "#4477AA", "states": "#66CCEE", "gradients": "#CCBB44", "activations": "#EE6677"}

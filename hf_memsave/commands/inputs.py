@@ -13,10 +13,10 @@ from rich.console import Console
 from transformers import PreTrainedConfig
 
 from hf_memsave.commands.options import FILE, NUMBER, CommandError, add, quiet, weights_of
+from hf_memsave.config.sizes import GIB
 from hf_memsave.measure.inputs import forward_of, make_batch, read_batch
 from hf_memsave.measure.layers import at_depth, depth_fields, period
 from hf_memsave.measure.models import build_empty, has_weights, load_config, load_model
-from hf_memsave.sizes import GIB
 
 _SEQUENCES, _TOKENS = 2, 64
 #: Parameters that are compared without a question; drawing more takes minutes.

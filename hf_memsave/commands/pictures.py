@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hf_memsave.sizes import MIB
+from hf_memsave.config.sizes import MIB
 from hf_memsave.tape.meter import KINDS_OF_OPS
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from rich.table import Table
 
 from hf_memsave import MemSaveConfig
 from hf_memsave.commands import options
+from hf_memsave.config.sizes import MIB
 from hf_memsave.measure.depth import Affine, FullDepth, Setting, measure_full_depth
 from hf_memsave.measure.models import load_config
-from hf_memsave.sizes import MIB
 from hf_memsave.tape.meter import KINDS_OF_OPS
 
 

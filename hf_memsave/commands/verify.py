@@ -14,10 +14,10 @@ from rich.table import Table
 from hf_memsave import MemSaveConfig
 from hf_memsave.commands.inputs import add_inputs, load_inputs
 from hf_memsave.commands.options import GIVE_ANOTHER_BATCH, CommandError, add, progress_bar
+from hf_memsave.config.sizes import MIB
 from hf_memsave.measure import step
 from hf_memsave.measure.deterministic import deterministic_kernels
 from hf_memsave.measure.inputs import described
-from hf_memsave.sizes import MIB
 
 _WORST = 5
 

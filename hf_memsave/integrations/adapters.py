@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from transformers.utils import logging
 
-from hf_memsave.config import MemSaveConfig
+from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.errors import PatchError
 from hf_memsave.integrations.hooks import when_imported, wrap
 from hf_memsave.patching.blocks import block_numbers, number_of

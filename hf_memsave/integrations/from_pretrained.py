@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-from hf_memsave.config import MemSaveConfig, MemSaveLike
+from hf_memsave.config.config import MemSaveConfig, MemSaveLike
 from hf_memsave.errors import ConfigError
 from hf_memsave.integrations.hooks import wrap
 

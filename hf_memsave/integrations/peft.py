@@ -10,7 +10,7 @@ from typing import Any
 
 from peft import LoraConfig
 
-from hf_memsave.config import MemSaveConfig
+from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.errors import ConfigError
 from hf_memsave.integrations.adapters import watch
 

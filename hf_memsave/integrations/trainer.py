@@ -18,12 +18,12 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from hf_memsave.config import MemSaveConfig, MemSaveLike
+from hf_memsave.config.config import MemSaveConfig, MemSaveLike
+from hf_memsave.config.sizes import MIB
 from hf_memsave.errors import ConfigError, PatchError
 from hf_memsave.integrations.norms import has_table, load_norms, norms_from_text, norms_to_text, save_norms
 from hf_memsave.patching.patch import patch, unpatch
 from hf_memsave.patching.swap import patched_models
-from hf_memsave.sizes import MIB
 
 logger = logging.get_logger(__name__)
 

@@ -12,7 +12,7 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
-from hf_memsave.config import MemSaveConfig, MemSaveLike
+from hf_memsave.config.config import MemSaveConfig, MemSaveLike
 from hf_memsave.integrations.hooks import wrap
 
 

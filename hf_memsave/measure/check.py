@@ -17,7 +17,8 @@ import torch
 from torch.nn.attention import sdpa_kernel
 from transformers import PreTrainedConfig
 
-from hf_memsave.config import MemSaveConfig
+from hf_memsave.config.config import MemSaveConfig
+from hf_memsave.config.sizes import GIB
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure.depth import trace_in_full
 from hf_memsave.measure.estimate import WORKSPACES, Estimate, Memory
@@ -29,7 +30,6 @@ from hf_memsave.measure.peak import count_peak, rounded
 from hf_memsave.measure.trace import UNIT, make_states, nbytes_of, run_passes
 from hf_memsave.measure.training import OPTIMIZERS, Training, build
 from hf_memsave.patching.patch import patch
-from hf_memsave.sizes import GIB
 from hf_memsave.tape import measure_kept
 
 #: How far what was measured may be from what was predicted, by type of device: kept bytes, and the peak.

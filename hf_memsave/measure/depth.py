@@ -22,7 +22,8 @@ import psutil
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_memsave.config import MemSaveConfig
+from hf_memsave.config.config import MemSaveConfig
+from hf_memsave.config.sizes import GIB
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure.inputs import forward_of, make_batch
 from hf_memsave.measure.layers import at_depth, depth_fields, period
@@ -33,7 +34,6 @@ from hf_memsave.measure.trace import Moment, Place, Trace
 from hf_memsave.measure.training import Training, build, trace_at
 from hf_memsave.measure.without_gpus import without_gpus
 from hf_memsave.patching.patch import patch
-from hf_memsave.sizes import GIB
 from hf_memsave.tape import measure_kept
 from hf_memsave.tape.price import SPAN
 

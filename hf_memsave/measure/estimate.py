@@ -20,15 +20,15 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_memsave.config import MemSaveConfig, MemSaveLike
+from hf_memsave.config.config import MemSaveConfig, MemSaveLike
+from hf_memsave.config.sizes import GIB, MIB, bytes_of
+from hf_memsave.config.wtacrs import is_int
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure.depth import trace_in_full
 from hf_memsave.measure.layers import depth_fields
 from hf_memsave.measure.sharding import sharded
 from hf_memsave.measure.trace import Point, Trace, timeline
 from hf_memsave.measure.training import config_of, training_of
-from hf_memsave.sizes import GIB, MIB, bytes_of
-from hf_memsave.wtacrs import is_int
 
 #: What CUDA takes for itself in each process, in no allocator; it depends on device and driver.
 CONTEXT = 500 * MIB

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from hf_memsave.config import MemSaveConfig
+from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure.depth import trace_in_full
 from hf_memsave.measure.estimate import CONTEXT, WORKSPACES, Memory

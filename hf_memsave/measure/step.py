@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from hf_memsave.config import MemSaveLike
+from hf_memsave.config.config import MemSaveLike
 from hf_memsave.errors import MeasureError, MemSaveError
 from hf_memsave.measure.inputs import described, device_of, forward_of, loss_of
 from hf_memsave.patching.patch import patch, unpatch

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
-from torch.utils._pytree import tree_leaves
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave.measure.inputs import device_of, loss_of
@@ -26,6 +25,7 @@ from hf_memsave.measure.kernels import workspace
 from hf_memsave.measure.peak import Count, collector_off, rounded
 from hf_memsave.tape.meter import storages
 from hf_memsave.tape.offload import Away
+from hf_memsave.tape.private import tree_leaves
 
 #: What CUDA's allocator rounds up to.
 UNIT = 512

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, P
 from transformers.optimization import Adafactor
 
 from hf_memsave.arch.versions import cache_name
-from hf_memsave.config import MemSaveConfig
+from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure.fake_device import fake_device, to_fake
 from hf_memsave.measure.inputs import empty_batch, forward_of, make_batch

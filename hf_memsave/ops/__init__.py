@@ -1,19 +1,19 @@
 """One op per file; the table of those that replace a module's forward. All else is functions: see ``tape``."""
 
-from hf_memsave.ops.activation import ACTIVATION
-from hf_memsave.ops.eager_attention import EAGER_ATTENTION
+from hf_memsave.ops.approximate.activation import ACTIVATION
+from hf_memsave.ops.approximate.output_norm import OUTPUT_NORM
 from hf_memsave.ops.fused.activation import FUSED_ACTIVATION, FUSED_GATED
 from hf_memsave.ops.fused.dropout_norm import FUSED_DROPOUT_NORM
 from hf_memsave.ops.fused.lora import FUSED_LORA
 from hf_memsave.ops.fused.rms_norm import FUSED_RMS_NORM
 from hf_memsave.ops.fused.rotary import FUSED_ROTARY
-from hf_memsave.ops.lazy_head import LAZY_HEAD
 from hf_memsave.ops.left_to_stock import LEFT_TO_STOCK
 from hf_memsave.ops.linear_8bit import LINEAR_8BIT
+from hf_memsave.ops.loss.lazy_head import LAZY_HEAD
 from hf_memsave.ops.op import Op
-from hf_memsave.ops.output_norm import OUTPUT_NORM
 from hf_memsave.ops.run_again import RUN_AGAIN
-from hf_memsave.ops.wta_crs import WTA_CRS
+from hf_memsave.ops.sampled.eager_attention import EAGER_ATTENTION
+from hf_memsave.ops.sampled.wta_crs import WTA_CRS
 
 _ALL = (
     ACTIVATION, EAGER_ATTENTION, FUSED_ACTIVATION, FUSED_DROPOUT_NORM, FUSED_GATED, FUSED_LORA, FUSED_RMS_NORM,

@@ -10,13 +10,14 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave.arch import HIDDEN, KIND_OF_CLASS, LINEARS, RUN_AGAIN, fused_of, is_run_again, kind_of, path_of
-from hf_memsave.config import MemSaveConfig
+from hf_memsave.config.config import MemSaveConfig
+from hf_memsave.config.wtacrs import WTACRS
 from hf_memsave.errors import PatchError
 from hf_memsave.ops import OPS
-from hf_memsave.ops.eager_attention import NAME, implementation, is_attention
-from hf_memsave.ops.few_bit import FewBit
+from hf_memsave.ops.approximate.few_bit import FewBit
 from hf_memsave.ops.fused.kernels import why_not
 from hf_memsave.ops.run_again import is_known_by_weight
+from hf_memsave.ops.sampled.eager_attention import NAME, implementation, is_attention
 from hf_memsave.patching.blocks import block_numbers, head_of, is_in_block, number_of
 from hf_memsave.patching.refusals import (
     SiteReport,
@@ -28,7 +29,6 @@ from hf_memsave.patching.refusals import (
 )
 from hf_memsave.patching.sharded import refuse_zero3
 from hf_memsave.patching.swap import Patch, hides_forward, stock_class
-from hf_memsave.wtacrs import WTACRS
 
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
 #: Kinds whose modules are text in Python: left to stock, what runs inside is not recorded.

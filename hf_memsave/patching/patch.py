@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from hf_memsave.arch import kind_of
-from hf_memsave.config import MemSaveConfig, MemSaveLike
+from hf_memsave.config.config import MemSaveConfig, MemSaveLike
+from hf_memsave.config.sizes import MIB
 from hf_memsave.errors import PatchError, not_a_module
 from hf_memsave.patching.checkpointed import AGAIN, checkpoint_blocks, choose_again
 from hf_memsave.patching.collect import collect
@@ -30,7 +31,6 @@ from hf_memsave.patching.swap import (
 )
 from hf_memsave.patching.taped import BUFFERS, CODED, LEDGER, forget_decisions, mark_buffers
 from hf_memsave.sampling.sampler import MOST
-from hf_memsave.sizes import MIB
 from hf_memsave.tape import Kept, measure_kept
 from hf_memsave.tape.codecs import leave_alone
 from hf_memsave.tape.ledger import Ledger

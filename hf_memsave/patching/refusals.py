@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from hf_memsave.arch import LINEARS, RUN_AGAIN, path_of
-from hf_memsave.config import MemSaveConfig
+from hf_memsave.config.config import MemSaveConfig
+from hf_memsave.config.wtacrs import WTACRS
 from hf_memsave.errors import PatchError
-from hf_memsave.ops.eager_attention import NAME, implementation, is_attention
+from hf_memsave.ops.sampled.eager_attention import NAME, implementation, is_attention
 from hf_memsave.patching.swap import patched_models, stock_class
-from hf_memsave.wtacrs import WTACRS
 
 _TRACED = (torch.jit.ScriptModule, torch.fx.GraphModule)
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_memsave.config import MemSaveConfig
+from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.errors import PatchError
 from hf_memsave.ops import OPS
 from hf_memsave.patching.checkpointed import with_wanted_input
@@ -26,8 +26,6 @@ from hf_memsave.tape import current
 from hf_memsave.tape.as_stock import counted
 
 _PATCH = "_memsave_patch"
-#: Of the compiler's partitioner, where no tape is laid: at 1 it recomputes what costs nothing, below as the floor does.
-_BUDGET = 0.99
 #: The forwards of our classes. (A mark on them would be copied by ``functools.wraps``.)
 _FORWARDS: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -137,7 +135,9 @@ def _class_of(patch: Patch) -> Any:
         # Of now, not of then: Accelerate binds a forward to the instance, and calls it after the class has changed.
         if torch.compiler.is_compiling():
             if config is not None:
-                _keep_the_floor()
+                from hf_memsave.patching.compiled import keep_the_floor  # which loads the compiler
+
+                keep_the_floor()
             return stock.forward(self, *args, **kwargs)
         now = patch_of(self)
         if now is None:
@@ -183,24 +183,6 @@ def _class_of(patch: Patch) -> Any:
     if not patch.is_hidden:
         _FORWARDS.add(cls.forward)
     return cls
-
-
-# So that it is called where a graph is traced, and leaves nothing in the graph.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _keep_the_floor() -> int:
-    """Have the partitioner of what is compiled now recompute what costs less than a product, unless the user said."""
-    from torch._dynamo.callback import callback_handler  # the compiler is loaded by now
-    from torch._functorch import config
-
-    def restore(*_: Any) -> None:
-        config.activation_memory_budget = 1.0
-        callback_handler.remove_end_callback(restore)
-
-    # Asked here, as Dynamo of PyTorch 2.11 takes it for true; an export tells of no end.
-    if config.activation_memory_budget == 1.0 and not torch.compiler.is_exporting():
-        config.activation_memory_budget = _BUDGET
-        callback_handler.register_end_callback(restore)
-    return 0  # what is called while tracing has to return something
 
 
 def _taped_call(stock: Any) -> Any:

@@ -23,18 +23,18 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
-from hf_memsave.config import MemSaveConfig
+from hf_memsave.config.config import MemSaveConfig
+from hf_memsave.config.sizes import MIB
 from hf_memsave.errors import PatchError
-from hf_memsave.ops.chunked_loss import divided_by
 from hf_memsave.ops.fused import linear as fused_linear
 from hf_memsave.ops.fused.codes import FUSED_CODERS
-from hf_memsave.ops.lazy_head import of_linear
+from hf_memsave.ops.loss.chunked_loss import divided_by
+from hf_memsave.ops.loss.lazy_head import of_linear
 from hf_memsave.ops.op import is_parametrized
 from hf_memsave.patching.blocks import head_of
 from hf_memsave.patching.checkpointed import runs_again, weights_in, with_cache
 from hf_memsave.patching.sharded import frees_after_forward, mark_of
 from hf_memsave.sampling.sampler import INDEX, Sampler
-from hf_memsave.sizes import MIB
 from hf_memsave.tape import Tape, current, hooks_work, table_without
 from hf_memsave.tape.codecs import CODERS, Coders, Encoder, leave_alone
 from hf_memsave.tape.content import BUFFER, MARK

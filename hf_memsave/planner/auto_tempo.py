@@ -22,15 +22,15 @@ from typing import Any
 from torch import nn
 
 from hf_memsave.arch import kind_of
-from hf_memsave.config import MemSaveConfig, MemSaveLike
+from hf_memsave.config.config import MemSaveConfig, MemSaveLike
+from hf_memsave.config.layers import KINDS
+from hf_memsave.config.sizes import gib
 from hf_memsave.errors import PlanError
-from hf_memsave.limited import KINDS
 from hf_memsave.measure.step import left_as_it_was
 from hf_memsave.patching.blocks import block_numbers, number_of
 from hf_memsave.patching.patch import PatchReport, patch, unpatch
 from hf_memsave.patching.swap import is_patched, stock_class
 from hf_memsave.planner.trial import Bench, Timer, Trial, limit_of, median_seconds
-from hf_memsave.sizes import gib
 
 #: The share of a step below which two times are the same.
 _NOISE = 1e-3

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import TrainingArguments
 
-from hf_memsave.config import MemSaveConfig
+from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.errors import PlanError
 from hf_memsave.measure.lora import Lora
 from hf_memsave.planner.plan import BudgetPlan, plan

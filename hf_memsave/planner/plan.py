@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_memsave.config import MemSaveConfig, MemSaveLike
+from hf_memsave.config.config import MemSaveConfig, MemSaveLike
+from hf_memsave.config.sizes import bytes_of, gib
 from hf_memsave.errors import MeasureError, PlanError
 from hf_memsave.measure.fit import most_of, search
 from hf_memsave.measure.lora import Lora
@@ -18,7 +19,6 @@ from hf_memsave.measure.sharding import sharded
 from hf_memsave.measure.training import config_of, training_of
 from hf_memsave.planner.rates import Rates, rates_of
 from hf_memsave.planner.settings import FLOOR, OFFLOAD, Family, Setting, Settings, in_words, trace_of
-from hf_memsave.sizes import bytes_of, gib
 
 #: Codecs that may be allowed, whose gradients are approximate.
 LOSSY = ("int8", "int4")

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
-from hf_memsave.config import MemSaveConfig
+from hf_memsave.config.config import MemSaveConfig
+from hf_memsave.config.sizes import gib
 from hf_memsave.measure.depth import trace_in_full
 from hf_memsave.measure.estimate import CONTEXT, WORKSPACES
 from hf_memsave.measure.layers import depth_fields
@@ -25,7 +26,6 @@ from hf_memsave.measure.sharding import sharded
 from hf_memsave.measure.trace import Place, Trace
 from hf_memsave.measure.training import Training
 from hf_memsave.planner.rates import Rates, Work, work_of
-from hf_memsave.sizes import gib
 from hf_memsave.tape.offload import AHEAD, SMALLEST_NBYTES
 
 RUNGS: tuple[Any, ...] = (None, "gate", "block")

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from hf_memsave.config.sizes import bytes_of, gib
 from hf_memsave.errors import MeasureError, PlanError
 from hf_memsave.measure.fit import search
 from hf_memsave.measure.inputs import loss_of
-from hf_memsave.sizes import bytes_of, gib
 from hf_memsave.tape import measure_kept
 
 #: Runs the step it is given as often as it likes, and returns the seconds of one.

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
+from hf_memsave.config.wtacrs import WTACRS
 from hf_memsave.device import Questions, has_numbers, new_generator, tells_later
 from hf_memsave.errors import ConfigError
 from hf_memsave.sampling.batch import Batch, Checkpointed, Tokens
 from hf_memsave.sampling.estimators import EAGER, Draw, Drawing
 from hf_memsave.sampling.norm_cache import NONZERO, SHARES, NormCache
-from hf_memsave.wtacrs import WTACRS
 
 logger = logging.getLogger(__name__)
 

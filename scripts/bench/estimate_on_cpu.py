@@ -25,7 +25,7 @@ from rich.progress import track
 from transformers import BitsAndBytesConfig, PreTrainedConfig
 
 from hf_memsave import MemSaveConfig, MemSaveError
-from hf_memsave.config import presets
+from hf_memsave.config.config import presets
 from hf_memsave.measure.depth import trace_in_full
 from hf_memsave.measure.inputs import make_batch
 from hf_memsave.measure.layers import depth_fields

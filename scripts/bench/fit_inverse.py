@@ -1,9 +1,9 @@
-"""Fit f'∘f⁻¹ of every activation in hf_memsave/ops/elementwise.py, and write hf_memsave/ops/inverse_fits.json.
+"""Fit f'∘f⁻¹ of every activation in elementwise.py, and write inverse_fits.json, both of hf_memsave/ops/approximate.
 
     python scripts/bench/fit_inverse.py
 
 Each side of the minimum gets a minimax polynomial in s = √(y - y_min), by linear programming (:mod:`scipy.optimize`):
-the smallest e for which |model - f'| <= e at every sample. See hf_memsave/ops/inverse.py for the model;
+the smallest e for which |model - f'| <= e at every sample. See hf_memsave/ops/approximate/inverse.py for the model;
 scripts/bench/inverse_errors.py measures what it leaves. A new activation is one entry in that table, and a run of both.
 """
 
@@ -23,8 +23,8 @@ from numpy.polynomial.chebyshev import chebvander
 from scipy.optimize import brentq, linprog
 from torch import Tensor
 
-from hf_memsave.ops.elementwise import ACTIVATIONS
-from hf_memsave.ops.inverse import InverseFit
+from hf_memsave.ops.approximate.elementwise import ACTIVATIONS
+from hf_memsave.ops.approximate.inverse import InverseFit
 
 TARGET = Path(__file__).resolve().parents[2] / "hf_memsave" / "ops" / "inverse_fits.json"
 LEFT_COEFFICIENTS = 7

@@ -14,9 +14,9 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from hf_memsave.ops.elementwise import ACTIVATIONS
-from hf_memsave.ops.few_bit import few_bit
-from hf_memsave.ops.few_bit_tables import RANGE
+from hf_memsave.ops.approximate.elementwise import ACTIVATIONS
+from hf_memsave.ops.approximate.few_bit import few_bit
+from hf_memsave.ops.approximate.few_bit_tables import RANGE
 from publish import RESULTS, arguments, table, write
 from slopes import (
     HALVES,

@@ -40,7 +40,7 @@ from transformers import (
 from hf_memsave import WTACRS, MemSaveCallback, MemSaveConfig
 from hf_memsave.data.glue import TASKS, read_glue
 from hf_memsave.data.wordpiece import train_wordpiece
-from hf_memsave.ops.sign_bit import SignBit
+from hf_memsave.ops.approximate.sign_bit import SignBit
 from publish import RESULTS, arguments, table
 from publish import write as write_results
 

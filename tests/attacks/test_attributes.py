@@ -9,7 +9,7 @@ from torch import nn
 from transformers.activations import GELUActivation
 
 from hf_memsave import KeptTensorChangedError, MemSaveConfig
-from hf_memsave.ops.sign_bit import SignBit
+from hf_memsave.ops.approximate.sign_bit import SignBit
 from support.attacks import WIDTH, pair
 from support.helpers import assert_same_bits, only_on_cpu, random
 from support.steps import assert_same, gradients

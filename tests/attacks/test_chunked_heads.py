@@ -23,8 +23,8 @@ from torch.nn.utils import parametrizations
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_memsave import KeptTensorChangedError, PatchError, measure_kept, patch
-from hf_memsave.ops import chunked_loss
-from hf_memsave.ops.lazy_logits import LazyLogits
+from hf_memsave.ops.loss import chunked_loss
+from hf_memsave.ops.loss.lazy_logits import LazyLogits
 from support.families import Size, batch_for, build
 
 SIZE = Size(seq=32)

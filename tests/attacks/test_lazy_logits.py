@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave import patch
-from hf_memsave.ops import chunked_loss
-from hf_memsave.ops.lazy_logits import LazyLogits
+from hf_memsave.ops.loss import chunked_loss
+from hf_memsave.ops.loss.lazy_logits import LazyLogits
 from support.families import Size, batch_for, build
 
 SMALL, WORDS = 8192, 512

@@ -9,7 +9,7 @@ from torch.nn.utils.parametrize import register_parametrization
 from transformers.activations import NewGELUActivation, QuickGELUActivation
 
 from hf_memsave import WTACRS, MemSaveConfig, patch
-from hf_memsave.ops.sign_bit import SignBit
+from hf_memsave.ops.approximate.sign_bit import SignBit
 from hf_memsave.patching.sampled_layers import sampler_of
 from support.attacks import WIDTH, Attack, flat, pair, trained
 from support.families import Size, batch_for, build

@@ -12,7 +12,7 @@ import statistics
 
 import pytest
 
-from hf_memsave.ops.inverse import slope
+from hf_memsave.ops.approximate.inverse import slope
 from support.helpers import only_on_cpu
 from support.script_helpers import BENCH, SCRIPTS
 from support.slopes import PLANTED
@@ -89,7 +89,7 @@ def test_the_task_tells_methods_apart(dtype, finer, coarser, steps, device):
 @DTYPES
 def test_a_slope_that_is_wrong_by_a_hundredth_moves_it_further(dtype, steps, device, monkeypatch):
     only_on_cpu(device, "the bits of exact training")
-    monkeypatch.setattr("hf_memsave.ops.inverted.slope", lambda *args: PLANTED * slope(*args))
+    monkeypatch.setattr("hf_memsave.ops.approximate.inverted.slope", lambda *args: PLANTED * slope(*args))
     exact, wrong = (steps.moved(steps.DTYPES[dtype], config, 0) for config in (None, steps.METHODS["invert"]))
     expected, room = mean_and_room(logs_of_others(dtype)["invert"])
     assert math.log(steps.share(wrong, exact)) > expected + room + math.log(5)

@@ -8,8 +8,8 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_memsave import MemSaveConfig, PatchError, measure_kept, patch
-from hf_memsave.ops import inverted, output_norm
-from hf_memsave.ops.inverse import slope
+from hf_memsave.ops.approximate import inverted, output_norm
+from hf_memsave.ops.approximate.inverse import slope
 from support.families import QUOTED, batch_for, build
 from support.helpers import assert_same_bits, only_on_cpu, random
 from support.slopes import PLANTED

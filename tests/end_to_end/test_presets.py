@@ -7,7 +7,7 @@ import torch
 from transformers import ViTConfig, ViTForImageClassification
 
 from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch
-from hf_memsave.config import presets
+from hf_memsave.config.config import presets
 from hf_memsave.tape import offload
 from hf_memsave.tape.offload import Away
 from support.families import MODES, QUOTED, Size, batch_for, build, step_in

@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 
 import hf_memsave
 from hf_memsave import MemSaveConfig
-from hf_memsave.config import presets
+from hf_memsave.config.config import presets
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure import depth as module
 from hf_memsave.measure.depth import Depths, trace_at_full_depth, trace_in_full
@@ -20,7 +20,7 @@ from hf_memsave.measure.lora import Lora
 from hf_memsave.measure.models import choose_head
 from hf_memsave.measure.trace import timeline
 from hf_memsave.measure.training import OPTIMIZERS, Training, build, trace_at
-from hf_memsave.ops import chunked_loss
+from hf_memsave.ops.loss import chunked_loss
 from support.estimated import configs, count_step
 from support.helpers import MATRIX, halved, on_stand_in
 

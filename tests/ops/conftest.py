@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from hf_memsave.ops import chunked_loss
 from hf_memsave.ops.fused import joint, low_parameters
+from hf_memsave.ops.loss import chunked_loss
 from support.accuracy import SMALL
 
 

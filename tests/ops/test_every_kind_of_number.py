@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_memsave.ops.few_bit import FewBit
-from hf_memsave.ops.few_bit_tables import levels
-from hf_memsave.ops.output_norm import is_well
+from hf_memsave.ops.approximate.few_bit import FewBit
+from hf_memsave.ops.approximate.few_bit_tables import levels
+from hf_memsave.ops.approximate.output_norm import is_well
 from support.helpers import DTYPES, assert_same_bits, only_on_cpu, random, swapped, taping
 from support.output_norms import KINDS, from_output, gradients, module_of, truth_of
 from support.pairs import pairwise

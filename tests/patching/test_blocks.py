@@ -7,7 +7,7 @@ import pytest
 from peft import LoraConfig, get_peft_model
 
 from hf_memsave import MemSaveConfig, measure_kept, patch, unpatch
-from hf_memsave.limited import KINDS
+from hf_memsave.config.layers import KINDS
 from hf_memsave.patching.blocks import block_numbers, number_of
 from hf_memsave.patching.swap import patch_of
 from support.families import Size, batch_for, build

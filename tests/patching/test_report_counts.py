@@ -5,10 +5,11 @@ import contextlib
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
 
 from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch
-from hf_memsave.ops import chunked_loss
+from hf_memsave.ops.loss import chunked_loss
 from support.families import Size, batch_for, build
 from support.helpers import only_on_cpu
 
@@ -113,7 +114,7 @@ def test_what_the_caller_owns_is_not_kept(name):
 
 
 def test_an_encoder_that_is_kept_for_its_decoder_is_counted_under_autocast():
-    model = build("t5", SIZE)
+    model = build("t5-encoder", SIZE)
     check(*counted(model, True, batch_for(model, SIZE), lambda: torch.autocast("cpu", torch.bfloat16)))
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_memsave import WTACRS, MemSaveConfig, patch
-from hf_memsave.ops.wta_crs import LAYER
+from hf_memsave.ops.sampled.wta_crs import LAYER
 from hf_memsave.sampling.batch import Batch, Tokens
 from hf_memsave.sampling.sampler import Sampler
 from support.draws import standard_errors

@@ -9,7 +9,7 @@ import yaml
 from transformers import get_scheduler
 
 from hf_memsave import WTACRS, MemSaveConfig
-from hf_memsave.ops.wta_crs import LAYER
+from hf_memsave.ops.sampled.wta_crs import LAYER
 from support.script_helpers import (
     METRICS,
     STEPS,

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from hf_memsave import patch
-from hf_memsave.ops.lazy_logits import LazyLogits
+from hf_memsave.ops.loss.lazy_logits import LazyLogits
 from support.families import Size, batch_for, build
 
 LONG = Size(seq=64)

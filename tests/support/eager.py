@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from hf_memsave.ops.eager_attention import NAME, is_attention
+from hf_memsave.ops.sampled.eager_attention import NAME, is_attention
 from hf_memsave.patching.swap import stock_class
 from support.families import Size, build
 

@@ -38,10 +38,10 @@ class Attention(nn.Module):
         return self.o((q * self.k(x)).tanh() + self.v(x))
 
 
-def bert(device, dropout=0.0):
+def bert(device, dropout=0.0, intermediate=64, words=50):
     """A small one, and its batch."""
     config = BertConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=50,
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=intermediate, vocab_size=words,
         hidden_dropout_prob=dropout, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     torch.manual_seed(0)

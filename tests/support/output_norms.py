@@ -8,7 +8,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from hf_memsave.ops.output_norm import OUTPUT_NORM
+from hf_memsave.ops.approximate.output_norm import OUTPUT_NORM
 from hf_memsave.patching.swap import Patch
 from support.helpers import assert_same_bits, random, taping
 

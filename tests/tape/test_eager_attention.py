@@ -6,7 +6,7 @@ from transformers import BertConfig, GPT2Config, GPT2LMHeadModel
 from transformers.models.bert.modeling_bert import BertSelfAttention
 
 from hf_memsave import MemSaveConfig, measure_kept, patch
-from hf_memsave.ops.eager_attention import NAME
+from hf_memsave.ops.sampled.eager_attention import NAME
 from support.attacks import assert_alike
 from support.eager import eager
 from support.families import Size, batch_for

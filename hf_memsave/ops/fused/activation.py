@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_memsave.ops.activation import ACTIVATION
-from hf_memsave.ops.elementwise import name_of
+from hf_memsave.ops.approximate.activation import ACTIVATION
+from hf_memsave.ops.approximate.elementwise import name_of
 from hf_memsave.ops.fused.kernels import ACTIVATIONS, can_run, is_watched, kernels, taped
 from hf_memsave.ops.op import Op, once_differentiable
 

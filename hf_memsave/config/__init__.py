@@ -1,0 +1,1 @@
+"""What a user asks for: `MemSaveConfig`, its files, layers, sizes and sampling."""

@@ -1,0 +1,252 @@
+"""``MemSaveConfig``: what to keep for backward, in one frozen, strict, serializable place."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import yaml
+
+from hf_memsave.config.files import fields_of, is_file, listed, presets, refuse_unknown
+from hf_memsave.config.layers import as_pairs
+from hf_memsave.config.sizes import bytes_of
+from hf_memsave.config.wtacrs import WTACRS, is_int
+from hf_memsave.errors import ConfigError, PlanError
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemSaveConfig:
+    """What to keep instead of each kind of tensor. The defaults are exact, and to the bit (but see ``loss``).
+
+    Attributes:
+        activation: Outputs of activations and gates: recomputed from their inputs, or kept as stock does. Not exact:
+            "invert" (the output and one bit an element are kept, which give the slope), "precision_bit" (the bit in the
+            output's last one), "few_bit" (:attr:`few_bits` bits of the slope alone where nothing wants the output, as
+            before a frozen linear; elsewhere "recompute").
+        few_bits: Bits an element for activation="few_bit", 1 to 8.
+        norm: Outputs of norms: recomputed from their inputs, or kept as stock does. Not exact: "output" (kept instead
+            of the input, and backward starts from it).
+        dropout: Masks: drawn again from the generator's state ("seed"), kept in one bit an element ("mask": faster on
+            CPU), or kept as stock does.
+        attention: SDPA's repeated k and v, masks and transposed output, and what eager attention computes beyond its
+            softmax: recomputed or shared, or kept as stock does.
+        lora: PEFT adapters' casts of their input: recomputed, or kept as stock does.
+        frozen: Convolutions, batch norms, pools and rectifiers keep only what the wanted gradients need.
+        loss: A language model's head and cross-entropy: "chunked" (logits of more than 128 MiB in fp32 are computed a
+            chunk at a time, and gradients equal stock's up to the order of fp32 sums), or "stock".
+        backend: What computes RMSNorms, activations, gated MLPs, rotary embeddings, BERT's dropout and norm, LoRA's
+            input and sum, a chunk of a loss, and what is not exact: PyTorch's operations ("torch"), or one Triton
+            kernel each way ("auto": where Triton runs; "triton": or an error). As exact, but not the same bits.
+        linear: Weight gradients of linears: exact (None), or unbiased from a sample of rows (:class:`WTACRS`).
+        storage: What still has to be kept: as it is (None), or activations in about 8 ("int8") or 4.5 bits ("int4") an
+            element, rounded at random. Not exact: unbiased is the weight gradient of a linear that keeps its own input,
+            the others are approximate. Rows and bits are kept as they are.
+        checkpoint: Which products of a repeated block run again in backward, so that their results are not kept: none
+            (the floor); "o_proj" (attention's output projection), and with it "qkv", and with those "up", "gate" (all
+            of an MLP that an activation reads), "block" (and attention itself). Exact; it costs their time.
+        offload: Whether what still has to be kept goes to main memory, and comes back in backward. Exact, for CUDA,
+            where it shares the bus with nothing else; under gradient checkpointing, a block's input stays.
+        budget: What a training step may take of a GPU, in bytes or as "24GiB": the cheapest checkpoint and offload that
+            fit are planned (:func:`hf_memsave.plan`) by ``Trainer(..., memsave=...)`` and ``MemSaveCallback``, which
+            know batch size and sequence length.
+        layers: In how many of the model's first blocks (an encoder's before a decoder's) the field of a name holds,
+            such as ``{"activation": 6, "norm": 12, "dropout": 0}``; elsewhere those modules stay stock. Kinds that are
+            not named hold everywhere. What lies outside every block (embeddings, a last norm, a head) goes with the
+            first block. For "checkpoint" also a part of the blocks, such as 0.5. Held as sorted pairs.
+    """
+
+    activation: Literal["recompute", "invert", "precision_bit", "few_bit", "stock"] = "recompute"
+    few_bits: int = 4
+    norm: Literal["recompute", "output", "stock"] = "recompute"
+    dropout: Literal["seed", "mask", "stock"] = "seed"
+    attention: Literal["recompute", "stock"] = "recompute"
+    lora: Literal["recompute", "stock"] = "recompute"
+    frozen: bool = True
+    loss: Literal["chunked", "stock"] = "chunked"
+    backend: Literal["torch", "auto", "triton"] = "torch"
+    linear: WTACRS | None = None
+    storage: Literal["int8", "int4"] | None = None
+    checkpoint: Literal["o_proj", "qkv", "up", "gate", "block"] | None = None
+    offload: bool = False
+    budget: int | str | None = None
+    layers: Mapping[str, float] | tuple[tuple[str, float], ...] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", as_pairs(self.layers))
+        for name, allowed in _choices().items():
+            self._expect(name, getattr(self, name) in allowed, f"one of {listed(allowed)}")
+        self._expect("few_bits", is_int(self.few_bits) and 1 <= self.few_bits <= 8, "a whole number from 1 to 8")
+        for name in ("frozen", "offload"):
+            self._expect(name, isinstance(getattr(self, name), bool), "True or False")
+        is_linear = self.linear is None or isinstance(self.linear, WTACRS)
+        exact = "Use WTACRS(budget=0.3), or leave it out for exact weight gradients."
+        self._expect("linear", is_linear, "None or a WTACRS", exact)
+        if self.budget is not None:
+            self._check_budget(self.budget)
+        elif self.checkpoint is None and "checkpoint" in dict(self.layers or ()):
+            raise ConfigError(
+                "MemSaveConfig.layers['checkpoint']: expected a checkpoint= that it limits, got none. Use "
+                "checkpoint='gate' or another rung with it."
+            )
+        if self.storage is not None and self.activation == "precision_bit":
+            raise ConfigError(
+                f"MemSaveConfig.storage={self.storage!r} rounds the last bit of what it keeps, got "
+                "activation='precision_bit', which keeps a bit there. Use activation='invert', or leave storage out."
+            )
+
+    def _expect(self, name: str, is_right: bool, expected: str, remedy: str = "") -> None:
+        if not is_right:
+            remedy = remedy or f"Leave it out for the default, {getattr(MemSaveConfig, name)!r}."
+            raise ConfigError(f"MemSaveConfig.{name} must be {expected}, got {getattr(self, name)!r}. {remedy}")
+
+    def _check_budget(self, budget: int | str) -> None:
+        try:
+            bytes_of(budget, "MemSaveConfig.budget")
+        except PlanError as error:
+            raise ConfigError(str(error)) from error
+        if self.checkpoint is not None or self.offload or "checkpoint" in dict(self.layers or ()):
+            raise ConfigError(
+                f"MemSaveConfig.budget={budget!r} chooses checkpoint and offload, got checkpoint={self.checkpoint!r}, "
+                f"offload={self.offload}, layers={dict(self.layers or ())}. Leave out either the budget or those."
+            )
+
+    @classmethod
+    def resolve(cls, value: MemSaveLike | None, *, may_plan: bool = False) -> MemSaveConfig | None:
+        """Returns the config that a ``memsave=`` argument means; None for False and None.
+
+        Args:
+            value: True for the default, a preset's name, a YAML or JSON file (as ``memsave plan --out`` writes it), a
+                dict of fields, a config, or False.
+            may_plan: Whether a budget is allowed: whether the caller knows a batch size and a sequence length.
+
+        Raises:
+            ConfigError: A preset, file, field or value does not exist, or there is a budget that may not be.
+        """
+        if value is None or value is False:
+            return None
+        if isinstance(value, cls):
+            found = value
+        elif value is True or isinstance(value, dict):
+            found = cls.from_dict({} if value is True else value)
+        elif isinstance(value, (str, Path)):
+            found = cls.named(value)
+        else:
+            raise ConfigError(
+                "memsave must be True, False, a preset's name, a YAML or JSON file, a dict of fields or a "
+                f"MemSaveConfig, got {type(value).__name__}. Use memsave=True for the exact default."
+            )
+        if found.budget is not None and not may_plan:
+            raise ConfigError(
+                f"MemSaveConfig.budget={found.budget!r}: expected a batch size and a sequence length to plan for, got "
+                "none here.",
+                f"Use hf_memsave.plan(model, budget={found.budget!r}, batch_size=..., seq_len=...).config, or give it "
+                "to a trainer, which knows both: Trainer(..., memsave=MemSaveConfig(budget=...)).",
+                option=f"Use memsave plan --budget {found.budget} --out FILE, and name that file.",
+            )
+        return found
+
+    @classmethod
+    def named(cls, name: str | Path) -> MemSaveConfig:
+        """:meth:`preset` or :meth:`from_file`."""
+        return cls.from_file(name) if isinstance(name, Path) or is_file(name) else cls.preset(name)
+
+    @classmethod
+    def preset(cls, name: str) -> MemSaveConfig:
+        """Returns the config that ``hf_memsave/presets/<name>.yaml`` holds.
+
+        Raises:
+            ConfigError: There is no such preset; the message lists those there are.
+        """
+        found = presets()
+        if name not in found:
+            raise ConfigError(
+                f"unknown preset {name!r}: expected one of {listed(found)}, or a .yaml or .json file.",
+                "Use memsave=True for the exact default, or MemSaveConfig(...) to choose each field.",
+                option="Leave --memsave out for the exact default, or name a file with fields: 'checkpoint: gate'.",
+            )
+        return cls.from_dict(yaml.safe_load(found[name].read_text(encoding="utf-8")) or {})
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> MemSaveConfig:
+        """Returns the config with these fields; the others have their defaults.
+
+        Raises:
+            ConfigError: A key is no field, or a value is not allowed.
+        """
+        if not isinstance(fields, dict):
+            raise ConfigError(f"expected a mapping of MemSaveConfig fields, got {type(fields).__name__}: {fields!r}.")
+        refuse_unknown(cls, fields)
+        if isinstance(linear := fields.get("linear"), dict):
+            refuse_unknown(WTACRS, linear)
+            fields = {**fields, "linear": WTACRS(**linear)}
+        return cls(**fields)
+
+    def callback(self, **options: Any) -> Any:
+        """``MemSaveCallback(self, **options)``: how a trainer takes the config that has no argument ``memsave``."""
+        return import_module("hf_memsave.integrations.trainer").MemSaveCallback(self, **options)  # of a floor above
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, as JSON and YAML know it."""
+        fields = dataclasses.asdict(self) | {"layers": dict(self.layers) if self.layers else None}
+        return dict(json.loads(json.dumps(fields)))
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> MemSaveConfig:
+        """Returns the config that :meth:`to_file` wrote to a JSON or YAML file.
+
+        Raises:
+            ConfigError: The file is missing, empty or malformed, or a field or value does not exist.
+        """
+        fields = fields_of(path)
+        try:
+            return cls.from_dict(fields)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+    def to_file(self, path: str | Path) -> None:
+        """Write JSON where the name ends in ``.json``, else YAML."""
+        text = json.dumps(self.to_dict(), indent=2) if str(path).endswith(".json") else yaml.safe_dump(self.to_dict())
+        Path(path).write_text(text, encoding="utf-8")
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether gradients are stock's as mathematics: to the bit too, but for a chunked loss and Triton kernels."""
+        return not self.inexact
+
+    @property
+    def inexact(self) -> tuple[str, ...]:
+        """The fields by which gradients are not stock's, as Python writes them."""
+        fields = {"activation": self.activation, "norm": self.norm, "storage": self.storage}
+        found = [f'{name}="{value}"' for name, value in fields.items() if value not in (None, "recompute", "stock")]
+        return tuple(found if self.linear is None else [*found, f"linear=WTACRS(budget={self.linear.budget})"])
+
+    def converts(self, kind: str, block: int, blocks: int = 0) -> bool:
+        """Whether what is of this kind is converted in the repeated block of this number, of so many."""
+        first = self.first_blocks(kind)
+        if isinstance(first, float):
+            first = math.ceil(first * blocks)
+        return getattr(self, kind) not in ("stock", None) and (first is None or block < first)
+
+    def first_blocks(self, kind: str | None) -> float | None:
+        """In how many of the first blocks sites of this kind are converted, or in what part of them; None for all."""
+        return dict(self.layers or ()).get(kind or "")
+
+
+#: What stands for a config: True for the default, False for none, a preset's name, a file, a dict of fields.
+MemSaveLike = MemSaveConfig | str | Path | bool | dict[str, Any]
+
+
+def _choices() -> dict[str, tuple[str | None, ...]]:
+    """Field -> the values it may have, where those are names."""
+    found: dict[str, tuple[str | None, ...]] = {}
+    for name, hint in get_type_hints(MemSaveConfig).items():
+        for one in (hint, *get_args(hint)):
+            if get_origin(one) is Literal:
+                found[name] = get_args(one) if one is hint else (None, *get_args(one))
+    return found

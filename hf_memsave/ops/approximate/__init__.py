@@ -1,0 +1,1 @@
+"""Activations and norms whose backward is approximate; one op a file."""

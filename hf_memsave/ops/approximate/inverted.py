@@ -1,0 +1,134 @@
+r"""``inverted``: an activation whose backward starts from its output, which the next linear keeps anyway.
+
+Forward, stock's own, and, for an incoming gradient dy, backward::
+
+    y = f(x)
+    m = x < T                            T: where f has its minimum
+    dx = dy f'(f⁻¹(y, m))                by the fit of :mod:`~hf_memsave.ops.approximate.inverse`
+
+``precision_bit`` puts m into the lowest bit of the output; with n the bits of f(x) read as an integer::
+
+    n' = (n & ~1) | m                    y = n' read as a number
+    dx = dy f'(f⁻¹(ȳ, n' & 1))           ȳ: midway between n' & ~1 and n' | 1, the two numbers that became y
+
+Kept for backward, each in x's dtype::
+
+    eager            x, and y in the next linear
+    inverted         y, which the next linear shares, and m in one bit an element
+    precision_bit    y, which the next linear shares
+
+These are the exact op's bytes: what it spares is making y again. It saves nothing where the next op does not keep y by
+itself (a frozen linear: see ``few_bit``).
+
+``inverted``'s forward is exact, but for kernels', which compute in fp32 and round once. ``precision_bit`` changes y by
+at most one unit in the last place, and only where gradients are recorded; m is 1 on the left, where y is at most 0: on
+the right it would turn +inf into NaN. Read as an integer, it survives where subnormal numbers are flushed to zero: -0
+with m is one. The slope's largest error is 6.9e-4 from an fp32 y, and from a half-precision y that of y's own rounding
+(.005 to .033, see scripts/results/inverse-derivatives.md), or 1.5 times that. The slope is NaN where y is; of an x that
+is infinite, or so large that stock's formula of the slope overflows to NaN, the limit, 0 or 1. Once differentiable.
+Source: Tempo (2022), arXiv:2210.10246, Sections 3.1 and 5.1; InvAct (2024), Eqs. 1-4 and Section 2.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_memsave.ops.approximate.elementwise import refuse_unknown
+from hf_memsave.ops.approximate.inverse import FITS, InverseFit, slope, wide
+from hf_memsave.ops.fused.kernels import ACTIVATIONS, kernels
+from hf_memsave.ops.op import once_differentiable
+from hf_memsave.tape.codecs import pack_bits, unpack_bits
+from hf_memsave.tape.private import no_modes
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fit_of(name: str) -> InverseFit:
+    """The fit of an activation; a PatchError if there is none."""
+    if name not in FITS:
+        refuse_unknown(name)
+    return FITS[name]
+
+
+def inverted(x: Tensor, name: str, forward: Callable[[Tensor], Tensor]) -> Tensor:
+    """``forward(x)``, which computes the activation ``name``; keeps the output and a bit an element."""
+    return _Inverted.apply(x, forward, fit_of(name))
+
+
+def precision_bit(x: Tensor, name: str, forward: Callable[[Tensor], Tensor]) -> Tensor:
+    """``forward(x)``, which computes the activation ``name``, to within one unit in the last place."""
+    return _PrecisionBit.apply(x, forward, fit_of(name))
+
+
+def fused_inverted(x: Tensor, name: str, in_y: bool) -> Tensor:
+    """The activation ``name`` of x by kernels; ``in_y``: as ``precision_bit``."""
+    with no_modes():
+        y: Tensor = _Fused.apply(x, ACTIVATIONS[name], fit_of(name), in_y)
+    return y
+
+
+def encode(y: Tensor, m: Tensor) -> Tensor:
+    """``y`` with ``m`` in its lowest bit."""
+    n = y.view(_INTEGERS[y.itemsize])
+    return ((n & ~1) | m.to(n.dtype)).view(y.dtype)
+
+
+def decode(y: Tensor) -> tuple[Tensor, Tensor]:
+    """The middle of the two numbers that :func:`encode` makes ``y`` of, in fp32 at least; and ``m``."""
+    n = y.view(_INTEGERS[y.itemsize])
+    low, high = wide((n & ~1).view(y.dtype)), wide((n | 1).view(y.dtype))
+    return torch.where(low.isfinite(), low + (high - low) / 2, low), (n & 1).bool()
+
+
+class _Inverted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], fit: InverseFit) -> Tensor:
+        y = forward(x)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(y, pack_bits(x < fit.turn))
+        ctx.fit = fit
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        y, bits = ctx.saved_tensors
+        left = unpack_bits(bits, y.numel()).view(y.shape)
+        return (dy * slope(wide(y), left, ctx.fit, ctx.fit.ulp(y.dtype))).to(dy.dtype), None, None
+
+
+class _PrecisionBit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], fit: InverseFit) -> Tensor:
+        y = encode(forward(x), x < fit.turn)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(y)
+        ctx.fit = fit
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (y,) = ctx.saved_tensors
+        middle, left = decode(y)
+        return (dy * slope(middle, left, ctx.fit, 2 * ctx.fit.ulp(y.dtype))).to(dy.dtype), None, None
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, act: str, fit: InverseFit, in_y: bool) -> Tensor:
+        y, bits = kernels().inverted_forward(x, act, fit.turn, in_y)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(y, bits)
+        ctx.fit = fit
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        y, bits = ctx.saved_tensors
+        return kernels().inverted_backward(dy, y, bits, ctx.fit), None, None, None

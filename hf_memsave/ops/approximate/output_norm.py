@@ -1,0 +1,229 @@
+r"""``output_norm``: a LayerNorm or RMSNorm whose backward starts from its output.
+
+Forward, stock's own, and, for an incoming gradient dy, backward (means over H; RMSNorm has no β and no mean(g))::
+
+    y = γ x̂ + β                 x̂ = (x - mean(x)) rstd,  or x rstd
+    z = y                       of columns that tell x̂ well: |γ| >= |β|, and γ not near 0, nor such that y overflows
+        x̂                       of all others
+    x̂ = (z - β) / γ,  or z of those others        g = γ dy
+    dx = rstd (g - mean(g) - x̂ mean(g x̂))        dγ = Σ dy x̂        dβ = Σ dy
+
+Kept for backward (``[*, H]``)::
+
+    eager    x, mean and rstd, and y in the next linear
+    here     z and rstd, and γ and β once more, from which y is made again for the next linear; γ and β themselves,
+             which must not change before backward
+
+The bytes of the exact norm in a plain step of fp32 or bf16, and more work: z takes passes over y and x in forward, and
+y is made again from z in backward, as the exact norm makes it from x. More bytes than that, where x costs nothing:
+where norms share it, it is held elsewhere, or could be made again, as with ``checkpoint=`` and under autocast (up to a
+third more in the models tried; above stock's where y is not kept). It is here for the paper; ``norm="recompute"`` is
+exact, and faster. Which columns tell x̂ is found on the device, and stays there: the host waits for nothing. Where x is
+kept anyway, the norm is patched alone, or no tape can make y again, it is stock's: what follows would keep y beside z.
+
+Forward is exact, but for kernels', which compute in fp32 and round once. What needs y in backward gets its bits; of a
+LayerNorm, in those other columns, γ x̂ + β of the rounded x̂: on CPU y's bits too in fp32 and float64, in half precision
+1.23 times as far from the truth as y where |β| is just above |γ|, and as near as y where it is far above. x̂ has the
+rounding of y, (|x̂| + |β/γ|) ulps, or its own. What x, dy, γ or β make of the gradients by being NaN or infinite, they
+make of stock's. Once differentiable.
+
+In half precision the gradients have twice the error of rounding or less, while dy and x̂ correlate by .7 or less in each
+row: beyond, what is left of dy without x̂'s share shrinks, and the error does not. Where |x̂| is far below 1 in a column
+whose β is not (the other columns of rows with outliers, rows with a variance far below eps), x̂ has little left of it.
+Source: Tempo (2022), arXiv:2210.10246, Section 3.2 and Appendix D (which divides by γ unguarded).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hf_memsave.device import HALVES, is_autocast
+from hf_memsave.ops.fused.codes import are_wanted
+from hf_memsave.ops.fused.kernels import LONGEST_ROW, kernels
+from hf_memsave.ops.op import Op, is_parametrized, once_differentiable
+from hf_memsave.tape import Tape, current
+from hf_memsave.tape.private import no_modes
+from hf_memsave.tape.tensors import is_plain
+
+
+class Normed(NamedTuple):
+    """What a forward returns: y, x̂ in its dtype, 1 / deviation of each row, and whether its mean was subtracted."""
+
+    y: Tensor
+    normed: Tensor
+    rstd: Tensor
+    is_centred: bool
+
+
+def is_well(weight: Tensor, bias: Tensor | None) -> Tensor:
+    """For each element of γ and β, whether x̂ can be told from y well enough."""
+    # Below 8 times tiny, γ makes much of y subnormal. As no x̂ of H numbers is above √H, y does not overflow where |β|
+    # is at most |γ|, and 2 √H |γ| is finite.
+    size, finite = weight.abs(), torch.finfo(weight.dtype)
+    least, most = 8 * finite.tiny, finite.max / (2 * weight.numel() ** 0.5)
+    return (size >= (least if bias is None else bias.abs().clamp(min=least))) & (size <= most)
+
+
+def output_norm(forward: Callable[..., Normed], x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """``forward(x, weight, bias, eps).y`` of x ``[*, *weight.shape]``, keeping z; the innermost tape makes y again."""
+    tape = current()
+    y, z = _OutputNorm.apply(forward, x, weight, bias, eps, tape)
+    if tape is not None:
+        with no_modes():
+            tape.record(y, _again, (z, weight, bias))
+    return y
+
+
+def _again(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y = weight * z if bias is None else torch.addcmul(bias, z, weight)
+    return torch.where(is_well(weight, bias), z, y)
+
+
+def _normed(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x̂."""
+    of_y = z / weight if bias is None else (z - bias).div_(weight)
+    return torch.where(is_well(weight, bias), of_y, z)
+
+
+class _OutputNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, forward: Callable[..., Normed], x: Tensor, weight: Tensor, bias: Tensor | None, eps: float,
+        tape: Tape | None,
+    ) -> Any:  # fmt: skip
+        y, normed, rstd, ctx.is_centred = forward(x, weight, bias, eps)
+        z = torch.where(is_well(weight, bias), y, normed)
+        _keep(ctx, tape, z, rstd, weight, bias)
+        return y, z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, dz: None) -> tuple[Tensor | None, ...]:
+        z, rstd, weight, bias = ctx.saved_tensors
+        dtype = torch.promote_types(z.dtype, torch.float32)
+        gamma, rstd = weight.flatten().to(dtype), rstd.reshape(-1, 1).to(dtype)
+        normed, dy = (t.reshape(-1, weight.numel()).to(dtype) for t in (z, dy))
+        normed = _normed(normed, weight.flatten(), None if bias is None else bias.flatten())
+        dx = dweight = dbias = None
+        if ctx.needs_input_grad[1]:
+            dx = dy * gamma
+            share = (dx * normed).mean(1, keepdim=True)
+            dx = ((dx - dx.mean(1, keepdim=True) if ctx.is_centred else dx) - normed * share).mul_(rstd)
+            dx = dx.to(z.dtype).view(z.shape)
+        if ctx.needs_input_grad[2]:
+            dweight = (dy * normed).sum(0).to(weight.dtype).view(weight.shape)
+        if ctx.needs_input_grad[3]:
+            dbias = dy.sum(0).to(weight.dtype).view(weight.shape)
+        return None, dx, dweight, dbias, None, None
+
+
+def _keep(ctx: Any, tape: Tape | None, z: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if tape is not None:
+        tape.as_activation(z)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(z)
+    ctx.save_for_backward(z, rstd, weight, bias)
+
+
+def _fused(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, is_centred: bool) -> Tensor:
+    """By one kernel each way, of x ``[*, N]``."""
+    with no_modes():
+        y, z = _Fused.apply(x, weight, bias, eps, is_centred, tape)
+        tape.record(y, kernels().output_norm_again, (z, weight, bias))
+    return y
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, is_centred: bool, tape: Tape
+    ) -> Any:
+        y, z, rstd = kernels().output_norm_forward(x, weight, bias, eps, is_centred)
+        _keep(ctx, tape, z, rstd, weight, bias)
+        ctx.is_centred = is_centred
+        return y, z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, dz: None) -> tuple[Tensor | None, ...]:
+        z, rstd, weight, bias = ctx.saved_tensors
+        has_dw = any(ctx.needs_input_grad[1:3])
+        found = kernels().output_norm_backward(dy, z, weight, bias, rstd, ctx.is_centred, has_dw)
+        return *found, None, None, None
+
+
+def layer_normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Normed:
+    """``F.layer_norm``; of halves, PyTorch rounds the statistics on CPU, so they are computed once more."""
+    dims = tuple(range(-weight.dim(), 0))
+    y, mean, rstd = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
+    if rstd.dtype in HALVES:
+        var, mean = torch.var_mean(x.float(), dims, correction=0, keepdim=True)
+        rstd = torch.rsqrt(var + eps)
+    return Normed(y, (x - mean).mul_(rstd).to(x.dtype), rstd, True)
+
+
+def rms_normed(x: Tensor, weight: Tensor, bias: None, eps: float) -> Normed:
+    """``LlamaRMSNorm``."""
+    h = x.to(torch.float32)
+    r = torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    normed = (h * r).to(x.dtype)
+    return Normed(weight * normed, normed, r, False)
+
+
+def t5_normed(x: Tensor, weight: Tensor, bias: None, eps: float) -> Normed:
+    """``T5LayerNorm``."""
+    r = torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + eps)
+    normed = x * r
+    normed = normed.to(weight.dtype) if weight.dtype in HALVES else normed
+    return Normed(weight * normed, normed, r, False)
+
+
+def _of_class(cls: Any) -> Callable[..., Normed]:
+    if issubclass(cls, nn.LayerNorm):
+        return layer_normed
+    return t5_normed if cls.__name__.startswith("T5") else rms_normed
+
+
+def _parameters(module: nn.Module) -> tuple[Tensor | None, Tensor | None, Any]:
+    eps = getattr(module, "eps", None)
+    eps = getattr(module, "variance_epsilon", None) if eps is None else eps
+    return getattr(module, "weight", None), getattr(module, "bias", None), eps
+
+
+def _is_suited(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    # Where x and γ differ in dtype, the gradient of the wider one would get the rounding of y; and autocast would keep
+    # a wider y than x.
+    tensors = [t for t in (x, weight, bias) if t is not None]
+    is_wanted = any(t.requires_grad for t in tensors) and all(map(is_plain, tensors))
+    return is_wanted and x.dtype == weight.dtype and not (is_autocast(x) and x.dtype in HALVES)
+
+
+def _output_norm(module: nn.Module, patch: Any, input: Tensor) -> Tensor:
+    # Alone, the norm's tape ends before y is read; and without a tape, y would be kept beside z.
+    tape = current()
+    if patch.config is not None or tape is None or is_parametrized(module) or tape.is_kept(input):
+        return patch.stock.forward(module, input)
+    weight, bias, eps = _parameters(module)
+    if weight is None or not _is_suited(input, weight, bias):
+        return patch.stock.forward(module, input)
+    forward = _of_class(patch.stock)
+    is_short = weight.dim() == 1 and len(weight) <= LONGEST_ROW
+    if is_short and are_wanted(*[t for t in (input, weight, bias) if t is not None]):
+        return _fused(tape, input, weight, bias, eps, is_centred=forward is layer_normed)
+    return output_norm(forward, input, weight, bias, eps)
+
+
+def _refuse(module: nn.Module, value: Any) -> str:
+    if _parameters(module)[0] is not None:
+        return ""
+    return (
+        "has no weight (γ), but norm='output' expects one: the backward of its output divides by it. Use "
+        "norm='recompute', or norm='stock'."
+    )
+
+
+OUTPUT_NORM = Op("output_norm", _output_norm, refuse=_refuse, in_place="cheap")

@@ -1,0 +1,118 @@
+r"""``sign_bit``: an activation and the linear after it, with the indicator in the sign of what they keep.
+
+Forward, and, for an incoming gradient dz, backward, with m = (x < T)::
+
+    y = f(x)            k = y - C, its sign set to m          C: below f's minimum, so y - C is positive
+    z = y Wᵀ + b
+    ŷ = |k| + C
+    db = Σ dz           dW = dzᵀ ŷ              dx = dz W f'(f⁻¹(ŷ, m))
+
+Kept for backward, in x's dtype::
+
+    eager    x, y
+    here     k
+
+Forward is exact: the product takes y itself. ŷ is not y: y - C and |k| + C are rounded to x's dtype, so with ε its
+machine epsilon (2⁻⁷ in bf16)::
+
+    |ŷ - y| <= ε (|y| + |C|)             |dW - dW_exact| <= ε Σ |dz| (|y| + |C|), before the product's own rounding
+
+Unlike in the other variants, a y near 0 has an absolute error, of up to ε |C|. The slope's largest error is that of
+``inverted``, and so is the slope of what is not finite or overflows. Once differentiable. Source: InvAct (2024),
+Section 2.1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_memsave.arch import path_of
+from hf_memsave.errors import PatchError
+from hf_memsave.ops.approximate.elementwise import name_of, required_name
+from hf_memsave.ops.approximate.inverse import InverseFit, slope, wide
+from hf_memsave.ops.approximate.inverted import fit_of
+from hf_memsave.ops.fused.kernels import is_watched
+from hf_memsave.ops.op import autocast_low, once_differentiable
+
+
+def offset(fit: InverseFit) -> float:
+    """C: a multiple of 1/64, exact in every dtype, at least 1/512 (two bf16 roundings) below the minimum."""
+    return math.floor(64 * (fit.minimum[0] - 2**-9)) / 64
+
+
+def sign_bit(
+    x: Tensor, name: str, forward: Callable[[Tensor], Tensor], weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """``F.linear(forward(x), weight, bias)`` of x ``[*, in]``, where ``forward`` computes the activation ``name``."""
+    low = None if bias is None else autocast_low(bias)
+    return _SignBit.apply(x, forward, fit_of(name), autocast_low(weight), low)
+
+
+class SignBit(nn.Module):
+    """``nn.Sequential(activation, linear)`` in one, by :func:`sign_bit`, with both as its children.
+
+    Once the activation or the linear is another one (an adapter, quantized), or that has hooks, both run as they are.
+
+    Args:
+        activation: One that :mod:`~hf_memsave.ops.approximate.inverse` has a fit of.
+        linear: The linear after it; neither is copied.
+
+    Raises:
+        PatchError: The activation has no fit, or works in place.
+    """
+
+    def __init__(self, activation: nn.Module, linear: nn.Linear) -> None:
+        super().__init__()
+        if getattr(activation, "inplace", False):
+            raise PatchError(
+                f"SignBit expected an activation that leaves its input as it is, got {activation}. Use inplace=False."
+            )
+        required_name(activation)
+        self.activation, self.linear = activation, linear
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``linear(activation(input))``."""
+        name = name_of(self.activation)
+        if name is None or not _is_plain(self.linear):
+            return self.linear(self.activation(input))
+        return sign_bit(input, name, self.activation, self.linear.weight, self.linear.bias)
+
+
+def _is_plain(linear: nn.Module) -> bool:
+    """Whether a call of it is the product alone. Patched classes have stock's names."""
+    return path_of(type(linear)) == "torch.nn.modules.linear.Linear" and not is_watched(linear)
+
+
+class _SignBit(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], fit: InverseFit, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        left = x < fit.turn
+        y = forward(x)
+        k = y - offset(fit)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(torch.where(left, -k, k), weight)
+        ctx.fit = fit
+        return F.linear(y.to(weight.dtype), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, Tensor | None]:
+        k, weight = ctx.saved_tensors
+        y = wide(k).abs() + offset(ctx.fit)
+        flat = dz.reshape(-1, dz.shape[-1])
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            dx = ((dz @ weight) * slope(y, k.signbit(), ctx.fit, ctx.fit.ulp(k.dtype))).to(k.dtype)
+        if ctx.needs_input_grad[3]:
+            dw = flat.T @ y.to(dz.dtype).reshape(-1, y.shape[-1])
+        if ctx.needs_input_grad[4]:
+            db = flat.sum(0)
+        return dx, None, None, dw, db

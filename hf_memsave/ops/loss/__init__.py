@@ -1,0 +1,1 @@
+"""A language model's head and loss, a few rows at a time."""

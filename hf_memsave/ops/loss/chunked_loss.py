@@ -1,0 +1,210 @@
+r"""``chunked_loss``: a language model's head and its cross-entropy, a few rows at a time.
+
+Kept for backward, with T tokens, V words and x ``[T, H]`` the head's input::
+
+    eager    the logits in the model's dtype, in fp32, and their log-softmax: up to 10 V bytes a token, 14 V at the peak
+    here     dx; of a trained head its gradient, or dz of all rows, 2 V bytes a token; one chunk at the peak
+
+With z = head(x), p = softmax(z), e the target's one-hot row, s the label smoothing and w the class weights::
+
+    loss_i = -(1 - s) w_t log p_t - s/V sum_v w_v log p_v
+    dz_i   = p ((1 - s) w_t + s/V sum_v w_v) - (1 - s) w_t e - s/V w
+
+Both are computed in forward, chunk after chunk, so the head runs as often as in stock. While all logits fit in one
+chunk, stock's own expression runs, bit for bit. Beyond, all equals stock's up to the order of fp32 sums; how gradients
+are summed over chunks, see ``sums``. The gradients of a mean are divided before they are rounded, and so are those of a
+sum, by what the forward says (``num_items_in_batch``) that it divides it by, or else by its number of labels. Source:
+Wijmans et al. (2024), arXiv:2411.09009; Hsu et al. (2024), arXiv:2410.10989.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from hf_memsave.device import HALVES, has_numbers, is_autocast
+from hf_memsave.ops.fused import cross_entropy as fused
+from hf_memsave.ops.loss.head import Head, gradients
+from hf_memsave.ops.loss.sums import Sums, gradient
+from hf_memsave.ops.op import once_differentiable
+from hf_memsave.tape import current
+from hf_memsave.tape.as_stock import counted
+from hf_memsave.tape.private import no_autocast, no_modes
+
+#: Bytes that a chunk takes; and that all logits may take in fp32 where there are no chunks.
+CHUNK = 128 * 2**20
+_divisor: ContextVar[Tensor | float | None] = ContextVar("num_items_in_batch", default=None)
+
+
+@contextlib.contextmanager
+def divided_by(number: Tensor | float | None) -> Iterator[None]:
+    """Where a forward divides its sum of losses by ``number``, if that is one."""
+    token = _divisor.set(number)
+    try:
+        yield
+    finally:
+        _divisor.reset(token)
+
+
+class _Options(NamedTuple):
+    """What ``F.cross_entropy`` is called with."""
+
+    weight: Tensor | None
+    ignore_index: int
+    reduction: str
+    label_smoothing: float
+
+
+def cross_entropy(
+    hidden: Tensor,
+    head: Head,
+    like: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """``F.cross_entropy(head(hidden), target, ...)``, a chunk of rows at a time.
+
+    Args:
+        hidden: ``[T, H]``.
+        head: What makes the logits.
+        like: Of the shape ``[T, V]`` and dtype of the logits.
+        target: Classes ``[T]``.
+        weight: Of each class ``[V]``, or None.
+        size_average: Deprecated, as ``reduce``.
+        ignore_index: The class of rows that count for nothing.
+        reduce: Deprecated.
+        reduction: "mean", "sum" or "none".
+        label_smoothing: In [0, 1].
+
+    Returns:
+        The loss, in the logits' dtype, or in fp32 under autocast. None for what it does not know: what is deprecated,
+        targets that are no classes, a weight that wants a gradient, and no reduction where the head wants one.
+    """
+    parameters = head.parameters()
+    is_known = reduction in ("mean", "sum") or (reduction == "none" and not parameters)
+    is_plain = like.dim() == 2 and target.shape == like.shape[:1] and target.dtype == torch.int64
+    wants_weight = weight is not None and weight.requires_grad
+    if not (is_known and is_plain) or wants_weight or size_average is not None or reduce is not None:
+        return None
+    options = _Options(weight, ignore_index, reduction, label_smoothing)
+    run = partial(_ChunkedLoss.apply, hidden, target, head, options, (like.shape[1], like.dtype), *parameters)
+
+    def stock(x: Tensor) -> Tensor:
+        return F.cross_entropy(head(x), target, **options._asdict())
+
+    loss: Tensor = counted(current(), "cross_entropy", run, stock, (hidden,), head.module)
+    return loss
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, target: Tensor, head: Head, options: _Options, geometry: Any, *parameters: Tensor
+    ) -> Tensor:
+        words, dtype = geometry
+        wide = torch.promote_types(dtype, torch.float32)
+        losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
+        dx = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        wanted = [p for p, needs in zip(parameters, ctx.needs_input_grad[5:], strict=True) if needs]
+        sums = Sums(wanted, wide, len(hidden))
+        rows = max(1, CHUNK // (words * (dtype.itemsize + 2 * wide.itemsize)))
+        count = _count(target, options, wide)
+        head.check()
+        with no_modes(), saved_tensors_hooks(_same, _same):
+            starts = range(0, len(hidden), rows)
+            for start in starts if has_numbers(hidden) else starts[:2]:  # the others have as many bytes
+                part = slice(start, start + rows)
+                x = hidden[part].detach().requires_grad_()
+                with torch.enable_grad(), sums.of_linears(head.module):
+                    logits = head.of_chunk(x.view_as(x))  # autocast would share one cast of a leaf
+                losses[part], dz = _of_chunk(head, logits.detach(), target[part], options, count)
+                with no_autocast():  # as outside of the forward, where stock's backward runs
+                    found, *others = gradients(logits, [x, *wanted], dz)
+                del logits, dz
+                for parameter, other in zip(wanted, others, strict=True):
+                    sums.add(parameter, other)
+                if dx is not None and found is not None:
+                    dx[part] = found
+                del found, others
+        head.renew()  # some adapters write to their own weights
+        kept = sums.kept()
+        ctx.save_for_backward(dx, count, *(tensor for tensors in kept for tensor in tensors))
+        ctx.set_materialize_grads(False)
+        ctx.kept = [(len(tensors), p.dtype) for tensors, p in zip(kept, wanted, strict=True)]
+        ctx.is_sum = options.reduction == "sum"
+        loss = losses if options.reduction == "none" else losses.sum()
+        loss = loss / count if options.reduction == "mean" else loss
+        return loss.to(torch.float32 if dtype in HALVES and is_autocast(hidden) else dtype)  # autocast widens a loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        dx, count, *tensors = ctx.saved_tensors
+        factor, rest = dy.to(count.dtype), iter(tensors)
+        factor = factor * count if ctx.is_sum else factor
+        found = iter([gradient(list(islice(rest, n)), factor, dtype) for n, dtype in ctx.kept])
+        by_row = factor.unsqueeze(-1) if factor.dim() else factor
+        first = None if dx is None else (dx * by_row).to(dx.dtype)
+        return first, None, None, None, None, *(next(found) if n else None for n in ctx.needs_input_grad[5:])
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _of_chunk(head: Head, z: Tensor, target: Tensor, options: _Options, count: Tensor) -> tuple[Tensor, Tensor]:
+    """As :func:`_loss_and_gradient`, by one kernel, and in the place of z, where that can be."""
+    is_known = head.fuses_loss and options.weight is None and options.label_smoothing == 0
+    if is_known and fused.suits(head.steps, z):
+        return fused.loss_and_gradient(z, target, options.ignore_index, count)
+    return _loss_and_gradient(z, target, options, count)
+
+
+def _loss_and_gradient(z: Tensor, target: Tensor, options: _Options, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row's loss, and its gradient over ``count``, the latter in the dtype of z."""
+    ignored, smoothing, words = options.ignore_index, options.label_smoothing, z.shape[-1]
+    weight = count.new_ones(()).expand(words) if options.weight is None else options.weight.to(count.dtype)
+    minus_z = F.nll_loss(z, target, ignore_index=ignored, reduction="none")  # refuses what is no class
+    is_counted = target != ignored
+    index = target.where(is_counted, 0)
+    of_target, of_all = (1 - smoothing) * weight[index], smoothing * weight.mean()
+    top, place = z.max(-1)
+    top = top.to(count.dtype)
+    p = torch.softmax(z, -1, dtype=count.dtype)
+    log_sum = -p.gather(-1, place.unsqueeze(-1)).squeeze(-1).log()  # of exp(z - top)
+    losses = of_target * (top + minus_z + log_sum)
+    if smoothing:
+        losses = losses + of_all * (top + log_sum) - smoothing / words * (z.to(count.dtype) @ weight)
+    scale = (1 / count).where(is_counted, 0)
+    dz = p.mul_(((of_target + of_all) * scale).unsqueeze(-1))
+    dz.scatter_add_(-1, index.unsqueeze(-1), (-of_target * scale).unsqueeze(-1))
+    if smoothing:
+        dz.addcmul_(scale.unsqueeze(-1), weight, value=-smoothing / words)
+    return losses.where(is_counted, 0), dz.to(z.dtype)
+
+
+def _count(target: Tensor, options: _Options, wide: torch.dtype) -> Tensor:
+    """What each gradient is divided by before it is rounded; and a mean's sum of losses."""
+    number = {"mean": None, "sum": _divisor.get(), "none": 1.0}[options.reduction]
+    if isinstance(number, Tensor) and number.dim() == 0:
+        return number.detach().to(target.device, wide)
+    if isinstance(number, (int, float)):  # filled in: a copy from the host would wait for the device
+        return torch.full((), float(number), dtype=wide, device=target.device)
+    is_counted = target != options.ignore_index
+    if options.reduction == "sum" or options.weight is None:
+        return is_counted.sum().to(wide)
+    return options.weight.to(wide)[target.where(is_counted, 0)].masked_fill(~is_counted, 0.0).sum()

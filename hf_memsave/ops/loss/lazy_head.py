@@ -1,0 +1,135 @@
+"""The head of a language model whose logits are many hands on :class:`LazyLogits` instead.
+
+Kept for backward: see ``chunked_loss``. Where all logits fit in one chunk, and where no tape is laid (evaluation,
+``generate``, ``torch.compile``), stock's own product runs. A head that is a plain linear is known by its weight, as it
+is called, and its class stays; one that adapters wrap, or that is quantized, is replaced by the op ``lazy_head``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_memsave.device import HALVES
+from hf_memsave.ops.loss import chunked_loss
+from hf_memsave.ops.loss.head import Head, draws
+from hf_memsave.ops.loss.lazy_logits import LazyLogits
+from hf_memsave.ops.op import Op, is_parametrized
+from hf_memsave.tape import current
+from hf_memsave.tape.again import AutocastState
+from hf_memsave.tape.private import FakeTensor
+
+#: Types of parameters that are what they seem.
+_PLAIN = frozenset({nn.Parameter, FakeTensor})
+#: Adapters whose result for a row depends on the others, or is drawn.
+_NOT_BY_ROW = ("peft.tuners.lily", "peft.tuners.xlora", "peft.tuners.lora.monteclora")
+
+
+def logits_of(
+    module: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Tensor, *, is_plain: bool = False, **of_head: Any
+) -> Tensor | None:
+    """Logits ``[..., V]`` of ``[..., H]`` by a :class:`Head`, not computed yet; None where they must be at once."""
+    tape = current()
+    if tape is None or not _is_long(module, hidden):
+        return None
+    autocast = AutocastState(hidden.device.type)
+    dtype = autocast.dtype if autocast.enabled and hidden.dtype != torch.float64 else hidden.dtype
+    if dtype == torch.float16:  # whose gradients a loss scale of the caller's keeps in range, and it comes too late
+        return None
+    if not (is_plain and dtype in HALVES) and 2 * _wanted(module) > 3 * _logits(module, hidden):
+        return None  # sums, or gradients of logits in fp32, may take more than logits
+    if tape.ledger is not None:
+        tape.ledger.is_loss_chunked = True
+    like = torch.empty(*hidden.shape[:-1], _words(module), dtype=dtype, device="meta")
+    return LazyLogits.of(hidden, Head(module, forward, hidden.device.type, **of_head), like)
+
+
+def of_linear(
+    module: nn.Module, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, fuses_loss: bool = False
+) -> Tensor | None:
+    """As :func:`logits_of`, for ``F.linear(hidden, weight, bias)``, called by a head ``module`` with its parameters."""
+    own, given = list(module.parameters()), [weight] if bias is None else [weight, bias]
+    if [id(p) for p in own] != [id(p) for p in given] or any(type(p) not in _PLAIN for p in own):
+        return None  # computed, or with a linear of its own
+    forward = partial(F.linear, weight=weight, bias=bias)
+    return logits_of(module, forward, hidden, is_plain=True, fuses_loss=fuses_loss)
+
+
+def _is_long(module: nn.Module, hidden: Tensor) -> bool:
+    """Whether the logits of ``hidden`` are more than a chunk, and chunks change nothing but the order of sums."""
+    if not (hidden.requires_grad or _wanted(module)) or _logits(module, hidden) * 4 <= chunked_loss.CHUNK:
+        return False
+    if _logits(module, hidden) < 2 * hidden.numel():  # than which what is kept of hidden states takes more
+        return False
+    if not all(parameter.is_leaf for parameter in module.parameters()):  # hooks on them would run in every chunk
+        return False
+    # A dropout would draw other masks for chunks; a hook may look at logits, or take the weights away (FSDP2, ZeRO-3,
+    # Accelerate's offload); some adapters look at all rows.
+    is_by_row = not any(type(m).__module__.startswith(_NOT_BY_ROW) for m in module.modules())
+    return is_by_row and not any(draws(m) or _has_hooks(m) for m in module.modules())
+
+
+def _logits(module: nn.Module, hidden: Tensor) -> int:
+    return hidden.shape[:-1].numel() * _words(module)
+
+
+def _words(module: nn.Module) -> int:
+    """The vocabulary: PEFT's copy of a tied head calls it ``in_features``; a quantized weight is of no such shape."""
+    tokens = _trained_tokens(module)
+    weight = getattr(module if tokens is None else tokens.base_layer, "weight", None)
+    if isinstance(weight, Tensor) and weight.is_floating_point() and weight.dim() == 2:
+        return weight.shape[0]
+    words: Any = module.out_features
+    return int(words)
+
+
+def _trained_tokens(module: nn.Module) -> Any:
+    """PEFT's layer that trains some rows of a weight (``trainable_token_indices``), if ``module`` is or wraps one."""
+    layer = getattr(module, "token_adapter", module)
+    return layer if hasattr(layer, "trainable_tokens_delta") else None
+
+
+def _with_columns(tokens: Any, hidden: Tensor) -> Tensor:
+    """Logits ``[..., V]`` where some words are trained: theirs replace the others, where PEFT copies all weights."""
+    weight = tokens.base_layer.weight
+    logits = F.linear(hidden, weight)
+    for name in tokens.active_adapters:
+        index = torch.tensor(tokens.token_indices[name], device=hidden.device)
+        logits = logits.index_copy(-1, index, F.linear(hidden, tokens.trainable_tokens_delta[name].to(weight)))
+    return logits
+
+
+def _wanted(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters() if p.requires_grad)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    hooks = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
+    is_fetched = any(hasattr(parameter, "ds_id") for parameter in module.parameters(recurse=False))
+    return bool(hooks) or is_fetched or "_hf_hook" in module.__dict__
+
+
+def _lazy_head(module: nn.Module, patch: Any, *args: Any, **kwargs: Any) -> Any:
+    made = None
+    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+        tokens = _trained_tokens(module)
+        is_trained = tokens is not None and tokens.active_adapters and not (tokens.disable_adapters or tokens.merged)
+        of_rows = partial(_with_columns, tokens) if is_trained else None
+        made = logits_of(module, partial(patch.stock.forward, module), args[0], of_rows=of_rows)
+    return patch.stock.forward(module, *args, **kwargs) if made is None else made
+
+
+def _check(module: nn.Module, value: Any) -> str:
+    tokens = _trained_tokens(module)
+    is_linear = isinstance(getattr(module, "out_features", None), int)
+    if not (is_linear if tokens is None else type(tokens.base_layer) is nn.Linear):
+        return f"expected a linear, got {type(module).__name__}"
+    return "it is parametrized: reading its weight computes it" if is_parametrized(module) else ""
+
+
+LAZY_HEAD = Op("lazy_head", _lazy_head, _check, is_implied=True)

@@ -1,0 +1,254 @@
+"""Logits that are not computed yet: a loss takes them chunk by chunk, and any other function gets them whole.
+
+A language model's head hands on a :class:`LazyLogits`: a tensor by shape, dtype and device, without bytes. What the
+model does between head and loss (``float()``, a softcap, a scale, ``view(-1, vocabulary)``, dropping the last token)
+gives another one. ``F.cross_entropy`` of it is that of :mod:`~hf_memsave.ops.loss.chunked_loss`. Any other function
+runs on the logits themselves, computed once by the head's own forward; then their views are views of those.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_memsave.errors import KeptTensorChangedError, PatchError
+from hf_memsave.ops.loss import chunked_loss
+from hf_memsave.ops.loss.head import Head, Step, gradients
+from hf_memsave.ops.op import once_differentiable
+from hf_memsave.tape import current
+from hf_memsave.tape.as_stock import in_place_of_stock
+from hf_memsave.tape.private import no_subclasses, tree_leaves, tree_map
+
+#: Functions of each logit by itself, where their other arguments are numbers.
+_ELEMENTWISE = {
+    getattr(home, name)
+    for name in "float double half bfloat16 to tanh mul div true_divide multiply divide __mul__ __rmul__ __truediv__ "
+    "neg clamp type".split()
+    for home in (torch, Tensor)
+    if hasattr(home, name)
+}
+#: Functions that ask for the gradient of logits.
+_WATCHES = {Tensor.register_hook, Tensor.retain_grad}
+#: Functions that keep the order of the numbers.
+_RESHAPED = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.contiguous}
+
+#: What a tensor is, told without its bytes.
+_TOLD = {
+    getattr(Tensor, name).__get__
+    for name in "shape dtype device ndim layout requires_grad grad_fn is_leaf is_cuda is_cpu is_meta is_sparse "
+    "is_quantized itemsize nbytes retains_grad output_nr _version".split()
+} | {
+    getattr(Tensor, name)
+    for name in "size dim numel nelement is_floating_point is_complex element_size get_device is_sparse "
+    "__len__ ndimension is_signed".split()
+    if callable(getattr(Tensor, name))
+}
+
+
+class LazyLogits(Tensor):
+    """Logits ``[..., V]`` of ``hidden`` ``[..., H]``; see the module.
+
+    Attributes:
+        hidden: The head's input.
+        head: What computes them.
+        like: A tensor without bytes, of the geometry and dtype that they have in stock.
+        base: Those that they are a view of in stock, and by which function.
+        version: Of ``hidden``.
+        is_taken: A loss, or other logits, were computed past them.
+        is_watched: Their gradient is asked for: nothing is computed past them any more.
+    """
+
+    hidden: Tensor
+    head: Head
+    like: Tensor
+    base: tuple[LazyLogits, Step] | None
+    version: int
+    is_taken: bool
+    is_watched: bool
+    _computed: Tensor | None
+
+    @staticmethod
+    def of(hidden: Tensor, head: Head, like: Tensor, base: tuple[LazyLogits, Step] | None = None) -> LazyLogits:
+        """Logits of the shape and dtype of ``like``, a tensor without bytes."""
+        with in_place_of_stock(current()):
+            lazy: Any = _Later.apply(hidden, head, like, *head.parameters())
+        lazy.hidden, lazy.head, lazy.like, lazy.base, lazy.version = hidden, head, like, base, hidden._version
+        lazy.is_taken, lazy.is_watched, lazy._computed = False, False, None
+        return lazy
+
+    def computed(self) -> Tensor:
+        """The logits, computed when they are first asked for, and then shared."""
+        if self._computed is None:
+            self.check()
+            with torch.inference_mode(False), torch.enable_grad():
+                if self.base is None or self.is_watched:
+                    self._computed = _Real.apply(self)
+                else:
+                    base, (func, args, kwargs) = self.base
+                    self._computed = func(base.computed(), *args, **kwargs)
+        assert self._computed is not None
+        return self._computed
+
+    def check(self) -> None:
+        """Raise where the hidden states have been written to since."""
+        if self.hidden._version != self.version:
+            raise KeptTensorChangedError(
+                "these logits are computed when they are first read, and the hidden states that they are made of have "
+                "been written to in place since. Write to a copy, or use MemSaveConfig(loss='stock')."
+            )
+
+    def is_computed(self) -> bool:
+        """Whether they, or what they are a view of, were read (and may be written to since), or are watched."""
+        is_here = self.is_watched or self._computed is not None
+        return is_here or (self.base is not None and self.base[0].is_computed())
+
+    def watch(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``register_hook`` of what is not computed yet (FSDP2 has freed the head), or ``retain_grad``."""
+        is_fsdp = any(str(getattr(hook, "__module__", "")).startswith("torch.distributed") for hook in args)
+        if self.is_taken and not is_fsdp:
+            warnings.warn(
+                f"{func.__name__}: a loss of these logits was computed in chunks, and gives them no gradient. Call it "
+                "in a forward hook of the head, or use MemSaveConfig(loss='stock').",
+                stacklevel=4,
+            )
+        if func is Tensor.retain_grad:
+            return self.computed().retain_grad()
+        self.is_watched = True
+        with no_subclasses():
+            return func(self, *args, **kwargs)
+
+    def mark_taken(self) -> None:
+        """From now on their gradient would not come to a hook on them."""
+        self.is_taken = True
+        if self.base is not None:
+            self.base[0].mark_taken()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self = args[0] if args else None
+        if isinstance(self, LazyLogits) and not self.is_computed():
+            if func in _TOLD:
+                with no_subclasses():
+                    return func(*args, **kwargs)
+            if func in _WATCHES:
+                return self.watch(func, *args[1:], **kwargs)
+            found = _derived(self, func, args[1:], kwargs)
+            if found is None and func is F.cross_entropy:
+                self.check()
+                found = chunked_loss.cross_entropy(self.hidden, self.head, self, *args[1:], **kwargs)
+            if found is not None:
+                if found is not self and getattr(found, "base", None) is None:
+                    self.mark_taken()
+                return found
+        if func is torch.autograd.grad and any(a.is_taken for a in tree_leaves(args[1]) if isinstance(a, LazyLogits)):
+            raise PatchError(
+                "torch.autograd.grad: expected logits that the loss was computed from, got logits whose loss was "
+                "computed in chunks, past them. Use MemSaveConfig(loss='stock'), or ask for the gradient of the "
+                "model's hidden states."
+            )
+        args, kwargs = tree_map(_computed, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:  # which autograd does to what a function returns
+            return _empty(args[0], args[0].device)
+        args, kwargs = tree_map(_computed, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self.computed())
+
+
+def _empty(like: Tensor, device: torch.device) -> Tensor:
+    """Logits without bytes."""
+    make: Any = Tensor._make_wrapper_subclass
+    lazy: Tensor = make(LazyLogits, like.shape, dtype=like.dtype, device=device)
+    return lazy
+
+
+def _computed(argument: Any) -> Any:
+    return argument.computed() if isinstance(argument, LazyLogits) else argument
+
+
+def _derived(lazy: LazyLogits, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What ``func`` gives, lazy; None where that is not known to be the function of fewer, or other, rows."""
+    if any(isinstance(a, Tensor) for a in tree_leaves((args, kwargs))):
+        return None
+    lazy.check()
+    head, hidden, vocabulary = lazy.head, lazy.hidden, lazy.shape[-1]
+    if func in _ELEMENTWISE:
+        here = _without_device(lazy, args, kwargs)
+        like = None if here is None else func(lazy.like, *here[0], **here[1])
+        if not isinstance(like, Tensor):  # ``type()`` of no dtype says what they are
+            return None
+        return lazy if like is lazy.like else LazyLogits.of(hidden, head.followed_by((func, *here)), like)
+    if func in _RESHAPED:
+        like = func(lazy.like, *args, **kwargs)
+        if like is lazy.like or like.shape[-1:] != lazy.shape[-1:]:
+            return lazy if like is lazy.like else None
+        rows = hidden.reshape(*like.shape[:-1], hidden.shape[-1])  # which stay whole, and in order
+    elif func is Tensor.__getitem__:
+        like = lazy.like[args[0]]
+        wider = lazy.like.new_empty(*lazy.shape[:-1], vocabulary + 1)[args[0]]
+        if not like.dim() or wider.shape != (*like.shape[:-1], vocabulary + 1) or like.shape[-1] != vocabulary:
+            return None
+        rows = hidden[args[0]]
+    else:
+        return None
+    is_view = like.untyped_storage()._cdata == lazy.like.untyped_storage()._cdata
+    return LazyLogits.of(rows, head, like, (lazy, (func, tuple(args), kwargs)) if is_view else None)
+
+
+def _without_device(lazy: LazyLogits, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The arguments but for a device that is the logits' own; None for another one, and for what writes elsewhere."""
+    devices = (torch.device, str)
+    named = [a for a in (*args, kwargs.get("device")) if isinstance(a, devices)]
+    if "out" in kwargs or any(torch.device(d) != lazy.device for d in named):
+        return None
+    rest = {name: a for name, a in kwargs.items() if name != "device"}
+    return tuple(a for a in args if not isinstance(a, devices)), rest
+
+
+class _Later(torch.autograd.Function):
+    """The place of logits in the graph: a gradient that comes down goes on to what they were made of."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Head, like: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.head, ctx.parameters = head, parameters
+        return _empty(like, hidden.device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        (hidden,) = ctx.saved_tensors
+        x = hidden.detach().requires_grad_()
+        inputs = [x, *(p for p in ctx.parameters if p.requires_grad)]
+        with torch.enable_grad():
+            logits = ctx.head(x.view_as(x))
+        found = dict(zip(map(id, inputs), gradients(logits, inputs, dy), strict=True))
+        return found[id(x)], None, None, *(found.get(id(parameter)) for parameter in ctx.parameters)
+
+
+class _Real(torch.autograd.Function):
+    """The logits themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, lazy: LazyLogits) -> Tensor:
+        return lazy.head(lazy.hidden.detach())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy

@@ -1,0 +1,181 @@
+"""``sign_bit``: an activation and its linear that keep one tensor; stock's output, and a rounding error as stated."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+
+from hf_memsave.errors import PatchError
+from hf_memsave.ops.approximate.elementwise import ACTIVATIONS
+from hf_memsave.ops.approximate.inverse import FITS, slope, wide
+from hf_memsave.ops.approximate.sign_bit import SignBit, offset, sign_bit
+from support.helpers import DTYPES, assert_same_bits, autocasting, kept, nbytes, random
+from support.pairs import pairwise
+from support.script_helpers import load_script
+from support.slopes import PLANTED, SLOPE, assert_errs_by_slope
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def gradients(fn, x, weight, bias, dz):
+    leaves = [t.detach().clone().requires_grad_() for t in (x, weight, bias)]
+    z = fn(*leaves)
+    return z.detach(), *torch.autograd.grad(z, leaves, dz)
+
+
+def both(name, x, weight, bias, dz):
+    """The output and gradients of the op, and of stock."""
+    forward = ACTIVATIONS[name]
+    mine = gradients(lambda x, w, b: sign_bit(x, name, forward, w, b), x, weight, bias, dz)
+    return mine, gradients(lambda x, w, b: F.linear(forward(x), w, b), x, weight, bias, dz)
+
+
+@pytest.mark.parametrize(("name", "dtype", "shape"), pairwise(ACTIVATIONS, DTYPES, [(6, 8), (2, 3, 8), (8,), (0, 8)]))
+def test_sign_bit_output_and_bias_gradient_are_stocks(device, name, dtype, shape):
+    x, weight, bias = (random(*s, dtype=dtype, device=device, seed=i) for i, s in enumerate((shape, (4, 8), (4,))))
+    dz = random(*shape[:-1], 4, dtype=dtype, device=device, seed=5)
+    mine, stock = both(name, 3 * x, weight, bias, dz)
+    assert_same_bits(mine[0], stock[0], "output")
+    assert_input_gradient(mine[1], name, 3 * x, weight, dz)
+    assert_bias_gradient(mine[3], dz)
+
+
+def assert_input_gradient(dx, name, x, weight, dz, low=None):
+    """The slope's error, and the rounding of both products: in ``dz``'s dtype (``low`` under autocast) and in x's."""
+    exact, size = dz.double() @ weight.double(), dz.double().abs() @ weight.double().abs()
+    leaf = x.double().requires_grad_()
+    (slope,) = torch.autograd.grad(ACTIVATIONS[name](leaf).sum(), leaf)
+    rounding = (len(weight) * torch.finfo(low or dz.dtype).eps + 2 * torch.finfo(x.dtype).eps) * size
+    assert_errs_by_slope(dx, exact * slope, exact, SLOPE[x.dtype], 1.2 * rounding)
+
+
+def assert_bias_gradient(db, dz):
+    """Rounded at most once for each row, and once more."""
+    rows = dz.double().reshape(-1, dz.shape[-1])
+    room = (len(rows) + 1) * torch.finfo(dz.dtype).eps * rows.abs().sum(0)
+    assert ((db.double() - rows.sum(0)).abs() <= room).all()
+
+
+@pytest.mark.parametrize("name", ["gelu", "silu"])
+def test_sign_bit_with_a_wrong_slope_is_caught(device, name, monkeypatch):
+    monkeypatch.setattr("hf_memsave.ops.approximate.sign_bit.slope", lambda *args: PLANTED * slope(*args))
+    with pytest.raises(AssertionError, match="too far"):
+        test_sign_bit_output_and_bias_gradient_are_stocks(device, name, torch.float32, (6, 8))
+
+
+@pytest.mark.parametrize(("name", "dtype"), pairwise(ACTIVATIONS, [torch.float32, *HALVES]))
+def test_sign_bit_weight_gradient_errs_as_stated(device, name, dtype):
+    x, weight, bias = (random(*s, dtype=dtype, device=device, seed=i) for i, s in enumerate(((64, 8), (4, 8), (4,))))
+    dz = random(64, 4, dtype=dtype, device=device, seed=5)
+    found = both(name, 3 * x, weight, bias, dz)[0][2]
+    y = ACTIVATIONS[name](3 * x).double()
+    exact, size = dz.double().T @ y, dz.double().abs().T @ (y.abs() - offset(FITS[name]))
+    epsilon = torch.finfo(dtype).eps
+    rounding = epsilon * (64 if dtype == torch.float32 else 1) * (dz.double().abs().T @ y.abs())  # of the product
+    assert ((found.double() - exact).abs() <= epsilon * size + rounding).all()
+
+
+@pytest.mark.parametrize(("name", "dtype"), pairwise(ACTIVATIONS, HALVES))
+def test_sign_bit_slope_from_every_half(device, name, dtype, monkeypatch):
+    slopes = load_script("slopes", monkeypatch)
+    x = slopes.every(dtype).to(device)
+    fit, forward = FITS[name], ACTIVATIONS[name]
+    true = slopes.true_slope(name, x)
+    weight = torch.ones(1, 1, dtype=dtype, device=device)
+    leaf = x.clone().unsqueeze(1).requires_grad_()
+    (dx,) = torch.autograd.grad(sign_bit(leaf, name, forward, weight).sum(), leaf)
+    best = (slopes.slope_of_exact_inverse(name, x) - true).abs().max()
+    rounding = torch.finfo(dtype).eps * 1.13 / 2
+    assert not dx.isnan().any()
+    assert (dx.squeeze(1).double() - true).abs().max() <= 1.2 * best + rounding
+    # Every y is above the offset, so its sign is free to hold the indicator.
+    y = forward(x)
+    assert (y > offset(fit)).all()
+    k = wide(y - offset(fit)) + offset(fit)
+    assert (slope(k, x < fit.turn, fit, fit.ulp(dtype)) - true).abs().max() <= 1.2 * best
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sign_bit_keeps_what_it_claims(device, dtype):
+    x = random(3, 5, 8, dtype=dtype, device=device)
+    weight = torch.nn.Parameter(random(4, 8, dtype=dtype, device=device))
+    assert kept(lambda x: sign_bit(x, "gelu", F.gelu, weight), x, tape=False, linear=False) == nbytes(x)
+    assert kept(lambda x: F.linear(F.gelu(x), weight), x, tape=False, linear=False) == 2 * nbytes(x)
+
+
+def test_sign_bit_computes_what_is_wanted(device):
+    for wanted in ("x", "weight"):
+        tensors = {"x": random(6, 8, device=device), "weight": random(4, 8, device=device)}
+        tensors[wanted].requires_grad_()
+        sign_bit(tensors["x"], "silu", F.silu, tensors["weight"]).sum().backward()
+        assert [name for name, tensor in tensors.items() if tensor.grad is not None] == [wanted]
+
+
+def test_sign_bit_under_autocast(device):
+    x, weight = random(6, 8, device=device), random(4, 8, device=device)
+    bias = random(4, device=device)
+    dz = random(6, 4, dtype=torch.bfloat16, device=device)
+    with autocasting(device, torch.bfloat16):
+        mine, stock = both("gelu", x, weight, bias, dz)
+    assert_same_bits(mine[0], stock[0], "output")
+    assert {t.dtype for t in (*mine[1:], *stock[1:])} == {torch.float32}
+    assert_input_gradient(mine[1], "gelu", x, weight, dz, low=torch.bfloat16)
+    y, size = F.gelu(x.double()), dz.double().abs().T @ (F.gelu(x.double()).abs() - offset(FITS["gelu"]))
+    room = (2 + len(x)) * torch.finfo(torch.bfloat16).eps * size
+    assert ((mine[2].double() - dz.double().T @ y).abs() <= room).all()
+    assert_bias_gradient(mine[3], dz)
+
+
+def test_sign_bit_as_a_layer(device):
+    """It is the two layers that it is made of: same parameters, output and bytes as the function."""
+    stock = torch.nn.Sequential(torch.nn.GELU(approximate="tanh"), torch.nn.Linear(8, 4)).to(device)
+    layer = SignBit(*stock)
+    x, dz = random(6, 8, device=device), random(6, 4, device=device, seed=1)
+    assert {id(p) for p in layer.parameters()} == {id(p) for p in stock.parameters()}
+    assert_same_bits(layer(x), stock(x))
+    weight, bias = stock[1].weight, stock[1].bias
+    expected = gradients(lambda x, w, b: sign_bit(x, "gelu_tanh", stock[0], w, b), x, weight, bias, dz)
+    x.requires_grad_()
+    for mine, right in zip(torch.autograd.grad(layer(x), (x, weight, bias), dz), expected[1:], strict=True):
+        assert_same_bits(mine, right)
+    with pytest.raises(PatchError, match="ReLU.*fit_inverse"):
+        SignBit(torch.nn.ReLU(), stock[1])
+    with pytest.raises(PatchError, match="inplace=False"):
+        SignBit(torch.nn.SiLU(inplace=True), stock[1])
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_sign_bit_takes_its_indicator_before_an_activation_in_place(device, name):
+    weight, x = random(4, 8, device=device), random(6, 8, device=device, seed=1).requires_grad_()
+
+    def in_place(x):
+        return x.copy_(ACTIVATIONS[name](x))
+
+    (mine,) = torch.autograd.grad(sign_bit(x.clone(), name, in_place, weight).sum(), x)
+    (expected,) = torch.autograd.grad(sign_bit(x, name, ACTIVATIONS[name], weight).sum(), x)
+    assert_same_bits(mine, expected)
+
+
+@pytest.mark.parametrize("change", ["lora", "hook", "pre-hook"])
+def test_sign_bit_runs_what_was_made_of_its_linear(device, change):
+    layer = SignBit(torch.nn.GELU(), torch.nn.Linear(8, 4)).to(device)
+    model, x = torch.nn.Sequential(layer), random(6, 8, device=device)
+    if change == "lora":
+        model = get_peft_model(model, LoraConfig(target_modules=["linear"], init_lora_weights=False))
+    elif change == "hook":
+        layer.linear.register_forward_hook(lambda module, args, output: 2 * output)
+    else:
+        layer.linear.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    expected = layer.linear(layer.activation(x))
+    assert_same_bits(model(x), expected)
+    model(x).sum().backward()
+    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+
+
+def test_sign_bit_refuses_double_backward_and_what_has_no_fit(device):
+    x, weight = random(6, 8, device=device).requires_grad_(), random(4, 8, device=device)
+    (dx,) = torch.autograd.grad(sign_bit(x, "gelu", F.gelu, weight).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+    with pytest.raises(PatchError, match="has no fit"):
+        sign_bit(random(6, 8, device=device), "mish", F.mish, random(4, 8, device=device))

@@ -1,0 +1,283 @@
+"""``wta_matmul``: stock's bits forward, unbiased gradients of both operands, and of attention's q, k and v."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from hf_memsave import WTACRS, MemSaveConfig, PatchError, measure_kept, patch
+from hf_memsave.ops.sampled.wta_crs import LAYER
+from hf_memsave.ops.sampled.wta_matmul import wta_matmul
+from hf_memsave.sampling.sampler import Layer, Sampler
+from support.eager import attentions, eager, ops_of
+from support.families import Size, batch_for
+from support.helpers import assert_same_bits, kept, nbytes, random, swapped, taping
+from support.steps import assert_same, state_of, step
+
+LOW = torch.bfloat16
+BATCH, HEADS = 200, 100  # each head of each sequence draws for itself: 20,000 independent draws in one call
+N, M, Q = 11, 6, 9
+SMALL = WTACRS(budget=0.4, minimum=1, attention=True)
+
+
+def sampling(config=SMALL):
+    """``wta_matmul`` as a function of A and B, for a new step of a new sampler in each call."""
+    sampler = Sampler(config)
+
+    def product(a, b):
+        with sampler.entering({}, None):
+            return wta_matmul(a, b, Layer("attention", sampler), "product 1")
+
+    return product
+
+
+def operands(*leading, dtype=torch.float32, device="cpu"):
+    """A ``[*, n, m]`` and B ``[*, m, q]`` whose rows and columns differ in norm, and the incoming gradient."""
+    given = []
+    for seed, shape in enumerate([(N, M), (M, Q), (N, Q)]):
+        x = random(*shape, dtype=torch.float64, device=device, seed=seed)
+        x = x * torch.linspace(0.5, 1.5, shape[0])[:, None].to(x) * torch.linspace(1.5, 0.5, shape[1]).to(x)
+        given.append(x.to(dtype).expand(*leading, *shape).contiguous())
+    return given
+
+
+def gradients(product, a, b, dc):
+    a, b = a.clone().requires_grad_(), b.clone().requires_grad_()
+    return torch.autograd.grad(product(a, b), (a, b), dc)
+
+
+def bias_in_errors(estimates, truth):
+    """‖mean - truth‖ in standard errors: √(Σ bias² / Σ variance / draws), near 1 or below where there is no bias.
+
+    One number for all elements, so there is nothing to correct for multiple comparisons.
+    """
+    estimates = estimates.double().flatten(0, -3)
+    bias = (estimates.mean(0) - truth).square().sum()
+    return float((bias / (estimates.var(0).sum() / len(estimates))).sqrt())
+
+
+def in_errors(config, dtype, device):
+    """Of dA and dB, over 20,000 draws."""
+    a, b, dc = operands(BATCH, HEADS, dtype=dtype, device=device)
+    found = gradients(sampling(config), a, b, dc)
+    a, b, dc = (x[0, 0].double() for x in (a, b, dc))
+    return [bias_in_errors(x, truth) for x, truth in zip(found, (dc @ b.mT, a.mT @ dc), strict=True)]
+
+
+# Forward
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_forward_has_the_bits_of_stock(device, dtype):
+    a, b, _ = operands(2, 3, dtype=dtype, device=device)
+    with taping():
+        got = sampling()(a.requires_grad_(), b.requires_grad_())
+    assert "Sampled" in type(got.grad_fn).__name__
+    assert_same_bits(got, torch.matmul(a, b))
+
+
+@pytest.mark.parametrize(("budget", "minimum"), [(1.0, 1), (0.1, max(N, Q)), (0.01, N - 1), (0.01, Q - 1)])
+def test_a_dimension_no_longer_than_its_draw_is_exact(device, budget, minimum):
+    given = operands(2, 3, dtype=torch.float64, device=device)
+    found, exact = (gradients(p, *given) for p in (sampling(WTACRS(budget=budget, minimum=minimum)), torch.matmul))
+    for got, expected, length in zip(found, exact, (Q, N), strict=True):
+        if max(round(budget * length), minimum) >= length:
+            assert_same_bits(got, expected)
+        else:
+            assert not torch.allclose(got, expected)
+
+
+@pytest.mark.parametrize("wanted", [(True, False), (False, True)])
+def test_only_what_is_wanted_is_drawn(device, wanted):
+    a, b, dc = operands(2, 3, device=device)
+    both = gradients(sampling(), a, b, dc)
+    leaves = [x.clone().requires_grad_(w) for x, w in zip((a, b), wanted, strict=True)]
+    sampling()(*leaves).backward(dc)
+    for leaf, expected, is_wanted in zip(leaves, both, wanted, strict=True):
+        assert_same_bits(leaf.grad, expected if is_wanted else None)
+
+
+# Gradients: 20,000 draws each
+
+
+@pytest.mark.parametrize(("estimator", "dtype"), [("wta", torch.float32), ("wta", LOW), ("crs", torch.float32)])
+def test_both_gradients_are_unbiased(device, dtype, estimator):
+    config = WTACRS(budget=0.4, minimum=1, estimator=estimator)
+    assert max(in_errors(config, dtype, device)) < 2
+
+
+def test_a_planted_bias_is_caught(device):
+    assert min(in_errors(WTACRS(budget=0.4, minimum=1, estimator="topk"), torch.float32, device)) > 20
+    a, b, dc = operands(BATCH, HEADS, device=device)
+    (da, _) = gradients(sampling(), a, b, dc)
+    truth = (dc[0, 0] @ b[0, 0].mT).double()
+    assert bias_in_errors(da, truth) < 2 < bias_in_errors(da * 1.03, truth)
+
+
+def test_variance_is_below_that_of_crs(device):
+    given = operands(BATCH, HEADS, device=device)
+    wta, crs = (gradients(sampling(WTACRS(budget=0.4, minimum=1, estimator=e)), *given) for e in ("wta", "crs"))
+    for ours, theirs in zip(wta, crs, strict=True):
+        assert ours.flatten(0, 1).var(0).sum() < 0.8 * theirs.flatten(0, 1).var(0).sum()
+
+
+def test_draws_are_independent_between_heads_operands_and_products(device):
+    a, b, dc = operands(50, 40, device=device)
+    da, _ = gradients(sampling(), a, b, dc)
+    (same, _), sampler = gradients(sampling(), a, b, dc), Sampler(SMALL)
+    with sampler.entering({}, None):
+        other, _ = gradients(lambda a, b: wta_matmul(a, b, Layer("attention", sampler), "product 2"), a, b, dc)
+    assert_same_bits(same, da)
+    assert len(da.flatten(0, 1).flatten(1).unique(dim=0)) > 20
+    errors = [(x - x.mean((0, 1))).flatten() for x in (da, other)]
+    assert abs(torch.corrcoef(torch.stack(errors))[0, 1]) < 0.1
+    ones = torch.ones(8, 5, 16, 16, device=device)  # evenly drawn; of dC = 1, what is not zero was drawn
+    da, db = gradients(sampling(), ones, ones, torch.eye(16, device=device).expand_as(ones))
+    assert not torch.equal(da.any(-1), db.any(-2))
+
+
+@pytest.mark.parametrize(("operand", "bad"), [(0, float("nan")), (1, float("inf"))])
+def test_what_is_not_finite_is_passed_on(device, operand, bad):
+    given = operands(2, 3, device=device)
+    given[operand][1, 2, 3, 4] = bad
+    found = gradients(sampling(), *given)[1 - operand]
+    assert not found[1, 2].isfinite().all()
+    assert found[0].isfinite().all()
+
+
+def test_it_refuses_to_be_differentiated_twice_and_is_exact_without_a_batch(device):
+    a, b, dc = operands(2, 3, device=device)
+    alone = partial(wta_matmul, layer=Layer("attention", Sampler(SMALL)), name="product 1")
+    for got, expected in zip(gradients(alone, a, b, dc), gradients(torch.matmul, a, b, dc), strict=True):
+        assert_same_bits(got, expected)
+    (da,) = torch.autograd.grad(sampling()(a.requires_grad_(), b.requires_grad_()).sum(), a, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        da.sum().backward()
+
+
+# What is kept
+
+
+def test_it_keeps_drawn_rows_and_columns_or_indices_alone_for_what_is_kept_anyway(device):
+    a, b, _ = operands(2, 3, device=device)
+    b = b.requires_grad_()
+
+    def call(product, before):
+        return lambda x: product(before(x), torch.clone(b))
+
+    options = dict(tape=True, linear=False)
+    stock, here = (kept(call(p, torch.clone), a, **options) for p in (torch.matmul, sampling()))
+    rows, columns, heads = round(0.4 * N), round(0.4 * Q), 2 * 3
+    of_rows, of_columns = heads * rows * (M * 4 + 4), heads * columns * (M * 4 + 4)
+    assert stock == nbytes(a, b)
+    assert here == of_rows + of_columns
+    stock, here = (kept(call(p, lambda x: torch.softmax(x, -1)), a, **options) for p in (torch.matmul, sampling()))
+    assert stock - here == nbytes(b) - of_columns - heads * rows * 8
+
+
+# In models
+
+#: Only attention is sampled: the classifier's batch has no more rows than the fewest drawn.
+CONFIG = MemSaveConfig(linear=WTACRS(budget=0.3, minimum=2, targets=("classifier",), attention=True))
+SIZE = Size(hidden=16, heads=2, layers=1, batch=2, seq=12)
+
+
+def of_q_k_and_v(config, copies, dtype, device):
+    """Gradients of BERT's q, k and v for ``copies`` of one sequence, each ``[copies, seq, hidden]``."""
+    module = eager("bert", 0.0, dtype, SIZE, device).bert.encoder.layer[0].attention.self
+    swapped(module, "eager_attention", config)
+    sampler, found = Sampler(CONFIG.linear), []
+    if config.linear is not None:
+        module.__dict__[LAYER] = Layer("self", sampler)
+    for linear in (module.query, module.key, module.value):
+        linear.weight.data *= 20  # attention that attends: softmax's backward is far from zero
+        linear.register_forward_hook(lambda module, args, output: found.append(output))
+    x, dy = (random(1, SIZE.seq, SIZE.hidden, dtype=dtype, device=device, seed=seed) for seed in (1, 2))
+    with sampler.entering({}, None):
+        output = module(x.expand(copies, -1, -1))[0]
+    return torch.autograd.grad(output, found, dy.expand_as(output))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_q_k_and_v_of_berts_attention_have_unbiased_gradients(device, dtype):
+    """10,000 draws for each of two heads."""
+    exact = of_q_k_and_v(MemSaveConfig(), 1, dtype, device)
+    for got, expected in zip(of_q_k_and_v(CONFIG, 10_000, dtype, device), exact, strict=True):
+        assert (got.var(0) > 0).any(), "nothing was sampled"
+        assert bias_in_errors(got[:, None], expected[0].double()) < 2
+        assert bias_in_errors(got[:, None] * 1.3, expected[0].double()) > 2, "a planted bias"
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "t5-decoder"])
+def test_sampled_attention_leaves_the_loss_alone_and_eval_exact(device, family):
+    model = eager(family, device=device)
+    batch = batch_for(model, padded=True)
+    expected, in_eval = step(model, batch), step(model.eval(), batch)
+    patch(model, MemSaveConfig(linear=WTACRS(budget=0.1, minimum=2, attention=True)))
+    assert all(LAYER in module.__dict__ for module in attentions(model))
+    assert_same(step(model, batch), in_eval)
+    got = step(model.train(), batch)
+    assert_same({"loss": got["loss"]}, {"loss": expected["loss"]})
+    assert got.keys() == expected.keys()
+    assert all(value.isfinite().all() for value in got.values())
+
+
+def test_a_checkpointed_block_draws_the_same_again(device):
+    stock = eager("bert", device=device)
+    batch = batch_for(stock, padded=True)
+    config, found = MemSaveConfig(linear=WTACRS(budget=0.3, minimum=2, attention=True)), []
+    for checkpoint in (False, True):
+        model = copy.deepcopy(stock)
+        if checkpoint:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        patch(model, config)
+        found.append(step(model, batch))
+    assert_same(found[1], found[0])
+
+
+def test_sampled_attention_keeps_less_than_exact(device):
+    size = Size(hidden=64, heads=2, layers=2, batch=2, seq=48)
+    model = eager("bert", size=size, device=device)
+    batch, found = batch_for(model, size), []
+    for attention in (False, True):
+        linear = WTACRS(budget=0.3, minimum=2, targets=("classifier",), attention=attention)
+        patch(model, MemSaveConfig(linear=linear), replace=True)
+        found.append(measure_kept(model, batch).total)
+    exact, sampled = found
+    # q and k: 30% of the tokens; v: 30% of the head's columns; and the indices of those of P
+    drawn, wide = round(0.3 * 48), round(0.3 * 32)
+    of_a_head = 2 * (48 * 32 * 4 - drawn * (32 * 4 + 4)) + 48 * 32 * 4 - wide * (48 * 4 + 4) - drawn * 8
+    assert exact - sampled == size.layers * size.batch * size.heads * of_a_head
+
+
+@pytest.mark.parametrize("name", ["sdpa", "flash_attention_2"])
+def test_sampled_attention_refuses_other_attention(device, name):
+    model = eager("bert", device=device)
+    model.config._attn_implementation_internal = name
+    before = state_of(model)
+    with pytest.raises(PatchError, match=f"expected attn_implementation='eager', got '{name}' in bert.*Load the model"):
+        patch(model, CONFIG)
+    assert state_of(model) == before
+
+
+def test_sampled_attention_refuses_what_it_cannot_patch(device):
+    linear = WTACRS(attention=True)
+    hidden = eager("bert", device=device)
+    module = hidden.bert.encoder.layer[0].attention.self
+    module.forward = partial(type(module).forward, module)
+    with pytest.raises(PatchError, match="to patch bert.encoder.layer.0.attention.self, but its forward was set"):
+        patch(hidden, MemSaveConfig(linear=linear))
+    with pytest.raises(PatchError, match="got Sequential, which has none"):
+        patch(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), MemSaveConfig(linear=linear))
+
+
+def test_sampled_attention_is_reported_and_undone(device):
+    model = eager("bert", device=device)
+    batch = batch_for(model, padded=True)
+    before, expected, report = state_of(model), step(model, batch), patch(model, CONFIG)
+    assert "eager_attention" in ops_of(report) and "and those of attention's products" in str(report)
+    report.undo()
+    assert state_of(model) == before
+    assert_same(step(model, batch), expected)
