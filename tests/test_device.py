@@ -132,7 +132,7 @@ def test_the_scale_of_fp64_is_not_rounded():
     ("planted", "reason"),
     [
         ("torch.cuda.is_available = lambda: True", "needs a process without GPUs"),
-        ("del torch._C._acc.PrivateUse1Hooks", "needs PyTorch 2.11 or later"),
+        ("del torch._C._acc.PrivateUse1Hooks", "needs PyTorch 2.10 or later"),
         ("torch.utils.rename_privateuse1_backend('npu')", "'npu' has taken"),
     ],
 )

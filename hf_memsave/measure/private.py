@@ -28,7 +28,7 @@ def why_not() -> str | None:
     missing = [name for name in _NEEDED if not hasattr(getattr(torch._C, "_acc", None), name)]
     if missing:
         return (
-            f"the stand-in for a CUDA device needs PyTorch 2.11 or later, got {torch.__version__} without "
+            f"the stand-in for a CUDA device needs PyTorch 2.10 or later, got {torch.__version__} without "
             f"{missing[0]}. Run: pip install -U torch"
         )
     taken = torch._C._get_privateuse1_backend_name()

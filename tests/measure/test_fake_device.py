@@ -277,7 +277,7 @@ def test_an_unknown_kernel_is_refused():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"acc": None, "name": "privateuseone"}, "needs PyTorch 2.11 or later, got .* pip install -U torch"),
+        ({"acc": None, "name": "privateuseone"}, "needs PyTorch 2.10 or later, got .* pip install -U torch"),
         ({"gpus": True}, "a process without GPUs.* CUDA_VISIBLE_DEVICES="),
         ({"name": "npu"}, "'npu' has taken"),
     ],

@@ -23,7 +23,7 @@ METERS = {"meter.py", "peak.py"}
 COMPILED = {"compiled.py"}
 #: The versions of PyTorch that have a private name: from this one on, but for what comes later.
 OLDEST = "2.9"
-SINCE = {"torch._C._acc": "2.11"}
+SINCE = {"torch._C._acc": "2.10"}
 #: Public in all but name: PyTorch documents how to subclass tensors by them.
 DOCUMENTED = "torch.utils._python_dispatch"
 
