@@ -85,6 +85,7 @@ class Content(Handle):
     readers: Any = ()  # weakly: contents with it among their inputs
     parts: Any = ()  # weakly: what stands in for it, and hooks' keeps of its other views
     remakes: Any = ()  # weakly, with bytes and its version: contents that are kept, though it alone would give them
+    views: Any = ()  # weakly: what holds views of `tensor` for as long as that is kept
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
@@ -121,6 +122,9 @@ class Content(Handle):
         """It is ``make(*inputs, **named)`` from now on."""
         self.make, self.inputs, self.named = make, inputs, named
         self.tensor, self.is_lent = None, False
+        for ref in self.views:
+            if (view := ref()) is not None:
+                view.tensor = None
 
     def keep(self, tensor: Tensor) -> None:
         """It is ``tensor`` from now on."""
@@ -248,6 +252,27 @@ class Ticket(Handle):
         if out.shape == self.shape and out.stride() == self.stride and out.storage_offset() == self.offset:
             return out
         return out.as_strided(self.shape, self.stride, self.offset)
+
+
+class KeptView(Ticket):
+    """A view of a content that is kept, under the version it had: ``unsafe_chunk``'s and ``.data`` count their own."""
+
+    __slots__ = ("tensor", "at")
+
+    def __init__(self, content: Content, tensor: Tensor) -> None:
+        super().__init__(content, tensor)
+        self.tensor: Tensor | None = tensor if tensor.is_leaf else tensor.detach()
+        self.at = tensor._version
+        content.views = added(content.views, weakref.ref(self))
+
+    def get(self) -> Tensor:
+        """The very tensor that was kept; what its content is remade by, if that is not kept any more."""
+        tensor = self.tensor
+        if tensor is None:
+            return super().get()
+        if tensor._version != self.at:
+            raise written(tensor, self.at)
+        return tensor
 
 
 class Ghost(View):

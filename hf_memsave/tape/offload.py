@@ -61,6 +61,10 @@ class _Pack:
         storage = tensor.untyped_storage()
         if storage.nbytes() < SMALLEST_NBYTES:
             return _itself(tensor), tensor._version
+        if tensor._version and tensor.numel() * tensor.itemsize < storage.nbytes():
+            # A chunk of an LSTM's or GRU's gates has a version of its own: a copy of all of them tells nothing of it.
+            tensor = tensor.detach().clone()
+            storage = tensor.untyped_storage()
         away, version = getattr(storage, _COPY, (lambda: None, None))
         copy: Away | None = away()
         known = linked(storage)

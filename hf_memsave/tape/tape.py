@@ -32,7 +32,7 @@ from hf_memsave.tape import private
 from hf_memsave.tape.again import LinearAgain
 from hf_memsave.tape.blocks import Blocks
 from hf_memsave.tape.codecs import CODERS, Coders, as_bits
-from hf_memsave.tape.content import Content, Handle, Sharded, Ticket, added, is_parameter, mapped, same
+from hf_memsave.tape.content import Content, Handle, KeptView, Sharded, Ticket, added, is_parameter, mapped, same
 from hf_memsave.tape.ledger import Ledger, Within
 from hf_memsave.tape.price import (
     CASTS,
@@ -284,7 +284,8 @@ class Tape(Store, TorchFunctionMode):
             self.note(tensor, fresh)
             return fresh
         if content.tensor is not None and content.is_of(tensor):
-            return Ticket(content, tensor)
+            is_its = content.tensor.untyped_storage() is storage  # else it was frozen, or is another's cast
+            return KeptView(content, tensor) if is_its else Ticket(content, tensor)
         if self.outer is not None and (lent := self._lent(content, tensor)) is not None:
             return lent
         is_of = content.seen is None or content.is_of(tensor)
@@ -389,7 +390,7 @@ class Tape(Store, TorchFunctionMode):
             theirs.readers = added(theirs.readers, weakref.ref(content))
             self.note(argument, theirs)
             handle = self.hold(theirs, storage, argument)
-        if type(handle) is Ticket:
+        if isinstance(handle, Ticket):
             content.builds_on(handle.content)
         return handle
 

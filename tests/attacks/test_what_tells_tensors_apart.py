@@ -6,8 +6,13 @@ import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 
+from hf_memsave import KeptTensorChangedError
+from hf_memsave.tape.tape import Tape
 from support.attacks import WIDTH, assert_trains_like_stock
 from support.helpers import only_on_cpu, random
+
+#: As before the forward, where no tape sees it.
+DATA = torch.Tensor.data.__get__
 
 VIEWS = {
     "transposed": lambda p: (p, p.T),
@@ -56,3 +61,16 @@ def test_conjugates(name, context, device):
 
     weight = torch.complex(random(WIDTH, WIDTH), random(WIDTH, WIDTH, seed=1))
     assert_trains_like_stock(fn, random(2, 16, WIDTH), context, v=weight)
+
+
+@pytest.mark.parametrize("name", ["chunks", "data"])
+def test_a_tensor_with_a_version_of_its_own_is_written_to_before_backward(name):
+    model = nn.Linear(WIDTH, 2 * WIDTH)
+    with Tape({}):
+        first, second = torch.unsafe_chunk(model(random(16, WIDTH)), 2, dim=-1)
+        if name == "data":
+            second = DATA(first)
+        loss = (first * model.weight.sum() * first).sum() + (second * model.weight.sum() * second).sum()
+    second.detach().mul_(2)
+    with pytest.raises(KeptTensorChangedError):
+        loss.backward()

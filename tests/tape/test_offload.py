@@ -1,5 +1,6 @@
 """Offload: what is kept lies in main memory, once, and the step is stock's to the bit."""
 
+import contextlib
 import gc
 from dataclasses import replace
 
@@ -103,6 +104,18 @@ def test_views_of_one_storage_are_copied_once_and_again_where_it_was_written_to(
         second = h.cos().sum()
     (first + second).backward()
     torch.testing.assert_close(x.grad, 2 * (torch.cos(2 * x) - torch.sin(2 * x + 1)))
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LSTMCell, torch.nn.GRUCell, torch.nn.GRU])
+def test_gates_that_are_chunks_of_one_storage_are_copied_each(kind):
+    torch.manual_seed(0)
+    model, x = kind(8, 32), torch.randn(4, 16, 8)
+    grads = []
+    for context in (contextlib.nullcontext(), Offload()):
+        with context:
+            out = model(x if kind is torch.nn.GRU else x[0])[0]
+        grads.append(torch.autograd.grad(out.square().sum(), list(model.parameters())))
+    assert all(map(torch.equal, *grads))
 
 
 def test_fifty_steps_take_no_more_memory():
