@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from hf_memsave.device import has_wide_products, is_autocast
 from hf_memsave.ops.loss.wide_product import add_product, wide_product
-from hf_memsave.tape.private import FakeTensor, all_subclasses, no_modes, stands_for_many
+from hf_memsave.tape.private import FakeTensor, all_subclasses, innermost_hooks, no_modes, stands_for_many
 
 #: Elements of a sum to which a product is added at once.
 _BLOCK = 2**24
@@ -49,7 +49,8 @@ class Sums(TorchFunctionMode):
         self.sums: dict[int, Tensor] = {}
         self.lost: dict[int, Tensor] = {}
         self.waiting: dict[int, tuple[Tensor, list[Tensor]]] = {}  # a buffer with dy, and the parts of x
-        self.casts: dict[int, Tensor] = {}
+        self.hooks: Any = None
+        self.casts: dict[tuple[int, torch.dtype], Tensor] = {}
 
     @contextlib.contextmanager
     def of_linears(self, module: nn.Module) -> Iterator[None]:
@@ -57,6 +58,7 @@ class Sums(TorchFunctionMode):
         if any(m._compiled_call_impl for m in module.modules()):
             yield
             return
+        self.hooks = innermost_hooks()
         with all_subclasses(), self:  # modes too
             yield
 
@@ -67,16 +69,23 @@ class Sums(TorchFunctionMode):
             return (self._linear if func is F.linear else func)(*args, **(kwargs or {}))
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        is_ours = id(weight) in self.ids and (bias is None or id(bias) in self.ids or not bias.requires_grad)
-        is_plain = type(input) in (Tensor, FakeTensor) and input.dim() > 1
-        if not (is_ours and is_plain and torch.is_grad_enabled()):
+        wanted = [tensor for tensor in (weight, bias) if tensor is not None and tensor.requires_grad]
+        is_ours = bool(wanted) and all(id(tensor) in self.ids for tensor in wanted)
+        is_plain = {type(input), type(weight)} <= {Tensor, nn.Parameter, FakeTensor} and input.dim() > 1
+        is_again = innermost_hooks() != self.hooks  # a checkpoint within the head: run again, it knows no sums
+        if not (is_ours and is_plain and torch.is_grad_enabled()) or is_again:
             return F.linear(input, weight, bias)
         x = input
         if is_autocast(x) and torch.float64 not in (x.dtype, weight.dtype):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        if id(weight) not in self.casts:  # one for all chunks
-            self.casts[id(weight)] = weight.detach().to(x.dtype)
-        out: Tensor = _Linear.apply(x, weight, bias, self.casts[id(weight)], self)
+        elif x.dtype != weight.dtype:  # which is refused
+            return F.linear(input, weight, bias)
+        low = self.casts.get((id(weight), x.dtype))
+        if low is None:
+            low = weight.detach().to(x.dtype)
+        if weight.requires_grad:  # one for all chunks; another weight may be made for each
+            self.casts[id(weight), x.dtype] = low
+        out: Tensor = _Linear.apply(x, weight, bias, low, self)
         return out
 
     def add(self, parameter: Tensor, part: Tensor | None) -> None:
@@ -105,7 +114,7 @@ class Sums(TorchFunctionMode):
             _add_product(self._of(parameter), buffer[: _length(xs)], *xs)
             xs.clear()
         start = _length(xs)
-        if start + len(dy) > len(buffer):
+        if start + len(dy) > len(buffer) or dy.dtype != buffer.dtype:
             _add_product(self._of(parameter), dy, x)
         else:
             buffer[start : start + len(dy)] = dy
@@ -148,7 +157,8 @@ class _Linear(torch.autograd.Function):
         x, low = ctx.saved_tensors
         (weight, bias), sums = ctx.parameters, ctx.sums
         rows = dy.flatten(0, -2)
-        sums.add_product(weight, rows, x.detach().flatten(0, -2))
+        if ctx.needs_input_grad[1]:
+            sums.add_product(weight, rows, x.detach().flatten(0, -2))
         if ctx.needs_input_grad[2]:
             sums.add_compensated(bias, rows.sum(0, dtype=sums.wide).sum_to_size(bias.shape))
         return dy @ low if ctx.needs_input_grad[0] else None, None, None, None, None

@@ -4,26 +4,29 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hf_memsave.ops.loss import chunked_loss, sums
 from support.accuracy import OfLinear
 
 
-def gradients_of(dtype, monkeypatch, chunks=16, rows=512, autocast=False):
-    """Of a linear head with bias: ours, and those of float64, beside stock's."""
+def gradients_of(dtype, monkeypatch, chunks=16, rows=512, autocast=False, trains_weight=True):
+    """Of a linear head with bias: the distances of ours and of stock's to those of float64."""
     torch.manual_seed(0)
     x, w, b = (torch.randn(shape).to(dtype).requires_grad_() for shape in ((rows, 32), (256, 32), (256,)))
     target = torch.randint(0, 256, (rows,))
     context = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
-    wide = [t.detach().double().requires_grad_() for t in (x, w, b)]
-    exact = torch.autograd.grad(F.cross_entropy(F.linear(*wide), target), wide)
+    w.requires_grad_(trains_weight)
+    wide = [t.detach().double().requires_grad_(t.requires_grad) for t in (x, w, b)]
+    exact = torch.autograd.grad(F.cross_entropy(F.linear(*wide), target), [t for t in wide if t.requires_grad])
     of_logits = torch.bfloat16 if autocast else dtype
     monkeypatch.setattr(chunked_loss, "CHUNK", 256 * (8 + of_logits.itemsize) * rows // chunks)
     like = torch.empty(rows, 256, dtype=of_logits, device="meta")
     with context:
-        stock = torch.autograd.grad(F.cross_entropy(F.linear(x, w, b).float(), target), [x, w, b])
+        wanted = [t for t in (x, w, b) if t.requires_grad]
+        stock = torch.autograd.grad(F.cross_entropy(F.linear(x, w, b).float(), target), wanted)
         loss = chunked_loss.cross_entropy(x, OfLinear(w, b), like, target)
-    ours = torch.autograd.grad(loss, [x, w, b])
+    ours = torch.autograd.grad(loss, wanted)
     return [[((g.double() - e).norm() / e.norm()).item() for g, e in zip(found, exact, strict=True)]
             for found in (ours, stock)]  # fmt: skip
 
@@ -34,6 +37,12 @@ def gradients_of(dtype, monkeypatch, chunks=16, rows=512, autocast=False):
 @pytest.mark.parametrize(("rows", "chunks"), [(512, 4), (512, 16), (512, 64), (48, 6), (24, 3)])
 def test_a_linear_heads_gradients_are_as_near_to_float64_as_stocks(dtype, autocast, rows, chunks, monkeypatch):
     ours, stock = gradients_of(dtype, monkeypatch, chunks, rows, autocast)
+    assert all(a <= 1.005 * b for a, b in zip(ours, stock, strict=True)), (ours, stock)
+
+
+@pytest.mark.parametrize(("dtype", "autocast"), [(torch.bfloat16, False), (torch.float32, True)])
+def test_so_is_a_bias_whose_weight_is_frozen(dtype, autocast, monkeypatch):
+    ours, stock = gradients_of(dtype, monkeypatch, 64, autocast=autocast, trains_weight=False)
     assert all(a <= 1.005 * b for a, b in zip(ours, stock, strict=True)), (ours, stock)
 
 
@@ -91,6 +100,14 @@ class Used(nn.Module):
         with torch.autocast("cpu", torch.bfloat16):
             return F.linear(x, self.w, self.b)
 
+    def of_two_dtypes(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = F.linear(x, self.w, self.b)
+        return y + F.linear(x, self.w)
+
+    def checkpointed(self, x):
+        return checkpoint(lambda x: F.linear(x, self.w, self.b), x, use_reentrant=False)
+
     def hooked(self, x):
         y = F.linear(x, self.w, self.b)
         y.register_hook(lambda dy: dy * 3)
@@ -98,10 +115,13 @@ class Used(nn.Module):
 
 
 #: And which parameters have a part of their gradient from autograd.
+LOW = Used.autocast, Used.of_two_dtypes
 USES = {
     "a linear": (lambda m, x: F.linear(x, m.w, m.b), ""),
     "by name": (lambda m, x: F.linear(x, weight=m.w, bias=m.b), ""),
     "under autocast": (Used.autocast, ""),
+    "of two dtypes": (Used.of_two_dtypes, ""),
+    "under a checkpoint": (Used.checkpointed, "wb"),
     "in a linear of a linear": (lambda m, x: F.linear(F.linear(x, m.w, m.b), torch.ones(2, 5)), ""),
     "in fp64": (lambda m, x: F.linear(x.double(), m.w.double(), m.b.double()).sum(-1), "wb"),
     "hooks on what comes out": (Used.hooked, ""),
@@ -139,4 +159,4 @@ def test_every_gradient_is_autograds(use, of_autograd, count):
         ours = sums.gradient(kept, torch.ones(()), p.dtype)
         assert (ours is None) == (one is None)
         if one is not None:
-            torch.testing.assert_close(ours, 2 * one, rtol=0.02 if use is Used.autocast else 1e-5, atol=1e-5)
+            torch.testing.assert_close(ours, 2 * one, rtol=0.02 if use in LOW else 1e-5, atol=1e-5)
