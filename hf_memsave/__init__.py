@@ -28,7 +28,7 @@ __all__ = [
 
 #: Module -> the names above that are loaded from it when they are first asked for; all others are errors.
 _MODULES = {
-    "config.config": ("WTACRS", "MemSaveConfig"),
+    "config": ("WTACRS", "MemSaveConfig"),
     "integrations.peft": ("MemSaveLoraConfig",),
     "integrations.trainer": ("MemSaveCallback", "MemSaveMixin", "MemSaveTrainer"),
     "measure.estimate": ("estimate",),

@@ -17,7 +17,6 @@ from hf_memsave.errors import PatchError
 from hf_memsave.integrations.hooks import when_imported, wrap
 from hf_memsave.patching.blocks import block_numbers, number_of
 from hf_memsave.patching.collect import collect
-from hf_memsave.patching.patch import patch
 from hf_memsave.patching.refusals import refuse_another_config, refuse_foreign_patches
 from hf_memsave.patching.sampled_layers import attach
 from hf_memsave.patching.swap import is_patched, patch_of, patched_class, patched_models, set_class
@@ -47,6 +46,8 @@ def _watch(tuners: Any) -> None:
 
 def _patching(stock: Callable[..., Any]) -> Callable[..., Any]:
     def inject_adapter(self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        from hf_memsave.patching.patch import patch  # not above: once it is imported, this module is asked to listen
+
         asked = _asked_for(model, self.peft_config[adapter_name])
         if asked is not None:  # a model that cannot be patched is refused before PEFT touches it
             refuse_foreign_patches(model)

@@ -58,8 +58,8 @@ def wrap(owner: type, name: str, make: Callable[[Any], Callable[..., Any]]) -> N
 
 def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
     """Call ``then`` with a module: now, or once it has been imported, which takes seconds and may never be needed."""
-    if (module := sys.modules.get(name)) is not None:
-        then(module)
+    if name in sys.modules:
+        then(import_module(name))  # which waits where another thread is importing it
     elif not any(isinstance(finder, _WhenImported) and finder.name == name for finder in sys.meta_path):
         sys.meta_path.insert(0, _WhenImported(name, then))
 
@@ -103,7 +103,7 @@ class _WhenImported(MetaPathFinder):
         return spec
 
     def _run(self, exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
-        exec_module(module)
-        if self in sys.meta_path:  # not after `uninstall`
+        exec_module(module)  # of a loader that may be shared: of a zip file it loads the modules beside ours too
+        if module.__name__ == self.name and self in sys.meta_path:  # not after `uninstall`
             sys.meta_path.remove(self)
             self.then(module)

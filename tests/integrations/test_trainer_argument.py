@@ -222,6 +222,25 @@ for f in (transformers.Trainer.__init__, AutoModel.from_pretrained, PreTrainedMo
 assert hasattr(peft.tuners.tuners_utils.BaseTuner.inject_adapter, "_memsave_stock") != TAKE_BACK
 """
 
+#: What LoRA needs is the first thing loaded, as in a process that unpickles a config.
+LORA_FIRST = "import transformers.modeling_utils, peft, hf_memsave; hf_memsave.MemSaveLoraConfig(r=4)"
+#: A zip file has one loader for all modules of a folder.
+ZIPPED = """
+import sys, zipfile, pathlib, hf_memsave
+folder = pathlib.Path(hf_memsave.__file__).parent
+with zipfile.ZipFile(PLACE, "w") as file:
+    for path in (p for p in folder.rglob("*") if p.is_file() and p.suffix in (".py", ".yaml", ".json")):
+        file.write(path, path.relative_to(folder.parent))
+hf_memsave.uninstall()
+for name in [n for n in sys.modules if n.startswith("hf_memsave")]:
+    del sys.modules[name]
+sys.path.insert(0, PLACE)
+import hf_memsave
+assert PLACE in hf_memsave.__file__
+hf_memsave.patch
+assert len(sys.modules["hf_memsave.patching.patch"].LISTENERS) == 1
+"""
+
 
 @pytest.mark.long
 @pytest.mark.parametrize(
@@ -231,12 +250,15 @@ assert hasattr(peft.tuners.tuners_utils.BaseTuner.inject_adapter, "_memsave_stoc
         (CHANGED + NONE, {"HF_MEMSAVE_NO_HOOKS": "1"}),
         (WAITING.replace("TAKE_BACK", "False"), {}),
         (WAITING.replace("TAKE_BACK", "True"), {}),
+        (LORA_FIRST, {}),
+        (ZIPPED, {}),
     ],
-    ids=["taken back, and 0 is no", "never", "waiting", "waiting no longer"],
+    ids=["taken back, and 0 is no", "never", "waiting", "waiting no longer", "LoRA first", "zipped"],
 )
-def test_what_import_changes_in_other_libraries(code, switch, monkeypatch):
+def test_what_import_changes_in_other_libraries(code, switch, monkeypatch, tmp_path):
     for name, value in switch.items():
         monkeypatch.setenv(name, value)
+    code = code.replace("PLACE", repr(str(tmp_path / "hf_memsave.zip")))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
 
