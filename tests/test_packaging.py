@@ -111,7 +111,7 @@ def test_the_wheel_holds_the_package_and_its_presets_only(wheel):
     others = {name for name in files if not name.endswith(".py")}
     presets = {f"hf_memsave/presets/{p.name}" for p in (REPO / "hf_memsave" / "presets").iterdir()}
     assert len(presets) >= 8 and presets < others and "hf_memsave/py.typed" in others
-    rest = re.compile(r"hf_memsave/(py\.typed|\w+/\w+\.(json|html)|_vendor/\w+/(LICENSE|VERSION))")
+    rest = re.compile(r"hf_memsave/(py\.typed|(\w+/)+\w+\.(json|html)|_vendor/\w+/(LICENSE|VERSION))")
     assert all(rest.fullmatch(name) for name in others - presets)
 
 

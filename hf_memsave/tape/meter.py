@@ -236,6 +236,8 @@ def storages(leaves: Iterable[Any], on: Callable[[str], bool] | None = None) -> 
                 if part.layout is torch.strided and (on is None or on(device_of(part).type)):
                     with contextlib.suppress(NotImplementedError):  # of a torch.func transform that is still held
                         yield part.untyped_storage()
+        elif isinstance(leaf, torch.UntypedStorage) and (on is None or on(leaf.device.type)):  # given to `set_`
+            yield leaf
 
 
 def live_tensors() -> list[Tensor]:
