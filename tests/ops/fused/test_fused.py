@@ -38,7 +38,7 @@ def fused_in(report):
     return {site.op for site in report.sites if site.op.startswith("fused") and site.status == "patched"}
 
 
-def of_ours_over_stocks(name, device, mode="fp32", draws=4):
+def of_ours_over_stocks(name, device, mode="fp32", draws=8):
     """Over several models: the distance of our gradients to float64, over that of stock's; the geometric mean."""
     ratios = []
     for seed in range(draws):
