@@ -210,7 +210,7 @@ class _Again:
     def output(self, x: Tensor, state: Tensor) -> Tensor:
         y, mask = _drawn_again(x, state, self.p)
         if self.is_asked and backward_id() != -1:
-            if not self.waiting:  # in a backward for a subset of the gradients, nobody may ask
+            if not self.waiting:  # in a backward for a subset of the gradients, it may never be asked for
                 after_backward(partial(_forget, weakref.ref(self)))
             self.waiting[:] = [(mask, current_stream(self.device))]
         return y

@@ -89,9 +89,8 @@ def statistics_alone(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...]
 
 @sees_writes
 def torch_batch_norm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``torch.batch_norm``, which nobody calls with names."""
-    if len(args) > 5:
-        _before_statistics(tape, args[3], args[4], args[5])
+    """``torch.batch_norm``: nothing is recorded, but its writes are seen."""
+    _before_statistics(tape, *_statistics_of_torch(*args, **kwargs))
     return func(*args, **kwargs)
 
 
@@ -101,6 +100,12 @@ def _before_statistics(tape: Tape, mean: Tensor | None, var: Tensor | None, trai
         if training and statistic is not None:
             tape.before_write(statistic)
             tape.mark_unversioned(statistic)
+
+
+def _statistics_of_torch(
+    input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, *rest: Any, **named: Any
+) -> Any:
+    return running_mean, running_var, training
 
 
 def _of_batch_norm(

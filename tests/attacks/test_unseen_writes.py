@@ -87,6 +87,11 @@ def torch_statistics(x, mean, var):
     torch.batch_norm(x, None, None, mean, var, True, 0.1, 1e-5, False)
 
 
+def named_statistics(x, mean, var):
+    options = dict(training=True, momentum=0.1, eps=1e-5, cudnn_enabled=False)
+    torch.batch_norm(x, weight=None, bias=None, running_mean=mean, running_var=var, **options)
+
+
 def of_no_module(model, x, update):
     mean, var, h = torch.zeros(WIDTH), torch.ones(WIDTH), model.f(x)
     y = h - mean
@@ -187,6 +192,7 @@ PROGRAMS = {
     read_before: batch_normed,
     functools.partial(of_no_module, update=functional_statistics): dict,
     functools.partial(of_no_module, update=torch_statistics): dict,
+    functools.partial(of_no_module, update=named_statistics): dict,
     moving_slice: dict,
     dropped_by_tensor: dict,
     complex_convolution: lambda: dict(conv=nn.Conv1d(WIDTH, 4, 3, dtype=torch.complex64).requires_grad_(False)),
