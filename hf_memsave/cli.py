@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MemSaveError as error:
         text = " ".join(error.on_command_line.split())
         for name in filter(lambda name: "_" in name, vars(args)):  # an argument's name, as this command's option
-            text = re.sub(rf"\b{name}\b", f"--{name.replace('_', '-')}", text)
+            text = re.sub(rf"(?<![\w/\\]){name}(?![\w/\\])", f"--{name.replace('_', '-')}", text)
         print(f"memsave {args.command}: error: {text}", file=sys.stderr)
         return 2
 

@@ -96,8 +96,8 @@ class _WhenImported(MetaPathFinder):
         """The spec that the other finders give, its loader followed by ours."""
         if fullname != self.name:
             return None
-        others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, others), None)
+        others = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]  # old ones have none
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None:
             spec.loader.exec_module = functools.partial(self._run, spec.loader.exec_module)  # type: ignore[method-assign]
         return spec
