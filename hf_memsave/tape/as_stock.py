@@ -7,7 +7,7 @@ one forward that a ledger counts, the stock one runs beside it on tensors withou
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,22 +16,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_memsave.device import has_numbers
+from hf_memsave.tape.functions import during
 from hf_memsave.tape.private import FakeTensor, FakeTensorMode, no_modes
 from hf_memsave.tape.tape import Tape
 from hf_memsave.tape.tensors import leaves
 
 
-@contextlib.contextmanager
-def in_place_of_stock(tape: Tape | None, is_exact: bool = True) -> Iterator[None]:
+def in_place_of_stock(tape: Tape | None, is_exact: bool = True) -> contextlib.AbstractContextManager[None]:
     """What autograd asks ``tape`` to keep meanwhile, stock does not ask for; and no exact setting, but if this is."""
-    if tape is None:
-        yield
-        return
-    before, tape.in_place = tape.in_place, "exact" if is_exact else "inexact"
-    try:
-        yield
-    finally:
-        tape.in_place = before
+    return contextlib.nullcontext() if tape is None else during(tape, in_place="exact" if is_exact else "inexact")
 
 
 def counted(
@@ -45,14 +38,8 @@ def counted(
 ) -> Any:
     """``run()``, in whose place stock has ``stock(*args)``; the ledger of ``tape`` is told what that asks for.
 
-    Args:
-        tape: The one that is innermost, or None.
-        name: Of the stock call.
-        run: What happens.
-        stock: Called at most once, with tensors without bytes in place of the tensors among ``args``.
-        args: Of the stock call.
-        module: Whose parameters it reads.
-        how: ``run`` is "exact"; or else an exact setting remakes what it gives, if that is "cheap", or keeps it.
+    ``stock`` is called at most once, with tensors without bytes, and may read the parameters of ``module``. By ``how``,
+    ``run`` is "exact"; or else an exact setting remakes what it gives ("cheap"), or keeps it ("product").
 
     Returns:
         What ``run`` returns.
@@ -93,7 +80,7 @@ def _asked(
         with no_modes(), _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             torch.set_autocast_cache_enabled(False)  # where casts of weights, without bytes, would stay
             fakes = [_without_bytes(a) if isinstance(a, Tensor) else a for a in args]
-            with torch.enable_grad(), saved_tensors_hooks(pack, _never):
+            with torch.enable_grad(), saved_tensors_hooks(pack, Tensor.detach):  # which no backward asks
                 out = stock(*fakes)
             weights = [mode.from_tensor(p) for p in (() if module is None else module.parameters())]
             given = [(a, _place(f)) for a, f in zip(args, fakes, strict=True) if isinstance(f, Tensor)]
@@ -107,25 +94,16 @@ def _asked(
         torch.set_autocast_cache_enabled(is_cached)
 
 
-class _Token:
-    """Alive for as long as the node that it is a note on."""
-
-
 def _graph_of(out: Any) -> Any:
     """What is alive for as long as the graph that made ``out``; or for good, where ``out`` does not tell."""
     if type(out) is not Tensor or out.grad_fn is None:
         return _graph_of
     node: Any = out.grad_fn
-    token = node.metadata["hf_memsave_counted"] = _Token()
-    return token
+    return node.metadata.setdefault("hf_memsave_counted", set())  # one that can be referred to weakly
 
 
 def _place(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _never(packed: None) -> Tensor:
-    raise AssertionError("nothing runs backward")
 
 
 def _without_bytes(x: Tensor) -> Tensor:

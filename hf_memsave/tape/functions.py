@@ -2,12 +2,12 @@
 
 Cheap is what costs about a memory pass, draws nothing, and gives the same bits again: arithmetic, conversions, copies,
 gathers, activations, norms. Not: reductions (their results are small), products (they are the model's work), and what
-is not deterministic on CUDA (``index_add``, ``cumsum``). What keeps more than it should, or hides what it does, is
-:mod:`~hf_memsave.tape.special` and :mod:`~hf_memsave.tape.attention`.
+is not deterministic on CUDA (``index_add``, ``cumsum``).
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -59,9 +59,40 @@ WIDENED = {
 }
 #: What converts within, and keeps nothing of what it converted: one kernel of 16 bits with a result in fp32, say.
 WIDENED_WITHIN = {
-    "softmax": ("softmax", "softmin"), "log_softmax": ("log_softmax",), "linalg_vector_norm": ("normalize",),
+    "softmax": ("softmax", "softmin"),
+    "log_softmax": ("log_softmax",),
+    "linalg_vector_norm": ("normalize",),
     "reciprocal": ("__rdiv__", "__rtruediv__"),
-}  # fmt: skip
+}
+
+
+@contextlib.contextmanager
+def during(tape: Tape, **values: Any) -> Iterator[None]:
+    """``tape`` with these attributes."""
+    before = {name: getattr(tape, name) for name in values}
+    vars(tape).update(values)
+    try:
+        yield
+    finally:
+        vars(tape).update(before)
+
+
+def argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str, default: Any = None) -> Any:
+    """An argument of a call, given by place or by name."""
+    return args[place] if place < len(args) else kwargs.get(name, default)
+
+
+def converted(
+    convert: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, with its tensors converted in autocast's order: from the last one to the first."""
+    new_args = [convert(a) if isinstance(a, Tensor) else a for a in reversed(args)]
+    return tuple(new_args[::-1]), {name: convert(a) if isinstance(a, Tensor) else a for name, a in kwargs.items()}
+
+
+def writes_in_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function of ``torch.nn.functional`` is called with ``inplace``."""
+    return bool(kwargs.get("inplace")) or any(a is True for a in args[1:])
 
 
 def sees_writes(handler: Handler) -> Handler:
@@ -82,9 +113,7 @@ def new(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 def joined(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function of a list, which its owner may change later."""
-    if args and type(args[0]) is list:
-        args = tuple(args[0]), *args[1:]
-    return new(tape, func, args, kwargs)
+    return new(tape, func, (tuple(args[0]), *args[1:]) if args and type(args[0]) is list else args, kwargs)
 
 
 def factory(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -127,9 +156,7 @@ def indexed(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
 def may_write(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function of ``torch.nn.functional`` with ``inplace=``."""
-    if kwargs.get("inplace") or any(a is True for a in args):
-        return writes(tape, func, args, kwargs)
-    return new(tape, func, args, kwargs)
+    return (writes if writes_in_place(args, kwargs) else new)(tape, func, args, kwargs)
 
 
 def _before_write(tape: Tape, target: Tensor) -> None:
@@ -141,7 +168,7 @@ def _before_write(tape: Tape, target: Tensor) -> None:
 @sees_writes
 def writes(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function that writes to its first argument."""
-    target = args[0] if args else kwargs.get("input", kwargs.get("tensor"))
+    target = argument(args, kwargs, 0, "input", kwargs.get("tensor"))
     if not isinstance(target, Tensor) or target.is_inference():
         return func(*args, **kwargs)
     _before_write(tape, target)
@@ -172,8 +199,8 @@ def writes_unseen(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], k
 @sees_writes
 def embedding(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``F.embedding`` and ``F.embedding_bag``, which write to long rows of the weight where ``max_norm`` is given."""
-    weight = args[1] if len(args) > 1 else kwargs.get("weight")
-    if (kwargs.get("max_norm") if len(args) < 4 else args[3]) is not None and isinstance(weight, Tensor):
+    weight = argument(args, kwargs, 1, "weight")
+    if argument(args, kwargs, 3, "max_norm") is not None and isinstance(weight, Tensor):
         tape.before_write(weight)
     return func(*args, **kwargs)
 
@@ -195,40 +222,23 @@ def widens(x: Tensor, name: str) -> bool:
     return has_autocast(name, x.device.type) and is_autocast(x)
 
 
-def _widened(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The first tensor of a call that autocast converts for ``aten::name``; None where it converts nothing."""
-    if not any_autocast():
-        return None
-    x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
-    return x if x is not None and widens(x, name) else None
-
-
-def wide(name: str) -> Handler:
-    """Of a function that autocast may run in fp32: its conversions are made where they can be recorded."""
+def wide(name: str, is_within: bool) -> Handler:
+    """Of a function that autocast may run in fp32: its conversions, if not within it, are made to be recorded."""
 
     def handler(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _widened(name, args, kwargs) is not None:
-            args = tuple([_wide(tape, a) for a in reversed(args)][::-1])  # in the order of autocast's own conversions
-            kwargs = {key: _wide(tape, a) for key, a in kwargs.items()}
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)] if any_autocast() else []
+        if not tensors or not widens(tensors[0], name):
+            return new(tape, func, args, kwargs)
+        if is_within:  # run again under autocast: converted before, it would keep more, and maybe other bits
+            return new(tape, func, args, kwargs, partial(run_under, AutocastState(tensors[0].device.type), func))
+        args, kwargs = converted(partial(_wide, tape), args, kwargs)
         return new(tape, func, args, kwargs)
 
     return handler
 
 
-def wide_within(name: str) -> Handler:
-    """Of a function that is run again under autocast: converted before, it would keep more, and maybe other bits."""
-
-    def handler(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        x = _widened(name, args, kwargs)
-        again = func if x is None else partial(run_under, AutocastState(x.device.type), func)
-        return new(tape, func, args, kwargs, again)
-
-    return handler
-
-
-def _wide(tape: Tape, argument: Any) -> Any:
-    is_low = isinstance(argument, Tensor) and argument.dtype in HALVES
-    return tape.call(Tensor.to, argument, torch.float32) if is_low else argument
+def _wide(tape: Tape, x: Tensor) -> Tensor:
+    return tape.call(Tensor.to, x, torch.float32) if x.dtype in HALVES else x
 
 
 @sees_writes
@@ -242,7 +252,8 @@ def assigns(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     return None
 
 
-def _named(names: Iterable[str], *homes: Any) -> Iterator[Any]:
+def named(names: Iterable[str], *homes: Any) -> Iterator[Any]:
+    """The functions of these names that modules and classes have."""
     for name in names:
         for home in homes:
             if callable(found := getattr(home, name, None)):
@@ -260,21 +271,21 @@ _HAVE_INPLACE = [getattr(F, n) for n in "silu elu selu celu mish hardswish hards
 
 #: Function -> handler; what a configuration leaves out is taken from it.
 CHEAP: dict[Any, Handler] = {
-    **dict.fromkeys(_named(_IN_PLACE, Tensor, torch, F, c_functions), writes),
+    **dict.fromkeys(named(_IN_PLACE, Tensor, torch, F, c_functions), writes),
     **dict.fromkeys((init.uniform_, init.normal_, init.constant_, init.kaiming_uniform_), writes),
-    **dict.fromkeys(_named(_WRITE_ALL, torch), write_all),
-    **dict.fromkeys(_named(_WRITE_UNSEEN, torch), writes_unseen),
+    **dict.fromkeys(named(_WRITE_ALL, torch), write_all),
+    **dict.fromkeys(named(_WRITE_UNSEEN, torch), writes_unseen),
     Tensor.__setitem__: writes,
     **dict.fromkeys((F.embedding, F.embedding_bag), embedding),
     Tensor.data.__get__: unversioned_alias,  # type: ignore[attr-defined]
     Tensor.data.__set__: assigns,  # type: ignore[attr-defined]
-    **dict.fromkeys(_named(NEW, torch, Tensor), new),
-    **dict.fromkeys(_named("cat concat concatenate stack hstack vstack".split(), torch), joined),
+    **dict.fromkeys(named(NEW, torch, Tensor), new),
+    **dict.fromkeys(named("cat concat concatenate stack hstack vstack".split(), torch), joined),
     **dict.fromkeys((torch.arange, torch.zeros, torch.ones, torch.full), factory),
-    **dict.fromkeys(_named(NEW_FUNCTIONAL, F), new),
-    **dict.fromkeys(_named(MAY_ALIAS, torch, Tensor), may_alias),
+    **dict.fromkeys(named(NEW_FUNCTIONAL, F), new),
+    **dict.fromkeys(named(MAY_ALIAS, torch, Tensor), may_alias),
     Tensor.__getitem__: indexed,
-    **{f: wide(name) for name, names in WIDENED.items() for f in _named(names, torch, Tensor, F)},
-    **{f: wide_within(name) for name, names in WIDENED_WITHIN.items() for f in _named(names, torch, Tensor, F)},
+    **{f: wide(name, False) for name, names in WIDENED.items() for f in named(names, torch, Tensor, F)},
+    **{f: wide(name, True) for name, names in WIDENED_WITHIN.items() for f in named(names, torch, Tensor, F)},
     **dict.fromkeys(_HAVE_INPLACE, may_write),
 }

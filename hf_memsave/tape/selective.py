@@ -20,38 +20,32 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hf_memsave.tape.content import Blank, Handle
-from hf_memsave.tape.functions import MADE, may_write, sees_writes
+from hf_memsave.tape.functions import MADE, argument, converted, during, may_write, named, sees_writes, writes_in_place
 from hf_memsave.tape.private import any_autocast
 from hf_memsave.tape.special import low
 from hf_memsave.tape.tape import Tape
-from hf_memsave.tape.tensors import is_dense, with_stride
+from hf_memsave.tape.tensors import is_dense, place_of, with_stride
 
 
 def _coded(tape: Tape, code: Callable[[Tensor], Handle | None], func: Any, args: Any, kwargs: Any) -> Any:
     """Run one operation; for each tensor that it asks to keep, ``code`` chooses what goes on the tape."""
-    before, tape.coder = tape.coder, code
-    try:
+    with during(tape, coder=code):
         return func(*args, **kwargs)
-    finally:
-        tape.coder = before
 
 
 def convolution(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``F.conv1d`` to ``3d`` and ``F.conv_transpose1d`` to ``3d``."""
     if len(args) < 2 or not tape.is_innermost():
         return func(*args, **kwargs)
-    x, weight, *rest = args
-    if any_autocast() and torch.is_autocast_enabled(x.device.type):
-        rest = [low(tape, a) if isinstance(a, Tensor) else a for a in rest]
-        weight = low(tape, weight)
-        x = low(tape, x)  # last, in the order of autocast's own conversions
-        kwargs = {name: low(tape, a) if isinstance(a, Tensor) else a for name, a in kwargs.items()}
-    args = x, weight, *rest
+    if any_autocast() and torch.is_autocast_enabled(args[0].device.type):
+        args, kwargs = converted(partial(low, tape), args, kwargs)
+    weight = args[1]
     if weight.requires_grad or weight.is_complex():  # which is several convolutions of reals
         return func(*args, **kwargs)
     storage = weight.untyped_storage()
@@ -65,54 +59,30 @@ def convolution(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwa
 @sees_writes
 def batch_norm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``F.batch_norm``: running statistics are stock's; remaking y must not touch them."""
-    x, mean, var, weight, bias, training, eps = _of_batch_norm(*args, **kwargs)
-    _before_statistics(tape, mean, var, training)
+    names = enumerate(("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"))
+    x, mean, var, weight, bias, training, _, eps = (argument(args, kwargs, place, name) for place, name in names)
     if not (torch.is_grad_enabled() and tape.is_innermost()):
-        return func(*args, **kwargs)
+        return statistics_alone(tape, func, args, kwargs)
     wants = weight is not None and weight.requires_grad
     if not (wants or (training and x.requires_grad)):
-        shape = x.shape
-        return _coded(tape, lambda t: Blank(t) if t.shape == shape else None, func, args, kwargs)
-    y = func(*args, **kwargs)
+        with during(tape, coder=lambda t: Blank(t) if t.shape == x.shape else None):
+            return statistics_alone(tape, func, args, kwargs)
+    y = statistics_alone(tape, func, args, kwargs)
     statistics = (None, None) if training else (mean, var)
-    tape.record(y, F.batch_norm, (x, *statistics, weight, bias, training, 0.0, eps))
+    tape.record(y, F.batch_norm, (x, *statistics, weight, bias, bool(training), 0.0, 1e-5 if eps is None else eps))
     return y
 
 
 @sees_writes
 def statistics_alone(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``F.batch_norm`` where nothing is recorded."""
-    _, mean, var, _, _, training, _ = _of_batch_norm(*args, **kwargs)
-    _before_statistics(tape, mean, var, training)
+    """``F.batch_norm`` and ``torch.batch_norm`` where nothing is recorded: in training they write to statistics."""
+    first = 3 if func is torch.batch_norm else 1
+    if argument(args, kwargs, 5, "training"):
+        for place, name in ((first, "running_mean"), (first + 1, "running_var")):
+            if (statistic := argument(args, kwargs, place, name)) is not None:
+                tape.before_write(statistic)
+                tape.mark_unversioned(statistic)
     return func(*args, **kwargs)
-
-
-@sees_writes
-def torch_batch_norm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``torch.batch_norm``: nothing is recorded, but its writes are seen."""
-    _before_statistics(tape, *_statistics_of_torch(*args, **kwargs))
-    return func(*args, **kwargs)
-
-
-def _before_statistics(tape: Tape, mean: Tensor | None, var: Tensor | None, training: bool) -> None:
-    """In training they are written to, without a version to tell."""
-    for statistic in (mean, var):
-        if training and statistic is not None:
-            tape.before_write(statistic)
-            tape.mark_unversioned(statistic)
-
-
-def _statistics_of_torch(
-    input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, *rest: Any, **named: Any
-) -> Any:
-    return running_mean, running_var, training
-
-
-def _of_batch_norm(
-    input: Tensor, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None, training: bool = False,
-    momentum: float = 0.1, eps: float = 1e-5,
-) -> Any:  # fmt: skip
-    return input, running_mean, running_var, weight, bias, training, eps
 
 
 def shape_alone(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -128,45 +98,32 @@ def shape_alone(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwa
 
 def max_pool(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``F.max_pool1d`` to ``3d``."""
-    x, keeps_indices, *options = _of_max_pool(*args, **kwargs)
-    if keeps_indices or not tape.is_innermost():
+    if argument(args, kwargs, 6, "return_indices") or not tape.is_innermost():
         return func(*args, **kwargs)
-    rank = int(func.__name__[-2])
+    shape, rank = argument(args, kwargs, 0, "input").shape, int(func.__name__[-2])
+    kernel = argument(args, kwargs, 1, "kernel_size")
+    stride = argument(args, kwargs, 2, "stride")
+    padding, dilation = argument(args, kwargs, 3, "padding", 0), argument(args, kwargs, 4, "dilation", 1)
 
     def code(tensor: Tensor) -> Handle:
         if tensor.is_floating_point():
             return Blank(tensor)
-        kernel, stride, padding, dilation = [_per_dimension(option, rank) for option in options]
-        windows = Windows(x.shape[-rank:], kernel, stride or kernel, padding, dilation)
+        options = kernel, kernel if stride is None or not np.size(stride) else stride, padding, dilation
+        windows = Windows(shape[-rank:], *(np.broadcast_to(option, rank).tolist() for option in options))
         return tape.stand_in(tensor, windows.places(tensor), partial(windows.indices, stride=tensor.stride()))
 
     return _coded(tape, code, func, args, kwargs)
 
 
-def _per_dimension(option: Any, rank: int) -> tuple[int, ...]:
-    """A pool's option as PyTorch reads it: one number for all dimensions, or one for each; or nothing."""
-    if option is None:
-        return ()
-    numbers = [int(number) for number in (option if isinstance(option, (tuple, list)) else [option])]
-    return tuple(numbers * rank if len(numbers) == 1 else numbers)
-
-
-def _of_max_pool(
-    input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> Any:  # fmt: skip
-    return input, return_indices, kernel_size, stride, padding, dilation
-
-
 class Windows:
     """The windows of a max pool: an index into the input takes 8 bytes, its place in the window mostly one.
 
-    ``dimensions`` has of each pooled one its size, and the kernel, stride, padding and dilation.
+    Of each pooled dimension: its size, and the window's kernel, stride, padding and dilation.
     """
 
-    def __init__(self, *dimensions: Sequence[int]) -> None:
-        self.dimensions = list(zip(*dimensions, strict=True))
-        window = math.prod(dimensions[1])  # whose elements the smallest integers tell apart
+    def __init__(self, *options: Sequence[int]) -> None:
+        self.dimensions = list(zip(*options, strict=True))
+        window = math.prod(options[1])  # whose elements the smallest integers tell apart
         self.dtype = torch.uint8 if window <= 2**8 else torch.int16 if window <= 2**15 else torch.int32
 
     def places(self, indices: Tensor) -> Tensor:
@@ -213,10 +170,6 @@ def _above(threshold: float = 0.0, *_: Any) -> Side:
     return Side(torch.ops.aten.threshold_backward, (float(threshold),))
 
 
-def _above_zero(*_: Any, **__: Any) -> Side:
-    return Side(torch.ops.aten.leaky_relu_backward, (0.0, False))
-
-
 def _between(min_val: float = -1.0, max_val: float = 1.0, *_: Any) -> Side | None:
     if not math.isfinite(min_val + max_val):  # no number lies outside a bound that is infinite
         return None
@@ -224,16 +177,18 @@ def _between(min_val: float = -1.0, max_val: float = 1.0, *_: Any) -> Side | Non
     return Side(torch.ops.aten.hardtanh_backward, (least, most), (least + most) / 2, math.inf)
 
 
+_ABOVE_ZERO = Side(torch.ops.aten.leaky_relu_backward, (0.0, False))
+
+
 def rectifier(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """ReLU, ReLU6, Hardtanh, LeakyReLU and Threshold: dx = dy f'(x), and f' has one value inside and one outside."""
     if not args:
         return may_write(tape, func, args, kwargs)
-    is_in_place = bool(kwargs.get("inplace")) or any(a is True for a in args[1:])
+    is_in_place = writes_in_place(args, kwargs)
     if is_in_place:
         tape.before_write(args[0])
-    numbers = [a for a in args[1:] if type(a) is not bool]
-    named = {name: a for name, a in kwargs.items() if name in ("threshold", "min_val", "max_val")}
-    side = _SIDES[func](*numbers, **named)
+    bounds = {name: a for name, a in kwargs.items() if name in ("threshold", "min_val", "max_val")}
+    side = _SIDES[func](*(a for a in args[1:] if type(a) is not bool), **bounds)
     if side is None or not tape.is_innermost():
         return func(*args, **kwargs)
     y = _coded(tape, partial(_as_side, tape, side), func, args, kwargs)
@@ -251,43 +206,40 @@ def _as_side(tape: Tape, side: Side, tensor: Tensor) -> Handle | None:
     tape.plan.asked.add(content.made)
     if content.func is not None and tape.cost(tensor) <= tensor.numel() // 8:
         return None
-    geometry = tensor.shape, tensor.stride(), tensor.dtype
-    notes, key = tape.notes(tensor), (side, *geometry, tensor.storage_offset(), tensor._version)
+    notes, key = tape.notes(tensor), (side, *place_of(tensor))
     if key in notes and (known := notes[key]()) is not None and known.nbytes_code:
         return known
     if content.nbytes_let_go(tensor._version) + tensor.numel() // 8 >= tensor.untyped_storage().nbytes():
         return None
-    decode = partial(_from_side, unpack=tape.coders.unpack_bits, side=side, geometry=geometry)
+    decode = partial(_from_side, unpack=tape.coders.unpack_bits, side=side, like=Blank(tensor))
     handle = tape.stand_in(tensor, tape.coders.pack_bits(side.flags(tensor.detach())), decode)
     notes[key] = weakref.ref(handle)
     return handle
 
 
-def _from_side(bits: Tensor, unpack: Callable[..., Tensor], side: Side, geometry: tuple[Any, ...]) -> Tensor:
-    shape, stride, dtype = geometry
-    flags = unpack(bits, shape.numel()).view(shape)
-    inside, outside = (torch.full((), s, dtype=dtype, device=bits.device) for s in (side.inside, side.outside))
-    return with_stride(torch.where(flags, inside, outside), stride)
+def _from_side(bits: Tensor, unpack: Callable[..., Tensor], side: Side, like: Blank) -> Tensor:
+    flags = unpack(bits, like.shape.numel()).view(like.shape)
+    inside, outside = (torch.full((), s, dtype=like.dtype, device=bits.device) for s in (side.inside, side.outside))
+    return with_stride(torch.where(flags, inside, outside), like.stride)
 
 
 _SIDES: dict[Any, Callable[..., Side | None]] = {
-    **dict.fromkeys((F.relu, torch.relu, Tensor.relu), lambda: _above(0.0)),
+    **dict.fromkeys((F.relu, torch.relu, Tensor.relu), _above),
     F.relu6: lambda: _between(0.0, 6.0),
     F.hardtanh: _between,
-    F.leaky_relu: _above_zero,
+    F.leaky_relu: lambda *_, **__: _ABOVE_ZERO,
     **dict.fromkeys((F.threshold, torch.threshold), _above),
 }
 
 RECTIFIERS = frozenset(_SIDES)
 SELECTIVE = {
-    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), convolution),
-    **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), convolution),
     F.batch_norm: batch_norm,
-    torch.batch_norm: torch_batch_norm,
-    **dict.fromkeys((F.avg_pool1d, F.avg_pool2d, F.avg_pool3d), shape_alone),
-    **dict.fromkeys((F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d), shape_alone),
+    torch.batch_norm: statistics_alone,
     F.pad: shape_alone,
-    **dict.fromkeys((F.max_pool1d, F.max_pool2d, F.max_pool3d), max_pool),
-    **dict.fromkeys((torch.max_pool1d, torch.max_pool2d, torch.max_pool3d), max_pool),
     **dict.fromkeys(_SIDES, rectifier),
+    **dict.fromkeys(named(["conv1d", "conv2d", "conv3d"], F), convolution),
+    **dict.fromkeys(named(["conv_transpose1d", "conv_transpose2d", "conv_transpose3d"], F), convolution),
+    **dict.fromkeys(named(["avg_pool1d", "avg_pool2d", "avg_pool3d"], F), shape_alone),
+    **dict.fromkeys(named(["adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"], F), shape_alone),
+    **dict.fromkeys(named(["max_pool1d", "max_pool2d", "max_pool3d"], F, torch), max_pool),
 }

@@ -2,14 +2,15 @@
 
 So stock keeps a copy of its input for every consumer, and one of every weight. Here the conversions are made before the
 call, through autograd nodes as in stock, and nothing is kept but what they were made from. A product whose inner
-dimension is as small as an adapter's rank costs about a memory pass: it may run again (DoRA). Below the floor, linears
-that the configuration names run again.
+dimension is as small as an adapter's rank costs about a memory pass, so it may run again (DoRA), as do, below the
+floor, linears that the configuration names.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from hf_memsave.device import is_autocast
 from hf_memsave.tape.again import LinearAgain
 from hf_memsave.tape.content import contents_on
-from hf_memsave.tape.functions import MADE, unrecorded
+from hf_memsave.tape.functions import MADE, Handler, converted, during, named, unrecorded
 from hf_memsave.tape.private import any_autocast, autocast_cache, no_dispatch
 from hf_memsave.tape.tape import Tape
 from hf_memsave.tape.tensors import is_plain
@@ -42,23 +43,21 @@ def product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     if kwargs and kwargs.get("out") is not None:  # autocast converts nothing there
         return unrecorded(tape, func, args, kwargs)
     if tape.head is not None and func is F.linear and len(args) > 1 and args[1] is tape.head.weight:
-        made = tape.logits(tape.head, *args, **kwargs)
-        if made is not None:
+        if (made := tape.logits(tape.head, *args, **kwargs)) is not None:
             return made
-    given = args, kwargs
+    given, given_by_name = args, kwargs
     if any_autocast() and _is_autocast((*args, *kwargs.values())) and tape.is_innermost():
-        args = tuple([_low(tape, a) for a in reversed(args)][::-1])  # in the order of autocast's own conversions
-        kwargs = {name: _low(tape, a) for name, a in kwargs.items()}
+        args, kwargs = converted(partial(low, tape), args, kwargs)
     out = func(*args, **kwargs) if kwargs else func(*args)
-    if tape.again and record_if_chosen(tape, out, func, *given):
+    if tape.again and record_if_chosen(tape, out, func, given, given_by_name):
         return out
     if func is F.linear and len(args) > 1 and is_thin(args[1]) and type(out) in MADE:
-        gathers = tape.gathers_of(given[0][1:])
+        gathers = tape.gathers_of(given[1:])
         if gathers is None or gathers:  # its parameters are copied now, or gathered then
-            tape.record(out, LinearAgain(func, out.device.type, gathers or ()), *given)
+            tape.record(out, LinearAgain(func, out.device.type, gathers or ()), given, given_by_name)
         elif not any_autocast() or tape.is_innermost():  # else its conversions are hidden
-            args = tuple([_own(tape, a, made) for a, made in zip(given[0], args, strict=True)])
-            kwargs = {name: _own(tape, given[1][name], made) for name, made in kwargs.items()}
+            args = tuple([_own(tape, a, made) for a, made in zip(given, args, strict=True)])
+            kwargs = {name: _own(tape, given_by_name[name], made) for name, made in kwargs.items()}
             tape.record(out, func, args, kwargs)
     return out
 
@@ -100,21 +99,14 @@ def chain(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     """``torch.linalg.multi_dot``: a product of what a list holds; a vector in it becomes a view first."""
     if kwargs or not any_autocast() or not tape.is_innermost() or not _is_autocast(tuple(args[0])):
         return unrecorded(tape, func, args, kwargs)
-    return func([_low(tape, m if m.dim() == 2 else m.view_as(m)) for m in args[0]])
+    return func([low(tape, m if m.dim() == 2 else m.view_as(m)) for m in args[0]])
 
 
 def _is_autocast(arguments: tuple[Any, ...]) -> bool:
     """Whether autocast converts these: a class with functions of its own (torchao's) is asked before it."""
     tensors = [a for a in arguments if isinstance(a, Tensor)]
-    return bool(tensors) and is_autocast(tensors[0]) and all(is_plain(a) or _is_seen_by_autocast(a) for a in tensors)
-
-
-def _is_seen_by_autocast(tensor: Tensor) -> bool:
-    return type(tensor).__torch_function__ is nn.Parameter.__torch_function__
-
-
-def _low(tape: Tape, argument: Any) -> Any:
-    return low(tape, argument) if isinstance(argument, Tensor) else argument
+    has_no_functions = (is_plain(a) or type(a).__torch_function__ is nn.Parameter.__torch_function__ for a in tensors)
+    return bool(tensors) and is_autocast(tensors[0]) and all(has_no_functions)
 
 
 def low(tape: Tape, x: Tensor) -> Tensor:
@@ -130,8 +122,6 @@ def low(tape: Tape, x: Tensor) -> Tensor:
     if cast is not None and cast.shape != x.shape:  # emptied at the end of a block
         with torch.no_grad(), no_dispatch():
             cast.data = x.to(dtype)
-        tape.record(cast, Tensor.to, (x, dtype))
-        return cast
     known = () if cast is None else tuple(contents_on(cast.untyped_storage()))
     if cast is None or any(content.owner is not tape.lock and content.is_kept for content in known):
         cast = tape.call(Tensor.to, x, dtype)
@@ -161,22 +151,13 @@ def _own(tape: Tape, given: Any, made: Any) -> Any:
 
 def loss(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A loss of probabilities: a codec must know."""
-    before, tape.is_in_loss = tape.is_in_loss, True
-    try:
+    with during(tape, is_in_loss=True):
         return func(*args, **kwargs)
-    finally:
-        tape.is_in_loss = before
 
 
-SPECIAL = {
+_PRODUCTS = "linear matmul mm bmm addmm baddbmm addbmm __matmul__ __rmatmul__".split()
+SPECIAL: dict[Any, Handler] = {
     F.cross_entropy: loss,
     torch.linalg.multi_dot: chain,
-    **dict.fromkeys(
-        (
-            F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm,
-            torch.bmm, Tensor.bmm, torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm, torch.addbmm,
-            Tensor.addbmm,
-        ),
-        product,
-    ),
-}  # fmt: skip
+    **dict.fromkeys(named(_PRODUCTS, F, torch, Tensor), product),
+}

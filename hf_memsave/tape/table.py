@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from hf_memsave.tape.attention import ATTENTION
 from hf_memsave.tape.dropout import DROPOUTS
 from hf_memsave.tape.functions import ACTIVATIONS, CHEAP, NORMS, Handler, may_write, new, unrecorded
-from hf_memsave.tape.selective import RECTIFIERS, SELECTIVE, statistics_alone, torch_batch_norm
+from hf_memsave.tape.selective import RECTIFIERS, SELECTIVE, statistics_alone
 from hf_memsave.tape.special import SPECIAL
 
 TABLE: dict[object, Handler] = {**CHEAP, **SPECIAL, **ATTENTION, **DROPOUTS, **SELECTIVE}
@@ -25,7 +25,7 @@ FUNCTIONS_OF = {
     "frozen": frozenset(SELECTIVE),
 }
 #: What they write to is seen, whatever a configuration leaves out.
-_STATISTICS: dict[object, Handler] = {F.batch_norm: statistics_alone, torch.batch_norm: torch_batch_norm}
+_STATISTICS: dict[object, Handler] = {F.batch_norm: statistics_alone, torch.batch_norm: statistics_alone}
 #: Functions that can write to their argument, likewise.
 _MAY_WRITE = {func for func, handler in TABLE.items() if handler is may_write} | {*DROPOUTS, *RECTIFIERS}
 #: Nothing is recorded, but writes are seen; the same with dropouts as they are.
