@@ -5,23 +5,22 @@ Forward, with q = 1 - p, and backward::
     y = x * m / q       m ~ Bernoulli(q), from the model's own generator, exactly as stock draws it
     dx = dy * m / q
 
-Kept for backward::
+Kept for backward, beside x, from which y is remade::
 
     eager    m / q in x's dtype (CPU) or m as a byte (CUDA), and y in the next linear
-    "seed"   the generator's state before the draw: 5056 bytes (CPU), 16 bytes (CUDA); y is remade from x
-    "mask"   one bit an element; y is remade from x
+    "seed"   the generator's state before the draw: 5056 bytes (CPU), 16 bytes (CUDA)
+    "mask"   one bit an element
 
-Exact: the same masks in the same order, so a run with dropout equals stock's. On CPU drawing again takes about as long
-as drawing did, and a mask is kept in bits where another thread drew between the reading of the state and the mask. On
-CUDA it is one cheap kernel, which draws from the device's default generator: threads that train take turns at it, but
-one that draws by itself does not. Source: Chen et al. (2016), arXiv:1604.06174; Tempo, arXiv:2210.10246.
+Exact. On CPU drawing again takes about as long as drawing did, and a mask is kept in bits where another thread drew
+between the reading of the state and the mask. On CUDA it is one cheap kernel, which draws from the device's default
+generator: threads that train take turns at it, but one that draws by itself does not. Source: Chen et al. (2016),
+arXiv:1604.06174; Tempo, arXiv:2210.10246.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -33,61 +32,44 @@ from torch import Tensor
 
 from hf_memsave.device import current_stream, default_generator, fuses_dropout, is_aligned, is_capturing
 from hf_memsave.tape.codecs import coded
-from hf_memsave.tape.content import Ticket
+from hf_memsave.tape.content import Blank, Ticket
+from hf_memsave.tape.functions import during
 from hf_memsave.tape.private import after_backward, backward_id, in_transform, is_concrete, outside_transforms
 from hf_memsave.tape.tape import Tape
 from hf_memsave.tape.tensors import is_dense, is_plain
 
 #: Of alpha dropout: what SELU saturates at, negated.
-_ALPHA = 1.7580993408473766
-#: Dimensions of an input that is one sample without a batch: stock adds the batch in between.
-_UNBATCHED = {F.dropout1d: 2, F.dropout3d: 4}
+_SATURATION = 1.7580993408473766
+_ALPHA = frozenset({F.alpha_dropout, torch.alpha_dropout})
+#: Those that drop whole channels, and the dimensions of one sample without a batch, which stock adds in between.
+_OF_CHANNELS = {F.dropout1d: 2, F.dropout2d: None, F.dropout3d: 4, torch.feature_dropout: None}
 
 
 def dropout(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """``F.dropout`` and ``torch.dropout``."""
-    input, p, training, inplace = _arguments(*args, **kwargs)
+    """Any function of :data:`DROPOUTS`."""
+    x, p, training, inplace = _arguments(*args, **kwargs)
     if inplace:
-        tape.before_write(input)
-    if _is_left(tape, input, p, training) or in_transform():
+        tape.before_write(x)
+    draws = training and 0 < p < 1 and tape.dropout != "stock"
+    if not draws or not isinstance(x, Tensor) or not is_plain(x) or not x.numel():
         return func(*args, **kwargs)
-    if input.device.type == "cpu":
-        noise = _noise(tape, input, input.shape, p)
-        return tape.call(Tensor.mul_ if inplace else torch.mul, input, noise)
-    if not inplace and fuses_dropout(input) and _can_redraw(input):
-        return _fused(tape, input, p)
+    if func in _OF_CHANNELS:
+        if inplace or x.dim() < 3 or x.dim() == _OF_CHANNELS[func]:
+            return func(*args, **kwargs)
+        noise = x.new_empty(*x.shape[:2], *[1] * (x.dim() - 2)).bernoulli_(1 - p).div_(1 - p)
+        return tape.call(torch.mul, x, noise)  # which is small
+    if in_transform() or (inplace and func in _ALPHA):
+        return func(*args, **kwargs)
+    if x.device.type == "cpu":
+        if func not in _ALPHA:
+            return tape.call(Tensor.mul_ if inplace else torch.mul, x, _noise(tape, x, p))
+        a = 1.0 / math.sqrt((_SATURATION * _SATURATION * p + 1) * (1 - p))  # keeps mean and variance of SELU's output
+        mask = _noise(tape, x, p, is_scaled=False)
+        shift = mask.add(-1).mul_(_SATURATION * a).add_(_SATURATION * a * p)
+        return tape.call(torch.mul, x, tape.call(torch.mul, mask, a)).add_(shift)
+    if not inplace and func not in _ALPHA and fuses_dropout(x) and _can_redraw(x):
+        return _fused(tape, x, p)
     return func(*args, **kwargs)
-
-
-def channel_dropout(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """``F.dropout1d`` to ``3d`` and ``torch.feature_dropout``, which drop whole channels; their noise is small."""
-    input, p, training, inplace = _arguments(*args, **kwargs)
-    if inplace:
-        tape.before_write(input)
-    if inplace or _is_left(tape, input, p, training) or input.dim() < 3 or input.dim() == _UNBATCHED.get(func):
-        return func(*args, **kwargs)
-    noise = input.new_empty(*input.shape[:2], *[1] * (input.dim() - 2)).bernoulli_(1 - p).div_(1 - p)
-    return tape.call(torch.mul, input, noise)
-
-
-def alpha_dropout(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """``F.alpha_dropout``: y = x a m + b, with a and b of the mean and variance that SELU's output has."""
-    input, p, training, inplace = _arguments(*args, **kwargs)
-    if inplace:
-        tape.before_write(input)
-    if inplace or _is_left(tape, input, p, training) or input.device.type != "cpu" or in_transform():
-        return func(*args, **kwargs)
-    a = 1.0 / math.sqrt((_ALPHA * _ALPHA * p + 1) * (1 - p))
-    mask = _noise(tape, input, input.shape, p, is_scaled=False)
-    shift = mask.add(-1).mul_(_ALPHA * a).add_(_ALPHA * a * p)
-    return tape.call(torch.mul, input, tape.call(torch.mul, mask, a)).add_(shift)
-
-
-def _is_left(tape: Tape, input: Tensor, p: float, training: bool) -> bool:
-    """Whether stock's own function runs: where it draws nothing, is asked for, or draws as a class of its own does."""
-    if not training or not 0 < p < 1 or tape.dropout == "stock":
-        return True
-    return not isinstance(input, Tensor) or not is_plain(input) or not input.numel()
 
 
 def _arguments(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: Any = None) -> Any:
@@ -95,21 +77,25 @@ def _arguments(input: Tensor, p: float = 0.5, training: bool = True, inplace: bo
     return input, p, training if train is None else train, inplace
 
 
-def _noise(tape: Tape, like: Tensor, shape: torch.Size, p: float, is_scaled: bool = True) -> Tensor:
+def _noise(tape: Tape, like: Tensor, p: float, is_scaled: bool = True) -> Tensor:
     # Other threads draw from the model's generator too, so its state is read, and never set.
     state = torch.default_generator.get_state()
     noise = torch.empty_like(like, requires_grad=False).bernoulli_(1 - p)
     is_drawn_again = tape.dropout == "seed" and noise.is_cpu and _begins_at(state, noise, p)
     if is_scaled:
         noise.div_(1 - p)
-    geometry = shape, noise.stride(), noise.dtype
     if is_drawn_again:
-        tape.record(noise, partial(_redraw, geometry=geometry, p=p, is_scaled=is_scaled), (state,))
+        tape.record(noise, partial(_redraw, like=Blank(noise), p=p, is_scaled=is_scaled), (state,))
     elif is_dense(noise):
-        bits, unpack = tape.coders.pack_bits(_in_memory_order(noise) != 0), tape.coders.unpack_bits
-        again = partial(_from_bits, unpack=unpack, geometry=geometry, p=p, is_scaled=is_scaled)
-        tape.record(noise, again, (bits,))
+        _record_bits(tape, noise, p, is_scaled)
     return noise
+
+
+def _record_bits(tape: Tape, noise: Tensor, p: float, is_scaled: bool) -> None:
+    flags = _in_memory_order(noise)
+    bits = tape.coders.pack_bits(flags if flags.dtype is torch.bool else flags != 0)
+    again = partial(_from_bits, unpack=tape.coders.unpack_bits, like=Blank(noise), p=p, is_scaled=is_scaled)
+    tape.record(noise, again, (bits,))
 
 
 class _Private(threading.local):
@@ -117,9 +103,6 @@ class _Private(threading.local):
 
     def __init__(self) -> None:
         self.generator = torch.Generator("cpu")
-
-    def at(self, state: Tensor) -> torch.Generator:
-        return self.generator.set_state(state)
 
 
 _private = _Private()
@@ -130,7 +113,8 @@ def _begins_at(state: Tensor, drawn: Tensor, p: float) -> bool:
     # So many elements are drawn again that those of another draw are the same by chance once in e^32 times.
     count = min(drawn.numel(), math.ceil(16 / (p * (1 - p))))
     try:
-        again = torch.empty(count, dtype=drawn.dtype, device="cpu").bernoulli_(1 - p, generator=_private.at(state))
+        generator = _private.generator.set_state(state)
+        again = torch.empty(count, dtype=drawn.dtype, device="cpu").bernoulli_(1 - p, generator=generator)
         return torch.equal(drawn.as_strided((count,), (1,)), again)
     except RuntimeError:
         if is_concrete(drawn):
@@ -138,17 +122,15 @@ def _begins_at(state: Tensor, drawn: Tensor, p: float) -> bool:
         return False
 
 
-def _redraw(state: Tensor, geometry: Any, p: float, is_scaled: bool) -> Tensor:
-    shape, stride, dtype = geometry
+def _redraw(state: Tensor, like: Blank, p: float, is_scaled: bool) -> Tensor:
     with outside_transforms():
-        noise = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
-        noise.bernoulli_(1 - p, generator=_private.at(state))
+        noise = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device="cpu")
+        noise.bernoulli_(1 - p, generator=_private.generator.set_state(state))
         return noise.div_(1 - p) if is_scaled else noise
 
 
-def _from_bits(bits: Tensor, unpack: Callable[..., Tensor], geometry: Any, p: float, is_scaled: bool) -> Tensor:
-    shape, stride, dtype = geometry
-    noise = torch.empty_strided(shape, stride, dtype=dtype, device=bits.device)
+def _from_bits(bits: Tensor, unpack: Callable[..., Tensor], like: Blank, p: float, is_scaled: bool) -> Tensor:
+    noise = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=bits.device)
     _in_memory_order(noise).copy_(unpack(bits, noise.numel()))
     return noise.div_(1 - p) if is_scaled else noise
 
@@ -164,17 +146,11 @@ _turn = threading.RLock()
 
 
 def _fused(tape: Tape, x: Tensor, p: float) -> Tensor:
-    if tape.dropout == "seed":
-        return _fused_from_seed(tape, x, p)
-    y, mask = torch.native_dropout(x, p, True)
-    bits, unpack = tape.coders.pack_bits(_in_memory_order(mask)), tape.coders.unpack_bits
-    geometry = mask.shape, mask.stride(), torch.bool
-    tape.record(mask, partial(_from_bits, unpack=unpack, geometry=geometry, p=p, is_scaled=False), (bits,))
-    tape.record(y, partial(_apply_mask, scale=scale_of(p, x.dtype)), (x, mask))
-    return y
-
-
-def _fused_from_seed(tape: Tape, x: Tensor, p: float) -> Tensor:
+    if tape.dropout == "mask":
+        y, mask = torch.native_dropout(x, p, True)
+        _record_bits(tape, mask, p, is_scaled=False)
+        tape.record(y, torch.ops.aten.native_dropout_backward, (x, mask, scale_of(p, x.dtype)))
+        return y
     again = _Again(x, p)
 
     def code(mask: Tensor) -> Ticket | None:  # autograd asks for the mask while it is drawn
@@ -183,13 +159,9 @@ def _fused_from_seed(tape: Tape, x: Tensor, p: float) -> Tensor:
         again.is_asked = True
         return Ticket(coded(tape, content, mask.untyped_storage(), mask, again.mask, (state,), is_lossy=False), mask)
 
-    before, tape.coder = tape.coder, code
-    try:
-        with _turn:
-            state = default_generator(x.device).get_state()
-            y, _ = torch.native_dropout(x, p, True)
-    finally:
-        tape.coder = before
+    with _turn, during(tape, coder=code):
+        state = default_generator(x.device).get_state()
+        y, _ = torch.native_dropout(x, p, True)
     tape.record(y, again.output, (x, state))
     return y
 
@@ -203,29 +175,24 @@ class _Again:
     """Draws a dropout of ``x`` again: backward asks for the output first; its mask waits, if that ``is_asked`` for."""
 
     def __init__(self, x: Tensor, p: float) -> None:
-        self.shape, self.stride, self.dtype, self.device = x.shape, x.stride(), x.dtype, x.device
-        self.p, self.is_asked = p, False
+        self.like, self.p, self.is_asked = Blank(x), p, False
         self.waiting: list[tuple[Tensor, Any]] = []
 
     def output(self, x: Tensor, state: Tensor) -> Tensor:
         y, mask = _drawn_again(x, state, self.p)
         if self.is_asked and backward_id() != -1:
             if not self.waiting:  # in a backward for a subset of the gradients, it may never be asked for
-                after_backward(partial(_forget, weakref.ref(self)))
-            self.waiting[:] = [(mask, current_stream(self.device))]
+                after_backward(self.waiting.clear)
+            self.waiting[:] = [(mask, current_stream(x.device))]
         return y
 
     def mask(self, state: Tensor) -> Tensor:
+        like = self.like
         mask, stream = self.waiting.pop() if self.waiting else (None, None)
-        if mask is not None and mask.stride() == self.stride and stream == current_stream(self.device):
+        if mask is not None and mask.stride() == like.stride and stream == current_stream(like.device):
             return mask
-        x = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        x = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=like.device)
         return _drawn_again(x, state, self.p)[1]
-
-
-def _forget(again: weakref.ref[_Again]) -> None:
-    if (alive := again()) is not None:
-        alive.waiting.clear()
 
 
 def _can_redraw(x: Tensor) -> bool:
@@ -245,14 +212,4 @@ def _drawn_again(x: Tensor, state: Tensor, p: float) -> tuple[Tensor, Tensor]:
             generator.set_state(now)
 
 
-def _apply_mask(x: Tensor, mask: Tensor, scale: float) -> Tensor:
-    return torch.ops.aten.native_dropout_backward(x, mask, scale)
-
-
-DROPOUTS: dict[Any, Callable[..., Any]] = {
-    F.dropout: dropout,
-    torch.dropout: dropout,
-    F.alpha_dropout: alpha_dropout,
-    torch.alpha_dropout: alpha_dropout,
-    **dict.fromkeys((F.dropout1d, F.dropout2d, F.dropout3d, torch.feature_dropout), channel_dropout),
-}
+DROPOUTS: dict[Any, Callable[..., Any]] = dict.fromkeys((F.dropout, torch.dropout, *_ALPHA, *_OF_CHANNELS), dropout)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_memsave.tape import dropout
+from hf_memsave.tape.content import Blank
 from support.helpers import DTYPES, LAYOUTS, assert_exact, kept, random, taping
 from support.script_helpers import load_script
 
@@ -48,7 +49,7 @@ def test_masks_are_drawn_again_as_they_were_and_no_thread_is_given_the_numbers_o
 def test_a_state_that_is_set_again_is_seen(threads, monkeypatch):
     """Planted: a private generator draws the mask, and the model's is set to where that one ends."""
 
-    def by_another(tape, like, shape, p, is_scaled=True):
+    def by_another(tape, like, p, is_scaled=True):
         generator = torch.Generator()
         generator.set_state(torch.default_generator.get_state())
         noise = torch.empty_like(like, requires_grad=False).bernoulli_(1 - p, generator=generator).div_(1 - p)
@@ -62,11 +63,11 @@ def test_a_state_that_is_set_again_is_seen(threads, monkeypatch):
 def test_a_state_that_is_read_before_another_thread_draws_is_seen(threads, monkeypatch):
     """Planted: the state is read in one step, and the mask is drawn from the shared generator in another."""
 
-    def in_two_steps(tape, like, shape, p, is_scaled=True):
+    def in_two_steps(tape, like, p, is_scaled=True):
         state = torch.default_generator.get_state()
         torch.rand(1)  # of another thread
         noise = torch.empty_like(like, requires_grad=False).bernoulli_(1 - p).div_(1 - p)
-        again = partial(dropout._redraw, geometry=(shape, noise.stride(), noise.dtype), p=p, is_scaled=is_scaled)
+        again = partial(dropout._redraw, like=Blank(noise), p=p, is_scaled=is_scaled)
         tape.record(noise, again, (state,))
         return noise
 
