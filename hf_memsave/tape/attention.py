@@ -1,6 +1,4 @@
-"""``F.scaled_dot_product_attention``.
-
-It keeps q, k, v and its output, and
+"""``F.scaled_dot_product_attention``: what it keeps beside q, k, v and its output.
 
 stock                                                    here
 a float mask per layer, made of a boolean one            one per forward, remade from the boolean one; stock's
@@ -15,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,12 +22,11 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from hf_memsave.device import HALVES, fills_finite, mask_multiple
-from hf_memsave.tape.content import Handle
-from hf_memsave.tape.functions import Handler, new
+from hf_memsave.tape.functions import Handler, during, new
 from hf_memsave.tape.private import any_autocast, is_cudnn, is_one_kernel, no_autocast, safe_softmax
 from hf_memsave.tape.special import low
 from hf_memsave.tape.tape import Tape
-from hf_memsave.tape.tensors import is_plain, unexpanded
+from hf_memsave.tape.tensors import CONSTANT, is_plain, unexpanded
 
 
 def attention(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -48,24 +46,21 @@ def attention(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
             tape.ledger.note_again(mask.untyped_storage())
     value = _unpinned(tape, value, (query, key))
     key = _unpinned(tape, key, (query, value))
-    held = _held_whole(tape, query) if _is_part(query) and is_one_kernel(query, key, value, mask, **rest) else None
     is_composed = _is_composed(query, key, value, mask, **rest)
-    tape.is_in_attention = True
     try:
-        if is_composed:
-            return _composed(tape, query, key, value, mask, **rest)
-        return func(query, key, value, mask, **rest)
+        with during(tape, is_in_attention=True):
+            call = partial(_composed, tape) if is_composed else func
+            return call(query, key, value, mask, **rest)
     finally:
-        tape.is_in_attention = False
-        del held
         for tensor in given:  # a cache may hold it for long: let go of what it was made from
             tape.release(tensor)
 
 
-def _arguments(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-    names = "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"
-    rest = dict(zip(names, args, strict=False)) | kwargs
-    return query, key, value, rest.pop("attn_mask", None), rest
+def _arguments(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
+) -> Any:
+    rest = dict(zip(("dropout_p", "is_causal", "scale", "enable_gqa"), args, strict=False)) | kwargs
+    return query, key, value, attn_mask, rest
 
 
 def _is_composed(
@@ -74,18 +69,15 @@ def _is_composed(
 ) -> bool:  # fmt: skip
     """Whether SDPA is many functions here, among them a dropout, and refuses nothing of what it is given."""
     given = query, key, value
-    if not 0 < dropout_p < 1 or not all(map(is_plain, given)) or not all(x.numel() for x in given):
+    if not 0 < dropout_p < 1 or not all(is_plain(x) and x.numel() for x in given):
         return False
     if has_torch_function((*given, mask)):  # another mode or subclass wants to see the call
         return False
     is_alike = query.dtype == key.dtype == value.dtype and query.dim() == key.dim() == value.dim() >= 3
-    if not is_alike or not query.is_floating_point() or (mask is not None and (is_causal or not is_plain(mask))):
-        return False
-    if mask is not None and mask.dtype not in (query.dtype, torch.float32):
-        return False
-    if rest.get("enable_gqa") and any(query.shape[-3] % x.shape[-3] for x in (key, value)):
-        return False
-    return not is_one_kernel(query, key, value, mask, dropout_p, is_causal, **rest)
+    takes_mask = mask is None or (not is_causal and is_plain(mask) and mask.dtype in (query.dtype, torch.float32))
+    has_groups = not rest.get("enable_gqa") or not any(query.shape[-3] % x.shape[-3] for x in (key, value))
+    is_taken = is_alike and query.is_floating_point() and takes_mask and has_groups
+    return is_taken and not is_one_kernel(query, key, value, mask, dropout_p, is_causal, **rest)
 
 
 def _composed(
@@ -104,40 +96,37 @@ def _composed(
             seen = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
             mask = float_mask(seen, query.dtype)
         if enable_gqa:
-            key, value = (_for_every_head(tape, x, query) for x in (key, value))
-        query, key = _copied(tape, query), _copied(tape, tape.call(torch.mul, key.transpose(-2, -1), factor))
-        scores = _product(tape, query, key)
-        del query, key
+            heads = query.shape[-3]
+            key, value = (
+                x if x.shape[-3] == heads else tape.call(Tensor.repeat_interleave, x, heads // x.shape[-3], -3)
+                for x in (key, value)
+            )
+        scores = _product(tape, query, tape.call(torch.mul, key.transpose(-2, -1), factor))
+        del query
         if mask is not None:
             scores = scores.add_(mask)
         weights = safe_softmax(scores)
         del scores
         weights = tape.call(F.dropout, weights, dropout_p, True)
-        return _product(tape, weights, _copied(tape, value)).to(dtype)
+        return _product(tape, weights, value).to(dtype)
 
 
-def _product(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
+def _product(tape: Tape, *factors: Tensor) -> Tensor:
     """Their product, which alone takes them: what autograd does not keep for it is not asked for later."""
-    product: Tensor = tape.call(torch.matmul, a, b)
-    tape.release(a)
-    tape.release(b)
+    batches = [_one_batch(tape, x) for x in factors]
+    product: Tensor = tape.call(torch.matmul, *batches)
+    for x in batches:
+        tape.release(x)
     return product
 
 
-def _copied(tape: Tape, x: Tensor) -> Tensor:
-    """``x``, or the copy that a product would make of it by itself, unseen, to have one batch of matrices."""
+def _one_batch(tape: Tape, x: Tensor) -> Any:
+    """``x``, or the copy that a product would make of it by itself, unseen."""
     try:
         x.view(-1, *x.shape[-2:])
     except (RuntimeError, ValueError):  # of fake tensors
-        copy: Tensor = tape.call(Tensor.contiguous, x)
-        return copy
+        return tape.call(Tensor.contiguous, x)
     return x
-
-
-def _for_every_head(tape: Tape, x: Tensor, query: Tensor) -> Tensor:
-    times = query.shape[-3] // x.shape[-3]
-    repeated: Tensor = x if times == 1 else tape.call(Tensor.repeat_interleave, x, times, -3)
-    return repeated
 
 
 def _low_heads(tape: Tape, x: Tensor) -> Tensor:
@@ -145,9 +134,8 @@ def _low_heads(tape: Tape, x: Tensor) -> Tensor:
     once = _repeated_from(tape, x)
     out = low(tape, x)
     if once is not None and out is not x:
-        expanded, shape = once.shape, x.shape
         tape.release(out)
-        tape.record(out, _repeated, (unexpanded(once).detach().to(out.dtype), expanded, shape))
+        tape.record(out, _repeated, (unexpanded(once).detach().to(out.dtype), once.shape, x.shape))
     return out
 
 
@@ -193,13 +181,7 @@ def _made_before(tape: Tape, mask: Tensor) -> Tensor:
 
 
 def _identity(tape: Tape, x: Tensor, version: int, depth: int = 4) -> Any:
-    """Equal for tensors that held the same numbers at this version: the same tensor, or one made in the same way.
-
-    The memo holds the first tensor of each identity: its address stays its own, also when its call is forgotten.
-
-    Returns:
-        A key of the memo.
-    """
+    """A key, equal for tensors that held the same numbers at this version: the same tensor, or one made alike."""
     content = tape.content_of(x)
     if content is None or content.is_unversioned:
         return object()
@@ -215,28 +197,20 @@ def _identity(tape: Tape, x: Tensor, version: int, depth: int = 4) -> Any:
         kwargs = content.kwargs or {}
         made = [_same(tape, a, versions, depth - 1) for a in (*content.args, *kwargs.values())]
         identity = *geometry, content.func, *made, *kwargs
-    if identity not in tape.memo:
+    if identity not in tape.memo:  # which holds the first tensor of each identity, so that its address stays its own
         tape.memo[identity] = tape.memo[address] = identity, x, version
     return identity
 
 
-#: Arguments that say all by their value.
-_VALUES = frozenset({int, bool, str, type(None), type(...), torch.dtype, torch.device, torch.memory_format})
-
-
 def _same(tape: Tape, argument: Any, versions: dict[int, int], depth: int) -> Any:
-    """Equal for equal arguments of one function, of tensors as they were when it was called."""
+    """Equal for arguments of a function that were equal when it was called."""
     if isinstance(argument, Tensor):
         version = versions.get(id(argument))
         return object() if version is None else _identity(tape, argument, version, depth)
     kind = type(argument)
     if isinstance(argument, (list, tuple)):
         return kind, *[_same(tape, a, versions, depth) for a in argument]
-    if kind is slice:
-        return kind, *[_same(tape, a, versions, depth) for a in (argument.start, argument.stop, argument.step)]
-    if kind is float:
-        return argument.hex()
-    return (kind, argument) if kind in _VALUES else object()
+    return (kind, repr(argument)) if kind in CONSTANT else object()
 
 
 def float_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -263,18 +237,6 @@ def _unpinned(tape: Tape, x: Tensor, others: tuple[Tensor, ...]) -> Tensor:
         return x
     used = {(t.storage_offset(), t.shape): t.numel() for t in (x, *others) if t.untyped_storage() is storage}
     return x if sum(used.values()) * x.itemsize >= storage.nbytes() else tape.call(Tensor.contiguous, x)
-
-
-def _is_part(x: Tensor) -> bool:
-    return x.requires_grad and x.untyped_storage().nbytes() > x.numel() * x.itemsize
-
-
-def _held_whole(tape: Tape, query: Tensor) -> Handle | None:
-    """What keeps a fused projection that q is a part of: SDPA asks for a k that a cache has copied from it first."""
-    content: Any = tape.content_of(query) if tape.outer is None and tape.codec is None else None
-    if not tape.owns(content) or content.func is not None or content.make is not None:
-        return None
-    return tape.hold(content, query.untyped_storage(), query)
 
 
 ATTENTION: dict[Any, Handler] = {F.scaled_dot_product_attention: attention, float_mask: new, laid_out: new}
