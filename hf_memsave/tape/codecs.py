@@ -1,9 +1,8 @@
 """Codecs: what gives a tensor back from fewer bytes.
 
-Booleans take one bit an element; PyTorch keeps a byte for each, such as the masks of ``torch.where`` and of CUDA's
-dropout. With ``storage="int8"`` or ``"int4"``, floating-point activations that have to be kept take 8 or 4 bits an
-element (:mod:`~hf_memsave.tape.quantize`), once per storage. Parameters, their casts, integers, small tensors and the
-statistics of norms are kept as they are. NaN and infinity come back as they were.
+Booleans take one bit an element, where PyTorch keeps a byte. With ``storage="int8"`` or ``"int4"``, floating-point
+activations that have to be kept take 8 or 4 bits an element (:mod:`~hf_memsave.tape.quantize`), once per storage.
+Parameters, their casts, integers, small tensors and the statistics of norms are kept as they are.
 
 SDPA's backward computes exp(q·k) again, which 4 bits would bias by 10% and more: its q, k, v and output take 8 bits
 under int4 too, and so do the log probabilities of the loss. Masks of SDPA are never coded.
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_memsave.device import new_generator
-from hf_memsave.tape.content import COUNTED, Content, Handle, Ticket
+from hf_memsave.tape.content import COUNTED, Blank, Content, Handle, Ticket
 from hf_memsave.tape.quantize import FORMATS, Format, decode, encode
 from hf_memsave.tape.store import Store
 from hf_memsave.tape.tensors import is_dense
@@ -93,7 +92,7 @@ def coded(
     """Gives ``tensor``, dense, back as ``decode(*codes)``; and all views of ``storage``, where that holds no more."""
     code = Content(store.lock)
     code.settle(decode, [store.keep(c) for c in codes])
-    code.is_lossy, code.work, code.depth = is_lossy, 1, 1  # it builds on no block, so it is too far from none
+    code.is_lossy, code.work, code.depth = is_lossy, 1, 1
     code.stride, code.nbytes = tensor.stride(), tensor.numel() * tensor.itemsize
     if code.nbytes == storage.nbytes():
         code.version, code.dtype = tensor._version, tensor.dtype
@@ -106,7 +105,10 @@ def coded(
 
 def as_bits(store: Store, content: Content, storage: Any, tensor: Tensor) -> Handle | None:
     """One bit for each byte of the storage of a boolean tensor, for all its views; None where that saves nothing."""
-    if not SMALLEST <= storage.nbytes() <= 2 * tensor.numel() or not is_dense(tensor) or _lives_on(store, storage):
+    if not SMALLEST <= storage.nbytes() <= 2 * tensor.numel() or not is_dense(tensor):
+        return None
+    coded_in = getattr(storage, CODED_IN, None)
+    if coded_in is not None and coded_in() is not store.root:  # held beyond a forward: bits would be kept in addition
         return None
     setattr(storage, CODED_IN, weakref.ref(store.root))
     flags = tensor.detach().as_strided((storage.nbytes(),), (1,), 0)
@@ -115,25 +117,15 @@ def as_bits(store: Store, content: Content, storage: Any, tensor: Tensor) -> Han
     return Ticket(code, tensor)
 
 
-def _lives_on(store: Store, storage: Any) -> bool:
-    """Whether the booleans are held beyond a forward: bits of them would be kept in addition."""
-    coded_in = getattr(storage, CODED_IN, None)
-    return coded_in is not None and coded_in() is not store.root
-
-
 def leave_alone(held: Any, depth: int = 4) -> None:
     """Never code the booleans in ``held``, nor in containers in it: the caller may hold them until backward."""
     if isinstance(held, Tensor):
         if held.dtype is torch.bool:
             with contextlib.suppress(NotImplementedError, RuntimeError):  # it is sparse, or of a transform
-                setattr(held.untyped_storage(), CODED_IN, _no_forward)
+                setattr(held.untyped_storage(), CODED_IN, lambda: None)
     elif depth and isinstance(held, (list, tuple, Mapping)):
         for inner in held.values() if isinstance(held, Mapping) else held:
             leave_alone(inner, depth - 1)
-
-
-def _no_forward() -> None:
-    return None
 
 
 class Encoder:
@@ -155,17 +147,13 @@ class Encoder:
             mine = mine.contiguous()
         flat = mine.as_strided((mine.numel(),), (1,), mine.storage_offset())
         form = FORMATS["int8"] if store.is_in_attention or store.is_in_loss else self.form
-        geometry = mine.shape, mine.stride(), mine.dtype
-        remake = partial(_decoded, decode=store.coders.decode, form=form, geometry=geometry)
-        codes = store.coders.encode(flat, form, self._generator(flat.device))
+        remake = partial(_decoded, decode=store.coders.decode, form=form, like=Blank(mine))
+        if (generator := self.generators.get(flat.device)) is None:
+            generator = self.generators[flat.device] = new_generator(flat.device, self.seed)
+        codes = store.coders.encode(flat, form, generator)
         ticket = Ticket(coded(store, content, storage, mine, remake, codes, is_lossy=True), mine)
         ticket.offset = 0  # the decoded tensor has a storage of its own
         return ticket
-
-    def _generator(self, device: torch.device) -> torch.Generator:
-        if device not in self.generators:
-            self.generators[device] = new_generator(device, self.seed)
-        return self.generators[device]
 
 
 def _is_activation(tensor: Tensor, content: Content) -> bool:
@@ -174,9 +162,5 @@ def _is_activation(tensor: Tensor, content: Content) -> bool:
     return is_coded and (content.is_activation or tensor.requires_grad)
 
 
-def _decoded(
-    codes: Tensor, bounds: Tensor, decode: Callable[..., Tensor], form: Format, geometry: tuple[Any, ...]
-) -> Tensor:
-    shape, stride, dtype = geometry
-    flat = decode(codes, bounds, form, shape.numel(), dtype)
-    return flat.as_strided(shape, stride)
+def _decoded(codes: Tensor, bounds: Tensor, decode: Callable[..., Tensor], form: Format, like: Blank) -> Tensor:
+    return decode(codes, bounds, form, like.shape.numel(), like.dtype).as_strided(like.shape, like.stride)

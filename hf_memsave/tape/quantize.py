@@ -21,8 +21,7 @@ the range of the finite numbers, or of the nearer group, and M the far end of th
         R+K, +1, +2         -inf, NaN, inf                stay as they are
 
 Unbiased, too, and finite numbers stay finite. Of two groups neither has a coarser step than before; of one, s is up to
-4.2 times (b - a) / (2^b - 1). A device decides by itself: the host looks for mixed blocks only where it need not wait.
-int4 cuts numbers beyond bf16's largest off there, by 2^-8 of themselves at most.
+4.2 times (b - a) / (2^b - 1). int4 cuts numbers beyond bf16's largest off there, by 2^-8 of themselves at most.
 
 Stochastic rounding as in ActNN (Chen et al., 2021, arXiv:2104.14129); for sampled rows: Liu et al. (2023), Quant@8bit.
 """
@@ -62,7 +61,8 @@ def encode(flat: Tensor, form: Format, generator: torch.Generator | None = None)
     pieces = [_encode(piece, form, generator) for piece in flat.split(_piece(flat))]
     if len(pieces) == 1:
         return pieces[0]
-    return torch.cat([codes for codes, _ in pieces]), torch.cat([bounds for _, bounds in pieces])
+    codes, bounds = zip(*pieces, strict=True)
+    return torch.cat(codes), torch.cat(bounds)
 
 
 def _piece(flat: Tensor, share: int = 1) -> int:
@@ -79,7 +79,7 @@ def _encode(flat: Tensor, form: Format, generator: torch.Generator | None) -> tu
     x = x.view(-1, form.block)
     dtype = form.bounds if x.dtype is torch.float32 else x.dtype
     low, high = torch.aminmax(x, dim=1, keepdim=True)
-    groups = _groups(x, low.isfinite() & high.isfinite(), form, dtype)
+    is_mixed, *groups = _groups(x, low.isfinite() & high.isfinite(), form)
     slack, most = torch.finfo(dtype).eps, 2**form.bits - 1
     low = (low - slack * low.abs()).clamp_(min=torch.finfo(dtype).min).to(dtype)
     half = torch.where((high - low.to(x.dtype)).isinf(), 0.5, 1.0).to(x.dtype)  # what overflows, in two steps
@@ -89,9 +89,9 @@ def _encode(flat: Tensor, form: Format, generator: torch.Generator | None) -> tu
     codes = torch.addcmul(-half * low, x, half).div_(half * scale).nan_to_num_(0.0, most, 0.0)
     codes = codes.add_(u).floor_().clamp_(0, most)
     codes, bounds = codes.to(torch.uint8), torch.cat([low, scale], dim=1)
-    if _may_hold(groups.is_mixed):
+    if _may_hold(is_mixed):
         mixed, others = _encode_mixed(x, u, groups, form, dtype, torch.finfo(flat.dtype).max)
-        codes, bounds = mixed.where(groups.is_mixed, codes), others.where(groups.is_mixed, bounds)
+        codes, bounds = mixed.where(is_mixed, codes), others.where(is_mixed, bounds)
     if form.bits == 4:
         codes = codes[:, ::2] | codes[:, 1::2] << 4
     return codes, bounds
@@ -131,21 +131,14 @@ def _decode(codes: Tensor, bounds: Tensor, form: Format, numel: int, dtype: torc
     return x.view(-1)[:numel].to(dtype, copy=numel % form.block > 0)
 
 
-class _Groups(NamedTuple):
+def _groups(x: Tensor, is_finite: Tensor, form: Format) -> tuple[Tensor, ...]:
     """Of each block ``[blocks, 1]``: whether it is mixed, a, b and M, the middle, and what lies beyond that.
 
-    ``beyond`` is 1 if numbers above the middle are of M's group, 0 if those below it are, and -1 if there is one group.
+    The last is 1 if numbers above the middle are of M's group, 0 if those below it are, and -1 if there is one group.
+
+    Returns:
+        These six.
     """
-
-    is_mixed: Tensor
-    low: Tensor
-    high: Tensor
-    end: Tensor
-    middle: Tensor
-    beyond: Tensor
-
-
-def _groups(x: Tensor, is_finite: Tensor, form: Format, dtype: torch.dtype) -> _Groups:
     if _may_hold(~is_finite):
         low, high = x.where(x.isfinite(), torch.inf), x.where(x.isfinite(), -torch.inf)
         low, high = low.amin(1, keepdim=True), high.amax(1, keepdim=True)
@@ -161,21 +154,15 @@ def _groups(x: Tensor, is_finite: Tensor, form: Format, dtype: torch.dtype) -> _
     near, far = below - low, high - above
     near, far = near.where(is_low, far), far.where(is_low, near)
     has_two = (near < step) & (far <= (form.far - 1) * step)
-    return _Groups(
-        has_two | ~is_finite,
-        above.where(has_two & ~is_low, low),
-        below.where(has_two & is_low, high),
-        high.where(is_low, low),
-        middle,
-        is_low.int().where(has_two, -1),
-    )
+    nearer = above.where(has_two & ~is_low, low), below.where(has_two & is_low, high)
+    return has_two | ~is_finite, *nearer, high.where(is_low, low), middle, is_low.int().where(has_two, -1)
 
 
 def _encode_mixed(
-    x: Tensor, u: Tensor, groups: _Groups, form: Format, dtype: torch.dtype, largest: float
+    x: Tensor, u: Tensor, groups: list[Tensor], form: Format, dtype: torch.dtype, largest: float
 ) -> tuple[Tensor, Tensor]:
     """The codes of mixed blocks, and what is kept in place of l and s; ``largest`` is that of x's own dtype."""
-    _, low, high, end, middle, beyond = groups
+    low, high, end, middle, beyond = groups
     wide, eps, room = torch.finfo(x.dtype), torch.finfo(dtype).eps, form.near - 2
     step = torch.maximum(high / room - low / room, low.abs() * (eps / (0.5 - eps)))  # so that |n| eps < 1/2
     step = _power(step.clamp(min=wide.tiny), up=True)
