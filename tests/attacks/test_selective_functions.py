@@ -1,7 +1,5 @@
 """Attacks on what is kept in a bit an element, and on the arguments of pools, paddings and lazy layers."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,7 @@ from torch import nn
 from hf_memsave import measure_kept, patch
 from support.attacks import WIDTH, Attack, Block, assert_alike, assert_trains_like_stock, kept_of, trained
 from support.calls import Calls
-from support.helpers import autocasting, only_on_cpu, random, taping
+from support.helpers import only_on_cpu, random, taping
 
 SHAPE = (8, 64, WIDTH)
 BOOLEANS = 8 * 64 * WIDTH
@@ -20,9 +18,6 @@ BOOLEANS = 8 * 64 * WIDTH
 def on_images(layer):
     """A function whose model is a layer on images."""
     return lambda model, x: model.f(layer(x.unflatten(1, (4, 16)).transpose(2, 3)).flatten(1)[:, :WIDTH])
-
-
-# Booleans beside what lives anyway
 
 
 def masked(model, x):
@@ -90,25 +85,15 @@ def test_two_forwards_before_a_backward_share_a_mask_that_outlives_the_first(dev
     assert_alike(lambda: Attack(fn, masks=[]).to(device), run)
 
 
-# A part of a mask
-
-
-PARTS = {
-    "the first half": lambda mask: mask[:8],
-    "the second half": lambda mask: mask[8:],
-    "a half that differs": None,
-}
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_a_part_of_a_mask_is_coded_once_for_all(part, device):
+@pytest.mark.parametrize("starts", [[0], [8], range(9)], ids=["first half", "second half", "a half that differs"])
+def test_a_part_of_a_mask_is_coded_once_for_all(starts, device):
     """Stock keeps the whole mask, a byte an element; here its bits."""
 
     def fn(model, x):
         x, mask = model.f(x), torch.rand(16, *SHAPE[1:], device=x.device) > 0.5
         for i in range(24):
-            mine = mask[i % 9 : i % 9 + 8] if PARTS[part] is None else PARTS[part](mask)
-            x = torch.where(mine, x, x.detach() * 0.5)
+            start = starts[i % len(starts)]
+            x = torch.where(mask[start : start + 8], x, x.detach() * 0.5)
         return x
 
     x = random(*SHAPE, device=device)
@@ -136,26 +121,19 @@ def test_a_mask_for_many_blocks_is_coded_once(device):
     assert small == [BOOLEANS // 8]
 
 
-# Rectifiers
-
-
-def rectified(count, by):
+@pytest.mark.parametrize(
+    ("count", "by", "bits"),
+    [(40, F.leaky_relu, 1)]  # whose threshold is one
+    + [(count, lambda x, bound: F.threshold(x, bound, 0.0), count) for count in (3, 31, 33)],
+)
+def test_rectifiers_of_one_tensor_share_the_bits_of_a_threshold_and_keep_no_more_than_it(count, by, bits, device):
     """As many of one tensor, each by its own number."""
 
     def fn(model, x):
         x = model.f(x)
         return sum(by(x, 0.01 * i) for i in range(count)).sum()
 
-    return fn
-
-
-@pytest.mark.parametrize(
-    ("count", "by", "bits"),
-    [(count, F.leaky_relu, 1) for count in (2, 40)]  # whose threshold is one
-    + [(count, lambda x, bound: F.threshold(x, bound, 0.0), count) for count in (3, 31, 33, 100)],
-)
-def test_rectifiers_of_one_tensor_share_the_bits_of_a_threshold_and_keep_no_more_than_it(count, by, bits, device):
-    x, fn = random(*SHAPE, device=device), rectified(count, by)
+    x = random(*SHAPE, device=device)
     assert_trains_like_stock(fn, x)
     ours, stock = kept_of(fn, x)
     assert stock - ours == max(4 * BOOLEANS - bits * BOOLEANS // 8, 0)
@@ -170,9 +148,6 @@ def test_bits_are_not_shared_with_what_was_written_since(device):
         y = y + F.relu6(z.neg_())
     y.sum().backward()
     assert torch.equal(x.grad, ((x > 0) & (x < 6)).float() - ((x < 0) & (x > -6)).float())
-
-
-# Arguments of pools and paddings
 
 
 POOLS = {
@@ -198,29 +173,9 @@ def test_a_pool_takes_what_stocks_takes_and_refuses_what_it_refuses(device):
     assert errors[0] == errors[1]
 
 
-@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
-def test_a_convolution_pads_as_stocks_does(mode, device):
-    """CPU's autocast converts what some paddings are given."""
-    layer = nn.Conv1d(64, 64, 3, padding=1, padding_mode=mode)
-    for dtype in (None, torch.bfloat16):
-        context = partial(autocasting, device, dtype)
-        x = random(*SHAPE, device=device)
-        assert_trains_like_stock(lambda model, x: model.layer(model.f(x)).square(), x, context, layer=layer)
-
-
-# Layers without shape
-
-
-LAZY = {
-    "linear": lambda: [nn.LazyLinear(WIDTH), nn.GELU()],
-    "batch norm": lambda: [nn.LazyBatchNorm1d(), nn.GELU()],
-    "convolution": lambda: [nn.LazyConv1d(16, 3), nn.LazyBatchNorm1d(), nn.ReLU()],
-}
-
-
-@pytest.mark.parametrize("name", LAZY)
-def test_a_lazy_layer_gets_its_shape_in_the_first_forward(name, device):
+def test_a_lazy_layer_gets_its_shape_in_the_first_forward(device):
     def make():
-        return Attack(lambda model, x: model.layers(model.f(x)), layers=nn.Sequential(*LAZY[name]())).to(device)
+        lazy = nn.LazyConv1d(16, 3), nn.LazyBatchNorm1d(), nn.ReLU(), nn.LazyLinear(WIDTH), nn.GELU()
+        return Attack(lambda model, x: model.layers(model.f(x)), layers=nn.Sequential(*lazy)).to(device)
 
     assert_alike(make, lambda model: trained(model, random(*SHAPE, device=device)))

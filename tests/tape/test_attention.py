@@ -1,37 +1,27 @@
-"""SDPA as Transformers calls it, under a tape, with and without dropout: stock's bits and draws.
+"""SDPA as Transformers calls it, under a tape, with dropout (on CPU many functions) and without: stock's bits."""
 
-On CPU, SDPA with dropout is many functions, of which it is made by hand. What it keeps: ``test_attention_kept.py``.
-"""
-
-import copy
 from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_memsave import patch
 from support.attention import BATCH, DIM, HEADS, LAYOUTS, MASKS, SEQ, attention, bias_of, inputs, mask_of, sdpa
 from support.helpers import (
     DTYPES,
     assert_backward_twice,
     assert_exact,
-    assert_gradients_are_right,
-    assert_no_worse_than_eager,
     assert_same_bits,
     laid,
     only_on_cpu,
     random,
     subsets,
-    taping,
     then_draws,
 )
-from support.steps import assert_same, step
 
 P = 0.3
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -49,9 +39,6 @@ def device(device, request):
 def assert_is_stocks(fn, given, **options):
     only_on_cpu(given[0].device)
     assert_exact(then_draws(fn), then_draws(fn), given, **options)
-
-
-# The same bits.
 
 
 @both
@@ -131,11 +118,7 @@ def test_attention_is_exact_for_odd_shapes_and_masks(device, p):
     with torch.inference_mode():
         mask = mask_of("bool", device)
     assert_is_stocks(attention(mask, dropout=p), inputs(device))
-
-
-@both
-def test_gradients_of_one_tensor_taken_thrice_are_summed_in_stocks_order(device, p):
-    for dtype in DTYPES:
+    for dtype in DTYPES:  # the gradients of one tensor are summed in stock's order
         assert_is_stocks(lambda x: sdpa(x, x, x, p=p), inputs(device, dtype)[:1])
 
 
@@ -148,103 +131,75 @@ def test_it_is_exact_where_halves_may_be_summed_in_half_precision():
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
 
 
-def test_attention_is_no_worse_than_eager(device):
-    for dtype, kind in product((FP32, BF16), MASKS):
-
-        def attend(q, k, v, kind=kind):  # a float mask must have q's dtype
-            mask = mask_of(kind, device)
-            return attention(mask.to(q.dtype) if kind == "float" else mask, "rotated", 2)(q, k, v)
-
-        assert_no_worse_than_eager(attend, attend, inputs(device, dtype, kv_heads=HEADS // 2))
-
-
 @pytest.mark.parametrize(("groups", "p"), [(1, 0.0), (2, 0.0), (2, P)])
-def test_attention_has_the_right_gradients_and_runs_backward_twice(device, groups, p):
-    def attend(q, k, v):
-        torch.manual_seed(3)
-        return attention(mask_of("bool", device, seq=3), "rotated", groups, dropout=p)(q, k, v)
-
-    # Once: PyTorch's fused kernels have no second derivative.
-    given = inputs(device, torch.float64, HEADS // groups, seq=3, dim=2)
-    assert_gradients_are_right(attend, *given, twice=False)
+def test_attention_runs_backward_twice_and_without_gradients(device, groups, p):
     for kind in MASKS:
         fn = attention(mask_of(kind, device), "rotated", groups, dropout=p)
         assert_backward_twice(fn, *inputs(device, kv_heads=HEADS // groups))
-
-
-def test_attention_is_stock_without_gradients(device):
-    fn, given = attention(mask_of("bool", device), "rotated"), inputs(device)
-    with taping(), torch.no_grad():
-        assert_same_bits(fn(*given), fn(*given))
-
-
-# Layers that share.
+    found = []
+    for tape in (True, False):
+        torch.manual_seed(3)
+        with laid(tape), torch.no_grad():
+            found.append(fn(*inputs(device, kv_heads=HEADS // groups)))
+    assert_same_bits(*found)
 
 
 @pytest.mark.parametrize("wanted", [True, False], ids=["trained", "frozen"])
-@pytest.mark.parametrize("kind", ["bool", "float"])
-def test_layers_that_share_a_mask_and_a_bias_are_exact(device, kind, wanted):
-    fn, causal = attention(mask_of(kind, device)), attention(is_causal=True)
-
-    def layers(q, k, v, bias):
-        bias = bias.permute(0, 3, 1, 2)  # not contiguous, as T5 computes it
-        return causal(fn(fn(fn(q, k, v, bias), k, v, bias), k, v), k, v, bias)
-
+def test_layers_that_share_a_mask_and_a_bias_are_exact(device, wanted):
+    """In one dtype, and where autocast is on for the first or for the second one."""
     bias = bias_of(device).permute(0, 2, 3, 1).contiguous()
-    assert_is_stocks(layers, [*inputs(device), bias], wanted=(True, True, True, wanted))
+    for kind in ("bool", "float"):
+        fn, causal = attention(mask_of(kind, device)), attention(is_causal=True)
+
+        def layers(q, k, v, bias, fn=fn, causal=causal):
+            bias = bias.permute(0, 3, 1, 2)  # not contiguous, as T5 computes it
+            return causal(fn(fn(fn(q, k, v, bias), k, v, bias), k, v), k, v, bias)
+
+        assert_is_stocks(layers, [*inputs(device), bias], wanted=(True, True, True, wanted))
+    attend = attention(mask_of("bool", device))
+    for autocast in ((True, False), (False, True)):
+
+        def of_two_dtypes(x, k, v, bias, autocast=autocast):
+            for enabled in autocast:
+                with torch.autocast(device.type, dtype=BF16, enabled=enabled):
+                    x = (attend(x, k, v, bias) + attend(x, k, v)).float()
+            return x
+
+        assert_is_stocks(of_two_dtypes, [*inputs(device), bias_of(device)], wanted=(True, True, True, wanted))
 
 
-@pytest.mark.parametrize(("kind", "with_bias"), [("bool", True), ("bool", False), ("float", True)])
-def test_a_mask_that_changes_between_layers_is_not_confused_with_what_it_was(device, with_bias, kind):
-    def layers(q, k, v):
-        mask, bias = mask_of(kind, device), bias_of(device) if with_bias else None
-        attend = attention(mask)
-        first = attend(q, k, v, bias)
-        mask[0, :, :, 0] = mask[1, 0, 0, -1]
-        return attend(first, k, v, bias)
+def test_a_mask_that_changes_after_a_layer_is_not_confused_with_what_it_was(device):
+    for kind, with_bias in (("bool", True), ("bool", False), ("float", True)):
 
-    assert_is_stocks(layers, inputs(device))
+        def layers(q, k, v, kind=kind, with_bias=with_bias):
+            mask, bias = mask_of(kind, device), bias_of(device) if with_bias else None
+            attend = attention(mask)
+            first = attend(q, k, v, bias)
+            mask[0, :, :, 0] = mask[1, 0, 0, -1]
+            return attend(first, k, v, bias)
 
+        assert_is_stocks(layers, inputs(device))
 
-def test_a_mask_that_is_written_to_before_backward_is_taken_as_it_was():
-    def attend(q, k, v):
+    def last(q, k, v):  # taken apart, where stock keeps no mask
         mask = torch.zeros(SEQ, SEQ)
         out = sdpa(q, k, v, attn_mask=mask)
         mask.fill_(-9.0)
         return out
 
-    assert_is_stocks(attend, inputs(CPU))
+    assert_is_stocks(last, inputs(CPU))
 
 
-@pytest.mark.parametrize("autocast", [(True, False), (False, True)], ids=["wider", "narrower"])
-@pytest.mark.parametrize("wanted", [True, False], ids=["trained", "frozen"])
-def test_layers_of_two_dtypes_that_share_a_mask_and_a_bias_are_exact(device, wanted, autocast):
-    attend = attention(mask_of("bool", device))
+def test_attention_on_a_fused_projection_is_exact(device):
+    for kind, is_rotated, groups in product(MASKS, (True, False), (1, 2)):
+        widths = [HEADS * DIM, HEADS * DIM // groups, HEADS * DIM // groups]
+        module = SimpleNamespace(is_causal=False, num_key_value_groups=groups)
 
-    def layers(x, k, v, bias):
-        for enabled in autocast:
-            with torch.autocast(device.type, dtype=BF16, enabled=enabled):
-                x = (attend(x, k, v, bias) + attend(x, k, v)).float()
-        return x
-
-    assert_is_stocks(layers, [*inputs(device), bias_of(device)], wanted=(True, True, True, wanted))
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-def test_attention_on_a_fused_projection_is_exact(device, groups):
-    widths = [HEADS * DIM, HEADS * DIM // groups, HEADS * DIM // groups]
-    module = SimpleNamespace(is_causal=False, num_key_value_groups=groups)
-    for kind, is_rotated in product(MASKS, (True, False)):
-
-        def attend(qkv, mask=mask_of(kind, device), is_rotated=is_rotated):  # noqa: B008
+        def attend(qkv, mask=mask_of(kind, device), rotated=is_rotated, widths=widths, module=module):  # noqa: B008
             q, k, v = (x.view(BATCH, SEQ, -1, DIM).transpose(1, 2) for x in qkv.split(widths, dim=-1))
-            q, k = (q.cos(), k.cos()) if is_rotated else (q, k)
+            q, k = (q.cos(), k.cos()) if rotated else (q, k)
             return sdpa_attention_forward(module, q, k, v, mask)[0]
 
         assert_is_stocks(attend, [random(BATCH, SEQ, sum(widths), device=device)])
-
-
-# With dropout, which is taken apart.
 
 
 @pytest.mark.parametrize("sizes", [dict(kv_seq=0), dict(dim=0), dict(batch=0), dict(seq=0)], ids=str)
@@ -261,35 +216,33 @@ class Sees(TorchFunctionMode):
     calls = 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.calls += func is F.scaled_dot_product_attention
+        Sees.calls += func is F.scaled_dot_product_attention
         return func(*args, **(kwargs or {}))
 
 
 class Seen(torch.Tensor):
     """Has a say in what is called with it."""
 
-    calls = 0
-
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        Seen.calls += func is F.scaled_dot_product_attention
+        Sees.calls += func is F.scaled_dot_product_attention
         return super().__torch_function__(func, types, args, kwargs)
 
 
 def test_modes_and_classes_see_the_call_and_fake_tensors_are_taken_apart_too(composed):
-    with Sees() as mode:
+    before = Sees.calls
+    with Sees():
         assert_is_stocks(attention(dropout=P), inputs(CPU))
-    assert mode.calls == 2
-    before = len(composed)
+    assert Sees.calls == before + 2
     with laid(True):
         q, k, v = (x.requires_grad_() for x in inputs(CPU))
         sdpa(q.as_subclass(Seen), k, v)
-        assert len(composed) > before and Seen.calls == 1
-    before = len(composed)
+    assert Sees.calls == before + 3 and composed
+    composed.clear()
     with FakeTensorMode(), laid(True):
         out = sdpa(*(torch.empty(2, SEQ, HEADS, 8, requires_grad=True) for _ in range(3)))
         out.sum().backward()
-    assert len(composed) > before and out.shape == (2, HEADS, SEQ, 8)
+    assert composed and out.shape == (2, HEADS, SEQ, 8)
 
 
 def test_what_stock_refuses_is_refused_with_its_words():
@@ -309,27 +262,3 @@ def test_what_stock_refuses_is_refused_with_its_words():
                 sdpa(*(x.clone().requires_grad_() for x in given), **options)
             said.append(str(error.value))
         assert said[0] == said[1], name
-
-
-class Attends(nn.Module):
-    """Self-attention between two linears, whose outcome is a loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 8).unbind(2)
-        heads = sdpa(q, k, v, p=P if self.training else 0.0)
-        return SimpleNamespace(loss=self.out(heads.transpose(1, 2).flatten(2)).square().mean())
-
-
-def test_a_model_that_attends_is_exact_with_each_config():
-    for config in (True, {"dropout": "mask"}, {"dropout": "stock"}, {"attention": "stock"}, {"offload": True}):
-        torch.manual_seed(0)
-        stock = Attends().train()
-        ours = copy.deepcopy(stock)
-        patch(ours, config)
-        for seed in range(3):
-            batch = {"x": random(2, 5, 16, seed=seed)}
-            assert_same(step(ours, batch, seed), step(stock, batch, seed))

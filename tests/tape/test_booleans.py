@@ -1,6 +1,5 @@
 """Booleans that autograd keeps in a patched model: one bit an element, once, and stock's gradients."""
 
-import copy
 from functools import partial
 
 import pytest
@@ -12,29 +11,36 @@ from hf_memsave import measure_kept, patch
 from support.helpers import assert_same_bits, random
 
 ROWS, WIDTH = 64, 256
+BITS = ROWS * WIDTH // 8
 
 
 class Gate(nn.Module):
-    """Two uses of one fresh mask ``[ROWS, WIDTH]``, and one of a causal buffer."""
+    """``fn`` of a linear's output and a mask; by default two uses of one fresh mask ``[ROWS, WIDTH]`` or of a view."""
 
-    def __init__(self, view="whole", use_buffer=False, forward=None):
+    def __init__(self, view=lambda x: x, is_buffer=False, fn=None):
         super().__init__()
-        self.other_forward = forward
-        self.norm, self.linear, self.view = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), view
-        self.register_buffer("causal", torch.ones(ROWS, WIDTH, dtype=torch.bool).tril() if use_buffer else None)
+        self.norm, self.linear, self.view, self.fn = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), view, fn
+        self.register_buffer("causal", torch.ones(ROWS, WIDTH, dtype=torch.bool).tril() if is_buffer else None)
 
     def forward(self, x):
-        if self.other_forward is not None:
-            return self.other_forward(self, x)
-        x = self.linear(self.norm(x))
-        mask = self.causal if self.causal is not None else x.detach() > 0
-        if self.view == "expanded":
-            mask, x = mask.expand(3, ROWS, WIDTH), x.expand(3, ROWS, WIDTH)
-        elif self.view == "transposed":
-            mask, x = mask.t(), x.t()
-        elif self.view == "part":
-            mask, x = mask[: ROWS // 4], x[: ROWS // 4]
-        return (x.masked_fill(mask, 2.0) + torch.where(mask, x, -1.0)).square()
+        y = self.linear(self.norm(x))
+        if self.fn is not None:
+            return self.fn(y, x.detach() > 0)
+        y, mask = self.view(y), self.view(y.detach() > 0 if self.causal is None else self.causal)
+        return (y.masked_fill(mask, 2.0) + torch.where(mask, y, -1.0)).square()
+
+
+VIEWS = {
+    "whole": lambda x: x,
+    "expanded": lambda x: x.expand(3, ROWS, WIDTH),
+    "transposed": lambda x: x.t(),
+    "part": lambda x: x[: ROWS // 4],
+}
+
+
+@pytest.fixture
+def x(device):
+    return random(ROWS, WIDTH, device=device)
 
 
 def gradients(model, x, around=lambda model, x: model(x)):
@@ -43,81 +49,68 @@ def gradients(model, x, around=lambda model, x: model(x)):
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("view", ["whole", "expanded", "transposed", "part"])
-def test_gradients_are_stocks(device, view):
-    stock = Gate(view).to(device)
-    ours, x = copy.deepcopy(stock), random(ROWS, WIDTH, device=device).requires_grad_()
-    patch(ours)
+def offloaded(model, x):
+    with torch.autograd.graph.save_on_cpu():
+        return model(x)
 
-    def offloaded(model, x):
-        with torch.autograd.graph.save_on_cpu():
-            return model(x)
 
-    expected = gradients(stock, x)
+@pytest.mark.parametrize("view", VIEWS)
+def test_gradients_are_stocks(device, view, x):
+    model, x = Gate(VIEWS[view]).to(device), x.requires_grad_()
+    expected = gradients(model, x)
+    patch(model)
     checkpoints = [partial(checkpoint, use_reentrant=use_reentrant) for use_reentrant in (True, False)]
     for around in (lambda model, x: model(x), *checkpoints, offloaded):
-        for name, grad in gradients(ours, x, around).items():
+        for name, grad in gradients(model, x, around).items():
             assert_same_bits(grad, expected[name], name)
-    loss = ours(x).sum()
+    loss = model(x).sum()
     for _ in range(2):
-        ours.zero_grad()
+        model.zero_grad()
         loss.backward(retain_graph=True)
-        assert_same_bits(ours.linear.weight.grad, expected["linear.weight"])
-
-
-def test_a_mask_is_kept_once_in_bits(device):
-    """Stock keeps a byte an element. Where what it was made from is kept anyway, it is made again; a buffer is left."""
-    x, bits = random(ROWS, WIDTH, device=device), ROWS * WIDTH // 8
-    for view, expected in (("whole", bits), ("expanded", 0), ("transposed", bits)):
-        model = Gate(view).to(device)
-        assert masks(model, x) == ROWS * WIDTH
-        patch(model)
-        assert masks(model, x) == expected
-    model = Gate(use_buffer=True).to(device)
-    patch(model)
-    assert masks(model, x) == 0
+        assert_same_bits(model.linear.weight.grad, expected["linear.weight"])
 
 
 def masks(model, x):
     """Bytes kept that are no multiple of an activation."""
-    return sum(s.nbytes for s in measure_kept(model, (x,)).storages if s.nbytes in (ROWS * WIDTH, ROWS * WIDTH // 8))
+    return sum(s.nbytes for s in measure_kept(model, (x,)).storages if s.nbytes in (ROWS * WIDTH, BITS))
 
 
-def test_a_part_of_a_mask_is_kept_as_it_is(device):
-    model, x = Gate("part").to(device), random(ROWS, WIDTH, device=device)
+def test_a_mask_is_kept_once_in_bits(device, x):
+    """Stock keeps a byte an element. Where what it was made from is kept anyway, it is made again.
+
+    A buffer is left, and so is a mask of which a part alone is kept.
+    """
+    for view, expected in {"whole": BITS, "expanded": 0, "transposed": BITS}.items():
+        model = Gate(VIEWS[view]).to(device)
+        assert masks(model, x) == ROWS * WIDTH
+        patch(model)
+        assert masks(model, x) == expected
+    model = Gate(is_buffer=True).to(device)
+    patch(model)
+    assert masks(model, x) == 0
+    model = Gate(VIEWS["part"]).to(device)
     stock = measure_kept(model, (x,)).total
     patch(model)
-    kept = measure_kept(model, (x,))
-    assert kept.total < stock
-    assert ROWS * WIDTH // 8 not in [s.nbytes for s in kept.storages]
+    assert measure_kept(model, (x,)).total < stock
+    assert BITS not in [s.nbytes for s in measure_kept(model, (x,)).storages]
 
 
-def test_a_mask_that_is_written_to_later_was_kept_as_it_was(device):
-    """Stock raises in backward; the bits are those of the forward."""
+def test_a_mask_that_is_written_to_later_was_kept_as_it_was(device, x):
+    """Stock raises in backward; the bits are those of the forward, and of two on one storage those of each."""
 
-    def overwrites(model, x):
-        mask = x.detach() > 0
-        y = model.linear(model.norm(x)).masked_fill(mask, 2.0)
+    def overwrites(y, mask):
+        y = y.masked_fill(mask, 2.0)
         mask.zero_()
         return y
 
-    model, x = Gate(forward=overwrites).to(device), random(ROWS, WIDTH, device=device)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        gradients(model, x)
-    patch(model)
-    got = gradients(model, x)["linear.bias"]
-    assert_same_bits(got, (x <= 0).sum(0).to(x.dtype))
-
-
-def test_two_masks_on_one_storage_are_told_apart(device):
-    def rewrites(model, x):
-        mask = x.detach() > 0
-        z = model.linear(model.norm(x))
-        y = z.masked_fill(mask, 2.0)
+    def rewrites(y, mask):
+        first = y.masked_fill(mask, 2.0)
         mask.logical_not_()
-        return y + z.masked_fill(mask, 2.0)
+        return first + y.masked_fill(mask, 2.0)
 
-    model, x = Gate(forward=rewrites).to(device), random(ROWS, WIDTH, device=device)
-    patch(model)
-    got = gradients(model, x)["linear.bias"]
-    assert_same_bits(got, torch.full_like(got, ROWS))
+    for fn, expected in ((overwrites, (x <= 0).sum(0)), (rewrites, torch.full((WIDTH,), ROWS))):
+        model = Gate(fn=fn).to(device)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            gradients(model, x)
+        patch(model)
+        assert_same_bits(gradients(model, x)["linear.bias"], expected.to(x))

@@ -1,5 +1,7 @@
 """Eager attention in patched models: stock's bits, and one tensor of weights per head is kept."""
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import BertConfig, GPT2Config, GPT2LMHeadModel
@@ -18,15 +20,15 @@ from support.helpers import (
     only_on_cpu,
     random,
 )
+from support.pairs import pairwise
 from support.steps import assert_same, state_of, step
 
 #: Each its own eager function, or another way to use it: plain, downcast, biased, repeated k and v, a fused projection.
 FAMILIES = ("bert", "gpt2", "t5-decoder", "llama", "phi3")
-PRECISIONS = {
-    "fp32": (torch.float32, None),
-    "bf16": (torch.bfloat16, None),
-    "autocast": (torch.float32, torch.bfloat16),
-}
+FP32, BF16 = torch.float32, torch.bfloat16
+#: Dtype and autocast.
+PRECISIONS = ((FP32, None), (BF16, None), (FP32, BF16))
+CONFIGS = (True, "checkpointed", MemSaveConfig(dropout="mask"), MemSaveConfig(dropout="stock"))
 WIDE = Size(seq=48)
 
 
@@ -38,69 +40,50 @@ def assert_is_exact(make, config=True, autocast=None):
     assert_alike(make, run, config)
 
 
-# The same bits
+@pytest.mark.parametrize(("family", "precision", "config"), pairwise(FAMILIES, PRECISIONS, CONFIGS), ids=str)
+def test_eager_attention_is_exact(device, family, precision, config):
+    dtype, autocast = precision
+
+    def make(p):
+        model = eager(family, p, dtype, device=device)
+        if config == "checkpointed":
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return model
+
+    for p in (0.0, 0.1):
+        assert_is_exact(partial(make, p), True if config == "checkpointed" else config, autocast)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_eager_attention_is_exact(device, family, precision):
-    dtype, autocast = PRECISIONS[precision]
-    for dropout in (0.0, 0.1):
-        assert_is_exact(lambda p=dropout: eager(family, p, dtype, device=device), autocast=autocast)
+def test_eager_attention_is_exact_where_little_is_trained_and_where_it_is_asked_for_by_name(device):
+    """GPT-2 upcasts and reorders its scores only where its config says "eager"."""
 
-
-@pytest.mark.parametrize("trained", ["query", "key", "value"])
-def test_eager_attention_is_exact_where_little_is_trained(device, trained):
-    def make():
+    def of_bert(trained):
         model = eager("bert", device=device)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(trained in name)
         return model
 
-    assert_is_exact(make)
-
-
-@pytest.mark.parametrize("family", ["bert", "t5-decoder", "llama"])
-def test_eager_attention_is_exact_under_checkpointing_and_for_every_dropout(device, family):
-    def make():
-        model = eager(family, device=device)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return model
-
-    assert_is_exact(make)
-    for how in ("mask", "stock"):
-        assert_is_exact(lambda: eager(family, device=device), MemSaveConfig(dropout=how))
-
-
-def test_eager_attention_is_exact_in_the_model_that_asks_for_it_by_name(device):
-    """GPT-2 upcasts and reorders its scores only where its config says "eager"."""
-    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=512, reorder_and_upcast_attn=True)
-
-    def make():
+    def reordered():
+        config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=512, reorder_and_upcast_attn=True)
         model = GPT2LMHeadModel(config).to(device).train()
         model.set_attn_implementation(NAME)
         return model
 
-    assert_is_exact(make)
-
-
-def own_attention(device, heads=2, dim=2, dropout=0.3):
-    """BERT's self-attention in float64, as a function of its input; dropout is the same in each call."""
-    config = BertConfig(hidden_size=heads * dim, num_attention_heads=heads, attention_probs_dropout_prob=dropout)
-    config._attn_implementation = NAME
-    torch.manual_seed(0)
-    module = BertSelfAttention(config).to(device, torch.float64).train().requires_grad_(False)
-
-    def call(x):
-        torch.manual_seed(1)
-        return module(x)[0]
-
-    return call
+    for make in (*(partial(of_bert, name) for name in ("query", "key", "value")), reordered):
+        assert_is_exact(make)
 
 
 def test_eager_attention_has_the_right_gradients_and_runs_backward_twice(device):
-    assert_gradients_are_right(own_attention(device), random(1, 3, 4, dtype=torch.float64, device=device))
-    assert_backward_twice(own_attention(device), random(2, 5, 4, dtype=torch.float64, device=device))
+    config = BertConfig(hidden_size=4, num_attention_heads=2, attention_probs_dropout_prob=0.3)
+    config._attn_implementation = NAME
+    module = BertSelfAttention(config).to(device, torch.float64).train().requires_grad_(False)
+
+    def call(x):  # with one dropout
+        torch.manual_seed(1)
+        return module(x)[0]
+
+    assert_gradients_are_right(call, random(1, 3, 4, dtype=torch.float64, device=device))
+    assert_backward_twice(call, random(2, 5, 4, dtype=torch.float64, device=device))
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
@@ -117,13 +100,10 @@ def test_eager_attention_returns_the_same_weights(device, family):
     assert_alike(lambda: eager(family, device=device), run)
 
 
-# What is kept
-
-
 def kept_by_models(device, family, p, dtype=torch.float32, **config):
     """What a patched model keeps with eager attention, and with SDPA without dropout."""
-    model = eager(family, p, dtype, WIDE, device)
-    other, batch = eager(family, 0.0, dtype, WIDE, device), batch_for(model, WIDE, padded=True)
+    model, other = eager(family, p, dtype, WIDE, device), eager(family, 0.0, dtype, WIDE, device)
+    batch = batch_for(model, WIDE, padded=True)
     other.set_attn_implementation("sdpa")
     for patched in (model, other):
         patch(patched, MemSaveConfig(**config))
@@ -158,18 +138,6 @@ def test_eager_attention_keeps_of_dropout_what_is_asked_for(device):
     for how, nbytes in expected.items():
         here, without = (kept_by_models(device, "bert", p, dropout=how)[0].total for p in (0.1, 0.0))
         assert here - without == nbytes
-
-
-def test_eager_attention_leaves_a_forward_of_another_tool_in_place(device):
-    model = eager("bert", device=device)
-    batch = batch_for(model, padded=True)
-    expected = step(model, batch)
-    module = model.bert.encoder.layer[0].attention.self
-    stock, seen = type(module).forward, []
-    module.forward = lambda *args, **kwargs: seen.append(1) or stock(module, *args, **kwargs)
-    patch(model)
-    assert_same(step(model, batch), expected)
-    assert seen
 
 
 @pytest.mark.parametrize("family", ["t5-decoder", "llama"])

@@ -1,8 +1,7 @@
 """The table of cheap functions, under a tape: stock's bits and strides from no more bytes, and no wrong one in hazards.
 
-All functions are asked for bits, and whether they are remade; one call of each kind (its handler, and what stock keeps)
-is asked what it keeps, and has its arguments or its result written to. A new function needs its arguments in
-``support/examples.py``, and nothing here.
+One call of each kind (its handler, and what stock keeps) is asked what it keeps, and has its arguments or its result
+written to. A new function needs its arguments in ``support/examples.py``, and nothing here.
 """
 
 from itertools import product
@@ -30,18 +29,21 @@ OPTIONS = [
 
 
 def step(call, a, tape):
-    """The call, a consumer that keeps its result, and a backward."""
+    """The call, a consumer that keeps its result, and two backwards."""
     args, kwargs = call(a)
     with laid(tape):
         y = call.function(*args, **kwargs)
         if not isinstance(y, Tensor):  # Tensor.type() is a string
             y = a.x
         z, weight = consumed(y)
-    try:
-        z.backward(random(*z.shape, dtype=z.dtype, device=z.device, seed=22))
-    except RuntimeError as error:
-        assert "is not implemented" in str(error)  # floor_divide has no derivative
-    return y.detach(), [weight.grad, *(leaf.grad for leaf in a.leaves)]
+    dz, found = random(*z.shape, dtype=z.dtype, device=z.device, seed=22), []
+    inputs = [weight, *(leaf for leaf in a.leaves if leaf.requires_grad)]
+    for _ in range(2):
+        try:
+            found += torch.autograd.grad(z, inputs, dz, retain_graph=True, allow_unused=True)
+        except RuntimeError as error:
+            assert "is not implemented" in str(error)  # floor_divide has no derivative
+    return y.detach(), found
 
 
 def test_every_function_has_stocks_bits_and_strides(device):
@@ -82,12 +84,12 @@ def test_every_function_and_views_of_it_are_remade_as_they_were(device):
 def test_a_list_that_changes_later_is_as_it_was(device):
     for call in CALLS:
         args, kwargs = call(Arguments(device, frozen=True))
-        lists = [x for x in (*args, *kwargs.values()) if isinstance(x, list)]
-        lists += [x for arg in args if isinstance(arg, tuple) for x in arg if isinstance(x, list)]
-        if not lists:
-            continue
+        tuples = [x for x in args if isinstance(x, tuple)]
+        lists = [x for given in (args, kwargs.values(), *tuples) for x in given if isinstance(x, list)]
         with taping(inputs=leaves(args, kwargs)) as tape:
             y = call.function(*args, **kwargs)
+            if not lists:
+                continue
             expected = y.clone()
             for found in lists:
                 found.clear()
@@ -95,9 +97,6 @@ def test_a_list_that_changes_later_is_as_it_was(device):
             for found in lists:
                 found.append(1)
         assert_same_bits(handle.get(), expected, name_of(call.function))
-
-
-# One call of each kind.
 
 
 def kind_of(call):
@@ -184,15 +183,8 @@ def scribbled(y):
 def outcome(call, a, what, when, is_recorded, consumers, tape, apart=False):
     """Gradients, or the error, of a call and consumers that keep its result, with a write at one point in between.
 
-    Args:
-        call: The call.
-        a: Its arguments.
-        what: "arguments" or "result": what is written to.
-        when: "before", "inside" or "after": the result is taken, in the forward, or after it.
-        is_recorded: Whether the write is for autograd to see, too.
-        consumers: Each gives what goes into the loss, and a leaf.
-        tape: Whether a tape is laid.
-        apart: Whether each function gets copies of its own, so that no write can matter.
+    It is to the "arguments" or the "result", and "before" that is taken, "inside" the forward or "after" it; ``apart``,
+    each function gets copies of its own, so that none can matter.
     """
     args, kwargs = given, named = call(a)
     if apart:
@@ -244,19 +236,3 @@ def test_a_write_is_stocks_or_refused(device, call):
         assert_stocks_or_refused(device, call, *point)
     for consumers in ((consumed, scribbled), (scribbled, consumed)):  # one writes to what it kept, in its backward
         assert_stocks_or_refused(device, call, consumers=consumers)
-
-
-@every_kind
-def test_a_second_backward_gives_the_bits_of_the_first(device, call):
-    a = Arguments(device)
-    args, kwargs = call(a)
-    with taping():
-        y = call.function(*args, **kwargs)
-        if not isinstance(y, Tensor) or "NotImplemented" in str(y.grad_fn):
-            return  # no derivative
-        z, weight = consumed(y)
-    first, second = (
-        torch.autograd.grad(z.sum(), [weight, *a.leaves], allow_unused=True, retain_graph=True) for _ in range(2)
-    )
-    for mine, before in zip(second, first, strict=True):
-        assert_same_bits(mine, before)
