@@ -1,4 +1,4 @@
-"""``scripts/bench/``: that models.py and ops.py would run where there is a GPU, and a small peak_over_training.py."""
+"""``scripts/bench/``: that models.py and ops.py would run where there is a GPU, and techniques.py's figures."""
 
 import importlib.util
 import json
@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from support.helpers import halved
+from hf_memsave import MemSaveConfig
 from support.script_helpers import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,10 +107,21 @@ def test_without_peft_rows_of_adapters_are_left_out(bench, tmp_path, monkeypatch
     assert figures["t5, small: stock"]["tokens_per_second"] > 0
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="figures are those of CPU kernels")
-@pytest.mark.parametrize(("name", "padding"), halved(["bert", "llama", "llama-lora"], ["fixed", "dynamic"]))
-def test_the_peak_of_a_run_with_evaluation_falls_by_what_is_avoided(name, padding, monkeypatch):
-    bench = load_script("peak_over_training", monkeypatch)
-    stock, ours = (bench.measured(name, padding, is_patched, steps=4) for is_patched in (False, True))
-    assert ours.avoided > 0
-    assert stock.counted - ours.counted >= 0.8 * ours.avoided
+@pytest.fixture
+def techniques(monkeypatch):
+    return load_script("techniques", monkeypatch)
+
+
+def test_what_a_whole_model_keeps_follows_from_two_depths(techniques):
+    one, two, three = (
+        techniques.kept_at(techniques.bert(layers), "BERT-Base", 1, MemSaveConfig()) for layers in (1, 2, 3)
+    )
+    assert three - two == two - one > 0
+
+
+def test_few_bits_keep_less_than_exact_before_a_frozen_linear(techniques):
+    settings, make = techniques.SETTINGS, techniques.MODELS["LoRA on q, v"]
+    few, exact, stock = (
+        techniques.kept_at(make(1), "LoRA on q, v", 1, settings[name]) for name in ("few-bit", "exact", "stock")
+    )
+    assert few < 0.8 * exact < exact < stock
