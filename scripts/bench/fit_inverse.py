@@ -26,7 +26,7 @@ from torch import Tensor
 from hf_memsave.ops.approximate.elementwise import ACTIVATIONS
 from hf_memsave.ops.approximate.inverse import InverseFit
 
-TARGET = Path(__file__).resolve().parents[2] / "hf_memsave" / "ops" / "inverse_fits.json"
+TARGET = Path(__file__).resolve().parents[2] / "hf_memsave" / "ops" / "approximate" / "inverse_fits.json"
 LEFT_COEFFICIENTS = 7
 RIGHT_COEFFICIENTS = 10
 #: Beyond the cut the slope is taken as 1; at the cut it still differs from 1 by this.

@@ -1,15 +1,11 @@
-"""Kept memory and speed of sampled weight gradients, beside stock and beside ``exact``.
+"""Kept memory of sampled weight gradients, beside stock and beside ``exact``.
 
-    python scripts/bench/wta_crs.py [--part memory speed] [--threads 2]
+    python scripts/bench/wta_crs.py [--batch 8] [--out [DIR]]
 
-Memory: bytes kept per layer (the difference of two depths, every live storage counted) at the shapes of BERT-Base,
+Bytes kept per layer (the difference of two depths, every live storage counted) at the shapes of BERT-Base,
 T5-Base and OPT-350M with sequences of 128 tokens, whole and with LoRA (r 32 on q, k, v, as in the paper, and on all
-linears), attention dropout 0. Speed: forward and backward of one linear, sampled over dense, in alternating runs.
-Writes scripts/results/wta-crs-{memory,speed}.md.
+linears), attention dropout 0.
 """
-
-import statistics
-import time
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -34,8 +30,6 @@ SETTINGS = {
     "WTA-CRS @0.3": MemSaveConfig(linear=WTACRS(budget=0.3)),
     "WTA-CRS @0.1": MemSaveConfig(linear=WTACRS(budget=0.1)),
 }
-#: Of a linear: features in and out. The last one is a lora_A of rank 8.
-SHAPES = ((1024, 1024), (1024, 4096), (4096, 1024), (4096, 4096), (1024, 8))
 
 
 def bert(layers: int) -> nn.Module:
@@ -127,71 +121,13 @@ models, where that input is recomputed from what the activation keeps anyway."""
     return title, header, rows
 
 
-def speed(tokens: int, repeats: int) -> tuple[str, list[str], list[list[str]]]:
-    """Times, sampled over dense: title, header and rows."""
-    rows = []
-    for fan_in, fan_out in SHAPES:
-        x = torch.randn(8, tokens // 8, fan_in)
-        dense = nn.ModuleList([nn.Linear(fan_in, fan_out)])
-        sampled = nn.ModuleList([nn.Linear(fan_in, fan_out)])
-        dense, sampled = Stack(dense), Stack(sampled)
-        patch(sampled, MemSaveConfig(linear=WTACRS(budget=0.3)))
-        times: tuple[list[float], list[float]] = ([], [])
-        for index in track(range(repeats + 2), f"{fan_in} to {fan_out}"):
-            for model, record in zip((dense, sampled), times, strict=True):
-                taken = timed(model, x)
-                if index >= 2:
-                    record.append(taken)
-        ratio = statistics.median(times[1]) / statistics.median(times[0])
-        best = min(times[1]) / min(times[0])
-        rows.append(
-            [f"{fan_in} to {fan_out}", f"{statistics.median(times[0]) * 1e3:.1f}", f"{ratio:.2f}", f"{best:.2f}"]
-        )
-    title = f"""\
-# Speed of the sampled linear
-
-Forward and backward, fp32, {tokens} tokens, 30% of them drawn, with the prediction of gradient norms by position;
-medians and minima of {repeats} alternating runs. The last row is a lora_A of rank 8."""
-    return title, ["features", "dense ms", "sampled / dense, median", "minimum"], rows
-
-
-class Stack(nn.Module):
-    """A block with one linear between two cheap, patchable modules."""
-
-    def __init__(self, layers: nn.ModuleList) -> None:
-        super().__init__()
-        self.layers = layers
-        self.norm = nn.LayerNorm(4)  # what `patch` asks a model to have; never called
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The linear."""
-        return self.layers[0](x)
-
-
-def timed(model: nn.Module, x: torch.Tensor) -> float:
-    """Seconds of a forward and backward, from an input that wants a gradient."""
-    leaf = x.clone().requires_grad_()
-    gradient = torch.ones(*x.shape[:-1], model.layers[0].out_features)
-    start = time.perf_counter()
-    model(leaf).backward(gradient)
-    taken = time.perf_counter() - start
-    model.zero_grad()
-    return taken
-
-
 def main() -> None:
     """Measure, print and write."""
     parser = arguments(__doc__, RESULTS)
-    parser.add_argument("--part", nargs="+", choices=("memory", "speed"), default=["memory", "speed"])
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--repeats", type=int, default=10)
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    for part in options.part:
-        found = memory(options.batch) if part == "memory" else speed(options.tokens, options.repeats)
-        publish(f"wta-crs-{part}", *found, {}, options.out)
+    torch.set_num_threads(1)
+    publish("wta-crs-memory", *memory(options.batch), {}, options.out)
 
 
 if __name__ == "__main__":
