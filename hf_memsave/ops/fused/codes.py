@@ -1,7 +1,6 @@
 """Bits, codes and draws by kernels, where they run; elsewhere by PyTorch, whose results are of the same kind.
 
-Which of both a tape uses, its :class:`~hf_memsave.tape.codecs.Coders` say; so an op asks here whether kernels are
-wanted at all. Forward decides for backward, which has no tape.
+A tape's :class:`~hf_memsave.tape.codecs.Coders` say which of both it uses; forward decides for backward.
 """
 
 from __future__ import annotations
@@ -37,25 +36,21 @@ def _unpack_bits(packed: Tensor, numel: int) -> Tensor:
 def _encode(flat: Tensor, form: quantize.Format, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
     if not can_run(flat):
         return quantize.encode(flat, form, generator)
-    codes: tuple[Tensor, Tensor] = kernels().encode(flat, f"int{form.bits}", seed_for(flat, generator))
-    return codes
+    return kernels().encode(flat, f"int{form.bits}", seed_for(flat, generator))
 
 
 def _decode(codes: Tensor, bounds: Tensor, form: quantize.Format, numel: int, dtype: torch.dtype) -> Tensor:
     if dtype is torch.float64 or not runs_on(codes, bounds):
         return quantize.decode(codes, bounds, form, numel, dtype)
-    x: Tensor = kernels().decode(codes, bounds, f"int{form.bits}", numel, dtype)
-    return x
+    return kernels().decode(codes, bounds, f"int{form.bits}", numel, dtype)
 
 
 def _row_norms(x: Tensor) -> Tensor:
-    norms: Tensor = kernels().row_norms(x)
-    return norms
+    return kernels().row_norms(x)
 
 
 def _probabilities(norms: Tensor, predicted: Tensor | None = None, allowed: Tensor | None = None) -> Tensor:
-    p: Tensor = kernels().probabilities(norms, predicted, allowed)
-    return p
+    return kernels().probabilities(norms, predicted, allowed)
 
 
 def _draw(estimator: str, p: Tensor, k: int, u: Tensor) -> Draw:

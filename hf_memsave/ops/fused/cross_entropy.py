@@ -9,13 +9,12 @@ Bytes moved, of V logits a row in a dtype of b bytes::
     torch      z in fp32, its maximum, p, 1/c, rounded: 33 V in bf16
     here       3 b V, of which b V a second time
 
-Computed in fp32 and rounded once, as by PyTorch's functions. Class weights, label smoothing and fp64 are left to those,
-and so are logits that backward needs. Source: Hsu et al. (2024), arXiv:2410.10989.
+Class weights, label smoothing, fp64 and logits that backward needs are left to PyTorch's functions.
+Source: Hsu et al. (2024), arXiv:2410.10989.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,29 +24,21 @@ from hf_memsave.device import has_numbers
 from hf_memsave.ops.fused.kernels import can_run, kernels
 
 #: Conversions, which may give back what they are given; and what keeps its own result.
-_CONVERTS = frozenset(
-    {torch.Tensor.float, torch.Tensor.to, torch.Tensor.bfloat16, torch.Tensor.half, torch.Tensor.type}
-)
-_KEEPS = frozenset({torch.tanh, torch.Tensor.tanh})
+_CONVERTS = {Tensor.float, Tensor.to, Tensor.bfloat16, Tensor.half, Tensor.type}
+_KEEPS = {torch.tanh, Tensor.tanh}
 
 
 def suits(steps: Any, z: Tensor) -> bool:
     """Whether logits ``z`` may be written over, after these steps from a product, and the kernel knows their dtype."""
-    last: Callable[..., Any] | None = next((func for func, *_ in reversed(steps) if func not in _CONVERTS), None)
+    last = next((func for func, *_ in reversed(steps) if func not in _CONVERTS), None)
     return last not in _KEEPS and z.is_contiguous() and can_run(z)
 
 
 def loss_and_gradient(z: Tensor, target: Tensor, ignored: int, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's loss, and the gradient of their sum over ``count``, in the place of ``z``.
-
-    Args:
-        z: Logits ``[T, V]``; overwritten.
-        target: Classes ``[T]``.
-        ignored: The class of rows that count for nothing.
-        count: fp32, of one element.
+    """Losses ``[T]`` in fp32 of logits ``[T, V]``, not divided; and the gradient of their sum over ``count``, in place.
 
     Returns:
-        Losses ``[T]``, fp32, not divided; and the gradient.
+        Both; rows whose class is ``ignored`` count for nothing.
 
     Raises:
         RuntimeError: On CUDA and from its kernels, as in stock, a target is no class.

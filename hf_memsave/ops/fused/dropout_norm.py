@@ -9,9 +9,7 @@ Kept for backward, each ``[*, H]``::
     stock    a byte an element of the mask, h, and y again in the next product
     here     h, and two numbers a row; y is made again from them, and the mask from its seed
 
-Exact as mathematics, not stock's bits: all is computed in fp32, h and y are rounded once. **The masks are not
-stock's**: they are of the same distribution (p in steps of 2⁻¹⁶), from a seed that the model's generator gives.
-Gradients of gradients are refused. Source: Ba et al. (2016), arXiv:1607.06450.
+**The masks are not stock's**, but of the same distribution. Source: Ba et al. (2016), arXiv:1607.06450.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_memsave.ops.fused.joint import Joint, edge_of, leaves_if_hooked
-from hf_memsave.ops.fused.kernels import LONGEST_ROW, can_run, draws_as_stock, is_watched, kernels, seed_for, wider
+from hf_memsave.ops.fused.kernels import LONGEST_ROW, can_run, draws_as_stock, is_watched, kernels, seed_for
 from hf_memsave.ops.fused.linear import give_low
 from hf_memsave.ops.op import Op, is_parametrized, once_differentiable
 from hf_memsave.tape import Tape, current
@@ -42,7 +40,7 @@ def _dropout_norm(module: nn.Module, patch: Any, hidden_states: Tensor, input_te
     fits = isinstance(x, Tensor) and x.shape == input_tensor.shape and x.shape[-1:] == norm.weight.shape
     if not fits or p == 1 or (p and draws_as_stock(x, patch)) or not can_run(x, input_tensor, norm.weight, norm.bias):
         return norm(parts.dropout(x) + input_tensor)
-    out, low = wider(x.dtype, input_tensor.dtype), None
+    out, low = torch.promote_types(x.dtype, input_tensor.dtype), None
     if widens(x, "layer_norm"):
         out, low = torch.float32, torch.get_autocast_dtype(x.device.type)
     how = norm.eps, p, seed_for(x) if p else 0, out, None if low is out else low
@@ -61,19 +59,15 @@ def _taped(tensors: tuple[Tensor, ...], eps: float, p: float, seed: int, out: to
     sources = _before(tape, residual, h.dtype) or (residual,)
     tape.record(h, partial(_sum_again, p=p, seed=seed), (x, *sources))
     made = h, weight, bias, mean, rstd
-    tape.record(y, partial(_norm_again, out=out), made)
+    tape.record(y, partial(kernels().layer_norm_again, out=out), made)
     tape.memo[_before] = weakref.ref(y), _state(tape, y), made, [t._version for t in made]
     if low is not None:
-        give_low(tape, y, y_low, (partial(_norm_again, out=low), made))
+        give_low(tape, y, y_low, (partial(kernels().layer_norm_again, out=low), made))
     return y
 
 
 def _before(tape: Tape, y: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...] | None:
-    """The sum, weight, bias, mean and rstd that the last of these norms made y from, which need not be made again then.
-
-    Returns:
-        None if y is another, or of another block, whose sums stay there.
-    """
+    """The sum, weight, bias, mean and rstd that the block's last such norm made y from, so that y need not be."""
     ref, state, made, versions = tape.memo.get(_before, (None, None, (), []))
     is_it = ref is not None and ref() is y and state == _state(tape, y) and y.dtype is made[0].dtype is dtype
     return made if is_it and versions == [t._version for t in made] else None
@@ -85,10 +79,6 @@ def _state(tape: Tape, y: Tensor) -> tuple[int, ...]:
 
 def _sum_again(x: Tensor, residual: Tensor, *norm: Tensor, p: float, seed: int) -> Tensor:
     return kernels().dropout_sum(x, residual, p, seed, norm or None)
-
-
-def _norm_again(h: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor, out: torch.dtype) -> Tensor:
-    return kernels().layer_norm_again(h, weight, bias, mean, rstd, out)
 
 
 @leaves_if_hooked

@@ -5,12 +5,10 @@ For an input x of linears with incoming gradients dy₁ … dyₙ, and of a resi
     stock    dx = dx₀ + dy₁ W₁ + … + dyₙ Wₙ      n sums beside the products, each of which reads two and writes one
     here     dx = dx₀;  dx += dyᵢ Wᵢ             the products read and write dx as they go
 
-The node's backward runs once all those functions' have; they give autograd nothing, and add to a sum that the node
-holds, by backward (as long as the graph if that fails). Kept for backward: nothing. x's own hooks see the whole
-gradient, as in stock. Autograd sums, as in stock, what functions give whose nodes have hooks, what is differentiated
-again, in batches or on another stream. Code that walks the graph to the node and asks autograd for the gradient there
-is told None. Which inputs are taken more than once is learned as it happens, by the first parameter that takes one: a
-node for an input that nothing else takes is work for nothing.
+The node's backward runs once all those functions' have, which give autograd nothing and add to a sum that the node
+holds, for each backward. Nothing is kept, and x's hooks see the whole gradient. Autograd sums, as in stock, where a
+function's node has hooks, and what is differentiated again, in batches or on another stream; asked for a gradient at
+the node, it says None. Which inputs are taken more than once is learned by the first parameter that takes one.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from hf_memsave.tape.private import backward_id, is_to_run, node_class, stands_f
 _shared = WeakIdKeyDictionary()
 
 
-@dataclass(slots=True)
+@dataclass
 class Sum:
     """What one backward has added up of a gradient: a tensor to add to in place, held nowhere else."""
 
@@ -41,8 +39,6 @@ class Sum:
 
 class Joint:
     """Where the gradient of an input ``x`` is added up, on its device and stream, in each backward."""
-
-    __slots__ = ("_device", "_stream", "_sums")
 
     def __init__(self, x: Tensor) -> None:
         self._device, self._stream = x.device, current_stream(x.device)
@@ -54,10 +50,9 @@ class Joint:
         if not is_plain or current_stream(self._device) != self._stream:
             return None
         key = backward_id()
-        found = self._sums.get(key)
-        if found is None and is_to_run(ctx.next_functions[place][0]):
-            found = self._sums[key] = Sum()
-        return found
+        if key not in self._sums and is_to_run(ctx.next_functions[place][0]):
+            self._sums[key] = Sum()
+        return self._sums.get(key)
 
     def take(self) -> Tensor | None:
         """What this backward has added up, if anything; the next one begins at nothing."""
@@ -65,15 +60,10 @@ class Joint:
 
 
 def edge_of(tape: Tape, x: Tensor, parameter: Tensor | None = None) -> tuple[Tensor, Joint | None]:
-    """Where a function that takes ``x`` sends its gradient.
-
-    Args:
-        tape: The innermost one.
-        x: What it takes.
-        parameter: By which an input that several take is known again; None if such a function does not come first.
+    """Where a function that takes ``x`` sends its gradient; ``parameter`` is None for one that never comes first.
 
     Returns:
-        What it takes instead of x, a tensor of x's shape without its numbers, and what it adds to; or x and None.
+        What it takes instead of x, of x's shape and without its numbers, and what it adds to; or x and None.
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x, None
@@ -103,8 +93,6 @@ def leaves_if_hooked(function: Any) -> Any:
 
 class _Known:
     """An input that a function took, for those that take it after."""
-
-    __slots__ = ("_end", "_first", "_joint", "_ref", "_state", "_uses")
 
     def __init__(self, x: Tensor, first: Tensor) -> None:
         self._ref, self._first = weakref.ref(x), weakref.ref(first)

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_memsave.device import STAND_IN, has_kernels, has_numbers, is_capturing
+from hf_memsave.ops.op import once_differentiable
 from hf_memsave.tape import current
 from hf_memsave.tape.private import in_transform, no_modes
 from hf_memsave.tape.tensors import is_plain
@@ -37,21 +37,10 @@ def is_installed() -> bool:
 
 @functools.cache
 def kernels() -> ModuleType:
-    """The package of kernels.
-
-    Returns:
-        The one that is installed, if it is of the vendored one's version; else that.
-
-    Raises:
-        ImportError: Triton is not installed.
-    """
-    is_there = importlib.util.find_spec(_NAME) is not None
-    if is_there and _installed_version() == (_FOLDER.parents[1] / "VERSION").read_text(encoding="utf-8").strip():
-        return importlib.import_module(_NAME)
-    name = f"hf_{_NAME}" if is_there else _NAME  # which leaves another version its name
+    """The vendored package, which leaves its name to one that is installed; raises ImportError without Triton."""
+    name = f"hf_{_NAME}" if importlib.util.find_spec(_NAME) is not None else _NAME
     spec = importlib.util.spec_from_file_location(name, _FOLDER / "__init__.py")
-    assert spec is not None
-    assert spec.loader is not None
+    assert spec is not None and spec.loader is not None
     package = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(package)
@@ -59,13 +48,6 @@ def kernels() -> ModuleType:
         del sys.modules[name]
         raise
     return package
-
-
-def _installed_version() -> str | None:
-    try:
-        return version(_NAME)
-    except PackageNotFoundError:
-        return None
 
 
 def is_interpreted() -> bool:
@@ -83,18 +65,51 @@ def why_not(model: nn.Module) -> str:
     return ""
 
 
-def taped(function: Any, args: tuple[Any, ...], *made: tuple[Callable[..., Tensor], tuple[Tensor, ...]]) -> Any:
-    """``function.apply(*args)`` as one call of the tape's; ``made``: what makes each result again, and of what."""
+def fused(run: Callable[..., Any], back: Callable[..., Any], *tensors: Tensor, kept: slice = slice(None)) -> Tensor:
+    """``run(*tensors)``, differentiable once, as one call of the tape's, which runs again.
+
+    Args:
+        run: Gives the result, or a tuple of it and of what is kept beside.
+        back: Called with which gradients are wanted, the incoming one and what is kept; gives those of the first
+            tensors, and maybe more.
+        *tensors: What ``run`` takes.
+        kept: Those of ``tensors`` that backward needs.
+
+    Returns:
+        The result.
+    """
     with no_modes():
-        found = function.apply(*args)
+        out: Tensor = _Fused.apply(run, back, kept, *tensors)
         if (tape := current()) is not None:
-            for out, how in zip(found if isinstance(found, tuple) else (found,), made, strict=True):
-                tape.record(out, *how)
-    return found
+            tape.record(out, functools.partial(_first, run), tensors)
+    return out
+
+
+def _first(run: Callable[..., Any], *tensors: Tensor) -> Any:
+    found = run(*tensors)
+    return found[0] if isinstance(found, tuple) else found
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Any], back: Callable[..., Any], kept: slice, *tensors: Tensor) -> Tensor:
+        found = run(*tensors)
+        out, *others = found if isinstance(found, tuple) else (found,)
+        ctx.save_for_backward(*tensors[kept], *others)
+        ctx.set_materialize_grads(False)
+        ctx.back = back
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        wanted = ctx.needs_input_grad[3:]
+        found = (*ctx.back(wanted, dy, *ctx.saved_tensors), *[None] * len(wanted))
+        return None, None, None, *found[: len(wanted)]
 
 
 def can_run(*tensors: Tensor) -> bool:
-    """Whether kernels run on all of these: not under ``torch.func``'s transforms, nor on wrappers, such as DTensor."""
+    """Whether kernels run on tensors: not under ``torch.func``'s transforms, nor on wrappers, such as DTensor."""
     return runs_on(*tensors) and all(x.dtype in _DTYPES for x in tensors)
 
 
@@ -104,11 +119,6 @@ def runs_on(*tensors: Tensor) -> bool:
         return False
     with no_modes():
         return all((has_kernels(x) or is_interpreted()) and is_plain(x) for x in tensors)
-
-
-def wider(a: torch.dtype, b: torch.dtype) -> torch.dtype:
-    """What two dtypes are promoted to; PyTorch's own function asks the dispatcher, also where they are one."""
-    return a if a is b else torch.promote_types(a, b)
 
 
 def is_watched(module: nn.Module) -> bool:

@@ -9,9 +9,9 @@ Launches beside the products::
     stock    x̃, W̃ and b̃;  Σ;  dx, dW and db from autocast's dtype to fp32
     here     x̃, once for all that take x;  W̃ and b̃, at once for linears that come after each other;  W̃ again;  Σ
 
-Kept for backward: x̃, or what it was made from; stock keeps W̃ too. The products add up in fp32 and give dx and dW as
-they are, where stock rounds both to autocast's dtype first. Gradients of gradients are refused. Shared conversions see
-what autograd's versions and the tape see of writes in between, and no write through an alias of NumPy's or the like.
+Kept for backward: x̃, or what it was made from; stock keeps W̃ too. Products add up in fp32 and give dx and dW as they
+are, where stock rounds both first. Gradients of gradients are refused. Shared conversions see the writes that versions
+and the tape see, and none through an alias of NumPy's.
 Source: Micikevicius et al. (2018), arXiv:1710.03740.
 """
 
@@ -33,21 +33,11 @@ from hf_memsave.ops.fused.kernels import can_run
 from hf_memsave.ops.fused.low_parameters import Low, LowParameters
 from hf_memsave.ops.loss.wide_product import add_product, wide_product
 from hf_memsave.ops.op import once_differentiable
-from hf_memsave.tape import Tape
-from hf_memsave.tape.private import (
-    FakeTensor,
-    after_backward,
-    any_autocast,
-    backward_id,
-    innermost_mode,
-    no_autocast,
-    no_modes,
-    not_a_view,
-)
+from hf_memsave.tape import Tape, private
 from hf_memsave.tape.special import is_thin, product, record_if_chosen
 
 #: Types of tensors whose functions are not overridden.
-_PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor})
+_PLAIN = frozenset({Tensor, nn.Parameter, private.FakeTensor})
 #: Groups of parameters that the forwards, and the backwards, of all models have learned.
 _forwards, _backwards = WeakIdKeyDictionary(), WeakIdKeyDictionary()
 #: Of the backwards that run: what each has converted, by device and stream.
@@ -55,45 +45,40 @@ _running: dict[Any, LowParameters] = {}
 
 
 def linear(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The tape's handler of ``F.linear(x, weight, bias)``."""
-    if not kwargs and len(args) in (2, 3):
-        x, weight, bias = args if len(args) == 3 else (*args, None)
-        if _is_suited(tape, x, weight, bias) and not is_thin(weight):
-            return _called(tape, x, weight, bias, False)
+    """The tape's handler of ``F.linear(x, weight, bias)`` and, as GPT-2 has it, ``torch.addmm(bias, x, weight)``."""
+    is_turned = func is torch.addmm
+    if not kwargs and (len(args) == 3 or (len(args) == 2 and not is_turned)):
+        x, weight, bias = [*args[1:], args[0]] if is_turned else [*args, None][:3]
+        if _is_suited(tape, x, weight, bias) and (bias is not None if is_turned else not is_thin(weight)):
+            with private.no_modes():
+                y = _called(tape, x, weight, bias, is_turned)
+                if tape.again:
+                    record_if_chosen(tape, y, func, args, {})
+            return y
     return product(tape, func, args, kwargs)
 
 
-def addmm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """As for ``F.linear``, of ``torch.addmm(bias, x, weight)``, as GPT-2 has it."""
-    if not kwargs and len(args) == 3:
-        bias, x, weight = args
-        if isinstance(bias, Tensor) and _is_suited(tape, x, weight, bias):
-            return _called(tape, x, weight, bias, True)
-    return product(tape, func, args, kwargs)
-
-
-FUNCTIONS = {F.linear: linear, torch.addmm: addmm}
+FUNCTIONS = {F.linear: linear, torch.addmm: linear}
 
 
 def _is_suited(tape: Tape, x: Any, weight: Any, bias: Any) -> bool:
     """Whether autocast is on for these, and parameters are what stock would convert for this product alone."""
-    if not any_autocast() or type(x) not in _PLAIN or not is_autocast(x) or not tape.is_innermost():
+    if not private.any_autocast() or type(x) not in _PLAIN or not is_autocast(x) or not tape.is_innermost():
         return False
     if tape.head is not None and weight is tape.head.weight:  # its logits may be computed later
         return False
-    if innermost_mode() is not None or x.is_inference() or x.dim() < 2:  # another mode wants to see the call
+    if private.innermost_mode() is not None or x.is_inference() or x.dim() < 2:  # another mode wants to see the call
         return False
     low = torch.get_autocast_dtype(x.device.type)
-    if low == torch.float32 or x.dtype not in (torch.float32, low) or not (_is_wide(weight, x) and weight.dim() == 2):
+    if low == torch.float32 or x.dtype not in (torch.float32, low) or not _is_wide(weight, 2, x):
         return False
-    has_bias = bias is not None
-    return (not has_bias or (_is_wide(bias, x) and bias.dim() == 1)) and can_run(x, weight, *[bias] * has_bias)
+    return can_run(x, weight) if bias is None else _is_wide(bias, 1, x) and can_run(x, weight, bias)
 
 
-def _is_wide(p: Any, x: Tensor) -> bool:
-    """Whether p is a trained parameter, in fp32 and where x is."""
+def _is_wide(p: Any, dim: int, x: Tensor) -> bool:
+    """Whether p is a trained parameter of so many dimensions, in fp32 and where x is."""
     is_parameter = type(p) in _PLAIN and p.is_leaf and p.requires_grad and not p.is_inference()
-    return is_parameter and p.dtype is torch.float32 and p.device == x.device and p.numel() > 0
+    return is_parameter and p.dtype is torch.float32 and p.device == x.device and p.numel() > 0 and p.dim() == dim
 
 
 def _called(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None, is_turned: bool) -> Any:
@@ -101,20 +86,15 @@ def _called(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None, is_turne
     low = x if x.dtype == dtype else _input(tape, x, dtype)
     parameters: LowParameters | None = tape.memo.get(LowParameters)
     if parameters is None:
-        if backward_id() == -1:
+        if private.backward_id() == -1:
             _running.clear()  # of backwards that ended with an error
         parameters = tape.memo[LowParameters] = LowParameters(_forwards)
         tape.at_end.append(parameters.end)
     where = tape.block, tape.root.unversioned  # versions do not tell any more of what was converted
-    with no_modes():
-        with torch.no_grad():
-            w, b = (p if p is None else parameters.low(p, dtype, where) for p in (weight, bias))
-        edge, joint = edge_of(tape, x, weight) if x.dtype is torch.float32 else (x, None)
-        y = _Linear.apply(edge, weight, bias, low, w, b, is_turned, tape.block, joint)
-        if tape.again:
-            func, args = (torch.addmm, (bias, x, weight)) if is_turned else (F.linear, (x, weight, bias))
-            record_if_chosen(tape, y, func, args, {})
-        return y
+    with torch.no_grad():
+        w, b = (None if p is None else parameters.low(p, dtype, where) for p in (weight, bias))
+    edge, joint = edge_of(tape, x, weight) if x.dtype is torch.float32 else (x, None)
+    return _Linear.apply(edge, weight, bias, low, w, b, is_turned, tape.block, joint)
 
 
 def give_low(tape: Tape, x: Tensor, low: Tensor, made: tuple[Any, tuple[Tensor, ...]] | None = None) -> None:
@@ -132,36 +112,34 @@ def _input(tape: Tape, x: Tensor, dtype: torch.dtype) -> Tensor:
     if ref is not None and ref() is x and known.is_of(x, dtype):
         record = tape.content_of(x)
         if tape.owns(record) and not record.is_unversioned:
-            low: Tensor = known.tensor
-            if made is not None and versions == [argument._version for argument in made[1]]:
-                tape.record(low, *made)
             if made is not None:
-                give_low(tape, x, low)
-            return low
+                if versions == [argument._version for argument in made[1]]:
+                    tape.record(known.tensor, *made)
+                give_low(tape, x, known.tensor)
+            return known.tensor
     low = _cast(tape, x, dtype)
     give_low(tape, x, low)
     return low
 
 
 def _cast(tape: Tape, x: Tensor, dtype: torch.dtype) -> Tensor:
-    with no_modes(), torch.no_grad():
-        made = x.to(dtype)
+    with torch.no_grad():
+        low = x.to(dtype)
     if x.requires_grad:
-        tape.as_activation(made)
-    tape.record(made, Tensor.to, (x, dtype))
-    return made
+        tape.as_activation(low)
+    tape.record(low, Tensor.to, (x, dtype))
+    return low
 
 
 def _low_again(weight: Tensor, own: Tensor | None, dtype: torch.dtype, block: int) -> Tensor:
     """W̃, in backward; ``own`` is the parameter itself, if autograd has not given a copy of it, as after an offload."""
     if own is None or own.untyped_storage()._cdata != weight.untyped_storage()._cdata:
         return weight.to(dtype)
-    key = backward_id(), weight.device, current_stream(weight.device)
-    parameters = _running.get(key)
-    if parameters is None:
-        parameters = _running[key] = LowParameters(_backwards)
-        after_backward(partial(_forget, key))
-    return parameters.low(own, dtype, block)
+    key = private.backward_id(), weight.device, current_stream(weight.device)
+    if key not in _running:
+        _running[key] = LowParameters(_backwards)
+        private.after_backward(partial(_forget, key))
+    return _running[key].low(own, dtype, block)
 
 
 def _forget(key: Any) -> None:
@@ -180,12 +158,12 @@ class _Linear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.x, ctx.is_turned, ctx.block, ctx.own, ctx.joint = x.dtype, is_turned, block, weakref.ref(weight), joint
         y = F.linear(low, w.t() if is_turned else w, b)
-        return y if y._base is None else not_a_view(y, y.shape)  # of a view, autograd would refuse writes
+        return y if y._base is None else private.not_a_view(y, y.shape)  # of a view, autograd would refuse writes
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        with no_autocast():
+        with private.no_autocast():
             return *_gradients(ctx, dy), *[None] * 6
 
 

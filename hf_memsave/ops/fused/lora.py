@@ -10,9 +10,7 @@ Kept for backward, beside what the frozen layer keeps::
     stock    x in A's dtype, a byte an element of the mask, y in A's dtype
     here     nothing: y is drawn again from x and a seed
 
-Exact as mathematics, not stock's bits: all is computed in fp32 and rounded once. **The masks are not stock's**: they
-are of the same distribution (p in steps of 2⁻¹⁶), from a seed that the model's generator gives. Gradients of gradients
-are refused. Source: Hu et al. (2022), arXiv:2106.09685.
+**The masks are not stock's**, but of the same distribution. Source: Hu et al. (2022), arXiv:2106.09685.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_memsave.ops.fused.kernels import can_run, draws_as_stock, is_watched, kernels, seed_for, taped
-from hf_memsave.ops.op import Op, once_differentiable
+from hf_memsave.ops.fused.kernels import can_run, draws_as_stock, fused, is_watched, kernels, seed_for
+from hf_memsave.ops.op import Op
 
 #: All that the forward of PEFT's layer names, where it computes what is written above.
 _NAMES = frozenset(
@@ -48,14 +46,11 @@ def _lora(module: nn.Module, patch: Any, x: Tensor, *args: Any, **kwargs: Any) -
     base = parts.base_layer(x)
     out = parts.lora_A[name].weight.dtype if getattr(module, "cast_input_dtype_enabled", True) else x.dtype
     if p or out != x.dtype:
-        how = p, seed_for(x) if p else 0, out
-        x = taped(_Input, (x, how), (partial(_input_again, how=how), (x,)))
+        x = dropped(x, p, seed_for(x) if p else 0, out)
     b, scale = parts.lora_B[name](parts.lora_A[name](x)), parts.scaling[name]
     if not (base.shape == b.shape and type(scale) in (int, float) and can_run(base, b)):
         return (base + b * scale).to(base.dtype)
-    again = partial(kernels().lora_output_forward, scale=float(scale))
-    z: Tensor = taped(_Output, (base, b, float(scale)), (again, (base, b)))
-    return z
+    return added(base, b, float(scale))
 
 
 def _the_adapter(module: Any) -> str | None:
@@ -66,35 +61,24 @@ def _the_adapter(module: Any) -> str | None:
     return names[0] if len(names) == 1 and names[0] not in module.lora_variant else None
 
 
-def _input_again(x: Tensor, how: tuple[float, int, torch.dtype]) -> Tensor:
-    return kernels().lora_input_forward(x, *how)
+def dropped(x: Tensor, p: float, seed: int, out: torch.dtype) -> Tensor:
+    """``dropout(x)`` in the dtype ``out``, with the mask of a seed."""
+    dtype = x.dtype
+
+    def back(wanted: Any, dy: Tensor) -> Any:
+        return (kernels().lora_input_backward(dy, p, seed, dtype),)
+
+    return fused(partial(kernels().lora_input_forward, p=p, seed=seed, out=out), back, x, kept=slice(0))
 
 
-class _Input(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, how: tuple[float, int, torch.dtype]) -> Tensor:
-        ctx.how, ctx.dtype = how[:2], x.dtype
-        ctx.set_materialize_grads(False)
-        return _input_again(x, how)
+def added(base: Tensor, b: Tensor, scale: float) -> Tensor:
+    """``base + scale * b``, in the dtype of ``base``."""
+    dtype = b.dtype
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return kernels().lora_input_backward(dy, *ctx.how, ctx.dtype), None
+    def back(wanted: Any, dz: Tensor) -> Any:
+        return dz, kernels().lora_output_backward(dz, scale, dtype) if wanted[1] else None
 
-
-class _Output(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, base: Tensor, b: Tensor, scale: float) -> Tensor:
-        ctx.scale, ctx.dtype = scale, b.dtype
-        ctx.set_materialize_grads(False)
-        return kernels().lora_output_forward(base, b, scale)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dz: Tensor) -> Any:
-        db = kernels().lora_output_backward(dz, ctx.scale, ctx.dtype) if ctx.needs_input_grad[1] else None
-        return dz, db, None
+    return fused(partial(kernels().lora_output_forward, scale=scale), back, base, b, kept=slice(0))
 
 
 def _has_no_kernel(module: nn.Module, value: Any) -> str:

@@ -1,7 +1,7 @@
 """Parameters in autocast's dtype, converted for a whole block at once: many small launches become one.
 
 Which ones a block converts is learned as it runs: the first parameter whose conversion is not there yet begins a group,
-and those that come after it in the block join. The next time, all are converted with the first. FSDP2 frees and gathers
+and those that come after it in the block join it; next time, all are converted with the first. FSDP2 frees and gathers
 the parameters of other blocks as it likes, so a group ends with its block.
 """
 

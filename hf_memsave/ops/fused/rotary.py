@@ -6,9 +6,8 @@ Kept for backward, of queries and keys ``[batch, heads, length, D]``::
     here     cosines and sines, once for all layers: 1 operation each forward, and 1 backward
 
 A module that calls ``apply_rotary_pos_emb`` finds it among the names of its file. Here the very code of its forward
-runs, but finds that one name elsewhere: no file and no other module is touched, and a forward of another version is
-its own. Exact as mathematics, not stock's bits: all is computed in fp32 and rounded once. Gradients of gradients are
-refused. Source: Su et al. (2021), arXiv:2104.09864.
+runs, but finds that one name elsewhere: no file and no other module is touched.
+Source: Su et al. (2021), arXiv:2104.09864.
 """
 
 from __future__ import annotations
@@ -16,14 +15,15 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from hf_memsave.arch.fused import ROTARY_NAME as NAME
-from hf_memsave.ops.fused.kernels import can_run, kernels, taped, wider
-from hf_memsave.ops.op import Op, once_differentiable
+from hf_memsave.ops.fused.kernels import can_run, fused, kernels
+from hf_memsave.ops.op import Op
 
 
 class _Names(dict[str, Any]):
@@ -33,7 +33,7 @@ class _Names(dict[str, Any]):
         super().__init__(__builtins__=home["__builtins__"], __name__=home["__name__"])
         is_its_own = home[NAME].__module__ == home["__name__"]  # else another tool has put its own there before
         self.home, self.stock = home, home[NAME] if is_its_own else object()
-        self.ours = functools.partial(apply, home[NAME])
+        self.ours = partial(apply, home[NAME])
 
     def __getitem__(self, name: str) -> Any:
         found = self.home[name]
@@ -62,20 +62,7 @@ def _rotary(module: nn.Module, patch: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def apply(stock: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """``apply_rotary_pos_emb``, fused where kernels run and the shapes are those of attention.
-
-    Args:
-        stock: The function of the model's file.
-        q: ``[batch, heads, length, D]``, or ``[batch, length, heads, D]`` where dimension 2 is to be unsqueezed.
-        k: Like q, of as many heads as there are.
-        cos: ``[batch or 1, length, R]`` with R at most D.
-        sin: Like cos.
-        *args: ``unsqueeze_dim``, if it is given.
-        **kwargs: Likewise.
-
-    Returns:
-        q and k, turned.
-    """
+    """``apply_rotary_pos_emb``, fused where kernels run and the shapes are those of attention; elsewhere ``stock``."""
     dim = args[0] if len(args) == 1 else kwargs.get("unsqueeze_dim", 1)
     is_partial = "q_pass" in stock.__code__.co_varnames  # it copies what comes after R
     is_known = len(args) + len(kwargs) <= 1 and (args or not kwargs or "unsqueeze_dim" in kwargs)
@@ -83,8 +70,8 @@ def apply(stock: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Ten
         return stock(q, k, cos, sin, *args, **kwargs)
     if dim == 2:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
-    turned = taped(_Rotary, (q, k, cos, sin), (_again, (q, cos, sin)), (_again, (k, cos, sin)))
-    return turned if dim == 1 else tuple(x.transpose(1, 2) for x in turned)
+    turned = [fused(_turned, partial(_back, x.dtype), x, cos, sin, kept=slice(1, 3)) for x in (q, k)]
+    return tuple(turned if dim == 1 else [x.transpose(1, 2) for x in turned])
 
 
 def _fit(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dim: int, is_partial: bool) -> bool:
@@ -98,26 +85,12 @@ def _fit(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dim: int, is_partial: b
     return of_heads and is_turned and batch in (1, q.shape[0]) and not (cos.requires_grad or sin.requires_grad)
 
 
-def _again(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return kernels().rotary_forward(x, cos, sin, wider(x.dtype, cos.dtype))
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    return kernels().rotary_forward(x, cos, sin, torch.promote_types(x.dtype, cos.dtype))
 
 
-class _Rotary(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(cos, sin)
-        ctx.set_materialize_grads(False)
-        ctx.dtypes = q.dtype, k.dtype
-        return _again(q, cos, sin), _again(k, cos, sin)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        cos, sin = ctx.saved_tensors
-        wanted = zip(gradients, ctx.dtypes, ctx.needs_input_grad, strict=False)
-        turn = kernels().rotary_backward
-        found = [None if dy is None or not needed else turn(dy, cos, sin, dtype) for dy, dtype, needed in wanted]
-        return *found, None, None
+def _back(dtype: torch.dtype, wanted: tuple[bool, ...], dy: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    return (kernels().rotary_backward(dy, cos, sin, dtype),)
 
 
 FUSED_ROTARY = Op("fused_rotary", _rotary, is_implied=True, in_place="exact")

@@ -1,14 +1,14 @@
 """The gradient of an input that several fused functions take: added up by their products, or left to autograd."""
 
+import contextlib
 import copy
 import gc
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.autograd import grad
 
 from hf_memsave.ops.fused import joint
 from support.fused_linear import (
@@ -23,7 +23,7 @@ from support.fused_linear import (
     nodes,
     patched,
     step,
-)  # fmt: skip
+)
 from support.helpers import assert_same_bits, random
 from support.kernels import interpreted, rounding  # noqa: F401
 
@@ -65,98 +65,81 @@ def test_a_linear_that_is_alone_has_no_joint(device, x, added):
     assert added == []
 
 
-@pytest.mark.parametrize("wanted", ["x", "weights", "both", "q", "k and x"])
-def test_gradients_of_some_alone(device, x, wanted, added):
-    model = Attention().to(device)
-    ours = learned(model, x, device)
-
-    def found(model):
-        into, y = graph(model, x, device)
-        chosen = {
-            "x": [into], "weights": list(model.parameters()), "both": [into, *model.parameters()],
-            "q": [model.q.weight], "k and x": [model.k.bias, into],
-        }[wanted]  # fmt: skip
-        return [torch.autograd.grad(y.cos().sum(), chosen, retain_graph=True) for _ in range(2)]
-
-    got, stock = found(ours), found(model)
-    for mine, theirs in zip(got, stock, strict=True):
-        assert_near(mine, theirs)
-    assert_same_bits(got[0][0], got[1][0])
-    assert added
-    assert set(added) == {wanted not in ("weights", "q")}
-
-
-def test_backward_again_and_again(device, x, ours):
-    into, y = graph(ours, x, device)
+def again_and_again(model, into, y):
     into.retain_grad()
-    for times in (1, 2, 3):
-        y.cos().sum().backward(retain_graph=True)
-        if times == 1:
-            once = into.grad.clone()
-        torch.testing.assert_close(into.grad, once * times)
+    return [y.cos().sum().backward(retain_graph=True) or into.grad.clone() for _ in range(3)]
 
 
-def test_a_part_of_the_graph(device, x):
-    class Parts(Attention):
-        def forward(self, x):
-            return torch.stack([self.q(x), self.k(x), self.v(x)])
-
-    model = Parts().to(device)
-    ours = learned(model, x, device)
-    for part in (slice(0, 1), slice(1, 2), slice(2, 3), slice(0, 2), slice(0, 3)):
-        found = []
-        for m in (ours, model):
-            into, y = graph(m, x, device)
-            found.append(torch.autograd.grad(y[part].cos().sum(), into))
-        assert_near(*found)
+def with_a_hook(model, into, y):
+    seen = []
+    into.register_hook(lambda g: seen.append(g.clone()) or g * 2)
+    return [*grad(y.cos().sum(), into), *seen]
 
 
-def test_hooks_see_the_whole_gradient(device, x, added):
-    model, seen = Attention().to(device), []
-    for m in (model, learned(model, x, device)):
-        into, y = graph(m, x, device)
-        into.register_hook(lambda g: seen.append(g.clone()) or g * 2)
-        before = torch.autograd.grad(y.cos().sum(), into)[0]
-        assert_near([before], [seen[-1] * 2])
-    assert_near(seen[1:], seen[:1])
-    assert added == [True] * 3
+def triple(*args):
+    return tuple(None if g is None else g * 3 for g in args[-2])
 
 
-class Residual(Attention):
-    def forward(self, x):
-        return super().forward(x) + x.sin() + x
+def with_hooks_of_nodes(model, into, y):
+    (before,) = grad(y.cos().sum(), into, retain_graph=True)
+    for node in nodes(y.grad_fn):
+        if "_Linear" in node.name() or "Addmm" in node.name():
+            node.register_hook(triple)
+    (after,) = grad(y.cos().sum(), into)
+    assert float((after - before).abs().max()) > 0.1
+    return [after]
 
 
-class Checkpointed(Attention):
-    reentrant = False
-
-    def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
-
-
-class Reentrant(Checkpointed):
-    reentrant = True
+def in_batches(model, into, y):
+    v = random(3, *y.shape, device=y.device, seed=7)
+    return [
+        *grad(y, into, v, is_grads_batched=True, retain_graph=True),
+        torch.vmap(lambda g: grad(y, into, g, retain_graph=True)[0])(v),
+    ]
 
 
-class FirstWithoutGradients(Attention):
-    def forward(self, x):
-        with torch.no_grad():
-            q = self.q(x)
-        return self.o((q * self.k(x)).tanh() + self.v(x))
+def of(choose):
+    """The gradients of what ``choose(model, into)`` says, twice."""
+
+    def ask(model, into, y):
+        return [g for _ in range(2) for g in grad(y.cos().sum(), choose(model, into), retain_graph=True)]
+
+    return ask
 
 
-@pytest.mark.parametrize("cls", [Residual, Checkpointed, Reentrant, FirstWithoutGradients])
-def test_a_step_is_stocks(device, x, cls, added):
-    assert_same_step(cls().to(device), x, device)
-    assert cls is not Residual or added == [True] * 6
+#: What is asked of a graph of three linears, and whether they then add to one gradient.
+ASKED = {
+    "x": (of(lambda model, into: [into]), {True}),
+    "weights": (of(lambda model, into: list(model.parameters())), {False}),
+    "both": (of(lambda model, into: [into, *model.parameters()]), {True}),
+    "q": (of(lambda model, into: [model.q.weight]), {False}),
+    "k and x": (of(lambda model, into: [model.k.bias, into]), {True}),
+    "again and again": (again_and_again, {True}),
+    "with a hook, which sees the whole": (with_a_hook, {True}),
+    "with hooks of nodes": (with_hooks_of_nodes, {True}),
+    "in batches": (in_batches, {False}),
+}
 
 
-@pytest.mark.parametrize("frozen", ["q", "k", "v", "qkv"])
-def test_frozen_linears(device, x, frozen):
+@pytest.mark.parametrize("name", ASKED)
+def test_gradients_are_stocks(device, x, name, added):
+    ask, expected = ASKED[name]
     model = Attention().to(device)
-    for name in frozen:
-        model.get_submodule(name).requires_grad_(False)
-    assert_same_step(model, x, device)
+    got, stock = (ask(m, *graph(m, x, device)) for m in (learned(model, x, device), model))
+    assert_near(got, stock)
+    assert set(added) == expected
+
+
+class Parts(Attention):
+    def forward(self, x):
+        return torch.stack([self.q(x), self.k(x), self.v(x)])
+
+
+@pytest.mark.parametrize("part", [slice(0, 1), slice(2, 3), slice(0, 2), slice(0, 3)], ids=str)
+def test_a_part_of_the_graph(device, x, part):
+    model = Parts().to(device)
+    graphs = [graph(m, x, device) for m in (learned(model, x, device), model)]
+    assert_near(*(grad(y[part].cos().sum(), into) for into, y in graphs))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -185,85 +168,42 @@ def test_a_residual_is_where_the_sum_begins(device, added, dropout):
         assert sum(ratios) / len(ratios) < 1
 
 
-# What is left to autograd
-
-
-@pytest.mark.parametrize("where", ["module", "node"])
-def test_hooks_of_a_node_change_what_it_gives(device, x, ours, where):
+def test_hooks_of_a_module_change_what_it_gives(device, x):
     model, found = Attention().to(device), []
-    model.load_state_dict(ours.state_dict())
-
-    def triple(*args):
-        return tuple(None if g is None else g * 3 for g in args[-2])
-
-    for m in (model, ours):
-        hooks = [m.k.register_backward_hook(triple)] if where == "module" else []
+    for m in (learned(model, x, device), model):
+        m.k.register_backward_hook(triple)
         into, y = graph(m, x, device)
-        if where == "node":
-            of_linears = [n for n in nodes(y.grad_fn) if "_Linear" in n.name() or "Addmm" in n.name()]
-            hooks += [node.register_hook(triple) for node in of_linears]
-        found.append(torch.autograd.grad(y.cos().sum(), into))
-        for hook in hooks:
-            hook.remove()
-    assert_near(found[1], found[0])
+        found.append(grad(y.cos().sum(), into))
+    assert_near(*found)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_backward_that_fails_or_runs_within_another_leaves_nothing_behind(device, x, ours, fails):
     into, y = graph(ours, x, device)
-    without = torch.autograd.grad(y.cos().sum(), into)[0]
-    assert float((found[1][0] - without).abs().max()) > 0.1
-
-
-@pytest.mark.parametrize("how", ["batched", "vmap"])
-def test_gradients_in_batches(device, x, how, added):
-    model, found = Attention().to(device), []
-    v = random(3, 5, 24, device=device, seed=7)
-    for m in (model, learned(model, x, device)):
-        into, y = graph(m, x, device)
-        if how == "batched":
-            found.append(torch.autograd.grad(y, into, v, is_grads_batched=True)[0])
-        else:
-            found.append(torch.vmap(lambda g, y=y, into=into: torch.autograd.grad(y, into, g)[0])(v))
-    assert added == [False] * 3
-    assert_near(found[1:], found[:1])
-
-
-def test_an_error_in_between_leaves_nothing_behind(device, x, ours):
-    into, y = graph(ours, x, device)
-    exact = torch.autograd.grad(y.cos().sum(), into, retain_graph=True)[0]
-
-    def fail(*gradients):
-        raise ZeroDivisionError
-
-    hook = linears(y)[2].register_prehook(fail)
-    with pytest.raises(ZeroDivisionError):
-        torch.autograd.grad(y.cos().sum(), into, retain_graph=True)
-    hook.remove()
-    assert_same_bits(torch.autograd.grad(y.cos().sum(), into)[0], exact)
-
-
-def test_a_backward_within_a_backward(device, x, ours):
-    into, y = graph(ours, x, device)
-    exact = torch.autograd.grad(y.cos().sum(), into, retain_graph=True)[0]
-    inner, again = [], y.cos().sum()
+    exact = grad(y.cos().sum(), into, retain_graph=True)[0]
+    found, again = [], y.cos().sum()
 
     def go_back(*gradients):
         hook.remove()
-        inner.append(torch.autograd.grad(again, into, retain_graph=True)[0])
+        if fails:
+            raise ZeroDivisionError
+        found.append(grad(again, into, retain_graph=True)[0])
 
     hook = linears(y)[2].register_prehook(go_back)
-    outer = torch.autograd.grad(y.cos().sum(), into, retain_graph=True)[0]
-    assert_same_bits(outer, exact)
-    assert_same_bits(inner[0], exact)
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+        found += grad(y.cos().sum(), into, retain_graph=True)
+    found += grad(y.cos().sum(), into)
+    assert len(found) == (1 if fails else 3)
+    for gradient in found:
+        assert_same_bits(gradient, exact)
 
 
 @pytest.mark.parametrize("is_constant", [True, False])
 def test_second_derivatives_are_refused(device, x, ours, is_constant):
     into, y = graph(ours, x, device)
-    (dx,) = torch.autograd.grad(y.sum() if is_constant else y.cos().sum(), into, create_graph=True)
+    (dx,) = grad(y.sum() if is_constant else y.cos().sum(), into, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         (y.sum() + dx.square().sum()).backward()
-
-
-def set_data(module, x):
-    x.data = x.data * 2
 
 
 def run_without_gradients(module, x):
@@ -275,7 +215,7 @@ BETWEEN = {
     "write": lambda module, x: x.mul_(2),
     "detach": lambda module, x: x.detach_(),
     "data": lambda module, x: x.data.mul_(2),
-    "set data": set_data,
+    "set data": lambda module, x: setattr(x, "data", x.data * 2),
     "no grad": run_without_gradients,
 }
 
@@ -290,34 +230,18 @@ def test_between_two_that_take_it(device, x, between):
         assert_near(step(quiet, x, device), step(model, x, device))
 
 
-@pytest.mark.parametrize("others", [[1], [2], [0, 1], [0, 1, 2]], ids=str)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="does not apply: it has streams of its own")
+@pytest.mark.parametrize("others", [[1], [0, 1], [0, 1, 2]], ids=str)
 def test_what_runs_on_another_stream_is_left_to_autograd(device, x, monkeypatch, added, others):
-    model = Attention().to(device)
-    ours = learned(model, x, device)
-    stock, calls = step(model, x, device), []
-    into, y = graph(ours, x, device)
-
-    def stream(device):
-        calls.append(device)
-        return "another" if len(calls) - 1 in others else None
-
-    monkeypatch.setattr(joint, "current_stream", stream)
-    if x.is_cuda:
-        pytest.skip("does not apply: it has streams of its own")
-    dx = torch.autograd.grad(y.cos().sum(), into)[0]
+    model, calls = Attention().to(device), []
+    into, y = graph(learned(model, x, device), x, device)
+    stock = step(model, x, device)
+    monkeypatch.setattr(
+        joint, "current_stream", lambda device: calls.append(device) or (len(calls) - 1 in others or None)
+    )
+    dx = grad(y.cos().sum(), into)[0]
     assert added == [i not in others for i in range(3)]
     assert_near([dx * 1.5], stock[1:2])
-
-
-def test_nothing_is_joined_without_gradients(device, x):
-    tape, p = SimpleNamespace(memo={}), nn.Parameter(random(24, 24, device=device))
-    x.requires_grad_()
-    with torch.no_grad():
-        assert joint.edge_of(tape, x, p) == (x, None)
-    assert joint.edge_of(tape, x.detach(), p)[1] is None
-    assert tape.memo == {}
-    joint.edge_of(tape, x, p)
-    assert tape.memo
 
 
 def test_nothing_is_held_by_a_graph_that_is_gone(device, x, ours):

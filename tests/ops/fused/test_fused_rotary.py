@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from hf_memsave import MemSaveConfig, patch, unpatch
+from hf_memsave import MemSaveConfig, patch
 from hf_memsave.arch import fused, fused_of
 from hf_memsave.ops.fused import rotary
 from hf_memsave.ops.fused.kernels import kernels
@@ -52,19 +52,6 @@ def turned(function, tensors, dim):
     return [*found, *torch.autograd.grad(found, (q, k), incoming)]
 
 
-def excess(stock, tensors, dim):
-    """The largest of our distances to float64, over that of stock and a rounding."""
-    exact = turned(stock, [x.double() for x in tensors], dim)
-    ratios = []
-    for a, b, c in zip(
-        turned(partial(rotary.apply, stock), tensors, dim), turned(stock, tensors, dim), exact, strict=True
-    ):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        half = torch.finfo(a.dtype).eps / 2 * c.norm()
-        ratios.append(((a.double() - c).norm() / ((b.double() - c).norm() + half)).item())
-    return max(ratios)
-
-
 @interpreted
 @pytest.mark.parametrize(
     ("layout", "dtypes"),
@@ -73,20 +60,15 @@ def excess(stock, tensors, dim):
         *(("heads first", f"{dtype} {dtype}") for dtype in ("float32", "bfloat16", "float16")),
     ],
 )
-def test_rotary_is_as_near_to_float64_as_stock(layout, dtypes, device):
+def test_rotary_turns_as_stock(layout, dtypes, device):
+    """How near it is to float64, the vendored kernels' own tests say."""
     dtype, of_tables = (getattr(torch, name) for name in dtypes.split())
     tensors, dim = inputs(device, dtype, of_tables, **LAYOUTS[layout])
     stock = modeling("phi3" if "part" in layout else "llama").apply_rotary_pos_emb
-    assert excess(stock, tensors, dim) <= 1.0
-
-
-@interpreted
-def test_the_kernel_runs_and_one_that_turns_the_wrong_way_is_seen(device, monkeypatch):
-    tensors, dim = inputs(device, torch.float32)
-    stock = modeling("llama").apply_rotary_pos_emb
-    backward = kernels().rotary_backward
-    monkeypatch.setattr(kernels(), "rotary_backward", lambda dy, cos, sin, x: backward(dy, cos, -sin, x))
-    assert excess(stock, tensors, dim) > 10
+    found, expected = (turned(f, tensors, dim) for f in (partial(rotary.apply, stock), stock))
+    slack = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found, expected, rtol=slack, atol=slack)
+    assert dtype is torch.float32 or not all(map(torch.equal, found, expected)), "no kernel ran"
 
 
 @interpreted
@@ -122,7 +104,7 @@ def test_only_the_patched_model_has_it_and_until_undone(device, monkeypatch):
     def count(one):
         del launches[:]
         found = step(one)
-        assert [torch.testing.assert_close(a, b) for a, b in zip(found, stock, strict=True)]
+        torch.testing.assert_close(found, stock)
         return len(launches)
 
     assert "fused_rotary" in str(report)
@@ -142,8 +124,7 @@ def test_a_function_that_another_tool_puts_there_later_runs(device, monkeypatch)
 
 def test_a_class_is_known_by_the_code_that_its_forward_calls(monkeypatch):
     def op(name, cls):
-        fused = fused_of(getattr(modeling(name), cls))
-        return fused and fused.op
+        return getattr(fused_of(getattr(modeling(name), cls)), "op", None)
 
     for name, cls in [("llama", "LlamaAttention"), ("phi3", "Phi3Attention"), ("stablelm", "StableLmAttention")]:
         assert op(name, cls) == "fused_rotary"
@@ -153,16 +134,6 @@ def test_a_class_is_known_by_the_code_that_its_forward_calls(monkeypatch):
     fused._fused_of.cache_clear()
     assert op("qwen2", "Qwen2Attention") is None
     fused._fused_of.cache_clear()
-
-
-def test_an_attention_whose_forward_another_tool_has_set_is_left_alone(monkeypatch):
-    monkeypatch.setattr("hf_memsave.patching.collect.why_not", lambda model: "")
-    model = build("llama", SMALL)
-    attention = model.model.layers[0].self_attn
-    attention.forward = lambda *args, **kwargs: None
-    report = patch(model, MemSaveConfig(backend="auto"))
-    assert [site.op for site in report.skipped] == ["fused_rotary"]
-    unpatch(model)
 
 
 @interpreted
