@@ -10,11 +10,10 @@ With z = head(x), p = softmax(z), e the target's one-hot row, s the label smooth
     loss_i = -(1 - s) w_t log p_t - s/V sum_v w_v log p_v
     dz_i   = p ((1 - s) w_t + s/V sum_v w_v) - (1 - s) w_t e - s/V w
 
-Both are computed in forward, chunk after chunk, so the head runs as often as in stock. While all logits fit in one
-chunk, stock's own expression runs, bit for bit. Beyond, all equals stock's up to the order of fp32 sums; how gradients
-are summed over chunks, see ``sums``. The gradients of a mean are divided before they are rounded, and so are those of a
-sum, by what the forward says (``num_items_in_batch``) that it divides it by, or else by its number of labels. Source:
-Wijmans et al. (2024), arXiv:2411.09009; Hsu et al. (2024), arXiv:2410.10989.
+Both are computed in forward, chunk after chunk. While all logits fit in one chunk, stock's own expression runs, bit for
+bit; beyond, all equals stock's up to the order of fp32 sums (see ``sums``). Gradients of a mean are divided before they
+are rounded, and so are those of a sum: by what the forward divides it by (``num_items_in_batch``), or else by the
+number of labels. Source: Wijmans et al. (2024), arXiv:2411.09009; Hsu et al. (2024), arXiv:2410.10989.
 """
 
 from __future__ import annotations
@@ -56,58 +55,40 @@ def divided_by(number: Tensor | float | None) -> Iterator[None]:
 
 
 class _Options(NamedTuple):
-    """What ``F.cross_entropy`` is called with."""
+    """What ``F.cross_entropy`` takes after logits and targets."""
 
-    weight: Tensor | None
-    ignore_index: int
-    reduction: str
-    label_smoothing: float
+    weight: Tensor | None = None
+    size_average: Any = None
+    ignore_index: int = -100
+    reduce: Any = None
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
 
 
 def cross_entropy(
-    hidden: Tensor,
-    head: Head,
-    like: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
+    hidden: Tensor, head: Head, like: Tensor, target: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor | None:
-    """``F.cross_entropy(head(hidden), target, ...)``, a chunk of rows at a time.
+    """``F.cross_entropy(head(hidden), target, *args, **kwargs)``, a chunk of rows at a time.
 
-    Args:
-        hidden: ``[T, H]``.
-        head: What makes the logits.
-        like: Of the shape ``[T, V]`` and dtype of the logits.
-        target: Classes ``[T]``.
-        weight: Of each class ``[V]``, or None.
-        size_average: Deprecated, as ``reduce``.
-        ignore_index: The class of rows that count for nothing.
-        reduce: Deprecated.
-        reduction: "mean", "sum" or "none".
-        label_smoothing: In [0, 1].
+    ``hidden`` is ``[T, H]``, ``target`` ``[T]``, and ``like`` has the shape ``[T, V]`` and dtype of the logits.
 
     Returns:
         The loss, in the logits' dtype, or in fp32 under autocast. None for what it does not know: what is deprecated,
         targets that are no classes, a weight that wants a gradient, and no reduction where the head wants one.
     """
-    parameters = head.parameters()
-    is_known = reduction in ("mean", "sum") or (reduction == "none" and not parameters)
+    options, parameters = _Options(*args, **kwargs), head.parameters()
+    is_known = options.reduction in ("mean", "sum") or (options.reduction == "none" and not parameters)
     is_plain = like.dim() == 2 and target.shape == like.shape[:1] and target.dtype == torch.int64
-    wants_weight = weight is not None and weight.requires_grad
-    if not (is_known and is_plain) or wants_weight or size_average is not None or reduce is not None:
+    wants_weight = options.weight is not None and options.weight.requires_grad
+    is_old = options.size_average is not None or options.reduce is not None
+    if not (is_known and is_plain) or wants_weight or is_old:
         return None
-    options = _Options(weight, ignore_index, reduction, label_smoothing)
     run = partial(_ChunkedLoss.apply, hidden, target, head, options, (like.shape[1], like.dtype), *parameters)
 
     def stock(x: Tensor) -> Tensor:
         return F.cross_entropy(head(x), target, **options._asdict())
 
-    loss: Tensor = counted(current(), "cross_entropy", run, stock, (hidden,), head.module)
-    return loss
+    return counted(current(), "cross_entropy", run, stock, (hidden,), head.module)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -135,13 +116,14 @@ class _ChunkedLoss(torch.autograd.Function):
                 with no_autocast():  # as outside of the forward, where stock's backward runs
                     found, *others = gradients(logits, [x, *wanted], dz)
                 del logits, dz
-                for parameter, other in zip(wanted, others, strict=True):
-                    sums.add(parameter, other)
+                for one, other in zip(sums.of.values(), others, strict=True):
+                    if other is not None:
+                        one.total().add_(other)
                 if dx is not None and found is not None:
                     dx[part] = found
                 del found, others
         head.renew()  # some adapters write to their own weights
-        kept = sums.kept()
+        kept = [one.kept() for one in sums.of.values()]
         ctx.save_for_backward(dx, count, *(tensor for tensors in kept for tensor in tensors))
         ctx.set_materialize_grads(False)
         ctx.kept = [(len(tensors), p.dtype) for tensors, p in zip(kept, wanted, strict=True)]
@@ -167,16 +149,10 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _of_chunk(head: Head, z: Tensor, target: Tensor, options: _Options, count: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`_loss_and_gradient`, by one kernel, and in the place of z, where that can be."""
-    is_known = head.fuses_loss and options.weight is None and options.label_smoothing == 0
-    if is_known and fused.suits(head.steps, z):
-        return fused.loss_and_gradient(z, target, options.ignore_index, count)
-    return _loss_and_gradient(z, target, options, count)
-
-
-def _loss_and_gradient(z: Tensor, target: Tensor, options: _Options, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's loss, and its gradient over ``count``, the latter in the dtype of z."""
+    """Each row's loss, and its gradient over ``count`` in the dtype of z; where it can be, by a kernel in its place."""
     ignored, smoothing, words = options.ignore_index, options.label_smoothing, z.shape[-1]
+    if head.fuses_loss and options.weight is None and smoothing == 0 and fused.suits(head.steps, z):
+        return fused.loss_and_gradient(z, target, ignored, count)
     weight = count.new_ones(()).expand(words) if options.weight is None else options.weight.to(count.dtype)
     minus_z = F.nll_loss(z, target, ignore_index=ignored, reduction="none")  # refuses what is no class
     is_counted = target != ignored

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from hf_memsave.errors import KeptTensorChangedError, PatchError
 from hf_memsave.tape.again import AutocastState
 from hf_memsave.tape.private import without_hooks
 
-#: A function, and its other arguments.
+#: A function and its other arguments.
 Step = tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]]
 #: What every module has.
 _OF_MODULES = vars(nn.Module()).keys()
@@ -35,7 +36,7 @@ def _settings(module: nn.Module) -> list[tuple[bool, str]]:
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
-        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+        value = (*value, *value.values())
     if isinstance(value, (list, tuple, set, frozenset)):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))
@@ -51,10 +52,10 @@ def draws(module: nn.Module) -> bool:
 
 
 def gradients(y: Tensor, inputs: Sequence[Tensor], dy: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradient of each of ``inputs``, but for hooks on them, which wait for the whole one.
+    """The gradient of each of ``inputs``, or None; their hooks wait for the whole one.
 
     Returns:
-        None for those that y is not computed from.
+        None for inputs that y is not computed from.
 
     Raises:
         PatchError: Another leaf than these wants a gradient of y.
@@ -75,33 +76,19 @@ def gradients(y: Tensor, inputs: Sequence[Tensor], dy: Tensor) -> tuple[Tensor |
         return torch.autograd.grad(y, inputs, dy, allow_unused=True)
 
 
+@dataclass(eq=False)
 class Head:
-    """What computes logits, under the autocast there is now.
+    """What computes logits, under an autocast state."""
 
-    Args:
-        module: The head, whose parameters want gradients or not.
-        forward: Its own forward.
-        device: Where it runs.
-        fuses_loss: A kernel may write a loss's gradient over logits that this computes, and nothing else holds.
-        of_rows: What computes a chunk of them, where that is not ``forward``; equal to it up to the order of sums.
+    module: nn.Module
+    forward: Callable[[Tensor], Tensor]  # its own
+    autocast: AutocastState
+    fuses_loss: bool = False  # a kernel may write the loss's gradient over logits, which nothing else holds
+    of_rows: Callable[[Tensor], Tensor] | None = None  # for a chunk: equal to ``forward`` up to the order of sums
+    steps: tuple[Step, ...] = ()  # what is done to its output, one number at a time
+    state: list[Any] = field(default_factory=list)  # shared with all that follow by a step
 
-    Attributes:
-        steps: What is done to its output, one number at a time.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        forward: Callable[[Tensor], Tensor],
-        device: str,
-        *,
-        fuses_loss: bool = False,
-        of_rows: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        self.module, self.forward, self.fuses_loss, self.of_rows = module, forward, fuses_loss, of_rows or forward
-        self.autocast = AutocastState(device)
-        self.steps: tuple[Step, ...] = ()
-        self.state: list[Any] = []  # shared with all that follow by a step
+    def __post_init__(self) -> None:
         self.renew()
 
     def followed_by(self, step: Step) -> Head:
@@ -121,16 +108,17 @@ class Head:
             KeptTensorChangedError: It is not.
         """
         weights, settings = self.state
+        changed = ""
         if weights != _weights(self.module):
             changed = "the head's weights have been written to, or freed, since the forward. Read them before "
             changed += "optimizer.step()"
         elif settings != _settings(self.module):
             changed = "since the forward the head was switched: train() or eval(), or its adapters. Read them before"
-        else:
-            return
-        raise KeptTensorChangedError(
-            f"these logits are computed when they are first read, and {changed}, or use MemSaveConfig(loss='stock')."
-        )
+        if changed:
+            raise KeptTensorChangedError(
+                f"these logits are computed when they are first read, and {changed}, or use "
+                "MemSaveConfig(loss='stock')."
+            )
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """The logits ``[..., V]`` of ``hidden`` ``[..., H]``, if the head is as it was."""
@@ -141,7 +129,7 @@ class Head:
 
     def of_chunk(self, hidden: Tensor) -> Tensor:
         """Logits of a chunk of rows, of the head as it is."""
-        return self._run(self.of_rows, hidden)
+        return self._run(self.of_rows or self.forward, hidden)
 
     def _run(self, forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
         with self.autocast:

@@ -1,15 +1,15 @@
 """The head of a language model whose logits are many hands on :class:`LazyLogits` instead.
 
-Kept for backward: see ``chunked_loss``. Where all logits fit in one chunk, and where no tape is laid (evaluation,
-``generate``, ``torch.compile``), stock's own product runs. A head that is a plain linear is known by its weight, as it
-is called, and its class stays; one that adapters wrap, or that is quantized, is replaced by the op ``lazy_head``.
+Where all logits fit in one chunk, and where no tape is laid (evaluation, ``generate``, ``torch.compile``), stock's own
+product runs. A plain linear is known by its weight, as it is called, and its class stays; one that adapters wrap, or
+that is quantized, is replaced by the op ``lazy_head``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +24,6 @@ from hf_memsave.tape import current
 from hf_memsave.tape.again import AutocastState
 from hf_memsave.tape.private import FakeTensor
 
-#: Types of parameters that are what they seem.
-_PLAIN = frozenset({nn.Parameter, FakeTensor})
 #: Adapters whose result for a row depends on the others, or is drawn.
 _NOT_BY_ROW = ("peft.tuners.lily", "peft.tuners.xlora", "peft.tuners.lora.monteclora")
 
@@ -46,7 +44,7 @@ def logits_of(
     if tape.ledger is not None:
         tape.ledger.is_loss_chunked = True
     like = torch.empty(*hidden.shape[:-1], _words(module), dtype=dtype, device="meta")
-    return LazyLogits.of(hidden, Head(module, forward, hidden.device.type, **of_head), like)
+    return LazyLogits.of(hidden, Head(module, forward, autocast, **of_head), like)
 
 
 def of_linear(
@@ -54,7 +52,7 @@ def of_linear(
 ) -> Tensor | None:
     """As :func:`logits_of`, for ``F.linear(hidden, weight, bias)``, called by a head ``module`` with its parameters."""
     own, given = list(module.parameters()), [weight] if bias is None else [weight, bias]
-    if [id(p) for p in own] != [id(p) for p in given] or any(type(p) not in _PLAIN for p in own):
+    if [id(p) for p in own] != [id(p) for p in given] or any(type(p) not in (nn.Parameter, FakeTensor) for p in own):
         return None  # computed, or with a linear of its own
     forward = partial(F.linear, weight=weight, bias=bias)
     return logits_of(module, forward, hidden, is_plain=True, fuses_loss=fuses_loss)
@@ -62,16 +60,17 @@ def of_linear(
 
 def _is_long(module: nn.Module, hidden: Tensor) -> bool:
     """Whether the logits of ``hidden`` are more than a chunk, and chunks change nothing but the order of sums."""
-    if not (hidden.requires_grad or _wanted(module)) or _logits(module, hidden) * 4 <= chunked_loss.CHUNK:
+    count = _logits(module, hidden)
+    if not (hidden.requires_grad or _wanted(module)) or count * 4 <= chunked_loss.CHUNK:
         return False
-    if _logits(module, hidden) < 2 * hidden.numel():  # than which what is kept of hidden states takes more
+    if count < 2 * hidden.numel():  # than which what is kept of hidden states takes more
         return False
     if not all(parameter.is_leaf for parameter in module.parameters()):  # hooks on them would run in every chunk
         return False
     # A dropout would draw other masks for chunks; a hook may look at logits, or take the weights away (FSDP2, ZeRO-3,
     # Accelerate's offload); some adapters look at all rows.
-    is_by_row = not any(type(m).__module__.startswith(_NOT_BY_ROW) for m in module.modules())
-    return is_by_row and not any(draws(m) or _has_hooks(m) for m in module.modules())
+    bad = (draws(m) or _has_hooks(m) or type(m).__module__.startswith(_NOT_BY_ROW) for m in module.modules())
+    return not any(bad)
 
 
 def _logits(module: nn.Module, hidden: Tensor) -> int:
@@ -80,12 +79,10 @@ def _logits(module: nn.Module, hidden: Tensor) -> int:
 
 def _words(module: nn.Module) -> int:
     """The vocabulary: PEFT's copy of a tied head calls it ``in_features``; a quantized weight is of no such shape."""
-    tokens = _trained_tokens(module)
-    weight = getattr(module if tokens is None else tokens.base_layer, "weight", None)
-    if isinstance(weight, Tensor) and weight.is_floating_point() and weight.dim() == 2:
-        return weight.shape[0]
-    words: Any = module.out_features
-    return int(words)
+    tokens, parts = _trained_tokens(module), cast("Any", module)
+    weight: Any = getattr(parts if tokens is None else tokens.base_layer, "weight", None)
+    is_plain = isinstance(weight, Tensor) and weight.is_floating_point() and weight.dim() == 2
+    return int(weight.shape[0] if is_plain else parts.out_features)
 
 
 def _trained_tokens(module: nn.Module) -> Any:
@@ -115,13 +112,12 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _lazy_head(module: nn.Module, patch: Any, *args: Any, **kwargs: Any) -> Any:
-    made = None
+    made, forward = None, partial(patch.stock.forward, module)
     if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
         tokens = _trained_tokens(module)
         is_trained = tokens is not None and tokens.active_adapters and not (tokens.disable_adapters or tokens.merged)
-        of_rows = partial(_with_columns, tokens) if is_trained else None
-        made = logits_of(module, partial(patch.stock.forward, module), args[0], of_rows=of_rows)
-    return patch.stock.forward(module, *args, **kwargs) if made is None else made
+        made = logits_of(module, forward, args[0], of_rows=partial(_with_columns, tokens) if is_trained else None)
+    return forward(*args, **kwargs) if made is None else made
 
 
 def _check(module: nn.Module, value: Any) -> str:

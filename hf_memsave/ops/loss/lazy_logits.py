@@ -1,9 +1,9 @@
 """Logits that are not computed yet: a loss takes them chunk by chunk, and any other function gets them whole.
 
-A language model's head hands on a :class:`LazyLogits`: a tensor by shape, dtype and device, without bytes. What the
-model does between head and loss (``float()``, a softcap, a scale, ``view(-1, vocabulary)``, dropping the last token)
-gives another one. ``F.cross_entropy`` of it is that of :mod:`~hf_memsave.ops.loss.chunked_loss`. Any other function
-runs on the logits themselves, computed once by the head's own forward; then their views are views of those.
+A head hands on a :class:`LazyLogits`: a tensor by shape, dtype and device, without bytes. What is done between head and
+loss (``float()``, a softcap, a scale, ``view(-1, vocabulary)``, dropping the last token) gives another one.
+``F.cross_entropy`` of it is that of :mod:`~hf_memsave.ops.loss.chunked_loss`. Any other function runs on the logits
+themselves, computed once by the head's own forward; then their views are views of those.
 """
 
 from __future__ import annotations
@@ -32,44 +32,30 @@ _ELEMENTWISE = {
     for home in (torch, Tensor)
     if hasattr(home, name)
 }
-#: Functions that ask for the gradient of logits.
-_WATCHES = {Tensor.register_hook, Tensor.retain_grad}
 #: Functions that keep the order of the numbers.
 _RESHAPED = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.contiguous}
-
 #: What a tensor is, told without its bytes.
 _TOLD = {
-    getattr(Tensor, name).__get__
-    for name in "shape dtype device ndim layout requires_grad grad_fn is_leaf is_cuda is_cpu is_meta is_sparse "
-    "is_quantized itemsize nbytes retains_grad output_nr _version".split()
-} | {
-    getattr(Tensor, name)
-    for name in "size dim numel nelement is_floating_point is_complex element_size get_device is_sparse "
-    "__len__ ndimension is_signed".split()
-    if callable(getattr(Tensor, name))
+    told if callable(told) else told.__get__
+    for told in (
+        getattr(Tensor, name)
+        for name in "shape dtype device ndim layout requires_grad grad_fn is_leaf is_cuda is_cpu is_meta is_sparse "
+        "is_quantized itemsize nbytes retains_grad output_nr _version size dim numel nelement is_floating_point "
+        "is_complex element_size get_device __len__ ndimension is_signed".split()
+    )
 }
 
 
 class LazyLogits(Tensor):
-    """Logits ``[..., V]`` of ``hidden`` ``[..., H]``; see the module.
-
-    Attributes:
-        hidden: The head's input.
-        head: What computes them.
-        like: A tensor without bytes, of the geometry and dtype that they have in stock.
-        base: Those that they are a view of in stock, and by which function.
-        version: Of ``hidden``.
-        is_taken: A loss, or other logits, were computed past them.
-        is_watched: Their gradient is asked for: nothing is computed past them any more.
-    """
+    """Logits ``[..., V]`` of ``hidden`` ``[..., H]``; see the module."""
 
     hidden: Tensor
     head: Head
-    like: Tensor
-    base: tuple[LazyLogits, Step] | None
-    version: int
-    is_taken: bool
-    is_watched: bool
+    like: Tensor  # without bytes, of the geometry and dtype that they have in stock
+    base: tuple[LazyLogits, Step] | None  # those that they are a view of in stock, and by which function
+    version: int  # of ``hidden``
+    is_taken: bool  # a loss, or other logits, were computed past them
+    is_watched: bool  # their gradient is asked for: nothing is computed past them any more
     _computed: Tensor | None
 
     @staticmethod
@@ -82,7 +68,7 @@ class LazyLogits(Tensor):
         return lazy
 
     def computed(self) -> Tensor:
-        """The logits, computed when they are first asked for, and then shared."""
+        """The logits, computed when they are first asked for."""
         if self._computed is None:
             self.check()
             with torch.inference_mode(False), torch.enable_grad():
@@ -122,12 +108,6 @@ class LazyLogits(Tensor):
         with no_subclasses():
             return func(self, *args, **kwargs)
 
-    def mark_taken(self) -> None:
-        """From now on their gradient would not come to a hook on them."""
-        self.is_taken = True
-        if self.base is not None:
-            self.base[0].mark_taken()
-
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -138,15 +118,16 @@ class LazyLogits(Tensor):
             if func in _TOLD:
                 with no_subclasses():
                     return func(*args, **kwargs)
-            if func in _WATCHES:
+            if func in (Tensor.register_hook, Tensor.retain_grad):
                 return self.watch(func, *args[1:], **kwargs)
             found = _derived(self, func, args[1:], kwargs)
             if found is None and func is F.cross_entropy:
                 self.check()
                 found = chunked_loss.cross_entropy(self.hidden, self.head, self, *args[1:], **kwargs)
             if found is not None:
-                if found is not self and getattr(found, "base", None) is None:
-                    self.mark_taken()
+                taken = None if found is self or getattr(found, "base", None) is not None else self
+                while taken is not None:  # from now on their gradient would not come to a hook on them
+                    taken.is_taken, taken = True, taken.base and taken.base[0]
                 return found
         if func is torch.autograd.grad and any(a.is_taken for a in tree_leaves(args[1]) if isinstance(a, LazyLogits)):
             raise PatchError(
@@ -173,8 +154,7 @@ class LazyLogits(Tensor):
 def _empty(like: Tensor, device: torch.device) -> Tensor:
     """Logits without bytes."""
     make: Any = Tensor._make_wrapper_subclass
-    lazy: Tensor = make(LazyLogits, like.shape, dtype=like.dtype, device=device)
-    return lazy
+    return make(LazyLogits, like.shape, dtype=like.dtype, device=device)
 
 
 def _computed(argument: Any) -> Any:
@@ -186,7 +166,7 @@ def _derived(lazy: LazyLogits, func: Callable[..., Any], args: Sequence[Any], kw
     if any(isinstance(a, Tensor) for a in tree_leaves((args, kwargs))):
         return None
     lazy.check()
-    head, hidden, vocabulary = lazy.head, lazy.hidden, lazy.shape[-1]
+    head, hidden, words = lazy.head, lazy.hidden, lazy.shape[-1]
     if func in _ELEMENTWISE:
         here = _without_device(lazy, args, kwargs)
         like = None if here is None else func(lazy.like, *here[0], **here[1])
@@ -200,8 +180,8 @@ def _derived(lazy: LazyLogits, func: Callable[..., Any], args: Sequence[Any], kw
         rows = hidden.reshape(*like.shape[:-1], hidden.shape[-1])  # which stay whole, and in order
     elif func is Tensor.__getitem__:
         like = lazy.like[args[0]]
-        wider = lazy.like.new_empty(*lazy.shape[:-1], vocabulary + 1)[args[0]]
-        if not like.dim() or wider.shape != (*like.shape[:-1], vocabulary + 1) or like.shape[-1] != vocabulary:
+        wider = lazy.like.new_empty(*lazy.shape[:-1], words + 1)[args[0]]
+        if not like.dim() or wider.shape != (*like.shape[:-1], words + 1) or like.shape[-1] != words:
             return None
         rows = hidden[args[0]]
     else:
@@ -211,7 +191,7 @@ def _derived(lazy: LazyLogits, func: Callable[..., Any], args: Sequence[Any], kw
 
 
 def _without_device(lazy: LazyLogits, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The arguments but for a device that is the logits' own; None for another one, and for what writes elsewhere."""
+    """The arguments but for a device, if that is the logits' own; None for another one, and for ``out=``."""
     devices = (torch.device, str)
     named = [a for a in (*args, kwargs.get("device")) if isinstance(a, devices)]
     if "out" in kwargs or any(torch.device(d) != lazy.device for d in named):

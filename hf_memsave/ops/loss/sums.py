@@ -1,15 +1,14 @@
 """Gradients of a head's parameters, summed over chunks of its rows as if there were no chunks.
 
 Autograd rounds a chunk's gradient to the parameter's dtype, and in bf16 a sum of rounded parts is further from the
-truth than one rounded sum. So :class:`Sums` is a function mode, under which each linear adds its product to a sum in
-fp32 and gives autograd none. Parameters that are used in another way get autograd's gradients, added in fp32.
+truth than one rounded sum. So under :class:`Sums`, a function mode, each linear adds its product to a sum in fp32 and
+gives autograd none. Parameters that are used in another way get autograd's gradients, added in fp32.
 
 A sum of a head's size is read and written for each product, so products wait for each other. Of a weight ``[V, H]`` and
 T rows, in bytes an element of V::
 
-    4 H             the sum
-    2 T             dy of all rows, in bf16: where that is less there is no sum, but one product, as in stock
-    4 H + H         a sum, and dy of as many rows as take a quarter of that, otherwise
+    2 T             dy of all rows, in bf16: where that is less than a sum, one product, as in stock
+    4 H + H         otherwise: a sum, and dy of as many rows as take a quarter of it
 
 Where dy takes less than the gradient, backward computes the product.
 """
@@ -33,22 +32,67 @@ from hf_memsave.tape.private import FakeTensor, all_subclasses, innermost_hooks,
 _BLOCK = 2**24
 
 
-class Sums(TorchFunctionMode):
-    """Sums of gradients over chunks.
+class Sum:
+    """The gradient of a parameter, summed over chunks of ``count`` rows in all, in ``dtype``."""
 
-    Args:
-        parameters: Those that want one.
-        wide: The dtype of the sums, unless a parameter's is wider.
-        count: Rows of all chunks.
-    """
+    def __init__(self, parameter: Tensor, dtype: torch.dtype, count: int) -> None:
+        self.parameter, self.dtype, self.count = parameter, dtype, count
+        self._total: Tensor | None = None
+        self._lost: Tensor | float = 0.0
+        self._dy: Tensor | None = None  # a buffer for rows that wait for their product with those of x
+        self._xs: list[Tensor] = []
+
+    def total(self) -> Tensor:
+        """The sum, made when it is first needed."""
+        if self._total is None:
+            self._total = torch.zeros_like(self.parameter, dtype=self.dtype)
+        return self._total
+
+    def add_compensated(self, part: Tensor) -> None:
+        """Add a part, and next time what rounding took from it (Kahan, 1965)."""
+        total, part = self.total(), part - self._lost
+        after = total + part
+        self._lost = (after - total).sub_(part)
+        total.copy_(after)
+
+    def add_product(self, dy: Tensor, x: Tensor) -> None:
+        """Add ``dy^T x`` of ``[rows, V]`` and ``[rows, H]`` to a weight's gradient, now or later."""
+        if self._dy is None:
+            of_sum, of_row = self.parameter.numel() * self.dtype.itemsize, dy.shape[1] * dy.itemsize
+            place = self.count if self.count * of_row <= of_sum else of_sum // 4 // of_row
+            self._dy = dy.new_empty(place if place > len(dy) else 0, dy.shape[1])
+            if place < self.count:
+                self.total()  # at once: where nothing has numbers, two chunks tell the bytes of all
+        start = _length(self._xs)
+        if self._xs and start + len(dy) > len(self._dy):
+            _add_product(self.total(), self._dy[:start], *self._xs)
+            self._xs, start = [], 0
+        if start + len(dy) > len(self._dy) or dy.dtype != self._dy.dtype:
+            _add_product(self.total(), dy, x)
+        else:
+            self._dy[start : start + len(dy)] = dy
+            self._xs.append(x)
+
+    def kept(self) -> tuple[Tensor, ...]:
+        """What :func:`gradient` computes the gradient of, handed over; nothing where no chunk used the parameter."""
+        total, dy, xs, dtype = self._total, self._dy, self._xs, self.parameter.dtype
+        self._total, self._dy, self._xs = None, None, []
+        if dy is not None and xs:
+            rows = dy[: _length(xs)]
+            if total is None:
+                return (rows, *xs) if dy.nbytes <= self.parameter.nbytes else (_product((rows, *xs), dtype),)
+            _add_product(total, rows, *xs)
+            del rows
+        del dy  # what is rounded takes its place
+        return () if total is None else (total.to(dtype),)
+
+
+class Sums(TorchFunctionMode):
+    """The sums of some parameters, to which linears add: in ``wide``, or the parameter's dtype, if that is wider."""
 
     def __init__(self, parameters: Sequence[Tensor], wide: torch.dtype, count: int) -> None:
         super().__init__()
-        self.parameters, self.wide, self.count = parameters, wide, count
-        self.ids = {id(parameter) for parameter in parameters}
-        self.sums: dict[int, Tensor] = {}
-        self.lost: dict[int, Tensor] = {}
-        self.waiting: dict[int, tuple[Tensor, list[Tensor]]] = {}  # a buffer with dy, and the parts of x
+        self.of = {id(p): Sum(p, torch.promote_types(p.dtype, wide), count) for p in parameters}
         self.hooks: Any = None
         self.casts: dict[tuple[int, torch.dtype], Tensor] = {}
 
@@ -70,7 +114,7 @@ class Sums(TorchFunctionMode):
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         wanted = [tensor for tensor in (weight, bias) if tensor is not None and tensor.requires_grad]
-        is_ours = bool(wanted) and all(id(tensor) in self.ids for tensor in wanted)
+        is_ours = bool(wanted) and all(id(tensor) in self.of for tensor in wanted)
         is_plain = {type(input), type(weight)} <= {Tensor, nn.Parameter, FakeTensor} and input.dim() > 1
         is_again = innermost_hooks() != self.hooks  # a checkpoint within the head: run again, it knows no sums
         if not (is_ours and is_plain and torch.is_grad_enabled()) or is_again:
@@ -85,69 +129,16 @@ class Sums(TorchFunctionMode):
             low = weight.detach().to(x.dtype)
         if weight.requires_grad:  # one for all chunks; another weight may be made for each
             self.casts[id(weight), x.dtype] = low
-        out: Tensor = _Linear.apply(x, weight, bias, low, self)
-        return out
-
-    def add(self, parameter: Tensor, part: Tensor | None) -> None:
-        """Add a part of a parameter's gradient."""
-        if part is not None:
-            self._of(parameter).add_(part)
-
-    def add_compensated(self, parameter: Tensor, part: Tensor) -> None:
-        """Add a part, and next time what rounding took from it (Kahan, 1965)."""
-        total = self._of(parameter)
-        part = part - self.lost.get(id(parameter), 0)
-        after = total + part
-        self.lost[id(parameter)] = (after - total).sub_(part)
-        total.copy_(after)
-
-    def add_product(self, parameter: Tensor, dy: Tensor, x: Tensor) -> None:
-        """Add ``dy^T x`` of ``[rows, V]`` and ``[rows, H]`` to a weight's gradient, now or later."""
-        if id(parameter) not in self.waiting:
-            of_sum, of_row = parameter.numel() * self.wide.itemsize, dy.shape[1] * dy.itemsize
-            place = self.count if self.count * of_row <= of_sum else of_sum // 4 // of_row
-            self.waiting[id(parameter)] = dy.new_empty(place if place > len(dy) else 0, dy.shape[1]), []
-            if place < self.count:
-                self._of(parameter)  # at once: where nothing has numbers, two chunks tell the bytes of all
-        buffer, xs = self.waiting[id(parameter)]
-        if xs and _length(xs) + len(dy) > len(buffer):
-            _add_product(self._of(parameter), buffer[: _length(xs)], *xs)
-            xs.clear()
-        start = _length(xs)
-        if start + len(dy) > len(buffer) or dy.dtype != buffer.dtype:
-            _add_product(self._of(parameter), dy, x)
-        else:
-            buffer[start : start + len(dy)] = dy
-            xs.append(x)
-
-    def kept(self) -> list[tuple[Tensor, ...]]:
-        """Of each parameter, what :func:`gradient` computes its gradient of; nothing where no chunk has used it."""
-        return [self._kept(parameter) for parameter in self.parameters]
-
-    def _kept(self, parameter: Tensor) -> tuple[Tensor, ...]:
-        buffer, xs = self.waiting.pop(id(parameter), (parameter, []))
-        total, dy = self.sums.pop(id(parameter), None), buffer[: _length(xs)]
-        if total is None and xs:
-            return (dy, *xs) if buffer.nbytes <= parameter.nbytes else (_product((dy, *xs), parameter.dtype),)
-        if total is None:
-            return ()
-        if xs:
-            _add_product(total, dy, *xs)
-        del buffer, dy  # what is rounded takes their place
-        return (total.to(parameter.dtype),)
-
-    def _of(self, parameter: Tensor) -> Tensor:
-        if id(parameter) not in self.sums:
-            dtype = torch.promote_types(parameter.dtype, self.wide)
-            self.sums[id(parameter)] = torch.zeros_like(parameter, dtype=dtype)
-        return self.sums[id(parameter)]
+        return _Linear.apply(x, weight, bias, low, self.of)
 
 
 class _Linear(torch.autograd.Function):
     """A linear by ``low``, a weight in the dtype of x; gradients of its parameters go to ``sums``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor, sums: Sums) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor, sums: dict[int, Sum]
+    ) -> Tensor:
         ctx.save_for_backward(x, low)
         ctx.parameters, ctx.sums = (weight, bias), sums
         return F.linear(x, low, bias if bias is None else bias.to(x.dtype))
@@ -158,14 +149,15 @@ class _Linear(torch.autograd.Function):
         (weight, bias), sums = ctx.parameters, ctx.sums
         rows = dy.flatten(0, -2)
         if ctx.needs_input_grad[1]:
-            sums.add_product(weight, rows, x.detach().flatten(0, -2))
+            sums[id(weight)].add_product(rows, x.detach().flatten(0, -2))
         if ctx.needs_input_grad[2]:
-            sums.add_compensated(bias, rows.sum(0, dtype=sums.wide).sum_to_size(bias.shape))
+            of_bias = sums[id(bias)]
+            of_bias.add_compensated(rows.sum(0, dtype=of_bias.dtype).sum_to_size(bias.shape))
         return dy @ low if ctx.needs_input_grad[0] else None, None, None, None, None
 
 
 def gradient(kept: Sequence[Tensor], factor: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """What :meth:`Sums.kept` gave of a parameter of this dtype, times a number in the dtype of sums."""
+    """What :meth:`Sum.kept` gave of a parameter of this dtype, times a number in the dtype of sums."""
     if not kept:
         return None
     whole = kept[0] if len(kept) == 1 else _product(kept, dtype)

@@ -34,22 +34,15 @@ def gradients_of(dtype, monkeypatch, chunks=16, rows=512, autocast=False, trains
 @pytest.mark.parametrize(
     ("dtype", "autocast"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)]
 )
-@pytest.mark.parametrize(("rows", "chunks"), [(512, 4), (512, 16), (512, 64), (48, 6), (24, 3)])
-def test_a_linear_heads_gradients_are_as_near_to_float64_as_stocks(dtype, autocast, rows, chunks, monkeypatch):
-    ours, stock = gradients_of(dtype, monkeypatch, chunks, rows, autocast)
+@pytest.mark.parametrize(
+    ("rows", "chunks", "trains_weight"),
+    [(512, 4, True), (512, 64, True), (48, 6, True), (24, 3, True), (512, 64, False)],
+)
+def test_a_linear_heads_gradients_are_as_near_to_float64_as_stocks(
+    dtype, autocast, rows, chunks, trains_weight, monkeypatch
+):
+    ours, stock = gradients_of(dtype, monkeypatch, chunks, rows, autocast, trains_weight)
     assert all(a <= 1.005 * b for a, b in zip(ours, stock, strict=True)), (ours, stock)
-
-
-@pytest.mark.parametrize(("dtype", "autocast"), [(torch.bfloat16, False), (torch.float32, True)])
-def test_so_is_a_bias_whose_weight_is_frozen(dtype, autocast, monkeypatch):
-    ours, stock = gradients_of(dtype, monkeypatch, 64, autocast=autocast, trains_weight=False)
-    assert all(a <= 1.005 * b for a, b in zip(ours, stock, strict=True)), (ours, stock)
-
-
-def test_as_autograd_rounds_them_in_each_chunk_they_are_further_away(monkeypatch):
-    monkeypatch.setattr(sums.Sums, "_linear", staticmethod(F.linear))
-    ours, stock = gradients_of(torch.bfloat16, monkeypatch, 64)
-    assert ours[1] > 1.01 * stock[1]
 
 
 @pytest.mark.parametrize(
@@ -68,8 +61,8 @@ def test_what_takes_fewest_bytes_is_kept_and_products_wait_for_each_other(rows, 
     total = sums.Sums([w], torch.float32, rows)
     x, dy = torch.randn(rows, 32, dtype=w.dtype), torch.randn(rows, 256, dtype=w.dtype)
     for part, into in zip(x.split(8), dy.split(8), strict=True):
-        total.add_product(w, into, part)
-    (found,) = total.kept()
+        total.of[id(w)].add_product(into, part)
+    found = total.of[id(w)].kept()
     assert [tuple(tensor.shape) for tensor in found] == kept
     assert added == [16] * products
     expected = dy.double().t() @ x.double()
@@ -153,10 +146,11 @@ def test_every_gradient_is_autograds(use, of_autograd, count):
         dx, *found = torch.autograd.grad(y, [x, *wanted], dy, allow_unused=True)
         torch.testing.assert_close(dx, expected[0])
         assert "".join(name for name, part in zip("wb", found, strict=True) if part is not None) == of_autograd
-        for parameter, part in zip(wanted, found, strict=True):
-            total.add(parameter, part)
-    for kept, p, one in zip(total.kept(), wanted, expected[1:], strict=True):
-        ours = sums.gradient(kept, torch.ones(()), p.dtype)
+        for one, part in zip(total.of.values(), found, strict=True):
+            if part is not None:
+                one.total().add_(part)
+    for of, p, one in zip(total.of.values(), wanted, expected[1:], strict=True):
+        ours = sums.gradient(of.kept(), torch.ones(()), p.dtype)
         assert (ours is None) == (one is None)
         if one is not None:
             torch.testing.assert_close(ours, 2 * one, rtol=0.02 if use in LOW else 1e-5, atol=1e-5)
