@@ -1,11 +1,12 @@
-"""What a device does. Code that needs to know asks here, and not for its name.
+"""What a device does: as CPU does, or as CUDA does. Code that needs to know asks here, and not for its name.
 
-A device does as CPU does, or as CUDA does. One more does as CUDA does without being there: :data:`STAND_IN`, the device
-on which :mod:`hf_memsave.measure` runs a model for its memory, whose tensors have shapes and no numbers.
+One does as CUDA does without being there: :data:`STAND_IN`, on which :mod:`hf_memsave.measure` runs a model for its
+memory, and whose tensors have shapes and no numbers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -52,27 +53,23 @@ def _gives_wide_products(device: torch.device, dtype: torch.dtype) -> bool:
         return False
 
 
+#: Device and dtype -> whether :func:`adds_wide_products` has found so.
+_adds: dict[tuple[torch.device, torch.dtype], bool] = {}
+
+
 def adds_wide_products(x: Tensor) -> bool:
     """Whether such a product can be added to a tensor in fp32: ``torch.addmm(..., out_dtype=, out=)``."""
     if x.device.type == STAND_IN:
         return "dtype_out" in torch.ops.aten.addmm.overloads()
     key = x.device, x.dtype
     if key not in _adds and type(x) is Tensor and not is_capturing(x.device):
-        _adds[key] = x.device.type in _AS_CUDA and _adds_a_wide_product(x)
+        a, total = x.new_ones(16, 16), x.new_ones(16, 16, dtype=torch.float32)
+        _adds[key] = False
+        if x.device.type in _AS_CUDA:
+            with contextlib.suppress(TypeError, RuntimeError):  # with numbers: PyTorch before 2.10 had faults here
+                torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
+                _adds[key] = bool((total == 17).all())
     return _adds.get(key, False)  # what cannot be tried now can be asked again
-
-
-_adds: dict[tuple[torch.device, torch.dtype], bool] = {}
-
-
-def _adds_a_wide_product(like: Tensor) -> bool:
-    """With numbers: PyTorch before 2.10 had faults here."""
-    x, total = like.new_ones(16, 16), like.new_ones(16, 16, dtype=torch.float32)
-    try:
-        torch.addmm(total, x, x, out_dtype=torch.float32, out=total)
-        return bool((total == 17).all())
-    except (TypeError, RuntimeError):
-        return False
 
 
 def has_numbers(x: Tensor) -> bool:
@@ -86,11 +83,7 @@ def waits(x: Tensor) -> bool:
 
 
 def later(x: Tensor) -> Callable[[], Tensor]:
-    """``x``, of which the device :func:`tells_later`, on its way to the host.
-
-    Returns:
-        Gives it, on the CPU. Called a step later, it finds it there: at most it waits for what was queued before.
-    """
+    """What gives ``x`` on the CPU, which is on its way there: called a step later, it waits for next to nothing."""
     copy = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
     event = torch.cuda.Event()
     event.record(current_stream(x.device))
@@ -103,10 +96,7 @@ def later(x: Tensor) -> Callable[[], Tensor]:
 
 
 class Questions:
-    """What a program wants to know of a device's numbers, and can do without for a step.
-
-    Where the host would wait for them, they are told one step later; elsewhere at once.
-    """
+    """What a program asks of a device's numbers: told one step later where the host would wait, elsewhere at once."""
 
     def __init__(self) -> None:
         self._open: list[tuple[Callable[[], Tensor], Callable[[Tensor], None]]] = []

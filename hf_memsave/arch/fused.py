@@ -15,19 +15,12 @@ from hf_memsave.arch.sites import ACTIVATIONS, LIKE_LLAMA, in_models, path_of
 
 
 class Fused(NamedTuple):
-    """How a class is fused.
+    """How a class is fused."""
 
-    Attributes:
-        kind: By which a configuration leaves it to stock.
-        op: The name of the op.
-        value: What the op needs to know of the class: of a norm its style, and the attribute that holds its epsilon.
-        draws: Whether it draws dropout masks; then the op's value is whether they may differ from stock's.
-    """
-
-    kind: str
+    kind: str  # by which a configuration leaves it to stock
     op: str
-    value: Any = None
-    draws: bool = False
+    value: Any = None  # what the op needs to know: of a norm its style, and the attribute that holds its epsilon
+    draws: bool = False  # dropout masks; then the op's value is whether they may differ from stock's
 
 
 #: MLPs that say ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``.
@@ -45,8 +38,7 @@ FUSED = {
     **dict.fromkeys(ACTIVATIONS, Fused("activation", "fused_activation")),
 }
 
-#: The rotary embedding's name in Transformers' files, and the files that have one that the kernel computes: of whole
-#: heads; of a part of each, the rest copied.
+#: The rotary embedding's name in Transformers' files, and those that have the kernel's: of whole heads; of a part.
 ROTARY_NAME = "apply_rotary_pos_emb"
 ROTARY = ("llama", "phi3")
 #: Modules known by the code of their forward, which the files of many models repeat.
@@ -54,11 +46,7 @@ ALIKE = {"transformers.models.bert.modeling_bert.BertSelfOutput": Fused("norm", 
 
 
 def fused_of(cls: type[nn.Module]) -> Fused | None:
-    """How a stock class is fused: by its name, or by code equal to that of a known one.
-
-    Returns:
-        None if it is not, or if its forward was set from elsewhere.
-    """
+    """How a stock class is fused, by its name or its code; None if it is not, or its forward was set from elsewhere."""
     known: Any = cls
     return _fused_of(known, known.forward)
 
