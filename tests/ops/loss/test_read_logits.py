@@ -1,21 +1,36 @@
-"""Logits of a chunked loss that are read are stock's, and so are gradients through them."""
+"""Logits of a chunked loss that are read, written to or watched are stock's, and so are gradients through them."""
+
+import datetime
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave import KeptTensorChangedError, PatchError, patch
+from hf_memsave.ops.loss import chunked_loss
 from hf_memsave.ops.loss.lazy_logits import LazyLogits
-from support.accuracy import lm
-from support.families import Size, batch_for
+from support.accuracy import SMALL, lm
+from support.families import Size, batch_for, build
+
+WORDS, RANKS, TIMEOUT = 512, 2, datetime.timedelta(seconds=60)
+
+
+def patched():
+    model = lm("llama")
+    patch(model)
+    return model
 
 
 def pair():
     """A model, and one patched; and a batch without labels, and its labels."""
-    stock, ours = lm("llama"), lm("llama")
-    patch(ours)
-    batch = batch_for(stock, Size())
-    return stock, ours, batch, batch.pop("labels")
+    batch = batch_for(stock := lm("llama"), Size())
+    return stock, patched(), batch, batch.pop("labels")
 
 
 def lazy_of(model, batch):
@@ -104,16 +119,6 @@ def test_losses_of_the_users_own_have_stocks_gradients(small_chunks):
             torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-4, atol=1e-7, msg=name)
 
 
-def test_hooks_on_logits_run_and_their_type_is_said(small_chunks):
-    _, ours, batch, _ = pair()
-    logits, seen = lazy_of(ours, batch), []
-    assert logits.type() == "torch.FloatTensor"
-    assert logits.type(torch.float64).dtype == torch.float64
-    logits.register_hook(lambda gradient: seen.append(gradient.shape))
-    logits.exp().sum().backward()
-    assert seen == [logits.shape]
-
-
 def test_logits_read_after_the_step_raise(small_chunks):
     _, ours, batch, labels = pair()
     out = ours(**batch, labels=labels)
@@ -123,20 +128,19 @@ def test_logits_read_after_the_step_raise(small_chunks):
         out.logits.argmax(-1)
 
 
-def test_the_gradient_of_logits_past_which_a_loss_was_computed_is_refused(small_chunks):
-    _, ours, batch, labels = pair()
+def test_their_gradient_is_stocks_but_past_which_a_loss_was_computed_it_is_refused(small_chunks):
+    stock, ours, batch, labels = pair()
+    found = []
+    for logits in (stock(**batch).logits, lazy_of(ours, batch)):
+        found.append(torch.autograd.grad(logits.exp().sum(), logits)[0])
+    assert torch.equal(*found)
     out = ours(**batch, labels=labels)
+    assert out.logits.type() == "torch.FloatTensor" and out.logits.type(torch.float64).dtype == torch.float64
     with pytest.raises(PatchError, match=r"computed in chunks, past them. Use MemSaveConfig\(loss='stock'\)"):
         torch.autograd.grad(out.loss, out.logits)
-
-
-def test_the_gradient_of_logits_that_a_loss_was_computed_from_is_stocks(small_chunks):
-    stock, ours, batch, _ = pair()
-    logits = stock(**batch).logits
-    (expected,) = torch.autograd.grad(logits.exp().sum(), logits)
-    logits = lazy_of(ours, batch)
-    (found,) = torch.autograd.grad(logits.exp().sum(), logits)
-    assert torch.equal(found, expected)
+    for ask in (lambda x: x.register_hook(print), lambda x: x.retain_grad()):
+        with pytest.warns(UserWarning, match=r"gives them no gradient\. Call it in a forward hook"):
+            ask(ours(**batch, labels=labels).logits)
 
 
 def test_hidden_states_written_to_before_logits_are_read_are_refused(small_chunks):
@@ -148,3 +152,138 @@ def test_hidden_states_written_to_before_logits_are_read_are_refused(small_chunk
         out.hidden_states[-1].mul_(2)
     with pytest.raises(KeptTensorChangedError, match=r"written to in place since.* MemSaveConfig\(loss='stock'\)"):
         out.logits.argmax()
+
+
+def assert_like_stock(step):
+    """``step(model, batch)`` gives stock's gradients, and what it returns."""
+    found = []
+    for model in (lm("llama"), patched()):
+        result = step(model, batch_for(model, Size()))
+        found.append((result, [p.grad for p in model.parameters()]))
+    (expected, of_stock), (result, ours) = found
+    assert result == expected
+    torch.testing.assert_close(ours, of_stock, rtol=1e-4, atol=1e-7)
+
+
+def flat(logits):
+    return logits.view(-1, WORDS)
+
+
+def base_then_view(logits):
+    rows = flat(logits)
+    logits[..., 5] = -3.0
+    return rows
+
+
+def view_then_base(logits):
+    flat(logits)[:, 5] = -3.0
+    return flat(logits)
+
+
+def float_of_float(logits):
+    logits.float()[..., 5] = -3.0
+    return flat(logits)
+
+
+def copy_made_before(logits):
+    rows = logits[:, ::2].reshape(-1, WORDS)
+    logits.mul_(3.0)
+    return torch.cat([rows, rows])
+
+
+@pytest.mark.parametrize("write", [base_then_view, view_then_base, float_of_float, copy_made_before])
+def test_a_write_is_seen_by_those_who_share_in_stock(write, small_chunks):
+    def step(model, batch):
+        labels = batch.pop("labels")
+        F.cross_entropy(write(model(**batch).logits), labels.view(-1)).backward()
+
+    assert_like_stock(step)
+
+
+@pytest.mark.parametrize("how", ["hook of the logits", "hook of the module", "hooked", "view hooked", "retain_grad"])
+def test_who_watches_them_sees_the_gradient_and_may_change_it(how, small_chunks):
+    def step(model, batch):
+        seen, labels = [], batch.pop("labels")
+
+        def watch(gradient):
+            seen.append(gradient.shape)
+            return 2 * gradient
+
+        if how == "hook of the logits":
+            model.lm_head.register_forward_hook(lambda head, args, out: out.register_hook(watch) and None)
+        if how == "hook of the module":
+            model.lm_head.register_full_backward_pre_hook(lambda head, dy: (watch(dy[0]),))
+        if "hook of" in how:
+            model(**batch, labels=labels).loss.backward()
+            return seen
+        logits = model(**batch).logits
+        if how == "retain_grad":
+            logits.retain_grad()
+        rows = flat(logits)
+        if how != "retain_grad":
+            (rows if how == "view hooked" else logits).register_hook(watch)
+        F.cross_entropy(rows, labels.view(-1)).backward()
+        return seen or logits.grad.shape
+
+    assert_like_stock(step)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
+def test_labels_that_stock_refuses_are_refused(dtype, small_chunks):
+    _, ours, batch, labels = pair()
+    with pytest.raises(RuntimeError, match="expected target dtype|expected scalar type Long"):
+        ours(**batch, labels=labels.to(dtype))
+
+
+@pytest.mark.parametrize(("tokens", "kind"), [(16, torch.Tensor), (256, LazyLogits)])
+def test_few_tokens_of_a_large_head_are_not_worth_its_sums(tokens, kind, monkeypatch):
+    """But in half precision, where a plain head needs none."""
+    monkeypatch.setattr(chunked_loss, "CHUNK", 8192)
+    size = Size(hidden=256, seq=tokens, batch=1)
+    for dtype in (torch.float32, torch.bfloat16):
+        model = build("llama", size, dtype, dropout=0.0)
+        patch(model)
+        assert type(model(**batch_for(model, size)).logits) is (LazyLogits if dtype.itemsize == 2 else kind)
+        model = build("llama", size, dtype, dropout=0.0)
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])).train()
+        patch(model)
+        assert type(model(**batch_for(model, size)).logits) is kind
+
+
+def train(how, is_patched, rank, is_outside):
+    model = lm("llama")
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    if is_patched:
+        patch(model)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            fully_shard(module, mesh=mesh)
+    if how == "head":
+        fully_shard(model.lm_head, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=how == "resharded" or None)
+    batch = batch_for(model, Size(), seed=rank)
+    if is_outside:
+        labels = batch.pop("labels")
+        loss = F.cross_entropy(flat(model(**batch).logits), labels.view(-1))
+    else:
+        loss = model(**batch).loss
+    loss.backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def work(rank, folder):
+    torch.set_num_threads(1)
+    chunked_loss.CHUNK = SMALL
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=TIMEOUT)
+    for how in ("root", "resharded", "head"):
+        for is_outside in (False, True):
+            stock, ours = (train(how, is_patched, rank, is_outside) for is_patched in (False, True))
+            for name, gradient in stock.items():
+                torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-7, msg=f"{how} {is_outside} {name}")
+    dist.destroy_process_group()
+
+
+@pytest.mark.long
+def test_a_head_that_fsdp2_frees_trains_like_stock(tmp_path):
+    mp.spawn(work, args=(str(tmp_path),), nprocs=RANKS)
