@@ -38,7 +38,7 @@ from hf_memsave.sampling.sampler import INDEX, Sampler
 from hf_memsave.tape import Tape, current, hooks_work, table_without
 from hf_memsave.tape.codecs import CODERS, Coders, Encoder, leave_alone
 from hf_memsave.tape.content import BUFFER, MARK
-from hf_memsave.tape.ledger import Ledger, Within
+from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.offload import SMALLEST_NBYTES, Offload
 from hf_memsave.tape.price import Decisions
 from hf_memsave.tape.private import (
@@ -138,7 +138,7 @@ def _run_within(
     """The forward under a tape that is there."""
     is_block = isinstance(module, GradientCheckpointingLayer)
     if is_block:
-        tape.begin_block((*args, *kwargs.values()))
+        tape.blocks.begin(tape, (*args, *kwargs.values()))
     before = tape.table, tape.dropout, tape.coders, tape.again
     tape.table, tape.dropout, tape.coders = settings
     tape.again = weights_in(module) if config.checkpoint else []
@@ -253,16 +253,16 @@ def _before_forward(module: nn.Module, given: Iterable[Tensor]) -> Ledger | None
     return ledger
 
 
-def _told_within(module: nn.Module, kwargs: Mapping[str, Any]) -> Ledger | Within | None:
+def _told_within(module: nn.Module, kwargs: Mapping[str, Any]) -> Ledger | None:
     """Where a block's tape under a foreign hook counts; None where nothing counts, or stock runs it again too."""
     around = innermost_mode()
     ledger = around.root.ledger if isinstance(around, Tape) else None
     frame = checkpoint_frame()[0]
-    if not isinstance(ledger, Ledger) or frame is None:
+    if ledger is None or ledger.is_within or frame is None:
         return ledger
     is_ours = runs_again(module)  # and positional arguments, the checkpoint asks the model's tape to keep
     ledger.note_checkpoint(frame, tensors_in(kwargs.values()), is_asked=not is_ours)
-    return Within(ledger) if is_ours else None
+    return ledger.within() if is_ours else None
 
 
 def _is_marked(owner: tuple[nn.Module, str]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +54,7 @@ class LinearAgain:
 
     def __init__(self, func: Callable[..., Tensor], device: str, gathers: Iterable[Callable[[], None]] = ()) -> None:
         self.func, self.autocast, self.gathers = func, AutocastState(device), gathers
-        self.wraps: list[tuple[int, Callable[[Any], Tensor]]] = []
+        self.wraps: list[Any] = []  # places of arguments, each with its parameter or what wraps what is given there
 
     def takes(self, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """The arguments to call this with in place of ``args``; None where one of them cannot be had again."""
@@ -64,31 +63,23 @@ class LinearAgain:
             if not isinstance(argument, Tensor) or is_plain(argument):
                 continue
             if isinstance(argument, nn.Parameter):
-                given[place] = None
                 held = Content(None)
                 held.keep(argument)
-                self.wraps.append((place, partial(_held, held)))
+                given[place] = None
+                self.wraps.append((place, held, None))
                 continue
             parts, wrap = taken_apart(argument) or ((), None)
             if len(parts) != 1 or wrap is None:
                 return None
             given[place] = parts[0]
-            self.wraps.append((place, partial(_wrapped, wrap)))
+            self.wraps.append((place, None, wrap))
         return tuple(given)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """The linear's output, or what that wraps: a new tensor."""
         given = list(args)
-        for place, wrap in self.wraps:
-            given[place] = wrap(given[place])
+        for place, held, wrap in self.wraps:
+            given[place] = held.get() if wrap is None else wrap([given[place]])
         with self.autocast:
             out = self.func(*given, **kwargs)
         return out if is_plain(out) else parts_of(out)[0]
-
-
-def _held(parameter: Content, _: None) -> Tensor:
-    return parameter.get()
-
-
-def _wrapped(wrap: Callable[[list[Tensor]], Tensor], part: Tensor) -> Tensor:
-    return wrap([part])

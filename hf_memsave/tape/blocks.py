@@ -2,7 +2,8 @@
 
 A call outlives its block only for what it hands on, and by one block; held longer, peaks would not fall. A tensor that
 is kept knows its call weakly: ghosts stand for what it was made from. When the next block has ended, the sweep looks
-whether others keep all of that, and then has the tensor remade from there: GPT-2 with LoRA keeps 5% less by it.
+whether others keep all of that, and then has the tensor remade from there: CLIP, whose GELU is x σ(1.702 x), keeps 27%
+less by it, GPT-2 with LoRA 5%, and DoRA 1 to 4%.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_memsave.tape.content import BUFFER, Content, Ghost, Handle, Ticket, added, mapped
+from hf_memsave.tape.content import BUFFER, Content, Ghost, Handle, Ticket, added, alive, mapped
 from hf_memsave.tape.price import EVEN, NEVER, NO, SPAN, TINY, YES, Plan, is_available, is_near, may_change
 from hf_memsave.tape.private import no_modes
 from hf_memsave.tape.store import Store
@@ -50,15 +51,14 @@ class Blocks:
                 _anchor(store, tensor, 3, store.block + 1)
                 _gather(store, tensor, handed_on)
             calls, kept = self.before
-            for ref in kept:
-                if (content := ref()) is not None and content.seen is not None:
+            for content in alive(kept):
+                if content.seen is not None:
                     sweep(store, plan, take, content)
                     content.forget()
-            for ref in calls:
-                if (content := ref()) is not None:
-                    content.forget()
-            for ref in self.calls:
-                if (content := ref()) is not None and not content.is_kept and content not in handed_on:
+            for content in alive(calls):
+                content.forget()
+            for content in alive(self.calls):
+                if not content.is_kept and content not in handed_on:
                     content.forget()
             self.before = [weakref.ref(content) for content in handed_on], self.kept
             self.calls, self.kept = [], []
@@ -72,12 +72,11 @@ class Blocks:
             return
         _weaken(store, plan, content, content, nbytes, 1)
         content.is_weak = True
-        ref = weakref.ref(content)
-        self.kept.append(ref)
+        self.kept.append(weakref.ref(content))
         ghosts = [x for x, _ in content.seen if type(x) is Ghost]
         if len(ghosts) == 1 and store.outer is None and (source := ghosts[0].of()) is not None:
             if source.owner is not None:  # else a parameter, which is always there
-                source.remakes = added(source.remakes, (ref, nbytes, ghosts[0].version))
+                source.remakes = added(source.remakes, content)
 
 
 def _anchor(store: Store, x: Tensor, depth: int, block: int) -> None:
@@ -201,7 +200,7 @@ def _remake(store: Store, take: Callable[[Tensor, Content], Handle], content: Co
             source, inner = source
             _remake(store, take, source, inner)
         else:
-            source.readers = added(source.readers, weakref.ref(content))
+            source.readers = added(source.readers, content)
         content.builds_on(source)
         return Ticket(source, x)
 

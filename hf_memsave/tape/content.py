@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -82,10 +82,12 @@ class Content(Handle):
     is_input = is_weak = is_sharded = is_brief = False
     is_activation = False  # it depends on the batch, though no autograd node says so
     is_unversioned = False  # it may be written to without its version telling
-    readers: Any = ()  # weakly: contents with it among their inputs
-    parts: Any = ()  # weakly: what stands in for it, and hooks' keeps of its other views
-    remakes: Any = ()  # weakly, with bytes and its version: contents that are kept, though it alone would give them
-    views: Any = ()  # weakly: what holds views of `tensor` for as long as that is kept
+
+    # Who depends on it, weakly.
+    readers: Any = ()  # contents with it among their inputs
+    parts: Any = ()  # what stands in for it, and what hooks keep of its other views
+    remakes: Any = ()  # contents that are kept, though it alone would give them
+    views: Any = ()  # what holds views of `tensor` for as long as that is kept
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
@@ -105,11 +107,9 @@ class Content(Handle):
 
     def nbytes_let_go(self, version: int) -> int:
         """What would be let go of if the storage itself were kept, as it is at ``version``."""
-        if not self.parts and not self.remakes:
-            return 0
-        kept = [(n, ref()) for ref, n, seen in self.remakes if seen == version]
-        codes = sum(part.nbytes_code for ref in self.parts if (part := ref()) is not None)
-        return codes + sum(n for n, c in kept if c is not None and c.func is not None and c.is_kept)
+        codes = sum(part.nbytes_code for part in alive(self.parts))
+        kept = [c for c in alive(self.remakes) if c.func is not None and c.is_kept]
+        return codes + sum(c.nbytes for c in kept if any(type(x) is Ghost and x.version == version for x, _ in c.seen))
 
     # Changes of mind
 
@@ -122,9 +122,8 @@ class Content(Handle):
         """It is ``make(*inputs, **named)`` from now on."""
         self.make, self.inputs, self.named = make, inputs, named
         self.tensor, self.is_lent = None, False
-        for ref in self.views:
-            if (view := ref()) is not None:
-                view.tensor = None
+        for view in alive(self.views):
+            view.tensor = None
 
     def keep(self, tensor: Tensor) -> None:
         """It is ``tensor`` from now on."""
@@ -193,7 +192,7 @@ class Content(Handle):
             return out
 
     def _wait(self, out: Tensor) -> None:
-        """What one stream made and another one uses must be ready, and not be given away too early."""
+        # What one stream made and another one uses must be ready, and not be given away too early.
         if (now := current_stream(out.device)) != self.stream:
             now.wait_stream(self.stream)
             out.record_stream(now)
@@ -216,7 +215,11 @@ class Content(Handle):
         if self.stride is None:
             return out
         if self.dtype not in (None, out.dtype) and out.dtype is torch.get_default_dtype():
-            return self._with_default(self.dtype)
+            torch.set_default_dtype(self.dtype)  # of the forward: what is made of whole numbers has that
+            try:
+                return self._run()
+            finally:
+                torch.set_default_dtype(out.dtype)
         if out.stride() != self.stride:
             out = with_stride(out, self.stride)
         if out.untyped_storage().nbytes() != self.nbytes:  # views of it would be read in the wrong place
@@ -225,15 +228,6 @@ class Content(Handle):
                 "Please report this; unpatch(model) trains without hf_memsave."
             )
         return out
-
-    def _with_default(self, dtype: torch.dtype) -> Tensor:
-        """Remade under the default dtype of the forward: what is made of whole numbers has that."""
-        now = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            return self._run()
-        finally:
-            torch.set_default_dtype(now)
 
 
 class Ticket(Handle):
@@ -263,7 +257,7 @@ class KeptView(Ticket):
         super().__init__(content, tensor)
         self.tensor: Tensor | None = tensor if tensor.is_leaf else tensor.detach()
         self.at = tensor._version
-        content.views = added(content.views, weakref.ref(self))
+        content.views = added(content.views, self)
 
     def get(self) -> Tensor:
         """The very tensor that was kept; what its content is remade by, if that is not kept any more."""
@@ -369,28 +363,22 @@ def mapped(argument: Any, fn: Callable[[Any], Any]) -> Any:
     return type(argument)([mapped(a, fn) for a in argument]) if type(argument) in (list, tuple) else argument
 
 
-class _Refs(list[Any]):
-    """Weak references, or tuples that begin with one, and how many of them it takes to look which are gone."""
-
-    __slots__ = ("most",)
-
-
-def added(refs: Any, ref: Any) -> Any:
-    """Weak references, in a tuple or as this gave them, and another one; those to what is gone go now and then.
+def added(refs: Any, item: Any) -> Any:
+    """Weak references, in a list that this gave or none, and one to ``item``; those to what is gone go now and then.
 
     Returns:
-        At most twice as many as are alive, or a few.
+        At most twice as many as are alive, or a few. A ``WeakSet`` takes several times as long.
     """
-    if not refs:  # mostly
-        return (ref,)
-    if type(refs) is not _Refs:
-        refs = _Refs(refs)
-        refs.most = 8
-    if len(refs) >= refs.most:
-        refs[:] = [r for r in refs if (r[0] if type(r) is tuple else r)() is not None]
-        refs.most = max(8, 2 * len(refs))
-    refs.append(ref)
+    refs = refs or []
+    if len(refs) >= 8 and len(refs) & (len(refs) - 1) == 0:  # a power of two
+        refs[:] = [ref for ref in refs if ref() is not None]
+    refs.append(weakref.ref(item))
     return refs
+
+
+def alive(refs: Iterable[weakref.ref[Any]]) -> Iterator[Any]:
+    """What weak references refer to, as far as it is alive."""
+    return (one for ref in refs if (one := ref()) is not None)
 
 
 def same(tensor: Tensor) -> Tensor:

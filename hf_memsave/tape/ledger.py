@@ -10,11 +10,14 @@ that the user has turned on, too. What only checkpointed blocks of ours would ha
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -25,35 +28,36 @@ from hf_memsave.tape.private import tree_leaves
 from hf_memsave.tape.tensors import is_plain
 
 
+@dataclass(eq=False)
 class _Entry:
     """One storage, and what holds it or has asked to keep it: weakly, as graphs of branches that are left are gone."""
 
-    def __init__(self, ledger: Ledger, nbytes: int, made_by: str, is_of_op: bool = False) -> None:
-        self.ledger, self.nbytes, self.made_by = ledger, nbytes, made_by
-        self.contents: list[weakref.ref[Content]] = []  # that tapes may keep
-        self.copies: list[weakref.ref[Away]] = []  # in main memory
-        self.asked_by: list[weakref.ref[Any]] = []  # what autograd got when it asked to keep it
-        self.held_by: list[weakref.ref[Any]] = []  # what else holds it, such as a checkpoint
-        self.is_of_op = is_of_op  # nothing but what is not exact asks to keep it
-        self.is_given = False  # the caller of the model holds it, whatever is kept
-        self.is_remade = False  # an exact setting remakes it from what it is known to keep
-        self.cost: int | None = None  # what an exact setting would keep to have it, where it is not kept here
+    forward: object  # in which it is counted
+    nbytes: int
+    made_by: str
+    is_of_op: bool = False  # nothing but what is not exact asks to keep it
+    is_given: bool = False  # the caller of the model holds it, whatever is kept
+    is_remade: bool = False  # an exact setting remakes it from what it is known to keep
+    cost: int | None = None  # what an exact setting would keep to have it, where it is not kept here
+    contents: WeakSet[Content] = field(default_factory=WeakSet)  # that tapes may keep
+    copies: WeakSet[Away] = field(default_factory=WeakSet)  # in main memory
+    asked_by: WeakSet[Any] = field(default_factory=WeakSet)  # what autograd got when it asked to keep it
+    held_by: WeakSet[Any] = field(default_factory=WeakSet)  # what else holds it, such as a checkpoint
 
     def ask(self, by: Any) -> None:
         """Stock asks autograd to keep it, for as long as ``by`` is there."""
-        self.asked_by.append(weakref.ref(by))
+        self.asked_by.add(by)
         self.is_of_op = False
 
     def hold(self, by: Any, is_asked: bool) -> None:
         """``by`` holds it itself, in stock too if that ``is_asked``."""
-        self.held_by.append(weakref.ref(by))
+        self.held_by.add(by)
         if is_asked:
             self.ask(by)
 
     def is_kept(self) -> bool:
         """Whether it is kept on the device, and would not be if nothing asked for it."""
-        is_held = _any(self.held_by) or any((c := ref()) is not None and c.is_kept for ref in self.contents)
-        return is_held and not self.is_given
+        return not self.is_given and (len(self.held_by) > 0 or any(c.is_kept for c in self.contents))
 
 
 class Ledger:
@@ -69,6 +73,7 @@ class Ledger:
         is_counted: A forward was counted; the numbers are zero before.
         is_checkpointed: Blocks of it run again as a whole; ``is_checkpointed_in_stock``: as the caller has asked for.
         is_loss_chunked: Logits were not computed at once.
+        is_within: It is told by the tape of a block that runs again: what stock asks for, and nothing that is kept.
         uncounted: Why a forward was not counted, if one was not.
     """
 
@@ -78,41 +83,49 @@ class Ledger:
         self.offloaded: Counter[str] = Counter()
         self.nbytes_exact = self.nbytes_again = 0
         self.is_counted = self.is_checkpointed = self.is_checkpointed_in_stock = self.is_loss_chunked = False
-        self.uncounted = ""
+        self.is_within, self.uncounted = False, ""
         self.forget()
+
+    def within(self) -> Ledger:
+        """For the tape of a block that runs again: it adds to what this has noted."""
+        ledger = copy.copy(self)
+        ledger.is_within = True
+        return ledger
 
     def note(self, storage: Any, tensor: Any, content: Content | None, is_of_op: bool = False) -> _Entry:
         """``tensor`` may be kept, as ``content`` tells at the end; ``is_of_op``: only what is not exact asks for it."""
         entry: _Entry | None = getattr(storage, COUNTED, None)
-        if entry is None or entry.ledger is not self:
-            entry = _Entry(self, storage.nbytes(), _maker(tensor), is_of_op)
+        if entry is None or entry.forward is not self._forward:
+            name = "no gradient" if tensor.grad_fn is None else tensor.grad_fn.name().removesuffix("Backward0").lower()
+            entry = _Entry(self._forward, storage.nbytes(), name, is_of_op)
             setattr(storage, COUNTED, entry)
             self._entries.append(entry)
-        if content is not None and not any(ref() is content for ref in entry.contents):
-            entry.contents.append(weakref.ref(content))
+        if content is not None and not self.is_within:
+            entry.contents.add(content)
         return entry
 
     def note_input(self, storage: Any, tensor: Any, content: Content | None, cost: int | None, by: Any) -> None:
         """Stock keeps ``tensor`` for ``by``, in whose call another one runs; exactly for ``cost``, or this is exact."""
+        cost = None if self.is_within else cost
         entry = self.note(storage, tensor, content, is_of_op=cost is not None)
-        entry.asked_by.append(weakref.ref(by))
+        entry.asked_by.add(by)
         entry.is_of_op &= cost is not None
         entry.cost = entry.cost if cost is None else cost
 
     def note_made(self, storage: Any, tensor: Any, content: Content | None, by: Any, is_cheap: bool) -> None:
         """Such an operation made ``tensor``, which stock keeps for ``by``, if any; exactly it is remade, if cheap."""
+        is_cheap &= not self.is_within
         if by is not None or is_cheap:
             entry = self.note(storage, tensor, content, is_of_op=True)
-            entry.asked_by += [] if by is None else [weakref.ref(by)]
+            entry.asked_by.update([] if by is None else [by])
             entry.is_remade = is_cheap
 
     def note_checkpoint(self, frame: Any, tensors: Iterable[Tensor], is_asked: bool) -> None:
         """``frame`` holds these and the state of a generator; in stock too, if that ``is_asked``."""
-        for entry in self._of(tensors):
-            entry.hold(frame, is_asked)
-        state = _Entry(self, torch.get_rng_state().nbytes, "state of a generator")
-        state.hold(frame, is_asked)
+        state = _Entry(self._forward, torch.get_rng_state().nbytes, "state of a generator")
         self._entries.append(state)
+        for entry in [*self._of(tensors), state]:
+            entry.hold(frame, is_asked)
         self.is_checkpointed |= not is_asked
         self.is_checkpointed_in_stock |= is_asked
 
@@ -126,8 +139,9 @@ class Ledger:
         return [self.note(x.untyped_storage(), x, None) for x in plain]
 
     def note_code(self, code: Content, name: str, is_exact: bool) -> None:
-        """``code`` keeps less instead of a tensor, in an exact setting too or not."""
-        self._codes.append((weakref.ref(code), name, is_exact))
+        """``code`` keeps less instead of a tensor, in an exact setting too or not; within a block, until that ends."""
+        if not self.is_within:
+            self._codes.append((weakref.ref(code), name, is_exact))
 
     def note_stock(self, name: str, nbytes: int, by: Any) -> None:
         """Stock keeps so much more for ``by``, which nothing makes here."""
@@ -135,39 +149,38 @@ class Ledger:
 
     def note_run_again(self, nbytes: int) -> None:
         """A linear of a rung runs again, in whose place a tensor would be kept."""
-        self._again += nbytes
+        self._again.append(nbytes)
 
     def note_again(self, storage: Any) -> None:
         """Stock makes another tensor like this one, and keeps that too, if it keeps this one."""
         entry: _Entry | None = getattr(storage, COUNTED, None)
-        if entry is not None and entry.ledger is self and entry.asked_by:
-            self.note_stock(entry.made_by, entry.nbytes, self)
+        if entry is not None and entry.forward is self._forward and entry.asked_by:
+            self.note_stock(entry.made_by, entry.nbytes, entry)
 
     def forget(self) -> None:
         """The forward failed: count another one."""
-        self._entries: list[_Entry] = []
+        self._forward, self._entries = object(), list[_Entry]()
         self._codes: list[tuple[weakref.ref[Content], str, bool]] = []
         self._stock: list[tuple[str, int, weakref.ref[Any]]] = []
-        self._again = 0
+        self._again: list[int] = []
 
     def close(self, out: Any) -> None:
         """The forward has given ``out``: count."""
         for counter in (self.avoided, self.kept, self.offloaded):
             counter.clear()
-        self.nbytes_exact, self.nbytes_again = 0, self._again
+        self.nbytes_exact, self.nbytes_again = 0, sum(self._again)
         for node in _nodes_of(out):
-            self.is_checkpointed_in_stock |= _is_checkpoint(node)
+            self.is_checkpointed_in_stock |= "run_function" in getattr(node, "__dict__", {})  # reentrant
             for entry in self._of(_held_by(node)):
                 entry.hold(self, is_asked=True)
         for entry in self._entries:
-            n, is_away = entry.nbytes, _any(entry.copies)
+            n, is_away = entry.nbytes, len(entry.copies) > 0
             is_kept = is_away or entry.is_kept()
             if is_kept:
                 (self.offloaded if is_away else self.kept)[entry.made_by] += n
-            self.avoided[entry.made_by] += n * ((_any(entry.asked_by) and not entry.is_given) - is_kept)
+            self.avoided[entry.made_by] += n * ((len(entry.asked_by) > 0 and not entry.is_given) - is_kept)
             if not entry.is_remade and not entry.is_given:
-                exact = n if is_kept else 0
-                exact = 0 if entry.is_of_op and entry.cost is None else exact
+                exact = n if is_kept and not (entry.is_of_op and entry.cost is None) else 0
                 self.nbytes_exact += exact or entry.cost or 0
         for ref, name, is_exact in self._codes:
             if (code := ref()) is not None and (nbytes := code.nbytes_code):
@@ -204,46 +217,11 @@ class Ledger:
         return dict((+getattr(self, what)).most_common())
 
 
-class Within:
-    """A ledger, as the tape of a block that runs again tells it: what stock asks for, and nothing that is kept."""
-
-    is_loss_chunked = False
-
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger, self.note_stock = ledger, ledger.note_stock
-        self.note_again, self.note_run_again = ledger.note_again, ledger.note_run_again
-
-    def note(self, storage: Any, tensor: Any, content: Any, is_of_op: bool = False) -> _Entry:
-        """As of a ledger."""
-        return self.ledger.note(storage, tensor, None)
-
-    def note_input(self, storage: Any, tensor: Any, content: Any, cost: int | None, by: Any) -> None:
-        """As of a ledger."""
-        self.ledger.note_input(storage, tensor, None, None, by)
-
-    def note_made(self, storage: Any, tensor: Any, content: Any, by: Any, is_cheap: bool) -> None:
-        """As of a ledger."""
-        self.ledger.note_made(storage, tensor, None, by, is_cheap=False)
-
-    def note_code(self, code: Any, name: str, is_exact: bool) -> None:
-        """Nothing: it is gone when the forward is over."""
-
-
-def _any(refs: Iterable[weakref.ref[Any]]) -> bool:
-    """Whether anything of these is alive."""
-    return any(ref() is not None for ref in refs)
-
-
 def _is_away(code: Content) -> bool:
     """Whether what stands for a tensor lies in main memory: our own hook has packed it."""
     parts = [code] if code.is_lent else code.inputs
     packed = [part.inputs[0] for part in parts if type(part) is Content and part.is_lent]
     return any(type(one) is tuple and len(one) > 0 and isinstance(one[0], Away) for one in packed)
-
-
-def _maker(tensor: Any) -> str:
-    """The operation that made it, by its autograd node."""
-    return "no gradient" if tensor.grad_fn is None else tensor.grad_fn.name().removesuffix("Backward0").lower()
 
 
 def _nodes_of(out: Any) -> Iterator[Any]:
@@ -264,11 +242,6 @@ def _held_by(node: Any) -> list[Tensor]:
     held += [x for f in held if isinstance(f, partial) for x in _leaves((f.args, f.keywords))]
     held += [node.variable] if node.name().endswith("AccumulateGrad") else []
     return [x for x in held if isinstance(x, Tensor)]
-
-
-def _is_checkpoint(node: Any) -> bool:
-    """Whether it is of a reentrant checkpoint."""
-    return "run_function" in getattr(node, "__dict__", {})
 
 
 def _leaves(tree: Any) -> list[Any]:

@@ -56,19 +56,16 @@ class Kept:
     @property
     def by_module(self) -> dict[str, int]:
         """Bytes by the path of the module that was running when the storage was made, in order of first use."""
-        return self._sum("module")
+        total: Counter[str] = Counter()
+        for storage in self.storages:
+            total[storage.module] += storage.nbytes
+        return dict(total)
 
     @property
     def by_kind(self) -> dict[str, int]:
         """Bytes by kind of op, in the order of :data:`KINDS_OF_OPS`."""
-        found = self._sum("kind")
-        return {kind: found[kind] for kind in KINDS_OF_OPS if kind in found}
-
-    def _sum(self, field: str) -> dict[str, int]:
-        total: Counter[str] = Counter()
-        for storage in self.storages:
-            total[getattr(storage, field)] += storage.nbytes
-        return dict(total)
+        found = {s.kind for s in self.storages}
+        return {kind: sum(s.nbytes for s in self.storages if s.kind == kind) for kind in KINDS_OF_OPS if kind in found}
 
 
 def measure_kept(
@@ -107,23 +104,27 @@ def measure_kept(
     devices = {t.device for t in model.parameters() if fuses_dropout(t)}
     kind = next((device.type for device in devices), "cuda")  # the default is the accelerator's from PyTorch 2.13 on
     watch = _ByModule(model)
-    with torch.random.fork_rng(devices, device_type=kind), torch.enable_grad(), _without_autocast_cache():
+    # Autocast caches casts of weights: what was cast before would not be counted, what is cast here would stay.
+    torch.clear_autocast_cache()
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.clear_autocast_cache)
+        stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
+        stack.enter_context(torch.enable_grad())
         known = {s._cdata: s for s in storages(live_tensors())}
         with watch.watching_modules(), watch:
             if isinstance(batch, Mapping):
                 output = call(**batch)
             else:
                 output = call(*batch) if isinstance(batch, (list, tuple)) else call(batch)
-        loss = output.get("loss") if isinstance(output, Mapping) else None
-        if loss is not None:
-            output = loss
+        if isinstance(output, Mapping) and output.get("loss") is not None:
+            output = output["loss"]
         gc.collect()
         found = watch.alive()
         for storage in storages(live_tensors()):
             if storage._cdata not in known and storage._cdata not in watch.made:
                 known[storage._cdata] = storage
                 found.append(KeptStorage("(outside any op)", "other", "unseen", storage.nbytes()))
-        del output, loss
+        del output
     return Kept(tuple(found))
 
 
@@ -177,25 +178,11 @@ class _ByModule(StorageMode):
     @contextlib.contextmanager
     def watching_modules(self) -> Iterator[None]:
         """Know the modules that run."""
-        handles = (
+        with (
             global_hooks.register_module_forward_pre_hook(lambda m, _: self.stack.append(m)),
             global_hooks.register_module_forward_hook(lambda *_: (self.stack.pop(), None)[1], always_call=True),
-        )
-        try:
+        ):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-@contextlib.contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    """Autocast caches casts of weights: what was cast before would not be counted, what is cast here would stay."""
-    torch.clear_autocast_cache()
-    try:
-        yield
-    finally:
-        torch.clear_autocast_cache()
 
 
 _BY_OP = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,30 +38,25 @@ class Offload(saved_tensors_hooks):
     """``with Offload(): loss = model(x)``: saved tensors lie in main memory, but for parameters and buffers."""
 
     def __init__(self) -> None:
-        super().__init__(_Pack(), _unpack)
+        super().__init__(self._pack, _unpack)
+        self._last: weakref.ref[Away] | None = None
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         for device, stream in list(_streams.items()):  # what writes from now on, no tape sees
             current_stream(device).wait_stream(stream)
 
-
-class _Pack:
-    """Called by autograd, or a tape, with each tensor to keep."""
-
-    def __init__(self) -> None:
-        self._last: weakref.ref[Away] | None = None
-
-    def __call__(self, tensor: Tensor) -> Any:
+    def _pack(self, tensor: Tensor) -> Any:
+        # Without its graph; a parameter of ZeRO-3 as the object that the engine fills again.
+        itself = tensor if tensor.is_leaf else tensor.detach(), tensor._version
         if tensor.layout is not torch.strided or _is_there_anyway(tensor):
-            return _itself(tensor), tensor._version
+            return itself
         if not is_plain(tensor):
-            if (apart := taken_apart(tensor)) is None:
-                return _itself(tensor), tensor._version
-            return [self(part) for part in apart[0]], apart[1]
+            apart = taken_apart(tensor)
+            return itself if apart is None else ([self._pack(part) for part in apart[0]], apart[1])
         storage = tensor.untyped_storage()
         if storage.nbytes() < SMALLEST_NBYTES:
-            return _itself(tensor), tensor._version
+            return itself
         if tensor._version and tensor.numel() * tensor.itemsize < storage.nbytes():
             # A chunk of an LSTM's or GRU's gates has a version of its own: a copy of all of them tells nothing of it.
             tensor = tensor.detach().clone()
@@ -73,14 +69,9 @@ class _Pack:
             self._last = weakref.ref(copy)
             setattr(storage, _COPY, (weakref.ref(copy), tensor._version))
             if (entry := getattr(storage, COUNTED, None)) is not None:
-                entry.copies.append(weakref.ref(copy))
+                entry.copies.add(copy)
         view = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
         return copy, *view, tensor.is_conj(), tensor.is_neg()
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    """The tensor without its graph; a parameter of ZeRO-3 as the object that the engine fills again."""
-    return tensor if tensor.is_leaf else tensor.detach()
 
 
 def _unpack(packed: Any) -> Tensor:
@@ -91,8 +82,8 @@ def _unpack(packed: Any) -> Tensor:
         return tensor
     if isinstance(packed[0], list):
         parts, wrap = packed
-        whole: Tensor = wrap(map(_unpack, parts))
-        return whole.detach()
+        wrapped: Tensor = wrap(map(_unpack, parts))
+        return wrapped.detach()
     copy, dtype, shape, stride, offset, is_conj, is_neg = packed
     there = copy.back()
     whole = there[: len(there) // dtype.itemsize * dtype.itemsize].view(dtype)  # a view, so that it holds the bytes
@@ -103,9 +94,8 @@ def _unpack(packed: Any) -> Tensor:
 
 def before_write(tensor: Tensor) -> None:
     """Called before ``tensor``, plain and strided, is written to: a copy on another stream may still read it."""
-    away, _ = getattr(tensor.untyped_storage(), _COPY, (None, None))
-    copy: Away | None = None if away is None else away()
-    if copy is not None:
+    away, _ = getattr(tensor.untyped_storage(), _COPY, (lambda: None, None))
+    if (copy := away()) is not None:
         copy.before_write()
 
 
@@ -132,15 +122,14 @@ class Away:
         if tensor.device.type != STAND_IN:  # on which nothing has bytes
             _refuse_too_much(taken)
         self.device, self._before = tensor.device, before
-        self._there: weakref.ref[Tensor] | None = None
+        self._there: Callable[[], Tensor | None] = lambda: None
         self._version = 0
         self._on_its_way: tuple[Tensor, Any] | None = None
-        self._arrival: Any = None
-        self._copied: Any = None
+        self._arrival = self._copied = None  # events
         self.host = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=tensor.is_cuda)
         Away.total += taken
         Away.moved += nbytes
-        weakref.finalize(self, _gone, taken)
+        weakref.finalize(self, _give_back, taken)
         if tensor.is_cuda:
             stream = _stream(self.device)
             stream.wait_stream(current_stream(self.device))
@@ -158,41 +147,30 @@ class Away:
 
     def back(self) -> Tensor:
         """The bytes where they were."""
-        there = None if self._there is None else self._there()
+        there = self._there()
         if there is None or there._version != self._version:  # who took it may have written to it
-            there = self._arrived()
+            there, self._arrival = self._send_for()
+            self._on_its_way = None
             self._there, self._version = weakref.ref(there), there._version
         if has_streams(self.device):  # each asker may be on a stream of its own
             now = current_stream(self.device)
             now.wait_event(self._arrival)
             there.record_stream(now)
-        self._send_for_those_before()
+            one: Away | None = self
+            for _ in range(AHEAD):
+                one = None if one is None or one._before is None else one._before()
+                if one is not None and one._there() is None:
+                    one._send_for()
         return there
 
-    def _arrived(self) -> Tensor:
+    def _send_for(self) -> tuple[Tensor, Any]:
         if not has_streams(self.device):
-            return self.host.to(self.device, copy=True)
-        self._send_for()
-        assert self._on_its_way is not None
-        there, self._arrival = self._on_its_way
-        self._on_its_way = None
-        return there
-
-    def _send_for(self) -> None:
+            return self.host.to(self.device, copy=True), None
         if self._on_its_way is None:
             stream = _stream(self.device)
             with torch.cuda.stream(stream):
-                there = self.host.to(self.device, non_blocking=True)
-                self._on_its_way = there, stream.record_event()
-
-    def _send_for_those_before(self) -> None:
-        if not has_streams(self.device):
-            return
-        one: Away | None = self
-        for _ in range(AHEAD):
-            one = None if one is None or one._before is None else one._before()
-            if one is not None and (one._there is None or one._there() is None):
-                one._send_for()
+                self._on_its_way = self.host.to(self.device, non_blocking=True), stream.record_event()
+        return self._on_its_way
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -207,7 +185,7 @@ def _taken(nbytes: int, is_pinned: bool) -> int:
     return 1 << (nbytes - 1).bit_length() if is_pinned and nbytes else nbytes
 
 
-def _gone(nbytes: int) -> None:
+def _give_back(nbytes: int) -> None:
     Away.total -= nbytes
 
 

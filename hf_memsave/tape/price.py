@@ -196,12 +196,12 @@ def is_available(store: Store, x: Tensor, content: Content, func: Any) -> bool:
     is_there = not content.is_brief and bool(x.untyped_storage().nbytes() or not x.numel())
     if is_copied(x, content, func):
         return is_there or store.has_copy(x)
-    return is_there or content.is_brief or is_gathered(func)
+    return is_there or content.is_brief or bool(getattr(func, "gathers", ()))
 
 
 def is_copied(x: Tensor, content: Content, func: Any) -> bool:
     """Whether what ``func`` makes holds a copy of a parameter or buffer ``x``, and not the thing itself."""
-    is_gone = content.is_brief and isinstance(func, LinearAgain) and not is_gathered(func)
+    is_gone = content.is_brief and isinstance(func, LinearAgain) and not func.gathers
     return x.dim() <= 1 or is_gone or may_change(x, content, func)
 
 
@@ -215,8 +215,3 @@ def may_change(x: Tensor, content: Content, func: Any) -> bool:
 def is_local(func: Any) -> bool:
     """Whether ``func`` reads a parameter that its own module's backward needs: a product, or dequantizing."""
     return func is F.linear or isinstance(func, (OpOverload, LinearAgain))
-
-
-def is_gathered(func: Any) -> bool:
-    """Whether ``func`` has a sharding engine bring back the parameters that it reads."""
-    return isinstance(func, LinearAgain) and bool(func.gathers)

@@ -9,6 +9,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from traceback import walk_stack, walk_tb
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.autograd.variable import Variable
+from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
@@ -67,8 +69,7 @@ AUTOCAST = ("cpu", "cuda", "privateuseone")
 def written_by(op: Any) -> frozenset[tuple[int, str]]:
     """Place and name of each argument that an op of ``torch.ops`` writes to, as its schemas say."""
     overloads = [op] if isinstance(op, OpOverload) else [getattr(op, name) for name in op.overloads()]
-    schemas = [overload._schema for overload in overloads]
-    arguments = [(i, argument) for schema in schemas for i, argument in enumerate(schema.arguments)]
+    arguments = [pair for overload in overloads for pair in enumerate(overload._schema.arguments)]
     return frozenset((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
@@ -88,8 +89,8 @@ _AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", STAND_IN: "Autoc
 
 def is_registered(op: str, key: str) -> bool:
     """Whether the dispatcher has a kernel of its own for ``op`` (``aten::pow.Scalar``) at ``key``."""
-    is_there = torch._C._dispatch_has_kernel  # some overloads are Python's alone
-    return is_there(op) and torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
+    is_known = torch._C._dispatch_has_kernel(op)  # some overloads are Python's alone
+    return is_known and torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
 
 
 @functools.cache
@@ -103,13 +104,12 @@ def has_autocast(name: str, device: str) -> bool:
 def is_one_kernel(*args: Any, **kwargs: Any) -> bool:
     """Whether ``F.scaled_dot_product_attention`` of these is one kernel, which keeps q, k and v, and not many."""
     is_known = args[0].device.type in ("cpu", "cuda", STAND_IN)
-    return not is_known or torch._fused_sdp_choice(*args, **kwargs) != torch.nn.attention.SDPBackend.MATH.value
+    return not is_known or torch._fused_sdp_choice(*args, **kwargs) != SDPBackend.MATH.value
 
 
 def is_cudnn(*args: Any, **kwargs: Any) -> bool:
     """Whether ``F.scaled_dot_product_attention`` of these is cuDNN's kernel."""
-    choice: int = torch._fused_sdp_choice(*args, **kwargs)
-    return choice == torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value
+    return bool(torch._fused_sdp_choice(*args, **kwargs) == SDPBackend.CUDNN_ATTENTION.value)
 
 
 def safe_softmax(scores: torch.Tensor) -> torch.Tensor:
@@ -132,8 +132,8 @@ def checkpoint_frame(hooks: Any = None) -> tuple[Any, Any]:
     """Of ``hooks``, or the innermost ones: what ``torch.utils.checkpoint`` knows of the call that runs in it.
 
     Returns:
-        An object that is the same in the forward and when run again, and lives as long as it can be; and one that is
-        another in each run, and lives until that ends. None and None outside of a non-reentrant checkpoint.
+        An object that is the same in every run of the call, and one that is another in each and lives until that ends;
+        None and None outside of a non-reentrant checkpoint.
     """
     hooks = innermost_hooks() if hooks is None else hooks
     pack = None if hooks is None else inspect.unwrap(hooks[0])
@@ -154,14 +154,11 @@ def function_in_backward() -> Any:
 
 def functions_in_forward() -> Iterator[Any]:
     """The contexts of Functions whose forwards the caller runs in, innermost first, as a reentrant checkpoint's."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):
         code = frame.f_code
-        if code.co_name == "forward" and code.co_argcount:
-            context = frame.f_locals.get(code.co_varnames[0])
-            if isinstance(context, FunctionCtx):
-                yield context
-        frame = frame.f_back
+        context = frame.f_locals.get(code.co_varnames[0]) if code.co_name == "forward" and code.co_argcount else None
+        if isinstance(context, FunctionCtx):
+            yield context
 
 
 def hooks_work() -> bool:
@@ -178,22 +175,8 @@ def hooks_work() -> bool:
 
 def refuses_hooks(error: BaseException) -> bool:
     """Whether ``disable_saved_tensors_hooks``, which every refusal comes from, raised ``error``."""
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return traceback is not None and traceback.tb_frame.f_code is _refuses.__code__
-
-
-def is_linear(node: Any) -> bool:
-    """Whether a node of autograd's graph is ``x w`` or ``b + x w`` of matrices x and w."""
-    return node.name() == "MmBackward0" or (
-        node.name() == "AddmmBackward0" and node._saved_alpha == node._saved_beta == 1
-    )
-
-
-def kept_input(node: Any) -> torch.Tensor | None:
-    """What that keeps of x: None where w wants no gradient."""
-    return node._saved_self if node.name() == "MmBackward0" else node._saved_mat1
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_code is _refuses.__code__
 
 
 @contextlib.contextmanager
@@ -245,25 +228,18 @@ def is_concrete(x: torch.Tensor) -> bool:
     return not isinstance(x, FakeTensor) and (tracing is None or tracing.get_proxy_mode() is None)
 
 
-class _Token:
-    """Alive for as long as who holds it."""
-
-
 def autocast_cache() -> weakref.ref[Any]:
     """A weak reference to a note on a conversion that autocast alone holds: it dies when autocast lets go of all."""
     enabled = torch.is_autocast_enabled("cpu")
     torch.set_autocast_enabled("cpu", True)
     try:
-        with no_dispatch(), saved_tensors_hooks(_drop, _drop):  # a checkpoint would count what is kept
+        drop: Any = id
+        with no_dispatch(), saved_tensors_hooks(drop, drop):  # nothing is kept, which a checkpoint would count
             leaf = torch.empty(0, 0, dtype=torch.float32, device="cpu", requires_grad=True)
             product: Any = torch.mm(leaf, leaf)
     finally:
         torch.set_autocast_enabled("cpu", enabled)
-    return weakref.ref(product.grad_fn.next_functions[0][0].metadata.setdefault("hf_memsave", _Token()))
-
-
-def _drop(kept: Any) -> Any:
-    """Keep nothing: no backward goes through it."""
+    return weakref.ref(product.grad_fn.next_functions[0][0].metadata.setdefault("hf_memsave", {None}))
 
 
 @contextlib.contextmanager

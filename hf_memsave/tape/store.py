@@ -16,21 +16,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from hf_memsave.tape import content as contents
 from hf_memsave.tape import offload
-from hf_memsave.tape.content import (
-    MARK,
-    PARAMETER,
-    Content,
-    Sharded,
-    added,
-    contents_on,
-    is_parameter,
-    linked,
-    same,
-)
-from hf_memsave.tape.ledger import Ledger, Within
+from hf_memsave.tape.content import MARK, PARAMETER, Content, Sharded, added, alive, contents_on, is_parameter, linked
+from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.private import checkpoint_frame, copy_each, no_dispatch, no_modes, unwrapped, written_by
-from hf_memsave.tape.tensors import View, is_plain, place_of
+from hf_memsave.tape.tensors import View, is_plain, leaves, place_of
 from hf_memsave.tape.wrappers import parts_of
 
 #: Functions that remaking one tensor may run.
@@ -52,7 +43,7 @@ class Store:
     is_in_attention = is_in_loss = False
 
     def __init__(
-        self, coders: Any, ledger: Ledger | Within | None, mark_of: Callable[[Tensor], Content] | None = None
+        self, coders: Any, ledger: Ledger | None, mark_of: Callable[[Tensor], Content] | None = None
     ) -> None:
         super().__init__()
         self.coders, self.ledger, self.mark_of = coders, ledger, mark_of
@@ -80,8 +71,6 @@ class Store:
         """The tape of the model, around those of checkpointed blocks."""
         return self if self.around is None else self.around.root
 
-    # Contents
-
     def content_of(self, tensor: Tensor) -> Any:
         """The content of the storage, an empty one where nothing is known; None where no storage tells the tensor."""
         kind = type(tensor)
@@ -99,18 +88,15 @@ class Store:
         return content
 
     def _new(self, tensor: Tensor, storage: Any) -> Content:
-        around = None if self.around is None else self.around.known(tensor)
-        is_unversioned = around is not None and around.is_unversioned
-        if is_unversioned and self.outer is not None and checkpoint_frame(self.outer)[0] is not None:
-            is_unversioned = False  # in backward no tape around the block will tell
-        of_model = linked(storage)
-        if not is_unversioned and of_model is not None and of_model.owner is None:
+        around, of_model = None if self.around is None else self.around.known(tensor), linked(storage)
+        content = Content(self.lock)
+        if around and around.is_unversioned and not (self.outer and checkpoint_frame(self.outer)[0]):
+            content.is_unversioned = True  # but not in a checkpointed block: in backward no tape around it will tell
+        elif of_model is not None and of_model.owner is None:
             return of_model
-        if not is_unversioned and is_parameter(tensor):
+        elif is_parameter(tensor):
             mark_of = self.root.mark_of
             return PARAMETER if mark_of is None else mark_of(tensor if tensor._base is None else tensor._base)
-        content = Content(self.lock)
-        content.is_unversioned = is_unversioned
         return content
 
     def known(self, tensor: Tensor) -> Content | None:
@@ -173,11 +159,11 @@ class Store:
     def stand_in(self, tensor: Tensor, small: Tensor, decode: Callable[[Tensor], Tensor] | None) -> Content:
         """Keeps ``small``, which suffices for one operation, instead of ``tensor``, until that is kept anyway."""
         code = Content(self.lock)
-        code.settle(decode or same, [self.keep(small)])
+        code.settle(decode or contents.same, [self.keep(small)])
         code.uses, code.view = 1, View(tensor)
         self.note_code(code, small.nbytes, "code")
         if self.owns(content := self.content_of(tensor)):
-            content.parts = added(content.parts, weakref.ref(code))
+            content.parts = added(content.parts, code)
         return code
 
     # FSDP2 frees parameters when their block's forward ends, and gathers them again only for that block's backward,
@@ -194,12 +180,11 @@ class Store:
 
     def copy_all(self, parameters: list[Tensor]) -> None:
         """Make what :meth:`copy_of` each would make, in one launch, unless a hook outside asks for one at a time."""
-        new = [p for p in parameters if not self.has_copy(p)]
-        if not new or self.outer is not None:
-            return
+        new = [p for p in parameters if not self.has_copy(p)] if self.outer is None else []
         with no_modes(), torch.no_grad():
             copies = [torch.empty_like(p) for p in new]
-            copy_each(copies, new)
+            if new:
+                copy_each(copies, new)
         for p, copy in zip(new, copies, strict=True):
             self._keep_copy(p, copy)
 
@@ -247,9 +232,8 @@ class Store:
             self._before_write_of(args[place] if place < len(args) else (kwargs or {}).get(name))
 
     def _before_write_of(self, argument: Any) -> None:
-        for target in argument if isinstance(argument, (list, tuple)) else [argument]:
-            if isinstance(target, Tensor):
-                self.before_write(target)
+        for target in leaves([argument], None):
+            self.before_write(target)
 
     def before_write(self, tensor: Tensor) -> None:
         """Called before ``tensor`` is written to: what was to be remade from it is made now, as stock would keep it."""
@@ -268,17 +252,16 @@ class Store:
                 offload.before_write(tensor)
             if content.owner is None:
                 stores = () if content.is_sharded else (self, self.root)
-                readers = [ref for store in stores for ref in store._readers.pop(id(storage), ())]
+                readers = [reader for store in stores for reader in alive(store._readers.pop(id(storage), ()))]
             else:
-                readers, content.readers = content.readers, ()
-            for ref in readers:
-                if (reader := ref()) is not None:
-                    reader.freeze()
+                readers, content.readers = list(alive(content.readers)), ()
+            for reader in readers:
+                reader.freeze()
 
     def reads(self, content: Content, parameter: Tensor) -> None:
         """``content`` has a parameter or a buffer itself among its inputs."""
         key = id(parameter.untyped_storage())
-        self._readers[key] = added(self._readers.get(key, ()), weakref.ref(content))
+        self._readers[key] = added(self._readers.get(key, ()), content)
 
     def may_alias_parameter(self, tensor: Tensor) -> bool:
         """Whether a write to ``tensor`` may be one to a parameter or buffer whose version does not tell."""

@@ -28,24 +28,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
-from hf_memsave.tape import private
+from hf_memsave.tape import price, private
 from hf_memsave.tape.again import LinearAgain
 from hf_memsave.tape.blocks import Blocks
 from hf_memsave.tape.codecs import CODERS, Coders, as_bits
-from hf_memsave.tape.content import Content, Handle, KeptView, Sharded, Ticket, added, is_parameter, mapped, same
-from hf_memsave.tape.ledger import Ledger, Within
-from hf_memsave.tape.price import (
-    CASTS,
-    NEVER,
-    UNASKED,
-    Decisions,
-    Plan,
-    Price,
-    is_copied,
-    is_gathered,
-    is_local,
-    is_near,
-)
+from hf_memsave.tape.content import Content, Handle, KeptView, Sharded, Ticket, added, alive, is_parameter, mapped, same
+from hf_memsave.tape.ledger import Ledger
+from hf_memsave.tape.price import Decisions, Plan, Price
 from hf_memsave.tape.private import hooks_work, in_transform, innermost_hooks
 from hf_memsave.tape.store import Store
 from hf_memsave.tape.tensors import CONSTANT, is_flipped, is_plain, leaves, owned, place_of, plain_tensors, tensors_in
@@ -75,7 +64,7 @@ class Tape(Store, TorchFunctionMode):
         coders: Coders = CODERS,
         codec: Any = None,
         inputs: Iterable[Any] = (),
-        ledger: Ledger | Within | None = None,
+        ledger: Ledger | None = None,
         decided: Decisions | None = None,
         mark_of: Callable[[Tensor], Content] | None = None,
     ) -> None:
@@ -135,13 +124,9 @@ class Tape(Store, TorchFunctionMode):
         self.codec = self.head = self.logits = None
 
     def is_innermost(self) -> bool:
-        """Whether what is called now asks this tape what to keep: no foreign hook, and no ``torch.func`` transform."""
+        """Whether calls ask this tape now: there is no foreign hook, and no ``torch.func`` transform."""
         hooks = innermost_hooks()
         return hooks is not None and getattr(hooks[0], "__self__", None) is self and not in_transform()
-
-    def begin_block(self, inputs: Iterable[Any]) -> None:
-        """A block is given ``inputs``."""
-        self.blocks.begin(self, inputs)
 
     def end_block(self, *outputs: Any) -> None:
         """A block hands on ``outputs``."""
@@ -177,7 +162,7 @@ class Tape(Store, TorchFunctionMode):
         plan = self.plan
         plan.calls += 1
         made = hash((plan.state, plan.calls))
-        if self.outer is None and plan.decided[made] == UNASKED:
+        if self.outer is None and plan.decided[made] == price.UNASKED:
             return
         try:
             seen = plain_tensors(args if not kwargs else (*args, *kwargs.values()))
@@ -190,8 +175,10 @@ class Tape(Store, TorchFunctionMode):
             storage = out.untyped_storage()
         except (RuntimeError, NotImplementedError):  # inference tensors have no version, sparse ones no storage
             return
-        if Sharded.any_is_brief:
-            self._copy_brief(func, seen)
+        for x, _ in seen if Sharded.any_is_brief else ():  # some parameters are there only while their module runs
+            if (x.dim() <= 1 or isinstance(func, LinearAgain)) and (theirs := self.content_of(x)).is_brief:
+                if price.is_copied(x, theirs, func):
+                    self.copy_of(x)
         link = getattr(storage, self.mark, None)
         content: Any = link() if type(link) is weakref.ref else link
         if content is None or content.owner is not self.lock:
@@ -213,14 +200,6 @@ class Tape(Store, TorchFunctionMode):
         elif content.nbytes_code:  # likewise, and it was coded
             self._give_code_way(content, storage)
 
-    def _copy_brief(self, func: Any, seen: Iterable[tuple[Tensor, int]]) -> None:
-        """Copy what a call reads of parameters that are there only while their own module runs, which is now."""
-        for x, _ in seen:
-            if x.dim() <= 1 or isinstance(func, LinearAgain):
-                content = self.content_of(x)
-                if content.is_brief and is_copied(x, content, func):
-                    self.copy_of(x)
-
     # What to keep
 
     def pack(self, tensor: Tensor) -> Handle:
@@ -234,7 +213,11 @@ class Tape(Store, TorchFunctionMode):
         if content is None or content.owner is not self.lock:
             content = self.content_of(tensor) if type(tensor) is not nn.Parameter else None
         if content is None or content.owner is None:
-            return self.keep(tensor) if is_plain(tensor) or is_parameter(tensor) else self._pack_wrapped(tensor)
+            if is_plain(tensor) or is_parameter(tensor):
+                return self.keep(tensor)
+            apart = taken_apart(tensor)
+            is_of_one = apart is not None and len(apart[0]) == 1
+            return Wrapped(tensor, self.pack_told(apart[0][0]), apart[1]) if apart and is_of_one else self.keep(tensor)
         storage = tensor.untyped_storage()
         is_open = content.tensor is None and (content.seen is not None or content.make is not None)
         ticket = self.ticket(content, storage, tensor) if is_open else None
@@ -246,11 +229,6 @@ class Tape(Store, TorchFunctionMode):
         if entry is not None and self.in_place is None:
             entry.ask(handle)
         return handle
-
-    def _pack_wrapped(self, tensor: Tensor) -> Handle:
-        """What goes on the tape for an activation that wraps others."""
-        parts, wrap = taken_apart(tensor) or ((), None)
-        return self.keep(tensor) if wrap is None or len(parts) != 1 else Wrapped(tensor, self.pack_told(parts[0]), wrap)
 
     def ticket(self, content: Content, storage: Any, tensor: Tensor) -> Ticket | None:
         """For a tensor that can be had again for less than it takes to keep."""
@@ -267,7 +245,7 @@ class Tape(Store, TorchFunctionMode):
             self.plan.asked.add(content.made)
             content = self.settle(content, storage)
         else:
-            if self.decided[content.key] != NEVER:  # another thread may have cleared them
+            if self.decided[content.key] != price.NEVER:  # another thread may have cleared them
                 self.plan.asked.add(content.made)
             return None
         return Ticket(content, tensor)
@@ -286,8 +264,10 @@ class Tape(Store, TorchFunctionMode):
         if content.tensor is not None and content.is_of(tensor):
             is_its = content.tensor.untyped_storage() is storage  # else it was frozen, or is another's cast
             return KeptView(content, tensor) if is_its else Ticket(content, tensor)
-        if self.outer is not None and (lent := self._lent(content, tensor)) is not None:
-            return lent
+        for lent in (content, *alive(content.parts)) if self.outer is not None else ():
+            if lent.is_lent and lent.view is not None and lent.view.is_of(tensor):  # this very view, before
+                lent.uses += 1
+                return lent
         is_of = content.seen is None or content.is_of(tensor)
         if content.tensor is not None or content.make is not None or not is_of:  # of another version, or view
             return self._hold_beside(content, storage, tensor)
@@ -307,21 +287,12 @@ class Tape(Store, TorchFunctionMode):
             return content
         return Ticket(content, tensor)
 
-    def _lent(self, content: Content, tensor: Tensor) -> Content | None:
-        """What the hook outside made of this very view before."""
-        for ref in (weakref.ref(content), *content.parts):
-            lent = ref()
-            if lent is not None and lent.is_lent and lent.view is not None and lent.view.is_of(tensor):
-                lent.uses += 1
-                return lent
-        return None
-
     def _hold_beside(self, content: Content, storage: Any, tensor: Tensor) -> Content:
         fresh = self.keep(tensor)
         fresh.version, fresh.dtype = tensor._version, tensor.dtype
         self.note(tensor, fresh)
         if content.is_lent:
-            content.parts = added(content.parts, weakref.ref(fresh))
+            content.parts = added(content.parts, fresh)
         elif not is_flipped(tensor):
             self.link(storage, fresh, content)
             self._share(fresh, tensor)
@@ -329,8 +300,8 @@ class Tape(Store, TorchFunctionMode):
 
     def _share(self, content: Content, tensor: Tensor) -> None:
         """``tensor`` is kept: codes that stand in for it share its bytes."""
-        for ref in content.parts:
-            if (code := ref()) is None or not code.nbytes_code or (view := code.view) is None:
+        for code in alive(content.parts):
+            if not code.nbytes_code or (view := code.view) is None:
                 continue
             is_same = view.version == tensor._version and view.dtype == tensor.dtype and not is_flipped(tensor)
             if view.is_of(tensor) if content.is_lent else is_same:
@@ -340,11 +311,11 @@ class Tape(Store, TorchFunctionMode):
         """Have it remade, by what this returns: what it was made from becomes handles."""
         # Autocast converts an input for each product that takes it: as one content, so that backward converts once.
         func, args, kwargs, first = content.func, content.args, content.kwargs, None
-        if func in CASTS:
+        if func in price.CASTS:
             x = content.seen[0][0]
             notes, key = self.notes(x), (place_of(x), is_flipped(x), content.dtype, content.stride)
             first = notes[key]() if key in notes else None
-            if first is not None and (first.make is None or not is_near(self, first)):
+            if first is not None and (first.make is None or not price.is_near(self, first)):
                 first = None
             notes[key] = weakref.ref(content if first is None else first)
         if type(func) is LinearAgain and self.ledger is not None:
@@ -365,8 +336,8 @@ class Tape(Store, TorchFunctionMode):
                 named = {k: mapped(a, lambda x: self.take(x, content)) for k, a in kwargs.items()} if kwargs else None
                 content.settle(func, inputs, named)
         self.link(storage, content)
-        for ref in parts:
-            if (code := ref()) is not None and code.nbytes_code and not content.is_lossy:
+        for code in alive(parts):
+            if code.nbytes_code and not content.is_lossy:
                 code.give_way(content)
         return content
 
@@ -374,9 +345,9 @@ class Tape(Store, TorchFunctionMode):
         """An input of ``content``: kept already, remade in turn, or kept from now on."""
         storage, theirs = argument.untyped_storage(), self.content_of(argument)
         if theirs.owner is None:
-            if is_copied(argument, theirs, content.make):
+            if price.is_copied(argument, theirs, content.make):
                 return self.copy_of(argument)
-            if is_local(content.make) and not theirs.is_brief and not is_gathered(content.make):
+            if price.is_local(content.make) and not theirs.is_brief and not getattr(content.make, "gathers", ()):
                 content.reads = (*content.reads, storage)
             if not theirs.is_sharded:
                 self.reads(content, argument)
@@ -384,10 +355,10 @@ class Tape(Store, TorchFunctionMode):
         if not argument.requires_grad:  # a write could give it a graph, which would then hold itself by this handle
             argument = argument.detach()
         handle: Handle | None = None
-        if theirs.make is None or is_near(self, theirs):
+        if theirs.make is None or price.is_near(self, theirs):
             handle = self.ticket(theirs, storage, argument)
         if handle is None:
-            theirs.readers = added(theirs.readers, weakref.ref(content))
+            theirs.readers = added(theirs.readers, content)
             self.note(argument, theirs)
             handle = self.hold(theirs, storage, argument)
         if isinstance(handle, Ticket):
@@ -406,14 +377,14 @@ class Tape(Store, TorchFunctionMode):
         """Bytes that having ``tensor`` in backward would add to what is kept so far: the next forward asks likewise."""
         if (content := self.content_of(tensor)) is None:
             return tensor.numel() * tensor.itemsize
-        price = Price(self)
-        new, _ = price.of(tensor, content)
-        self.plan.asked.update(price.looked_at)
+        question = Price(self)
+        new, _ = question.of(tensor, content)
+        self.plan.asked.update(question.looked_at)
         return sum(new.values())
 
 
 def _may_be_made_as(content: Content, out: Tensor) -> bool:
-    """Whether a call that gives ``out`` may give the content: handles that have no view of their own ask for that."""
+    """Whether a call that gives ``out`` may give the content: handles without a view of their own ask for that."""
     kept: Any = content.view if content.is_lent else content.tensor
     if kept is None:
         return content.make is None or (bool(content.nbytes_code) and content.stride == out.stride())
@@ -422,10 +393,8 @@ def _may_be_made_as(content: Content, out: Tensor) -> bool:
 
 def current() -> Tape | None:
     """The tape that is innermost on this thread; None under a foreign hook, and wherever ops must be stock."""
-    if not hooks_work():
-        return None
-    hooks = innermost_hooks()
-    owner = getattr(hooks[0], "__self__", None) if hooks is not None else None
+    hooks = innermost_hooks() if hooks_work() else None
+    owner = None if hooks is None else getattr(hooks[0], "__self__", None)
     return owner if isinstance(owner, Tape) else None
 
 

@@ -37,9 +37,8 @@ class View:
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether ``tensor``, on the same storage, has this geometry and content."""
-        mine = self.shape, self._stride, self._offset, self.dtype, self.version, self.is_flipped
-        theirs = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
-        return mine == (*theirs, tensor._version, is_flipped(tensor))
+        theirs = View(tensor)
+        return all(getattr(self, name) == getattr(theirs, name) for name in View.__slots__)
 
 
 def is_flipped(tensor: Tensor) -> bool:
@@ -50,11 +49,10 @@ def is_flipped(tensor: Tensor) -> bool:
 def is_plain(tensor: Tensor) -> bool:
     """Whether the tensor's bytes are those of its storage: not of a class that may wrap others (DTensor, torchao's)."""
     kind = type(tensor)
-    known = _PLAIN.get(kind)
-    if known is None:
+    if kind not in _PLAIN:
         has_own = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
-        known = _PLAIN[kind] = not has_own and not is_traceable_wrapper_subclass(tensor)
-    return known
+        _PLAIN[kind] = not has_own and not is_traceable_wrapper_subclass(tensor)
+    return _PLAIN[kind]
 
 
 _PLAIN: dict[type, bool] = {Tensor: True, nn.Parameter: True, FakeTensor: True}
@@ -71,8 +69,6 @@ def is_asked(kind: Any) -> bool:
 CONSTANT = frozenset(
     {float, int, bool, str, slice, type(None), type(...), torch.dtype, torch.device, torch.memory_format, torch.layout}
 )
-
-
 _BOUNDS = {int, type(None)}
 
 
@@ -140,10 +136,8 @@ def is_dense(tensor: Tensor) -> bool:
 def tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
     """The tensors among the arguments of a model, and one level below."""
     for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (v for v in value if isinstance(v, Tensor))
+        inner = value if isinstance(value, (list, tuple)) else [value]
+        yield from (v for v in inner if isinstance(v, Tensor))
 
 
 def place_of(tensor: Tensor) -> tuple[Any, ...]:

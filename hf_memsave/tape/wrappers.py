@@ -17,7 +17,7 @@ from hf_memsave.tape.tensors import is_asked, is_plain
 
 def taken_apart(tensor: Tensor) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], Tensor]] | None:
     """What a tensor wraps, and a function that wraps as much again; None where that is not known, or on its way."""
-    if not is_traceable_wrapper_subclass(tensor) or _is_on_its_way(tensor):
+    if not is_traceable_wrapper_subclass(tensor) or hasattr(tensor, "trigger_wait"):
         return None
     names, context = tensor.__tensor_flatten__()
     inner = {name: getattr(tensor, name) for name in names}
@@ -40,7 +40,7 @@ def waited(see: Callable[[Tensor], Any], argument: Any) -> Any:
         return {k: waited(see, a) for k, a in argument.items()}
     if not isinstance(argument, Tensor):
         return argument
-    if _is_on_its_way(argument):
+    if hasattr(argument, "trigger_wait"):
         return argument.elem  # type: ignore[attr-defined]
     if not is_asked(type(argument)):
         return argument
@@ -66,10 +66,6 @@ def by_class(tape: TorchFunctionMode, func: Callable[..., Any], types: Any, args
     finally:
         pop_mode()
     return func(*args, **kwargs)  # raises, as in stock
-
-
-def _is_on_its_way(tensor: Tensor) -> bool:
-    return hasattr(tensor, "trigger_wait")
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
