@@ -59,8 +59,7 @@ def steps(model, **inputs):
     return found
 
 
-@pytest.mark.parametrize("checkpoint", ["gate", "block"])
-@pytest.mark.parametrize("layers", [None, [0], [1]], ids=str)
+@pytest.mark.parametrize(("checkpoint", "layers"), [("gate", [0]), ("block", None), ("block", [0]), ("block", [1])])
 def test_activated_lora_has_stocks_gradients_and_leaves_no_hook_and_no_other_call(checkpoint, layers):
     assert_alike(lambda: activated(layers_to_transform=layers), steps, MemSaveConfig(checkpoint=checkpoint))
     model = activated()
@@ -140,9 +139,17 @@ def shift_input(module):
     return module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
+SHIFTS = {
+    "self_attn": shift_output,
+    "self_attn.q_proj": shift_input,
+    "mlp": shift_output,
+    "mlp.act_fn": shift_input,
+    "": shift_output,
+}
+
+
 @pytest.mark.parametrize("when", ["in the forward", "in backward", "in both"])
-@pytest.mark.parametrize("shift", [shift_output, shift_input])
-@pytest.mark.parametrize("part", ["self_attn", "self_attn.q_proj", "mlp", "mlp.act_fn", ""])
+@pytest.mark.parametrize(("part", "shift"), SHIFTS.items())
 def test_interventions_by_hooks(part, shift, when):
     """A hook that is gone when the block runs again would leave all shapes as they are, and gradients wrong."""
     is_refused = when != "in both" and (part or RUNS_OWN_HOOKS)
@@ -188,23 +195,23 @@ def scale(model):
     next(m for n, m in model.named_modules() if n.endswith("q_proj")).scale_layer(3.0)
 
 
+#: What is done to a model between forward and backward, and the words of the error.
+ADAPTERS = "adapters that were switched, scaled, merged or disabled"
 CHANGES = {
-    "switched": lambda model: model.set_adapter("other"),
-    "scaled": scale,
-    "disabled": lambda model: model.base_model.disable_adapter_layers(),
-    "merged": lambda model: model.merge_adapter(),
-    "in eval": lambda model: model.eval(),
+    "switched": (lambda model: model.set_adapter("other"), ADAPTERS),
+    "scaled": (scale, ADAPTERS),
+    "disabled": (lambda model: model.base_model.disable_adapter_layers(), ADAPTERS),
+    "merged": (lambda model: model.merge_adapter(), ADAPTERS),
+    "in eval": (lambda model: model.eval(), r"switched by train\(\) or eval\(\)"),
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_block_does_not_run_again_as_another_one(change):
+@pytest.mark.parametrize(("change", "words"), CHANGES.values(), ids=CHANGES)
+def test_a_block_does_not_run_again_as_another_one(change, words):
     model = lora("other", lora_dropout=0.1)
     patch(model, BLOCK)
     loss = model(**batch_of(model)).loss
-    CHANGES[change](model)
-    words = "adapters that were switched, scaled, merged or disabled"
-    words = r"switched by train\(\) or eval\(\)" if change == "in eval" else words
+    change(model)
     with pytest.raises(KeptTensorChangedError, match=words):
         loss.backward()
 
@@ -224,19 +231,14 @@ def test_a_forward_with_each_adapter_before_both_backwards(checkpoint):
     assert_alike(lambda: lora("other"), run, MemSaveConfig(checkpoint=checkpoint))
 
 
-def other_forward(model):
-    mlp = model.model.layers[1].mlp
-    mlp.forward = lambda x: type(mlp).forward(mlp, x).sin().square()
-    return mlp
-
-
 @pytest.mark.parametrize("is_ours", [False, True], ids=["stock's gradient checkpointing", "ours"])
 def test_what_else_was_changed_is_said_in_our_words_where_the_block_runs_again_by_us(is_ours):
     model = llama()
     if not is_ours:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     patch(model, MemSaveConfig(checkpoint="block" if is_ours else None))
-    mlp = other_forward(model)
+    mlp = model.model.layers[1].mlp
+    mlp.forward = lambda x: type(mlp).forward(mlp, x).sin().square()
     loss = model(**batch_of(model)).loss
     del mlp.forward
     with pytest.raises(KeptTensorChangedError if is_ours else CheckpointError) as caught:
@@ -247,33 +249,25 @@ def test_what_else_was_changed_is_said_in_our_words_where_the_block_runs_again_b
         assert str(caught.value).endswith("use checkpoint='gate' or None.")
 
 
-def test_a_forward_without_a_backward_leaves_nothing():
-    model, alive = activated(), []
-    patch(model, BLOCK)
-    handle = model.base_model.model.model.norm.register_forward_hook(lambda m, a, y: alive.append(weakref.ref(a[0])))
-    gc.disable()
-    try:
-        loss = model(**batch_of(model)).loss
-        del loss
-    finally:
-        gc.enable()
-    handle.remove()
-    assert [ref for ref in alive if ref() is not None] == []
-    assert alive
-
-
-def test_a_hook_is_not_kept_from_dying():
+def test_a_forward_without_a_backward_leaves_nothing_and_keeps_no_hook_from_dying():
     class Hook(nn.Module):
         def forward(self, module, args, y):
             return None
 
-    model = llama()
+    model, alive, hook = activated(), [], Hook()
     patch(model, BLOCK)
-    hook = Hook()
-    handle, alive = model.model.layers[0].mlp.register_forward_hook(hook), weakref.ref(hook)
-    loss = model(**batch_of(model)).loss
-    handle.remove()
-    del hook
+    layers = model.base_model.model.model
+    handles = [layers.norm.register_forward_hook(lambda m, a, y: alive.append(weakref.ref(a[0])))]
+    handles.append(layers.layers[0].mlp.register_forward_hook(hook))
+    loss, died = model(**batch_of(model)).loss, weakref.ref(hook)
+    for handle in handles:
+        handle.remove()
+    del hook, handle, handles
     gc.collect()
-    assert alive() is None
-    assert loss.requires_grad
+    assert died() is None and loss.requires_grad
+    gc.disable()
+    try:
+        del loss
+        assert alive and all(ref() is None for ref in alive)
+    finally:
+        gc.enable()

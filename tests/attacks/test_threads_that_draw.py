@@ -112,10 +112,7 @@ def test_no_draw_in_between_is_noticed_too(dtype, threads_of_torch, verdicts):
 
 
 def wrong_steps_of_fused(threads):
-    """Of two threads that train with the one kernel that CUDA has for dropout, which draws from the default generator.
-
-    CPU has that function, too, which nothing calls there.
-    """
+    """Of two threads that train with the kernel of dropout that CUDA has: it draws from the default generator."""
     found = []
 
     def train():

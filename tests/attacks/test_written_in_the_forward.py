@@ -46,9 +46,9 @@ WRITES = {
 CONFIGS = MemSaveConfig(), MemSaveConfig(activation="stock", norm="stock", dropout="stock")
 
 
-@pytest.mark.parametrize("with_gradients", [True, False])
+@pytest.mark.parametrize(("with_gradients", "config"), [(True, CONFIGS[0]), (False, CONFIGS[1])])
 @pytest.mark.parametrize("name", WRITES)
-def test_every_spelling_of_a_write_is_seen(name, with_gradients, device):
+def test_every_spelling_of_a_write_is_seen(name, with_gradients, config, device):
     """Stock keeps the fp32 copy of what is written to; the tape keeps what that was made from."""
 
     def fn(model, x):
@@ -58,9 +58,8 @@ def test_every_spelling_of_a_write_is_seen(name, with_gradients, device):
             WRITES[name](h.detach())
         return y.pow(2).mean() + h.float().mean()
 
-    low = nn.Linear(WIDTH, WIDTH).bfloat16()
-    for config in CONFIGS:  # three steps: also where a forward has shown what is never asked for
-        assert_trains_like_stock(fn, random(64, WIDTH, device=device), config=config, steps=3, low=low)
+    low = nn.Linear(WIDTH, WIDTH).bfloat16()  # three steps: also where a forward has shown what is never asked for
+    assert_trains_like_stock(fn, random(64, WIDTH, device=device), config=config, steps=3, low=low)
 
 
 # Beside hooks and checkpoints
@@ -68,9 +67,6 @@ def test_every_spelling_of_a_write_is_seen(name, with_gradients, device):
 
 def copied():
     return saved_tensors_hooks(torch.clone, lambda kept: kept)
-
-
-hooked = pytest.mark.parametrize("context", [torch.enable_grad, copied], ids=["no hook", "hook"])
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
@@ -87,30 +83,25 @@ def test_what_a_checkpointed_block_touched_by_a_closure(is_checkpointed, device)
     assert_trains_like_stock(fn, random(2, 16, WIDTH, device=device), block=block)
 
 
-@hooked
-def test_data_taken_after_a_write(context, device):
-    """Its version starts again: it must not be taken for what was kept before the write."""
+@pytest.mark.parametrize("context", [torch.enable_grad, copied], ids=["no hook", "hook"])
+def test_beside_a_hook_data_is_taken_after_a_write_and_a_thin_product_runs_under_autocast(context, device):
+    """The version of ``.data`` starts again: it must not be taken for what was kept before the write."""
 
-    def fn(model, x):
+    def taken(model, x):
         a = model.f(x)
         first = model.g(a)
         a.detach().add_(1)
         return first.detach() + model.h(a.data)
 
-    assert_trains_like_stock(fn, random(2, 16, WIDTH, device=device), context)
-
-
-@hooked
-def test_a_thin_product_under_a_hook_and_autocast(context, device):
-    def fn(model, x):
+    def thin(model, x):
         x = model.f(x)
         with context():
             x = model.wide(model.thin(x)).sin()
         return model.h(x[..., :WIDTH])
 
-    parts = dict(thin=torch.nn.Linear(WIDTH, 4), wide=torch.nn.Linear(4, 2 * WIDTH))
-    low = functools.partial(autocasting, device, torch.bfloat16)
-    assert_trains_like_stock(fn, random(2, 16, WIDTH, device=device), low, **parts)
+    x, low = random(2, 16, WIDTH, device=device), functools.partial(autocasting, device, torch.bfloat16)
+    assert_trains_like_stock(taken, x, context)
+    assert_trains_like_stock(thin, x, low, thin=nn.Linear(WIDTH, 4), wide=nn.Linear(4, 2 * WIDTH))
 
 
 class Scribbles(torch.autograd.Function):
@@ -173,24 +164,23 @@ def test_what_was_distrusted_before_a_checkpoint_is_kept_as_when_it_runs_again(p
 # What is kept
 
 
-def test_what_cannot_be_remade_after_a_write_does_not_count_as_let_go_of(device):
-    def fn(model, x):
+def test_what_is_kept_is_no_more_than_in_stock(device):
+    """What cannot be remade after a write does not count as let go of; of a table a row is kept."""
+
+    def written(model, x):
         a = model.f(x)
         out = model.g(a * 2).sum()
         a.mul_(3)
         return out + model.h(a.double().float()).sum()
 
-    mine, stock = kept_of(fn, random(8, 64, WIDTH, device=device))
-    assert mine <= stock
-
-
-def test_a_row_of_a_table_is_kept_and_not_the_table(device):
-    def fn(model, x):
+    def row(model, x):
         rows = model.table[torch.arange(16, device=x.device)]
         return model.g(rows * x.mean(0))
 
-    table = torch.nn.Parameter(random(5000, WIDTH), requires_grad=False)
-    mine, stock = kept_of(fn, random(2, 16, WIDTH, device=device), table=table)
+    mine, stock = kept_of(written, random(8, 64, WIDTH, device=device))
+    assert mine <= stock
+    table = nn.Parameter(random(5000, WIDTH), requires_grad=False)
+    mine, stock = kept_of(row, random(2, 16, WIDTH, device=device), table=table)
     assert mine <= stock < nbytes(table)
 
 
@@ -209,14 +199,10 @@ def test_a_source_that_later_depends_on_what_is_remade_from_it(device):
 # After the forward
 
 
-def picked(model, x):
-    """Vector quantization: rows of a buffer, which an average of what was seen replaces."""
-    return model.f(x) * model.codes[model.rows]
-
-
 def test_a_buffer_written_through_data_between_forward_and_backward(device):
-    found = []
-    for model in pair(picked, device, codes=torch.randn(64, WIDTH), rows=torch.arange(16)):
+    """Vector quantization: rows of a buffer, which an average of what was seen replaces."""
+    found, buffers = [], dict(codes=torch.randn(64, WIDTH), rows=torch.arange(16))
+    for model in pair(lambda model, x: model.f(x) * model.codes[model.rows], device, **buffers):
         losses = []
         for seed in range(2):  # the second forward comes before the backward of the first
             losses.append(model(random(16, WIDTH, device=device, seed=seed)).pow(2).mean())
@@ -262,9 +248,14 @@ def test_offload_copies_again_what_was_written_through_data(monkeypatch, device)
     assert_same(*found)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize(
-    ("family", "name"), [("llama", "attention_mask"), ("t5-decoder", "attention_mask"), ("llama", "labels")]
+    ("family", "name", "attention"),
+    [
+        ("llama", "attention_mask", "sdpa"),
+        ("llama", "attention_mask", "eager"),
+        ("t5-decoder", "attention_mask", "sdpa"),
+        ("llama", "labels", "eager"),
+    ],
 )
 def test_one_tensor_of_a_batch_is_filled_for_every_forward_of_a_backward(family, name, attention, device):
     def make():

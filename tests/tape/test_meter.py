@@ -1,13 +1,18 @@
-"""``measure_kept``: every byte between forward and backward counts once, wherever it hides; nothing else does."""
+"""``measure_kept``: every byte between forward and backward counts once, wherever it hides; nothing is left behind."""
+
+import contextlib
+import gc
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module as global_hooks
 from torch.utils.checkpoint import checkpoint
 
 from hf_memsave import measure_kept
 from hf_memsave.tape.meter import KINDS_OF_OPS, KeptStorage
 from support.calls import Calls
+from support.helpers import generator_state
 
 ROWS, WIDTH, WIDE = 3, 8, 16
 FP32 = 4
@@ -24,7 +29,7 @@ def mlp(device):
     return nn.Sequential(nn.Linear(WIDTH, WIDE), nn.GELU(), nn.Linear(WIDE, WIDTH)).to(device)
 
 
-# What counts.
+# What counts, and under which name.
 
 
 def test_a_known_graph_is_counted_exactly_by_the_modules_and_kinds_of_op_that_made_it(mlp, x):
@@ -36,19 +41,13 @@ def test_a_known_graph_is_counted_exactly_by_the_modules_and_kinds_of_op_that_ma
     assert KeptStorage("1", "activation", "gelu", WIDE_BYTES) in found.storages
 
 
-def test_paths_are_those_of_the_whole_model(mlp, x):
+def test_paths_are_those_of_the_whole_model_and_what_is_made_outside_says_so(mlp, x):
     model = nn.ModuleDict({"encoder": nn.ModuleDict({"mlp": mlp})})
-    found = measure_kept(model, x, forward=lambda x: model["encoder"]["mlp"](x))
-    assert list(found.by_module) == ["encoder.mlp.0", "encoder.mlp.1", "encoder.mlp.2"]
-
-
-def test_what_the_root_makes_goes_by_its_class(x):
-    assert measure_kept(Calls(torch.clone), x).by_module == {"Calls": NARROW_BYTES}
-
-
-def test_what_a_forward_makes_outside_the_model_says_so(mlp, x):
-    found = measure_kept(mlp, x, forward=lambda x: mlp(x.clone()))
+    found = measure_kept(model, x, forward=lambda x: model["encoder"]["mlp"](x.clone()))
+    paths = [f"encoder.mlp.{i}" for i in range(3)]
+    assert list(found.by_module) == ["(outside the model)", *paths]
     assert found.by_module["(outside the model)"] == NARROW_BYTES
+    assert measure_kept(Calls(torch.clone), x).by_module == {"Calls": NARROW_BYTES}, "the root, by its class"
 
 
 def test_kinds_and_modules_sum_to_the_total_and_come_in_the_order_of_tables(device, x):
@@ -59,22 +58,7 @@ def test_kinds_and_modules_sum_to_the_total_and_come_in_the_order_of_tables(devi
     assert list(found.by_kind) == [k for k in KINDS_OF_OPS if k in ("linear", "norm", "activation", "dropout")]
 
 
-def test_a_tensor_kept_by_many_counts_once(device, x):
-    q, k, v = (nn.Linear(WIDTH, 1, bias=False, device=device) for _ in range(3))
-    model = Calls(lambda x: sum(f(x) for f in (q, k, v)).sum())
-    assert measure_kept(model, x, forward=lambda x: model(x.clone())).total == NARROW_BYTES + FP32
-
-
-def test_a_view_counts_as_its_whole_storage(device, x):
-    model = Calls(lambda x: x.clone()[0])
-    assert measure_kept(model, x).total == NARROW_BYTES
-
-
-def test_a_tensor_that_is_not_kept_does_not_count(x):
-    assert measure_kept(Calls(lambda x: (x.clone() + 1).sum()), x).total == FP32
-
-
-class _OnCtx(torch.autograd.Function):
+class OnCtx(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, hidden):
         ctx.hidden = hidden()
@@ -83,20 +67,6 @@ class _OnCtx(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         return None, None
-
-
-def test_a_tensor_hidden_on_a_ctx_counts(x):
-    model = Calls(lambda x: _OnCtx.apply(x, lambda: x.detach().clone()))
-    x.requires_grad_()
-    assert measure_kept(model, x).total == NARROW_BYTES + FP32
-
-
-def test_a_generator_state_hidden_on_a_ctx_counts(x):
-    state = torch.get_rng_state()
-    model = Calls(lambda x: _OnCtx.apply(x, torch.get_rng_state))
-    found = measure_kept(model, x.requires_grad_())
-    assert found.total == state.nbytes + FP32
-    assert found.by_kind["other"] >= state.nbytes
 
 
 HIDDEN = []
@@ -109,77 +79,132 @@ def in_a_closure(x):
     return y
 
 
-def in_a_global(x):
-    HIDDEN.append(x.clone())
+def in_a_cycle(x):
+    cycle = [x.clone()]
+    cycle.append(cycle)
     return x.sum()
 
 
-def in_an_array(x):
-    HIDDEN.append(x.detach().cpu().clone().numpy())
-    return x.sum()
+#: Forward -> bytes beside the sum that it returns, or its output.
+COUNTED = {
+    "a view, as its whole storage": (lambda x: x.clone()[0], NARROW_BYTES - FP32),
+    "what is not kept": (lambda x: (x.clone() + 1).sum(), 0),
+    "on a ctx": (lambda x: OnCtx.apply(x, x.detach().clone), NARROW_BYTES),
+    "a generator's state on a ctx": (lambda x: OnCtx.apply(x, torch.get_rng_state), torch.get_rng_state().nbytes),
+    "in a closure": (in_a_closure, NARROW_BYTES),
+    "in a global": (lambda x: HIDDEN.append(x.clone()) or x.sum(), NARROW_BYTES),
+    "in an array": (lambda x: HIDDEN.append(x.detach().cpu().clone().numpy()) or x.sum(), NARROW_BYTES),
+    "in a cycle, which is collected": (in_a_cycle, 0),
+}
 
 
-@pytest.mark.parametrize("forward", [in_a_closure, in_a_global, in_an_array])
-def test_a_tensor_hidden_counts(forward, x):
+@pytest.mark.parametrize("name", COUNTED)
+def test_what_hides_counts(name, x):
+    forward, nbytes = COUNTED[name]
     try:
-        assert measure_kept(Calls(forward), x.requires_grad_()).total == NARROW_BYTES + FP32
+        found = measure_kept(Calls(forward), x.requires_grad_())
+        assert found.total == sum(found.by_kind.values()) == nbytes + FP32
     finally:
         HIDDEN.clear()
 
 
-def test_what_only_a_cycle_holds_does_not_count(x):
-    def forward(x):
-        cycle = [x.clone()]
-        cycle.append(cycle)
-        return x.sum()
-
-    assert measure_kept(Calls(forward), x).total == FP32
+def test_a_tensor_kept_by_many_counts_once(device, x):
+    q, k, v = (nn.Linear(WIDTH, 1, bias=False, device=device) for _ in range(3))
+    model = Calls(lambda x: sum(f(x) for f in (q, k, v)).sum())
+    assert measure_kept(model, x, forward=lambda x: model(x.clone())).total == NARROW_BYTES + FP32
 
 
 def test_what_hooks_keep_instead_counts(mlp, x):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().to(torch.float64), lambda t: t.float()):
         found = measure_kept(mlp, x, forward=lambda x: mlp(x).sum())
-    # Each of x, GELU's input, its output and the two weights, now in twice the bytes.
-    weights = [mlp[2].weight]  # the first one's is not needed: x wants no gradient
-    assert found.total == 2 * (NARROW_BYTES + 2 * WIDE_BYTES + sum(w.nbytes for w in weights)) + FP32
-
-
-def checkpointed(fn, x):
-    return checkpoint(fn, x, use_reentrant=False, preserve_rng_state=False)
+    # Each of x, GELU's input, its output and the second weight (x wants no gradient), now in twice the bytes.
+    assert found.total == 2 * (NARROW_BYTES + 2 * WIDE_BYTES + mlp[2].weight.nbytes) + FP32
 
 
 def test_checkpoints_keep_their_input_and_nested_ones_the_outer_ones(mlp, x):
-    def nested(x):
-        return checkpointed(mlp, checkpointed(mlp, x))
+    def checkpointed(fn, x):
+        return checkpoint(fn, x, use_reentrant=False, preserve_rng_state=False)
 
-    for inner in (mlp, nested):
+    for inner in (mlp, lambda x: checkpointed(mlp, checkpointed(mlp, x))):
         found = measure_kept(mlp, x, lambda x, inner=inner: checkpointed(inner, x.clone().requires_grad_()).sum())
         assert found.total == NARROW_BYTES + FP32
 
 
 def test_a_loss_is_held_without_the_other_outputs_and_without_one_the_whole_output(mlp, x):
-    def forward(x, name):
-        y = mlp(x)
-        return {name: y.sum(), "logits": y}
+    for name, more in (("loss", 0), ("sum", NARROW_BYTES)):
 
-    assert measure_kept(mlp, x, lambda x: forward(x, "loss")).total == 2 * WIDE_BYTES + FP32
-    assert measure_kept(mlp, x, lambda x: forward(x, "sum")).total == 2 * WIDE_BYTES + FP32 + NARROW_BYTES
+        def forward(x, name=name):
+            y = mlp(x)
+            return {name: y.sum(), "logits": y}
 
-
-# What does not.
+        assert measure_kept(mlp, x, forward).total == 2 * WIDE_BYTES + FP32 + more
 
 
-def test_parameters_buffers_and_the_batch_do_not_count(device, x):
-    model = nn.BatchNorm1d(WIDTH).to(device).eval()
-    found = measure_kept(model, x, forward=lambda x: (x, *model.parameters(), *model.buffers()))
+# What does not count.
+
+
+def test_parameters_buffers_and_the_batch_do_not_count_nor_what_was_alive_before(device, x, mlp):
+    model, before = nn.BatchNorm1d(WIDTH).to(device).eval(), torch.randn(100)
+    found = measure_kept(model, x, forward=lambda x: (x, before, *model.parameters(), *model.buffers()))
     assert found.storages == ()
-
-
-def test_a_batch_that_wants_a_gradient_does_not_count(mlp, x):
     without = measure_kept(mlp, x).total
     assert measure_kept(mlp, x.requires_grad_()).total == without
 
 
-def test_what_was_alive_before_does_not_count(x):
-    before = torch.randn(100)
-    assert measure_kept(Calls(lambda x: before * 1.0 if x is None else before), x).total == 0
+# How it is called.
+
+
+def test_a_batch_is_positional_arguments_keywords_or_the_only_argument(mlp, x):
+    def add(a, b=1):
+        return a + b
+
+    for batch in ((x, x), [x, x], {"a": x, "b": x}, x):
+        assert measure_kept(Calls(add), batch).total == NARROW_BYTES
+    assert measure_kept(mlp, {"x": x}, forward=lambda x: mlp[0](x)).by_module == {"0": WIDE_BYTES}
+
+
+def test_measuring_again_gives_the_same_under_autocast_and_no_grad_too(device, x):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDE), nn.Dropout(0.5), nn.Linear(WIDE, WIDTH)).to(device)
+    expected = measure_kept(model, x)
+    with torch.no_grad():
+        assert measure_kept(model, x) == expected
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert measure_kept(model, x) == measure_kept(model, x)
+
+
+# What it leaves behind.
+
+
+@pytest.mark.parametrize("is_broken", [False, True], ids=["returns", "raises"])
+def test_the_random_state_and_hooks_are_as_they_were(device, x, is_broken):
+    def forward(x):
+        nn.functional.dropout(x)
+        if is_broken:
+            raise ZeroDivisionError
+
+    def state():
+        hooks = len(global_hooks._global_forward_hooks), len(global_hooks._global_forward_pre_hooks)
+        return hooks, generator_state(device).tolist()
+
+    before = state()
+    with pytest.raises(ZeroDivisionError) if is_broken else contextlib.nullcontext():
+        measure_kept(nn.Dropout(0.5), x, forward)
+    assert state() == before
+
+
+def test_gradients_and_the_mode_are_as_they_were_and_nothing_is_alive(mlp, x):
+    def live_storages():
+        gc.collect()
+        tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+        return {t.untyped_storage()._cdata for t in tensors}
+
+    mlp(x).sum().backward()
+    mlp[0].bias.grad = None
+    mlp.eval()[1].train()
+    before = {name: p.grad if p.grad is None else p.grad.clone() for name, p in mlp.named_parameters()}
+    alive = live_storages()
+    measure_kept(mlp, x)
+    assert live_storages() <= alive
+    assert [m.training for m in mlp] == [False, True, False]
+    for name, p in mlp.named_parameters():
+        assert p.grad is before[name] or torch.equal(p.grad, before[name])

@@ -38,17 +38,23 @@ def step(model, batch):
     return away, {"loss": loss.detach(), **gradients(model)}
 
 
-@pytest.mark.parametrize("has_lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "has_lora"), [(f, f in ("gpt2", "llama")) for f in FAMILIES] + [("llama", False)])
 def test_a_step_is_stocks_to_the_bit(family, has_lora):
     model = adapted(family, size=Size()) if has_lora else build(family, Size())
     batch = batch_for(model, Size(), padded=True)
     _, stock = step(model, batch)
     patch(model, MemSaveConfig(offload=True))
-    for _ in range(2):
+    seen = set()
+    for _ in range(10 if family == "llama" else 2):
         away, ours = step(model, batch)
-        assert away > 0
         assert_same(ours, stock)
+        assert Away.total == 0
+        seen.add(away)
+    assert len(seen) == 1 and min(seen) > 0
+    with torch.autograd.graph.save_on_cpu():  # a foreign hook has its own place
+        away, ours = step(model, batch)
+    assert away == 0
+    assert_same(ours, stock)
 
 
 #: In main memory GPT-2 has q, k and v beside the projection that they are parts of.
@@ -116,29 +122,6 @@ def test_gates_that_are_chunks_of_one_storage_are_copied_each(kind):
             out = model(x if kind is torch.nn.GRU else x[0])[0]
         grads.append(torch.autograd.grad(out.square().sum(), list(model.parameters())))
     assert all(map(torch.equal, *grads))
-
-
-def test_fifty_steps_take_no_more_memory():
-    model = build("llama", Size())
-    batch = batch_for(model, Size())
-    patch(model, MemSaveConfig(offload=True))
-    seen = set()
-    for _ in range(50):
-        away, _ = step(model, batch)
-        seen.add(away)
-        assert Away.total == 0
-    assert len(seen) == 1
-
-
-def test_a_foreign_hook_has_its_own_place():
-    model = build("llama", Size())
-    batch = batch_for(model, Size())
-    _, stock = step(model, batch)
-    patch(model, MemSaveConfig(offload=True))
-    with torch.autograd.graph.save_on_cpu():
-        away, ours = step(model, batch)
-    assert away == 0
-    assert_same(ours, stock)
 
 
 def test_too_little_main_memory_is_an_error_with_a_remedy(monkeypatch):

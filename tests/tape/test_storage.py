@@ -10,12 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_memsave import MemSaveConfig, measure_kept, patch
+from hf_memsave import MemSaveConfig, measure_kept
 from hf_memsave.tape.codecs import CODERS, Encoder
 from hf_memsave.tape.quantize import FORMATS, decode, encode
+from support.attacks import WIDTH, pair
 from support.calls import Calls
-from support.helpers import DTYPES, random, taping
+from support.helpers import DTYPES, assert_same_bits, random, taping
 from support.slopes import PLANTED, assert_has_slope_of
+from support.steps import assert_same, gradients
 
 KINDS = tuple(FORMATS)
 #: Tells the draws of all encoders apart.
@@ -143,21 +145,16 @@ def test_what_is_not_finite_stays_and_its_block_is_unbiased(kind):
         assert torch.equal(trip(everything, kind).nan_to_num(7.0), everything.nan_to_num(7.0))
 
 
-def masks(dtype):
-    """What fills a mask: the smallest number, and others far below any score; and above."""
-    return [value for value in (torch.finfo(dtype).min, -1e30, -1e9, -1e4, 1e9) if abs(value) <= torch.finfo(dtype).max]
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_masks_numbers_leave_the_others_in_their_block_as_fine(kind, dtype):
-    block = FORMATS[kind].block
-    for value in masks(dtype):
+    block, form = FORMATS[kind].block, torch.finfo(dtype)
+    for value in [value for value in (form.min, -1e30, -1e9, -1e4, 1e9) if abs(value) <= form.max]:
         x, far = random(block, dtype=dtype), torch.arange(block) % 3 == 0
         x[far] = value
         _, draws = many(x, kind)
         share = torch.finfo(torch.bfloat16).eps if kind == "int4" else 0  # of M's rounding; it is unbiased, too
-        share = 0 if value == torch.finfo(dtype).min or dtype is torch.float64 else share
+        share = 0 if value == form.min or dtype is torch.float64 else share
         assert ((draws[:, far] / x[far].double()).mean(0) - 1).abs().max() <= share
         step = COARSER[kind] * float(x[~far].max() - x[~far].min()) / (2 ** FORMATS[kind].bits - 1)
         assert_unbiased_within(x[~far], draws[:, ~far], step)
@@ -178,27 +175,6 @@ def test_numbers_whose_range_overflows_stay_finite_and_unbiased(kind, dtype):
         assert ((draws / largest - x / largest).abs() <= step + torch.finfo(dtype).eps + slack).all()
         bias = (draws / largest).mean(0) - x / largest
         assert (bias.abs() <= 5 * step / 2 / len(draws) ** 0.5 + torch.finfo(dtype).eps + slack).all()
-
-
-class Masked(nn.Module):
-    def __init__(self, value):
-        super().__init__()
-        self.linear, self.value = nn.Linear(32, 96), value
-
-    def forward(self, x):
-        h = self.linear(x)
-        return torch.logsumexp(h.masked_fill(torch.arange(96) >= 90, self.value), -1).mean()
-
-
-@pytest.mark.parametrize("value", [-torch.inf, torch.finfo(torch.float32).min, -1e9, -1e4], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_gradient_through_a_mask_is_near_stocks(kind, value):
-    torch.manual_seed(0)
-    model, x = Masked(value), random(8, 64, 32)
-    (stock,) = torch.autograd.grad(model(x), model.linear.weight)
-    patch(model, MemSaveConfig(storage=kind))
-    (found,) = torch.autograd.grad(model(x), model.linear.weight)
-    assert 0 < (found - stock).norm() < {"int8": 0.02, "int4": 0.12}[kind] * stock.norm()
 
 
 # The tape.
@@ -276,3 +252,95 @@ def test_sdpas_softmax_is_computed_again_from_8_bits_at_least(kind, dtype, right
         for mine, truth in zip(mean, exact[0], strict=True):
             assert (mine - truth).norm() < 0.007 * truth.norm()
             assert_has_slope_of(mine, truth, 0.002)
+
+
+# What lies beside a view in its storage, and numbers as large as they get.
+
+REST = (float("nan"), float("inf"), -float("inf"), 1e10, -3e38)
+
+
+def columns(model, x, rest):
+    """The view is the left half of each row."""
+    buffer = x.new_full((*x.shape[:-1], 2 * WIDTH), rest)
+    buffer[..., :WIDTH] = model.f(x)
+    return buffer[..., :WIDTH]
+
+
+def rows(model, x, rest):
+    """The view is the first half of the memory."""
+    buffer = x.new_full((2 * len(x), *x.shape[1:]), rest)
+    buffer[: len(x)] = model.f(x)
+    return buffer[: len(x)]
+
+
+def every_second(model, x, rest):
+    buffer = x.new_full((*x.shape, 2), rest)
+    buffer[..., 0] = model.f(x)
+    return buffer[..., 0]
+
+
+def turned(model, x, rest):
+    """A view that is dense in another order than its storage is long."""
+    buffer = x.new_full((2 * WIDTH, *x.shape[:-1]), rest)
+    buffer[:WIDTH] = model.f(x).movedim(-1, 0)
+    return buffer[:WIDTH].movedim(0, -1)
+
+
+def joined(model, x, rest):
+    """No buffer: what follows in the storage was made with it."""
+    return torch.cat([model.f(x), torch.full_like(x, rest)], -1)[..., :WIDTH]
+
+
+VIEWS = (columns, rows, every_second, turned, joined)
+
+
+def trained(view, kind, rest, device):
+    model, _ = pair(lambda model, x: model.g(view(model, x, rest)).sin(), device, MemSaveConfig(storage=kind))
+    loss = model(random(16, 8, WIDTH, device=device)).pow(2).mean()
+    loss.backward()
+    return {"loss": loss.detach(), **gradients(model)}
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.__name__)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_view_is_coded_and_the_rest_of_its_storage_is_not(kind, view, device):
+    expected = trained(view, kind, 0.0, device)
+    for rest in REST:
+        assert_same(trained(view, kind, rest, device), expected)
+    ours, coded = (
+        pair(lambda model, x: model.g(view(model, x, 0.0)).sin(), device, config)[0]
+        for config in (True, MemSaveConfig(storage=kind))
+    )
+    x = random(16, 8, WIDTH, device=device)
+    before, after = (measure_kept(model, x).total for model in (ours, coded))
+    assert after < before - x.nbytes // 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_numbers_change_nothing_for_other_blocks_and_stay_beside_what_is_not_finite(kind, device):
+    form = FORMATS[kind]
+    x = random(4 * form.block, device=device)
+    y = x.clone()
+    y[: form.block] *= 1e38
+    found = [decode(*encode(t, form, torch.Generator(device).manual_seed(0)), form, t.numel(), t.dtype) for t in (x, y)]
+    assert_same_bits(found[1][form.block :], found[0][form.block :])
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        largest = x.sign() * torch.finfo(torch.float32).max
+        largest[form.block + 3] = bad
+        got = decode(*encode(largest, form), form, x.numel(), x.dtype)
+        torch.testing.assert_close(got, largest, equal_nan=True, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_view_that_repeats_a_part_is_not_the_whole_storage(kind, device):
+    """Expanded to as many elements as its storage has: its code is none of the storage."""
+
+    def repeated(model, x):
+        h = model.f(x)
+        return h[:, :1].expand_as(h).sin() + 2 * h.sin()
+
+    ours, stock = pair(repeated, device, MemSaveConfig(storage=kind))
+    for model in (stock, ours):
+        model(3 * random(16, 8, WIDTH, device=device)).sum().backward()
+    got, expected = ours.f.weight.grad, stock.f.weight.grad
+    assert (got - expected).norm() <= {"int8": 0.02, "int4": 0.3}[kind] * expected.norm()

@@ -3,20 +3,19 @@
 import copy
 import pickle
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, CLIPVisionConfig, CLIPVisionModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch
 from hf_memsave.tape.quantize import FORMATS
 from support.families import Size, batch_for, build
 from support.helpers import only_on_cpu, random
-from support.steps import assert_same, gradients, state_of, step
+from support.steps import assert_same, gradients, step
 
 SIZE = Size(hidden=64, heads=4, layers=2, batch=4, seq=64)
 KINDS = tuple(FORMATS)
@@ -33,20 +32,12 @@ def flat(results):
     return torch.cat([value.flatten().double() for name, value in results.items() if name != "loss"])
 
 
-def states(model):
-    """Less the identity of the config, of which a patched model gets its own copy."""
-    return {name: (cls, attention, own) for name, (cls, _, attention, own) in state_of(model).items()}
-
-
 def error(got, exact):
     return float((flat(got) - flat(exact)).norm() / flat(exact).norm())
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("family", "dtype"),
-    [("bert", torch.float32), ("gpt2", torch.bfloat16), ("llama", torch.bfloat16), ("t5-encoder", torch.float32)],
-)
+@pytest.mark.parametrize(("family", "dtype"), [("bert", torch.float32), ("llama", torch.bfloat16)])
 def test_families_keep_less_and_err_little(device, family, dtype):
     model = build(family, SIZE, dtype).to(device)
     batch = batch_for(model, SIZE)
@@ -69,7 +60,7 @@ def test_families_keep_less_and_err_little(device, family, dtype):
 def test_beside_other_ways_to_keep_less(device):
     model = build("bert", SIZE).to(device)
     batch = batch_for(model, SIZE)
-    for options in ({"activation": "invert"}, {"activation": "few_bit"}, {"dropout": "mask"}):
+    for options in ({"activation": "invert", "dropout": "mask"}, {"activation": "few_bit"}):
         patch(model, MemSaveConfig(**options), replace=True)
         exact, kept = step(model, batch), measure_kept(model, batch).total
         patch(model, MemSaveConfig(**options, storage="int8"), replace=True)
@@ -159,9 +150,9 @@ def test_draws_follow_the_seed_and_leave_the_models_alone(device):
     assert error(run(4)[0], first) > 0.01
 
 
-def test_undo_copies_and_the_report(device):
+def test_copies_undo_and_the_report(device):
     model = build("bert", SIZE).to(device)
-    batch, before = batch_for(model, SIZE), states(model)
+    batch = batch_for(model, SIZE)
     stock = step(model, batch)
     report = patch(model, MemSaveConfig(storage="int4"))
     assert "activations that have to be kept are kept in 4 bits" in str(report)
@@ -171,35 +162,23 @@ def test_undo_copies_and_the_report(device):
     assert "approximate" not in str(patch(model))
     assert_same(step(model, batch), stock)
     patch(model, MemSaveConfig(storage="int4"), replace=True).undo()
-    assert states(model) == before
     assert_same(step(model, batch), stock)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_activation_written_out_is_coded_once(device, kind):
+def test_an_activation_written_out_is_coded_once(device):
+    """GPT-2's GELU is Python, and BERT's one function: they keep as much."""
     only_on_cpu(device, "what SDPA keeps")
 
-    def per_layer(make):
+    def per_layer(family):
         totals = []
         for layers in (1, 3):
-            model, batch = make(replace(SIZE, layers=layers))
-            patch(model, MemSaveConfig(storage=kind))
-            totals.append(measure_kept(model, batch, lambda model=model, **b: model(**b)[0].sum()).total)
+            whole = build(family, replace(SIZE, layers=layers), dropout=0.0)
+            model, ids = whole.base_model, batch_for(whole, SIZE)["input_ids"]
+            patch(model, MemSaveConfig(storage="int4"))
+            totals.append(measure_kept(model, [ids], lambda ids, model=model: model(ids)[0].sum()).total)
         return (totals[1] - totals[0]) / 2
 
-    def family(name, size):
-        model = build(name, size, dropout=0.0)
-        return model.base_model, {"input_ids": batch_for(model, size)["input_ids"]}
-
-    def clip(act, size):
-        options = dict(hidden_size=64, intermediate_size=256, num_attention_heads=4, image_size=32, patch_size=4)
-        config = CLIPVisionConfig(num_hidden_layers=size.layers, hidden_act=act, **options)
-        return CLIPVisionModel(config).train(), {"pixel_values": random(4, 3, 32, 32)}
-
-    bert, gpt2 = (per_layer(partial(family, name)) for name in ("bert", "gpt2"))
-    assert gpt2 <= 1.03 * bert
-    quick, gelu = (per_layer(partial(clip, act)) for act in ("quick_gelu", "gelu"))
-    assert quick <= 1.03 * gelu
+    assert per_layer("gpt2") <= 1.03 * per_layer("bert")
 
 
 VIEWS = {

@@ -62,20 +62,17 @@ def test_what_is_remade_is_shared_across_streams_until_it_is_written_to(streams,
     assert [memory.home.name for memory in shared.made] == ["first", "second"]
 
 
-def only_wait(self, out):
-    HANDLES.current_stream(out.device).wait_stream(self.stream)
+#: What is forgotten of a stream or of memory, and what says so.
+FAULTS = [
+    (Stream, "wait_stream", "may not have written"),
+    (Stream, "wait_event", "may not have written"),
+    (Memory, "record_stream", "was given away"),
+]
 
 
-def only_record(self, out):
-    out.record_stream(HANDLES.current_stream(out.device))
-
-
-FAULTS = {"no wait": (only_record, "may not have written"), "no record": (only_wait, "was given away")}
-
-
-@pytest.mark.parametrize(("fault", "message"), FAULTS.values(), ids=FAULTS)
-def test_a_stream_that_is_forgotten_is_seen(fault, message, streams, in_backward, monkeypatch):
-    monkeypatch.setattr(OnDemand, "_wait", fault)
+@pytest.mark.parametrize(("owner", "name", "message"), FAULTS[::2])
+def test_a_stream_that_is_forgotten_is_seen(owner, name, message, streams, in_backward, monkeypatch):
+    monkeypatch.setattr(owner, name, lambda *args: None)
     with pytest.raises(AssertionError, match=message):
         ask_from_three(Made(streams), streams)
 
@@ -121,15 +118,7 @@ def test_what_is_away_comes_back_in_order_and_is_shared_across_streams(streams, 
     there_and_back(streams, streams.now, Stream("second"), Stream("third"))
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "message"),
-    [
-        (Stream, "wait_stream", "may not have written"),
-        (Stream, "wait_event", "may not have written"),
-        (Memory, "record_stream", "was given away"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
+@pytest.mark.parametrize(("owner", "name", "message"), FAULTS)
 def test_an_order_that_is_forgotten_is_seen(owner, name, message, streams, copies, monkeypatch):
     monkeypatch.setattr(owner, name, lambda *args: None)
     with pytest.raises(AssertionError, match=message):

@@ -10,7 +10,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memsave.tape import Tape, current
 from support.helpers import assert_same_bits, laid, nodes, random, taping
-from support.tapes import is_remade
 
 
 class Counter:
@@ -124,18 +123,6 @@ def test_double_backward(x, weight):
         assert_same_bits(mine, stock)
 
 
-def test_a_consumer_that_never_asks_does_not_hold_what_was_remade(x, device):
-    w1, w2 = (random(20, 20, device=device, seed=s).requires_grad_() for s in (1, 2))
-    fn = Counter()
-    with Tape({}, inputs=[x]) as tape:
-        y = recorded(tape, fn, x.detach())
-        z = (y @ w1).sum() + (y @ w2).sum()
-    torch.autograd.grad(z, w1, retain_graph=True)
-    assert len(fn.made) == 2
-    assert not is_alive(fn.made[1])
-    torch.autograd.grad(z, (w1, w2))
-
-
 class OnTheWayBack(torch.autograd.Function):
     """Calls a function when its backward runs."""
 
@@ -151,15 +138,18 @@ class OnTheWayBack(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("consumers", [1, 2])
-def test_what_was_remade_dies_with_its_last_consumer(x, weight, consumers):
+def test_what_was_remade_dies_with_its_last_consumer_and_is_not_held_for_one_that_never_asks(x, consumers):
+    weights = [random(20, 20, device=x.device, seed=seed).requires_grad_() for seed in range(2)][:consumers]
     fn, alive = Counter(), []
     with Tape({}) as tape:
         h = OnTheWayBack.apply(x, lambda: alive.append(not fn.made[1].expired()))
         y = recorded(tape, fn, h)
-        z = sum((y @ weight).sum() for _ in range(consumers))
+        z = sum((y @ weight).sum() for weight in weights)
     del y
     z.backward(retain_graph=True)  # else it dies with the graph of its consumers
     assert alive == [False] and len(fn.made) == 2
+    torch.autograd.grad(z, weights[0], retain_graph=True)
+    assert len(fn.made) == 3 and not is_alive(fn.made[2])
 
 
 @pytest.mark.parametrize("with_backward", [True, False])
@@ -217,15 +207,9 @@ def test_threads_that_ask_for_one_tensor_at_once_get_it(x):
     with taping(inputs=[x]) as tape:
         y = torch.sin(x)
         handles = [tape.pack(y) for _ in range(64)]
+        assert tape.pack(x).get() is x, "what is kept is held as it is"
     got = []
     in_threads(*[lambda h=h: got.append(h.get()) for h in handles])
     assert len(got) == 64
     for tensor in got:
         assert_same_bits(tensor, torch.sin(x))
-
-
-def test_what_is_kept_is_held_as_it_is(x):
-    with taping(inputs=[x]) as tape:
-        handle = tape.pack(x)
-    assert not is_remade(handle)
-    assert handle.get() is x
