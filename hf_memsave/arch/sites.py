@@ -29,7 +29,7 @@ LIKE_LLAMA = in_models(
     "Llama+RMSNorm Mistral+RMSNorm Mixtral+RMSNorm Phi3+RMSNorm Qwen2+RMSNorm Qwen2Moe+RMSNorm Qwen3+RMSNorm "
     "Qwen3Moe+RMSNorm Granite+RMSNorm SmolLM3+RMSNorm"
 )
-#: Activations -> their names in ``ops/approximate/elementwise.py``.
+#: Activations -> their names in ``ops/approximate/inverse.py``.
 ACTIVATIONS = {
     "torch.nn.modules.activation.GELU": "gelu",
     "transformers.activations.GELUActivation": "gelu",

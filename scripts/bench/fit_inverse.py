@@ -1,4 +1,4 @@
-"""Fit f'∘f⁻¹ of every activation in elementwise.py, and write inverse_fits.json, both of hf_memsave/ops/approximate.
+"""Fit f'∘f⁻¹ of every activation in inverse.py, and write inverse_fits.json, both of hf_memsave/ops/approximate.
 
     python scripts/bench/fit_inverse.py
 
@@ -23,8 +23,7 @@ from numpy.polynomial.chebyshev import chebvander
 from scipy.optimize import brentq, linprog
 from torch import Tensor
 
-from hf_memsave.ops.approximate.elementwise import ACTIVATIONS
-from hf_memsave.ops.approximate.inverse import InverseFit
+from hf_memsave.ops.approximate.inverse import ACTIVATIONS, InverseFit
 
 TARGET = Path(__file__).resolve().parents[2] / "hf_memsave" / "ops" / "approximate" / "inverse_fits.json"
 LEFT_COEFFICIENTS = 7

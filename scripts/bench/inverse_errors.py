@@ -14,9 +14,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from hf_memsave.ops.approximate.elementwise import ACTIVATIONS
-from hf_memsave.ops.approximate.few_bit import few_bit
-from hf_memsave.ops.approximate.few_bit_tables import RANGE
+from hf_memsave.ops.approximate.few_bit import RANGE, few_bit
+from hf_memsave.ops.approximate.inverse import ACTIVATIONS
 from publish import RESULTS, arguments, table, write
 from slopes import (
     HALVES,

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fit_inverse import slopes
-from hf_memsave.ops.approximate.elementwise import ACTIVATIONS
-from hf_memsave.ops.approximate.inverse import FITS, slope, wide
+from hf_memsave.ops.approximate.inverse import ACTIVATIONS, FITS, slope, wide
 from hf_memsave.ops.approximate.inverted import decode, encode
 
 HALVES = (torch.bfloat16, torch.float16)

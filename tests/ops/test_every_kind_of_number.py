@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_memsave.ops.approximate.few_bit import FewBit
-from hf_memsave.ops.approximate.few_bit_tables import levels
+from hf_memsave.ops.approximate.few_bit import FewBit, levels
 from hf_memsave.ops.approximate.output_norm import is_well
 from support.helpers import DTYPES, assert_same_bits, only_on_cpu, random, swapped, taping
 from support.output_norms import KINDS, from_output, gradients, module_of, truth_of
@@ -69,24 +68,17 @@ def test_few_bit_of_what_is_not_finite_is_nan_there_alone(bits, bad, device):
     torch.testing.assert_close(got, expected, equal_nan=True)
 
 
-def gammas(width, dtype, device):
-    """Every kind of γ; and a β that stays below."""
-    gamma = 1 + 0.1 * random(width, seed=1)
-    gamma[1::2] *= -1
-    info = torch.finfo(dtype)
-    gamma = gamma.to(device, dtype)
-    gamma[0], gamma[8], gamma[16], gamma[24] = 0.0, info.smallest_normal, -info.smallest_normal / 2, -0.0
-    gamma[4] = 9 * info.tiny
-    return gamma
-
-
 def norm(kind, width, dtype, device):
-    weight = gammas(width, dtype, device)
+    """With every kind of γ, and a β that stays below."""
+    info, weight = torch.finfo(dtype), 1 + 0.1 * random(width, seed=1)
+    weight[1::2] *= -1
+    weight = weight.to(device, dtype)
+    weight[0], weight[8], weight[16], weight[24] = 0.0, info.smallest_normal, -info.smallest_normal / 2, -0.0
+    weight[4] = 9 * info.tiny
     return module_of(kind, weight, 0.3 * weight * random(width, seed=2).sign().to(weight))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), pairwise(KINDS, [torch.float32, torch.bfloat16, torch.float16]))
 def test_output_norm_with_every_kind_of_gamma(kind, dtype, device):
     """0, -0, tiny, subnormal and negative ones: as near to the truth as stock, times two."""
     module = norm(kind, 64, dtype, device)

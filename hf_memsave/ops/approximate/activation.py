@@ -8,10 +8,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_memsave.ops.approximate.elementwise import ACTIVATIONS, name_of, required_name
 from hf_memsave.ops.approximate.few_bit import FewBit, few_bit
-from hf_memsave.ops.approximate.inverted import fused_inverted, inverted, precision_bit
-from hf_memsave.ops.fused.codes import are_wanted
+from hf_memsave.ops.approximate.inverse import ACTIVATIONS, name_of, required_name
+from hf_memsave.ops.approximate.inverted import inverted
 from hf_memsave.ops.op import Op
 
 
@@ -22,9 +21,7 @@ def _activation(module: nn.Module, patch: Any, input: Tensor) -> Tensor:
     name = required_name(module)
     if isinstance(patch.value, FewBit):  # which calls it again in backward, when the module may have changed
         return few_bit(input, name, ACTIVATIONS[name], patch.value.bits)
-    if are_wanted(input):
-        return fused_inverted(input, name, in_y=patch.value == "precision_bit")
-    return precision_bit(input, name, stock) if patch.value == "precision_bit" else inverted(input, name, stock)
+    return inverted(input, name, stock, in_y=patch.value == "precision_bit")
 
 
 def _check(module: nn.Module, value: Any) -> str:

@@ -3,8 +3,10 @@ r"""``few_bit``: an activation that keeps a few bits of its derivative, unless i
 Forward, stock's own, and, for an incoming gradient dy, backward::
 
     y = f(x)
-    c = the piece that x lies in         one of 2^b, see :mod:`~hf_memsave.ops.approximate.few_bit_tables`
-    dx = dy l_c                          l_c: the mean of f' on the piece
+    c = the piece [x_i, x_i+1) that x lies in        one of 2^b
+    dx = dy l_c                                      l_c: the mean of f' on the piece
+
+The pieces are the 2^b that minimise ``Σ_i ∫ (f'(x) - l_i)² dx`` on [-10, 10].
 
 Kept for backward::
 
@@ -12,17 +14,15 @@ Kept for backward::
                                      the product of a gated MLP)
     here     x is kept already       nothing more (or it is promised from what is), and dx is stock's
              y is not wanted         c in b bits an element (b/16 of x's bytes in bf16), and a byte for 1024
-             y is wanted             x, as the exact op: y is promised from it, c gives way, and dx is stock's
+             y is wanted             x, as the exact op: y is promised from it, and dx is stock's
 
-So it saves where the next linear is frozen, and costs nothing where y is wanted. What comes later is not known when
-the activation runs: it keeps c, which gives way when x is kept, to make y from or for itself. Without a tape, or with a
-foreign hook between the two, c stays.
+What comes later is not known when the activation runs: it keeps c, which gives way when x is kept. Without a tape, or
+with a foreign hook between the two, c stays.
 
-Forward is exact. The largest error of the slope falls from .5 (1 bit) to .004 (8 bits) on [-10, 10], see
-scripts/results/inverse-derivatives.md. Beyond, the outermost levels hold. Where x is NaN or
-infinite, dx is NaN, as stock's: a byte says which groups of 1024 have such an x, and in these the last two pieces share
-the mean of their levels (so of 1 bit the slope is 1/2). Once differentiable.
-Source: Novikov et al. (2023), FewBit, arXiv:2202.00441.
+Forward is exact. The largest error of the slope falls from .5 (1 bit) to .004 (8 bits) on [-10, 10]; beyond, the
+outermost levels hold. Where x is NaN or infinite, dx is NaN, as stock's: a byte says which groups of 1024 have such an
+x, and in these the last two pieces share the mean of their levels (so of 1 bit the slope is 1/2). Once differentiable.
+Source: Novikov et al. (2023), FewBit, arXiv:2202.00441; of the levels, Section 3.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_memsave.device import has_streams
-from hf_memsave.ops.approximate.few_bit_tables import check_bits, levels
+from hf_memsave.errors import ConfigError
+from hf_memsave.ops.approximate.inverse import ACTIVATIONS
 from hf_memsave.ops.fused.codes import are_wanted
 from hf_memsave.ops.fused.kernels import kernels
 from hf_memsave.ops.op import once_differentiable
@@ -49,6 +51,9 @@ from hf_memsave.tape.content import Handle
 
 #: Elements that share the byte that says whether one of them is not finite.
 _GROUP = 1024
+#: Levels are fitted on [-RANGE, RANGE].
+RANGE = 10.0
+_CELLS, _SAMPLES = 1024, 100_000
 
 
 class FewBit(NamedTuple):
@@ -57,20 +62,16 @@ class FewBit(NamedTuple):
     bits: int = 4
 
 
-def _nbytes(n: int, bits: int) -> int:
-    return bits * -(-n // 8) + -(-n // _GROUP)
-
-
 def few_bit(x: Tensor, name: str, forward: Callable[[Tensor], Tensor], bits: int = 4) -> Tensor:
     """``forward(x)``, the activation ``name``, which backward may call again; keeps ``bits`` bits an element, or x."""
-    check_bits(bits)
-    tape = current()
-    is_fused = are_wanted(x)
+    if not isinstance(bits, int) or isinstance(bits, bool) or not 1 <= bits <= 8:
+        raise ConfigError(f"few_bits must be a whole number from 1 to 8, got {bits!r}. Leave it out for 4.")
+    tape, is_fused = current(), are_wanted(x)
     if tape is None or not (x.requires_grad and torch.is_grad_enabled()):
         return _FewBit.apply(x, forward, name, bits, False, is_fused)
 
     def code(x: Tensor) -> Handle | None:
-        if tape.cost(x) <= _nbytes(x.numel(), bits):
+        if tape.cost(x) <= sum(_sizes(x.numel(), bits)):
             return None  # kept anyway, or had from what is
         return tape.stand_in(x, _codes(x, name, bits, is_fused), None)
 
@@ -81,6 +82,11 @@ def few_bit(x: Tensor, name: str, forward: Callable[[Tensor], Tensor], bits: int
         tape.coder = before
     tape.record(y, partial(run_under, AutocastState(x.device.type), forward), (x,))
     return y
+
+
+def _sizes(n: int, bits: int) -> list[int]:
+    """Bytes of the codes of n elements, and of what tells groups that are not finite."""
+    return [bits * -(-n // 8), -(-n // _GROUP)]
 
 
 def _codes(x: Tensor, name: str, bits: int, is_fused: bool) -> Tensor:
@@ -99,22 +105,6 @@ def _codes(x: Tensor, name: str, bits: int, is_fused: bool) -> Tensor:
 def _of_each(has_odd: Tensor, n: int) -> Tensor:
     """For each of n elements, what there is for each group."""
     return has_odd[:, None].expand(-1, _GROUP).reshape(-1)[:n]
-
-
-def on_device(name: str, bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Boundaries ``[2^b - 1]``, and levels ``[2^(b + 1)]`` of finite groups and of others, float32."""
-    # On CUDA they are copied there once, as a copy makes the host wait.
-    return _copied(name, bits, device) if has_streams(device) else _as_tensors(name, bits, device)
-
-
-def _as_tensors(name: str, bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    table = levels(name, bits)
-    among_odd = np.append(table.levels[:-2], [table.levels[-2:].mean(), np.nan])
-    both = np.append(table.levels, among_odd.astype(np.float32))
-    return torch.from_numpy(table.boundaries).to(device), torch.from_numpy(both).to(device)
-
-
-_copied = functools.cache(_as_tensors)
 
 
 class _FewBit(torch.autograd.Function):
@@ -142,6 +132,61 @@ class _FewBit(torch.autograd.Function):
         if ctx.is_fused:
             return kernels().few_bit_backward(dy, kept, levels), *[None] * 5
         n, bits = dy.numel(), ctx.table[1]
-        planes, has_odd = kept.split([bits * -(-n // 8), -(-n // _GROUP)])
+        planes, has_odd = kept.split(_sizes(n, bits))
         codes = unpack_codes(planes.view(bits, -1), n).int() + (_of_each(has_odd, n).int() << bits)
         return (dy * levels[codes.view(dy.shape)]).to(dy.dtype), *[None] * 5
+
+
+def on_device(name: str, bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Boundaries ``[2^b - 1]``, and levels ``[2^(b + 1)]`` of finite groups and of others, float32."""
+    # On CUDA they are copied there once, as a copy makes the host wait.
+    return (_copied if has_streams(device) else _copied.__wrapped__)(name, bits, device)
+
+
+@functools.cache
+def _copied(name: str, bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    table = levels(name, bits)
+    among_odd = np.append(table.levels[:-2], [table.levels[-2:].mean(), np.nan])
+    both = np.append(table.levels, among_odd.astype(np.float32))
+    return torch.from_numpy(table.boundaries).to(device), torch.from_numpy(both).to(device)
+
+
+class Levels(NamedTuple):
+    """A step function, float32: where it steps ``[2^b - 1]``, rising, and what it is between ``[2^b]``."""
+
+    boundaries: np.ndarray  # no tensors: cached ones would be on no device of use, and count as kept
+    levels: np.ndarray
+
+
+@functools.cache
+def levels(name: str, bits: int) -> Levels:
+    """The step function nearest to the derivative of an activation; 8 bits take about a second, once per process."""
+    edges = np.linspace(-RANGE, RANGE, _SAMPLES + 1)
+    with _disable_current_modes():  # under a mode of fake tensors there would be no numbers
+        slopes = np.diff(ACTIVATIONS[name](torch.from_numpy(edges)).numpy()) / np.diff(edges)
+    # Cells, the finest pieces allowed, are as dense as the best pieces for large b: |f''|^(2/3). 1024 serve 256 pieces.
+    density = np.abs(np.gradient(slopes)) ** (2 / 3)
+    share = np.cumsum(density + density.mean() / 10)
+    inner = np.searchsorted(share / share[-1], np.linspace(0, 1, _CELLS + 1)[1:-1])
+    cells = np.unique([0, _SAMPLES // 2, *inner, _SAMPLES])
+    cuts = np.array([0, *_best_cuts(cells, slopes, 2**bits), _SAMPLES])
+    means = np.add.reduceat(slopes, cuts[:-1]) / np.diff(cuts)
+    return Levels(edges[cuts[1:-1]].astype(np.float32), means.astype(np.float32))
+
+
+def _best_cuts(cells: np.ndarray, slopes: np.ndarray, pieces: int) -> list[int]:
+    """Where the best ``pieces`` pieces meet, as indices of samples: the best up to cell j ends with one from some i."""
+    first = np.concatenate([[0], np.cumsum(slopes)])[cells]
+    second = np.concatenate([[0], np.cumsum(slopes**2)])[cells]
+    i, j = np.triu_indices(len(cells), 1)
+    one = np.full((len(cells), len(cells)), np.inf)
+    one[i, j] = second[j] - second[i] - (first[j] - first[i]) ** 2 / (cells[j] - cells[i])
+    cost, choices = one[0], []
+    for _ in range(pieces - 1):
+        total = cost[:, None] + one
+        choices.append(total.argmin(0))
+        cost = total.min(0)
+    cuts = [len(cells) - 1]
+    for choice in reversed(choices):
+        cuts.append(int(choice[cuts[-1]]))
+    return [int(cells[c]) for c in reversed(cuts[1:])]

@@ -1,16 +1,18 @@
-r"""The slope of an activation from its output: f'(f⁻¹(y)), on either side of its minimum.
+r"""The activations with an approximate backward, and the slope of each from its output, by the side of its minimum.
+
+Each falls from 0 to one minimum and then rises towards y = x. A new one is an entry in ACTIVATIONS, its class in
+``arch/sites.py``, and one run of ``scripts/bench/fit_inverse.py``.
 
 With y_min = f(T) the minimum, and P a polynomial of each side and each activation::
 
     s = √(y - y_min)
-    f'(f⁻¹(y)) ≈ s y P_left(s)      x < T     (y P_left: 0 at both ends of the side, s = 0 and y = 0)
+    f'(f⁻¹(y)) ≈ s y P_left(s)      x < T     (0 at both ends of the side, s = 0 and y = 0)
                  s P_right(s)       x >= T, y <= cut
                  1                  x >= T, y > cut
 
-f is quadratic in x at its minimum, so s is smooth in x there, and f' in s. y - y_min is exact near the minimum: y_min
-is split into an fp32 number and the rest. What is left is the rounding of y itself. In the one cell of y's grid that
-holds y_min, a y rounded to (or below) y_min would give the slope 0, where the slopes of all x that round to it reach
-about √ulp: y is taken a tenth of an ulp above y_min at least, nearer to the middle of those slopes.
+f is quadratic in x at its minimum, so s is smooth in x there, and f' in s; y_min is split into an fp32 number and the
+rest, so y - y_min is exact near it. In the one cell of y's grid that holds y_min, the slopes of all x that round to y
+reach about √ulp: y is taken a tenth of an ulp above y_min at least, nearer to their middle.
 
 Source: InvAct (2024), Eqs. 5-9, with other functions: theirs reach 1.9e-2 (GELU) and 2.9e-3 (SiLU).
 """
@@ -19,27 +21,53 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from functools import partial
 from importlib.resources import files
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import NewGELUActivation, QuickGELUActivation
+
+from hf_memsave.arch.sites import ACTIVATIONS as CLASSES
+from hf_memsave.arch.sites import path_of
+from hf_memsave.errors import PatchError
+
+#: Name -> stock's own expression.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "new_gelu": NewGELUActivation().forward,
+    "silu": F.silu,
+    "quick_gelu": QuickGELUActivation().forward,
+}
+
+
+def name_of(module: nn.Module) -> str | None:
+    """The name in :data:`ACTIVATIONS` of what ``module`` computes, patched or not; None if it has none."""
+    name = CLASSES.get(path_of(type(module)))
+    return "gelu_tanh" if name == "gelu" and getattr(module, "approximate", "none") == "tanh" else name
+
+
+def required_name(module: nn.Module) -> str:
+    """As :func:`name_of`, for a module that must have one; else a PatchError that says how to add it."""
+    if (name := name_of(module)) is None:
+        raise PatchError(
+            f"activation {type(module).__name__!r} has no fit: expected one of {', '.join(ACTIVATIONS)}. Add it to "
+            "ACTIVATIONS in hf_memsave/ops/approximate/inverse.py, its class to hf_memsave/arch/sites.py, and fit "
+            "it with `python scripts/bench/fit_inverse.py`, or use activation='recompute'."
+        )
+    return name
 
 
 class InverseFit(NamedTuple):
-    """One activation's fit.
+    """One activation's fit; coefficients are of P_left and P_right, that of s⁰ first."""
 
-    Attributes:
-        turn: T, where the minimum is.
-        minimum: f(T), as an fp32 number and the rest.
-        cut: The largest y that ``right`` is for.
-        left: Coefficients of P_left, that of s⁰ first.
-        right: Those of P_right.
-    """
-
-    turn: float
-    minimum: tuple[float, float]
-    cut: float
+    turn: float  # T
+    minimum: tuple[float, float]  # f(T), as an fp32 number and the rest
+    cut: float  # the largest y that ``right`` is for
     left: tuple[float, ...]
     right: tuple[float, ...]
 

@@ -17,28 +17,26 @@ Kept for backward, each in x's dtype::
     inverted         y, which the next linear shares, and m in one bit an element
     precision_bit    y, which the next linear shares
 
-These are the exact op's bytes: what it spares is making y again. It saves nothing where the next op does not keep y by
-itself (a frozen linear: see ``few_bit``).
-
-``inverted``'s forward is exact, but for kernels', which compute in fp32 and round once. ``precision_bit`` changes y by
-at most one unit in the last place, and only where gradients are recorded; m is 1 on the left, where y is at most 0: on
-the right it would turn +inf into NaN. Read as an integer, it survives where subnormal numbers are flushed to zero: -0
-with m is one. The slope's largest error is 6.9e-4 from an fp32 y, and from a half-precision y that of y's own rounding
-(.005 to .033, see scripts/results/inverse-derivatives.md), or 1.5 times that. The slope is NaN where y is; of an x that
-is infinite, or so large that stock's formula of the slope overflows to NaN, the limit, 0 or 1. Once differentiable.
+These are the exact op's bytes; what it spares is making y again. Before a frozen linear it saves nothing: see
+``few_bit``. ``inverted``'s forward is exact, but for kernels', which compute in fp32 and round once. ``precision_bit``
+changes y by at most one unit in the last place; m is 1 on the left, where y is at most 0: on the right it would turn
++inf into NaN. The slope's largest error is 6.9e-4 from an fp32 y, and from a half-precision y that of y's own rounding
+(.005 to .033), or 1.5 times that. It is NaN where y is; of an x that is infinite, or so large that stock's formula
+overflows to NaN, the limit, 0 or 1. Once differentiable.
 Source: Tempo (2022), arXiv:2210.10246, Sections 3.1 and 5.1; InvAct (2024), Eqs. 1-4 and Section 2.1.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_memsave.ops.approximate.elementwise import refuse_unknown
 from hf_memsave.ops.approximate.inverse import FITS, InverseFit, slope, wide
+from hf_memsave.ops.fused.codes import are_wanted
 from hf_memsave.ops.fused.kernels import ACTIVATIONS, kernels
 from hf_memsave.ops.op import once_differentiable
 from hf_memsave.tape.codecs import pack_bits, unpack_bits
@@ -47,27 +45,11 @@ from hf_memsave.tape.private import no_modes
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def fit_of(name: str) -> InverseFit:
-    """The fit of an activation; a PatchError if there is none."""
-    if name not in FITS:
-        refuse_unknown(name)
-    return FITS[name]
-
-
-def inverted(x: Tensor, name: str, forward: Callable[[Tensor], Tensor]) -> Tensor:
-    """``forward(x)``, which computes the activation ``name``; keeps the output and a bit an element."""
-    return _Inverted.apply(x, forward, fit_of(name))
-
-
-def precision_bit(x: Tensor, name: str, forward: Callable[[Tensor], Tensor]) -> Tensor:
-    """``forward(x)``, which computes the activation ``name``, to within one unit in the last place."""
-    return _PrecisionBit.apply(x, forward, fit_of(name))
-
-
-def fused_inverted(x: Tensor, name: str, in_y: bool) -> Tensor:
-    """The activation ``name`` of x by kernels; ``in_y``: as ``precision_bit``."""
-    with no_modes():
-        y: Tensor = _Fused.apply(x, ACTIVATIONS[name], fit_of(name), in_y)
+def inverted(x: Tensor, name: str, forward: Callable[[Tensor], Tensor], in_y: bool = False) -> Tensor:
+    """``forward(x)``, which computes the activation ``name``; ``in_y``: as ``precision_bit``."""
+    kernel = ACTIVATIONS[name] if are_wanted(x) else None
+    with no_modes() if kernel else contextlib.nullcontext():
+        y: Tensor = _Inverted.apply(x, forward, FITS[name], in_y, kernel)
     return y
 
 
@@ -85,50 +67,35 @@ def decode(y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Inverted(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], fit: InverseFit) -> Tensor:
-        y = forward(x)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(y, pack_bits(x < fit.turn))
-        ctx.fit = fit
-        return y
+    """``kernel``: what kernels call the activation; None where they do not run."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        y, bits = ctx.saved_tensors
-        left = unpack_bits(bits, y.numel()).view(y.shape)
-        return (dy * slope(wide(y), left, ctx.fit, ctx.fit.ulp(y.dtype))).to(dy.dtype), None, None
-
-
-class _PrecisionBit(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], fit: InverseFit) -> Tensor:
-        y = encode(forward(x), x < fit.turn)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(y)
-        ctx.fit = fit
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        (y,) = ctx.saved_tensors
-        middle, left = decode(y)
-        return (dy * slope(middle, left, ctx.fit, 2 * ctx.fit.ulp(y.dtype))).to(dy.dtype), None, None
-
-
-class _Fused(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, act: str, fit: InverseFit, in_y: bool) -> Tensor:
-        y, bits = kernels().inverted_forward(x, act, fit.turn, in_y)
+    def forward(
+        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], fit: InverseFit, in_y: bool, kernel: str | None
+    ) -> Tensor:
+        bits = None
+        if kernel is not None:
+            y, bits = kernels().inverted_forward(x, kernel, fit.turn, in_y)
+        elif in_y:
+            y = encode(forward(x), x < fit.turn)
+        else:
+            y, bits = forward(x), pack_bits(x < fit.turn)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(y, bits)
-        ctx.fit = fit
+        ctx.fit, ctx.is_fused = fit, kernel is not None
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         y, bits = ctx.saved_tensors
-        return kernels().inverted_backward(dy, y, bits, ctx.fit), None, None, None
+        if ctx.is_fused:
+            dx = kernels().inverted_backward(dy, y, bits, ctx.fit)
+        else:
+            ulp = ctx.fit.ulp(y.dtype)
+            if bits is None:
+                middle, left = decode(y)
+                dx = dy * slope(middle, left, ctx.fit, 2 * ulp)
+            else:
+                dx = dy * slope(wide(y), unpack_bits(bits, y.numel()).view(y.shape), ctx.fit, ulp)
+        return dx.to(dy.dtype), None, None, None, None

@@ -14,27 +14,24 @@ Kept for backward (``[*, H]``)::
     here     z and rstd, and γ and β once more, from which y is made again for the next linear; γ and β themselves,
              which must not change before backward
 
-The bytes of the exact norm in a plain step of fp32 or bf16, and more work: z takes passes over y and x in forward, and
-y is made again from z in backward, as the exact norm makes it from x. More bytes than that, where x costs nothing:
-where norms share it, it is held elsewhere, or could be made again, as with ``checkpoint=`` and under autocast (up to a
-third more in the models tried; above stock's where y is not kept). It is here for the paper; ``norm="recompute"`` is
-exact, and faster. Which columns tell x̂ is found on the device, and stays there: the host waits for nothing. Where x is
-kept anyway, the norm is patched alone, or no tape can make y again, it is stock's: what follows would keep y beside z.
+The bytes of the exact norm, and more work; more bytes where x costs nothing (norms share it, or it could be made
+again). It is here for the paper; ``norm="recompute"`` is exact, and faster. Which columns tell x̂ is found on the
+device: the host waits for nothing. Where x is kept anyway, the norm is patched alone, or no tape can make y again, it
+is stock's: what follows would keep y beside z.
 
 Forward is exact, but for kernels', which compute in fp32 and round once. What needs y in backward gets its bits; of a
-LayerNorm, in those other columns, γ x̂ + β of the rounded x̂: on CPU y's bits too in fp32 and float64, in half precision
-1.23 times as far from the truth as y where |β| is just above |γ|, and as near as y where it is far above. x̂ has the
-rounding of y, (|x̂| + |β/γ|) ulps, or its own. What x, dy, γ or β make of the gradients by being NaN or infinite, they
-make of stock's. Once differentiable.
+LayerNorm of halves, in those other columns, γ x̂ + β of the rounded x̂: at most 1.23 times as far from the truth as y.
+What x, dy, γ or β make of the gradients by being NaN or infinite, they make of stock's. Once differentiable.
 
 In half precision the gradients have twice the error of rounding or less, while dy and x̂ correlate by .7 or less in each
 row: beyond, what is left of dy without x̂'s share shrinks, and the error does not. Where |x̂| is far below 1 in a column
-whose β is not (the other columns of rows with outliers, rows with a variance far below eps), x̂ has little left of it.
+whose β is not (rows with outliers, or with a variance far below eps), x̂ has little left of it.
 Source: Tempo (2022), arXiv:2210.10246, Section 3.2 and Appendix D (which divides by γ unguarded).
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -68,13 +65,16 @@ def is_well(weight: Tensor, bias: Tensor | None) -> Tensor:
     return (size >= (least if bias is None else bias.abs().clamp(min=least))) & (size <= most)
 
 
-def output_norm(forward: Callable[..., Normed], x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """``forward(x, weight, bias, eps).y`` of x ``[*, *weight.shape]``, keeping z; the innermost tape makes y again."""
+def output_norm(
+    forward: Callable[..., Normed], x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, is_fused: bool = False
+) -> Tensor:
+    """``forward(x, weight, bias, eps).y`` of x ``[*, *weight.shape]``; ``is_fused``: by one kernel each way."""
     tape = current()
-    y, z = _OutputNorm.apply(forward, x, weight, bias, eps, tape)
+    with no_modes() if is_fused else contextlib.nullcontext():
+        y, z = _OutputNorm.apply(forward, x, weight, bias, eps, is_fused, tape)
     if tape is not None:
         with no_modes():
-            tape.record(y, _again, (z, weight, bias))
+            tape.record(y, kernels().output_norm_again if is_fused else _again, (z, weight, bias))
     return y
 
 
@@ -93,67 +93,45 @@ class _OutputNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, forward: Callable[..., Normed], x: Tensor, weight: Tensor, bias: Tensor | None, eps: float,
-        tape: Tape | None,
+        is_fused: bool, tape: Tape | None,
     ) -> Any:  # fmt: skip
-        y, normed, rstd, ctx.is_centred = forward(x, weight, bias, eps)
-        z = torch.where(is_well(weight, bias), y, normed)
-        _keep(ctx, tape, z, rstd, weight, bias)
+        ctx.is_fused = is_fused
+        if is_fused:
+            ctx.is_centred = forward is layer_normed
+            y, z, rstd = kernels().output_norm_forward(x, weight, bias, eps, ctx.is_centred)
+        else:
+            y, normed, rstd, ctx.is_centred = forward(x, weight, bias, eps)
+            z = torch.where(is_well(weight, bias), y, normed)
+        if tape is not None:
+            tape.as_activation(z)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(z)
+        ctx.save_for_backward(z, rstd, weight, bias)
         return y, z
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dz: None) -> tuple[Tensor | None, ...]:
         z, rstd, weight, bias = ctx.saved_tensors
+        _, has_dx, *has_vectors = ctx.needs_input_grad[:4]
+        if ctx.is_fused:
+            found = kernels().output_norm_backward(dy, z, weight, bias, rstd, ctx.is_centred, any(has_vectors))
+            return None, *found, None, None, None
         dtype = torch.promote_types(z.dtype, torch.float32)
         gamma, rstd = weight.flatten().to(dtype), rstd.reshape(-1, 1).to(dtype)
         normed, dy = (t.reshape(-1, weight.numel()).to(dtype) for t in (z, dy))
         normed = _normed(normed, weight.flatten(), None if bias is None else bias.flatten())
         dx = dweight = dbias = None
-        if ctx.needs_input_grad[1]:
+        if has_dx:
             dx = dy * gamma
             share = (dx * normed).mean(1, keepdim=True)
             dx = ((dx - dx.mean(1, keepdim=True) if ctx.is_centred else dx) - normed * share).mul_(rstd)
             dx = dx.to(z.dtype).view(z.shape)
-        if ctx.needs_input_grad[2]:
+        if has_vectors[0]:
             dweight = (dy * normed).sum(0).to(weight.dtype).view(weight.shape)
-        if ctx.needs_input_grad[3]:
+        if has_vectors[1]:
             dbias = dy.sum(0).to(weight.dtype).view(weight.shape)
-        return None, dx, dweight, dbias, None, None
-
-
-def _keep(ctx: Any, tape: Tape | None, z: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    if tape is not None:
-        tape.as_activation(z)
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(z)
-    ctx.save_for_backward(z, rstd, weight, bias)
-
-
-def _fused(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, is_centred: bool) -> Tensor:
-    """By one kernel each way, of x ``[*, N]``."""
-    with no_modes():
-        y, z = _Fused.apply(x, weight, bias, eps, is_centred, tape)
-        tape.record(y, kernels().output_norm_again, (z, weight, bias))
-    return y
-
-
-class _Fused(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, is_centred: bool, tape: Tape
-    ) -> Any:
-        y, z, rstd = kernels().output_norm_forward(x, weight, bias, eps, is_centred)
-        _keep(ctx, tape, z, rstd, weight, bias)
-        ctx.is_centred = is_centred
-        return y, z
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor, dz: None) -> tuple[Tensor | None, ...]:
-        z, rstd, weight, bias = ctx.saved_tensors
-        has_dw = any(ctx.needs_input_grad[1:3])
-        found = kernels().output_norm_backward(dy, z, weight, bias, rstd, ctx.is_centred, has_dw)
-        return *found, None, None, None
+        return None, dx, dweight, dbias, None, None, None
 
 
 def layer_normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Normed:
@@ -188,37 +166,27 @@ def _of_class(cls: Any) -> Callable[..., Normed]:
     return t5_normed if cls.__name__.startswith("T5") else rms_normed
 
 
-def _parameters(module: nn.Module) -> tuple[Tensor | None, Tensor | None, Any]:
-    eps = getattr(module, "eps", None)
-    eps = getattr(module, "variance_epsilon", None) if eps is None else eps
-    return getattr(module, "weight", None), getattr(module, "bias", None), eps
-
-
-def _is_suited(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    # Where x and γ differ in dtype, the gradient of the wider one would get the rounding of y; and autocast would keep
-    # a wider y than x.
-    tensors = [t for t in (x, weight, bias) if t is not None]
-    is_wanted = any(t.requires_grad for t in tensors) and all(map(is_plain, tensors))
-    return is_wanted and x.dtype == weight.dtype and not (is_autocast(x) and x.dtype in HALVES)
-
-
 def _output_norm(module: nn.Module, patch: Any, input: Tensor) -> Tensor:
     # Alone, the norm's tape ends before y is read; and without a tape, y would be kept beside z.
     tape = current()
     if patch.config is not None or tape is None or is_parametrized(module) or tape.is_kept(input):
         return patch.stock.forward(module, input)
-    weight, bias, eps = _parameters(module)
-    if weight is None or not _is_suited(input, weight, bias):
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    given = [t for t in (input, weight, bias) if t is not None]
+    # Where x and γ differ in dtype, the gradient of the wider one would get the rounding of y; and autocast would keep
+    # a wider y than x.
+    if (
+        weight is None or input.dtype != weight.dtype or (is_autocast(input) and input.dtype in HALVES)
+        or not any(t.requires_grad for t in given) or not all(map(is_plain, given))
+    ):  # fmt: skip
         return patch.stock.forward(module, input)
-    forward = _of_class(patch.stock)
-    is_short = weight.dim() == 1 and len(weight) <= LONGEST_ROW
-    if is_short and are_wanted(*[t for t in (input, weight, bias) if t is not None]):
-        return _fused(tape, input, weight, bias, eps, is_centred=forward is layer_normed)
-    return output_norm(forward, input, weight, bias, eps)
+    eps: Any = getattr(module, "eps", getattr(module, "variance_epsilon", None))
+    is_fused = weight.dim() == 1 and len(weight) <= LONGEST_ROW and are_wanted(*given)
+    return output_norm(_of_class(patch.stock), input, weight, bias, eps, is_fused)
 
 
 def _refuse(module: nn.Module, value: Any) -> str:
-    if _parameters(module)[0] is not None:
+    if getattr(module, "weight", None) is not None:
         return ""
     return (
         "has no weight (γ), but norm='output' expects one: the backward of its output divides by it. Use "

@@ -7,19 +7,12 @@ Forward, and, for an incoming gradient dz, backward, with m = (x < T)::
     ŷ = |k| + C
     db = Σ dz           dW = dzᵀ ŷ              dx = dz W f'(f⁻¹(ŷ, m))
 
-Kept for backward, in x's dtype::
-
-    eager    x, y
-    here     k
-
-Forward is exact: the product takes y itself. ŷ is not y: y - C and |k| + C are rounded to x's dtype, so with ε its
-machine epsilon (2⁻⁷ in bf16)::
+Kept for backward, in x's dtype: k, where eager keeps x and y. Forward is exact: the product takes y itself. With ε the
+machine epsilon of x's dtype::
 
     |ŷ - y| <= ε (|y| + |C|)             |dW - dW_exact| <= ε Σ |dz| (|y| + |C|), before the product's own rounding
 
-Unlike in the other variants, a y near 0 has an absolute error, of up to ε |C|. The slope's largest error is that of
-``inverted``, and so is the slope of what is not finite or overflows. Once differentiable. Source: InvAct (2024),
-Section 2.1.
+The slope's largest error is that of ``inverted``. Once differentiable. Source: InvAct (2024), Section 2.1.
 """
 
 from __future__ import annotations
@@ -34,9 +27,7 @@ from torch import Tensor, nn
 
 from hf_memsave.arch import path_of
 from hf_memsave.errors import PatchError
-from hf_memsave.ops.approximate.elementwise import name_of, required_name
-from hf_memsave.ops.approximate.inverse import InverseFit, slope, wide
-from hf_memsave.ops.approximate.inverted import fit_of
+from hf_memsave.ops.approximate.inverse import FITS, InverseFit, name_of, required_name, slope, wide
 from hf_memsave.ops.fused.kernels import is_watched
 from hf_memsave.ops.op import autocast_low, once_differentiable
 
@@ -51,17 +42,13 @@ def sign_bit(
 ) -> Tensor:
     """``F.linear(forward(x), weight, bias)`` of x ``[*, in]``, where ``forward`` computes the activation ``name``."""
     low = None if bias is None else autocast_low(bias)
-    return _SignBit.apply(x, forward, fit_of(name), autocast_low(weight), low)
+    return _SignBit.apply(x, forward, FITS[name], autocast_low(weight), low)
 
 
 class SignBit(nn.Module):
     """``nn.Sequential(activation, linear)`` in one, by :func:`sign_bit`, with both as its children.
 
     Once the activation or the linear is another one (an adapter, quantized), or that has hooks, both run as they are.
-
-    Args:
-        activation: One that :mod:`~hf_memsave.ops.approximate.inverse` has a fit of.
-        linear: The linear after it; neither is copied.
 
     Raises:
         PatchError: The activation has no fit, or works in place.
@@ -78,15 +65,12 @@ class SignBit(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """``linear(activation(input))``."""
-        name = name_of(self.activation)
-        if name is None or not _is_plain(self.linear):
-            return self.linear(self.activation(input))
-        return sign_bit(input, name, self.activation, self.linear.weight, self.linear.bias)
-
-
-def _is_plain(linear: nn.Module) -> bool:
-    """Whether a call of it is the product alone. Patched classes have stock's names."""
-    return path_of(type(linear)) == "torch.nn.modules.linear.Linear" and not is_watched(linear)
+        linear: Any = self.linear
+        # A linear whose call is the product alone; patched classes have stock's names.
+        is_plain = path_of(type(linear)) == "torch.nn.modules.linear.Linear" and not is_watched(linear)
+        if (name := name_of(self.activation)) is None or not is_plain:
+            return linear(self.activation(input))
+        return sign_bit(input, name, self.activation, linear.weight, linear.bias)
 
 
 class _SignBit(torch.autograd.Function):

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_memsave.ops.approximate.activation import ACTIVATION
-from hf_memsave.ops.approximate.elementwise import name_of
+from hf_memsave.ops.approximate.inverse import name_of
 from hf_memsave.ops.fused.kernels import ACTIVATIONS, can_run, fused, is_watched, kernels
 from hf_memsave.ops.op import Op
 

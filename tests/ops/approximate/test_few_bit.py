@@ -1,50 +1,140 @@
-"""``few_bit``: stock's forward, a step function for a slope, and b bits an element; and the codec of its codes."""
+"""``few_bit`` keeps b bits an element for a step function, where nothing wants its output; else it is exact."""
 
+import copy
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, QuickGELUActivation, SiLUActivation
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+from transformers.activations import NewGELUActivation, QuickGELUActivation
 
-from hf_memsave.errors import ConfigError, PatchError
-from hf_memsave.ops.approximate.elementwise import ACTIVATIONS, required_name
-from hf_memsave.ops.approximate.few_bit import FewBit, few_bit
-from hf_memsave.ops.approximate.few_bit_tables import RANGE, Levels, levels
+from hf_memsave import MemSaveConfig, measure_kept, patch
+from hf_memsave.errors import ConfigError
+from hf_memsave.ops.approximate import few_bit as file
+from hf_memsave.ops.approximate.few_bit import RANGE, FewBit, levels
+from hf_memsave.ops.approximate.inverse import ACTIVATIONS
 from hf_memsave.tape.codecs import pack_bits, pack_codes, unpack_bits, unpack_codes
+from hf_memsave.tape.content import Content
+from support.families import Size, batch_for, build
 from support.helpers import (
     DTYPES,
     LAYOUTS,
+    Probe,
     assert_backward_twice,
+    assert_exact,
     assert_same_bits,
     kept,
     nbytes,
+    only_on_cpu,
     random,
-    run,
     swapped,
     taping,
 )
 from support.pairs import pairwise
-from support.slopes import PLANTED, assert_errs_by_slope
+from support.steps import assert_same, step
 
 BITS = range(1, 9)
-MODULES = (
-    nn.GELU, partial(nn.GELU, "tanh"), nn.SiLU, GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation,
-    QuickGELUActivation,
-)  # fmt: skip
+MODULES = {
+    "gelu": nn.GELU,
+    "gelu-tanh": partial(nn.GELU, "tanh"),
+    "silu": nn.SiLU,
+    "new-gelu": NewGELUActivation,
+    "quick-gelu": QuickGELUActivation,
+}
 #: Largest and L2 error on [-10, 10] of FewBit's own tables (1 to 4 bits), as InvAct's Fig. 5 has them.
 PUBLISHED = {"gelu": (0.376, 0.211, 0.110, 0.064), "silu": (0.464, 0.242, 0.165, 0.073)}
+SIZE = Size(hidden=64)
+#: Of the expression of NewGELU: float64 numbers that autograd keeps for the exact op.
+FACTORS = 3 * 8
 
 
-def bound(module, bits):
+def few_bit(module, bits=4):
     return swapped(module, "activation", FewBit(bits))
 
 
-def frozen(module):
-    """``module`` before a linear whose weight is frozen: nothing else keeps its output."""
-    weight = nn.Linear(8, 2).requires_grad_(False)
-    return lambda x: weight.to(x)(module(x))
+def code_bytes(x, bits=4):
+    """In so many bits an element, and a byte for 1024."""
+    return bits * -(-x.numel() // 8) + -(-x.numel() // 1024)
+
+
+def kept_before_frozen(op, x):
+    """Bytes that ``op`` keeps before a frozen linear, but for those of the loss."""
+    linear = nn.Linear(x.shape[-1], 2, device=x.device, dtype=x.dtype).requires_grad_(False)
+    return measure_kept(Probe(op, True, torch.clone, linear, None), x.detach().requires_grad_()).total - x.itemsize
+
+
+def gradients(model, x, forward):
+    """Of ``x`` and of all trained parameters."""
+    leaf = x.detach().clone().requires_grad_()
+    model.zero_grad()
+    forward(model, leaf).square().sum().backward()
+    return [leaf.grad, *(p.grad for p in model.parameters() if p.requires_grad)]
+
+
+def plainly(model, x):
+    return model(x)
+
+
+def in_a_tape(model, x):
+    with taping():
+        return model(x)
+
+
+def assert_all_same(got, expected):
+    for mine, theirs in zip(got, expected, strict=True):
+        assert_same_bits(mine, theirs)
+
+
+# Its bits
+
+
+def of_level(x, bits):
+    """The derivative of GELU that is kept of ``x``."""
+    table = levels("gelu", bits)
+    pieces = np.searchsorted(table.boundaries, x.detach().float().cpu().numpy(), side="right")
+    return torch.as_tensor(table.levels[pieces], device=x.device)
+
+
+@pytest.mark.parametrize(("bits", "dtype", "shape"), pairwise(BITS, DTYPES, [(501,), (0, 4), (3, 5)]))
+def test_few_bit_backward_is_the_level_of_the_input(device, dtype, bits, shape):
+    x, op = (random(*shape, dtype=dtype, device=device) * 4).requires_grad_(), few_bit(nn.GELU(), bits)
+    dy = random(*shape, dtype=dtype, device=device, seed=3)
+    in_a_tape(op, x).backward(dy)
+    assert_same_bits(x.grad, (dy * of_level(x, bits)).to(dtype))
+    assert kept(op, x.detach(), tape=True, linear=False) <= code_bytes(x, bits)
+
+
+@pytest.mark.parametrize("view", LAYOUTS)
+def test_few_bit_takes_views(device, view):
+    """And keeps no more than the exact op and its bits, where these take less than the whole that a part lies in."""
+    x, see = random(4, 5, 8, device=device).requires_grad_(), LAYOUTS[view]
+    seen = see(x)
+    dy = random(*seen.shape, device=device, seed=3)
+    found = in_a_tape(lambda x: few_bit(nn.GELU())(see(x)), x)
+    assert_same_bits(*(torch.autograd.grad(y, x, d)[0] for y, d in ((found, dy), (seen, dy * of_level(seen, 4)))))
+    mine, exact = (
+        kept(lambda x: op(see(x)), x.detach(), tape=True, producer=torch.ops.aten.clone)  # noqa: B023
+        for op in (few_bit(nn.GELU()), nn.functional.gelu)
+    )
+    assert mine <= exact + code_bytes(seen)
+
+
+def test_few_bit_runs_backward_twice_but_not_double(device):
+    assert_backward_twice(few_bit(nn.SiLU()), random(3, 8, device=device))
+    x = random(3, 8, device=device).requires_grad_()
+    (dx,) = torch.autograd.grad(in_a_tape(few_bit(nn.SiLU()), x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize("bits", [0, 9, -1, 2.0, "4", True, None])
+def test_few_bit_refuses_other_numbers_of_bits(device, bits):
+    with pytest.raises(ConfigError, match="few_bits must be a whole number from 1 to 8, got"):
+        file.few_bit(random(3, device=device), "gelu", nn.GELU(), bits)
 
 
 def l2(name, table):
@@ -56,78 +146,7 @@ def l2(name, table):
     return float(np.sqrt(np.mean((found - slopes) ** 2) * 2 * RANGE))
 
 
-@pytest.mark.parametrize(("build", "dtype"), pairwise(MODULES, DTYPES))
-def test_few_bit_forward_is_stocks(device, build, dtype):
-    x = random(500, dtype=dtype, device=device) * 8
-    got, stock = run(bound(build(), 4), [x], tape=True), run(build(), [x])
-    assert_same_bits(got.output, stock.output)
-    assert_same_bits(got.of_consumer, stock.of_consumer)
-    for shape in ((), (7,), (0, 4), (3, 5)):
-        x = random(*shape, dtype=dtype, device=device)
-        op = bound(build(), 4)
-        assert kept(op, x, tape=True, linear=False) <= 4 * -(-x.numel() // 8) + -(-x.numel() // 1024)
-        assert run(op, [x], tape=True).of_inputs[0].shape == shape
-
-
-@pytest.mark.parametrize(("bits", "dtype"), pairwise(BITS, DTYPES))
-def test_few_bit_backward_is_the_level_of_the_input(device, dtype, bits):
-    x = (random(501, dtype=dtype, device=device) * 4).requires_grad_()
-    dy = random(501, dtype=dtype, device=device, seed=3)
-    with taping():
-        bound(nn.GELU(), bits)(x).backward(dy)
-    table = levels("gelu", bits)
-    pieces = np.searchsorted(table.boundaries, x.detach().float().cpu().numpy(), side="right")
-    expected = torch.from_numpy(table.levels[pieces]).to(device)
-    assert_same_bits(x.grad, (dy * expected).to(dtype))
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_few_bit_keeps_its_bits_alone_before_a_frozen_linear(device, bits):
-    """b/16 of bf16's bytes, and a byte for 1024 elements."""
-    x = random(3, 16, 8, dtype=torch.bfloat16 if bits % 2 else torch.float32, device=device)
-    with torch.no_grad():
-        assert kept(frozen(bound(nn.GELU(), bits)), x, tape=True, linear=False) == x.numel() * bits // 8 + 1
-        assert kept(frozen(nn.GELU()), x, tape=False, linear=False) == nbytes(x)
-
-
-#: Of a whole tensor, the product after it makes few_bit keep its input: the gradient is stock's.
-PARTS = [view for view in LAYOUTS if view != "transposed"]
-
-
-@pytest.mark.parametrize("view", LAYOUTS)
-def test_few_bit_takes_views_and_wrong_levels_are_caught(device, view, monkeypatch):
-    x, see = random(4, 5, 8, device=device), LAYOUTS[view]
-    leaf = x.double().requires_grad_()
-    seen = see(leaf)
-    incoming = random(*seen.shape, device=device, seed=1) * random(*seen.shape, device=device, seed=2)
-    (size,) = torch.autograd.grad(seen, leaf, incoming.abs().double())  # of what meets in an element, the sum
-
-    def check():
-        got, stock = (run(lambda x: op(see(x)), [x], tape=True) for op in (bound(nn.SiLU(), 8), nn.SiLU()))  # noqa: B023
-        assert_errs_by_slope(got.of_inputs[0], stock.of_inputs[0].double(), size, 0.0045, 1e-5)
-
-    def wrong(name, bits):
-        table = levels(name, bits)
-        return Levels(table.boundaries, (table.levels * PLANTED).astype(table.levels.dtype))
-
-    check()
-    if view in PARTS:
-        monkeypatch.setattr("hf_memsave.ops.approximate.few_bit.levels", wrong)
-        with pytest.raises(AssertionError, match="too far"):
-            check()
-
-
-def test_few_bit_runs_backward_twice_but_not_double(device):
-    op = bound(nn.SiLU(), 4)
-    assert_backward_twice(op, random(3, 8, device=device))
-    x = random(3, 8, device=device).requires_grad_()
-    with taping():
-        (dx,) = torch.autograd.grad(op(x).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
-
-
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu", "quick_gelu"])  # new_gelu is gelu_tanh
 def test_levels_halve_the_error_with_each_bit_and_are_no_worse_than_published(name):
     errors = [l2(name, levels(name, bits)) for bits in BITS]
     assert all(after < 0.62 * before for before, after in zip(errors, errors[1:], strict=False))
@@ -148,18 +167,6 @@ def test_levels_are_the_best_nearby(name, bits):
                 array[i] = value
 
 
-@pytest.mark.parametrize("bits", [0, 9, -1, 2.0, "4", True, None])
-def test_few_bit_refuses_other_numbers_of_bits(device, bits):
-    with pytest.raises(ConfigError, match="few_bits must be a whole number from 1 to 8, got"):
-        few_bit(random(3, device=device), "gelu", nn.GELU(), bits)
-
-
-def test_few_bit_refuses_an_unknown_activation(device):
-    for ask in (lambda: levels("mish", 4), lambda: required_name(nn.Mish())):
-        with pytest.raises(PatchError, match="has no fit: expected one of gelu, .*fit_inverse.py"):
-            ask()
-
-
 @pytest.mark.parametrize("bits", BITS)
 def test_codes_come_back(device, bits):
     for shape in ((), (1,), (8,), (3, 5), (0,), (2, 0, 3)):
@@ -171,3 +178,202 @@ def test_codes_come_back(device, bits):
     packed = pack_bits(flags)
     assert packed.nbytes == 126
     assert torch.equal(unpack_bits(packed, 1001), flags)
+
+
+# Whether it keeps them
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "shape", "autocast"),
+    pairwise(MODULES, DTYPES, [(7, 5, 9), (), (3,), (0, 4), (2, 1, 7)], [None, torch.bfloat16]),
+)
+def test_few_bit_is_exact_where_its_output_is_wanted(device, kind, dtype, shape, autocast):
+    only_on_cpu(device)
+    op, stock, x = few_bit(MODULES[kind]()), MODULES[kind](), random(*shape, dtype=dtype, device=device)
+    assert_exact(op, stock, [x], autocast=autocast)
+    if len(shape) == 3:
+        assert_exact(lambda x: op(x.transpose(0, 1)), lambda x: stock(x.transpose(0, 1)), [x])
+
+
+def test_few_bit_goes_back_under_the_autocast_of_its_forward(device):
+    only_on_cpu(device)
+
+    def rounded(x):  # an activation in which autocast converts
+        return torch.nn.functional.gelu(x @ torch.eye(8, device=device)).float()
+
+    op = partial(file.few_bit, name="gelu", forward=rounded)
+    assert_exact(op, rounded, [random(3, 8, device=device)], autocast=torch.bfloat16)
+
+
+@pytest.mark.parametrize(("kind", "bits", "dtype"), pairwise(MODULES, BITS, DTYPES))
+def test_few_bit_keeps_what_the_exact_op_does_before_a_trained_linear_and_bits_before_a_frozen_one(
+    device, kind, bits, dtype
+):
+    op, x = few_bit(MODULES[kind](), bits), random(3, 16, 8, dtype=dtype, device=device)
+    assert kept(op, x, tape=True) == nbytes(x)
+    assert kept_before_frozen(op, x) == code_bytes(x, bits) == x.numel() * bits // 8 + 1
+    assert kept(op, x, tape=True, producer=torch.sigmoid) == nbytes(x), "its input is kept anyway"
+
+
+def block(act, trained):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), act, nn.Linear(16, 8))
+    model[2].requires_grad_(trained)
+    return model
+
+
+@pytest.mark.parametrize(("use_reentrant", "trained"), [(True, True), (False, True), (False, False)])
+def test_few_bit_chooses_in_a_checkpointed_block(device, use_reentrant, trained):
+    x = random(64, 8, device=device)
+    again = partial(checkpoint, in_a_tape, use_reentrant=use_reentrant)
+    expected = gradients(block(nn.GELU() if trained else few_bit(nn.GELU()), trained).to(device), x, in_a_tape)
+    assert_all_same(gradients(block(few_bit(nn.GELU()), trained).to(device), x, again), expected)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_few_bit_chooses_inside_another_tools_hooks(device, trained):
+    def inside(hooks, model, x):
+        with hooks:
+            return in_a_tape(model, x)
+
+    model, x = block(few_bit(nn.GELU()), trained).to(device), random(64, 8, device=device)
+    assert_all_same(*(gradients(model, x, partial(inside, hooks)) for hooks in (save_on_cpu(), taping())))
+
+
+def test_few_bit_keeps_its_bits_where_a_foreign_hook_lies_before_the_consumer(device):
+    model, x = block(few_bit(nn.GELU()), True).to(device), random(64, 8, device=device).requires_grad_()
+    seen = []
+    with taping():
+        y = model[1](model[0](x))
+        with saved_tensors_hooks(lambda t: (seen.append(t.shape), t)[1], lambda t: t):
+            z = model[2](y)
+    z.sum().backward()
+    assert y.shape in seen
+    with torch.no_grad():
+        middle = model[0](x)
+    (slopes,) = torch.autograd.grad(file.few_bit(middle.requires_grad_(), "gelu", nn.GELU()).sum(), middle)
+    dy = torch.ones(len(x), model[2].out_features) @ model[2].weight
+    assert_same_bits(x.grad, (dy * slopes).detach() @ model[0].weight.detach())
+
+
+def test_an_output_that_its_user_holds_is_not_taken_and_one_that_was_written_to_is_kept_beside_the_bits(device):
+    held, op, x = [], few_bit(nn.GELU()), random(3, 16, 8, device=device)
+
+    def hold(x):
+        y = op(x)
+        held.append(y.detach())
+        return y
+
+    assert kept_before_frozen(hold, x) == nbytes(x) + code_bytes(x)
+    assert kept(lambda x: op(x).neg_(), x, tape=True) == nbytes(x) + code_bytes(x)
+
+
+def test_an_input_that_was_written_to_is_not_promised_from(device):
+    op, x, slope = few_bit(nn.GELU()), random(64, device=device), []
+    for change in (False, True):
+        leaf, weight = x.clone().requires_grad_(), torch.ones(64, device=device, requires_grad=True)
+        with taping():
+            z = leaf * 1
+            y = op(z)
+            if change:
+                with torch.no_grad():
+                    z.zero_()
+            product = y * weight
+        product.sum().backward()
+        assert_same_bits(weight.grad, nn.GELU()(x))
+        slope.append(leaf.grad)
+    assert 0 < (slope[0] - slope[1]).abs().max() < 0.1  # of the bits, of the input as it was
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        (Content, "give_way", lambda self, content: None),
+        (file, "run_under", lambda autocast, forward, x: x * (x > 0)),
+    ],
+    ids=["a code stays", "a level for a slope"],
+)
+def test_a_fault_is_caught(device, plant, monkeypatch):
+    monkeypatch.setattr(*plant)
+    x = random(7, 5, device=device)
+    with pytest.raises(AssertionError):
+        assert_exact(few_bit(nn.GELU()), nn.GELU(), [x])
+    assert plant[0] is not Content or kept(few_bit(nn.GELU()), x, tape=True) > nbytes(x)
+
+
+# In models
+
+
+@pytest.mark.parametrize("trained", [0, 1])
+def test_each_activation_of_a_model_chooses_for_itself_and_the_report_counts_what_it_frees(device, trained):
+    """Of two, the linear after the first is trained or not, that after the second the other way."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8)]
+    stock = nn.Sequential(*layers, nn.Linear(8, 2)).to(device)
+    stock[2].requires_grad_(trained == 0)
+    stock[5].requires_grad_(trained == 1)
+    exact, ours = copy.deepcopy(stock), copy.deepcopy(stock)
+    patch(exact)
+    report = patch(ours, MemSaveConfig(activation="few_bit"))
+    x, n = random(64, 8, device=device).requires_grad_(), 64 * 16
+    for model in (stock, ours):
+        gradients(model, x, plainly)
+    after, before = (ours[3].weight.grad, stock[3].weight.grad) if trained else (None, None)
+    assert_same_bits(after, before)  # of what lies behind the activation that keeps bits
+    assert not torch.equal(ours[0].weight.grad, stock[0].weight.grad)
+    of_stock, of_exact, of_ours = (measure_kept(model, x).total for model in (stock, exact, ours))
+    assert of_exact - of_ours == n * 4 - (n // 2 + n // 1024)  # one of both, in 4 bits and a byte
+    assert report.step.nbytes_avoided == of_stock - of_ours >= n * 7
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "t5-gated-encoder"])
+def test_a_model_that_is_trained_whole_gets_the_exact_config(device, family):
+    only_on_cpu(device)
+    exact = build(family, SIZE).to(device)
+    ours, stock = copy.deepcopy(exact), copy.deepcopy(exact)
+    patch(exact)
+    patch(ours, MemSaveConfig(activation="few_bit"))
+    batch = batch_for(stock, SIZE)
+    factors = measure_kept(exact, batch).total - measure_kept(ours, batch).total
+    assert factors == FACTORS * {"gpt2": 2, "t5-gated-encoder": 4}.get(family, 0)
+    assert_same(step(ours, batch), step(stock, batch))
+
+
+@pytest.mark.parametrize("targets, is_wanted", [(["query"], False), (["query", "output.dense"], True)], ids=str)
+def test_lora_decides_by_whether_it_reads_the_output(device, targets, is_wanted):
+    only_on_cpu(device)
+
+    def make(config):
+        torch.manual_seed(0)
+        lora = LoraConfig(target_modules=targets, lora_dropout=0.1, init_lora_weights=False)
+        model = get_peft_model(build("bert", SIZE), lora).to(device)
+        if config is not None:
+            patch(model, config)
+        return model
+
+    exact, ours, stock = (make(config) for config in (True, {"activation": "few_bit"}, None))
+    batch = batch_for(build("bert", SIZE), SIZE)
+    freed = measure_kept(exact, batch).total - measure_kept(ours, batch).total
+    n = SIZE.u(4) // 4 * 4
+    # The first block's activation has no gradient before its first adapter; the other keeps an eighth of its input.
+    assert freed == (0 if is_wanted else 2 * (4 * n - n // 2 - -(-n // 1024)))
+    if is_wanted:
+        assert_same(step(ours, batch), step(stock, batch))
+
+
+@pytest.mark.parametrize(
+    ("norm", "trained", "storage"), pairwise([nn.LayerNorm, nn.BatchNorm1d], [True, False], [None, "int8"])
+)
+def test_few_bit_keeps_no_more_than_the_exact_op_after_a_norm(device, norm, trained, storage):
+    """The norm keeps what the activation's input is promised from."""
+    stock = nn.Sequential(nn.Linear(64, 64), norm(64), nn.GELU(), nn.Linear(64, 64)).to(device)
+    stock[-1].requires_grad_(trained)
+    x, models = random(32, 64, device=device), {}
+    for value in ("recompute", "few_bit"):
+        models[value] = copy.deepcopy(stock)
+        patch(models[value], MemSaveConfig(activation=value, storage=storage))
+    exact, chosen = (measure_kept(models[value], (x,)).total for value in models)
+    assert chosen <= exact
+    if storage is None:
+        only_on_cpu(device)
+        assert_all_same(*(gradients(model, x, plainly) for model in (models["few_bit"], stock)))

@@ -6,8 +6,7 @@ import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 
 from hf_memsave.errors import PatchError
-from hf_memsave.ops.approximate.elementwise import ACTIVATIONS
-from hf_memsave.ops.approximate.inverse import FITS, slope, wide
+from hf_memsave.ops.approximate.inverse import ACTIVATIONS, FITS, slope, wide
 from hf_memsave.ops.approximate.sign_bit import SignBit, offset, sign_bit
 from support.helpers import DTYPES, assert_same_bits, autocasting, kept, nbytes, random
 from support.pairs import pairwise
@@ -15,6 +14,11 @@ from support.script_helpers import load_script
 from support.slopes import PLANTED, SLOPE, assert_errs_by_slope
 
 HALVES = (torch.bfloat16, torch.float16)
+
+
+def given(*shape, dtype=torch.float32, device="cpu"):
+    """x, a weight and a bias."""
+    return [random(*s, dtype=dtype, device=device, seed=i) for i, s in enumerate((shape, (4, 8), (4,)))]
 
 
 def gradients(fn, x, weight, bias, dz):
@@ -32,7 +36,7 @@ def both(name, x, weight, bias, dz):
 
 @pytest.mark.parametrize(("name", "dtype", "shape"), pairwise(ACTIVATIONS, DTYPES, [(6, 8), (2, 3, 8), (8,), (0, 8)]))
 def test_sign_bit_output_and_bias_gradient_are_stocks(device, name, dtype, shape):
-    x, weight, bias = (random(*s, dtype=dtype, device=device, seed=i) for i, s in enumerate((shape, (4, 8), (4,))))
+    x, weight, bias = given(*shape, dtype=dtype, device=device)
     dz = random(*shape[:-1], 4, dtype=dtype, device=device, seed=5)
     mine, stock = both(name, 3 * x, weight, bias, dz)
     assert_same_bits(mine[0], stock[0], "output")
@@ -64,8 +68,8 @@ def test_sign_bit_with_a_wrong_slope_is_caught(device, name, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "dtype"), pairwise(ACTIVATIONS, [torch.float32, *HALVES]))
-def test_sign_bit_weight_gradient_errs_as_stated(device, name, dtype):
-    x, weight, bias = (random(*s, dtype=dtype, device=device, seed=i) for i, s in enumerate(((64, 8), (4, 8), (4,))))
+def test_sign_bit_weight_gradient_errs_as_stated_and_x_alone_is_kept(device, name, dtype):
+    x, weight, bias = given(64, 8, dtype=dtype, device=device)
     dz = random(64, 4, dtype=dtype, device=device, seed=5)
     found = both(name, 3 * x, weight, bias, dz)[0][2]
     y = ACTIVATIONS[name](3 * x).double()
@@ -73,6 +77,8 @@ def test_sign_bit_weight_gradient_errs_as_stated(device, name, dtype):
     epsilon = torch.finfo(dtype).eps
     rounding = epsilon * (64 if dtype == torch.float32 else 1) * (dz.double().abs().T @ y.abs())  # of the product
     assert ((found.double() - exact).abs() <= epsilon * size + rounding).all()
+    weight = torch.nn.Parameter(weight)
+    assert kept(lambda x: sign_bit(x, name, ACTIVATIONS[name], weight), x, tape=False, linear=False) == nbytes(x)
 
 
 @pytest.mark.parametrize(("name", "dtype"), pairwise(ACTIVATIONS, HALVES))
@@ -95,25 +101,16 @@ def test_sign_bit_slope_from_every_half(device, name, dtype, monkeypatch):
     assert (slope(k, x < fit.turn, fit, fit.ulp(dtype)) - true).abs().max() <= 1.2 * best
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sign_bit_keeps_what_it_claims(device, dtype):
-    x = random(3, 5, 8, dtype=dtype, device=device)
-    weight = torch.nn.Parameter(random(4, 8, dtype=dtype, device=device))
-    assert kept(lambda x: sign_bit(x, "gelu", F.gelu, weight), x, tape=False, linear=False) == nbytes(x)
-    assert kept(lambda x: F.linear(F.gelu(x), weight), x, tape=False, linear=False) == 2 * nbytes(x)
-
-
-def test_sign_bit_computes_what_is_wanted(device):
-    for wanted in ("x", "weight"):
-        tensors = {"x": random(6, 8, device=device), "weight": random(4, 8, device=device)}
-        tensors[wanted].requires_grad_()
-        sign_bit(tensors["x"], "silu", F.silu, tensors["weight"]).sum().backward()
-        assert [name for name, tensor in tensors.items() if tensor.grad is not None] == [wanted]
+@pytest.mark.parametrize("wanted", ["x", "weight"])
+def test_sign_bit_computes_what_is_wanted(device, wanted):
+    tensors = dict(zip(("x", "weight"), given(6, 8, device=device), strict=False))
+    tensors[wanted].requires_grad_()
+    sign_bit(tensors["x"], "silu", F.silu, tensors["weight"]).sum().backward()
+    assert [name for name, tensor in tensors.items() if tensor.grad is not None] == [wanted]
 
 
 def test_sign_bit_under_autocast(device):
-    x, weight = random(6, 8, device=device), random(4, 8, device=device)
-    bias = random(4, device=device)
+    x, weight, bias = given(6, 8, device=device)
     dz = random(6, 4, dtype=torch.bfloat16, device=device)
     with autocasting(device, torch.bfloat16):
         mine, stock = both("gelu", x, weight, bias, dz)
@@ -126,22 +123,28 @@ def test_sign_bit_under_autocast(device):
     assert_bias_gradient(mine[3], dz)
 
 
-def test_sign_bit_as_a_layer(device):
-    """It is the two layers that it is made of: same parameters, output and bytes as the function."""
+@pytest.mark.parametrize("change", [None, "lora", "hook", "pre-hook"])
+def test_sign_bit_as_a_layer_runs_what_was_made_of_its_linear(device, change):
+    """Parameters and gradients of the two layers that it is made of."""
     stock = torch.nn.Sequential(torch.nn.GELU(approximate="tanh"), torch.nn.Linear(8, 4)).to(device)
-    layer = SignBit(*stock)
-    x, dz = random(6, 8, device=device), random(6, 4, device=device, seed=1)
+    layer, x = SignBit(*stock), random(6, 8, device=device).requires_grad_()
     assert {id(p) for p in layer.parameters()} == {id(p) for p in stock.parameters()}
-    assert_same_bits(layer(x), stock(x))
-    weight, bias = stock[1].weight, stock[1].bias
-    expected = gradients(lambda x, w, b: sign_bit(x, "gelu_tanh", stock[0], w, b), x, weight, bias, dz)
-    x.requires_grad_()
-    for mine, right in zip(torch.autograd.grad(layer(x), (x, weight, bias), dz), expected[1:], strict=True):
-        assert_same_bits(mine, right)
-    with pytest.raises(PatchError, match="ReLU.*fit_inverse"):
-        SignBit(torch.nn.ReLU(), stock[1])
-    with pytest.raises(PatchError, match="inplace=False"):
-        SignBit(torch.nn.SiLU(inplace=True), stock[1])
+    model = torch.nn.Sequential(layer)
+    if change == "lora":
+        model = get_peft_model(model, LoraConfig(target_modules=["linear"], init_lora_weights=False))
+    elif change == "hook":
+        layer.linear.register_forward_hook(lambda module, args, output: 2 * output)
+    elif change == "pre-hook":
+        layer.linear.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    assert_same_bits(model(x), layer.linear(layer.activation(x)))
+    dz = random(6, 4, device=device, seed=1)
+    model(x).backward(dz)
+    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+    if change is None:
+        weight, bias = stock[1].weight, stock[1].bias
+        made = gradients(lambda x, w, b: sign_bit(x, "gelu_tanh", stock[0], w, b), x, weight, bias, dz)
+        for mine, expected in zip((x, weight, bias), made[1:], strict=True):
+            assert_same_bits(mine.grad, expected)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -156,26 +159,11 @@ def test_sign_bit_takes_its_indicator_before_an_activation_in_place(device, name
     assert_same_bits(mine, expected)
 
 
-@pytest.mark.parametrize("change", ["lora", "hook", "pre-hook"])
-def test_sign_bit_runs_what_was_made_of_its_linear(device, change):
-    layer = SignBit(torch.nn.GELU(), torch.nn.Linear(8, 4)).to(device)
-    model, x = torch.nn.Sequential(layer), random(6, 8, device=device)
-    if change == "lora":
-        model = get_peft_model(model, LoraConfig(target_modules=["linear"], init_lora_weights=False))
-    elif change == "hook":
-        layer.linear.register_forward_hook(lambda module, args, output: 2 * output)
-    else:
-        layer.linear.register_forward_pre_hook(lambda module, args: (2 * args[0],))
-    expected = layer.linear(layer.activation(x))
-    assert_same_bits(model(x), expected)
-    model(x).sum().backward()
-    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
-
-
-def test_sign_bit_refuses_double_backward_and_what_has_no_fit(device):
-    x, weight = random(6, 8, device=device).requires_grad_(), random(4, 8, device=device)
-    (dx,) = torch.autograd.grad(sign_bit(x, "gelu", F.gelu, weight).sum(), x, create_graph=True)
+def test_sign_bit_refuses_double_backward_and_what_it_cannot_take(device):
+    x, weight, _ = given(6, 8, device=device)
+    (dx,) = torch.autograd.grad(sign_bit(x.requires_grad_(), "gelu", F.gelu, weight).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
-    with pytest.raises(PatchError, match="has no fit"):
-        sign_bit(random(6, 8, device=device), "mish", F.mish, random(4, 8, device=device))
+    for activation, reason in ((torch.nn.ReLU(), "ReLU.*fit_inverse"), (torch.nn.SiLU(inplace=True), "inplace=False")):
+        with pytest.raises(PatchError, match=reason):
+            SignBit(activation, torch.nn.Linear(8, 4))
