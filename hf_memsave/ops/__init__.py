@@ -15,10 +15,9 @@ from hf_memsave.ops.run_again import RUN_AGAIN
 from hf_memsave.ops.sampled.eager_attention import EAGER_ATTENTION
 from hf_memsave.ops.sampled.wta_crs import WTA_CRS
 
-_ALL = (
+OPS: dict[str, Op] = {op.name: op for op in (
     ACTIVATION, EAGER_ATTENTION, FUSED_ACTIVATION, FUSED_DROPOUT_NORM, FUSED_GATED, FUSED_LORA, FUSED_RMS_NORM,
     FUSED_ROTARY, LAZY_HEAD, LEFT_TO_STOCK, LINEAR_8BIT, OUTPUT_NORM, RUN_AGAIN, WTA_CRS,
-)  # fmt: skip
-OPS: dict[str, Op] = {op.name: op for op in _ALL}
+)}  # fmt: skip
 
 __all__ = ["OPS", "Op"]

@@ -1,7 +1,5 @@
 """``quiet``: a module whose kind a configuration leaves to stock. Of what runs inside, dropouts alone are recorded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.nn.functional as F
@@ -14,8 +12,7 @@ from hf_memsave.tape.table import UNRECORDED, UNRECORDED_BUT_DROPOUTS
 
 
 def _unrecorded(module: nn.Module, patch: Any, *args: Any, **kwargs: Any) -> Any:
-    tape = current()
-    if tape is None:
+    if (tape := current()) is None:
         return patch.stock.forward(module, *args, **kwargs)
     before = tape.table
     tape.table = UNRECORDED_BUT_DROPOUTS if before.get(F.dropout) is dropout else UNRECORDED

@@ -1,11 +1,7 @@
-r"""``linear_8bit``: bitsandbytes' ``Linear8bitLt``, whose autograd node hides its input.
+r"""``linear_8bit``: bitsandbytes' ``Linear8bitLt``, whose autograd node hides its input where no hook sees it.
 
-Kept for backward, with x ``[*, in]`` and a frozen int8 weight::
-
-    eager    x, on the node itself (not through autograd, so no hook sees it), though only a weight's gradient needs it
-    here     nothing
-
-Exact: the module's own forward runs; what its node will not read is taken off it afterwards.
+Of a frozen int8 weight, only whose gradient needs x ``[*, in]``, nothing is kept where eager keeps x. Exact: the
+module's own forward runs; what its node will not read is taken off it afterwards.
 Source: Dettmers et al. (2022), arXiv:2208.07339; ``MatMul8bitLt`` and ``MatMul8bitFp`` of bitsandbytes.
 """
 
@@ -24,10 +20,9 @@ _HIDDEN: dict[str, tuple[str, Any]] = {
 
 def _linear_8bit(module: nn.Module, patch: Any, x: Tensor) -> Tensor:
     y = patch.stock.forward(module, x)
-    node = y.grad_fn
-    hidden = _HIDDEN.get(type(node).__name__)
+    hidden = _HIDDEN.get(type(y.grad_fn).__name__)
     if hidden is not None and not module.weight.requires_grad:
-        setattr(node, *hidden)
+        setattr(y.grad_fn, *hidden)
     return y
 
 

@@ -57,10 +57,8 @@ def autocast_low(x: Tensor) -> Tensor:
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a backward to raise where its result is differentiated, also with a constant incoming gradient.
 
-    PyTorch's own decorator raises only where the incoming gradient requires one: with that of a sum, it would leave the
-    second derivative out without a word. An undefined gradient is passed on as such, so forward calls
-    ``ctx.set_materialize_grads(False)``: zeros would give a parameter a gradient that it does not have in stock, by
-    which AdamW decays it.
+    PyTorch's own decorator raises only where the incoming gradient requires one. An undefined gradient is passed on as
+    such, so forward calls ``ctx.set_materialize_grads(False)``: of zeros, AdamW would decay a parameter.
 
     Returns:
         The decorated function.

@@ -1,16 +1,9 @@
-r"""``run_again``: a linear of a rung below the floor.
+r"""``run_again``: a linear of a rung below the floor, run again in backward: its output is not kept.
 
-Kept for backward, with y the output ``[*, out]`` of a linear that is read by an activation, a norm or attention::
-
-    the floor    y
-    here         nothing: backward runs the linear's own forward again, on an input that is kept or remade
-
-Exact: the same function of the same tensors. It costs the products again: at LLaMA-3-8B's widths 1/13 of a block's for
-o_proj, 3/4 for all up to the gate. Source: Chen et al. (2016), arXiv:1604.06174; Korthikanti et al. (2022),
-arXiv:2205.05198.
-
-A linear whose forward is ``nn.Linear``'s or ``Conv1D``'s is known by its weight, as the product is called, and its
-class stays. The op is for those whose own forward runs again: of bitsandbytes in 4 bits, HQQ and optimum-quanto.
+Exact: the module's own forward, on an input that is kept or remade. At LLaMA-3-8B's widths that costs 1/13 of a block's
+products for o_proj, 3/4 for all up to the gate. A linear whose forward is ``nn.Linear``'s or ``Conv1D``'s is known by
+its weight, as the product is called, and its class stays; the op is for bitsandbytes in 4 bits, HQQ and optimum-quanto.
+Source: Chen et al. (2016), arXiv:1604.06174; Korthikanti et al. (2022), arXiv:2205.05198.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def attach(model: nn.Module) -> None:
         before = module.__dict__.get(LAYER)
         layer = Layer(before.name if before is not None else _WRAPPED.sub("", name), sampler)
         if hasattr(module, "weight"):  # a linear: the draws of attention ask no cache
-            sampler.cache.know(layer.name)
+            sampler.cache.known.add(layer.name)
         module.__dict__[LAYER] = layer
     for module in model.modules():
         patch = patch_of(module)

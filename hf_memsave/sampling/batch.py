@@ -15,15 +15,10 @@ from hf_memsave.device import has_numbers, tells_later
 
 @dataclass
 class Tokens:
-    """The tokens of one sequence dimension: an encoder's, or a decoder's.
+    """The tokens of one sequence dimension: an encoder's, or a decoder's."""
 
-    Attributes:
-        mask: Boolean ``[batch, seq]``, True for real tokens.
-        share: How many of them were real in earlier forwards, at the most.
-    """
-
-    mask: Tensor
-    share: float = 1.0
+    mask: Tensor  # boolean [batch, seq], True for real tokens
+    share: float = 1.0  # how many of them were real in earlier forwards, at the most
 
     @cached_property
     def real(self) -> int:
@@ -55,23 +50,14 @@ class Tokens:
 
 @dataclass
 class Batch:
-    """One forward of the model.
+    """One forward of the model."""
 
-    Attributes:
-        step: How many came before it in training.
-        own: Tokens of the stack that runs; None if no mask was given.
-        decoder: Tokens that a decoder inside will call its own, where it is given no mask.
-        other: In a decoder, the encoder's tokens.
-        other_storage: Address of the encoder's output, by which cross-attention's k and v know whose tokens they see.
-        samples: Rows of the batch in the table of samples, int64 ``[batch]``.
-    """
-
-    step: int
-    own: Tokens | None = None
-    decoder: Tokens | None = None
-    other: Tokens | None = None
-    other_storage: int | None = None
-    samples: Tensor | None = None
+    step: int  # how many came before it in training
+    own: Tokens | None = None  # of the stack that runs; None if no mask was given
+    decoder: Tokens | None = None  # those that a decoder inside will call its own, where it is given no mask
+    other: Tokens | None = None  # in a decoder, the encoder's
+    other_storage: int | None = None  # of the encoder's output: so cross-attention's k and v know whose tokens they see
+    samples: Tensor | None = None  # rows of the batch in the table of samples, int64 [batch]
     _made: dict[Any, Tokens] = field(default_factory=dict, init=False)
 
     def forget(self, outside: Batch | None) -> None:
@@ -86,34 +72,31 @@ class Batch:
 
     def tokens(self, x: Tensor) -> Tokens | None:
         """The tokens whose activations are ``x``, ``[batch, seq, features]``; of its own mask if no other is known."""
+        own, other, shape = self.own, self.other, x.shape[:2]
         # Some models (OPT) flatten batch and sequence for a while: [batch * seq, features].
-        if x.dim() == 2 and self.own is not None and len(x) == self.own.mask.numel():
-            return self._on(x.device, self.own)
+        if x.dim() == 2 and own is not None and len(x) == own.mask.numel():
+            return self._on(x.device, own)
         if x.dim() != 3:
             return None
-        shape = x.shape[:2]
-        is_own = self.own is not None and self.own.mask.shape == shape
-        if self.other is not None and self.other.mask.shape == shape:
+        is_own = own is not None and own.mask.shape == shape
+        if other is not None and other.mask.shape == shape:
             if x.untyped_storage()._cdata == self.other_storage or not is_own:
-                return self._on(x.device, self.other)
-        if self.own is not None and is_own:
-            return self._on(x.device, self.own)
-        if (shape, x.device) not in self._made:
-            mask = torch.ones(shape, dtype=torch.bool, device=x.device)
-            self._make((shape, x.device), mask, 1.0, shape.numel())
-        return self._made[shape, x.device]
+                return self._on(x.device, other)
+        if own is not None and is_own:
+            return self._on(x.device, own)
+        if (key := (shape, x.device)) not in self._made:
+            self._made[key] = made = Tokens(torch.ones(shape, dtype=torch.bool, device=x.device))
+            made.real = shape.numel()
+        return self._made[key]
 
     def _on(self, device: torch.device, tokens: Tokens) -> Tokens:
         """These tokens where a layer is, as ``device_map`` has placed it."""
         if tokens.mask.device == device:
             return tokens
-        if (id(tokens), device) not in self._made:
-            self._make((id(tokens), device), tokens.mask.to(device), tokens.share, tokens.real)
-        return self._made[id(tokens), device]
-
-    def _make(self, key: Any, mask: Tensor, share: float, real: int) -> None:
-        self._made[key] = tokens = Tokens(mask, share)
-        tokens.__dict__["real"] = real
+        if (key := (id(tokens), device)) not in self._made:
+            self._made[key] = made = Tokens(tokens.mask.to(device), tokens.share)
+            made.real = tokens.real
+        return self._made[key]
 
 
 class Checkpointed:

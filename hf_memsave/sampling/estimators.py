@@ -7,8 +7,8 @@ Pair i is drawn with probability p_i. With T_c the mass outside of the c largest
     "topk"   Σ_i x_i y_iᵀ                                      the k largest p: biased, a baseline only
 
 where c minimises T_c / (k - c) (Theorem 2). "crs" and "wta" are unbiased for every p that is positive where
-x_i y_iᵀ is not zero: the expected weight of each pair is 1. The draws of "wta" are stratified (one from each of k - c
-equal slices of the mass), which is as unbiased as independent ones and never has more variance.
+x_i y_iᵀ is not zero. The draws of "wta" are stratified (one from each of k - c equal slices of the mass), which never
+has more variance than independent ones.
 
 All run batched over leading dimensions, in float64, without a transfer to the host.
 Source: Liu et al. (2023), arXiv:2305.15265; Drineas, Kannan and Mahoney (2006).
@@ -34,20 +34,15 @@ class Draw(NamedTuple):
 
 
 def probabilities(norms: Tensor, predicted: Tensor | None = None, allowed: Tensor | None = None) -> Tensor:
-    r"""The distribution to draw from, of ‖x_i‖ and a prediction of ‖y_i‖ (Eq. 3).
+    r"""The distribution to draw from, of ‖x_i‖ ``[*, m]`` and a prediction g_i of ‖y_i‖, to any scale (Eq. 3).
 
-    With g_i the prediction::
+    ::
 
         p_i = 0.9 ‖x_i‖ g_i / Σ ‖x_j‖ g_j + 0.1 ‖x_i‖ / Σ ‖x_j‖
 
-    The second term keeps any prediction harmless (zero, stale, of another sample): p_i is never below a tenth of what
-    the activations alone would give, so no row is scaled up beyond ``10 Σ ‖x_j‖ / k`` (those in C are not
-    scaled), since Theorem 2 makes T_c / (k - c) at most 1 / k.
-
-    Args:
-        norms: ‖x_i‖, ``[*, m]``. One that is not finite gets nearly all the mass: its product must be seen.
-        predicted: g_i ``[*, m]``, to any scale; None for no prediction.
-        allowed: Boolean ``[*, m]``; p_i is 0 where it is False.
+    The second term keeps any prediction harmless (zero, stale, of another sample): no row is scaled up beyond
+    ``10 Σ ‖x_j‖ / k``, since Theorem 2 makes T_c / (k - c) at most 1 / k. Where a norm is not finite, its row gets
+    nearly all the mass: its product must be seen. Where ``allowed`` is False, p_i is 0.
 
     Returns:
         p ``[*, m]``, float64, with sum 1; uniform over what is allowed where all norms are 0.
@@ -69,16 +64,7 @@ def probabilities(norms: Tensor, predicted: Tensor | None = None, allowed: Tenso
 
 
 def wta(p: Tensor, k: int, u: Tensor) -> Draw:
-    """Winner-take-all sampling (Eq. 6).
-
-    Args:
-        p: Probabilities ``[*, m]``.
-        k: Pairs to draw, at most m.
-        u: Uniform numbers in [0, 1), ``[*, k]``.
-
-    Returns:
-        The pairs; those in C come first, with scale 1.
-    """
+    """Winner-take-all (Eq. 6): k pairs by p ``[*, m]`` and uniform u ``[*, k]``; first those in C, with scale 1."""
     order, tail = _sorted_tails(p)
     c = winners(tail, k)
     slot = torch.arange(k, device=p.device)
@@ -114,14 +100,6 @@ def winners(tail: Tensor, k: int) -> Tensor:
 ESTIMATORS: dict[str, Callable[[Tensor, int, Tensor], Draw]] = {"wta": wta, "crs": crs, "topk": topk}
 
 
-class Drawing(NamedTuple):
-    """The functions that draws are computed by: those of this module, or kernels."""
-
-    row_norms: Callable[[Tensor], Tensor]
-    probabilities: Callable[..., Tensor]
-    draw: Callable[[str, Tensor, int, Tensor], Draw]
-
-
 def row_norms(x: Tensor) -> Tensor:
     """Euclidean norms over the last dimension, in fp32 at least."""
     norms: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
@@ -133,6 +111,14 @@ def draw(estimator: str, p: Tensor, k: int, u: Tensor) -> Draw:
     return ESTIMATORS[estimator](p, k, u)
 
 
+class Drawing(NamedTuple):
+    """The functions that draws are computed by: those of this module, or kernels."""
+
+    row_norms: Callable[[Tensor], Tensor]
+    probabilities: Callable[..., Tensor]
+    draw: Callable[[str, Tensor, int, Tensor], Draw]
+
+
 #: By PyTorch's own functions.
 EAGER = Drawing(row_norms, probabilities, draw)
 
@@ -141,14 +127,13 @@ def _sorted_tails(p: Tensor) -> tuple[Tensor, Tensor]:
     """The order of falling p ``[*, m]``, and T_0 = 1, ..., T_m = 0: summed from the small end, so never negative."""
     values, order = p.sort(dim=-1, descending=True, stable=True)
     tail = values.flip(-1).cumsum(-1).flip(-1)
-    return order, torch.cat([tail, torch.zeros_like(tail[..., :1])], dim=-1)
+    return order, torch.nn.functional.pad(tail, (0, 1))
 
 
 def _inverse_tail(tail: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The j with T_{j+1} < v <= T_j of each v ``[*, k]``, and 1 / p_j; both 0 where v is 0 (no mass left)."""
     # p_j is taken as T_j - T_{j+1}, which is how often j is drawn: rounding cannot make that a bias.
     m = tail.shape[-1] - 1
-    ascending = tail.flip(-1).contiguous()
-    position = (m - torch.searchsorted(ascending, v.contiguous())).clamp(0, m - 1)
+    position = (m - torch.searchsorted(tail.flip(-1).contiguous(), v.contiguous())).clamp(0, m - 1)
     drawn = tail.gather(-1, position) - tail.gather(-1, position + 1)
     return position, torch.where((v > 0) & (drawn > 0), 1 / drawn, 0.0)

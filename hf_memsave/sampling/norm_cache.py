@@ -3,12 +3,11 @@ r"""The norms of output gradients of earlier steps, by which rows are drawn befo
 For token t of sample b, a layer's predicted norm is ``s_b √(P_t + Q_e)``:
 
 - P: a running mean of the squared norms at position t, and Q: at position e from the end, each relative to the batch's
-  mean (to the sample's, where s is known). Sequences end where they like: P knows a classifier's first token, Q a
-  causal model's last. A few KB a layer.
+  mean (to the sample's, where s is known). P knows a classifier's first token, Q a causal model's last.
 - s: the sample's own norm when it was last seen, in steps of 1/8 octave: one byte a sample and layer.
 
 All lies where the gradients do, and is never asked for its numbers there: the host would wait for the last step.
-What a backward tells waits for its end, and is learned of all layers at once: few launches instead of many.
+What a backward tells is learned at its end, of all layers at once: few launches instead of many.
 
 A wrong prediction costs variance and never makes a bias. Where a layer's pads had no gradient, they are not drawn from
 then on; each backward looks again, and takes that back where one has.
@@ -17,7 +16,6 @@ then on; each backward looks again, and takes that back where one has.
 from __future__ import annotations
 
 import functools
-import math
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -31,30 +29,23 @@ from hf_memsave.sampling.batch import Batch, Tokens
 
 #: Weight of the newest step in a running mean.
 RATE = 0.1
-#: States of a layer's pads.
+#: States of a layer's pads: whether they had a gradient.
 UNSEEN, ZERO, NONZERO = 0, 1, 2
 #: In a state: the shares of real tokens.
 SHARES = "shares"
 _STEPS, _MIDDLE = 8, 128
+_LOCK = threading.RLock()  # forwards on several threads share what was learned
 
 
 class LayerNorms:
-    """One layer's profiles, on the device of its gradients.
-
-    Attributes:
-        start: P, fp32 ``[longest sequence]``; -1 where nothing was seen.
-        end: Q, likewise.
-        reference: The first batch's mean squared norm; samples' norms are kept relative to it.
-        pads: Whether pads had a gradient: :data:`UNSEEN`, :data:`ZERO` or :data:`NONZERO`.
-        samples: The table of samples, uint8; 0 where one was not seen, and empty until one is.
-    """
+    """One layer's profiles, on the device of its gradients."""
 
     def __init__(self, device: torch.device) -> None:
-        self.start = torch.empty(0, device=device)
-        self.end = torch.empty(0, device=device)
-        self.reference = torch.zeros((), device=device)
+        self.start = torch.empty(0, device=device)  # P, fp32 [longest sequence]; -1 where nothing was seen
+        self.end = torch.empty(0, device=device)  # Q, likewise
+        self.reference = torch.zeros((), device=device)  # the first batch's mean squared norm; samples' are over it
         self.pads = torch.zeros((), dtype=torch.int8, device=device)
-        self.samples = torch.empty(0, dtype=torch.uint8, device=device)
+        self.samples = torch.empty(0, dtype=torch.uint8, device=device)  # 0: not seen; empty until one is
 
     def fit(self, device: torch.device, length: int) -> None:
         """Follow a model that has moved, and make room for sequences of ``length`` tokens."""
@@ -66,44 +57,27 @@ class LayerNorms:
 
 
 class _Told(NamedTuple):
-    """One call of :meth:`NormCache.update`."""
+    """One call of :meth:`NormCache.update`; those of one key can be learned at once."""
 
+    key: Any
     layer: str
-    batch: Batch
+    samples: Tensor | None
     tokens: Tokens
     squared: Tensor
-
-    def is_with(self, other: _Told) -> bool:
-        """Whether both can be learned at once."""
-        is_alike = self.squared.shape == other.squared.shape and self.squared.device == other.squared.device
-        return is_alike and self.tokens is other.tokens and self.batch.samples is other.batch.samples
 
 
 class NormCache:
     """The norms of every sampled layer of a model.
 
-    Args:
-        kind: Field ``cache`` of :class:`~hf_memsave.WTACRS`.
-        samples: How many the table of samples has room for; 0 for no table.
-
-    Attributes:
-        known: The layers that may ask.
-        backward: The last one that has been asked to have it learn at its end.
+    ``kind`` is field ``cache`` of :class:`~hf_memsave.WTACRS`; ``samples``: how many the table has room for, or 0.
     """
 
     def __init__(self, kind: str | None, samples: int) -> None:
         self.kind, self.samples = kind, samples
-        self.known: set[str] = set()
+        self.known: set[str] = set()  # the layers that may ask
+        self.backward = -1  # the last one that was asked to have it learn at its end
         self._layers: dict[str, LayerNorms] = {}
         self._told: deque[_Told] = deque()
-        self._lock = threading.RLock()  # forwards on several threads share what was learned
-        self.backward = -1
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_layers": self.layers, "_lock": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.RLock())
 
     @property
     def layers(self) -> dict[str, LayerNorms]:
@@ -116,49 +90,50 @@ class NormCache:
         """The most that the tables of samples take: those of layers that share a draw are one."""
         return self.samples * len(self.known)
 
-    def know(self, layer: str) -> None:
-        """Tell of a layer that may ask."""
-        self.known.add(layer)
-
     def predict(self, layer: str, batch: Batch, tokens: Tokens | None) -> Tensor | None:
         """Expected gradient norms ``[batch, seq]``, to any scale; None if nothing is known."""
         norms = self.layers.get(layer)
         if self.kind is None or norms is None or tokens is None:
             return None
-        with self._lock:
+        with _LOCK:
             norms.fit(tokens.mask.device, tokens.mask.shape[1])
             start, end = norms.start.abs(), norms.end.abs()  # what was not seen counts as the mean, 1
         start, end = start.index_select(0, tokens.from_start.flatten()), end.index_select(0, tokens.from_end.flatten())
         predicted = (start + end).sqrt().view(tokens.mask.shape)
-        factor = self._factor(layer, batch, tokens, predicted.device)
-        return predicted if factor is None else predicted * factor[:, None]
+        samples = self._places(layer, batch.samples, tokens)
+        if samples is None or not len(norms.samples):
+            return predicted
+        codes = norms.samples[samples]
+        known = codes > 0
+        factor = torch.exp2((codes.float() - _MIDDLE) / _STEPS) * known
+        mean = factor.sum() / known.sum()  # for a sample that was never seen
+        return predicted * factor.where(known, mean.where(known.any(), 1.0))[:, None]
 
     def allowed(self, layer: str, tokens: Tokens | None) -> Tensor | None:
         """Which rows may have to be drawn, boolean ``[batch, seq]``: pads only until a backward found theirs zero."""
         norms = self.layers.get(layer)
         return None if norms is None or tokens is None else tokens.mask | (norms.pads != ZERO)
 
-    def update(self, layer: str, batch: Batch, tokens: Tokens | None, squared: Tensor) -> None:
+    def update(self, layer: str, batch: Batch, tokens: Tokens, squared: Tensor) -> None:
         """Tell of squared norms of an output's gradient, fp32 ``[batch, seq]``; what is not finite teaches nothing."""
-        if tokens is not None:
-            self._told.append(_Told(layer, batch, tokens, squared))
+        key = squared.shape, squared.device, id(tokens), id(batch.samples)
+        self._told.append(_Told(key, layer, batch.samples, tokens, squared))
 
     def learn(self) -> None:
         """Learn what has been told: at the end of a backward, or when asked."""
         if not self._told:
             return
-        with self._lock, torch.inference_mode(False), torch.no_grad():
+        with _LOCK, torch.inference_mode(False), torch.no_grad():
             while self._told:
                 first = self._told.popleft()
                 together = {first.layer: first.squared}
-                while self._told and self._told[0].is_with(first) and self._told[0].layer not in together:
+                while self._told and self._told[0].key == first.key and self._told[0].layer not in together:
                     told = self._told.popleft()
                     together[told.layer] = told.squared
-                self._learn(first.batch, first.tokens, together)
+                self._learn(first.samples, first.tokens, together)
                 first.tokens.forget()
 
-    def _learn(self, batch: Batch, tokens: Tokens, told: dict[str, Tensor]) -> None:
-        """What :meth:`update` was told of these layers, in one backward."""
+    def _learn(self, samples: Tensor | None, tokens: Tokens, told: dict[str, Tensor]) -> None:
         mask, squared = tokens.mask, torch.stack(list(told.values()))  # [layers, batch, seq]
         self._layers.update({name: LayerNorms(squared.device) for name in told if name not in self._layers})
         layers = [self._layers[name] for name in told]
@@ -183,8 +158,8 @@ class NormCache:
             relative = squared / of_sample.where(of_sample > 0, 1.0)[:, :, None]
             of_sample = of_sample / reference.where(reference > 0, 1.0)[:, None]
             for name, *of_layer in zip(told, layers, of_sample, is_good, strict=True):
-                if (samples := self._samples(name, batch, tokens, squared.device)) is not None:
-                    self._remember(samples, *of_layer)
+                if (places := self._places(name, samples, tokens)) is not None:
+                    self._remember(places, *of_layer)
         for name, position in (("start", tokens.from_start.flatten()), ("end", tokens.from_end.flatten())):
             profile = _stacked(layers, name)
             zeros = torch.zeros_like(profile)
@@ -193,19 +168,11 @@ class NormCache:
             mixed = torch.where(profile < 0, found, torch.lerp(profile, found, RATE))
             _give(layers, name, torch.where((count > 0) & is_good[:, None], mixed, profile))
 
-    def pads(self) -> Iterator[tuple[list[str], Tensor]]:
-        """The states of all layers' pads: of each device, the layers' names, and theirs ``[layers]``."""
-        known = {name: norms.pads for name, norms in self.layers.items() if has_numbers(norms.pads)}
-        for device in {pads.device for pads in known.values()}:
-            names = [name for name, pads in known.items() if pads.device == device]
-            yield names, torch.stack([known[name] for name in names])
-
-    def _samples(self, layer: str, batch: Batch, tokens: Tokens, device: torch.device) -> Tensor | None:
-        """The places of the batch in the layer's table; None where its rows are no samples, but choices of one."""
-        samples = batch.samples
+    def _places(self, layer: str, samples: Tensor | None, tokens: Tokens) -> Tensor | None:
+        """The samples' places in the layer's table; None where the rows are no samples, but choices of one."""
         if not self.samples or layer not in self.known or samples is None or len(samples) != len(tokens.mask):
             return None
-        return samples.to(device, non_blocking=True)
+        return samples.to(tokens.mask.device, non_blocking=True)
 
     def _remember(self, samples: Tensor, norms: LayerNorms, squared: Tensor, is_good: Tensor) -> None:
         if not len(norms.samples):
@@ -214,17 +181,12 @@ class NormCache:
         codes = torch.where(is_good, codes, norms.samples[samples])
         norms.samples.scatter_reduce_(0, samples, codes, "amax", include_self=False)  # of one seen twice: no race
 
-    def _factor(self, layer: str, batch: Batch, tokens: Tokens, device: torch.device) -> Tensor | None:
-        """The factor s of each sample, ``[batch]``; of one never seen, the mean of those known."""
-        table = self._layers[layer].samples
-        samples = self._samples(layer, batch, tokens, table.device)
-        if samples is None or not len(table):
-            return None
-        codes = table[samples]
-        known = codes > 0
-        factor = torch.exp2((codes.float() - _MIDDLE) / _STEPS) * known
-        mean = factor.sum() / known.sum()
-        return factor.where(known, mean.where(known.any(), 1.0)).to(device)
+    def pads(self) -> Iterator[tuple[list[str], Tensor]]:
+        """The states of all layers' pads: of each device, the layers' names, and theirs ``[layers]``."""
+        known = {name: norms.pads for name, norms in self.layers.items() if has_numbers(norms.pads)}
+        for device in {pads.device for pads in known.values()}:
+            names = [name for name, pads in known.items() if pads.device == device]
+            yield names, torch.stack([known[name] for name in names])
 
     def state_dict(self) -> dict[str, Any]:
         """Everything learned, as tensors on the CPU."""
@@ -262,16 +224,18 @@ def merged(states: list[dict[str, Any]]) -> dict[str, Any]:
         if key in ("start", "end"):
             longest = max(map(len, values))
             padded = torch.stack([torch.nn.functional.pad(v, (0, longest - len(v)), value=-1.0) for v in values])
-            seen = padded >= 0
-            mean = (padded * seen).sum(0) / seen.sum(0).clamp_min(1)
-            result[name] = mean.where(seen.any(0), -1.0)
+            result[name] = _mean(padded, padded >= 0, -1.0)
         elif key == "samples":
             result[name] = functools.reduce(lambda table, value: torch.where(value > 0, value, table), values)
         elif key == "reference":
-            known = [float(v) for v in values if v > 0]
-            result[name] = torch.tensor(math.fsum(known) / len(known) if known else 0.0)
+            known = torch.stack(values).double()
+            result[name] = _mean(known, known > 0, 0.0).float()
         elif key == SHARES:
             result[name] = torch.stack(values).mean(0)
         else:
             result[name] = torch.stack(values).max(0).values
     return result
+
+
+def _mean(values: Tensor, seen: Tensor, otherwise: float) -> Tensor:
+    return ((values * seen).sum(0) / seen.sum(0).clamp_min(1)).where(seen.any(0), otherwise)

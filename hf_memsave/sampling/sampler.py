@@ -50,31 +50,24 @@ class Layer(NamedTuple):
 
 
 class Sampler:
-    """Shared by all sampled layers of a model.
-
-    Attributes:
-        step: Training forwards so far.
-        cache: Gradient norms of earlier steps.
-        shares: Of each stack's tokens, how many were real, in the last forwards that are known of.
-    """
+    """Shared by all sampled layers of a model."""
 
     def __init__(self, config: WTACRS) -> None:
         samples = {"sample_idx": config.samples, "content": config.samples or _SLOTS}.get(str(config.cache), 0)
-        self.config, self.step = config, 0
+        self.config, self.step = config, 0  # training forwards so far
         self.cache = NormCache(config.cache, samples or 0)
+        # Of each stack's tokens, how many were real, in the last forwards that are known of.
         self.shares: dict[str, deque[float]] = {stack: deque(maxlen=_EARLIER) for stack in _STACKS}
         self._told: set[str] = set()
-        self._questions = Questions()
-        self._local = threading.local()
-        self._checkpointed = Checkpointed()
+        self._questions, self._local, self._checkpointed = Questions(), threading.local(), Checkpointed()
 
     def __getstate__(self) -> dict[str, Any]:
         self._questions.hear()
+        self.cache.learn()
         return {**self.__dict__, "_questions": None, "_local": None, "_checkpointed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._questions, self._local, self._checkpointed = Questions(), threading.local(), Checkpointed()
+        self.__dict__.update(state, _questions=Questions(), _local=threading.local(), _checkpointed=Checkpointed())
 
     @property
     def batch(self) -> Batch | None:
@@ -83,11 +76,7 @@ class Sampler:
 
     @contextlib.contextmanager
     def entering(
-        self,
-        arguments: Mapping[str, Any],
-        given: Batch | None,
-        checkpoint: tuple[Any, Any] = (None, None),
-        function: Any = None,
+        self, arguments: Mapping[str, Any], given: Batch | None, checkpoint: Any = (None, None), function: Any = None
     ) -> Iterator[None]:
         """While a block runs: its batch, or the part of it that the block sees.
 
@@ -111,22 +100,19 @@ class Sampler:
 
     def remember(self, functions: Iterable[Any], function: Any) -> None:
         """Where a block runs without gradients, in forwards of ``functions``: a run with them asks for its batch."""
-        batch = self.batch or self._checkpointed.batch(function)
-        if batch is not None:
+        if (batch := self.batch or self._checkpointed.batch(function)) is not None:
             for context in functions:
                 self._checkpointed.note(context, batch)
 
     def draw(self, layer: str, x: Tensor, tokens: Tokens | None, batch: Batch, drawing: Drawing = EAGER) -> Draw | None:
         """The rows of ``x`` ``[*, features]``, counted over all leading dimensions; None where all are taken."""
-        total = x.shape[:-1].numel()
-        real = total if tokens is None else tokens.real
+        real = x.shape[:-1].numel() if tokens is None else tokens.real
         k = max(round(self.config.budget * real), self.config.minimum)
         if k > MOST * real:
             return None
         norms = drawing.row_norms(x.detach()).flatten()
-        predicted = self.cache.predict(layer, batch, tokens)
-        allowed = self.cache.allowed(layer, tokens)
-        p = drawing.probabilities(norms, *(None if t is None else t.flatten() for t in (predicted, allowed)))
+        learned = self.cache.predict(layer, batch, tokens), self.cache.allowed(layer, tokens)
+        p = drawing.probabilities(norms, *(None if t is None else t.flatten() for t in learned))
         return self.choose(p, k, layer, batch, drawing)
 
     def choose(self, p: Tensor, k: int, layer: str, batch: Batch, drawing: Drawing = EAGER) -> Draw:
@@ -141,53 +127,51 @@ class Sampler:
     def _begin(self, arguments: Mapping[str, Any]) -> Batch:
         self._questions.hear()
         self._ask_for_pads()
-        masks = [arguments.get("attention_mask"), arguments.get("decoder_attention_mask")]
-        if not _is_2d(masks[1]) and _is_2d(labels := arguments.get("labels")):
-            masks[1] = labels != _IGNORED
-        own, decoder = (self._counted(*stack) for stack in zip(_STACKS, masks, strict=True))
+        mask, of_decoder, labels = map(arguments.get, ("attention_mask", "decoder_attention_mask", "labels"))
+        if not _is_2d(of_decoder) and _is_2d(labels):
+            of_decoder = labels != _IGNORED
+        own, decoder = (self._counted(*stack) for stack in zip(self.shares.values(), (mask, of_decoder), strict=True))
         batch = Batch(self.step, own, decoder, samples=self._samples(arguments))
         self.step += 1
         return batch
 
-    def _counted(self, stack: str, mask: Any) -> Tokens | None:
+    def _counted(self, shares: deque[float], mask: Any) -> Tokens | None:
         """The tokens of a stack; how many of them are real, later forwards will know."""
-        tokens = _tokens(mask, max(self.shares[stack], default=1.0))
-        if tokens is not None and has_numbers(tokens.mask) and tells_later(tokens.mask) and tokens.mask.numel():
-            self._questions.ask(tokens.mask.sum() / tokens.mask.numel(), partial(self._know_share, stack))
+        if not _is_2d(mask):
+            return None
+        tokens = Tokens(mask != 0, max(shares, default=1.0))
+        if has_numbers(tokens.mask) and tells_later(tokens.mask) and tokens.mask.numel():
+            share = tokens.mask.sum() / tokens.mask.numel()
+            self._questions.ask(share, lambda share: shares.append(float(share)))
         return tokens
-
-    def _know_share(self, stack: str, share: Tensor) -> None:
-        self.shares[stack].append(float(share))
 
     def _samples(self, arguments: Mapping[str, Any]) -> Tensor | None:
         """The batch's rows in the table of samples."""
         if self.config.cache == INDEX:
-            return self._checked(arguments.get(INDEX))
+            index = arguments.get(INDEX)
+            if not isinstance(index, Tensor) or index.dim() != 1 or index.is_floating_point():
+                raise ConfigError(
+                    f"WTACRS(cache='sample_idx') expected the batch's column {INDEX!r}, a whole number a sample, got "
+                    f"{_kind(index)}. Add it: dataset.add_column({INDEX!r}, range(len(dataset))), or use "
+                    "cache='content'."
+                )
+            rows = index.detach().long()
+            if len(rows) and has_numbers(rows):
+                self._questions.ask(torch.stack(rows.aminmax()), self._check)
+            return rows.remainder(self.cache.samples)  # for the step in which a wrong one is not known yet
         if self.config.cache != "content":
             return None
-        ids = arguments.get("input_ids")
+        ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
         if not _is_2d(ids) or ids.is_floating_point():
             raise ConfigError(
                 f"WTACRS(cache='content') expected input_ids [batch, seq] to tell samples apart by, got {_kind(ids)}. "
                 "Use cache='position', or cache='sample_idx' with a column of indices."
             )
-        mask = arguments.get("attention_mask")
         mask = mask != 0 if _is_2d(mask) and mask.shape == ids.shape else torch.ones_like(ids) > 0
         # By the position among the real tokens: the same wherever the pads are.
         position = (Tokens(mask).from_start.long() + 1) * _MIX[0]
         odd = (position ^ (position >> 29)) * _MIX[1] | 1
         return (((ids.long() + 1) * mask * odd).sum(1) >> 20).remainder(self.cache.samples)
-
-    def _checked(self, index: Any) -> Tensor:
-        if not isinstance(index, Tensor) or index.dim() != 1 or index.is_floating_point():
-            raise ConfigError(
-                f"WTACRS(cache='sample_idx') expected the batch's column {INDEX!r}, a whole number a sample, got "
-                f"{_kind(index)}. Add it: dataset.add_column({INDEX!r}, range(len(dataset))), or use cache='content'."
-            )
-        rows = index.detach().long()
-        if len(rows) and has_numbers(rows):
-            self._questions.ask(torch.stack(rows.aminmax()), self._check)
-        return rows.remainder(self.cache.samples)  # for the step in which a wrong one is not known yet
 
     def _check(self, bounds: Tensor) -> None:
         first, last = bounds.tolist()
@@ -232,27 +216,20 @@ class Sampler:
 
 def _within(outside: Batch, arguments: Mapping[str, Any]) -> Batch:
     """What a block inside the model sees of the batch: a decoder stack has its own tokens, and the encoder's beside."""
-    hidden = arguments.get("encoder_hidden_states")
-    mask = arguments.get("attention_mask")
-    if outside.other is not None:  # gradient checkpointing may hand the block a copy of the encoder's output
-        if isinstance(hidden, Tensor):
-            return replace(outside, other_storage=hidden.untyped_storage()._cdata)
-        return outside
-    if isinstance(hidden, Tensor):
-        other = _tokens(arguments.get("encoder_attention_mask"), _share(outside.own)) or outside.own
-        own = _tokens(mask, _share(outside.decoder)) or outside.decoder
-        return replace(outside, own=own, other=other, other_storage=hidden.untyped_storage()._cdata)
-    if _is_2d(mask) and (outside.own is None or outside.own.mask.shape != mask.shape):
-        return replace(outside, own=_tokens(mask, _share(outside.own)))
+    hidden, mask = arguments.get("encoder_hidden_states"), arguments.get("attention_mask")
+    if isinstance(hidden, Tensor):  # gradient checkpointing may hand the block a copy of the encoder's output
+        batch = replace(outside, other_storage=hidden.untyped_storage()._cdata)
+        if outside.other is None:
+            batch.other = _tokens(arguments.get("encoder_attention_mask"), outside.own) or outside.own
+            batch.own = _tokens(mask, outside.decoder) or outside.decoder
+        return batch
+    if outside.other is None and _is_2d(mask) and (outside.own is None or outside.own.mask.shape != mask.shape):
+        return replace(outside, own=_tokens(mask, outside.own))
     return outside
 
 
-def _share(tokens: Tokens | None) -> float:
-    return 1.0 if tokens is None else tokens.share
-
-
-def _tokens(mask: Any, share: float = 1.0) -> Tokens | None:
-    return Tokens(mask != 0, share) if _is_2d(mask) else None
+def _tokens(mask: Any, like: Tokens | None) -> Tokens | None:
+    return Tokens(mask != 0, 1.0 if like is None else like.share) if _is_2d(mask) else None
 
 
 def _is_2d(value: Any) -> TypeGuard[Tensor]:

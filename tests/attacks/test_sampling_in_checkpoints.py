@@ -158,20 +158,17 @@ def test_a_block_is_checkpointed_from_outside(family, kinds, attention, device):
 @both_kinds
 def test_a_whole_model_is_checkpointed(use_reentrant, device):
     """It is run again with the rows of its forward."""
-    torch.manual_seed(0)
-    found = []
-    for is_checkpointed in (False, True):
+    found, x = [], random(4, 64, WIDTH, device=device).requires_grad_()
+    for call in (lambda model, x: model(x), functools.partial(checkpoint, use_reentrant=use_reentrant)):
         torch.manual_seed(0)
         model = Attack(lambda model, x: model.g(model.f(x).relu())).to(device)
         patch(model, MemSaveConfig(linear=WTACRS(minimum=4, targets=("f", "g"))))
-        x, steps = random(4, 64, WIDTH, device=device).requires_grad_(), []
         for _ in range(3):
             model.zero_grad()
-            y = checkpoint(model, x, use_reentrant=use_reentrant) if is_checkpointed else model(x)
+            y = call(model, x)
             y.pow(2).sum().backward()
-            steps.append({"y": y.detach(), **gradients(model)})
-        found.append(steps)
-    for mine, expected in zip(*found, strict=True):
+            found.append({"y": y.detach(), **gradients(model)})
+    for expected, mine in zip(found[:3], found[3:], strict=True):
         assert_same(mine, expected)
 
 
@@ -179,7 +176,7 @@ def test_a_whole_model_is_checkpointed(use_reentrant, device):
 def test_two_batches_in_one_checkpoint(use_reentrant, device):
     """Run again, each call of the model has the tokens of its own batch."""
     found = []
-    for is_checkpointed in (False, True):
+    for call in (lambda both, one: both(one), functools.partial(checkpoint, use_reentrant=use_reentrant)):
         model = sampled("bert", device)
         batches = [batch_for(model, SIZE, padded=True, seed=seed) for seed in (1, 2)]
         batches[1]["attention_mask"] = batches[1]["attention_mask"].flip(0)
@@ -189,14 +186,12 @@ def test_two_batches_in_one_checkpoint(use_reentrant, device):
         def both(one, model=model, batches=batches):
             return one * sum(model(**batch).loss for batch in batches)
 
-        one, steps = torch.ones((), device=device, requires_grad=True), []
         for seed in (1, 2):
             torch.manual_seed(seed)
             model.zero_grad()
-            loss = checkpoint(both, one, use_reentrant=use_reentrant) if is_checkpointed else both(one)
+            loss = call(both, torch.ones((), device=device, requires_grad=True))
             loss.backward()
-            steps.append({"loss": loss.detach(), **gradients(model)})
+            found.append({"loss": loss.detach(), **gradients(model)})
         assert sampler_of(model).step == 4
-        found.append(steps)
-    for got, expected in zip(*found, strict=True):
+    for expected, got in zip(found[:2], found[2:], strict=True):
         assert_same(got, expected)

@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from hf_memsave import WTACRS
+from hf_memsave import WTACRS, ConfigError
 from hf_memsave.sampling.batch import Batch, Tokens
 from hf_memsave.sampling.norm_cache import NONZERO, RATE, UNSEEN, ZERO, NormCache, merged
+from hf_memsave.sampling.sampler import Sampler
 from support.draws import Watched, expected_weights
 from support.helpers import random
 from support.pairs import pairwise
@@ -38,7 +39,7 @@ def batch_of(tokens, samples=(0, 1, 2, 3), step=0):
 
 def sampler_of(config, cls=Watched):
     sampler = cls(config)
-    sampler.cache.know(LAYER)
+    sampler.cache.known.add(LAYER)
     return sampler
 
 
@@ -46,16 +47,6 @@ def cached(sampler, device):
     tokens = right_padded(device)
     for step in range(3):
         sampler.cache.update(LAYER, batch_of(tokens), tokens, gradients(device, tokens, step))
-
-
-def half_cached(sampler, device):
-    cached(sampler, device)
-    return (0, 1, 9, 10)
-
-
-def never_seen(sampler, device):
-    cached(sampler, device)
-    return (8, 9, 10, 11)
 
 
 def zero_entries(sampler, device):
@@ -84,14 +75,24 @@ def empty(sampler, device):
     pass
 
 
-STATES = (empty, cached, half_cached, never_seen, zero_entries, stale, resumed)
+#: How a cache comes about, and the samples of the batch that asks it.
+STATES = {
+    "empty": (empty, (0, 1, 2, 3)),
+    "cached": (cached, (0, 1, 2, 3)),
+    "half cached": (cached, (0, 1, 9, 10)),
+    "never seen": (cached, (8, 9, 10, 11)),
+    "zero entries": (zero_entries, (0, 1, 2, 3)),
+    "stale": (stale, (0, 1, 2, 3)),
+    "resumed": (resumed, (0, 1, 2, 3)),
+}
 
 
 @pytest.mark.parametrize(("state", "cache", "estimator"), pairwise(STATES, CACHES, ["wta", "crs"]))
 def test_the_expected_weight_of_every_real_row_is_one(device, state, cache, estimator):
     config = CACHES[cache]
     sampler = sampler_of(WTACRS(**vars(config) | {"estimator": estimator}))
-    samples = state(sampler, device) or (0, 1, 2, 3)
+    fill, samples = STATES[state]
+    fill(sampler, device)
     tokens = right_padded(device, (7, 8, 2, 4))
     x = random(BATCH, SEQ, IN, device=device, seed=3)
     draw = sampler.draw(LAYER, x, tokens, batch_of(tokens, samples))
@@ -99,51 +100,25 @@ def test_the_expected_weight_of_every_real_row_is_one(device, state, cache, esti
     weights = expected_weights(estimator, sampler.p, sampler.k)
     real = tokens.mask.flatten().cpu()
     torch.testing.assert_close(weights[real], torch.ones_like(weights[real]), rtol=1e-5, atol=0)
-    pads_are_drawn = state is empty
-    assert (weights[~real] > 0).all() if pads_are_drawn else not weights[~real].any()
+    assert (weights[~real] > 0).all() if state == "empty" else not weights[~real].any()
 
 
-@pytest.mark.parametrize("cache", ["position", "sample_idx"])
-def test_many_seeds_draw_every_row_once_on_average(device, cache):
-    sampler = sampler_of(CACHES[cache])
-    half_cached(sampler, device)
-    tokens, x = right_padded(device), random(BATCH, SEQ, IN, device=device, seed=3)
-    n, total = 800, torch.zeros(2, BATCH * SEQ, dtype=torch.float64, device=device)
-    for step in range(n):
-        draw = sampler.draw(LAYER, x, tokens, batch_of(tokens, (0, 1, 9, 10), step))
-        weight = torch.zeros(BATCH * SEQ, dtype=torch.float64, device=device)
-        weight.index_add_(0, draw.index, draw.scale.double())
-        total += torch.stack([weight, weight.square()])
-    mean, square = total[:, tokens.mask.flatten()] / n
-    error = ((square - mean.square()) / n).sqrt()
-    assert ((mean - 1).abs() <= 4.5 * error + 1e-6).all()  # of 22 rows: a chance of 1 in 6,000
-
-
-@pytest.mark.parametrize(("pads", "drawn"), [(UNSEEN, True), (ZERO, False), (NONZERO, True)])
-def test_pads_are_drawn_unless_they_were_seen_without_a_gradient(device, pads, drawn):
-    sampler, tokens = sampler_of(CACHES["position"]), right_padded(device)
-    if pads != UNSEEN:
-        of_pads = 1.0 if pads == NONZERO else 0.0
-        sampler.cache.update(LAYER, batch_of(tokens), tokens, gradients(device, tokens, pads=of_pads))
-        assert int(sampler.cache.layers[LAYER].pads) == pads
-    sampler.draw(LAYER, random(BATCH, SEQ, IN, device=device), tokens, batch_of(tokens))
-    assert bool((sampler.p[~tokens.mask.flatten()] > 0).all()) is drawn
-    weights = expected_weights("wta", sampler.p, sampler.k)
-    expected = torch.ones_like(weights) if drawn else tokens.mask.flatten().cpu().double()
-    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=0)
-
-
-def test_what_a_backward_says_of_pads(device):
+def test_what_a_backward_says_of_pads_which_are_drawn_unless_they_were_seen_without_a_gradient(device):
     """Nothing without a gradient (lora_B is zero at first) or without pads; one with a gradient is not forgotten."""
     padded, whole = right_padded(device), right_padded(device, (SEQ,) * BATCH)
-    cache = NormCache("position", 0)
+    sampler, x = sampler_of(CACHES["position"]), random(BATCH, SEQ, IN, device=device)
+    real = padded.mask.flatten().cpu()
     for tokens, scale, pads, expected in (
         (padded, 0.0, 0.0, UNSEEN), (whole, 1.0, 0.0, UNSEEN), (padded, 1.0, 0.0, ZERO), (padded, 1.0, 1e-20, NONZERO),
         (padded, 1.0, 0.0, NONZERO),
     ):  # fmt: skip
-        cache.update(LAYER, batch_of(tokens), tokens, gradients(device, tokens, pads=pads) * scale)
-        assert int(cache.layers[LAYER].pads) == expected
-    assert [(names, states.tolist()) for names, states in cache.pads()] == [([LAYER], [NONZERO])]
+        sampler.cache.update(LAYER, batch_of(tokens), tokens, gradients(device, tokens, pads=pads) * scale)
+        assert int(sampler.cache.layers[LAYER].pads) == expected
+        sampler.draw(LAYER, x, padded, batch_of(padded))
+        weights = expected_weights("wta", sampler.p, sampler.k)
+        drawn = real.double() if expected == ZERO else torch.ones_like(weights)
+        torch.testing.assert_close(weights, drawn, rtol=1e-5, atol=0)
+    assert [(names, states.tolist()) for names, states in sampler.cache.pads()] == [([LAYER], [NONZERO])]
 
 
 @pytest.mark.parametrize(("kind", "odd", "at"), pairwise(list(CACHES)[:2], [math.inf, math.nan], ["real", "pad"]))
@@ -160,63 +135,45 @@ def test_gradients_that_are_not_finite_teach_nothing(device, kind, odd, at):
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_a_resumed_run_draws_the_same_bits(device, cache):
+def test_a_resumed_run_draws_the_same_bits_and_shares_nothing(device, cache):
     first, second = sampler_of(CACHES[cache]), sampler_of(CACHES[cache])
     cached(first, device)
     first.step = 5
-    second.load_state_dict(first.state_dict(), device)
+    state = first.state_dict()
+    before = {name: value.clone() for name, value in state.items()}
+    second.load_state_dict(state, device)
     tokens, x = right_padded(device), random(BATCH, SEQ, IN, device=device, seed=3)
     assert second.step == 5
     draws = [s.draw(LAYER, x, tokens, batch_of(tokens, (0, 1, 9, 10), s.step)) for s in (first, second)]
     assert torch.equal(draws[0].index, draws[1].index) and torch.equal(draws[0].scale, draws[1].scale)
     assert torch.equal(first.p, second.p)
-
-
-def test_two_that_go_on_from_one_state_share_nothing(device):
-    sampler, tokens = sampler_of(CACHES["sample_idx"]), right_padded(device)
-    cached(sampler, device)
-    state = sampler.state_dict()
-    before = {name: value.clone() for name, value in state.items()}
-    for _ in range(2):
-        other = sampler_of(CACHES["sample_idx"])
-        other.load_state_dict(state, device)
-        other.cache.update(LAYER, batch_of(tokens), tokens, gradients(device, tokens, 9) * 100)
+    second.cache.update(LAYER, batch_of(tokens), tokens, gradients(device, tokens, 9) * 100)
+    second.cache.learn()
     assert all(torch.equal(before[name], state[name]) for name in before)
-
-
-def test_layers_that_a_model_lacks_are_left_out(device):
-    sampler = sampler_of(CACHES["sample_idx"])
-    cached(sampler, device)
-    other = Watched(sampler.config)
-    other.cache.know("another")
-    other.load_state_dict(sampler.state_dict(), device)
+    other = Watched(CACHES[cache])  # which has no such layer
+    other.load_state_dict(state, device)
     assert not other.cache.layers
 
 
 def test_merged_averages_profiles_and_fills_tables(device):
     states = []
     for rank, (lengths, samples) in enumerate((((8, 5, 3, 6), (0, 1, 2, 3)), ((2, 3, 1, 2), (3, 4, 5, 6)))):
-        sampler, tokens = sampler_of(CACHES["sample_idx"]), right_padded(device, lengths)
-        pads = 1.0 if rank else 0.0
-        tokens = Tokens(tokens.mask[:, : max(lengths)])
-        squared = gradients(device, tokens, rank, pads)
-        sampler.cache.update(LAYER, batch_of(tokens, samples), tokens, squared)
+        sampler = sampler_of(CACHES["sample_idx"])
+        tokens = Tokens(right_padded(device, lengths).mask[:, : max(lengths)])
+        sampler.cache.update(LAYER, batch_of(tokens, samples), tokens, gradients(device, tokens, rank, float(rank)))
         sampler.step = rank
         states.append(sampler.state_dict())
-    a, b = states
     both = merged(states)
-    assert both.keys() == a.keys() | b.keys()
-    assert int(both["step"]) == 1 and int(both[f"{LAYER}/pads"]) == NONZERO
-    start = f"{LAYER}/start"
-    assert len(both[start]) == SEQ
-    torch.testing.assert_close(both[start][:3], (a[start][:3] + b[start]) / 2)
-    assert torch.equal(both[start][3:], a[start][3:])
-    table = both[f"{LAYER}/samples"]
-    assert torch.equal(table[:3], a[f"{LAYER}/samples"][:3]) and torch.equal(table[3:], b[f"{LAYER}/samples"][3:])
-    assert float(both[f"{LAYER}/reference"]) == pytest.approx(
-        (float(a[f"{LAYER}/reference"]) + float(b[f"{LAYER}/reference"])) / 2
-    )
+    assert both.keys() == states[0].keys() | states[1].keys() and int(both["step"]) == 1
     sampler_of(CACHES["sample_idx"]).load_state_dict(both, device)
+    (start, a, b), (table, of_a, of_b), (reference, *references), (pads, _, _) = (
+        [state[f"{LAYER}/{key}"] for state in (both, *states)] for key in ("start", "samples", "reference", "pads")
+    )
+    assert pads == NONZERO and len(start) == SEQ
+    torch.testing.assert_close(start[:3], (a[:3] + b) / 2)
+    assert torch.equal(start[3:], a[3:])
+    assert torch.equal(table[:3], of_a[:3]) and torch.equal(table[3:], of_b[3:])
+    torch.testing.assert_close(reference, sum(references) / 2)
 
 
 # What it learns.
@@ -251,7 +208,7 @@ def test_the_profile_is_a_running_mean(device):
 
 def test_the_table_keeps_a_samples_norm_to_a_sixteenth_octave(device):
     cache, tokens = NormCache("sample_idx", 16), right_padded(device, (SEQ,) * BATCH)
-    cache.know(LAYER)
+    cache.known.add(LAYER)
     norms = torch.tensor([1e-2, 1.0, 30.0, 400.0], device=device)
     cache.update(LAYER, batch_of(tokens, (5, 0, 15, 7)), tokens, norms.square()[:, None].expand(-1, SEQ))
     predicted = cache.predict(LAYER, batch_of(tokens, (15, 7, 0, 5)), tokens)[:, 0]
@@ -263,7 +220,7 @@ def test_the_table_keeps_a_samples_norm_to_a_sixteenth_octave(device):
 def test_the_table_of_mnli_at_t5_base_stays_below_100_mb():
     sampler = Watched(WTACRS(cache="sample_idx", samples=392_702))
     for layer in range(192):
-        sampler.cache.know(f"layer.{layer}")
+        sampler.cache.known.add(f"layer.{layer}")
     assert 0 < sampler.cache.nbytes < 100e6
     assert not sampler.cache.layers, "memory is taken before a sample was seen"
 
@@ -273,9 +230,10 @@ def test_samples_that_are_not_the_rows_of_a_layer_are_left_aside(device, samples
     # As in models for multiple choice, which lay the choices of a sample one under the other.
     sampler, tokens = sampler_of(CACHES["sample_idx"]), right_padded(device)
     cached(sampler, device)
-    batch = batch_of(tokens, samples)
+    batch, before = batch_of(tokens, samples), sampler.state_dict()[f"{LAYER}/samples"]
     assert sampler.draw(LAYER, random(BATCH, SEQ, IN, device=device), tokens, batch) is not None
     sampler.cache.update(LAYER, batch, tokens, gradients(device, tokens))
+    assert torch.equal(sampler.state_dict()[f"{LAYER}/samples"], before)
 
 
 def test_a_sample_that_is_twice_in_a_batch_is_remembered_by_its_larger_norm(device):
@@ -292,17 +250,54 @@ def test_a_sample_that_is_twice_in_a_batch_is_remembered_by_its_larger_norm(devi
 
 def test_tokens_are_where_a_layer_is():
     """As ``device_map`` places layers; the model's mask is on one device."""
-    mask = random(2, 8) > 0
-    batch = Batch(0, Tokens(mask), other=Tokens(random(2, 6) > 0))
+    batch = Batch(0, Tokens(random(2, 8) > 0), other=Tokens(random(2, 6) > 0))
     for shape in ((2, 8, 4), (16, 4), (2, 6, 4)):
         here, there = torch.empty(shape), torch.empty(shape, device="meta")
         tokens = batch.tokens(there)
         assert tokens.mask.device == there.device and tokens.from_end.device == there.device
         assert tokens is batch.tokens(there) and tokens.real == batch.tokens(here).real
         assert batch.tokens(here) is (batch.other if shape[1] == 6 else batch.own)
-    assert mask.device.type == "cpu"
-    cache = NormCache("position", 0)
-    cache.know("layer")
-    cache.update("layer", batch, batch.tokens(torch.empty(2, 8, 4, device="meta")), torch.ones(2, 8, device="meta"))
-    cache.learn()
-    assert cache.predict("layer", batch, batch.tokens(torch.empty(2, 8, 4, device="meta"))).is_meta
+    cache, tokens = NormCache("position", 0), batch.tokens(torch.empty(2, 8, 4, device="meta"))
+    cache.update("layer", batch, tokens, torch.ones(2, 8, device="meta"))
+    assert cache.predict("layer", batch, tokens).is_meta
+
+
+# Which samples a batch has: by their column of indices, or by what they contain.
+
+
+def ids_of(lengths, left=False, width=20):
+    rows = []
+    for sample, length in enumerate(lengths):
+        words = random(length, seed=sample).abs().mul(1000).long() + 5
+        pads = torch.zeros(width - length, dtype=torch.long)
+        rows.append(torch.cat([pads, words] if left else [words, pads]))
+    ids = torch.stack(rows)
+    return {"input_ids": ids, "attention_mask": (ids > 0).long()}
+
+
+def test_a_samples_slot_is_that_of_its_content_whatever_the_padding():
+    sampler, lengths = Sampler(WTACRS(cache="content", samples=2**40)), (20, 5, 17, 8)
+    slots = sampler._samples(ids_of(lengths))
+    assert slots.unique().numel() == len(lengths) and (slots >= 0).all()
+    for width, left in ((20, True), (33, False), (64, True)):
+        assert torch.equal(sampler._samples(ids_of(lengths, left, width)), slots), (width, left)
+    swapped = ids_of(lengths)
+    swapped["input_ids"][:, :2] = swapped["input_ids"][:, :2].flip(1)
+    assert not (sampler._samples(swapped) == slots).any()
+
+
+@pytest.mark.parametrize(
+    ("cache", "given", "message"),
+    [
+        ("content", torch.zeros(2, 3, 4), r"'content'\) expected input_ids .* got NoneType. Use cache='position'"),
+        *(
+            ("sample_idx", given, r"column 'sample_idx', a whole number a sample, got .*dataset.add_column")
+            for given in (None, 3, torch.zeros(2, 2).long(), torch.zeros(2))
+        ),
+        ("sample_idx", torch.tensor([0, 16]), "numbers from 0 to 15, got 0 to 16. Set WTACRS"),
+        ("sample_idx", torch.tensor([-1, 3]), "numbers from 0 to 15, got -1 to 3. Set WTACRS"),
+    ],
+)
+def test_what_tells_no_samples_apart_is_refused(cache, given, message):
+    with pytest.raises(ConfigError, match=message):
+        Sampler(WTACRS(cache=cache, samples=16))._samples({"sample_idx": given, "inputs_embeds": given})

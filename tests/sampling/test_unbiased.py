@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from hf_memsave import WTACRS, MemSaveConfig, patch
 from hf_memsave.ops.sampled.wta_crs import LAYER
@@ -15,7 +13,7 @@ from support.helpers import random
 from support.pairs import pairwise
 
 BATCH, SEQ, IN, OUT = 4, 8, 6, 5
-DRAWS, STEPS = 20_000, 400
+DRAWS = 20_000
 
 
 def right_padded(device):
@@ -31,16 +29,6 @@ def rows(device, dtype=torch.float32):
 
 def linear():
     return nn.Sequential(nn.Linear(IN, OUT))
-
-
-def conv1d():
-    return nn.Sequential(Conv1D(OUT, IN))
-
-
-def lora():
-    config = LoraConfig(r=3, target_modules=["0"], init_lora_weights=False)
-    return get_peft_model(linear(), config)
-
 
 
 def sampled(kind, device, dtype, **options):
@@ -65,22 +53,7 @@ def exact(kind, device, dtype):
     return backward(model.double().eval(), layer, h.double(), dz.double())
 
 
-# Through the model, forward and backward.
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [(linear, torch.float32), (linear, torch.bfloat16), (conv1d, torch.float32), (lora, torch.bfloat16)],
-)
-def test_hundreds_of_training_steps_have_no_bias_while_the_cache_learns(device, kind, dtype):
-    model, layer = sampled(kind, device, dtype)
-    h, dz = rows(device, dtype)
-    found = torch.stack([backward(model, layer, h, dz) for _ in range(STEPS)])
-    assert found.float().std(0).max() > 0, "nothing was sampled"
-    assert standard_errors(found, exact(kind, device, dtype)) < 2
-
-
-# The same, 20,000 times at once: the sampler's own draws and the op's own arithmetic, over a batch of draws.
+# 20,000 times at once: the sampler's own draws and the op's own arithmetic, over a batch of draws.
 
 
 def gradients(index, scale, h, dz):
@@ -103,7 +76,7 @@ def draws(sampler, h, mask, samples=None):
 def cached(config, device, dtype):
     """A sampler that has learned of every other sample."""
     sampler, mask = Sampler(config), right_padded(device)
-    sampler.cache.know("layer")
+    sampler.cache.known.add("layer")
     _, dz = rows(device, dtype)
     squared = dz.float().square().sum(-1) * torch.linspace(0.1, 5, SEQ, device=device)  # stale
     sampler.cache.update("layer", Batch(0, samples=torch.tensor([0, 9, 2, 11])), Tokens(mask), squared)

@@ -48,16 +48,15 @@ def sent(monkeypatch):
 @on_stand_in
 @pytest.mark.parametrize(
     ("family", "cache", "padded"),
-    [*zip(["bert"] * 4, CACHES, [False, True] * 2, strict=True), ("t5-decoder", "position", True),
-     ("t5-decoder", "sample_idx", False)],
-)  # fmt: skip
+    [*zip(["bert"] * 4, CACHES, [False, True] * 2, strict=True), ("t5-decoder", "sample_idx", True)],
+)
 def test_a_step_waits_for_nothing_of_the_one_before(family, cache, padded, sent):
     with on_fake(lambda: build(family, QUOTED, torch.bfloat16), padded=padded) as (model, batch):
         patch(model, MemSaveConfig(linear=CACHES[cache]))
         index = {"sample_idx": torch.zeros(QUOTED.batch, dtype=torch.long, device=batch["input_ids"].device)}
         batch |= index if cache == "sample_idx" else {}
         before = 0
-        for _ in range(4):
+        for _ in range(3):
             with NoTransfers():
                 model(**batch).loss.backward()
             assert sent["read"] == before, "what a step asks for is read in the next one"
@@ -67,10 +66,10 @@ def test_a_step_waits_for_nothing_of_the_one_before(family, cache, padded, sent)
 
 @on_stand_in
 def test_a_question_that_waits_raises(monkeypatch):
-    monkeypatch.setattr(batches, "has_numbers", lambda x: True)
-    monkeypatch.setattr(batches, "tells_later", lambda x: False)
+    for name, value in (("has_numbers", True), ("tells_later", False)):
+        monkeypatch.setattr(batches, name, lambda x, value=value: value)
     with on_fake(lambda: build("bert", QUOTED, torch.bfloat16), padded=True) as (model, batch):
-        patch(model, MemSaveConfig(linear=WTACRS(targets=("0", "1"))))
+        patch(model, MemSaveConfig(linear=CACHES["position"]))
         with pytest.raises(DATA_ERRORS):
             model(**batch)
 
@@ -98,24 +97,11 @@ def test_a_draw_has_the_size_that_the_largest_share_of_earlier_forwards_gives(se
     assert (batch.own.real, batch.decoder) == (2, None)
 
 
-def test_documents_are_drawn_as_they_should_where_queries_take_turns_with_them(sent):
-    sampler = Sampler(WTACRS())
-    for _ in range(4):
-        sampler._begin({"attention_mask": masks(1, 1)})
-        documents = sampler._begin({"attention_mask": masks(9, 10)}).own
-    assert documents.real == 19
-
-
-def test_an_empty_batch_says_nothing(sent):
-    sampler = Sampler(WTACRS())
+def test_an_empty_batch_says_nothing_and_labels_tell_of_a_decoder_without_a_mask(sent):
+    sampler, labels = Sampler(WTACRS()), torch.tensor([[3, 4, -100, -100]])
     for _ in range(2):
         assert sampler._begin({"attention_mask": masks(5, 5)[:0]}).own.real == 0
     assert not any(sampler.shares.values())
-
-
-def test_labels_tell_of_a_decoder_without_a_mask(sent):
-    sampler = Sampler(WTACRS())
-    labels = torch.tensor([[3, 4, -100, -100]])
     assert [sampler._begin({"labels": labels}).decoder.real for _ in range(2)] == [4, 2]
 
 

@@ -4,10 +4,8 @@ Forward, with s the scale, M the masks and biases and D dropout::
 
     P = softmax(Q Kᵀ s + M)         O = D(P) V
 
-Both products are :mod:`~hf_memsave.ops.sampled.wta_matmul`. The module's own forward runs, and the eager function that
-it calls: no code is copied, and the config goes on saying "eager", so masks and returned weights are stock's. A
-function mode hands the products that they call to the op. Without sampling nothing of this is needed: the tape keeps
-one tensor of weights.
+Both products are :mod:`~hf_memsave.ops.sampled.wta_matmul`: the module's own forward runs, and a function mode hands
+the products that it calls to the op. The config goes on saying "eager", so masks and returned weights are stock's.
 
 Source: Liu et al. (2023), arXiv:2305.15265, Figure 5.
 """
@@ -31,16 +29,15 @@ from hf_memsave.tape import current
 from hf_memsave.tape.as_stock import counted
 from hf_memsave.tape.private import FakeTensor, innermost_hooks
 
-#: The implementation that this op is for, and the function that stands for it in each modeling file.
+#: The implementation that this op is for.
 NAME = "eager"
-_FUNCTION = "eager_attention_forward"
 _PRODUCTS = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__})
 
 
 def is_attention(cls: type[nn.Module]) -> bool:
     """Whether modules of the stock class ``cls`` choose their attention by its name, with eager as the default."""
     code = getattr(inspect.unwrap(cls.forward), "__code__", None)
-    return code is not None and _FUNCTION in code.co_names
+    return code is not None and "eager_attention_forward" in code.co_names
 
 
 def implementation(module: nn.Module) -> str | None:
@@ -58,11 +55,9 @@ class _Sampling(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        is_product = (
-            func in _PRODUCTS and not kwargs and all(type(a) in (Tensor, FakeTensor) and a.dim() >= 4 for a in args)
-        )
+        are_heads = func in _PRODUCTS and all(type(a) in (Tensor, FakeTensor) and a.dim() >= 4 for a in args)
         # A checkpoint of the user's own may run this again, when no batch runs: then a foreign hook is innermost.
-        if not is_product or (current() is None and innermost_hooks() is not None):
+        if not are_heads or kwargs or (current() is None and innermost_hooks() is not None):
             return func(*args, **(kwargs or {}))
         self.products += 1
         a, b = map(autocast_low, args)

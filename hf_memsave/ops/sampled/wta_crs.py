@@ -8,14 +8,12 @@ Forward and, for an incoming gradient dz, backward, with h ``[n, in]`` and a dra
 
 Kept for backward, beside the weight::
 
-    stock    h
     exact    h, or what it is promised from
     here     the same and 8 bytes a drawn row, where that is kept anyway (as a norm's input is); else k scaled rows of h
 
-Linears that share an input share one draw, by their joint norm: q, k and v keep the same rows. Sampled are linears in
-training whose weight wants a gradient; parametrized ones, and batches with fewer tokens than rows, are exact. So is a
-linear that no target names, where all of h is kept anyway or had for less than the rows: a sample would be noise that
-frees nothing. Which that is follows from shapes and from what the forward has kept so far. Not differentiable twice.
+Linears that share an input share one draw, by their joint norm. Sampled are linears in training whose weight wants a
+gradient. Exact are parametrized ones, batches with fewer tokens than rows, and linears that no target names, where all
+of h is kept anyway or had for less than the rows. Not differentiable twice.
 Source: Liu et al. (2023), arXiv:2305.15265, Algorithm 1.
 """
 
@@ -33,9 +31,8 @@ from hf_memsave.ops.op import Op, autocast_low, is_parametrized, once_differenti
 from hf_memsave.sampling.batch import Batch, Tokens
 from hf_memsave.sampling.estimators import row_norms
 from hf_memsave.sampling.sampler import Layer
-from hf_memsave.tape import current
+from hf_memsave.tape import Tape, current
 from hf_memsave.tape.private import after_backward, backward_id, no_modes
-from hf_memsave.tape.tape import Tape
 
 #: Where a sampled module finds its :class:`~hf_memsave.sampling.Layer`.
 LAYER = "_memsave_layer"
@@ -64,31 +61,23 @@ class JointNorms:
             return
         joint, self.squared, self.waiting = self.squared, None, self.users  # for a second backward
         if self.tokens is not None and joint is not None:
-            joint = joint.view_as(self.tokens.mask)
             cache = self.layer.sampler.cache
-            cache.update(self.layer.name, self.batch, self.tokens, joint)
+            cache.update(self.layer.name, self.batch, self.tokens, joint.view_as(self.tokens.mask))
             if cache.backward != (backward := backward_id()):  # the callbacks of one that raises are never called
                 cache.backward = backward
                 after_backward(cache.learn)
 
 
 class SharedDraw:
-    """One draw, which the tape notes with the storage of the input it was made for.
-
-    Attributes:
-        index: The rows drawn, int32 ``[k]``; None where all are taken.
-        scale: Their scales, fp32 ``[k]``.
-        rows: The scaled rows ``[k, in]``, by dtype, where they are kept instead of the input.
-    """
+    """One draw, which the tape notes with the storage of the input it was made for."""
 
     def __init__(self, layer: Layer, x: Tensor, batch: Batch) -> None:
-        tokens = batch.tokens(x)
-        drawing = drawing_for(x)
+        tokens, drawing = batch.tokens(x), drawing_for(x)
         draw = layer.sampler.draw(layer.name, x, tokens, batch, drawing)
-        self.index = None if draw is None else draw.index.int()
-        self.scale = None if draw is None else draw.scale
+        self.index: Any = None if draw is None else draw.index.int()  # the rows drawn [k]; None where all are taken
+        self.scale: Any = None if draw is None else draw.scale  # their scales, fp32 [k]
         self.is_fused = drawing is FUSED_DRAWING
-        self.rows: dict[torch.dtype, Tensor] = {}
+        self.rows: dict[torch.dtype, Tensor] = {}  # the scaled rows [k, in], where they are kept instead of the input
         self.norms = JointNorms(layer, batch, tokens)
 
 
@@ -109,9 +98,9 @@ class _SampledLinear(torch.autograd.Function):
     def forward(
         ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor, shared: SharedDraw, is_conv1d: bool
     ) -> Tensor:
-        ctx.norms, ctx.is_conv1d, ctx.is_whole, ctx.is_fused = shared.norms, is_conv1d, kept is h, shared.is_fused
+        ctx.norms, ctx.is_conv1d, ctx.is_fused = shared.norms, is_conv1d, shared.is_fused
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(weight, kept, *((shared.index, shared.scale) if kept is h else (shared.index,)))
+        ctx.save_for_backward(weight, kept, shared.index, shared.scale if kept is h else None)
         shared.norms.join()
         return F.linear(h, weight.t() if is_conv1d else weight, bias)
 
@@ -124,14 +113,14 @@ class _SampledLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def gradients(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
-        weight, rows, index, *scale = ctx.saved_tensors
+        weight, rows, index, scale = ctx.saved_tensors
         flat = dz.reshape(-1, dz.shape[-1])
         dh = dw = db = None
         if ctx.needs_input_grad[0]:
             dh = (flat @ (weight.t() if ctx.is_conv1d else weight)).view(*dz.shape[:-1], -1)
         if ctx.needs_input_grad[1]:
-            if ctx.is_whole:
-                rows = _scaled(rows, index, scale[0], ctx.is_fused)
+            if scale is not None:
+                rows = _scaled(rows, index, scale, ctx.is_fused)
             drawn = flat.index_select(0, index)
             dw = rows.t() @ drawn if ctx.is_conv1d else drawn.t() @ rows
         if ctx.needs_input_grad[2]:
@@ -151,17 +140,15 @@ def _scaled(h: Tensor, index: Tensor, scale: Tensor, is_fused: bool) -> Tensor:
 
 def _wta_crs(module: Any, patch: Any, x: Tensor) -> Tensor:
     layer: Layer | None = module.__dict__.get(LAYER)
-    batch = None if layer is None else layer.sampler.batch
-    tape = current()
+    batch, tape = None if layer is None else layer.sampler.batch, current()
     if layer is None or batch is None or tape is None or x.dim() < 2 or is_parametrized(module):
         return patch.stock.forward(module, x)
-    if not (module.training and module.weight.requires_grad):
-        return patch.stock.forward(module, x)
     is_named = patch.value.targets is not None or not layer.name  # a layer that was patched by itself
-    if not is_named and (not x.requires_grad or not tape.cost(x)):  # all of x is kept, or had for nothing
-        return patch.stock.forward(module, x)
-    shared = _shared(tape, layer, x, batch)
-    if shared.index is None:
+    if (
+        not (module.training and module.weight.requires_grad)
+        or (not is_named and (not x.requires_grad or not tape.cost(x)))  # all of x is kept, or had for nothing
+        or (shared := _shared(tape, layer, x, batch)).index is None
+    ):
         return patch.stock.forward(module, x)
     h = autocast_low(x)
     kept = _kept(tape, h, shared)
@@ -175,14 +162,11 @@ def _kept(tape: Tape, h: Tensor, shared: SharedDraw) -> Tensor:
     """``h`` where the tape keeps that anyway, or for less than the drawn rows; else those."""
     if (rows := shared.rows.get(h.dtype)) is not None:
         return rows
-    index, scale = shared.index, shared.scale
-    if index is None or scale is None:
-        return h
     # A frozen embedding's output is kept once for q, k and v, of which LoRA casts each by itself.
-    if not h.requires_grad or tape.cost(h) <= len(index) * h.shape[-1] * h.itemsize:
+    if not h.requires_grad or tape.cost(h) <= len(shared.index) * h.shape[-1] * h.itemsize:
         return h
     with no_modes():
-        rows = shared.rows[h.dtype] = _scaled(h.detach(), index, scale, shared.is_fused)
+        rows = shared.rows[h.dtype] = _scaled(h.detach(), shared.index, shared.scale, shared.is_fused)
     tape.as_activation(rows)
     return rows
 

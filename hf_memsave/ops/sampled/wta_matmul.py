@@ -8,8 +8,8 @@ B ``[m, q]``, a draw of columns j_t with scales s_t, and one of rows i_t with sc
     dB = Σ_t r_t A_{i_t, :}ᵀ dC_{i_t, :}        (unbiased: E[dB] = Aᵀ dC)
 
 Attention's Q Kᵀ so samples keys for dQ and queries for dK, and its P V columns of the head dimension for dP and queries
-for dV. Each draw is independent of the other, and of those for other heads; its probabilities are the norms of the
-columns of B, or of the rows of A. Softmax's backward between the two products is exact, so dQ, dK and dV are unbiased.
+for dV. All draws are independent, by the norms of B's columns or of A's rows. Softmax's backward between the two
+products is exact, so dQ, dK and dV are unbiased.
 
 Kept for backward::
 
@@ -39,27 +39,17 @@ _COLUMNS, _ROWS = -1, -2
 
 
 class Sample(NamedTuple):
-    """What is kept of one operand: of the leading dimensions ``*`` and k drawn columns or rows.
+    """What is kept of an operand: of the leading dimensions ``*`` and k drawn columns or rows."""
 
-    Attributes:
-        index: Which, int32 ``[*, k]``.
-        scale: Their scales, fp32 ``[*, k]``; None where they are in ``drawn`` already.
-        drawn: Those columns ``[*, m, k]`` or rows ``[*, k, m]``, scaled; None where the whole operand is kept.
-    """
-
-    index: Tensor  # type: ignore[assignment]  # a tuple's method, asked of no sample
-    scale: Tensor | None
-    drawn: Tensor | None
+    x: Tensor | None = None  # whole, or those columns [*, m, k] or rows [*, k, m], scaled
+    drawn: Tensor | None = None  # which, int32 [*, k]; None for all
+    scale: Tensor | None = None  # their scales, fp32 [*, k]; None where they are in x already
 
 
 def wta_matmul(a: Tensor, b: Tensor, layer: Layer, name: str) -> Tensor:
-    """``a @ b`` with sampled gradients, where a batch runs and the leading dimensions are equal; else exact.
+    """``a @ b``, ``[*, n, m]`` and ``[*, m, q]``, with gradients that are sampled while a batch runs; else exact.
 
-    Args:
-        a: ``[*, n, m]``.
-        b: ``[*, m, q]``.
-        layer: The name that draws are made under, and the sampler.
-        name: Tells the products of one layer apart.
+    Its draws are made under the names of the ``layer`` and, of its products, ``name``.
 
     Returns:
         The product, the bits of ``torch.matmul``.
@@ -67,49 +57,40 @@ def wta_matmul(a: Tensor, b: Tensor, layer: Layer, name: str) -> Tensor:
     batch = layer.sampler.batch
     if batch is None or a.shape[:-2] != b.shape[:-2] or not torch.is_grad_enabled():
         return torch.matmul(a, b)
-    columns = _sample(b, _COLUMNS, layer, f"{name}, left", batch) if a.requires_grad else None
-    rows = _sample(a, _ROWS, layer, f"{name}, right", batch) if b.requires_grad else None
-    if columns is None and rows is None:
+    columns = _sample(b, _COLUMNS, layer, f"{name}, left", batch) if a.requires_grad else Sample()
+    rows = _sample(a, _ROWS, layer, f"{name}, right", batch) if b.requires_grad else Sample()
+    if columns.drawn is None and rows.drawn is None:
         return torch.matmul(a, b)
     return _SampledMatmul.apply(a, b, columns, rows)
 
 
-@torch.no_grad()
-def _draw(x: Tensor, dim: int, layer: Layer, name: str, batch: Batch) -> tuple[Tensor, Tensor] | None:
+def _sample(x: Tensor, dim: int, layer: Layer, name: str, batch: Batch) -> Sample:
     config, m = layer.sampler.config, x.shape[dim]
     k = max(round(config.budget * m), config.minimum)
     if k >= m:
-        return None
-    other = _ROWS if dim == _COLUMNS else _COLUMNS
-    precision = torch.promote_types(x.dtype, torch.float32)  # squares would overflow in fp16
-    drawing = drawing_for(x)
-    p = drawing.probabilities(torch.linalg.vector_norm(x, dim=other, dtype=precision))
-    return layer.sampler.choose(p, k, f"{layer.name}, {name}", batch, drawing)
-
-
-def _sample(x: Tensor, dim: int, layer: Layer, name: str, batch: Batch) -> Sample | None:
-    """What to keep of ``x``; None where all of it is needed."""
-    if (draw := _draw(x, dim, layer, name, batch)) is None:
-        return None
-    index, scale, tape = draw[0].int(), draw[1], current()
-    size = x.nbytes // x.shape[dim] * index.shape[-1]
-    if tape is not None and tape.cost(x) + scale.nbytes <= size:
-        return Sample(index, scale, None)
+        return Sample(x)
+    drawing, tape = drawing_for(x), current()
+    with torch.no_grad():
+        precision = torch.promote_types(x.dtype, torch.float32)  # squares would overflow in fp16
+        p = drawing.probabilities(torch.linalg.vector_norm(x, dim=-3 - dim, dtype=precision))  # over the other one
+        draw = layer.sampler.choose(p, k, f"{layer.name}, {name}", batch, drawing)
+    index, scale = draw.index.int(), draw.scale
+    if tape is not None and tape.cost(x) + scale.nbytes <= x.nbytes // m * k:
+        return Sample(x, index, scale)
     with no_modes():
         drawn = _scaled(x.detach(), index, scale, dim)
     if tape is not None:
         tape.as_activation(drawn)
-    return Sample(index, None, drawn)
+    return Sample(drawn, index)
 
 
 class _SampledMatmul(torch.autograd.Function):
     """``a @ b``; what is kept of b makes the gradient of a, and what is kept of a that of b."""
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, columns: Sample | None, rows: Sample | None) -> Tensor:
-        for_a, for_b = ctx.needs_input_grad[:2]
+    def forward(ctx: Any, a: Tensor, b: Tensor, columns: Sample, rows: Sample) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*_kept(b, columns, for_a), *_kept(a, rows, for_b))
+        ctx.save_for_backward(*columns, *rows)
         return torch.matmul(a, b)
 
     @staticmethod
@@ -126,14 +107,6 @@ class _SampledMatmul(torch.autograd.Function):
         return da, db, None, None
 
 
-def _kept(x: Tensor, sample: Sample | None, is_wanted: bool) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    if not is_wanted:
-        return None, None, None
-    if sample is None:
-        return x, None, None
-    return x if sample.drawn is None else sample.drawn, sample.index, sample.scale
-
-
 def _taken(x: Tensor, index: Tensor, dim: int) -> Tensor:
     """The columns or rows of ``x`` ``[*, n, q]`` at ``index`` ``[*, k]``."""
     if dim == _COLUMNS:
@@ -142,5 +115,4 @@ def _taken(x: Tensor, index: Tensor, dim: int) -> Tensor:
 
 
 def _scaled(x: Tensor, index: Tensor, scale: Tensor, dim: int) -> Tensor:
-    scale = scale[..., None, :] if dim == _COLUMNS else scale[..., :, None]
-    return (_taken(x, index, dim) * scale).to(x.dtype)
+    return (_taken(x, index, dim) * scale.unsqueeze(-3 - dim)).to(x.dtype)
