@@ -94,12 +94,16 @@ def _asked(
         torch.set_autocast_cache_enabled(is_cached)
 
 
+class _Graph:
+    """Alive for as long as the node of autograd that holds it."""
+
+
 def _graph_of(out: Any) -> Any:
     """What is alive for as long as the graph that made ``out``; or for good, where ``out`` does not tell."""
     if type(out) is not Tensor or out.grad_fn is None:
         return _graph_of
     node: Any = out.grad_fn
-    return node.metadata.setdefault("hf_memsave_counted", set())  # one that can be referred to weakly
+    return node.metadata.setdefault("hf_memsave_counted", _Graph())
 
 
 def _place(tensor: Tensor) -> int:
