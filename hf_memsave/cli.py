@@ -22,15 +22,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Show the help, or run one command.
-
-    Args:
-        argv: The arguments after the program's name; those of the process if None.
-
-    Returns:
-        The exit status: 0, 1 where a command's own check failed, 2 where it cannot do what was asked (one line on
-        stderr says why).
-    """
+    """Show the help, or run one command; returns 0, or 1 if its check failed, or 2 if it cannot do what was asked."""
     argv = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     parser = argparse.ArgumentParser(
         prog="memsave", description="Fine-tune Hugging Face models keeping a fraction of the activation memory."
@@ -42,18 +34,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.parse_args(argv)  # which ends the process
     command = import_module(f"hf_memsave.commands.{argv[0]}")
     command.add_options(parsers[argv[0]])
-    args = parser.parse_args(argv)
+    args = argparse.Namespace()
 
     from hf_memsave.errors import MemSaveError
 
+    import_module("hf_memsave.commands.options").quiet()
     try:
-        status: int = command.run(args)
-        return status
+        return int(command.run(parser.parse_args(argv, args)))
     except MemSaveError as error:
         text = " ".join(error.on_command_line.split())
         for name in filter(lambda name: "_" in name, vars(args)):  # an argument's name, as this command's option
             text = re.sub(rf"(?<![\w/\\]){name}(?![\w/\\])", f"--{name.replace('_', '-')}", text)
-        print(f"memsave {args.command}: error: {text}", file=sys.stderr)
+        print(f"memsave {argv[0]}: error: {text}", file=sys.stderr)
         return 2
 
 

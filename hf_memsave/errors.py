@@ -10,11 +10,8 @@ class MemSaveError(Exception):
 
     Args:
         message: What was expected and what was found, perhaps with the remedy.
-        remedy: The remedy, where a command line has another one; it ends the message.
-        option: That of a command line.
-
-    Attributes:
-        on_command_line: What a command says: the message with ``option``, the names of arguments as in Python.
+        remedy: What to do, in Python.
+        option: What to do on the command line instead; ``on_command_line`` is the message with that.
     """
 
     def __init__(self, message: str, remedy: str = "", option: str = "") -> None:
@@ -43,7 +40,7 @@ class MeasureError(MemSaveError, RuntimeError):
 
 
 def not_a_module(call: str, got: Any) -> str:
-    """What to say of ``call``, such as "patch(model)", where ``got`` is no module."""
+    """The message for a call such as "patch(model)" whose argument is no module."""
     from torch import nn
 
     if isinstance(got, type) and issubclass(got, nn.Module):

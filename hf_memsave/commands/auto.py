@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 import yaml
 from rich.console import Console
 
 from hf_memsave import MemSaveConfig, MemSaveError
 from hf_memsave.commands.inputs import add_inputs, load_inputs
-from hf_memsave.commands.options import GIVE_ANOTHER_BATCH, NUMBER, CommandError, add, check_folder
-from hf_memsave.config.sizes import bytes_of, gib
-from hf_memsave.measure.inputs import described
+from hf_memsave.commands.options import DTYPES, GIVE_ANOTHER_BATCH, NUMBER, SIZE, CommandError, add
+from hf_memsave.config.sizes import gib
+from hf_memsave.measure.inputs import forward_of
 from hf_memsave.measure.step import cannot_run
 from hf_memsave.planner import fast, smart
 
@@ -30,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--smart", action="store_true", help="as few conversions as it takes (this is the default)")
     how.add_argument("--fast", action="store_true", help="everything, or nothing where that trains faster")
     limit = "the limit, such as 16GiB (on CUDA: nine tenths of what the device has left)"
-    parser.add_argument("--memory", type=_size, metavar="SIZE", help=limit)
+    parser.add_argument("--memory", **SIZE, help=limit)
     add(parser, "--memsave", help="what to convert to (%(default)s)")
     parser.add_argument("--max-batch", **NUMBER, help="with --fast, the largest batch to try")
     add(parser, "--out")
@@ -43,18 +42,18 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError("--max-batch limits the batches of --fast, got --smart. Add --fast, or leave it out.")
     if args.memory is None and args.device == "cpu":
         raise CommandError("--device cpu: expected --memory, such as --memory 16GiB, got none. Say how much there is.")
-    check_folder(args.out)
     console = Console(highlight=False, markup=False)
-    inputs = load_inputs(args, console)
-    options: dict[str, Any] = {"forward": inputs.forward} | ({"max_batch": args.max_batch} if args.fast else {})
+    model, batch, title = load_inputs(args, console)
+    forward = forward_of(model, DTYPES.get(args.autocast))
+    most = {"max_batch": args.max_batch} if args.fast else {}
     try:
         with console.status("Trying ..."):
-            plan = (fast if args.fast else smart)(inputs.model, inputs.batch, memsave, args.memory, **options)
+            plan = (fast if args.fast else smart)(model, batch, memsave, args.memory, forward=forward, **most)
     except MemSaveError:
         raise
     except Exception as error:
-        raise CommandError(f"{cannot_run(inputs.model, inputs.batch, error)} {GIVE_ANOTHER_BATCH}") from error
-    console.print(f"{type(inputs.model).__name__}, {inputs.weights}: {described(inputs.batch)}", style="bold")
+        raise CommandError(f"{cannot_run(model, batch, error)} {GIVE_ANOTHER_BATCH}") from error
+    console.print(title, style="bold")
     context = [args.memsave if memsave.is_exact else f"{args.memsave} (gradients are approximate)", args.device]
     context += [f"limit {gib(plan.memory)}", *(["bf16 autocast"] if args.autocast else [])]
     console.print(f"preset {', '.join(context)}", str(plan), sep="\n", soft_wrap=True)
@@ -66,10 +65,3 @@ def run(args: argparse.Namespace) -> int:
         plan.config.to_file(args.out)
         console.print(f"Configuration: {args.out}")
     return 0
-
-
-def _size(text: str) -> int:
-    try:
-        return bytes_of(text)
-    except MemSaveError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error

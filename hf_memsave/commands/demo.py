@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import tempfile
 from collections.abc import Callable
@@ -21,13 +20,11 @@ from torch import Tensor
 
 from hf_memsave import Kept, measure_kept, patch
 from hf_memsave.commands.demo_task import DemoTask, generated_task, glue_task
-from hf_memsave.commands.options import NUMBER, check_picture, progress_bar
+from hf_memsave.commands.options import NUMBER, PICTURE, picture, progress_bar
 from hf_memsave.config.sizes import MIB
 
-_STEPS, _QUICK_STEPS = 240, 70
-_BATCH_SIZE = 32
-_SEED = 0
-_HIDDEN = 128
+_STEPS, _QUICK_STEPS, _BATCH_SIZE = 240, 70, 32
+_SEED, _HIDDEN = 0, 128
 
 
 @dataclass(frozen=True)
@@ -48,22 +45,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "and patched from the same seed, and compares losses, accuracy, kept memory and time. Exit status 1 if a loss "
         "or a weight differs in a single bit."
     )
-    option = parser.add_argument
     data = "a folder of official GLUE files; without it, data is generated"
-    option("--data-dir", type=Path, metavar="DIR", help=data)
+    parser.add_argument("--data-dir", type=Path, metavar="DIR", help=data)
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--quick", action="store_true", help=f"{_QUICK_STEPS} steps instead of {_STEPS}")
     length.add_argument("--steps", **NUMBER, help="so many steps")
-    option("--out", type=Path, metavar="PNG", help="the picture to write (demo.png, if matplotlib is installed)")
+    parser.add_argument("--out", **PICTURE, help="the picture to write (demo.png, if matplotlib is installed)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Train, compare, print the table and write the picture; returns 0, or 1 if a patched run differs from stock's."""
-    has_picture = args.out is not None or find_spec("matplotlib") is not None
-    out = args.out or Path("demo.png")
-    if has_picture:
-        check_picture(out)
-    transformers.logging.set_verbosity_error()
+    out = args.out or (picture("demo.png") if find_spec("matplotlib") else None)
     torch.set_num_threads(1)  # models this small gain little from more, and lose much where other programs run
     steps = args.steps or (_QUICK_STEPS if args.quick else _STEPS)
     examples = steps * _BATCH_SIZE
@@ -72,28 +64,27 @@ def run(args: argparse.Namespace) -> int:
     console.print(task.description, task.limits, sep="\n")
     runs = {}
     for name, config in model_configs(task).items():
-        done = []
-        for is_patched in (False, True):
-            with progress_bar(console, f"{name} {'patched' if is_patched else 'stock'}") as tell:
-                done.append(train(config, task, steps, is_patched, tell))
-        runs[name] = (done[0], done[1])
-    console.print(results_table(runs, task))
-    for line in unlearned(runs, task, steps):
-        console.print(line)
-    if has_picture:
+        with progress_bar(console, f"{name} stock") as tell:
+            stock = train(config, task, steps, False, tell)
+        with progress_bar(console, f"{name} patched") as tell:
+            runs[name] = (stock, train(config, task, steps, True, tell))
+    console.print(results_table(runs, task), *unlearned(runs, task, steps), sep="\n")
+    if out:
         from hf_memsave.commands.pictures import demo_picture
 
         demo_picture(out, task.description, runs)
         console.print(f"Picture: {out}")
     else:
         console.print("No picture: that needs matplotlib. Run: pip install 'hf_memsave[plot]'")
-    failures = {name: found for name, pair in runs.items() if (found := difference(*pair))}
-    for name, found in failures.items():
-        please = "Please report this, with the versions of torch and transformers."
-        print(f"memsave demo: {name}: {found}. Expected equal bits. {please}", file=sys.stderr)
-    if not failures:
+    failed = 0
+    for name, pair in runs.items():
+        if found := difference(*pair):
+            failed = 1
+            please = "Please report this, with the versions of torch and transformers."
+            print(f"memsave demo: {name}: {found}. Expected equal bits. {please}", file=sys.stderr)
+    if not failed:
         console.print(f"Stock and patched agree to the last bit in all {steps} losses and in every trained weight.")
-    return int(bool(failures))
+    return failed
 
 
 def model_configs(task: DemoTask) -> dict[str, transformers.PreTrainedConfig]:
@@ -111,6 +102,11 @@ def model_configs(task: DemoTask) -> dict[str, transformers.PreTrainedConfig]:
 
 def train(config: Any, task: DemoTask, steps: int, patched: bool, tell: Callable[[float], None]) -> Run:
     """Train from random weights; stock and patched runs see the same seed, batches and dropout masks."""
+
+    class Progress(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            tell(state.global_step / state.max_steps)
+
     transformers.set_seed(_SEED)
     model = transformers.AutoModelForSequenceClassification.from_config(config)
     if patched:
@@ -123,7 +119,7 @@ def train(config: Any, task: DemoTask, steps: int, patched: bool, tell: Callable
             seed=_SEED,
         )  # fmt: skip
         trainer = transformers.Trainer(
-            model, arguments, train_dataset=task.train, eval_dataset=task.dev, callbacks=[_Told(tell)],
+            model, arguments, train_dataset=task.train, eval_dataset=task.dev, callbacks=[Progress],
             data_collator=transformers.DataCollatorWithPadding(task.tokenizer), compute_metrics=_accuracy,
         )  # fmt: skip
         trainer.remove_callback(transformers.PrinterCallback)
@@ -133,16 +129,6 @@ def train(config: Any, task: DemoTask, steps: int, patched: bool, tell: Callable
         accuracy = trainer.evaluate()["eval_accuracy"]
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return Run(losses, model.state_dict(), accuracy, kept, seconds / steps)
-
-
-class _Told(transformers.TrainerCallback):
-    """Tells how far training is."""
-
-    def __init__(self, tell: Callable[[float], None]) -> None:
-        self.tell = tell
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.tell(state.global_step / state.max_steps)
 
 
 def _accuracy(prediction: transformers.EvalPrediction) -> dict[str, float]:
@@ -162,16 +148,16 @@ def difference(stock: Run, patched: Run) -> str | None:
 
 def unlearned(runs: dict[str, tuple[Run, Run]], task: DemoTask, steps: int) -> list[str]:
     """A line for each model that is no better than the most frequent answer by two standard errors of its accuracy."""
-    found = []
+    lines = []
     for name, (stock, _) in runs.items():
-        error = math.sqrt(stock.accuracy * (1 - stock.accuracy) / len(task.dev))
+        error = (stock.accuracy * (1 - stock.accuracy) / len(task.dev)) ** 0.5
         if stock.accuracy <= task.majority + 2 * error:
-            found.append(
+            lines.append(
                 f"{name} has not learned this: it is right in {stock.accuracy:.1%} of {len(task.dev)} dev examples "
                 f"(standard error {error:.1%}), and the most frequent answer in {task.majority:.1%}. {steps} steps "
                 "from random weights are too few; what is compared is bits, bytes and time."
             )
-    return found
+    return lines
 
 
 def results_table(runs: dict[str, tuple[Run, Run]], task: DemoTask) -> Table:

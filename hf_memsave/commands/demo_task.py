@@ -14,8 +14,8 @@ from hf_memsave.commands.options import CommandError
 from hf_memsave.data.glue import TASKS, guess_task, read_glue
 from hf_memsave.data.wordpiece import train_wordpiece
 
-_NUMBERS = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
-_NUMBERS += "seventeen eighteen nineteen twenty".split()
+NUMBERS = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
+NUMBERS += "seventeen eighteen nineteen twenty".split()
 _PEOPLE = "sailor baker farmer teacher doctor painter dancer judge".split()
 _VERBS = "has finds sells paints keeps".split()
 _THINGS = "boats chairs lamps baskets clocks tables books apples".split()
@@ -24,7 +24,6 @@ _PLACES = "harbour garden kitchen market school attic".split()
 _DEV_EXAMPLES = 500
 _VOCABULARY = 8000
 _LONGEST = 64
-_WORD = re.compile(r"\w+")
 _OTHER = "~"
 
 
@@ -52,20 +51,17 @@ def generated_task(train_examples: int, seed: int) -> DemoTask:
     The label says whether the second sentence follows from the first, that is, whether its number is the smaller one.
     """
     rng = random.Random(seed)
-    pairs = [_pair(rng) for _ in range(train_examples + _DEV_EXAMPLES)]
-    first, second, labels = (list(column) for column in zip(*pairs, strict=True))
+    first, second, labels = [], [], []
+    for _ in range(train_examples + _DEV_EXAMPLES):
+        low, high = sorted(rng.sample(range(len(NUMBERS)), 2))
+        person, thing, place = rng.choice(_PEOPLE), rng.choice(_THINGS), rng.choice(_PLACES)
+        labels.append(rng.randrange(2))
+        said, claimed = (high, low) if labels[-1] else (low, high)
+        fact = f"the {person} {rng.choice(_VERBS)} {NUMBERS[said]} {thing}"
+        first.append(rng.choice([f"{fact} in the {place}", f"in the {place} {fact}"]))
+        second.append(f"the {person} {rng.choice(_VERBS)} more than {NUMBERS[claimed]} {thing}")
     description = f'Generated pairs: does "{second[0]}" follow from "{first[0]}"?'
     return _encoded(description, "", 2, (first, second), labels, train_examples)
-
-
-def _pair(rng: random.Random) -> tuple[str, str, int]:
-    low, high = sorted(rng.sample(range(len(_NUMBERS)), 2))
-    person, thing, place = rng.choice(_PEOPLE), rng.choice(_THINGS), rng.choice(_PLACES)
-    follows = rng.randrange(2)
-    said, claimed = (high, low) if follows else (low, high)
-    fact = f"the {person} {rng.choice(_VERBS)} {_NUMBERS[said]} {thing}"
-    fact = rng.choice([f"{fact} in the {place}", f"in the {place} {fact}"])
-    return fact, f"the {person} {rng.choice(_VERBS)} more than {_NUMBERS[claimed]} {thing}", follows
 
 
 def glue_task(data_dir: Path, train_examples: int) -> DemoTask:
@@ -76,15 +72,13 @@ def glue_task(data_dir: Path, train_examples: int) -> DemoTask:
 
     Raises:
         CommandError: The task is no classification.
-        GlueDataError: The folder or a file is missing or malformed.
     """
     task = TASKS[guess_task(data_dir)]
     if not task.labels:
         raise CommandError(
             f"{data_dir}: {task.folder} asks for a score, the demo's models answer with a class. Use another task."
         )
-    train = read_glue(data_dir, task.name, "train")
-    dev = read_glue(data_dir, task.name, task.validation_splits[0])
+    train, dev = (read_glue(data_dir, task.name, split) for split in ("train", task.validation_splits[0]))
     used, total = min(train_examples, len(train)), f"{len(train):,} and {len(dev):,}"
     train, dev = train.select(range(used)), dev.select(range(min(_DEV_EXAMPLES, len(dev))))
     texts = tuple([*train[column], *dev[column]] for column in task.text_columns)
@@ -97,8 +91,8 @@ def glue_task(data_dir: Path, train_examples: int) -> DemoTask:
 
 
 def _shared(text: str, other: str) -> str:
-    words = {*_WORD.findall(other.lower())}
-    return _WORD.sub(lambda word: word[0] if word[0].lower() in words else _OTHER, text)
+    words = {*re.findall(r"\w+", other.lower())}
+    return re.sub(r"\w+", lambda word: word[0] if word[0].lower() in words else _OTHER, text)
 
 
 def _encoded(
@@ -106,7 +100,6 @@ def _encoded(
 ) -> DemoTask:
     """Tokenize with a vocabulary trained on the training texts, which come first."""
     tokenizer = train_wordpiece((text for column in texts for text in column[:train_examples]), _VOCABULARY)
-    encoded = tokenizer(*texts, truncation=True, max_length=_LONGEST)
-    names = ("labels", *encoded)
-    examples = [dict(zip(names, row, strict=True)) for row in zip(labels, *encoded.values(), strict=True)]
+    encoded = {"labels": labels, **tokenizer(*texts, truncation=True, max_length=_LONGEST)}
+    examples = [dict(zip(encoded, row, strict=True)) for row in zip(*encoded.values(), strict=True)]
     return DemoTask(description, limits, classes, tokenizer, examples[:train_examples], examples[train_examples:])

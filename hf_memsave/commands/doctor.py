@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -21,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import import_utils
 
 from hf_memsave import MemSaveConfig, PatchError, __version__, patch
-from hf_memsave.commands.options import add, quiet
+from hf_memsave.commands.options import add
 from hf_memsave.commands.report import sites_table
 from hf_memsave.measure.models import build_empty, load_config
 from hf_memsave.tape import hooks_work
@@ -33,14 +32,9 @@ _PATCHERS = {
     "unsloth": "replaces forwards throughout Transformers as soon as it is imported",
 }
 #: Attention implementations besides eager and sdpa, and the library function that says whether they can run.
-_FUSED = {
-    "flash_attention_2": "is_flash_attn_2_available",
-    "flash_attention_3": "is_flash_attn_3_available",
-    "flash_attention_4": "is_flash_attn_4_available",
-    "flex_attention": "is_torch_flex_attn_available",
-}
+_FUSED = {f"flash_attention_{i}": f"is_flash_attn_{i}_available" for i in (2, 3, 4)}
+_FUSED["flex_attention"] = "is_torch_flex_attn_available"
 _MISSING = "not installed"
-_CPU_BF16 = ("amx_bf16", "avx512_bf16", "bf16")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -56,15 +50,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Look around and print; returns 0, or 1 if something prevents patching."""
     memsave = MemSaveConfig.named(args.memsave)
-    quiet()
     config = load_config(args.model) if args.model else None
-    problems = find_problems()
+    problems: list[str] = []
+    sections = {
+        "Versions": versions(problems), "Devices": devices(), "Attention": attentions(),
+        "Other patchers": patchers(problems),
+    }  # fmt: skip
+    with torch.enable_grad():
+        if not hooks_work():
+            problems.append(
+                "saved-tensor hooks are disabled here, so everything would be kept as in stock. Leave the block of "
+                "torch.func, forward-mode AD, or torch.autograd.graph.disable_saved_tensors_hooks that surrounds this."
+            )
     model = build_empty(config) if config is not None and not problems else None
     console = Console(highlight=False, markup=False)
-    sections = {"Versions": versions, "Devices": devices, "Attention": attentions, "Other patchers": patchers}
     for title, rows in sections.items():
         table = Table(title=title, title_justify="left", show_header=False, box=box.SIMPLE)
-        for row in rows().items():
+        for row in rows.items():
             table.add_row(*row)
         console.print(table)
     if model is not None:
@@ -85,32 +87,32 @@ def run(args: argparse.Namespace) -> int:
     return int(bool(problems))
 
 
-def versions() -> dict[str, str]:
+def versions(problems: list[str]) -> dict[str, str]:
     """Package -> its version, and which ones hf_memsave needs; ours and Python's first."""
-    own = {"hf_memsave": __version__, "python": platform.python_version()}
-    found = {name: _version(name) for name in _PACKAGES} | {"torch": torch.__version__}  # with its build: "+cu130"
-    return own | {name: f"{one} (needs {needed()[name]})" if name in needed() else one for name, one in found.items()}
-
-
-def needed() -> dict[str, SpecifierSet]:
-    """Package -> the versions of it that hf_memsave runs with, where those are bounded."""
-    try:
-        wanted = [Requirement(text) for text in requires("hf_memsave") or ()]
-    except PackageNotFoundError:  # a folder on the path
-        return {}
-    return {one.name: one.specifier for one in wanted if one.specifier and one.marker is None}
+    wanted = [Requirement(text) for text in requires("hf_memsave") or ()]
+    needed = {one.name: one.specifier for one in wanted if one.specifier and one.marker is None}
+    found = {"hf_memsave": __version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        installed, bound = _version(name), needed.get(name)
+        found[name] = torch.__version__ if name == "torch" else installed  # with its build: "+cu130"
+        if bound:
+            found[name] += f" (needs {bound})"
+            if installed != _MISSING and not bound.contains(installed, prereleases=True):
+                problems.append(f"{name}: expected {bound}, got {installed}. Run: pip install '{name}{bound}'")
+    return found
 
 
 def devices() -> dict[str, str]:
     """Device -> its name and what it can compute."""
+    bf16 = {True: "native", False: "emulated, slow"}
     cpu: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    bf16 = "native" if any(cpu.get(name) for name in _CPU_BF16) else "emulated, slow"
-    found = {"cpu": f"{cpu.get('cpu_name', platform.machine())}, {torch.get_num_threads()} threads, bf16 {bf16}"}
+    is_native = any(cpu.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16"))
+    name = cpu.get("cpu_name", platform.machine())
+    found = {"cpu": f"{name}, {torch.get_num_threads()} threads, bf16 {bf16[is_native]}"}
     for i in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(i)
-        bf16 = "native" if major >= 8 else "emulated, slow"
-        found[f"cuda:{i}"] = f"{torch.cuda.get_device_name(i)}, capability {major}.{minor}, bf16 {bf16}"
-    return found if len(found) > 1 else {**found, "cuda": "none found"}
+        found[f"cuda:{i}"] = f"{torch.cuda.get_device_name(i)}, capability {major}.{minor}, bf16 {bf16[major >= 8]}"
+    return found if len(found) > 1 else found | {"cuda": "none found"}
 
 
 def attentions() -> dict[str, str]:
@@ -123,12 +125,11 @@ def attentions() -> dict[str, str]:
     if sdpa is not sdpa_attention_forward:
         found["sdpa"] = f"replaced by {sdpa.__module__}.{sdpa.__qualname__}, which is called, and what it keeps is seen"
     for name, check in _FUSED.items():
-        is_there = getattr(import_utils, check, bool)()
-        found[name] = "available, left as it is" if is_there else "not available"
+        found[name] = "available, left as it is" if getattr(import_utils, check, bool)() else "not available"
     return found
 
 
-def patchers() -> dict[str, str]:
+def patchers(problems: list[str]) -> dict[str, str]:
     """Tool -> whether it is installed, and active in this process."""
     found = {}
     for name, effect in _PATCHERS.items():
@@ -137,25 +138,7 @@ def patchers() -> dict[str, str]:
         found[name] = installed if installed == _MISSING else f"{installed}, {state}; it {effect}"
         if classes := _replaced_by(name):
             found[name] = f"active: it has replaced {', '.join(classes[:3])}{', ...' if len(classes) > 3 else ''}"
-    return found
-
-
-def find_problems() -> list[str]:
-    """What prevents patching in this process, whatever the model."""
-    found = []
-    with torch.enable_grad():
-        has_hooks = hooks_work()
-    if not has_hooks:
-        found.append(
-            "saved-tensor hooks are disabled here, so everything would be kept as in stock. Leave the block of "
-            "torch.func, forward-mode AD, or torch.autograd.graph.disable_saved_tensors_hooks that surrounds this."
-        )
-    for name, bound in needed().items():
-        if (installed := _version(name)) != _MISSING and not bound.contains(installed, prereleases=True):
-            found.append(f"{name}: expected {bound}, got {installed}. Run: pip install '{name}{bound}'")
-    for name in _PATCHERS:
-        if classes := _replaced_by(name):
-            found.append(
+            problems.append(
                 f"{name} is active: {classes[0]} is no longer that of Transformers. Use a process that has not applied "
                 "it (for Trainer: use_liger_kernel=False)."
             )
@@ -165,9 +148,9 @@ def find_problems() -> list[str]:
 def _replaced_by(package: str) -> list[str]:
     """Classes in the loaded models of Transformers that ``package`` has replaced, or whose forward it has."""
     found = []
-    modules = {name: module for name, module in sys.modules.items() if name.startswith("transformers.models.")}
-    for name, module in modules.items():
-        for key, value in list(vars(module).items()) if ".modeling_" in name else ():
+    for name, module in list(sys.modules.items()):
+        is_model = name.startswith("transformers.models.") and ".modeling_" in name
+        for key, value in list(vars(module).items()) if is_model else ():
             if isinstance(value, type) and issubclass(value, nn.Module):
                 sources = (value.__module__, getattr(getattr(value, "forward", None), "__module__", None) or "")
                 if any(source.startswith(package) for source in sources):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,18 +13,11 @@ from rich.table import Table
 
 from hf_memsave import MemSaveConfig, MemSaveError
 from hf_memsave.commands import options
-from hf_memsave.config.sizes import MIB, bytes_of
+from hf_memsave.config.sizes import MIB
 from hf_memsave.measure.estimate import WORKSPACES, Estimate, estimate
 from hf_memsave.measure.fit import largest
 from hf_memsave.measure.models import load_config
-from hf_memsave.measure.training import Training
-
-_OPTIMIZERS = ("adamw", "adamw_fused", "adamw_8bit", "adafactor", "sgd", "sgd_momentum")
-#: Fields of ``Training`` whose options have their names.
-_FIELDS = (
-    "batch_size", "seq_len", "optimizer", "lora", "quantized", "checkpointing", "accumulation", "attention", "padded",
-    "holds_output",
-)  # fmt: skip
+from hf_memsave.measure.training import OPTIMIZERS, Training
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -40,10 +31,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add(parser, "--memsave", help="the preset to estimate beside stock (%(default)s)")
     add_step(parser)
     option = parser.add_argument
-    option("--memory", metavar="SIZE", help="what there is, such as 24GiB: says whether it fits, and what would")
+    option("--memory", **options.SIZE, help="what there is, such as 24GiB: says whether it fits, and what would")
     option("--check", action="store_true", help="run the step on this machine, on its GPU if it has one, and compare")
-    option("--picture", type=Path, metavar="PNG", help="draw memory over the step, and where the kept bytes are")
-    option("--html", **options.FILE, help="write a page with pictures and explanations, all in one file")
+    option("--picture", **options.PICTURE, help="draw memory over the step, and where the kept bytes are")
+    page: dict[str, Any] = {"type": lambda text: options.picture(text, ".html", ".htm"), "metavar": "FILE"}
+    option("--html", **page, help="write a page with pictures and explanations, all in one file")
     options.add(parser, "--json")
 
 
@@ -55,7 +47,7 @@ def add_step(parser: argparse.ArgumentParser) -> None:
     options.add(parser, "--dtype")
     in_16_bits = "compute in 16 bits with fp32 weights (Trainer's bf16=True)"
     options.add(parser, "--autocast", choices=["bf16", "fp16"], help=in_16_bits)
-    option("--optimizer", choices=_OPTIMIZERS, default="adamw", help="(%(default)s)")
+    option("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="(%(default)s)")
     options.add(parser, "--lora")
     option("--quantized", choices=["nf4"], help="with --lora, a base in 4 bits (QLoRA)")
     option("--checkpointing", action="store_true", help="with gradient checkpointing")
@@ -72,26 +64,28 @@ def run(args: argparse.Namespace) -> int:
     """Estimate, print, and write; returns 0, or 1 if it does not fit, or if ``--check`` finds another figure."""
     if args.check and args.devices > 1:
         raise options.CommandError(f"--check runs the step on one device, got --devices {args.devices}. Leave one out.")
-    options.check_folder(args.json)
-    if args.picture:
-        options.check_picture(args.picture)
-    if args.html:
-        options.check_picture(args.html, (".html", ".htm"))
     memsave = MemSaveConfig.named(args.memsave)
-    options.quiet()
-    memory = None if args.memory is None else bytes_of(args.memory)
     config = load_config(args.model)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     step = step_of(args)
-    rest = {"devices": args.devices, "sharding": args.sharding, "layers": args.layers}
+    rest = {name: getattr(args, name) for name in ("memory", "devices", "sharding", "layers")}
     with options.progress_bar(console, "Tracing a few layers") as tell:
-        result = estimate(config, memsave=memsave, memory=memory, **step, **rest, progress=tell)
+        result = estimate(config, memsave=memsave, **step, **rest, progress=tell)
     console.print(str(result))
     figures = {"model_or_config": args.model, **result.to_dict()}
     training = Training(**step)
-    if memory is not None:
-        figures["largest"] = _largest(config, result, training, memsave, memory, args, console)
-    _draw(args, result, training, console)
+    if args.memory:
+        figures["largest"] = _largest(config, result, training, memsave, args, console)
+    if args.picture or args.html:
+        from hf_memsave.commands.estimate_page import draw, write_page
+
+        name, settings = options.name_of(args.model), in_words(args, result, training)
+        if args.picture:
+            draw(args.picture, result, ", ".join([name, *settings.values()]))
+            console.print(f"Picture: {args.picture}")
+        if args.html:
+            write_page(args.html, result, name, settings)
+            console.print(f"Page: {args.html}")
     agrees = True
     if args.check:
         figures["check"], agrees = _check(config, result, training, memsave, console)
@@ -101,14 +95,10 @@ def run(args: argparse.Namespace) -> int:
 
 def step_of(args: argparse.Namespace) -> dict[str, Any]:
     """Fields of :class:`~hf_memsave.measure.training.Training`, as the options say."""
-    dtype = options.weights_of(args) or torch.bfloat16
+    dtypes = {"dtype": options.weights_of(args) or torch.bfloat16, "autocast": options.DTYPES.get(args.autocast)}
     if args.quantized and not args.lora:
-        raise options.CommandError(
-            f"--quantized {args.quantized} freezes the model, so adapters are what trains: expected --lora too. "
-            "Add --lora r=8, or leave --quantized out."
-        )
-    dtypes = {"dtype": dtype, "autocast": options.DTYPES.get(args.autocast)}
-    return {name: getattr(args, name) for name in _FIELDS} | dtypes
+        raise options.CommandError("--quantized freezes the model: expected --lora. Add --lora r=8, or leave it out.")
+    return {field.name: getattr(args, field.name) for field in dataclasses.fields(Training)} | dtypes
 
 
 def _check(
@@ -128,39 +118,20 @@ def _check(
         for what in SLACK[device]:
             figures = (f"{amount[what] / MIB:,.2f} MiB" for amount in (one.predicted, one.measured))
             table.add_row(f"{name}, {what}", *figures, f"{one.difference(what):+.2%}")
+    how = (
+        "Check on the CPU, as there is no CUDA device here: few layers on the CPU predict what a step of all layers on "
+        "the CPU takes. Its kernels keep other bytes than CUDA's, so these are not the figures above."
+    )
     if device == "cuda":
-        console.print(
-            f"Check on {torch.cuda.get_device_name()}: peaks of PyTorch's allocator, of which cuBLAS takes "
-            f"{WORKSPACES / MIB:.1f} MiB. What CUDA takes outside of it is not measured."
-        )
-    else:
-        console.print(
-            "Check on the CPU, as there is no CUDA device here: few layers on the CPU predict what a step of all "
-            "layers on the CPU takes. Its kernels keep other bytes than CUDA's, so these are not the figures above."
-        )
-    console.print(table)
-    for name in {"stock", "patched" if result.patched else "stock"} - found.keys():
+        how = f"Check on {torch.cuda.get_device_name()}: peaks of PyTorch's allocator, of which cuBLAS takes "
+        how += f"{WORKSPACES / MIB:.1f} MiB. What CUDA takes outside of it is not measured."
+    console.print(how, table, sep="\n")
+    for name in {"stock", "patched"} - found.keys():
         console.print(f"{name}: not run, as it is too large for this machine.")
     allowed = ", ".join(f"{what} {slack:.0%}" for what, slack in SLACK[device].items())
     agrees = all(one.agrees for one in found.values())
     console.print(f"{'Within' if agrees else 'Not within'} what is allowed ({allowed}).")
     return {"device": device, **{name: dataclasses.asdict(one) for name, one in found.items()}}, agrees
-
-
-def _draw(args: argparse.Namespace, result: Estimate, training: Training, console: Console) -> None:
-    """Write the picture and the page that were asked for."""
-    if not (args.picture or args.html):
-        return
-    from hf_memsave.commands.estimate_page import draw, write_page
-
-    name = options.name_of(args.model)
-    settings = in_words(args, result, training)
-    if args.picture:
-        draw(args.picture, result, ", ".join([name, *settings.values()]))
-        console.print(f"Picture: {args.picture}")
-    if args.html:
-        write_page(args.html, result, name, settings)
-        console.print(f"Page: {args.html}")
 
 
 def in_words(args: argparse.Namespace, result: Estimate, training: Training) -> dict[str, str]:
@@ -183,20 +154,22 @@ def in_words(args: argparse.Namespace, result: Estimate, training: Training) -> 
 
 
 def _largest(
-    config: Any, result: Estimate, training: Training, memsave: MemSaveConfig, memory: int,
-    args: argparse.Namespace, console: Console,
+    config: Any, result: Estimate, training: Training, memsave: MemSaveConfig, args: argparse.Namespace,
+    console: Console,
 ) -> dict[str, dict[str, int]]:  # fmt: skip
     """The largest batch and the longest sequence that fit, stock and patched; printed too."""
-    found: dict[str, dict[str, int]] = {"stock": {}, "patched": {}}
-    searches = list(product(("batch_size", "seq_len"), (("stock", None), ("patched", memsave))))
+    found = {}
+    shards = (args.sharding, args.devices)
     with options.progress_bar(console, "Looking for what fits") as tell:
-        for done, (name, (label, chosen)) in enumerate(searches, start=1):
-            shards, at = (args.sharding, args.devices), getattr(result, label)
-            found[label][name] = largest(config, result.depth, training, chosen, name, memory, shards, at)
-            tell(done / len(searches))
-    for label, numbers in found.items():
-        console.print(
-            f"{label}: the largest batch that fits is {numbers['batch_size']} (of {args.seq_len} tokens), the longest "
-            f"sequence {numbers['seq_len']} (in batches of {args.batch_size})."
-        )
+        for label, chosen, at in (("stock", None, result.stock), ("patched", memsave, result.patched)):
+            batch, tokens = (
+                largest(config, result.depth, training, chosen, name, args.memory, shards, at)
+                for name in ("batch_size", "seq_len")
+            )
+            found[label] = {"batch_size": batch, "seq_len": tokens}
+            tell(len(found) / 2)
+            console.print(
+                f"{label}: the largest batch that fits is {batch} (of {args.seq_len} tokens), the longest sequence "
+                f"{tokens} (in batches of {args.batch_size})."
+            )
     return found

@@ -21,11 +21,11 @@ PARTS = {"parameters": "#4477AA", "states": "#66CCEE", "gradients": "#CCBB44", "
 OWN = "#AA3377"
 #: Setting -> its colour.
 SETTINGS = {"stock": "#8A8A8A", "patched": "#228833"}
-# Where a phase of the step begins and ends along a timeline, which tells the order and not the time.
+# Where a phase of the step begins and ends along a timeline, which shows the order and not the time.
 _SPANS = {"forward": (0.0, 1.0), "backward": (1.0, 2.0), "optimizer": (2.0, 2.3)}
-# A colour that nothing else has, in place of which a page puts that of its own text.
+# A colour that nothing else has; a page replaces it by the colour of its own text.
 _INK = "#010203"
-# Rows of the table of modules; the rest is summed.
+# Rows of a table; the rest is summed.
 _ROWS = 12
 
 
@@ -47,24 +47,25 @@ def _unit(nbytes: float) -> tuple[int, str]:
 
 
 def draw(path: Path, result: Estimate, title: str) -> None:
-    """Write a picture of an estimate: above, memory over the step; below, where the kept bytes are."""
+    """Write a picture of an estimate: memory over the step, and below it where the kept bytes are."""
     shown = columns(result)
     figure = Figure(figsize=(12, 10.5), layout="constrained", dpi=150)
     figure.suptitle(title, wrap=True, fontsize=13)
     above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(6, 5))[:, 0]
     for axes, (name, memory) in zip(above.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True):
         axes.set_title(f"{name}: {in_units(memory.needed)} needed", fontsize=12, fontweight="bold")
-        timeline_axes(axes, memory, _highest(result), result.memory)
+        timeline_axes(axes, memory, result)
         axes.legend(reverse=True, loc="upper right", frameon=False, fontsize=9, ncols=2)
     left, right = below.subplots(1, 2)
-    _bars(left, "kept for backward, by function", rows_by_kind(result))
-    _bars(right, "kept for backward, by part of the model", rows_by_module(result))
+    _bars(left, "kept for backward, by function", rows_of(result, "by_kind"))
+    _bars(right, "kept for backward, by part of the model", rows_of(result, "by_module"))
     left.legend(frameon=False, loc="lower right")
     figure.savefig(path)
 
 
-def timeline_axes(axes: Axes, memory: Memory, highest: int, limit: int | None) -> None:
-    """Draw what is alive over the step, in its parts up to ``highest`` bytes, with the peak and the limit marked."""
+def timeline_axes(axes: Axes, memory: Memory, result: Estimate) -> None:
+    """Draw what is alive over the step, in its parts, with the peak and the limit marked; alike for both settings."""
+    highest, limit = max(shown.peak for shown in columns(result).values()), result.memory
     unit, name = _unit(highest)
     points = memory.timeline
     edges: list[float] = []
@@ -73,16 +74,11 @@ def timeline_axes(axes: Axes, memory: Memory, highest: int, limit: int | None) -
         edges += [start + (end - start) * i / count for i in range(count)]
     edges.append(_SPANS["optimizer"][1])
     held = memory.parameters + memory.states
-    heights = {
-        "parameters": [memory.parameters] * len(points),
-        "states": [memory.states] * len(points),
-        "gradients": [point.gradients for point in points],
-        "activations": [point.live - held - point.gradients for point in points],
-    }
+    stairs = ((memory.parameters, memory.states, p.gradients, p.live - held - p.gradients) for p in points)
     base = [0.0] * len(points)
-    for part, nbytes in heights.items():
+    for (part, color), nbytes in zip(PARTS.items(), zip(*stairs, strict=True), strict=True):
         top = [low + n / unit for low, n in zip(base, nbytes, strict=True)]
-        axes.stairs(top, edges, baseline=base, fill=True, color=PARTS[part], label=part, linewidth=0)
+        axes.stairs(top, edges, baseline=base, fill=True, color=color, label=part, linewidth=0)
         base = top
     until, line = highest, None
     if limit is not None and limit < 2 * highest:
@@ -90,8 +86,8 @@ def timeline_axes(axes: Axes, memory: Memory, highest: int, limit: int | None) -
         axes.axhline(line, color=_INK, linestyle="--", linewidth=1)
         place = ((edges[-1], line), (-3, 3))
         axes.annotate("limit", *place, textcoords="offset points", color=_INK, fontsize=9, ha="right")
-    index = max(range(len(points)), key=lambda i: points[i].live)
-    at, height = (edges[index] + edges[index + 1]) / 2, points[index].live / unit
+    height = max(base)
+    at = (edges[base.index(height)] + edges[base.index(height) + 1]) / 2
     axes.plot(at, height, "o", color=_INK, markersize=6)
     is_crossed = line is not None and 0 <= line - height < 0.12 * until / unit  # the line would go through the text
     axes.annotate(
@@ -113,9 +109,9 @@ def _bars(axes: Axes, title: str, rows: list[dict[str, Any]]) -> None:
     shown = list(rows[0]["bytes"])
     for i, setting in enumerate(shown):
         middles = [y + (i - (len(shown) - 1) / 2) * 0.4 for y in range(len(rows))]
-        widths = [row["bytes"][setting] / unit for row in rows]
-        drawn = axes.barh(middles, widths, 0.4, color=SETTINGS[setting], label=setting)
-        axes.bar_label(drawn, [in_units(width * unit) for width in widths], padding=3, fontsize=8)
+        amounts = [row["bytes"][setting] for row in rows]
+        drawn = axes.barh(middles, [n / unit for n in amounts], 0.4, color=SETTINGS[setting], label=setting)
+        axes.bar_label(drawn, [in_units(n) for n in amounts], padding=3, fontsize=8)
     axes.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=9)
     axes.invert_yaxis()
     axes.margins(x=0.15)
@@ -124,47 +120,33 @@ def _bars(axes: Axes, title: str, rows: list[dict[str, Any]]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def rows_by_kind(result: Estimate) -> list[dict[str, Any]]:
-    """A row for each kind of op, the most bytes first."""
-    return _rows(result, "by_kind")
-
-
-def rows_by_module(result: Estimate) -> list[dict[str, Any]]:
-    """A row for each module that keeps the most, "*" for the number of a layer; the rest in one."""
-    rows = _rows(result, "by_module")
-    if len(rows) <= _ROWS:
-        return rows
-    rows, rest = rows[: _ROWS - 1], rows[_ROWS - 1 :]
-    total = {name: sum(row["bytes"][name] for row in rest) for name in columns(result)}
-    return [*rows, {"name": f"{len(rest)} others", "bytes": total}]
-
-
-def _rows(result: Estimate, field: str) -> list[dict[str, Any]]:
+def rows_of(result: Estimate, field: str) -> list[dict[str, Any]]:
+    """A row for each name in a field of ``Memory`` ("by_kind", "by_module"), the most bytes first; the rest in one."""
     amounts = {setting: getattr(memory, field) for setting, memory in columns(result).items()}
     names = dict.fromkeys(name for amount in amounts.values() for name, nbytes in amount.items() if nbytes)
     rows = [{"name": name, "bytes": {s: amount.get(name, 0) for s, amount in amounts.items()}} for name in names]
-    return sorted(rows, key=lambda row: -max(row["bytes"].values()))
-
-
-def _highest(result: Estimate) -> int:
-    return max(memory.peak for memory in columns(result).values())
+    rows.sort(key=lambda row: -max(row["bytes"].values()))
+    if len(rows) <= _ROWS:
+        return rows
+    rows, rest = rows[: _ROWS - 1], rows[_ROWS - 1 :]
+    total = {name: sum(row["bytes"][name] for row in rest) for name in amounts}
+    return [*rows, {"name": f"{len(rest)} others", "bytes": total}]
 
 
 def write_page(path: Path, result: Estimate, title: str, settings: Mapping[str, str]) -> None:
     """Write one HTML file with everything in it: a model's name, and what was estimated, in words."""
-    loader = PackageLoader("hf_memsave.commands", ".")
     environment = Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
-    )
-    environment.filters["units"] = in_units
-    environment.filters["dictmax"] = lambda amounts: max(amounts.values())
+        loader=PackageLoader("hf_memsave.commands", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )  # fmt: skip
+    environment.filters |= {"units": in_units, "dictmax": lambda amounts: max(amounts.values())}
     shown = columns(result)
     page = environment.get_template("estimate_page.html").render(
         title=title, settings=settings, result=result, shown=shown, parts=PARTS, own=OWN, colors=SETTINGS,
         own_bytes=CONTEXT + WORKSPACES,
         widest=max(*(memory.needed for memory in shown.values()), result.memory or 0),
         pictures={name: _svg(memory, result, name) for name, memory in shown.items()},
-        kinds=rows_by_kind(result), modules=rows_by_module(result),
+        kinds=rows_of(result, "by_kind"), modules=rows_of(result, "by_module"),
     )  # fmt: skip
     path.write_text(page, encoding="utf-8")
 
@@ -174,7 +156,7 @@ def _svg(memory: Memory, result: Estimate, name: str) -> str:
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "axes.edgecolor": _INK, "text.color": _INK,
                          "axes.labelcolor": _INK, "xtick.color": _INK, "ytick.color": _INK}):  # fmt: skip
         figure = Figure(figsize=(4.5, 3.4), layout="constrained")
-        timeline_axes(figure.add_subplot(), memory, _highest(result), result.memory)
+        timeline_axes(figure.add_subplot(), memory, result)
         drawn = io.StringIO()
         figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = drawn.getvalue()[drawn.getvalue().index("<svg") :].replace(_INK, "currentColor")

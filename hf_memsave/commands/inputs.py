@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -12,9 +11,9 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedConfig
 
-from hf_memsave.commands.options import FILE, NUMBER, CommandError, add, quiet, weights_of
+from hf_memsave.commands.options import NUMBER, CommandError, add, weights_of
 from hf_memsave.config.sizes import GIB
-from hf_memsave.measure.inputs import forward_of, make_batch, read_batch
+from hf_memsave.measure.inputs import described, make_batch, read_batch
 from hf_memsave.measure.layers import at_depth, depth_fields, period
 from hf_memsave.measure.models import build_empty, has_weights, load_config, load_model
 
@@ -27,31 +26,13 @@ _COPIES = 5
 _SHARE = 0.7
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """A model in training mode, a batch on its device, what the weights are, and the dtype to compute in, if any."""
-
-    model: Any
-    batch: dict[str, Any]
-    weights: str
-    autocast: torch.dtype | None
-
-    @property
-    def forward(self) -> Callable[..., Any]:
-        """The model's forward, under autocast where that was asked for."""
-        return forward_of(self.model, self.autocast)
-
-
 def add_inputs(parser: argparse.ArgumentParser) -> None:
     """Add the options that :func:`load_inputs` reads."""
     option = parser.add_argument
-    option(
-        "model",
-        metavar="MODEL",
-        help="the folder of a saved model or PEFT adapter, or a name on the hub; or, for random weights, a config.json "
-        "or a model type (bert, llama, ...)",
-    )
-    option("--batch", **FILE, help="tensors by name: torch.save, .safetensors, .json, .jsonl (examples)")
+    model = "the folder of a saved model or PEFT adapter, or a name on the hub; or, for random weights, a config.json"
+    option("model", metavar="MODEL", help=f"{model} or a model type (bert, llama, ...)")
+    tensors = "tensors by name: torch.save, .safetensors, .json, .jsonl (examples)"
+    option("--batch", type=Path, metavar="FILE", help=tensors)
     option("--batch-size", **NUMBER, help=f"random sequences ({_SEQUENCES})")
     option("--seq-len", **NUMBER, help=f"tokens in each ({_TOKENS})")
     add(parser, "--dtype", help="of the weights (as saved; with --autocast fp32)")
@@ -59,28 +40,29 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
     option("--device", choices=["cpu", "cuda"], default="cpu", help="where to run (%(default)s)")
 
 
-def load_inputs(args: argparse.Namespace, console: Console, *, may_shrink: bool = False) -> Inputs:
-    """Load what the options name; where weights are random, perhaps with fewer layers than the model's own."""
+def load_inputs(
+    args: argparse.Namespace, console: Console, *, may_shrink: bool = False
+) -> tuple[Any, dict[str, Any], str]:
+    """A model in training mode, perhaps with fewer layers if its weights are random; a batch for it; both in words."""
     dtype = weights_of(args)
     if args.batch and (args.batch_size or args.seq_len):
         raise CommandError("--batch brings its own sizes, got --batch-size or --seq-len as well. Leave one out.")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise CommandError("--device cuda: expected a CUDA device, found none. Use --device cpu.")
-    quiet()
     batch = read_batch(args.batch) if args.batch else None  # a wrong file must not cost a download
     with console.status(f"Loading {args.model} ..."):
         config = None
         if may_shrink and not has_weights(args.model):
             whole = load_config(args.model)
             config, note = shrunk(args.model, whole, dtype or whole.dtype or torch.float32, args.layers)
-            console.print(note, markup=False, end="\n" if note else "")
+            console.print(note, end="\n" if note else "")
         elif may_shrink and args.layers:
             raise CommandError(f"--layers: expected random weights, got those of {args.model}. Leave it out.")
         model, head, weights = load_model(args.model, dtype, config=config)
         batch = batch or make_batch(head, model.config, args.batch_size or _SEQUENCES, args.seq_len or _TOKENS)
         model.to(args.device).train()
         batch = {name: value.to(args.device) for name, value in batch.items()}
-    return Inputs(model, batch, weights, torch.bfloat16 if args.autocast else None)
+    return model, batch, f"{type(model).__name__}, {weights}: {described(batch)}"
 
 
 def shrunk(name: str, config: PreTrainedConfig, dtype: torch.dtype, layers: int | None) -> tuple[PreTrainedConfig, str]:
@@ -94,17 +76,15 @@ def shrunk(name: str, config: PreTrainedConfig, dtype: torch.dtype, layers: int 
     if whole <= _MOST and whole * each <= free:
         return config, ""
     every = period(config)
+    size = f"{name} has {whole / 1e6:,.0f} M parameters"
     for number in (max(2, every), every):
         few = at_depth(config, {field: min(number, full) for field, full in own.items()})
         if (found := _count(few)) * each <= free:
-            return few, (
-                f"{name} has {whole / 1e6:,.0f} M parameters in {sum(own.values())} layers. Compared are "
-                f"{number} layers of that width, {found / 1e6:,.0f} M; --layers N takes others."
-            )
+            less = f"Compared are {number} layers of that width, {found / 1e6:,.0f} M; --layers N takes others."
+            return few, f"{size} in {sum(own.values())} layers. {less}"
     raise CommandError(
-        f"{name} has {whole / 1e6:,.0f} M parameters, and even {every} of its layers need {found * each / GIB:.1f} GiB "
-        f"with what is compared: expected at most {free / GIB:.1f}. Use --dtype bf16, or name a config.json of less "
-        "width."
+        f"{size}, and even {every} of its layers need {found * each / GIB:.1f} GiB with what is compared: expected at "
+        f"most {free / GIB:.1f}. Use --dtype bf16, or name a config.json of less width."
     )
 
 

@@ -17,7 +17,8 @@ import transformers
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from hf_memsave.errors import MeasureError, MemSaveError
+from hf_memsave.config.sizes import bytes_of
+from hf_memsave.errors import MemSaveError
 from hf_memsave.measure.lora import Lora
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -36,43 +37,55 @@ def quiet() -> None:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
-def positive_int(text: str) -> int:
-    """An argument's type: a whole number from 1."""
+def _positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text!r}")
     return int(text)
 
 
 def _lora(text: str) -> Lora:
-    """The type of ``--lora``: ``key=value``, joined by commas."""
+    """Adapters from ``key=value`` pairs, joined by commas."""
     defaults = asdict(Lora())
     given: dict[str, Any] = {}
     for pair in text.split(","):
         key, _, value = pair.partition("=")
-        if key not in defaults or not value or key in given:
-            expected = ",".join(f"{k}=..." for k in defaults)
-            raise argparse.ArgumentTypeError(f"expected {expected}, each once, got {pair!r}")
+        if key not in defaults or not all(value.split("+")) or key in given:
+            keys = ",".join(f"{k}=..." for k in defaults)
+            raise CommandError(f"--lora: expected {keys}, each once, got {pair!r}. Correct that.")
         try:
             given[key] = {"true": True, "false": False}[value] if key == "dora" else type(defaults[key])(value)
         except (KeyError, ValueError) as error:
             expected = "dora=true or dora=false" if key == "dora" else f"a number for {key}"
-            raise argparse.ArgumentTypeError(f"expected {expected}, got {value!r}") from error
-    if not all(given.get("targets", "all-linear").split("+")):
-        raise argparse.ArgumentTypeError(f"expected names joined by +, got targets={given['targets']!r}")
-    try:
-        return Lora(**given)
-    except MeasureError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+            raise CommandError(f"--lora: expected {expected}, got {value!r}. Correct that.") from error
+    return Lora(**given)
 
 
-NUMBER: dict[str, Any] = {"type": positive_int, "metavar": "N"}
-FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
+def output(text: str, *suffixes: str) -> Path:
+    """The type of a file to write: refused, before the work that it is to show, in a folder that does not exist."""
+    path = Path(text)
+    if suffixes and path.suffix not in suffixes:
+        raise CommandError(f"{path}: expected a name that ends in {' or '.join(suffixes)}. Rename the file.")
+    if not path.parent.is_dir() or path.is_dir():
+        raise CommandError(f"{path}: expected a file in a folder that exists. Create the folder, or name another file.")
+    return path
+
+
+def picture(text: str, *suffixes: str) -> Path:
+    """The type of a picture, or of a page with pictures."""
+    for name in ("matplotlib", "jinja2"):
+        if find_spec(name) is None:
+            raise CommandError(f"{text}: pictures need {name}, which is missing. Run: pip install 'hf_memsave[plot]'")
+    return output(text, *(suffixes or (".png", ".pdf", ".svg")))
+
+
+NUMBER: dict[str, Any] = {"type": _positive_int, "metavar": "N"}
+SIZE: dict[str, Any] = {"type": bytes_of, "metavar": "SIZE"}
+PICTURE: dict[str, Any] = {"type": picture, "metavar": "PNG"}
 #: Option -> what argparse is told of it.
 _SHARED: dict[str, dict[str, Any]] = {
     "model": {
         "metavar": "MODEL_OR_CONFIG",
-        "help": "a folder with config.json, such a file, a model type (bert, llama, ...: its defaults), a name on the "
-        "hub",
+        "help": "a folder with config.json, such a file, a model type (bert: its defaults), a name on the hub",
     },
     "--memsave": {"metavar": "PRESET", "default": "exact", "help": "a preset or YAML file (%(default)s)"},
     "--batch-size": {**NUMBER, "help": "sequences on each device (%(default)s)"},
@@ -86,8 +99,8 @@ _SHARED: dict[str, dict[str, Any]] = {
         "dtype=fp32|model (fp32, PEFT's default), dora=true",
     },
     "--layers": {**NUMBER, "help": "the depth, instead of the configuration's own"},
-    "--json": {**FILE, "help": "write every figure, in bytes"},
-    "--out": {**FILE, "help": "write the configuration, as YAML or .json"},
+    "--json": {"type": output, "metavar": "FILE", "help": "write every figure, in bytes"},
+    "--out": {"type": output, "metavar": "FILE", "help": "write the configuration, as YAML or .json"},
 }
 
 
@@ -100,19 +113,15 @@ def add(parser: argparse.ArgumentParser, *names: str, **changes: Any) -> None:
 def weights_of(args: argparse.Namespace) -> torch.dtype | None:
     """The dtype that ``--dtype`` and ``--autocast`` give the weights; None where neither is given."""
     if args.autocast and args.dtype not in (None, "fp32"):
-        raise CommandError(
-            f"--autocast {args.autocast} computes in {args.autocast} with fp32 weights, got --dtype {args.dtype}. "
-            "Leave one out."
-        )
+        raise CommandError(f"--autocast computes with fp32 weights, got --dtype {args.dtype}. Leave one out.")
     return torch.float32 if args.autocast else DTYPES.get(args.dtype)
 
 
 def name_of(model: str) -> str:
     """A model's name for people: of a folder, or of the folder of a config.json, its own."""
     path = Path(model).resolve()
-    if path.is_file():
-        return path.parent.name if path.name == "config.json" else path.stem
-    return path.name if path.is_dir() else model
+    path = path.parent if path.name == "config.json" else path
+    return path.stem if path.is_file() else path.name if path.is_dir() else model
 
 
 def write_figures(path: Path | None, figures: dict[str, Any], console: Console) -> None:
@@ -120,23 +129,6 @@ def write_figures(path: Path | None, figures: dict[str, Any], console: Console) 
     if path is not None:
         path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
         console.print(f"Figures: {path}")
-
-
-def check_picture(path: Path, suffixes: tuple[str, ...] = (".png", ".pdf", ".svg")) -> None:
-    """Refuse, before the work that it would show, a picture or a page with pictures that cannot be written."""
-    for library in ("matplotlib", "jinja2"):
-        if find_spec(library) is None:
-            needs = f"{path}: pictures need {library}, which is missing."
-            raise CommandError(f"{needs} Run: pip install 'hf_memsave[plot]'")
-    if path.suffix not in suffixes:
-        raise CommandError(f"{path}: expected a name that ends in {' or '.join(suffixes)}. Rename the file.")
-    check_folder(path)
-
-
-def check_folder(path: Path | None) -> None:
-    """Refuse a file in a folder that does not exist."""
-    if path is not None and (not path.parent.is_dir() or path.is_dir()):
-        raise CommandError(f"{path}: expected a file in a folder that exists. Create the folder, or name another file.")
 
 
 @contextlib.contextmanager

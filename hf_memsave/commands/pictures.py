@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from hf_memsave.config.sizes import MIB
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 # Paul Tol's muted scheme, told apart in every kind of colour vision; grey for the rest.
 _SCHEME = "#332288 #88CCEE #44AA99 #117733 #DDCC77 #999933 #CC6677 #882255 #AA4499 #BBBBBB".split()
 _COLORS = dict(zip(KINDS_OF_OPS, _SCHEME, strict=True))
-# Shares of the highest bar: smaller segments cannot be seen, or have no room for their figure.
+# Shares of the highest bar: smaller segments are not drawn, or have no room for their figure.
 _SMALLEST, _SMALLEST_LABELLED = 0.001, 0.022
 
 
@@ -58,7 +59,9 @@ def stacked_bars(axes: Axes, bars: Mapping[str, Mapping[str, float]]) -> None:
             color = _COLORS[kind]
             drawn = axes.bar(range(len(bars)), heights, 0.6, bottoms, color=color, label=kind, edgecolor="white")
             labels = [f"{h:,.{digits}f}" if h * MIB > _SMALLEST_LABELLED * highest else "" for h in heights]
-            axes.bar_label(drawn, labels, label_type="center", fontsize=9, color=_ink(color))
+            red, green, blue = to_rgb(color)
+            ink = "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.55 else "white"  # what is read better on it
+            axes.bar_label(drawn, labels, label_type="center", fontsize=9, color=ink)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     for index, total in enumerate(totals):
         ratio = f"\n{totals[0] / total:.2f}x less" if index else ""
@@ -70,9 +73,3 @@ def stacked_bars(axes: Axes, bars: Mapping[str, Mapping[str, float]]) -> None:
     axes.set(ylabel="kept between forward and backward [MiB]", ylim=(0, highest / MIB * 1.15))
     axes.legend(reverse=True, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _ink(color: str) -> str:
-    """Black or white, whichever is read better on ``color``."""
-    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
-    return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "white"

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from hf_memsave import MemSaveConfig
 from hf_memsave.commands.estimate import add_step, step_of
-from hf_memsave.commands.options import add, check_folder, progress_bar, quiet
+from hf_memsave.commands.options import add, progress_bar
 from hf_memsave.measure.layers import at_depth, depth_fields
 from hf_memsave.measure.models import load_config
 from hf_memsave.planner.plan import largest, plan
@@ -34,20 +34,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan, print, and write what was asked for; returns 0."""
-    check_folder(args.out)
-    training = step_of(args)
-    quiet()
+    options = step_of(args) | {
+        "budget": args.budget, "memsave": MemSaveConfig.named(args.memsave), "rates": args.device,
+        "devices": args.devices, "sharding": args.sharding,
+    }  # fmt: skip
     config = load_config(args.model)
     if args.layers:
         config = at_depth(config, dict.fromkeys(depth_fields(config), args.layers))
     console = Console(highlight=False, markup=False, soft_wrap=True)
     with progress_bar(console, "Tracing a few layers") as tell:
-        options = training | {
-            "budget": args.budget, "memsave": MemSaveConfig.named(args.memsave), "rates": args.device,
-            "devices": args.devices, "sharding": args.sharding, "progress": tell,
-        }  # fmt: skip
-        found = plan(config, lossy=args.lossy, main_memory=args.main_memory, **options)
-        most = largest(config, **options) if args.largest else {}
+        found = plan(config, lossy=args.lossy, main_memory=args.main_memory, **options, progress=tell)
+        most = largest(config, **options, progress=tell) if args.largest else {}
     console.print(str(found))
     for name, (batch, tokens) in most.items():
         console.print(

@@ -13,11 +13,10 @@ from rich.table import Table
 
 from hf_memsave import MemSaveConfig
 from hf_memsave.commands.inputs import add_inputs, load_inputs
-from hf_memsave.commands.options import GIVE_ANOTHER_BATCH, CommandError, add, progress_bar
+from hf_memsave.commands.options import DTYPES, GIVE_ANOTHER_BATCH, CommandError, add, progress_bar
 from hf_memsave.config.sizes import MIB
 from hf_memsave.measure import step
 from hf_memsave.measure.deterministic import deterministic_kernels
-from hf_memsave.measure.inputs import described
 
 _WORST = 5
 
@@ -33,8 +32,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_inputs(parser)
     add(parser, "--memsave")
     add(parser, "--layers", help="with random weights, the depth (all layers, or 2 of too many)")
-    deterministic = "ask for equal bits on CUDA too: under PyTorch's deterministic algorithms, attention as products of"
-    parser.add_argument("--deterministic", action="store_true", help=f"{deterministic} matrices")
+    how = "ask for equal bits on CUDA too: under PyTorch's deterministic algorithms, attention as products of matrices"
+    parser.add_argument("--deterministic", action="store_true", help=how)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,11 +42,11 @@ def run(args: argparse.Namespace) -> int:
     console = Console(highlight=False, markup=False)
     try:
         with deterministic_kernels() if args.deterministic else contextlib.nullcontext():
-            inputs = load_inputs(args, console, may_shrink=True)
+            model, batch, title = load_inputs(args, console, may_shrink=True)
             with progress_bar(console, "Running") as tell:
                 done = itertools.count(1)
                 found = step.compare_step(
-                    inputs.model, inputs.batch, memsave, autocast=inputs.autocast,
+                    model, batch, memsave, autocast=DTYPES.get(args.autocast),
                     advance=lambda: tell(next(done) / step.FORWARDS),
                 )  # fmt: skip
     except step.StockStepError as error:
@@ -56,10 +55,10 @@ def run(args: argparse.Namespace) -> int:
     except step.PatchedStepError as error:
         print(f"memsave verify: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    size = sum(p.numel() for p in inputs.model.parameters())
+    size = sum(p.numel() for p in model.parameters())
     context = [f"preset {args.memsave}", f"{size / 1e6:,.1f} M parameters", args.device]
     context += ["bf16 autocast"] * bool(args.autocast) + ["deterministic algorithms"] * args.deterministic
-    console.print(f"{type(inputs.model).__name__}, {inputs.weights}: {described(inputs.batch)}", style="bold")
+    console.print(title, style="bold")
     console.print(", ".join(context), *_tables(found), _verdict(found), sep="\n")
     if found.differing:
         print(f"memsave verify: {_causes(found)}", file=sys.stderr)
@@ -84,9 +83,9 @@ def _verdict(found: step.StepComparison) -> str:
     if all(d.equal for d in (found.loss, *found.gradients)):
         return f"Equal to the last bit: the loss and all {len(found.gradients)} gradients."
     if found.differing:
-        gradients = [d for d in found.differing if d is not found.loss]
-        loss = "" if found.loss not in found.differing else " and the loss"
-        return f"Different: {len(gradients)} of {len(found.gradients)} gradients{loss}."
+        loss = found.loss in found.differing
+        gradients = f"{len(found.differing) - loss} of {len(found.gradients)} gradients"
+        return f"Different: {gradients}{' and the loss' * loss}."
     return (
         f"Equal within {found.tolerance:.1e}: kernels add in no fixed order, and stock run twice differs from itself "
         f"by up to {found.repeat:.1e}, of which {step.DISTANCES} times are allowed. --deterministic asks for equal "

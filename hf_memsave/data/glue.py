@@ -6,17 +6,16 @@ names in each file's own header, so the files may hold more columns than are rea
 
 from __future__ import annotations
 
-import math
+import itertools
+import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from hf_memsave.errors import MemSaveError
-
-_Value = TypeVar("_Value")
 
 if TYPE_CHECKING:
     import datasets
@@ -26,35 +25,21 @@ class GlueDataError(MemSaveError, ValueError):
     """A GLUE folder or file that is missing, malformed or not what the task says."""
 
 
-#: Split on the hub -> file name.
-_FILES = {"train": "train.tsv", "validation": "dev.tsv", "test": "test.tsv"}
-
-
 @dataclass(frozen=True, kw_only=True)
 class GlueTask:
-    """One GLUE task: where its examples are in the official files, and what they become.
+    """One GLUE task: where its examples are in the official files, and what they become."""
 
-    Attributes:
-        name: The task on the hub, as in ``load_dataset("nyu-mll/glue", name)``.
-        folder: The folder in the official download.
-        text: Column of the dataset -> column of the file, one or two of them.
-        labels: Class names in the order of their ids; empty for regression.
-        label_column: The file's column with the label.
-        labels_are_ids: The files write class ids, not class names.
-        files: Split on the hub -> file name.
-        headerless: The columns of the train and dev files, for the one task whose files do not name them.
-        broken_lines: The share of lines that may have a wrong number of columns; they are left out with a warning.
-    """
-
-    name: str
-    folder: str
-    text: Mapping[str, str]
-    labels: tuple[str, ...]
-    label_column: str = "label"
-    labels_are_ids: bool = True
-    files: Mapping[str, str] = field(default_factory=_FILES.copy)
-    headerless: tuple[str, ...] = ()
-    broken_lines: float = 0.0
+    name: str  # on the hub, as in ``load_dataset("nyu-mll/glue", name)``
+    folder: str  # in the official download
+    text: Mapping[str, str]  # column of the dataset -> column of the file, one or two of them
+    labels: tuple[str, ...]  # class names in the order of their ids; empty for regression
+    label_column: str = "label"  # of the file
+    labels_are_ids: bool = True  # the files write class ids, not class names
+    files: Mapping[str, str] = field(  # split on the hub -> file name
+        default_factory={"train": "train.tsv", "validation": "dev.tsv", "test": "test.tsv"}.copy
+    )
+    headerless: tuple[str, ...] = ()  # the columns of the train and dev files, where those do not name them
+    broken_lines: float = 0.0  # the share of lines that may have other columns; they are left out with a warning
 
     @cached_property
     def label_names(self) -> tuple[str, ...]:
@@ -80,23 +65,20 @@ class GlueTask:
         """The label as the model sees it, or None if this task has no such label."""
         if self.labels:
             return self.label_names.index(written) if written in self.label_names else None
-        try:
-            score = float(written)
-        except ValueError:
-            return None
-        return score if math.isfinite(score) else None
+        return float(written) if re.fullmatch(r"\d+(\.\d*)?", written) else None
 
 
+_ONE = {"sentence": "sentence"}
 _PAIR = {"sentence1": "sentence1", "sentence2": "sentence2"}
 
 TASKS: dict[str, GlueTask] = {
     task.name: task
     for task in (
         GlueTask(
-            name="cola", folder="CoLA", text={"sentence": "sentence"}, labels=("unacceptable", "acceptable"),
+            name="cola", folder="CoLA", text=_ONE, labels=("unacceptable", "acceptable"),
             headerless=("source", "label", "mark", "sentence"),
         ),
-        GlueTask(name="sst2", folder="SST-2", text={"sentence": "sentence"}, labels=("negative", "positive")),
+        GlueTask(name="sst2", folder="SST-2", text=_ONE, labels=("negative", "positive")),
         GlueTask(
             name="mrpc", folder="MRPC", text={"sentence1": "#1 String", "sentence2": "#2 String"},
             labels=("not_equivalent", "equivalent"), label_column="Quality",
@@ -136,36 +118,51 @@ def read_glue(data_dir: str | Path, task: str, split: str) -> datasets.Dataset:
     """
     import datasets
 
-    spec = _lookup(task, TASKS, "GLUE task")
-    path = _find(Path(data_dir), [_lookup(split, spec.files, f"{spec.folder} split")], spec.folder)
-    unlabelled = split.startswith("test")
+    spec = TASKS.get(task)
+    if spec is None:
+        raise GlueDataError(f"GLUE task: expected one of {', '.join(TASKS)}, got {task!r}. Name one of them.")
+    if split not in spec.files:
+        splits = ", ".join(spec.files)
+        raise GlueDataError(f"{spec.folder} split: expected one of {splits}, got {split!r}. Name one of them.")
+    path = _find(Path(data_dir), [spec.files[split]], spec.folder)
+    is_test = split.startswith("test")
     lines = _split_lines(path)
-    header = _header(lines, () if unlabelled else spec.headerless)
-    labelled = not unlabelled or spec.label_column in header
-    missing = [name for name in (*spec.text.values(), *[spec.label_column] * labelled) if name not in header]
-    if missing:
+    header = (not is_test and spec.headerless) or next(lines, (0, []))[1]
+    labelled = not is_test or spec.label_column in header
+    if missing := {*spec.text.values(), *[spec.label_column] * labelled}.difference(header):
         raise GlueDataError(
-            f"{path}, line 1: expected the columns of {spec.folder}, got {_listed(header) or 'an empty file'}; missing "
-            f"are {_listed(missing)}. Use the official file with its header line, or name the task the file belongs to."
+            f"{path}, line 1: expected the columns of {spec.folder}, got {', '.join(header) or 'an empty file'}; "
+            f"missing are {', '.join(sorted(missing))}. Use the official file with its header line, or name the task "
+            "the file belongs to."
         )
 
-    columns: dict[str, list[Any]] = {name: [] for name in (*spec.text, "label", "idx")}
-    for index, number, row in _rows(path, spec, header, lines):
+    examples, broken, index = [], [], -1
+    for index, (number, cells) in enumerate(lines):
+        if len(cells) != len(header):
+            broken.append(
+                f"{path}, line {number}: expected {len(header)} columns separated by tabs ({', '.join(header)}), got "
+                f"{len(cells)}. Put one example on a line, with no tab or line break inside a text; quotes do not "
+                "protect them."
+            )
+            continue
+        row = dict(zip(header, cells, strict=True))
         label = spec.label_id(row[spec.label_column]) if labelled else -1
         if label is None:
             raise GlueDataError(
-                f"{path}, line {number}: expected {_listed(spec.label_names) or 'a number'} in column "
+                f"{path}, line {number}: expected {', '.join(spec.label_names) or 'a number'} in column "
                 f"{spec.label_column}, got {row[spec.label_column]!r}. Correct the line, or name the file's task."
             )
-        for name, column in spec.text.items():
-            columns[name].append(row[column])
-        columns["label"].append(label)
-        columns["idx"].append(index)
-    if not columns["idx"]:
+        examples.append((*(row[column] for column in spec.text.values()), label, index))
+    if len(broken) > spec.broken_lines * (index + 1):
+        raise GlueDataError(broken[0])
+    if broken:
+        warnings.warn(f"{len(broken)} of {index + 1} lines left out. The first: {broken[0]}", stacklevel=2)
+    if not examples:
         raise GlueDataError(f"{path}: expected one example on each line, got none. Fetch the file again.")
 
     label = datasets.ClassLabel(names=list(spec.labels)) if spec.labels else datasets.Value("float32")
     features = {name: datasets.Value("string") for name in spec.text} | {"label": label, "idx": datasets.Value("int32")}
+    columns = dict(zip(features, map(list, zip(*examples, strict=True)), strict=True))
     return datasets.Dataset.from_dict(columns, features=datasets.Features(features), split=split)
 
 
@@ -181,26 +178,19 @@ def guess_task(data_dir: str | Path) -> str:
         return by_name
 
     path = _find(folder, ["train.tsv", "dev.tsv", "dev_matched.tsv"], "GLUE")
+    first, second = (cells for _, cells in itertools.islice(itertools.chain(_split_lines(path), [(0, [])] * 2), 2))
     matches = []
     for task in TASKS.values():
-        lines = _split_lines(path)
-        header = _header(lines, task.headerless)
-        _, cells = next(lines, (0, []))
+        header, cells = (task.headerless, first) if task.headerless else (first, second)
         if len(cells) == len(header) and {*task.text.values(), task.label_column} <= set(header):
             if task.label_id(cells[header.index(task.label_column)]) is not None:
                 matches.append(task)
     if not matches:
         raise GlueDataError(
-            f"{path}: expected the columns of a GLUE task, got {_listed(header) or 'an empty file'}. "
-            f"Use the official file with its header line, or name the folder after its task: {_listed(TASKS)}."
+            f"{path}: expected the columns of a GLUE task, got {', '.join(first) or 'an empty file'}. Use the official "
+            f"file with its header line, or name the folder after its task: {', '.join(TASKS)}."
         )
     return max(matches, key=lambda task: len(task.text)).name  # SST-2's columns are among QNLI's
-
-
-def _lookup(name: str, table: Mapping[str, _Value], what: str) -> _Value:
-    if name not in table:
-        raise GlueDataError(f"{what}: expected one of {_listed(table)}, got {name!r}. Name one of them.")
-    return table[name]
 
 
 def _find(folder: Path, names: list[str], wanted: str) -> Path:
@@ -208,16 +198,11 @@ def _find(folder: Path, names: list[str], wanted: str) -> Path:
     for name in names:
         if (folder / name).is_file():
             return folder / name
-    found = _listed(sorted(file.name for file in folder.iterdir())) if folder.is_dir() else "no such folder"
+    found = ", ".join(sorted(file.name for file in folder.iterdir())) if folder.is_dir() else "no such folder"
     raise GlueDataError(
         f"{folder / names[0]}: expected this file of the official {wanted} data, found {found or 'an empty folder'}. "
         "Name the folder that holds it, or copy it there."
     )
-
-
-def _header(lines: Iterator[tuple[int, list[str]]], header: tuple[str, ...]) -> tuple[str, ...]:
-    """The columns: taken from the lines, unless given."""
-    return header or tuple(next(lines, (0, []))[1])
 
 
 def _split_lines(path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -233,28 +218,3 @@ def _split_lines(path: Path) -> Iterator[tuple[int, list[str]]]:
                 ) from error
             if text:
                 yield number, text.split("\t")
-
-
-def _rows(
-    path: Path, task: GlueTask, header: tuple[str, ...], lines: Iterator[tuple[int, list[str]]]
-) -> Iterator[tuple[int, int, dict[str, str]]]:
-    """Yield the index from 0, the line number and the cells by column of each line that has the header's columns."""
-    broken, total = [], 0
-    for index, (number, cells) in enumerate(lines):
-        total = index + 1
-        if len(cells) == len(header):
-            yield index, number, dict(zip(header, cells, strict=True))
-        else:
-            broken.append(
-                f"{path}, line {number}: expected {len(header)} columns separated by tabs ({_listed(header)}), got "
-                f"{len(cells)}. Put one example on a line, with no tab or line break inside a text; quotes do not "
-                "protect them."
-            )
-    if len(broken) > task.broken_lines * total:
-        raise GlueDataError(broken[0])
-    if broken:
-        warnings.warn(f"{len(broken)} of {total} lines left out. The first: {broken[0]}", stacklevel=3)
-
-
-def _listed(names: Iterable[object]) -> str:
-    return ", ".join(map(str, names))

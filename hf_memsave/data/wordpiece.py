@@ -19,9 +19,7 @@ class VocabularyError(MemSaveError, ValueError):
 
 
 def train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Returns a lower-casing tokenizer with BERT's special tokens and pair template ``[CLS] a [SEP] b [SEP]``.
-
-    It is trained: equal texts give equal ids in every process.
+    """Returns a lower-casing tokenizer with BERT's special tokens; equal texts give equal ids in every process.
 
     Raises:
         VocabularyError: If there is no text, or `vocab_size` leaves no room for an alphabet.
@@ -37,17 +35,15 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     if room < 2:
         raise VocabularyError(f"vocab_size: expected at least {len(SPECIAL_TOKENS) + 2}, got {vocab_size}. Raise it.")
 
-    # The trainer numbers the pieces "##a" in the order of a hash map, which differs from run to run, and so do ties
-    # among the merges that follow. Declared as special tokens, they are numbered before it starts.
+    # The trainer numbers "##a" in the order of a hash map, another one in each run: so do ties among the merges that
+    # follow. Special tokens are numbered before it starts.
     by_frequency = sorted(counts, key=lambda char: (-counts[char], char))
     alphabet = sorted(by_frequency[: min(_MAX_ALPHABET, room // 2)])
+    special = [*SPECIAL_TOKENS, *alphabet, *(f"##{char}" for char in alphabet)]
     trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[*SPECIAL_TOKENS, *alphabet, *(f"##{char}" for char in alphabet)],
-        initial_alphabet=alphabet,
-        limit_alphabet=len(alphabet),
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, limit_alphabet=len(alphabet),
         show_progress=False,
-    )
+    )  # fmt: skip
     scratch = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     scratch.pre_tokenizer = backend.pre_tokenizer
     scratch.train_from_iterator(texts, trainer)
@@ -64,15 +60,14 @@ def load_vocab_tokenizer(vocab_file: str | Path) -> PreTrainedTokenizerFast:
     if not path.is_file():
         raise VocabularyError(f"{path}: expected a BERT vocab.txt, found no such file. Name one that exists.")
     tokens = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
-    missing = [token for token in SPECIAL_TOKENS if token not in tokens]
-    if missing:
+    vocab = {token: index for index, token in enumerate(tokens)}
+    if missing := [token for token in SPECIAL_TOKENS if token not in vocab]:
         raise VocabularyError(
             f"{path}: expected one token a line with {', '.join(SPECIAL_TOKENS)} among them, "
             f"got {len(tokens)} lines without {', '.join(missing)}. Use a BERT vocab.txt."
         )
-    vocab = {token: index for index, token in enumerate(tokens)}
-    if len(vocab) < len(tokens):
-        number, token = next((i, token) for i, token in enumerate(tokens, start=1) if vocab[token] != i - 1)
-        raise VocabularyError(f"{path}, line {number}: expected each token once, got {token!r} twice. Remove one.")
+    for number, token in enumerate(tokens, start=1):
+        if vocab[token] != number - 1:
+            raise VocabularyError(f"{path}, line {number}: expected each token once, got {token!r} twice. Remove one.")
     cased = any(token != token.lower() for token in tokens if token not in SPECIAL_TOKENS)
     return BertTokenizer(vocab=vocab, do_lower_case=not cased)

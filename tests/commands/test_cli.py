@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ import hf_memsave
 from hf_memsave import commands
 from hf_memsave.cli import COMMANDS, main
 from hf_memsave.commands import options
+from hf_memsave.measure.inputs import forward_of
 from hf_memsave.measure.skip_values import SkipValues
 from hf_memsave.measure.training import Training, build
 from support.thinned import thinned
@@ -70,11 +70,7 @@ def test_report_equals_a_direct_measurement_at_full_depth(model_type, autocast, 
                 module.relative_attention_bias.requires_grad_(False)
     ids = torch.randint(2, 96, (3, 24))
     batch = {"input_ids": ids, "labels": ids[:, 0] % 2 if model_type == "bert" else ids.clone()}
-
-    def forward(**inputs):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            return model(**inputs)
-
+    forward = forward_of(model, torch.bfloat16 if autocast else None)
     assert figures["parameters"] == model.num_parameters()
     assert max(figures["measured"]["stock"][-1].values()) < max(figures["depth"].values())
     assert max(figures["measured"]["patched"][-1].values()) < max(figures["depth"].values()) or model_type == "gpt2"
@@ -90,17 +86,17 @@ def test_report_equals_a_direct_measurement_at_full_depth(model_type, autocast, 
 def test_report_lays_wide_weights_over_one_another_and_counts_the_same(tmp_path, capsys):
     wide = {"vocab_size": 512, "hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
     folder = write_config(tmp_path, "llama", num_hidden_layers=11, intermediate_size=768, **wide)
-    out = tmp_path / "out.json"
-    assert report(capsys, folder, "--batch-size", 2, "--seq-len", 16, "--autocast", "bf16", "--json", out)[0] == 0
+    out, shape = tmp_path / "out.json", ("--batch-size", 2, "--seq-len", 16)
+    assert report(capsys, folder, *shape, "--autocast", "bf16", "--json", out)[0] == 0
     figures = json.loads(out.read_text())
     assert figures["measured"]["patched"][-1] == figures["depth"]
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).train()
     ids = torch.randint(2, 512, (2, 16))
     assert figures["parameters"] == model.num_parameters()
     for setting in ("stock", "patched"):
-        with torch.autocast("cpu", torch.bfloat16):
-            found = hf_memsave.measure_kept(model, {"input_ids": ids, "labels": ids.clone()}).by_kind
-        assert {kind: kept for kind, kept in figures[setting]["by_kind"].items() if kept} == found
+        batch = {"input_ids": ids, "labels": ids.clone()}
+        found = hf_memsave.measure_kept(model, batch, forward_of(model, torch.bfloat16))
+        assert {kind: kept for kind, kept in figures[setting]["by_kind"].items() if kept} == found.by_kind
         hf_memsave.patch(model)
     with SkipValues(shares=True):
         built = build(AutoConfig.from_pretrained(folder), Training(batch_size=1, seq_len=1, dtype=torch.float32))
@@ -121,8 +117,7 @@ def test_report_prints_sites_table_and_how_it_was_measured(tmp_path, capsys):
 
 
 def test_report_of_another_depth(tmp_path, capsys):
-    folder = write_config(tmp_path, "llama")
-    totals = []
+    folder, totals = write_config(tmp_path, "llama"), []
     for layers in (4, 9):
         assert report(capsys, folder, "--layers", layers, "--json", tmp_path / "out.json")[0] == 0
         figures = json.loads((tmp_path / "out.json").read_text())
@@ -131,22 +126,20 @@ def test_report_of_another_depth(tmp_path, capsys):
     assert totals[1] - totals[0] == 5 * figures["patched"]["per_layer"]["num_hidden_layers"]["total"]
 
 
-def test_report_builds_the_architecture_the_config_names(tmp_path, capsys):
-    folder = write_config(tmp_path, "bert", architectures=["BertForMaskedLM"])
-    assert "BertForMaskedLM" in report(capsys, folder / "config.json", "--seq-len", 8)[1]
-
-
-def test_report_draws_a_picture(tmp_path, capsys):
+def test_report_builds_the_architecture_the_config_names_and_draws_a_picture(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    picture = tmp_path / "kept.png"
-    assert report(capsys, write_config(tmp_path, "llama"), "--plot", picture)[0] == 0
+    folder, picture = write_config(tmp_path, "bert", architectures=["BertForMaskedLM"]), tmp_path / "kept.png"
+    assert "BertForMaskedLM" in report(capsys, folder / "config.json", "--seq-len", 8, "--plot", picture)[1]
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
 
 
-def test_report_without_matplotlib_names_the_extra(capsys, monkeypatch):
-    monkeypatch.setattr(options, "find_spec", lambda name: None)
-    status, _, error = report(capsys, "bert", "--plot", "kept.png")
-    assert status == 2 and "pip install 'hf_memsave[plot]'" in error
+@pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])
+def test_a_picture_without_what_draws_it_names_the_extra(missing, capsys, monkeypatch):
+    monkeypatch.setattr(options, "find_spec", lambda name: None if name == missing else options)
+    for line in ("report nosuch --plot kept.png", "estimate nosuch --html a.html"):  # before the model is looked for
+        assert main(line.split()) == 2
+        error = capsys.readouterr().err
+        assert missing in error and "pip install 'hf_memsave[plot]'" in error
 
 
 def test_the_commands_own_help_loads_no_library_and_takes_less_than_half_a_second():
@@ -164,24 +157,15 @@ print("loaded", {"torch", "transformers", "numpy", "rich", "yaml"} & set(sys.mod
     *_, version, loaded = output.splitlines()
     assert version == f"hf_memsave {hf_memsave.__version__}" and output.count("usage: memsave") == 3
     assert loaded.startswith("loaded set() ") and float(loaded.split()[-1]) < 0.5
-    assert all(f"    {name}  " in output and " ".join(line.split()[:3]) in output for name, line in COMMANDS.items())
-
-
-def test_every_command_has_its_line_in_the_help():
     files = Path(commands.__file__).parent.glob("*.py")
     assert {path.stem for path in files if "def run(" in path.read_text()} == COMMANDS.keys()
-    for name in COMMANDS:
-        assert import_module(f"hf_memsave.commands.{name}").add_options
-
-
-# Adapters
+    assert all(f"    {name}  " in output and " ".join(line.split()[:3]) in output for name, line in COMMANDS.items())
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("spec", ["r=4,dropout=0.05", "r=4,dtype=model,targets=q_proj+down_proj", "dora=true"])
 def test_report_of_adapters_equals_a_direct_measurement(spec, tmp_path, capsys):
-    folder = write_config(tmp_path, "llama")
-    out = tmp_path / "out.json"
+    folder, out = write_config(tmp_path, "llama"), tmp_path / "out.json"
     status, text, errors = report(capsys, folder, "--lora", spec, "--batch-size", 3, "--seq-len", 24, "--json", out)
     assert status == 0, errors
     figures = json.loads(out.read_text())
@@ -193,6 +177,6 @@ def test_report_of_adapters_equals_a_direct_measurement(spec, tmp_path, capsys):
     model = get_peft_model(base, config, autocast_adapter_dtype=lora["dtype"] == "fp32").train()
     ids = torch.randint(2, 96, (3, 24))
     assert figures["parameters"] == model.num_parameters()
-    assert figures["stock"]["total"] == hf_memsave.measure_kept(model, {"input_ids": ids, "labels": ids}).total
-    hf_memsave.patch(model)
-    assert figures["patched"]["total"] == hf_memsave.measure_kept(model, {"input_ids": ids, "labels": ids}).total
+    for setting in ("stock", "patched"):
+        assert figures[setting]["total"] == hf_memsave.measure_kept(model, {"input_ids": ids, "labels": ids}).total
+        hf_memsave.patch(model)

@@ -11,14 +11,11 @@ import torch
 from hf_memsave import patch
 from hf_memsave.cli import main
 from hf_memsave.commands import demo
-from hf_memsave.commands.demo_task import DemoTask, generated_task, glue_task
+from hf_memsave.commands.demo_task import NUMBERS, DemoTask, generated_task, glue_task
 
 pytest.importorskip("matplotlib")
 
 MRPC = Path(__file__).resolve().parents[3] / "shared" / "glue" / "MRPC"
-
-NUMBERS = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
-NUMBERS += "seventeen eighteen nineteen twenty".split()
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +59,7 @@ def test_demo_without_matplotlib_draws_nothing_and_says_so(tmp_path, capsys, mon
     assert "BERT has not learned this" in output and "2 steps from random weights are too few" in output
 
 
-def test_demo_fails_when_a_loss_differs(tmp_path, capsys, monkeypatch):
+def test_demo_fails_when_a_loss_or_only_a_weight_differs(tmp_path, capsys, monkeypatch):
     def faulty_patch(model):
         patch(model)
         with torch.no_grad():
@@ -73,31 +70,25 @@ def test_demo_fails_when_a_loss_differs(tmp_path, capsys, monkeypatch):
     output, error = capsys.readouterr()
     assert "agree" not in output
     assert re.search(r"memsave demo: BERT: the loss of step 1 is .* stock and .* patched", error)
-
-
-def test_demo_fails_when_only_a_weight_differs():
-    run = demo.Run([0.5], {"w": torch.zeros(2)}, 0.5, None, 0.1)
-    other = demo.Run([0.5], {"w": torch.tensor([0.0, 1e-9])}, 0.5, None, 0.1)
-    assert demo.difference(run, run) is None
-    assert demo.difference(run, other) == "w differs after training"
+    run, other = (demo.Run([0.5], {"w": torch.tensor([0.0, n])}, 0.5, None, 0.1) for n in (0.0, 1e-9))
+    assert demo.difference(run, run) is None and demo.difference(run, other) == "w differs after training"
 
 
 def test_demo_on_a_glue_folder(tmp_path, capsys):
-    folder = tmp_path / "SST-2"
-    write_sst2(folder, 80)
-    assert main(["demo", "--data-dir", str(folder), "--steps", "2", "--out", str(tmp_path / "demo.png")]) == 0
+    lines = ["sentence\tlabel", *(f"a {'good' if i % 2 else 'bad'} film number {i}\t{i % 2}" for i in range(80))]
+    for name in ("train.tsv", "dev.tsv"):
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+    assert main(["demo", "--data-dir", str(tmp_path), "--steps", "2", "--out", str(tmp_path / "demo.png")]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "the first 64 training and 80 dev examples of 80 and 80" in output
     assert "agree to the last bit in all 2 losses" in output
 
 
 def test_words_that_the_other_text_lacks_are_one_word(tmp_path):
-    folder = tmp_path / "MRPC"
-    folder.mkdir()
     line = "1\t8\t9\tA dog's tail , and a Cat\tthe cat has a tail\n"
     for name in ("train.tsv", "dev.tsv"):
-        (folder / name).write_text(f"Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n{line}")
-    task = glue_task(folder, 1)
+        (tmp_path / name).write_text(f"Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n{line}")
+    task = glue_task(tmp_path, 1)
     first, second = task.tokenizer.decode(task.train[0]["input_ids"]).removeprefix("[CLS]").split("[SEP]")[:2]
     assert [first.split(), second.split()] == ["a ~ ' ~ tail, ~ a cat".split(), "~ cat ~ a tail".split()]
     assert '"~" stands for each word that the other text lacks' in task.limits
@@ -125,26 +116,15 @@ def test_both_models_learn_mrpc(tmp_path, capsys, monkeypatch):
     assert all(majority == 68.4 and accuracy > majority for _, accuracy, majority in found)
 
 
-def write_sst2(folder: Path, examples: int) -> None:
-    folder.mkdir()
-    lines = ["sentence\tlabel", *(f"a {'good' if i % 2 else 'bad'} film number {i}\t{i % 2}" for i in range(examples))]
-    for name in ("train.tsv", "dev.tsv"):
-        (folder / name).write_text("\n".join(lines) + "\n")
-
-
-def test_generated_labels_follow_the_rule():
+def test_generated_labels_follow_the_rule_and_depend_on_the_seed_alone():
     task = generated_task(200, seed=1)
     assert 0.5 <= task.majority < 0.6
     for example in task.train:
         fact, claim = task.tokenizer.decode(example["input_ids"]).removeprefix("[CLS]").split("[SEP]")[:2]
         said, claimed = (next(i for i, n in enumerate(NUMBERS) if n in text.split()) for text in (fact, claim))
         assert example["labels"] == (said > claimed)
-
-
-def test_generated_data_depends_on_the_seed_alone():
     one, same, other = generated_task(20, 1), generated_task(20, 1), generated_task(20, 2)
-    assert one.train == same.train and one.dev == same.dev
-    assert one.train != other.train
+    assert (one.train, one.dev) == (same.train, same.dev) and one.train != other.train
 
 
 @pytest.mark.parametrize(("accuracy", "said"), [(0.66, True), (0.70, True), (0.75, False)])

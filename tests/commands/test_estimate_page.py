@@ -1,4 +1,4 @@
-"""The pictures of an estimate: their figures are the estimate's own, and the page can be read."""
+"""``memsave estimate``: it says what fits; figures of its picture and page are its own, and the page can be read."""
 
 import dataclasses
 import json
@@ -9,13 +9,13 @@ import pytest
 from transformers import BertConfig
 
 from hf_memsave.cli import main
-from hf_memsave.commands import options
 from hf_memsave.measure.estimate import estimate
 
 pytest.importorskip("matplotlib")
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from hf_memsave.commands.estimate_page import PARTS, in_units, rows_by_kind, rows_by_module, timeline_axes, write_page
+from hf_memsave.commands.estimate_page import PARTS, in_units, rows_of, timeline_axes, write_page
 from support.helpers import on_stand_in
 
 pytestmark = on_stand_in
@@ -69,37 +69,23 @@ class Parsed(HTMLParser):
 
 
 @pytest.mark.long
-def test_the_figures_are_the_estimates_own(page, result):
+def test_the_figures_are_the_estimates_own_and_shown_as_people_write_them(page, result):
     parsed = Parsed(page)
     assert parsed.open == []
-    both = (result.stock, result.patched)
-    assert parsed.figures["answer"] == [m.needed for m in both]
+    both, figures = (result.stock, result.patched), parsed.figures
     own = result.stock.needed - result.stock.peak
-    parts = [[getattr(m, part) for m in both] for part in PARTS]
-    assert parsed.figures["peak"] == [*sum(parts, []), own, own]
-    for memory in both:
-        assert sum(getattr(memory, part) for part in PARTS) == memory.peak
-    by_kind = {n for m in both for n in m.by_kind.values() if n}
-    assert {n for n in by_kind if n} <= set(parsed.figures["kept"])
+    assert figures["answer"] == [m.needed for m in both]
+    assert figures["peak"] == [*(getattr(m, part) for part in PARTS for m in both), own, own]
+    assert all(sum(getattr(memory, part) for part in PARTS) == memory.peak for memory in both)
+    assert {n for m in both for n in m.by_kind.values() if n} <= set(figures["kept"])
     fields = ("peak", "needed", "parameters", "gradients", "states", "activations", "kept")
-    assert parsed.figures["settings"] == [getattr(m, field) for field in fields for m in both]
-    for i, memory in enumerate(both):
-        assert parsed.figures["kept"][i] == memory.kept == sum(row["bytes"][name(i)] for row in rows_by_module(result))
-
-
-def name(index):
-    return ("stock", "patched")[index]
-
-
-def test_figures_are_shown_as_people_write_them(page):
-    parsed = Parsed(page)
-    values = [n for section in ("answer", "peak", "kept", "settings") for n in parsed.figures[section]]
-    shown = [in_units(n) for n in values]
-    count = len(parsed.figures["settings"])
-    assert parsed.shown == shown[:-count] + [f"{n:,}" for n in parsed.figures["settings"]]
-    assert [in_units(n) for n in (0, 512, 2**10, 3 * 2**20, 24 * 2**30)] == [
-        "0", "512 B", "1.0 KiB", "3.0 MiB", "24.0 GiB"
-    ]  # fmt: skip
+    assert figures["settings"] == [getattr(m, field) for field in fields for m in both]
+    for name, memory, kept in zip(("stock", "patched"), both, figures["kept"], strict=False):
+        assert kept == memory.kept == sum(row["bytes"][name] for row in rows_of(result, "by_module"))
+    rounded = [in_units(n) for section in ("answer", "peak", "kept") for n in figures[section]]
+    assert parsed.shown == rounded + [f"{n:,}" for n in figures["settings"]]
+    sizes = {0: "0", 512: "512 B", 2**10: "1.0 KiB", 3 * 2**20: "3.0 MiB", 24 * 2**30: "24.0 GiB"}
+    assert {n: in_units(n) for n in sizes} == sizes
     words = " ".join(" ".join(parsed.text).split())
     for told in ("forward", "backward", "optimizer", "peak", "kept", "constants", "does not fit in 512.0 MiB"):
         assert told in words
@@ -112,24 +98,19 @@ def test_the_page_loads_nothing(page):
     assert not re.search(r"<script|@import|url\((?!#)", text)
 
 
-def test_names_are_text(result, tmp_path):
-    write_page(tmp_path / "a.html", result, "<script>alert(1)</script>", {"batch": "<b>1</b>"})
-    text = (tmp_path / "a.html").read_text(encoding="utf-8")
+def test_a_page_of_stock_alone_and_names_are_text(result, tmp_path):
+    stock = dataclasses.replace(result, patched=None, memory=None)
+    write_page(tmp_path / "a.html", stock, "<script>alert(1)</script>", {"batch": "<b>1</b>"})
+    text, parsed = (tmp_path / "a.html").read_text(encoding="utf-8"), Parsed(tmp_path / "a.html")
     assert "<script" not in text and "&lt;script&gt;" in text and "<b>1</b>" not in text
-
-
-def test_a_page_of_stock_alone(result, tmp_path):
-    write_page(tmp_path / "a.html", dataclasses.replace(result, patched=None, memory=None), "a model", {})
-    parsed = Parsed(tmp_path / "a.html")
-    assert parsed.figures["answer"] == [result.stock.needed]
-    assert "patched" not in " ".join(parsed.text)
+    assert parsed.figures["answer"] == [result.stock.needed] and "patched" not in " ".join(parsed.text)
 
 
 def test_the_timeline_ends_at_the_peak(result):
     for memory in (result.stock, result.patched):
         assert max(point.live for point in memory.timeline) == memory.peak
         axes = Figure().add_subplot()
-        timeline_axes(axes, memory, result.stock.peak, None)
+        timeline_axes(axes, memory, dataclasses.replace(result, memory=None))
         drawn = [patch.get_data() for patch in axes.patches]
         tops = [float(n) * 2**20 for n in drawn[-1].values]
         assert tops == pytest.approx([point.live for point in memory.timeline])
@@ -143,7 +124,9 @@ def test_the_command_writes_both(tmp_path, capsys):
     files = ["--picture", tmp_path / "a.png", "--html", tmp_path / "a.html", "--json", tmp_path / "a.json"]
     step = ["--batch-size", "2", "--seq-len", "32", "--lora", "r=2"]
     assert main(["estimate", *map(str, [tmp_path / "config.json", *step, *files])]) == 0
+    assert "bert, 5 layers" in capsys.readouterr().out
     figures = json.loads((tmp_path / "a.json").read_text())
+    assert figures["fits"] is None and figures["stock"]["peak"] >= figures["patched"]["peak"] > 0
     assert Parsed(tmp_path / "a.html").figures["settings"][:2] == [figures[s]["peak"] for s in ("stock", "patched")]
     header = (tmp_path / "a.png").read_bytes()[:24]
     assert header[:8] == b"\x89PNG\r\n\x1a\n"
@@ -152,30 +135,25 @@ def test_the_command_writes_both(tmp_path, capsys):
     assert "2 x 32 tokens" in text and "LoRA: " in text and tmp_path.name in text
 
 
-ASKED = {
-    "no matplotlib": (["--html", "a.html"], "matplotlib", "Run: pip install"),
-    "no jinja2": (["--picture", "a.png"], "jinja2", "Run: pip install"),
-    "another name": (["--html", "a.txt"], None, "expected a name that ends in .html or .htm"),
-    "another picture": (["--picture", "a.jpeg"], None, "expected a name that ends in .png"),
-    "no folder": (["--html", "none/a.html"], None, "Create the folder"),
-}
-
-
-@pytest.mark.parametrize(("asked", "missing", "message"), ASKED.values(), ids=ASKED)
-def test_what_cannot_be_drawn_is_told_at_once(asked, missing, message, monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
-    stock = options.find_spec
-    monkeypatch.setattr(options, "find_spec", lambda name: None if name == missing else stock(name))
-    assert main(["estimate", "nosuch", *asked]) == 2  # before the model is looked for
-    assert message in capsys.readouterr().err
+@pytest.mark.long
+def test_the_command_says_what_fits(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    command = ["estimate", str(tmp_path / "config.json"), "--seq-len", "32", "--memory"]
+    assert main([*command, "1GiB", "--json", str(tmp_path / "a.json")]) == 0
+    assert "Fits in 1.00 GiB." in capsys.readouterr().out
+    largest = json.loads((tmp_path / "a.json").read_text())["largest"]
+    assert largest["patched"]["batch_size"] > largest["stock"]["batch_size"] > 1
+    assert largest["stock"]["seq_len"] == 512
+    assert main([*command, "100MiB"]) == 1
+    assert "Does not fit in 0.10 GiB." in capsys.readouterr().out
 
 
 def test_bars_are_as_wide_as_their_bytes(page, result):
     text = page.read_text(encoding="utf-8")
     bar = r'<i style="width:([\d.]+)%;background:[^"]*"></i><data value="(\d+)">'
     bars = [(float(wide), int(n)) for wide, n in re.findall(bar, text)]
-    count = 2 * len(rows_by_kind(result))
-    assert len(bars) == count + 2 * len(rows_by_module(result))
+    count = 2 * len(rows_of(result, "by_kind"))
+    assert len(bars) == count + 2 * len(rows_of(result, "by_module"))
     for table in (bars[:count], bars[count:]):
         most = max(n for _, n in table)
         assert [wide for wide, _ in table] == pytest.approx([100 * n / most for _, n in table])
@@ -186,10 +164,7 @@ def test_bars_are_as_wide_as_their_bytes(page, result):
 
 def brightness(color):
     """Relative luminance, as WCAG 2 defines it."""
-    digits = color.lstrip("#")
-    pairs = [digits[i : i + 2] for i in (0, 2, 4)] if len(digits) == 6 else [2 * digit for digit in digits]
-    numbers = [int(pair, 16) / 255 for pair in pairs]
-    red, green, blue = (n / 12.92 if n <= 0.04045 else ((n + 0.055) / 1.055) ** 2.4 for n in numbers)
+    red, green, blue = (n / 12.92 if n <= 0.04045 else ((n + 0.055) / 1.055) ** 2.4 for n in to_rgb(color))
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 

@@ -30,12 +30,6 @@ def test_what_is_written_patches_a_model(tmp_path, capsys):
     assert patch(model, out).config == config == patch(model, str(out)).config
 
 
-@pytest.mark.long
-def test_what_does_not_fit_is_an_error(capsys):
-    assert main(["plan", "bert", "--budget", "600MiB", *STEP]) == 2
-    assert "nothing fits: expected at most 600.00 MiB" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("kind", "fields"), [("t5", ["num_layers", "num_decoder_layers"]), ("gemma3_text", ["num_hidden_layers"])]
 )
