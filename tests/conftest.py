@@ -46,9 +46,7 @@ def pytest_runtest_makereport():
     return failed_where_skipped((yield))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report():
-    return failed_where_skipped((yield))
+pytest_make_collect_report = pytest_runtest_makereport
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m

@@ -1,9 +1,8 @@
 """Planted faults: each of ``mutants.yaml`` is put into a copy of the package, and the tests named with it must fail.
 
-A mutant is a snippet of the package, which occurs there once, and another in its place; between its words any white
-space will do. One that occurs no more has to be stated again, by what is said of its fault. Tests are named by file,
-wherever that lies, and by words for ``-k``: without the fault they must pass. A mutant is killed by a test that fails;
-that nothing can be imported, collected or set up any more kills none.
+A mutant is a snippet that occurs once in the package (any white space between its words), and another in its place.
+Tests are named by file, wherever that lies, and by words for ``-k``: without the fault they must pass. A mutant is
+killed by a test that fails, not by what can no longer be imported, collected or set up.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import argparse
 import compileall
 import gc
 import importlib
-import json
 import os
 import re
 import shlex
@@ -24,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import yaml
@@ -62,7 +60,7 @@ class Mutant(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Of tests: "killed" (and by which one), "passed", "none" there, "error" or "timeout"; and what pytest said."""
+    """What became of tests, as :func:`outcome_of` says it, in how many seconds; and what pytest said."""
 
     outcome: str
     by: str = ""
@@ -70,24 +68,17 @@ class Result(NamedTuple):
     log: str = ""
 
 
-class _Seen:
-    """Tells, in pytest's process, what has passed, and what has failed first."""
-
-    passed, failed, error = 0, "", ""
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        is_test = report.when == "call"
-        self.passed += is_test and report.passed
-        self.failed = self.failed or report.nodeid * (is_test and report.failed)
-        self.error = self.error or report.nodeid * (report.failed and not is_test)
-
-    def pytest_collectreport(self, report: Any) -> None:
-        self.error = self.error or f"collection of {report.nodeid}" * report.failed
-
-    def outcome(self, code: int) -> tuple[str, str]:
-        if self.failed or self.error or code not in (0, 5):
-            return ("killed", self.failed) if self.failed else ("error", self.error or f"pytest ended with {code}")
-        return "passed" if self.passed else "none", ""
+def outcome_of(code: int, log: str) -> tuple[str, str]:
+    """"killed" or "error" and by which test, "passed", "none" there or "timeout", of pytest's exit code and its log."""
+    if code == -signal.SIGALRM:
+        return "timeout", ""
+    summary = log.rpartition("short test summary info")[2]
+    for outcome, word in (("killed", "FAILED"), ("error", "ERROR")):
+        if found := re.search(rf"^{word} (.+?)(?: - |$)", summary, re.MULTILINE):
+            return outcome, found[1]
+    if code not in (0, 5):
+        return "error", f"pytest ended with {code}"
+    return "passed" if re.search(r"\b\d+ passed", summary) else "none", ""
 
 
 def arguments(tests: str, root: Path) -> list[str]:
@@ -99,8 +90,8 @@ def arguments(tests: str, root: Path) -> list[str]:
     return [str(found[word][0]) if word in found else word for word in words]
 
 
-def _test(root: Path, tree: Path, tests: str) -> None:
-    """Run tests of a tree, in a process of its own that has imported none of it, and write what they found there."""
+def _test(root: Path, tree: Path, tests: str) -> int:
+    """Run tests of a tree, in a process of its own that has imported none of it; returns pytest's exit code."""
     signal.alarm(MOST_SECONDS)
     output = os.open(tree / "mutant.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
@@ -109,9 +100,8 @@ def _test(root: Path, tree: Path, tests: str) -> None:
     here, theirs = [str(tree), str(tree / "tests")], {str(p / part) for p in (root, ROOT) for part in ("", "tests")}
     sys.path[:] = [*here, *(path for path in sys.path if path not in theirs)]
     os.environ |= {"PYTHONPATH": os.pathsep.join(here), "PYTHONDONTWRITEBYTECODE": "1"}
-    sys.dont_write_bytecode, seen = True, _Seen()
-    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *arguments(tests, tree)], plugins=[seen])
-    (tree / "mutant.json").write_text(json.dumps(seen.outcome(code)))
+    sys.dont_write_bytecode = True
+    return pytest.main(["-x", "-q", "-rfE", "-p", "no:cacheprovider", *arguments(tests, tree)])
 
 
 def run(root: Path, jobs: int, tasks: Iterable[Mutant | str]) -> Iterator[tuple[Mutant | str, Result]]:
@@ -128,22 +118,23 @@ def run(root: Path, jobs: int, tasks: Iterable[Mutant | str]) -> Iterator[tuple[
                     path, text = task.planted(tree / PACKAGE)
                     change = path, path.read_text(encoding="utf-8")
                     path.write_text(text, encoding="utf-8")
-                (tree / "mutant.json").unlink(missing_ok=True)
+                tests = task.tests if isinstance(task, Mutant) else task
                 sys.stdout.flush()
                 if (pid := os.fork()) == 0:
+                    code = 3  # pytest's own for what it did not expect
                     try:
-                        _test(root, tree, task.tests if isinstance(task, Mutant) else task)
+                        code = _test(root, tree, tests)
                     finally:
-                        os._exit(0)
+                        sys.stdout.flush()
+                        os._exit(code)
                 running[pid] = task, tree, change, started
             pid, status = os.wait()
             task, tree, change, started = running.pop(pid)
             if change is not None:
                 change[0].write_text(change[1], encoding="utf-8")
-            outcome = "timeout" if os.WTERMSIG(status) == signal.SIGALRM else "error", f"it ended with {status}"
-            if (tree / "mutant.json").is_file():
-                outcome = json.loads((tree / "mutant.json").read_text())
-            yield task, Result(*outcome, time.monotonic() - started, (tree / "mutant.log").read_text(errors="replace"))
+            log = (tree / "mutant.log").read_text(errors="replace")
+            outcome = outcome_of(os.waitstatus_to_exitcode(status), log)
+            yield task, Result(*outcome, time.monotonic() - started, log)
             free.append(tree)
 
 
@@ -168,7 +159,6 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT, imported: Sequenc
             print(f"!!! {mutant.name}: to be stated again: its snippet occurs {count} times: {mutant.fault}")
     for name in imported:
         importlib.import_module(name)
-    gc.collect()
     gc.freeze()
     stock = dict.fromkeys(mutant.tests for mutant in mutants if mutant not in found)
     for tasks in (stock, (m for m in mutants if m not in found and found[m.tests].outcome == "passed")):
@@ -180,11 +170,11 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT, imported: Sequenc
             print(result.log[-2000:] if result.outcome == "error" else "", end="")
     git = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     commit = subprocess.run(git, cwd=root, capture_output=True, text=True).stdout.strip()
-    killed = sum(found.get(mutant, Result("")).outcome == "killed" for mutant in mutants)
+    results = [found.get(mutant, Result("not asked", "its tests do not pass without it")) for mutant in mutants]
+    killed = sum(result.outcome == "killed" for result in results)
     title = f"{killed} of {len(mutants)} mutants are killed, at {commit}."
     lines = ["# Planted faults\n", f"`make mutants`: {title}\n", "| name | fault | by | s |", "|---|---|---|---|"]
-    for mutant in mutants:
-        result = found.get(mutant, Result("not asked", "its tests do not pass without it"))
+    for mutant, result in zip(mutants, results, strict=True):
         by = f"`{result.by.partition('::')[2]}`" if result.outcome == "killed" else f"**{result.outcome}** {result.by}"
         cells = mutant.name, mutant.fault, by, f"{result.seconds:.1f}"
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

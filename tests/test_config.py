@@ -28,43 +28,28 @@ SAMPLED = {
 FIELDS = [field.name for field in dataclasses.fields(MemSaveConfig)]
 
 
-def test_every_field_is_tested():
-    assert list(OTHER) == FIELDS
-    assert all(OTHER[name] != value for name, value in MemSaveConfig().to_dict().items())
-
-
-@pytest.mark.parametrize("name", FIELDS)
-def test_a_field_is_frozen_strict_and_tells_configs_apart(name):
+def test_every_field_is_frozen_strict_and_tells_configs_apart():
     config = MemSaveConfig()
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(config, name, OTHER[name])
-    with pytest.raises(ConfigError, match=name):
-        dataclasses.replace(config, **{name: "wrong"})
-    assert MemSaveConfig(**{name: OTHER[name]}) != config
+    assert list(OTHER) == FIELDS
+    for name, value in config.to_dict().items():
+        assert OTHER[name] != value and MemSaveConfig(**{name: OTHER[name]}) != config
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(config, name, OTHER[name])
+    assert MemSaveConfig(**TOGETHER).to_dict() == {**TOGETHER, "budget": None, "linear": SAMPLED}
+    for args, fields, message in ((["recompute"], {}, "positional"), ([], {"activations": "stock"}, "activations")):
+        with pytest.raises(TypeError, match=message):
+            MemSaveConfig(*args, **fields)
 
 
-def test_fields_are_given_by_their_names():
-    with pytest.raises(TypeError, match="positional"):
-        MemSaveConfig("recompute")
-    with pytest.raises(TypeError, match="activations"):
-        MemSaveConfig(activations="stock")
-
-
-CHOICES = [name for name, value in OTHER.items() if isinstance(value, str) and name not in ("storage", "budget")]
-
-
-@pytest.mark.parametrize("name", [name for name in CHOICES if name != "checkpoint"])
-def test_a_wrong_value_is_refused_with_those_that_are_right(name):
-    for value in ("Stock", "", None, True, 1, ["stock"]):
-        message = f"MemSaveConfig.{name} must be one of .*'(stock|torch)'.*, got "
-        with pytest.raises(ConfigError, match=message) as found:
-            MemSaveConfig(**{name: value})
-        assert repr(value) in str(found.value)
-        assert f"the default, {getattr(MemSaveConfig(), name)!r}" in str(found.value)
-
-
-#: Field -> wrong values, and what is said of each.
+#: Fields of one of a few words.
+CHOICES = ("activation", "norm", "dropout", "attention", "lora", "loss", "backend")
+CHOICE = "must be one of .*'(stock|torch)'.*, got .*the default, '{}'"
+#: Fields, wrong values of them, and what is said of each.
 WRONG = {
+    **{
+        name: (["wrong", "Stock", "", None, True, 1, ["stock"]], CHOICE.format(getattr(MemSaveConfig(), name)))
+        for name in CHOICES
+    },
     "linear": (["wta", 0.3, True, {"budget": 0.3}], r"must be None or a WTACRS, got .*Use WTACRS\(budget"),
     "few_bits": ([0, 9, 2.5, "4", True, None], "must be a whole number from 1 to 8, got .*default, 4"),
     "frozen": (["True", 1, None], "must be True or False, got .*default, True"),
@@ -72,24 +57,18 @@ WRONG = {
     "storage": (["int2", "INT8", 8, True, ""], "must be one of None, 'int8', 'int4', got .*Leave it out"),
     "checkpoint": (["Up", True, ""], "must be one of None, 'o_proj', 'qkv', 'up', 'gate', 'block', got .*Leave it out"),
     "budget": (["24", "much", 0, -1, 1.5, True], ": .*expected bytes, or a text such as '16GiB'"),
+    "layers": (["norm", 6, ["norm", 6], (("norm",),)], "must be a mapping or None, got .*Use layers={'norm': 6}, or"),
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_other_wrong_values_are_refused(name):
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_wrong_value_is_refused_with_those_that_are_right(name):
     values, message = WRONG[name]
     for value in values:
-        with pytest.raises(ConfigError, match=f"MemSaveConfig.{name}.*{message}"):
+        with pytest.raises(ConfigError, match=f"MemSaveConfig.{name}.*{message}") as found:
             MemSaveConfig(**{name: value})
-
-
-def test_a_config_error_is_a_value_error():
-    assert issubclass(ConfigError, MemSaveError)
-    assert issubclass(ConfigError, ValueError)
-
-
-def test_to_dict_has_every_field():
-    assert MemSaveConfig(**TOGETHER).to_dict() == {**TOGETHER, "budget": None, "linear": SAMPLED}
+        assert repr(value) in str(found.value)
+    assert issubclass(ConfigError, MemSaveError) and issubclass(ConfigError, ValueError)
 
 
 def test_storage_does_not_round_away_the_precision_bit():
@@ -97,31 +76,20 @@ def test_storage_does_not_round_away_the_precision_bit():
         MemSaveConfig(storage="int8", activation="precision_bit")
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ("norm", "must be a mapping or None, got 'norm'"),
-        (6, "must be a mapping or None, got 6"),
-        (["norm", 6], r"must be a mapping or None, got \['norm', 6\]"),
-        ((("norm",),), "must be a mapping or None"),
-        ({"norms": 6}, "expected kinds 'activation', 'norm', .*'lora', 'checkpoint', got 'norms'"),
-        ({"linear": 6}, "expected kinds .*, got 'linear'"),
-        ({1: 6}, "expected kinds .*, got 1"),
-        ({"norm": -1}, r"\['norm'\] must be a whole number of blocks, 0 or more, got -1"),
-        ({"norm": 2.0}, "got 2.0"),
-        ({"norm": "2"}, "got '2'"),
-        ({"norm": True}, "got True"),
-        ({"norm": None}, "got None"),
-    ],
-    ids=repr,
-)
-def test_layers_are_numbers_of_blocks_by_kind(value, message):
+#: Layers, and what is said of them.
+WRONG_LAYERS = [
+    ({"norms": 6}, "expected kinds 'activation', 'norm', .*'lora', 'checkpoint', got 'norms'"),
+    ({"linear": 6}, "expected kinds .*, got 'linear'"),
+    ({1: 6}, "expected kinds .*, got 1"),
+    *(({"norm": n}, rf"\['norm'\] must be a whole .*, 0 or more, got {n!r}") for n in (-1, 2.0, "2", True, None)),
+]
+
+
+def test_layers_are_numbers_of_blocks_by_kind_and_a_part_of_them_for_a_checkpoint():
     remedy = "Use layers={'norm': 6}, or leave it out"
-    with pytest.raises(ConfigError, match=f"MemSaveConfig.layers.*{message}.*{remedy}"):
-        MemSaveConfig(layers=value)
-
-
-def test_layers_limit_a_checkpoint_by_blocks_or_by_a_part_of_them():
+    for value, message in WRONG_LAYERS:
+        with pytest.raises(ConfigError, match=f"MemSaveConfig.layers.*{message}.*{remedy}"):
+            MemSaveConfig(layers=value)
     assert MemSaveConfig(checkpoint="up", layers={"checkpoint": 0.5}).converts("checkpoint", 2, 5)
     assert not MemSaveConfig(checkpoint="up", layers={"checkpoint": 0.5}).converts("checkpoint", 3, 5)
     with pytest.raises(ConfigError, match=r"must be .* a part of them from 0.0 to 1.0, got 1.5. Use 0.5 for the first"):
@@ -140,32 +108,25 @@ def test_layers_have_one_form(tmp_path):
     assert "layers:\n  norm: 12\n" in (tmp_path / "a.yaml").read_text()
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        ("budget", 0, r"a number in \(0, 1\], got 0"),
-        ("budget", 1.5, "got 1.5"),
-        ("budget", float("nan"), "got nan"),
-        ("budget", "0.3", "got '0.3'"),
-        ("budget", True, "got True"),
-        ("estimator", "WTA", "'wta', 'crs' or 'topk', got 'WTA'"),
-        ("targets", "query", "names of linears, or None"),
-        ("targets", (), "names of linears"),
-        ("targets", ("",), "names of linears"),
-        ("cache", "sample", "'position', 'sample_idx', 'content' or None, got 'sample'"),
-        ("samples", 10, "None, or with cache='content' a number"),
-        ("minimum", 0, "at least 1, got 0"),
-        ("minimum", 2.5, "at least 1, got 2.5"),
-        ("seed", -1, "at least 0, got -1"),
-        ("attention", 1, "True or False, got 1"),
-    ],
-)
-def test_a_wrong_value_of_wtacrs_is_refused_with_the_remedy(name, value, expected):
-    with pytest.raises(ConfigError, match=rf"WTACRS.{name}: expected .*{expected}.* Use "):
-        WTACRS(**{name: value})
+#: Field of WTACRS -> wrong values, and what is expected.
+WRONG_SAMPLING = {
+    "budget": ([0, 1.5, float("nan"), "0.3", True], r"a number in \(0, 1\]"),
+    "estimator": (["WTA"], "'wta', 'crs' or 'topk'"),
+    "targets": (["query", (), ("",)], "names of linears, or None"),
+    "cache": (["sample"], "'position', 'sample_idx', 'content' or None"),
+    "samples": ([10], "None, or with cache='content' a number"),
+    "minimum": ([0, 2.5], "at least 1"),
+    "seed": ([-1], "at least 0"),
+    "attention": ([1], "True or False"),
+}
 
 
-def test_a_table_of_samples_needs_to_know_how_many():
+def test_a_wrong_value_of_wtacrs_is_refused_with_the_remedy():
+    for name, (values, expected) in WRONG_SAMPLING.items():
+        for value in values:
+            with pytest.raises(ConfigError, match=rf"WTACRS.{name}: expected .*{expected}.* Use ") as found:
+                WTACRS(**{name: value})
+            assert f"got {value!r}" in str(found.value)
     for samples in (None, 0, "10"):
         with pytest.raises(ConfigError, match=r"WTACRS.samples: expected the number of training .*len\(train_data"):
             WTACRS(cache="sample_idx", samples=samples)
@@ -197,16 +158,11 @@ def test_a_file_gives_back_what_was_written_and_is_taken_where_a_preset_is(tmp_p
 #: What a file holds, and what is said of it.
 FILES = {
     "": "config.yaml is empty: expected fields .* Use memsave=True",
-    "# nothing\n": "is empty",
-    "---\n": "is empty",
+    **dict.fromkeys(["# nothing\n", "---\n"], "is empty"),
     "norm: [": "config.yaml is neither JSON nor YAML",
-    "{": "is neither JSON nor YAML",
-    "norm: 'stock": "is neither JSON nor YAML",
-    "\tnorm: stock": "is neither JSON nor YAML",
-    "norm: \0": "is neither JSON nor YAML",
+    **dict.fromkeys(["{", "norm: 'stock", "\tnorm: stock", "norm: \0"], "is neither JSON nor YAML"),
     "\udcff": "config.yaml",  # no text
-    "- norm": "expected a mapping",
-    "3": "expected a mapping",
+    **dict.fromkeys(["- norm", "3"], "expected a mapping"),
     "norms: stock": "config.yaml: MemSaveConfig has no field 'norms': expected .*'norm'",
     "norm: yes": "got True",
 }
@@ -216,18 +172,14 @@ FILES = {
 def test_a_wrong_file_is_named_by_a_config_and_by_patch(tmp_path, text):
     path = tmp_path / "config.yaml"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(ConfigError, match=FILES[text]):
-        MemSaveConfig.from_file(path)
-    with pytest.raises(ConfigError, match=FILES[text]):
-        patch(nn.GELU(), path)
+    for read in (MemSaveConfig.from_file, lambda path: patch(nn.GELU(), path)):
+        with pytest.raises(ConfigError, match=FILES[text]):
+            read(path)
 
 
-def test_an_empty_mapping_is_the_default(tmp_path):
+def test_an_empty_mapping_is_the_default_and_a_file_that_cannot_be_read_is_refused(tmp_path):
     (tmp_path / "config.yaml").write_text("{}")
     assert MemSaveConfig.from_file(tmp_path / "config.yaml") == MemSaveConfig()
-
-
-def test_a_file_that_cannot_be_read_is_refused(tmp_path):
     for name in ("missing.yaml", "."):
         with pytest.raises(ConfigError, match="cannot read .* Expected a JSON or YAML file"):
             MemSaveConfig.from_file(tmp_path / name)
@@ -244,21 +196,15 @@ def test_presets_are_configs_and_know_whether_they_are_exact():
     assert {name: MemSaveConfig.preset(name).is_exact for name in presets()} == PRESETS
     assert not MemSaveConfig(storage="int8").is_exact
     assert MemSaveConfig(checkpoint="block", offload=True).is_exact
-
-
-def test_the_exact_preset_is_the_default_and_says_every_field():
     assert MemSaveConfig.preset("exact") == MemSaveConfig()
     # So that a new default does not change what the preset means without a look at it.
     assert set(FIELDS) == {line.split(":")[0] for line in presets()["exact"].read_text().splitlines() if line[0] != "#"}
-
-
-def test_an_unknown_preset_is_refused_with_those_there_are():
     for name in ("exactly", "", "../presets/exact", "exact.yaml"):
         with pytest.raises(ConfigError, match="unknown preset .*: expected one of .*'exact'"):
             MemSaveConfig.preset(name)
 
 
-def test_resolve():
+def test_resolve_takes_what_memsave_takes_a_preset_before_a_file_of_its_name(tmp_path, monkeypatch):
     config = MemSaveConfig(**TOGETHER)
     assert MemSaveConfig.resolve(config) is config
     assert MemSaveConfig.resolve(False) is None is MemSaveConfig.resolve(None)
@@ -267,6 +213,10 @@ def test_resolve():
     for value in (1, 0, 1.5, ["exact"], MemSaveConfig):
         with pytest.raises(ConfigError, match=f"got {type(value).__name__}"):
             MemSaveConfig.resolve(value)
+    monkeypatch.chdir(tmp_path)
+    MemSaveConfig(norm="stock").to_file("exact")
+    assert MemSaveConfig.resolve("exact") == MemSaveConfig()
+    assert MemSaveConfig.resolve(Path("exact")) == MemSaveConfig(norm="stock")
 
 
 @pytest.mark.parametrize("trip", [copy.copy, copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))])
@@ -274,13 +224,6 @@ def test_a_copy_is_equal(trip):
     config = MemSaveConfig(**TOGETHER)
     assert trip(config) == config
     assert hash(trip(config)) == hash(config)
-
-
-def test_a_preset_goes_before_a_file_of_its_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    MemSaveConfig(norm="stock").to_file("exact")
-    assert MemSaveConfig.resolve("exact") == MemSaveConfig()
-    assert MemSaveConfig.resolve(Path("exact")) == MemSaveConfig(norm="stock")
 
 
 def test_a_model_is_patched_by_a_file(tmp_path):
@@ -294,16 +237,10 @@ def test_a_model_is_patched_by_a_file(tmp_path):
         assert patch(model, given).config == report.config
 
 
-# A budget
-
-
-@pytest.mark.parametrize("fields", [{"checkpoint": "up"}, {"offload": True}, {"layers": {"checkpoint": 2}}], ids=repr)
-def test_a_budget_chooses_what_it_is_given_with(fields):
-    with pytest.raises(ConfigError, match="chooses checkpoint and offload, got .* Leave out either"):
-        MemSaveConfig(budget="24GiB", **fields)
-
-
-def test_a_budget_without_a_batch_is_refused_and_names_the_planner(tmp_path):
+def test_a_budget_chooses_what_it_is_given_with_and_needs_a_batch(tmp_path):
+    for fields in ({"checkpoint": "up"}, {"offload": True}, {"layers": {"checkpoint": 2}}):
+        with pytest.raises(ConfigError, match="chooses checkpoint and offload, got .* Leave out either"):
+            MemSaveConfig(budget="24GiB", **fields)
     config = MemSaveConfig(budget="24GiB")
     config.to_file(tmp_path / "plan.yaml")
     for given in (config, {"budget": "24GiB"}, tmp_path / "plan.yaml"):

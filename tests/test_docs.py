@@ -1,15 +1,16 @@
-"""README and docs: links lead somewhere, commands and fields exist, and every Python snippet runs."""
+"""README and docs: links lead somewhere, commands and fields exist, every snippet runs, and MkDocs renders them."""
 
 import dataclasses
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
+import yaml
 
 from hf_memsave import MemSaveConfig
 from hf_memsave.config.config import presets
@@ -83,67 +84,47 @@ def run(code, folder):
     )  # fmt: skip
 
 
-def test_readme_has_at_most_120_lines():
+def test_readme_has_at_most_120_lines_and_links_every_page():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
-
-
-def test_readme_links_every_page():
     links = LINK.findall(prose(ROOT / "README.md"))
     assert len(PAGES) >= 9
     assert [page.name for page in PAGES if f"docs/{page.name}" not in links] == []
 
 
-@pytest.mark.parametrize("path", WORDS, ids=name_of)
-def test_links_resolve(path):
-    assert broken(path) == []
-
-
-def test_links_that_lead_nowhere_are_seen(tmp_path):
+def test_links_resolve(tmp_path):
+    assert {name_of(path): found for path in WORDS if (found := broken(path))} == {}
     page = tmp_path / "page.md"
     page.write_text("# A title: `x.y`\n[a](#a-title-xy) [b](page.md) [c](none.md) [d](#none) [e](page.md#none)\n")
     assert broken(page) == ["none.md", "#none", "page.md#none"]
 
 
-def test_every_table_of_results_is_listed():
+def test_every_table_of_results_is_listed_and_every_field_and_preset_has_its_row():
     listed = (ROOT / "docs" / "numbers.md").read_text(encoding="utf-8")
     results = [path.name for path in (ROOT / "scripts" / "results").glob("*.md")]
     assert results
     assert [name for name in results if f"](../scripts/results/{name})" not in listed] == []
-
-
-def test_every_field_and_preset_has_its_row():
     rows = re.findall(r"^\| `([\w-]+)` \|", prose(ROOT / "docs" / "configuration.md"), flags=re.MULTILINE)
     fields = [field.name for field in dataclasses.fields(MemSaveConfig)]
     assert sorted(rows) == sorted([*fields, *presets()])
 
 
-def commands_in(block, program):
-    """The commands of a bash block that begin so, each as its words."""
-    words = [shlex.split(line, comments=True) for line in block.replace("\\\n", " ").splitlines()]
-    return [command for command in words if command[:1] == [program]]
-
-
 def commands_of(path, program):
-    """Those of all bash blocks of a page."""
-    return [command for block in blocks(path, "bash") for command in commands_in(block, program)]
+    """The commands of a page's bash blocks that begin so, each as its words."""
+    lines = "\n".join(blocks(path, "bash")).replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))[:1] == [program]]
 
 
-#: Each bash block with ``memsave`` commands: those of a block may need files of the ones before.
-TYPED = {
-    f"{name_of(path)}-{place}": commands
-    for path in WORDS
-    for place, block in enumerate(blocks(path, "bash"))
-    if (commands := commands_in(block, "memsave"))
-}
+#: Page -> its ``memsave`` commands in order: one may need files of those before it.
+TYPED = {name_of(path): commands for path in WORDS if (commands := commands_of(path, "memsave"))}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("block", TYPED)
-def test_commands_run(block, tmp_path):
-    """A block's ``memsave`` commands, one after the other, of a small model."""
+@pytest.mark.parametrize("page", TYPED)
+def test_commands_run(page, tmp_path):
+    """A page's ``memsave`` commands, one after the other, of a small model."""
     batch = "torch.save({'input_ids': ids, 'labels': ids}, 'batch.pt')\nfrom hf_memsave.cli import main\n"
-    code = textwrap.dedent(GIVEN) + batch
-    for command in TYPED[block]:
+    code = GIVEN + batch
+    for command in TYPED[page]:
         words = [{"MODEL": "small", "MODEL_OR_CONFIG": "small"}.get(word, word) for word in command[1:]]
         words += ["--max-batch", "4"] * ("--fast" in words)
         code += f"assert not main({words}), {command}\n"
@@ -151,12 +132,9 @@ def test_commands_run(block, tmp_path):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
 
-def test_every_command_is_shown():
+def test_every_command_is_shown_and_targets_of_make_exist():
     shown = {command[1] for path in WORDS for command in commands_of(path, "memsave")}
     assert shown >= {"report", "estimate", "plan", "verify", "doctor", "auto"}
-
-
-def test_targets_of_make_exist():
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
     asked = [word for path in WORDS for command in commands_of(path, "make") for word in command[1:] if "=" not in word]
     assert {"demo", "test", "quick", "lint", "evidence"} <= set(asked)
@@ -183,12 +161,39 @@ def test_scripts_have_their_options_and_files():
 @pytest.mark.parametrize("path", [path for path in WORDS if blocks(path, "python")], ids=name_of)
 def test_snippets_run(path, tmp_path):
     """A page's snippets, from top to bottom, in one process."""
-    done = run(textwrap.dedent(GIVEN) + "\n".join(blocks(path, "python")), tmp_path)
+    done = run(GIVEN + "\n".join(blocks(path, "python")), tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_a_snippet_that_fails_is_seen(tmp_path):
+def test_blocks_are_those_that_run(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("```python\nx = 1\n```\n<!-- no-run: why -->\n```python\n1 / 0\n```\n```python\nx / 0\n```\n")
     assert blocks(page, "python") == ["x = 1\n", "x / 0\n"]
-    assert "ZeroDivisionError" in run("".join(blocks(page, "python")), tmp_path).stderr
+
+
+def build_site(folder, site):
+    command = [sys.executable, "-m", "mkdocs", "build", "-f", str(folder / "mkdocs.yml"), "-d", str(site)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_the_site_has_every_page_and_is_built_without_a_warning_and_a_broken_link_is_one(tmp_path):
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    listed = {path for entry in nav for path in (entry.values() if isinstance(entry, dict) else [entry])}
+    assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} <= listed
+    assert all((ROOT / path).is_file() for path in listed)
+    pytest.importorskip("mkdocs")
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "mkdocs.yml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    for name in ("docs", "notebooks", "configs", "scripts", "hf_memsave/presets"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    kernels = Path("hf_memsave", "_vendor", "memsave_kernels", "README.md")
+    (tmp_path / kernels).parent.mkdir(parents=True)
+    shutil.copy(ROOT / kernels, tmp_path / kernels)
+    done = build_site(tmp_path, tmp_path / "site")
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
+    assert "<table>" in (tmp_path / "site" / "docs" / "numbers" / "index.html").read_text(encoding="utf-8")
+    with (tmp_path / "docs" / "limits.md").open("a", encoding="utf-8") as page:
+        page.write("[nowhere](nowhere.md) and [no such part](numbers.md#nowhere)\n")
+    done = build_site(tmp_path, tmp_path / "site")
+    warnings = [line for line in done.stderr.splitlines() if line.startswith("WARNING")]
+    assert done.returncode != 0 and len(warnings) == 2 and all("nowhere" in line for line in warnings)

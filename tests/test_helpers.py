@@ -18,7 +18,6 @@ from support.helpers import (
     assert_backward_twice,
     assert_exact,
     assert_same_bits,
-    bits,
     fix_kernels,
     kept,
     only_on_cpu,
@@ -35,21 +34,20 @@ def wrong_gelu(x):
     return out
 
 
-def test_a_wrong_recomputation_is_caught(device):
+def test_a_wrong_recomputation_and_a_rounding_too_many_are_caught(device):
     with pytest.raises(AssertionError, match="gradient of the consumer: .* elements differ"):
         assert_exact(wrong_gelu, F.gelu, [random(3, 8, device=device)])
-
-
-def test_a_rounding_too_many_is_caught(device):
     x, weight = (random(3, 64, dtype=torch.bfloat16, device=device, seed=i) for i in (1, 2))
     with pytest.raises(AssertionError, match="output"):
         assert_exact(lambda x, w: (x * w * 3).to(x.dtype), lambda x, w: (x.float() * w * 3).to(x.dtype), [x, weight])
 
 
-class _WrongSecondTime(torch.autograd.Function):
+class _Wrong(torch.autograd.Function):
+    """Keeps a tensor on ``ctx`` unseen, and gives another gradient in each backward."""
+
     @staticmethod
     def forward(ctx, x):
-        ctx.calls = 0
+        ctx.hidden, ctx.calls = x.clone(), 0
         return x.clone()
 
     @staticmethod
@@ -58,46 +56,27 @@ class _WrongSecondTime(torch.autograd.Function):
         return dy * ctx.calls
 
 
-def test_a_second_backward_that_differs_is_caught(device):
-    with pytest.raises(AssertionError, match="elements differ"):
-        assert_backward_twice(_WrongSecondTime.apply, random(3, device=device))
-
-
-class _Hides(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.hidden = x.clone()
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy
-
-
-def test_bytes_hidden_on_a_ctx_are_counted(device):
+def test_a_second_backward_that_differs_and_bytes_hidden_on_a_ctx_are_caught(device):
     x = random(3, 8, device=device)
-    assert kept(_Hides.apply, x, tape=True) == 2 * x.nbytes  # the hidden tensor, and the linear's input
+    with pytest.raises(AssertionError, match="elements differ"):
+        assert_backward_twice(_Wrong.apply, x)
+    assert kept(_Wrong.apply, x, tape=True) == 2 * x.nbytes  # the hidden tensor, and the linear's input
 
 
-def test_minus_zero_is_not_zero():
-    with pytest.raises(AssertionError, match="1 of 2 elements differ"):
-        assert_same_bits(torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]))
+#: Got, expected, and what is said.
+UNEQUAL = {
+    "minus zero": (torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]), "1 of 2 elements differ"),
+    "another dtype": (torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2), "expected torch.float32"),
+    "no gradient": (torch.zeros(2), None, "expected None"),
+}
 
 
-def test_nan_has_the_bits_of_itself():
+@pytest.mark.parametrize(("got", "expected", "message"), UNEQUAL.values(), ids=UNEQUAL)
+def test_bits_that_differ_are_seen(got, expected, message):
+    with pytest.raises(AssertionError, match=message):
+        assert_same_bits(got, expected)
     nan = torch.tensor([float("nan")])
     assert_same_bits(nan, nan.clone())
-    assert torch.equal(bits(nan), bits(nan))
-
-
-def test_another_dtype_is_not_the_same():
-    with pytest.raises(AssertionError, match="expected torch.float32"):
-        assert_same_bits(torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2))
-
-
-def test_a_missing_gradient_is_not_zero():
-    with pytest.raises(AssertionError, match="expected None"):
-        assert_same_bits(torch.zeros(2), None)
 
 
 SKIPS = """

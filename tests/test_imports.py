@@ -1,10 +1,8 @@
 """The floors of the house: imports point down, and never round."""
 
 import ast
-import functools
 import graphlib
 import itertools
-import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -26,8 +24,6 @@ FLOORS = {
     "integrations": 6, "planner": 6,
     "cli": 7, "commands": 7,
 }  # fmt: skip
-#: Tests of a block that type checkers alone read.
-FOR_TYPES = {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
 #: Who may use what the root exports.
 TOP = {"cli", "commands"}
 #: Which package may use another one on its own floor.
@@ -35,9 +31,9 @@ SIDEWAYS = {("config", "errors"), ("integrations", "planner")}
 
 
 class Import(NamedTuple):
-    """One import: where it stands, the full name of the module it asks for, and what it takes from it.
+    """An import: where it stands, the module it asks for, what it takes from it, and whether it runs at once.
 
-    ``runs`` says whether it runs as soon as its file is imported: in a function it does not, nor for types only.
+    In a function it does not, nor for types only.
     """
 
     source: str
@@ -54,55 +50,39 @@ def modules(root: Path) -> dict[str, Path]:
     """Full name -> file, of every module under the package at ``root``."""
     found = {}
     for path in sorted(root.rglob("*.py")):
-        if "_vendor" in path.parts:  # a project of its own, with a test of its own
-            continue
-        parts = path.relative_to(root).with_suffix("").parts
-        found[".".join((NAME, *(parts[:-1] if parts[-1] == "__init__" else parts)))] = path
+        if "_vendor" not in path.parts:  # a project of its own, with a test of its own
+            parts = (NAME, *path.relative_to(root).with_suffix("").parts)
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
 
-def imports(module: str, path: Path) -> tuple[Import, ...]:
+def imports(module: str, path: Path) -> list[Import]:
     """Every import of ours in a file, those in functions included."""
-    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    return _imports(module, package, path.read_text(encoding="utf-8"))
-
-
-@functools.cache
-def _imports(module: str, package: str, code: str) -> tuple[Import, ...]:
     found = []
-    for node, runs in statements(ast.parse(code), True):
-        names: tuple[str, ...] = ()
+    for node, runs in statements(ast.parse(path.read_text(encoding="utf-8")), True):
         if isinstance(node, ast.Import):
-            targets = [alias.name for alias in node.names]
+            found += [Import(module, node.lineno, alias.name, (), runs) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                above = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*above, base] if base else above)
-            targets, names = [base], tuple(alias.name for alias in node.names)
-        else:
-            continue
-        ours = [t for t in targets if t == NAME or t.startswith(f"{NAME}.")]
-        found += [Import(module, node.lineno, target, names, runs) for target in ours]
-    return tuple(found)
+            target = "." * node.level + (node.module or "")
+            found.append(Import(module, node.lineno, target, tuple(alias.name for alias in node.names), runs))
+    return [one for one in found if f"{one.target}.".startswith((f"{NAME}.", "."))]
 
 
 def statements(node: ast.AST, runs: bool) -> Iterator[tuple[ast.AST, bool]]:
     """Every node below this one, and whether it runs when the file is imported."""
-    for field, value in ast.iter_fields(node):
-        below = runs and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        if isinstance(node, ast.If) and field == "body" and ast.unparse(node.test) in FOR_TYPES:
-            below = False
-        for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST):
-                yield child, below
-                yield from statements(child, below)
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+        runs = False
+    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        runs = False
+    for child in ast.iter_child_nodes(node):
+        yield child, runs
+        yield from statements(child, runs)
 
 
 def needs(one: Import, known: Collection[str]) -> set[str]:
     """The modules whose files run before the line after an import, but for those that run already: its own packages."""
     files = {f"{one.target}.{name}" for name in one.names} & set(known)
-    is_own = one.source == one.target or one.source.startswith(f"{one.target}.")
+    is_own = f"{one.source}.".startswith(f"{one.target}.")
     if not is_own or len(files) < len(one.names):
         files.add(one.target)
     return files & set(known) - {one.source}
@@ -135,26 +115,20 @@ def part(module: str) -> str:
 
 
 def faults(root: Path) -> list[str]:
-    """Every import under ``root`` that points up, or sideways into another package."""
+    """Every import under ``root`` that points up, sideways into another package, or to a name that is not full."""
     found = []
-    for module, path in modules(root).items():
-        mine = part(module)
-        if not mine:
-            continue
-        if mine not in FLOORS:
-            found.append(f"{module} has no floor: give {mine!r} one in FLOORS")
-            continue
-        for one in imports(module, path):
-            theirs = part(one.target)
-            if not theirs:
-                if mine not in TOP:
-                    found.append(f"{one}, which is above everything: import what you need from where it is defined")
-            elif theirs not in FLOORS:
-                found.append(f"{one}, which has no floor: give {theirs!r} one in FLOORS")
-            elif FLOORS[theirs] > FLOORS[mine]:
-                found.append(f"{one}, which is on floor {FLOORS[theirs]}, above floor {FLOORS[mine]}")
-            elif FLOORS[theirs] == FLOORS[mine] and not are_neighbours(mine, theirs, root):
-                found.append(f"{one}, which is another package on the same floor, {FLOORS[mine]}")
+    for one in (one for module, path in modules(root).items() for one in imports(module, path)):
+        mine, theirs = part(one.source), part(one.target)
+        if one.target.startswith("."):
+            found.append(f"{one}, which is relative: name the module in full")
+        elif not theirs and mine and mine not in TOP:
+            found.append(f"{one}, which is above everything: import what you need from where it is defined")
+        elif missing := {mine, theirs} - {""} - FLOORS.keys():
+            found.append(f"{one}: {missing} has no floor: give it one in FLOORS")
+        elif mine and theirs and FLOORS[theirs] > FLOORS[mine]:
+            found.append(f"{one}, which is on floor {FLOORS[theirs]}, above floor {FLOORS[mine]}")
+        elif mine and theirs and FLOORS[theirs] == FLOORS[mine] and not are_neighbours(mine, theirs, root):
+            found.append(f"{one}, which is another package on the same floor, {FLOORS[mine]}")
     return found
 
 
@@ -164,115 +138,61 @@ def are_neighbours(mine: str, theirs: str, root: Path) -> bool:
     return mine == theirs or not is_package or (mine, theirs) in SIDEWAYS
 
 
-def test_imports_point_down():
-    assert faults(SOURCE) == []
-
-
-def test_imports_do_not_go_round():
-    assert cycles(SOURCE) == []
-
-
-def test_the_walk_sees_the_package():
-    found = modules(SOURCE)
-    assert {NAME, f"{NAME}.tape", f"{NAME}.tape.tape", f"{NAME}.measure.step", f"{NAME}.config.config"} <= found.keys()
-    seen = {one.target for name, path in found.items() for one in imports(name, path)}
+def test_imports_point_down_and_do_not_go_round():
+    assert faults(SOURCE) + cycles(SOURCE) == []
+    assert {part(module) for module in modules(SOURCE)} - {""} == FLOORS.keys()
+    seen = {one.target for name, path in modules(SOURCE).items() for one in imports(name, path)}
     assert {f"{NAME}.tape", f"{NAME}.errors", f"{NAME}.config.config"} <= seen
 
 
-PLANTED = {
-    "at the top": ("tape/tape.py", "from hf_memsave.ops import OPS", "above floor 2"),
-    "in a function": ("ops/op.py", "def f():\n    from hf_memsave.patching import patch", "above floor 3"),
-    "as a module": ("errors.py", "import hf_memsave.tape.meter", "above floor 0"),
-    "relative": ("tape/tape.py", "from ..patching.swap import set_class", "above floor 2"),
-    "relative, of the parent": ("tape/tape.py", "from .. import patch", "above everything"),
-    "of the root": ("ops/op.py", "from hf_memsave import MemSaveConfig", "above everything"),
-    "of the root as a module": ("ops/op.py", "import hf_memsave", "above everything"),
-    "for types only": ("config/config.py", "if TYPE_CHECKING:\n    import hf_memsave.patching", "above floor 0"),
-    "sideways": ("sampling/batch.py", "from hf_memsave.tape import Tape", "another package"),
-    "in a new module": ("novel.py", "import torch", "has no floor"),
-    "of a new module": ("cli.py", "import hf_memsave.novel", "has no floor"),
-}
-
-
-def planted(tmp_path, where, code) -> list[str]:
-    """The new faults of a copy with this code added to a file."""
-    copy = tmp_path / NAME
-    shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("__pycache__", "_vendor"))
-    with (copy / where).open("a", encoding="utf-8") as file:
-        file.write(f"\n{code}\n")
-    return [fault for fault in faults(copy) if fault not in faults(SOURCE)]
-
-
-@pytest.mark.parametrize(("where", "code", "message"), PLANTED.values(), ids=PLANTED)
-def test_a_planted_import_is_caught(tmp_path, where, code, message):
-    (new,) = planted(tmp_path, where, code)
-    assert message in new
-
-
-#: Files, and how many rings they make.
-RINGS = {
-    "a pair": ({"tape/a.py": "from hf_memsave.tape.b import x", "tape/b.py": "import hf_memsave.tape.a"}, 1),
-    "three": (
-        {"ops/a.py": "from .b import x", "ops/b.py": "from . import c", "ops/c.py": "from hf_memsave.ops.a import x"}, 1
+RING = "a ring of imports"
+#: Files, in which US is the package, and what is said of them.
+TREES = {
+    "up at the top": ({"tape/a.py": "from US.ops import OPS"}, ["above floor 2"]),
+    "up in a function": ({"tape/a.py": "def f():\n    from US.ops import OPS"}, ["above floor 2"]),
+    "up as a module": ({"errors.py": "import US.tape.meter"}, ["above floor 0"]),
+    "up for types only": ({"config/a.py": "if TYPE_CHECKING:\n    import US.patching"}, ["above floor 0"]),
+    "relative": ({"tape/a.py": "from ..errors import x\nfrom . import b"}, ["relative", "relative"]),
+    "of the root": ({"ops/a.py": "from US import MemSaveConfig"}, ["above everything"]),
+    "of the root as a module": ({"ops/a.py": "import US"}, ["above everything"]),
+    "sideways": ({"sampling/a.py": "from US.tape import Tape"}, ["another package"]),
+    "in a new module": ({"novel.py": "import US.errors"}, ["has no floor"]),
+    "of a new module": ({"cli.py": "import US.novel"}, ["has no floor"]),
+    "down": ({"measure/step.py": "from US.tape import Tape"}, []),
+    "a neighbour in its package": ({"arch/phi.py": "from US.arch.llama import ARCH"}, []),
+    "a neighbour in the root": ({"device.py": "from US.errors import MemSaveError"}, []),
+    "another library": ({"errors.py": "import US_plugin"}, []),
+    "the root, from the command line": ({"cli.py": "from US import patch"}, []),
+    "a pair": ({"ops/a.py": "from US.ops.b import x", "ops/b.py": "import US.ops.a"}, [RING]),
+    "three": ({"ops/a.py": "import US.ops.b", "ops/b.py": "import US.ops.c", "ops/c.py": "import US.ops.a"}, [RING]),
+    "of a package": ({"ops/__init__.py": "from US.ops.a import x", "ops/a.py": "from US.ops import x"}, [RING]),
+    "in a class": ({"ops/a.py": "class A:\n    from US.ops.b import x", "ops/b.py": "from US.ops import a"}, [RING]),
+    "in a try": ({"ops/a.py": "try:\n    import US.ops.b\nfinally:\n    x = 1", "ops/b.py": "import US.ops.a"}, [RING]),
+    "two of one module": (
+        {"ops/a.py": "from US.ops import b, c", "ops/b.py": "import US.ops.a", "ops/c.py": "import US.ops.a"},
+        [RING, RING],
     ),
-    "of a package": ({"ops/__init__.py": "from .a import x", "ops/a.py": "from hf_memsave.ops import x"}, 1),
-    "in a class": (
-        {"ops/a.py": "class A:\n    from hf_memsave.ops.b import x", "ops/b.py": "from hf_memsave.ops import a"}, 1
+    "round in a function": ({"ops/a.py": "import US.ops.b", "ops/b.py": "def f():\n    import US.ops.a"}, []),
+    "round for types": ({"ops/a.py": "import US.ops.b", "ops/b.py": "if TYPE_CHECKING:\n    import US.ops.a"}, []),
+    "by way of the package": (
+        {"ops/__init__.py": "import US.ops.a", "ops/a.py": "from US.ops import b", "ops/b.py": "x = 1"}, []
     ),
-    "in a try": (
-        {"tape/a.py": "try:\n    from .b import x\nexcept ImportError:\n    x = 1", "tape/b.py": "from .a import x"}, 1
-    ),
-    "two that share a module": (
-        {"ops/a.py": "from . import b, c", "ops/b.py": "from .a import x", "ops/c.py": "from .a import x"}, 2
+    "twice": (
+        {"ops/a.py": "from US.ops import b, c", "ops/b.py": "import US.errors", "ops/c.py": "import US.errors"}, []
     ),
 }  # fmt: skip
-STRAIGHT = {
-    "in a function": {"tape/a.py": "from .b import x", "tape/b.py": "def f():\n    from .a import x"},
-    "for types": {"tape/a.py": "from .b import x", "tape/b.py": "if TYPE_CHECKING:\n    from .a import x"},
-    "of a neighbour by way of the package": {
-        "ops/__init__.py": "from .a import x", "ops/a.py": "from hf_memsave.ops import b", "ops/b.py": "x = 1"
-    },
-    "twice": {
-        "ops/a.py": "from . import b, c", "ops/b.py": "from .d import x", "ops/c.py": "from .d import x", "ops/d.py": ""
-    },
-}  # fmt: skip
 
 
-def write(root: Path, files: dict[str, str]) -> None:
+@pytest.mark.parametrize(("files", "messages"), TREES.values(), ids=TREES)
+def test_a_planted_import_is_caught_where_it_is_wrong(tmp_path, files, messages):
     for name, code in files.items():
-        (root / name).parent.mkdir(exist_ok=True)
-        (root / name).write_text(code, encoding="utf-8")
-
-
-@pytest.mark.parametrize(("files", "count"), RINGS.values(), ids=RINGS)
-def test_a_planted_ring_is_caught(tmp_path, files, count):
-    write(tmp_path, files)
-    found = cycles(tmp_path)
-    assert len(found) == count
-    planted = {name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in files}
-    assert all(any(f"{NAME}.{module}:" in ring for ring in found) for module in planted)
-
-
-@pytest.mark.parametrize("files", STRAIGHT.values(), ids=STRAIGHT)
-def test_imports_that_do_not_go_round_are_not_caught(tmp_path, files):
-    write(tmp_path, files)
-    assert cycles(tmp_path) == []
-
-
-ALLOWED = {
-    "down": ("measure/step.py", "from hf_memsave.tape import Tape"),
-    "a neighbour in its package": ("arch/phi.py", "from hf_memsave.arch.llama import ARCH as LLAMA"),
-    "a neighbour in the root": ("device.py", "from hf_memsave.errors import MemSaveError"),
-    "another library": ("errors.py", "import hf_memsave_plugin"),
-    "the root, from the command line": ("cli.py", "from hf_memsave import patch"),
-}
-
-
-@pytest.mark.parametrize(("where", "code"), ALLOWED.values(), ids=ALLOWED)
-def test_an_import_that_points_down_is_not_caught(tmp_path, where, code):
-    assert planted(tmp_path, where, code) == []
-
-
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(code.replace("US", NAME), encoding="utf-8")
+    found = faults(tmp_path) + cycles(tmp_path)
+    assert len(found) == len(messages)
+    assert all(message in fault for message, fault in zip(messages, found, strict=True))
+    named = [name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in files]
+    assert not messages or all(any(f"{NAME}.{module}:" in fault for fault in found) for module in named)
 
 
 def test_no_parameter_that_is_a_tape_hides_its_type():

@@ -37,9 +37,8 @@ def test_a_mutant_is_killed_by_a_test_that_fails_and_by_nothing_else(tmp_path):
     (tmp_path / "table.yaml").write_text(yaml.safe_dump(table))
     code = "import sys; from mutants import Path, main; sys.exit(main(sys.argv[2:], Path(sys.argv[1]), ['hypothesis']))"
     given = [tmp_path, "--table", tmp_path / "table.yaml", "--out", tmp_path / "out.md", "--jobs", "2"]
-    run = subprocess.run(
-        [sys.executable, "-c", code, *given], cwd=Path(mutants.__file__).parent, capture_output=True, text=True
-    )
+    command, folder = [sys.executable, "-c", code, *given], Path(mutants.__file__).parent
+    run = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     for name, (*_, said) in CASES.items():
         assert f"{name}: {said}" in run.stdout, run.stdout + run.stderr
     assert run.returncode == 1 and "1 of 5 mutants are killed" in (tmp_path / "out.md").read_text()

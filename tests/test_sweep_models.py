@@ -28,17 +28,14 @@ def test_equal_to_stock_in_every_mode(sweep, model_type):
         assert run.patched < run.stock or mode == "checkpointing", run
 
 
-def test_small_models_cover_most_types(sweep):
+def test_small_models_cover_most_types_and_one_left_out_says_why(sweep):
+    with pytest.raises(LookupError, match="stays large"):
+        sweep.small_model("evolla")
     types = set(sweep.model_types())
     assert len(types) >= 200 and set(TYPES) < types
     model, batch = sweep.small_model("qwen2_vl")
     assert sum(weight.numel() for weight in model.parameters()) < 1e6
     assert batch["attention_mask"].sum(1).tolist() == [64 // 4 + 48, 64 // 4 + 32] and "pixel_values" in batch
-
-
-def test_a_type_that_is_left_out_says_why(sweep):
-    with pytest.raises(LookupError, match="stays large"):
-        sweep.small_model("evolla")
 
 
 def test_differences(sweep):
