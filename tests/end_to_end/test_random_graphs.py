@@ -18,37 +18,28 @@ REMADE, RAN, RAISED = 0.877, 0.689, 0.008
 pytestmark = pytest.mark.long
 
 
-@pytest.fixture
-def made(monkeypatch):
-    """Grows by one for each tensor that is to be remade instead of kept."""
-    found = []
-    settle = Content.settle
-
-    def counted(self, make, *args):
-        if getattr(make, "func", make) not in (content._fetched, content.same):  # kept by a hook, or handed on
-            found.append(None)
-        return settle(self, make, *args)
-
-    monkeypatch.setattr(Content, "settle", counted)
-    return found
-
-
 def spread(share):
     """Three standard deviations of the count in a batch."""
     return 3 * (BATCH * share * (1 - share)) ** 0.5
 
 
 @pytest.mark.parametrize(("batch",), halved(range(BATCHES)))
-def test_random_graphs_are_as_in_stock(batch, made):
-    outcomes, with_nodes = [], 0
+def test_random_graphs_are_as_in_stock(batch, monkeypatch):
+    made, outcomes, with_nodes, settle = [], [], 0, Content.settle
+
+    def counted(self, make, *args):
+        if getattr(make, "func", make) not in (content._fetched, content.same):  # kept by a hook, or handed on
+            made.append(None)
+        return settle(self, make, *args)
+
+    monkeypatch.setattr(Content, "settle", counted)
     for seed in range(batch * BATCH, (batch + 1) * BATCH):
         made.clear()
         outcomes.append(check(draw(seed)))
         with_nodes += bool(made)
-    ran, raised = (outcomes.count(outcome) for outcome in ("same", "raised"))
     assert with_nodes > BATCH * REMADE - spread(REMADE), "few programs remade a tensor: the test tests little"
-    assert ran > BATCH * RAN - spread(RAN), "few programs run in stock"
-    assert raised < BATCH * RAISED + spread(RAISED), "we raise where stock does not, in more than few programs"
+    assert outcomes.count("same") > BATCH * RAN - spread(RAN), "few programs run in stock"
+    assert outcomes.count("raised") < BATCH * RAISED + spread(RAISED), "we raise where stock does not, too often"
     assert not nodes(), "a node outlived its graph"
 
 

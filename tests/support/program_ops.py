@@ -1,10 +1,22 @@
-"""What the steps of a random program call: functions of tensors, what surrounds them, and masks."""
+"""What the steps of a random program call, and the one graph of modules that runs them."""
+
+import ast
+import contextlib
+import functools
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig
+from transformers.activations import GELUActivation, NewGELUActivation
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+import hf_memsave
 
 WIDTH = 8
 
@@ -47,8 +59,6 @@ class Scribble(torch.autograd.Function):
 
 
 class KeepsBoth(torch.autograd.Function):
-    """A product that keeps what it is given and what it gives."""
-
     @staticmethod
     def forward(ctx, x, y):
         out = x * y
@@ -116,28 +126,21 @@ OF_MASK = {
 OF_SCORES = {"sdpa": sdpa}
 
 
-def as_they_are(flags):
-    return flags
-
-
-def of_bytes(flags):
-    """Each byte 0 or 255."""
-    return (flags.to(torch.uint8) * 255).view(torch.bool)
-
-
-def part_of_a_buffer(flags):
-    """At the start of a buffer of bytes, the rest of which is neither 0 nor 1."""
+def of_a_buffer(flags, first, true=1):
+    """Part of a buffer of bytes, at its start or end, the rest of which is neither 0 nor 1."""
     rest = torch.arange(2, 2 + flags.numel() // 2, dtype=torch.uint8)
-    return torch.cat([flags.to(torch.uint8).view(-1), rest]).view(torch.bool)[: flags.numel()].view(flags.shape)
+    parts = [flags.to(torch.uint8).view(-1) * true, rest]
+    buffer = torch.cat(parts if first else parts[::-1]).view(torch.bool)
+    return buffer[slice(flags.numel()) if first else slice(len(rest), None)].view(flags.shape)
 
 
-def end_of_a_buffer(flags):
-    rest = torch.arange(2, 2 + flags.numel() // 2, dtype=torch.uint8)
-    return torch.cat([rest, flags.to(torch.uint8).view(-1) * 2]).view(torch.bool)[rest.numel() :].view(flags.shape)
-
-
-#: How a mask lies in memory.
-MASKS = {f.__name__: f for f in (as_they_are, of_bytes, part_of_a_buffer, end_of_a_buffer)}
+#: How a mask lies in memory; of bytes, each is 0 or 255.
+MASKS = {
+    "as_they_are": lambda flags: flags,
+    "of_bytes": lambda flags: (flags.to(torch.uint8) * 255).view(torch.bool),
+    "part_of_a_buffer": lambda flags: of_a_buffer(flags, first=True),
+    "end_of_a_buffer": lambda flags: of_a_buffer(flags, first=False, true=2),
+}
 OF_MASKS = MASKS | {"not": torch.logical_not, "same": torch.clone, "any": lambda m: m | m.flip(-1)}
 SCRIBBLES = {"scribble": Scribble.apply}
 PURE = ELEMENTWISE | OF_TWO | VIEWS | ESCAPES | CASTS | OF_MASK | OF_SCORES | OF_MASKS | SCRIBBLES
@@ -166,10 +169,6 @@ def cloned(tensor):
     return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def copies():
-    return saved_tensors_hooks(cloned, cloned)
-
-
 def offload():
     """``save_on_cpu``; on the CPU it holds the very tensor, and a result that it was asked to keep never dies."""
     hooks = save_on_cpu()
@@ -180,10 +179,108 @@ def offload():
 CONTEXTS = {
     "no_grad": torch.no_grad,
     "offload": offload,
-    "copies": copies,
+    "copies": lambda: saved_tensors_hooks(cloned, cloned),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "no_autocast": lambda: torch.autocast("cpu", enabled=False),
 }
 CHECKPOINTS = (
     "checkpoint", "checkpoint", "reentrant", "checkpoint+checkpoint", "checkpoint+reentrant", "reentrant+checkpoint",
 )  # fmt: skip
+
+
+class Fault(Exception):
+    """Stands for any error of the user's."""
+
+
+class Layer(GradientCheckpointingLayer):
+    """Gets a tape of its own, which counts where it is checkpointed."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.norm, self.mlp, self.drop = LlamaRMSNorm(WIDTH), LlamaMLP(config), nn.Dropout(0.2)
+
+    def forward(self, x):
+        return x + self.drop(self.mlp(self.norm(x)))
+
+
+class Graph(nn.Module):
+    """Its forward runs the steps of a program on named tensors."""
+
+    def __init__(self):
+        super().__init__()
+        config = LlamaConfig(hidden_size=WIDTH, intermediate_size=12, num_attention_heads=2)
+        self.ln, self.rms = nn.LayerNorm(WIDTH), LlamaRMSNorm(WIDTH)
+        self.gelu, self.new_gelu, self.silu = GELUActivation(), NewGELUActivation(), nn.SiLU()
+        self.leaky, self.hardtanh, self.threshold = nn.LeakyReLU(), nn.Hardtanh(), nn.Threshold(0.1, 0.5)
+        self.act, self.elu, self.drop = nn.GELU(), nn.ELU(), nn.Dropout(0.3)
+        self.linear0, self.linear1, self.linear2 = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.mlp, self.layer = LlamaMLP(config), Layer(config)
+        self.lora = nn.Sequential(nn.Linear(WIDTH, 1, bias=False), nn.Linear(1, WIDTH, bias=False))
+
+    def forward(self, steps, tensors):
+        for step in steps:
+            self.do(step, tensors)
+
+    def do(self, step, tensors):
+        if step.op == "raise":
+            raise Fault
+        if step.op == "optimizer":
+            for p in self.parameters():
+                if p.grad is not None:
+                    p.data.add_(p.grad.nan_to_num(0, 0, 0).clamp(-1, 1), alpha=-0.01)
+        elif step.op == "set":
+            self.set_attribute(step.args[0], ast.literal_eval(step.args[1]))
+        elif step.op == "del":  # and the freed memory is taken
+            gone = [tensors.pop(name) for name in step.args]
+            shapes = [(t.shape, t.dtype, True if t.dtype == torch.bool else torch.nan) for t in gone]
+            gone.clear()
+            tensors["junk"] = [torch.full(shape, value, dtype=dtype) for shape, dtype, value in shapes]
+        else:
+            args = [self.lookup(name, tensors) for name in step.args]
+            args[0] = args[0].detach() if step.how == "detached" else args[0]
+            with CONTEXTS.get(step.how, contextlib.nullcontext)():
+                kinds = step.how.split("+") if step.how in CHECKPOINTS else []
+                result = self.chain(kinds, step.op.split(" > "), *args)
+            if step.out:
+                tensors[step.out] = result
+
+    def set_attribute(self, path, value):
+        name, attribute = path.split(".")
+        setattr(self.get_submodule(name), attribute, value)
+
+    def chain(self, kinds, ops, *args):
+        """The checkpoints of these kinds are one in the other; inner ones cover the last of ``ops``."""
+        if not kinds:
+            for op in ops:
+                args = ((PURE.get(op) or ALL_WRITES.get(op) or getattr(self, op))(*args),)
+            return args[0]
+        half = len(ops) // 2 if kinds[1:] else len(ops)
+
+        def run(*args):
+            return self.chain(kinds[1:], ops[half:], *((self.chain([], ops[:half], *args),) if half else args))
+
+        return checkpoint(run, *args, use_reentrant=kinds[0] == "reentrant")
+
+    def lookup(self, name, tensors):
+        return self.get_parameter(name) if "." in name else tensors[name]
+
+
+@functools.cache
+def built(dtype, dropout, number):
+    torch.manual_seed(0)
+    graph = Graph().to(dtype)
+    if dropout != "stock":
+        hf_memsave.patch(graph, {"dropout": dropout})
+    return graph, [p.detach().clone() for p in graph.parameters()]
+
+
+def graph_of(dtype, dropout="stock", number=0):
+    """The one graph of its kind and number, with the weights and attributes of before any program."""
+    graph, weights = built(dtype, dropout, number)
+    graph.zero_grad()
+    for path, (value, *_) in ATTRIBUTES.items():
+        graph.set_attribute(path, value)
+    with torch.no_grad():
+        for parameter, weight in zip(graph.parameters(), weights, strict=True):
+            parameter.copy_(weight)
+    return graph
