@@ -1,11 +1,9 @@
 """Model x trainer x full or LoRA x way to train: 20 steps of each equal a stock run's, loss by loss and bit for bit."""
 
 import contextlib
-import functools
 import io
 import itertools
 import tempfile
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from hf_memsave.patching.swap import is_patched
 from support.families import VOCAB, Size, build
 from support.helpers import MATRIX, only_on_cpu
 from support.rows import Rows
-from support.steps import Results, assert_same
+from support.steps import assert_same
 
 STEPS = 20
 SIZE = Size(hidden=16, heads=2, layers=1)
@@ -30,8 +28,6 @@ WAYS = {
     "bf16": {"bf16": True},
     "accumulation": {"gradient_accumulation_steps": 2},
 }
-
-
 #: Tuning and kind of a family's run in each way: with these every pair of values is met.
 CHOSEN = {
     "bert": (("full", "callback"), ("full", "trainer"), ("lora", "callback"), ("lora", "trainer")),
@@ -52,33 +48,14 @@ pytestmark = [
 ]
 
 
-class Run(NamedTuple):
-    """What 20 steps of training gave: ``patched`` and ``losses`` have one entry for each micro-batch."""
-
-    losses: list[float]
-    logged: list[tuple[float, float]]
-    before: Results
-    trained: Results
-    patched: list[int]
-    freed: float
-
-
 def sft_trainer(model, settings, lora, callbacks):
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
-    words = models.WordLevel({f"w{number}": number for number in range(VOCAB)}, unk_token="w1")
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(words), pad_token="w0", eos_token="w2", unk_token="w1"
-    )
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCAB)}, unk_token="w1"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2", unk_token="w1")
     rows = [row["input_ids"].tolist()[: 12 - number % 4] for number, row in enumerate(Rows("llama"))]
-    return trl.SFTTrainer(
-        model,
-        trl.SFTConfig(**settings),
-        train_dataset=datasets.Dataset.from_dict({"input_ids": rows}),
-        processing_class=tokenizer,
-        peft_config=lora,
-        callbacks=callbacks,
-    )
+    data = datasets.Dataset.from_dict({"input_ids": rows})
+    options = dict(train_dataset=data, processing_class=tokenizer, peft_config=lora, callbacks=callbacks)
+    return trl.SFTTrainer(model, trl.SFTConfig(**settings), **options)
 
 
 def trainer_of(family, tuning, way, kind, patched, folder):
@@ -96,25 +73,26 @@ def trainer_of(family, tuning, way, kind, patched, folder):
         return sft_trainer(model, settings, lora, callbacks)
     torch.manual_seed(1)  # for the adapters
     model = model if lora is None else get_peft_model(model, lora)
-    arguments = dict(args=TrainingArguments(**settings), train_dataset=Rows(family), callbacks=callbacks)
-    if kind == "trainer":
-        return MemSaveTrainer(model, memsave=patched, **arguments)
-    return Trainer(model, **arguments)
+    cls, options = (MemSaveTrainer, {"memsave": patched}) if kind == "trainer" else (Trainer, {})
+    return cls(model, TrainingArguments(**settings), train_dataset=Rows(family), callbacks=callbacks, **options)
 
 
-def trained(model) -> Results:
+def trained(model):
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
-def run(family, tuning, way, kind, patched) -> Run:
-    """Train; the losses are taken as they are, since a logged one may be rounded."""
-    losses, sites = [], []
+def run(*how):
+    """What training gave: loss by micro-batch (a logged one may be rounded), what was logged, and both ends' weights.
+
+    And whether the model was patched, and the largest figure of bytes freed.
+    """
+    losses, patched = [], set()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        trainer = trainer_of(family, tuning, way, kind, patched, folder)
+        trainer = trainer_of(*how, folder)
         stock_step = trainer.training_step
 
         def training_step(model, *args, **kwargs):
-            sites.append(sum(map(is_patched, model.modules())))
+            patched.add(any(map(is_patched, model.modules())))
             loss = stock_step(model, *args, **kwargs)
             losses.append(loss.item())
             return loss
@@ -126,30 +104,19 @@ def run(family, tuning, way, kind, patched) -> Run:
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
     freed = max(entry.get("memsave/freed_mib", 0.0) for entry in entries)
     logged = [(entry["loss"], entry["grad_norm"]) for entry in entries]
-    return Run(losses, logged, before, trained(trainer.model), sites, freed)
-
-
-@functools.cache
-def stock_run(family, tuning, way, is_sft) -> Run:
-    """Shared by the callback's case and that of our own trainer: without memsave both are ``Trainer``."""
-    return run(family, tuning, way, "sft" if is_sft else "callback", patched=False)
+    return losses, logged, before, trained(trainer.model), patched, freed
 
 
 @pytest.mark.parametrize(("family", "tuning", "kind", "way"), CASES)
 def test_every_step_equals_stocks(family, tuning, kind, way, device):
     only_on_cpu(device)
-    if kind == "sft":
-        pytest.importorskip("trl")
-    ours, stock = run(family, tuning, way, kind, patched=True), stock_run(family, tuning, way, kind == "sft")
-    batches = STEPS * WAYS[way].get("gradient_accumulation_steps", 1)
-    assert len(stock.losses) == len(stock.patched) == len(ours.patched) == batches
-    assert len(stock.logged) == STEPS and len(set(stock.losses)) == batches
-    assert not any(stock.patched) and all(ours.patched)
-    assert stock.freed == 0 and (ours.freed > 0 or way == "checkpointing")
-    assert_same(ours.before, stock.before)
-    assert ours.losses == stock.losses
-    assert ours.logged == stock.logged
-    assert_same(ours.trained, stock.trained)
-    assert all("lora_" in name for name in stock.trained) == (tuning == "lora")
-    moved = [name for name, p in stock.trained.items() if not torch.equal(p, stock.before[name])]
-    assert moved, "nothing was trained"
+    losses, logged, before, after, patched, freed = run(family, tuning, way, kind, True)
+    *expected, of_stock, is_patched_there, freed_there = run(family, tuning, way, kind, False)
+    assert (patched, is_patched_there, freed_there) == ({True}, {False}, 0)
+    assert freed > 0 or way == "checkpointing"
+    assert len(set(losses)) == STEPS * WAYS[way].get("gradient_accumulation_steps", 1) and len(logged) == STEPS
+    assert [losses, logged] == expected[:2]
+    assert_same(before, expected[2])
+    assert_same(after, of_stock)
+    assert all("lora_" in name for name in after) == (tuning == "lora")
+    assert any(not torch.equal(p, before[name]) for name, p in after.items()), "nothing was trained"

@@ -4,23 +4,18 @@ import contextlib
 import copy
 import gc
 import pickle
-from dataclasses import replace
 
 import pytest
 import torch
 from torch.autograd.graph import save_on_cpu
-from torch.func import functional_call
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from hf_memsave import MemSaveConfig, measure_kept, patch
-from hf_memsave.arch.versions import cache_name
+from hf_memsave import measure_kept, patch, unpatch
 from hf_memsave.patching.swap import _CLASSES
 from hf_memsave.tape.content import Content
+from hf_memsave.tape.meter import _ByModule
 from support.families import Size, batch_for, build
-from support.helpers import only_on_cpu
-from support.modes import CAUSAL, FAMILIES, MODES, SMALL, WITHOUT_GRADIENTS, batch_of, make
+from support.helpers import halved
+from support.modes import CAUSAL, FAMILIES, MODES, WITHOUT_GRADIENTS, batch_of, make
 from support.steps import assert_same, step
 
 pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
@@ -34,8 +29,7 @@ def pair(family, device="cpu", config=True):
     return ours, stock
 
 
-@pytest.mark.parametrize("mode", MODES | WITHOUT_GRADIENTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "mode"), halved(FAMILIES, MODES | WITHOUT_GRADIENTS))
 def test_same_as_stock(family, mode, device):
     ours, stock = pair(family, device)
     run = (MODES | WITHOUT_GRADIENTS)[mode]
@@ -43,15 +37,16 @@ def test_same_as_stock(family, mode, device):
     assert_same(run(ours), expected)
 
 
-def negative(tensor):
-    return -tensor if tensor.is_floating_point() else tensor
-
-
-@pytest.mark.parametrize("mode", [m for m in MODES if "by hand" not in m and m != "eval mode"])
+@pytest.mark.parametrize(("mode",), halved(m for m in MODES if "by hand" not in m and m != "eval mode"))
 def test_a_wrong_recomputation_is_seen(mode, monkeypatch):
     """Each mode above does remake tensors in backward: other numbers than those of forward are caught."""
     right = Content._run
-    monkeypatch.setattr(Content, "_run", lambda node: negative(right(node)))
+
+    def negative(node):
+        out = right(node)
+        return -out if out.is_floating_point() else out
+
+    monkeypatch.setattr(Content, "_run", negative)
     ours, stock = pair("bert")
     expected = MODES[mode](stock)
     with pytest.raises(AssertionError, match="differ"):
@@ -72,32 +67,14 @@ def test_a_pickled_model_trains_in_a_process_that_has_never_patched_one(device):
 # What is alive after a step: nothing of ours, however the step was run, and without the cycle collector.
 
 
-class Alive(TorchDispatchMode):
-    """Bytes of the storages that ops made since, and that are alive: in Python, in C++, wherever."""
-
-    def __init__(self):
-        super().__init__()
-        self.made = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        output = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given:
-                storage = tensor.untyped_storage()
-                self.made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
-        return output
-
-    def total(self):
-        return sum(nbytes for ref, nbytes in self.made.values() if not ref.expired())
-
-
 @contextlib.contextmanager
-def no_cycle_collection():
+def watched():
+    """Without the cycle collector: what says how many bytes made since are alive, in Python, in C++, wherever."""
     gc.collect()
     gc.disable()
     try:
-        yield
+        with _ByModule(torch.nn.Module()) as watch:
+            yield lambda: sum(storage.nbytes for storage in watch.alive())
     finally:
         gc.enable()
 
@@ -107,22 +84,22 @@ def alive_after_each_step(model, around, backward):
     if around.endswith("reentrant"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": around == "reentrant"})
     batch, during, left = batch_of(model), [], []
-    context = save_on_cpu() if around == "save_on_cpu" else contextlib.nullcontext()
-    with no_cycle_collection(), Alive() as alive, context:
+    with watched() as alive, save_on_cpu() if around == "save_on_cpu" else contextlib.nullcontext():
         for _ in range(2):
             loss = model(**batch).loss
-            during.append(alive.total())
+            during.append(alive())
             if backward:
                 loss.backward()
                 model.zero_grad(set_to_none=True)
             del loss
-            left.append(alive.total())
+            left.append(alive())
     return during, left
 
 
-@pytest.mark.parametrize("backward", [True, False], ids=["backward", "no backward"])
-@pytest.mark.parametrize("around", ["plain", "reentrant", "non-reentrant", "save_on_cpu"])
-@pytest.mark.parametrize("family", FAMILIES)
+AROUND = ["plain", "reentrant", "non-reentrant", "save_on_cpu"]
+
+
+@pytest.mark.parametrize(("family", "around", "backward"), halved(FAMILIES, AROUND, [True, False]))
 def test_nothing_outlives_the_loss(family, around, backward, device):
     """Reference counts alone free it all: no cycle, no registry."""
     ours, stock = pair(family, device)
@@ -135,27 +112,28 @@ def test_nothing_outlives_the_loss(family, around, backward, device):
         assert left[0] <= 256  # a constant that an op has cached
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_keeps_no_more_than_stock_under_checkpointing(family, use_reentrant, device):
+def test_keeps_no_more_than_stock_under_checkpointing(family, device):
     size = Size(hidden=64, batch=4, seq=32)  # so that a generator's state is less than a mask
     model = build(family, size).to(device)
     batch = batch_for(model, size)
     everything = measure_kept(model, batch).total
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
-    stock = measure_kept(model, batch).total
-    patch(model)
-    assert measure_kept(model, batch).total <= stock < everything
+    for use_reentrant in (True, False):
+        unpatch(model)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+        stock = measure_kept(model, batch).total
+        patch(model)
+        assert measure_kept(model, batch).total <= stock < everything
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_forward_without_gradients_leaves_nothing_behind(family, device):
     model, _ = pair(family, device)
     ids = batch_of(model)["input_ids"]
-    with no_cycle_collection(), Alive() as alive, torch.no_grad():
+    with watched() as alive, torch.no_grad():
         for _ in range(2):
             model(input_ids=ids, **({"decoder_input_ids": ids} if family.startswith("t5") else {}))
-    assert alive.total() <= 256
+        assert alive() <= 256
 
 
 # Caches of keys and values: `use_cache` is left alone, and a patched model makes and takes stock's.
@@ -170,86 +148,13 @@ def in_training(model, options):
     return tensors | step(model, batch_of(model), **options), len(tensors)
 
 
-@pytest.mark.parametrize("options", [{}, {"use_cache": True}, {"use_cache": False}], ids=str)
 @pytest.mark.parametrize("family", CAUSAL)
-def test_training_makes_the_cache_that_stock_makes(family, options, device):
-    (mine, count), (theirs, of_stock) = (in_training(model, options) for model in pair(family, device))
-    assert count == of_stock == (0 if options.get("use_cache") is False else 4)
-    assert_same(mine, theirs)
-
-
-@pytest.mark.parametrize("family", CAUSAL)
-def test_a_cache_is_made_as_ever_outside_of_training(family, device):
-    model, _ = pair(family, device)
+def test_a_cache_is_made_as_stock_makes_it_in_training_and_outside(family, device):
+    ours, stock = pair(family, device)
+    for options in ({}, {"use_cache": True}, {"use_cache": False}):
+        (mine, count), (theirs, of_stock) = (in_training(model, options) for model in (ours, stock))
+        assert count == of_stock == (0 if options.get("use_cache") is False else 4)
+        assert_same(mine, theirs)
     with torch.no_grad():
-        assert model(**batch_of(model)).past_key_values is not None
-    assert model.eval()(**batch_of(model)).past_key_values is not None
-
-
-@pytest.mark.parametrize("checkpoint", [None, "block"])
-def test_a_cache_given_by_the_user_is_used(checkpoint, device):
-    results = []
-    for model in pair("llama", device, MemSaveConfig(checkpoint=checkpoint)):
-        ids = batch_of(model)["input_ids"]
-        with torch.no_grad():
-            cache = model.eval()(input_ids=ids[:, :5]).past_key_values
-        model.train()
-        torch.manual_seed(7)
-        output = model(input_ids=ids[:, 5:], **{cache_name(model): cache})
-        assert output.past_key_values is cache
-        results.append({"logits": output.logits.detach(), "length": torch.tensor(cache.get_seq_length())})
-    assert results[0]["length"] == SMALL.seq
-    assert_same(*results)
-
-
-# Transforms of PyTorch over a whole patched model.
-
-
-def test_compile_takes_the_patched_model_whole(device):
-    only_on_cpu(device)
-    model = build("llama", replace(SMALL, layers=1))
-    found = []
-    for change in (lambda model: model, patch):
-        change(model)
-        torch._dynamo.reset()
-        try:
-            found.append(step(torch.compile(model, backend="aot_eager", fullgraph=True), batch_of(model)))
-        finally:
-            torch._dynamo.reset()
-    assert_same(*reversed(found))
-
-
-@pytest.mark.parametrize("family", ["bert", "llama"])
-def test_functional_grad_sees_the_patched_model(family, device):
-    only_on_cpu(device)
-
-    def loss(parameters, model):
-        return functional_call(model, parameters, kwargs=batch_for(model, SMALL)).loss
-
-    models = [model.eval() for model in pair(family)]
-    assert_same(*(torch.func.grad(loss)(dict(model.named_parameters()), model) for model in models))
-
-
-def test_functional_call_with_other_parameters_trains_those(device):
-    results = []
-    for model in pair("llama", device):
-        scale = torch.ones((), device=device, requires_grad=True)
-        torch.manual_seed(7)
-        doubled = {name: p.detach() * 2 * scale for name, p in model.named_parameters()}
-        loss = functional_call(model, doubled, kwargs=batch_of(model)).loss
-        loss.backward()
-        results.append({"loss": loss.detach(), "scale": scale.grad})
-    assert_same(*results)
-
-
-def test_per_sample_gradients_of_a_patched_layer(device):
-    x, results = torch.randn(3, 5, SMALL.hidden, device=device), []
-
-    def loss(parameters, x, layer):
-        return functional_call(layer, parameters, (x,)).square().sum()
-
-    for model in pair("bert", device):
-        layer = model.eval().bert.encoder.layer[0].intermediate
-        each = torch.func.vmap(torch.func.grad(loss), (None, 0, None))
-        results.append(each(dict(layer.named_parameters()), x, layer))
-    assert_same(*results)
+        assert ours(**batch_of(ours)).past_key_values is not None
+    assert ours.eval()(**batch_of(ours)).past_key_values is not None

@@ -4,6 +4,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.ao.nn.qat import Linear as QATLinear
+from torch.ao.quantization import get_default_qat_qconfig
 
 from hf_memsave import MemSaveConfig, measure_kept, patch
 from hf_memsave.errors import PatchError
@@ -18,18 +20,23 @@ def in_blocks(module, name):
     return isinstance(module, nn.Linear) and "lm_head" not in name
 
 
-def torchao_training(model):
-    training = pytest.importorskip("torchao.prototype.quantized_training")
-    from torchao.quantization import quantize_
+def with_lora(model):
+    lora = LoraConfig(target_modules=["q_proj", "up_proj"], lora_dropout=0.0, init_lora_weights=False)
+    return get_peft_model(model.requires_grad_(False), lora)
 
-    quantize_(model, training.int8_weight_only_quantized_training(), filter_fn=in_blocks)
+
+def replaced(model, make):
+    for name, module in list(model.model.named_modules()):
+        if type(module) is nn.Linear:
+            model.model.set_submodule(name, make(module))
     return model
 
 
-def with_lora(model):
-    model.requires_grad_(False)
-    lora = LoraConfig(target_modules=["q_proj", "up_proj"], lora_dropout=0.0, init_lora_weights=False)
-    return get_peft_model(model, lora)
+def torchao_training(model):
+    training = pytest.importorskip("torchao.prototype.quantized_training")
+    quantize_ = pytest.importorskip("torchao.quantization").quantize_
+    quantize_(model, training.int8_weight_only_quantized_training(), filter_fn=in_blocks)
+    return model
 
 
 def torchao_weights(model):
@@ -45,36 +52,24 @@ def quanto(model):
     return with_lora(model)
 
 
-def replaced(model, make):
-    for name, module in list(model.model.named_modules()):
-        if type(module) is nn.Linear:
-            parent, _, child = name.rpartition(".")
-            setattr(model.model.get_submodule(parent), child, make(module))
-    return model
-
-
 def hqq(model):
     library = pytest.importorskip("hqq.core.quantize")
+    options = dict(compute_dtype=torch.bfloat16, device="cpu")
     config = library.BaseQuantizeConfig(nbits=4, group_size=64)
-    make = lambda linear: library.HQQLinear(linear, config, compute_dtype=torch.bfloat16, device="cpu")  # noqa: E731
-    return with_lora(replaced(model, make))
+    return with_lora(replaced(model, lambda linear: library.HQQLinear(linear, config, **options)))
 
 
 def qat(model):
-    from torch.ao.nn.qat import Linear
-    from torch.ao.quantization import get_default_qat_qconfig
-
     def make(linear):
         linear.qconfig = get_default_qat_qconfig("onednn")
-        return Linear.from_float(linear)
+        return QATLinear.from_float(linear)
 
     return replaced(model.float(), make)
 
 
 def eight_bits(model):
     library = pytest.importorskip("bitsandbytes.nn")
-    make = lambda linear: library.Linear8bitLt(linear.in_features, linear.out_features, False)  # noqa: E731
-    return replaced(model, make)
+    return replaced(model, lambda linear: library.Linear8bitLt(linear.in_features, linear.out_features, False))
 
 
 def made(make, dtype=torch.bfloat16):

@@ -21,7 +21,6 @@ def lm(family, dtype=torch.float32):
 
 
 def softcapped():
-    """A model that caps its logits by tanh."""
     torch.manual_seed(0)
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=512)
     sizes |= dict(num_key_value_heads=2, head_dim=8, pad_token_id=0)
@@ -69,7 +68,6 @@ def in_float64(model, batch, **options):
 
 
 def error(ours, exact):
-    """The distance of all gradients, over their size."""
     pairs = [(a.double(), b) for a, b in zip(ours, exact, strict=True) if b is not None]
     assert len(pairs) > 5
     return (sum((a - b).square().sum() for a, b in pairs) / sum(b.square().sum() for _, b in pairs)).sqrt().item()
@@ -89,7 +87,6 @@ def assert_as_near_as_stock(make, context=None, draws=24, **options):
 
 
 def ratios(make, context=None, draws=6, config=True, **options):
-    """Our distance over stock's, of each model and batch."""
     found = []
     for seed in range(draws):
         model = make()

@@ -1,7 +1,5 @@
 """Layers to patch by themselves, and a stock model around each."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any, NamedTuple
@@ -101,7 +99,6 @@ def made(name, device):
 
 
 def step(model, x, run=None):
-    """Loss and gradients."""
     model.zero_grad()
     torch.manual_seed(3)
     loss = (run or model)(x.clone().requires_grad_())["loss"]

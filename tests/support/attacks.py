@@ -1,18 +1,15 @@
 """A model of one function, trained stock and patched: what an attack has to tell apart."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave import measure_kept, patch
-from support.steps import Results, assert_same, gradients
+from support.steps import assert_same, gradients
 
 WIDTH = 32
 
@@ -20,7 +17,7 @@ WIDTH = 32
 class Attack(nn.Module):
     """``fn(model, x)`` is its forward; ``f``, ``g`` and ``h`` are linears, ``o`` takes three times the width."""
 
-    def __init__(self, fn: Callable[[Any, Tensor], Tensor], **parts: Any) -> None:
+    def __init__(self, fn, **parts):
         super().__init__()
         self.fn = fn
         self.f, self.g, self.h = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
@@ -31,22 +28,22 @@ class Attack(nn.Module):
             else:
                 setattr(self, name, part)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.fn(self, x)
 
 
 class Block(GradientCheckpointingLayer):
     """A repeated block: ``fn(block, x, *more)``."""
 
-    def __init__(self, fn: Callable[..., Tensor]) -> None:
+    def __init__(self, fn):
         super().__init__()
         self.fn, self.f = fn, nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, *more: Any) -> Tensor:
+    def forward(self, x, *more):
         return self.fn(self, x, *more)
 
 
-def trained(model: nn.Module, x: Tensor, steps: int = 2, context: Any = contextlib.nullcontext) -> list[Results]:
+def trained(model, x, steps=2, context=contextlib.nullcontext):
     """Loss, gradients (that of ``x`` too, if it wants one) and buffers of each of a few steps, with no optimizer."""
     found = []
     for number in range(steps):
@@ -63,7 +60,7 @@ def trained(model: nn.Module, x: Tensor, steps: int = 2, context: Any = contextl
     return found
 
 
-def flat(found: Any, name: str = "") -> Results:
+def flat(found, name=""):
     """The tensors of what a run gave, by name: of dicts and lists, one in the other, and of None nothing."""
     if found is None or isinstance(found, Tensor):
         return {} if found is None else {name: found}
@@ -71,17 +68,8 @@ def flat(found: Any, name: str = "") -> Results:
     return {key: tensor for place, inner in items for key, tensor in flat(inner, f"{name}.{place}").items()}
 
 
-def assert_alike(
-    make: Callable[[], nn.Module], run: Callable[[Any], Any], config: Any = True, of_each: bool = False
-) -> None:
-    """``run`` gives the same tensors for a patched and for a stock model, each made by ``make``.
-
-    Args:
-        make: Makes a model.
-        run: Gives tensors, in lists and dicts.
-        config: What to patch one with.
-        of_each: Whether each of its children is patched by itself.
-    """
+def assert_alike(make, run, config=True, of_each=False):
+    """``run`` gives the same tensors for a patched and a stock model; ``of_each`` patches each child by itself."""
     found = []
     for is_patched in (True, False):
         torch.manual_seed(0)
@@ -93,23 +81,12 @@ def assert_alike(
     assert_same(*found)
 
 
-def assert_trains_like_stock(
-    fn: Callable[[Any, Tensor], Tensor],
-    x: Tensor,
-    context: Any = contextlib.nullcontext,
-    config: Any = True,
-    steps: int = 2,
-    **parts: Any,
-) -> None:
-    """A few steps of the model of ``fn``, patched and stock."""
+def assert_trains_like_stock(fn, x, context=contextlib.nullcontext, config=True, steps=2, **parts):
     ours, stock = pair(fn, x.device, config, **parts)
     assert_same(*(flat(trained(model, x, steps, context)) for model in (ours, stock)))
 
 
-def pair(
-    fn: Callable[[Any, Tensor], Tensor], device: torch.device, config: Any = True, **parts: Any
-) -> tuple[nn.Module, nn.Module]:
-    """The model of ``fn``, patched unless ``config`` is None, and its stock twin."""
+def pair(fn, device, config=True, **parts):
     torch.manual_seed(0)
     stock = Attack(fn, **parts).to(device)
     ours = copy.deepcopy(stock)
@@ -118,7 +95,7 @@ def pair(
     return ours, stock
 
 
-def kept_of(fn: Callable[[Any, Tensor], Tensor], x: Tensor, **parts: Any) -> tuple[int, int]:
+def kept_of(fn, x, **parts):
     """Bytes that the model of ``fn`` keeps: patched, stock."""
     ours, stock = pair(fn, x.device, **parts)
     return measure_kept(ours, x).total, measure_kept(stock, x).total

@@ -48,10 +48,8 @@ def attention(mask=None, layout="projected", groups=1, is_causal=False, **option
 
 
 def bias_of(device, dtype=torch.float32, seq=SEQ, kv_seq=None):
-    """T5's position bias ``[1, heads, seq, kv_seq]``."""
     return random(1, HEADS, seq, seq if kv_seq is None else kv_seq, dtype=dtype, device=device, seed=20)
 
 
 def sdpa(*given, p=0.3, **options):
-    """SDPA itself, with dropout."""
     return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in given), dropout_p=p, **options)

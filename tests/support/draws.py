@@ -1,27 +1,15 @@
 """The law of a draw, by integrating an estimator over its uniform numbers, and what follows from it."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from hf_memsave.sampling.estimators import ESTIMATORS
 from hf_memsave.sampling.sampler import Sampler
 
 
-class Law(NamedTuple):
-    """Of each of the k draws: which (pair, scale) comes with which probability, each ``[k, pieces]``."""
-
-    probability: Tensor
-    index: Tensor
-    scale: Tensor
-
-
-def tails(p: Tensor) -> list[Fraction]:
+def tails(p):
     """The mass outside of the c largest, c = 0 ... m, without rounding."""
     found = [Fraction(0)]
     for value in sorted(map(Fraction, p.tolist())):
@@ -29,16 +17,17 @@ def tails(p: Tensor) -> list[Fraction]:
     return found[::-1]
 
 
-def best_count(p: Tensor, k: int) -> int:
+def best_count(p, k):
     """|C| of Theorem 2, by trying all."""
     mass = tails(p)
     return min(range(k), key=lambda c: mass[c] / (k - c))
 
 
-def law_of(name: str, p: Tensor, k: int) -> Law:
-    """An estimator is constant in u between the places where a draw passes from one pair to the next.
+def law_of(name, p, k):
+    """Probability, index and scale of each of the k draws, each ``[k, pieces]``.
 
-    Those follow from p alone, in rational numbers; the estimator is asked once between any two of them.
+    An estimator is constant in u between the places where a draw passes from one pair to the next. They follow from p
+    alone, in rational numbers; the estimator is asked once between any two of them.
     """
     p = p.detach().cpu().double()
     mass = tails(p)
@@ -59,41 +48,34 @@ def law_of(name: str, p: Tensor, k: int) -> Law:
         rows.append((width, draw.index[:, slot], draw.scale[:, slot].double()))
     longest = max(len(row[0]) for row in rows)
     padded = [[torch.nn.functional.pad(t, (0, longest - len(t))) for t in row] for row in rows]
-    return Law(*(torch.stack(column) for column in zip(*padded, strict=True)))
+    return [torch.stack(column) for column in zip(*padded, strict=True)]
 
 
-def expected_weights(name: str, p: Tensor, k: int) -> Tensor:
+def expected_weights(name, p, k):
     """E[sum of the scales with which pair i is drawn], ``[m]``: 1 for every pair where it is unbiased."""
-    law = law_of(name, p, k)
-    return torch.zeros(p.shape[-1], dtype=torch.float64).index_add(
-        0, law.index.flatten(), (law.probability * law.scale).flatten()
-    )
+    probability, index, scale = law_of(name, p, k)
+    weights = (probability * scale).flatten()
+    return torch.zeros(p.shape[-1], dtype=torch.float64).index_add(0, index.flatten(), weights)
 
 
-def variance(name: str, p: Tensor, k: int, pairs: Tensor) -> float:
+def variance(name, p, k, pairs):
     """E‖estimate - mean‖² of ``Σ_i pairs_i``, for pairs ``[m, d]``: the draws are independent of each other."""
-    law = law_of(name, p, k)
-    drawn = law.scale[..., None] * pairs[law.index]
-    mean = (law.probability[..., None] * drawn).sum(1)
-    return float((law.probability * drawn.square().sum(-1)).sum() - mean.square().sum())
+    probability, index, scale = law_of(name, p, k)
+    drawn = scale[..., None] * pairs[index]
+    mean = (probability[..., None] * drawn).sum(1)
+    return float((probability * drawn.square().sum(-1)).sum() - mean.square().sum())
 
 
 class Watched(Sampler):
     """A sampler that says what it drew from."""
-
-    p: Tensor
-    k: int
 
     def choose(self, p, k, layer, batch, *drawing):
         self.p, self.k = p, k
         return super().choose(p, k, layer, batch, *drawing)
 
 
-def standard_errors(estimates: Tensor, truth: Tensor) -> float:
-    """The norm of the mean error, over what it is expected to be of unbiased estimates ``[n, ...]``: about 1 then.
-
-    One number for all elements of a gradient, so no comparison is lucky because there are many.
-    """
+def standard_errors(estimates, truth):
+    """The norm of the mean error of estimates ``[n, ...]``, over what unbiased ones lead to expect: about 1."""
     flat = estimates.double().flatten(1)
     error = flat.mean(0) - truth.double().flatten()
     spread = flat.var(0).sum() / len(flat)

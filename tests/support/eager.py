@@ -12,7 +12,6 @@ _DROPOUTS = ("dropout", "attn_dropout", "attention_dropout")
 
 
 def attentions(model):
-    """The attention modules of a stock or patched model."""
     return [module for module in model.modules() if is_attention(stock_class(module))]
 
 

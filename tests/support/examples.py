@@ -1,11 +1,8 @@
 """Arguments for every function of the table of cheap functions: a new line of the table needs one here."""
 
 import operator
-from collections.abc import Callable, Iterable
-from functools import cached_property
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,94 +12,54 @@ from support.helpers import random
 SHAPE = (8, 20)
 
 
-class Arguments:
-    """Fresh tensors to call functions with, made when asked for; the same ones each time.
+#: Tensors of :class:`Arguments`, each of the normal numbers of its own seed.
+TENSORS = {
+    "x": lambda normal: normal,
+    "y": lambda normal: normal,
+    "z": lambda normal: normal,
+    "u": lambda normal: normal.sigmoid() * 0.8 + 0.1,
+    "weight": lambda normal: normal,  # as long as the last dimension
+    "bias": lambda normal: normal,
+    "flag": lambda normal: normal > 0,
+    "other_flag": lambda normal: normal > 0,
+    "i": lambda normal: (normal * 5).long(),
+    "j": lambda normal: (normal * 5).long().abs() + 1,
+}
 
-    Args:
-        device: Where they lie.
-        dtype: Of those of floating point.
-        frozen: Whether none of them wants a gradient.
-        view: Of what is handed on.
-        producer: Makes activations of leaves.
-    """
+
+class Arguments:
+    """Fresh tensors, made when asked for, the same each time; ``view`` sees what ``producer`` makes of leaves."""
 
     def __init__(self, device, dtype=torch.float32, frozen=False, view=None, producer=torch.clone):
         self.device, self.dtype, self.frozen, self.view, self.producer = device, dtype, frozen, view, producer
-        self.leaves: list[Tensor] = []
+        self.leaves = []
 
-    def _activation(self, values: Tensor, is_viewed: bool = True) -> Tensor:
-        leaf = values.to(self.device, self.dtype).requires_grad_(not self.frozen)
-        self.leaves.append(leaf)
-        activation = self.producer(leaf)
-        return activation if self.view is None or not is_viewed else self.view(activation)
-
-    def _normal(self, seed: int) -> Tensor:
-        return random(*SHAPE, seed=seed)
-
-    @cached_property
-    def x(self) -> Tensor:
-        return self._activation(self._normal(1))
-
-    @cached_property
-    def y(self) -> Tensor:
-        return self._activation(self._normal(2))
-
-    @cached_property
-    def z(self) -> Tensor:
-        return self._activation(self._normal(3))
-
-    @cached_property
-    def u(self) -> Tensor:
-        """Between .1 and .9."""
-        return self._activation(self._normal(4).sigmoid() * 0.8 + 0.1)
-
-    @cached_property
-    def weight(self) -> Tensor:
-        """As long as the last dimension."""
-        return self._activation(random(self.last, seed=5), is_viewed=False)
-
-    @cached_property
-    def bias(self) -> Tensor:
-        return self._activation(random(self.last, seed=6), is_viewed=False)
-
-    @cached_property
-    def flag(self) -> Tensor:
-        return self._like(self._normal(7) > 0)
-
-    @cached_property
-    def other_flag(self) -> Tensor:
-        return self._like(self._normal(8) > 0)
-
-    @cached_property
-    def i(self) -> Tensor:
-        """Small integers."""
-        return self._like((self._normal(9) * 5).long())
-
-    @cached_property
-    def j(self) -> Tensor:
-        """Small integers above zero."""
-        return self._like((self._normal(10) * 5).long().abs() + 1)
-
-    def _like(self, values: Tensor) -> Tensor:
-        values = values.to(self.device)
-        return values if self.view is None else self.view(values)
+    def __getattr__(self, name):
+        if name not in TENSORS:
+            raise AttributeError(name)
+        is_vector = name in ("weight", "bias")
+        normal = random(*((self.last,) if is_vector else SHAPE), seed=1 + list(TENSORS).index(name))
+        tensor = TENSORS[name](normal).to(self.device)
+        if tensor.is_floating_point():
+            self.leaves.append(tensor.to(self.dtype).requires_grad_(not self.frozen))
+            tensor = self.producer(self.leaves[-1])
+        if self.view is not None and not is_vector:
+            tensor = self.view(tensor)
+        setattr(self, name, tensor)
+        return tensor
 
     @property
-    def last(self) -> int:
-        """The length of the last dimension."""
+    def last(self):
         return self.x.shape[-1]
 
-    def normal(self, *shape: int) -> Tensor:
+    def normal(self, *shape):
         return random(*shape, dtype=self.dtype, device=self.device, seed=11)
 
-    def indices(self, *numbers: int) -> Tensor:
+    def indices(self, *numbers):
         return torch.tensor(numbers, device=self.device)
 
 
-Make = Callable[[Arguments], tuple[Any, ...]]
-
-
-def of(names: str, *makes: Make) -> dict[str, tuple[Make, ...]]:
+def of(names, *makes):
     return dict.fromkeys(names.split(), makes)
 
 
@@ -110,16 +67,8 @@ def x(a):
     return (a.x,)
 
 
-def unit(a):
-    return (a.u,)
-
-
 def flag(a):
     return (a.flag,)
-
-
-def scaled(a):  # positive, above 1
-    return (a.u + 1.5,)
 
 
 TWO = (lambda a: (a.x, a.y), lambda a: (a.x, a.weight), lambda a: (a.x, 2.0))
@@ -128,7 +77,7 @@ FLAGS = (lambda a: (a.flag, a.other_flag),)
 JOINED = (lambda a: ([a.x, a.y],), lambda a: ((a.x, a.x),))
 
 #: Name -> ways to call it, each as the positional arguments; a dict at the end is keyword arguments.
-EXAMPLES: dict[str, tuple[Make, ...]] = {
+EXAMPLES = {
     **of(
         "neg negative square exp exp2 expm1 sin cos sinh cosh tanh atan sigmoid erf erfc abs absolute sign floor ceil "
         "round trunc frac isinf isnan isfinite clone zeros_like ones_like sinc softsign tanhshrink logsigmoid "
@@ -136,8 +85,9 @@ EXAMPLES: dict[str, tuple[Make, ...]] = {
         "selu celu mish hardswish hardsigmoid silu",
         x,
     ),
-    **of("asin acos log log2 logit log10 tan erfinv arcsin arccos atanh arctanh lgamma digamma", unit),
-    **of("log1p sqrt rsqrt reciprocal acosh arccosh", scaled),
+    **of("asin acos log log2 logit log10 tan erfinv arcsin arccos atanh arctanh lgamma digamma",
+         lambda a: (a.u,)),
+    **of("log1p sqrt rsqrt reciprocal acosh arccosh", lambda a: (a.u + 1.5,)),
     **of("add sub subtract mul multiply div divide true_divide __rsub__ __rmul__ __radd__ __rdiv__ __rtruediv__ fmod "
          "remainder floor_divide __floordiv__ __rfloordiv__ __mod__ __rmod__ copysign", *TWO),
     **of("maximum minimum hypot atan2 arctan2", *TWO[:2]),
@@ -198,7 +148,7 @@ EXAMPLES: dict[str, tuple[Make, ...]] = {
          lambda a: (a.x, (0, None)), lambda a: (a.x, slice(1, 3))),
 }  # fmt: skip
 #: Functions that write to their first argument, beside those whose name without "_" or "i" stands above.
-WRITERS: dict[str, tuple[Make, ...]] = {
+WRITERS = {
     **of("addbmm_", lambda a: (a.x, a.normal(2, 8, 3), a.normal(2, 3, 20))),
     **of("baddbmm_", lambda a: (a.x[None], a.normal(1, 8, 3), a.normal(1, 3, 20))),
     **of("addmm_", lambda a: (a.x, a.normal(8, 3), a.normal(3, 20))),
@@ -252,34 +202,26 @@ METHODS = {
 
 
 class Call(NamedTuple):
-    """A function of the table, and one way to call it."""
-
     function: Any
-    make: Make
+    make: Any
 
-    def __call__(self, a: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def __call__(self, a):
         *args, last = self.make(a)
         return (tuple(args), last) if isinstance(last, dict) else ((*args, last), {})
 
 
-def name_of(function: Any) -> str:
+def name_of(function):
     """``torch.add``, ``Tensor.add`` or ``F.gelu``."""
     name = function.__name__
     for prefix, home in (("torch", torch), ("Tensor", Tensor), ("F", F)):
         if getattr(home, name, None) is function:
             return f"{prefix}.{name}"
-    found = [n for n in dir(Tensor) if getattr(Tensor, n, None) is function] + [
-        n for n in dir(F) if getattr(F, n) is function
-    ]
+    found = [n for home in (Tensor, F) for n in dir(home) if getattr(home, n, None) is function]
     return found[0] if found else name
 
 
-def calls_of(function: Any) -> list[Call]:
-    """All ways to call ``function``.
-
-    Raises:
-        LookupError: There is none.
-    """
+def calls_of(function):
+    """All ways to call ``function``; an error where there is none."""
     name = name_of(function)
     home, _, bare = name.rpartition(".")
     makes = (METHODS.get(bare) if home == "Tensor" else None) or EXAMPLES.get(bare) or WRITERS.get(bare)
@@ -292,13 +234,7 @@ def calls_of(function: Any) -> list[Call]:
     return [Call(function, make) for make in makes]
 
 
-def every(functions: Iterable[Any]) -> Any:
-    """One test for each."""
-    functions = list(functions)
-    return pytest.mark.parametrize("function", functions, ids=[name_of(f) for f in functions])
-
-
-def consumed(y: Tensor) -> tuple[Tensor, Tensor]:
+def consumed(y):
     """A product that keeps ``y``, and the leaf whose gradient is ``y`` times a constant."""
     dtype = y.dtype if y.is_floating_point() else torch.float32
     weight = random(*y.shape, dtype=dtype, device=y.device, seed=21).requires_grad_()

@@ -1,15 +1,10 @@
 """Models of :mod:`support.families` on the stand-in for a CUDA device."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -18,7 +13,7 @@ from hf_memsave import measure_kept, patch
 from hf_memsave.device import STAND_IN
 from hf_memsave.measure.fake_device import fake_device, to_fake
 from hf_memsave.measure.inputs import forward_of
-from support.families import QUOTED, Size, batch_for, build
+from support.families import QUOTED, batch_for, build
 from support.lora import adapted
 
 ATTENTION = ("flash", "efficient", "cudnn")
@@ -27,9 +22,7 @@ DATA_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, Runtim
 
 
 @contextmanager
-def on_fake(
-    make: Any, attention: str = "flash", size: Size = QUOTED, padded: bool = False
-) -> Iterator[tuple[nn.Module, dict[str, torch.Tensor]]]:
+def on_fake(make, attention="flash", size=QUOTED, padded=False):
     """The model that ``make`` makes, and its batch, without weights or numbers; with a mask if it is ``padded``."""
     with torch.device("meta"):
         model = make()
@@ -38,21 +31,11 @@ def on_fake(
         yield model, {name: value for name, value in batch.items() if padded or name != "attention_mask"}
 
 
-def kept_on_fake(
-    family: str,
-    layers: int,
-    mode: str = "bf16",
-    attention: str = "flash",
-    lora: bool = False,
-    config: Any = True,
-    seq: int = QUOTED.seq,
-    padded: bool = False,
-) -> int:
-    """Bytes kept, patched by ``config``; stock for None."""
+def kept_on_fake(family, layers, mode="bf16", attention="flash", lora=False, config=True, seq=QUOTED.seq, padded=False):
     size = replace(QUOTED, layers=layers, seq=seq)
     dtype = torch.float32 if mode == "autocast" else torch.bfloat16
 
-    def make() -> nn.Module:
+    def make():
         return adapted(family, size=size) if lora else build(family, size, dtype)
 
     with on_fake(make, attention, size, padded) as (model, batch):
@@ -61,9 +44,7 @@ def kept_on_fake(
         return measure_kept(model, batch, forward_of(model, torch.bfloat16 if mode == "autocast" else None)).total
 
 
-def u_on_fake(
-    family: str, mode: str = "bf16", attention: str = "flash", lora: bool = False, config: Any = True
-) -> float:
+def u_on_fake(family, mode="bf16", attention="flash", lora=False, config=True):
     """What a layer keeps, in u of 16 bits: the mean of an even number of them."""
     first = 4 if family == "t5-decoder" else 2
     last = first + (4 if mode == "autocast" else 2)
@@ -72,16 +53,13 @@ def u_on_fake(
 
 
 class NoTransfers(TorchDispatchMode):
-    """Raises where a program copies between host and device, for which it would wait; or to the host alone.
+    """Raises where a program copies between host and device (or to the host alone), and so would wait."""
 
-    A number that is made into a tensor there, as by ``torch.tensor``, is copied too.
-    """
-
-    def __init__(self, only_to_host: bool = False) -> None:
+    def __init__(self, only_to_host=False):
         super().__init__()
         self.only_to_host = only_to_host
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         moved = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor) and t.dim() and t.numel()]
         of = {t.device.type for t in moved}
@@ -95,15 +73,13 @@ class NoTransfers(TorchDispatchMode):
 
 
 class Counted(TorchDispatchMode):
-    """How often each op ran, by name."""
-
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.calls: Counter[str] = Counter()
 
-    def __getitem__(self, name: str) -> int:
+    def __getitem__(self, name):
         return self.calls[name]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.calls[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))

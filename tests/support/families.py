@@ -1,15 +1,11 @@
 """Small models from configs, with random weights, and a batch for each."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import transformers
-from torch import nn
 
-from support.steps import Results, gradients
+from support.steps import gradients
 
 VOCAB, CLASSES = 512, 2
 #: Log-mel bins of Whisper's input.
@@ -26,7 +22,7 @@ class Size:
     batch: int = 2
     seq: int = 16
 
-    def u(self, itemsize: int) -> int:
+    def u(self, itemsize):
         """Bytes of one activation of the block."""
         return self.batch * self.seq * self.hidden * itemsize
 
@@ -51,7 +47,7 @@ ZOO = (
 )  # fmt: skip
 
 
-def _parts(family: str, size: Size, dropout: float) -> tuple[str, str, dict[str, Any]]:
+def _parts(family, size, dropout):
     """The stem of the model's classes in Transformers, its head, and its config's fields."""
     h, heads, layers = size.hidden, size.heads, size.layers
     head_dim = h // heads
@@ -73,6 +69,7 @@ def _parts(family: str, size: Size, dropout: float) -> tuple[str, str, dict[str,
         num_decoder_layers=layers if family.endswith("decoder") else 2, vocab_size=VOCAB, dropout_rate=dropout,
         feed_forward_proj="gated-gelu" if "gated" in family else "relu", decoder_start_token_id=0,
     )  # fmt: skip
+    bart = sequences | dict(max_position_embeddings=size.seq)
     whisper = sequences | dict(num_mel_bins=MELS, max_source_positions=size.seq, max_target_positions=size.seq)
     # Latent queries of half the model's width, latent keys and values of a quarter, a shared expert beside the others.
     deepseek = full | dict(
@@ -93,32 +90,22 @@ def _parts(family: str, size: Size, dropout: float) -> tuple[str, str, dict[str,
             n_embd=h, n_layer=layers, n_head=heads, vocab_size=VOCAB, resid_pdrop=dropout, embd_pdrop=dropout,
             attn_pdrop=0.0,
         )),
-        "t5-encoder": ("T5", generates, t5),
-        "t5-decoder": ("T5", generates, t5),
-        "t5-gated-encoder": ("T5", generates, t5),
+        **dict.fromkeys(("t5-encoder", "t5-decoder", "t5-gated-encoder"), ("T5", generates, t5)),
         "opt": ("OPT", models, common | dict(
             ffn_dim=4 * h, word_embed_proj_dim=h, max_position_embeddings=size.seq, dropout=dropout,
             attention_dropout=0.0,
         )),
         "phi": ("Phi", models, wide | dict(resid_pdrop=dropout)),
-        "llama": ("Llama", models, grouped),
-        "mistral": ("Mistral", models, grouped),
         "phi3": ("Phi3", models, grouped | dict(resid_pdrop=dropout)),
-        "qwen2": ("Qwen2", models, grouped),
-        "qwen3": ("Qwen3", models, grouped | dict(head_dim=head_dim)),
-        "gemma": ("Gemma", models, grouped | dict(head_dim=head_dim)),
+        **{stem.lower(): (stem, models, grouped) for stem in ("Llama", "Mistral", "Qwen2")},
+        **{stem.lower(): (stem, models, grouped | dict(head_dim=head_dim)) for stem in ("Qwen3", "Gemma")},
+        **{stem.lower(): (stem, models, full) for stem in ("Gemma3", "Olmo2", "Glm4", "Cohere2")},
         "gemma2": ("Gemma2", models, full | dict(attn_implementation="eager")),
-        "gemma3": ("Gemma3", models, full),
-        "olmo2": ("Olmo2", models, full),
-        "glm4": ("Glm4", models, full),
-        "cohere2": ("Cohere2", models, full),
         "modernbert": ("ModernBert", classifies, gated | dict(
             num_labels=CLASSES, pad_token_id=0, embedding_dropout=dropout, mlp_dropout=dropout, attention_dropout=0.0,
         )),
-        "bart-encoder": ("Bart", generates, sequences | dict(max_position_embeddings=size.seq)),
-        "bart-decoder": ("Bart", generates, sequences | dict(max_position_embeddings=size.seq)),
-        "whisper-encoder": ("Whisper", generates, whisper),
-        "whisper-decoder": ("Whisper", generates, whisper),
+        **dict.fromkeys(("bart-encoder", "bart-decoder"), ("Bart", generates, bart)),
+        **dict.fromkeys(("whisper-encoder", "whisper-decoder"), ("Whisper", generates, whisper)),
         "gpt_neox": ("GPTNeoX", models, wide | dict(
             bos_token_id=1, eos_token_id=2, hidden_dropout=dropout, attention_dropout=0.0,
         )),
@@ -132,7 +119,7 @@ def _parts(family: str, size: Size, dropout: float) -> tuple[str, str, dict[str,
     }[family]  # fmt: skip
 
 
-def build(family: str, size: Size = Size(), dtype: torch.dtype = torch.float32, dropout: float = 0.1) -> nn.Module:
+def build(family, size=Size(), dtype=torch.float32, dropout=0.1):
     """A model in training mode; dropout as given, in attention 0; MLP 4x wide (gated 2.75x), half the kv heads.
 
     T5's relative attention bias is frozen: on CPU, SDPA keeps seq x seq tensors for a bias that wants a gradient.
@@ -149,7 +136,7 @@ def build(family: str, size: Size = Size(), dtype: torch.dtype = torch.float32, 
     return model.to(dtype).train()
 
 
-def batch_for(model: nn.Module, size: Size = Size(), padded: bool = False, seed: int = 1) -> dict[str, torch.Tensor]:
+def batch_for(model, size=Size(), padded=False, seed=1):
     """Token ids, an attention mask (right-padded where asked for) and labels, on the model's device.
 
     For Whisper, sounds of twice as many frames as its encoder has positions, and labels.
@@ -169,7 +156,7 @@ def batch_for(model: nn.Module, size: Size = Size(), padded: bool = False, seed:
     return {name: value.to(model.device) for name, value in batch.items()}
 
 
-def step_in(mode: str, model: nn.Module, batch: dict[str, torch.Tensor]) -> Results:
+def step_in(mode, model, batch):
     """Loss and gradients of one forward and backward, of which autocast is around the forward alone."""
     model.zero_grad(set_to_none=True)
     torch.manual_seed(7)
@@ -177,3 +164,31 @@ def step_in(mode: str, model: nn.Module, batch: dict[str, torch.Tensor]) -> Resu
         loss = model(**batch).loss
     loss.backward()
     return {"loss": loss.detach().clone(), **gradients(model)}
+
+
+def train(model, size, steps, padded=False, is_autocast=False):
+    """Losses, the first step's gradients, and the trained parameters after some steps of AdamW."""
+    torch.manual_seed(3)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), 1e-3)
+    losses, first = [], {}
+    for number in range(steps):
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=is_autocast):
+            loss = model(**batch_for(model, size, padded, number)).loss
+        loss.backward()
+        first = first or gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, first, trained
+
+
+def assert_trains_like(ours, stock, *how, **options):
+    """As :func:`train` does, with equal losses, gradients and parameters, to the bit."""
+    losses, *found = train(ours, *how, **options)
+    stock_losses, *expected = train(stock, *how, **options)
+    assert losses == stock_losses
+    assert len(set(losses)) > len(losses) // 4  # the run did move
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.keys() == theirs.keys() and len(mine) > 3
+        assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []

@@ -1,7 +1,5 @@
 """Models of linears under autocast, patched with kernels, and a step of them next to stock's."""
 
-from __future__ import annotations
-
 import copy
 
 import torch
@@ -39,7 +37,6 @@ class Attention(nn.Module):
 
 
 def bert(device, dropout=0.0, intermediate=64, words=50):
-    """A small one, and its batch."""
     config = BertConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=intermediate, vocab_size=words,
         hidden_dropout_prob=dropout, attention_probs_dropout_prob=0.0,
@@ -90,7 +87,6 @@ def learned(model, x, device):
 
 
 def graph(model, x, device):
-    """Its input, with a gradient and not a leaf, and its result."""
     x = (x.detach().clone().requires_grad_() * 1.5).requires_grad_()
     with autocast(device):
         return x, model(x).float()
@@ -106,7 +102,6 @@ def assert_near(got, stock):
 
 
 def nodes(root):
-    """All of a graph."""
     found, left = [], [root]
     while left:
         node = left.pop()

@@ -1,14 +1,12 @@
 """What the tests of single ops share: comparison to the bit, one forward and backward, and the meter on one op."""
 
-from __future__ import annotations
-
 import contextlib
+import functools
 import gc
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,51 +15,50 @@ from torch.func import functional_call
 
 from hf_memsave.measure.private import why_not
 from hf_memsave.patching.swap import Patch, patched_class, set_class
-from hf_memsave.tape import Kept, Tape, measure_kept, table_without
+from hf_memsave.tape import Tape, measure_kept, table_without
 from hf_memsave.tape.content import Content
+from support.calls import Calls
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 #: Marks of a combination of settings that is left to `make matrix`, as others like it are always tested.
 MATRIX = (pytest.mark.long, pytest.mark.matrix)
 
 
-def halved(*axes: Iterable[Any]) -> list[Any]:
-    """Every combination, every second one left to `make matrix`.
+def thinned(every, *axes):
+    """Every combination, but one of ``every`` left to `make matrix`.
 
-    Of three axes all pairs of values stay, of two all values.
+    Each value of an axis stays where another axis has ``every`` values or more; of three axes, halved, each pair.
     """
     found = []
     for places in product(*(enumerate(axis) for axis in axes)):
         case = [value for _, value in places]
-        found.append(pytest.param(*case, marks=MATRIX if sum(place for place, _ in places) % 2 else ()))
+        found.append(pytest.param(*case, marks=MATRIX if sum(place for place, _ in places) % every else ()))
     return found
 
 
+halved = functools.partial(thinned, 2)
+
 #: Ways to hand an op an input that is not contiguous: a name, and a view of a leaf.
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+LAYOUTS = {
     "transposed": lambda x: x.transpose(0, 1),
     "sliced": lambda x: x[..., ::2],
     "expanded": lambda x: x[:1].expand(3, *x.shape[1:]),
     "offset": lambda x: x[1:, 1:],
 }
-
-
 #: The claim that the environment wants tested on a GPU too, which a test gives to ``only_on_cpu``.
 CLAIM_ON_GPU = "CLAIM_ON_GPU"
 BITS, BYTES = "equality to the bit", "this count of bytes"
 
 
-def fix_kernels(fixed: bool) -> None:
+def fix_kernels(fixed):
     """Whether the same call gives the same bits on a GPU."""
     torch.use_deterministic_algorithms(fixed, warn_only=True)
     for kernel in ("flash", "mem_efficient", "cudnn"):
         getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(not fixed)
 
 
-def only_on_cpu(device: torch.device, claim: str = BITS) -> None:
+def only_on_cpu(device, claim=BITS):
     """Skip a test of what is claimed on CPU only, or have it run on a GPU on whose kernels it may hold."""
     if device.type != "cpu" and os.environ.get(CLAIM_ON_GPU) == claim:
         fix_kernels(claim == BITS)
@@ -73,17 +70,17 @@ def only_on_cpu(device: torch.device, claim: str = BITS) -> None:
 on_stand_in = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
-def of_layers(kept: Kept) -> int:
+def of_layers(kept):
     """Bytes but for cosines and sines, one table for all: with Transformers 5.24 two layers free it, four do not."""
     return sum(storage.nbytes for storage in kept.storages if not storage.module.endswith("rotary_emb"))
 
 
-def taping(*stock: str, **options: Any) -> Tape:
+def taping(*stock, **options):
     """A tape as a patched model lays it, without these kinds."""
     return Tape(table_without(*stock), **options)
 
 
-def laid(tape: Any) -> contextlib.AbstractContextManager[Any]:
+def laid(tape):
     """A tape for True, none for False, or the one that ``tape`` makes."""
     if callable(tape):
         return tape()
@@ -91,39 +88,40 @@ def laid(tape: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 #: Contents to remake that other tests hold, and :func:`nodes` leaves out.
-EARLIER: weakref.WeakSet[Content] = weakref.WeakSet()
+EARLIER = weakref.WeakSet()
 
 
-def is_remade(handle: Any) -> bool:
+def is_remade(handle):
     """Whether what lies on the tape is remade in backward, and not kept."""
     content = getattr(handle, "content", handle)
     return type(content) is Content and content.make is not None and not content.is_lent
 
 
-def nodes() -> list[Content]:
+def nodes():
     """To remake, alive now; PyTorch's engine holds what an error left of a backward until this thread's next one."""
     torch.ones((), requires_grad=True).square().backward()
     gc.collect()
     return [o for o in gc.get_objects() if type(o) is Content and is_remade(o) and o not in EARLIER]
 
 
-def subsets(count: int) -> list[tuple[bool, ...]]:
+def subsets(count):
     """Every choice of which of ``count`` inputs want a gradient."""
     return list(product((True, False), repeat=count))
 
 
-def random(*shape: int, dtype: torch.dtype = torch.float32, device: Any = "cpu", seed: int = 0) -> Tensor:
+def random(*shape, dtype=torch.float32, device="cpu", seed=0):
     """Normal numbers; the same on every device."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return values.to(device, dtype)
 
 
-def bits(tensor: Tensor) -> Tensor:
+def bits(tensor):
     """The bytes of a floating-point tensor, as integers: tells -0 from 0, and equals NaN with itself."""
-    return tensor.detach().contiguous().view(_INTEGERS[tensor.itemsize])
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().contiguous().view(integers[tensor.itemsize])
 
 
-def assert_same_bits(got: Tensor | None, expected: Tensor | None, what: str = "tensor") -> None:
+def assert_same_bits(got, expected, what="tensor"):
     """Same dtype, same shape, and same bits; or both None."""
     if got is None or expected is None:
         assert got is expected, f"{what}: got {got}, expected {expected}"
@@ -145,14 +143,7 @@ class Result(NamedTuple):
     of_inputs: tuple[Tensor | None, ...]
 
 
-def run(
-    fn: Callable[..., Tensor],
-    inputs: Sequence[Tensor],
-    wanted: Sequence[bool] | None = None,
-    tape: Any = False,
-    autocast: torch.dtype | None = None,
-    seed: int = 7,
-) -> Result:
+def run(fn, inputs, wanted=None, tape=False, autocast=None, seed=7):
     """``fn(*inputs)``, one product that keeps its output, and a backward.
 
     The first input is an activation, and so no leaf (autocast casts a leaf once for all its consumers); the others are
@@ -170,28 +161,26 @@ def run(
     return Result(output, weight.grad, tuple(x.grad for x in leaves))
 
 
-def then_draws(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def then_draws(fn):
     """``fn``, and in its result what the generator gives next."""
 
-    def call(*given: Tensor) -> Tensor:
+    def call(*given):
         out = fn(*given)
         return out + torch.rand(out.shape, device=out.device).to(out.dtype)
 
     return call
 
 
-def autocasting(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
-    """Autocast to ``dtype``; None for no autocast."""
+def autocasting(device, dtype):
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
-def layout(tensor: Tensor) -> list[int]:
+def layout(tensor):
     """The strides that count: those of dimensions longer than one."""
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
-def assert_same_result(got: Result, expected: Result) -> None:
-    """Output, its layout, and all gradients, to the bit."""
+def assert_same_result(got, expected):
     assert_same_bits(got.output, expected.output, "output")
     assert layout(got.output) == layout(expected.output), "the output lies in memory in another order"
     assert_same_bits(got.of_consumer, expected.of_consumer, "gradient of the consumer")
@@ -199,53 +188,35 @@ def assert_same_result(got: Result, expected: Result) -> None:
         assert_same_bits(mine, stock, f"gradient of input {i}")
 
 
-def assert_exact(
-    op: Callable[..., Tensor],
-    reference: Callable[..., Tensor],
-    inputs: Sequence[Tensor],
-    tape: Any = True,
-    **options: Any,
-) -> None:
-    """Under a tape, ``op`` gives the output and gradients of ``reference`` to the bit."""
+def assert_exact(op, reference, inputs, tape=True, **options):
     assert_same_result(run(op, inputs, tape=tape, **options), run(reference, inputs, **options))
 
 
-def tensors(result: Result) -> list[Tensor]:
-    """All of them, without those that are None."""
-    return [t for t in (result.output, result.of_consumer, *result.of_inputs) if t is not None]
-
-
-def error(got: Result, truth: Result) -> float:
+def error(got, truth):
     """The largest error of output and gradients, relative to the largest number of each."""
-    worst = 0.0
-    for mine, true in zip(tensors(got), tensors(truth), strict=True):
-        scale = true.abs().max().clamp_min(1e-30)
-        worst = max(worst, ((mine.double() - true.double()).abs().max() / scale).item())
-    return worst
+    pairs = [(got.output, truth.output), (got.of_consumer, truth.of_consumer)]
+    pairs += [pair for pair in zip(got.of_inputs, truth.of_inputs, strict=True) if pair[1] is not None]
+    return max(float((mine.double() - true).abs().max() / true.abs().max().clamp_min(1e-30)) for mine, true in pairs)
 
 
-def assert_no_worse_than_eager(
-    op: Callable[..., Tensor], reference: Callable[..., Tensor], inputs: Sequence[Tensor]
-) -> None:
+def assert_no_worse_than_eager(op, reference, inputs):
     """Against ``reference`` in float64, the error of ``op`` under a tape is at most stock's, and one rounding."""
     truth = run(reference, [x.double() for x in inputs])
     eager = error(run(reference, inputs), truth)
     assert error(run(op, inputs, tape=True), truth) <= eager + torch.finfo(inputs[0].dtype).eps
 
 
-def taped(fn: Callable[..., Tensor], tape: Any = True) -> Callable[..., Tensor]:
+def taped(fn, tape=True):
     """``fn`` and a consumer that keeps its output, under a tape; for ``gradcheck``."""
 
-    def under_tape(*inputs: Tensor) -> Tensor:
+    def under_tape(*inputs):
         with laid(tape):
             return fn(*inputs).square()
 
     return under_tape
 
 
-def assert_gradients_are_right(
-    fn: Callable[..., Tensor], *inputs: Tensor, twice: bool = True, tape: Any = True
-) -> None:
+def assert_gradients_are_right(fn, *inputs, twice=True, tape=True):
     """``gradcheck`` and ``gradgradcheck`` under a tape; the inputs are float64."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     assert torch.autograd.gradcheck(taped(fn, tape), leaves)
@@ -253,8 +224,7 @@ def assert_gradients_are_right(
         assert torch.autograd.gradgradcheck(taped(fn, tape), leaves)
 
 
-def assert_backward_twice(fn: Callable[..., Tensor], *inputs: Tensor, tape: Any = True) -> None:
-    """With ``retain_graph=True`` a second backward gives the bits of the first."""
+def assert_backward_twice(fn, *inputs, tape=True):
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     loss = taped(fn, tape)(*leaves).sum()
     first = torch.autograd.grad(loss, leaves, retain_graph=True)
@@ -263,58 +233,38 @@ def assert_backward_twice(fn: Callable[..., Tensor], *inputs: Tensor, tape: Any 
         assert_same_bits(mine, before)
 
 
-def swapped(module: nn.Module, op: str, value: Any = True) -> nn.Module:
+def swapped(module, op, value=True):
     """``module`` itself, running ``op`` where a tape is laid."""
     set_class(module, patched_class(Patch(type(module), op=op, value=value)))
     return module
 
 
-def as_function(module: nn.Module) -> Callable[..., Tensor]:
+def as_function(module):
     """``module`` as a function of its input and then of each of its parameters."""
     names = [name for name, _ in module.named_parameters()]
 
-    def call(x: Tensor, *parameters: Tensor) -> Tensor:
+    def call(x, *parameters):
         return functional_call(module, dict(zip(names, parameters, strict=True)), (x,))
 
     return call
 
 
-class Probe(nn.Module):
-    """An op (and a linear after it), under a tape or not; the meter sees all that they keep.
+class Probe(Calls):
+    """An op and what consumes its output, under a tape or not; the meter sees all that they keep.
 
-    Args:
-        fn: The op.
-        tape: Whether a tape is in place, or what makes one.
-        producer: Makes the op's input: ``torch.clone`` keeps nothing, so the input counts if the op keeps it;
-            ``torch.sigmoid`` keeps its output, so the input is kept whatever the op does.
-        linear: What consumes the op's output; ``nn.Identity()`` for nothing.
-        autocast: As usual, it ends with the forward, and with it the copies of weights that only its cache holds.
+    ``torch.clone`` as ``producer`` of its input keeps nothing, so the input counts if the op keeps it;
+    ``torch.sigmoid`` keeps its output, so the input is kept whatever the op does. Autocast ends with the forward.
     """
 
-    def __init__(
-        self,
-        fn: Callable[[Tensor], Tensor],
-        tape: Any,
-        producer: Callable[[Tensor], Tensor],
-        linear: nn.Module,
-        autocast: torch.dtype | None,
-    ) -> None:
-        super().__init__()
-        self.fn, self.tape, self.producer, self.linear, self.autocast = fn, tape, producer, linear, autocast
+    def __init__(self, fn, tape, producer, linear, autocast):
+        def forward(x):
+            with laid(tape), autocasting(x.device, autocast):
+                return {"loss": linear(fn(producer(x))).sum()}
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        with laid(self.tape), autocasting(x.device, self.autocast):
-            return {"loss": self.linear(self.fn(self.producer(x))).sum()}
+        super().__init__(forward, *(part for part in (fn, linear) if isinstance(part, nn.Module)))
 
 
-def kept(
-    fn: Callable[[Tensor], Tensor],
-    x: Tensor,
-    tape: Any,
-    producer: Callable[[Tensor], Tensor] = torch.clone,
-    linear: bool = True,
-    autocast: torch.dtype | None = None,
-) -> int:
+def kept(fn, x, tape, producer=torch.clone, linear=True, autocast=None):
     """Bytes that ``fn`` and the linear after it keep, wherever they hide; see :class:`Probe`."""
     with torch.no_grad(), autocasting(x.device, autocast):
         output = fn(x)
@@ -324,11 +274,9 @@ def kept(
     return found.total - loss
 
 
-def nbytes(*tensors: Tensor) -> int:
-    """Bytes of the elements of all ``tensors``."""
+def nbytes(*tensors):
     return sum(t.numel() * t.itemsize for t in tensors)
 
 
-def generator_state(device: torch.device) -> Tensor:
-    """The state of the generator that dropout draws from."""
+def generator_state(device):
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

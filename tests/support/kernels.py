@@ -32,7 +32,6 @@ def rounding():
 
 
 def step(model, seed=0, size=SMALL):
-    """The loss and the gradients of a model of that size."""
     batch = batch_for(model, size)
     model.zero_grad()
     torch.manual_seed(seed)
@@ -42,7 +41,6 @@ def step(model, seed=0, size=SMALL):
 
 
 def distance(found, exact):
-    """Of all, over their size."""
     squares = [(a.double() - b.double()).square().sum() for a, b in zip(found, exact, strict=True)]
     return (sum(squares) / sum(b.double().square().sum() for b in exact)).sqrt().item()
 

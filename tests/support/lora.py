@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
 
 from hf_memsave import patch
+from support import families
 from support.families import Size, batch_for, build
 
 SIZE = Size(hidden=64, heads=4, batch=2, seq=32)
@@ -30,7 +31,6 @@ def adapted(family, mode="bf16, fp32 adapters", dropout=0.05, size=SIZE, **optio
 
 
 def pair(stock):
-    """A stock model, and a patched copy."""
     ours = copy.deepcopy(stock)
     patch(ours)
     return stock, ours
@@ -40,26 +40,8 @@ def autocast(mode, device="cpu"):
     return torch.autocast(device, torch.bfloat16, enabled=MODES[mode][2])
 
 
-def train(model, mode, steps):
-    torch.manual_seed(3)
-    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), 1e-3)
-    losses = []
-    for step in range(steps):
-        with autocast(mode):
-            loss = model(**batch_for(model, SIZE, seed=step)).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
 def assert_trains_like(ours, stock, mode="bf16, fp32 adapters", steps=20):
-    losses, adapters = train(ours, mode, steps)
-    stock_losses, stock_adapters = train(stock, mode, steps)
-    assert losses == stock_losses
-    assert len(adapters) > 3
-    assert [n for n in adapters if not torch.equal(adapters[n], stock_adapters[n])] == []
+    families.assert_trains_like(ours, stock, SIZE, steps, is_autocast=MODES[mode][2])
 
 
 def rank_terms(targets, mode, size):

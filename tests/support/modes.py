@@ -1,12 +1,8 @@
 """Ways to train: each function trains a model in its way, and returns what came out."""
 
-import copy
 import functools
-import io
-import pickle
 
 import torch
-from peft import LoraConfig, get_peft_model
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -35,28 +31,25 @@ def batch_of(model, seed=1):
     return batch_for(model, SMALL, padded=True, seed=seed)
 
 
-def loss_of(model, seed=1, **options):
-    """Of a forward that begins a step."""
+def loss_of(model):
     model.zero_grad()
     torch.manual_seed(7)
-    return model(**batch_of(model, seed), **options).loss
-
-
-def results(model, **losses):
-    """Losses, and the gradients so far."""
-    return {**{name: loss.detach() for name, loss in losses.items()}, **gradients(model)}
+    return model(**batch_of(model)).loss
 
 
 def plain(model):
     return step(model, batch_of(model))
 
 
-def checkpointed(model, use_reentrant, **options):
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant}, **options)
-    return plain(model)
+def checkpointed(use_reentrant):
+    def train(model):
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        return plain(model)
+
+    return train
 
 
-def within(context, train):
+def within(context, train=plain):
     """``train``, with its model's forward and backward in ``context()``."""
 
     def call(model):
@@ -71,7 +64,7 @@ def offloaded_forward(model):
     with save_on_cpu():
         loss = loss_of(model)
     loss.backward()
-    return results(model, loss=loss)
+    return {"loss": loss.detach(), **gradients(model)}
 
 
 def hooks_of_ones_own():
@@ -81,33 +74,27 @@ def hooks_of_ones_own():
     )
 
 
-def accumulated(model, backwards=((0,), (1,), (2,))):
+def accumulated(*backwards):
     """Of each group of batches, forwards and then backwards; all add to the gradients."""
-    model.zero_grad()
-    torch.manual_seed(7)
-    found = []
-    for seeds in backwards:
-        losses = [model(**batch_of(model, seed)).loss / 3 for seed in seeds]
-        for loss in losses:
-            loss.backward()
-        found += losses
-    return results(model, losses=torch.stack(found))
+
+    def train(model):
+        model.zero_grad()
+        torch.manual_seed(7)
+        found = []
+        for seeds in backwards:
+            losses = [model(**batch_of(model, seed)).loss / 3 for seed in seeds]
+            for loss in losses:
+                loss.backward()
+            found += losses
+        return {"losses": torch.stack(found).detach(), **gradients(model)}
+
+    return train
 
 
 def two_forwards_one_backward(model):
     loss = loss_of(model) + model(**batch_of(model, 2)).loss
     loss.backward()
-    return results(model, loss=loss)
-
-
-def optimized(model):
-    torch.manual_seed(7)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    for seed in range(3):
-        model(**batch_of(model, seed)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return dict(model.named_parameters())
+    return {"loss": loss.detach(), **gradients(model)}
 
 
 def generated_in_between(model):
@@ -116,8 +103,8 @@ def generated_in_between(model):
     outputs = {}
     for mode in ("train", "eval"):
         getattr(model, mode)()
+        torch.manual_seed(3)
         if model.can_generate():
-            torch.manual_seed(3)
             outputs[mode] = model.generate(ids, max_new_tokens=4, do_sample=False, num_beams=1, eos_token_id=None)
         else:
             with torch.no_grad():
@@ -125,50 +112,35 @@ def generated_in_between(model):
     return {f"first.{k}": v for k, v in first.items()} | outputs | step(model.train(), batch_of(model, 2), seed=8)
 
 
-def copied(model):
-    twin = copy.deepcopy(model)
-    return {f"copy.{k}": v for k, v in plain(twin).items()} | plain(model)
-
-
-def saved_whole(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return plain(torch.load(file, weights_only=False))
-
-
-def backward_twice(model):
-    loss = loss_of(model)
+def some_gradients_then_all_twice(model):
+    loss, subset = loss_of(model), list(model.parameters())[-3:]
+    some = torch.autograd.grad(loss, subset, retain_graph=True, allow_unused=True)
     loss.backward(retain_graph=True)
     once = {f"once.{k}": v for k, v in gradients(model).items()}
     loss.backward()
-    return {**once, **gradients(model)}
-
-
-def some_gradients_then_all(model):
-    loss, subset = loss_of(model), list(model.parameters())[-3:]
-    some = torch.autograd.grad(loss, subset, retain_graph=True, allow_unused=True)
-    loss.backward()
-    return {f"some.{i}": g for i, g in enumerate(some) if g is not None} | gradients(model)
+    return {f"some.{i}": g for i, g in enumerate(some) if g is not None} | once | gradients(model)
 
 
 def gradient_penalty(model):
-    """A gradient of gradients."""
     with sdpa_kernel(SDPBackend.MATH):  # the others have no double backward
         loss = loss_of(model)
         wanted = [p for p in model.parameters() if p.requires_grad]
         first = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
         penalty = sum(g.square().sum() for g in first if g is not None)
         (loss + penalty).backward()
-    return results(model, loss=loss, penalty=penalty)
+    return {"loss": loss.detach(), "penalty": penalty.detach(), **gradients(model)}
 
 
-def checkpointed_by_hand(model, use_reentrant):
+def checkpointed_by_hand(use_reentrant):
     """The user's own checkpoint around one submodule inside a block."""
-    for module in model.modules():
-        if type(module).__name__ in ("BertIntermediate", "LlamaMLP", "GPT2MLP", "T5DenseActDense"):
-            module.forward = functools.partial(checkpoint, module.forward, use_reentrant=use_reentrant)
-    return plain(model)
+
+    def train(model):
+        for module in model.modules():
+            if type(module).__name__ in ("BertIntermediate", "LlamaMLP", "GPT2MLP", "T5DenseActDense"):
+                module.forward = functools.partial(checkpoint, module.forward, use_reentrant=use_reentrant)
+        return plain(model)
+
+    return train
 
 
 def logits(model):
@@ -177,38 +149,24 @@ def logits(model):
 
 
 def with_hidden_states(model):
+    """In the loss too; the input itself wants a gradient."""
+    batch = batch_of(model)
+    embedded = model.get_input_embeddings()(batch.pop("input_ids")).detach().requires_grad_()
     model.zero_grad()
     torch.manual_seed(7)
-    output = model(**batch_of(model), output_hidden_states=True)
+    output = model(**batch, inputs_embeds=embedded, output_hidden_states=True)
     hidden = output.hidden_states if "hidden_states" in output else output.decoder_hidden_states
     assert len(hidden) == 3
     loss = output.loss + sum(h.square().mean() for h in hidden)
     loss.backward()
-    return {"loss": loss.detach(), **{f"hidden.{i}": h.detach() for i, h in enumerate(hidden)}, **gradients(model)}
+    found = {"loss": loss, "input": embedded.grad, **{f"hidden.{i}": h for i, h in enumerate(hidden)}}
+    return {name: tensor.detach() for name, tensor in found.items()} | gradients(model)
 
 
 def with_frozen_parameters(model):
     for index, parameter in enumerate(model.parameters()):
         parameter.requires_grad_(index % 3 == 0)
     return plain(model)
-
-
-def from_embeddings(model):
-    """The input itself wants a gradient."""
-    batch = batch_of(model)
-    ids = batch.pop("input_ids")
-    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
-    return {**step(model, batch | {"inputs_embeds": embedded}), "input": embedded.grad}
-
-
-def with_adapters(model):
-    """LoRA put around the patched linears."""
-    torch.manual_seed(5)
-    model = get_peft_model(model, LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear"))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    return step(model, batch_of(model.get_base_model()))
 
 
 def scaled(model):
@@ -234,31 +192,23 @@ def scaled(model):
 
 MODES = {
     "plain": plain,
-    "reentrant checkpointing": functools.partial(checkpointed, use_reentrant=True),
-    "non-reentrant checkpointing": functools.partial(checkpointed, use_reentrant=False),
-    "every second layer checkpointed": functools.partial(checkpointed, use_reentrant=False, every_n_layers=2),
-    "save_on_cpu": within(save_on_cpu, plain),
+    "reentrant checkpointing": checkpointed(use_reentrant=True),
+    "non-reentrant checkpointing": checkpointed(use_reentrant=False),
+    "save_on_cpu": within(save_on_cpu),
     "save_on_cpu in forward only": offloaded_forward,
-    "checkpointing under save_on_cpu": within(save_on_cpu, functools.partial(checkpointed, use_reentrant=False)),
-    "hooks of one's own": within(hooks_of_ones_own, plain),
-    "reentrant checkpoint by hand": functools.partial(checkpointed_by_hand, use_reentrant=True),
-    "non-reentrant checkpoint by hand": functools.partial(checkpointed_by_hand, use_reentrant=False),
-    "gradient accumulation": accumulated,
-    "two forwards, two backwards": functools.partial(accumulated, backwards=((1, 2),)),
+    "checkpointing under save_on_cpu": within(save_on_cpu, checkpointed(use_reentrant=False)),
+    "hooks of one's own": within(hooks_of_ones_own),
+    "reentrant checkpoint by hand": checkpointed_by_hand(use_reentrant=True),
+    "non-reentrant checkpoint by hand": checkpointed_by_hand(use_reentrant=False),
+    "gradient accumulation": accumulated((0,), (1,), (2,)),
+    "two forwards, two backwards": accumulated((1, 2)),
     "two forwards, one backward": two_forwards_one_backward,
-    "AdamW": optimized,
     "generate in between": generated_in_between,
-    "deepcopy": copied,
-    "pickle": lambda model: plain(pickle.loads(pickle.dumps(model))),
-    "torch.save": saved_whole,
-    "backward twice": backward_twice,
-    "some gradients, then all": some_gradients_then_all,
+    "some gradients, then all, twice": some_gradients_then_all_twice,
     "gradient penalty": gradient_penalty,
     "eval mode": lambda model: plain(model.eval()),
-    "hidden states": with_hidden_states,
+    "hidden states of inputs_embeds": with_hidden_states,
     "frozen parameters": with_frozen_parameters,
-    "inputs_embeds": from_embeddings,
-    "adapters": with_adapters,
     "GradScaler": scaled,
 }
 WITHOUT_GRADIENTS = {

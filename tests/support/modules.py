@@ -1,24 +1,12 @@
 """Layers of transformers that are made of cheap functions and products: how to make each, and what it keeps."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
-from transformers import LlamaConfig, Phi3Config, T5Config
-from transformers.activations import (
-    ACT2FN,
-    FastGELUActivation,
-    GELUActivation,
-    GELUTanh,
-    MishActivation,
-    NewGELUActivation,
-    QuickGELUActivation,
-    ReLUSquaredActivation,
-    SiLUActivation,
-)
+from transformers import LlamaConfig, Phi3Config, T5Config, activations
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
@@ -31,40 +19,30 @@ STATE = {"cpu": 5056, "cuda": 16}
 
 
 class Module(NamedTuple):
-    """A layer of an input ``[*, HIDDEN]``.
+    """A layer of an input ``[*, HIDDEN]``."""
 
-    Attributes:
-        make: Makes it.
-        extra: Bytes that it and the linear after it keep beyond its input, by the bytes of an element.
-        factors: Numbers in its expression, which autograd keeps as float64 tensors.
-        smooth: Whether it has derivatives everywhere, in float64.
-    """
-
-    make: Callable[[], nn.Module]
-    extra: Callable[[int], int] = lambda itemsize: 0
-    factors: int = 0
-    smooth: bool = True
+    make: Any
+    extra: Any = lambda itemsize: 0  # bytes that it and the linear after it keep beyond its input
+    factors: int = 0  # numbers in its expression, which autograd keeps as float64 tensors
+    smooth: bool = True  # whether it has derivatives everywhere, in float64
 
 
-def _rms(make: Callable[..., nn.Module]) -> Module:
+def _rms(make):
     # One number a row in fp32, and a private copy of the weight; it computes in fp32, too coarse for differences.
     return Module(make, lambda itemsize: 4 * ROWS + HIDDEN * itemsize, smooth=False)
 
 
-def _llama(act: str) -> Callable[[], nn.Module]:
-    return lambda: LlamaMLP(LlamaConfig(hidden_size=HIDDEN, intermediate_size=WIDTH, hidden_act=act))
+def _mlp(make, times=2, state=0, factors=0, smooth=True):
+    return Module(make, lambda itemsize: times * ROWS * WIDTH * itemsize + state, factors, smooth)
 
 
-def _phi3() -> nn.Module:
-    return Phi3MLP(Phi3Config(hidden_size=HIDDEN, intermediate_size=WIDTH, pad_token_id=0))
+def _llama(act, **options):
+    return _mlp(lambda: LlamaMLP(LlamaConfig(hidden_size=HIDDEN, intermediate_size=WIDTH, hidden_act=act)), **options)
 
 
-def _t5(kind: type[nn.Module], act: str, dropout: float = 0.1) -> Callable[[], nn.Module]:
-    return lambda: kind(T5Config(d_model=HIDDEN, d_ff=WIDTH, dropout_rate=dropout, feed_forward_proj=act))
-
-
-def _wide(times: int, dropout: bool = False) -> Callable[[int], int]:
-    return lambda itemsize: times * ROWS * WIDTH * itemsize + (STATE["cpu"] if dropout else 0)
+def _t5(kind, act, dropout=0.1, **options):
+    config = T5Config(d_model=HIDDEN, d_ff=WIDTH, dropout_rate=dropout, feed_forward_proj=act)
+    return _mlp(lambda: kind(config), state=STATE["cpu"] if dropout else 0, **options)
 
 
 NORMS = {
@@ -91,37 +69,38 @@ ACTIVATIONS = {
     "nn.ELU": Module(nn.ELU),
     "nn.Softplus": Module(nn.Softplus),
     "nn.Hardswish": Module(nn.Hardswish, smooth=False),
-    "GELUActivation": Module(GELUActivation),
+    "GELUActivation": Module(activations.GELUActivation),
     "GELUActivation in Python": Module(
-        lambda: GELUActivation(use_gelu_python=True), lambda itemsize: ROWS * HIDDEN * itemsize, factors=2
+        lambda: activations.GELUActivation(use_gelu_python=True), lambda itemsize: ROWS * HIDDEN * itemsize, factors=2
     ),
-    "GELUTanh": Module(GELUTanh),
-    "GELUTanh in Python": Module(lambda: GELUTanh(use_gelu_tanh_python=True), factors=3),
-    "NewGELUActivation": Module(NewGELUActivation, factors=3),
-    "FastGELUActivation": Module(FastGELUActivation, factors=3),
-    "QuickGELUActivation": Module(QuickGELUActivation, factors=1),
-    "SiLUActivation": Module(SiLUActivation),
-    "MishActivation": Module(MishActivation),
-    "ReLUSquaredActivation": Module(ReLUSquaredActivation, smooth=False),
-    "ClippedGELUActivation": Module(lambda: ACT2FN["gelu_10"], smooth=False),
-    "LaplaceActivation": Module(lambda: ACT2FN["laplace"], factors=2, smooth=False),
+    "GELUTanh": Module(activations.GELUTanh),
+    "GELUTanh in Python": Module(lambda: activations.GELUTanh(use_gelu_tanh_python=True), factors=3),
+    "NewGELUActivation": Module(activations.NewGELUActivation, factors=3),
+    "FastGELUActivation": Module(activations.FastGELUActivation, factors=3),
+    "QuickGELUActivation": Module(activations.QuickGELUActivation, factors=1),
+    "SiLUActivation": Module(activations.SiLUActivation),
+    "MishActivation": Module(activations.MishActivation),
+    "ReLUSquaredActivation": Module(activations.ReLUSquaredActivation, smooth=False),
+    "ClippedGELUActivation": Module(lambda: activations.ACT2FN["gelu_10"], smooth=False),
+    "LaplaceActivation": Module(lambda: activations.ACT2FN["laplace"], factors=2, smooth=False),
 }
 MLPS = {
-    "LlamaMLP": Module(_llama("silu"), _wide(2)),
-    **{f"LlamaMLP of {act}": Module(_llama(act), _wide(2), factors) for act, factors in
-       (("gelu", 0), ("gelu_pytorch_tanh", 0), ("gelu_new", 3), ("quick_gelu", 1))},
-    "LlamaMLP of relu": Module(_llama("relu"), _wide(2), smooth=False),
-    "Phi3MLP": Module(_phi3, _wide(2)),
-    "T5DenseActDense": Module(_t5(T5DenseActDense, "relu"), _wide(1, dropout=True), smooth=False),
-    "T5DenseGatedActDense": Module(_t5(T5DenseGatedActDense, "gated-gelu"), _wide(2, dropout=True), 3),
-    "T5DenseGatedActDense of silu": Module(_t5(T5DenseGatedActDense, "gated-silu"), _wide(2, dropout=True)),
-    "T5DenseGatedActDense without dropout": Module(_t5(T5DenseGatedActDense, "gated-gelu", 0.0), _wide(2), 3),
-}  # fmt: skip
+    "LlamaMLP": _llama("silu"),
+    "LlamaMLP of gelu": _llama("gelu"),
+    "LlamaMLP of gelu_pytorch_tanh": _llama("gelu_pytorch_tanh"),
+    "LlamaMLP of gelu_new": _llama("gelu_new", factors=3),
+    "LlamaMLP of quick_gelu": _llama("quick_gelu", factors=1),
+    "LlamaMLP of relu": _llama("relu", smooth=False),
+    "Phi3MLP": _mlp(lambda: Phi3MLP(Phi3Config(hidden_size=HIDDEN, intermediate_size=WIDTH, pad_token_id=0))),
+    "T5DenseActDense": _t5(T5DenseActDense, "relu", times=1, smooth=False),
+    "T5DenseGatedActDense": _t5(T5DenseGatedActDense, "gated-gelu", factors=3),
+    "T5DenseGatedActDense of silu": _t5(T5DenseGatedActDense, "gated-silu"),
+    "T5DenseGatedActDense without dropout": _t5(T5DenseGatedActDense, "gated-gelu", 0.0, factors=3),
+}
 MODULES = {**NORMS, **ACTIVATIONS, **MLPS}
 
-
 #: Layers that hide what they do in functions of C++ or Python, or that are seldom seen: no more than stock.
-OTHERS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Tensor]]] = {
+OTHERS = {
     "MultiheadAttention": (lambda: nn.MultiheadAttention(HIDDEN, 4, dropout=0.1), lambda m, x: m(x, x, x)[0]),
     "TransformerEncoderLayer": (lambda: nn.TransformerEncoderLayer(HIDDEN, 4, WIDTH), lambda m, x: m(x)),
     "TransformerDecoderLayer": (lambda: nn.TransformerDecoderLayer(HIDDEN, 4, WIDTH), lambda m, x: m(x, x)),
@@ -145,8 +124,7 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], T
 }
 
 
-def made(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The layer, its vectors random."""
+def made(name, device, dtype=torch.float32):
     torch.manual_seed(0)
     module = MODULES[name].make().to(device, dtype)
     for parameter in module.parameters():
@@ -155,6 +133,6 @@ def made(name: str, device: torch.device, dtype: torch.dtype = torch.float32) ->
     return module
 
 
-def given(module: nn.Module, x: Tensor) -> list[Tensor]:
+def given(module, x):
     """What :func:`support.helpers.as_function` takes."""
     return [x, *module.parameters()]

@@ -19,7 +19,6 @@ KINDS = {"layer_norm": nn.LayerNorm, "rms_norm": LlamaRMSNorm, "t5_layer_norm": 
 
 
 def module_of(kind, weight, bias=None):
-    """Stock's norm with these parameters."""
     module = KINDS[kind](weight.shape[0], eps=EPS).to(weight)
     module.weight.data.copy_(weight)
     if kind == "layer_norm":
@@ -67,7 +66,6 @@ def incoming(kind, x, correlation):
 
 
 def gradients(module, fn, x, dy):
-    """y, and the gradients of x, γ and β."""
     x = x.detach().clone().requires_grad_()
     with taping():
         y = fn(x)
@@ -75,7 +73,6 @@ def gradients(module, fn, x, dy):
 
 
 def errors(got, truth):
-    """Relative L2 errors; absolute ones of what is 0."""
     return [float((g.double() - t).norm() / (t.norm() or 1)) for g, t in zip(got, truth, strict=True)]
 
 

@@ -1,13 +1,9 @@
 """Few of all combinations of settings."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from itertools import combinations, product
-from typing import Any
 
 
-def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+def pairwise(*axes):
     """Combinations in which every two values of different axes meet: as few as a greedy choice needs."""
     values = [list(axis) for axis in axes]
     every = [tuple(enumerate(places)) for places in product(*(range(len(axis)) for axis in values))]

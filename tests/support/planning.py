@@ -1,7 +1,5 @@
 """What the tests of the planner share: a model as if pretrained, and what it needs, counted by hand."""
 
-from __future__ import annotations
-
 import copy
 
 import peft  # noqa: F401  patch() would load it: the meter is slow on what is loaded after pytest has collected

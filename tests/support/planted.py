@@ -6,13 +6,7 @@ _NOTHING = object()
 
 
 def plant_wrong_gradient(monkeypatch, parameter="output.dense.weight", but_for=_NOTHING):
-    """In ``compare_step``, a patched model's gradients of such parameters are half as large again as stock's.
-
-    Args:
-        monkeypatch: Takes the fault back.
-        parameter: How their names end.
-        but_for: A configuration with which patching does not go wrong.
-    """
+    """In ``compare_step``, patched gradients of such parameters are half as large again, but for one config."""
     patch = step.patch
 
     def wrong_patch(model, config):

@@ -42,7 +42,7 @@ LORA = ["--lora_r", "4", "--lora_dropout", "0.1"]
 METRICS = {"cola": "matthews_correlation", "mrpc": "f1", "qqp": "f1", "stsb": "pearson"}
 
 
-def load_script(name: str, monkeypatch: pytest.MonkeyPatch):
+def load_script(name, monkeypatch):
     for folder in (BENCH, SCRIPTS):
         monkeypatch.syspath_prepend(folder)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -50,15 +50,14 @@ def load_script(name: str, monkeypatch: pytest.MonkeyPatch):
     return importlib.import_module(name)
 
 
-def config(folder: Path, model_type: str) -> str:
-    """The folder of a tiny model's configuration."""
+def config(folder, model_type):
     path = folder / model_type
     path.mkdir()
     (path / "config.json").write_text(json.dumps({"model_type": model_type} | CONFIGS[model_type]))
     return str(path)
 
 
-def glue_data(folder: Path, name: str = "mrpc") -> str:
+def glue_data(folder, name="mrpc"):
     """Sixteen made-up examples in every file of the task; in a pair, the label tells whether both halves are equal."""
     task = TASKS[name]
     folder /= task.folder
@@ -80,8 +79,7 @@ def glue_data(folder: Path, name: str = "mrpc") -> str:
     return str(folder)
 
 
-def pretrained(folder: Path, model_type: str, auto: type, tokenizer, **changes) -> str:
-    """The folder of a tiny model with weights and a tokenizer."""
+def pretrained(folder, model_type, auto, tokenizer, **changes):
     path = folder / f"pretrained-{model_type}"
     settings = CONFIGS[model_type] | {"vocab_size": len(tokenizer), "pad_token_id": 0} | changes
     torch.manual_seed(7)
@@ -90,35 +88,34 @@ def pretrained(folder: Path, model_type: str, auto: type, tokenizer, **changes) 
     return str(path)
 
 
-def spy_on_models(script, monkeypatch: pytest.MonkeyPatch, trainer: str = "Trainer") -> list:
+def spy_on_models(script, monkeypatch, trainer="Trainer"):
     """Grows by every model that the script gives to its trainer."""
     models, stock = [], getattr(script, trainer)
     monkeypatch.setattr(script, trainer, lambda **options: models.append(options["model"]) or stock(**options))
     return models
 
 
-def results(folder: Path) -> dict:
+def results(folder):
     return json.loads((folder / "all_results.json").read_text())
 
 
-def run_process(name: str, out: Path, argv: list[str]) -> None:
-    """``python scripts/NAME``, as a user would, with one thread."""
+def log(folder):
+    return json.loads((folder / "trainer_state.json").read_text())["log_history"]
+
+
+def run_both(name, folder, options, recipe):
+    """What one run leaves: patched, in a process of its own and from a recipe; and stock, in this one."""
     environment = os.environ | {"PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, SCRIPTS / name, *argv, "--output_dir", out]
+    command = [sys.executable, SCRIPTS / f"{name}.py", "--config", recipe, *options, "--output_dir", folder / "patched"]
     done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-
-
-def run_both(name: str, folder: Path, options: list[str], recipe: Path) -> dict[str, Path]:
-    """What one run leaves: patched, in a process of its own and from a recipe; and stock, in this one."""
-    run_process(f"{name}.py", folder / "patched", ["--config", str(recipe), *options])
     with pytest.MonkeyPatch.context() as patches:
         script = load_script(name, patches)
         assert script.main([*options, "--output_dir", str(folder / "stock")]) == 0
     return {run: folder / run for run in ("stock", "patched")}
 
 
-def assert_same_run(first: Path, second: Path, weights: str = "model.safetensors") -> None:
+def assert_same_run(first, second, weights="model.safetensors"):
     """Equal losses at every step, and equal saved weights, bit for bit."""
     losses = [[entry["loss"] for entry in log(folder) if "loss" in entry] for folder in (first, second)]
     assert losses[0] == losses[1] and len(losses[0]) == 2
@@ -128,7 +125,7 @@ def assert_same_run(first: Path, second: Path, weights: str = "model.safetensors
     assert results(first).get("eval_loss") == results(second).get("eval_loss")
 
 
-def assert_memory_logged(stock: Path, patched: Path) -> None:
+def assert_memory_logged(stock, patched):
     """With every loss of the patched run came what it kept; the stock run knows nothing of it."""
     losses = [[entry for entry in log(folder) if "loss" in entry] for folder in (stock, patched)]
     names = [[name for entry in entries for name in entry if name.startswith("memsave/")] for entries in losses]
@@ -138,11 +135,7 @@ def assert_memory_logged(stock: Path, patched: Path) -> None:
     assert totals == [[], ["memsave/freed_mib", "memsave/kept_mib"] * 2]
 
 
-def log(folder: Path) -> list[dict]:
-    return json.loads((folder / "trainer_state.json").read_text())["log_history"]
-
-
-def assert_stock_adapter(folder: Path) -> dict:
+def assert_stock_adapter(folder):
     """Nothing of ours is in what was saved; returns the adapter's configuration."""
     saved = json.loads((folder / "adapter_config.json").read_text())
     assert saved["peft_type"] == "LORA" and "memsave" not in saved
@@ -150,12 +143,11 @@ def assert_stock_adapter(folder: Path) -> dict:
     return saved
 
 
-def assert_patched(*models: torch.nn.Module) -> None:
-    """The first model is stock, the second is patched."""
+def assert_patched(*models):
     assert [any(is_patched(module) for module in model.modules()) for model in models] == [False, True]
 
 
-def assert_refused(script, options: dict[str, str | None], message: str, capsys: pytest.CaptureFixture) -> None:
+def assert_refused(script, options, message, capsys):
     """The run ends with status 2 and one line that matches ``message``, before there is an output folder."""
     argv = [f"--{name}={value}" for name, value in options.items() if value is not None]
     assert script.main([*argv, "--output_dir=out"]) == 2
@@ -165,7 +157,7 @@ def assert_refused(script, options: dict[str, str | None], message: str, capsys:
     assert not Path("out").exists()
 
 
-def assert_moved(folder: Path) -> None:
+def assert_moved(folder):
     """Training changed the adapters: lora_B starts at zero."""
     adapters = load_file(folder / "adapter_model.safetensors")
     assert any("lora_B" in name and tensor.any() for name, tensor in adapters.items())

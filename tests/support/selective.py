@@ -1,26 +1,24 @@
 """The layers of selective differentiation: how to make each one, its kind, and the shape of its input."""
 
 import copy
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
+from support.calls import Calls
 from support.helpers import laid
 
 
 class Layer(NamedTuple):
-    make: Callable[[], nn.Module]
+    make: Any
     kind: str
     shape: tuple[int, ...]
 
     @property
     def modes(self):
-        """Of training, those that differ."""
         return (True, False) if self.kind in ("batch_norm", "channel_dropout") else (True,)
 
     def pair(self, device, dtype, training=True):
-        """Two of them, with buffers of their own."""
         layer = self.make().to(device, dtype).train(training)
         return layer, copy.deepcopy(layer)
 
@@ -77,45 +75,38 @@ def dropouts():
 
 
 def rectifiers():
+    arguments = {"ReLU": (), "ReLU6": (), "LeakyReLU": (0.1,), "Hardtanh": (-0.3, 0.7), "Threshold": (0.1, 0.5)}
     for inplace in (False, True):
-        suffix = "-inplace" if inplace else ""
-        yield f"ReLU{suffix}", nn.ReLU, (), {"inplace": inplace}, shape(2)
-        yield f"ReLU6{suffix}", nn.ReLU6, (), {"inplace": inplace}, shape(2)
-        yield f"LeakyReLU{suffix}", nn.LeakyReLU, (0.1,), {"inplace": inplace}, shape(2)
-        yield f"Hardtanh{suffix}", nn.Hardtanh, (-0.3, 0.7), {"inplace": inplace}, shape(2)
-        yield f"Threshold{suffix}", nn.Threshold, (0.1, 0.5), {"inplace": inplace}, shape(2)
+        for name, args in arguments.items():
+            yield f"{name}{'-inplace' * inplace}", getattr(nn, name), args, {"inplace": inplace}, shape(2)
 
 
-def group_norms():
-    yield "GroupNorm", nn.GroupNorm, (2, 4), {}, shape(2)
-    yield "GroupNorm-plain", nn.GroupNorm, (2, 4), {"affine": False}, shape(2)
-
-
-def linears():
-    yield "Linear", nn.Linear, (5, 3), {}, (2, 4, 5)
-    yield "Linear-nobias", nn.Linear, (5, 3), {"bias": False}, (2, 5)
-
+GROUP_NORMS = (
+    ("GroupNorm", nn.GroupNorm, (2, 4), {}, shape(2)),
+    ("GroupNorm-plain", nn.GroupNorm, (2, 4), {"affine": False}, shape(2)),
+)
+LINEARS = (("Linear", nn.Linear, (5, 3), {}, (2, 4, 5)), ("Linear-nobias", nn.Linear, (5, 3), {"bias": False}, (2, 5)))
 
 _FAMILIES = {
-    "average_pool": average_pools, "batch_norm": norms, "channel_dropout": dropouts, "convolution": convolutions,
-    "group_norm": group_norms, "linear": linears, "max_pool": max_pools, "rectifier": rectifiers,
+    "average_pool": average_pools(), "batch_norm": norms(), "channel_dropout": dropouts(),
+    "convolution": convolutions(), "group_norm": GROUP_NORMS, "linear": LINEARS, "max_pool": max_pools(),
+    "rectifier": rectifiers(),
 }  # fmt: skip
 
 #: Name -> layer.
 LAYERS = {
     name: Layer(lambda cls=cls, args=args, options=options: cls(*args, **options), kind, shape)
     for kind, family in _FAMILIES.items()
-    for name, cls, args, options, shape in family()
+    for name, cls, args, options, shape in family
 }
 
 
-class Taped(nn.Module):
+class Taped(Calls):
     """``model`` under a tape, or not; its sum is the loss."""
 
     def __init__(self, model, tape):
-        super().__init__()
-        self.model, self.tape = model, tape
+        def forward(x):
+            with laid(tape):
+                return {"loss": model(x).sum()}
 
-    def forward(self, x):
-        with laid(self.tape):
-            return {"loss": self.model(x).sum()}
+        super().__init__(forward, model)

@@ -5,12 +5,8 @@ the write comes before it by that order. A tensor's memory goes back to the stre
 the program lets go of it, so every other stream that reads it must have been named by ``record_stream``.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -18,33 +14,31 @@ import torch
 class Stream:
     """In order by itself; ``clock`` says up to which work of each stream this one has waited."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         self.name, self.clock = name, Counter()
 
-    def work(self) -> None:
+    def work(self):
         self.clock[self] += 1
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other):
         self.clock |= other.clock
 
-    def record_event(self) -> Counter:
+    def record_event(self):
         return Counter(self.clock)
 
-    def wait_event(self, event: Counter) -> None:
+    def wait_event(self, event):
         self.clock |= event
 
 
 class Streams:
-    """The streams of a device, one of them the current one."""
-
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = Stream("default")
 
-    def current(self, device: Any = None) -> Stream:
+    def current(self, device=None):
         return self.now
 
     @contextlib.contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
+    def on(self, stream):
         before, self.now = self.now, stream
         try:
             yield
@@ -57,55 +51,43 @@ class Memory:
 
     is_cuda, is_cpu, device = True, False, torch.device("cuda", 0)
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams):
         self.streams, self.home = streams, streams.now
         self.readers, self.recorded, self.reads = set(), set(), []
         self._version = 0
         self.write()
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 1024
 
-    def write(self) -> None:
-        """A kernel of the current stream writes to it.
-
-        Raises:
-            AssertionError: Another stream may still read what was there.
-        """
+    def write(self):
+        """A kernel of the current stream writes to it; an error if another stream may still read what was there."""
         stream = self.streams.now
         for reader, when in self.reads:
             assert stream.clock[reader] >= when, f"{stream.name} writes to what {reader.name} may still read"
         stream.work()
         self.written = stream, stream.clock[stream]
 
-    def read(self) -> None:
-        """A kernel of the current stream reads it.
-
-        Raises:
-            AssertionError: It may not be written yet.
-        """
+    def read(self):
+        """A kernel of the current stream reads it; an error if it may not be written yet."""
         stream, (writer, when) = self.streams.now, self.written
         assert stream.clock[writer] >= when, f"{stream.name} reads what {writer.name} may not have written"
         stream.work()
         self.readers.add(stream)
         self.reads.append((stream, stream.clock[stream]))
 
-    def record_stream(self, stream: Stream) -> None:
+    def record_stream(self, stream):
         self.recorded.add(stream)
 
-    def copy_(self, other: Memory, non_blocking: bool = False) -> None:
+    def copy_(self, other, non_blocking=False):
         other.read()
         self.write()
 
-    def to(self, device: Any, non_blocking: bool = False) -> Memory:
+    def to(self, device, non_blocking=False):
         self.read()
         return Memory(self.streams)
 
-    def let_go(self) -> None:
-        """The program holds it no more.
-
-        Raises:
-            AssertionError: A stream that reads it may still do so when its memory is another tensor's.
-        """
+    def let_go(self):
+        """The program holds it no more; an error if a stream may read it when its memory is another tensor's."""
         unknown = {stream.name for stream in self.readers - {self.home} - self.recorded}
         assert not unknown, f"{', '.join(unknown)} may read memory that was given away"

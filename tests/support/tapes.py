@@ -1,14 +1,8 @@
 """What tests ask of the insides of a tape, all in this place."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from types import SimpleNamespace
-from typing import Any
-
-import pytest
-from torch import Tensor, nn
 
 from hf_memsave.patching import taped
 from hf_memsave.tape import Tape, attention, blocks, content, price, store
@@ -23,17 +17,17 @@ OnDemand, HANDLES = Content, content
 COUNTED = (Tape, "record"), (Tape, "pack"), (Tape, "settle"), (Content, "_made")
 
 
-def is_counted(name: str, owner: Any) -> bool:
+def is_counted(name, owner):
     """Whether a call of what is :data:`COUNTED` is work: not what gives a code, or hands on what is there."""
     return name != "_made" or (owner.stride is not None and owner.make is not same)
 
 
-def work_of(handle: Any) -> int:
+def work_of(handle):
     """How many functions run to give what is remade."""
     return handle.content.work
 
 
-def sources_of(handle: Any) -> list[Tensor]:
+def sources_of(handle):
     """The tensors that are held to remake what ``handle`` gives."""
     found = handle.content.inputs
     assert found and not any(is_remade(one) for one in found)
@@ -44,30 +38,29 @@ def sources_of(handle: Any) -> list[Tensor]:
 STATIC = (PARAMETER, BUFFER)
 
 
-def is_trusted(tensor: Tensor) -> bool:
+def is_trusted(tensor):
     """Whether the tape takes the version of a parameter or buffer to tell of all writes."""
     return getattr(tensor.untyped_storage(), MARK, PARAMETER) in STATIC
 
 
-def references(tape: Tape, tensor: Tensor) -> list[Any]:
+def references(tape, tensor):
     """Weak references that the tape has for the storage of ``tensor``: to its parts, what reads, and what it gives."""
     found = tape.content_of(tensor)
     return [found.parts, found.readers, found.remakes]
 
 
-def held_tensors() -> list[Tensor]:
+def held_tensors():
     """What contents hold outside of the sight of Python's garbage collector."""
     found = [x for one in gc.get_objects() if isinstance(one, Content) for x in (one.tensor, one.out)]
     return [tensor for tensor in found if tensor is not None]
 
 
-def remembered(model: nn.Module) -> int:
-    """How many decisions of earlier forwards of a patched model are known."""
+def remembered(model):
     decided = taped._decided[model]
     return len(decided) + len(decided.earlier)
 
 
-def watch_tapes(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
+def watch_tapes(monkeypatch):
     """Of every tape that is laid from now on: what it decided by, and what it had made and asked in the end."""
     found, enter, close = [], Tape.__enter__, price.Plan.close
 
@@ -85,8 +78,7 @@ def watch_tapes(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
     return found
 
 
-def watch_composed(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """Grows each time that SDPA is taken apart."""
+def watch_composed(monkeypatch):
     calls, compose = [], attention._composed
 
     def counted(*args, **kwargs):
@@ -97,7 +89,7 @@ def watch_composed(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     return calls
 
 
-def watch_sweeps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def watch_sweeps(monkeypatch):
     """Grows by each tensor that was kept before others kept all it was made from."""
     sweeps, stock = [], blocks.sweep
     monkeypatch.setattr(blocks, "sweep", lambda *args: sweeps.append(args) or stock(*args))
