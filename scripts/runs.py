@@ -12,7 +12,7 @@ from hf_memsave import MemSaveCallback, MemSaveConfig
 from hf_memsave.data.glue import GlueDataError
 from hf_memsave.data.wordpiece import VocabularyError
 from hf_memsave.errors import ConfigError, PatchError
-from hf_memsave.integrations.norms import NORMS_NAME
+from hf_memsave.integrations.trainer import NORMS_NAME
 
 
 def check_actions(training: TrainingArguments, *known: str) -> None:

@@ -14,10 +14,14 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 
 from hf_memsave.config.files import fields_of, is_file, listed, presets, refuse_unknown
-from hf_memsave.config.layers import as_pairs
 from hf_memsave.config.sizes import bytes_of
 from hf_memsave.config.wtacrs import WTACRS, is_int
 from hf_memsave.errors import ConfigError, PlanError
+
+#: The fields that say what to do with a kind of module.
+KINDS = ("activation", "norm", "dropout", "attention", "lora")
+#: The fields that ``layers`` can limit.
+LIMITED = (*KINDS, "checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,40 +29,35 @@ class MemSaveConfig:
     """What to keep instead of each kind of tensor. The defaults are exact, and to the bit (but see ``loss``).
 
     Attributes:
-        activation: Outputs of activations and gates: recomputed from their inputs, or kept as stock does. Not exact:
-            "invert" (the output and one bit an element are kept, which give the slope), "precision_bit" (the bit in the
-            output's last one), "few_bit" (:attr:`few_bits` bits of the slope alone where nothing wants the output, as
-            before a frozen linear; elsewhere "recompute").
+        activation: Outputs of activations and gates: recomputed, or kept as stock does. Not exact: "invert" (kept: the
+            output and one bit an element, which give the slope), "precision_bit" (the bit in the output's last one),
+            "few_bit" (:attr:`few_bits` bits of the slope where nothing wants the output; elsewhere "recompute").
         few_bits: Bits an element for activation="few_bit", 1 to 8.
-        norm: Outputs of norms: recomputed from their inputs, or kept as stock does. Not exact: "output" (kept instead
-            of the input, and backward starts from it).
+        norm: Outputs of norms: recomputed, or kept as stock does. Not exact: "output" (kept instead of the input).
         dropout: Masks: drawn again from the generator's state ("seed"), kept in one bit an element ("mask": faster on
             CPU), or kept as stock does.
         attention: SDPA's repeated k and v, masks and transposed output, and what eager attention computes beyond its
             softmax: recomputed or shared, or kept as stock does.
         lora: PEFT adapters' casts of their input: recomputed, or kept as stock does.
         frozen: Convolutions, batch norms, pools and rectifiers keep only what the wanted gradients need.
-        loss: A language model's head and cross-entropy: "chunked" (logits of more than 128 MiB in fp32 are computed a
-            chunk at a time, and gradients equal stock's up to the order of fp32 sums), or "stock".
-        backend: What computes RMSNorms, activations, gated MLPs, rotary embeddings, BERT's dropout and norm, LoRA's
-            input and sum, a chunk of a loss, and what is not exact: PyTorch's operations ("torch"), or one Triton
-            kernel each way ("auto": where Triton runs; "triton": or an error). As exact, but not the same bits.
+        loss: A language model's head and cross-entropy: "chunked" (logits of more than 128 MiB in fp32 a chunk at a
+            time; gradients equal stock's up to the order of fp32 sums), or "stock".
+        backend: What computes norms, activations, gated MLPs, rotary embeddings, dropout, LoRA, a chunk of a loss, and
+            what is not exact: PyTorch ("torch"), or Triton kernels ("auto": where Triton runs; "triton": or an error).
+            As exact, but not the same bits.
         linear: Weight gradients of linears: exact (None), or unbiased from a sample of rows (:class:`WTACRS`).
         storage: What still has to be kept: as it is (None), or activations in about 8 ("int8") or 4.5 bits ("int4") an
-            element, rounded at random. Not exact: unbiased is the weight gradient of a linear that keeps its own input,
-            the others are approximate. Rows and bits are kept as they are.
-        checkpoint: Which products of a repeated block run again in backward, so that their results are not kept: none
-            (the floor); "o_proj" (attention's output projection), and with it "qkv", and with those "up", "gate" (all
-            of an MLP that an activation reads), "block" (and attention itself). Exact; it costs their time.
-        offload: Whether what still has to be kept goes to main memory, and comes back in backward. Exact, for CUDA,
-            where it shares the bus with nothing else; under gradient checkpointing, a block's input stays.
-        budget: What a training step may take of a GPU, in bytes or as "24GiB": the cheapest checkpoint and offload that
-            fit are planned (:func:`hf_memsave.plan`) by ``Trainer(..., memsave=...)`` and ``MemSaveCallback``, which
-            know batch size and sequence length.
-        layers: In how many of the model's first blocks (an encoder's before a decoder's) the field of a name holds,
-            such as ``{"activation": 6, "norm": 12, "dropout": 0}``; elsewhere those modules stay stock. Kinds that are
-            not named hold everywhere. What lies outside every block (embeddings, a last norm, a head) goes with the
-            first block. For "checkpoint" also a part of the blocks, such as 0.5. Held as sorted pairs.
+            element, rounded at random. Not exact: unbiased is the weight gradient of a linear that keeps its own input.
+        checkpoint: Which products of a repeated block run again in backward: none (the floor); "o_proj" (attention's
+            output projection), and with it "qkv", and with those "up", "gate" (all of an MLP that an activation reads),
+            "block" (and attention itself). Exact; it costs their time.
+        offload: Whether what still has to be kept goes to main memory, and comes back in backward. Exact, for CUDA.
+        budget: What a training step may take of a GPU, in bytes or as "24GiB": trainers, which know batch size and
+            sequence length, plan the cheapest checkpoint and offload that fit (:func:`hf_memsave.plan`).
+        layers: In how many of the first blocks (an encoder's before a decoder's) a field holds, such as
+            ``{"activation": 6, "dropout": 0}``; elsewhere those modules stay stock, and kinds not named hold
+            everywhere. What lies outside every block goes with the first. For "checkpoint" also a part of the blocks,
+            such as 0.5. Held as sorted pairs.
     """
 
     activation: Literal["recompute", "invert", "precision_bit", "few_bit", "stock"] = "recompute"
@@ -78,18 +77,30 @@ class MemSaveConfig:
     layers: Mapping[str, float] | tuple[tuple[str, float], ...] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", as_pairs(self.layers))
-        for name, allowed in _choices().items():
-            self._expect(name, getattr(self, name) in allowed, f"one of {listed(allowed)}")
+        object.__setattr__(self, "layers", _as_pairs(self.layers))
+        for name, hint in get_type_hints(MemSaveConfig).items():
+            names = [value for one in (hint, *get_args(hint)) if get_origin(one) is Literal for value in get_args(one)]
+            allowed = [None, *names] if type(None) in get_args(hint) else names
+            self._expect(name, not names or getattr(self, name) in allowed, f"one of {listed(allowed)}")
         self._expect("few_bits", is_int(self.few_bits) and 1 <= self.few_bits <= 8, "a whole number from 1 to 8")
         for name in ("frozen", "offload"):
             self._expect(name, isinstance(getattr(self, name), bool), "True or False")
         is_linear = self.linear is None or isinstance(self.linear, WTACRS)
         exact = "Use WTACRS(budget=0.3), or leave it out for exact weight gradients."
         self._expect("linear", is_linear, "None or a WTACRS", exact)
+        limits = self.first_blocks("checkpoint") is not None
         if self.budget is not None:
-            self._check_budget(self.budget)
-        elif self.checkpoint is None and "checkpoint" in dict(self.layers or ()):
+            try:
+                bytes_of(self.budget, "MemSaveConfig.budget")
+            except PlanError as error:
+                raise ConfigError(str(error)) from error
+            if self.checkpoint is not None or self.offload or limits:
+                raise ConfigError(
+                    f"MemSaveConfig.budget={self.budget!r} chooses checkpoint and offload, got checkpoint="
+                    f"{self.checkpoint!r}, offload={self.offload}, layers={dict(self.layers or ())}. Leave out either "
+                    "the budget or those."
+                )
+        elif self.checkpoint is None and limits:
             raise ConfigError(
                 "MemSaveConfig.layers['checkpoint']: expected a checkpoint= that it limits, got none. Use "
                 "checkpoint='gate' or another rung with it."
@@ -105,24 +116,12 @@ class MemSaveConfig:
             remedy = remedy or f"Leave it out for the default, {getattr(MemSaveConfig, name)!r}."
             raise ConfigError(f"MemSaveConfig.{name} must be {expected}, got {getattr(self, name)!r}. {remedy}")
 
-    def _check_budget(self, budget: int | str) -> None:
-        try:
-            bytes_of(budget, "MemSaveConfig.budget")
-        except PlanError as error:
-            raise ConfigError(str(error)) from error
-        if self.checkpoint is not None or self.offload or "checkpoint" in dict(self.layers or ()):
-            raise ConfigError(
-                f"MemSaveConfig.budget={budget!r} chooses checkpoint and offload, got checkpoint={self.checkpoint!r}, "
-                f"offload={self.offload}, layers={dict(self.layers or ())}. Leave out either the budget or those."
-            )
-
     @classmethod
     def resolve(cls, value: MemSaveLike | None, *, may_plan: bool = False) -> MemSaveConfig | None:
         """Returns the config that a ``memsave=`` argument means; None for False and None.
 
         Args:
-            value: True for the default, a preset's name, a YAML or JSON file (as ``memsave plan --out`` writes it), a
-                dict of fields, a config, or False.
+            value: True for the default, a preset's name, a YAML or JSON file, a dict of fields, a config, or False.
             may_plan: Whether a budget is allowed: whether the caller knows a batch size and a sequence length.
 
         Raises:
@@ -242,11 +241,30 @@ class MemSaveConfig:
 MemSaveLike = MemSaveConfig | str | Path | bool | dict[str, Any]
 
 
-def _choices() -> dict[str, tuple[str | None, ...]]:
-    """Field -> the values it may have, where those are names."""
-    found: dict[str, tuple[str | None, ...]] = {}
-    for name, hint in get_type_hints(MemSaveConfig).items():
-        for one in (hint, *get_args(hint)):
-            if get_origin(one) is Literal:
-                found[name] = get_args(one) if one is hint else (None, *get_args(one))
-    return found
+def _as_pairs(layers: Any) -> tuple[tuple[str, float], ...] | None:
+    """Returns ``layers`` as sorted pairs, which can be hashed; None where nothing is limited.
+
+    Raises:
+        ConfigError: It is no mapping, or a kind or a number in it is none.
+    """
+    if layers is None:
+        return None
+    remedy = "Use layers={'norm': 6}, or leave it out to convert every block."
+    try:
+        pairs = dict(layers) if isinstance(layers, (Mapping, tuple)) else None
+    except (TypeError, ValueError):
+        pairs = None
+    if pairs is None:
+        raise ConfigError(f"MemSaveConfig.layers must be a mapping or None, got {layers!r}. {remedy}")
+    for kind, number in pairs.items():
+        if kind not in LIMITED:
+            raise ConfigError(f"MemSaveConfig.layers: expected kinds {listed(LIMITED)}, got {kind!r}. {remedy}")
+        expected = "a whole number of blocks, 0 or more"
+        is_right = is_int(number) and number >= 0
+        if kind == "checkpoint" and isinstance(number, float):
+            expected = "a whole number of blocks, or a part of them from 0.0 to 1.0"
+            is_right = 0 <= number <= 1
+            remedy = "Use 0.5 for the first half, or leave it out for all blocks."
+        if not is_right:
+            raise ConfigError(f"MemSaveConfig.layers[{kind!r}] must be {expected}, got {number!r}. {remedy}")
+    return tuple(sorted(pairs.items())) or None

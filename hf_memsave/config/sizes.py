@@ -13,7 +13,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([KMGT])(I?)B", re.IGNORECASE)
 
 
 def bytes_of(size: int | str, name: str = "memory") -> int:
-    """Returns the bytes that are given as such or as a text: "16GiB", "800MB"; an error calls them ``name``.
+    """Returns bytes given as such or as a text, "16GiB" or "800MB"; an error calls them ``name``.
 
     Raises:
         PlanError: It is neither, or not more than 0.

@@ -15,21 +15,19 @@ class WTACRS:
     Source: Liu et al. (2023), arXiv:2305.15265.
 
     Attributes:
-        budget: Rows (tokens) that each weight gradient is made from, over all real tokens of the batch: in (0, 1].
-            Above 15/16 all are taken: drawing would keep no less.
-        estimator: "wta" (Eq. 6), "crs" (Eq. 5: unbiased, more noise), or "topk" (the rows of largest probability,
-            unscaled: biased, to compare).
+        budget: Rows (tokens) that each weight gradient is made from, of all real tokens of the batch: in (0, 1]. Above
+            15/16 all are taken: drawing would keep no less.
+        estimator: "wta" (Eq. 6), "crs" (Eq. 5: more noise), or "topk" (the rows of largest probability, unscaled:
+            biased, to compare).
         targets: Linears to sample, by name or by a part of their path ("q_proj", "lora_A", "encoder.layer.0"); None for
-            all in repeated blocks of which sampling frees some bytes. Where a target has LoRA, its lora_A is sampled;
-            lora_B only if named.
+            all in repeated blocks of which sampling frees some bytes. Of LoRA, lora_A is sampled; lora_B if named.
         cache: What predicts a row's gradient norm: "position" (a running profile by layer and position, a few KB);
             also the sample's own last norm, found by the batch's column "sample_idx" or by a hash of its tokens
             ("content"); or None (rows are drawn by the norm of the activation alone).
-        samples: For "sample_idx", how many samples there are; for "content", how many slots the table has (262,144). It
-            takes at most a byte for each sample and sampled linear.
+        samples: For "sample_idx", how many samples there are; for "content", how many slots the table has (262,144): at
+            most a byte for each and each sampled linear.
         minimum: Fewest rows; a batch with no more real tokens than its rows is exact.
-        seed: Of the draws, which never touch the model's own generators. Layers patched one by one draw alike unless
-            theirs differ.
+        seed: Of the draws, which never touch the model's own generators.
         attention: Also sample both products of eager attention (their four operand gradients).
     """
 
@@ -45,7 +43,7 @@ class WTACRS:
     def __post_init__(self) -> None:
         if isinstance(self.targets, list):
             object.__setattr__(self, "targets", tuple(self.targets))
-        is_number = isinstance(self.budget, (int, float)) and not isinstance(self.budget, bool)
+        is_number = isinstance(self.budget, float) or is_int(self.budget)
         names = isinstance(self.targets, tuple) and self.targets and all(t and isinstance(t, str) for t in self.targets)
         caches = ("position", "sample_idx", "content", None)
         has_samples = is_int(self.samples) and self.samples >= 1
@@ -60,9 +58,8 @@ class WTACRS:
         if self.cache == "sample_idx":
             needed = "the number of training samples, since cache='sample_idx' asks for a table of them"
             expect("samples", has_samples, needed, "samples=len(train_dataset)")
-        elif self.samples is not None:
-            may_have = self.cache == "content" and has_samples
-            expect("samples", may_have, "None, or with cache='content' a number of slots", "None")
+        is_right = self.samples is None or self.cache == "sample_idx" or (self.cache == "content" and has_samples)
+        expect("samples", is_right, "None, or with cache='content' a number of slots", "None")
 
     def _expect(self, name: str, is_right: Any, expected: str, remedy: str) -> None:
         if not is_right:

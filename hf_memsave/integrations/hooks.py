@@ -1,7 +1,4 @@
-"""What importing this package changes in other libraries, once they are imported: functions of a few of their classes.
-
-Nothing is loaded for it: ``memsave --help`` takes no longer than Python does.
-"""
+"""What importing this package changes in other libraries, once they are imported: functions of a few classes."""
 
 from __future__ import annotations
 
@@ -17,13 +14,11 @@ from weakref import WeakKeyDictionary
 
 logger = logging.getLogger(__name__)
 
-_PATCHING = "hf_memsave.patching.patch"
-#: Module -> the function of ours, by file and name, that is called with it once it has been imported.
+#: Module -> the function of ``arguments.py`` that is called with it once it has been imported.
 _DOORS = {
-    "transformers.modeling_utils": ("from_pretrained", "teach_models"),
-    "transformers.models.auto.modeling_auto": ("from_pretrained", "teach_auto_classes"),
-    "transformers.trainer": ("trainer_argument", "teach_trainers"),
-    _PATCHING: ("adapters", "listen"),
+    "transformers.modeling_utils": "teach_models",
+    "transformers.trainer": "teach_trainers",
+    "peft.tuners.tuners_utils": "teach_peft",
 }
 #: On each function of ours: itself (another wrapper may have copied our attributes) and what stood in its place.
 _MARK = "_memsave_stock"
@@ -33,12 +28,15 @@ _WRAPPED: WeakKeyDictionary[type, set[str]] = WeakKeyDictionary()
 
 def install() -> None:
     """Have models and trainers of Transformers take ``memsave=``: importing hf_memsave does it, until ``uninstall``."""
-    for name, door in _DOORS.items():
-        when_imported(name, functools.partial(_open, *door))
+    for name in _DOORS:
+        if name in sys.modules:
+            _teach(import_module(name))  # which waits where another thread is importing it
+        elif not any(isinstance(finder, _WhenImported) and finder.name == name for finder in sys.meta_path):
+            sys.meta_path.insert(0, _WhenImported(name))
 
 
-def _open(file: str, function: str, module: ModuleType) -> None:
-    getattr(import_module(f"hf_memsave.integrations.{file}"), function)(module)
+def _teach(module: ModuleType) -> None:
+    getattr(import_module("hf_memsave.integrations.arguments"), _DOORS[module.__name__])(module)
 
 
 def wrap(owner: type, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
@@ -56,26 +54,15 @@ def wrap(owner: type, name: str, make: Callable[[Any], Callable[..., Any]]) -> N
     _WRAPPED.setdefault(owner, set()).add(name)
 
 
-def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
-    """Call ``then`` with a module: now, or once it has been imported, which takes seconds and may never be needed."""
-    if name in sys.modules:
-        then(import_module(name))  # which waits where another thread is importing it
-    elif not any(isinstance(finder, _WhenImported) and finder.name == name for finder in sys.meta_path):
-        sys.meta_path.insert(0, _WhenImported(name, then))
-
-
 def uninstall() -> None:
     """Take back what importing hf_memsave changed in other libraries; does nothing the second time.
 
     Models that are patched stay so (:func:`hf_memsave.unpatch` is for them), and callbacks work on.
     """
-    if _PATCHING in sys.modules:
-        sys.modules[_PATCHING].LISTENERS.clear()
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _WhenImported)]
     for owner, names in list(_WRAPPED.items()):
         for name in names:
-            there = vars(owner)[name]
-            there = getattr(there, "__func__", there)
+            there = getattr(vars(owner)[name], "__func__", vars(owner)[name])
             ours, stock = getattr(there, _MARK, (None, None))
             if ours is not there:
                 logger.warning("%s.%s was replaced again after hf_memsave and stays as it is.", owner.__name__, name)
@@ -89,8 +76,8 @@ def uninstall() -> None:
 class _WhenImported(MetaPathFinder):
     """Waits for a module, and leaves once it is there."""
 
-    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
-        self.name, self.then = name, then
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
         """The spec that the other finders give, its loader followed by ours."""
@@ -103,7 +90,7 @@ class _WhenImported(MetaPathFinder):
         return spec
 
     def _run(self, exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
-        exec_module(module)  # of a loader that may be shared: of a zip file it loads the modules beside ours too
+        exec_module(module)  # of a loader that may be shared, as that of a zip file is
         if module.__name__ == self.name and self in sys.meta_path:  # not after `uninstall`
             sys.meta_path.remove(self)
-            self.then(module)
+            _teach(module)

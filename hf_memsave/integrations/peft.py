@@ -1,23 +1,21 @@
-"""``MemSaveLoraConfig``: ``get_peft_model(model, config)`` patches the base model and the adapters in one call.
-
-It is PEFT's ``LoraConfig`` with one field more, which is never saved: what it saves is a stock adapter.
-"""
+"""``MemSaveLoraConfig``: ``get_peft_model(model, config)`` patches the base model and the adapters in one call."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from peft import LoraConfig
+from peft.tuners import tuners_utils
 
 from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.errors import ConfigError
-from hf_memsave.integrations.adapters import watch
+from hf_memsave.integrations.arguments import teach_peft
 
 
 @dataclass
 class MemSaveLoraConfig(LoraConfig):
-    """A ``LoraConfig`` whose adapters, and the model they are added to, keep less activation memory.
+    """A ``LoraConfig`` whose adapters, and the model they are added to, keep less; what it saves is a stock adapter.
 
     Attributes:
         memsave: As for :func:`hf_memsave.patch`: a preset's name, a dict of fields or a ``MemSaveConfig``; True for
@@ -28,13 +26,13 @@ class MemSaveLoraConfig(LoraConfig):
             adapter that cannot be saved.
     """
 
-    memsave: MemSaveConfig | str | bool | dict[str, Any] | None = field(default=True)
+    memsave: MemSaveConfig | str | bool | dict[str, Any] | None = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         wanted = MemSaveConfig.resolve(self.memsave)  # a wrong name is refused here
         if wanted is not None:
-            watch()
+            teach_peft(tuners_utils)
         variants = [f.name for f in fields(self) if f.metadata.get("is_lora_variant") and f.name != "use_dora"]
         asked = [name for name in (*variants, "target_parameters") if getattr(self, name, None)]
         if wanted is not None and asked:
@@ -53,4 +51,4 @@ class MemSaveLoraConfig(LoraConfig):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy, perhaps in another process: PEFT is told of it there."""
         self.__dict__.update(state)
-        watch()
+        teach_peft(tuners_utils)

@@ -1,18 +1,20 @@
 """``MemSaveCallback`` for the stock Trainer and TRL's trainers; ``MemSaveTrainer``, and a mixin for any other.
 
 Patching happens as a trainer is made, and once more as training begins: by then ``model_init`` may have built another
-model, and adapters may have been added. What the first training step keeps is counted as it happens.
+model, and adapters may have been added.
 """
 
 from __future__ import annotations
 
+import base64
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors.torch import load, load_file, save, save_file
+from torch import distributed, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -21,27 +23,28 @@ from transformers.utils import logging
 from hf_memsave.config.config import MemSaveConfig, MemSaveLike
 from hf_memsave.config.sizes import MIB
 from hf_memsave.errors import ConfigError, PatchError
-from hf_memsave.integrations.norms import has_table, load_norms, norms_from_text, norms_to_text, save_norms
 from hf_memsave.patching.patch import patch, unpatch
+from hf_memsave.patching.sampled_layers import sampler_of
 from hf_memsave.patching.swap import patched_models
+from hf_memsave.sampling.norm_cache import merged
 
 logger = logging.get_logger(__name__)
 
 #: Functions that are named after the first step.
 _TOP = 8
-#: The name of the norms in the callback's state.
-_NORMS = "norms"
+#: The name of the norms in the callback's state, and that of their file in a checkpoint's folder.
+_NORMS, NORMS_NAME = "norms", "memsave_norms.safetensors"
 
 
 class MemSaveCallback(TrainerCallback, ExportableState):
     """Patches the trainer's model, prints the report once, and adds what it frees to every logged loss.
 
-    With the loss come ``memsave/kept_mib`` and ``memsave/freed_mib``, counted in the first training step (its first
-    micro-batch, on this process), under ``offload`` ``memsave/offloaded_mib`` (in main memory, beside what is kept on
-    the device), and on a GPU ``memsave/peak_mib``, the most that PyTorch had allocated so far. After that step, one
-    line says which functions' results are not kept, and the first logged loss has them too, as
-    ``memsave/avoided_mib/<function>``. They are in the trainer's history, and for callbacks after this one; a trainer
-    puts those of ``report_to`` first, but for :meth:`add_to` and for :class:`MemSaveMixin`.
+    With the loss come ``memsave/kept_mib`` and ``memsave/freed_mib``, counted in the first micro-batch of training on
+    this process, under ``offload`` ``memsave/offloaded_mib`` (in main memory), and on a GPU ``memsave/peak_mib``, the
+    most that PyTorch had allocated so far. After the first step, one line says which functions' results are not kept,
+    and the first logged loss has them as ``memsave/avoided_mib/<function>``. They are in the trainer's history, and for
+    callbacks after this one; a trainer puts those of ``report_to`` first, but for :meth:`add_to` and
+    :class:`MemSaveMixin`.
 
     The norms that sampled linears draw by are in the callback's state in a checkpoint, and a resumed run goes on with
     them. A table of samples (``WTACRS(cache="sample_idx")`` or ``"content"``) is a file there, but in a hyperparameter
@@ -97,8 +100,10 @@ class MemSaveCallback(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of this callback."""
         memsave = None if self._takes_what_is_there else self.config.to_dict()
-        model = self._model()
-        norms = None if model is None else norms_to_text(model)
+        model, norms = self._model(), None
+        if model is not None and (sampler := sampler_of(model)) is not None:
+            learned = {n: t.contiguous() for n, t in sampler.state_dict().items() if not n.endswith("/samples")}
+            norms = base64.b64encode(save(learned)).decode("ascii")
         return {"args": {"memsave": memsave, "undo": self.undo}, "attributes": {_NORMS: norms}}
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
@@ -115,7 +120,9 @@ class MemSaveCallback(TrainerCallback, ExportableState):
         if folder is not None:
             load_norms(model, folder)
         elif state.global_step and self.config.linear is not None:
-            norms_from_text(model, saved.get("attributes", {}).get(_NORMS))
+            text, sampler = saved.get("attributes", {}).get(_NORMS), sampler_of(model)
+            if text is not None and sampler is not None:
+                sampler.load_state_dict(load(base64.b64decode(text)), _device(model))
             if has_table(model):
                 logger.warning(
                     "Training goes on without the norms of each sample. Expected the checkpoint in "
@@ -205,3 +212,46 @@ class MemSaveMixin:
 
 class MemSaveTrainer(MemSaveMixin, Trainer):
     """``transformers.Trainer`` with the argument ``memsave``."""
+
+
+def save_norms(model: nn.Module, folder: str | Path) -> None:
+    """Write what the sampler of ``model``, if it has one, has learned on all processes; each must call it."""
+    if (sampler := sampler_of(model)) is None:
+        return
+    states = [sampler.state_dict()]
+    if distributed.is_available() and distributed.is_initialized():
+        states = [{} for _ in range(distributed.get_world_size())]
+        distributed.all_gather_object(states, sampler.state_dict())
+        if distributed.get_rank():
+            return
+    target = Path(folder) / NORMS_NAME
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_suffix(".unfinished")
+    save_file({name: tensor.contiguous() for name, tensor in merged(states).items()}, unfinished)
+    unfinished.replace(target)
+
+
+def load_norms(model: nn.Module, folder: str | Path) -> None:
+    """Go on as the run that saved ``folder`` would have; does nothing where nothing is sampled.
+
+    Raises:
+        ConfigError: There is no such file.
+    """
+    source = Path(folder) / NORMS_NAME
+    if (sampler := sampler_of(model)) is None:
+        return
+    if not source.is_file():
+        raise ConfigError(
+            f"{folder}: expected a checkpoint with {NORMS_NAME}, found none. Name one that was saved under "
+            "MemSaveCallback with a table of samples, or leave resume_from out: sampling starts over, as unbiased."
+        )
+    sampler.load_state_dict(load_file(source), _device(model))
+
+
+def has_table(model: nn.Module) -> bool:
+    """Whether the sampler of ``model`` has a table of samples."""
+    return (sampler := sampler_of(model)) is not None and sampler.cache.samples > 0
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))

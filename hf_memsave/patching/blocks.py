@@ -13,33 +13,26 @@ def block_numbers(model: nn.Module) -> dict[str, int]:
     """Path of each outermost repeated block -> its number, in the order in which the model holds them."""
     numbers: dict[str, int] = {}
     for name, module in model.named_modules():
-        if isinstance(module, GradientCheckpointingLayer) and not ancestors(name) & numbers.keys():
+        if isinstance(module, GradientCheckpointingLayer) and block_at(name, numbers) is None:
             numbers[name] = len(numbers)
     return numbers
 
 
-def number_of(name: str, numbers: Mapping[str, int]) -> int:
-    """The number of the block at or above the path ``name``; outside every block that of the first, 0."""
-    return next((numbers[path] for path in ancestors(name) | {name} if path in numbers), 0)
-
-
-def is_in_block(name: str, numbers: Mapping[str, int]) -> bool:
-    """Whether the path ``name`` is that of a repeated block, or lies in one."""
-    return bool((ancestors(name) | {name}) & numbers.keys())
-
-
-def ancestors(name: str) -> set[str]:
-    """The paths of the modules around the one at ``name``."""
+def block_at(name: str, numbers: Mapping[str, int]) -> int | None:
+    """The number of the block that is, or is around, the module at the path ``name``; None outside every block."""
     parts = name.split(".")
-    return {".".join(parts[:i]) for i in range(len(parts))} - {name}
+    return next((numbers[path] for i in range(len(parts) + 1) if (path := ".".join(parts[:i])) in numbers), None)
+
+
+def number_of(name: str, numbers: Mapping[str, int]) -> int:
+    """As :func:`block_at`; outside every block that of the first, 0."""
+    return block_at(name, numbers) or 0
 
 
 def head_of(model: nn.Module) -> nn.Module | None:
     """What gives logits over a vocabulary."""
-    if not isinstance(model, PreTrainedModel):
-        return None
     try:
-        head: nn.Module | None = model.get_output_embeddings()
+        head: nn.Module | None = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
         return head
     except (AttributeError, NotImplementedError):  # some models say that they have one, and do not
         return None

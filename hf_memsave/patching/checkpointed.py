@@ -1,8 +1,8 @@
 """What runs again in backward: linears as the classes that they are, and whole blocks.
 
-A chosen linear carries a mark, which copies, pickles and replicas of the model carry too. A tape knows it by its
-weight, looked up while its block runs: moved, assigned, sharded or gathered, it is another tensor. Blocks run again by
-Transformers' own gradient checkpointing of one layer.
+A chosen linear carries a mark, which copies, pickles and replicas carry too. A tape knows it by its weight, looked up
+while its block runs: moved, sharded or gathered, it is another tensor. Blocks run again by Transformers' own gradient
+checkpointing of one layer.
 """
 
 from __future__ import annotations
@@ -77,14 +77,12 @@ _caches = threading.local()
 
 def _checkpoint(function: Any, *args: Any) -> Any:
     """``checkpoint`` of a block's forward, or of its ``__call__``, which raises in backward where it would differ."""
-    with in_place_of_stock(current()):
-        return _run(function, *args)
-
-
-def _run(function: Any, *args: Any) -> Any:
-    block = _block_of(function)
+    # Transformers has made ``partial(forward, block)`` of it, or one of its bound ``__call__``.
+    given = *getattr(function, "args", ()), getattr(getattr(function, "func", None), "__self__", None)
+    block = next((one for one in given if isinstance(one, nn.Module)), None)
     if torch.compiler.is_compiling() or block is None:
-        return checkpoint(function, *args, use_reentrant=False)
+        with in_place_of_stock(current()):
+            return checkpoint(function, *args, use_reentrant=False)
     before: dict[str, Any] = {}
     is_asking = asks_classes()
     kinds = [type(a) if isinstance(a, Tensor) and is_asked(type(a)) else None for a in args]
@@ -111,18 +109,13 @@ def _run(function: Any, *args: Any) -> Any:
         with saved_tensors_hooks(pack, unpack_or_say_why):
             return function(*args)
 
-    return checkpoint(run, *args, use_reentrant=False)
+    with in_place_of_stock(current()):
+        return checkpoint(run, *args, use_reentrant=False)
 
 
 def runs_again(block: nn.Module) -> bool:
     """Whether a block runs again by this module, and not as its user asked for."""
     return isinstance(block.__dict__.get(_NAMES[1]), _Ours)
-
-
-def _block_of(function: Any) -> nn.Module | None:
-    """The block of which Transformers has made ``partial(forward, block)``, or of its ``__call__``."""
-    given = *getattr(function, "args", ()), getattr(getattr(function, "func", None), "__self__", None)
-    return next((one for one in given if isinstance(one, nn.Module)), None)
 
 
 def _state(function: Any, block: nn.Module) -> dict[str, Any]:
@@ -146,7 +139,7 @@ def _state(function: Any, block: nn.Module) -> dict[str, Any]:
 
 
 def _hook(number: int, hook: Any) -> Any:
-    """What tells a hook, without holding it: its number; but activated LoRA's, put on once more for the second run."""
+    """What tells a hook: its number, but of activated LoRA's, which is put on once more for the second run."""
     offsets = getattr(hook, "keywords", {}).get("alora_offsets")
     return number if offsets is None else repr(offsets)
 
@@ -165,20 +158,14 @@ def with_wanted_input(call: Any) -> Any:
 
     @functools.wraps(call)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        is_ours = isinstance(vars(self).get(_NAMES[1]), _Ours)
-        if self._backward_hooks and is_ours and self.training and self.gradient_checkpointing:
-            args = _wanted(args)
+        if self._backward_hooks and runs_again(self) and self.training and self.gradient_checkpointing:
+            floats = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.is_floating_point()]
+            if floats and not any(args[i].requires_grad for i in floats):
+                first = floats[0]
+                args = *args[:first], args[first].detach().requires_grad_(), *args[first + 1 :]
         return call(self, *args, **kwargs)
 
     return __call__
-
-
-def _wanted(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    floats = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.is_floating_point()]
-    if not floats or any(args[i].requires_grad for i in floats):
-        return args
-    first = floats[0]
-    return *args[:first], args[first].detach().requires_grad_(), *args[first + 1 :]
 
 
 @contextlib.contextmanager
@@ -201,7 +188,7 @@ def checkpoint_blocks(model: nn.Module, blocks: Collection[nn.Module]) -> None:
     """Have ``blocks`` of ``model`` keep their input alone, and all others what they kept without us."""
     for module in model.modules():
         before: dict[str, Any] | None = module.__dict__.pop(BEFORE, None)
-        if before is not None and isinstance(module.__dict__.get(_NAMES[1]), _Ours):
+        if before is not None and runs_again(module):
             for name in _NAMES:
                 module.__dict__.pop(name)
             module.__dict__.update(before)

@@ -18,19 +18,12 @@ from hf_memsave.ops.approximate.few_bit import FewBit
 from hf_memsave.ops.fused.kernels import why_not
 from hf_memsave.ops.run_again import is_known_by_weight
 from hf_memsave.ops.sampled.eager_attention import NAME, implementation, is_attention
-from hf_memsave.patching.blocks import block_numbers, head_of, is_in_block, number_of
-from hf_memsave.patching.refusals import (
-    SiteReport,
-    hidden,
-    refuse_hidden,
-    refuse_no_rung,
-    refuse_no_target,
-    refuse_other_attention,
-)
+from hf_memsave.patching import refusals
+from hf_memsave.patching.blocks import block_at, block_numbers, head_of, number_of
+from hf_memsave.patching.refusals import SiteReport
 from hf_memsave.patching.sharded import refuse_zero3
 from hf_memsave.patching.swap import Patch, hides_forward, stock_class
 
-_WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
 #: Kinds whose modules are text in Python: left to stock, what runs inside is not recorded.
 _QUIET = ("activation", "norm", "attention", "lora")
 Patches = dict[nn.Module, Patch]
@@ -63,44 +56,47 @@ def collect(
         if config.backend == "triton":
             raise PatchError(f"backend='triton' cannot run: {reason}. Use backend='auto' or 'torch'.")
         config = replace(config, backend="torch")
-        sites.append(SiteReport(prefix, type(model).__name__, "fused", "skipped", reason))
+        sites.append(_site(prefix, model, "fused", reason))
     heads = {head_of(m) for m in model.modules()} if config.loss == "chunked" else set()
     root_is_layer = not prefix and not isinstance(model, PreTrainedModel) and not numbers.keys() - {""}
     for name, module in model.named_modules():
-        number = number_of(name, numbers) if block is None else block
+        around = block_at(name, numbers) if block is None else block
+        number = around or 0
         op, value = _choice(f"{prefix}.{name}", module, config, number, root_is_layer)
-        if (block is not None or is_in_block(name, numbers)) and _is_chosen(name, module, config, number, len(numbers)):
+        if around is not None and _is_chosen(name, module, config, number, len(numbers)):
             if op is None:
                 op, value = "run_again", config.checkpoint
             else:
-                reason = f"{op} replaces its forward"
-                sites.append(SiteReport(name, stock_class(module).__name__, "run_again", "skipped", reason))
+                sites.append(_site(name, module, "run_again", f"{op} replaces its forward"))
         if op is None and module in heads and not _is_head_known_by_weight(module):
             op, value = "lazy_head", config.loss
         if op is None:
             continue
-        cls = stock_class(module)
         is_by_weight = op == "run_again" and is_known_by_weight(module)
         if hides_forward(module) and not is_by_weight:
             if not OPS[op].is_implied:
-                refuse_hidden(name, module)
-            reason = hidden(module)  # another tool's forward runs instead
+                refusals.refuse_hidden(name, module)
+            reason = refusals.hidden(module)  # another tool's forward runs instead
         elif refusal := OPS[op].refuse(module, value):
-            raise PatchError(f"{name or 'the model'} ({cls.__name__}) {refusal}")
+            raise PatchError(f"{name or 'the model'} ({stock_class(module).__name__}) {refusal}")
         else:
             reason = OPS[op].check(module, value)
-        sites.append(SiteReport(name, cls.__name__, op, "skipped" if reason else "patched", reason))
+        sites.append(_site(name, module, op, reason))
         if not reason and is_by_weight:
             again.add(module)
         elif not reason:
-            plan[module] = plan.get(module, Patch(cls))._replace(op=op, value=value, block=number)
+            plan[module] = plan.get(module, Patch(stock_class(module)))._replace(op=op, value=value, block=number)
     if config.checkpoint is not None and not prefix:
         refuse_zero3(model, config.checkpoint)
-        refuse_no_rung(sites, config, model)
+        refusals.refuse_no_rung(sites, config, model)
     if config.linear is not None and not prefix:
-        refuse_no_target(sites, config.linear, model)
-        refuse_other_attention(sites, config.linear, model)
+        refusals.refuse_no_target(sites, config.linear, model)
+        refusals.refuse_other_attention(sites, config.linear, model)
     return sites, plan, again
+
+
+def _site(name: str, module: nn.Module, op: str, reason: str = "") -> SiteReport:
+    return SiteReport(name, stock_class(module).__name__, op, "skipped" if reason else "patched", reason)
 
 
 def _collect_taped(
@@ -108,43 +104,37 @@ def _collect_taped(
 ) -> None:
     """The outermost models whose own forward runs, and the repeated blocks: what lays a tape."""
     roots: tuple[str, ...] = ()
-    outer = _unwrapped(model)
+    outer = model
+    while stock_class(outer).__module__.startswith(("torch.nn.parallel", "torch.distributed", "torch._dynamo")):
+        if not isinstance(inner := getattr(outer, "module", None), nn.Module):
+            break
+        outer = inner
     for name, module in model.named_modules():
         is_block = isinstance(module, GradientCheckpointingLayer)
-        is_root = module is outer or isinstance(module, PreTrainedModel)
-        if not is_block and (not is_root or f"{name}.".startswith(roots)):
+        is_model = isinstance(module, PreTrainedModel)
+        if not is_block and (not (module is outer or is_model) or f"{name}.".startswith(roots)):
             continue
-        cls = stock_class(module)
         op = "block" if is_block else "model"
         is_hidden = hides_forward(module)
-        if is_hidden and (is_block or not isinstance(module, PreTrainedModel)):
+        if is_hidden and (is_block or not is_model):
             if not is_block:
-                refuse_hidden(name, module)
-            sites.append(SiteReport(name, cls.__name__, op, "skipped", hidden(module)))
+                refusals.refuse_hidden(name, module)
+            sites.append(_site(name, module, op, refusals.hidden(module)))
             continue
         if not is_block:
             roots += (f"{name}." if name else "",)
-        number = number_of(name, numbers) if config.layers else 0
-        is_again = is_block and config.checkpoint == "block"
-        is_again = is_again and config.converts("checkpoint", number_of(name, numbers), len(numbers))
-        plan[module] = Patch(cls, config, number, is_hidden=is_hidden, is_checkpointed=is_again)
-        sites.append(SiteReport(name, cls.__name__, op, "patched"))
+        number = number_of(name, numbers)
+        is_again = is_block and config.checkpoint == "block" and config.converts("checkpoint", number, len(numbers))
+        number = number if config.layers else 0
+        plan[module] = Patch(stock_class(module), config, number, is_hidden=is_hidden, is_checkpointed=is_again)
+        sites.append(_site(name, module, op))
         if is_again:
-            sites.append(SiteReport(name, cls.__name__, "run_again", "patched"))
+            sites.append(_site(name, module, "run_again"))
 
 
 def _is_head_known_by_weight(head: nn.Module) -> bool:
     """Whether a tape sees ``F.linear`` called with the head's weight, so that its class can stay."""
     return isinstance(head, nn.Linear) and not type(head).__module__.startswith("bitsandbytes")
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model below the wrappers of torch around it."""
-    while stock_class(model).__module__.startswith(_WRAPPERS):
-        if not isinstance(inner := getattr(model, "module", None), nn.Module):
-            break
-        model = inner
-    return model
 
 
 def _choice(

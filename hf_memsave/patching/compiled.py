@@ -15,11 +15,7 @@ BUDGET = 0.99
 # So that it is called where a graph is traced, and leaves nothing in the graph.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def keep_the_floor() -> int:
-    """Give the partitioner of what is compiled now a budget, unless the user did; it is taken back when that is done.
-
-    Returns:
-        Nothing of use: what is called while tracing has to return something.
-    """
+    """Give the partitioner of what is compiled now a budget, unless the user did, until that is done; returns 0."""
     # Asked here, as Dynamo of PyTorch 2.11 takes it for true; an export tells of no end.
     if config.activation_memory_budget == 1.0 and not torch.compiler.is_exporting():
         config.activation_memory_budget = BUDGET

@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from hf_memsave.arch import kind_of
 from hf_memsave.config.config import MemSaveConfig, MemSaveLike
 from hf_memsave.config.sizes import MIB
 from hf_memsave.errors import PatchError, not_a_module
+from hf_memsave.patching import refusals
 from hf_memsave.patching.checkpointed import AGAIN, checkpoint_blocks, choose_again
-from hf_memsave.patching.collect import collect
-from hf_memsave.patching.refusals import SiteReport, refuse_another_config, refuse_foreign_patches
+from hf_memsave.patching.collect import Patches, collect
+from hf_memsave.patching.refusals import SiteReport
 from hf_memsave.patching.sampled_layers import attach, sampler_of
-from hf_memsave.patching.swap import (
-    is_patched,
-    is_wrapped,
-    patched_class,
-    patched_models,
-    refuse_wrapped,
-    set_class,
-    stock_class,
-)
+from hf_memsave.patching.swap import is_patched, is_wrapped, patched_class, patched_models, set_class, stock_class
 from hf_memsave.patching.taped import BUFFERS, CODED, LEDGER, forget_decisions, mark_buffers
 from hf_memsave.sampling.sampler import MOST
 from hf_memsave.tape import Kept, measure_kept
@@ -38,13 +29,8 @@ from hf_memsave.tape.quantize import FORMATS
 
 logger = logging.get_logger(__name__)
 
-#: Called with the config that a model was patched with: how doors above learn of it.
-LISTENERS: list[Callable[[MemSaveConfig], None]] = []
-#: Caches of gradient norms that need a model's batch.
-_BY_BATCH = ("sample_idx", "content")
 #: Lines of a report that name where bytes are.
 _TOP = 4
-#: Said of a model that seems to be trained without its forward.
 _UNCALLED = (
     "  not called since it was patched, though it got gradients: of any method but forward (such as training_step)\n"
     "    the repeated blocks alone are covered. Patch the module whose forward that method calls. (What torch.compile\n"
@@ -70,7 +56,9 @@ class PatchReport:
 
     Attributes:
         config: What was asked for.
-        sites: The models and blocks covered, and every module that is approximated, sampled or left to stock.
+        sites: The models and blocks covered, and every module that is approximated, sampled or left to stock: those
+            ``patched`` and those ``skipped``, each for a reason.
+        covered: How many models and repeated blocks a tape covers, in words.
         step: What the first forward with gradients, in training mode, kept and avoided; empty before.
     """
 
@@ -78,22 +66,10 @@ class PatchReport:
         self._model = weakref.ref(model)
         self._had_gradients = _has_gradients(model)
         self.config, self.sites, self.step = config, tuple(sites), step
-
-    @property
-    def patched(self) -> tuple[SiteReport, ...]:
-        """The sites that changed."""
-        return tuple(site for site in self.sites if site.status == "patched")
-
-    @property
-    def skipped(self) -> tuple[SiteReport, ...]:
-        """The sites that stayed stock; each has a reason."""
-        return tuple(site for site in self.sites if site.status == "skipped")
-
-    @property
-    def covered(self) -> str:
-        """How many models and repeated blocks a tape covers, in words."""
+        self.patched = tuple(site for site in self.sites if site.status == "patched")
+        self.skipped = tuple(site for site in self.sites if site.status == "skipped")
         count = Counter(site.op for site in self.patched)
-        return f"{count['model']} models and {count['block']} repeated blocks covered"
+        self.covered = f"{count['model']} models and {count['block']} repeated blocks covered"
 
     @property
     def added(self) -> tuple[str, ...]:
@@ -138,17 +114,16 @@ class PatchReport:
             return []
         unbiased = "biased" if config.estimator == "topk" else "unbiased"
         what = "weight gradients, and those of attention's products," if config.attention else "weight gradients"
-        line = f"  {what} from {config.budget:.0%} of the tokens: noisy, and {unbiased}"
-        size = sampler.cache.nbytes
-        return [line + (f"; their norms take up to {size / 2**20:.1f} MiB beside the model" if size else "")]
+        size = f"; their norms take up to {n / MIB:.1f} MiB beside the model" if (n := sampler.cache.nbytes) else ""
+        return [f"  {what} from {config.budget:.0%} of the tokens: noisy, and {unbiased}{size}"]
 
     def _step(self) -> list[str]:
         step = self.step
+        if step.uncounted and not step.is_counted:
+            return [f"  what it frees is not counted: {step.uncounted}"]
         if not step.is_counted:
             model = self._model()
             is_trained = model is not None and _has_gradients(model) and not self._had_gradients
-            if step.uncounted:
-                return [f"  what it frees is not counted: {step.uncounted}"]
             return [_UNCALLED if is_trained else "  what it frees is counted in the first training step"]
         kept, away, avoided = step.nbytes_kept, step.nbytes_offloaded, step.nbytes_avoided
         more = kept + away - step.nbytes_stock
@@ -182,19 +157,16 @@ class PatchReport:
 def patch(model: nn.Module, config: MemSaveLike = True, *, replace: bool = False) -> PatchReport:
     """Make fine-tuning ``model`` keep less memory, in place.
 
-    Idempotent; another config than the model's is an error, unless it is to ``replace`` that. Parameters, buffers,
-    state dict and class names stay as they are, and so do the classes of all modules but the model and its
-    checkpointable blocks (and those of what a config approximates or samples). A model that cannot be patched is left
-    untouched.
-
-    A single layer is patched as well, and can then stand in any model that is not: it frees what it keeps itself, but
-    what the layers after it keep of its output, they keep as in stock.
+    Idempotent. Parameters, buffers, state dict and class names stay as they are, and so do the classes of all modules
+    but the model and its checkpointable blocks (and those of what a config approximates or samples). A model that
+    cannot be patched is left untouched. A layer patched by itself frees what it keeps, in any model around it; what the
+    layers after it keep of its output, they keep as in stock.
 
     Args:
         model: Any module that has parameters or other modules.
         config: True for the exact default, a preset's name, a YAML or JSON file, a dict of fields or a
             :class:`MemSaveConfig`. One whose gradients are not exact is logged.
-        replace: Take ``config`` in place of another that the model is patched with.
+        replace: Take ``config`` in place of another that the model is patched with, which is an error otherwise.
 
     Returns:
         What was patched, or skipped and why, and after the first step what that step kept. Print it;
@@ -210,33 +182,18 @@ def patch(model: nn.Module, config: MemSaveLike = True, *, replace: bool = False
     resolved = MemSaveConfig.resolve(config)
     if resolved is None:
         raise PatchError(f"patch(model, {config!r}) asks for nothing. Use patch(model), or unpatch(model) to undo.")
-    refuse_foreign_patches(model)
+    refusals.refuse_foreign_patches(model)
     sites, plan, again = collect(model, resolved)
-    _refuse_nothing(model)
-    _refuse_unseen_batches(model, resolved)
+    refusals.refuse_nothing(model)
+    refusals.refuse_unseen_batches(model, resolved)
     if not replace:
-        refuse_another_config(model, resolved)
-    classes = {module: patched_class(patch) for module, patch in plan.items()}
-    for name, module in model.named_modules():
-        if is_wrapped(module) and classes.get(module) not in type(module).__mro__:
-            refuse_wrapped(name, module)
-    for module in model.modules():
-        if not is_wrapped(module):  # else it is patched as planned already
-            _become(module, classes.get(module, stock_class(module)))
-    choose_again(model, again)
-    attach(model)
-    checkpoint_blocks(model, [module for module, patch in plan.items() if patch.is_checkpointed])
-    for index, module in enumerate(plan):
-        before = module.__dict__.pop(CODED, (index, 0))
-        if resolved.storage is not None and plan[module].config is not None:
-            module.__dict__[CODED] = before
+        refusals.refuse_another_config(model, resolved)
+    _swap(model, plan, again)
     ledger = Ledger()
     for module, _ in patched_models(model):
         mark_buffers(module)
         module.__dict__[LEDGER] = ledger
     leave_alone([vars(module) for module in model.modules()])
-    for listener in LISTENERS:
-        listener(resolved)
     if not resolved.is_exact:
         logger.warning_once(f"hf_memsave: gradients are not exact: {', '.join(resolved.inexact)}")
     return PatchReport(model, resolved, sites, ledger)
@@ -250,44 +207,34 @@ def unpatch(model: nn.Module) -> None:
     """
     if not isinstance(model, nn.Module):
         raise PatchError(not_a_module("unpatch(model)", model))
+    _swap(model, {}, set())
+
+
+def _swap(model: nn.Module, plan: Patches, again: set[nn.Module]) -> None:
+    """Have the modules of ``plan`` patched as it says and ``again`` run again; all others of ``model`` are stock."""
+    classes = {module: patched_class(patch) for module, patch in plan.items()}
     for name, module in model.named_modules():
-        refuse_wrapped(name, module)
+        if is_wrapped(module) and classes.get(module) not in type(module).__mro__:
+            raise PatchError(
+                f"cannot undo {name or 'the model'}: its class is {type(module).__name__} of {type(module).__module__},"
+                " which another tool (such as FSDP2) put over ours since. Undo before you wrap, or build the model "
+                "again."
+            )
+    coded = {module: i for i, (module, patch) in enumerate(plan.items()) if patch.config and patch.config.storage}
     for module in model.modules():
-        _become(module, stock_class(module))
+        cls = classes.get(module, stock_class(module))
+        if type(module) is not cls and not is_wrapped(module):
+            set_class(module, cls)
+            forget_decisions(module)
         for name in (BUFFERS, LEDGER, CODED):
-            module.__dict__.pop(name, None)
-    choose_again(model, ())
-    checkpoint_blocks(model, ())
+            if name != CODED or module not in coded:
+                module.__dict__.pop(name, None)
+    for module, index in coded.items():
+        module.__dict__.setdefault(CODED, (index, 0))
+    choose_again(model, again)
     attach(model)
-
-
-def _become(module: nn.Module, cls: type[nn.Module]) -> None:
-    if type(module) is not cls:
-        set_class(module, cls)
-        forget_decisions(module)
+    checkpoint_blocks(model, [module for module, patch in plan.items() if patch.is_checkpointed])
 
 
 def _has_gradients(model: nn.Module) -> bool:
     return any(parameter.grad is not None for parameter in model.parameters())
-
-
-def _refuse_nothing(model: nn.Module) -> None:
-    if any(True for _ in model.parameters()) or any(True for _ in model.children()):
-        return
-    if type(model).__module__.startswith("torch.nn.modules") or kind_of(type(model)) is not None:
-        return  # an activation or dropout by itself
-    raise PatchError(
-        f"nothing to patch in {type(model).__name__}: expected a module with parameters or other modules, whose "
-        "forward autograd keeps tensors for. Pass the model that you train."
-    )
-
-
-def _refuse_unseen_batches(model: nn.Module, config: MemSaveConfig) -> None:
-    if config.linear is None or config.linear.cache not in _BY_BATCH:
-        return
-    if not any(isinstance(module, PreTrainedModel) for module in model.modules()):
-        raise PatchError(
-            f"WTACRS(cache={config.linear.cache!r}) tells samples apart by a model's batch, which a "
-            f"{type(model).__name__} patched by itself does not see. Use cache='position' or None, or patch the model "
-            "around it."
-        )

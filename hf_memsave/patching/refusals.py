@@ -7,15 +7,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from hf_memsave.arch import LINEARS, RUN_AGAIN, path_of
+from hf_memsave.arch import LINEARS, RUN_AGAIN, kind_of, path_of
 from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.config.wtacrs import WTACRS
 from hf_memsave.errors import PatchError
 from hf_memsave.ops.sampled.eager_attention import NAME, implementation, is_attention
 from hf_memsave.patching.swap import patched_models, stock_class
-
-_TRACED = (torch.jit.ScriptModule, torch.fx.GraphModule)
 
 
 @dataclass(frozen=True)
@@ -32,36 +31,39 @@ class SiteReport:
     reason: str = ""
 
 
+def _names_in(model: nn.Module, paths: tuple[str, ...]) -> list[str]:
+    """The last names of the modules of these classes."""
+    return sorted({name.rpartition(".")[2] for name, m in model.named_modules() if path_of(stock_class(m)) in paths})
+
+
 def refuse_no_rung(sites: list[SiteReport], config: MemSaveConfig, model: nn.Module) -> None:
     """Raise where nothing runs again, though that was asked for."""
     asked = [site for site in sites if site.op == "run_again"]
     if config.first_blocks("checkpoint") == 0 or any(site.status == "patched" for site in asked):
         return
+    what = f"MemSaveConfig(checkpoint={config.checkpoint!r}): expected linears"
     if asked:
         raise PatchError(
-            f"MemSaveConfig(checkpoint={config.checkpoint!r}): expected linears that can run again in backward, got "
-            f"{asked[0].name} ({asked[0].cls}): {asked[0].reason}. Use checkpoint='block', which runs whole blocks "
-            "again, or leave checkpoint out."
+            f"{what} that can run again in backward, got {asked[0].name} ({asked[0].cls}): {asked[0].reason}. Use "
+            "checkpoint='block', which runs whole blocks again, or leave checkpoint out."
         )
-    linears = {name.rpartition(".")[2] for name, m in model.named_modules() if path_of(stock_class(m)) in RUN_AGAIN}
     raise PatchError(
-        f"MemSaveConfig(checkpoint={config.checkpoint!r}): expected linears of a known name in repeated blocks of "
-        f"{type(model).__name__} (o_proj, q_proj, up_proj, gate_proj, ...), got "
-        f"{', '.join(sorted(linears)) or 'none'}. Use model.gradient_checkpointing_enable(), or leave checkpoint out."
+        f"{what} of a known name in repeated blocks of {type(model).__name__} (o_proj, q_proj, up_proj, gate_proj, "
+        f"...), got {', '.join(_names_in(model, RUN_AGAIN)) or 'none'}. Use model.gradient_checkpointing_enable(), or "
+        "leave checkpoint out."
     )
 
 
 def refuse_no_target(sites: list[SiteReport], config: WTACRS, model: nn.Module) -> None:
-    """Raise where a target of sampling is no linear."""
+    """Raise where a target of sampling is no linear; adapters may be added later."""
     sampled = [f".{site.name}." for site in sites if site.op == "wta_crs"]
-    later = ("lora_A", "lora_B")  # adapters are added after the patch, as often as not
-    missing = [t for t in config.targets or () if t not in later and not any(f".{t}." in path for path in sampled)]
-    if missing:
-        linears = {name.rpartition(".")[2] for name, m in model.named_modules() if path_of(stock_class(m)) in LINEARS}
-        raise PatchError(
-            f"WTACRS.targets: expected names of linears of {type(model).__name__}, got {missing[0]!r}, which is none. "
-            f"Choose from {', '.join(sorted(linears))}, or leave targets out for all linears in repeated blocks."
-        )
+    for target in config.targets or ():
+        if target not in ("lora_A", "lora_B") and not any(f".{target}." in path for path in sampled):
+            raise PatchError(
+                f"WTACRS.targets: expected names of linears of {type(model).__name__}, got {target!r}, which is none. "
+                f"Choose from {', '.join(_names_in(model, LINEARS))}, or leave targets out for all linears in repeated "
+                "blocks."
+            )
 
 
 def refuse_other_attention(sites: list[SiteReport], config: WTACRS, model: nn.Module) -> None:
@@ -69,7 +71,6 @@ def refuse_other_attention(sites: list[SiteReport], config: WTACRS, model: nn.Mo
     if not config.attention:
         return
     found = {name: module for name, module in model.named_modules() if is_attention(stock_class(module))}
-    remedy = f"Load the model with attn_implementation={NAME!r}, or leave attention=True out."
     if not found:
         raise PatchError(
             f"WTACRS(attention=True): expected a model with Transformers' own eager attention, got "
@@ -80,13 +81,35 @@ def refuse_other_attention(sites: list[SiteReport], config: WTACRS, model: nn.Mo
         if name not in reports:
             raise PatchError(
                 f"WTACRS(attention=True): expected attn_implementation={NAME!r}, got {implementation(module)!r} in "
-                f"{name}. {remedy}"
+                f"{name}. Load the model with attn_implementation={NAME!r}, or leave attention=True out."
             )
         if reports[name].status == "skipped":
             raise PatchError(
                 f"WTACRS(attention=True): expected to patch {name}, but {reports[name].reason}. Leave that out, or "
                 "attention=True."
             )
+
+
+def refuse_nothing(model: nn.Module) -> None:
+    """Raise for a module that autograd keeps no tensor for: without parameters or parts, and no known activation."""
+    is_known = type(model).__module__.startswith("torch.nn.modules") or kind_of(type(model)) is not None
+    if not is_known and next(model.parameters(), None) is None and next(model.children(), None) is None:
+        raise PatchError(
+            f"nothing to patch in {type(model).__name__}: expected a module with parameters or other modules, whose "
+            "forward autograd keeps tensors for. Pass the model that you train."
+        )
+
+
+def refuse_unseen_batches(model: nn.Module, config: MemSaveConfig) -> None:
+    """Raise where norms are to be cached by sample, and no model in ``model`` sees the batch."""
+    if config.linear is None or config.linear.cache not in ("sample_idx", "content"):
+        return
+    if not any(isinstance(module, PreTrainedModel) for module in model.modules()):
+        raise PatchError(
+            f"WTACRS(cache={config.linear.cache!r}) tells samples apart by a model's batch, which a "
+            f"{type(model).__name__} patched by itself does not see. Use cache='position' or None, or patch the model "
+            "around it."
+        )
 
 
 def _tool(forward: Any) -> str:
@@ -102,10 +125,20 @@ def hidden(module: nn.Module) -> str:
     return f"its forward was set by {tool}; what lies below is patched"
 
 
+def refuse_hidden(name: str, module: nn.Module) -> None:
+    """Raise for a module whose own forward would hide ours."""
+    tool = _tool(module.__dict__["forward"])
+    raise PatchError(
+        f"{name or 'the model'} ({type(module).__name__}) has a forward of its own, set on the instance by another "
+        f"tool ({tool or 'one written in C'}), which would hide ours. Build the model without it (for kernelize: "
+        "use_kernels=False), patch before that tool, or leave out what was asked for this module."
+    )
+
+
 def refuse_foreign_patches(model: nn.Module) -> None:
     """Raise where another tool has replaced a forward already."""
     for name, module in model.named_modules():
-        if isinstance(module, _TRACED):
+        if isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)):
             raise PatchError(
                 f"{name or 'the model'} is a {type(module).__name__}: it has been traced, scripted or exported, and "
                 "runs no module's forward any more. Patch the model that it was made of."
@@ -135,13 +168,3 @@ def _short(config: MemSaveConfig) -> str:
     given = [(f.name, getattr(config, f.name)) for f in fields(config) if getattr(config, f.name) != f.default]
     values = ", ".join(f"{name}={dict(value) if name == 'layers' else value!r}" for name, value in given)
     return f"MemSaveConfig({values})" + ("" if given else ", the exact default")
-
-
-def refuse_hidden(name: str, module: nn.Module) -> None:
-    """Raise for a module whose own forward would hide ours."""
-    tool = _tool(module.__dict__["forward"])
-    raise PatchError(
-        f"{name or 'the model'} ({type(module).__name__}) has a forward of its own, set on the instance by another "
-        f"tool ({tool or 'one written in C'}), which would hide ours. Build the model without it (for kernelize: "
-        "use_kernels=False), patch before that tool, or leave out what was asked for this module."
-    )

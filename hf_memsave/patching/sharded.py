@@ -1,9 +1,8 @@
 """Which parameters a sharding engine takes away between forward and backward, and for how long.
 
-FSDP1, FSDP2 and ZeRO-3 bring a unit's parameters as it begins to run, and take them away between forward and backward:
-FSDP's units are the modules that the user wrapped, ZeRO-3's are single layers. A unit that holds a repeated block has
-its parameters while that block runs. Parameters of any other unit are marked as brief, whether or not FSDP2 frees them
-after this forward (``set_reshard_after_forward``): a mark outlives it, and so may its rerun.
+FSDP and ZeRO-3 bring a unit's parameters as it begins to run: FSDP's units are the modules that the user wrapped,
+ZeRO-3's are single layers. A unit that holds a repeated block has them while that block runs; parameters of any other
+are marked as brief, whether or not FSDP2 frees them after this forward: a mark outlives it, and so may its rerun.
 """
 
 from __future__ import annotations
@@ -51,9 +50,7 @@ def refuse_zero3(model: nn.Module, rung: str | None) -> None:
         )
 
 
-@cache
-def _zero3() -> Sharded:
-    return Sharded(is_brief=True)
+_zero3 = cache(partial(Sharded, is_brief=True))
 
 
 def _groups(module: nn.Module) -> Any:
@@ -65,6 +62,7 @@ def _groups(module: nn.Module) -> Any:
 
 
 def _units_of(model: nn.Module) -> list[tuple[Callable[[Tensor], bool], Sharded]]:
+    """Whether a parameter is a unit's, and what marks its storage, of each unit."""
     found: list[tuple[Callable[[Tensor], bool], Sharded]] = []
     for module in model.modules():
         is_whole = module is model or any(isinstance(m, GradientCheckpointingLayer) for m in module.modules())
@@ -88,4 +86,4 @@ def _is_of_groups(groups: Any, parameter: Tensor) -> bool:
 
 
 def _is_of_flat(flat: Any, parameter: Tensor) -> bool:
-    return parameter is flat or any(p is parameter for p in flat._params or ())
+    return any(p is parameter for p in (flat, *(flat._params or ())))

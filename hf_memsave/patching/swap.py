@@ -1,7 +1,7 @@
 """Swapping the class of one module instance, and back: the only way this package changes a model's behaviour.
 
-The new class has the old one's name, parameters, buffers and state dict; only its ``forward`` differs. It stands in the
-class body: ``GradientCheckpointingLayer`` wraps it there, and never sees one that is assigned later.
+Only ``forward`` differs. It stands in the class body: ``GradientCheckpointingLayer`` wraps it there, and never sees one
+that is assigned later.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave.config.config import MemSaveConfig
-from hf_memsave.errors import PatchError
 from hf_memsave.ops import OPS
 from hf_memsave.patching.checkpointed import with_wanted_input
 from hf_memsave.patching.taped import LEDGER, asks_for_index, call_with_batch, run_taped
@@ -33,19 +32,13 @@ _FORWARDS: weakref.WeakSet[Any] = weakref.WeakSet()
 class Patch(NamedTuple):
     """What one patched class knows."""
 
-    #: The class it replaces.
-    stock: Any
-    #: What the module lays a tape for; None where it lays none.
-    config: MemSaveConfig | None = None
-    #: The number of the repeated block that it is, or is a part of.
-    block: int = 0
-    #: The op that replaces the forward, and what chose it; None if the forward stays.
-    op: str | None = None
-    value: Any = None
-    #: Another tool (Accelerate, TRL) has set a forward on the instance: the tape is laid around the call.
-    is_hidden: bool = False
-    #: It is a block that runs again as a whole.
-    is_checkpointed: bool = False
+    stock: Any  # the class it replaces
+    config: MemSaveConfig | None = None  # what the module lays a tape for; None where it lays none
+    block: int = 0  # the number of the repeated block that it is, or is a part of
+    op: str | None = None  # what replaces the forward; None if that stays
+    value: Any = None  # what chose the op
+    is_hidden: bool = False  # the instance has a forward of another tool: the tape is laid around the call
+    is_checkpointed: bool = False  # a block that runs again as a whole
 
 
 def patch_of(module: nn.Module) -> Patch | None:
@@ -81,15 +74,6 @@ def patched_models(model: nn.Module) -> list[tuple[nn.Module, MemSaveConfig]]:
     return found
 
 
-def refuse_wrapped(name: str, module: nn.Module) -> None:
-    """Raise for a module over whose class another tool has put its own."""
-    if is_wrapped(module):
-        raise PatchError(
-            f"cannot undo {name or 'the model'}: its class is {type(module).__name__} of {type(module).__module__}, "
-            "which another tool (such as FSDP2) put over ours since. Undo before you wrap, or build the model again."
-        )
-
-
 def hides_forward(module: nn.Module) -> bool:
     """Whether a forward on the instance keeps the class's from being called (Accelerate's wrappers do call it)."""
     own = module.__dict__.get("forward")
@@ -108,15 +92,13 @@ def _is_ours(method: Any) -> bool:
 
 def set_class(module: nn.Module, cls: Any) -> None:
     """Change the class of one instance, between a stock class and one of ours."""
-    if type(module) is cls:
-        return
     module.__class__ = cls
     for name in ("forward", "_old_forward"):  # Accelerate's hooks bind the class's forward, and may leave it there
         if _is_from_class(module, module.__dict__.get(name)):
             setattr(module, name, types.MethodType(cls.forward, module))
 
 
-#: Those that a module has: another one of the same patch would be another type.
+#: The classes that modules have: another one of the same patch would be another type.
 _CLASSES: weakref.WeakValueDictionary[Patch, Any] = weakref.WeakValueDictionary()
 
 
@@ -139,12 +121,18 @@ def _class_of(patch: Patch) -> Any:
 
                 keep_the_floor()
             return stock.forward(self, *args, **kwargs)
-        now = patch_of(self)
-        if now is None:
+        if (now := patch_of(self)) is None:
             return stock.forward(self, *args, **kwargs)
         if now.config is None:
             return _run_op(self, *args, **kwargs)
         return run_taped(self, now.config, now.block, _run_op if now.op else now.stock.forward, args, kwargs)
+
+    @functools.wraps(stock.__call__)
+    def taped_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # around the forward of another tool
+        now = None if torch.compiler.is_compiling() else patch_of(self)
+        if now is None or now.config is None:
+            return stock.__call__(self, *args, **kwargs)
+        return run_taped(self, now.config, now.block, stock.__call__, args, kwargs)
 
     if config is not None and asks_for_index(config):  # so that Trainer hands the model that column
         signature = inspect.signature(stock.forward)
@@ -171,10 +159,7 @@ def _class_of(patch: Patch) -> Any:
         "_replicate_for_data_parallel": _replicate_for_data_parallel,
         _PATCH: patch,
     }
-    if patch.is_hidden:
-        body["__call__"] = _taped_call(stock)
-    else:
-        body["forward"] = forward
+    body["__call__" if patch.is_hidden else "forward"] = taped_call if patch.is_hidden else forward
     if patch.is_checkpointed:
         body["__call__"] = with_wanted_input(body.get("__call__", stock.__call__))
     if config is not None and config.linear is not None and issubclass(stock, GradientCheckpointingLayer):
@@ -183,19 +168,6 @@ def _class_of(patch: Patch) -> Any:
     if not patch.is_hidden:
         _FORWARDS.add(cls.forward)
     return cls
-
-
-def _taped_call(stock: Any) -> Any:
-    """``__call__`` of a model whose own forward another tool has hidden: a tape around whatever runs."""
-
-    @functools.wraps(stock.__call__)
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        now = None if torch.compiler.is_compiling() else patch_of(self)
-        if now is None or now.config is None:
-            return stock.__call__(self, *args, **kwargs)
-        return run_taped(self, now.config, now.block, stock.__call__, args, kwargs)
-
-    return __call__
 
 
 def _run_op(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

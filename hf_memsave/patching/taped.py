@@ -1,8 +1,7 @@
 """What a patched model or block does when it is called: its own forward, under a tape.
 
-Outermost it lays the tape. Inside of one, as each repeated block of a model is, it marks where the block ends; but
-under gradient checkpointing a foreign hook lies between it and the model's tape, and it lays its own. Where linears are
-sampled, it tells their sampler which batch runs.
+Outermost it lays the tape; within one, a repeated block marks where it ends. Under gradient checkpointing a foreign
+hook lies between the block and the model's tape, and the block lays its own. Sampled linears are told which batch runs.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,20 +34,13 @@ from hf_memsave.patching.blocks import head_of
 from hf_memsave.patching.checkpointed import runs_again, weights_in, with_cache
 from hf_memsave.patching.sharded import frees_after_forward, mark_of
 from hf_memsave.sampling.sampler import INDEX, Sampler
-from hf_memsave.tape import Tape, current, hooks_work, table_without
+from hf_memsave.tape import Tape, current, hooks_work, private, table_without
 from hf_memsave.tape.codecs import CODERS, Coders, Encoder, leave_alone
 from hf_memsave.tape.content import BUFFER, MARK
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.offload import SMALLEST_NBYTES, Offload
 from hf_memsave.tape.price import Decisions
-from hf_memsave.tape.private import (
-    checkpoint_frame,
-    function_in_backward,
-    functions_in_forward,
-    innermost_hooks,
-    innermost_mode,
-    refuses_hooks,
-)
+from hf_memsave.tape.private import checkpoint_frame, function_in_backward, innermost_hooks
 from hf_memsave.tape.tensors import tensors_in
 
 logger = logging.get_logger(__name__)
@@ -63,46 +55,34 @@ CODED = "_memsave_coded"
 BATCH = "_memsave_batch"
 #: Parts of what would be kept: a model, or one setting, that frees less is warned of.
 _LEAST, _LEAST_OF_ONE = 0.05, 0.01
+Forward = Callable[..., Any]
+Settings = tuple[Mapping[Any, Any], str, Coders]
 #: What the tapes of each module have decided.
 _decided: weakref.WeakKeyDictionary[nn.Module, Decisions] = weakref.WeakKeyDictionary()
 
 
-class Settings(NamedTuple):
-    """What a block's part of the forward runs under: handlers of functions, how dropouts are kept, what packs bits."""
-
-    table: Mapping[Any, Any]
-    dropout: str
-    coders: Coders
-
-
-def settings_of(config: MemSaveConfig, block: int) -> Settings:
-    """The settings of the repeated block of this number."""
-    return _settings(config, block, "bitsandbytes" in sys.modules)
-
-
 @lru_cache(1024)
 def _settings(config: MemSaveConfig, block: int, has_quantized: bool) -> Settings:
+    """For the repeated block of this number: handlers of functions, how dropouts are kept, what packs bits."""
     stock = [kind for kind in ("activation", "norm", "dropout", "attention") if not config.converts(kind, block)]
     stock += [] if config.frozen else ["frozen"]
     if config.backend == "torch":
-        return Settings(table_without(*stock), config.dropout, CODERS)
-    return Settings(_fused_table(tuple(stock), has_quantized), config.dropout, FUSED_CODERS)
+        return table_without(*stock), config.dropout, CODERS
+    return _fused_table(tuple(stock), has_quantized), config.dropout, FUSED_CODERS
 
 
 @cache
 def _fused_table(stock: tuple[str, ...], has_quantized: bool) -> Mapping[Any, Any]:
-    """One for all blocks and configurations that leave the same to stock: it has some 1000 entries."""
+    """Some 1000 entries, shared by all blocks and configurations that leave the same to stock."""
     return table_without(*stock) | fused_linear.FUNCTIONS
 
 
 def forget_decisions(module: nn.Module) -> None:
-    """Have its next tapes decide again: under another configuration other calls leave records."""
+    """Under another configuration other calls leave records."""
     _decided.pop(module, None)
 
 
-def run_taped(
-    module: nn.Module, config: MemSaveConfig, block: int, forward: Callable[..., Any], args: Any, kwargs: Any
-) -> Any:
+def run_taped(module: nn.Module, config: MemSaveConfig, block: int, forward: Forward, args: Any, kwargs: Any) -> Any:
     """``forward(module, *args, **kwargs)`` under a tape, where one can be laid."""
     given = kwargs.pop(BATCH, None)
     index = kwargs.pop(INDEX, None) if asks_for_index(config) else None
@@ -110,49 +90,35 @@ def run_taped(
     tape = current()
     if tape is None and not hooks_work():
         if sampler is not None and module.training and not torch.is_grad_enabled():
-            sampler.remember(functions_in_forward(), function_in_backward())
+            sampler.remember(private.functions_in_forward(), function_in_backward())
         return forward(module, *args, **kwargs)
-    settings = settings_of(config, block)
-    sampling: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if sampler is not None and module.training:
-        cls: Any = type(module)
-        arguments = dict(zip(_parameters(cls), args, strict=False)) | kwargs
-        arguments |= {} if index is None else {INDEX: index}
-        sampling = sampler.entering(arguments, given, checkpoint_frame(), function_in_backward())
-    with sampling:
-        if tape is not None:
-            return _run_within(tape, module, settings, config, forward, args, kwargs)
-        leave_alone((args, kwargs))  # a caller of one's own, or a checkpoint, may hold the masks of the batch
-        return _lay(module, settings, config, forward, args, kwargs)
-
-
-def _run_within(
-    tape: Tape,
-    module: nn.Module,
-    settings: Settings,
-    config: MemSaveConfig,
-    forward: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-) -> Any:
-    """The forward under a tape that is there."""
-    is_block = isinstance(module, GradientCheckpointingLayer)
-    if is_block:
-        tape.blocks.begin(tape, (*args, *kwargs.values()))
-    before = tape.table, tape.dropout, tape.coders, tape.again
-    tape.table, tape.dropout, tape.coders = settings
-    tape.again = weights_in(module) if config.checkpoint else []
-    try:
-        out = forward(module, *args, **kwargs)
-    finally:
-        tape.table, tape.dropout, tape.coders, tape.again = before
-    if is_block:
-        tape.end_block(*(out if isinstance(out, tuple) else (out,)))
-    return out
+    settings = _settings(config, block, "bitsandbytes" in sys.modules)
+    with contextlib.ExitStack() as stack:
+        if sampler is not None and module.training:
+            cls: Any = type(module)
+            arguments = dict(zip(_parameters(cls), args, strict=False)) | kwargs
+            arguments |= {} if index is None else {INDEX: index}
+            stack.enter_context(sampler.entering(arguments, given, checkpoint_frame(), function_in_backward()))
+        if tape is None:
+            leave_alone((args, kwargs))  # a caller of one's own, or a checkpoint, may hold the masks of the batch
+            return _lay(module, settings, config, forward, args, kwargs)
+        is_block = isinstance(module, GradientCheckpointingLayer)
+        if is_block:
+            tape.blocks.begin(tape, (*args, *kwargs.values()))
+        before = tape.table, tape.dropout, tape.coders, tape.again
+        tape.table, tape.dropout, tape.coders = settings
+        tape.again = weights_in(module) if config.checkpoint else []
+        try:
+            out = forward(module, *args, **kwargs)
+        finally:
+            tape.table, tape.dropout, tape.coders, tape.again = before
+        if is_block:
+            tape.end_block(*(out if isinstance(out, tuple) else (out,)))
+        return out
 
 
 def _lay(
-    module: nn.Module, settings: Settings, config: MemSaveConfig, forward: Callable[..., Any], args: Any, kwargs: Any
+    module: nn.Module, settings: Settings, config: MemSaveConfig, forward: Forward, args: Any, kwargs: Any
 ) -> Any:
     """The forward under a tape of its own."""
     codec = None
@@ -181,7 +147,7 @@ def _lay(
         if ledger is not None:  # the next forward is counted
             ledger.forget()
             module.__dict__[LEDGER] = ledger
-        if innermost_hooks() is None and refuses_hooks(error):
+        if innermost_hooks() is None and private.refuses_hooks(error):
             raise PatchError(
                 f"the forward of {type(module).__name__} calls what refuses saved-tensor hooks, by which hf_memsave "
                 "works (torch.func.grad and its like do). Patch the parts of the model that do not: patch(model.part). "
@@ -236,9 +202,10 @@ def _head_below(module: nn.Module) -> nn.Module | None:
 def _before_forward(module: nn.Module, given: Iterable[Tensor]) -> Ledger | None:
     """Mark the buffers, which ``.to()`` has replaced since; the ledger that waits for this forward of ``given``."""
     own = module.__dict__
-    owners = own.get(BUFFERS)
-    if owners and not _is_marked(owners[0]):
-        mark_buffers(module)
+    for owner, name in own.get(BUFFERS, ())[:1]:
+        buffer = owner._buffers.get(name)
+        if buffer is not None and getattr(buffer.untyped_storage(), MARK, None) is not BUFFER:
+            mark_buffers(module)
     ledger: Ledger | None = own.get(LEDGER)
     if ledger is None:
         return None
@@ -255,7 +222,7 @@ def _before_forward(module: nn.Module, given: Iterable[Tensor]) -> Ledger | None
 
 def _told_within(module: nn.Module, kwargs: Mapping[str, Any]) -> Ledger | None:
     """Where a block's tape under a foreign hook counts; None where nothing counts, or stock runs it again too."""
-    around = innermost_mode()
+    around = private.innermost_mode()
     ledger = around.root.ledger if isinstance(around, Tape) else None
     frame = checkpoint_frame()[0]
     if ledger is None or ledger.is_within or frame is None:
@@ -263,12 +230,6 @@ def _told_within(module: nn.Module, kwargs: Mapping[str, Any]) -> Ledger | None:
     is_ours = runs_again(module)  # and positional arguments, the checkpoint asks the model's tape to keep
     ledger.note_checkpoint(frame, tensors_in(kwargs.values()), is_asked=not is_ours)
     return ledger.within() if is_ours else None
-
-
-def _is_marked(owner: tuple[nn.Module, str]) -> bool:
-    module, name = owner
-    buffer = module._buffers.get(name)
-    return buffer is None or getattr(buffer.untyped_storage(), MARK, None) is BUFFER
 
 
 def mark_buffers(model: nn.Module) -> None:

@@ -22,8 +22,7 @@ from typing import Any
 from torch import nn
 
 from hf_memsave.arch import kind_of
-from hf_memsave.config.config import MemSaveConfig, MemSaveLike
-from hf_memsave.config.layers import KINDS
+from hf_memsave.config.config import KINDS, MemSaveConfig, MemSaveLike
 from hf_memsave.config.sizes import gib
 from hf_memsave.errors import PlanError
 from hf_memsave.measure.step import left_as_it_was

@@ -17,7 +17,7 @@ from hf_memsave.arch import RUN_AGAIN, is_run_again, path_of
 from hf_memsave.errors import PlanError
 from hf_memsave.measure.models import build_empty
 from hf_memsave.measure.training import Training
-from hf_memsave.patching.blocks import block_numbers, is_in_block
+from hf_memsave.patching.blocks import block_at, block_numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ def work_of(config: PreTrainedConfig, training: Training) -> Work:
         weight = module.weight
         assert isinstance(weight, nn.Parameter)
         of_all += weight.numel()
-        if is_in_block(name, numbers):
+        if block_at(name, numbers) is not None:
             again += weight.numel() * is_run_again(name, "gate")
             widest = max(widest, *weight.shape)
     layers = max(1, len(numbers))

@@ -1,0 +1,111 @@
+"""``memsave=`` on ``from_pretrained`` and ``from_config``, on every trainer, and in PEFT's configs.
+
+Every way of loading a model ends in one of two class methods of ``PreTrainedModel``, which are wrapped. Of PEFT it is
+``BaseTuner.inject_adapter``, where it has model and config together. ``Trainer.__init__`` takes the argument, and with
+it each subclass that hands its keywords on; one that does not, as its own ``__init__`` lists all that it takes (TRL's
+do) or drops the rest, is taught it, be it defined before or later.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from types import FunctionType
+from typing import Any
+
+from hf_memsave.config.config import MemSaveConfig, MemSaveLike
+from hf_memsave.errors import ConfigError
+from hf_memsave.integrations.hooks import wrap
+
+_METHODS = ("from_pretrained", "_from_config")
+
+
+def teach_models(modeling_utils: Any) -> None:
+    """Teach ``PreTrainedModel`` the ``memsave`` argument."""
+    for name in _METHODS:
+        wrap(modeling_utils.PreTrainedModel, name, _loading)
+
+
+def _loading(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def load(cls: Any, *args: Any, memsave: MemSaveLike | None = None, **kwargs: Any) -> Any:
+        from transformers import PreTrainedConfig
+        from transformers.utils import logging
+
+        config = MemSaveConfig.resolve(memsave)  # a wrong name must not cost a download
+        for given in (*args, kwargs.get("config")):
+            if isinstance(given, PreTrainedConfig) and hasattr(given, "memsave"):
+                raise ConfigError(
+                    f"the model's own config ({type(given).__name__}) has an attribute 'memsave' = {given.memsave!r}, "
+                    "in which Transformers buries the argument. Remove that key from its config.json."
+                )
+        loaded = stock(cls, *args, **kwargs)
+        if config is not None:
+            from hf_memsave.patching.patch import patch
+
+            model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
+            logging.get_logger(__name__).info("%s", patch(model, config))
+        return loaded
+
+    return load
+
+
+def teach_peft(tuners: Any) -> None:
+    """Have adapters patched as PEFT adds them to a patched model, or by a config that asks for it."""
+    wrap(tuners.BaseTuner, "inject_adapter", _adding)
+
+
+def _adding(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def inject_adapter(self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        is_asked = getattr(self.peft_config[adapter_name], "memsave", None) not in (None, False)
+        if not is_asked and "hf_memsave.patching.patch" not in sys.modules:  # no model is patched
+            return stock(self, model, adapter_name, *args, **kwargs)
+        adapters = import_module("hf_memsave.integrations.adapters")
+        return adapters.inject_adapter(stock, self, model, adapter_name, *args, **kwargs)
+
+    return inject_adapter
+
+
+def teach_trainers(module: Any) -> None:
+    """Teach ``Trainer`` and its subclasses the ``memsave`` argument."""
+    wrap(module.Trainer, "__init__", _training)
+    classes = [module.Trainer]
+    for cls in classes:  # which grows
+        classes += cls.__subclasses__()
+    for cls in classes[1:]:
+        _teach_subclass(cls)
+    wrap(module.Trainer, "__init_subclass__", partial(_subclassing, module.Trainer))
+
+
+def _teach_subclass(cls: type) -> None:
+    own = vars(cls).get("__init__")
+    if isinstance(own, FunctionType) and "memsave" not in (taken := inspect.signature(own).parameters):
+        wrap(cls, "__init__", partial(_training, hands_on=any(p.kind is p.VAR_KEYWORD for p in taken.values())))
+
+
+def _subclassing(trainer: type, stock: Callable[..., None] | None) -> Callable[..., None]:
+    def __init_subclass__(cls: type, **kwargs: Any) -> None:
+        if stock is None:
+            super(trainer, cls).__init_subclass__(**kwargs)  # type: ignore[arg-type]
+        else:
+            stock(cls, **kwargs)
+        _teach_subclass(cls)
+
+    return __init_subclass__
+
+
+def _training(stock: Callable[..., None], hands_on: bool = False) -> Callable[..., None]:
+    def __init__(self: Any, *args: Any, memsave: MemSaveLike | None = None, **kwargs: Any) -> None:
+        config = MemSaveConfig.resolve(memsave, may_plan=True)  # a wrong name must not cost a download
+        handed_on = {"memsave": memsave} if hands_on and memsave is not None else {}
+        stock(self, *args, **handed_on, **kwargs)
+        if config is None:
+            return
+        ours, given = config.callback(), kwargs.get("callbacks") or ()
+        there = [c for c in self.callback_handler.callbacks if type(c) is type(ours) and c not in given]
+        if not handed_on or not there:  # else it has arrived, perhaps as another config
+            ours.add_to(self)
+
+    return __init__
