@@ -16,10 +16,6 @@ NO_MODELS = {
     "a name": (lambda: "gpt2", "the text 'gpt2'.*Load the model first"),
     "a class": (lambda: nn.Linear, "the class Linear.*Make a model of it first"),
     "nothing": (lambda: None, "None.*Pass the model that you train"),
-    "an optimizer": (
-        lambda: torch.optim.SGD([nn.Parameter(torch.ones(2))]),
-        "class SGD.*Pass the model that you train",
-    ),
     "a trainer": (lambda: types.SimpleNamespace(model=nn.Linear(2, 2)), "class SimpleNamespace.*Pass its .model"),
     "parameters": (lambda: nn.Linear(2, 2).parameters(), "class generator.*Pass the model that you train"),
 }

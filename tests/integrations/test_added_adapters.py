@@ -14,7 +14,8 @@ from hf_memsave.integrations import adapters
 from hf_memsave.patching.swap import is_patched, patch_of
 from support.families import batch_for, build
 from support.helpers import only_on_cpu
-from support.lora import SIZE, adapted, pair, quantized
+from support.lora import SIZE, adapted, quantized
+from support.steps import assert_same, gradients, step
 
 LINEARS = ["q_proj", "v_proj"]
 
@@ -78,20 +79,15 @@ def test_the_report_names_adapters_that_came_unseen(monkeypatch):
     assert report.added == ()
 
 
-def test_a_config_of_ours_takes_what_the_model_has():
-    model = build("llama", SIZE)
-    patch(model, MemSaveConfig(dropout="mask"))
-    get_peft_model(model, MemSaveLoraConfig(target_modules=LINEARS, lora_dropout=0.1))
-    assert patch_of(model).config.dropout == "mask"
-
-
 def test_a_config_of_ours_that_asks_for_another_is_refused_before_an_adapter_is_in():
     model = build("llama", SIZE)
     patch(model, MemSaveConfig(dropout="mask"))
     before = set(model.state_dict())
     with pytest.raises(PatchError, match=r"patched with MemSaveConfig\(dropout='mask'\), got MemSaveConfig\(\), the"):
         get_peft_model(model, MemSaveLoraConfig(target_modules=LINEARS, memsave={"dropout": "seed"}))
-    assert set(model.state_dict()) == before and patch_of(model).config.dropout == "mask"
+    assert set(model.state_dict()) == before
+    get_peft_model(model, MemSaveLoraConfig(target_modules=LINEARS, lora_dropout=0.1))  # True: what the model has
+    assert patch_of(model).config.dropout == "mask"
 
 
 def test_an_adapter_that_cannot_be_patched_is_added_all_the_same(monkeypatch):
@@ -121,17 +117,15 @@ def test_adapters_that_cannot_be_saved_are_refused_when_asked_for(options):
     with pytest.raises(ConfigError, match=rf"got {next(iter(options))}, whose own .* Use peft.LoraConfig"):
         MemSaveLoraConfig(target_modules=LINEARS, **options)
     MemSaveLoraConfig(target_modules=LINEARS, memsave=False, **options)
+    with pytest.raises(ConfigError, match="unknown preset 'nope'"):
+        MemSaveLoraConfig(memsave="nope")
 
 
 # Between forward and backward.
 
 
-def adapter_gradients(model):
-    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.parametrize("change", ["merge", "write"])
-def test_a_quantized_weight_changed_before_backward_is_seen(change, saved, device):  # noqa: F811
+def test_a_quantized_weight_changed_before_backward_is_seen(change, saved, device):
     only_on_cpu(device)
     found = []
     for patched in (True, False):
@@ -150,9 +144,9 @@ def test_a_quantized_weight_changed_before_backward_is_seen(change, saved, devic
         except RuntimeError as error:
             assert patched and change == "write" and "modified by an inplace operation" in str(error)
             return
-        found.append(adapter_gradients(model))
+        found.append(gradients(model))
     assert change == "merge" and len(found[0]) > 20
-    assert all(torch.equal(found[0][n], g) for n, g in found[1].items())
+    assert_same(*found)
 
 
 class Halved(nn.Linear):
@@ -162,55 +156,26 @@ class Halved(nn.Linear):
         return super().forward(input) * 0.5
 
 
-@pytest.mark.parametrize("how", ["hook", "class"])
-def test_dora_with_an_altered_lora_b_is_stocks(how, device):
+@pytest.mark.parametrize("how", ["hook", "class", "dtypes"])
+def test_altered_adapters_have_stocks_gradients(how, device):
+    """DoRA with another lora_B; and two adapters of different dtypes at once."""
     only_on_cpu(device)
     stock = adapted("llama", "fp32", 0.0, use_dora=True)
+    if how == "dtypes":
+        stock.add_adapter("second", lora(init_lora_weights=False))
+        for name, parameter in stock.named_parameters():
+            if ".second." in name:
+                parameter.data = parameter.data.bfloat16()
+        stock.base_model.set_adapter(["default", "second"])
     ours = copy.deepcopy(stock)
-    for model in (stock, ours):
-        for name, module in model.named_modules():
-            if name.endswith("lora_B.default") and how == "hook":
-                module.register_forward_hook(lambda module, args, output: output * 1.5)
-            elif name.endswith("lora_B.default"):
-                module.__class__ = Halved
+    for module in (m for model in (stock, ours) for n, m in model.named_modules() if n.endswith("lora_B.default")):
+        if how == "hook":
+            module.register_forward_hook(lambda module, args, output: output * 1.5)
+        elif how == "class":
+            module.__class__ = Halved
     patch(ours)
-    for model in (stock, ours):
-        model(**batch_for(model, SIZE)).loss.backward()
-    expected = adapter_gradients(stock)
+    batch = batch_for(stock, SIZE)
+    expected = step(stock, batch)
     assert any("magnitude" in name for name in expected)
-    assert all(torch.equal(adapter_gradients(ours)[n], g) for n, g in expected.items())
-
-
-def test_training_goes_on_as_in_stock_after_merging_and_unmerging(device):
-    only_on_cpu(device)
-    stock, ours = pair(adapted("llama"))
-    for model in (stock, ours):
-        for disabled in (False, True):
-            model.merge_adapter()
-            model.unmerge_adapter()
-            torch.manual_seed(3)
-            if disabled:
-                model.get_input_embeddings().weight.requires_grad_()
-                with model.disable_adapter():
-                    model(**batch_for(model, SIZE)).loss.backward()
-            else:
-                model(**batch_for(model, SIZE)).loss.backward()
-    expected = adapter_gradients(stock)
-    assert len(expected) > 20 and all(torch.equal(adapter_gradients(ours)[n], g) for n, g in expected.items())
-
-
-def test_active_adapters_of_different_dtypes_train_like_stock(device):
-    only_on_cpu(device)
-    stock = adapted("llama")
-    stock.add_adapter("second", lora(init_lora_weights=False))
-    for name, parameter in stock.named_parameters():
-        if ".second." in name:
-            parameter.data = parameter.data.bfloat16()
-    stock.base_model.set_adapter(["default", "second"])
-    stock, ours = pair(stock)
-    for model in (stock, ours):
-        torch.manual_seed(3)
-        model(**batch_for(model, SIZE)).loss.backward()
-    expected = adapter_gradients(stock)
-    assert {g.dtype for g in expected.values()} == {torch.float32, torch.bfloat16}
-    assert all(torch.equal(adapter_gradients(ours)[n], g) for n, g in expected.items())
+    assert {g.dtype for g in expected.values()} == {torch.float32, *[torch.bfloat16] * (how == "dtypes")}
+    assert_same(step(ours, batch), expected)

@@ -1,10 +1,8 @@
 """``MemSaveCallback``, ``MemSaveTrainer`` and the mixin: patched at the right moment, reported, logged, undone."""
 
-import logging
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_memsave
@@ -54,14 +52,23 @@ def losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def test_the_report_is_printed_once_and_the_model_is_patched_from_the_start(make, capsys):
-    callback = MemSaveCallback()
-    trainer = make(callbacks=[callback])
+def test_a_run_says_once_what_is_covered_and_each_time_what_its_first_step_kept_and_avoided(make, capsys):
+    """By function in one line, and with the first logged loss."""
+    trainer = make(callbacks=[callback := MemSaveCallback(undo=True), reporter := Reporter()])
     assert "LlamaDecoderLayer" in patched_classes(trainer.model).values()
-    trainer.train()
-    trainer.train()
-    assert capsys.readouterr().out.count("repeated blocks covered") == 1
-    assert callback.report.config == MemSaveConfig()
+    for covered in (1, 0):
+        trainer.train()
+        assert not patched_classes(trainer.model)
+        out, step = capsys.readouterr().out, callback.report.step
+        assert out.count("repeated blocks covered") == covered
+        (line,) = [text for text in out.splitlines() if "the first step kept" in text]
+        assert f"kept {step.nbytes_kept / MIB:.3g} MiB and avoided {step.nbytes_avoided / MIB:.3g}: " in line
+        avoided = step.by_function("avoided")
+        name, most = next(iter(avoided.items()))
+        assert f": {name} {most / MIB:.3g}" in line
+        with_loss = [logs for logs in reporter.logged if "loss" in logs][-3:]
+        found = [{k: v for k, v in logs.items() if "avoided_mib" in k} for logs in with_loss]
+        assert found == [{f"memsave/avoided_mib/{name}": n / MIB for name, n in list(avoided.items())[:8]}, {}, {}]
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -87,40 +94,38 @@ def test_every_reporter_gets_what_the_first_step_kept_and_freed(make, bf16):
 
 def test_watching_the_first_step_changes_no_bit_and_saved_models_are_stocks(make, tmp_path):
     runs, saved = [], []
-    for number, callbacks in enumerate(([], [MemSaveCallback()])):
-        trainer = make(callbacks=callbacks, seed=3)
+    for name, cls in (("stock", Trainer), ("callback", Trainer), ("trainer", MemSaveTrainer)):
+        trainer = make(cls=cls, callbacks=[MemSaveCallback("exact")] if name == "callback" else [], seed=3)
         trainer.train()
         runs.append((losses(trainer), dict(trainer.model.named_parameters())))
-        trainer.save_model(tmp_path / str(number))
-        saved.append({p.name: p.read_bytes() for p in sorted((tmp_path / str(number)).iterdir())})
-    assert runs[0][0] == runs[1][0] and len(set(runs[0][0])) == 3
-    assert_same(runs[0][1], runs[1][1])
-    assert saved[0].keys() == saved[1].keys() >= {"config.json", "model.safetensors"}
-    assert all(saved[0][name] == saved[1][name] for name in saved[0] if name != "training_args.bin")
-    assert patched_classes(trainer.model)
+        trainer.save_model(tmp_path / name)
+        saved.append({p.name: p.read_bytes() for p in sorted((tmp_path / name).iterdir())})
+        assert bool(patched_classes(trainer.model)) == (name != "stock")
+    assert len(set(runs[0][0])) == 3 and saved[0].keys() >= {"config.json", "model.safetensors"}
+    for run, files in zip(runs[1:], saved[1:], strict=True):
+        assert run[0] == runs[0][0] and files.keys() == saved[0].keys()
+        assert_same(run[1], runs[0][1])
+        assert all(files[name] == saved[0][name] for name in files if name != "training_args.bin")
 
 
-def test_training_ends_stock_where_asked(make):
-    trainer = make(callbacks=[MemSaveCallback(undo=True)])
-    assert patched_classes(trainer.model)
-    trainer.train()
-    assert not patched_classes(trainer.model)
-
-
-@pytest.mark.parametrize(("cls", "bf16"), [(Trainer, True), (MemSaveTrainer, False)])
-def test_a_model_built_by_model_init_is_patched_each_time(make, cls, bf16):
+def test_a_model_built_by_model_init_is_patched_each_time(make):
+    """And the head, under a forward that Accelerate has wrapped, keeps no cast of its weight."""
     runs = []
     for patched in (True, False):
-        callbacks = {"callbacks": [MemSaveCallback()] * patched}
-        given = {"trainer": {"memsave": patched}} if cls is MemSaveTrainer else callbacks
-        trainer = make(cls=cls, model_init=lambda: build("llama"), bf16=bf16, **given)
+        callback = MemSaveCallback()
+        trainer = make(model_init=lambda: build("llama"), bf16=True, callbacks=[callback] * patched)
         trainer.train()
         first = trainer.model
         trainer.train()
-        assert trainer.model is not first
+        assert trainer.model is not first and "_original_forward" in vars(trainer.model)
         assert ("LlamaDecoderLayer" in patched_classes(trainer.model).values()) == patched
-        runs.append(losses(trainer))
-    assert runs[0] == runs[1]
+        runs.append((losses(trainer), callback))
+    assert runs[0][0] == runs[1][0]
+    callback = runs[0][1]
+    make(callbacks=[plain := MemSaveCallback()], bf16=True).train()
+    assert callback.report.skipped == ()
+    kept, plain_kept = (c.metrics["memsave/kept_mib"] * MIB for c in (callback, plain))
+    assert kept <= plain_kept + 4 * 12 * 32 * 2  # the head's input in bf16, as stock keeps it
 
 
 def test_hyperparameter_search_finds_what_stock_finds(make):
@@ -140,59 +145,21 @@ def test_hyperparameter_search_finds_what_stock_finds(make):
     assert callbacks[0].metrics["memsave/freed_mib"] > 0
 
 
-def test_a_head_under_a_forward_wrapped_by_accelerate_keeps_no_cast_of_its_weight(make):
-    trainer = make(model_init=lambda: build("llama"), callbacks=[callback := MemSaveCallback()], bf16=True)
-    trainer.train()
-    assert callback.report.skipped == () and "_original_forward" in vars(trainer.model)
-    plain = make(callbacks=[plain_callback := MemSaveCallback()], bf16=True)
-    plain.train()
-    kept, plain_kept = (c.metrics["memsave/kept_mib"] * MIB for c in (callback, plain_callback))
-    head_input = 4 * 12 * 32
-    assert kept <= plain_kept + head_input * 2  # in bf16, as stock keeps it
-
-
-def test_adapters_and_gradient_accumulation_after_an_evaluation(make):
-    model = get_peft_model(build("llama"), LoraConfig(target_modules="all-linear", lora_dropout=0.05))
-    trainer = make(
-        model, callbacks=[callback := MemSaveCallback()], gradient_accumulation_steps=2, eval_on_start=True,
-        trainer={"eval_dataset": Rows("llama")},
-    )  # fmt: skip
-    trainer.train()
-    assert {site.op for site in callback.report.patched} == {"model", "block"}
-    assert callback.metrics["memsave/freed_mib"] > 0.5 * callback.metrics["memsave/kept_mib"] > 0
-
-
-def test_checkpointing_is_not_counted_as_freed(make):
-    freed = []
-    for checkpointing in (True, False):
-        trainer = make(callbacks=[callback := MemSaveCallback()], gradient_checkpointing=checkpointing)
-        trainer.train()
-        freed.append(callback.metrics["memsave/freed_mib"])
-    assert freed[0] < 0.1 * freed[1]
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_an_interrupted_first_step_leaves_no_watch_behind(make, error):
+@pytest.mark.parametrize("place", ["a layer", "what prepares the batch"])
+def test_a_step_that_fails_leaves_nothing_behind(make, place, monkeypatch):
     def fail(*_):
-        raise error
+        raise KeyboardInterrupt
 
     trainer = make(callbacks=[MemSaveCallback()])
-    handle = trainer.model.model.layers[1].register_forward_pre_hook(fail)
-    with pytest.raises(error):
+    with monkeypatch.context() as patches, pytest.raises(KeyboardInterrupt):
+        if place == "a layer":
+            handle = trainer.model.model.layers[1].register_forward_pre_hook(fail)
+        else:
+            patches.setattr(trainer, "_prepare_inputs", fail)
         trainer.train()
-    handle.remove()
-    assert "forward" not in vars(trainer.model)
+    if place == "a layer":
+        handle.remove()
     assert len(torch.utils._python_dispatch._get_current_dispatch_mode_stack()) == 0
-    again = make(callbacks=[callback := MemSaveCallback()])
-    again.train()
-    assert callback.metrics["memsave/kept_mib"] > 0
-
-
-def test_a_step_that_fails_before_its_forward_hides_nothing(make, monkeypatch):
-    trainer = make(callbacks=[MemSaveCallback()])
-    with monkeypatch.context() as patches, pytest.raises(ValueError):
-        patches.setattr(trainer, "_prepare_inputs", lambda inputs: int("no batch"))
-        trainer.train()
     again = make(trainer.model, callbacks=[callback := MemSaveCallback()])
     assert callback.report.skipped == ()
     again.train()
@@ -200,15 +167,6 @@ def test_a_step_that_fails_before_its_forward_hides_nothing(make, monkeypatch):
 
 
 # The trainer of our own, and the mixin.
-
-
-def test_the_trainer_of_our_own_equals_the_callback(make):
-    runs = []
-    for trainer in (make(callbacks=[MemSaveCallback("exact")], seed=3), make(cls=MemSaveTrainer, seed=3)):
-        trainer.train()
-        entries = [entry for entry in trainer.state.log_history if "loss" in entry]
-        runs.append([{k: v for k, v in e.items() if "runtime" not in k and "second" not in k} for e in entries])
-    assert runs[0] == runs[1] and "memsave/kept_mib" in runs[0][0]
 
 
 def test_the_mixin_serves_any_trainer(make):
@@ -236,81 +194,32 @@ def test_two_callbacks_must_agree(make):
         trainer.train()
 
 
-@pytest.mark.parametrize("door", ["callback", "add_to", "argument", "trainer", "mixin"])
-def test_another_config_than_the_models_is_refused(make, door):
+def test_another_config_than_the_models_is_refused_by_every_door(make):
     model = build("llama")
     hf_memsave.patch(model, "wta-crs")
     before = {name: patch_of(module) for name, module in model.named_modules()}
     mine = type("Mine", (hf_memsave.MemSaveMixin, Trainer), {})
-    doors = {
-        "callback": lambda: make(model, callbacks=[MemSaveCallback("exact")]),
-        "add_to": lambda: MemSaveCallback("exact").add_to(make(model)),
-        "argument": lambda: make(model, trainer={"memsave": True}),
-        "trainer": lambda: make(model, MemSaveTrainer, trainer={"memsave": True}),
-        "mixin": lambda: make(model, mine, trainer={"memsave": MemSaveConfig()}),
-    }
-    with pytest.raises(PatchError, match=r"with MemSaveConfig\(linear=WTACRS.*got MemSaveConfig\(\), the exact"):
-        doors[door]()
+    for door in (
+        lambda: make(model, callbacks=[MemSaveCallback("exact")]),
+        lambda: MemSaveCallback("exact").add_to(make(model)),
+        lambda: make(model, trainer={"memsave": True}),
+        lambda: make(model, MemSaveTrainer, trainer={"memsave": True}),
+        lambda: make(model, mine, trainer={"memsave": MemSaveConfig()}),
+    ):
+        with pytest.raises(PatchError, match=r"with MemSaveConfig\(linear=WTACRS.*got MemSaveConfig\(\), the exact"):
+            door()
     assert {name: patch_of(module) for name, module in model.named_modules()} == before
 
 
-def test_liger_is_refused(make):
+def test_liger_asking_for_nothing_and_for_what_there_is_not_are_refused(make):
     trainer = make()
     trainer.args.use_liger_kernel = True
     with pytest.raises(PatchError, match="Set use_liger_kernel=False"):
         MemSaveCallback().add_to(trainer)
-
-
-def test_asking_for_nothing_or_for_what_there_is_not_is_refused():
     with pytest.raises(ConfigError, match="asks for nothing"):
         MemSaveCallback(False)
     with pytest.raises(ConfigError, match="unknown preset 'nope'"):
         MemSaveCallback("nope")
-
-
-# What is avoided, by function; and where that is little.
-
-
-class Linears(torch.nn.Module):
-    """Keeps the input of each linear, which cannot be had for less."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = torch.nn.Embedding(512, 64)
-        self.layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
-
-    def forward(self, input_ids, attention_mask=None, labels=None):
-        return {"loss": self.layers(self.embed(input_ids)).sum()}
-
-
-def test_one_line_says_what_was_avoided_by_function(make, capsys):
-    reporter = Reporter()
-    trainer = make(callbacks=[callback := MemSaveCallback(), reporter])
-    for _ in range(2):
-        trainer.train()
-        (line,) = [text for text in capsys.readouterr().out.splitlines() if "the first step kept" in text]
-        step = callback.report.step
-        assert f"kept {step.nbytes_kept / MIB:.3g} MiB and avoided {step.nbytes_avoided / MIB:.3g}: " in line
-        avoided = step.by_function("avoided")
-        name, most = next(iter(avoided.items()))
-        assert f": {name} {most / MIB:.3g}" in line
-        of_functions = [
-            {k: v for k, v in logs.items() if "avoided_mib" in k} for logs in reporter.logged if "loss" in logs
-        ]
-        expected = {f"memsave/avoided_mib/{name}": n / MIB for name, n in list(avoided.items())[:8]}
-        assert of_functions[-3:] == [expected, {}, {}]
-
-
-@pytest.mark.parametrize(("model", "warnings"), [("llama", 0), (Linears, 1)])
-def test_a_model_where_little_is_avoided_trains_and_gets_one_warning_a_run(make, model, warnings, caplog):
-    trainer = make(model if isinstance(model, str) else model(), callbacks=[callback := MemSaveCallback()])
-    for runs in (1, 2):
-        with caplog.at_level(logging.WARNING, "hf_memsave"):
-            trainer.train()
-        found = [record.getMessage() for record in caplog.records if "hf_memsave freed" in record.getMessage()]
-        assert len(found) == runs * warnings and len(set(losses(trainer))) == 3
-    for message in found:
-        assert "Linears" in message and next(iter(callback.report.step.by_function("kept"))) in message
 
 
 @pytest.mark.parametrize("cls", [Trainer, MemSaveTrainer])

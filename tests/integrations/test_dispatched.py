@@ -6,7 +6,6 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
-from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaForCausalLM
 
 import hf_memsave
@@ -25,29 +24,10 @@ def saved(tmp_path_factory):
     return {"llama": folder}
 
 
-@pytest.fixture(scope="module")
-def adapter(tmp_path_factory, saved):
-    """A LoRA adapter of the LLaMA model, as PEFT saves it; its B matrices are not zero."""
-    torch.manual_seed(0)
-    model = get_peft_model(LlamaForCausalLM.from_pretrained(saved["llama"]), LoraConfig(r=4, lora_dropout=0.1))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.1)
-    folder = tmp_path_factory.mktemp("adapter")
-    model.save_pretrained(folder)
-    return folder
-
-
 # Accelerate's hooks
 
-OFFLOADED = {
-    "model.embed_tokens": "cpu",
-    "model.rotary_emb": "cpu",
-    "model.layers.0": "cpu",
-    "model.layers.1": "disk",
-    "model.norm": "disk",
-    "lm_head": "cpu",
-}
+OFFLOADED = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers.0", "lm_head"), "cpu")
+OFFLOADED |= dict.fromkeys(("model.layers.1", "model.norm"), "disk")
 
 
 @pytest.fixture
@@ -136,44 +116,34 @@ def quantized(saved, bits, **options):
 
 
 @pytest.mark.parametrize(("bits", "linear"), [(4, "Linear4bit"), (8, "Linear8bitLt")])
-def test_quantized_linears_keep_their_class(bits, linear, saved):
-    model = quantized(saved, bits, memsave=True)
-    linears = [m for m in model.modules() if type(m).__name__ == linear]
-    assert len(linears) == 14
-    assert all(is_patched(m) == (bits == 8) for m in linears)  # only its node hides an input
-    assert {type(m).__name__ for m in model.modules() if is_patched(m)} - {linear} == {
-        "LlamaForCausalLM", "LlamaDecoderLayer"
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_a_quantized_model_gives_stocks_bits(bits, saved, device):
+def test_quantized_linears_keep_their_class_and_the_model_gives_stocks_bits(bits, linear, saved, device):
     only_on_cpu(device)
     results = []
-    for options in ({"memsave": True}, {}):
+    for options in ({}, {"memsave": True}):
         model = quantized(saved, bits, **options).train()
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("norm" in name or "embed" in name)
         results.append(step(model, batch_for(model)))
     assert_same(*results)
+    linears = [m for m in model.modules() if type(m).__name__ == linear]
+    assert len(linears) == 14 and all(is_patched(m) == (bits == 8) for m in linears)  # only its node hides an input
+    others = {type(m).__name__ for m in model.modules() if is_patched(m)} - {linear}
+    assert others == {"LlamaForCausalLM", "LlamaDecoderLayer"}
 
 
-# Adapters
-
-ADAPTER_DOORS = {"native": AutoModelForCausalLM, "peft": AutoPeftModelForCausalLM}
-
-
-@pytest.mark.parametrize("door", ADAPTER_DOORS)
-def test_an_adapter_folder_loads_patched_and_trains_with_stocks_bits(door, adapter, device):
+def test_an_adapter_folder_loads_patched_and_trains_with_stocks_bits(saved, tmp_path, device):
     only_on_cpu(device)
-    results = []
-    for options in ({}, {"memsave": True}):
-        model = ADAPTER_DOORS[door].from_pretrained(adapter, **options).train()
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("lora_" in name)
-        results.append(step(model, batch_for(model)))
-    base = model if door == "native" else model.get_base_model()
-    assert {type(m).__name__ for m in base.modules() if is_patched(m)} == {"LlamaForCausalLM", "LlamaDecoderLayer"}
-    assert sum("lora_A" in name for name, _ in model.named_parameters()) == 4  # q and v of two layers
-    assert_same(*results)
-    assert len(results[0]) == 1 + 8
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, lora_dropout=0.1, init_lora_weights=False)
+    get_peft_model(LlamaForCausalLM.from_pretrained(saved["llama"]), config).save_pretrained(tmp_path)
+    for door in (AutoModelForCausalLM, AutoPeftModelForCausalLM):
+        results = []
+        for options in ({}, {"memsave": True}):
+            model = door.from_pretrained(tmp_path, **options).train()
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_("lora_" in name)
+            results.append(step(model, batch_for(model)))
+        base = model if door is AutoModelForCausalLM else model.get_base_model()
+        assert {type(m).__name__ for m in base.modules() if is_patched(m)} == {"LlamaForCausalLM", "LlamaDecoderLayer"}
+        assert_same(*results)
+        assert len(results[0]) == 1 + 8  # A and B of q and v of two layers

@@ -14,7 +14,8 @@ import pytest
 
 from support.helpers import MATRIX
 
-BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
+ROOT = Path(__file__).resolve().parents[2]
+BENCH = ROOT / "scripts" / "bench"
 sys.path.insert(0, str(BENCH))
 from engine_steps import CHECKPOINTING, ENGINES, TRAININGS  # noqa: E402
 from engines import is_right, reason, rows, shown  # noqa: E402
@@ -35,7 +36,8 @@ ROWS = [pytest.param("/".join(row), marks=() if is_chosen(row) else MATRIX) for 
 @pytest.fixture(scope="module")
 def cells(request, tmp_path_factory):
     """Of the rows that are asked for."""
-    asked = [item.callspec.params["row"] for item in request.session.items if item.path == request.path]
+    items = [item for item in request.session.items if item.path == request.path]
+    asked = [row for item in items if (row := item.callspec.params.get("row"))]
     file = tmp_path_factory.mktemp("engines") / "cells.json"
     command = [sys.executable, str(BENCH / "engines.py"), "--json", str(file), "--only", *asked]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -50,3 +52,10 @@ def test_training_is_stocks_and_keeps_what_the_model_alone_keeps(row, cells):
     assert patched if "error" not in stock else reason(stock), stock
     wrong = [cell for cell in patched if not is_right(cell, cells) and not (reason(cell) and cell.get("is_equal"))]
     assert not wrong, [f"{c['variant']}, {c['order']}: {shown(c, cells)} {c.get('text', '')}" for c in wrong]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_configs_of_deepspeed_that_come_with_the_package_are_valid(stage):
+    deepspeed = pytest.importorskip("deepspeed.runtime.zero.config")
+    config = json.loads((ROOT / "configs" / "deepspeed" / f"zero{stage}.json").read_text())
+    assert deepspeed.DeepSpeedZeroConfig(**config["zero_optimization"]).stage == stage

@@ -64,18 +64,6 @@ def test_a_run_equals_stocks(family, way, trainer_of):
     assert any(not torch.equal(p, start[name]) for name, p in stock.model.named_parameters())
 
 
-def test_evaluation_and_prediction_equal_stocks(trainer_of):
-    results = []
-    for patched in (True, False):
-        trainer = trainer_of("bert", patched)
-        history(trainer)
-        output = trainer.predict(Rows("bert"))
-        results.append(
-            {"logits": torch.as_tensor(output.predictions), "loss": torch.tensor(output.metrics["test_loss"])}
-        )
-    assert_same(*results)
-
-
 @pytest.mark.parametrize("way", ["fp32", "bf16"])
 def test_a_trained_model_can_be_patched_again_and_undone(way, trainer_of):
     """As a callback does at the start of every run: Accelerate may have wrapped the model's forward by then."""

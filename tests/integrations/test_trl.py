@@ -15,9 +15,9 @@ from support.families import VOCAB, Size, build
 pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing.* is deprecated:FutureWarning")
 FIXED = {"max_steps": 1, "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}
 ROWS = {
-    "sft": {"input_ids": [[3, 4, 5, 6]] * 8},
-    "reward": {"chosen": ["w3 w4"] * 8, "rejected": ["w3 w5"] * 8},
-    "dpo": {"prompt": ["w3"] * 8, "chosen": ["w4 w5"] * 8, "rejected": ["w6 w7"] * 8},
+    "SFT": {"input_ids": [[3, 4, 5, 6]] * 8},
+    "Reward": {"chosen": ["w3 w4"] * 8, "rejected": ["w3 w5"] * 8},
+    "DPO": {"prompt": ["w3"] * 8, "chosen": ["w4 w5"] * 8, "rejected": ["w6 w7"] * 8},
 }
 
 
@@ -32,24 +32,20 @@ def folder(tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.parametrize(("choice", "is_asked"), [("true", True), ("exact", True), ("false", False)])
+@pytest.mark.parametrize(("choice", "is_asked"), [("true", True), ("false", False)])
 def test_a_yaml_file_of_sft_config_patches_the_model(folder, tmp_path, choice, is_asked):
     file = tmp_path / "sft.yaml"
     options = {**FIXED, "output_dir": str(tmp_path / "out"), "model_init_kwargs": {"memsave": yaml.safe_load(choice)}}
     file.write_text(yaml.safe_dump(options), encoding="utf-8")
     (config,) = trl.TrlParser(trl.SFTConfig).parse_args_and_config(["--config", str(file)])
-    trainer = trl.SFTTrainer(folder, config, train_dataset=datasets.Dataset.from_dict(ROWS["sft"]))
+    trainer = trl.SFTTrainer(folder, config, train_dataset=datasets.Dataset.from_dict(ROWS["SFT"]))
     assert is_patched(trainer.model) == is_asked
     trainer.train()
 
 
 @pytest.mark.parametrize("kind", ROWS)
 def test_a_trainer_that_lists_its_arguments_takes_memsave(kind, folder, tmp_path):
-    cls, config = {
-        "sft": (trl.SFTTrainer, trl.SFTConfig),
-        "reward": (trl.RewardTrainer, trl.RewardConfig),
-        "dpo": (trl.DPOTrainer, trl.DPOConfig),
-    }[kind]
+    cls, config = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
     args = config(str(tmp_path), logging_steps=1, **FIXED)
     peft_config = LoraConfig(target_modules=["q_proj", "v_proj"])
     options = dict(train_dataset=datasets.Dataset.from_dict(ROWS[kind]), peft_config=peft_config)

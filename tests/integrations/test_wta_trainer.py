@@ -1,19 +1,15 @@
 """Sampled linears under real trainers: checkpoints, resuming, the column of sample indices, processes side by side."""
 
-import json
-import os
-import socket
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
 from hf_memsave import WTACRS, ConfigError, MemSaveCallback, MemSaveConfig, patch
 from hf_memsave.integrations import trainer as callbacks
-from hf_memsave.integrations.norms import NORMS_NAME, load_norms, save_norms
+from hf_memsave.integrations.trainer import NORMS_NAME, load_norms, save_norms
 from hf_memsave.patching.sampled_layers import sampler_of
 from support.families import VOCAB, Size, build
 from support.helpers import assert_same_bits
@@ -22,7 +18,6 @@ SIZE = Size(batch=4, seq=24)
 #: By their numbers: linears that no target names are exact where sampling frees nothing.
 BLOCKS = ("0", "1")
 SAMPLES = 32
-OUTPUT = "bert.encoder.layer.0.output.dense"
 
 
 def dataset(samples=SAMPLES, with_index=True):
@@ -47,43 +42,39 @@ CACHES = [
     WTACRS(targets=BLOCKS),
     WTACRS(targets=BLOCKS, cache="sample_idx", samples=SAMPLES),
     WTACRS(targets=BLOCKS, cache="content", samples=64),
-    WTACRS(targets=BLOCKS, cache=None),
 ]
 
 
-@pytest.mark.parametrize("sampled", CACHES, ids=lambda c: str(c.cache))
-def test_a_resumed_run_ends_with_the_bits_of_one_never_stopped(tmp_path, sampled):
+@pytest.mark.parametrize(("sampled", "restores"), [*((c, False) for c in CACHES), (CACHES[0], True)], ids=str)
+def test_a_resumed_run_ends_with_the_bits_of_one_never_stopped(tmp_path, sampled, restores):
+    """Also where the trainer restores its callbacks."""
     whole = trainer(tmp_path / "whole", sampled)
     whole.train()
-    first = trainer(tmp_path / "first", sampled, save_total_limit=2)
-    first.train()
-    checkpoint = str(tmp_path / "first" / "checkpoint-4")
-    has_table = sampled.cache in ("sample_idx", "content")
-    again = trainer(tmp_path / "again", sampled, resume_from=checkpoint if has_table else None)
+    checkpoint = str(tmp_path / "whole" / "checkpoint-4")
+    resume_from = None if sampled.cache == "position" else checkpoint
+    again = trainer(
+        tmp_path / "again", sampled, resume_from=resume_from, restore_callback_states_from_checkpoint=restores
+    )
     again.train(resume_from_checkpoint=checkpoint)
     for (name, mine), (_, expected) in zip(again.model.named_parameters(), whole.model.named_parameters(), strict=True):
         assert_same_bits(mine, expected, name)
     assert sampler_of(again.model).step == 8
+    restored = next(c for c in again.callback_handler.callbacks if isinstance(c, MemSaveCallback))
+    assert restored.config == MemSaveConfig(linear=sampled)
 
 
-def test_a_run_that_resumes_without_the_norms_ends_elsewhere(tmp_path):
-    # The test above would pass without any norms if they did not matter.
-    first = trainer(tmp_path / "first", WTACRS(targets=BLOCKS))
-    first.train()
-    state = tmp_path / "first" / "checkpoint-4" / "trainer_state.json"
-    saved = json.loads(state.read_text())
-    assert saved["stateful_callbacks"].pop("MemSaveCallback")["attributes"]["norms"]
-    state.write_text(json.dumps(saved))
-    again = trainer(tmp_path / "again", WTACRS(targets=BLOCKS))
-    again.train(resume_from_checkpoint=str(state.parent))
-    assert any(not torch.equal(a, b) for a, b in zip(again.model.parameters(), first.model.parameters(), strict=True))
-    saved = json.loads((tmp_path / "again" / "checkpoint-8" / state.name).read_text())
-    assert saved["stateful_callbacks"]["MemSaveCallback"]["attributes"]["norms"]
-
-
-def test_a_run_that_resumes_without_its_table_is_told_so(tmp_path, monkeypatch):
+def test_a_checkpoint_has_the_table_beside_stocks_files_and_a_run_that_resumes_without_is_told_so(
+    tmp_path, monkeypatch
+):
     first = trainer(tmp_path / "first", CACHES[1])
     first.train()
+    saved = load_file(tmp_path / "first" / "checkpoint-8" / NORMS_NAME)
+    assert int(saved["step"]) == 8
+    assert len(saved["bert.encoder.layer.0.attention.self.query/start"]) == SIZE.seq
+    stock = Trainer(build("bert", SIZE), first.args, train_dataset=dataset(with_index=False))
+    assert first.evaluate(stock.train_dataset)["eval_loss"] > 0, "evaluation needs no column"
+    stock.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-8"))
+    assert stock.state.global_step == 8
     said = []
     monkeypatch.setattr(callbacks.logger, "warning", said.append)
     again = trainer(tmp_path / "again", CACHES[1])
@@ -95,59 +86,13 @@ def test_a_run_that_resumes_without_its_table_is_told_so(tmp_path, monkeypatch):
         missing.train()
 
 
-def test_a_callback_restored_by_the_trainer_is_the_one_that_was_saved(tmp_path):
-    first = trainer(tmp_path / "first", WTACRS(targets=BLOCKS))
-    first.train()
-    again = trainer(tmp_path / "again", WTACRS(targets=BLOCKS), restore_callback_states_from_checkpoint=True)
-    again.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-4"))
-    for mine, expected in zip(again.model.parameters(), first.model.parameters(), strict=True):
-        assert_same_bits(mine, expected)
-    restored = next(c for c in again.callback_handler.callbacks if isinstance(c, MemSaveCallback))
-    assert restored.config == MemSaveConfig(linear=WTACRS(targets=BLOCKS))
-
-
-def test_a_checkpoint_has_the_table_beside_stocks_files(tmp_path):
-    run = trainer(tmp_path, CACHES[1])
-    run.train()
-    saved = load_file(tmp_path / "checkpoint-8" / NORMS_NAME)
-    assert int(saved["step"]) == 8
-    assert len(saved["bert.encoder.layer.0.attention.self.query/start"]) == SIZE.seq
-    stock = Trainer(build("bert", SIZE), run.args, train_dataset=dataset(with_index=False))
-    stock.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
-    assert stock.state.global_step == 8
-
-
-def test_an_exact_run_saves_no_norms(tmp_path):
-    run = trainer(tmp_path, None, steps=4)
-    run.train()
-    assert not (tmp_path / "checkpoint-4" / NORMS_NAME).exists()
-
-
-def test_every_sample_is_remembered_by_its_column(tmp_path):
-    run = trainer(tmp_path, CACHES[1])
-    run.train()
-    codes = sampler_of(run.model).state_dict()[f"{OUTPUT}/samples"]
-    assert len(codes) == SAMPLES
-    assert (codes > 0).all()
-
-
-def test_a_dataset_without_the_column_is_refused(tmp_path):
+def test_a_dataset_without_the_column_and_an_index_out_of_range_are_refused(tmp_path):
     run = trainer(tmp_path, CACHES[1], dataset(with_index=False))
     with pytest.raises(ConfigError, match=r"expected the batch's column 'sample_idx'.*got NoneType.*add_column"):
         run.train()
-
-
-def test_an_index_out_of_range_is_refused(tmp_path):
     run = trainer(tmp_path, WTACRS(targets=BLOCKS, cache="sample_idx", samples=SAMPLES - 1), steps=20)
     with pytest.raises(ConfigError, match=r"sample_idx: expected numbers from 0 to 30, got .* to 31"):
         run.train()
-
-
-def test_evaluation_needs_no_column(tmp_path):
-    run = trainer(tmp_path, CACHES[1], steps=2)
-    run.train()
-    assert run.evaluate(dataset(with_index=False))["eval_loss"] > 0
-    assert run.evaluate(dataset())["eval_loss"] > 0
 
 
 def test_norms_of_a_loop_of_ones_own(tmp_path):
@@ -162,26 +107,3 @@ def test_norms_of_a_loop_of_ones_own(tmp_path):
     mine, other = (sampler_of(m).state_dict() for m in models)
     assert mine.keys() == other.keys()
     assert all(torch.equal(mine[name], other[name]) for name in mine)
-
-
-def work(rank, folder):
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    run = trainer(folder, CACHES[1], steps=4, ddp_backend="gloo")
-    run.train()
-    seen = sampler_of(run.model).state_dict()[f"{OUTPUT}/samples"] > 0
-    torch.save(seen, folder / f"{rank}.pt")
-
-
-@pytest.mark.long
-def test_a_checkpoint_of_two_processes_gathers_what_each_has_seen(tmp_path, monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
-    mp.spawn(work, (tmp_path,), nprocs=2)
-    saved = load_file(tmp_path / "checkpoint-4" / NORMS_NAME)[f"{OUTPUT}/samples"] > 0
-    mine = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    assert [int(seen.sum()) for seen in mine] == [SAMPLES // 2, SAMPLES // 2]
-    assert torch.equal(saved, mine[0] | mine[1])
-    assert saved.all()

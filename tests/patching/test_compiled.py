@@ -1,15 +1,22 @@
 """Under ``torch.compile`` a patched model keeps the floor: the partitioner gets a budget, and gives it back."""
 
+import contextlib
+import copy
+
 import pytest
 import torch
 import torch._functorch.config as partitioner
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import cpp_extension
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_memsave import patch
 from support.families import Size, batch_for, build
-from support.helpers import only_on_cpu
+from support.helpers import MATRIX, assert_same_bits, only_on_cpu, random
 from support.steps import gradients
 
 H = 256
@@ -65,31 +72,23 @@ def test_a_compiled_layer_keeps_the_floor(patched, expected):
     assert (totals[1] - totals[0]) / ids.numel() / H == pytest.approx(expected, abs=0.3)
 
 
-@pytest.mark.parametrize("budget", [1.0, 0.5])
-def test_the_budget_is_as_it_was(budget):
+@pytest.mark.parametrize(("budget", "fails"), [(1.0, False), (0.5, False), (1.0, True)])
+def test_the_budget_is_as_it_was_after_a_compile_and_one_that_fails(budget, fails):
     model, seen = build("llama", Size(layers=1)), []
     patch(model)
 
     def backend(graph, inputs):
         seen.append(partitioner.activation_memory_budget)
+        if fails:
+            raise ValueError("no")
         return graph.forward
 
+    raises = pytest.raises(Exception, match="no") if fails else contextlib.nullcontext()
     with partitioner.patch(activation_memory_budget=budget):
-        torch.compile(model, backend=backend)(**batch_for(model, Size()))
+        with raises:
+            torch.compile(model, backend=backend)(**batch_for(model, Size()))
         assert partitioner.activation_memory_budget == budget
     assert seen == [0.99 if budget == 1.0 else budget]
-
-
-def test_a_compile_that_fails_gives_it_back():
-    model = build("llama", Size(layers=1))
-    patch(model)
-
-    def backend(graph, inputs):
-        raise ValueError("no")
-
-    with pytest.raises(Exception, match="no"):
-        torch.compile(model, backend=backend)(**batch_for(model, Size()))
-    assert partitioner.activation_memory_budget == 1.0
 
 
 @pytest.fixture
@@ -100,7 +99,7 @@ def libraries(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", pytest.param("inductor", marks=MATRIX)])
 def test_a_compiled_step_is_that_of_compiled_stock(backend, libraries):
     results = []
     for patched in (False, True):
@@ -114,3 +113,160 @@ def test_a_compiled_step_is_that_of_compiled_stock(backend, libraries):
         results.append({"loss": loss.detach(), **gradients(model)})
     for name, expected in results[0].items():
         torch.testing.assert_close(results[1][name], expected, rtol=1e-5, atol=1e-7)
+
+
+# Parts alone, "regional compilation": nothing of the tape gets into their graphs.
+
+SIZE = Size(hidden=64, heads=2, layers=2, batch=2, seq=16)
+BLOCKS = ("GPT2Block", "LlamaDecoderLayer", "BertLayer")
+PARTS = {
+    "mlp": lambda name, module: name.endswith((".mlp", ".intermediate")),
+    "attention": lambda name, module: name.endswith((".attn", ".self_attn", ".attention")),
+    "norm": lambda name, module: "Norm" in type(module).__name__,
+    "block": lambda name, module: type(module).__name__ in BLOCKS,
+}
+
+
+def compiled(model, part, backend):
+    found = [module for name, module in model.named_modules() if PARTS[part](name, module)]
+    assert found
+    for module in found:
+        module.compile(backend=backend)
+    return model
+
+
+def steps(model, batch, is_autocast=False):
+    """The last loss and gradients of three steps."""
+    for _ in range(3):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+            out = model(**batch) if isinstance(batch, dict) else model(batch)
+        loss = out.loss if isinstance(batch, dict) else out.float().square().sum()
+        loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def assert_same_steps(stock, ours, batch, **options):
+    for mine, theirs in zip(steps(ours, batch, **options), steps(stock, batch, **options), strict=True):
+        assert_same_bits(mine, theirs)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("family", "part", "first", "is_autocast"),
+    [("llama", "mlp", "compiled", True), ("bert", "norm", "patched", True), ("gpt2", "attention", "compiled", False),
+     ("llama", "block", "patched", False), ("bert", "block", "compiled", True)],
+)  # fmt: skip
+def test_compiled_parts_have_stocks_bits(family, part, first, is_autocast):
+    stock = build(family, SIZE, dropout=0.0)
+    ours = copy.deepcopy(stock)
+    if first == "patched":
+        patch(ours)
+    compiled(ours, part, "aot_eager")
+    if first == "compiled":
+        patch(ours)
+    assert_same_steps(compiled(stock, part, "aot_eager"), ours, batch_for(stock, SIZE), is_autocast=is_autocast)
+
+
+class Tanh(nn.Module):
+    """GELU's approximation, near enough: a chain of functions that the tape would remake."""
+
+    def forward(self, x):
+        return 0.5 * x * (1.0 + torch.tanh(0.8 * (x + 0.04 * torch.pow(x, 3.0))))
+
+
+class Broken(nn.Module):
+    """What a graph cannot hold, between what it can."""
+
+    def forward(self, x):
+        y = torch.sigmoid(x) * x
+        torch._dynamo.graph_break()
+        return y.exp().clamp(max=3) * x
+
+
+class Writes(nn.Module):
+    """It writes to what it makes, and to what it is given."""
+
+    def forward(self, x):
+        y = x * 3
+        y.mul_(2)
+        x = x * 1
+        x.add_(y)
+        return x.sigmoid()
+
+
+class Drops(nn.Module):
+    def forward(self, x):
+        torch.manual_seed(3)
+        return nn.functional.dropout(x.relu(), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("part", "how", "backend"),
+    [(Tanh, "method", "aot_eager"), (Tanh, "function", "eager"), (Broken, "wrapper", "aot_eager"),
+     (Writes, "function", "aot_eager"), (Writes, "method", "eager"), (Drops, "wrapper", "eager"),
+     (Drops, "method", "aot_eager")],
+)  # fmt: skip
+def test_a_compiled_part_of_a_model_has_stocks_bits(part, how, backend):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+            own = part()
+            if how == "method":
+                own.compile(backend=backend)
+            self.parts = [
+                own if how == "method" else torch.compile(own if how == "wrapper" else own.forward, backend=backend)
+            ]
+
+        def forward(self, x):
+            return self.b(self.parts[0](self.a(x)).sin())
+
+    results = []
+    for is_patched in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Model()
+        if is_patched:
+            patch(model)
+        results.append(steps(model, random(5, 8)))
+    for mine, theirs in zip(*results, strict=True):
+        assert_same_bits(mine, theirs)
+
+
+@pytest.mark.parametrize("part", [lambda: nn.LayerNorm(8), lambda: nn.Sequential(nn.GELU())])
+def test_no_more_is_compiled_than_in_stock(part):
+    counts, results = [], []
+    for is_patched in (False, True):
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), part(), nn.Linear(8, 8))
+        if is_patched:
+            patch(model)
+        model[1].compile(backend=counter)
+        results.append(steps(model, random(4, 8)))
+        counts.append(counter.frame_count)
+    assert counts[1] <= counts[0] + isinstance(model[1], nn.LayerNorm)  # which any function mode gives one
+    for mine, theirs in zip(*results, strict=True):
+        assert_same_bits(mine, theirs)
+
+
+def test_an_export_leaves_the_partitioners_budget():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    patch(model)
+    for strict in (False, True):
+        torch.export.export(model, (random(4, 8),), strict=strict)
+        assert partitioner.activation_memory_budget == 1.0
+
+
+def test_a_model_with_dropout_is_traced():
+    def model():
+        patch(made := nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Tanh(), nn.Linear(64, 64)))
+        return made
+
+    assert make_fx(model())(random(50, 64)).code
+    with FakeTensorMode() as mode:
+        fake = model()
+        fake(mode.from_tensor(random(50, 64))).sum().backward()
+    assert fake[0].weight.grad.shape == (64, 64)

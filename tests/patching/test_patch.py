@@ -7,6 +7,7 @@ import re
 import weakref
 
 import pytest
+import torch
 from torch import nn
 
 from hf_memsave import MemSaveConfig, PatchError, measure_kept, patch, unpatch
@@ -51,7 +52,25 @@ def test_patches_the_model_and_its_blocks_once_and_takes_it_back(family, device)
     before = state_of(model)
     unpatch(model)  # of a stock model, does nothing
     assert state_of(model) == before
+    parameters, buffers = ([*named] for named in (model.named_parameters(), model.named_buffers()))
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    stock = {name: (type(m), type(m).__name__, type(m).__module__) for name, m in model.named_modules()}
+    configs = [(m.config, m.config.to_dict(), m.config._attn_implementation) for m in configured(model)]
+    signature, random_state, seen = inspect.signature(model.forward), torch.get_rng_state(), []
+    for module in model.modules():
+        module.register_forward_hook(lambda m, *_: seen.append(m))
     report = patch(model)
+    assert_same(model.state_dict(), state)
+    assert torch.equal(torch.get_rng_state(), random_state) and seen == []
+    for now, then in ((model.named_parameters(), parameters), (model.named_buffers(), buffers)):
+        assert [(name, id(tensor)) for name, tensor in now] == [(name, id(tensor)) for name, tensor in then]
+    assert inspect.signature(model.forward) == signature  # Trainer picks its columns by it
+    assert [(m.config, m.config.to_dict(), m.config._attn_implementation) for m in configured(model)] == configs
+    for name, module in model.named_modules():
+        cls, *names = stock[name]
+        assert isinstance(module, cls) and [type(module).__name__, type(module).__module__] == names
+        added = {"_memsave_buffers", "_memsave_ledger"} if module is model else set()
+        assert set(vars(module)) == before[name][3] | added
     blocks = [path.replace("*", str(i)) for path in BLOCKS[family].split() for i in range(2)]
     assert sites_of(report) == {"model": [""], "block": blocks}
     assert report.skipped == ()
@@ -67,7 +86,7 @@ def test_patches_the_model_and_its_blocks_once_and_takes_it_back(family, device)
 
 
 @pytest.mark.parametrize("config", [True, "tempo", {"norm": "stock", "activation": "few_bit"}], ids=str)
-@pytest.mark.parametrize("family", ["bert", "gpt2", "t5-gated-encoder", "llama", "phi3"])
+@pytest.mark.parametrize("family", ["bert", "t5-gated-encoder", "llama"])
 def test_the_report_names_the_modules_that_changed(family, config, device):
     model = build(family).to(device)
     before = {name: type(m) for name, m in model.named_modules()}
@@ -76,31 +95,8 @@ def test_the_report_names_the_modules_that_changed(family, config, device):
     assert changed == {site.name for site in report.patched}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_leaves_parameters_configs_and_classes_as_others_see_them(family, device):
-    model = build(family).to(device)
-    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    state = {name: t.clone() for name, t in model.state_dict().items()}
-    before = {name: (type(m), type(m).__name__, type(m).__module__, set(vars(m))) for name, m in model.named_modules()}
-    configs = {name: (config, config.to_dict(), config._attn_implementation) for name, config in configs_of(model)}
-    signature = inspect.signature(model.forward)
-    patch(model)
-    assert_same(model.state_dict(), state)
-    assert [(n, id(p)) for n, p in model.named_parameters()] == [(n, id(p)) for n, p in parameters.items()]
-    assert [(n, id(b)) for n, b in model.named_buffers()] == [(n, id(b)) for n, b in buffers.items()]
-    assert inspect.signature(model.forward) == signature  # Trainer picks its columns by it
-    for name, config in configs_of(model):
-        assert (config, config.to_dict(), config._attn_implementation) == configs[name] and config is configs[name][0]
-    for name, module in model.named_modules():
-        cls, *names, attributes = before[name]
-        assert isinstance(module, cls)
-        assert [type(module).__name__, type(module).__module__] == names
-        added = {"_memsave_buffers", "_memsave_ledger"} if module is model else set()
-        assert set(vars(module)) == attributes | added
-
-
-def configs_of(model):
-    return [(name, m.config) for name, m in model.named_modules() if hasattr(m, "config")]
+def configured(model):
+    return [m for m in model.modules() if hasattr(m, "config")]
 
 
 def test_a_patched_model_returns_what_stock_returns(llama):
@@ -112,18 +108,21 @@ def test_a_patched_model_returns_what_stock_returns(llama):
     assert llama.config.use_cache
 
 
-def test_undone_model_keeps_what_stock_keeps(llama):
+def test_undone_model_keeps_what_stock_keeps_and_one_left_to_stock_no_more(llama):
     batch = batch_for(llama)
     stock, expected = measure_kept(llama, batch), step(llama, batch)
     patch(llama).undo()
     assert measure_kept(llama, batch) == stock
+    assert_same(step(llama, batch), expected)
+    patch(llama, dict.fromkeys(("norm", "activation", "dropout", "attention", "lora"), "stock") | {"frozen": False})
+    assert measure_kept(llama, batch).total <= stock.total
     assert_same(step(llama, batch), expected)
 
 
 # Another config
 
 
-@pytest.mark.parametrize(("before", "asked"), [(True, "tempo"), ("tempo", True), ({"layers": {"norm": 1}}, True)])
+@pytest.mark.parametrize(("before", "asked"), [(True, "tempo"), ({"layers": {"norm": 1}}, True)])
 def test_another_config_is_an_error_that_names_both(before, asked, llama):
     patch(llama, before)
     state = state_of(llama)
@@ -134,16 +133,12 @@ def test_another_config_is_an_error_that_names_both(before, asked, llama):
     assert [eval(text.removesuffix(", the exact default")) for text in (found, got)] == both
     assert "unpatch(model) first" in str(refusal.value) and "replace=True" in str(refusal.value)
     assert state_of(llama) == state
+    outer = nn.ModuleDict({"inner": llama})
+    with pytest.raises(PatchError, match="this LlamaForCausalLM is patched with"):
+        patch(outer, asked)
+    patch(outer, before)
     unpatch(llama)
     patch(llama, asked)
-
-
-def test_a_part_that_is_patched_otherwise_is_seen(llama):
-    outer = nn.ModuleDict({"inner": llama})
-    patch(llama, "tempo")
-    with pytest.raises(PatchError, match="this LlamaForCausalLM is patched with .*'invert'"):
-        patch(outer)
-    patch(outer, "tempo")
 
 
 @pytest.mark.parametrize(("field", "value"), OTHERS)
@@ -161,25 +156,6 @@ def test_another_config_replaces_the_one_before_where_asked_to(field, value, dev
     assert measure_kept(model, batch).total == kept
 
 
-@pytest.mark.parametrize("config", [{"dropout": "mask"}, {"norm": "stock"}, {"attention": "stock"}, "tempo"], ids=str)
-def test_a_model_patched_twice_keeps_what_one_patched_once_does(config, device):
-    model, fresh = (build("bert", Size(hidden=64)).to(device) for _ in range(2))
-    batch = batch_for(model, Size(hidden=64), padded=True)  # a mask, for attention to share between layers
-    patch(model)
-    exact = measure_kept(model, batch).total
-    for each in (model, fresh):
-        patch(each, config, replace=True)
-    assert measure_kept(model, batch).total == measure_kept(fresh, batch).total != exact
-
-
-def test_attention_alone_can_be_asked_for(llama):
-    batch = batch_for(llama, padded=True)  # a mask makes SDPA repeat k and v
-    patch(llama, MemSaveConfig(norm="stock", activation="stock", dropout="stock", attention="stock"))
-    without = measure_kept(llama, batch).total
-    patch(llama, MemSaveConfig(norm="stock", activation="stock", dropout="stock"), replace=True)
-    assert measure_kept(llama, batch).total < without
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_attention_chosen_by_the_user_stays(when, llama):
     if when == "before":
@@ -188,24 +164,8 @@ def test_an_attention_chosen_by_the_user_stays(when, llama):
     if when == "after":
         llama.set_attn_implementation("eager")
     for _ in range(2):
-        assert {config._attn_implementation for _, config in configs_of(llama)} == {"eager"}
+        assert {m.config._attn_implementation for m in configured(llama)} == {"eager"}
         report.undo()
-
-
-def test_everything_stock_keeps_at_most_what_stock_keeps(llama):
-    batch = batch_for(llama)
-    stock, expected = measure_kept(llama, batch).total, step(llama, batch)
-    patch(llama, dict.fromkeys(("norm", "activation", "dropout", "attention", "lora"), "stock") | {"frozen": False})
-    assert measure_kept(llama, batch).total <= stock
-    assert_same(step(llama, batch), expected)
-
-
-def test_storage_alone_can_be_asked_for(device):
-    model = build("bert").to(device)
-    stock = measure_kept(model, batch_for(model)).total
-    off = dict.fromkeys(("activation", "norm", "dropout", "attention", "lora"), "stock")
-    patch(model, MemSaveConfig(**off, frozen=False, storage="int8"))
-    assert measure_kept(model, batch_for(model)).total < 0.5 * stock
 
 
 # Models of one's own
@@ -217,13 +177,6 @@ def test_a_model_inside_another_module_is_covered_with_it(device):
     assert sites_of(report) == {"model": [""], "block": ["student.model.layers.0", "student.model.layers.1"]}
     report.undo()
     assert patched_classes(model) == {}
-
-
-@pytest.mark.parametrize("layers", [1, 3])
-def test_blocks_are_found_at_any_depth(layers, device):
-    report = patch(build("gpt2", Size(layers=layers)).to(device))
-    found = [site.name for site in report.patched if site.op == "block"]
-    assert [int(re.search(r"\d+", name)[0]) for name in found] == list(range(layers))
 
 
 def test_a_class_goes_with_the_models_that_have_it():

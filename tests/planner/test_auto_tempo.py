@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_memsave import MemSaveConfig, unpatch
-from hf_memsave.config.layers import KINDS
+from hf_memsave.config.config import KINDS
 from hf_memsave.errors import PlanError
 from hf_memsave.patching.swap import patched_models
 from hf_memsave.planner import fast, smart

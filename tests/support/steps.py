@@ -57,3 +57,12 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 def patched_classes(model: nn.Module) -> dict[str, str]:
     """Path -> name of the stock class, of every module that runs our code."""
     return {name: stock_class(m).__name__ for name, m in model.named_modules() if is_patched(m)}
+
+
+def with_uneven_vectors(model: nn.Module) -> nn.Module:
+    """The model as after some training: no norm's weight is one, no bias zero."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
