@@ -14,8 +14,7 @@ from rich.table import Table
 from hf_memsave import MemSaveConfig, MemSaveError
 from hf_memsave.commands import options
 from hf_memsave.config.sizes import MIB
-from hf_memsave.measure.estimate import WORKSPACES, Estimate, estimate
-from hf_memsave.measure.fit import largest
+from hf_memsave.measure.estimate import WORKSPACES, Estimate, estimate, largest
 from hf_memsave.measure.models import load_config
 from hf_memsave.measure.training import OPTIMIZERS, Training
 
@@ -161,9 +160,9 @@ def _largest(
     found = {}
     shards = (args.sharding, args.devices)
     with options.progress_bar(console, "Looking for what fits") as tell:
-        for label, chosen, at in (("stock", None, result.stock), ("patched", memsave, result.patched)):
+        for label, chosen in (("stock", None), ("patched", memsave)):
             batch, tokens = (
-                largest(config, result.depth, training, chosen, name, args.memory, shards, at)
+                largest(config, result.depth, training, chosen, name, args.memory, shards, getattr(result, label))
                 for name in ("batch_size", "seq_len")
             )
             found[label] = {"batch_size": batch, "seq_len": tokens}

@@ -14,8 +14,7 @@ from transformers import PreTrainedConfig
 from hf_memsave.commands.options import NUMBER, CommandError, add, weights_of
 from hf_memsave.config.sizes import GIB
 from hf_memsave.measure.inputs import described, make_batch, read_batch
-from hf_memsave.measure.layers import at_depth, depth_fields, period
-from hf_memsave.measure.models import build_empty, has_weights, load_config, load_model
+from hf_memsave.measure.models import at_depth, build_empty, depth_of, has_weights, load_config, load_model, period
 
 _SEQUENCES, _TOKENS = 2, 64
 #: Parameters that are compared without a question; drawing more takes minutes.
@@ -67,7 +66,7 @@ def load_inputs(
 
 def shrunk(name: str, config: PreTrainedConfig, dtype: torch.dtype, layers: int | None) -> tuple[PreTrainedConfig, str]:
     """A configuration whose model is small enough to be drawn and compared, and what to say of its layers, if fewer."""
-    own = {field: getattr(config, field) for field in depth_fields(config)}
+    own = depth_of(config)
     if layers is not None:
         return at_depth(config, dict.fromkeys(own, layers)), ""
     free = psutil.virtual_memory().available * _SHARE

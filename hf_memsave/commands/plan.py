@@ -9,8 +9,7 @@ from rich.console import Console
 from hf_memsave import MemSaveConfig
 from hf_memsave.commands.estimate import add_step, step_of
 from hf_memsave.commands.options import add, progress_bar
-from hf_memsave.measure.layers import at_depth, depth_fields
-from hf_memsave.measure.models import load_config
+from hf_memsave.measure.models import at_depth, depth_of, load_config
 from hf_memsave.planner.plan import largest, plan
 
 
@@ -40,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     }  # fmt: skip
     config = load_config(args.model)
     if args.layers:
-        config = at_depth(config, dict.fromkeys(depth_fields(config), args.layers))
+        config = at_depth(config, depth_of(config, args.layers))
     console = Console(highlight=False, markup=False, soft_wrap=True)
     with progress_bar(console, "Tracing a few layers") as tell:
         found = plan(config, lossy=args.lossy, main_memory=args.main_memory, **options, progress=tell)

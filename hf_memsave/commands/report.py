@@ -15,8 +15,9 @@ from rich.table import Table
 from hf_memsave import MemSaveConfig
 from hf_memsave.commands import options
 from hf_memsave.config.sizes import MIB
-from hf_memsave.measure.depth import FullDepth, Setting, measure_full_depth
+from hf_memsave.measure.kept_in_full import FullDepth, measure_full_depth
 from hf_memsave.measure.models import load_config
+from hf_memsave.measure.training import Training
 from hf_memsave.tape.meter import KINDS_OF_OPS
 
 
@@ -38,14 +39,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print, and write what was asked for; returns 0."""
     memsave = MemSaveConfig.named(args.memsave)
-    setting = Setting(
+    autocast = options.DTYPES.get(args.autocast)
+    setting = Training(
         batch_size=args.batch_size, seq_len=args.seq_len, dtype=options.weights_of(args) or torch.bfloat16,
-        autocast=bool(args.autocast), memsave=memsave, lora=args.lora,
+        autocast=autocast, lora=args.lora,
     )  # fmt: skip
     console = Console(highlight=False, markup=False)
     with console.status(f"Measuring {args.model} ..."):
-        result = measure_full_depth(load_config(args.model), setting, args.layers)
-    dtype = f"bf16 autocast, {options.NAMES[setting.dtype]} weights" if args.autocast else options.NAMES[setting.dtype]
+        result = measure_full_depth(load_config(args.model), setting, memsave, args.layers)
+    dtype = f"bf16 autocast, {options.NAMES[setting.dtype]} weights" if autocast else options.NAMES[setting.dtype]
     batch = f"batch {args.batch_size} x {args.seq_len} tokens, {dtype}"
     title = f"{options.name_of(args.model)}: {result.cls}, {_layers(result.depth)} layers, {batch}"
     console.print(title, style="bold")
@@ -97,7 +99,7 @@ def kept_table(result: FullDepth) -> Table:
     return table
 
 
-def explain(result: FullDepth, setting: Setting) -> list[str]:
+def explain(result: FullDepth, setting: Training) -> list[str]:
     """How the figures were found, and what they are not."""
     stock, patched = (" and ".join(map(_layers, result.measured[name])) for name in ("stock", "patched"))
     lines = [
@@ -115,7 +117,7 @@ def explain(result: FullDepth, setting: Setting) -> list[str]:
     return lines
 
 
-def to_dict(result: FullDepth, setting: Setting) -> dict[str, Any]:
+def to_dict(result: FullDepth, setting: Training) -> dict[str, Any]:
     """Every figure, for ``--json``; memory in bytes."""
 
     def figures(kept: Mapping[Any, float]) -> dict[str, Any]:

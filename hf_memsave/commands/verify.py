@@ -16,7 +16,6 @@ from hf_memsave.commands.inputs import add_inputs, load_inputs
 from hf_memsave.commands.options import DTYPES, GIVE_ANOTHER_BATCH, CommandError, add, progress_bar
 from hf_memsave.config.sizes import MIB
 from hf_memsave.measure import step
-from hf_memsave.measure.deterministic import deterministic_kernels
 
 _WORST = 5
 
@@ -41,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     memsave = MemSaveConfig.named(args.memsave)
     console = Console(highlight=False, markup=False)
     try:
-        with deterministic_kernels() if args.deterministic else contextlib.nullcontext():
+        with step.deterministic_kernels() if args.deterministic else contextlib.nullcontext():
             model, batch, title = load_inputs(args, console, may_shrink=True)
             with progress_bar(console, "Running") as tell:
                 done = itertools.count(1)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -25,15 +25,26 @@ from hf_memsave.config.sizes import GIB, MIB, bytes_of
 from hf_memsave.config.wtacrs import is_int
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure.depth import trace_in_full
-from hf_memsave.measure.layers import depth_fields
-from hf_memsave.measure.sharding import sharded
-from hf_memsave.measure.trace import Point, Trace, timeline
-from hf_memsave.measure.training import config_of, training_of
+from hf_memsave.measure.fake_device import without_gpus
+from hf_memsave.measure.models import depth_of
+from hf_memsave.measure.trace import Moment, Place, Point, Trace, timeline
+from hf_memsave.measure.training import Training, config_of, training_of
 
 #: What CUDA takes for itself in each process, in no allocator; it depends on device and driver.
 CONTEXT = 500 * MIB
 #: What cuBLAS takes: by PyTorch's default 8.1 MiB for the thread of the forward, and for that of the backward.
 WORKSPACES = 2 * (4096 * 2 + 16 * 8) * 1024
+#: Name -> which of parameters, gradients and states are divided by the number of devices. FSDP (and ZeRO-3) gathers
+#: the parameters of the block that runs, and of the next one beside it, and has one block's gradients whole until they
+#: are reduced. What lies outside of blocks is gathered as one more unit.
+SHARDINGS = {
+    "ddp": (False, False, False),
+    "zero1": (False, False, True),
+    "zero2": (False, True, True),
+    "fsdp": (True, True, True),
+}
+#: More is not asked for; nor, at once, for so many times what was asked for before: a batch of ids is made of it.
+_MOST, _GROWTH = 2**22, 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,20 +142,20 @@ def estimate(
     config = config_of(model_or_config, training)
     setting = training_of(batch_size=batch_size, seq_len=seq_len, **training)
     resolved = MemSaveConfig.resolve(memsave)
-    depth = {field: layers or getattr(config, field) for field in depth_fields(config)}
+    depth = depth_of(config, layers)
     tell = progress or (lambda share: None)
     tell(0)
     stock, per_layer = trace_in_full(config, depth, setting, None)
-    tell(0.3 if resolved else 1)
     patched = None
     if resolved is not None:
+        tell(0.3)
         patched = _memory(*trace_in_full(config, depth, setting, resolved), sharding, devices)
-        tell(1)
+    tell(1)
     return Estimate(
         model=config.model_type,
         depth=depth,
         numbers=stock.numbers,
-        u=batch_size * seq_len * config.hidden_size * setting.u_itemsize,
+        u=batch_size * seq_len * config.hidden_size * setting.u_dtype.itemsize,
         stock=_memory(stock, per_layer, sharding, devices),
         patched=patched,
         memory=limit,
@@ -162,7 +173,7 @@ def _memory(full: Trace, per_layer: dict[str, dict[str, float]], sharding: str, 
         gradients=highest.gradients,
         states=trace.states,
         activations=highest.live - trace.parameters - highest.gradients - trace.states,
-        kept=sum(trace.by_kind.values()),
+        kept=trace.kept,
         by_kind=trace.by_kind,
         by_module=trace.by_module,
         per_layer={field: added["kept"] for field, added in per_layer.items()},
@@ -172,3 +183,93 @@ def _memory(full: Trace, per_layer: dict[str, dict[str, float]], sharding: str, 
 
 def _gib(nbytes: float) -> str:
     return f"{nbytes / GIB:,.2f} GiB"
+
+
+def sharded(trace: Trace, name: str, devices: int) -> Trace:
+    """The part of a step on one of N devices; MeasureError for another name or number."""
+    if name not in SHARDINGS or not isinstance(devices, int) or devices < 1:
+        raise MeasureError(
+            f"sharding: expected {' or '.join(SHARDINGS)} over 1 device or more, got {name!r} over {devices!r}. "
+            "Leave it out for one device."
+        )
+    if devices == 1:
+        return trace
+    parameters, gradients, states = (devices if is_divided else 1 for is_divided in SHARDINGS[name])
+    outside = max(0, trace.parameters - sum(n * trace.of_block[stack] for stack, n in trace.blocks.items()))
+    largest = max(trace.of_block.values(), default=outside)
+
+    def moment(place: Place, whole: Moment) -> Moment:
+        rest = whole.live - trace.states - trace.parameters - whole.gradients
+        mine = whole.gradients // gradients
+        if place.phase == "optimizer":
+            rest //= states  # it updates what it has states of
+        elif parameters > 1:
+            rest += outside + 2 * largest
+        if gradients > 1 and place.phase == "backward":
+            mine = min(whole.gradients, mine + largest * trace.trained // max(1, trace.parameters))
+        live = rest + mine + trace.states // states + trace.parameters // parameters
+        return whole._replace(live=live, gradients=mine)
+
+    return replace(
+        trace,
+        places={place: moment(place, whole) for place, whole in trace.places.items()},
+        parameters=trace.parameters // parameters,
+        trained=trace.trained // gradients,
+        states=trace.states // states,
+    )
+
+
+@without_gpus
+def largest(
+    config: PreTrainedConfig, depth: dict[str, int], training: Training, memsave: MemSaveConfig | None, name: str,
+    memory: int, sharding: tuple[str, int], estimated: Memory,
+) -> int:  # fmt: skip
+    """The largest "batch_size" or "seq_len" that fits, where that of ``training`` needs what was estimated; or 0."""
+    start = getattr(training, name)
+
+    def needed(number: int) -> int:
+        if number == start:
+            return estimated.needed
+        fields: dict[str, Any] = {name: number}
+        trace, _ = trace_in_full(config, depth, replace(training, **fields), memsave, keeps=False)
+        return sharded(trace, *sharding).peak + WORKSPACES + CONTEXT
+
+    fixed = estimated.parameters + estimated.states + WORKSPACES + CONTEXT
+    return search(needed, memory, start, most_of(config, name), fixed)
+
+
+def most_of(config: PreTrainedConfig, name: str) -> int:
+    """The largest "batch_size" or "seq_len" to ask about."""
+    return _MOST if name == "batch_size" else getattr(config, "max_position_embeddings", None) or _MOST
+
+
+def search(needed: Callable[[int], int], memory: int, start: int, most: int, fixed: int = 0) -> int:
+    """The largest number up to ``most`` for which ``needed`` is at most ``memory``; 0 if not even 1 is."""
+    # ``needed`` rises about evenly from ``fixed``; each question costs seconds, and none is asked twice.
+    asked: dict[int, int] = {}
+    low, high, guess = 0, most + 1, min(start, most)
+    while high - low > 1:
+        try:
+            asked[guess] = needed(guess)
+        except MeasureError:  # beyond what the model takes
+            if not low:
+                raise
+            asked[guess] = 2 * memory
+        if asked[guess] <= memory:
+            low = guess
+        else:
+            high = guess
+        guess = min(max(_on_the_line(asked, memory, low, high, fixed), low + 1), high - 1)
+    return low
+
+
+def _on_the_line(asked: dict[int, int], memory: int, low: int, high: int, fixed: int) -> int:
+    """Where a line through the two numbers asked about last meets ``memory``; if there is none, another number."""
+    if not low:
+        return 1
+    if len(asked) < 2:
+        return min(int(low * (memory - fixed) / max(1, asked[low] - fixed)), _GROWTH * low)
+    (a, cost_a), (b, cost_b) = list(asked.items())[-2:]
+    if cost_a == cost_b:
+        return (low + high) // 2
+    return int(a + (memory - cost_a) * (b - a) / (cost_b - cost_a))

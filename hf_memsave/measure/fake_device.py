@@ -8,28 +8,37 @@ Nothing is known of time, nor of what a kernel takes for itself while it runs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from functools import cache
-from typing import Any
+import functools
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from hf_memsave.device import STAND_IN
-from hf_memsave.errors import MeasureError
-from hf_memsave.measure.autocast_lists import register_autocast
+from hf_memsave.device import HALVES, STAND_IN
+from hf_memsave.errors import MeasureError, MemSaveError
 from hf_memsave.measure.kernels import ATTENTION, Preferred, register_kernels
 from hf_memsave.measure.private import fake_tensors, register_constants, register_device, why_not
 
+P = ParamSpec("P")
+R = TypeVar("R")
+#: Variables that hide GPUs from CUDA, and from ROCm.
+_HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 #: The state of a generator of CUDA's: a seed and an offset.
 STATE_BYTES = 16
 
 
 class _Generator:
-    def get_state(self) -> Tensor:
+    def get_state(self, device: Any = None) -> Tensor:
         return torch.empty(STATE_BYTES, dtype=torch.uint8, device="cpu")
 
-    def set_state(self, state: Tensor) -> None:
+    def set_state(self, state: Tensor, device: Any = None) -> None:
         pass
 
 
@@ -37,6 +46,7 @@ class _Module:
     """What ``torch.cuda`` is for CUDA."""
 
     default_generators = (_Generator(),)
+    get_rng_state, set_rng_state = default_generators[0].get_state, default_generators[0].set_state
     _initialized = True
     depth = 0
 
@@ -61,42 +71,25 @@ class _Module:
     def manual_seed_all(self, seed: int) -> None:
         pass
 
-    def get_rng_state(self, device: Any = None) -> Tensor:
-        return self.default_generators[0].get_state()
-
-    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
-        pass
-
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
+        return [*HALVES]
 
 
 _module = _Module()
 
 
-@cache
+@functools.cache
 def _register() -> None:
     if (reason := why_not()) is not None:
         raise MeasureError(reason)
     register_device(_module, _module.is_available)
     register_constants()
-    register_autocast()
     register_kernels()
 
 
 @contextlib.contextmanager
 def fake_device(attention: str = "flash") -> Iterator[torch.device]:
-    """Inside, the stand-in device is there, and all new tensors are fake, on whatever device.
-
-    Args:
-        attention: The kernel to prefer: "flash", "efficient" or "cudnn".
-
-    Yields:
-        The device.
-
-    Raises:
-        MeasureError: There is no such kernel or device in this version of PyTorch, or there are GPUs.
-    """
+    """Inside, the device is there, with a preferred kernel, and all new tensors are fake; else MeasureError."""
     if attention not in ATTENTION:
         raise MeasureError(f"attention: expected one of {', '.join(ATTENTION)}, got {attention!r}. Use 'flash'.")
     _register()
@@ -114,15 +107,49 @@ def fake_device(attention: str = "flash") -> Iterator[torch.device]:
 def to_fake(model: nn.Module, device: torch.device) -> nn.Module:
     """Give ``model``, which may be on the meta device, fake parameters and buffers on ``device``, in place."""
     made: dict[int, Tensor] = {}
-    for module in model.modules():
-        homes: tuple[dict[str, Any], ...] = module._parameters, module._buffers
-        for owned in homes:
-            for name, tensor in owned.items():
-                if tensor is not None:
-                    owned[name] = made.setdefault(id(tensor), _fake(tensor, device))
+    homes: list[dict[str, Any]] = [home for m in model.modules() for home in (m._parameters, m._buffers)]
+    for owned in homes:
+        for name, tensor in owned.items():
+            if tensor is not None and id(tensor) not in made:
+                fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+            if tensor is not None:
+                owned[name] = made[id(tensor)]
     return model
 
 
-def _fake(tensor: Tensor, device: torch.device) -> Tensor:
-    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+def without_gpus(function: Callable[P, R]) -> Callable[P, R]:
+    """Have ``function``, of a module, run in another process wherever this one has a GPU, as it would lose it."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.cuda.is_available():
+            return function(*args, **kwargs)
+        path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, **dict.fromkeys(_HIDING, ""), "PYTHONPATH": os.pathsep.join(path)}
+        command = [sys.executable, "-c", f"from {__name__} import _answer; _answer()"]
+        asked = pickle.dumps((function.__module__, function.__qualname__, args, kwargs))
+        done = subprocess.run(command, input=asked, stdout=subprocess.PIPE, env=environment, check=False)
+        if done.returncode:
+            raise MeasureError(
+                f"{function.__qualname__} failed in a process without GPUs, with exit code {done.returncode}: its "
+                "error is above. Run all of it with CUDA_VISIBLE_DEVICES= in the environment."
+            )
+        result: R | MemSaveError = pickle.loads(done.stdout)
+        if isinstance(result, MemSaveError):
+            raise result
+        return result
+
+    return run
+
+
+def _answer() -> None:
+    """Run what standard input asks for, in a process without GPUs."""
+    answer, sys.stdout = sys.stdout.buffer, sys.stderr  # whatever else is printed is no answer
+    module, name, args, kwargs = pickle.loads(sys.stdin.buffer.read())
+    try:
+        result = getattr(importlib.import_module(module), name)(*args, **kwargs)
+    except MemSaveError as error:
+        result = error
+    answer.write(pickle.dumps(result))

@@ -12,12 +12,15 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure.models import HEADS
 
-_UNREADABLE = (AttributeError, EOFError, LookupError, OSError, RuntimeError, SafetensorError, TypeError, ValueError)
+_UNREADABLE = (
+    AttributeError, EOFError, LookupError, OSError, RuntimeError, TypeError, ValueError,
+    pickle.UnpicklingError, SafetensorError,
+)  # fmt: skip
 
 
 def make_batch(head: Any, config: PreTrainedConfig, batch_size: int, seq_len: int) -> dict[str, Tensor]:
@@ -25,29 +28,16 @@ def make_batch(head: Any, config: PreTrainedConfig, batch_size: int, seq_len: in
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (batch_size, seq_len), generator=generator)
     ids[ids == config.pad_token_id] = 0 if config.pad_token_id else 1
-    if head not in (AutoModelForSequenceClassification, AutoModelForTokenClassification):
+    if head not in (HEADS["SEQ_CLS"], HEADS["TOKEN_CLS"]):
         return {"input_ids": ids, "labels": ids.clone()}
     label_dtype = torch.float if config.num_labels == 1 else torch.long  # one label means regression
-    shape = (batch_size,) if HEADS[head] else (batch_size, seq_len)
+    shape = (batch_size,) if head is HEADS["SEQ_CLS"] else (batch_size, seq_len)
     labels = torch.randint(max(2, config.num_labels), shape, generator=generator)
     return {"input_ids": ids, "labels": labels.to(label_dtype)}
 
 
-def empty_batch(like: dict[str, Tensor], batch_size: int, seq_len: int, device: torch.device) -> dict[str, Tensor]:
-    """One without numbers, for a device that has none: of any size it costs nothing there."""
-    shapes = {1: (batch_size,), 2: (batch_size, seq_len)}
-    return {n: torch.empty(shapes[value.dim()], dtype=value.dtype, device=device) for n, value in like.items()}
-
-
 def read_batch(path: Path) -> dict[str, Tensor]:
-    """Tensors by name from .safetensors, .json (lists), .jsonl (one example a line) or ``torch.save``.
-
-    Returns:
-        The batch.
-
-    Raises:
-        MeasureError: The file is missing, or holds something else.
-    """
+    """Tensors by name from .safetensors, .json (lists), .jsonl (one example a line) or ``torch.save``; MeasureError."""
     expected = 'Expected tensors by name, such as {"input_ids": ..., "labels": ...}'
     if not path.is_file():
         raise MeasureError(f"{path}: no such file. {expected}, saved with torch.save, or as .safetensors or .json.")
@@ -62,7 +52,7 @@ def read_batch(path: Path) -> dict[str, Tensor]:
             batch = {name: torch.tensor(values) for name, values in lists.items()}
         else:
             batch = torch.load(path, map_location="cpu", weights_only=True)
-    except (*_UNREADABLE, pickle.UnpicklingError) as error:
+    except _UNREADABLE as error:
         reason = (str(error).splitlines() or ["it ends too early"])[0]
         raise MeasureError(
             f"{path}: {type(error).__name__}: {reason}. {expected}, padded to one length. Save it with "
@@ -101,10 +91,13 @@ def loss_of(output: Any, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """The one number that backward begins at: ``output["loss"]``, or ``output``; MeasureError if there is none."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = ", ".join(output) if isinstance(output, Mapping) else f"a {type(output).__name__}"
+        if isinstance(loss, Tensor):
+            got = f"a tensor {list(loss.shape)}"
         remedy = "Use a model with a head that takes them" if "labels" in batch else "Add 'labels' to the batch"
         raise MeasureError(
-            f"expected a loss in the output of {type(model).__name__}, got {_got(output, loss)} for a batch of "
-            f"{', '.join(batch)}. {remedy}, or have its forward return a loss of one number."
+            f"expected a loss in the output of {type(model).__name__}, got {got} for a batch of {', '.join(batch)}. "
+            f"{remedy}, or have its forward return a loss of one number."
         )
     if not loss.requires_grad:
         raise MeasureError(
@@ -112,9 +105,3 @@ def loss_of(output: Any, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
             "that needs none. Unfreeze some."
         )
     return loss
-
-
-def _got(output: Any, loss: Any) -> str:
-    if isinstance(loss, Tensor):
-        return f"a tensor {list(loss.shape)}"
-    return ", ".join(output) if isinstance(output, Mapping) else f"a {type(output).__name__}"

@@ -1,17 +1,19 @@
-"""What CUDA runs where CPU runs something else, on the stand-in device: attention, and the fused RMSNorm.
+"""What CUDA runs where CPU runs something else, on the stand-in device: attention, the fused RMSNorm, and autocast.
 
-Each attention kernel keeps q, k, v, its output, a number for each query and head, and what it drew:
+Each attention kernel keeps q, k, v, its output, a number for each query and head, and what it drew. "flash" takes 16
+bits and no mask; "efficient" any mask, expanded to all heads, and as many heads of k and v as of q; "cudnn" 16 bits and
+any mask. The first that can run is taken, beginning with the one that was asked for; then there is the product of
+matrices, which keeps the probabilities.
 
-    "flash"      16 bits, no mask; k and v may have fewer heads
-    "efficient"  any mask, expanded to all heads; as many heads of k and v as of q
-    "cudnn"      16 bits, any mask; k and v may have fewer heads
-
-The first that can run is taken, beginning with the one that was asked for; then there is the product of matrices, which
-keeps the probabilities.
+Autocast's lists are those of ``aten/src/ATen/autocast_mode.h`` of PyTorch 2.14; whether it has a function at all, the
+dispatcher of the PyTorch at hand is asked.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from hf_memsave.device import HALVES, mask_multiple
-from hf_memsave.measure.private import library
+from hf_memsave.device import HALVES, STAND_IN, mask_multiple
+from hf_memsave.measure.private import library, overloads, without_autocast
+from hf_memsave.tape.private import autocast_cache, tree_map
 
 aten = torch.ops.aten
 #: Kernels by name, in the order in which PyTorch prefers them (before Hopper's, where cuDNN may come first).
@@ -36,6 +39,22 @@ _BACKWARDS = (
     aten._scaled_dot_product_efficient_attention_backward.default,
 )
 
+LOW = """_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution prelu
+addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot
+scaled_dot_product_attention _scaled_dot_product_flash_attention cudnn_convolution cudnn_convolution_transpose
+lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _thnn_fused_lstm_cell _thnn_fused_gru_cell""".split()
+FP32 = """acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus layer_norm
+rms_norm native_layer_norm group_norm linalg_matrix_sqrth nuclear_norm frobenius_norm cosine_similarity poisson_nll_loss
+cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss
+margin_ranking_loss soft_margin_loss multilabel_margin_loss triplet_margin_loss multi_margin_loss
+binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d _upsample_nearest_exact1d
+upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d
+upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa""".split()
+FP32_RESULT = "prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm sum norm".split()
+WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add".split()
+#: What stands for autocast's cache while it holds something -> the conversions of weights that it shares.
+_casts: weakref.WeakKeyDictionary[Any, dict[Any, tuple[Tensor, Tensor]]] = weakref.WeakKeyDictionary()
+
 
 class Preferred:
     """The kernel that is asked for."""
@@ -44,11 +63,15 @@ class Preferred:
 
 
 def register_kernels() -> None:
-    """Have the stand-in device run them. Once per process."""
+    """Have the stand-in device do as CUDA does, under autocast too. Once per process."""
     lib = library("aten")
     lib.impl("scaled_dot_product_attention", attention, "AutogradPrivateUse1")
     lib.impl("_fused_sdp_choice", choice, "AutogradPrivateUse1")
     lib.impl("rms_norm", rms_norm, "AutogradPrivateUse1")
+    library("_").fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    for names, rule in ((LOW, _low), (FP32, _fp32), (FP32_RESULT, _fp32_result), (WIDEST, _widest)):
+        for func in (func for name in names for func in overloads(name)):
+            lib.impl(func.name(), partial(_under, rule, func), "AutocastPrivateUse1")  # type: ignore[attr-defined]
 
 
 def attention(
@@ -100,8 +123,7 @@ def choice(
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> int:  # fmt: skip
     """The number of the chosen kernel in ``torch.nn.attention.SDPBackend``."""
-    backend: int = BACKENDS[chosen(query, key, value, attn_mask, enable_gqa)].value
-    return backend
+    return BACKENDS[chosen(query, key, value, attn_mask, enable_gqa)].value
 
 
 def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
@@ -116,3 +138,57 @@ def workspace(func: Any, args: Any) -> int:
     q, k = args[1:3]
     repeated = 2 * q.numel() * q.itemsize if func is _BACKWARDS[0] and k.shape[1] != q.shape[1] else 0
     return 4 * q.numel() + repeated
+
+
+def _under(rule: Callable[..., Any], func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with without_autocast():
+        return rule(func, args, kwargs)
+
+
+def _is_eligible(x: Any) -> bool:
+    is_there = isinstance(x, Tensor) and x.device.type == STAND_IN
+    return is_there and x.is_floating_point() and x.dtype != torch.float64
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    if not _is_eligible(x) or x.dtype == dtype:
+        return x
+    is_shared = x.requires_grad and x.is_leaf and x.dtype == torch.float32 and not x._is_view()
+    if not is_shared or not torch.is_autocast_cache_enabled():
+        return x.to(dtype)
+    if (cache := next(iter(_casts), None)) is None:
+        _casts[cache := autocast_cache()()] = {}
+    shared = _casts[cache]
+    if (id(x), dtype) not in shared:
+        shared[id(x), dtype] = x.to(dtype), x
+    return shared[id(x), dtype][0]
+
+
+def _in(dtype: torch.dtype, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    args, kwargs = tree_map(partial(_cast, dtype=dtype), (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _low(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return _in(torch.get_autocast_dtype(STAND_IN), func, args, kwargs)
+
+
+def _fp32(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return _in(torch.float32, func, args, kwargs)
+
+
+def _fp32_result(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    arguments = func._schema.arguments  # type: ignore[attr-defined]
+    names = [a.name for a in arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if given.get("dtype") is None and _is_eligible(args[0]):
+        if "dtype" not in names:  # of norm, another overload has it
+            packet = func.overloadpacket  # type: ignore[attr-defined]
+            return packet(*[given.get(a.name, a.default_value) for a in arguments], dtype=torch.float32)
+        return func(**(given | {"dtype": torch.float32}))
+    return func(*args, **kwargs)
+
+
+def _widest(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    is_wide = any(_is_eligible(x) and x.dtype == torch.float32 for x in args)
+    return _fp32(func, args, kwargs) if is_wide else func(*args, **kwargs)

@@ -1,35 +1,34 @@
-"""LoRA adapters, put into a model to be measured."""
+"""LoRA adapters, put into a model to be measured, and QLoRA's frozen base in 4 bits beneath them."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_memsave.device import HALVES
 from hf_memsave.errors import MeasureError
+
+#: Elements that share a scale, and scales that share one of theirs (double quantization).
+_BLOCK, _SCALES = 64, 256
+_COMPUTE = torch.bfloat16
 
 
 @dataclass(frozen=True)
 class Lora:
-    """PEFT's LoRA, by short names.
+    """PEFT's LoRA, by short names."""
 
-    Attributes:
-        r: The rank.
-        alpha: ``lora_alpha``.
-        dropout: ``lora_dropout``.
-        targets: Names of modules, joined by "+".
-        dtype: That of the adapters: "fp32", PEFT's default, or "model" for the model's own (that of its embeddings
-            if its linears are quantized).
-        dora: With DoRA's magnitudes.
-    """
-
-    r: int = 8
-    alpha: int = 16
-    dropout: float = 0.0
-    targets: str = "all-linear"
-    dtype: str = "fp32"
-    dora: bool = False
+    r: int = 8  # the rank
+    alpha: int = 16  # lora_alpha
+    dropout: float = 0.0  # lora_dropout
+    targets: str = "all-linear"  # names of modules, joined by "+"
+    dtype: str = "fp32"  # PEFT's default, or "model": that of the model, or of its embeddings if linears are quantized
+    dora: bool = False  # with DoRA's magnitudes
 
     def __post_init__(self) -> None:
         if self.r < 1 or self.alpha <= 0 or not 0 <= self.dropout < 1 or self.dtype not in ("fp32", "model"):
@@ -45,15 +44,10 @@ class Lora:
         except ImportError as error:
             raise MeasureError("LoRA needs PEFT, which is missing. Run: pip install peft") from error
         own = next(p.dtype for p in model.parameters() if p.is_floating_point())
-        config = LoraConfig(
-            r=self.r,
-            lora_alpha=self.alpha,
-            lora_dropout=self.dropout,
-            target_modules=self.targets if self.targets == "all-linear" else self.targets.split("+"),
-            use_dora=self.dora,
-        )
+        targets = self.targets if self.targets == "all-linear" else self.targets.split("+")
+        same = {"r": self.r, "lora_alpha": self.alpha, "lora_dropout": self.dropout, "use_dora": self.dora}
         try:
-            inject_adapter_in_model(config, model)
+            inject_adapter_in_model(LoraConfig(**same, target_modules=targets), model)
         except ValueError as error:
             raise MeasureError(f"LoRA: {error} Name modules of {type(model).__name__} with targets=a+b.") from error
         for parameter in model.parameters():
@@ -62,3 +56,77 @@ class Lora:
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in asdict(self).items())
+
+
+def quantize(model: PreTrainedModel) -> None:
+    """Hold the linears' weights in NF4, as bitsandbytes does; the rest in fp32, as PEFT prepares it. In place.
+
+    On the meta device, stand-ins of bitsandbytes' linears without values or kernels. The linear that gives the output,
+    and what the class keeps in fp32, stay as they are, as in Transformers.
+    """
+    output, wide = model.get_output_embeddings(), set(model._keep_in_fp32_modules or ())
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            is_left = child is output or name in wide or name.startswith(("classifier", "score"))
+            if type(child) is nn.Linear and not is_left:
+                setattr(module, name, _linear_class()(child) if child.weight.is_meta else _quantized(child))
+    model.is_loaded_in_4bit = True
+    for p in model.parameters():
+        p.requires_grad_(False)
+        if p.dtype in HALVES:
+            p.data = p.data.float()
+
+
+def _bitsandbytes() -> Any:
+    try:
+        import bitsandbytes.nn
+    except ImportError as error:
+        raise MeasureError("quantized: needs bitsandbytes, which is missing. Run: pip install bitsandbytes") from error
+    return bitsandbytes.nn
+
+
+def _quantized(linear: nn.Linear) -> nn.Module:
+    home, how = _bitsandbytes(), {"compress_statistics": True, "quant_type": "nf4"}
+    made: nn.Linear = home.Linear4bit(1, 1, linear.bias is not None, compute_dtype=_COMPUTE, **how, device="meta")
+    made.in_features, made.out_features, made.bias = linear.in_features, linear.out_features, linear.bias
+    made.weight = home.Params4bit(linear.weight.detach(), requires_grad=False, **how, module=made)
+    return made.to(linear.weight.device)  # which quantizes it
+
+
+@cache
+def _linear_class() -> Any:
+    class NF4Linear(_bitsandbytes().Linear4bit):  # type: ignore[misc]
+        """``Linear4bit``, which PEFT knows by its class."""
+
+        def __init__(self, like: nn.Linear) -> None:
+            nn.Module.__init__(self)
+            self.in_features, self.out_features, self.bias = like.in_features, like.out_features, like.bias
+            self.compute_dtype = _COMPUTE
+            packed = like.weight.new_empty(like.weight.numel() // 2, 1, dtype=torch.uint8)
+            weight: Any = nn.Parameter(packed, requires_grad=False)
+            weight.compress_statistics, weight.quant_type = True, "nf4"
+            self.weight = weight
+            scales = -(-like.weight.numel() // _BLOCK)
+            self.register_buffer("scales", packed.new_empty(scales), persistent=False)
+            self.register_buffer("of_scales", like.weight.new_empty(-(-scales // _SCALES), dtype=torch.float32), False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            bias = None if self.bias is None else self.bias.to(_COMPUTE)
+            shape = self.out_features, self.in_features
+            z: Tensor = _Product.apply(x.to(_COMPUTE), self.weight, shape, bias)
+            return z.to(x.dtype)
+
+    return NF4Linear
+
+
+class _Product(torch.autograd.Function):
+    """bitsandbytes' ``MatMul4Bit``: keeps the packed weight alone, and unpacks it in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
+        ctx.packed, ctx.shape = packed, shape
+        return F.linear(x, packed.new_empty(shape, dtype=x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return dy @ ctx.packed.new_empty(ctx.shape, dtype=dy.dtype), None, None, None

@@ -1,44 +1,31 @@
-"""A model from its configuration alone, or with its weights where they are saved."""
+"""A model from its configuration alone, of any depth, or with its weights where they are saved."""
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    PreTrainedConfig,
-)
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from hf_memsave.errors import MeasureError
 
-#: The heads that can be measured, and whether they take one label per sequence.
+#: The heads that can be measured, by the task that PEFT has for them.
 HEADS = {
-    AutoModelForSequenceClassification: True,
-    AutoModelForTokenClassification: False,
-    AutoModelForCausalLM: False,
-    AutoModelForMaskedLM: False,
-    AutoModelForSeq2SeqLM: False,
-}
-_ADAPTER_HEADS = {
-    "SEQ_CLS": AutoModelForSequenceClassification,
-    "TOKEN_CLS": AutoModelForTokenClassification,
-    "CAUSAL_LM": AutoModelForCausalLM,
-    "SEQ_2_SEQ_LM": AutoModelForSeq2SeqLM,
+    "SEQ_CLS": transformers.AutoModelForSequenceClassification,
+    "TOKEN_CLS": transformers.AutoModelForTokenClassification,
+    "CAUSAL_LM": transformers.AutoModelForCausalLM,
+    "MASKED_LM": transformers.AutoModelForMaskedLM,  # not PEFT's
+    "SEQ_2_SEQ_LM": transformers.AutoModelForSeq2SeqLM,
 }
 _UNREADABLE = (AttributeError, LookupError, OSError, RuntimeError, SafetensorError, TypeError, ValueError)
+_ANOTHER = "measure another one with hf_memsave.measure_kept(model, batch)."
 
 
 def load_config(name: str) -> PreTrainedConfig:
@@ -51,7 +38,7 @@ def load_config(name: str) -> PreTrainedConfig:
     if path.is_dir() and not (path / "config.json").is_file():
         raise MeasureError(f"{name}: expected a config.json in this folder, found none. Name the model's folder.")
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     except StrictDataclassError as error:  # fields that contradict each other
         raise MeasureError(f"{name}: {' '.join(str(error).split())} Correct the configuration.") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -64,21 +51,22 @@ def load_config(name: str) -> PreTrainedConfig:
 
 def choose_head(config: PreTrainedConfig) -> Any:
     """The Auto class for the architecture that a configuration names, else a usual one; else MeasureError."""
+    known = {
+        task: auto._model_mapping[type(config)].__name__
+        for task, auto in HEADS.items() if type(config) in auto._model_mapping
+    }  # fmt: skip
     named = (config.architectures or [""])[0]
-    known = {auto: auto._model_mapping[type(config)] for auto in HEADS if type(config) in auto._model_mapping}
-    asked = [auto for auto, cls in known.items() if cls.__name__ == named]
+    asked = [task for task, name in known.items() if name == named]
     if config.is_encoder_decoder:
-        usual = [AutoModelForSeq2SeqLM]
-    elif AutoModelForMaskedLM in known:
-        usual = [AutoModelForSequenceClassification, AutoModelForMaskedLM]
+        usual = ["SEQ_2_SEQ_LM"]
     else:
-        usual = [AutoModelForCausalLM]
-    for auto in (*asked, *usual):
-        if auto in known:
-            return auto
+        usual = ["SEQ_CLS", "MASKED_LM"] if "MASKED_LM" in known else ["CAUSAL_LM"]
+    for task in (*asked, *usual):
+        if task in known:
+            return HEADS[task]
     raise MeasureError(
         f"{config.model_type!r} has no language modelling or classification head on token ids. Expected a text model; "
-        "measure another one with hf_memsave.measure_kept(model, batch)."
+        f"{_ANOTHER}"
     )
 
 
@@ -87,7 +75,7 @@ def build_empty(config: PreTrainedConfig) -> nn.Module:
     try:
         head = choose_head(config)
     except MeasureError:
-        head = AutoModel
+        head = transformers.AutoModel
     try:
         with torch.device("meta"):
             model: nn.Module = head.from_config(config)
@@ -110,27 +98,14 @@ def has_weights(name: str) -> bool:
 def load_model(
     name: str, dtype: torch.dtype | None = None, head: Any = None, config: PreTrainedConfig | None = None
 ) -> tuple[Any, Any, str]:
-    """A model with its weights: saved ones where there are any, else random ones.
-
-    Args:
-        name: A folder with a model or a PEFT adapter, a config.json, a model type, or a name on the hub.
-        dtype: Of the weights; as saved, or the configuration's own, if None.
-        head: The Auto class to load with; that of :func:`choose_head` if None.
-        config: Instead of its own, where the weights are random.
-
-    Returns:
-        The model, its Auto class, and what its weights are.
-
-    Raises:
-        MeasureError: There is no such model, or it cannot be loaded.
-    """
+    """A model, or an adapter's, with saved weights or random ones (of ``config``); its Auto class; what these are."""
     path = Path(name)
     try:
         if (path / "adapter_config.json").is_file():
             from peft import PeftConfig, PeftModel
 
             adapter = PeftConfig.from_pretrained(name)
-            base, head, _ = load_model(adapter.base_model_name_or_path, dtype, _ADAPTER_HEADS.get(adapter.task_type))
+            base, head, _ = load_model(adapter.base_model_name_or_path, dtype, HEADS.get(adapter.task_type))
             return PeftModel.from_pretrained(base, name, is_trainable=True), head, f"adapter {path.resolve().name}"
         config = config or load_config(name)
         head = head or choose_head(config)
@@ -154,3 +129,43 @@ def name_special_tokens(config: PreTrainedConfig) -> None:
     config.pad_token_id = config.pad_token_id or 0
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id
+
+
+def depth_of(config: PreTrainedConfig, layers: int | None = None) -> dict[str, int]:
+    """Field of the configuration -> its number of layers, or ``layers``, for each stack; else MeasureError."""
+    first = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    names = (first, "num_decoder_layers", "decoder_layers")
+    found = {name: layers or getattr(config, name) for name in names if isinstance(getattr(config, name, None), int)}
+    if first not in found:
+        raise MeasureError(
+            f"the configuration of {config.model_type!r} has no field {first!r} with its number of layers. Expected a "
+            f"text model; {_ANOTHER}"
+        )
+    return found
+
+
+def period(config: PreTrainedConfig) -> int:
+    """After how many layers the list of layer types, if there is one, repeats itself."""
+    rows = list(zip(*_lists_by_layer(config).values(), strict=True)) or [()]
+    return next(p for p in range(1, len(rows) + 1) if all(rows[i] == rows[i - p] for i in range(p, len(rows))))
+
+
+def at_depth(config: PreTrainedConfig, depth: dict[str, int]) -> PreTrainedConfig:
+    """A copy with other numbers of layers by field, and as many entries in lists with one a layer."""
+    changed = copy.deepcopy(config)
+    layers, every = next(iter(depth.values())), period(config)
+    for name, values in _lists_by_layer(config).items():
+        setattr(changed, name, [values[i % every] for i in range(layers)])
+    for field, number in depth.items():
+        try:
+            setattr(changed, field, number)
+        except NotImplementedError as error:
+            raise MeasureError(
+                f"cannot change the depth of {config.model_type!r}: {error} Expected a model of like layers; {_ANOTHER}"
+            ) from error
+    return changed
+
+
+def _lists_by_layer(config: PreTrainedConfig) -> dict[str, list[Any]]:
+    layers = next(iter(depth_of(config).values()))
+    return {k: v for k, v in vars(config).items() if isinstance(v, list) and len(v) == layers and "layer" in k}

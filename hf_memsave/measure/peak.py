@@ -1,13 +1,9 @@
 """The peak: the most bytes alive at once in a whole training step, counted op by op, without a GPU's allocator.
 
-:func:`~hf_memsave.measure_kept` counts what lies between forward and backward; what makes a step fit is the most that
-is ever alive. A dispatch mode sees every storage that an op makes, in forward and in backward (PyTorch hands the mode
-on to the threads of its engine), and a weak reference tells when that storage dies. Nothing is sampled.
-
-Not seen: buffers that a kernel takes for itself and frees before it returns, tensors that no op makes (the states of
-generators), rounding and fragmentation in an allocator. Under any dispatch mode PyTorch adds the gradients of a tensor
-with several consumers out of place, where otherwise it adds in place if it can: at such a moment the count has one
-gradient of that tensor more.
+A dispatch mode sees every storage that an op makes, in forward and in backward, and a weak reference tells when that
+storage dies. Not seen: buffers that a kernel frees before it returns, tensors that no op makes (the states of
+generators), fragmentation in an allocator. Under any dispatch mode PyTorch adds the gradients of a tensor with several
+consumers out of place, where otherwise it adds in place if it can: then the count has one gradient of that tensor more.
 """
 
 from __future__ import annotations
@@ -19,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -48,32 +45,28 @@ def count_peak(step: Callable[[], Any], unit: int = 1) -> Peak:
         The peak, what is left at the end, and the bytes alive after each op.
     """
     count = Count(unit=unit)
-    torch.clear_autocast_cache()  # a cast of a weight from before would not be counted
     try:
-        with collector_off(), count.watching_resizes():
-            with count:
-                step()
-            gc.collect()
-            return Peak(count.peak, count.live, tuple(count.timeline))
+        with count:
+            step()
+        gc.collect()
+        return Peak(count.peak, count.live, tuple(count.timeline))
     finally:
         count.made.clear()  # what is alive still has callbacks here
 
 
 @dataclass
 class _Entry:
-    """A storage that counts: the reference that tells of its death, and its bytes, of which ``before`` do not count."""
+    """A storage that counts: the reference that tells of its death, and its bytes, without those from before."""
 
     ref: weakref.ref[torch.UntypedStorage]
-    nbytes: int
     before: int
-
-    @property
-    def counted(self) -> int:
-        return max(0, self.nbytes - self.before)
+    counted: int = 0
 
 
 class Count(StorageMode):
     """The bytes alive of all storages that ops make while the mode is on, and the most that they came to.
+
+    Meanwhile Python's collector is off: when it comes depends on everything that the process did before.
 
     Args:
         device: The type of device that counts; None for all but "meta".
@@ -86,6 +79,27 @@ class Count(StorageMode):
         self.made: dict[int, _Entry] = {}
         self.live = self.peak = 0
         self.timeline: list[tuple[str, int]] = []
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> Any:
+        torch.clear_autocast_cache()  # a cast of a weight from before would not be counted
+        if gc.isenabled():
+            self._undo.callback(gc.enable)
+        gc.disable()
+        stock: Any = torch.UntypedStorage.resize_  # it is no op, and no mode sees it
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            before = storage.nbytes()
+            result = stock(storage, size)
+            self.see(storage, before)
+            return result
+
+        self._undo.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize_))
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._undo.close()
 
     def storages(self, leaves: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
         """The storages on the device."""
@@ -112,49 +126,16 @@ class Count(StorageMode):
             if nbytes == before:  # from before the step, or empty
                 return
             # The address can serve another storage only after the reference's callback has run.
-            entry = self.made[key] = _Entry(weakref.ref(storage, partial(self._died, key)), before, before)
-        self.live -= entry.counted
-        entry.nbytes = nbytes
-        self.live += entry.counted
+            entry = self.made[key] = _Entry(weakref.ref(storage, partial(self._died, key)), before)
+        counted = max(0, nbytes - entry.before)
+        self.live += counted - entry.counted
+        entry.counted = counted
         self.peak = max(self.peak, self.live)
 
     def _died(self, key: int, _: Any) -> None:
         entry = self.made.pop(key, None)
         if entry is not None:
             self.live -= entry.counted
-
-    @contextlib.contextmanager
-    def watching_resizes(self) -> Iterator[None]:
-        """``storage.resize_`` is no op, and no mode sees it: stand in for it."""
-        home: Any = torch.UntypedStorage
-        stock, own = home.resize_, vars(home).get("resize_")
-
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            before = storage.nbytes()
-            result = stock(storage, size)
-            self.see(storage, before)
-            return result
-
-        home.resize_ = resize_
-        try:
-            yield
-        finally:
-            if own is None:
-                del home.resize_
-            else:
-                home.resize_ = own
-
-
-@contextlib.contextmanager
-def collector_off() -> Iterator[None]:
-    """Keep Python's collector off: when it comes depends on everything that the process did before."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def rounded(nbytes: int, unit: int) -> int:

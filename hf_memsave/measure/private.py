@@ -41,13 +41,10 @@ def why_not() -> str | None:
 
 
 def register_device(module: Any, is_on: Callable[[], bool]) -> None:
-    """Make the device named :data:`~hf_memsave.device.STAND_IN` known, once per process, with what ``torch.cuda`` is.
-
-    ``is_on`` tells whether it is there: PyTorch takes it for the machine's accelerator, and would pin memory for it.
-    """
+    """Make the stand-in device known, once per process; ``is_on`` tells whether it is there."""
 
     class Hooks(torch._C._acc.PrivateUse1Hooks):
-        def is_available(self) -> bool:
+        def is_available(self) -> bool:  # else PyTorch takes it for the machine's accelerator, and pins memory for it
             return is_on()
 
         def has_primary_context(self, index: int) -> bool:
@@ -86,13 +83,9 @@ def library(namespace: str) -> Any:
 
 def register_constants() -> None:
     """Let ``torch.tensor(1.0, device=...)`` be made: fake tensors hold constants as tensors that are not fake."""
-    lib = library("aten")
-    lib.impl("empty_strided", lambda size, stride, *, dtype, **_: _empty(size, dtype), "PrivateUse1")
+    lib, made = library("aten"), torch._C._acc.create_empty_tensor
+    lib.impl("empty_strided", lambda size, stride, *, dtype, **_: made(size, dtype), "PrivateUse1")
     lib.impl("_copy_from", lambda source, target, non_blocking=False: target, "PrivateUse1")
-
-
-def _empty(size: list[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch._C._acc.create_empty_tensor(size, dtype)  # type: ignore[arg-type]  # takes lists too
 
 
 def without_autocast() -> Any:

@@ -1,9 +1,10 @@
-"""One training step of a model, stock and patched, compared to the bit."""
+"""One training step of a model, stock and patched, compared to the bit; and kernels that give equal bits each time."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import numpy
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_memsave.config.config import MemSaveLike
 from hf_memsave.errors import MeasureError, MemSaveError
@@ -29,6 +31,8 @@ TOLERANCE, HALF_TOLERANCE = 1e-3, 2e-2
 FORWARDS = 5
 #: How the names begin under which patching keeps things on a module.
 _OURS = "_memsave_"
+#: Read by cuBLAS once in a process, and the values under which its sums have a fixed order.
+_VARIABLE, _VALUES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 
 
 class StockStepError(MeasureError):
@@ -45,29 +49,18 @@ class Difference:
 
     name: str
     equal: bool
-    relative: float
+    relative: float  # to stock's norm, or to a thousandth of the largest of all: some gradients are rounding alone
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepComparison:
-    """What :func:`compare_step` found.
+    """What :func:`compare_step` found."""
 
-    Attributes:
-        losses: Stock's and the patched model's.
-        loss: How they differ.
-        gradients: How each gradient differs. The distance is relative to the norm of stock's, or to a thousandth of the
-            largest of all where that is more: some gradients, such as that of a key's bias, are rounding alone.
-        repeat: The largest distance of stock from itself, run twice. Zero on CPU.
-        tolerance: The distance allowed: :data:`DISTANCES` times ``repeat``; where that is zero, bits must be equal.
-        stock: Kept bytes.
-        patched: The patched model's.
-    """
-
-    losses: tuple[float, float]
+    losses: tuple[float, float]  # stock's and the patched model's
     loss: Difference
     gradients: tuple[Difference, ...]
-    repeat: float
-    tolerance: float
+    repeat: float  # the largest distance of stock from itself, run twice; zero on CPU
+    tolerance: float  # the distance allowed: DISTANCES times ``repeat``; where that is zero, bits must be equal
     stock: Kept
     patched: Kept
 
@@ -84,17 +77,10 @@ def compare_step(
 ) -> StepComparison:  # fmt: skip
     """Run forward and backward stock (twice, to see that it repeats itself) and patched, each from the same seed.
 
-    Equal bits are asked on CPU, under :func:`~hf_memsave.measure.deterministic.deterministic_kernels`, and wherever
-    stock repeats itself; elsewhere on CUDA the measure is stock's own distance between its two runs. The model runs in
-    the mode it is in; it, its gradients and buffers, and the random state are left as they were.
-
-    Args:
-        model: Returns a mapping with a ``"loss"``, or the loss.
-        batch: Its keyword arguments.
-        config: As for :func:`hf_memsave.patch`.
-        autocast: The dtype to compute in; None for no autocast.
-        seed: Of dropout, for PyTorch, NumPy and Python.
-        advance: Called after each of the :data:`FORWARDS`.
+    Equal bits are asked on CPU, under :func:`deterministic_kernels`, and wherever stock repeats itself; elsewhere on
+    CUDA the measure is stock's own distance between its two runs. The model, which returns a loss or a mapping with
+    one, runs in the mode it is in; it and the random state are left as they were. ``advance`` is called after each of
+    the :data:`FORWARDS`.
 
     Returns:
         Losses, gradients and kept bytes, compared.
@@ -193,17 +179,13 @@ def cannot_run(model: nn.Module, batch: Mapping[str, Any], error: Exception) -> 
 
 @contextlib.contextmanager
 def left_as_it_was(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Run and patch ``model`` inside, where it is stock at first: at the end, or on an error, everything is as it was.
-
-    That is: what is patched and how, with what its sampler has seen; buffers, gradients, modes, and the random state of
-    PyTorch, NumPy and Python.
+    """Run and patch ``model``, stock at first: at the end, or on an error, it and the random state are as they were.
 
     Yields:
         A function that puts buffers back and drops gradients in between.
     """
-    buffers = [
-        (m._buffers, k, b, b.detach().clone()) for m in model.modules() for k, b in m._buffers.items() if b is not None
-    ]
+    owned = [(m._buffers, name, buffer) for m in model.modules() for name, buffer in m._buffers.items()]
+    buffers = [(owner, name, buffer, buffer.detach().clone()) for owner, name, buffer in owned if buffer is not None]
 
     def start_over() -> None:
         for each in buffers:
@@ -247,3 +229,26 @@ def _restore(module: nn.Module, cls: Any, own: dict[str, Any]) -> None:
     for name in _own(module):
         del module.__dict__[name]
     module.__dict__.update(own)
+
+
+@contextlib.contextmanager
+def deterministic_kernels() -> Iterator[None]:
+    """Inside, PyTorch takes deterministic algorithms alone; MeasureError if cuBLAS may have begun with others."""
+    with contextlib.ExitStack() as stack:
+        if (value := os.environ.get(_VARIABLE)) not in _VALUES:
+            if torch.cuda.is_available() and torch.cuda.is_initialized():
+                raise MeasureError(
+                    f"deterministic kernels: expected {_VARIABLE}={_VALUES[0]} before CUDA is used, got {value!r}. "
+                    "Set it in the environment that starts the process."
+                )
+            stack.callback(os.environ.update, {} if value is None else {_VARIABLE: value})
+            stack.callback(os.environ.pop, _VARIABLE)
+            os.environ[_VARIABLE] = _VALUES[0]
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        is_on = torch.are_deterministic_algorithms_enabled()
+        stack.callback(torch.use_deterministic_algorithms, is_on, warn_only=warns)
+        torch.use_deterministic_algorithms(True)
+        stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+        torch.backends.cudnn.benchmark = False  # else it picks by time, and not the same each time
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # the backwards of all others add in no fixed order
+        yield

@@ -7,14 +7,13 @@ the block in it that runs. Of each place the highest moment is kept: with it the
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
@@ -22,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave.measure.inputs import device_of, loss_of
 from hf_memsave.measure.kernels import workspace
-from hf_memsave.measure.peak import Count, collector_off, rounded
+from hf_memsave.measure.peak import Count, rounded
 from hf_memsave.tape.meter import storages
 from hf_memsave.tape.offload import Away
 from hf_memsave.tape.private import tree_leaves
@@ -68,10 +67,15 @@ class Trace:
     parameters: int  # bytes of parameters and buffers
     trained: int  # bytes of the gradients of all
     states: int  # bytes of the optimizer's states
-    of_block: Mapping[str, int]  # path of a stack -> the most bytes of parameters and buffers that a block adds
+    of_block: Mapping[str, int]  # path of a stack -> the most bytes of parameters and buffers that a block has
     numbers: dict[str, int] = field(default_factory=dict)  # how many "parameters" there are, and how many are "trained"
     by_kind: dict[str, int] = field(default_factory=dict)  # kept bytes by kind of op; empty where they were not counted
     by_module: dict[str, int] = field(default_factory=dict)  # kept bytes by module, with "*" for the number of a block
+
+    @property
+    def kept(self) -> int:
+        """Bytes kept between forward and backward."""
+        return sum(self.by_kind.values())
 
     @property
     def peak(self) -> int:
@@ -91,47 +95,36 @@ class Trace:
 
 
 def trace_step(
-    model: nn.Module, batch: Mapping[str, Tensor], optimizer: Callable[[Any], torch.optim.Optimizer],
-    forward: Callable[..., Any], accumulation: int = 1, holds_output: bool = False,
+    model: nn.Module, batch: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, forward: Callable[..., Any],
+    accumulation: int = 1, holds_output: bool = False,
 ) -> Trace:  # fmt: skip
-    """Run a training step, with the optimizer's states there as from the second step on, and count.
-
-    Args:
-        model: On one device, in training mode, stock or patched; it has no gradients afterwards.
-        batch: Keyword arguments.
-        optimizer: Makes one of the parameters that are trained.
-        forward: Runs the model.
-        accumulation: Batches a step. From the second one on, the gradients are there already.
-        holds_output: Whether an output is alive until there is the next one, which may be in the next step.
-
-    Returns:
-        The highest moments, with what was there before the step.
-    """
+    """Run a step, with the optimizer's states there as from the second on, and count; it leaves no gradients."""
     device = device_of(model)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    made = optimizer(trained)
-    make_states(made)
+    make_states(optimizer)
     parameters = nbytes_of([*model.parameters(), *model.buffers()], device)
-    states = nbytes_of([dict(state) for state in made.state.values()], device)
+    states = nbytes_of([dict(state) for state in optimizer.state.values()], device)
     count = _Places(model, device, parameters + states + nbytes_of(dict(batch), device))
-    torch.clear_autocast_cache()
     held: list[Any] = []
-    with collector_off(), count.watching_resizes(), count.watching_blocks(), count:
-        if holds_output:
-            with torch.no_grad():  # the one before
+    with count:
+        if holds_output:  # until there is the next one, which may be in the next step
+            with torch.no_grad():
                 held.append(forward(**batch))
-        for _ in range(min(accumulation, 2)):
+        for _ in range(min(accumulation, 2)):  # from the second batch on, gradients are there already
             run_passes(model, batch, forward, held if holds_output else None, count.begin)
         count.begin("optimizer")
-        made.step()
-    made.zero_grad(set_to_none=True)
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    of_block: dict[str, int] = {}
+    for module, (stack, _) in count.blocks.items():
+        nbytes = nbytes_of([*module.parameters(), *module.buffers()], device)
+        of_block[stack] = max(of_block.get(stack, 0), nbytes)
     return Trace(
         places=count.places,
-        blocks=dict(Counter(stack for stack, _ in count.blocks.values())),
+        blocks=Counter(stack for stack, _ in count.blocks.values()),
         parameters=parameters,
-        trained=nbytes_of(trained, device),
+        trained=nbytes_of([p for p in model.parameters() if p.requires_grad], device),
         states=states,
-        of_block=_largest_blocks(count.blocks, model, device),
+        of_block=of_block,
     )
 
 
@@ -160,20 +153,23 @@ def make_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 class _Places(Count):
-    """Counts what is alive in each place, beside ``base`` bytes that are there all the time."""
+    """Counts what is alive in each place, beside ``base`` bytes that are there all the time.
+
+    Where a step is, calls of blocks tell in forward, and gradients of their outputs in backward.
+    """
 
     def __init__(self, model: nn.Module, device: str, base: int) -> None:
         super().__init__(device, UNIT)
-        self.model, self.base, self.gradients = model, base, 0
+        self.live, self.gradients, self.moved = base, 0, Away.moved
         self.place = Place("forward")
         self.places: dict[Place, Moment] = {}
-        self.blocks: dict[int, tuple[str, int]] = {}
-        self.moved = Away.moved
+        self.blocks: dict[nn.Module, tuple[str, int]] = {}
+        self.waiting: set[Tensor] = {p for p in model.parameters() if p.requires_grad}  # for a gradient
         numbers: Counter[str] = Counter()
         for name, module in model.named_modules():
             if isinstance(module, GradientCheckpointingLayer):
                 stack = name.rpartition(".")[0]
-                self.blocks[id(module)] = stack, numbers[stack]
+                self.blocks[module] = stack, numbers[stack]
                 numbers[stack] += 1
 
     def begin(self, phase: str) -> None:
@@ -182,59 +178,40 @@ class _Places(Count):
 
     def note(self, func: Any, args: Any) -> None:
         """Remember the highest moment of a place."""
-        live = self.base + self.live + workspace(func, args)
+        live = self.live + workspace(func, args)
         known = self.places.get(self.place)
         if known is None or live > known.live:
             self.places[self.place] = Moment(live, self.gradients, str(func), Away.moved - self.moved)
 
-    @contextlib.contextmanager
-    def watching_blocks(self) -> Iterator[None]:
-        """Tell where a step is: by calls of blocks in forward, by gradients of their outputs in backward."""
+    def __enter__(self) -> Any:
         handles: list[Any] = [
-            global_hooks.register_module_forward_pre_hook(self._enter),
-            global_hooks.register_module_forward_hook(self._leave),
+            global_hooks.register_module_forward_pre_hook(self._enter_block),
+            global_hooks.register_module_forward_hook(self._leave_block),
+            *(p.register_post_accumulate_grad_hook(self._accumulated) for p in self.waiting),
         ]
-        seen: set[int] = set()
-        for p in self.model.parameters():
-            if p.requires_grad:
-                handles.append(p.register_post_accumulate_grad_hook(partial(self._accumulated, seen)))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        for handle in handles:
+            self._undo.callback(handle.remove)
+        return super().__enter__()
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        if self.place.phase == "forward" and id(module) in self.blocks:
-            self.place = Place("forward", *self.blocks[id(module)])
+    def _enter_block(self, module: nn.Module, args: Any) -> None:
+        if self.place.phase == "forward" and module in self.blocks:
+            self.place = Place("forward", *self.blocks[module])
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.place.phase != "forward" or id(module) not in self.blocks:
+    def _leave_block(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.place.phase != "forward" or module not in self.blocks:
             return
         self.place = self.place._replace(is_after=True)
         first = output[0] if isinstance(output, tuple) else output
         if isinstance(first, Tensor) and first.requires_grad:
-            first.register_hook(partial(self._differentiate, Place("backward", *self.blocks[id(module)])))
+            first.register_hook(partial(self._differentiate, Place("backward", *self.blocks[module])))
 
     def _differentiate(self, place: Place, gradient: Tensor) -> None:
         self.place = place
 
-    def _accumulated(self, seen: set[int], p: Tensor) -> None:
-        if id(p) not in seen and p.grad is not None:
-            seen.add(id(p))
+    def _accumulated(self, p: Tensor) -> None:
+        if p in self.waiting and p.grad is not None:
+            self.waiting.remove(p)
             self.gradients += rounded(p.grad.untyped_storage().nbytes(), UNIT)
-
-
-def _largest_blocks(blocks: Mapping[int, tuple[str, int]], model: nn.Module, device: str) -> dict[str, int]:
-    largest: dict[str, int] = {}
-    seen: set[int] = set()
-    for module in model.modules():
-        if id(module) in blocks:
-            mine = {id(t): t for t in (*module.parameters(), *module.buffers()) if id(t) not in seen}
-            seen |= mine.keys()
-            stack, _ = blocks[id(module)]
-            largest[stack] = max(largest.get(stack, 0), nbytes_of(list(mine.values()), device))
-    return largest
 
 
 def nbytes_of(tensors: Any, device: str) -> int:
@@ -257,33 +234,19 @@ def timeline(trace: Trace) -> tuple[Point, ...]:
     """One point for each block in forward and in backward, and for what comes before and after them, in order."""
     found: list[Point] = []
     for phase, stack in dict.fromkeys((place.phase, place.stack) for place in trace.places):
-        count = trace.blocks.get(stack, 1)
-        places = [Place(phase, stack, block) for block in range(count)]
-        moments = _filled({place: _highest(trace, place, count) for place in places})
-        order = places if phase == "forward" else places[::-1]
-        end = Place(phase, stack, count - 1, is_after=True)
+        last = trace.blocks.get(stack, 1) - 1
+        end = Place(phase, stack, last, is_after=True)
+        known: dict[int, Moment] = {}
+        for place, moment in trace.places.items():
+            if (place.phase, place.stack) == (phase, stack) and place != end:
+                known[place.block] = max(moment, known.get(place.block, moment))
+        blocks = sorted(known)
+        figures = zip(*[(known[block].live, known[block].gradients) for block in blocks], strict=True)
+        # Blocks between the first ones and the last ones are taken to lie on a line.
+        live, gradients = (numpy.interp(range(last + 1), blocks, figure).round() for figure in figures)
+        places = [(Place(phase, stack, block), int(live[block]), int(gradients[block])) for block in range(last + 1)]
+        places = places if phase == "forward" else places[::-1]
         if end in trace.places:
-            moments[end] = trace.places[end]
-            order = [*order, end]
-        for place in order:
-            live, gradients, *_ = moments[place]
-            found.append(Point(phase=phase, where=place.where, live=live, gradients=gradients))
+            places.append((end, *trace.places[end][:2]))
+        found += [Point(phase=phase, where=place.where, live=n, gradients=of) for place, n, of in places]
     return tuple(found)
-
-
-def _highest(trace: Trace, place: Place, count: int) -> Moment | None:
-    """Of a block, and of what comes between it and the next one."""
-    at = [place] if place.block == count - 1 else [place, place._replace(is_after=True)]
-    return max((trace.places[p] for p in at if p in trace.places), key=lambda moment: moment.live, default=None)
-
-
-def _filled(moments: Mapping[Place, Moment | None]) -> dict[Place, Moment]:
-    """The moments, with those between the first blocks and the last ones on a line."""
-    known = {place: moment for place, moment in moments.items() if moment is not None}
-    filled = dict(known)
-    for (low, a), (high, b) in itertools.pairwise(known.items()):
-        for block in range(low.block + 1, high.block):
-            share = (block - low.block) / (high.block - low.block)
-            live, gradients = (round(x + share * (y - x)) for x, y in zip(a[:2], b[:2], strict=True))
-            filled[low._replace(block=block)] = Moment(live, gradients, b.op)
-    return filled

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,15 +17,15 @@ from transformers.optimization import Adafactor
 
 from hf_memsave.arch.versions import cache_name
 from hf_memsave.config.config import MemSaveConfig
+from hf_memsave.config.wtacrs import is_int
+from hf_memsave.device import STAND_IN
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure.fake_device import fake_device, to_fake
-from hf_memsave.measure.inputs import empty_batch, forward_of, make_batch
+from hf_memsave.measure.inputs import forward_of, make_batch
 from hf_memsave.measure.kernels import ATTENTION
-from hf_memsave.measure.layers import at_depth
-from hf_memsave.measure.lora import Lora
-from hf_memsave.measure.models import choose_head, load_config, name_special_tokens
+from hf_memsave.measure.lora import Lora, quantize
+from hf_memsave.measure.models import at_depth, choose_head, load_config, name_special_tokens
 from hf_memsave.measure.peak import rounded
-from hf_memsave.measure.quantized import quantize
 from hf_memsave.measure.trace import UNIT, Trace, trace_step
 from hf_memsave.patching.patch import patch
 from hf_memsave.tape import measure_kept
@@ -33,7 +33,6 @@ from hf_memsave.tape import measure_kept
 #: Short names, as Trainer and ``memsave estimate`` have them (which imports nothing of this before it runs).
 _NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _DTYPES = tuple(_NAMES.values())
-_UNRUNNABLE = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
 class _AdamW8bit(torch.optim.Optimizer):
@@ -65,42 +64,25 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """One step of training.
+    """One step of training."""
 
-    Attributes:
-        batch_size: Sequences.
-        seq_len: Tokens in each.
-        dtype: Of the weights.
-        autocast: The dtype to compute in; None for that of the weights.
-        optimizer: A key of :data:`OPTIMIZERS`.
-        lora: Adapters on a frozen model; None to train the model itself.
-        quantized: "nf4" for a frozen model in 4 bits (QLoRA); None for one as it is.
-        checkpointing: With gradient checkpointing of every block.
-        accumulation: Batches a step.
-        attention: The kernel to prefer ("flash", "efficient", "cudnn"), or "eager" for none.
-        padded: Whether the batch comes with an attention mask.
-        holds_output: Whether the loop holds the model's output, with its logits, until it has the next one, as
-            ``output = model(**batch)`` does; Trainer does not.
-    """
-
-    batch_size: int
-    seq_len: int
-    dtype: torch.dtype = torch.bfloat16
-    autocast: torch.dtype | None = None
-    optimizer: str = "adamw"
-    lora: Lora | None = None
-    quantized: str | None = None
-    checkpointing: bool = False
-    accumulation: int = 1
-    attention: str = "flash"
-    padded: bool = False
-    holds_output: bool = False
+    batch_size: int  # sequences
+    seq_len: int  # tokens in each
+    dtype: torch.dtype = torch.bfloat16  # of the weights
+    autocast: torch.dtype | None = None  # the dtype to compute in; None for that of the weights
+    optimizer: str = "adamw"  # a key of OPTIMIZERS
+    lora: Lora | None = None  # adapters on a frozen model; None to train the model itself
+    quantized: str | None = None  # "nf4" for a frozen model in 4 bits (QLoRA); None for one as it is
+    checkpointing: bool = False  # with gradient checkpointing of every block
+    accumulation: int = 1  # batches a step
+    attention: str = "flash"  # the kernel to prefer ("flash", "efficient", "cudnn"), or "eager" for none
+    padded: bool = False  # whether the batch comes with an attention mask
+    holds_output: bool = False  # whether the loop holds the output until the next one, as Trainer does not
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "seq_len", "accumulation"):
             number = getattr(self, name)
-            is_number = isinstance(number, int) and not isinstance(number, bool) and number > 0
-            self._expect(name, is_number, "a whole number from 1")
+            self._expect(name, is_int(number) and number > 0, "a whole number from 1")
         self._expect("dtype", self.dtype in _DTYPES, "torch.float32, torch.bfloat16 or torch.float16")
         self._expect("autocast", self.autocast in (None, *_DTYPES[1:]), "None or a dtype of 16 bits")
         self._expect("optimizer", self.optimizer in OPTIMIZERS, " or ".join(OPTIMIZERS))
@@ -113,27 +95,27 @@ class Training:
             raise MeasureError(f"{name}: expected {expected}, got {getattr(self, name)!r}. Change {name}.")
 
     @property
-    def u_itemsize(self) -> int:
-        """Bytes of an element of an activation."""
-        return (self.autocast or self.dtype).itemsize
+    def u_dtype(self) -> torch.dtype:
+        """The dtype that linear layers compute in: that of an activation."""
+        return self.autocast or self.dtype
 
 
 def training_of(**fields: Any) -> Training:
     """The training that these fields describe; ``lora`` may be a dict, and a dtype its name."""
-    _check_names("a step", fields, Training)
-    if isinstance(lora := fields.get("lora"), dict):
-        _check_names("lora", lora, Lora)
-        fields["lora"] = Lora(**lora)
     for name in ("dtype", "autocast"):
         if isinstance(value := fields.get(name), str):  # short, or PyTorch's
             fields[name] = _NAMES.get(value, getattr(torch, value, value))
-    return Training(**fields)
+    if isinstance(lora := fields.get("lora"), dict):
+        fields["lora"] = _made(Lora, "lora", lora)
+    made: Training = _made(Training, "a step", fields)
+    return made
 
 
-def _check_names(what: str, fields: dict[str, Any], cls: Any) -> None:
+def _made(cls: Any, what: str, fields: dict[str, Any]) -> Any:
     known = [field.name for field in dataclasses.fields(cls)]
     if unknown := fields.keys() - set(known):
         raise MeasureError(f"{what}: expected fields {', '.join(known)}, got {', '.join(sorted(unknown))}.")
+    return cls(**fields)
 
 
 def config_of(model_or_config: Any, training: dict[str, Any]) -> PreTrainedConfig:
@@ -170,58 +152,51 @@ def build(config: PreTrainedConfig, training: Training) -> PreTrainedModel:
     return model.train()
 
 
+@contextlib.contextmanager
+def prepared(
+    config: PreTrainedConfig, training: Training, memsave: MemSaveConfig | None, device: str
+) -> Iterator[tuple[PreTrainedModel, dict[str, Any], Callable[..., Any], torch.optim.Optimizer]]:
+    """A model on a type of device, its batch, its forward and the optimizer; on the stand-in without any numbers."""
+    size, is_fake = (training.batch_size, training.seq_len), device == STAND_IN
+    batch: dict[str, Any] = make_batch(choose_head(config), config, *((1, 1) if is_fake else size))
+    with contextlib.ExitStack() as stack:
+        if not is_fake:
+            stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
+            torch.manual_seed(0)
+        with torch.device("meta" if is_fake else "cpu" if training.quantized else device):
+            model = build(config, training)
+        _check_positions(model, training.seq_len)
+        if is_fake:
+            kernel = ATTENTION[0] if training.attention == "eager" else training.attention
+            there = stack.enter_context(fake_device(kernel))
+            to_fake(model, there)
+            batch = {n: torch.empty(size[: x.dim()], dtype=x.dtype, device=there) for n, x in batch.items()}
+        else:
+            model.to(device)  # in 4 bits already: in 16 it may not fit there
+            batch = {name: value.to(device) for name, value in batch.items()}
+        if memsave is not None:
+            patch(model, memsave)
+        if training.padded:
+            batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        if training.checkpointing and choose_head(config) is AutoModelForCausalLM:
+            # It stays empty. Without one, Transformers takes fake positions for packed sequences.
+            batch[cache_name(model)] = DynamicCache()
+        optimizer = OPTIMIZERS[training.optimizer](p for p in model.parameters() if p.requires_grad)
+        yield model, batch, forward_of(model, training.autocast), optimizer
+
+
 def trace_at(
     config: PreTrainedConfig, depth: dict[str, int], training: Training, memsave: MemSaveConfig | None,
     keeps: bool = True, on_cpu: bool = False,
 ) -> Trace:  # fmt: skip
-    """Trace a step at another depth, on the stand-in device, or on the CPU with random weights.
-
-    Args:
-        config: Of the model.
-        depth: Field of the configuration -> number of layers.
-        training: What to do.
-        memsave: How the model is patched; None for stock.
-        keeps: Whether to count what is kept too.
-        on_cpu: Whether to run it on the CPU.
-
-    Returns:
-        What was counted.
-
-    Raises:
-        MeasureError: The model cannot be built or trained so.
-    """
-    changed = at_depth(config, depth)
-    size = training.batch_size, training.seq_len
-    batch: dict[str, Any] = make_batch(choose_head(config), changed, *(size if on_cpu else (1, 1)))
-    preferred = ATTENTION[0] if training.attention == "eager" else training.attention
-    try:
-        with torch.device("cpu" if on_cpu else "meta"):
-            model = build(changed, training)
-        _check_positions(model, training.seq_len)
-        with contextlib.nullcontext(torch.device("cpu")) if on_cpu else fake_device(preferred) as device:
-            if not on_cpu:
-                to_fake(model, device)
-                batch = empty_batch(batch, *size, device)
-            if memsave is not None:
-                patch(model, memsave)
-            if training.padded:
-                batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-            if training.checkpointing and choose_head(config) is AutoModelForCausalLM:
-                # It stays empty. Without one, Transformers takes fake positions for packed sequences.
-                batch[cache_name(model)] = DynamicCache()
-            forward = forward_of(model, training.autocast)
-            trace = trace_step(
-                model, batch, OPTIMIZERS[training.optimizer], forward, training.accumulation, training.holds_output
-            )
-            storages = measure_kept(model, batch, forward).storages if keeps else ()
-    except MeasureError:
-        raise
-    except _UNRUNNABLE as error:
-        raise MeasureError(
-            f"{config.model_type!r} cannot be trained on {training.batch_size} x {training.seq_len} token ids here: "
-            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} Lower seq_len if it is beyond "
-            "the model's positions; other inputs need hf_memsave.measure_kept(model, batch)."
-        ) from error
+    """A step at a depth, counted on the stand-in device, or on the CPU with random weights; else MeasureError."""
+    device = "cpu" if on_cpu else STAND_IN
+    with (
+        refusing_untrainable(config, training),
+        prepared(at_depth(config, depth), training, memsave, device) as (model, batch, forward, optimizer),
+    ):
+        trace = trace_step(model, batch, optimizer, forward, training.accumulation, training.holds_output)
+        storages = measure_kept(model, batch, forward).storages if keeps else ()
     by_kind: Counter[str] = Counter()
     by_module: Counter[str] = Counter()
     for storage in storages:
@@ -231,6 +206,21 @@ def trace_at(
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     numbers = {"parameters": model.num_parameters(), "trained": trained}
     return replace(trace, numbers=numbers, by_kind=dict(by_kind), by_module=dict(by_module))
+
+
+@contextlib.contextmanager
+def refusing_untrainable(config: PreTrainedConfig, training: Training) -> Iterator[None]:
+    """Tell in one line what makes a model fail inside."""
+    try:
+        yield
+    except MeasureError:
+        raise
+    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise MeasureError(
+            f"{config.model_type!r} cannot be trained on {training.batch_size} x {training.seq_len} token ids here: "
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} Lower seq_len if it is beyond "
+            "the model's positions, or try fp32 weights; other inputs need hf_memsave.measure_kept(model, batch)."
+        ) from error
 
 
 def _check_positions(model: PreTrainedModel, seq_len: int) -> None:

@@ -16,7 +16,6 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -24,6 +23,7 @@ from torch import nn
 from hf_memsave.arch import kind_of
 from hf_memsave.config.config import KINDS, MemSaveConfig, MemSaveLike
 from hf_memsave.config.sizes import gib
+from hf_memsave.config.wtacrs import is_int
 from hf_memsave.errors import PlanError
 from hf_memsave.measure.step import left_as_it_was
 from hf_memsave.patching.blocks import block_numbers, number_of
@@ -90,7 +90,7 @@ def fast(
         ConfigError: ``config`` names a preset, field or value that does not exist.
     """
     resolved, limit = _asked(model, config), limit_of(memory, model)
-    if max_batch is not None and (isinstance(max_batch, bool) or not isinstance(max_batch, int) or max_batch < 1):
+    if max_batch is not None and not (is_int(max_batch) and max_batch > 0):
         raise PlanError(f"max_batch: expected a whole number from 1, or None, got {max_batch!r}. Leave it out.")
     with left_as_it_was(model) as start_over:
         start_over()
@@ -126,12 +126,11 @@ def smart(
     model: nn.Module, batch: Mapping[str, Any], config: MemSaveLike = True, memory: int | str | None = None, *,
     forward: Callable[..., Any] | None = None, optimizer_bytes: int = 8, timer: Timer = median_seconds,
 ) -> Plan:  # fmt: skip
-    """Convert as few blocks of each kind as it takes for ``batch`` to fit.
+    """Convert as few blocks of each kind (activation, norm, dropout, attention, lora) as it takes for ``batch`` to fit.
 
-    Each kind of site (activation, norm, dropout, attention, lora) is first tried alone, for the bytes it frees and the
-    seconds it adds. Then, from everything converted and beginning with the kind that frees the fewest bytes a second,
-    bisection finds the fewest blocks of that kind that still fit: in the end not one block less of any kind would.
-    Arguments and errors are those of :func:`fast`; ``layers`` of ``config``, if any, are the most that is converted.
+    Each kind is first tried alone, for the bytes it frees and the seconds it adds. Then, from everything converted and
+    beginning with the kind that frees the fewest bytes a second, bisection finds the fewest blocks of that kind that
+    still fit. Arguments and errors are those of :func:`fast`; ``layers`` of ``config`` are the most that is converted.
 
     Returns:
         The plan; the model is patched with its config, which says how many blocks in ``layers``, or stock.
@@ -139,71 +138,58 @@ def smart(
     resolved, limit = _asked(model, config), limit_of(memory, model)
     with left_as_it_was(model) as start_over:
         start_over()
-        search = _Search(Bench(model, batch, limit, forward, optimizer_bytes, timer), resolved)
-        counts = search.fewest()
-    size, trials = search.bench.batch_size, tuple(search.bench.trials)
+        bench = Bench(model, batch, limit, forward, optimizer_bytes, timer)
+        counts = _fewest(bench, resolved)
+    trials, reason = tuple(bench.trials), f"Stock needs {gib(bench.trials[0].needed)}"
     if counts is None:
-        reason = f"Stock needs {gib(trials[0].needed)} and fits in {gib(limit)}: the model stays stock."
-        return Plan(None, size, limit, reason, trials)
-    found = search.config_of(counts)
-    reason = f"Stock needs {gib(trials[0].needed)}; with {_words(counts)} converted it fits in {gib(limit)}."
-    return Plan(found, size, limit, reason, trials, patch(model, found))
+        return Plan(None, bench.batch_size, limit, f"{reason} and fits in {gib(limit)}: the model stays stock.", trials)
+    found = _with_layers(resolved, counts)
+    reason += f"; with {_words(counts)} converted it fits in {gib(limit)}."
+    return Plan(found, bench.batch_size, limit, reason, trials, patch(model, found))
 
 
-class _Search:
-    """The search of :func:`smart`: how many blocks of each kind, counted and not repeated."""
+def _fewest(bench: Bench, config: MemSaveConfig) -> dict[str, int] | None:
+    """Blocks to convert of each kind; None if stock fits."""
+    model, stock = bench.model, bench.count("nothing")
+    if stock.fits:
+        return None
+    steps = _steps(config, model)
+    patch(model, config)
+    everything = bench.count("everything")
+    if not everything.fits:
+        raise PlanError(
+            f"a batch of {bench.batch_size} does not fit: expected at most {gib(bench.memory)}, got "
+            f"{gib(everything.needed)} with everything converted (stock {gib(stock.needed)}). Use a smaller batch, "
+            "a preset that keeps less, gradient checkpointing, or more memory."
+        )
+    counts = {kind: numbers[-1] for kind, numbers in steps.items()}
+    known = {tuple(counts.values()): everything}  # none is counted twice
 
-    def __init__(self, bench: Bench, config: MemSaveConfig) -> None:
-        self.bench, self.config = bench, config
-        self._known: dict[tuple[int, ...], Trial] = {}
+    def tried(asked: dict[str, int]) -> Trial:
+        key = tuple(asked.values())
+        if key not in known:
+            patch(model, _with_layers(config, asked), replace=True)
+            known[key] = bench.count(_words(asked))
+        return known[key]
 
-    def config_of(self, counts: Mapping[str, int]) -> MemSaveConfig:
-        return dataclasses.replace(self.config, layers={**dict(self.config.layers or ()), **counts})
-
-    def fewest(self) -> dict[str, int] | None:
-        """Blocks to convert of each kind; None if stock fits."""
-        bench = self.bench
-        stock = bench.count("nothing")
-        if stock.fits:
-            return None
-        steps = _steps(self.config, bench.model)
-        patch(bench.model, self.config)
-        everything = bench.count("everything")
-        if not everything.fits:
-            raise PlanError(
-                f"a batch of {bench.batch_size} does not fit: expected at most {gib(bench.memory)}, got "
-                f"{gib(everything.needed)} with everything converted (stock {gib(stock.needed)}). Use a smaller batch, "
-                "a preset that keeps less, gradient checkpointing, or more memory."
-            )
-        counts = {kind: numbers[-1] for kind, numbers in steps.items()}
-        self._known = {tuple(counts.values()): everything}
-        for kind in self._least_worth_first(stock, steps):
-            fits = partial(self._fits, counts, kind)  # the last number does
-            counts[kind] = steps[kind][bisect_left(steps[kind][:-1], True, key=fits)]
-        return counts
-
-    def _fits(self, counts: Mapping[str, int], kind: str, number: int) -> bool:
-        return self._try({**counts, kind: number}).fits
-
-    def _least_worth_first(self, stock: Trial, steps: Mapping[str, list[int]]) -> list[str]:
-        """The kinds, by the bytes that each frees alone for a second that it adds."""
-        if len(steps) < 2:
-            return list(steps)
-        unpatch(self.bench.model)
-        seconds = self.bench.seconds(stock)
-        worth = {}
+    worth = dict.fromkeys(steps, 0.0)  # the bytes that each kind frees alone for a second that it adds
+    if len(steps) > 1:
+        unpatch(model)
+        seconds = bench.seconds(stock)
         for kind in steps:
-            trial = self._try({other: numbers[-1] if other == kind else 0 for other, numbers in steps.items()})
-            added = self.bench.seconds(trial) - seconds
-            worth[kind] = (stock.kept - trial.kept) / max(added, _NOISE * seconds)
-        return sorted(worth, key=lambda kind: worth[kind])
+            trial = tried({other: number if other == kind else 0 for other, number in counts.items()})
+            worth[kind] = (stock.kept - trial.kept) / max(bench.seconds(trial) - seconds, _NOISE * seconds)
+    for kind in sorted(steps, key=lambda kind: worth[kind]):
 
-    def _try(self, counts: Mapping[str, int]) -> Trial:
-        key = tuple(counts.values())
-        if key not in self._known:
-            patch(self.bench.model, self.config_of(counts), replace=True)
-            self._known[key] = self.bench.count(_words(counts))
-        return self._known[key]
+        def fits(number: int, kind: str = kind) -> bool:  # the last number does
+            return tried({**counts, kind: number}).fits
+
+        counts[kind] = steps[kind][bisect_left(steps[kind][:-1], True, key=fits)]
+    return counts
+
+
+def _with_layers(config: MemSaveConfig, counts: Mapping[str, int]) -> MemSaveConfig:
+    return dataclasses.replace(config, layers={**dict(config.layers or ()), **counts})
 
 
 def _asked(model: nn.Module, config: Any) -> MemSaveConfig:

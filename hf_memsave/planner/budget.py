@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -23,27 +22,16 @@ _OPTIMIZERS = {
 
 
 def plan_for(config: MemSaveConfig, model: nn.Module, args: TrainingArguments, batches: Any) -> BudgetPlan:
-    """Plan for a trainer's step, as long as the longest row of its ``DataLoader``'s data set, which has a length.
-
-    The model is of Transformers, with LoRA adapters or without; modules that PEFT saves whole are not counted.
-
-    Returns:
-        The plan; its config has no budget.
-
-    Raises:
-        PlanError: Nothing fits, or the trainer has what cannot be planned for.
-    """
+    """Plan for a trainer's step on the longest row of its data set; PlanError if nothing fits, or it cannot be told."""
     assert config.budget is not None
     remedy = f"Plan by hand: hf_memsave.plan(model, budget={config.budget!r}, batch_size=..., seq_len=...).config."
-    optim = str(getattr(args.optim, "value", args.optim))
-    if (optimizer := _OPTIMIZERS.get(optim)) is None:
-        raise PlanError(
-            f"budget={config.budget!r}: expected optim to be one of {', '.join(_OPTIMIZERS)}, got {optim}. {remedy}"
-        )
-    if not isinstance(getattr(model, "dtype", None), torch.dtype):
-        raise PlanError(
-            f"budget={config.budget!r}: expected a model of Transformers, got {type(model).__name__}. {remedy}"
-        )
+    optim, reason = str(getattr(args.optim, "value", args.optim)), ""
+    if optim not in _OPTIMIZERS:
+        reason = f"expected optim to be one of {', '.join(_OPTIMIZERS)}, got {optim}"
+    elif not isinstance(getattr(model, "dtype", None), torch.dtype):
+        reason = f"expected a model of Transformers, got {type(model).__name__}"
+    if reason:
+        raise PlanError(f"budget={config.budget!r}: {reason}. {remedy}")
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     return plan(
         model,
@@ -53,7 +41,7 @@ def plan_for(config: MemSaveConfig, model: nn.Module, args: TrainingArguments, b
         seq_len=_longest(batches, remedy),
         dtype=_weights(model),
         autocast=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
-        optimizer=optimizer,
+        optimizer=_OPTIMIZERS[optim],
         lora=_lora(model, remedy),
         quantized="nf4" if getattr(model, "is_loaded_in_4bit", False) else None,
         checkpointing=args.gradient_checkpointing,
@@ -82,12 +70,9 @@ def _longest(batches: Any, remedy: str) -> int:
 
 
 def _weights(model: nn.Module) -> torch.dtype:
-    """The dtype of the base model's weights: of most of them, where adapters or norms have another."""
-    counts: Counter[torch.dtype] = Counter()
-    for p in model.parameters():
-        if p.is_floating_point():
-            counts[p.dtype] += p.numel()
-    return counts.most_common(1)[0][0]
+    """The dtype of most weights: adapters and norms may have another one."""
+    weights = [p for p in model.parameters() if p.is_floating_point()]
+    return max({p.dtype for p in weights}, key=lambda dtype: sum(p.numel() for p in weights if p.dtype == dtype))
 
 
 def _lora(model: nn.Module, remedy: str) -> Lora | None:

@@ -13,9 +13,8 @@ from transformers import PreTrainedConfig
 from hf_memsave.config.config import MemSaveConfig, MemSaveLike
 from hf_memsave.config.sizes import bytes_of, gib
 from hf_memsave.errors import MeasureError, PlanError
-from hf_memsave.measure.fit import most_of, search
+from hf_memsave.measure.estimate import most_of, search, sharded
 from hf_memsave.measure.lora import Lora
-from hf_memsave.measure.sharding import sharded
 from hf_memsave.measure.training import config_of, training_of
 from hf_memsave.planner.rates import Rates, rates_of
 from hf_memsave.planner.settings import FLOOR, OFFLOAD, Family, Setting, Settings, in_words, trace_of
@@ -79,13 +78,11 @@ def plan(
     """
     limit = bytes_of(budget, "budget")
     most_away = None if main_memory is None else bytes_of(main_memory, "main_memory")
-    config = config_of(model_or_config, training)
-    step = training_of(batch_size=batch_size, seq_len=seq_len, **training)
-    settings = Settings(config, step, (sharding, devices), _start(memsave), rates_of(rates))
-    tell = progress or (lambda share: None)
+    settings = _settings(model_or_config, memsave, rates, (sharding, devices), batch_size, seq_len, training)
     tried: list[Setting] = []
     best: Setting | None = None
     families = settings.families(_codecs(lossy))
+    tell = progress or (lambda share: None)
     for done in range(len(families)):
         tell(done / len(families))
         bounds = [settings.least_cost(family, limit) for family in families]
@@ -114,24 +111,28 @@ def largest(
         Setting in words -> sequences, tokens: at the floor, with each rung in all layers, and with offload.
     """
     limit = bytes_of(budget, "budget")
-    config = config_of(model_or_config, training)
-    step = training_of(batch_size=batch_size, seq_len=seq_len, **training)
-    settings = Settings(config, step, (sharding, devices), _start(memsave), rates_of(rates))
-    tell = progress or (lambda share: None)
+    settings = _settings(model_or_config, memsave, rates, (sharding, devices), batch_size, seq_len, training)
     found = {}
     for done, family in enumerate(_ENDS):
-        tell(done / len(_ENDS))
-        most = [_most(settings, family, limit, name) for name in ("batch_size", "seq_len")]
-        found[in_words(family)] = most[0], most[1]
+        if progress is not None:
+            progress(done / len(_ENDS))
+        sequences, tokens = (_most(settings, family, limit, name) for name in ("batch_size", "seq_len"))
+        found[in_words(family)] = sequences, tokens
     return found
 
 
-def _start(memsave: Any) -> MemSaveConfig:
+def _settings(
+    model: Any, memsave: Any, rates: Rates | str, shards: tuple[str, int], batch_size: int, seq_len: int,
+    fields: dict[str, Any],
+) -> Settings:  # fmt: skip
+    config = config_of(model, fields)
+    training = training_of(batch_size=batch_size, seq_len=seq_len, **fields)
     start = MemSaveConfig.resolve(memsave, may_plan=True)
     if start is None:
         raise PlanError(f"memsave: expected what to begin with, got {memsave!r}. Leave it out for the exact default.")
-    rest = {kind: number for kind, number in dict(start.layers or ()).items() if kind != "checkpoint"}
-    return replace(start, budget=None, checkpoint=None, offload=False, layers=rest)
+    layers = {kind: number for kind, number in dict(start.layers or ()).items() if kind != "checkpoint"}
+    base = replace(start, budget=None, checkpoint=None, offload=False, layers=layers)
+    return Settings(config, training, shards, base, rates_of(rates))
 
 
 def _codecs(lossy: Collection[str]) -> tuple[str, ...]:
@@ -143,24 +144,20 @@ def _codecs(lossy: Collection[str]) -> tuple[str, ...]:
     return names
 
 
-def _at(settings: Settings, **changes: Any) -> Settings:
-    return replace(settings, training=replace(settings.training, **changes))
+def _with(settings: Settings, family: Family, **changes: Any) -> int:
+    """Bytes that the family's setting in all layers needs in another step."""
+    return replace(settings, training=replace(settings.training, **changes)).whole(family).needed
 
 
 def _most(settings: Settings, family: Family, limit: int, name: str) -> int:
     """The largest "batch_size" or "seq_len" of the family's setting in all layers; 0 if not even 1 fits."""
-
-    def needed(number: int) -> int:
-        return _at(settings, **{name: number}).whole(family).needed
-
-    return search(needed, limit, getattr(settings.training, name), most_of(settings.config, name))
+    start, most = getattr(settings.training, name), most_of(settings.config, name)
+    return search(lambda number: _with(settings, family, **{name: number}), limit, start, most)
 
 
 def _too_much(settings: Settings, tried: list[Setting], limit: int) -> str:
     least = min(tried, key=lambda setting: setting.needed)
-    storage = least.config.storage if least.config.storage != settings.base.storage else None
-    family = Family(storage, least.config.offload, least.config.checkpoint)
-    would = list(_what_fits(settings, family, limit))
+    would = list(_what_fits(settings, least, limit))
     remedy = f"What fits: {'; '.join(would)}." if would else "Not one sequence of one token fits: use a smaller model."
     return (
         f"nothing fits: expected at most {gib(limit)}, got {gib(least.needed)} by {least.name}, which is "
@@ -168,13 +165,13 @@ def _too_much(settings: Settings, tried: list[Setting], limit: int) -> str:
     )
 
 
-def _what_fits(settings: Settings, family: Family, limit: int) -> Iterator[str]:
-    """Smaller steps of a family's setting in all layers, FSDP over more devices, or adapters."""
+def _what_fits(settings: Settings, least: Setting, limit: int) -> Iterator[str]:
+    """Smaller steps of a setting in all layers, FSDP over more devices, or adapters."""
     for name, words in (("batch_size", "sequences a batch"), ("seq_len", "tokens a sequence")):
-        if number := _most(settings, family, limit, name):
+        if number := _most(settings, least.family, limit, name):
             yield f"{name}={number} ({words})"
-    one = trace_of(settings.config, settings.training, settings.whole(family).config).trace
-    extra = settings.whole(family).needed - settings.trace(family).peak
+    one = trace_of(settings.config, settings.training, least.config).trace
+    extra = least.needed - settings.trace(least.family).peak
     devices = 2 * settings.shards[1]
     while devices <= _MOST_DEVICES and sharded(one, "fsdp", devices).peak + extra > limit:
         devices *= 2
@@ -182,5 +179,5 @@ def _what_fits(settings: Settings, family: Family, limit: int) -> Iterator[str]:
         yield f"sharding='fsdp' over {devices} devices"
     if settings.training.lora is None:
         with contextlib.suppress(MeasureError):
-            if _at(settings, lora=Lora(r=8)).whole(family).needed <= limit:
+            if _with(settings, least.family, lora=Lora(r=8)) <= limit:
                 yield "lora=dict(r=8)"

@@ -9,8 +9,8 @@ activations pass through that memory once more each way. What the floor computes
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_memsave.arch import RUN_AGAIN, is_run_again, path_of
@@ -29,8 +29,7 @@ class Rates:
     bus: float  # bytes from or to pinned main memory, each way
 
     def __post_init__(self) -> None:
-        for name in ("flops", "memory", "bus"):
-            value = getattr(self, name)
+        for name, value in vars(self).items():
             if not (isinstance(value, (int, float)) and value > 0):
                 raise PlanError(f"Rates.{name}: expected a number above 0, got {value!r}. Give it by the second.")
 
@@ -47,31 +46,26 @@ def rates_of(rates: Rates | str) -> Rates:
     """The rates of a device's name; PlanError if there is no such device."""
     if isinstance(rates, Rates):
         return rates
-    if rates not in RATES:
-        raise PlanError(
-            f"rates: expected one of {', '.join(RATES)}, got {rates!r}. Give another device's as Rates(...)."
-        )
-    return RATES[rates]
+    if rates in RATES:
+        return RATES[rates]
+    raise PlanError(f"rates: expected one of {', '.join(RATES)}, got {rates!r}. Give another device's as Rates(...).")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """The operations of one training step."""
 
-    forward: float  # of the forward
-    backward: float  # of the backward
+    forward: float
+    backward: float
     again: dict[str, float]  # rung -> those that a layer adds which runs so far again
     widest: int  # elements of a token in the widest input or output of a linear in a block
 
-    def seconds(self, rates: Rates, again: float, away: float, coded: float) -> float:
-        """What a step takes longer, in seconds."""
+    def cost(self, rates: Rates, again: float, away: float, coded: float) -> float:
+        """What a step takes longer, as a part of stock's step; for bytes ``away`` and ``coded``."""
         forward, backward, bus = self.forward / rates.flops, (self.backward + again) / rates.flops, away / rates.bus
         waits = max(0.0, bus - forward) + max(0.0, bus - backward)
-        return again / rates.flops + waits + 2 * (away + coded) / rates.memory
-
-    def stock(self, rates: Rates) -> float:
-        """Seconds of stock's step."""
-        return (self.forward + self.backward) / rates.flops
+        seconds = again / rates.flops + waits + 2 * (away + coded) / rates.memory
+        return seconds / ((self.forward + self.backward) / rates.flops)
 
 
 def work_of(config: PreTrainedConfig, training: Training) -> Work:
@@ -81,14 +75,12 @@ def work_of(config: PreTrainedConfig, training: Training) -> Work:
     tokens = training.batch_size * training.seq_len
     again = of_all = widest = 0
     for name, module in model.named_modules():
-        if path_of(type(module)) not in RUN_AGAIN:
-            continue
-        weight = module.weight
-        assert isinstance(weight, nn.Parameter)
-        of_all += weight.numel()
-        if block_at(name, numbers) is not None:
-            again += weight.numel() * is_run_again(name, "gate")
-            widest = max(widest, *weight.shape)
+        if path_of(type(module)) in RUN_AGAIN:
+            weight: Any = module.weight
+            of_all += weight.numel()
+            if block_at(name, numbers) is not None:
+                again += weight.numel() * is_run_again(name, "gate")
+                widest = max(widest, *weight.shape)
     layers = max(1, len(numbers))
     attention = 4 * tokens * training.seq_len * getattr(config, "hidden_size", 0)
     forward = 2 * tokens * of_all + layers * attention

@@ -20,13 +20,12 @@ from transformers import PreTrainedConfig
 from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.config.sizes import gib
 from hf_memsave.measure.depth import trace_in_full
-from hf_memsave.measure.estimate import CONTEXT, WORKSPACES
-from hf_memsave.measure.layers import depth_fields
-from hf_memsave.measure.sharding import sharded
-from hf_memsave.measure.trace import Place, Trace
+from hf_memsave.measure.estimate import CONTEXT, WORKSPACES, sharded
+from hf_memsave.measure.models import depth_of
+from hf_memsave.measure.trace import Trace
 from hf_memsave.measure.training import Training
 from hf_memsave.planner.rates import Rates, Work, work_of
-from hf_memsave.tape.offload import AHEAD, SMALLEST_NBYTES
+from hf_memsave.tape.offload import AHEAD
 
 RUNGS: tuple[Any, ...] = (None, "gate", "block")
 #: The part of what a layer keeps that offload moves at least: it leaves what is small.
@@ -55,11 +54,14 @@ class Setting:
     cost: float  # what a step takes longer than at the floor, as a part of stock's step
 
     @property
+    def family(self) -> Family:
+        """The settings that differ from this one in their number of layers."""
+        return Family(self.config.storage, self.config.offload, self.config.checkpoint)
+
+    @property
     def name(self) -> str:
         """What is done, in words."""
-        layers = dict(self.config.layers or ()).get("checkpoint")
-        family = Family(self.config.storage, self.config.offload, self.config.checkpoint)
-        return in_words(family, f" in {layers} layers")
+        return in_words(self.family, f" in {dict(self.config.layers or ()).get('checkpoint')} layers")
 
     def __str__(self) -> str:
         away = f", {gib(self.away)} of main memory" if self.away else ""
@@ -92,8 +94,7 @@ def trace_of(config: PreTrainedConfig, training: Training, memsave: MemSaveConfi
     if key not in _KNOWN:
         if len(_KNOWN) >= _REMEMBERED:
             _KNOWN.clear()
-        depth = {name: getattr(config, name) for name in depth_fields(config)}
-        _KNOWN[key] = _Whole(*trace_in_full(config, depth, training, memsave, keeps=False))
+        _KNOWN[key] = _Whole(*trace_in_full(config, depth_of(config), training, memsave, keeps=False))
     return _KNOWN[key]
 
 
@@ -116,7 +117,7 @@ class Settings:
     @cached_property
     def depth(self) -> dict[str, int]:
         """Field of the configuration -> number of layers."""
-        return {name: getattr(self.config, name) for name in depth_fields(self.config)}
+        return depth_of(self.config)
 
     @property
     def layers(self) -> int:
@@ -125,8 +126,8 @@ class Settings:
 
     def families(self, lossy: tuple[str, ...]) -> list[Family]:
         """All that may be used."""
-        offloads = [Family(None, offload, rung) for offload in (False, True) for rung in RUNGS]
-        return offloads + [Family(storage, False, rung) for storage in lossy for rung in RUNGS]
+        ways = [(None, False), (None, True), *((storage, False) for storage in lossy)]
+        return [Family(*way, rung) for way in ways for rung in RUNGS]
 
     def least_cost(self, family: Family, limit: int) -> float:
         """What a setting of the family that needs at most ``limit`` costs at least, told by what has been traced."""
@@ -137,10 +138,7 @@ class Settings:
             layers = math.ceil((self.whole(FLOOR).needed - limit) / max(kept))
             return self._cost(family, max(0, min(self.layers, layers)), 0, 0)
         moved = self._each(OFFLOAD, "away") if OFFLOAD in self._wholes else [_MOVED * nbytes for nbytes in kept]
-        u = self._tokens * getattr(self.config, "hidden_size", 0) * self.training.u_itemsize
-        given = _MOVED * u if u >= SMALLEST_NBYTES else 0  # a layer that runs again keeps its input
-        numbers = range(1, self.layers + 1) if family.rung else (0,)
-        return min(self._cost(family, n, sum(moved[n:]) + n * given, 0) for n in numbers)
+        return min(self._cost(family, n, sum(moved[n:]), 0) for n in self._numbers(family))
 
     def whole(self, family: Family) -> Setting:
         """The rung in all layers."""
@@ -148,16 +146,14 @@ class Settings:
 
     def of(self, family: Family) -> Iterator[Setting]:
         """The rung in 1 layer, 2 layers, ..., all."""
-        for layers in range(1, self.layers + 1) if family.rung else (0,):
-            yield self._setting(family, layers)
+        return (self._setting(family, layers) for layers in self._numbers(family))
 
     def trace(self, family: Family) -> Trace:
         """The step with the family's rung in all layers, on one of the devices."""
         return sharded(self._whole(family).trace, *self.shards)
 
-    @property
-    def _tokens(self) -> int:
-        return self.training.batch_size * self.training.seq_len
+    def _numbers(self, family: Family) -> range:
+        return range(1, self.layers + 1) if family.rung else range(1)
 
     def _whole(self, family: Family) -> _Whole:
         if family not in self._wholes:
@@ -165,7 +161,7 @@ class Settings:
         return self._wholes[family]
 
     def _config(self, family: Family, layers: int) -> MemSaveConfig:
-        rest = {kind: n for kind, n in dict(self.base.layers or ()).items() if kind != "checkpoint"}
+        rest = dict(self.base.layers or ())
         return replace(
             self.base,
             storage=family.storage or self.base.storage,
@@ -175,8 +171,10 @@ class Settings:
         )
 
     def _setting(self, family: Family, layers: int) -> Setting:
-        # What offload brings back ahead lies beside what is asked for.
-        ahead = AHEAD * self._tokens * self.work.widest * self.training.u_itemsize if family.offload else 0
+        ahead = 0
+        if family.offload:  # what is brought back ahead lies beside what is asked for
+            tokens = self.training.batch_size * self.training.seq_len
+            ahead = AHEAD * tokens * self.work.widest * self.training.u_dtype.itemsize
         away = sum(self._mixed(family, layers, "away"))
         coded = sum(self._mixed(family._replace(storage=None), layers, "at_loss")) if family.storage else 0
         return Setting(
@@ -188,7 +186,7 @@ class Settings:
 
     def _cost(self, family: Family, layers: int, away: float, coded: float) -> float:
         again = layers * self.work.again[family.rung] if family.rung else 0.0
-        return self.work.seconds(self.rates, again, away, coded) / self.work.stock(self.rates)
+        return self.work.cost(self.rates, again, away, coded)
 
     def _each(self, family: Family, name: str) -> list[float]:
         """The bytes kept on the device "at_loss", or "away" from it, of each layer, with the rung in all."""
@@ -203,25 +201,17 @@ class Settings:
 
     def _peak(self, family: Family, layers: int) -> int:
         """With the rung in the first ``layers``: there a block sees what it sees where all have it."""
-        plain = self.trace(family._replace(rung=None))
-        if not layers:
-            return plain.peak
-        all_of_it = self.trace(family)
-        if layers == self.layers:
-            return all_of_it.peak
+        if layers in (0, self.layers):
+            return self.trace(family if layers else family._replace(rung=None)).peak
+        plain, all_of_it = self.trace(family._replace(rung=None)), self.trace(family)
         blocks = [(stack, block) for stack, count in plain.blocks.items() for block in range(count)]
-        first = set(blocks[:layers])
-        kept = [sum(self._mixed(family, n, "at_loss")) for n in (0, layers)]
-        freed = int(kept[0] - kept[1])
+        none, some = (sum(self._mixed(family, n, "at_loss")) for n in (0, layers))
         highest = 0
         for place, moment in plain.places.items():
-            if (place.stack, place.block) in first:
-                live = all_of_it.places.get(_untimed(place, all_of_it), moment).live
+            if (place.stack, place.block) in blocks[:layers]:
+                other = place._replace(is_after=not place.is_after)
+                live = (all_of_it.places.get(place) or all_of_it.places.get(other) or moment).live
             else:
-                live = moment.live - (0 if place.phase == "optimizer" else freed)
+                live = moment.live - (0 if place.phase == "optimizer" else int(none - some))
             highest = max(highest, live)
         return highest
-
-
-def _untimed(place: Place, trace: Trace) -> Place:
-    return place if place in trace.places else place._replace(is_after=not place.is_after)

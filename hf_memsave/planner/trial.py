@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import statistics
-import time
-from collections.abc import Callable, Mapping
+import timeit
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_memsave.config.sizes import bytes_of, gib
 from hf_memsave.errors import MeasureError, PlanError
-from hf_memsave.measure.fit import search
+from hf_memsave.measure.estimate import search
 from hf_memsave.measure.inputs import loss_of
 from hf_memsave.tape import measure_kept
 
 #: Runs the step it is given as often as it likes, and returns the seconds of one.
 Timer = Callable[[Callable[[], None]], float]
-_T = TypeVar("_T")
 
 _STEPS = 5
 #: Of the memory that a CUDA device has left; the rest is for backward's temporaries and fragmentation.
@@ -43,8 +43,13 @@ class _DeviceFullError(PlanError):
     """A batch that the device has no room for."""
 
 
+def median_seconds(step: Callable[[], None]) -> float:
+    """The median of a few steps, after one to warm up."""
+    return statistics.median(timeit.repeat(step, number=1, repeat=1 + _STEPS)[1:])
+
+
 class Bench:
-    """Counts and times a model as it is patched at the moment, in ``trials``: for use inside ``left_as_it_was``."""
+    """Counts and times a model as it is patched at the moment, in ``trials``; it does not put anything back."""
 
     def __init__(
         self, model: nn.Module, batch: Mapping[str, Any], memory: int, forward: Callable[..., Any] | None,
@@ -66,7 +71,8 @@ class Bench:
     def count(self, name: str, batch_size: int | None = None) -> Trial:
         """Count what the model needs for the batch, or for one of another size."""
         size = batch_size or self.batch_size
-        kept = self._run(size, lambda batch: measure_kept(self.model, batch, self._loss).total)
+        with self._batch(size) as batch:
+            kept = measure_kept(self.model, batch, self._loss).total
         needed = self.fixed + kept
         self.trials.append(trial := Trial(name, size, kept, needed, needed <= self.memory))
         return trial
@@ -74,16 +80,14 @@ class Bench:
     def seconds(self, trial: Trial) -> float:
         """The seconds of one forward and backward on the batch of a trial, which are noted there."""
 
-        def timed(batch: Mapping[str, Any]) -> float:
-            def step() -> None:
-                # Not backward(): it would add to gradients that are not the model's, and run an optimizer in a hook.
-                torch.autograd.grad(self._loss(**batch), self.trained, allow_unused=True)
-                if torch.cuda.is_initialized():
-                    torch.cuda.synchronize()
+        def step() -> None:
+            # Not backward(): it would add to gradients that are not the model's, and run an optimizer in a hook.
+            torch.autograd.grad(self._loss(**batch), self.trained, allow_unused=True)
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
 
-            return self.timer(step)
-
-        seconds = self._run(trial.batch_size, timed)
+        with self._batch(trial.batch_size) as batch:
+            seconds = self.timer(step)
         self.trials[self.trials.index(trial)] = replace(trial, seconds=seconds)
         return seconds
 
@@ -107,16 +111,19 @@ class Bench:
 
         return known.get(search(needed, self.memory, self.batch_size, most, self.fixed))
 
-    def _run(self, batch_size: int, run: Callable[[Mapping[str, Any]], _T]) -> _T:
+    @contextlib.contextmanager
+    def _batch(self, batch_size: int) -> Iterator[Mapping[str, Any]]:
+        """A batch of this size, and what lacks inside of it, told."""
         try:
-            return run(self.batch if batch_size == self.batch_size else resized(self.batch, batch_size))
+            yield self.batch if batch_size == self.batch_size else resized(self.batch, batch_size)
         except (RuntimeError, MemoryError) as error:
             if "use_reentrant=True" in str(error):
                 raise PlanError(
                     "a step is timed without touching gradients, which gradient checkpointing with use_reentrant=True "
                     "cannot do. Call gradient_checkpointing_enable({'use_reentrant': False}), Transformers' default."
                 ) from error
-            if not _is_full(error):
+            is_of_cpu = "DefaultCPUAllocator: " in str(error)  # which has no type of its own
+            if not is_of_cpu and not isinstance(error, (torch.OutOfMemoryError, MemoryError)):
                 raise
             raise _DeviceFullError(
                 f"the device ran out of memory on {batch_size} sequences, expected room for {gib(self.memory)}. What "
@@ -131,36 +138,13 @@ class Bench:
             raise PlanError(str(error)) from error
 
 
-def _is_full(error: Exception) -> bool:
-    """Whether a device, or the machine, has no memory left: PyTorch's error of the CPU has no type of its own."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: " in str(error)
-
-
-def median_seconds(step: Callable[[], None]) -> float:
-    """The median of a few steps, after one to warm up."""
-    step()
-    seconds = []
-    for _ in range(_STEPS):
-        start = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
-
-
 def own_bytes(model: nn.Module) -> int:
     """Bytes of the parameters and buffers."""
     return sum(t.numel() * t.itemsize for t in (*model.parameters(), *model.buffers()))
 
 
 def limit_of(memory: int | str | None, model: nn.Module) -> int:
-    """The limit in bytes; None for nine tenths of what this process can have of the model's CUDA device, with it.
-
-    Returns:
-        Bytes.
-
-    Raises:
-        PlanError: It is no size, or None and the model is not on one CUDA device.
-    """
+    """The limit in bytes; None for nine tenths of what the model's CUDA device has for it, if it is on one."""
     if memory is not None:
         return bytes_of(memory)
     devices = {p.device for p in model.parameters()}

@@ -28,9 +28,8 @@ from hf_memsave import MemSaveConfig, MemSaveError
 from hf_memsave.config.config import presets
 from hf_memsave.measure.depth import trace_in_full
 from hf_memsave.measure.inputs import make_batch
-from hf_memsave.measure.layers import depth_fields
 from hf_memsave.measure.lora import Lora
-from hf_memsave.measure.models import choose_head
+from hf_memsave.measure.models import choose_head, depth_of
 from hf_memsave.measure.peak import rounded
 from hf_memsave.measure.trace import UNIT
 from hf_memsave.measure.training import Training, build
@@ -55,7 +54,7 @@ SETTINGS: dict[str, tuple[MemSaveConfig | None, bool]] = {
 
 def said(config: PreTrainedConfig, training: Training, memsave: MemSaveConfig | None) -> tuple[float, float]:
     """Kept bytes and the peak of forward and backward, weights and the batch apart, from few layers."""
-    depth = dict.fromkeys(depth_fields(config), LAYERS)
+    depth = depth_of(config, LAYERS)
     full, _ = trace_in_full(config, depth, training, memsave, on_cpu=True)
     batch = make_batch(choose_head(config), config, training.batch_size, training.seq_len)
     of_passes = max(m.live for place, m in full.places.items() if place.phase != "optimizer")
@@ -64,7 +63,7 @@ def said(config: PreTrainedConfig, training: Training, memsave: MemSaveConfig | 
 
 def counted(config: PreTrainedConfig, training: Training, memsave: MemSaveConfig | None) -> tuple[int, int]:
     """Kept bytes and the peak of a real step."""
-    config = type(config)(**{**config.to_dict(), **dict.fromkeys(depth_fields(config), LAYERS)})
+    config = type(config)(**{**config.to_dict(), **depth_of(config, LAYERS)})
     torch.manual_seed(0)
     model: Any = in_4_bits(config, training) if training.quantized else build(config, training)
     if training.quantized:

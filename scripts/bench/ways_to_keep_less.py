@@ -31,7 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from hf_memsave import MemSaveConfig, patch
-from hf_memsave.measure.peak import Count, collector_off
+from hf_memsave.measure.peak import Count
 from hf_memsave.tape.offload import Away
 from publish import MIB, arguments, machine, publish
 from support.families import Size, batch_for, build  # found by publish
@@ -104,7 +104,7 @@ def eager(name: str, change: Callable[[nn.Module], Any], steps: int) -> dict[str
     change(model)
     taken = timed(model, made(name)[0], batch, steps)
     model.zero_grad()
-    with collector_off(), _OnDevice() as count:
+    with _OnDevice() as count:
         loss = model(**batch).loss
         gc.collect()
         away = Away.total
@@ -134,10 +134,11 @@ def compiled(name: str, budget: float, is_patched: bool, steps: int) -> dict[str
         forward(**batch).loss.backward()
         model.zero_grad()
         count.highest = 0
-        with collector_off():
-            with saved_tensors_hooks(pack, lambda tensor: tensor):
-                loss = forward(**batch).loss
-            loss.backward()
+        gc.disable()
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = forward(**batch).loss
+        loss.backward()
+        gc.enable()
         count.made.clear()
         torch._dynamo.reset()
         taken = timed(torch.compile(model), made(name)[0], batch, steps)

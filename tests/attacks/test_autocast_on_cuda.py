@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_memsave.measure import private as measure_private
-from hf_memsave.measure.autocast_lists import FP32, FP32_RESULT, LOW, WIDEST
 from hf_memsave.measure.fake_device import fake_device
+from hf_memsave.measure.kernels import FP32, FP32_RESULT, LOW, WIDEST
 from hf_memsave.tape import functions, private
 from hf_memsave.tape.functions import CHEAP
 from hf_memsave.tape.tensors import leaves

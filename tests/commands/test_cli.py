@@ -16,7 +16,7 @@ from hf_memsave import commands
 from hf_memsave.cli import COMMANDS, main
 from hf_memsave.commands import options
 from hf_memsave.measure.inputs import forward_of
-from hf_memsave.measure.skip_values import SkipValues
+from hf_memsave.measure.kept_in_full import SkipValues
 from hf_memsave.measure.training import Training, build
 from support.thinned import thinned
 

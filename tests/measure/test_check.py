@@ -1,6 +1,7 @@
 """``memsave estimate --check``: a real step on this machine takes what was predicted, and another figure is seen."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,27 +55,17 @@ def test_a_step_takes_what_was_predicted(family, options, tmp_path, capsys):
 
 @pytest.mark.long
 @on_stand_in
-def test_another_figure_is_seen(tmp_path, capsys, monkeypatch):
-    stock, leaked = module.forward_of, []
-
-    def leaking(model, autocast):
-        forward = stock(model, autocast)
-        return lambda **batch: (leaked.append(torch.ones(2**18)), forward(**batch))[1]
-
-    monkeypatch.setattr(module, "forward_of", leaking)
-    assert command(tmp_path, "bert") == 1
-    assert "Not within what is allowed" in capsys.readouterr().out
-
-
-@on_stand_in
-def test_what_cannot_be_checked_is_told(tmp_path, capsys):
+def test_another_figure_is_seen_and_what_cannot_be_checked_is_told(tmp_path, capsys, monkeypatch):
     assert command(tmp_path, "llama", "--devices", "2") == 2
     assert "--check runs the step on one device" in capsys.readouterr().err
+    stock = module.trace_at
 
+    def longer(config, depth, training, memsave, **options):
+        return stock(config, depth, replace(training, seq_len=66), memsave, **options)
 
-@pytest.mark.long
-@on_stand_in
-def test_a_step_too_large_for_the_machine_is_told(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(module, "trace_at", longer)
+    assert command(tmp_path, "bert") == 1
+    assert "Not within what is allowed" in capsys.readouterr().out
     monkeypatch.setattr(module.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 2**20}))
     assert command(tmp_path, "llama") == 2
     assert "To check it there, lower --batch-size, --seq-len" in capsys.readouterr().err
@@ -87,15 +78,15 @@ def test_on_cuda_the_allocators_peak_is_asked_for(monkeypatch):
     result = estimate(config, **STEP)
     asked = []
 
-    def measured(config, training, memsave, device):
-        asked.append((memsave, device))
+    def measured(config, training, memsave):
+        asked.append(memsave)
         return {"kept": result.stock.kept, "peak": result.stock.peak + WORKSPACES}
 
-    monkeypatch.setattr(module, "_measured", measured)
+    monkeypatch.setattr(module, "_on_cuda", measured)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (result.stock.peak - 1, 2**30))
     found = check(config, result, Training(**STEP), MemSaveConfig())
-    assert asked == [(MemSaveConfig(), "cuda")]  # stock is too large
+    assert asked == [MemSaveConfig()]  # stock is too large
     assert found["patched"].predicted == {"kept": result.patched.kept, "peak": result.patched.peak + WORKSPACES}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 2**30))
     with pytest.raises(MeasureError, match="are free for this machine's cuda"):

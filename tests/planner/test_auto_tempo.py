@@ -17,27 +17,25 @@ from support.planning import EXACT, SIZE, bert, between, fixed, needs, once, pat
 from support.steps import patched_classes, state_of
 
 
-def gpt2(device="cpu"):
+def gpt2(device):
     model = build("gpt2", SIZE).to(device)
     model.set_attn_implementation("eager")
     return model
 
 
-MODELS = {"bert": bert, "gpt2": gpt2}
-
-
-def fewer(config, kind):
-    return dataclasses.replace(config, layers=dict(config.layers) | {kind: dict(config.layers)[kind] - 1})
+@pytest.fixture
+def made(device):
+    return (model := bert(device)), batch_for(model, SIZE)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("family", "share", "config"),
-    [("bert", 0.02, "tempo"), ("bert", 0.35, "tempo"), ("bert", 0.8, EXACT), ("gpt2", 0.35, "tempo")],
+    ("make", "share", "config"),
+    [(bert, 0.02, "tempo"), (bert, 0.35, "tempo"), (bert, 0.8, EXACT), (gpt2, 0.35, "tempo")],
     ids=["all", "some", "few", "gpt2"],
 )
-def test_smart_finds_the_least_that_fits(family, share, config, device):
-    model = MODELS[family](device)
+def test_smart_finds_the_least_that_fits(make, share, config, device):
+    model = make(device)
     batch = batch_for(model, SIZE)
     limit = between(model, batch, share, config)
     plan = smart(model, batch, config, limit, timer=once)
@@ -47,15 +45,15 @@ def test_smart_finds_the_least_that_fits(family, share, config, device):
     assert set(layers) == {"activation", "norm", "dropout", "attention"} and any(layers.values())
     for kind in (kind for kind, number in layers.items() if number):
         if sum(layers.values()) > 1:
-            assert needs(model, batch, fewer(plan.config, kind)) > limit
+            fewer = dataclasses.replace(plan.config, layers=layers | {kind: layers[kind] - 1})
+            assert needs(model, batch, fewer) > limit
     assert MemSaveConfig.resolve(config) == dataclasses.replace(plan.config, layers=None)
 
 
 @pytest.mark.long
-def test_what_is_needed_is_counted(device):
-    model = bert(device)
+def test_what_is_needed_is_counted(made):
+    model, batch = made
     model.bert.embeddings.requires_grad_(False)
-    batch = batch_for(model, SIZE)
     plan = smart(model, batch, "tempo", memory=between(model, batch, 0.5), timer=once)
     stock, everything = plan.trials[:2]
     assert (stock.name, stock.batch_size, stock.needed) == ("nothing", 4, needs(model, batch))
@@ -67,9 +65,8 @@ def test_what_is_needed_is_counted(device):
 
 
 @pytest.mark.parametrize("kind", ["activation", "norm", "dropout"])
-def test_smart_with_one_kind(kind, device):
-    model = bert(device)
-    batch = batch_for(model, SIZE)
+def test_smart_with_one_kind(kind, made):
+    model, batch = made
     config = MemSaveConfig(**{other: "stock" for other in KINDS if other != kind})
     plan = smart(model, batch, config, between(model, batch, 0.5, config), timer=once)
     assert plan.config.layers == ((kind, 2),)
@@ -78,9 +75,8 @@ def test_smart_with_one_kind(kind, device):
 
 @pytest.mark.long
 @pytest.mark.parametrize("cheap", ["activation", "norm", "dropout"])
-def test_smart_converts_first_what_costs_least(cheap, device):
-    model = bert(device)
-    batch = batch_for(model, SIZE)
+def test_smart_converts_first_what_costs_least(cheap, made):
+    model, batch = made
 
     def timer(run):
         run()
@@ -93,25 +89,24 @@ def test_smart_converts_first_what_costs_least(cheap, device):
     assert dict(plan.config.layers) == dict.fromkeys(KINDS[:-1], 0) | {cheap: 3}
 
 
-def test_smart_converts_no_more_than_its_config_says(device):
-    model = bert(device)
-    batch = batch_for(model, SIZE)
+def test_smart_converts_no_more_than_its_config_says(made):
+    model, batch = made
     config = MemSaveConfig(layers={"norm": 2, "activation": 1, "attention": 0})
     plan = smart(model, batch, config, between(model, batch, 0, config), timer=once)
     assert dict(plan.config.layers) == {"norm": 2, "activation": 1, "attention": 0, "dropout": SIZE.layers}
 
 
-def test_a_model_that_fits_stays_stock(device):
-    model = bert(device)
+def test_a_model_that_fits_stays_stock(made):
+    model, batch = made
     before = state_of(model)
-    plan = smart(model, batch := batch_for(model, SIZE), "tempo", memory=needs(model, batch), timer=once)
+    plan = smart(model, batch, "tempo", memory=needs(model, batch), timer=once)
     assert (plan.config, plan.report, plan.converted, len(plan.trials)) == (None, None, False, 1)
     assert "stays stock" in plan.reason and state_of(model) == before
 
 
-def test_what_cannot_fit_is_an_error_with_figures(device):
-    model = bert(device)
-    batch, before = batch_for(model, SIZE), state_of(model)
+def test_what_cannot_fit_is_an_error_with_figures(made):
+    model, batch = made
+    before = state_of(model)
     limit = needs(model, batch, "tempo") - 1
     with pytest.raises(PlanError, match=r"batch of 4 does not fit: expected at most .* MiB, got .*stock .*smaller bat"):
         smart(model, batch, "tempo", memory=limit, timer=once)
@@ -131,9 +126,8 @@ def sizes_of(model, seen):
 
 
 @pytest.mark.parametrize("pays", [True, False])
-def test_fast_decides_by_sequences_a_second(pays, device):
-    model, seen = bert(device), []
-    batch = batch_for(model, SIZE)
+def test_fast_decides_by_sequences_a_second(pays, made, device):
+    (model, batch), seen = made, []
 
     def timer(run):
         run()
@@ -153,9 +147,8 @@ def test_fast_decides_by_sequences_a_second(pays, device):
 
 
 @pytest.mark.parametrize(("size", "room"), [(1, 7), (3, 5), (9, 2)])
-def test_fast_finds_the_largest_batches(size, room, device):
-    model = bert(device)
-    batch = batch_for(model, SIZE)
+def test_fast_finds_the_largest_batches(size, room, made):
+    model, batch = made
     limit = needs(model, resized(batch, room)) + 100
     plan = fast(model, resized(batch, size), "tempo", memory=limit, timer=once)
     largest = {t.name: t.batch_size for t in plan.trials if t.seconds is not None}
@@ -165,18 +158,17 @@ def test_fast_finds_the_largest_batches(size, room, device):
 
 
 @pytest.mark.parametrize("most", [1, 5])
-def test_fast_tries_no_larger_batch_than_it_may_and_none_twice(most, device):
-    model, seen = bert(device), []
+def test_fast_tries_no_larger_batch_than_it_may_and_none_twice(most, made):
+    (model, batch), seen = made, []
     forward = sizes_of(model, seen)
-    plan = fast(model, batch_for(model, SIZE), "tempo", "1GiB", forward=forward, max_batch=most, timer=once)
+    plan = fast(model, batch, "tempo", "1GiB", forward=forward, max_batch=most, timer=once)
     assert max(seen) == plan.batch_size == most and not plan.converted and "no more sequences fit" in plan.reason
     tried = [(t.name, t.batch_size) for t in plan.trials]
     assert len(set(tried)) == len(tried) and tried[-1] == ("everything", most)
 
 
-def test_a_batch_that_needs_no_more_memory_the_larger_it_is_is_refused():
-    model = bert()
-    batch = {name: value[:1] for name, value in batch_for(model, SIZE).items()}
+def test_a_batch_that_needs_no_more_memory_the_larger_it_is_is_refused(made):
+    model, batch = made[0], {name: value[:1] for name, value in made[1].items()}
     with pytest.raises(PlanError, match=r"expected a batch of \d+ to need more than one of \d+, .*loss depends on"):
         fast(model, resized(batch, 4), "tempo", "1GiB", forward=lambda **_: model(**batch), timer=once)
 
@@ -190,7 +182,7 @@ FULL = {
 
 
 @pytest.mark.parametrize(("room", "full"), [(0, "cuda"), (1, "cpu"), (5, "cuda"), (5, "python")])
-def test_fast_takes_a_full_device_for_too_large_a_batch(room, full):
+def test_fast_takes_a_full_device_for_too_large_a_batch_and_smart_for_an_error(room, full):
     model = bert()
 
     def forward(**inputs):
@@ -198,19 +190,13 @@ def test_fast_takes_a_full_device_for_too_large_a_batch(room, full):
             FULL[full]()
         return model(**inputs)
 
+    options = dict(memory="1GiB", forward=forward, timer=once)
+    if room < 4:
+        with pytest.raises(PlanError, match="the device ran out of memory on 4 sequences, .*smaller limit, or a small"):
+            smart(model, batch_for(model, SIZE), "tempo", **options)
     with contextlib.nullcontext() if room else pytest.raises(PlanError, match="not one sequence fits"):
-        plan = fast(model, batch_for(model, SIZE), "tempo", memory="1GiB", forward=forward, timer=once)
+        plan = fast(model, batch_for(model, SIZE), "tempo", **options)
         assert plan.config == MemSaveConfig.preset("tempo") and plan.batch_size == 2 * room
-
-
-def test_a_full_device_is_an_error_for_smart():
-    model = bert()
-
-    def forward(**inputs):
-        FULL["cuda"]()
-
-    with pytest.raises(PlanError, match="the device ran out of memory on 4 sequences, .*smaller limit, or a smaller"):
-        smart(model, batch_for(model, SIZE), "tempo", memory="1GiB", forward=forward, timer=once)
 
 
 def test_a_larger_batch_repeats_the_sequences():
@@ -219,13 +205,3 @@ def test_a_larger_batch_repeats_the_sequences():
     assert larger["input_ids"][:, 0].tolist() == [0, 2, 4, 0, 2, 4, 0]
     assert (larger["scale"], larger["use_cache"]) == (2.0, False)
     assert torch.equal(resized(batch, 2)["input_ids"], batch["input_ids"][:2])
-
-
-@pytest.mark.long
-def test_without_a_config_what_it_converts_is_exact():
-    model = bert()
-    batch = batch_for(model, SIZE)
-    plan = smart(model, batch, EXACT, between(model, batch, 0.5, EXACT), timer=once)
-    again = smart(bert(), batch, memory=plan.memory, timer=once)
-    assert again.config == plan.config
-    assert again.config.is_exact
