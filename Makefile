@@ -21,7 +21,7 @@ help: ## Show this list
 install: $(INSTALLED) ## Create .venv with the tested versions of everything
 
 test: $(INSTALLED) ## Run the tests; ARGS="-k glue" picks some
-	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal $(ARGS)
 	$(if $(ARGS),,$(MAKE) kernels)
 
 test-oldest: ## Run a part of the tests with the oldest versions, in an environment of its own, .venv-oldest
@@ -41,7 +41,7 @@ matrix: $(INSTALLED) ## Run what `make test` leaves out: more combinations of se
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 -m matrix $(ARGS)
 
 quick: $(INSTALLED) ## Run one case of two tests of every file, none of the long ones: two minutes
-	$(BIN)/python -m pytest -m "not long and not matrix" --one-case --of-a-file 2 -n logical --maxprocesses 8 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not long and not matrix" --one-case --of-a-file 2 -n logical --maxprocesses 8 --dist worksteal $(ARGS)
 
 demo: $(INSTALLED) ## Fine-tune two small models, stock and patched; ARGS="--data-dir DIR" brings real data
 	$(BIN)/memsave demo $(ARGS)

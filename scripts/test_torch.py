@@ -93,7 +93,7 @@ def tested(python: Path, folder: Path) -> dict[str, Any]:
     passed, skipped, failed = 0, Counter[str](), []
     for name, run in _RUNS.items():
         report = folder / f"{name}.xml"
-        command = [python, "-m", "pytest", "-q", "-n", "logical", "--dist", "loadfile", f"--junitxml={report}", *run]
+        command = [python, "-m", "pytest", "-q", "-n", "logical", "--dist", "worksteal", f"--junitxml={report}", *run]
         report.unlink(missing_ok=True)
         done = subprocess.run(command, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, check=False)
         if done.returncode > 1 or not report.exists():  # 1: tests failed, which it names

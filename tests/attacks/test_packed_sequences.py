@@ -92,7 +92,7 @@ def live_bytes():
     return sum({s._cdata: s.nbytes() for s in storages(live_tensors())}.values())
 
 
-@pytest.mark.parametrize(("rewrite", "config"), [(in_place, {}), (by_data, {"storage": "int8"})], ids=str)
+@pytest.mark.parametrize(("rewrite", "config"), [(in_place, {}), (by_data, {"storage": "int8"})], ids=["in place", "by data, int8"])
 def test_a_mask_that_is_updated_leaves_nothing_behind(rewrite, config, device):
     model = build("llama", SIZE).to(device)
     patch(model, config)
