@@ -10,13 +10,13 @@ from hf_memsave.integrations.hooks import install, uninstall
 if TYPE_CHECKING:
     from hf_memsave.config.config import MemSaveConfig
     from hf_memsave.config.wtacrs import WTACRS
+    from hf_memsave.count.kept import Kept, measure_kept
     from hf_memsave.errors import ConfigError, KeptTensorChangedError, MeasureError, MemSaveError, PatchError, PlanError
     from hf_memsave.integrations.peft import MemSaveLoraConfig
     from hf_memsave.integrations.trainer import MemSaveCallback, MemSaveMixin, MemSaveTrainer
     from hf_memsave.measure.estimate import estimate
     from hf_memsave.patching.patch import PatchReport, patch, unpatch
     from hf_memsave.planner.plan import plan
-    from hf_memsave.tape import Kept, measure_kept
 
 __version__ = "0.1.0"
 
@@ -34,7 +34,7 @@ _MODULES = {
     "measure.estimate": ("estimate",),
     "patching.patch": ("PatchReport", "patch", "unpatch"),
     "planner.plan": ("plan",),
-    "tape": ("Kept", "measure_kept"),
+    "count.kept": ("Kept", "measure_kept"),
 }
 
 if os.environ.get("HF_MEMSAVE_NO_HOOKS", "0") in ("", "0"):

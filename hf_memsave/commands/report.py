@@ -15,10 +15,10 @@ from rich.table import Table
 from hf_memsave import MemSaveConfig
 from hf_memsave.commands import options
 from hf_memsave.config.sizes import MIB
+from hf_memsave.count.kept import KINDS_OF_OPS
 from hf_memsave.measure.kept_in_full import FullDepth, measure_full_depth
 from hf_memsave.measure.models import load_config
 from hf_memsave.measure.training import Training
-from hf_memsave.tape.meter import KINDS_OF_OPS
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 logger = logging.getLogger(__name__)
 
-#: Module -> the function of ``arguments.py`` that is called with it once it has been imported.
+#: Module -> the function of ``memsave_argument.py`` that is called with it once it has been imported.
 _DOORS = {
     "transformers.modeling_utils": "teach_models",
     "transformers.trainer": "teach_trainers",
@@ -36,7 +36,7 @@ def install() -> None:
 
 
 def _teach(module: ModuleType) -> None:
-    getattr(import_module("hf_memsave.integrations.arguments"), _DOORS[module.__name__])(module)
+    getattr(import_module("hf_memsave.integrations.memsave_argument"), _DOORS[module.__name__])(module)
 
 
 def wrap(owner: type, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:

@@ -10,7 +10,7 @@ from peft.tuners import tuners_utils
 
 from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.errors import ConfigError
-from hf_memsave.integrations.arguments import teach_peft
+from hf_memsave.integrations.memsave_argument import teach_peft
 
 
 @dataclass

@@ -23,10 +23,10 @@ from transformers.utils import logging
 from hf_memsave.config.config import MemSaveConfig, MemSaveLike
 from hf_memsave.config.sizes import MIB
 from hf_memsave.errors import ConfigError, PatchError
+from hf_memsave.ops.sampled.norm_cache import merged
 from hf_memsave.patching.patch import patch, unpatch
 from hf_memsave.patching.sampled_layers import sampler_of
 from hf_memsave.patching.swap import patched_models
-from hf_memsave.sampling.norm_cache import merged
 
 logger = logging.get_logger(__name__)
 

@@ -19,15 +19,15 @@ from transformers import PreTrainedConfig
 
 from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.config.sizes import GIB
+from hf_memsave.count.kept import measure_kept
+from hf_memsave.count.peak import rounded
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure.depth import trace_in_full
 from hf_memsave.measure.estimate import WORKSPACES, Estimate, Memory
 from hf_memsave.measure.kernels import BACKENDS
 from hf_memsave.measure.models import at_depth
-from hf_memsave.measure.peak import rounded
 from hf_memsave.measure.trace import UNIT, make_states, run_passes
 from hf_memsave.measure.training import Training, prepared, trace_at
-from hf_memsave.tape import measure_kept
 
 #: How far what was measured may be from what was predicted, by type of device: kept bytes, and the peak.
 SLACK = {"cpu": {"kept": 0.01, "peak": 0.03}, "cuda": {"kept": 0.03, "peak": 0.07}}

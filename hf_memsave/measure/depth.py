@@ -112,7 +112,7 @@ def trace_at_full_depth(traces: Sequence[Trace], depths: Depths) -> Trace:
             except KeyError as error:
                 raise MeasureError(
                     f"the blocks of {place.stack or 'the model'} are not alike: a deeper one has no {error}. Measure "
-                    "the model as it is, with hf_memsave.measure.peak.count_peak."
+                    "the model as it is, with hf_memsave.count.peak.count_peak."
                 ) from error
             found = depths.carried([moment._asdict() | {"op": 0} for moment in moments])
             places[_moved(place, end, blocks)] = Moment(**found | {"op": moments[0].op})

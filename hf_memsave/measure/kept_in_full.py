@@ -14,13 +14,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.config.sizes import GIB
+from hf_memsave.count.kept import measure_kept
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure.depth import FROM, REPEATS, Affine, depths_for
 from hf_memsave.measure.inputs import forward_of, make_batch
 from hf_memsave.measure.models import at_depth, choose_head, depth_of
 from hf_memsave.measure.training import Training, build, refusing_untrainable
 from hf_memsave.patching.patch import patch
-from hf_memsave.tape import measure_kept
 
 # What the memory check expects: the most that stock keeps in a layer of any family, plain and with adapters (DoRA in
 # fp32), and for the logits of a token.

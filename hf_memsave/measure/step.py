@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_memsave.config.config import MemSaveLike
+from hf_memsave.count.kept import Kept, measure_kept
 from hf_memsave.errors import MeasureError, MemSaveError
 from hf_memsave.measure.inputs import described, device_of, forward_of, loss_of
 from hf_memsave.patching.patch import patch, unpatch
 from hf_memsave.patching.swap import set_class
-from hf_memsave.tape import Kept, measure_kept
 
 #: On CUDA, where kernels add in no fixed order: how many of stock's own distances are allowed, as each is a draw.
 DISTANCES = 2

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hf_memsave.count.kept import storages
+from hf_memsave.count.peak import Count, rounded
 from hf_memsave.measure.inputs import device_of, loss_of
 from hf_memsave.measure.kernels import workspace
-from hf_memsave.measure.peak import Count, rounded
-from hf_memsave.tape.meter import storages
 from hf_memsave.tape.offload import Away
 from hf_memsave.tape.private import tree_leaves
 

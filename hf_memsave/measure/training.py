@@ -18,6 +18,8 @@ from transformers.optimization import Adafactor
 from hf_memsave.arch.versions import cache_name
 from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.config.wtacrs import is_int
+from hf_memsave.count.kept import measure_kept
+from hf_memsave.count.peak import rounded
 from hf_memsave.device import STAND_IN
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure.fake_device import fake_device, to_fake
@@ -25,10 +27,8 @@ from hf_memsave.measure.inputs import forward_of, make_batch
 from hf_memsave.measure.kernels import ATTENTION
 from hf_memsave.measure.lora import Lora, quantize
 from hf_memsave.measure.models import at_depth, choose_head, load_config, name_special_tokens
-from hf_memsave.measure.peak import rounded
 from hf_memsave.measure.trace import UNIT, Trace, trace_step
 from hf_memsave.patching.patch import patch
-from hf_memsave.tape import measure_kept
 
 #: Short names, as Trainer and ``memsave estimate`` have them (which imports nothing of this before it runs).
 _NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -128,7 +128,7 @@ def config_of(model_or_config: Any, training: dict[str, Any]) -> PreTrainedConfi
     if not isinstance(config, PreTrainedConfig):
         raise MeasureError(
             "estimate: expected a configuration or a model of Transformers, its folder or its name on the hub, got "
-            f"{type(model_or_config).__name__}. Count another model's step with hf_memsave.measure.peak.count_peak."
+            f"{type(model_or_config).__name__}. Count another model's step with hf_memsave.count.peak.count_peak."
         )
     if isinstance(dtype := getattr(model_or_config, "dtype", None), torch.dtype):
         training.setdefault("dtype", dtype)

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_memsave.arch.sites import OWN_FORWARD, path_of
 from hf_memsave.ops.op import Op, not_parametrized
 from hf_memsave.tape import current
-from hf_memsave.tape.special import record_again
+from hf_memsave.tape.products import record_again
 from hf_memsave.tape.tensors import is_plain
 
 

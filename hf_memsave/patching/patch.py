@@ -13,7 +13,9 @@ from transformers.utils import logging
 
 from hf_memsave.config.config import MemSaveConfig, MemSaveLike
 from hf_memsave.config.sizes import MIB
+from hf_memsave.count.kept import Kept, measure_kept
 from hf_memsave.errors import PatchError, not_a_module
+from hf_memsave.ops.sampled.sampler import MOST
 from hf_memsave.patching import refusals
 from hf_memsave.patching.checkpointed import AGAIN, checkpoint_blocks, choose_again
 from hf_memsave.patching.collect import Patches, collect
@@ -21,8 +23,6 @@ from hf_memsave.patching.refusals import SiteReport
 from hf_memsave.patching.sampled_layers import attach, sampler_of
 from hf_memsave.patching.swap import is_patched, is_wrapped, patched_class, patched_models, set_class, stock_class
 from hf_memsave.patching.taped import BUFFERS, CODED, LEDGER, forget_decisions, mark_buffers
-from hf_memsave.sampling.sampler import MOST
-from hf_memsave.tape import Kept, measure_kept
 from hf_memsave.tape.codecs import leave_alone
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.quantize import FORMATS

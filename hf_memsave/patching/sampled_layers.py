@@ -7,10 +7,10 @@ import re
 from torch import nn
 
 from hf_memsave.config.wtacrs import WTACRS
+from hf_memsave.ops.sampled.sampler import Layer, Sampler
 from hf_memsave.ops.sampled.wta_crs import LAYER
 from hf_memsave.patching.swap import patch_of
 from hf_memsave.patching.taped import SAMPLER
-from hf_memsave.sampling.sampler import Layer, Sampler
 
 #: What wrappers put before a layer's name: a layer keeps its name, and with it its draws and its norms, under all.
 _WRAPPED = re.compile(r"^((base_model\.model|module|_orig_mod)\.)+")

@@ -30,10 +30,10 @@ from hf_memsave.ops.fused.codes import FUSED_CODERS
 from hf_memsave.ops.loss.chunked_loss import divided_by
 from hf_memsave.ops.loss.lazy_head import of_linear
 from hf_memsave.ops.op import is_parametrized
+from hf_memsave.ops.sampled.sampler import INDEX, Sampler
 from hf_memsave.patching.blocks import head_of
 from hf_memsave.patching.checkpointed import runs_again, weights_in, with_cache
 from hf_memsave.patching.sharded import frees_after_forward, mark_of
-from hf_memsave.sampling.sampler import INDEX, Sampler
 from hf_memsave.tape import Tape, current, hooks_work, private, table_without
 from hf_memsave.tape.codecs import CODERS, Coders, Encoder, leave_alone
 from hf_memsave.tape.content import BUFFER, MARK
@@ -45,7 +45,7 @@ from hf_memsave.tape.tensors import tensors_in
 
 logger = logging.get_logger(__name__)
 
-#: Where a block finds the :class:`~hf_memsave.sampling.sampler.Sampler` of the sampled linears in it.
+#: Where a block finds the :class:`~hf_memsave.ops.sampled.sampler.Sampler` of the sampled linears in it.
 SAMPLER = "_memsave_sampler"
 #: Where a model finds who owns its buffers, and what waits to watch its next forward.
 BUFFERS, LEDGER = "_memsave_buffers", "_memsave_ledger"

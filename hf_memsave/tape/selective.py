@@ -28,7 +28,7 @@ from torch import Tensor
 from hf_memsave.tape.content import Blank, Handle
 from hf_memsave.tape.functions import MADE, argument, converted, during, may_write, named, sees_writes, writes_in_place
 from hf_memsave.tape.private import any_autocast
-from hf_memsave.tape.special import low
+from hf_memsave.tape.products import low
 from hf_memsave.tape.tape import Tape
 from hf_memsave.tape.tensors import is_dense, place_of, with_stride
 

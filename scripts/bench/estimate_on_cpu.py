@@ -26,11 +26,11 @@ from transformers import BitsAndBytesConfig, PreTrainedConfig
 
 from hf_memsave import MemSaveConfig, MemSaveError
 from hf_memsave.config.config import presets
+from hf_memsave.count.peak import rounded
 from hf_memsave.measure.depth import trace_in_full
 from hf_memsave.measure.inputs import make_batch
 from hf_memsave.measure.lora import Lora
 from hf_memsave.measure.models import choose_head, depth_of
-from hf_memsave.measure.peak import rounded
 from hf_memsave.measure.trace import UNIT
 from hf_memsave.measure.training import Training, build
 from publish import arguments, publish

@@ -27,7 +27,7 @@ from torch import Tensor
 from hf_memsave.ops.approximate.few_bit import on_device
 from hf_memsave.ops.approximate.inverse import FITS
 from hf_memsave.ops.fused.kernels import kernels
-from hf_memsave.sampling.estimators import row_norms
+from hf_memsave.ops.sampled.estimators import row_norms
 from hf_memsave.tape.codecs import pack_bits, pack_codes, unpack_bits
 from hf_memsave.tape.quantize import FORMATS, decode, encode
 from publish import arguments, publish

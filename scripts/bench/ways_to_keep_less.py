@@ -31,7 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from hf_memsave import MemSaveConfig, patch
-from hf_memsave.measure.peak import Count
+from hf_memsave.count.peak import Count
 from hf_memsave.tape.offload import Away
 from publish import MIB, arguments, machine, publish
 from support.families import Size, batch_for, build  # found by publish

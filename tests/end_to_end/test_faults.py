@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from hf_memsave import WTACRS, MemSaveConfig, patch
-from hf_memsave.tape.meter import _ByModule, live_tensors, storages
+from hf_memsave.count.kept import _ByModule, live_tensors, storages
 from support.families import VOCAB, Size, batch_for, build
 from support.helpers import EARLIER, MATRIX, autocasting, nodes, only_on_cpu
 from support.steps import assert_same, gradients, patched_classes

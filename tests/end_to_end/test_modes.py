@@ -10,9 +10,9 @@ import torch
 from torch.autograd.graph import save_on_cpu
 
 from hf_memsave import measure_kept, patch, unpatch
+from hf_memsave.count.kept import _ByModule
 from hf_memsave.patching.swap import _CLASSES
 from hf_memsave.tape.content import Content
-from hf_memsave.tape.meter import _ByModule
 from support.families import Size, batch_for, build
 from support.helpers import halved
 from support.modes import CAUSAL, FAMILIES, MODES, WITHOUT_GRADIENTS, batch_of, make

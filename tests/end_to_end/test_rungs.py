@@ -15,8 +15,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch, unpatch
+from hf_memsave.count.peak import count_peak
 from hf_memsave.errors import ConfigError, PatchError
-from hf_memsave.measure.peak import count_peak
 from support.families import FAMILIES, MODES, MORE, QUOTED, Size, batch_for, build, step_in
 from support.helpers import MATRIX, thinned
 from support.lora import adapted, quantized

@@ -12,10 +12,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_memsave import WTACRS, MemSaveConfig, PatchError, measure_kept, patch, unpatch
+from hf_memsave.ops.sampled.batch import Tokens
+from hf_memsave.ops.sampled.norm_cache import NONZERO, ZERO
 from hf_memsave.patching.sampled_layers import sampler_of
 from hf_memsave.patching.swap import patch_of
-from hf_memsave.sampling.batch import Tokens
-from hf_memsave.sampling.norm_cache import NONZERO, ZERO
 from support.families import FAMILIES, Size, batch_for, build
 from support.helpers import assert_same_bits, halved, only_on_cpu
 from support.steps import assert_same, step

@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import hf_memsave
 from hf_memsave import ConfigError, MemSaveConfig
-from hf_memsave.integrations import arguments
+from hf_memsave.integrations import memsave_argument
 from hf_memsave.patching.swap import is_patched, patch_of
 from support.families import batch_for, build
 from support.steps import assert_same, patched_classes, step
@@ -123,9 +123,9 @@ def test_loading_info_attention_dtype_and_overrides(saved):
 
 
 def test_importing_twice_wraps_once_and_the_methods_keep_name_and_documentation():
-    methods = {name: getattr(PreTrainedModel, name).__func__ for name in arguments._METHODS}
+    methods = {name: getattr(PreTrainedModel, name).__func__ for name in memsave_argument._METHODS}
     hf_memsave.install()
-    importlib.reload(arguments).teach_models(modeling_utils)
+    importlib.reload(memsave_argument).teach_models(modeling_utils)
     importlib.reload(hf_memsave)
     assert {name: getattr(PreTrainedModel, name).__func__ for name in methods} == methods
     for name in methods:

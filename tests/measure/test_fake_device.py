@@ -11,6 +11,7 @@ from torch import nn
 from torch.torch_version import TorchVersion
 
 from hf_memsave import patch
+from hf_memsave.count.kept import measure_kept
 from hf_memsave.device import STAND_IN
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure import fake_device as module
@@ -18,7 +19,6 @@ from hf_memsave.measure.fake_device import STATE_BYTES, fake_device, to_fake
 from hf_memsave.measure.inputs import forward_of
 from hf_memsave.measure.kernels import attention, chosen
 from hf_memsave.tape import attention as tape_attention
-from hf_memsave.tape import measure_kept
 from support.fake import ATTENTION, DATA_ERRORS, Counted, NoTransfers, kept_on_fake, on_fake, u_on_fake
 from support.families import FAMILIES, MORE, QUOTED, build
 from support.helpers import MATRIX, halved, on_stand_in

@@ -10,7 +10,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from hf_memsave import patch
-from hf_memsave.measure.peak import count_peak
+from hf_memsave.count.peak import count_peak
 from support.families import Size, batch_for, build
 from support.helpers import halved
 from support.lora import adapted

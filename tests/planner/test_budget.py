@@ -7,10 +7,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_memsave import MemSaveCallback, MemSaveConfig
+from hf_memsave.count.peak import count_peak
 from hf_memsave.errors import PlanError
 from hf_memsave.measure.estimate import CONTEXT, WORKSPACES
 from hf_memsave.measure.lora import Lora
-from hf_memsave.measure.peak import count_peak
 from hf_memsave.planner.plan import plan
 from support.helpers import on_stand_in
 

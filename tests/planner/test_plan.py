@@ -11,10 +11,10 @@ from transformers import BertConfig, LlamaConfig
 
 import hf_memsave
 from hf_memsave import MemSaveConfig, MemSaveError, patch
+from hf_memsave.count.peak import Count
 from hf_memsave.errors import PlanError
 from hf_memsave.measure.estimate import CONTEXT, WORKSPACES, estimate
 from hf_memsave.measure.lora import Lora
-from hf_memsave.measure.peak import Count
 from hf_memsave.measure.training import Training, build, trace_at
 from hf_memsave.planner import settings as module
 from hf_memsave.planner.plan import largest, plan

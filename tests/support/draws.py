@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import torch
 
-from hf_memsave.sampling.estimators import ESTIMATORS
-from hf_memsave.sampling.sampler import Sampler
+from hf_memsave.ops.sampled.estimators import ESTIMATORS
+from hf_memsave.ops.sampled.sampler import Sampler
 
 
 def tails(p):

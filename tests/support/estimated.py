@@ -3,9 +3,9 @@
 from transformers import AutoConfig
 
 from hf_memsave import measure_kept, patch
+from hf_memsave.count.peak import count_peak
 from hf_memsave.measure.inputs import forward_of, make_batch
 from hf_memsave.measure.models import choose_head
-from hf_memsave.measure.peak import count_peak
 
 
 def configs(key_value_heads=2):

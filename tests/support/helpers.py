@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from hf_memsave.count.kept import measure_kept
 from hf_memsave.measure.private import why_not
 from hf_memsave.patching.swap import Patch, patched_class, set_class
-from hf_memsave.tape import Tape, measure_kept, table_without
+from hf_memsave.tape import Tape, table_without
 from hf_memsave.tape.content import Content
 from support.calls import Calls
 

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import BertConfig, BertForSequenceClassification
 
 from hf_memsave import measure_kept, patch
-from hf_memsave.measure.peak import count_peak
+from hf_memsave.count.peak import count_peak
 from hf_memsave.tape import Tape, table_without
 from support.attention import BATCH, DIM, HEADS, SEQ, attention, bias_of, inputs, mask_of, sdpa
 from support.helpers import kept, laid, nodes, only_on_cpu, random

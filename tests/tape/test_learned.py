@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from hf_memsave import patch
-from hf_memsave.tape.meter import measure_kept
+from hf_memsave.count.kept import measure_kept
 from support.attacks import WIDTH, Block, flat, pair, trained
 from support.families import FAMILIES, MORE, Size, batch_for, build
 from support.helpers import autocasting, taping

@@ -15,7 +15,7 @@ from support.helpers import random, taping
 
 PACKAGE = Path(hf_memsave.__file__).parent
 #: Files that watch what is kept, and are no part of training.
-METERS = {"meter.py", "peak.py"}
+METERS = {"kept.py", "peak.py"}
 #: Loaded only where a model is compiled: importing the compiler takes a second.
 COMPILED = {"compiled.py"}
 #: The versions of PyTorch that have a private name: from this one on, but for what comes later.

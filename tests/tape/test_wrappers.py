@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave import MemSaveConfig, measure_kept, patch
+from hf_memsave.count.kept import storages
 from hf_memsave.tape import offload
-from hf_memsave.tape.meter import storages
 from hf_memsave.tape.offload import Away, Offload
 from hf_memsave.tape.tensors import is_plain
 from hf_memsave.tape.wrappers import parts_of

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hf_memsave.ops.fused.kernels import can_run, kernels, runs_on, seed_for
-from hf_memsave.sampling import estimators
-from hf_memsave.sampling.estimators import EAGER, Draw, Drawing
+from hf_memsave.ops.sampled import estimators
+from hf_memsave.ops.sampled.estimators import EAGER, Draw, Drawing
 from hf_memsave.tape import codecs, current, quantize
 
 

@@ -34,7 +34,7 @@ from hf_memsave.ops.fused.low_parameters import Low, LowParameters
 from hf_memsave.ops.loss.wide_product import add_product, wide_product
 from hf_memsave.ops.op import once_differentiable
 from hf_memsave.tape import Tape, private
-from hf_memsave.tape.special import is_thin, product, record_if_chosen
+from hf_memsave.tape.products import is_thin, product, record_if_chosen
 
 #: Types of tensors whose functions are not overridden.
 _PLAIN = frozenset({Tensor, nn.Parameter, private.FakeTensor})

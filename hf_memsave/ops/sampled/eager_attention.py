@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hf_memsave.ops.op import Op, autocast_low
+from hf_memsave.ops.sampled.sampler import Layer
 from hf_memsave.ops.sampled.wta_crs import LAYER
 from hf_memsave.ops.sampled.wta_matmul import wta_matmul
-from hf_memsave.sampling.sampler import Layer
 from hf_memsave.tape import current
 from hf_memsave.tape.as_stock import counted
 from hf_memsave.tape.private import FakeTensor, innermost_hooks

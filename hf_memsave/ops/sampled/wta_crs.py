@@ -28,13 +28,13 @@ from torch import Tensor
 from hf_memsave.ops.fused.codes import FUSED_DRAWING, drawing_for
 from hf_memsave.ops.fused.kernels import kernels
 from hf_memsave.ops.op import Op, autocast_low, is_parametrized, once_differentiable
-from hf_memsave.sampling.batch import Batch, Tokens
-from hf_memsave.sampling.estimators import row_norms
-from hf_memsave.sampling.sampler import Layer
+from hf_memsave.ops.sampled.batch import Batch, Tokens
+from hf_memsave.ops.sampled.estimators import row_norms
+from hf_memsave.ops.sampled.sampler import Layer
 from hf_memsave.tape import Tape, current
 from hf_memsave.tape.private import after_backward, backward_id, no_modes
 
-#: Where a sampled module finds its :class:`~hf_memsave.sampling.Layer`.
+#: Where a sampled module finds its :class:`~hf_memsave.ops.sampled.Layer`.
 LAYER = "_memsave_layer"
 
 

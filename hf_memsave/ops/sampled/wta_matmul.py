@@ -30,8 +30,8 @@ from torch import Tensor
 
 from hf_memsave.ops.fused.codes import drawing_for
 from hf_memsave.ops.op import once_differentiable
-from hf_memsave.sampling.batch import Batch
-from hf_memsave.sampling.sampler import Layer
+from hf_memsave.ops.sampled.batch import Batch
+from hf_memsave.ops.sampled.sampler import Layer
 from hf_memsave.tape import current
 from hf_memsave.tape.private import no_modes
 

@@ -12,10 +12,10 @@ from peft import LoraConfig, get_peft_model
 
 from hf_memsave import MemSaveConfig, PatchError, patch, unpatch
 from hf_memsave.arch import FUSED, path_of
+from hf_memsave.count.kept import measure_kept
 from hf_memsave.ops.fused import cross_entropy
 from hf_memsave.ops.fused import kernels as kernels_file
 from hf_memsave.ops.loss import chunked_loss
-from hf_memsave.tape.meter import measure_kept
 from support.fake import kept_on_fake
 from support.families import QUOTED, Size, batch_for, build
 from support.helpers import only_on_cpu, swapped

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from hf_memsave import WTACRS, MemSaveConfig, patch
+from hf_memsave.count.kept import measure_kept
 from hf_memsave.ops.fused import kernels as kernels_file
 from hf_memsave.ops.fused.codes import FUSED_CODERS
 from hf_memsave.ops.fused.codes import FUSED_DRAWING as BY_KERNELS
 from hf_memsave.ops.fused.kernels import kernels
-from hf_memsave.sampling.estimators import EAGER
+from hf_memsave.ops.sampled.estimators import EAGER
 from hf_memsave.tape.codecs import CODERS
-from hf_memsave.tape.meter import measure_kept
 from hf_memsave.tape.quantize import FORMATS
 from support.families import Size, batch_for, build
 from support.kernels import distance, interpreted, rounding  # noqa: F401

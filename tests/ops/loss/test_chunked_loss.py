@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from hf_memsave import MemSaveConfig, patch
-from hf_memsave.measure.peak import count_peak
+from hf_memsave.count.peak import count_peak
 from hf_memsave.ops.loss import chunked_loss, sums
 from hf_memsave.ops.loss.lazy_logits import LazyLogits
 from support import accuracy

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from hf_memsave import WTACRS, MemSaveConfig, PatchError, patch
+from hf_memsave.ops.sampled.sampler import Layer, Sampler
 from hf_memsave.ops.sampled.wta_crs import LAYER
 from hf_memsave.ops.sampled.wta_matmul import wta_matmul
-from hf_memsave.sampling.sampler import Layer, Sampler
 from support.draws import standard_errors
 from support.eager import attentions, eager, ops_of
 from support.families import Size, batch_for

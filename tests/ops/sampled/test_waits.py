@@ -10,11 +10,11 @@ import torch
 
 from hf_memsave import WTACRS, ConfigError, MemSaveConfig, patch
 from hf_memsave import device as devices
-from hf_memsave.sampling import batch as batches
-from hf_memsave.sampling import norm_cache
-from hf_memsave.sampling import sampler as samplers
-from hf_memsave.sampling.batch import Tokens
-from hf_memsave.sampling.sampler import Sampler
+from hf_memsave.ops.sampled import batch as batches
+from hf_memsave.ops.sampled import norm_cache
+from hf_memsave.ops.sampled import sampler as samplers
+from hf_memsave.ops.sampled.batch import Tokens
+from hf_memsave.ops.sampled.sampler import Sampler
 from support.fake import DATA_ERRORS, NoTransfers, on_fake
 from support.families import QUOTED, build
 from support.helpers import on_stand_in

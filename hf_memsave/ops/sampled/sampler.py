@@ -22,9 +22,9 @@ from torch import Tensor
 from hf_memsave.config.wtacrs import WTACRS
 from hf_memsave.device import Questions, has_numbers, new_generator, tells_later
 from hf_memsave.errors import ConfigError
-from hf_memsave.sampling.batch import Batch, Checkpointed, Tokens
-from hf_memsave.sampling.estimators import EAGER, Draw, Drawing
-from hf_memsave.sampling.norm_cache import NONZERO, SHARES, NormCache
+from hf_memsave.ops.sampled.batch import Batch, Checkpointed, Tokens
+from hf_memsave.ops.sampled.estimators import EAGER, Draw, Drawing
+from hf_memsave.ops.sampled.norm_cache import NONZERO, SHARES, NormCache
 
 logger = logging.getLogger(__name__)
 

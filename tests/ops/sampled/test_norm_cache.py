@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hf_memsave import WTACRS, ConfigError
-from hf_memsave.sampling.batch import Batch, Tokens
-from hf_memsave.sampling.norm_cache import NONZERO, RATE, UNSEEN, ZERO, NormCache, merged
-from hf_memsave.sampling.sampler import Sampler
+from hf_memsave.ops.sampled.batch import Batch, Tokens
+from hf_memsave.ops.sampled.norm_cache import NONZERO, RATE, UNSEEN, ZERO, NormCache, merged
+from hf_memsave.ops.sampled.sampler import Sampler
 from support.draws import Watched, expected_weights
 from support.helpers import random
 from support.pairs import pairwise

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from hf_memsave.device import has_numbers
-from hf_memsave.sampling.batch import Batch, Tokens
+from hf_memsave.ops.sampled.batch import Batch, Tokens
 
 #: Weight of the newest step in a running mean.
 RATE = 0.1

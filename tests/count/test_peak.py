@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from hf_memsave.measure.peak import count_peak
+from hf_memsave.count.peak import count_peak
 
 ROWS, WIDTH = 64, 32
 FP32 = 4

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from hf_memsave.sampling.estimators import ESTIMATORS, probabilities, winners, wta
+from hf_memsave.ops.sampled.estimators import ESTIMATORS, probabilities, winners, wta
 from support.draws import best_count, expected_weights, tails, variance
 from support.helpers import DTYPES, random
 from support.pairs import pairwise

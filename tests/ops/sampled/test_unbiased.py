@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from hf_memsave import WTACRS, MemSaveConfig, patch
+from hf_memsave.ops.sampled.batch import Batch, Tokens
+from hf_memsave.ops.sampled.sampler import Sampler
 from hf_memsave.ops.sampled.wta_crs import LAYER
-from hf_memsave.sampling.batch import Batch, Tokens
-from hf_memsave.sampling.sampler import Sampler
 from support.draws import standard_errors
 from support.helpers import random
 from support.pairs import pairwise

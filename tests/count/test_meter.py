@@ -10,7 +10,7 @@ from torch.nn.modules import module as global_hooks
 from torch.utils.checkpoint import checkpoint
 
 from hf_memsave import measure_kept
-from hf_memsave.tape.meter import KINDS_OF_OPS, KeptStorage
+from hf_memsave.count.kept import KINDS_OF_OPS, KeptStorage
 from support.calls import Calls
 from support.helpers import generator_state
 

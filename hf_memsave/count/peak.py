@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 
-from hf_memsave.tape.meter import StorageMode, storages
+from hf_memsave.count.kept import StorageMode, storages
 
 
 @dataclass(frozen=True)

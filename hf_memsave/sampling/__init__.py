@@ -1,1 +1,0 @@
-"""Column-row sampling: which rows of a matrix product to draw, and what predicts their size."""
