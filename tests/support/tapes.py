@@ -5,7 +5,7 @@ import weakref
 from types import SimpleNamespace
 
 from hf_memsave.patching import taped
-from hf_memsave.tape import Tape, attention, blocks, content, price, store
+from hf_memsave.tape import Tape, attention, content, price, store
 from hf_memsave.tape.content import BUFFER, MARK, PARAMETER, Content, same
 from support.helpers import is_remade
 
@@ -87,10 +87,3 @@ def watch_composed(monkeypatch):
 
     monkeypatch.setattr(attention, "_composed", counted)
     return calls
-
-
-def watch_sweeps(monkeypatch):
-    """Grows by each tensor that was kept before others kept all it was made from."""
-    sweeps, stock = [], blocks.sweep
-    monkeypatch.setattr(blocks, "sweep", lambda *args: sweeps.append(args) or stock(*args))
-    return sweeps
