@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_memsave.device import has_numbers
 from hf_memsave.tape.functions import during
-from hf_memsave.tape.private import FakeTensor, FakeTensorMode, no_modes
+from hf_memsave.tape.private import FakeTensor, FakeTensorMode, Note, no_modes
 from hf_memsave.tape.tape import Tape
 from hf_memsave.tape.tensors import leaves
 
@@ -94,16 +94,11 @@ def _asked(
         torch.set_autocast_cache_enabled(is_cached)
 
 
-class _Graph:
-    """Alive for as long as the node of autograd that holds it."""
-
-
 def _graph_of(out: Any) -> Any:
     """What is alive for as long as the graph that made ``out``; or for good, where ``out`` does not tell."""
     if type(out) is not Tensor or out.grad_fn is None:
         return _graph_of
-    node: Any = out.grad_fn
-    return node.metadata.setdefault("hf_memsave_counted", _Graph())
+    return Note.of(out.grad_fn)
 
 
 def _place(tensor: Tensor) -> int:

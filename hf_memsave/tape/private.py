@@ -228,18 +228,28 @@ def is_concrete(x: torch.Tensor) -> bool:
     return not isinstance(x, FakeTensor) and (tracing is None or tracing.get_proxy_mode() is None)
 
 
-def autocast_cache() -> weakref.ref[Any]:
+class Note:
+    """On a node of autograd, which may not be referred to weakly: alive for as long as the node is."""
+
+    @classmethod
+    def of(cls, node: Any) -> Note:
+        """The one note on a node."""
+        note: Note = node.metadata.setdefault("hf_memsave", cls())
+        return note
+
+
+def autocast_cache() -> weakref.ref[Note]:
     """A weak reference to a note on a conversion that autocast alone holds: it dies when autocast lets go of all."""
     enabled = torch.is_autocast_enabled("cpu")
     torch.set_autocast_enabled("cpu", True)
     try:
         drop: Any = id
-        with no_dispatch(), saved_tensors_hooks(drop, drop):  # nothing is kept, which a checkpoint would count
+        with no_dispatch(), torch.enable_grad(), saved_tensors_hooks(drop, drop):  # which a checkpoint would count
             leaf = torch.empty(0, 0, dtype=torch.float32, device="cpu", requires_grad=True)
             product: Any = torch.mm(leaf, leaf)
     finally:
         torch.set_autocast_enabled("cpu", enabled)
-    return weakref.ref(product.grad_fn.next_functions[0][0].metadata.setdefault("hf_memsave", {None}))
+    return weakref.ref(Note.of(product.grad_fn.next_functions[0][0]))
 
 
 @contextlib.contextmanager

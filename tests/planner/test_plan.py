@@ -64,9 +64,9 @@ def test_what_fits_at_the_floor_costs_nothing_and_nothing_is_traced_again(ends, 
     assert begun.config == MemSaveConfig(dropout="mask", layers={"norm": 2})
 
 
-def traced(config, layers=LAYERS, **memsave):
+def traced(config, depth=LAYERS, **memsave):
     """The peak of a setting's own step, traced at full depth: no mixture of others."""
-    return trace_at(config, {"num_hidden_layers": layers}, STEPS, MemSaveConfig(**memsave), keeps=False).peak
+    return trace_at(config, {"num_hidden_layers": depth}, STEPS, MemSaveConfig(**memsave), keeps=False).peak
 
 
 def counted_away(config, rung):

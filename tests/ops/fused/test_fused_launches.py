@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from hf_memsave.measure.fake_device import fake_device
 from hf_memsave.ops.loss import chunked_loss
 from support.accuracy import OfLinear
+from support.helpers import MATRIX
 from support.launches import APPROXIMATE, Launches, counted
 
 
@@ -26,8 +27,12 @@ def test_a_layer_takes_half_of_stocks_launches_and_less_of_its_bytes(setting, la
     assert nbytes <= most_bytes * stock_nbytes
 
 
+#: Codes take a minute each: torch's own have thousands of launches.
+WAYS = [pytest.param(way, marks=MATRIX if "int" in way else ()) for way in APPROXIMATE]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("way", APPROXIMATE)
+@pytest.mark.parametrize("way", WAYS)
 def test_what_is_not_exact_takes_a_fraction_of_the_launches_and_bytes_that_it_takes_without_kernels(way):
     names = [f"{way}, torch", f"{way}, Triton"]
     found = counted("BERT-Large, S512, bf16", ["stock", *names], layers=(1, 2))
