@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from hf_memsave.device import HALVES, fills_finite, mask_multiple
+from hf_memsave.tape.content import Handle
 from hf_memsave.tape.functions import Handler, during, new
 from hf_memsave.tape.private import any_autocast, is_cudnn, is_one_kernel, no_autocast, safe_softmax
 from hf_memsave.tape.products import low
@@ -47,11 +48,14 @@ def attention(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
     value = _unpinned(tape, value, (query, key))
     key = _unpinned(tape, key, (query, value))
     is_composed = _is_composed(query, key, value, mask, **rest)
+    is_part = query.requires_grad and query.untyped_storage().nbytes() > query.numel() * query.itemsize
+    held = _held_whole(tape, query) if is_part and is_one_kernel(query, key, value, mask, **rest) else None
     try:
         with during(tape, is_in_attention=True):
             call = partial(_composed, tape) if is_composed else func
             return call(query, key, value, mask, **rest)
     finally:
+        del held
         for tensor in given:  # a cache may hold it for long: let go of what it was made from
             tape.release(tensor)
 
@@ -101,8 +105,9 @@ def _composed(
                 x if x.shape[-3] == heads else tape.call(Tensor.repeat_interleave, x, heads // x.shape[-3], -3)
                 for x in (key, value)
             )
-        scores = _product(tape, query, tape.call(torch.mul, key.transpose(-2, -1), factor))
-        del query
+        key = tape.call(torch.mul, key.transpose(-2, -1), factor)
+        scores = _product(tape, query, key)
+        del query, key
         if mask is not None:
             scores = scores.add_(mask)
         weights = safe_softmax(scores)
@@ -235,8 +240,18 @@ def _unpinned(tape: Tape, x: Tensor, others: tuple[Tensor, ...]) -> Tensor:
     storage = x.untyped_storage()
     if storage.nbytes() <= x.numel() * x.itemsize or tape.is_kept(x):
         return x
+    if all(other is x for other in others):  # copies would have its gradients summed in another order
+        return x
     used = {(t.storage_offset(), t.shape): t.numel() for t in (x, *others) if t.untyped_storage() is storage}
     return x if sum(used.values()) * x.itemsize >= storage.nbytes() else tape.call(Tensor.contiguous, x)
+
+
+def _held_whole(tape: Tape, query: Tensor) -> Handle | None:
+    """What keeps a fused projection that q is a part of: SDPA asks for a k that a cache has copied from it first."""
+    content: Any = tape.content_of(query) if tape.outer is None and tape.codec is None else None
+    if not tape.owns(content) or content.func is not None or content.make is not None:
+        return None
+    return tape.hold(content, query.untyped_storage(), query)
 
 
 ATTENTION: dict[Any, Handler] = {F.scaled_dot_product_attention: attention, float_mask: new, laid_out: new}

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -41,8 +42,9 @@ from hf_memsave.tape.tensors import is_dense, is_plain
 #: Of alpha dropout: what SELU saturates at, negated.
 _SATURATION = 1.7580993408473766
 _ALPHA = frozenset({F.alpha_dropout, torch.alpha_dropout})
-#: Those that drop whole channels, and the dimensions of one sample without a batch, which stock adds in between.
-_OF_CHANNELS = {F.dropout1d: 2, F.dropout2d: None, F.dropout3d: 4, torch.feature_dropout: None}
+#: Those that drop whole channels, and of how many dimensions a batch is: any other input stock refuses or takes for one
+#: sample, which it puts into a batch.
+_OF_CHANNELS = {F.dropout1d: 3, F.dropout2d: None, F.dropout3d: 5, torch.feature_dropout: None}
 
 
 def dropout(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -50,11 +52,11 @@ def dropout(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     x, p, training, inplace = _arguments(*args, **kwargs)
     if inplace:
         tape.before_write(x)
-    draws = training and 0 < p < 1 and tape.dropout != "stock"
+    draws = training is True and 0 < p < 1 and tape.dropout != "stock"
     if not draws or not isinstance(x, Tensor) or not is_plain(x) or not x.numel():
         return func(*args, **kwargs)
     if func in _OF_CHANNELS:
-        if inplace or x.dim() < 3 or x.dim() == _OF_CHANNELS[func]:
+        if inplace or x.dim() < 3 or x.dim() != (_OF_CHANNELS[func] or x.dim()):
             return func(*args, **kwargs)
         noise = x.new_empty(*x.shape[:2], *[1] * (x.dim() - 2)).bernoulli_(1 - p).div_(1 - p)
         return tape.call(torch.mul, x, noise)  # which is small
@@ -182,7 +184,7 @@ class _Again:
         y, mask = _drawn_again(x, state, self.p)
         if self.is_asked and backward_id() != -1:
             if not self.waiting:  # in a backward for a subset of the gradients, it may never be asked for
-                after_backward(self.waiting.clear)
+                after_backward(partial(_forget, weakref.ref(self)))
             self.waiting[:] = [(mask, current_stream(x.device))]
         return y
 
@@ -193,6 +195,11 @@ class _Again:
             return mask
         x = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=like.device)
         return _drawn_again(x, state, self.p)[1]
+
+
+def _forget(again: weakref.ref[_Again]) -> None:
+    if (alive := again()) is not None:
+        alive.waiting.clear()
 
 
 def _can_redraw(x: Tensor) -> bool:

@@ -166,11 +166,11 @@ class Side(NamedTuple):
         return self.slope(tensor.new_ones(()).expand(tensor.shape), tensor, *self.bounds) != 0
 
 
-def _above(threshold: float = 0.0, *_: Any) -> Side:
+def _above(threshold: float = 0.0) -> Side:
     return Side(torch.ops.aten.threshold_backward, (float(threshold),))
 
 
-def _between(min_val: float = -1.0, max_val: float = 1.0, *_: Any) -> Side | None:
+def _between(min_val: float = -1.0, max_val: float = 1.0) -> Side | None:
     if not math.isfinite(min_val + max_val):  # no number lies outside a bound that is infinite
         return None
     least, most = float(min_val), float(max_val)
@@ -188,7 +188,8 @@ def rectifier(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
     if is_in_place:
         tape.before_write(args[0])
     bounds = {name: a for name, a in kwargs.items() if name in ("threshold", "min_val", "max_val")}
-    side = _SIDES[func](*(a for a in args[1:] if type(a) is not bool), **bounds)
+    make, count = _SIDES[func]
+    side = make(*args[1 : 1 + count], **bounds)
     if side is None or not tape.is_innermost():
         return func(*args, **kwargs)
     y = _coded(tape, partial(_as_side, tape, side), func, args, kwargs)
@@ -223,12 +224,13 @@ def _from_side(bits: Tensor, unpack: Callable[..., Tensor], side: Side, like: Bl
     return with_stride(torch.where(flags, inside, outside), like.stride)
 
 
-_SIDES: dict[Any, Callable[..., Side | None]] = {
-    **dict.fromkeys((F.relu, torch.relu, Tensor.relu), _above),
-    F.relu6: lambda: _between(0.0, 6.0),
-    F.hardtanh: _between,
-    F.leaky_relu: lambda *_, **__: _ABOVE_ZERO,
-    **dict.fromkeys((F.threshold, torch.threshold), _above),
+#: How each is asked for its side, and how many of its arguments by place, after the first, say where that begins.
+_SIDES: dict[Any, tuple[Callable[..., Side | None], int]] = {
+    **dict.fromkeys((F.relu, torch.relu, Tensor.relu), (_above, 0)),
+    F.relu6: (lambda: _between(0.0, 6.0), 0),
+    F.hardtanh: (_between, 2),
+    F.leaky_relu: (lambda: _ABOVE_ZERO, 0),
+    **dict.fromkeys((F.threshold, torch.threshold), (_above, 1)),
 }
 
 RECTIFIERS = frozenset(_SIDES)

@@ -47,6 +47,7 @@ SPELLINGS = {
     "F.dropout2d": lambda x, p: F.dropout2d(x[None], p),
     "F.dropout3d": lambda x, p: F.dropout3d(x[None, None], p),
     "F.dropout3d of one sample": lambda x, p: F.dropout3d(x[None], p),
+    "F.dropout3d of three dimensions": lambda x, p: F.dropout3d(x, p),  # one sample too, to stock
 }
 #: Dtype, probability, layout and shape.
 CASES = [

@@ -88,6 +88,8 @@ CALLS = {
     "hardtanh by place": lambda x: F.hardtanh(x, -0.2, 0.3, False),
     "hardtanh without a bound": lambda x: F.hardtanh(x, 0.0, float("inf")),
     "threshold": lambda x: F.threshold(x, 0.1, 20.0),
+    "threshold of a bool": lambda x: F.threshold(x, True, 3.0),
+    "hardtanh of a bool": lambda x: F.hardtanh(x, False, 2.0),
     "threshold by name": lambda x: F.threshold(x, threshold=0.1, value=-1.0),
     "torch.threshold": lambda x: torch.threshold(x, 0.1, 0.0),
     "max pool by name": lambda x: F.max_pool2d(input=x, kernel_size=3, stride=2, padding=1, ceil_mode=True),
