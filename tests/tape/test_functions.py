@@ -8,10 +8,11 @@ from itertools import product
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_memsave import KeptTensorChangedError, measure_kept
-from hf_memsave.tape.functions import CHEAP
+from hf_memsave.tape.functions import CHEAP, MAY_ALIAS, NEW, NEW_FUNCTIONAL, named
 from hf_memsave.tape.tensors import leaves
 from support.examples import Arguments, calls_of, consumed, name_of
 from support.helpers import LAYOUTS, assert_same_bits, laid, only_on_cpu, random, taping
@@ -44,6 +45,12 @@ def step(call, a, tape):
         except RuntimeError as error:
             assert "is not implemented" in str(error)  # floor_divide has no derivative
     return y.detach(), found
+
+
+def test_every_name_in_a_list_is_a_functions():
+    """A misspelt one would do nothing."""
+    for names, homes in ((NEW, (torch, Tensor)), (NEW_FUNCTIONAL, (F,)), (MAY_ALIAS, (torch, Tensor))):
+        assert [name for name in names if not list(named([name], *homes))] == []
 
 
 def test_every_function_has_stocks_bits_and_strides(device):

@@ -47,7 +47,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def inverted(x: Tensor, name: str, forward: Callable[[Tensor], Tensor], in_y: bool = False) -> Tensor:
     """``forward(x)``, which computes the activation ``name``; ``in_y``: as ``precision_bit``."""
-    kernel = ACTIVATIONS[name] if are_wanted(x) else None
+    kernel = ACTIVATIONS.get(name) if are_wanted(x) else None
     with no_modes() if kernel else contextlib.nullcontext():
         y: Tensor = _Inverted.apply(x, forward, FITS[name], in_y, kernel)
     return y
