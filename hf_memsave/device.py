@@ -63,12 +63,13 @@ def adds_wide_products(x: Tensor) -> bool:
         return "dtype_out" in torch.ops.aten.addmm.overloads()
     key = x.device, x.dtype
     if key not in _adds and type(x) is Tensor and not is_capturing(x.device):
-        a, total = x.new_ones(16, 16), x.new_ones(16, 16, dtype=torch.float32)
-        _adds[key] = False
+        found = False
         if x.device.type in _AS_CUDA:
+            a, total = x.new_ones(16, 16), x.new_ones(16, 16, dtype=torch.float32)
             with contextlib.suppress(TypeError, RuntimeError):  # with numbers: PyTorch before 2.10 had faults here
                 torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
-                _adds[key] = bool((total == 17).all())
+                found = bool((total == 17).all())
+        _adds[key] = found  # another thread that asks meanwhile tries as well
     return _adds.get(key, False)  # what cannot be tried now can be asked again
 
 

@@ -6,8 +6,9 @@ names in each file's own header, so the files may hold more columns than are rea
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import re
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -65,7 +66,10 @@ class GlueTask:
         """The label as the model sees it, or None if this task has no such label."""
         if self.labels:
             return self.label_names.index(written) if written in self.label_names else None
-        return float(written) if re.fullmatch(r"\d+(\.\d*)?", written) else None
+        with contextlib.suppress(ValueError):
+            if math.isfinite(score := float(written)):
+                return score
+        return None
 
 
 _ONE = {"sentence": "sentence"}

@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 #: Module -> the function of ``memsave_argument.py`` that is called with it once it has been imported.
 _DOORS = {
     "transformers.modeling_utils": "teach_models",
+    "transformers.models.auto.modeling_auto": "teach_auto_classes",
     "transformers.trainer": "teach_trainers",
     "peft.tuners.tuners_utils": "teach_peft",
 }

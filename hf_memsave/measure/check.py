@@ -21,7 +21,7 @@ from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.config.sizes import GIB
 from hf_memsave.count.kept import measure_kept
 from hf_memsave.count.peak import rounded
-from hf_memsave.errors import MeasureError
+from hf_memsave.errors import MeasureError, MemSaveError
 from hf_memsave.measure.depth import trace_in_full
 from hf_memsave.measure.estimate import WORKSPACES, Estimate, Memory
 from hf_memsave.measure.kernels import BACKENDS
@@ -109,6 +109,8 @@ def _on_cuda(config: PreTrainedConfig, training: Training, memsave: MemSaveConfi
             peak = torch.cuda.max_memory_allocated() - before
             storages = measure_kept(model, batch, forward).storages
             return {"kept": sum(rounded(storage.nbytes, UNIT) for storage in storages), "peak": peak}
+    except MemSaveError:
+        raise
     except RuntimeError as error:
         raise MeasureError(
             f"the step cannot be run on this machine's cuda: {type(error).__name__}: {error}. Lower batch_size, "

@@ -67,7 +67,7 @@ class Trace:
     parameters: int  # bytes of parameters and buffers
     trained: int  # bytes of the gradients of all
     states: int  # bytes of the optimizer's states
-    of_block: Mapping[str, int]  # path of a stack -> the most bytes of parameters and buffers that a block has
+    of_block: Mapping[str, int]  # path of a stack -> the most bytes of parameters and buffers that a block adds
     numbers: dict[str, int] = field(default_factory=dict)  # how many "parameters" there are, and how many are "trained"
     by_kind: dict[str, int] = field(default_factory=dict)  # kept bytes by kind of op; empty where they were not counted
     by_module: dict[str, int] = field(default_factory=dict)  # kept bytes by module, with "*" for the number of a block
@@ -115,8 +115,12 @@ def trace_step(
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     of_block: dict[str, int] = {}
-    for module, (stack, _) in count.blocks.items():
-        nbytes = nbytes_of([*module.parameters(), *module.buffers()], device)
+    seen: set[int] = set()
+    for module in (m for m in model.modules() if m in count.blocks):
+        stack, _ = count.blocks[module]
+        own = [x for x in (*module.parameters(), *module.buffers()) if id(x) not in seen]
+        seen.update(map(id, own))
+        nbytes = nbytes_of(own, device)
         of_block[stack] = max(of_block.get(stack, 0), nbytes)
     return Trace(
         places=count.places,

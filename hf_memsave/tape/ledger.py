@@ -94,6 +94,9 @@ class Ledger:
 
     def note(self, storage: Any, tensor: Any, content: Content | None, is_of_op: bool = False) -> _Entry:
         """``tensor`` may be kept, as ``content`` tells at the end; ``is_of_op``: only what is not exact asks for it."""
+        return self._entry(storage, tensor, content, is_of_op and not self.is_within)
+
+    def _entry(self, storage: Any, tensor: Any, content: Content | None, is_of_op: bool) -> _Entry:
         entry: _Entry | None = getattr(storage, COUNTED, None)
         if entry is None or entry.forward is not self._forward:
             name = "no gradient" if tensor.grad_fn is None else tensor.grad_fn.name().removesuffix("Backward0").lower()
@@ -107,7 +110,7 @@ class Ledger:
     def note_input(self, storage: Any, tensor: Any, content: Content | None, cost: int | None, by: Any) -> None:
         """Stock keeps ``tensor`` for ``by``, in whose call another one runs; exactly for ``cost``, or this is exact."""
         cost = None if self.is_within else cost
-        entry = self.note(storage, tensor, content, is_of_op=cost is not None)
+        entry = self._entry(storage, tensor, content, cost is not None)
         entry.asked_by.add(by)
         entry.is_of_op &= cost is not None
         entry.cost = entry.cost if cost is None else cost
@@ -116,7 +119,7 @@ class Ledger:
         """Such an operation made ``tensor``, which stock keeps for ``by``, if any; exactly it is remade, if cheap."""
         is_cheap &= not self.is_within
         if by is not None or is_cheap:
-            entry = self.note(storage, tensor, content, is_of_op=True)
+            entry = self._entry(storage, tensor, content, True)
             entry.asked_by.update([] if by is None else [by])
             entry.is_remade = is_cheap
 

@@ -252,10 +252,10 @@ class Store:
                 offload.before_write(tensor)
             if content.owner is None:
                 stores = () if content.is_sharded else (self, self.root)
-                readers = [reader for store in stores for reader in alive(store._readers.pop(id(storage), ()))]
+                readers = [ref for store in stores for ref in store._readers.pop(id(storage), ())]
             else:
-                readers, content.readers = list(alive(content.readers)), ()
-            for reader in readers:
+                readers, content.readers = list(content.readers), ()
+            for reader in alive(readers):
                 reader.freeze()
 
     def reads(self, content: Content, parameter: Tensor) -> None:

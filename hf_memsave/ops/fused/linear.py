@@ -136,10 +136,11 @@ def _low_again(weight: Tensor, own: Tensor | None, dtype: torch.dtype, block: in
     if own is None or own.untyped_storage()._cdata != weight.untyped_storage()._cdata:
         return weight.to(dtype)
     key = private.backward_id(), weight.device, current_stream(weight.device)
-    if key not in _running:
-        _running[key] = LowParameters(_backwards)
+    parameters = _running.get(key)
+    if parameters is None:
+        parameters = _running[key] = LowParameters(_backwards)
         private.after_backward(partial(_forget, key))
-    return _running[key].low(own, dtype, block)
+    return parameters.low(own, dtype, block)  # another thread's forward may have cleared them
 
 
 def _forget(key: Any) -> None:
