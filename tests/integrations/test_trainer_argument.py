@@ -136,7 +136,8 @@ from hf_memsave.integrations.hooks import _WhenImported
 assert not {"torch", "transformers", "peft"} & set(sys.modules)
 def waiting():
     return sorted(f.name for f in sys.meta_path if isinstance(f, _WhenImported))
-own = ["peft.tuners.tuners_utils", "transformers.modeling_utils", "transformers.trainer"]
+own = ["peft.tuners.tuners_utils", "transformers.modeling_utils", "transformers.models.auto.modeling_auto",
+       "transformers.trainer"]
 """
 #: What all of it changes, and that it can be taken back.
 CHANGED = """
@@ -146,11 +147,12 @@ assert waiting() == []
 hf_memsave.install()
 assert waiting() == own
 import transformers.trainer, peft
+from transformers.models.auto.modeling_auto import AutoModel
 assert waiting() == []
 class Earlier(transformers.Trainer):
     def __init__(self, model, args):
         super().__init__(model, args)
-classes = [transformers.PreTrainedModel, transformers.Trainer, Earlier, transformers.Seq2SeqTrainer,
+classes = [transformers.PreTrainedModel, AutoModel, transformers.Trainer, Earlier, transformers.Seq2SeqTrainer,
            peft.tuners.tuners_utils.BaseTuner]
 def state():
     return [dict(vars(c)) for c in classes], list(sys.meta_path)
@@ -158,7 +160,7 @@ def changed():
     found = ((c, n, getattr(f, "__func__", f)) for c in classes for n, f in vars(c).items())
     return {f"{c.__name__}.{n}" for c, n, function in found if hasattr(function, "_memsave_stock")}
 EXPECTED = {"PreTrainedModel.from_pretrained", "PreTrainedModel._from_config", "Trainer.__init__", "Earlier.__init__",
-            "BaseTuner.inject_adapter", "Trainer.__init_subclass__"}
+            "AutoModel.from_pretrained", "BaseTuner.inject_adapter", "Trainer.__init_subclass__"}
 assert EXPECTED <= changed()
 hf_memsave.uninstall(), hf_memsave.uninstall()
 assert changed() == set() and "__init_subclass__" not in vars(transformers.Trainer)
