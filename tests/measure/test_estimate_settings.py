@@ -69,8 +69,11 @@ def test_adapters_of_16_bits_keep_no_input_in_32():
     assert wide["cast"] - plain.get("cast", 0) == pytest.approx(of_both, rel=0.01)
 
 
-def test_an_output_that_is_held_is_alive_in_backward():
-    more, more_on_cpu = (peak(on_cpu, holds_output=True) - peak(on_cpu) for on_cpu in (False, True))
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_an_output_that_is_held_is_alive_in_backward(autocast):
+    more, more_on_cpu = (
+        peak(on_cpu, holds_output=True, autocast=autocast) - peak(on_cpu, autocast=autocast) for on_cpu in (False, True)
+    )
     logits = BATCH * TOKENS * 4096 * 2
     assert logits <= more <= logits + 2 * 3 * BATCH * TOKENS * 128 * 2 + 4096  # and the cache of k and v
     assert more_on_cpu == pytest.approx(more, rel=0.02)
