@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         found = run(one, out, (options.data_root or Path()).resolve())
         committed, fresh = RESULTS / f"{name}.md", out / f"{name}.md"
-        if not found and name != "fuzz":
+        if not found and name != "fuzz" and "*" not in one.skip:
             found = differences(committed.read_text(encoding="utf-8"), fresh.read_text(encoding="utf-8"), one)
         print("\n  ".join([f"{name}: {len(found)} differences", *found]), flush=True)
         wrong += [name] * bool(found)
