@@ -23,7 +23,7 @@ from torch.overrides import has_torch_function
 
 from hf_memsave.device import HALVES, fills_finite, mask_multiple
 from hf_memsave.tape.content import Handle
-from hf_memsave.tape.functions import Handler, during, new
+from hf_memsave.tape.functions import Handler, new
 from hf_memsave.tape.private import any_autocast, is_cudnn, is_one_kernel, no_autocast, safe_softmax
 from hf_memsave.tape.products import low
 from hf_memsave.tape.tape import Tape
@@ -50,11 +50,12 @@ def attention(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
     is_composed = _is_composed(query, key, value, mask, **rest)
     is_part = query.requires_grad and query.untyped_storage().nbytes() > query.numel() * query.itemsize
     held = _held_whole(tape, query) if is_part and is_one_kernel(query, key, value, mask, **rest) else None
+    call = partial(_composed, tape) if is_composed else func
+    tape.is_in_attention = True
     try:
-        with during(tape, is_in_attention=True):
-            call = partial(_composed, tape) if is_composed else func
-            return call(query, key, value, mask, **rest)
+        return call(query, key, value, mask, **rest)
     finally:
+        tape.is_in_attention = False
         del held
         for tensor in given:  # a cache may hold it for long: let go of what it was made from
             tape.release(tensor)
