@@ -40,16 +40,16 @@ kernels: $(INSTALLED) ## Run the tests of the vendored Triton kernels, and of op
 matrix: $(INSTALLED) ## Run what `make test` leaves out: more combinations of settings and budgets
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 -m matrix $(ARGS)
 
-quick: $(INSTALLED) ## Run one case of two tests of every file, none of the long ones: two minutes
+quick: $(INSTALLED) ## Run one case of two tests of every file, none of the long ones: with the install four minutes
 	$(BIN)/python -m pytest -m "not long and not matrix" --one-case --of-a-file 2 -n logical --maxprocesses 8 --dist worksteal $(ARGS)
 
-demo: $(INSTALLED) ## Fine-tune two small models, stock and patched; ARGS="--data-dir DIR" brings real data
+demo: $(INSTALLED) ## Fine-tune two small models, stock and patched, with the install three minutes; ARGS="--data-dir DIR" brings real data
 	$(BIN)/memsave demo $(ARGS)
 
 mutants: $(INSTALLED) ## Plant the faults of tests/mutants.yaml, one at a time: each must make a test fail
 	$(BIN)/python tests/mutants.py --jobs 2 --out scripts/results/mutants.md $(ARGS)
 
-evidence: $(INSTALLED) ## Make every table that needs no GPU again, and compare; ARGS=--quick, "--data-root DIR", "--only NAME"
+evidence: $(INSTALLED) ## Make every table that needs no GPU again, and compare; ARGS="--data-root DIR", "--only NAME"
 	$(BIN)/python scripts/evidence.py $(ARGS)
 
 docs: $(INSTALLED) ## Render README and docs/ as a site, build/site

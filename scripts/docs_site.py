@@ -9,8 +9,9 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parents[1]
 #: What pages are, and what they link to or show.
 _SHOWN = (
-    "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "docs/*.md", "notebooks/*.ipynb", "configs/*/*.yaml",
-    "hf_memsave/presets/*.yaml", "scripts/*.py", "scripts/bench/*.py", "scripts/results/*.*",
+    "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "docs/*.md", "docs/*.css", "notebooks/*.ipynb",
+    "configs/*/*.*", "hf_memsave/presets/*.yaml", "scripts/*.py", "scripts/bench/*.py", "scripts/results/*.*",
+    "hf_memsave/tape/*.py", "hf_memsave/ops/*/*.py",
     "hf_memsave/_vendor/memsave_kernels/README.md",
 )  # fmt: skip
 

@@ -66,6 +66,7 @@ EVIDENCE = {
     "fuzz": Evidence("fuzz.py --seeds 0:2000 --jobs 2 --out {out}"),
     "host-time": Evidence("bench/host_time.py --seconds 12 --out {out}", 3, {"*": None}),
     "inverse-derivatives": Evidence("bench/inverse_errors.py --out {out}", 1, _ERRORS),
+    "known-models": Evidence("bench/known_models.py --out {out}"),
     "launches": Evidence("bench/launches.py --out {out}", 2),
     "selective": Evidence("bench/selective.py --batch 2 --steps 5 --out {out}", 3),
     "sweep-models": Evidence("bench/sweep_models.py --out {out}"),

@@ -16,7 +16,7 @@ from support.helpers import CLAIM_ON_GPU, EARLIER, fix_kernels, nodes
 #: Why a test may be skipped where the environment has CI. Any other skip is a failure there: what can be installed is.
 MAY_BE_SKIPPED = re.compile(
     "does not apply|(?<!stand-in for a )CUDA|process without GPUs|on CPU|CPU kernels|of the CPU|there is a device"
-    "|only the interpreter|TRITON_INTERPRET=1|kernels run|it has streams|no browser|no SIGKILL"
+    "|only the interpreter|TRITON_INTERPRET=1|kernels run|it has streams|no SIGKILL"
     "|needs the official files|needs BERT's vocabulary|needs /.*MRPC"
 )
 

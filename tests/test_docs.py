@@ -13,10 +13,13 @@ import pytest
 import yaml
 
 from hf_memsave import MemSaveConfig
+from hf_memsave.cli import main
 from hf_memsave.config.config import presets
+from support.browser import CHROMIUM, sticking_out
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+WIDTHS = (400, 800, 1300)  # pixels
 WORDS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES]
 #: In front of a snippet: why no test can run it.
 NO_RUN = re.compile(r"<!-- no-run: \S.*? -->\n\Z")
@@ -176,24 +179,60 @@ def build_site(folder, site):
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_the_site_has_every_page_and_is_built_without_a_warning_and_a_broken_link_is_one(tmp_path):
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site, built in a copy of what it is built from."""
+    pytest.importorskip("mkdocs")
+    folder = tmp_path_factory.mktemp("clone")
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "mkdocs.yml"):
+        shutil.copy(ROOT / name, folder / name)
+    leave = shutil.ignore_patterns("__pycache__", "*.so")
+    for name in ("docs", "notebooks", "configs", "scripts", "hf_memsave"):
+        shutil.copytree(ROOT / name, folder / name, ignore=leave)
+    done = build_site(folder, folder / "site")
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
+    return folder / "site"
+
+
+def test_the_site_lists_every_page_and_asks_no_network(site):
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
     listed = {path for entry in nav for path in (entry.values() if isinstance(entry, dict) else [entry])}
-    assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} <= listed
+    assert {f"docs/{path.name}" for path in PAGES} <= listed
     assert all((ROOT / path).is_file() for path in listed)
-    pytest.importorskip("mkdocs")
-    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "mkdocs.yml"):
-        shutil.copy(ROOT / name, tmp_path / name)
-    for name in ("docs", "notebooks", "configs", "scripts", "hf_memsave/presets"):
-        shutil.copytree(ROOT / name, tmp_path / name)
-    kernels = Path("hf_memsave", "_vendor", "memsave_kernels", "README.md")
-    (tmp_path / kernels).parent.mkdir(parents=True)
-    shutil.copy(ROOT / kernels, tmp_path / kernels)
-    done = build_site(tmp_path, tmp_path / "site")
-    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
-    assert "<table>" in (tmp_path / "site" / "docs" / "numbers" / "index.html").read_text(encoding="utf-8")
-    with (tmp_path / "docs" / "limits.md").open("a", encoding="utf-8") as page:
-        page.write("[nowhere](nowhere.md) and [no such part](numbers.md#nowhere)\n")
-    done = build_site(tmp_path, tmp_path / "site")
+    asked = re.compile(r"""<(script|img|iframe|source|link)[^>]*\s(src|href)=["']?(https?:)?//""")
+    pages = {path: path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
+    assert len(pages) > len(PAGES)
+    assert [str(path) for path, text in pages.items() if asked.search(text)] == []
+    styles = [path.read_text(encoding="utf-8") for path in site.rglob("*.css")]
+    assert styles and not re.search(r"@import|url\([\"']?(https?:)?//", "".join(styles))
+    assert '<span style="' in pages[site / "docs" / "configuration" / "index.html"]  # code has colours
+
+
+def test_a_broken_link_and_one_to_a_folder_are_errors_of_the_site(site):
+    with (site.parent / "docs" / "limits.md").open("a", encoding="utf-8") as page:
+        page.write("[nowhere](nowhere.md), [no such part](numbers.md#nowhere) and [a folder](../notebooks)\n")
+    done = build_site(site.parent, site.parent / "broken")
     warnings = [line for line in done.stderr.splitlines() if line.startswith("WARNING")]
-    assert done.returncode != 0 and len(warnings) == 2 and all("nowhere" in line for line in warnings)
+    found = [re.findall("nowhere|notebooks", line)[0] for line in warnings]
+    assert done.returncode != 0 and sorted(found) == ["notebooks", "nowhere", "nowhere"]
+
+
+@pytest.mark.long
+def test_no_page_has_anything_wider_than_the_window(site, tmp_path):
+    """The site's pages, and the page of ``memsave estimate --html``, in a browser; a wide table planted is seen."""
+    if CHROMIUM is None:
+        pytest.skip("needs Chromium. Run: apt-get install chromium")
+    estimate = tmp_path / "estimate.html"
+    command = ["estimate", "bert", "--layers", "2", "--batch-size", "2", "--seq-len", "64"]
+    assert main([*command, "--html", str(estimate)]) == 0
+    table = "<table><tr><td style='min-width: 2000px'>wide</td></tr></table>"
+    planted = {"bare": table, "hidden": f"<div style='overflow: hidden'>{table}</div>"}
+    planted["scrolling"] = f"<div style='overflow: auto'>{table}</div>"
+    for name, text in planted.items():
+        (tmp_path / f"{name}.html").write_text(text, encoding="utf-8")
+    found = sticking_out([*site.rglob("*.html"), *tmp_path.glob("*.html")], WIDTHS)
+    faults = {key: found.pop(key, []) for name in planted for key in [f"{tmp_path / name}.html at {WIDTHS[-1]} pixels"]}
+    assert all(any("<table> wide" in line for line in lines) for lines in faults.values()), faults
+    for name in ("bare", "hidden"):  # on a phone a table may scroll
+        assert all(found.pop(f"{tmp_path / name}.html at {width} pixels") for width in WIDTHS[:-1])
+    assert found == {}

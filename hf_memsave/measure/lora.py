@@ -116,6 +116,7 @@ def _linear_class() -> Any:
             z: Tensor = _Product.apply(x.to(_COMPUTE), self.weight, shape, bias)
             return z.to(x.dtype)
 
+    NF4Linear.__module__, NF4Linear.__qualname__ = "bitsandbytes.nn.modules", "Linear4bit"  # whose forward runs again
     return NF4Linear
 
 

@@ -131,7 +131,8 @@ def refuse_hidden(name: str, module: nn.Module) -> None:
     raise PatchError(
         f"{name or 'the model'} ({type(module).__name__}) has a forward of its own, set on the instance by another "
         f"tool ({tool or 'one written in C'}), which would hide ours. Build the model without it (for kernelize: "
-        "use_kernels=False), patch before that tool, or leave out what was asked for this module."
+        "use_kernels=False, for Liger: use_liger_kernel=False), patch before that tool, or leave out what was asked "
+        "for this module."
     )
 
 

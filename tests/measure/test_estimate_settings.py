@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import BertConfig, LlamaConfig, MambaConfig, ResNetConfig, T5Config
 
-from hf_memsave import estimate
+from hf_memsave import MemSaveConfig, estimate
 from hf_memsave.cli import main
 from hf_memsave.errors import MeasureError, MemSaveError
 from hf_memsave.measure.lora import Lora
@@ -57,6 +57,13 @@ def test_what_a_class_keeps_in_fp32_is_not_in_4_bits(device):
     assert type(mlp.wo) is torch.nn.Linear
     assert mlp.wo.weight.dtype == torch.float32
     assert mlp.wi.weight.dtype == torch.uint8
+
+
+def test_linears_in_4_bits_run_again_as_those_of_bitsandbytes_do():
+    settings, of = [MemSaveConfig(), MemSaveConfig(checkpoint="gate")], training(lora=Lora(), quantized="nf4")
+    here, there = ([trace_at(CONFIG, DEPTH, of, one, on_cpu=there).kept for one in settings] for there in (False, True))
+    assert here[0] - here[1] == pytest.approx(there[0] - there[1], rel=0.01)
+    assert here[1] < 0.8 * here[0]
 
 
 @pytest.mark.long

@@ -125,3 +125,11 @@ def test_few_bits_keep_less_than_exact_before_a_frozen_linear(techniques):
         techniques.kept_at(make(1), "LoRA on q, v", 1, settings[name]) for name in ("few-bit", "exact", "stock")
     )
     assert few < 0.8 * exact < exact < stock
+
+
+def test_the_peak_of_images_falls_with_every_rung(monkeypatch):
+    known = load_script("known_models", monkeypatch)
+    tiny = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 2}
+    monkeypatch.setitem(known.MODELS, "tiny", (transformers.ViTConfig(**tiny), 8, None, known.AUTOCAST))
+    stock, floor, gate = (known.peak_of("tiny", *known.SETTINGS[column]) for column in [*known.SETTINGS][:3])
+    assert stock > 1.2 * floor > 1.2 * 1.2 * gate
