@@ -10,6 +10,7 @@ import yaml
 from transformers import CONFIG_MAPPING, HfArgumentParser
 
 from hf_memsave import MemSaveConfig
+from hf_memsave.config.config import Rung
 
 #: Options of which only one side may be given. Where the command line gives one, the file's others are dropped.
 Sides = tuple[tuple[str, ...], ...]
@@ -75,6 +76,14 @@ class ModelArguments(Options):
         "file of MemSaveConfig's fields. In a --config file also these fields themselves.",
         nargs="?", const="true", metavar="PRESET|FILE",
     )
+    checkpoint: Rung | None = option(
+        "Keep still less, with --memsave or without it: run these matrix products of each layer again in backward, and "
+        "those named before them. Exact; block runs whole layers again, and keeps least."
+    )
+    offload: bool = option(
+        "Keep in main memory what has to be kept, with --memsave or without it. Exact; frees memory of a GPU.",
+        default=False,
+    )
     lora_r: int | None = option("Train LoRA adapters of this rank, and the task's head, instead of the model.")
     lora_alpha: int | None = option("LoRA's scale times its rank; 16 if not given.")
     lora_dropout: float | None = option("On the adapters' input; 0 if not given.")
@@ -106,16 +115,19 @@ class ModelArguments(Options):
         return not self.model_name_or_path
 
     def memsave_config(self) -> MemSaveConfig | None:
-        """What ``--memsave`` means: nothing, a preset, a file or, as JSON, fields; None for a stock model."""
-        given = self.memsave
+        """What ``--memsave`` means: a preset, a file or, as JSON, fields; and the options beside it. None for stock."""
+        fields = {name: getattr(self, name) for name in ("checkpoint", "offload") if getattr(self, name)}
+        given: Any = self.memsave
+        if fields and given == "false":
+            raise UsageError(f"--{next(iter(fields))}: expected --memsave true, got --memsave false. Remove one.")
         if given in (None, "true", "false"):
-            return MemSaveConfig.resolve(given == "true")
-        if given.startswith("{"):  # a mapping in the --config file
+            given = given == "true" or bool(fields)
+        elif given.startswith("{"):  # a mapping in the --config file
             try:
-                return MemSaveConfig.from_dict(json.loads(given))
+                given = json.loads(given)
             except json.JSONDecodeError as error:
                 raise UsageError(f"--memsave: expected fields as JSON, got {given}. {error}") from error
-        return MemSaveConfig.named(given)
+        return MemSaveConfig.resolve(given, fields)
 
 
 @dataclass

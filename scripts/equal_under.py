@@ -154,7 +154,7 @@ class Plugin:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The two options of one run."""
-    parser.addoption("--memsave", default="exact", help=f"what to patch models with: a preset, or {STOCK}")
+    parser.addoption("--memsave", default="exact", help=f"what to patch models with: a preset, as in gate, or {STOCK}")
     parser.addoption("--hashes", type=Path, help="the file to write a line of JSON to for each test")
 
 
@@ -213,7 +213,7 @@ def report(folder: Path) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tests three times, and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--memsave", default="exact", metavar="PRESET", help="what to patch models with")
+    parser.add_argument("--memsave", default="exact", metavar="PRESET", help="what to patch models with, as in gate")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where to keep the runs' hashes and output")
     parser.add_argument("pytest", nargs="+", help="arguments of pytest, after --")
     options = parser.parse_args(arguments)

@@ -2,21 +2,39 @@
 
 import copy
 import dataclasses
+import inspect
 import pickle
 from pathlib import Path
 
 import pytest
+from peft import get_peft_model
 from torch import nn
-from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+)
 
-from hf_memsave import WTACRS, ConfigError, MemSaveConfig, MemSaveError, patch
-from hf_memsave.config.config import presets
+from hf_memsave import (
+    WTACRS,
+    ConfigError,
+    MemSaveCallback,
+    MemSaveConfig,
+    MemSaveError,
+    MemSaveLoraConfig,
+    MemSaveTrainer,
+    patch,
+)
+from hf_memsave.config.config import RUNGS, presets
+from hf_memsave.patching.swap import patched_models
 
 #: Another value than the default, for every field.
 OTHER = {
-    "activation": "stock", "few_bits": 2, "norm": "stock", "dropout": "mask", "attention": "stock", "lora": "stock",
-    "frozen": False, "loss": "stock", "backend": "auto", "linear": WTACRS(budget=0.5, targets=("query",)),
-    "storage": "int8", "checkpoint": "up", "offload": True, "budget": "24GiB",
+    "checkpoint": "up", "offload": True, "budget": "24GiB", "storage": "int8",
+    "linear": WTACRS(budget=0.5, targets=("query",)), "activation": "stock", "few_bits": 2, "norm": "stock",
+    "dropout": "mask", "attention": "stock", "lora": "stock", "frozen": False, "loss": "stock", "backend": "auto",
     "layers": {"norm": 12, "activation": 0},
 }  # fmt: skip
 #: Those that may be given together.
@@ -39,6 +57,7 @@ def test_every_field_is_frozen_strict_and_tells_configs_apart():
     for args, fields, message in ((["recompute"], {}, "positional"), ([], {"activations": "stock"}, "activations")):
         with pytest.raises(TypeError, match=message):
             MemSaveConfig(*args, **fields)
+    assert list(inspect.signature(MemSaveConfig).parameters) == FIELDS  # what an editor completes
 
 
 #: Fields of one of a few words.
@@ -135,13 +154,63 @@ def test_a_wrong_value_of_wtacrs_is_refused_with_the_remedy():
 def test_from_dict_takes_fields_of_its_own_and_of_linear_and_refuses_others():
     assert MemSaveConfig.from_dict({"norm": "stock"}) == MemSaveConfig(norm="stock")
     assert MemSaveConfig.from_dict({"linear": SAMPLED}) == MemSaveConfig(linear=OTHER["linear"])
-    with pytest.raises(ConfigError, match="no field 1, 'norms': expected 'activation', 'few_bits', 'norm'"):
+    expected = "expected 'checkpoint', 'offload', 'budget', 'storage', .*'norm',"
+    with pytest.raises(ConfigError, match=rf"no field 1, 'norms': {expected} .*Did you mean 'norm'\?"):
         MemSaveConfig.from_dict({"norms": "stock", 1: 2, "norm": "stock"})
-    with pytest.raises(ConfigError, match="WTACRS has no field 'budgets': expected 'budget', 'estimator'"):
-        MemSaveConfig.from_dict({"linear": {"budgets": 0.3}})
+    for misspelt in (lambda: MemSaveConfig.from_dict({"linear": {"budgets": 0.3}}), lambda: WTACRS(budgets=0.3)):
+        with pytest.raises(ConfigError, match=r"WTACRS has no field 'budgets': expected 'budget', .*mean 'budget'\?"):
+            misspelt()
     for fields in (["norm"], "norm", 3):
         with pytest.raises(ConfigError, match=f"expected a mapping .* got {type(fields).__name__}"):
             MemSaveConfig.from_dict(fields)
+
+
+def test_a_misspelt_field_is_told_alike_by_every_door():
+    config = MemSaveConfig()
+    for misspelt in (
+        lambda: MemSaveConfig(chekpoint="gate"), lambda: MemSaveConfig.from_dict({"chekpoint": "gate"}),
+        lambda: patch(nn.GELU(), chekpoint="gate"), lambda: dataclasses.replace(config, chekpoint="gate"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=r"no field 'chekpoint': expected 'checkpoint', .*mean .checkpoint.") as e:
+            misspelt()
+        assert isinstance(e.value, TypeError)  # as for every function of Python
+    with pytest.raises(ConfigError, match="no field 'may_plan'.* Check the spelling"):
+        patch(nn.GELU(), may_plan=True)
+
+
+def test_repr_shows_what_differs_from_the_default_and_gives_the_config_back():
+    assert repr(MemSaveConfig(checkpoint="gate")) == "MemSaveConfig(checkpoint='gate')"
+    assert repr(MemSaveConfig(linear=WTACRS(minimum=2))) == "MemSaveConfig(linear=WTACRS(minimum=2))"
+    for config in (MemSaveConfig(), MemSaveConfig(**TOGETHER), *map(MemSaveConfig.preset, presets())):
+        assert eval(repr(config)) == config
+
+
+BERT = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+
+
+def test_fields_are_set_in_a_config_by_keyword():
+    def found(*args, **fields):
+        return patch(BertForSequenceClassification(BERT), *args, **fields).config
+
+    assert found(checkpoint="gate") == found("gate") == MemSaveConfig(checkpoint="gate")
+    assert found("gate", offload=True) == found(MemSaveConfig(offload=True), checkpoint="gate")
+    assert found("tempo", norm="stock", checkpoint="up") == MemSaveConfig(
+        activation="invert", norm="stock", checkpoint="up"
+    )
+    assert found("max", checkpoint="block") == MemSaveConfig.preset("max")
+    for config in ("block", {"checkpoint": "block"}):
+        with pytest.raises(ConfigError, match="checkpoint='gate': expected a preset or .*got 'block'. Leave out one"):
+            found(config, checkpoint="gate")
+    with pytest.raises(ConfigError, match="chooses checkpoint and offload, got checkpoint='gate'.* Leave out either"):
+        found({"budget": "24GiB"}, checkpoint="gate")
+    with pytest.raises(ConfigError, match="budget='24GiB': expected a batch size"):
+        found(budget="24GiB")
+
+
+def test_patch_says_what_to_type_instead_of_memsave():
+    for given, typed in ((True, r"patch\(model\)"), ("gate", r"patch\(model, 'gate'\)")):
+        with pytest.raises(ConfigError, match=rf"after the model, got memsave=\. Use {typed}\."):
+            patch(nn.GELU(), memsave=given)
 
 
 @pytest.mark.parametrize("name", ["config.json", "config.yaml", "config.yml", "config"])
@@ -177,12 +246,15 @@ def test_a_wrong_file_is_named_by_a_config_and_by_patch(tmp_path, text):
             read(path)
 
 
-def test_an_empty_mapping_is_the_default_and_a_file_that_cannot_be_read_is_refused(tmp_path):
+def test_an_empty_mapping_is_the_default_and_a_file_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
     (tmp_path / "config.yaml").write_text("{}")
     assert MemSaveConfig.from_file(tmp_path / "config.yaml") == MemSaveConfig()
     for name in ("missing.yaml", "."):
         with pytest.raises(ConfigError, match="cannot read .* Expected a JSON or YAML file"):
             MemSaveConfig.from_file(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"cannot read missing.yaml in {tmp_path}: No such file .*plan --out"):
+        MemSaveConfig.resolve("missing.yaml")
 
 
 #: Preset -> whether it is exact.
@@ -200,8 +272,16 @@ def test_presets_are_configs_and_know_whether_they_are_exact():
     # So that a new default does not change what the preset means without a look at it.
     assert set(FIELDS) == {line.split(":")[0] for line in presets()["exact"].read_text().splitlines() if line[0] != "#"}
     for name in ("exactly", "", "../presets/exact", "exact.yaml"):
-        with pytest.raises(ConfigError, match="unknown preset .*: expected one of .*'exact'"):
+        with pytest.raises(ConfigError, match="unknown preset .*: expected one of 'exact', .*'gate', 'block', or a"):
             MemSaveConfig.preset(name)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_rung_is_a_preset_by_its_name(rung, tmp_path, monkeypatch):
+    expected = MemSaveConfig(checkpoint=rung)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / rung).write_text("norm: stock")  # a file of that name comes after it
+    assert MemSaveConfig.preset(rung) == MemSaveConfig.resolve(rung) == MemSaveConfig.named(rung) == expected
 
 
 def test_resolve_takes_what_memsave_takes_a_preset_before_a_file_of_its_name(tmp_path, monkeypatch):
@@ -226,15 +306,30 @@ def test_a_copy_is_equal(trip):
     assert hash(trip(config)) == hash(config)
 
 
-def test_a_model_is_patched_by_a_file(tmp_path):
-    path = tmp_path / "plan.yaml"
-    MemSaveConfig(checkpoint="gate", layers={"checkpoint": 1}).to_file(path)
-    config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
-    for given in (str(path), path):
-        report = patch(BertForSequenceClassification(config), given)
-        assert report.config == MemSaveConfig(checkpoint="gate", layers={"checkpoint": 1})
-        model = AutoModelForSequenceClassification.from_config(config, memsave=given)
-        assert patch(model, given).config == report.config
+def by_every_door(given, folder):
+    """The configs that models are patched with by a ``memsave`` argument of every kind."""
+    models = [BertForSequenceClassification(BERT) for _ in range(5)]
+    patch(models[0], given)
+    models[1] = AutoModelForSequenceClassification.from_config(BERT, memsave=given)
+    Trainer(models[2], TrainingArguments(folder), memsave=given)
+    MemSaveTrainer(models[3], TrainingArguments(folder), memsave=given)
+    adapters = MemSaveLoraConfig(memsave=given, target_modules=["query"])
+    models.append(get_peft_model(BertForSequenceClassification(BERT), adapters))
+    Trainer(models[4], TrainingArguments(folder), callbacks=[MemSaveCallback(given)])
+    return [patched_models(model)[0][1] for model in models]
+
+
+def test_a_rung_and_a_plans_file_from_any_folder_are_taken_by_every_door(tmp_path, monkeypatch):
+    (tmp_path / "plans").mkdir()
+    path = tmp_path / "plans" / "plan.yaml"
+    plan = MemSaveConfig(checkpoint="gate", layers={"checkpoint": 1})
+    plan.to_file(path)
+    monkeypatch.chdir(tmp_path)
+    for given in (str(path), path, "plans/plan.yaml"):
+        assert by_every_door(given, tmp_path) == [plan] * 6
+    assert by_every_door("block", tmp_path) == [MemSaveConfig(checkpoint="block")] * 6
+    monkeypatch.setenv("HOME", str(tmp_path / "plans"))
+    assert MemSaveConfig.resolve("~/plan.yaml") == plan
 
 
 def test_a_budget_chooses_what_it_is_given_with_and_needs_a_batch(tmp_path):

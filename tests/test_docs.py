@@ -14,7 +14,7 @@ import yaml
 
 from hf_memsave import MemSaveConfig
 from hf_memsave.cli import main
-from hf_memsave.config.config import presets
+from hf_memsave.config.config import RUNGS, presets
 from support.browser import CHROMIUM, sticking_out
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -108,7 +108,7 @@ def test_every_table_of_results_is_listed_and_every_field_and_preset_has_its_row
     assert [name for name in results if f"](../scripts/results/{name})" not in listed] == []
     rows = re.findall(r"^\| `([\w-]+)` \|", prose(ROOT / "docs" / "configuration.md"), flags=re.MULTILINE)
     fields = [field.name for field in dataclasses.fields(MemSaveConfig)]
-    assert sorted(rows) == sorted([*fields, *presets()])
+    assert sorted(rows) == sorted([*fields, *presets(), *RUNGS])
 
 
 def commands_of(path, program):

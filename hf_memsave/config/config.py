@@ -13,22 +13,38 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
-from hf_memsave.config.files import fields_of, is_file, listed, presets, refuse_unknown
+from hf_memsave.config.fields import listed, named_fields, refuse_unknown
+from hf_memsave.config.files import fields_of, is_file, presets
 from hf_memsave.config.sizes import bytes_of
 from hf_memsave.config.wtacrs import WTACRS, is_int
 from hf_memsave.errors import ConfigError, PlanError
 
+#: What runs again in backward, from the least to the most; each is a preset by its name as well.
+Rung = Literal["o_proj", "qkv", "up", "gate", "block"]
+RUNGS: tuple[str, ...] = get_args(Rung)
 #: The fields that say what to do with a kind of module.
 KINDS = ("activation", "norm", "dropout", "attention", "lora")
 #: The fields that ``layers`` can limit.
 LIMITED = (*KINDS, "checkpoint")
 
 
+@named_fields
 @dataclass(frozen=True, kw_only=True)
 class MemSaveConfig:
-    """What to keep instead of each kind of tensor. The defaults are exact, and to the bit (but see ``loss``).
+    """What autograd keeps for backward. The defaults give stock's gradients, to the bit (but see ``loss``).
+
+    The first five fields free more than the default does, each at its own price; the others are for advanced use.
 
     Attributes:
+        checkpoint: Which products of a repeated block run again in backward: none, "o_proj" (attention's output
+            projection), and with it "qkv", and with those "up", "gate" (all of an MLP that an activation reads),
+            "block" (and attention itself). Exact; it costs the time of those products.
+        offload: Whether what still has to be kept goes to main memory, and comes back in backward. Exact, for CUDA.
+        budget: What a training step may take of a GPU, in bytes or as "24GiB": trainers, which know batch size and
+            sequence length, plan the cheapest checkpoint and offload that fit (:func:`hf_memsave.plan`).
+        storage: What still has to be kept: as it is (None), or activations in about 8 ("int8") or 4.5 bits ("int4") an
+            element, rounded at random. Not exact: unbiased is the weight gradient of a linear that keeps its own input.
+        linear: Weight gradients of linears: exact (None), or unbiased from a sample of rows (:class:`WTACRS`).
         activation: Outputs of activations and gates: recomputed, or kept as stock does. Not exact: "invert" (kept: the
             output and one bit an element, which give the slope), "precision_bit" (the bit in the output's last one),
             "few_bit" (:attr:`few_bits` bits of the slope where nothing wants the output; elsewhere "recompute").
@@ -45,21 +61,17 @@ class MemSaveConfig:
         backend: What computes norms, activations, gated MLPs, rotary embeddings, dropout, LoRA, a chunk of a loss, and
             what is not exact: PyTorch ("torch"), or Triton kernels ("auto": where Triton runs; "triton": or an error).
             As exact, but not the same bits.
-        linear: Weight gradients of linears: exact (None), or unbiased from a sample of rows (:class:`WTACRS`).
-        storage: What still has to be kept: as it is (None), or activations in about 8 ("int8") or 4.5 bits ("int4") an
-            element, rounded at random. Not exact: unbiased is the weight gradient of a linear that keeps its own input.
-        checkpoint: Which products of a repeated block run again in backward: none (the floor); "o_proj" (attention's
-            output projection), and with it "qkv", and with those "up", "gate" (all of an MLP that an activation reads),
-            "block" (and attention itself). Exact; it costs their time.
-        offload: Whether what still has to be kept goes to main memory, and comes back in backward. Exact, for CUDA.
-        budget: What a training step may take of a GPU, in bytes or as "24GiB": trainers, which know batch size and
-            sequence length, plan the cheapest checkpoint and offload that fit (:func:`hf_memsave.plan`).
         layers: In how many of the first blocks (an encoder's before a decoder's) a field holds, such as
             ``{"activation": 6, "dropout": 0}``; elsewhere those modules stay stock, and kinds not named hold
             everywhere. What lies outside every block goes with the first. For "checkpoint" also a part of the blocks,
             such as 0.5. Held as sorted pairs.
     """
 
+    checkpoint: Rung | None = None
+    offload: bool = False
+    budget: int | str | None = None
+    storage: Literal["int8", "int4"] | None = None
+    linear: WTACRS | None = None
     activation: Literal["recompute", "invert", "precision_bit", "few_bit", "stock"] = "recompute"
     few_bits: int = 4
     norm: Literal["recompute", "output", "stock"] = "recompute"
@@ -69,11 +81,6 @@ class MemSaveConfig:
     frozen: bool = True
     loss: Literal["chunked", "stock"] = "chunked"
     backend: Literal["torch", "auto", "triton"] = "torch"
-    linear: WTACRS | None = None
-    storage: Literal["int8", "int4"] | None = None
-    checkpoint: Literal["o_proj", "qkv", "up", "gate", "block"] | None = None
-    offload: bool = False
-    budget: int | str | None = None
     layers: Mapping[str, float] | tuple[tuple[str, float], ...] | None = None
 
     def __post_init__(self) -> None:
@@ -117,15 +124,19 @@ class MemSaveConfig:
             raise ConfigError(f"MemSaveConfig.{name} must be {expected}, got {getattr(self, name)!r}. {remedy}")
 
     @classmethod
-    def resolve(cls, value: MemSaveLike | None, *, may_plan: bool = False) -> MemSaveConfig | None:
+    def resolve(
+        cls, value: MemSaveLike | None, fields: Mapping[str, Any] | None = None, *, may_plan: bool = False
+    ) -> MemSaveConfig | None:
         """Returns the config that a ``memsave=`` argument means; None for False and None.
 
         Args:
             value: True for the default, a preset's name, a YAML or JSON file, a dict of fields, a config, or False.
+            fields: Fields to set in it, as in ``{"checkpoint": "gate"}``.
             may_plan: Whether a budget is allowed: whether the caller knows a batch size and a sequence length.
 
         Raises:
-            ConfigError: A preset, file, field or value does not exist, or there is a budget that may not be.
+            ConfigError: A preset, file, field or value does not exist, there is a budget that may not be, or ``fields``
+                has a checkpoint, and so has ``value``.
         """
         if value is None or value is False:
             return None
@@ -140,6 +151,14 @@ class MemSaveConfig:
                 "memsave must be True, False, a preset's name, a YAML or JSON file, a dict of fields or a "
                 f"MemSaveConfig, got {type(value).__name__}. Use memsave=True for the exact default."
             )
+        if fields:
+            rung = fields.get("checkpoint", found.checkpoint)
+            if found.checkpoint not in (None, rung):
+                raise ConfigError(
+                    f"checkpoint={rung!r}: expected a preset or config without a checkpoint of its own, got "
+                    f"{found.checkpoint!r}. Leave out one of the two."
+                )
+            found = dataclasses.replace(found, **fields)
         if found.budget is not None and not may_plan:
             raise ConfigError(
                 f"MemSaveConfig.budget={found.budget!r}: expected a batch size and a sequence length to plan for, got "
@@ -153,19 +172,23 @@ class MemSaveConfig:
     @classmethod
     def named(cls, name: str | Path) -> MemSaveConfig:
         """:meth:`preset` or :meth:`from_file`."""
-        return cls.from_file(name) if isinstance(name, Path) or is_file(name) else cls.preset(name)
+        if isinstance(name, Path) or (name not in (*RUNGS, *presets()) and is_file(name)):
+            return cls.from_file(name)
+        return cls.preset(name)
 
     @classmethod
     def preset(cls, name: str) -> MemSaveConfig:
-        """Returns the config that ``hf_memsave/presets/<name>.yaml`` holds.
+        """Returns the config that ``hf_memsave/presets/<name>.yaml`` holds, or the one with the rung of this name.
 
         Raises:
             ConfigError: There is no such preset; the message lists those there are.
         """
         found = presets()
+        if name in RUNGS:
+            return cls.from_dict({"checkpoint": name})
         if name not in found:
             raise ConfigError(
-                f"unknown preset {name!r}: expected one of {listed(found)}, or a .yaml or .json file.",
+                f"unknown preset {name!r}: expected one of {listed((*found, *RUNGS))}, or a .yaml or .json file.",
                 "Use memsave=True for the exact default, or MemSaveConfig(...) to choose each field.",
                 option="Leave --memsave out for the exact default, or name a file with fields: 'checkpoint: gate'.",
             )

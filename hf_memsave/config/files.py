@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,8 @@ def presets() -> dict[str, Any]:
 
 
 def is_file(name: str) -> bool:
-    """Whether a name is that of a file, rather than a preset's."""
-    return name not in presets() and (name.endswith((".yaml", ".yml", ".json")) or Path(name).is_file())
+    """Whether a name that is no preset's is that of a file."""
+    return name.endswith((".yaml", ".yml", ".json")) or Path(name).is_file()
 
 
 def fields_of(path: str | Path) -> Any:
@@ -31,9 +29,12 @@ def fields_of(path: str | Path) -> Any:
         ConfigError: The file is missing, malformed or empty.
     """
     try:
-        fields = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        fields = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}. Expected a JSON or YAML file.") from error
+        where = "" if Path(path).is_absolute() else f" in {Path.cwd()}"
+        raise ConfigError(
+            f"cannot read {path}{where}: {error.strerror}. Expected a JSON or YAML file, as memsave plan --out writes."
+        ) from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} is neither JSON nor YAML: {error}") from error
     if fields is None:
@@ -43,18 +44,3 @@ def fields_of(path: str | Path) -> Any:
             option="Leave --memsave out for the exact default, or write {}.",
         )
     return fields
-
-
-def refuse_unknown(cls: Any, fields: dict[str, Any]) -> None:
-    """Raise ConfigError unless ``fields`` are some of those of the dataclass ``cls``."""
-    known = [field.name for field in dataclasses.fields(cls)]
-    if unknown := sorted(fields.keys() - set(known), key=str):
-        raise ConfigError(
-            f"{cls.__name__} has no field {listed(unknown)}: expected {listed(known)}. Check the spelling, or leave it "
-            "out."
-        )
-
-
-def listed(names: Iterable[Any]) -> str:
-    """Names, as an error lists them."""
-    return ", ".join(map(repr, names))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard
 
+from hf_memsave.config.fields import named_fields
 from hf_memsave.errors import ConfigError
 
 
+@named_fields
 @dataclass(frozen=True, kw_only=True)
 class WTACRS:
     """Sampled weight gradients of linears, for :attr:`MemSaveConfig.linear`: unbiased, noisy, and from fewer rows.

@@ -14,7 +14,7 @@ from transformers.utils import logging
 from hf_memsave.config.config import MemSaveConfig, MemSaveLike
 from hf_memsave.config.sizes import MIB
 from hf_memsave.count.kept import Kept, measure_kept
-from hf_memsave.errors import PatchError, not_a_module
+from hf_memsave.errors import ConfigError, PatchError, not_a_module
 from hf_memsave.ops.sampled.sampler import MOST
 from hf_memsave.patching import refusals
 from hf_memsave.patching.checkpointed import AGAIN, checkpoint_blocks, choose_again
@@ -154,7 +154,7 @@ class PatchReport:
         return "\n".join(lines + self._step())
 
 
-def patch(model: nn.Module, config: MemSaveLike = True, *, replace: bool = False) -> PatchReport:
+def patch(model: nn.Module, config: MemSaveLike = True, *, replace: bool = False, **fields: Any) -> PatchReport:
     """Make fine-tuning ``model`` keep less memory, in place.
 
     Idempotent. Parameters, buffers, state dict and class names stay as they are, and so do the classes of all modules
@@ -167,6 +167,7 @@ def patch(model: nn.Module, config: MemSaveLike = True, *, replace: bool = False
         config: True for the exact default, a preset's name, a YAML or JSON file, a dict of fields or a
             :class:`MemSaveConfig`. One whose gradients are not exact is logged.
         replace: Take ``config`` in place of another that the model is patched with, which is an error otherwise.
+        **fields: Fields of :class:`MemSaveConfig` to set in ``config``, as in ``patch(model, checkpoint="gate")``.
 
     Returns:
         What was patched, or skipped and why, and after the first step what that step kept. Print it;
@@ -175,11 +176,14 @@ def patch(model: nn.Module, config: MemSaveLike = True, *, replace: bool = False
     Raises:
         PatchError: The model is no module, or has nothing that autograd could keep a tensor for, another tool has
             patched it already, it is patched with another config, or it cannot have what was asked for.
-        ConfigError: ``config`` names a preset, field or value that does not exist.
+        ConfigError: ``config`` or ``fields`` name a preset, field or value that does not exist.
     """
     if not isinstance(model, nn.Module):
         raise PatchError(not_a_module("patch(model)", model))
-    resolved = MemSaveConfig.resolve(config)
+    if "memsave" in fields:
+        typed = "" if fields["memsave"] is True else f", {fields['memsave']!r}"
+        raise ConfigError(f"patch: expected the config after the model, got memsave=. Use patch(model{typed}).")
+    resolved = MemSaveConfig.resolve(config, fields)
     if resolved is None:
         raise PatchError(f"patch(model, {config!r}) asks for nothing. Use patch(model), or unpatch(model) to undo.")
     refusals.refuse_foreign_patches(model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -166,6 +166,4 @@ def refuse_another_config(model: nn.Module, config: MemSaveConfig) -> None:
 
 def _short(config: MemSaveConfig) -> str:
     """The fields that are not the exact default's."""
-    given = [(f.name, getattr(config, f.name)) for f in fields(config) if getattr(config, f.name) != f.default]
-    values = ", ".join(f"{name}={dict(value) if name == 'layers' else value!r}" for name, value in given)
-    return f"MemSaveConfig({values})" + ("" if given else ", the exact default")
+    return f"{config}" if config != MemSaveConfig() else f"{config}, the exact default"

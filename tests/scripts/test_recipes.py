@@ -1,6 +1,7 @@
 """``--recipe``: what the tables say, and every one runs; and what else ``--memsave`` may be."""
 
 import json
+from dataclasses import replace
 from math import ceil
 
 import pytest
@@ -189,6 +190,19 @@ def test_memsave_may_name_a_file_of_fields(tmp_path, script, name):
     assert script.parse([*argv, str(tmp_path / name)])[0].memsave_config() == CONFIG
     assert script.parse(argv)[0].memsave_config() == MemSaveConfig()
     assert script.parse([*argv, "wta-crs"])[0].memsave_config() == MemSaveConfig(linear=WTACRS(budget=0.3))
+
+
+def test_checkpoint_and_offload_are_set_in_what_memsave_names_or_in_the_default(tmp_path, script):
+    argv, options = ["--config_name", "here", "--task_name", "mrpc"], ["--checkpoint", "gate", "--offload"]
+    expected = MemSaveConfig(checkpoint="gate", offload=True)
+    for memsave in ([], ["--memsave"], ["--memsave", "gate"]):
+        assert script.parse([*argv, *memsave, *options])[0].memsave_config() == expected
+    CONFIG.to_file(tmp_path / "fields.yaml")
+    memsave = ["--memsave", str(tmp_path / "fields.yaml")]
+    both = replace(CONFIG, checkpoint="gate", offload=True)
+    assert script.parse([*argv, *memsave, *options])[0].memsave_config() == both
+    (tmp_path / "run.yaml").write_text("checkpoint: gate\noffload: true")
+    assert script.parse(["--config", str(tmp_path / "run.yaml"), *argv])[0].memsave_config() == expected
 
 
 MISTAKES = {

@@ -311,6 +311,7 @@ def test_the_flag_frees_memory_and_its_absence_does_not(tmp_path, load, lora):
     stock = kept()
     assert kept("--memsave", "false") == stock
     assert kept("--memsave") == kept("--memsave", "exact") < 0.9 * stock
+    assert kept("--checkpoint", "gate") == kept("--memsave", "gate") < kept("--memsave")
 
 
 @pytest.mark.parametrize(("run", "lora"), [("run_glue", []), ("run_clm", []), ("run_clm", LORA), (RUNS[2], LORA)])
@@ -497,7 +498,8 @@ def test_every_script_explains_its_options(run, load, capsys):
     with pytest.raises(SystemExit) as end:
         load(run).main(["--help"])
     assert end.value.code == 0
-    assert {"--config", "--memsave", "--lora_target_modules"} <= set(re.findall(r"--\w+", capsys.readouterr().out))
+    options = {"--config", "--memsave", "--checkpoint", "--offload", "--lora_target_modules"}
+    assert options <= set(re.findall(r"--\w+", capsys.readouterr().out))
 
 
 @pytest.mark.parametrize("dump", [yaml.safe_dump, json.dumps], ids=["yaml", "json"])

@@ -1,0 +1,50 @@
+"""What a config says of its fields: the names there are, when one is misspelt, and those chosen, in its ``repr``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from difflib import get_close_matches
+from functools import wraps
+from typing import Any, TypeVar
+
+from hf_memsave.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class UnknownFieldError(ConfigError, TypeError):
+    """A field that a config does not have; a TypeError as well, as Python raises for an unknown keyword."""
+
+
+def named_fields(cls: type[T]) -> type[T]:
+    """Have the dataclass ``cls`` refuse an unknown field by listing its own, and show only fields that were changed."""
+    init: Any = cls.__init__
+
+    @wraps(init)
+    def __init__(self: Any, *args: Any, **given: Any) -> None:
+        refuse_unknown(cls, given)
+        init(self, *args, **given)
+
+    def __repr__(self: Any) -> str:
+        found = [(f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self)]
+        changed = [f"{n}={dict(v) if n == 'layers' else v!r}" for n, v, default in found if v != default]
+        return f"{type(self).__name__}({', '.join(changed)})"
+
+    for method in (__init__, __repr__):
+        setattr(cls, method.__name__, method)
+    return cls
+
+
+def refuse_unknown(cls: Any, fields: dict[str, Any]) -> None:
+    """Raise UnknownFieldError unless ``fields`` are some of those of the dataclass ``cls``."""
+    known = [field.name for field in dataclasses.fields(cls)]
+    if unknown := sorted(fields.keys() - set(known), key=str):
+        near = [name for one in unknown for name in get_close_matches(str(one), known, 1)]
+        remedy = f"Did you mean {listed(near)}?" if near else "Check the spelling, or leave it out."
+        raise UnknownFieldError(f"{cls.__name__} has no field {listed(unknown)}: expected {listed(known)}. {remedy}")
+
+
+def listed(names: Iterable[Any]) -> str:
+    """Names, as an error lists them."""
+    return ", ".join(map(repr, names))
