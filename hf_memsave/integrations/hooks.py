@@ -19,6 +19,7 @@ _DOORS = {
     "transformers.modeling_utils": "teach_models",
     "transformers.models.auto.modeling_auto": "teach_auto_classes",
     "transformers.trainer": "teach_trainers",
+    "transformers.trainer_callback": "teach_callbacks",
     "peft.tuners.tuners_utils": "teach_peft",
 }
 #: On each function of ours: itself (another wrapper may have copied our attributes) and what stood in its place.

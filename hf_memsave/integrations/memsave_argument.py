@@ -118,6 +118,7 @@ def _training(stock: Callable[..., None], hands_on: bool = False) -> Callable[..
         handed_on = {"memsave": memsave} if hands_on and memsave is not None else {}
         stock(self, *args, **handed_on, **kwargs)
         if config is None:
+            _patch_under(getattr(self, "model", None))
             return
         ours, given = config.callback(), kwargs.get("callbacks") or ()
         there = [c for c in self.callback_handler.callbacks if type(c) is type(ours) and c not in given]
@@ -125,3 +126,26 @@ def _training(stock: Callable[..., None], hands_on: bool = False) -> Callable[..
             ours.add_to(self)
 
     return __init__
+
+
+def _patch_under(model: Any) -> None:
+    """Have a model that was patched before be so under the forward that a trainer (TRL's) has put over ours since."""
+    if model is not None and (swap := sys.modules.get("hf_memsave.patching.swap")) is not None:
+        for module, config in swap.patched_models(model):
+            if swap.hides_forward(module):
+                import_module("hf_memsave.patching.patch").patch(module, config)
+
+
+def teach_callbacks(module: Any) -> None:
+    """Have ``MemSaveCallback`` come before the reporters of a trainer, which then get its figures."""
+    wrap(module.CallbackHandler, "add_callback", _placing)
+
+
+def _placing(stock: Callable[..., None]) -> Callable[..., None]:
+    def add_callback(self: Any, callback: Any) -> None:
+        stock(self, callback)
+        if (ours := sys.modules.get("hf_memsave.integrations.trainer")) is not None:
+            # Another list: the one that there was may be walked through at this moment.
+            self.callbacks = sorted(self.callbacks, key=lambda there: not isinstance(there, ours.MemSaveCallback))
+
+    return add_callback

@@ -7,6 +7,7 @@ model, and adapters may have been added.
 from __future__ import annotations
 
 import base64
+import logging
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -18,33 +19,31 @@ from torch import distributed, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import logging
 
 from hf_memsave.config.config import MemSaveConfig, MemSaveLike
-from hf_memsave.config.sizes import MIB
+from hf_memsave.config.sizes import GIB
 from hf_memsave.errors import ConfigError, PatchError
 from hf_memsave.ops.sampled.norm_cache import merged
 from hf_memsave.patching.patch import patch, unpatch
 from hf_memsave.patching.sampled_layers import sampler_of
 from hf_memsave.patching.swap import patched_models
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
-#: Functions that are named after the first step.
-_TOP = 8
 #: The name of the norms in the callback's state, and that of their file in a checkpoint's folder.
 _NORMS, NORMS_NAME = "norms", "memsave_norms.safetensors"
 
 
 class MemSaveCallback(TrainerCallback, ExportableState):
-    """Patches the trainer's model, prints the report once, and adds what it frees to every logged loss.
+    """Patches the trainer's model, and adds what that frees to every logged loss.
 
-    With the loss come ``memsave/kept_mib`` and ``memsave/freed_mib``, counted in the first micro-batch of training on
-    this process, under ``offload`` ``memsave/offloaded_mib`` (in main memory), and on a GPU ``memsave/peak_mib``, the
-    most that PyTorch had allocated so far. After the first step, one line says which functions' results are not kept,
-    and the first logged loss has them as ``memsave/avoided_mib/<function>``. They are in the trainer's history, and for
-    callbacks after this one; a trainer puts those of ``report_to`` first, but for :meth:`add_to` and
-    :class:`MemSaveMixin`.
+    With the loss come ``memsave/kept_gib``, what the first micro-batch of training on this process kept for backward,
+    and ``memsave/freed_fraction``, the share of what stock would have kept (0 to 1) that it did not; under ``offload``
+    ``memsave/offloaded_gib`` (in main memory), and on a GPU ``memsave/peak_gib``, the most that PyTorch had allocated
+    so far. The first logged loss has ``memsave/freed_gib/<kind>`` as well, as in ``memsave/freed_gib/dropout_masks``.
+    All are in the trainer's history and go to TensorBoard, W&B and the like: among a trainer's callbacks this one comes
+    first. With ``HF_MEMSAVE_NO_HOOKS=1`` only :meth:`add_to` and :class:`MemSaveMixin` put it there; in ``callbacks=``
+    it is then behind the reporters, which log before it.
 
     The norms that sampled linears draw by are in the callback's state in a checkpoint, and a resumed run goes on with
     them. A table of samples (``WTACRS(cache="sample_idx")`` or ``"content"``) is a file there, but in a hyperparameter
@@ -75,7 +74,6 @@ class MemSaveCallback(TrainerCallback, ExportableState):
         self.config, self.undo, self.resume_from = config, undo, resume_from
         self.report: Any = None
         self.metrics: dict[str, float] = {}
-        self._avoided: dict[str, float] | None = None  # by function; None before the first step, empty once logged
         self._model: Callable[[], nn.Module | None] = lambda: None
 
     def add_to(self, trainer: Trainer) -> None:
@@ -113,7 +111,7 @@ class MemSaveCallback(TrainerCallback, ExportableState):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
         """Patch what came since, and go on with the norms of a checkpoint."""
         self._patch(args, state, model, kwargs.get("train_dataloader"))
-        self.metrics, self._avoided = {}, None
+        self.metrics = {}
         saved = state.stateful_callbacks.setdefault(type(self).__name__, {})  # a stock run's checkpoint has none
         saved = saved[-1] if isinstance(saved, list) else saved
         folder, self.resume_from = self.resume_from, None
@@ -134,32 +132,22 @@ class MemSaveCallback(TrainerCallback, ExportableState):
         if has_table(model) and not state.is_hyper_param_search:  # whose folders have names that only the trainer knows
             save_norms(model, Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After the first step, say what it avoided to keep."""
-        step = self.report.step
-        if self._avoided is None and step.is_counted:
-            self._avoided = {name: n / MIB for name, n in list(step.by_function("avoided").items())[:_TOP]}
-            if state.is_world_process_zero:
-                names = ", ".join(f"{name} {mib:.3g}" for name, mib in self._avoided.items()) or "nothing"
-                away = f", {step.nbytes_offloaded / MIB:.3g} in main memory" if step.offloaded else ""
-                kept, avoided = step.nbytes_kept / MIB, step.nbytes_avoided / MIB
-                print(f"hf_memsave: the first step kept {kept:.3g} MiB{away} and avoided {avoided:.3g}: {names}")
-
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
     ) -> None:
         """Add the figures to a logged loss, for the callbacks after this one and for the history."""
         if logs is None or "loss" not in logs:
             return
-        step = self.report.step
+        step, once = self.report.step, {}
         if step.is_counted:
-            counted = {"kept": step.nbytes_kept, "freed": step.nbytes_avoided}
-            counted |= {"offloaded": step.nbytes_offloaded} if self.config.offload else {}
-            self.metrics = {f"memsave/{name}_mib": nbytes / MIB for name, nbytes in counted.items()}
+            if "memsave/kept_gib" not in self.metrics:
+                kinds = {kind.replace("'", "").replace(" ", "_"): n for kind, n in step.by_kind("avoided").items()}
+                once = {f"memsave/freed_gib/{kind}": n / GIB for kind, n in kinds.items()}
+            self.metrics |= {"memsave/kept_gib": step.nbytes_kept / GIB, "memsave/freed_fraction": step.freed_fraction}
+            if self.config.offload:
+                self.metrics["memsave/offloaded_gib"] = step.nbytes_offloaded / GIB
         if args.device.type == "cuda":
-            self.metrics["memsave/peak_mib"] = torch.cuda.max_memory_allocated(args.device) / MIB
-        once = {f"memsave/avoided_mib/{name}": mib for name, mib in (self._avoided or {}).items()}
-        self._avoided = None if self._avoided is None else {}
+            self.metrics["memsave/peak_gib"] = torch.cuda.max_memory_allocated(args.device) / GIB
         for log in (logs, *state.log_history[-1:]):
             log.update(self.metrics | once)
 
@@ -174,7 +162,6 @@ class MemSaveCallback(TrainerCallback, ExportableState):
                 "use_liger_kernel=True and hf_memsave both replace the model's forwards, and cannot be combined. Set "
                 "use_liger_kernel=False, or leave MemSaveCallback out."
             )
-        first = self.report is None and state.is_world_process_zero
         if self.config.budget is not None:
             if batches is None:  # as the trainer is made: how long its rows are is not known yet
                 return
@@ -183,12 +170,10 @@ class MemSaveCallback(TrainerCallback, ExportableState):
             plan = plan_for(self.config, model, args, batches)
             self.config = plan.config
             if state.is_world_process_zero:
-                print(plan)
+                logger.info("%s", plan)
         if self._takes_what_is_there and (found := patched_models(model)):
             self.config = found[0][1]
         self.report, self._model = patch(model, self.config), weakref.ref(model)
-        if first:
-            print(self.report)
 
 
 class MemSaveMixin:

@@ -102,7 +102,7 @@ def run(*how):
         torch.manual_seed(5)  # Trainer seeds when it is made
         trainer.train()
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
-    freed = max(entry.get("memsave/freed_mib", 0.0) for entry in entries)
+    freed = max(entry.get("memsave/freed_fraction", 0.0) for entry in entries)
     logged = [(entry["loss"], entry["grad_norm"]) for entry in entries]
     return losses, logged, before, trained(trainer.model), patched, freed
 

@@ -1,9 +1,11 @@
-"""What the tests of adapters share: saved bases, for those who load them quantized."""
+"""What these tests share: saved models, to be loaded quantized or by TRL, which wants a tokenizer beside them."""
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from support.families import build
+from support.families import VOCAB, Size, build
 
 
 @pytest.fixture(scope="module")
@@ -18,3 +20,14 @@ def saved(tmp_path_factory):
         return folders[size, family]
 
     return save
+
+
+@pytest.fixture(scope="session")
+def folder_with_tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    build("llama", Size(hidden=16, heads=2, layers=1)).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCAB)}, unk_token="w1"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2", unk_token="w1")
+    tokenizer.save_pretrained(folder)
+    return str(folder)

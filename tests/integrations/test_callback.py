@@ -1,9 +1,10 @@
 """``MemSaveCallback``, ``MemSaveTrainer`` and the mixin: patched at the right moment, reported, logged, undone."""
 
+import re
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 import hf_memsave
 from hf_memsave import ConfigError, MemSaveCallback, MemSaveConfig, MemSaveTrainer, PatchError, measure_kept, unpatch
@@ -13,7 +14,7 @@ from support.helpers import only_on_cpu
 from support.rows import Rows
 from support.steps import assert_same, patched_classes
 
-MIB = 2**20
+GIB = 2**30
 
 
 class Reporter(TrainerCallback):
@@ -31,9 +32,9 @@ def make(tmp_path, device):
     only_on_cpu(device)
 
     def make(model="llama", cls=Trainer, callbacks=(), model_init=None, trainer=None, **options):
-        options = {"max_steps": 3, "bf16": False, "save_strategy": "no", **options}
+        options = {"max_steps": 3, "bf16": False, "save_strategy": "no", "report_to": [], **options}
         arguments = TrainingArguments(
-            tmp_path / "out", per_device_train_batch_size=4, logging_steps=1, report_to=[], use_cpu=True,
+            tmp_path / "out", per_device_train_batch_size=4, logging_steps=1, use_cpu=True,
             disable_tqdm=True, learning_rate=1e-2, **options,
         )  # fmt: skip
         if model_init is None:
@@ -52,44 +53,61 @@ def losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def test_a_run_says_once_what_is_covered_and_each_time_what_its_first_step_kept_and_avoided(make, capsys):
-    """By function in one line, and with the first logged loss."""
+def test_a_run_prints_nothing_and_logs_with_its_first_loss_what_is_freed_by_kind(make, capsys):
     trainer = make(callbacks=[callback := MemSaveCallback(undo=True), reporter := Reporter()])
     assert "LlamaDecoderLayer" in patched_classes(trainer.model).values()
-    for covered in (1, 0):
+    trainer.remove_callback(PrinterCallback)
+    for _ in range(2):
         trainer.train()
         assert not patched_classes(trainer.model)
-        out, step = capsys.readouterr().out, callback.report.step
-        assert out.count("repeated blocks covered") == covered
-        (line,) = [text for text in out.splitlines() if "the first step kept" in text]
-        assert f"kept {step.nbytes_kept / MIB:.3g} MiB and avoided {step.nbytes_avoided / MIB:.3g}: " in line
-        avoided = step.by_function("avoided")
-        name, most = next(iter(avoided.items()))
-        assert f": {name} {most / MIB:.3g}" in line
         with_loss = [logs for logs in reporter.logged if "loss" in logs][-3:]
-        found = [{k: v for k, v in logs.items() if "avoided_mib" in k} for logs in with_loss]
-        assert found == [{f"memsave/avoided_mib/{name}": n / MIB for name, n in list(avoided.items())[:8]}, {}, {}]
+        first, *later = ({k: v * GIB for k, v in logs.items() if "freed_gib" in k} for logs in with_loss)
+        assert later == [{}, {}] and all(re.fullmatch(r"memsave/freed_gib/[a-z_]+", name) for name in first)
+        assert list(first.values()) == list(callback.report.step.by_kind("avoided").values())
+    assert "memsave" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_every_reporter_gets_what_the_first_step_kept_and_freed(make, bf16):
-    reporter = Reporter()
-    trainer = make(callbacks=[reporter], bf16=bf16)
-    MemSaveCallback().add_to(trainer)
+class Adds(TrainerCallback):
+    """Adds ours as training begins, while callbacks are called one after the other."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        assert not any(isinstance(c, MemSaveCallback) for c in self.trainer.callback_handler.callbacks)
+        self.trainer.add_callback(MemSaveCallback)
+
+
+@pytest.mark.parametrize(("cls", "bf16"), [(MemSaveCallback, False), (Adds, True)])
+def test_every_reporter_gets_what_the_first_step_kept_and_freed(make, cls, bf16):
+    reporter, callback = Reporter(), cls()
+    trainer = callback.trainer = make(callbacks=[reporter, callback], bf16=bf16)
     trainer.train()
     with_loss = [logs for logs in reporter.logged if "loss" in logs]
     assert len(with_loss) == 3
     batch = {k: torch.stack([row[k] for row in Rows("llama")][:4]) for k in ("input_ids", "attention_mask", "labels")}
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        ours = measure_kept(trainer.model, batch).total
+        kept = measure_kept(trainer.model, batch).total
         unpatch(trainer.model)
         stock = measure_kept(trainer.model, batch).total
     for logs in with_loss:
-        assert logs["memsave/kept_mib"] * MIB == pytest.approx(ours, rel=0.02)  # a batch with other padding
-        assert logs["memsave/freed_mib"] * MIB == pytest.approx(stock - ours, rel=0.05)
-        assert "memsave/peak_mib" not in logs
+        assert logs["memsave/kept_gib"] * GIB == pytest.approx(kept, rel=0.02)  # a batch with other padding
+        assert logs["memsave/freed_fraction"] == pytest.approx(1 - kept / stock, rel=0.05)
+        assert "memsave/peak_gib" not in logs
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert [entry["memsave/kept_mib"] for entry in history] == [logs["memsave/kept_mib"] for logs in with_loss]
+    assert [entry["memsave/kept_gib"] for entry in history] == [logs["memsave/kept_gib"] for logs in with_loss]
+
+
+def test_tensorboard_gets_them_once_with_each_loss(make, tmp_path):
+    protos = pytest.importorskip("tensorboardX.proto.event_pb2")
+    make(callbacks=[MemSaveCallback({"offload": True})], report_to=["tensorboard"]).train()
+    (file,) = tmp_path.rglob("events.out.*")
+    data, found = file.read_bytes(), []
+    while data:  # records: a length, its checksum, the event, its checksum
+        event = protos.Event.FromString(data[12 : (end := 12 + int.from_bytes(data[:8], "little"))])
+        found += [(value.tag, event.step) for value in event.summary.value]
+        data = data[end + 4 :]
+    for name in ("loss", "memsave/kept_gib", "memsave/freed_fraction", "memsave/offloaded_gib"):
+        assert [step for tag, step in found if tag == f"train/{name}"] == [1, 2, 3]
+    kinds = [(tag, step) for tag, step in found if tag.startswith("train/memsave/freed_gib/")]
+    assert len(set(kinds)) == len(kinds) > 1 and {step for _, step in kinds} == {1}
 
 
 def test_watching_the_first_step_changes_no_bit_and_saved_models_are_stocks(make, tmp_path):
@@ -124,7 +142,7 @@ def test_a_model_built_by_model_init_is_patched_each_time(make):
     callback = runs[0][1]
     make(callbacks=[plain := MemSaveCallback()], bf16=True).train()
     assert callback.report.skipped == ()
-    kept, plain_kept = (c.metrics["memsave/kept_mib"] * MIB for c in (callback, plain))
+    kept, plain_kept = (c.metrics["memsave/kept_gib"] * GIB for c in (callback, plain))
     assert kept <= plain_kept + 4 * 12 * 32 * 2  # the head's input in bf16, as stock keeps it
 
 
@@ -142,7 +160,7 @@ def test_hyperparameter_search_finds_what_stock_finds(make):
         )  # fmt: skip
         found.append((best.objective, best.hyperparameters))
     assert found[0] == found[1]
-    assert callbacks[0].metrics["memsave/freed_mib"] > 0
+    assert callbacks[0].metrics["memsave/freed_fraction"] > 0.1
 
 
 @pytest.mark.parametrize("place", ["a layer", "what prepares the batch"])
@@ -163,7 +181,7 @@ def test_a_step_that_fails_leaves_nothing_behind(make, place, monkeypatch):
     again = make(trainer.model, callbacks=[callback := MemSaveCallback()])
     assert callback.report.skipped == ()
     again.train()
-    assert callback.metrics["memsave/kept_mib"] > 0 and "forward" not in vars(trainer.model)
+    assert callback.metrics["memsave/kept_gib"] > 0 and "forward" not in vars(trainer.model)
 
 
 # The trainer of our own, and the mixin.

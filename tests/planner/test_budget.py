@@ -59,15 +59,16 @@ def trained(trainer):
 
 @pytest.mark.long
 @pytest.mark.parametrize("door", ["callback", "trainer"])
-def test_a_trainer_plans_for_its_own_batch_and_its_step_stays_within_the_budget(tmp_path, door, capsys):
+def test_a_trainer_plans_for_its_own_batch_and_its_step_stays_within_the_budget(tmp_path, door, caplog):
     (budget, wanted), model = planned(), llama()
     assert wanted.checkpoint or wanted.offload
     common = dict(model=model, args=arguments(tmp_path), train_dataset=rows(), data_collator=collate)
     memsave = MemSaveConfig(budget=budget)
     options = {"callbacks": [MemSaveCallback(memsave)]} if door == "callback" else {"memsave": memsave}
-    callback = trained(Trainer(**common, **options))
+    with caplog.at_level("INFO", "hf_memsave"):
+        callback = trained(Trainer(**common, **options))
     assert callback.config == callback.report.config == wanted
-    assert f"The cheapest in {budget / 2**20:,.2f} MiB" in capsys.readouterr().out
+    assert f"The cheapest in {budget / 2**20:,.2f} MiB" in caplog.text
     model.zero_grad()
     batch = collate([{"input_ids": [3] * LONGEST}] * BATCH)
     peak = count_peak(lambda: model(**batch).loss.backward()).peak

@@ -129,10 +129,10 @@ def assert_memory_logged(stock, patched):
     """With every loss of the patched run came what it kept; the stock run knows nothing of it."""
     losses = [[entry for entry in log(folder) if "loss" in entry] for folder in (stock, patched)]
     names = [[name for entry in entries for name in entry if name.startswith("memsave/")] for entries in losses]
-    by_function = "memsave/avoided_mib/"
-    assert any(name.startswith(by_function) for name in names[1])
-    totals = [[name for name in some if not name.startswith(by_function)] for some in names]
-    assert totals == [[], ["memsave/freed_mib", "memsave/kept_mib"] * 2]
+    by_kind = "memsave/freed_gib/"
+    assert any(name.startswith(by_kind) for name in names[1])
+    totals = [[name for name in some if not name.startswith(by_kind)] for some in names]
+    assert totals == [[], ["memsave/freed_fraction", "memsave/kept_gib"] * 2]
 
 
 def assert_stock_adapter(folder):
