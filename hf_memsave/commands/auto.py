@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 
 import yaml
-from rich.console import Console
 
 from hf_memsave import MemSaveConfig, MemSaveError
-from hf_memsave.commands.inputs import add_inputs, load_inputs
+from hf_memsave.commands.inputs import add_inputs, load_inputs, new_console
 from hf_memsave.commands.options import DTYPES, GIVE_ANOTHER_BATCH, NUMBER, SIZE, CommandError, add
 from hf_memsave.config.sizes import gib
-from hf_memsave.measure.inputs import forward_of
-from hf_memsave.measure.step import cannot_run
+from hf_memsave.measure.inputs import cannot_run, forward_of
 from hf_memsave.planner import fast, smart
 
 
@@ -42,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError("--max-batch limits the batches of --fast, got --smart. Add --fast, or leave it out.")
     if args.memory is None and args.device == "cpu":
         raise CommandError("--device cpu: expected --memory, such as --memory 16GiB, got none. Say how much there is.")
-    console = Console(highlight=False, markup=False)
+    console = new_console()
     model, batch, title = load_inputs(args, console)
     forward = forward_of(model, DTYPES.get(args.autocast))
     most = {"max_batch": args.max_batch} if args.fast else {}

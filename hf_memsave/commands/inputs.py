@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from transformers import PreTrainedConfig
 
 from hf_memsave.commands.options import NUMBER, CommandError, add, weights_of
 from hf_memsave.config.sizes import GIB
-from hf_memsave.measure.inputs import described, make_batch, read_batch
+from hf_memsave.errors import MeasureError
+from hf_memsave.measure.inputs import described, fitted, make_batch, read_batch
 from hf_memsave.measure.models import at_depth, build_empty, depth_of, has_weights, load_config, load_model, period
 
 _SEQUENCES, _TOKENS = 2, 64
+BATCH_HELP = "what the forward takes, tensors by name: torch.save, .safetensors, .json, .jsonl (examples)"
 #: Parameters that are compared without a question; drawing more takes minutes.
 _MOST = 10**9
 #: Weights, their gradients, and the gradients of the three steps that are compared.
@@ -30,13 +33,18 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     model = "the folder of a saved model or PEFT adapter, or a name on the hub; or, for random weights, a config.json"
     option("model", metavar="MODEL", help=f"{model} or a model type (bert, llama, ...)")
-    tensors = "tensors by name: torch.save, .safetensors, .json, .jsonl (examples)"
-    option("--batch", type=Path, metavar="FILE", help=tensors)
+    option("--batch", type=Path, metavar="FILE", help=BATCH_HELP)
     option("--batch-size", **NUMBER, help=f"random sequences ({_SEQUENCES})")
     option("--seq-len", **NUMBER, help=f"tokens in each ({_TOKENS})")
     add(parser, "--dtype", help="of the weights (as saved; with --autocast fp32)")
     add(parser, "--autocast")
     option("--device", choices=["cpu", "cuda"], default="cpu", help="where to run (%(default)s)")
+
+
+def new_console() -> Console:
+    """Where a command prints; no line is cut or wrapped where that is no terminal."""
+    console = Console(highlight=False, markup=False)
+    return console if console.is_terminal else Console(highlight=False, markup=False, width=10_000)
 
 
 def load_inputs(
@@ -57,32 +65,34 @@ def load_inputs(
             console.print(note, end="\n" if note else "")
         elif may_shrink and args.layers:
             raise CommandError(f"--layers: expected random weights, got those of {args.model}. Leave it out.")
-        model, head, weights = load_model(args.model, dtype, config=config)
+        model, head, weights = load_model(args.model, dtype, config=config, has_batch=batch is not None)
         batch = batch or make_batch(head, model.config, args.batch_size or _SEQUENCES, args.seq_len or _TOKENS)
         model.to(args.device).train()
-        batch = {name: value.to(args.device) for name, value in batch.items()}
+        batch = fitted(batch, model)
     return model, batch, f"{type(model).__name__}, {weights}: {described(batch)}"
 
 
 def shrunk(name: str, config: PreTrainedConfig, dtype: torch.dtype, layers: int | None) -> tuple[PreTrainedConfig, str]:
     """A configuration whose model is small enough to be drawn and compared, and what to say of its layers, if fewer."""
-    own = depth_of(config)
     if layers is not None:
-        return at_depth(config, dict.fromkeys(own, layers)), ""
+        return at_depth(config, depth_of(config, layers)), ""
     free = psutil.virtual_memory().available * _SHARE
     each = dtype.itemsize * _COPIES
     whole = _count(config)
     if whole <= _MOST and whole * each <= free:
         return config, ""
-    every = period(config)
-    size = f"{name} has {whole / 1e6:,.0f} M parameters"
-    for number in (max(2, every), every):
-        few = at_depth(config, {field: min(number, full) for field, full in own.items()})
-        if (found := _count(few)) * each <= free:
-            less = f"Compared are {number} layers of that width, {found / 1e6:,.0f} M; --layers N takes others."
-            return few, f"{size} in {sum(own.values())} layers. {less}"
+    size, least, found = f"{name} has {whole / 1e6:,.0f} M parameters", "all", whole
+    with contextlib.suppress(MeasureError):
+        own, every = depth_of(config), period(config)
+        for number in (max(2, every), every):
+            few, least = at_depth(config, {field: min(number, full) for field, full in own.items()}), f"even {every}"
+            if (found := _count(few)) * each <= free and found < whole:
+                less = f"Compared are {number} layers of that width, {found / 1e6:,.0f} M; --layers N takes others."
+                return few, f"{size} in {sum(own.values())} layers. {less}"
+    if found == whole and whole * each <= free:
+        return config, f"{size}, which cannot be made less: drawing them takes minutes."
     raise CommandError(
-        f"{size}, and even {every} of its layers need {found * each / GIB:.1f} GiB with what is compared: expected at "
+        f"{size}, and {least} of its layers need {found * each / GIB:.1f} GiB with what is compared: expected at "
         f"most {free / GIB:.1f}. Use --dtype bf16, or name a config.json of less width."
     )
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from hf_memsave import MemSaveConfig
 from hf_memsave.commands import options
-from hf_memsave.config.sizes import MIB
+from hf_memsave.commands.inputs import BATCH_HELP, new_console
+from hf_memsave.config.sizes import gib
 from hf_memsave.count.kept import KINDS_OF_OPS
-from hf_memsave.measure.kept_in_full import FullDepth, measure_full_depth
+from hf_memsave.measure.inputs import read_batch, shapes
+from hf_memsave.measure.kept_in_full import EVERY_LAYER, FullDepth, measure_full_depth
 from hf_memsave.measure.models import load_config
 from hf_memsave.measure.training import Training
 
@@ -25,12 +27,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     parser.description = (
         "Lists the sites that patch() finds in a model, and measures what one training step keeps between forward and "
-        "backward, stock beside patched. Needs the configuration alone: no weights are read. Small depths are measured "
-        "on the CPU; further layers are taken to be like theirs, whose parameters are counted."
+        "backward, stock beside patched. Needs the configuration alone: no weights are read. Of a text model a few "
+        "layers are measured on the CPU, and further ones taken to be like those; any other model is run whole, on "
+        "images or sound of the sizes in its configuration, or on a batch of yours."
     )
     options.add(parser, "model", "--memsave")
     options.add(parser, "--batch-size", default=4, help="sequences (%(default)s)")
     options.add(parser, "--seq-len", default=128)
+    parser.add_argument("--batch", type=Path, metavar="FILE", help=BATCH_HELP)
     options.add(parser, "--dtype", "--autocast", "--lora", "--layers")
     parser.add_argument("--plot", **options.PICTURE, help="draw the table as stacked bars")
     options.add(parser, "--json")
@@ -44,18 +48,21 @@ def run(args: argparse.Namespace) -> int:
         batch_size=args.batch_size, seq_len=args.seq_len, dtype=options.weights_of(args) or torch.bfloat16,
         autocast=autocast, lora=args.lora,
     )  # fmt: skip
-    console = Console(highlight=False, markup=False)
+    batch = read_batch(args.batch) if args.batch else None
+    console = new_console()
     with console.status(f"Measuring {args.model} ..."):
-        result = measure_full_depth(load_config(args.model), setting, memsave, args.layers)
+        result = measure_full_depth(load_config(args.model), setting, memsave, args.layers, batch)
     dtype = f"bf16 autocast, {options.NAMES[setting.dtype]} weights" if autocast else options.NAMES[setting.dtype]
-    batch = f"batch {args.batch_size} x {args.seq_len} tokens, {dtype}"
-    title = f"{options.name_of(args.model)}: {result.cls}, {_layers(result.depth)} layers, {batch}"
+    depth = f"{_layers(result.depth)} layers, " if result.depth else ""
+    words = f"{args.batch_size} x {args.seq_len} tokens" if depth and not batch else shapes(result.inputs)
+    title = f"{options.name_of(args.model)}: {result.cls}, {depth}batch {words}, {dtype}"
     console.print(title, style="bold")
     console.print(f"preset {args.memsave}, {result.parameters / 1e6:,.1f} M parameters")
     console.print(f"LoRA on a frozen model: {args.lora}\n" if args.lora else "")
-    console.print(sites_table(result.sites), kept_table(result), sep="\n")
     stock, patched = (sum(affine.total.values()) for affine in (result.stock, result.patched))
-    console.print(f"{stock / patched:.2f}x less: {(stock - patched) / MIB:,.1f} MiB freed.", style="bold")
+    kept = f"Kept for backward: {gib(patched)}, where stock keeps {gib(stock)}: {freed(stock, patched)} freed."
+    console.print(sites_table(result.sites), kept_table(result), sep="\n")
+    console.print(kept, style="bold")
     console.print(*explain(result, setting), sep="\n")
     if args.plot:
         from hf_memsave.commands.pictures import kept_bars
@@ -78,42 +85,61 @@ def sites_table(sites: Mapping[tuple[str, ...], int]) -> Table:
 
 
 def kept_table(result: FullDepth) -> Table:
-    """Kept memory by kind of op, stock beside patched: MiB in all, and u in a layer of each stack."""
-    table = Table("made by", box=box.SIMPLE_HEAD, title="Kept between forward and backward", title_justify="left")
-    columns = []
-    for stack in ("", *result.depth):
-        words = "" if len(result.depth) == 1 else "\ndecoder" if "decoder" in stack else "\nencoder"
-        for name, affine in (("stock", result.stock), ("patched", result.patched)):
-            table.add_column(f"{name}\nu/layer{words}" if stack else f"{name}\nMiB", justify="right")
-            columns.append(affine.per_layer[stack] if stack else affine.total)
+    """Kept memory by kind of op, stock beside patched, and what is freed."""
+    table = Table(box=box.SIMPLE_HEAD, title="Kept between forward and backward", title_justify="left")
+    for i, header in enumerate(("made by", "stock", "patched", "freed")):
+        table.add_column(header, justify="right" if i else "left")
 
-    def add_row(name: str, amounts: Sequence[float], style: str | None = None) -> None:
-        cells = [f"{n / result.u:.2f}" if i > 1 else f"{n / MIB:,.1f}" for i, n in enumerate(amounts)]
-        table.add_row(name, *cells, style=style)
+    def add_row(name: str, stock: float, patched: float, style: str | None = None) -> None:
+        table.add_row(name, gib(stock), gib(patched), freed(stock, patched), style=style)
 
+    stock, patched = result.stock.total, result.patched.total
     for kind in KINDS_OF_OPS:
-        if kind in result.stock.total or kind in result.patched.total:
-            add_row(kind, [kept.get(kind, 0) for kept in columns])
+        if kind in stock or kind in patched:
+            add_row(kind, stock.get(kind, 0), patched.get(kind, 0))
     table.add_section()
-    add_row("all", [sum(kept.values()) for kept in columns], "bold")
+    add_row("all", sum(stock.values()), sum(patched.values()), "bold")
     return table
+
+
+def freed(stock: float, patched: float) -> str:
+    """The share of stock's bytes that is freed."""
+    return "more" if patched > stock else f"{1 - patched / max(stock, 1):.0%}"
 
 
 def explain(result: FullDepth, setting: Training) -> list[str]:
     """How the figures were found, and what they are not."""
-    stock, patched = (" and ".join(map(_layers, result.measured[name])) for name in ("stock", "patched"))
-    lines = [
-        f"u is one activation, batch x seq x hidden in {options.NAMES[setting.u_dtype]}: {result.u / MIB:.3g} MiB.",
-        f"Measured: every byte alive after a forward with {patched} layers of full width (stock: {stock}). "
-        "Extrapolated: the depth, of layers like those; the number of parameters was compared with the full model's.",
-        "A tensor counts for the op that made it: an op that keeps its input, not its output, moves bytes to the op "
-        "before it.",
-    ]
-    if result.changes:
+    lines = []
+    for field in result.depth:
+        each = [sum(affine.per_layer[field].values()) for affine in (result.stock, result.patched)]
+        which = "" if len(result.depth) == 1 else " of the decoder" if "decoder" in field else " of the encoder"
+        units = f" ({' and '.join(f'{n / result.u:.2f}' for n in each)} u)" if result.u else ""
+        lines.append(f"A layer{which} keeps {gib(each[0])} stock, {gib(each[1])} patched{units}.")
+    if result.u:
+        dtype = options.NAMES[setting.u_dtype]
+        lines.append(f"u is one activation, batch x seq x hidden in {dtype}: {gib(result.u)}.")
+    if result.depth:
+        stock, patched = (" and ".join(map(_layers, result.measured[name])) for name in ("stock", "patched"))
         lines.append(
-            f"For the measurement, {' and '.join(result.changes)}: else the CPU's attention keeps seq x seq tensors, "
+            f"Measured: every byte alive after a forward with {patched} layers of full width (stock: {stock}). "
+            "Extrapolated: the depth, of layers like those; the number of parameters was compared with the full "
+            "model's."
+        )
+    else:
+        lines.append("Measured: every byte alive after a forward of the whole model, with random weights.")
+    lines.append(
+        "A tensor counts for the op that made it: an op that keeps its input, not its output, moves bytes to the op "
+        "before it."
+    )
+    if changes := [change for change in result.changes if change != EVERY_LAYER]:
+        lines.append(
+            f"For the measurement, {' and '.join(changes)}: else the CPU's attention keeps seq x seq tensors, "
             "which a fused GPU kernel does not."
         )
+    if EVERY_LAYER in result.changes:
+        lines.append("No layer is dropped for the measurement: layerdrop is 0.")
+    if not result.has_loss:
+        lines.append(f"{result.cls} returns no loss for this batch, so its whole output was held.")
     return lines
 
 
@@ -128,6 +154,7 @@ def to_dict(result: FullDepth, setting: Training) -> dict[str, Any]:
         "parameters": result.parameters,
         "batch_size": setting.batch_size,
         "seq_len": setting.seq_len,
+        "inputs": result.inputs,
         "dtype": options.NAMES[setting.dtype],
         "autocast": "bf16" if setting.autocast else None,
         "lora": dataclasses.asdict(setting.lora) if setting.lora else None,

@@ -8,11 +8,10 @@ import itertools
 import sys
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from hf_memsave import MemSaveConfig
-from hf_memsave.commands.inputs import add_inputs, load_inputs
+from hf_memsave.commands.inputs import add_inputs, load_inputs, new_console
 from hf_memsave.commands.options import DTYPES, GIVE_ANOTHER_BATCH, CommandError, add, progress_bar
 from hf_memsave.config.sizes import MIB
 from hf_memsave.measure import step
@@ -38,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Load, compare and print; returns 0, or 1 if the patched step fails, or differs by more than allowed."""
     memsave = MemSaveConfig.named(args.memsave)
-    console = Console(highlight=False, markup=False)
+    console = new_console()
     try:
         with step.deterministic_kernels() if args.deterministic else contextlib.nullcontext():
             model, batch, title = load_inputs(args, console, may_shrink=True)

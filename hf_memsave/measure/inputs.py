@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import pickle
 from collections.abc import Callable, Mapping
@@ -22,10 +23,28 @@ _UNREADABLE = (
     pickle.UnpicklingError, SafetensorError,
 )  # fmt: skip
 
+#: What a forward takes that is no input.
+_SWITCHES = {"self", "return_dict", "output_attentions", "output_hidden_states", "use_cache", "logits_to_keep"}
+#: The tokens of a second of speech.
+_SPOKEN = 16
+
 
 def make_batch(head: Any, config: PreTrainedConfig, batch_size: int, seq_len: int) -> dict[str, Tensor]:
-    """Random token ids ``[batch, seq]``, none of them padding, and the labels that the head takes; always the same."""
-    generator = torch.Generator().manual_seed(0)
+    """Random inputs, always the same, and labels for a head: token ids ``[batch, seq]``, or images, or sound."""
+    make = _make_tokens if head in HEADS.values() else _make_others
+    try:
+        return make(head, config, batch_size, seq_len, torch.Generator().manual_seed(0))
+    except MeasureError:
+        raise
+    except RuntimeError as error:
+        reason = f"a batch of {batch_size}: {str(error).splitlines()[0]}"
+        raise MeasureError(reason, "Lower batch_size.", "Lower --batch-size.") from error
+
+
+def _make_tokens(
+    head: Any, config: PreTrainedConfig, batch_size: int, seq_len: int, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Token ids, none of them padding."""
     ids = torch.randint(config.vocab_size, (batch_size, seq_len), generator=generator)
     ids[ids == config.pad_token_id] = 0 if config.pad_token_id else 1
     if head not in (HEADS["SEQ_CLS"], HEADS["TOKEN_CLS"]):
@@ -34,6 +53,77 @@ def make_batch(head: Any, config: PreTrainedConfig, batch_size: int, seq_len: in
     shape = (batch_size,) if head is HEADS["SEQ_CLS"] else (batch_size, seq_len)
     labels = torch.randint(max(2, config.num_labels), shape, generator=generator)
     return {"input_ids": ids, "labels": labels.to(label_dtype)}
+
+
+def _image(config: Any) -> tuple[int, ...]:
+    size = getattr(config, "image_size", 224)
+    sides = (size["height"], size["width"]) if isinstance(size, Mapping) else size
+    frames = [config.num_frames] if hasattr(config, "num_frames") else []
+    names = ("num_channels", "in_channels", "in_chans")
+    channels = next((getattr(config, name) for name in names if hasattr(config, name)), 3)
+    return (*frames, channels, *([sides] * 2 if isinstance(sides, int) else sides))
+
+
+#: Input -> the shape of one, by the configuration of the part of the model that takes it; and how that part is named.
+_SHAPES: dict[str, tuple[Callable[[Any], tuple[int, ...]], str]] = {
+    "pixel_values": (_image, "vision_config"),
+    "input_values": (lambda c: (c.max_length, c.num_mel_bins) if hasattr(c, "num_mel_bins") else (16_000,), ""),
+    "input_features": (lambda c: (c.num_mel_bins, 2 * c.max_source_positions), "audio_config"),
+}
+
+
+def _make_others(
+    cls: Any, config: PreTrainedConfig, batch_size: int, seq_len: int, generator: torch.Generator
+) -> dict[str, Tensor]:
+    takes, text = taken_by(cls), config.get_text_config()
+    limits = (getattr(text, name, None) for name in ("max_target_positions", "max_position_embeddings"))
+    length, vocabulary = min(seq_len, next(filter(None, limits), _SPOKEN)), getattr(text, "vocab_size", None) or 2
+    pairs = "return_loss" in takes  # texts and images, whose distances are the loss: of one pair it is zero
+    batch_size = max(batch_size, 2) if pairs else batch_size
+    batch: dict[str, Tensor] = {}
+    for name in [n for n in ("input_ids", *_SHAPES) if n in takes] if pairs else [cls.main_input_name]:
+        try:
+            if name == "input_ids":
+                batch[name] = torch.randint(1, vocabulary, (batch_size, length), generator=generator)
+            else:
+                shape, part = _SHAPES[name]
+                batch[name] = torch.randn(batch_size, *shape(getattr(config, part, config)), generator=generator)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise MeasureError(
+                f"cannot make {name!r} for {cls.__name__}: expected its sizes in the configuration, as images or sound "
+                f"have them, got {type(error).__name__}: {error}. Its forward takes {', '.join(takes)}.",
+                "Give a batch of your own.", "Give one with --batch.",
+            ) from error  # fmt: skip
+    if pairs:
+        return batch | {"return_loss": torch.tensor(True)}
+    labels: dict[str, tuple[tuple[int, ...], int, int]] = {  # how a class's name ends -> shape, the least, the end
+        "Classification": ((), 0, config.num_labels),
+        "SemanticSegmentation": (tuple(batch[cls.main_input_name].shape[2:]), 0, config.num_labels),
+        "ConditionalGeneration": ((length,), 1, vocabulary),
+        "CTC": ((length,), 1, vocabulary),
+    }
+    kind = next((kind for kind in labels if cls.__name__.endswith(kind) and "labels" in takes), None)
+    if kind is not None:
+        shape_of, least, end = labels[kind]
+        batch["labels"] = torch.randint(least, end, (batch_size, *shape_of), generator=generator)
+        if end == 1:  # regression
+            batch["labels"] = batch["labels"].float()
+    return batch
+
+
+def taken_by(model: Any) -> list[str]:
+    """The names of what the forward of a model, or of a class of models, takes."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    found = inspect.signature(model.forward).parameters.values()
+    return [p.name for p in found if p.kind not in kinds and p.name not in _SWITCHES]
+
+
+def fitted(batch: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """The batch on the model's device, and numbers but labels in the dtype of its weights."""
+    weight = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    is_number = {name: value.is_floating_point() and name != "labels" for name, value in batch.items()}
+    return {n: value.to(weight.device, weight.dtype if is_number[n] else None) for n, value in batch.items()}
 
 
 def read_batch(path: Path) -> dict[str, Tensor]:
@@ -66,9 +156,12 @@ def read_batch(path: Path) -> dict[str, Tensor]:
 
 def described(batch: Mapping[str, Any]) -> str:
     """Names and shapes."""
-    return ", ".join(
-        f"{name} {list(value.shape)}" if isinstance(value, Tensor) else name for name, value in batch.items()
-    )
+    return shapes({n: list(value.shape) if isinstance(value, Tensor) else [] for n, value in batch.items()})
+
+
+def shapes(inputs: Mapping[str, list[int]]) -> str:
+    """Names, each with its shape if it has one."""
+    return ", ".join(f"{name} {shape}" if shape else name for name, shape in inputs.items())
 
 
 def forward_of(model: nn.Module, autocast: torch.dtype | None) -> Callable[..., Any]:
@@ -87,6 +180,14 @@ def device_of(model: nn.Module) -> str:
     return next((p.device.type for p in model.parameters()), "cpu")
 
 
+def cannot_run(model: nn.Module, batch: Mapping[str, Any], error: Exception) -> str:
+    """The message for a step that fails without us."""
+    return (
+        f"{type(model).__name__} cannot run a stock step on {described(batch)}: {type(error).__name__}: {error} "
+        f"Expected a batch that the model trains on: its forward takes {', '.join(taken_by(model))}."
+    )
+
+
 def loss_of(output: Any, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """The one number that backward begins at: ``output["loss"]``, or ``output``; MeasureError if there is none."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -94,7 +195,8 @@ def loss_of(output: Any, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         got = ", ".join(output) if isinstance(output, Mapping) else f"a {type(output).__name__}"
         if isinstance(loss, Tensor):
             got = f"a tensor {list(loss.shape)}"
-        remedy = "Use a model with a head that takes them" if "labels" in batch else "Add 'labels' to the batch"
+        can_add = "labels" in taken_by(model) and "labels" not in batch
+        remedy = "Add 'labels' to the batch" if can_add else "Use a model with a head"
         raise MeasureError(
             f"expected a loss in the output of {type(model).__name__}, got {got} for a batch of {', '.join(batch)}. "
             f"{remedy}, or have its forward return a loss of one number."

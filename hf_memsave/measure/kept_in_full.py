@@ -1,4 +1,4 @@
-"""What the model of a configuration keeps, stock and patched: measured on the CPU at a few layers, without weights."""
+"""What the model of a configuration keeps, stock and patched: measured on the CPU, at a few layers where that tells."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_memsave.config.config import MemSaveConfig
-from hf_memsave.config.sizes import GIB
+from hf_memsave.config.sizes import GIB, MIB
 from hf_memsave.count.kept import measure_kept
-from hf_memsave.errors import MeasureError
+from hf_memsave.errors import MeasureError, MemSaveError
 from hf_memsave.measure.depth import FROM, REPEATS, Affine, depths_for
-from hf_memsave.measure.inputs import forward_of, make_batch
-from hf_memsave.measure.models import at_depth, choose_head, depth_of
-from hf_memsave.measure.training import Training, build, refusing_untrainable
+from hf_memsave.measure.inputs import cannot_run, described, fitted, forward_of, make_batch
+from hf_memsave.measure.models import DepthError, at_depth, class_of, depth_of, is_text
+from hf_memsave.measure.training import Training, build
 from hf_memsave.patching.patch import patch
 
 # What the memory check expects: the most that stock keeps in a layer of any family, plain and with adapters (DoRA in
 # fp32), and for the logits of a token.
 _MOST_U, _MOST_U_ADAPTED, _LOGIT_BYTES = 50, 160, 14
+#: From what size on a tensor may be the one that fills the memory, and how much stays free, in bytes.
+_LARGE, _RESERVE = 2**20, 2**28
+EVERY_LAYER = "every layer runs"
 aten = torch.ops.aten
 _DRAWN = 2**16
 #: Matrix products, and which argument is the first factor.
@@ -38,45 +41,71 @@ class FullDepth:
     cls: str  # the model's class
     parameters: int  # their number
     sites: dict[tuple[str, ...], int]  # (status, op, class, reason) -> how many sites there are
-    depth: dict[str, int]  # field of the configuration -> number of layers
+    inputs: dict[str, list[int]]  # name -> shape
+    depth: dict[str, int]  # field of the configuration -> number of layers; of a model that was run whole, none
     measured: dict[str, tuple[dict[str, int], ...]]  # the depths that were run, "stock" and "patched"
     changes: tuple[str, ...]  # what was changed in the model for that
-    u: int  # bytes of one activation ``[batch, seq, hidden]``
+    has_loss: bool  # whether the model gives one for these inputs: else the whole output was held
+    u: int | None  # bytes of one activation ``[batch, seq, hidden]``, where few layers were run
     stock: Affine  # kept bytes by kind of op
     patched: Affine  # the patched model's
 
 
 def measure_full_depth(
-    config: PreTrainedConfig, training: Training, memsave: MemSaveConfig, layers: int | None = None
-) -> FullDepth:
-    """Run a few layers; MeasureError if they fail, do not fit the machine's free memory, or are not alike."""
-    full = depth_of(config, layers)
+    config: PreTrainedConfig, training: Training, memsave: MemSaveConfig, layers: int | None = None,
+    batch: dict[str, torch.Tensor] | None = None,
+) -> FullDepth:  # fmt: skip
+    """Run a few layers of a text model, any other model whole; on a batch that is made where none is given."""
+    head = class_of(config, batch is not None)
+    if batch is None:
+        batch = make_batch(head, config, training.batch_size, training.seq_len)
+    if is_text(config):
+        try:
+            return _measure(head, config, training, memsave, depth_of(config, layers), batch)
+        except DepthError:
+            if layers:
+                raise
+    if layers:
+        config = at_depth(config, depth_of(config, layers))
+    return _measure(head, config, training, memsave, {}, batch)
+
+
+def _measure(
+    head: Any, config: PreTrainedConfig, training: Training, memsave: MemSaveConfig, full: dict[str, int],
+    batch: dict[str, torch.Tensor],
+) -> FullDepth:  # fmt: skip
+    """At full depth from a few layers; without ``full``, of the model as it is."""
     few, more = depths_for(config, full, 1, 1), depths_for(config, full, FROM, REPEATS)
     with torch.device("meta"):
-        whole, changes = _build(config, full, training)
-    tokens, deepest = training.batch_size * training.seq_len, max(few.run, key=_sum)
-    per_layer = (_MOST_U_ADAPTED if training.lora else _MOST_U) * config.hidden_size * training.dtype.itemsize
-    at_most = tokens * (_sum(deepest) * per_layer + _LOGIT_BYTES * config.vocab_size)
-    _check_memory(config, training, deepest, at_most)
-    stock = [_point(config, depth, training, None) for depth in few.run]
+        whole, changes = _build(head, config, full, training)
+    deepest, at_most, u = max(few.run, key=_sum), 0, None
+    tokens = batch.get("input_ids", batch.get("inputs_embeds"))
+    if full and tokens is not None and tokens.dim() > 1:
+        u = tokens.shape[0] * tokens.shape[1] * config.hidden_size * training.u_dtype.itemsize
+        per_layer = (_MOST_U_ADAPTED if training.lora else _MOST_U) * config.hidden_size * training.dtype.itemsize
+        at_most = tokens.shape[0] * tokens.shape[1] * (_sum(deepest) * per_layer + _LOGIT_BYTES * config.vocab_size)
+    _check_memory(head, config, training, deepest, batch, at_most)
+    stock = [_point(head, config, depth, training, None, batch) for depth in few.run]
     kept = [point["kept"] for point in stock]
     deepest = max(more.run, key=_sum)
-    _check_memory(config, training, deepest, _sum(replace(few, full=deepest).carried(kept)))
-    patched = [_point(config, depth, training, memsave) for depth in more.run]
+    _check_memory(head, config, training, deepest, batch, _sum(replace(few, full=deepest).carried(kept)))
+    patched = [_point(head, config, depth, training, memsave, batch) for depth in more.run]
 
     if (expected := more.carried([point["parameters"] for point in patched])) != whole.num_parameters():
-        raise MeasureError(
+        raise DepthError(
             f"the layers of {type(whole).__name__} are not alike: expected {expected:,.0f} parameters at full depth, "
-            f"got {whole.num_parameters():,}. Measure it as it is, with hf_memsave.measure_kept(model, batch)."
+            f"got {whole.num_parameters():,}."
         )
     return FullDepth(
         cls=type(whole).__name__,
         parameters=whole.num_parameters(),
         sites=more.carried([point["sites"] for point in patched]),
+        inputs={name: list(value.shape) for name, value in batch.items()},
         depth=full,
         measured={"stock": few.run, "patched": more.run},
         changes=changes,
-        u=tokens * config.hidden_size * training.u_dtype.itemsize,
+        has_loss=stock[0]["has_loss"],
+        u=u,
         stock=Affine.of(kept, few),
         patched=Affine.of([point["kept"] for point in patched], more),
     )
@@ -87,7 +116,7 @@ def _sum(amounts: Mapping[Any, int]) -> int:
 
 
 def _build(
-    config: PreTrainedConfig, depth: dict[str, int], training: Training
+    head: Any, config: PreTrainedConfig, depth: dict[str, int], training: Training
 ) -> tuple[PreTrainedModel, tuple[str, ...]]:
     """The model at a depth, and what had to be changed in it."""
     config, changes = at_depth(config, depth), set()
@@ -95,10 +124,14 @@ def _build(
         if getattr(config, name, None):
             setattr(config, name, 0.0)
             changes.add("attention has no dropout")
+    if getattr(config, "layerdrop", None):
+        config.layerdrop = 0.0
+        changes.add(EVERY_LAYER)
     with SkipValues(shares=True):
-        model = build(config, training)
+        model = build(config, training, head)
     for module in model.modules():
-        if isinstance(getattr(module, "dropout", None), float) and "Attention" in type(module).__name__:
+        rate = getattr(module, "dropout", None)
+        if isinstance(rate, float) and rate and "Attention" in type(module).__name__:
             module.dropout = 0.0
             changes.add("attention has no dropout")
         if (bias := getattr(module, "relative_attention_bias", None)) is not None:
@@ -108,31 +141,50 @@ def _build(
 
 
 def _point(
-    config: PreTrainedConfig, depth: dict[str, int], training: Training, memsave: MemSaveConfig | None
-) -> dict[str, Any]:
-    """The model at a depth: bytes "kept" by kind of op, how many "parameters", and "sites" that were patched or not."""
-    model, _ = _build(config, depth, training)
+    head: Any, config: PreTrainedConfig, depth: dict[str, int], training: Training, memsave: MemSaveConfig | None,
+    batch: dict[str, torch.Tensor],
+) -> dict[str, Any]:  # fmt: skip
+    """The model at a depth: bytes "kept" by kind of op, how many "parameters", "sites" that were patched or not."""
+    model, _ = _build(head, config, depth, training)
     found: dict[str, Any] = {"parameters": model.num_parameters()}
     if memsave is not None:
         report = patch(model, memsave)
         found["sites"] = Counter((site.status, site.op, site.cls, site.reason) for site in report.sites)
-    batch = make_batch(choose_head(config), model.config, training.batch_size, training.seq_len)
-    with refusing_untrainable(config, training), SkipValues():
-        return found | {"kept": measure_kept(model, batch, forward_of(model, training.autocast)).by_kind}
+    call = forward_of(model, training.autocast)
+
+    def forward(**inputs: Any) -> Any:
+        output = call(**inputs)
+        found["has_loss"] = isinstance(output, Mapping) and output.get("loss") is not None
+        return output
+
+    try:
+        with SkipValues():
+            return found | {"kept": measure_kept(model, fitted(batch, model), forward).by_kind}
+    except MemSaveError:
+        raise
+    except Exception as error:
+        raise MeasureError(
+            cannot_run(model, batch, error), "Give such a batch, or try fp32 weights.",
+            "Lower --seq-len if it is beyond the model's positions, give a batch with --batch, or try --dtype fp32.",
+        ) from error  # fmt: skip
 
 
-def _check_memory(config: PreTrainedConfig, training: Training, depth: dict[str, int], kept: int) -> None:
+def _check_memory(
+    head: Any, config: PreTrainedConfig, training: Training, depth: dict[str, int], batch: dict[str, torch.Tensor],
+    kept: int,
+) -> None:  # fmt: skip
     """Refuse what would not fit, before the system ends the process for it."""
     with torch.device("meta"):
-        model, _ = _build(config, depth, replace(training, lora=None))
+        model, _ = _build(head, config, depth, replace(training, lora=None))
     parameters = sum(p.numel() for p in {p.shape: p for p in model.parameters()}.values())  # equal ones share memory
     weights = parameters * training.dtype.itemsize + 2 * bool(training.autocast) * model.num_parameters()
     if weights + kept > (free := psutil.virtual_memory().available):
+        layers = f"{' + '.join(map(str, depth.values()))} layers" if depth else "all layers"
         raise MeasureError(
-            f"{' + '.join(map(str, depth.values()))} layers with a batch of {training.batch_size} x {training.seq_len} "
-            f"tokens need about {(weights + kept) / GIB:.1f} GiB ({weights / GIB:.1f} GiB of weights), and "
-            f"{free / GIB:.1f} GiB are free. Lower batch_size (kept memory grows in proportion to it) or seq_len, "
-            "or use a larger machine."
+            f"{layers} with {described(batch)} need about {(weights + kept) / GIB:.1f} GiB ({weights / GIB:.1f} GiB of "
+            f"weights), and {free / GIB:.1f} GiB are free.",
+            "Lower batch_size (kept memory grows in proportion to it) or seq_len, or use a larger machine.",
+            "Lower --batch-size (kept memory grows in proportion to it) or --seq-len, or use a larger machine.",
         )
 
 
@@ -157,8 +209,16 @@ class SkipValues(TorchDispatchMode):
             return args[0]
         if func.overloadpacket in _PRODUCTS:
             left, right = args[_PRODUCTS[func.overloadpacket] :][:2]
-            return left.new_zeros(*left.shape[:-1], right.shape[-1])
-        return func(*args, **(kwargs or {}))
+            output = left.new_zeros(*left.shape[:-1], right.shape[-1])
+        else:
+            output = func(*args, **(kwargs or {}))
+        is_large = isinstance(output, torch.Tensor) and not output.is_meta and output.nbytes >= _LARGE
+        if is_large and (free := psutil.virtual_memory().available) < _RESERVE:
+            raise MeasureError(
+                f"the forward fills the memory: {free / MIB:,.0f} MiB are free, expected {_RESERVE / MIB:,.0f}. "
+                "Use a smaller batch, or a larger machine."
+            )
+        return output
 
     def _shared(self, made: torch.Tensor, shared: dict[Any, torch.Tensor]) -> torch.Tensor:
         if made.numel() <= _DRAWN or not made.is_floating_point():

@@ -12,7 +12,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from hf_memsave.errors import MeasureError
 
@@ -24,8 +24,20 @@ HEADS = {
     "MASKED_LM": transformers.AutoModelForMaskedLM,  # not PEFT's
     "SEQ_2_SEQ_LM": transformers.AutoModelForSeq2SeqLM,
 }
+#: How the names of further Auto classes end: heads on other inputs, in the order in which they are looked for; or none.
+_OTHER_HEADS = (
+    "ForSpeechSeq2Seq", "ForZeroShotImageClassification", "ForImageClassification", "ForAudioClassification",
+    "ForVideoClassification", "ForImageTextToText", "ForPreTraining", "",
+)  # fmt: skip
 _UNREADABLE = (AttributeError, LookupError, OSError, RuntimeError, SafetensorError, TypeError, ValueError)
-_ANOTHER = "measure another one with hf_memsave.measure_kept(model, batch)."
+
+
+class DepthError(MeasureError):
+    """A model whose depth cannot be changed, or whose layers are not alike: one that few layers do not tell of."""
+
+    def __init__(self, message: str) -> None:
+        whole = "`memsave report` measures a model as it is, without --layers."
+        super().__init__(message, "Measure it as it is with hf_memsave.measure_kept(model, batch).", whole)
 
 
 def load_config(name: str) -> PreTrainedConfig:
@@ -51,6 +63,21 @@ def load_config(name: str) -> PreTrainedConfig:
 
 def choose_head(config: PreTrainedConfig) -> Any:
     """The Auto class for the architecture that a configuration names, else a usual one; else MeasureError."""
+    if (head := _head_on_ids(config)) is not None:
+        return head
+    raise MeasureError(
+        f"{config.model_type!r} has no language modelling or classification head on token ids. Expected a text model.",
+        "Measure another one with hf_memsave.measure_kept(model, batch).",
+        "`memsave report` measures any other one, on a batch of yours with --batch.",
+    )
+
+
+def is_text(config: PreTrainedConfig) -> bool:
+    """Whether :func:`choose_head` finds a head."""
+    return _head_on_ids(config) is not None
+
+
+def _head_on_ids(config: PreTrainedConfig) -> Any:
     known = {
         task: auto._model_mapping[type(config)].__name__
         for task, auto in HEADS.items() if type(config) in auto._model_mapping
@@ -61,24 +88,44 @@ def choose_head(config: PreTrainedConfig) -> Any:
         usual = ["SEQ_2_SEQ_LM"]
     else:
         usual = ["SEQ_CLS", "MASKED_LM"] if "MASKED_LM" in known else ["CAUSAL_LM"]
-    for task in (*asked, *usual):
-        if task in known:
-            return HEADS[task]
-    raise MeasureError(
-        f"{config.model_type!r} has no language modelling or classification head on token ids. Expected a text model; "
-        f"{_ANOTHER}"
-    )
+    return next((HEADS[task] for task in (*asked, *usual) if task in known), None)
+
+
+def class_of(config: PreTrainedConfig, has_batch: bool = False) -> Any:
+    """What to train of a configuration: of a text model :func:`choose_head`'s Auto class, else a class of models."""
+    # First the class that is named, if it has a head. A text model's may take more than can be made, but not more than
+    # the caller's own batch. A class without a head, which gives no loss, comes last.
+    named = getattr(transformers, (config.architectures or [""])[0], None)
+    is_class = isinstance(named, type) and issubclass(named, PreTrainedModel)
+    if is_class and named is not _class_in(transformers.AutoModel, config) and (has_batch or not is_text(config)):
+        return named
+    if is_text(config):
+        return choose_head(config)
+    autos = (getattr(transformers, f"AutoModel{head}") for head in _OTHER_HEADS)
+    found = next(filter(None, (_class_in(auto, config) for auto in autos)), None)
+    if found is None:
+        raise MeasureError(
+            f"{config.model_type!r} has no Auto class. Name its class in the configuration's architectures."
+        )
+    return found
+
+
+def _class_in(auto: Any, config: PreTrainedConfig) -> Any:
+    found = auto._model_mapping[type(config)] if type(config) in auto._model_mapping else None
+    return found[0] if isinstance(found, tuple) else found
+
+
+def from_config(head: Any, config: PreTrainedConfig, **options: Any) -> Any:
+    """A model with random weights, of an Auto class or of a class of models."""
+    return getattr(head, "from_config" if hasattr(head, "from_config") else "_from_config")(config, **options)
 
 
 def build_empty(config: PreTrainedConfig) -> nn.Module:
     """The model of a configuration on the meta device, with its head if there is one; MeasureError if it fails."""
-    try:
-        head = choose_head(config)
-    except MeasureError:
-        head = transformers.AutoModel
+    head = class_of(config)
     try:
         with torch.device("meta"):
-            model: nn.Module = head.from_config(config)
+            model: nn.Module = from_config(head, config)
             return model.train()
     except (AttributeError, ImportError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise MeasureError(
@@ -96,25 +143,27 @@ def has_weights(name: str) -> bool:
 
 
 def load_model(
-    name: str, dtype: torch.dtype | None = None, head: Any = None, config: PreTrainedConfig | None = None
-) -> tuple[Any, Any, str]:
-    """A model, or an adapter's, with saved weights or random ones (of ``config``); its Auto class; what these are."""
+    name: str, dtype: torch.dtype | None = None, head: Any = None, config: PreTrainedConfig | None = None,
+    has_batch: bool = False,
+) -> tuple[Any, Any, str]:  # fmt: skip
+    """A model, or an adapter's, with saved weights or random ones (of ``config``); its class; what these are."""
     path = Path(name)
     try:
         if (path / "adapter_config.json").is_file():
             from peft import PeftConfig, PeftModel
 
             adapter = PeftConfig.from_pretrained(name)
-            base, head, _ = load_model(adapter.base_model_name_or_path, dtype, HEADS.get(adapter.task_type))
+            of, task = adapter.base_model_name_or_path, HEADS.get(adapter.task_type)
+            base, head, _ = load_model(of, dtype, task, has_batch=has_batch)
             return PeftModel.from_pretrained(base, name, is_trainable=True), head, f"adapter {path.resolve().name}"
         config = config or load_config(name)
-        head = head or choose_head(config)
+        head = head or class_of(config, has_batch)
         options = {} if dtype is None else {"dtype": dtype}
         if has_weights(name):
             return head.from_pretrained(name, **options), head, f"weights of {path.name}"
         name_special_tokens(config)
         torch.manual_seed(0)
-        return head.from_config(config, **options), head, "random weights"
+        return from_config(head, config, **options), head, "random weights"
     except MeasureError:
         raise
     except _UNREADABLE as error:
@@ -126,7 +175,7 @@ def load_model(
 
 def name_special_tokens(config: PreTrainedConfig) -> None:
     """Set the special tokens without which some models refuse a batch."""
-    config.pad_token_id = config.pad_token_id or 0
+    config.pad_token_id = getattr(config, "pad_token_id", None) or 0
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id
 
@@ -137,9 +186,9 @@ def depth_of(config: PreTrainedConfig, layers: int | None = None) -> dict[str, i
     names = (first, "num_decoder_layers", "decoder_layers")
     found = {name: layers or getattr(config, name) for name in names if isinstance(getattr(config, name, None), int)}
     if first not in found:
-        raise MeasureError(
+        raise DepthError(
             f"the configuration of {config.model_type!r} has no field {first!r} with its number of layers. Expected a "
-            f"text model; {_ANOTHER}"
+            "model of like layers."
         )
     return found
 
@@ -153,6 +202,8 @@ def period(config: PreTrainedConfig) -> int:
 def at_depth(config: PreTrainedConfig, depth: dict[str, int]) -> PreTrainedConfig:
     """A copy with other numbers of layers by field, and as many entries in lists with one a layer."""
     changed = copy.deepcopy(config)
+    if not depth:  # as deep as it is
+        return changed
     layers, every = next(iter(depth.values())), period(config)
     for name, values in _lists_by_layer(config).items():
         setattr(changed, name, [values[i % every] for i in range(layers)])
@@ -160,8 +211,8 @@ def at_depth(config: PreTrainedConfig, depth: dict[str, int]) -> PreTrainedConfi
         try:
             setattr(changed, field, number)
         except NotImplementedError as error:
-            raise MeasureError(
-                f"cannot change the depth of {config.model_type!r}: {error} Expected a model of like layers; {_ANOTHER}"
+            raise DepthError(
+                f"cannot change the depth of {config.model_type!r}: {error} Expected a model of like layers."
             ) from error
     return changed
 

@@ -12,14 +12,13 @@ from typing import Any
 
 import numpy
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_memsave.config.config import MemSaveLike
 from hf_memsave.count.kept import Kept, measure_kept
 from hf_memsave.errors import MeasureError, MemSaveError
-from hf_memsave.measure.inputs import described, device_of, forward_of, loss_of
+from hf_memsave.measure.inputs import cannot_run, device_of, forward_of, loss_of
 from hf_memsave.patching.patch import patch, unpatch
 from hf_memsave.patching.swap import set_class
 
@@ -52,7 +51,7 @@ class Difference:
     relative: float  # to stock's norm, or to a thousandth of the largest of all: some gradients are rounding alone
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class StepComparison:
     """What :func:`compare_step` found."""
 
@@ -63,6 +62,11 @@ class StepComparison:
     tolerance: float  # the distance allowed: DISTANCES times ``repeat``; where that is zero, bits must be equal
     stock: Kept
     patched: Kept
+
+    def __repr__(self) -> str:
+        equal = sum(d.equal for d in self.gradients)
+        loss = f"loss {'equal' if self.loss.equal else 'different'}, {equal} of {len(self.gradients)} gradients equal"
+        return f"StepComparison({loss} to the bit; stock {self.stock}, patched {self.patched})"
 
     @property
     def differing(self) -> tuple[Difference, ...]:
@@ -141,7 +145,9 @@ def _step(
 ) -> dict[str, Tensor]:
     """The loss, and every gradient by its parameter's name."""
     start_over()
-    transformers.set_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
     loss = loss_of(forward(**batch), model, batch)
     loss.backward()
     gradients = {n: p.grad.to_dense() for n, p in model.named_parameters() if p.grad is not None}
@@ -167,14 +173,6 @@ def _differences(stock: dict[str, Tensor], other: dict[str, Tensor]) -> list[Dif
         relative = distance / scale if math.isfinite(distance) else math.inf
         found.append(Difference(name, same_bits(stock[name], other[name]), relative))
     return found
-
-
-def cannot_run(model: nn.Module, batch: Mapping[str, Any], error: Exception) -> str:
-    """The message for a step that fails without us."""
-    return (
-        f"{type(model).__name__} cannot run a stock step on {described(batch)}: {type(error).__name__}: {error} "
-        "Expected a batch that the model trains on."
-    )
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.optimization import Adafactor
 
 from hf_memsave.arch.versions import cache_name
 from hf_memsave.config.config import MemSaveConfig
@@ -26,7 +25,7 @@ from hf_memsave.measure.fake_device import fake_device, to_fake
 from hf_memsave.measure.inputs import forward_of, make_batch
 from hf_memsave.measure.kernels import ATTENTION
 from hf_memsave.measure.lora import Lora, quantize
-from hf_memsave.measure.models import at_depth, choose_head, load_config, name_special_tokens
+from hf_memsave.measure.models import at_depth, choose_head, from_config, load_config, name_special_tokens
 from hf_memsave.measure.trace import UNIT, Trace, trace_step
 from hf_memsave.patching.patch import patch
 
@@ -51,12 +50,19 @@ class _AdamW8bit(torch.optim.Optimizer):
                     self.state[p][f"{name}_scales"] = p.new_empty(scales, dtype=torch.float32)
 
 
+def _adafactor(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    from transformers.optimization import Adafactor  # which loads PEFT
+
+    made: torch.optim.Optimizer = Adafactor(parameters, lr=1e-3, scale_parameter=False, relative_step=False)
+    return made
+
+
 #: Optimizers by ``Trainer``'s names, as far as their memory goes.
 OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
     "adamw_fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
     "adamw_8bit": _AdamW8bit,
-    "adafactor": lambda parameters: Adafactor(parameters, lr=1e-3, scale_parameter=False, relative_step=False),
+    "adafactor": _adafactor,
     "sgd": lambda parameters: torch.optim.SGD(parameters, foreach=True),
     "sgd_momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9, foreach=True),
 }
@@ -135,13 +141,15 @@ def config_of(model_or_config: Any, training: dict[str, Any]) -> PreTrainedConfi
     return config
 
 
-def build(config: PreTrainedConfig, training: Training) -> PreTrainedModel:
+def build(config: PreTrainedConfig, training: Training, head: Any = None) -> PreTrainedModel:
     """The model in training mode on the device that is active, or on the meta device: it has no weights."""
-    config, head = copy.deepcopy(config), choose_head(config)
+    config, head = copy.deepcopy(config), head or choose_head(config)
     name_special_tokens(config)
-    takes_sdpa = getattr(head._model_mapping[type(config)], "_supports_sdpa", True)  # else Transformers' own choice
-    implementation = "sdpa" if takes_sdpa and training.attention != "eager" else "eager"
-    model = head.from_config(config, dtype=training.dtype, attn_implementation=implementation)
+    options = {}
+    if hasattr(head, "_model_mapping"):  # an Auto class on token ids; of any other model attention is left as it is
+        takes_sdpa = getattr(head._model_mapping[type(config)], "_supports_sdpa", True)
+        options["attn_implementation"] = "sdpa" if takes_sdpa and training.attention != "eager" else "eager"
+    model: PreTrainedModel = from_config(head, config, dtype=training.dtype, **options)
     if training.quantized:
         quantize(model)
     if training.lora is not None:

@@ -1,6 +1,7 @@
 """``memsave`` and ``memsave report``: its figures are those of a direct measurement at full depth."""
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -37,6 +38,7 @@ CONFIGS = {
         "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 5 + ["sliding_attention"] * 2,
     },
 }  # fmt: skip
+STACKS = ("encoder", "decoder")
 HEADS = {"bert": AutoModelForSequenceClassification, "t5": AutoModelForSeq2SeqLM}
 
 
@@ -108,7 +110,11 @@ def test_report_prints_sites_table_and_how_it_was_measured(tmp_path, capsys):
     assert status == 0
     lines = {line.split()[0]: line.split() for line in output.splitlines() if line.strip()}
     assert ["patched", "20", "block", "T5Block"] in [line.split() for line in output.splitlines()]
-    assert len(lines["all"]) == 7  # MiB and, for each stack, u per layer: stock and patched
+    name, stock, unit, patched, other, freed = lines["all"]
+    assert name == "all" and unit == other == "MiB" and freed.endswith("%")
+    assert f"Kept for backward: {patched} MiB, where stock keeps {stock} MiB: {freed} freed." in output
+    assert all(re.search(rf"A layer of the {stack} keeps .* MiB stock, .* MiB patched", output) for stack in STACKS)
+    assert any("(stock: 1 + 1 and " in line and line.endswith("full model's.") for line in output.splitlines())
     text = " ".join(output.split())
     assert "T5ForConditionalGeneration, 3 + 17 layers, batch 4 x 16 tokens, bf16" in text
     assert "3 + 5 and 9 + 5 and 3 + 11 layers of full width (stock: 1 + 1 and 2 + 1 and 1 + 2)" in text

@@ -25,6 +25,7 @@ CONFIGS = {
         "num_experts_per_tok": 1, "moe_intermediate_size": 16, "mlp_only_layers": [14],
     },
     "broken": {"model_type": "bert", **TINY},
+    "eye": {"model_type": "clip_vision_model", **TINY, "image_size": 32, "patch_size": 16},
 }  # fmt: skip
 #: Batch file -> what to write, and the error it gives.
 BATCHES = {
@@ -50,9 +51,13 @@ ERRORS = {
     "report broken.json": "not a valid JSON file",
     "doctor other.json": "Should have a `model_type` key",
     "doctor odd": "cannot build a 'bert' model",
-    "report funnel": "cannot change the depth",
-    "report moe": "are not alike",
-    "verify vit": "no language modelling or classification head",
+    "report funnel --layers 2": "cannot change the depth.*as it is, without --layers",
+    "report moe --layers 17": "are not alike",
+    "estimate vit": "no language modelling or classification head.*`memsave report` measures any other one",
+    "verify speech_to_text": "cannot make 'input_features'.*takes input_features, .*, labels. Give one with --batch",
+    "report resnet --batch other.pt": "on pixels .*: its forward takes pixel_values, labels.*give a batch with --batch",
+    "verify eye": "expected a loss in the output of CLIPVisionModel, got last_hidden_state.*Use a model with a head",
+    "verify resnet --layers 2": "no field 'num_hidden_layers'",
     "verify broken": "Expected a model that from_pretrained loads",
     "report bert --memsave nope": "unknown preset 'nope'.* Leave --memsave out for the exact default",
     "doctor --memsave empty.yaml": "empty.yaml is empty.* Leave --memsave out for the exact default",

@@ -10,7 +10,7 @@ from torch.nn.modules import module as global_hooks
 from torch.utils.checkpoint import checkpoint
 
 from hf_memsave import measure_kept
-from hf_memsave.count.kept import KINDS_OF_OPS, KeptStorage
+from hf_memsave.count.kept import KINDS_OF_OPS, Kept, KeptStorage
 from support.calls import Calls
 from support.helpers import generator_state
 
@@ -39,6 +39,10 @@ def test_a_known_graph_is_counted_exactly_by_the_modules_and_kinds_of_op_that_ma
     assert found.by_kind == {"linear": WIDE_BYTES + NARROW_BYTES, "activation": WIDE_BYTES}
     assert found.total == sum(found.by_kind.values())
     assert KeptStorage("1", "activation", "gelu", WIDE_BYTES) in found.storages
+    assert repr(found) == "Kept(0.00 MiB in 3 storages)"
+    large = Kept((KeptStorage("0", "linear", "addmm", 3 * 2**20),))
+    row = "<tr><td>{}</td><td style='text-align: right'>3.00 MiB</td></tr>"
+    assert large._repr_html_().endswith(f"{row.format('linear')}{row.format('all')}</table>")
 
 
 def test_paths_are_those_of_the_whole_model_and_what_is_made_outside_says_so(mlp, x):
