@@ -1,6 +1,7 @@
 """What every test shares: the device, a seed, and one thread (the tensors are small, and sums the same everywhere)."""
 
 import gc
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -98,7 +99,10 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
     torch.manual_seed(0)
+    levels = {name: logging.getLogger(name).level for name in ("transformers", "hf_memsave")}
     yield
+    for name, level in levels.items():  # which the command line, or a test, has changed
+        logging.getLogger(name).setLevel(level)
     if os.environ.get(CLAIM_ON_GPU):
         fix_kernels(False)
 

@@ -15,7 +15,7 @@ NAME = "hf_memsave"
 SOURCE = Path(hf_memsave.__file__).parent
 #: The floor of each module and package directly under the root; the root itself may import anything.
 FLOORS = {
-    "errors": 0, "config": 0,
+    "errors": 0, "logs": 0, "config": 0,
     "data": 1, "device": 1, "arch": 1,
     "tape": 2,
     "ops": 3, "count": 3,

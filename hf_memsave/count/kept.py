@@ -25,12 +25,9 @@ from torch.utils._pytree import tree_leaves
 from hf_memsave.config.sizes import gib
 from hf_memsave.device import fuses_dropout
 from hf_memsave.errors import MeasureError, not_a_module
+from hf_memsave.tape.kinds import KINDS_OF_OPS as KINDS_OF_OPS
+from hf_memsave.tape.kinds import kind_of
 from hf_memsave.tape.wrappers import parts_of
-
-#: Kinds of op, in the order tables and pictures show them.
-KINDS_OF_OPS = (
-    "linear", "attention", "norm", "activation", "dropout", "cast", "residual", "embedding", "loss", "other",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -176,7 +173,7 @@ class _ByModule(StorageMode):
             if storage._cdata not in self.made:
                 module = next((m for m in reversed(self.stack) if id(m) in self.names), None)
                 path, op = self.names.get(id(module), "(outside the model)"), func.overloadpacket.__name__
-                record = KeptStorage(path, _kind(self.stack, op), op, storage.nbytes())
+                record = KeptStorage(path, kind_of(self.stack, op), op, storage.nbytes())
                 self.made[storage._cdata] = StorageWeakRef(storage), record
 
     def alive(self) -> list[KeptStorage]:
@@ -192,30 +189,6 @@ class _ByModule(StorageMode):
             global_hooks.register_module_forward_hook(lambda *_: (self.stack.pop(), None)[1], always_call=True),
         ):
             yield
-
-
-_BY_OP = {
-    "linear": {"addmm", "mm", "bmm", "linear", "convolution", "baddbmm"},
-    "norm": {"native_layer_norm", "native_group_norm", "native_batch_norm", "_fused_rms_norm", "rsqrt"},
-    "activation": {"gelu", "silu", "relu", "tanh", "sigmoid", "erf", "leaky_relu", "hardtanh", "mish"},
-    "dropout": {"native_dropout", "bernoulli_", "bernoulli"},
-    "cast": {"_to_copy"},
-    "residual": {"add", "add_"},
-    "embedding": {"embedding"},
-    "loss": {"_log_softmax", "nll_loss_forward", "nll_loss2d_forward", "mse_loss", "binary_cross_entropy_with_logits"},
-}
-_KIND_OF_OP = {op: kind for kind, ops in _BY_OP.items() for op in ops}
-_BY_CLASS = {"norm": ("norm",), "dropout": ("dropout",), "activation": ("gelu", "silu", "relu", "activation", "mlp")}
-
-
-def _kind(stack: list[nn.Module], op: str) -> str:
-    """By the class of the innermost module where that says it, else by the op."""
-    name = type(stack[-1]).__name__.lower() if stack else ""
-    own = next((kind for kind, words in _BY_CLASS.items() if any(w in name for w in words)), None)
-    of_op = "attention" if "attention" in op else _KIND_OF_OP.get(op)
-    if own == "activation" and of_op in ("linear", "dropout", "cast"):
-        return of_op
-    return own or of_op or ("attention" if "attention" in name or name.endswith("attn") else "other")
 
 
 def device_of(tensor: Tensor) -> torch.device:

@@ -6,18 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from transformers.utils import logging
 
 from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.errors import PatchError
+from hf_memsave.logs import logger
 from hf_memsave.patching.blocks import block_numbers, number_of
 from hf_memsave.patching.collect import collect
 from hf_memsave.patching.patch import patch
 from hf_memsave.patching.refusals import refuse_another_config, refuse_foreign_patches
 from hf_memsave.patching.sampled_layers import attach
 from hf_memsave.patching.swap import is_patched, patch_of, patched_class, patched_models, set_class
-
-logger = logging.get_logger(__name__)
 
 
 def inject_adapter(stock: Callable[..., Any], tuner: Any, model: Any, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -12,7 +11,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-logger = logging.getLogger(__name__)
+from hf_memsave.logs import logger
 
 #: Module -> the function of ``memsave_argument.py`` that is called with it once it has been imported.
 _DOORS = {

@@ -19,6 +19,7 @@ from typing import Any
 from hf_memsave.config.config import MemSaveConfig, MemSaveLike
 from hf_memsave.errors import ConfigError
 from hf_memsave.integrations.hooks import wrap
+from hf_memsave.logs import logger
 
 _METHODS = ("from_pretrained", "_from_config")
 
@@ -32,7 +33,6 @@ def teach_models(modeling_utils: Any) -> None:
 def _loading(stock: Callable[..., Any]) -> Callable[..., Any]:
     def load(cls: Any, *args: Any, memsave: MemSaveLike | None = None, **kwargs: Any) -> Any:
         from transformers import PreTrainedConfig
-        from transformers.utils import logging
 
         config = MemSaveConfig.resolve(memsave)  # a wrong name must not cost a download
         for given in (*args, kwargs.get("config")):
@@ -46,7 +46,7 @@ def _loading(stock: Callable[..., Any]) -> Callable[..., Any]:
             from hf_memsave.patching.patch import patch
 
             model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
-            logging.get_logger(__name__).info("%s", patch(model, config))
+            logger.debug("%s", patch(model, config))
         return loaded
 
     return load

@@ -7,7 +7,6 @@ model, and adapters may have been added.
 from __future__ import annotations
 
 import base64
-import logging
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -23,12 +22,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from hf_memsave.config.config import MemSaveConfig, MemSaveLike
 from hf_memsave.config.sizes import GIB
 from hf_memsave.errors import ConfigError, PatchError
+from hf_memsave.logs import logger
 from hf_memsave.ops.sampled.norm_cache import merged
 from hf_memsave.patching.patch import patch, unpatch
 from hf_memsave.patching.sampled_layers import sampler_of
 from hf_memsave.patching.swap import patched_models
-
-logger = logging.getLogger(__name__)
 
 #: The name of the norms in the callback's state, and that of their file in a checkpoint's folder.
 _NORMS, NORMS_NAME = "norms", "memsave_norms.safetensors"

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hf_memsave.config.config import MemSaveLike
 from hf_memsave.count.kept import Kept, measure_kept
 from hf_memsave.errors import MeasureError, MemSaveError
+from hf_memsave.logs import only_measuring
 from hf_memsave.measure.inputs import cannot_run, device_of, forward_of, loss_of
 from hf_memsave.patching.patch import patch, unpatch
 from hf_memsave.patching.swap import set_class
@@ -201,6 +202,7 @@ def left_as_it_was(model: nn.Module) -> Iterator[Callable[[], None]]:
         stack.callback(numpy.random.set_state, numpy.random.get_state())
         stack.callback(random.setstate, random.getstate())
         stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
+        stack.enter_context(only_measuring())
         unpatch(model)
         yield start_over
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,28 +10,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.utils import logging
 
 from hf_memsave.config.config import MemSaveConfig, MemSaveLike
-from hf_memsave.config.sizes import MIB
+from hf_memsave.config.sizes import MIB, gib
 from hf_memsave.count.kept import Kept, measure_kept
 from hf_memsave.errors import ConfigError, PatchError, not_a_module
+from hf_memsave.logs import warn_once
 from hf_memsave.ops.sampled.sampler import MOST
 from hf_memsave.patching import refusals
 from hf_memsave.patching.checkpointed import AGAIN, checkpoint_blocks, choose_again
 from hf_memsave.patching.collect import Patches, collect
+from hf_memsave.patching.first_step import FIRST, LEDGER, kept, kinds, sentences, shape_of
 from hf_memsave.patching.refusals import SiteReport
 from hf_memsave.patching.sampled_layers import attach, sampler_of
 from hf_memsave.patching.swap import is_patched, is_wrapped, patched_class, patched_models, set_class, stock_class
-from hf_memsave.patching.taped import BUFFERS, CODED, LEDGER, forget_decisions, mark_buffers
+from hf_memsave.patching.taped import BUFFERS, CODED, forget_decisions, mark_buffers
 from hf_memsave.tape.codecs import leave_alone
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.quantize import FORMATS
 
-logger = logging.get_logger(__name__)
-
-#: Lines of a report that name where bytes are.
-_TOP = 4
 _UNCALLED = (
     "  not called since it was patched, though it got gradients: of any method but forward (such as training_step)\n"
     "    the repeated blocks alone are covered. Patch the module whose forward that method calls. (What torch.compile\n"
@@ -69,7 +67,7 @@ class PatchReport:
         self.patched = tuple(site for site in self.sites if site.status == "patched")
         self.skipped = tuple(site for site in self.sites if site.status == "skipped")
         count = Counter(site.op for site in self.patched)
-        self.covered = f"{count['model']} models and {count['block']} repeated blocks covered"
+        self.covered = f"{_number(count['model'], 'model')} and {_number(count['block'], 'repeated block')} covered"
 
     @property
     def added(self) -> tuple[str, ...]:
@@ -104,7 +102,10 @@ class PatchReport:
             stock = measure_kept(model, batch)
         finally:
             again = patch(model, self.config)
-        self.step = self.step if self.step.is_counted else again.step
+        if self.step.is_counted:
+            _wait_with(model, self.step, is_waiting=False)
+        else:
+            self.step = again.step
         return Comparison(stock, measure_kept(model, batch))
 
     def _sampling(self) -> list[str]:
@@ -125,21 +126,30 @@ class PatchReport:
             model = self._model()
             is_trained = model is not None and _has_gradients(model) and not self._had_gradients
             return [_UNCALLED if is_trained else "  what it frees is counted in the first training step"]
-        kept, away, avoided = step.nbytes_kept, step.nbytes_offloaded, step.nbytes_avoided
-        more = kept + away - step.nbytes_stock
-        freed = f"{avoided / MIB:.1f} avoided ({avoided / max(1, kept + away + avoided):.0%})"
-        freed = freed if more <= 0 else f"{more / MIB:.2f} more than stock"
-        in_main_memory = f"{away / MIB:.1f} in main memory, " if self.config.offload else ""
-        lines = [f"  first step: {kept / MIB:.1f} MiB kept, {in_main_memory}{freed}"]
+        lines = ["  " + sentence for sentence in sentences(step, self.config)]
         if step.is_loss_chunked:
             lines.append("    the loss was computed in chunks: it equals stock's up to the order of fp32 sums")
-        for what in ("avoided", "kept", "offloaded"):
-            if most := list(step.by_function(what).items())[:_TOP]:
-                lines.append(f"    most {what}: " + ", ".join(f"{name} {n / MIB:.1f}" for name, n in most) + " MiB")
+        for what, words in (("kept", "kept"), ("offloaded", "in main memory")):
+            if most := kinds(step, what):
+                lines.append(f"    {words}: {most}")
         return lines
 
+    def __repr__(self) -> str:
+        said = f"the first step {kept(self.step)}" if self.step.is_counted else "no step counted yet"
+        return f"<PatchReport: {self.covered}; {said}>"
+
+    def _repr_html_(self) -> str:
+        columns = [self.step.by_kind(what) for what in ("avoided", "kept", "offloaded")]
+        head = "<tr><th></th><th>freed</th><th>kept</th><th>in main memory</th></tr>"
+        rows = [
+            f"<tr><td>{html.escape(name)}</td>{''.join(_cell(column, name) for column in columns)}</tr>"
+            for name in columns[0] | columns[1] | columns[2]
+        ]
+        table = f"<table>{head}{''.join(rows)}</table>" if rows else ""
+        return f"<p>{html.escape(repr(self)[1:-1])}</p>{table}"
+
     def __str__(self) -> str:
-        lines = [f"hf_memsave: {self.covered}, {len(self.skipped)} modules skipped"]
+        lines = [f"hf_memsave: {self.covered}, {_number(len(self.skipped), 'module')} skipped"]
         if inexact := self.config.inexact:
             lines.append(f"  gradients are not exact: {', '.join(inexact)}")
         counts = Counter((site.status, site.op, site.cls, site.reason) for site in self.sites)
@@ -150,7 +160,8 @@ class PatchReport:
         if self.config.storage is not None:
             lines.append(f"  activations that have to be kept are kept in {FORMATS[self.config.storage].bits} bits")
         if added := self.added:
-            lines.append(f"  {len(added)} sites were added since ({added[0]}, ...): call patch(model, report.config)")
+            were = "sites were" if len(added) > 1 else "site was"
+            lines.append(f"  {len(added)} {were} added since ({added[0]}, ...): call patch(model, report.config)")
         return "\n".join(lines + self._step())
 
 
@@ -192,15 +203,16 @@ def patch(model: nn.Module, config: MemSaveLike = True, *, replace: bool = False
     refusals.refuse_unseen_batches(model, resolved)
     if not replace:
         refusals.refuse_another_config(model, resolved)
-    _swap(model, plan, again)
-    ledger = Ledger()
-    for module, _ in patched_models(model):
-        mark_buffers(module)
-        module.__dict__[LEDGER] = ledger
+    before = patched_models(model)
+    is_waiting, step = any(LEDGER in module.__dict__ for module, _ in before), _step_of(before)
+    inside = {m for covered, _ in before for m in covered.modules() if m is not covered}
+    if inside & _swap(model, plan, again) or step is None or {config for _, config in before} != {resolved}:
+        is_waiting, step = True, Ledger()
+    _wait_with(model, step, is_waiting)
     leave_alone([vars(module) for module in model.modules()])
     if not resolved.is_exact:
-        logger.warning_once(f"hf_memsave: gradients are not exact: {', '.join(resolved.inexact)}")
-    return PatchReport(model, resolved, sites, ledger)
+        warn_once(f"hf_memsave: gradients are not exact: {', '.join(resolved.inexact)}")
+    return PatchReport(model, resolved, sites, step)
 
 
 def unpatch(model: nn.Module) -> None:
@@ -214,8 +226,41 @@ def unpatch(model: nn.Module) -> None:
     _swap(model, {}, set())
 
 
-def _swap(model: nn.Module, plan: Patches, again: set[nn.Module]) -> None:
-    """Have the modules of ``plan`` patched as it says and ``again`` run again; all others of ``model`` are stock."""
+def _step_of(models: Sequence[tuple[nn.Module, Any]]) -> Ledger | None:
+    """What has counted, or waits to count, the first step of the model that these cover; None for another one."""
+    steps = {module.__dict__.get(FIRST) for module, _ in models}
+    step: Ledger | None = steps.pop() if len(steps) == 1 else None
+    is_it = step is not None and (not step.is_told or step.of in [shape_of(module) for module, _ in models])
+    return step if is_it else None
+
+
+def _wait_with(model: nn.Module, step: Ledger, is_waiting: bool) -> None:
+    """Have the covered models of ``model`` know ``step``, and count their next forward with it where that waits."""
+    for module, _ in patched_models(model):
+        mark_buffers(module)
+        module.__dict__[FIRST] = step
+        module.__dict__.pop(LEDGER, None)
+        if is_waiting:
+            module.__dict__[LEDGER] = step
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _cell(column: Mapping[str, int], name: str) -> str:
+    return f"<td>{gib(column[name]) if name in column else ''}</td>"
+
+
+def _swap(model: nn.Module, plan: Patches, again: set[nn.Module]) -> set[nn.Module]:
+    """Have the modules of ``plan`` patched as it says and ``again`` run again; all others of ``model`` are stock.
+
+    Returns:
+        The modules that this changes.
+
+    Raises:
+        PatchError: Another tool has wrapped one of them since.
+    """
     classes = {module: patched_class(patch) for module, patch in plan.items()}
     for name, module in model.named_modules():
         if is_wrapped(module) and classes.get(module) not in type(module).__mro__:
@@ -225,12 +270,14 @@ def _swap(model: nn.Module, plan: Patches, again: set[nn.Module]) -> None:
                 "again."
             )
     coded = {module: i for i, (module, patch) in enumerate(plan.items()) if patch.config and patch.config.storage}
+    changed = {module for module in model.modules() if (AGAIN in module.__dict__) != (module in again)}
     for module in model.modules():
         cls = classes.get(module, stock_class(module))
         if type(module) is not cls and not is_wrapped(module):
             set_class(module, cls)
             forget_decisions(module)
-        for name in (BUFFERS, LEDGER, CODED):
+            changed.add(module)
+        for name in (BUFFERS, LEDGER, FIRST, CODED):
             if name != CODED or module not in coded:
                 module.__dict__.pop(name, None)
     for module, index in coded.items():
@@ -238,6 +285,7 @@ def _swap(model: nn.Module, plan: Patches, again: set[nn.Module]) -> None:
     choose_again(model, again)
     attach(model)
     checkpoint_blocks(model, [module for module, patch in plan.items() if patch.is_checkpointed])
+    return changed
 
 
 def _has_gradients(model: nn.Module) -> bool:

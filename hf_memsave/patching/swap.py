@@ -20,7 +20,8 @@ from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.ops import OPS
 from hf_memsave.ops.sampled.sampler import INDEX
 from hf_memsave.patching.checkpointed import with_wanted_input
-from hf_memsave.patching.taped import LEDGER, asks_for_index, call_with_batch, run_taped
+from hf_memsave.patching.first_step import LEDGER
+from hf_memsave.patching.taped import asks_for_index, call_with_batch, run_taped
 from hf_memsave.tape import current
 from hf_memsave.tape.as_stock import counted
 

@@ -20,10 +20,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import logging
 
 from hf_memsave.config.config import MemSaveConfig
-from hf_memsave.config.sizes import MIB
 from hf_memsave.errors import PatchError
 from hf_memsave.ops.fused import linear as fused_linear
 from hf_memsave.ops.fused.codes import FUSED_CODERS
@@ -33,28 +31,25 @@ from hf_memsave.ops.op import is_parametrized
 from hf_memsave.ops.sampled.sampler import INDEX, Sampler
 from hf_memsave.patching.blocks import head_of
 from hf_memsave.patching.checkpointed import runs_again, weights_in, with_cache
+from hf_memsave.patching.first_step import LEDGER, counts_again, tell
 from hf_memsave.patching.sharded import frees_after_forward, mark_of
 from hf_memsave.tape import Tape, current, hooks_work, private, table_without
 from hf_memsave.tape.codecs import CODERS, Coders, Encoder, leave_alone
 from hf_memsave.tape.content import BUFFER, MARK
 from hf_memsave.tape.ledger import Ledger
-from hf_memsave.tape.offload import SMALLEST_NBYTES, Offload
+from hf_memsave.tape.offload import Offload
 from hf_memsave.tape.price import Decisions
 from hf_memsave.tape.private import checkpoint_frame, function_in_backward, innermost_hooks
 from hf_memsave.tape.tensors import tensors_in
 
-logger = logging.get_logger(__name__)
-
 #: Where a block finds the :class:`~hf_memsave.ops.sampled.sampler.Sampler` of the sampled linears in it.
 SAMPLER = "_memsave_sampler"
-#: Where a model finds who owns its buffers, and what waits to watch its next forward.
-BUFFERS, LEDGER = "_memsave_buffers", "_memsave_ledger"
+#: Where a model finds who owns its buffers.
+BUFFERS = "_memsave_buffers"
 #: Where a block whose activations are coded finds its number, and how many forwards it has coded.
 CODED = "_memsave_coded"
 #: The argument by which a block that gradient checkpointing runs again knows the batch of its forward.
 BATCH = "_memsave_batch"
-#: Parts of what would be kept: a model, or one setting, that frees less is warned of.
-_LEAST, _LEAST_OF_ONE = 0.05, 0.01
 Forward = Callable[..., Any]
 Settings = tuple[Mapping[Any, Any], str, Coders]
 #: What the tapes of each module have decided.
@@ -131,7 +126,7 @@ def _lay(
     held = list(tensors_in((*args, *kwargs.values()))) if innermost_hooks() is not None else []
     decided = _decided.setdefault(module, Decisions())
     ledger = _before_forward(module, tensors_in((*args, *kwargs.values())))
-    told = _told_within(module, kwargs) if ledger is None and innermost_hooks() is not None else ledger
+    told = _told_within(module, args, kwargs) if ledger is None and innermost_hooks() is not None else ledger
     cached = with_cache(module, kwargs) if config.checkpoint == "block" else contextlib.nullcontext()
     offload = Offload() if config.offload and innermost_hooks() is None else contextlib.nullcontext()  # no foreign one
     new = Tape(*settings, codec, held, told, decided, mark_of(module, config.checkpoint))
@@ -144,7 +139,7 @@ def _lay(
                 tape.logits = functools.partial(of_linear, fuses_loss=config.backend != "torch")
             out = forward(module, *args, **kwargs)
     except BaseException as error:
-        if ledger is not None:  # the next forward is counted
+        if ledger is not None and ledger.whole is None:  # the next forward is counted
             ledger.forget()
             module.__dict__[LEDGER] = ledger
         if innermost_hooks() is None and private.refuses_hooks(error):
@@ -154,40 +149,12 @@ def _lay(
                 "unpatch(model) trains without hf_memsave."
             ) from error
         raise
-    if ledger is not None:
+    if told is not None and told.whole is not None:
+        told.close(None)  # whose graph goes on to the blocks before
+    elif ledger is not None:
         ledger.close(out)
-        _warn_if_in_vain(module, ledger, config)
+        tell(module, ledger, config)
     return out
-
-
-def _warn_if_in_vain(module: nn.Module, ledger: Ledger, config: MemSaveConfig) -> None:
-    """Warn of a first step that frees next to nothing, and of settings that cost something and free nothing."""
-    # Where the caller has turned on that blocks run again, they decide what is kept: nothing is said of exact settings.
-    model, kept, total = type(module).__name__, ledger.nbytes_kept, ledger.nbytes_stock
-    is_rerun = ledger.is_checkpointed_in_stock
-    if total - kept < _LEAST * total and not is_rerun:
-        most = ", ".join(f"{name} {n / MIB:.1f} MiB" for name, n in list(ledger.by_function("kept").items())[:3])
-        logger.warning(
-            "hf_memsave %s in the first training step of %s: %.1f MiB stay, most made by %s.",
-            f"freed {(total - kept) / total:.1%} of what stock keeps" if kept <= total else
-            f"keeps {(kept - total) / MIB:.2f} MiB more than stock", model, kept / MIB, most,
-        )  # fmt: skip
-    kept += ledger.nbytes_offloaded
-    pairs = []
-    if config.inexact and not ledger.is_checkpointed:
-        pairs.append((", ".join(config.inexact), kept, ledger.nbytes_exact, "an exact setting keeps"))
-    if config.checkpoint not in (None, "block") and not is_rerun:
-        pairs.append((f'checkpoint="{config.checkpoint}"', kept, kept + ledger.nbytes_again, "without it it keeps"))
-    if config.offload:
-        pairs.append(("offload=True", ledger.nbytes_kept, kept, "without it the device keeps"))
-    for what, here, without, words in pairs:
-        if without - here < _LEAST_OF_ONE * without:
-            logger.warning(
-                "hf_memsave: %s frees nothing here: the first training step of %s kept %.2f MiB, and %s %.2f MiB%s. "
-                "Leave it out.", what, model, here / MIB, words, without / MIB,
-                f" (tensors below {SMALLEST_NBYTES // 1024} KiB stay)" if what.startswith("offload") else
-                " (but for what one block takes as it runs again)" if is_rerun else "",
-            )  # fmt: skip
 
 
 def _head_below(module: nn.Module) -> nn.Module | None:
@@ -209,6 +176,8 @@ def _before_forward(module: nn.Module, given: Iterable[Tensor]) -> Ledger | None
     ledger: Ledger | None = own.get(LEDGER)
     if ledger is None:
         return None
+    if ledger.whole is not None:
+        return ledger if counts_again(module, ledger, given) else None
     if checkpoint_frame()[0] is not None or function_in_backward() is not None:
         ledger.uncounted = "it runs within gradient checkpointing, which keeps its arguments alone until it runs again"
         return None
@@ -216,12 +185,13 @@ def _before_forward(module: nn.Module, given: Iterable[Tensor]) -> Ledger | None
         return None
     if module.training:
         del own[LEDGER]
+    ledger.blocks.clear()
     ledger.leave_out(given)
     return ledger
 
 
-def _told_within(module: nn.Module, kwargs: Mapping[str, Any]) -> Ledger | None:
-    """Where a block's tape under a foreign hook counts; None where nothing counts, or stock runs it again too."""
+def _told_within(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ledger | None:
+    """Where a tape under a foreign hook counts: by itself if stock runs it again too. None if nothing counts."""
     around = private.innermost_mode()
     ledger = around.root.ledger if isinstance(around, Tape) else None
     frame = checkpoint_frame()[0]
@@ -229,7 +199,11 @@ def _told_within(module: nn.Module, kwargs: Mapping[str, Any]) -> Ledger | None:
         return ledger
     is_ours = runs_again(module)  # and positional arguments, the checkpoint asks the model's tape to keep
     ledger.note_checkpoint(frame, tensors_in(kwargs.values()), is_asked=not is_ours)
-    return ledger.within() if is_ours else None
+    if is_ours:
+        return ledger.within()
+    of_block = ledger.of_block()
+    of_block.leave_out(tensors_in((*args, *kwargs.values())))
+    return of_block
 
 
 def mark_buffers(model: nn.Module) -> None:

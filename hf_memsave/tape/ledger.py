@@ -1,4 +1,4 @@
-"""What autograd asked to keep in one forward, and what became of it: by function, once the forward is over.
+"""What autograd asked to keep in one forward, and what became of it: by function and by kind, once that is over.
 
 Three counts, each of storages once: what stock asks autograd to keep, what is kept here, and of that what lies in main
 memory. What stock asks for is seen as the forward runs, since functions that a tape remakes ask for the same tensors as
@@ -13,7 +13,7 @@ import contextlib
 import copy
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_memsave.tape.content import COUNTED, Content
+from hf_memsave.tape.kinds import STATE, Maker, Makers
 from hf_memsave.tape.offload import Away
 from hf_memsave.tape.private import tree_leaves
 from hf_memsave.tape.tensors import is_plain
@@ -34,7 +35,7 @@ class _Entry:
 
     forward: object  # in which it is counted
     nbytes: int
-    made_by: str
+    made_by: Maker
     is_of_op: bool = False  # nothing but what is not exact asks to keep it
     is_given: bool = False  # the caller of the model holds it, whatever is kept
     is_remade: bool = False  # an exact setting remakes it from what it is known to keep
@@ -64,8 +65,7 @@ class Ledger:
     """Counts storages once each, by what became of them when the forward had ended.
 
     Attributes:
-        avoided: Bytes that stock keeps and we do not, by the function that made them; below zero for what is kept
-            instead.
+        avoided: Bytes that stock keeps and we do not, by function and kind; below zero for what is kept instead.
         kept: Bytes that are kept on the device, by what made them.
         offloaded: Bytes that are kept in main memory, likewise.
         nbytes_exact: What the same setting would keep without its approximations, samples and codes.
@@ -73,17 +73,25 @@ class Ledger:
         is_counted: A forward was counted; the numbers are zero before.
         is_checkpointed: Blocks of it run again as a whole; ``is_checkpointed_in_stock``: as the caller has asked for.
         is_loss_chunked: Logits were not computed at once.
+        is_told: What it counted was said, and of a model of what shape (``of``).
+        whole: Of a block that the caller's checkpointing runs again: the ledger of the model's forward; its ``blocks``.
+        to_tell: What is called as the backward ends in which the first of them runs again.
         is_within: It is told by the tape of a block that runs again: what stock asks for, and nothing that is kept.
         uncounted: Why a forward was not counted, if one was not.
     """
 
     def __init__(self) -> None:
-        self.avoided: Counter[str] = Counter()
-        self.kept: Counter[str] = Counter()
-        self.offloaded: Counter[str] = Counter()
+        self.avoided: Counter[Maker] = Counter()
+        self.kept: Counter[Maker] = Counter()
+        self.offloaded: Counter[Maker] = Counter()
         self.nbytes_exact = self.nbytes_again = 0
         self.is_counted = self.is_checkpointed = self.is_checkpointed_in_stock = self.is_loss_chunked = False
-        self.is_within, self.uncounted = False, ""
+        self.is_within = self.is_told = False
+        self.uncounted, self.of = "", (0, 0)
+        self.whole: Ledger | None = None
+        self.blocks: list[Ledger] = []
+        self.to_tell: Callable[[], None] | None = None
+        self._mark = COUNTED
         self.forget()
 
     def within(self) -> Ledger:
@@ -92,16 +100,22 @@ class Ledger:
         ledger.is_within = True
         return ledger
 
+    def of_block(self) -> Ledger:
+        """For a block that the caller's checkpointing runs again: it counts what the block keeps without that."""
+        ledger = Ledger()
+        ledger.whole, ledger._mark = self, f"{COUNTED}_in_block"
+        self.blocks.append(ledger)
+        return ledger
+
     def note(self, storage: Any, tensor: Any, content: Content | None, is_of_op: bool = False) -> _Entry:
         """``tensor`` may be kept, as ``content`` tells at the end; ``is_of_op``: only what is not exact asks for it."""
         return self._entry(storage, tensor, content, is_of_op and not self.is_within)
 
     def _entry(self, storage: Any, tensor: Any, content: Content | None, is_of_op: bool) -> _Entry:
-        entry: _Entry | None = getattr(storage, COUNTED, None)
+        entry: _Entry | None = getattr(storage, self._mark, None)
         if entry is None or entry.forward is not self._forward:
-            name = "no gradient" if tensor.grad_fn is None else tensor.grad_fn.name().removesuffix("Backward0").lower()
-            entry = _Entry(self._forward, storage.nbytes(), name, is_of_op)
-            setattr(storage, COUNTED, entry)
+            entry = _Entry(self._forward, storage.nbytes(), self.makers.of(tensor), is_of_op)
+            setattr(storage, self._mark, entry)
             self._entries.append(entry)
         if content is not None and not self.is_within:
             entry.contents.add(content)
@@ -125,7 +139,7 @@ class Ledger:
 
     def note_checkpoint(self, frame: Any, tensors: Iterable[Tensor], is_asked: bool) -> None:
         """``frame`` holds these and the state of a generator; in stock too, if that ``is_asked``."""
-        state = _Entry(self._forward, torch.get_rng_state().nbytes, "state of a generator")
+        state = _Entry(self._forward, torch.get_rng_state().nbytes, STATE)
         self._entries.append(state)
         for entry in [*self._of(tensors), state]:
             entry.hold(frame, is_asked)
@@ -144,11 +158,11 @@ class Ledger:
     def note_code(self, code: Content, name: str, is_exact: bool) -> None:
         """``code`` keeps less instead of a tensor, in an exact setting too or not; within a block, until that ends."""
         if not self.is_within:
-            self._codes.append((weakref.ref(code), name, is_exact))
+            self._codes.append((weakref.ref(code), self.makers.here(name), is_exact))
 
     def note_stock(self, name: str, nbytes: int, by: Any) -> None:
         """Stock keeps so much more for ``by``, which nothing makes here."""
-        self._stock.append((name, nbytes, weakref.ref(by)))
+        self._stock.append((self.makers.here(name), nbytes, weakref.ref(by)))
 
     def note_run_again(self, nbytes: int) -> None:
         """A linear of a rung runs again, in whose place a tensor would be kept."""
@@ -156,15 +170,16 @@ class Ledger:
 
     def note_again(self, storage: Any) -> None:
         """Stock makes another tensor like this one, and keeps that too, if it keeps this one."""
-        entry: _Entry | None = getattr(storage, COUNTED, None)
+        entry: _Entry | None = getattr(storage, self._mark, None)
         if entry is not None and entry.forward is self._forward and entry.asked_by:
-            self.note_stock(entry.made_by, entry.nbytes, entry)
+            self._stock.append((entry.made_by, entry.nbytes, weakref.ref(entry)))
 
     def forget(self) -> None:
         """The forward failed: count another one."""
         self._forward, self._entries = object(), list[_Entry]()
-        self._codes: list[tuple[weakref.ref[Content], str, bool]] = []
-        self._stock: list[tuple[str, int, weakref.ref[Any]]] = []
+        self._codes: list[tuple[weakref.ref[Content], Maker, bool]] = []
+        self._stock: list[tuple[Maker, int, weakref.ref[Any]]] = []
+        self.makers = Makers()
         self._again: list[int] = []
 
     def close(self, out: Any) -> None:
@@ -215,9 +230,42 @@ class Ledger:
         """What stock keeps."""
         return self.nbytes_kept + self.nbytes_offloaded + sum(self.avoided.values())
 
+    @property
+    def without_checkpointing(self) -> Ledger | None:
+        """Of a step that the caller's checkpointing runs again, once it has: what it would keep without; else None."""
+        if not self.blocks or not all(block.is_counted for block in self.blocks):
+            return None
+        total = Ledger()
+        for name in ("avoided", "kept", "offloaded"):
+            for part in (self, *self.blocks):
+                getattr(total, name).update(getattr(part, name))
+        del total.kept[STATE]
+        return total
+
+    @property
+    def largest_block(self) -> tuple[int, int]:
+        """Bytes of the block that takes most as the caller's checkpointing runs it again: here, and in stock."""
+        ours, stock = ([getattr(b, f"nbytes_{name}") for b in self.blocks] for name in ("kept", "stock"))
+        return max(ours, default=0), max(stock, default=0)
+
+    @property
+    def freed_fraction(self) -> float:
+        """The part of what stock keeps on the device that is not kept there; below zero where more is kept."""
+        return 1 - self.nbytes_kept / self.nbytes_stock if self.nbytes_stock else 0.0
+
     def by_function(self, what: str) -> dict[str, int]:
         """Bytes of ``what`` ("avoided", "kept" or "offloaded") by function, the most first."""
-        return dict((+getattr(self, what)).most_common())
+        return self._by("function", what)
+
+    def by_kind(self, what: str) -> dict[str, int]:
+        """Bytes of ``what`` by kind, in the words of :mod:`~hf_memsave.tape.kinds`, the most first."""
+        return self._by("kind", what)
+
+    def _by(self, field: str, what: str) -> dict[str, int]:
+        total: Counter[str] = Counter()
+        for maker, nbytes in getattr(self, what).items():
+            total[getattr(maker, field)] += nbytes
+        return dict((+total).most_common())
 
 
 def _is_away(code: Content) -> bool:

@@ -50,6 +50,9 @@ node_class: Callable[[Any], Any] = operator.attrgetter("_backward_cls")
 innermost_mode: Callable[[], TorchFunctionMode | None] = torch.overrides._get_current_function_mode
 pop_mode: Callable[[], Any] = torch.overrides._pop_mode
 push_mode: Callable[[TorchFunctionMode], None] = torch.overrides._push_mode
+#: The number that this thread's next autograd node gets.
+next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+_module_call = torch.nn.Module._call_impl.__code__
 #: Contexts in which no tensor subclass is asked, or each; and whether they are (not where they have called backward).
 no_subclasses, all_subclasses = torch._C.DisableTorchFunctionSubclass, torch._C._EnableTorchFunction
 asks_classes: Callable[[], bool] = torch._C._is_torch_function_enabled
@@ -159,6 +162,25 @@ def functions_in_forward() -> Iterator[Any]:
         context = frame.f_locals.get(code.co_varnames[0]) if code.co_name == "forward" and code.co_argcount else None
         if isinstance(context, FunctionCtx):
             yield context
+
+
+def modules_that_run() -> tuple[list[torch.nn.Module], list[str]]:
+    """The three innermost modules whose calls this thread runs, and the names of functions within the innermost."""
+    modules: list[torch.nn.Module] = []
+    names: list[str] = []
+    for frame, _ in walk_stack(sys._getframe(1)):
+        if frame.f_code is _module_call:
+            modules.append(frame.f_locals["self"])
+            if len(modules) == 3:
+                break
+        elif not modules:
+            names.append(frame.f_code.co_name)
+    return modules, names
+
+
+def number_of(node: Any) -> int:
+    """Of an autograd node: those of one thread are numbered in order."""
+    return int(getattr(node, "_sequence_nr", int)())
 
 
 def hooks_work() -> bool:

@@ -225,6 +225,8 @@ class Tape(Store, TorchFunctionMode):
 
     def pack_told(self, tensor: Tensor) -> Handle:
         """:meth:`pack`, of which the ledger is told."""
+        if self.ledger is not None:  # else a part of a wrapper, in later steps
+            self.ledger.makers.see()
         entry, handle = self.note(tensor, self.content_of(tensor)), self.pack(tensor)
         if entry is not None and self.in_place is None:
             entry.ask(handle)

@@ -77,7 +77,7 @@ def test_doctor_lists_the_sites_that_patch_finds(model_type, config, capsys):
         assert [str(count), op, cls] in [line[-3:] for line in lines]
     text = " ".join(sum(lines, []))
     blocks = sum(site.op == "block" for site in sites)
-    assert blocks > 0 and f"1 models and {blocks} repeated blocks covered, 0 other modules patched, 0 skipped." in text
+    assert blocks > 0 and f"1 model and {blocks} repeated blocks covered, 0 other modules patched, 0 skipped." in text
 
 
 def test_doctor_lists_the_modules_that_a_preset_leaves_to_stock(config, capsys, monkeypatch):

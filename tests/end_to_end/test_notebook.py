@@ -68,7 +68,7 @@ def check(notebook, name):
     drawn = [output.data["image/png"] for output in outputs(notebook) if "image/png" in output.get("data", {})]
     assert len(drawn) == pictures and all(4_000 < len(picture) < 60_000 for picture in drawn)
     if name == "01_quickstart":
-        assert re.search(r"hf_memsave: 1 models and [1-9]\d* repeated blocks covered, 0 modules skipped", printed)
+        assert re.search(r"hf_memsave: 1 model and [1-9]\d* repeated blocks covered, 0 modules skipped", printed)
         assert "memsave/kept_gib" in printed and "memsave/freed_fraction" in printed
         kept = re.findall(r"stock keeps ([\d.]+) MiB, patched ([\d.]+) MiB", printed)
         assert len(kept) == 2 and all(float(patched) < 0.6 * float(stock) for stock, patched in kept)

@@ -1,7 +1,10 @@
 """Two real processes over gloo: linears that run again find weights that come and go, and norms are gathered."""
 
+import contextlib
 import datetime
+import io
 import os
+import re
 
 import pytest
 import torch
@@ -11,17 +14,20 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from hf_memsave import WTACRS, MemSaveConfig, PatchError, measure_kept, patch
 from hf_memsave.integrations.trainer import NORMS_NAME, save_norms
 from hf_memsave.patching.sampled_layers import sampler_of
-from support.families import batch_for, build
+from support.families import Size, batch_for, build
 from support.steps import assert_same
 
 #: Engines, orders and kinds of checkpointing are in test_engines.py.
 RANKS, STEPS = 2, 2
+#: That a model keeps some MiB.
+SIZE = Size(hidden=64, batch=4, seq=64)
 TIMEOUT = datetime.timedelta(seconds=60)
 
 pytestmark = pytest.mark.long
@@ -116,6 +122,17 @@ def samples_seen(rank, folder):
     return [found[name] > 0 for found in (sampler_of(model).state_dict(), load_file(folder / NORMS_NAME))]
 
 
+def first_step_said(rank):
+    """What a process without handlers of its own writes as a model is trained under DistributedDataParallel."""
+    with contextlib.redirect_stderr(io.StringIO()) as written:
+        model = build("llama", SIZE)
+        patch(model)
+        model = DistributedDataParallel(model)
+        for number in range(STEPS):
+            model(**batch_for(model.module, SIZE, seed=10 * number + rank)).loss.backward()
+    return written.getvalue()
+
+
 def full(tensor):
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
@@ -127,8 +144,10 @@ def work(rank, folder):
     )
     found = {}
     try:
-        for case in ("samples", "refusal", *SHARDED):
-            if case in SHARDED:
+        for case in ("first step", "samples", "refusal", *SHARDED):
+            if case == "first step":
+                found[case] = first_step_said(rank)
+            elif case in SHARDED:
                 found[case] = {name: train_sharded(*case, AGAIN.get(name), rank) for name in (*AGAIN, "stock")}
             else:
                 found[case] = refusal() if case == "refusal" else samples_seen(rank, folder)
@@ -169,6 +188,16 @@ def test_linears_that_run_again_find_weights_that_the_user_gathers_and_frees(cas
         for name in AGAIN:
             assert_same(found[name][0], found["stock"][0])
         assert found["gate"][1] <= expected < found["stock"][1] / 2
+
+
+def test_one_process_says_what_the_first_step_keeps(ranks):
+    said, nothing = of_case(ranks, "first step")
+    model = build("llama", SIZE)
+    compared = patch(model).compare(batch_for(model, SIZE))
+    kept, stock = re.findall(r"keeps ([\d.]+) MiB for backward where stock would keep ([\d.]+) MiB", said)[0]
+    assert nothing == "" and said.count("the first step keeps") == len(said.splitlines()) == 1
+    assert float(kept) * 2**20 == pytest.approx(compared.patched.total, rel=0.02)
+    assert float(stock) * 2**20 == pytest.approx(compared.stock.total, rel=0.02)
 
 
 def test_linears_that_fsdp1_has_wrapped_are_refused_with_the_remedy(ranks):

@@ -69,7 +69,7 @@ def test_patches_the_model_and_its_blocks_once_and_takes_it_back(family, device)
     for name, module in model.named_modules():
         cls, *names = stock[name]
         assert isinstance(module, cls) and [type(module).__name__, type(module).__module__] == names
-        added = {"_memsave_buffers", "_memsave_ledger"} if module is model else set()
+        added = {"_memsave_buffers", "_memsave_ledger", "_memsave_first_step"} if module is model else set()
         assert set(vars(module)) == before[name][3] | added
     blocks = [path.replace("*", str(i)) for path in BLOCKS[family].split() for i in range(2)]
     assert sites_of(report) == {"model": [""], "block": blocks}

@@ -1,15 +1,18 @@
 """The report of ``patch``: what it covers, what the first step kept and avoided, and a warning where that is little."""
 
 import copy
-import logging
 import re
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch
+from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch, unpatch
+from hf_memsave.config.sizes import gib
+from hf_memsave.logs import warn_once
+from hf_memsave.tape.kinds import WORDS
 from support.families import Size, batch_for, build
 from support.helpers import only_on_cpu, random
 from support.steps import patched_classes, state_of, step
@@ -25,7 +28,7 @@ def llama(device):
 def test_the_report_reads_as_a_table_and_says_what_is_approximate(llama, device):
     lines = str(patch(llama, MemSaveConfig(norm="stock"))).splitlines()
     assert lines == [
-        "hf_memsave: 1 models and 2 repeated blocks covered, 0 modules skipped",
+        "hf_memsave: 1 model and 2 repeated blocks covered, 0 modules skipped",
         "  patched     5 x quiet              LlamaRMSNorm",
         "  what it frees is counted in the first training step",
     ]
@@ -36,7 +39,7 @@ def test_the_report_reads_as_a_table_and_says_what_is_approximate(llama, device)
 
 
 def test_what_is_not_exact_is_said_once_and_what_is_exact_is_not(device, said):
-    logging.getLogger("hf_memsave").warning_once.cache_clear()
+    warn_once.cache_clear()
     for config in (True, "max", "tempo", "tempo", MemSaveConfig(linear=WTACRS(budget=0.1))):
         patch(build("bert").to(device), config)
     assert said() == [
@@ -75,9 +78,15 @@ def test_functions_add_up_the_most_first(llama):
     for found in (kept, avoided):
         assert list(found.values()) == sorted(found.values(), reverse=True)
     assert {"silu", "mul"} <= avoided.keys() and "embedding" in kept
-    text = str(report)
     share = report.step.nbytes_avoided / (report.step.nbytes_avoided + report.step.nbytes_kept)
-    assert f"avoided ({share:.0%})" in text and "most avoided: " in text and "most kept: " in text
+    assert report.step.freed_fraction == pytest.approx(share)
+    kept, avoided = (report.step.by_kind(what) for what in ("kept", "avoided"))
+    assert sum(kept.values()) == report.step.nbytes_kept and sum(avoided.values()) >= report.step.nbytes_avoided
+    text, page = str(report), report._repr_html_()
+    for name, n in (*list(avoided.items())[:2], *list(kept.items())[:2]):
+        assert name in WORDS.values() and f"{name} {gib(n)}" in text and f"<td>{name}</td>" in page
+    assert f"{share:.0%} freed (" in text and "  kept: " in text
+    assert repr(report).count("\n") == 0 and f"{share:.0%} freed" in repr(report) and "made by" not in text
 
 
 def test_only_a_forward_with_gradients_is_counted_and_only_the_first(llama):
@@ -91,14 +100,16 @@ def test_only_a_forward_with_gradients_is_counted_and_only_the_first(llama):
     assert (report.step.nbytes_kept, report.step.nbytes_avoided) == before != (0, 0)
 
 
-def test_each_patch_counts_again_and_a_copy_does_not_count_for_its_original(llama):
+def test_a_patch_that_changes_something_counts_again_and_a_copy_does_not_count_for_its_original(llama):
     first = patch(llama)
     other = copy.deepcopy(llama)
     step(other, batch_for(other))
     assert not first.step.nbytes_kept
     step(llama, batch_for(llama))
-    assert first.step.nbytes_kept
-    second = patch(llama, {"norm": "stock"}, replace=True)
+    assert first.step.nbytes_kept and patch(llama).step is first.step
+    wrapped = get_peft_model(llama, LoraConfig())
+    assert not patch(wrapped).step.is_counted, "with adapters it is another model"
+    second = patch(llama := wrapped.unload().requires_grad_(), {"norm": "stock"}, replace=True)
     assert not second.step.nbytes_kept
     step(llama, batch_for(llama))
     assert 0 < second.step.nbytes_avoided < first.step.nbytes_avoided
@@ -112,11 +123,12 @@ def test_a_forward_within_the_callers_checkpoint_is_not_counted_and_the_report_s
     assert not report.step.is_counted
     assert "is not counted: it runs within gradient checkpointing" in str(report)
     model(x).sum().backward()
-    assert report.step.is_counted and "first step: " in str(report)
+    assert report.step.is_counted and "the first step keeps" in str(report)
+    unpatch(model)
     report = patch(model)
     model(torch.zeros(0, 8, device=device)).sum().backward()
     assert report.step.is_counted and report.step.nbytes_kept == 0
-    assert "not called" not in str(report) and "first step: 0.0 MiB kept" in str(report)
+    assert "not called" not in str(report) and "the first step keeps 0.00 MiB" in str(report)
 
 
 @pytest.mark.parametrize("first", ["compare", "step"])
@@ -165,7 +177,7 @@ def test_a_model_where_little_is_avoided_gets_one_warning_that_says_where_its_by
         model(torch.randn(32, 64, device=device))["loss"].backward()
     assert report.step.nbytes_avoided < 0.05 * report.step.nbytes_kept
     (message,) = said("hf_memsave freed")
-    assert next(iter(report.step.by_function("kept"))) in message and "Linears" in message
+    assert "most of it linear layers " in message and "Linears" in message
 
 
 @pytest.mark.parametrize(("family", "is_warned_of"), [("phi", True), ("llama", False)])
@@ -194,4 +206,4 @@ def test_offload_says_what_lies_where(device):
     report = patch(model, MemSaveConfig(offload=True))
     step(model, batch_for(model, size))
     assert report.step.nbytes_offloaded > 20 * report.step.nbytes_kept > 0
-    assert "in main memory" in str(report) and "most offloaded: " in str(report)
+    assert " in main memory, where stock " in str(report) and "    in main memory: a" in str(report)

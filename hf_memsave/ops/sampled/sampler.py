@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,11 +21,10 @@ from torch import Tensor
 from hf_memsave.config.wtacrs import WTACRS
 from hf_memsave.device import Questions, has_numbers, new_generator, tells_later
 from hf_memsave.errors import ConfigError
+from hf_memsave.logs import logger
 from hf_memsave.ops.sampled.batch import Batch, Checkpointed, Tokens
 from hf_memsave.ops.sampled.estimators import EAGER, Draw, Drawing
 from hf_memsave.ops.sampled.norm_cache import NONZERO, SHARES, NormCache
-
-logger = logging.getLogger(__name__)
 
 #: The batch's column of sample indices.
 INDEX = "sample_idx"

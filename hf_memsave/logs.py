@@ -1,0 +1,99 @@
+"""The logger ``hf_memsave``: what a user is to read goes to stderr, once.
+
+It shows what training keeps (INFO) and warnings, on the first process alone. ``HF_MEMSAVE_VERBOSITY`` (debug, info,
+warning, error or critical) and ``logging.getLogger("hf_memsave").setLevel(...)`` change that, and so does Transformers'
+verbosity from ERROR on, unless that variable is set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+#: The one logger of the package.
+logger = logging.getLogger("hf_memsave")
+#: The variable that sets its level.
+VARIABLE = "HF_MEMSAVE_VERBOSITY"
+_LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    """Writes to what ``sys.stderr`` is now, between progress bars, unless another handler shows the record."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        others = [*logger.handlers, *(logging.getLogger().handlers if logger.propagate else ())]
+        shown = (h for h in others if h is not self and not isinstance(h, logging.NullHandler))
+        return not any(record.levelno >= handler.level for handler in shown)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm: Any = sys.modules.get("tqdm")
+        with contextlib.nullcontext() if tqdm is None else tqdm.tqdm.external_write_mode(file=sys.stderr):
+            super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return text if text.startswith("hf_memsave") else f"hf_memsave: {text}"
+
+
+class _Filter(logging.Filter):
+    """Whether this process is to show a record, by its rank and by what Transformers' loggers show now."""
+
+    is_measuring = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        verbosity = 0 if os.environ.get(VARIABLE) else logging.getLogger("transformers").level
+        is_quiet = verbosity >= logging.ERROR or self.is_measuring or _rank() > 0
+        return not is_quiet or record.levelno >= max(verbosity, logging.ERROR)
+
+
+_filter = _Filter()
+
+
+def _rank() -> int:
+    """Of this process: as torch.distributed says where it is initialized, else as launchers do."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdecimal() else 0
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Log a warning, the first time that it is called with this text."""
+    logger.warning("%s", text)
+
+
+@contextlib.contextmanager
+def only_measuring() -> Iterator[None]:
+    """Steps in here are no training: of them only errors are shown."""
+    before, _filter.is_measuring = _filter.is_measuring, True
+    try:
+        yield
+    finally:
+        _filter.is_measuring = before
+
+
+def _set_up() -> None:
+    logger.addHandler(_Handler())
+    logger.addFilter(_filter)
+    asked = os.environ.get(VARIABLE, "")
+    if logger.level == logging.NOTSET:  # else the user has set it before
+        logger.setLevel(_LEVELS.get(asked.lower(), logging.INFO))
+    if asked and asked.lower() not in _LEVELS:
+        logger.warning("%s: expected one of %s, got %r. It stays at info.", VARIABLE, ", ".join(_LEVELS), asked)
+
+
+_set_up()

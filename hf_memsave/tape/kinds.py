@@ -1,0 +1,130 @@
+"""What kind of op made a tensor, in the words of tables and in people's: by the module that ran, and by the op."""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from hf_memsave.tape.private import modules_that_run, next_number, number_of
+
+#: Kinds of op, in the order tables and pictures show them.
+KINDS_OF_OPS = (
+    "linear", "attention", "norm", "activation", "dropout", "cast", "residual", "embedding", "loss", "other",
+)  # fmt: skip
+_BY_OP = {
+    "linear": {"addmm", "mm", "bmm", "linear", "convolution", "baddbmm"},
+    "norm": {"nativelayernorm", "nativegroupnorm", "nativebatchnorm", "fusedrmsnorm", "rsqrt"},
+    "activation": {"gelu", "silu", "relu", "tanh", "sigmoid", "erf", "leakyrelu", "hardtanh", "mish"},
+    "dropout": {"nativedropout", "bernoulli"},
+    "cast": {"tocopy"},
+    "residual": {"add"},
+    "embedding": {"embedding"},
+    "loss": {"logsoftmax", "nlllossforward", "nllloss2dforward", "mseloss", "binarycrossentropywithlogits"},
+}
+_KIND_OF_OP = {op: kind for kind, ops in _BY_OP.items() for op in ops}
+_BY_CLASS = {
+    "norm": ("norm",), "dropout": ("dropout",),
+    "activation": ("gelu", "silu", "relu", "activation", "mlp", "gatedact"),
+}  # fmt: skip
+#: Autograd's names of ops that make no storage.
+VIEWS = frozenset(
+    "view unsafeview t transpose permute expand reshapealias slice select split splitwithsizes chunk unsqueeze squeeze "
+    "alias asstrided unbind detach narrow".split()
+)
+
+
+def kind_of(stack: Sequence[nn.Module], op: str) -> str:
+    """By the class of the innermost (last) module where that says it, else by the op, of ATen or of autograd."""
+    name, op = type(stack[-1]).__name__.lower() if stack else "", op.lower().replace("_", "")
+    own = next((kind for kind, words in _BY_CLASS.items() if any(w in name for w in words)), None)
+    of_op = "attention" if "attention" in op else _KIND_OF_OP.get(op)
+    if own == "activation" and of_op in ("linear", "dropout", "cast"):
+        return of_op
+    return own or of_op or ("attention" if "attention" in name or name.endswith("attn") else "other")
+
+
+#: What people call what is kept, by its kind: one of the above, or one that :class:`Makers` tells.
+WORDS = {
+    "norm": "norms", "activation": "activations", "mask of a dropout": "dropout masks", "dropout": "dropouts",
+    "adapter": "adapters' inputs", "mask": "attention masks", "attention": "attention", "loss": "loss",
+    "residual": "residual sums", "linear": "linear layers", "embedding": "embeddings", "cast": "casts",
+    "other": "other",
+}  # fmt: skip
+#: Kinds that tell less than what a tensor is kept for.
+_VAGUE = ("linear", "cast", "other")
+
+
+class Maker(NamedTuple):
+    """What made a tensor: a function, by the name of its node, and the kind of it in people's words."""
+
+    function: str
+    kind: str
+
+
+#: Of what a checkpoint keeps to draw again.
+STATE = Maker("state of a generator", WORDS["other"])
+
+
+class _Place(NamedTuple):
+    """Where a forward is: the modules that run, innermost first, and the functions within that."""
+
+    modules: list[nn.Module]
+    functions: list[str]
+
+    def kind(self, op: str) -> str:
+        """Of what ``op`` makes here."""
+        if any("loss" in name or "cross_entropy" in name for name in (op, *self.functions)):
+            return "loss"
+        for i, module in enumerate(self.modules):
+            if hasattr(type(module), "_active_adapter"):  # a layer of PEFT's, around one of the model's
+                if not i or self.modules[i - 1] is not module._modules.get("base_layer"):
+                    return "linear" if op == "add" else "adapter"  # to the output of the model's own
+                break
+        return "dropout" if "dropout" in self.functions else kind_of(self.modules[:1], op)
+
+
+class Makers:
+    """Tells what made the tensors of one forward.
+
+    Nodes of autograd are numbered in order: the module that made a node is the one that ran as autograd was last asked
+    to keep something before the next node was made.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[int, _Place]] = []
+
+    def see(self) -> None:
+        """Autograd keeps something now."""
+        self._seen.append((next_number(), _Place(*modules_that_run())))
+
+    def here(self, name: str) -> Maker:
+        """What is called so, and made now."""
+        return Maker(name, WORDS[_Place(*modules_that_run()).kind(name)])
+
+    def of(self, tensor: Tensor) -> Maker:
+        """What made ``tensor``, which is kept now."""
+        node = tensor.grad_fn
+        if node is None:
+            here = _Place(*modules_that_run())
+            kind = here.kind("")
+            if kind == "dropout" or (kind == "attention" and any("attention" in name for name in here.functions)):
+                kind = "mask of a dropout" if kind == "dropout" else "mask"
+            own = [p for module in here.modules[:1] for p in module.parameters(recurse=False)]
+            is_cast = kind == "other" and any(p.dtype != tensor.dtype for p in own)
+            return Maker("no gradient", WORDS["cast" if is_cast else kind])
+        made = _name(node)
+        while _name(node) in VIEWS and node.next_functions and (before := node.next_functions[0][0]) is not None:
+            node = before
+        at = bisect(self._seen, number_of(node) + 1, key=lambda seen: seen[0])
+        kind = self._seen[at - 1][1].kind(_name(node)) if at else "other"
+        if kind in _VAGUE and (kept_for := _Place(*modules_that_run()).kind("")) not in _VAGUE:
+            kind = kept_for
+        return Maker(made, WORDS[kind])
+
+
+def _name(node: Any) -> str:
+    """Of an autograd node."""
+    return str(node.name()).removesuffix("Backward0").lower()

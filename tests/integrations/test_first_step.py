@@ -1,0 +1,258 @@
+"""One line after the first step, by every door, in words and sizes that an independent count confirms."""
+
+import contextlib
+import copy
+import io
+import logging
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+import tqdm
+import transformers
+from peft import LoraConfig, get_peft_model
+from torch.nn.modules import module as global_hooks
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+
+import hf_memsave
+from hf_memsave import measure_kept, patch, unpatch
+from hf_memsave.patching.first_step import FIRST, LEDGER
+from hf_memsave.tape.kinds import WORDS
+from hf_memsave.tape.ledger import Ledger
+from support.families import Size, batch_for, build
+from support.helpers import only_on_cpu
+
+pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing.* is deprecated:FutureWarning")
+SIZE = Size(hidden=64, layers=2, batch=4, seq=64)
+FIXED = {"max_steps": 2, "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}
+LORA = LoraConfig(lora_dropout=0.1, target_modules="all-linear")
+STOCK = {"gradient_checkpointing": False}
+_SIZE = r"([\d.]+) MiB"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    build("llama", SIZE).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(device):
+    only_on_cpu(device, "this count of bytes")
+
+
+@pytest.fixture
+def lines(caplog):
+    """What was said of first steps so far."""
+    return lambda: [r.getMessage() for r in caplog.records if r.name == "hf_memsave" and "the first step" in r.message]
+
+
+def sizes(line):
+    """Bytes that are kept and that stock would keep, each time that a line says so."""
+    return [tuple(float(n) * 2**20 for n in found) for found in re.findall(
+        rf"keeps (?:about )?{_SIZE}.*? where stock would keep {_SIZE}", line
+    )]  # fmt: skip
+
+
+def check(line, model, batch, **options):
+    """That ``line`` speaks of what is kept, in people's words, and of what is."""
+    report = hf_memsave.patch(model)
+    assert report.step.is_counted and line.split(" More: ")[0].removeprefix("hf_memsave: ") in " ".join(
+        text.strip() for text in str(report).splitlines()
+    )
+    kept = measure_kept(model, batch, **options).total
+    unpatch(model)
+    stock = measure_kept(model, batch, **options).total
+    assert kept < 0.8 * stock
+    assert sizes(line)[-1] == (pytest.approx(kept, rel=0.02), pytest.approx(stock, rel=0.02))
+    (freed,) = re.findall(r"([\d]+)% freed \(([^;)]*)", line)
+    assert float(freed[0]) == pytest.approx(100 * (1 - kept / stock), abs=2)
+    names, found = zip(*(re.fullmatch(rf"(.*) {_SIZE}", part).groups() for part in freed[1].split(", ")), strict=True)
+    assert set(names) <= set(WORDS.values()) and line.endswith("More: print(hf_memsave.patch(model))")
+    assert sum(map(float, found)) * 2**20 == pytest.approx(stock - kept, rel=0.1)
+
+
+@pytest.mark.parametrize("door", ["from_pretrained", "argument", "callback"])
+def test_the_stock_trainer(door, folder, tmp_path, lines):
+    model = LlamaForCausalLM.from_pretrained(folder, **({"memsave": True} if door == "from_pretrained" else {}))
+    arguments = TrainingArguments(str(tmp_path), per_device_train_batch_size=SIZE.batch, **FIXED)
+    rows = [dict(batch_for(model, Size(batch=1, seq=SIZE.seq), seed=i)) for i in range(8)]
+    rows = [{name: x[0] for name, x in row.items()} for row in rows]
+    callbacks = [hf_memsave.MemSaveCallback()] if door == "callback" else []
+    options = {"memsave": True} if door == "argument" else {}
+    trainer = Trainer(model, arguments, train_dataset=rows, callbacks=callbacks, **options)
+    assert lines() == []
+    trainer.train()
+    (line,) = lines()
+    check(line, model, {name: torch.stack([row[name] for row in rows[:4]]) for name in rows[0]})
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_trl(checkpointing, folder, tmp_path, lines):
+    """Its default is gradient checkpointing: the line says so, and what is kept without."""
+    import datasets
+    import trl
+
+    arguments = trl.SFTConfig(
+        str(tmp_path), per_device_train_batch_size=SIZE.batch, model_init_kwargs={"memsave": True},
+        **FIXED | ({} if checkpointing else STOCK),
+    )  # fmt: skip
+    rows = {"input_ids": batch_for(build("llama"), Size(batch=8, seq=SIZE.seq))["input_ids"].tolist()}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=_words(), pad_token="0", eos_token="1")
+    dataset = datasets.Dataset.from_dict(rows)
+    trainer = trl.SFTTrainer(folder, arguments, train_dataset=dataset, processing_class=tokenizer)
+    trainer.train()
+    (line,) = lines()
+    model, batch = trainer.model, next(iter(trainer.get_train_dataloader()))
+    forward = lambda **inputs: trainer.compute_loss(model, dict(inputs))  # noqa: E731
+    if checkpointing:
+        assert line.startswith("hf_memsave: gradient checkpointing is on: ") and '"gate"' in line and '"block"' in line
+        assert sizes(line)[0][0] == pytest.approx(measure_kept(model, batch, forward=forward).total, rel=0.02)
+        report = patch(model)
+        model.gradient_checkpointing_disable()
+        assert str(report).count("gradient checkpointing is on") == 1
+    check(line, model, batch, forward=forward)
+
+
+def _words():
+    from tokenizers import Tokenizer, models
+
+    return Tokenizer(models.WordLevel({str(number): number for number in range(512)}, unk_token="0"))
+
+
+@pytest.mark.parametrize("door", ["plain", "lora", "offload", "gate", "bf16"])
+def test_a_plain_loop(door, folder, lines):
+    config = {"offload": {"offload": True}, "gate": {"checkpoint": "gate"}}.get(door, True)
+    model = LlamaForCausalLM.from_pretrained(folder, memsave=config)
+    if door == "lora":
+        model = get_peft_model(model, LORA)
+    model.train()
+    batch = batch_for(model, SIZE)
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16, enabled=door == "bf16"):
+            loss = model(**batch).loss
+        loss.backward()
+    (line,) = lines()
+    assert ("adapters' inputs" in line) == (door == "lora") and ("run again" in line) == (door == "gate")
+    if door in ("offload", "gate"):
+        step = patch(model, config).step
+        ours = measure_kept(model, batch).total
+        unpatch(model)
+        stock = measure_kept(model, batch).total
+        assert sizes(line) == [(pytest.approx(step.nbytes_kept, rel=0.02), pytest.approx(stock, rel=0.02))]
+        assert step.nbytes_kept + step.nbytes_offloaded == pytest.approx(ours, rel=0.02)
+        away = [float(n) * 2**20 for n in re.findall(rf"and {_SIZE} in main memory", line)]
+        assert away == [pytest.approx(step.nbytes_offloaded, rel=0.02)] * (door == "offload")
+    else:
+        with torch.autocast("cpu", torch.bfloat16, enabled=door == "bf16"):
+            check(line, model, batch)
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_checkpointing_that_the_caller_has_turned_on(is_reentrant, folder, lines):
+    """With adapters; the line comes once, and also where no backward follows some forward."""
+    model = get_peft_model(LlamaForCausalLM.from_pretrained(folder, memsave=True), LORA).train()
+    model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
+    model.enable_input_require_grads()
+    batch = batch_for(model, SIZE)
+    model(**batch)
+    for _ in range(3):
+        model(**batch).loss.backward()
+    (line,) = lines()
+    assert not any(LEDGER in module.__dict__ for module in model.modules())
+    assert sizes(line)[0][0] == pytest.approx(measure_kept(model, batch).total, rel=0.02)
+    model.gradient_checkpointing_disable()
+    check(line, model, batch)
+
+
+def test_later_steps_are_those_of_a_model_that_counts_nothing(folder, monkeypatch):
+    """No hook, no ledger, and as many calls of Python functions."""
+
+    def calls(model):
+        found = []
+        for _ in range(4):
+            batch, count = batch_for(model, SIZE), 0
+
+            def count_call(frame, event, arg):
+                nonlocal count
+                count += event == "call"
+
+            sys.setprofile(count_call)
+            model(**batch).loss.backward()
+            sys.setprofile(None)
+            found.append(count)
+        return found
+
+    counting, silent = (LlamaForCausalLM.from_pretrained(folder, memsave=True).train() for _ in range(2))
+    del silent.__dict__[LEDGER], silent.__dict__[FIRST]
+    first, *later = calls(counting)
+    assert first > later[-1] and later == calls(silent)[1:] and not global_hooks._has_any_global_hook()
+    monkeypatch.setattr(Ledger, "_entry", lambda *_: pytest.fail("it counts"))
+    counting(**batch_for(counting, SIZE)).loss.backward()
+
+
+# Once and where it is asked for
+
+
+@pytest.mark.parametrize(
+    ("told", "count"),
+    [("not at all", 1), ("by Transformers", 0), ("by Python", 0), ("by a null handler", 1), ("by basicConfig", 1)],
+)
+def test_it_is_said_once_without_handlers_and_with_and_not_where_it_is_told_to_be_quiet(told, count, monkeypatch):
+    logger, root = logging.getLogger("hf_memsave"), logging.getLogger()
+    monkeypatch.setattr(logger, "handlers", logger.handlers[:])
+    monkeypatch.setattr(root, "handlers", [])  # pytest's
+    with contextlib.redirect_stderr(io.StringIO()) as written:
+        {
+            "not at all": lambda: None,
+            "by Transformers": transformers.logging.set_verbosity_error,
+            "by Python": lambda: logger.setLevel("WARNING"),
+            "by a null handler": lambda: logger.addHandler(logging.NullHandler()),
+            "by basicConfig": logging.basicConfig,
+        }[told]()
+        model = build("llama")
+        patch(model)
+        for _ in tqdm.tqdm(range(2)):
+            model(**batch_for(model)).loss.backward()
+    text = written.getvalue()
+    begins = "INFO:hf_memsave:" if told == "by basicConfig" else r"\r *\r"
+    assert text.count("the first step keeps") == len(re.findall(rf"{begins}hf_memsave: the first step", text)) == count
+
+
+def test_a_variable_sets_the_level_and_a_level_set_before_stays():
+    code = "import sys, logging\nlogging.getLogger('hf_memsave').setLevel({before})\nimport hf_memsave\n"
+    code += "print(logging.getLogger('hf_memsave').level, 'torch' in sys.modules)\n"
+    code += "logging.getLogger('hf_memsave').info('hello')"
+    levels = ("", 0, 20), ("error", 0, 40), ("Debug", 0, 10), ("", 30, 30), ("loud", 0, 20)
+    for value, before, level, rank in (*((*each, 0) for each in levels), ("", 0, 20, 1)):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(before=before)], capture_output=True, text=True, check=True,
+            env={**os.environ, "HF_MEMSAVE_VERBOSITY": value, "RANK": str(rank)},
+        )  # fmt: skip
+        assert done.stdout.split() == [str(level), "False"]
+        assert ("expected one of debug, info, warning" in done.stderr) == (value == "loud")
+        assert ("hf_memsave: hello" in done.stderr) == (level <= 20 and not rank)
+
+
+def test_a_copy_a_repeated_patch_and_another_patch(folder, lines):
+    model = LlamaForCausalLM.from_pretrained(folder, memsave=True).train()
+    other, batch = copy.deepcopy(model), batch_for(model, SIZE)
+    model(**batch).loss.backward()
+    step = patch(model).step
+    assert step.is_counted and patch(copy.deepcopy(model)).step.nbytes_kept == step.nbytes_kept
+    assert not patch(other).step.is_counted
+    patch(model).compare(batch)
+    assert patch(model).step is step and len(lines()) == 1
+    report = patch(model, {"norm": "stock"}, replace=True)
+    assert not report.step.is_counted and "counted in the first training step" in str(report)
+    model(**batch).loss.backward()
+    assert len(lines()) == 2 and report.step.is_counted
+    model.eval()(**batch).loss.backward()
+    patch(other).undo()
+    patch(other.eval())
+    other(**batch).loss.backward()
+    assert len(lines()) == 2, "in eval mode nothing is said"
