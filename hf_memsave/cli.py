@@ -1,15 +1,18 @@
-"""The command ``memsave``. Its own help and version load no library; a command loads what it runs."""
+"""The command ``memsave``. Its help loads no library, nor does a wrong argument; a command loads what it runs."""
 
 from __future__ import annotations
 
 import argparse
-import re
+import contextlib
+import gc
+import logging
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.metadata import version
 
-#: Command -> its line in the help. Each is a module of :mod:`hf_memsave.commands` with ``add_options`` and ``run``.
+#: Command -> its line in the help. Each is a module of :mod:`hf_memsave.commands` with ``run``.
 COMMANDS = {
     "report": "what would be patched in a model, and what it keeps, from its config alone",
     "estimate": "whether a training step fits a GPU, from the config alone: no weights, no GPU",
@@ -21,9 +24,9 @@ COMMANDS = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(given: Sequence[str] | None = None) -> int:
     """Show the help, or run one command; returns 0, or 1 if its check failed, or 2 if it cannot do what was asked."""
-    argv = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    argv = list(sys.argv[1:] if given is None else given) or ["--help"]
     parser = argparse.ArgumentParser(
         prog="memsave", description="Fine-tune Hugging Face models keeping a fraction of the activation memory."
     )
@@ -32,21 +35,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     parsers = {name: commands.add_parser(name, help=line) for name, line in COMMANDS.items()}
     if argv[0] not in COMMANDS:
         parser.parse_args(argv)  # which ends the process
-    command = import_module(f"hf_memsave.commands.{argv[0]}")
-    command.add_options(parsers[argv[0]])
-    args = argparse.Namespace()
+    arguments = import_module("hf_memsave.commands.arguments")
 
     from hf_memsave.errors import MemSaveError
 
-    import_module("hf_memsave.commands.options").quiet()
+    getattr(arguments, argv[0])(parsers[argv[0]])
     try:
-        return int(command.run(parser.parse_args(argv, args)))
+        args = parser.parse_args(argv)
+        arguments.check(args)
+        with quiet():
+            gc.disable()
+            command = import_module(f"hf_memsave.commands.{argv[0]}")
+            gc.enable()
+            if given is None:
+                gc.freeze()  # what is loaded stays: looking through it for garbage and for tensors takes seconds
+            return int(command.run(args))
     except MemSaveError as error:
-        text = " ".join(error.on_command_line.split())
-        for name in filter(lambda name: "_" in name, vars(args)):  # an argument's name, as this command's option
-            text = re.sub(rf"(?<![\w/\\]){name}(?![\w/\\])", f"--{name.replace('_', '-')}", text)
-        print(f"memsave {argv[0]}: error: {text}", file=sys.stderr)
+        print(f"memsave {argv[0]}: error: {' '.join(error.on_command_line.split())}", file=sys.stderr)
         return 2
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Hide what other libraries log and warn of on the way: what stops a command is raised."""
+    before, fake = logging.root.manager.disable, logging.getLogger("torch._subclasses.fake_tensor")
+    logging.disable(logging.WARNING)
+    fake.disabled = True  # it logs, as an error, what it raises
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.filterwarnings("default", module="hf_memsave")
+            yield
+    finally:
+        logging.disable(before)
+        fake.disabled = False
 
 
 if __name__ == "__main__":

@@ -39,6 +39,10 @@ class MeasureError(MemSaveError, RuntimeError):
     """A model or a batch that cannot be built, loaded or run, so that there is nothing to measure."""
 
 
+class CommandError(MemSaveError):
+    """A command that cannot do what it was asked to."""
+
+
 def not_a_module(call: str, got: Any) -> str:
     """The message for a call such as "patch(model)" whose argument is no module."""
     from torch import nn

@@ -1,1 +1,1 @@
-"""The commands of ``memsave``: a file for each, with ``add_options`` and ``run``, and what they share."""
+"""The commands of ``memsave``: what each can be asked, a file for each with ``run``, and what they share."""

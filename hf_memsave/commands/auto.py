@@ -3,44 +3,22 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 
 import yaml
 
-from hf_memsave import MemSaveConfig, MemSaveError
-from hf_memsave.commands.inputs import add_inputs, load_inputs, new_console
-from hf_memsave.commands.options import DTYPES, GIVE_ANOTHER_BATCH, NUMBER, SIZE, CommandError, add
-from hf_memsave.config.sizes import gib
+from hf_memsave.commands.arguments import memsave_in_words, memsave_of
+from hf_memsave.commands.inputs import load_inputs
+from hf_memsave.commands.options import DTYPES, GIVE_ANOTHER_BATCH, console_of, write_figures
+from hf_memsave.config.sizes import both
+from hf_memsave.errors import CommandError, MemSaveError
 from hf_memsave.measure.inputs import cannot_run, forward_of
 from hf_memsave.planner import fast, smart
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command."""
-    parser.description = (
-        "Tries a model, stock and converted, on a batch, and writes the configuration it found. --smart keeps the "
-        "batch and converts as few blocks of each kind as it takes to fit; --fast asks whether converting everything "
-        "pays, by the larger batch that then fits. Memory is counted: what is kept between forward and backward, "
-        "parameters, gradients, and AdamW's state; leave room for what backward computes and drops again."
-    )
-    add_inputs(parser)
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--smart", action="store_true", help="as few conversions as it takes (this is the default)")
-    how.add_argument("--fast", action="store_true", help="everything, or nothing where that trains faster")
-    limit = "the limit, such as 16GiB (on CUDA: nine tenths of what the device has left)"
-    parser.add_argument("--memory", **SIZE, help=limit)
-    add(parser, "--memsave", help="what to convert to (%(default)s)")
-    parser.add_argument("--max-batch", **NUMBER, help="with --fast, the largest batch to try")
-    add(parser, "--out")
-
-
 def run(args: argparse.Namespace) -> int:
     """Load, try, print and write; returns 0."""
-    memsave = MemSaveConfig.named(args.memsave)
-    if args.max_batch and not args.fast:
-        raise CommandError("--max-batch limits the batches of --fast, got --smart. Add --fast, or leave it out.")
-    if args.memory is None and args.device == "cpu":
-        raise CommandError("--device cpu: expected --memory, such as --memory 16GiB, got none. Say how much there is.")
-    console = new_console()
+    memsave, name, console = memsave_of(args), memsave_in_words(args), console_of(args)
     model, batch, title = load_inputs(args, console)
     forward = forward_of(model, DTYPES.get(args.autocast))
     most = {"max_batch": args.max_batch} if args.fast else {}
@@ -52,8 +30,8 @@ def run(args: argparse.Namespace) -> int:
     except Exception as error:
         raise CommandError(f"{cannot_run(model, batch, error)} {GIVE_ANOTHER_BATCH}") from error
     console.print(title, style="bold")
-    context = [args.memsave if memsave.is_exact else f"{args.memsave} (gradients are approximate)", args.device]
-    context += [f"limit {gib(plan.memory)}", *(["bf16 autocast"] if args.autocast else [])]
+    context = [name if memsave.is_exact else f"{name} (gradients are approximate)", args.device]
+    context += [f"limit {both(plan.memory)}", *(["bf16 autocast"] if args.autocast else [])]
     console.print(f"preset {', '.join(context)}", str(plan), sep="\n", soft_wrap=True)
     if plan.config is None:
         console.print("Train without memsave: there is no configuration to write.")
@@ -62,4 +40,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         plan.config.to_file(args.out)
         console.print(f"Configuration: {args.out}")
+    figures = {name: getattr(plan, name) for name in ("batch_size", "memory", "reason")} | {"model": args.model}
+    figures |= {"config": plan.config and plan.config.to_dict(), "trials": [asdict(trial) for trial in plan.trials]}
+    write_figures(args.json, figures, console)
     return 0

@@ -8,22 +8,21 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from hf_memsave import Kept, measure_kept, patch
+from hf_memsave.commands.arguments import picture
 from hf_memsave.commands.demo_task import DemoTask, generated_task, glue_task
-from hf_memsave.commands.options import NUMBER, PICTURE, picture, progress_bar
+from hf_memsave.commands.options import console_of, progress_bar
 from hf_memsave.config.sizes import MIB
 
-_STEPS, _QUICK_STEPS, _BATCH_SIZE = 240, 70, 32
+_BATCH_SIZE = 32
 _SEED, _HIDDEN = 0, 128
 
 
@@ -38,29 +37,13 @@ class Run:
     seconds_per_step: float
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command."""
-    parser.description = (
-        "Trains a small BERT and a small LLaMA from random weights with transformers.Trainer on the CPU, each stock "
-        "and patched from the same seed, and compares losses, accuracy, kept memory and time. Exit status 1 if a loss "
-        "or a weight differs in a single bit."
-    )
-    data = "a folder of official GLUE files; without it, data is generated"
-    parser.add_argument("--data-dir", type=Path, metavar="DIR", help=data)
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument("--quick", action="store_true", help=f"{_QUICK_STEPS} steps instead of {_STEPS}")
-    length.add_argument("--steps", **NUMBER, help="so many steps")
-    parser.add_argument("--out", **PICTURE, help="the picture to write (demo.png, if matplotlib is installed)")
-
-
 def run(args: argparse.Namespace) -> int:
     """Train, compare, print the table and write the picture; returns 0, or 1 if a patched run differs from stock's."""
     out = args.out or (picture("demo.png") if find_spec("matplotlib") else None)
     torch.set_num_threads(1)  # models this small gain little from more, and lose much where other programs run
-    steps = args.steps or (_QUICK_STEPS if args.quick else _STEPS)
+    steps, console = args.steps, console_of(args)
     examples = steps * _BATCH_SIZE
     task = glue_task(args.data_dir, examples) if args.data_dir else generated_task(examples, _SEED)
-    console = Console(highlight=False, markup=False)
     console.print(task.description, task.limits, sep="\n")
     runs = {}
     for name, config in model_configs(task).items():

@@ -10,9 +10,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hf_memsave.commands.options import CommandError
 from hf_memsave.data.glue import TASKS, guess_task, read_glue
 from hf_memsave.data.wordpiece import train_wordpiece
+from hf_memsave.errors import CommandError
 
 NUMBERS = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
 NUMBERS += "seventeen eighteen nineteen twenty".split()

@@ -12,16 +12,17 @@ from typing import Any
 import torch
 from packaging.requirements import Requirement
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import import_utils
 
-from hf_memsave import MemSaveConfig, PatchError, __version__, patch
-from hf_memsave.commands.options import add
+from hf_memsave import PatchError, __version__, patch
+from hf_memsave.commands.arguments import memsave_of
+from hf_memsave.commands.options import console_of
 from hf_memsave.commands.report import sites_table
+from hf_memsave.config.sizes import counted
 from hf_memsave.measure.models import build_empty, load_config
 from hf_memsave.tape import hooks_work
 
@@ -37,19 +38,9 @@ _FUSED["flex_attention"] = "is_torch_flex_attn_available"
 _MISSING = "not installed"
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command."""
-    parser.description = (
-        "Prints what a bug report needs. With a model, also what patch() changes in it, found on the meta device from "
-        "its configuration alone. Exit status 1 if something prevents patching, 2 on a wrong argument."
-    )
-    add(parser, "model", nargs="?")
-    add(parser, "--memsave")
-
-
 def run(args: argparse.Namespace) -> int:
     """Look around and print; returns 0, or 1 if something prevents patching."""
-    memsave = MemSaveConfig.named(args.memsave)
+    memsave = memsave_of(args)
     config = load_config(args.model) if args.model else None
     problems: list[str] = []
     sections = {
@@ -63,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
                 "torch.func, forward-mode AD, or torch.autograd.graph.disable_saved_tensors_hooks that surrounds this."
             )
     model = build_empty(config) if config is not None and not problems else None
-    console = Console(highlight=False, markup=False)
+    console = console_of(args)
     for title, rows in sections.items():
         table = Table(title=title, title_justify="left", show_header=False, box=box.SIMPLE)
         for row in rows.items():
@@ -75,11 +66,11 @@ def run(args: argparse.Namespace) -> int:
             others = sum(site.op not in ("block", "model") for site in report.patched)
             console.print(sites_table(Counter((site.status, site.op, site.cls, site.reason) for site in report.sites)))
             console.print(
-                f"{report.covered}, {others} other modules patched, {len(report.skipped)} skipped.\nFunctions are "
-                "recorded in all that runs inside: what that frees, `memsave report` measures."
+                f"{report.covered}, {counted(others, 'other module')} patched, {len(report.skipped)} skipped.\n"
+                "Functions are recorded in all that runs inside: what that frees, `memsave report` measures."
             )
         except PatchError as error:
-            problems.append(f"{args.model}: {error}")
+            problems.append(f"{args.model}: {error.on_command_line}")
     for problem in problems:
         print(f"memsave doctor: {' '.join(problem.split())}", file=sys.stderr)
     if not problems:
@@ -108,7 +99,7 @@ def devices() -> dict[str, str]:
     cpu: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     is_native = any(cpu.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16"))
     name = cpu.get("cpu_name", platform.machine())
-    found = {"cpu": f"{name}, {torch.get_num_threads()} threads, bf16 {bf16[is_native]}"}
+    found = {"cpu": f"{name}, {counted(torch.get_num_threads(), 'thread')}, bf16 {bf16[is_native]}"}
     for i in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(i)
         found[f"cuda:{i}"] = f"{torch.cuda.get_device_name(i)}, capability {major}.{minor}, bf16 {bf16[major >= 8]}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -12,14 +11,12 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedConfig
 
-from hf_memsave.commands.options import NUMBER, CommandError, add, weights_of
-from hf_memsave.config.sizes import GIB
-from hf_memsave.errors import MeasureError
+from hf_memsave.commands.options import settle_sizes, weights_of
+from hf_memsave.config.sizes import GIB, counted
+from hf_memsave.errors import CommandError, MeasureError
 from hf_memsave.measure.inputs import described, fitted, make_batch, read_batch
 from hf_memsave.measure.models import at_depth, build_empty, depth_of, has_weights, load_config, load_model, period
 
-_SEQUENCES, _TOKENS = 2, 64
-BATCH_HELP = "what the forward takes, tensors by name: torch.save, .safetensors, .json, .jsonl (examples)"
 #: Parameters that are compared without a question; drawing more takes minutes.
 _MOST = 10**9
 #: Weights, their gradients, and the gradients of the three steps that are compared.
@@ -28,32 +25,11 @@ _COPIES = 5
 _SHARE = 0.7
 
 
-def add_inputs(parser: argparse.ArgumentParser) -> None:
-    """Add the options that :func:`load_inputs` reads."""
-    option = parser.add_argument
-    model = "the folder of a saved model or PEFT adapter, or a name on the hub; or, for random weights, a config.json"
-    option("model", metavar="MODEL", help=f"{model} or a model type (bert, llama, ...)")
-    option("--batch", type=Path, metavar="FILE", help=BATCH_HELP)
-    option("--batch-size", **NUMBER, help=f"random sequences ({_SEQUENCES})")
-    option("--seq-len", **NUMBER, help=f"tokens in each ({_TOKENS})")
-    add(parser, "--dtype", help="of the weights (as saved; with --autocast fp32)")
-    add(parser, "--autocast")
-    option("--device", choices=["cpu", "cuda"], default="cpu", help="where to run (%(default)s)")
-
-
-def new_console() -> Console:
-    """Where a command prints; no line is cut or wrapped where that is no terminal."""
-    console = Console(highlight=False, markup=False)
-    return console if console.is_terminal else Console(highlight=False, markup=False, width=10_000)
-
-
 def load_inputs(
     args: argparse.Namespace, console: Console, *, may_shrink: bool = False
 ) -> tuple[Any, dict[str, Any], str]:
     """A model in training mode, perhaps with fewer layers if its weights are random; a batch for it; both in words."""
     dtype = weights_of(args)
-    if args.batch and (args.batch_size or args.seq_len):
-        raise CommandError("--batch brings its own sizes, got --batch-size or --seq-len as well. Leave one out.")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise CommandError("--device cuda: expected a CUDA device, found none. Use --device cpu.")
     batch = read_batch(args.batch) if args.batch else None  # a wrong file must not cost a download
@@ -66,10 +42,13 @@ def load_inputs(
         elif may_shrink and args.layers:
             raise CommandError(f"--layers: expected random weights, got those of {args.model}. Leave it out.")
         model, head, weights = load_model(args.model, dtype, config=config, has_batch=batch is not None)
-        batch = batch or make_batch(head, model.config, args.batch_size or _SEQUENCES, args.seq_len or _TOKENS)
+        note = ""
+        if batch is None:
+            note = settle_sizes(args, model.config)
+            batch = make_batch(head, model.config, args.batch_size, args.seq_len)
         model.to(args.device).train()
         batch = fitted(batch, model)
-    return model, batch, f"{type(model).__name__}, {weights}: {described(batch)}"
+    return model, batch, f"{type(model).__name__}, {weights}: {described(batch)}\n{note}".rstrip()
 
 
 def shrunk(name: str, config: PreTrainedConfig, dtype: torch.dtype, layers: int | None) -> tuple[PreTrainedConfig, str]:
@@ -87,7 +66,8 @@ def shrunk(name: str, config: PreTrainedConfig, dtype: torch.dtype, layers: int 
         for number in (max(2, every), every):
             few, least = at_depth(config, {field: min(number, full) for field, full in own.items()}), f"even {every}"
             if (found := _count(few)) * each <= free and found < whole:
-                less = f"Compared are {number} layers of that width, {found / 1e6:,.0f} M; --layers N takes others."
+                less = f"Compared {'is' if number == 1 else 'are'} {counted(number, 'layer')} of that width, "
+                less += f"{found / 1e6:,.0f} M; --layers N takes others."
                 return few, f"{size} in {sum(own.values())} layers. {less}"
     if found == whole and whole * each <= free:
         return config, f"{size}, which cannot be made less: drawing them takes minutes."

@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich import box
 from rich.table import Table
 
-from hf_memsave import MemSaveConfig
 from hf_memsave.commands import options
-from hf_memsave.commands.inputs import BATCH_HELP, new_console
-from hf_memsave.config.sizes import gib
+from hf_memsave.commands.arguments import memsave_in_words, memsave_of
+from hf_memsave.config.sizes import counted, gib
 from hf_memsave.count.kept import KINDS_OF_OPS
 from hf_memsave.measure.inputs import read_batch, shapes
 from hf_memsave.measure.kept_in_full import EVERY_LAYER, FullDepth, measure_full_depth
@@ -23,41 +21,26 @@ from hf_memsave.measure.models import load_config
 from hf_memsave.measure.training import Training
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command."""
-    parser.description = (
-        "Lists the sites that patch() finds in a model, and measures what one training step keeps between forward and "
-        "backward, stock beside patched. Needs the configuration alone: no weights are read. Of a text model a few "
-        "layers are measured on the CPU, and further ones taken to be like those; any other model is run whole, on "
-        "images or sound of the sizes in its configuration, or on a batch of yours."
-    )
-    options.add(parser, "model", "--memsave")
-    options.add(parser, "--batch-size", default=4, help="sequences (%(default)s)")
-    options.add(parser, "--seq-len", default=128)
-    parser.add_argument("--batch", type=Path, metavar="FILE", help=BATCH_HELP)
-    options.add(parser, "--dtype", "--autocast", "--lora", "--layers")
-    parser.add_argument("--plot", **options.PICTURE, help="draw the table as stacked bars")
-    options.add(parser, "--json")
-
-
 def run(args: argparse.Namespace) -> int:
     """Measure, print, and write what was asked for; returns 0."""
-    memsave = MemSaveConfig.named(args.memsave)
+    memsave, config, console = memsave_of(args), load_config(args.model), options.console_of(args)
+    note = options.settle_sizes(args, config) * (args.batch is None)
     autocast = options.DTYPES.get(args.autocast)
     setting = Training(
         batch_size=args.batch_size, seq_len=args.seq_len, dtype=options.weights_of(args) or torch.bfloat16,
         autocast=autocast, lora=args.lora,
     )  # fmt: skip
     batch = read_batch(args.batch) if args.batch else None
-    console = new_console()
     with console.status(f"Measuring {args.model} ..."):
-        result = measure_full_depth(load_config(args.model), setting, memsave, args.layers, batch)
+        result = measure_full_depth(config, setting, memsave, args.layers, batch)
     dtype = f"bf16 autocast, {options.NAMES[setting.dtype]} weights" if autocast else options.NAMES[setting.dtype]
-    depth = f"{_layers(result.depth)} layers, " if result.depth else ""
-    words = f"{args.batch_size} x {args.seq_len} tokens" if depth and not batch else shapes(result.inputs)
+    depth = f"{counted(_layers(result.depth), 'layer')}, " if result.depth else ""
+    is_text = depth and not batch
+    words = f"{args.batch_size} x {counted(args.seq_len, 'token')}" if is_text else shapes(result.inputs)
     title = f"{options.name_of(args.model)}: {result.cls}, {depth}batch {words}, {dtype}"
     console.print(title, style="bold")
-    console.print(f"preset {args.memsave}, {result.parameters / 1e6:,.1f} M parameters")
+    console.print(note, end="")
+    console.print(f"preset {memsave_in_words(args)}, {result.parameters / 1e6:,.1f} M parameters")
     console.print(f"LoRA on a frozen model: {args.lora}\n" if args.lora else "")
     stock, patched = (sum(affine.total.values()) for affine in (result.stock, result.patched))
     kept = f"Kept for backward: {gib(patched)}, where stock keeps {gib(stock)}: {freed(stock, patched)} freed."
@@ -67,7 +50,8 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         from hf_memsave.commands.pictures import kept_bars
 
-        kept_bars(args.plot, title, {"stock": result.stock.total, f"patched ({args.memsave})": result.patched.total})
+        bars = {"stock": result.stock.total, f"patched ({memsave_in_words(args)})": result.patched.total}
+        kept_bars(args.plot, title, bars)
         console.print(f"Picture: {args.plot}")
     figures = {"model": args.model, "memsave": memsave.to_dict(), **to_dict(result, setting)}
     options.write_figures(args.json, figures, console)

@@ -6,38 +6,24 @@ import argparse
 import contextlib
 import itertools
 import sys
+from dataclasses import asdict
 
 from rich import box
 from rich.table import Table
 
-from hf_memsave import MemSaveConfig
-from hf_memsave.commands.inputs import add_inputs, load_inputs, new_console
-from hf_memsave.commands.options import DTYPES, GIVE_ANOTHER_BATCH, CommandError, add, progress_bar
+from hf_memsave.commands.arguments import memsave_in_words, memsave_of
+from hf_memsave.commands.inputs import load_inputs
+from hf_memsave.commands.options import DTYPES, GIVE_ANOTHER_BATCH, console_of, progress_bar, write_figures
 from hf_memsave.config.sizes import MIB
+from hf_memsave.errors import CommandError
 from hf_memsave.measure import step
 
 _WORST = 5
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command."""
-    parser.description = (
-        "Runs one forward and backward of a model, stock and patched, from the same seed, and compares the loss, every "
-        "gradient and the bytes kept in between. Exit status 0 if they are equal: to the bit, or, where stock run "
-        f"twice differs from itself (CUDA's kernels add in no fixed order), within {step.DISTANCES} times that "
-        "distance. 1 if they differ, 2 if the step cannot be run."
-    )
-    add_inputs(parser)
-    add(parser, "--memsave")
-    add(parser, "--layers", help="with random weights, the depth (all layers, or 2 of too many)")
-    how = "ask for equal bits on CUDA too: under PyTorch's deterministic algorithms, attention as products of matrices"
-    parser.add_argument("--deterministic", action="store_true", help=how)
-
-
 def run(args: argparse.Namespace) -> int:
     """Load, compare and print; returns 0, or 1 if the patched step fails, or differs by more than allowed."""
-    memsave = MemSaveConfig.named(args.memsave)
-    console = new_console()
+    memsave, console = memsave_of(args), console_of(args)
     try:
         with step.deterministic_kernels() if args.deterministic else contextlib.nullcontext():
             model, batch, title = load_inputs(args, console, may_shrink=True)
@@ -54,10 +40,16 @@ def run(args: argparse.Namespace) -> int:
         print(f"memsave verify: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     size = sum(p.numel() for p in model.parameters())
-    context = [f"preset {args.memsave}", f"{size / 1e6:,.1f} M parameters", args.device]
+    context = [f"preset {memsave_in_words(args)}", f"{size / 1e6:,.1f} M parameters", args.device]
     context += ["bf16 autocast"] * bool(args.autocast) + ["deterministic algorithms"] * args.deterministic
     console.print(title, style="bold")
     console.print(", ".join(context), *_tables(found), _verdict(found), sep="\n")
+    figures = {name: getattr(found, name) for name in ("losses", "repeat", "tolerance")}
+    figures |= {"model": args.model, "memsave": memsave.to_dict(), "agrees": not found.differing}
+    figures |= {"loss": asdict(found.loss), "gradients": [asdict(one) for one in found.gradients]}
+    for name, kept in (("stock", found.stock), ("patched", found.patched)):
+        figures[name] = {"total": kept.total, "by_kind": kept.by_kind}
+    write_figures(args.json, figures, console)
     if found.differing:
         print(f"memsave verify: {_causes(found)}", file=sys.stderr)
     return int(bool(found.differing))

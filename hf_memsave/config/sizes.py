@@ -9,11 +9,13 @@ from hf_memsave.errors import PlanError
 
 MIB, GIB = 2**20, 2**30
 _UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
-_SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([KMGT])(I?)B", re.IGNORECASE)
+_SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(?:([KMGT])(I?B?))?", re.IGNORECASE)
 
 
 def bytes_of(size: int | str, name: str = "memory") -> int:
-    """Returns bytes given as such or as a text, "16GiB" or "800MB"; an error calls them ``name``.
+    """Returns bytes given as such or as a text: "24GiB" and (as for SLURM) "24G" are 24 x 2^30, "24GB" is 24 x 10^9.
+
+    An error calls them ``name``. A text without a unit is bytes, but for less than a MiB, which lacks one.
 
     Raises:
         PlanError: It is neither, or not more than 0.
@@ -22,16 +24,28 @@ def bytes_of(size: int | str, name: str = "memory") -> int:
     if isinstance(size, int) and not isinstance(size, bool):
         count = size
     elif isinstance(size, str) and (found := _SIZE.fullmatch(size.strip())):
-        number, unit, binary = found.groups()
-        count = int(min(float(number) * (1024 if binary else 1000) ** _UNITS[unit.upper()], sys.maxsize))
+        number, unit, kind = found.groups()
+        each = (1000 if kind.upper() == "B" else 1024) ** _UNITS[unit.upper()] if unit else 1
+        count = int(min(float(number) * each, sys.maxsize))
+        count = count if unit or count >= MIB else 0
     if count > 0:
         return count
     raise PlanError(
-        f"{name}: expected bytes, or a text such as '16GiB' or '800MB', more than 0, got {size!r}. Write it with a "
-        "unit: KiB, MiB, GiB, TiB, KB, MB, GB or TB."
+        f"{name}: expected bytes, or a text such as '16GiB' (16 x 2^30 bytes, as is '16G') or '16GB' (16 x 10^9), more "
+        f"than 0, got {size!r}. Write it with a unit: KiB, MiB, GiB, TiB, KB, MB, GB, TB, K, M, G or T."
     )
 
 
 def gib(count: float) -> str:
-    """Bytes, to be read."""
+    """Bytes, to be read: "22.35 GiB", or less in MiB."""
     return f"{count / GIB:,.2f} GiB" if count >= GIB else f"{count / MIB:,.2f} MiB"
+
+
+def both(count: float) -> str:
+    """Bytes beside what people compare them with: "22.35 GiB (24.0 GB)"."""
+    return f"{gib(count)} ({count / 1e9:,.1f} GB)" if count >= GIB else f"{gib(count)} ({count / 1e6:,.1f} MB)"
+
+
+def counted(number: int | str, noun: str) -> str:
+    """So many things, or what is written for their number: "1 model", "6 + 6 layers"."""
+    return f"{number if isinstance(number, str) else f'{number:,}'} {noun}{'' if str(number) == '1' else 's'}"

@@ -83,8 +83,9 @@ def check(
 def _refuse_too_large(peak: int, free: int, device: str) -> None:
     if peak > free:
         raise MeasureError(
-            f"the step needs {peak / GIB:,.1f} GiB, and {free / GIB:,.1f} GiB are free for this machine's {device}. "
-            "To check it there, lower batch_size, seq_len or the number of layers."
+            f"the step needs {peak / GIB:,.1f} GiB, and {free / GIB:,.1f} GiB are free for this machine's {device}.",
+            "To check it there, lower batch_size, seq_len or the number of layers.",
+            option="To check it there, lower --batch-size, --seq-len or --layers.",
         )
 
 
@@ -113,6 +114,7 @@ def _on_cuda(config: PreTrainedConfig, training: Training, memsave: MemSaveConfi
         raise
     except RuntimeError as error:
         raise MeasureError(
-            f"the step cannot be run on this machine's cuda: {type(error).__name__}: {error}. Lower batch_size, "
-            "seq_len or the number of layers if it is memory that lacks; or try another attention or dtype."
+            f"the step cannot be run on this machine's cuda: {type(error).__name__}: {error}.",
+            "Lower batch_size, seq_len or the number of layers if memory lacks; or try another attention or dtype.",
+            option="Lower --batch-size, --seq-len or --layers if memory lacks; or try another --attention or --dtype.",
         ) from error

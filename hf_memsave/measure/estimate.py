@@ -127,7 +127,7 @@ def estimate(
         progress: Told the share that is done.
         **training: Fields of :class:`~hf_memsave.measure.training.Training`: dtype, autocast, optimizer, lora,
             quantized, checkpointing, accumulation, attention, padded, holds_output. A ``lora`` may be a dict of fields
-            of :class:`~hf_memsave.measure.lora.Lora`.
+            of :class:`~hf_memsave.config.lora.Lora`.
 
     Returns:
         Stock's step beside the patched one.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_memsave.config.lora import Lora
 from hf_memsave.device import HALVES
 from hf_memsave.errors import MeasureError
 
@@ -19,43 +19,22 @@ _BLOCK, _SCALES = 64, 256
 _COMPUTE = torch.bfloat16
 
 
-@dataclass(frozen=True)
-class Lora:
-    """PEFT's LoRA, by short names."""
-
-    r: int = 8  # the rank
-    alpha: int = 16  # lora_alpha
-    dropout: float = 0.0  # lora_dropout
-    targets: str = "all-linear"  # names of modules, joined by "+"
-    dtype: str = "fp32"  # PEFT's default, or "model": that of the model, or of its embeddings if linears are quantized
-    dora: bool = False  # with DoRA's magnitudes
-
-    def __post_init__(self) -> None:
-        if self.r < 1 or self.alpha <= 0 or not 0 <= self.dropout < 1 or self.dtype not in ("fp32", "model"):
-            raise MeasureError(
-                "lora: expected r from 1, alpha above 0, dropout in [0, 1), dtype fp32 or model, "
-                f"got {self}. Change that."
-            )
-
-    def add_to(self, model: PreTrainedModel) -> None:
-        """Freeze the model and put adapters into it; MeasureError if PEFT is missing, or refuses."""
-        try:
-            from peft import LoraConfig, inject_adapter_in_model
-        except ImportError as error:
-            raise MeasureError("LoRA needs PEFT, which is missing. Run: pip install peft") from error
-        own = next(p.dtype for p in model.parameters() if p.is_floating_point())
-        targets = self.targets if self.targets == "all-linear" else self.targets.split("+")
-        same = {"r": self.r, "lora_alpha": self.alpha, "lora_dropout": self.dropout, "use_dora": self.dora}
-        try:
-            inject_adapter_in_model(LoraConfig(**same, target_modules=targets), model)
-        except ValueError as error:
-            raise MeasureError(f"LoRA: {error} Name modules of {type(model).__name__} with targets=a+b.") from error
-        for parameter in model.parameters():
-            if parameter.requires_grad:  # on the meta device, PEFT leaves them in fp32
-                parameter.data = parameter.data.to(torch.float32 if self.dtype == "fp32" else own)
-
-    def __str__(self) -> str:
-        return ", ".join(f"{name} {value}" for name, value in asdict(self).items())
+def add_adapters(model: PreTrainedModel, lora: Lora) -> None:
+    """Freeze the model and put adapters into it; MeasureError if PEFT is missing, or refuses."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise MeasureError("LoRA needs PEFT, which is missing. Run: pip install peft") from error
+    own = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    targets = lora.targets if lora.targets == "all-linear" else lora.targets.split("+")
+    same = {"r": lora.r, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "use_dora": lora.dora}
+    try:
+        inject_adapter_in_model(LoraConfig(**same, target_modules=targets), model)
+    except ValueError as error:
+        raise MeasureError(f"LoRA: {error} Name modules of {type(model).__name__} with targets=a+b.") from error
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # on the meta device, PEFT leaves them in fp32
+            parameter.data = parameter.data.to(torch.float32 if lora.dtype == "fp32" else own)
 
 
 def quantize(model: PreTrainedModel) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
+from hf_memsave.config.names import hub_answers, refuse_missing, refuse_unreachable
 from hf_memsave.errors import MeasureError
 
 #: The heads that can be measured, by the task that PEFT has for them.
@@ -42,22 +42,22 @@ class DepthError(MeasureError):
 
 def load_config(name: str) -> PreTrainedConfig:
     """The configuration of a folder, a file, a model type (its defaults) or a name on the hub; else MeasureError."""
-    path = Path(name)
-    if name in CONFIG_MAPPING and not path.exists():
+    if name in CONFIG_MAPPING and not Path(name).exists():
         return CONFIG_MAPPING[name]()
-    if not path.exists() and (name.endswith(".json") or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)):
-        raise MeasureError(f"{name}: no such file or folder. Expected a config.json, or a folder with one.")
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise MeasureError(f"{name}: expected a config.json in this folder, found none. Name the model's folder.")
+    refuse_missing(name, "config.json")
+    is_offline = False
+    if not Path(name).exists():
+        refuse_unreachable(name)
+        is_offline = not hub_answers()
     try:
-        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=is_offline)
     except StrictDataclassError as error:  # fields that contradict each other
         raise MeasureError(f"{name}: {' '.join(str(error).split())} Correct the configuration.") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise MeasureError(
             f"{name}: {reason} Expected a model's folder, its config.json, a model type such as 'bert' or 'llama', or "
-            "a name on the hub (which needs a network, or the model in the cache)."
+            "a name on the hub."
         ) from error
 
 
@@ -158,8 +158,9 @@ def load_model(
             return PeftModel.from_pretrained(base, name, is_trainable=True), head, f"adapter {path.resolve().name}"
         config = config or load_config(name)
         head = head or class_of(config, has_batch)
-        options = {} if dtype is None else {"dtype": dtype}
+        options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
         if has_weights(name):
+            options["local_files_only"] = not path.exists() and not hub_answers()
             return head.from_pretrained(name, **options), head, f"weights of {path.name}"
         name_special_tokens(config)
         torch.manual_seed(0)

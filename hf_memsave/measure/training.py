@@ -16,15 +16,16 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, P
 
 from hf_memsave.arch.versions import cache_name
 from hf_memsave.config.config import MemSaveConfig
+from hf_memsave.config.lora import Lora
 from hf_memsave.config.wtacrs import is_int
 from hf_memsave.count.kept import measure_kept
 from hf_memsave.count.peak import rounded
 from hf_memsave.device import STAND_IN
-from hf_memsave.errors import MeasureError
+from hf_memsave.errors import MeasureError, MemSaveError
 from hf_memsave.measure.fake_device import fake_device, to_fake
 from hf_memsave.measure.inputs import forward_of, make_batch
 from hf_memsave.measure.kernels import ATTENTION
-from hf_memsave.measure.lora import Lora, quantize
+from hf_memsave.measure.lora import add_adapters, quantize
 from hf_memsave.measure.models import at_depth, choose_head, from_config, load_config, name_special_tokens
 from hf_memsave.measure.trace import UNIT, Trace, trace_step
 from hf_memsave.patching.patch import patch
@@ -153,7 +154,7 @@ def build(config: PreTrainedConfig, training: Training, head: Any = None) -> Pre
     if training.quantized:
         quantize(model)
     if training.lora is not None:
-        training.lora.add_to(model)
+        add_adapters(model, training.lora)
     if training.checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
@@ -221,13 +222,15 @@ def refusing_untrainable(config: PreTrainedConfig, training: Training) -> Iterat
     """Tell in one line what makes a model fail inside."""
     try:
         yield
-    except MeasureError:
+    except MemSaveError:
         raise
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise MeasureError(
             f"{config.model_type!r} cannot be trained on {training.batch_size} x {training.seq_len} token ids here: "
-            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} Lower seq_len if it is beyond "
-            "the model's positions, or try fp32 weights; other inputs need hf_memsave.measure_kept(model, batch)."
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            "Lower seq_len if it is beyond the model's positions, or try fp32 weights; other inputs need "
+            "hf_memsave.measure_kept(model, batch).",
+            option="Lower --seq-len if it is beyond the model's positions, or try --dtype fp32.",
         ) from error
 
 
@@ -237,6 +240,7 @@ def _check_positions(model: PreTrainedModel, seq_len: int) -> None:
         if isinstance(module, nn.Embedding) and ("position" in name or "wpe" in name):
             if module.num_embeddings < seq_len:
                 raise MeasureError(
-                    f"seq_len: expected at most {module.num_embeddings} tokens, the rows of {name}, got {seq_len}. "
-                    "Lower seq_len."
+                    f"expected at most {module.num_embeddings} tokens, the rows of {name}, got {seq_len}.",
+                    "Lower seq_len.",
+                    option="Lower --seq-len.",
                 )

@@ -41,16 +41,18 @@ def refuse_no_rung(sites: list[SiteReport], config: MemSaveConfig, model: nn.Mod
     asked = [site for site in sites if site.op == "run_again"]
     if config.first_blocks("checkpoint") == 0 or any(site.status == "patched" for site in asked):
         return
-    what = f"MemSaveConfig(checkpoint={config.checkpoint!r}): expected linears"
+    what = f"checkpoint={config.checkpoint!r}: expected linears"
     if asked:
         raise PatchError(
-            f"{what} that can run again in backward, got {asked[0].name} ({asked[0].cls}): {asked[0].reason}. Use "
-            "checkpoint='block', which runs whole blocks again, or leave checkpoint out."
+            f"{what} that can run again in backward, got {asked[0].name} ({asked[0].cls}): {asked[0].reason}.",
+            "Use checkpoint='block', which runs whole blocks again, or leave checkpoint out.",
+            option="Use --checkpoint block, which runs whole blocks again, or leave it out.",
         )
     raise PatchError(
         f"{what} of a known name in repeated blocks of {type(model).__name__} (o_proj, q_proj, up_proj, gate_proj, "
-        f"...), got {', '.join(_names_in(model, RUN_AGAIN)) or 'none'}. Use model.gradient_checkpointing_enable(), or "
-        "leave checkpoint out."
+        f"...), got {', '.join(_names_in(model, RUN_AGAIN)) or 'none'}.",
+        "Use model.gradient_checkpointing_enable(), or leave checkpoint out.",
+        option="Leave --checkpoint out.",
     )
 
 

@@ -10,8 +10,8 @@ from torch import nn
 from transformers import TrainingArguments
 
 from hf_memsave.config.config import MemSaveConfig
+from hf_memsave.config.lora import Lora
 from hf_memsave.errors import PlanError
-from hf_memsave.measure.lora import Lora
 from hf_memsave.planner.plan import BudgetPlan, plan
 
 #: ``TrainingArguments.optim`` -> the name of what has as large states.

@@ -11,10 +11,10 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_memsave.config.config import MemSaveConfig, MemSaveLike
+from hf_memsave.config.lora import Lora
 from hf_memsave.config.sizes import bytes_of, gib
 from hf_memsave.errors import MeasureError, PlanError
 from hf_memsave.measure.estimate import most_of, search, sharded
-from hf_memsave.measure.lora import Lora
 from hf_memsave.measure.training import config_of, training_of
 from hf_memsave.planner.rates import Rates, rates_of
 from hf_memsave.planner.settings import FLOOR, OFFLOAD, Family, Setting, Settings, in_words, trace_of
@@ -169,15 +169,15 @@ def _what_fits(settings: Settings, least: Setting, limit: int) -> Iterator[str]:
     """Smaller steps of a setting in all layers, FSDP over more devices, or adapters."""
     for name, words in (("batch_size", "sequences a batch"), ("seq_len", "tokens a sequence")):
         if number := _most(settings, least.family, limit, name):
-            yield f"{name}={number} ({words})"
+            yield f"{number:,} {words}"
     one = trace_of(settings.config, settings.training, least.config).trace
     extra = least.needed - settings.trace(least.family).peak
     devices = 2 * settings.shards[1]
     while devices <= _MOST_DEVICES and sharded(one, "fsdp", devices).peak + extra > limit:
         devices *= 2
     if devices <= _MOST_DEVICES:
-        yield f"sharding='fsdp' over {devices} devices"
+        yield f"FSDP over {devices} devices"
     if settings.training.lora is None:
         with contextlib.suppress(MeasureError):
             if _with(settings, least.family, lora=Lora(r=8)) <= limit:
-                yield "lora=dict(r=8)"
+                yield "LoRA with r=8"

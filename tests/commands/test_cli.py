@@ -4,7 +4,9 @@ import json
 import re
 import subprocess
 import sys
+from argparse import ArgumentParser, Namespace
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 import hf_memsave
 from hf_memsave import commands
 from hf_memsave.cli import COMMANDS, main
-from hf_memsave.commands import options
+from hf_memsave.commands import arguments, options
+from hf_memsave.config.sizes import both, bytes_of, counted
 from hf_memsave.measure.inputs import forward_of
 from hf_memsave.measure.kept_in_full import SkipValues
-from hf_memsave.measure.training import Training, build
+from hf_memsave.measure.training import OPTIMIZERS, Training, build
+from support.helpers import on_stand_in
 from support.thinned import thinned
 
 WIDTH = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4}
@@ -116,7 +120,7 @@ def test_report_prints_sites_table_and_how_it_was_measured(tmp_path, capsys):
     assert all(re.search(rf"A layer of the {stack} keeps .* MiB stock, .* MiB patched", output) for stack in STACKS)
     assert any("(stock: 1 + 1 and " in line and line.endswith("full model's.") for line in output.splitlines())
     text = " ".join(output.split())
-    assert "T5ForConditionalGeneration, 3 + 17 layers, batch 4 x 16 tokens, bf16" in text
+    assert "T5ForConditionalGeneration, 3 + 17 layers, batch 2 x 16 tokens, bf16" in text
     assert "3 + 5 and 9 + 5 and 3 + 11 layers of full width (stock: 1 + 1 and 2 + 1 and 1 + 2)" in text
     assert "Extrapolated" in text
     assert "attention has no dropout and the position bias is frozen" in text
@@ -141,11 +145,74 @@ def test_report_builds_the_architecture_the_config_names_and_draws_a_picture(tmp
 
 @pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])
 def test_a_picture_without_what_draws_it_names_the_extra(missing, capsys, monkeypatch):
-    monkeypatch.setattr(options, "find_spec", lambda name: None if name == missing else options)
+    monkeypatch.setattr(arguments, "find_spec", lambda name: None if name == missing else options)
     for line in ("report nosuch --plot kept.png", "estimate nosuch --html a.html"):  # before the model is looked for
         assert main(line.split()) == 2
         error = capsys.readouterr().err
         assert missing in error and "pip install 'hf_memsave[plot]'" in error
+
+
+@on_stand_in
+@pytest.mark.parametrize("line", ["report", "estimate", "plan --budget 24GB", "verify", "auto --memory 24G"])
+def test_figures_go_to_standard_output_alone_and_a_model_of_fewer_tokens_has_as_many(line, tmp_path, capsys):
+    name, *rest = line.split()
+    assert main([name, str(write_config(tmp_path, "gpt2")), *rest, "--json", "-"]) == 0
+    output, text = capsys.readouterr()
+    found = json.loads(output)
+    assert "64 tokens: as many as" in text and found.get("seq_len", 64) == 64
+    assert found.get("budget", 24 * 10**9) == 24 * 10**9 and found.get("memory") in (None, 24 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("rows", "padding", "tokens"),
+    [(2048, 0, 512), (512, 0, 512), (514, 1, 512), (66, 1, 64), (64, None, 64), (-1, 5, 512)],
+)
+def test_the_length_is_what_the_model_has_positions_for(rows, padding, tokens):
+    """RoBERTa numbers positions from behind its padding's; XLNet has none."""
+    config = AutoConfig.for_model("bert", pad_token_id=padding)
+    config.max_position_embeddings = rows
+    args = Namespace(model="x", batch_size=None, seq_len=None)
+    note = options.settle_sizes(args, config)
+    assert (args.batch_size, args.seq_len) == (2, tokens)
+    assert note == ("64 tokens: as many as x takes.\n" if tokens == 64 else "")
+
+
+def test_sizes_are_read_as_people_write_them_and_told_in_both_units():
+    for text in ("24G", "24g", "24GiB", "24 GiB", "24gib", "25769803776"):
+        assert bytes_of(text) == 24 * 2**30, text
+    assert bytes_of("24GB") == bytes_of("24gb") == 24 * 10**9 and bytes_of("800M") == 800 * 2**20
+    assert both(24 * 10**9) == "22.35 GiB (24.0 GB)" and both(3 * 2**20) == "3.00 MiB (3.1 MB)"
+    assert [counted(n, "model") for n in (0, 1, 2, "6 + 6")] == ["0 models", "1 model", "2 models", "6 + 6 models"]
+
+
+@pytest.mark.parametrize("name", COMMANDS.keys() - {"demo", "plan"})
+def test_checkpoint_and_offload_are_options_of_every_command(name):
+    parser = ArgumentParser()
+    getattr(arguments, name)(parser)
+    for rung in ("o_proj", "qkv", "up", "gate", "block"):
+        args = parser.parse_args(["bert", "--memsave", "tempo", "--checkpoint", rung, "--offload"])
+        expected = replace(hf_memsave.MemSaveConfig.preset("tempo"), checkpoint=rung, offload=True)
+        assert arguments.memsave_of(args) == expected
+        assert arguments.memsave_in_words(args) == f"tempo, checkpoint {rung}, offload"
+    assert arguments.memsave_of(parser.parse_args(["bert"])) == hf_memsave.MemSaveConfig()
+
+
+def test_optimizers_to_estimate_are_those_there_are():
+    parser = ArgumentParser()
+    arguments.estimate(parser)
+    (option,) = [action for action in parser._actions if action.dest == "optimizer"]
+    assert option.choices == list(OPTIMIZERS)
+
+
+@pytest.mark.long
+def test_nothing_but_the_answer_is_written_where_output_is_piped(tmp_path):
+    """No progress, nor what libraries log as they are loaded; of saved weights too."""
+    config = AutoConfig.from_pretrained(write_config(tmp_path, "gpt2"))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "saved")
+    command = [sys.executable, "-m", "hf_memsave.cli", "verify", str(tmp_path / "saved")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == "" and done.stdout.startswith("GPT2LMHeadModel, weights of saved: input_ids [2, 64]")
+    assert "\n\n\n" not in done.stdout
 
 
 def test_the_commands_own_help_loads_no_library_and_takes_less_than_half_a_second():

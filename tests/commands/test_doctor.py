@@ -81,7 +81,8 @@ def test_doctor_lists_the_sites_that_patch_finds(model_type, config, capsys):
 
 
 def test_doctor_lists_the_modules_that_a_preset_leaves_to_stock(config, capsys, monkeypatch):
-    monkeypatch.setattr(doctor.MemSaveConfig, "preset", lambda name: hf_memsave.MemSaveConfig(norm="stock"))
+    left = hf_memsave.MemSaveConfig(norm="stock")
+    monkeypatch.setattr(hf_memsave.MemSaveConfig, "preset", lambda name: left)
     status, lines, _ = call(capsys, config("bert"))
     assert status == 0 and ["7", "quiet", "LayerNorm"] in [line[-3:] for line in lines]
 

@@ -1,8 +1,12 @@
 """What a command cannot do is one line on stderr with a remedy in options, exit status 2, and nothing on stdout."""
 
 import json
+import os
 import re
 import shlex
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +40,7 @@ BATCHES = {
     "unlabelled.pt": (lambda path: torch.save({"input_ids": IDS}, path), "expected a loss in the output of Bert"),
     "other.pt": (lambda path: torch.save({"pixels": IDS}, path), "cannot run a stock step on pixels [2, 6]"),
     "far.pt": (lambda path: torch.save({"input_ids": IDS + 1000}, path), "Expected a batch that the model trains on"),
+    "foreign.pt": (lambda path: torch.save({"input_ids": IDS, "batch_size": IDS}, path), "of input_ids, batch_size. "),
     "broken.json": (lambda path: path.write_text("{"), PADDED),
     "ragged.json": (lambda path: path.write_text('{"input_ids": [[1, 2], [3]]}'), PADDED),
     "words.json": (lambda path: path.write_text('{"input_ids": [["a", "b"]]}'), PADDED),
@@ -82,7 +87,7 @@ ERRORS = {
     "auto bert --memory 1GiB --max-batch 4": "Add --fast",
     "auto bert --memory 1GiB --seq-len 1000": "lower --batch-size or --seq-len",
     "estimate bert --memory 24": "Write it with a unit",
-    "estimate bert --seq-len 5000": "--seq-len: expected at most 512 tokens",
+    "estimate bert --seq-len 5000": "expected at most 512 tokens, .* Lower --seq-len",
     "estimate bert --quantized nf4": "Add --lora r=8",
     "estimate bert --check --devices 2": "Leave one out",
     "plan bert --budget much": "Write it with a unit",
@@ -93,7 +98,10 @@ ERRORS = {
     "report bert --lora targets=a+": r"each once, got 'targets=a\+'",
     "report bert --lora r=four": "expected a number for r, got 'four'",
     "report bert --lora dropout=1": r"dropout in \[0, 1\), dtype fp32 or model, got r 8, alpha 16, dropout 1.0",
-    "demo --data-dir SST-2": "train.tsv: expected this file",
+    "demo --data-dir SST-2": "SST-2: expected a folder, found none",
+    "demo --data-dir odd": "train.tsv: expected this file",
+    "verify bert --memsave budget.yaml --checkpoint gate": "Leave out either the budget or those",
+    "report xlnet --checkpoint gate --dtype fp32": "XLNetLMHeadModel.* Leave --checkpoint out",
     "demo --data-dir STS-B": "asks for a score",
 }
 
@@ -125,7 +133,7 @@ def test_an_error_is_one_line_with_a_remedy_in_options(line, folder, capsys, mon
     output, error = capsys.readouterr()
     assert output.strip() == "" and error.startswith(f"memsave {line.split()[0]}: error: ")
     assert error.count("\n") == 1 and re.search(ERRORS[line], error)
-    assert not re.search(r"memsave=|MemSaveConfig\(|(?<!-)\b(seq_len|batch_size)\b", error)
+    assert not re.search(r"memsave=|MemSaveConfig\(|(?<!-)\b(seq_len|batch_size)\b", error) or "foreign" in line
 
 
 @pytest.mark.parametrize(
@@ -143,3 +151,38 @@ def test_what_no_option_takes_ends_with_status_2(line, message, capsys):
         main(line.split())
     error = capsys.readouterr().err
     assert exit_.value.code == 2 and re.search(f"error: .*{message}", error)
+
+
+#: What is wrong in itself: see ERRORS for what is said of it.
+WRONG = [
+    "nope", "report", "demo --steps x", "auto bert --fast --smart", "estimate bert --memroy 24GiB",
+    "estimate bert --dtype fp8", "report bert --batch-size 0", "report bert --lora rr=3", "estimate bert --memory 24X",
+    "plan bert --budget much", "verify bert --memsave nope", "verify bert --checkpoint mlp", "report missing.json",
+    "verify bert --batch missing.pt", "demo --data-dir missing", "report bert --json missing/out.json",
+    "report bert --autocast bf16 --dtype bf16", "auto bert", "report some/model",
+]  # fmt: skip
+
+
+def test_a_wrong_argument_is_told_before_any_library_is_loaded(tmp_path):
+    """Nor does it take seconds that the hub cannot be reached: here a server that never answers."""
+    code = """
+import socket, sys, time
+from hf_memsave.cli import main
+from hf_memsave.config import names
+names._SECONDS = 0.1
+for line in sys.argv[1:]:
+    try:
+        assert main(line.split()) == 2, line
+    except SystemExit as end:
+        assert end.code == 2, line
+print("loaded", {"torch", "transformers", "rich"} & set(sys.modules), time.process_time())
+"""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        where = {"HF_ENDPOINT": f"http://127.0.0.1:{server.getsockname()[1]}", "HF_HOME": str(tmp_path)}
+        command = [sys.executable, "-c", code, *WRONG]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, **where})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("loaded set() ") and float(done.stdout.split()[-1]) < 2  # all of them
+    lines = [line for line in done.stderr.splitlines() if "error: " in line]
+    assert len(lines) == len(WRONG)
+    assert f"expected a model in the cache or an answer from {where['HF_ENDPOINT']}, got neither" in lines[-1]

@@ -1,0 +1,51 @@
+"""The name of a model, and what can be told of it before a library is loaded: whether something is there."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from pathlib import Path
+
+from hf_memsave.errors import MeasureError
+
+#: How long the hub may take to answer, beyond which only the cache is read.
+_SECONDS = 4
+
+
+def refuse_missing(name: str, *files: str) -> None:
+    """Raise MeasureError for a path with nothing there, and for a folder with none of these files."""
+    path = Path(name)
+    if not path.exists() and (name.endswith(".json") or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)):
+        raise MeasureError(f"{name}: no such file or folder. Expected a config.json, or a folder with one.")
+    if path.is_dir() and not any((path / file).is_file() for file in files):
+        raise MeasureError(f"{name}: expected a config.json in this folder, found none. Name the model's folder.")
+
+
+def refuse_unreachable(name: str) -> None:
+    """Raise MeasureError for a name on the hub that is neither in the cache nor to be had."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if not isinstance(try_to_load_from_cache(name, "config.json"), str) and not hub_answers():
+        raise MeasureError(
+            f"{name}: expected a model in the cache or an answer from {constants.ENDPOINT}, got neither in {_SECONDS} "
+            "seconds. Check the network, HTTPS_PROXY and HF_ENDPOINT, or name a folder, its config.json, or a model "
+            "type such as 'bert' or 'llama'."
+        )
+
+
+def hub_answers() -> bool:
+    """Whether the hub answers at all: its client would ask for a minute."""
+    from huggingface_hub import constants, get_session
+
+    answers = []
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):  # of the client in use, or that it is told to stay offline
+            answers.append(get_session().head(constants.ENDPOINT, timeout=_SECONDS))
+
+    # A host may have many addresses, each of which takes so long.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_SECONDS)
+    return bool(answers)
