@@ -17,7 +17,7 @@ from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.config.sizes import MIB, counted
 from hf_memsave.errors import CommandError, MemSaveError
 from hf_memsave.measure.estimate import WORKSPACES, Estimate, estimate, largest
-from hf_memsave.measure.models import load_config
+from hf_memsave.measure.models import at_depth, load_config
 from hf_memsave.measure.training import Training
 
 
@@ -34,6 +34,8 @@ def run(args: argparse.Namespace) -> int:
     training = Training(**step)
     if args.memory:
         figures["largest"] = _largest(config, result, training, memsave, args, console)
+        if not result.fits:
+            figures["what_fits"] = _what_fits(config, result, step, memsave, args, console)
     if args.picture or args.html:
         from hf_memsave.commands.estimate_page import draw, write_page
 
@@ -42,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
             draw(args.picture, result, ", ".join([name, *settings.values()]))
             console.print(f"Picture: {args.picture}")
         if args.html:
-            write_page(args.html, result, name, settings)
+            write_page(args.html, result, name, settings, figures.get("what_fits", ()))
             console.print(f"Page: {args.html}")
     agrees = True
     if args.check:
@@ -119,13 +121,31 @@ def _largest(
     with options.progress_bar(console, "Looking for what fits") as tell:
         for label, chosen in (("stock", None), ("patched", memsave)):
             batch, tokens = (
-                largest(config, result.depth, training, chosen, name, args.memory, shards, getattr(result, label))
+                largest(config, result.depth, training, chosen, name, args.memory, shards)
                 for name in ("batch_size", "seq_len")
             )
             found[label] = {"batch_size": batch, "seq_len": tokens}
             tell(len(found) / 2)
-            console.print(
-                f"{label}: the largest batch that fits is {batch} (of {args.seq_len} tokens), the longest sequence "
-                f"{tokens} (in batches of {args.batch_size})."
-            )
+            if batch or tokens:
+                console.print(
+                    f"{label}: the largest batch that fits is {batch} (of {args.seq_len} tokens), the longest sequence "
+                    f"{tokens} (in batches of {args.batch_size})."
+                )
+            else:
+                console.print(f"{label}: no batch fits, not even of one token.")
+    return found
+
+
+def _what_fits(
+    config: Any, result: Estimate, step: dict[str, Any], memsave: MemSaveConfig, args: argparse.Namespace,
+    console: Console,
+) -> list[str]:  # fmt: skip
+    """What makes a step fit that does not; printed too."""
+    from hf_memsave.planner.plan import what_fits
+
+    shards = {"devices": args.devices, "sharding": args.sharding}
+    with options.progress_bar(console, "Looking for what makes it fit"):
+        found = what_fits(at_depth(config, result.depth), budget=args.memory, memsave=memsave, **step, **shards)
+    told = f"Each of these alone makes it fit, patched: {'; '.join(found)}." if found else "No one change makes it fit."
+    console.print(told)
     return found

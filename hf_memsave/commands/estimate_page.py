@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +133,10 @@ def rows_of(result: Estimate, field: str) -> list[dict[str, Any]]:
     return [*rows, {"name": f"{len(rest)} others", "bytes": total}]
 
 
-def write_page(path: Path, result: Estimate, title: str, settings: Mapping[str, str]) -> None:
-    """Write one HTML file with everything in it: a model's name, and what was estimated, in words."""
+def write_page(
+    path: Path, result: Estimate, title: str, settings: Mapping[str, str], changes: Sequence[str] = ()
+) -> None:
+    """Write one HTML file with everything in it: a model's name, and in words what was estimated and would fit."""
     environment = Environment(
         loader=PackageLoader("hf_memsave.commands", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=StrictUndefined,
@@ -142,8 +144,8 @@ def write_page(path: Path, result: Estimate, title: str, settings: Mapping[str, 
     environment.filters |= {"units": in_units, "dictmax": lambda amounts: max(amounts.values())}
     shown = columns(result)
     page = environment.get_template("estimate_page.html").render(
-        title=title, settings=settings, result=result, shown=shown, parts=PARTS, own=OWN, colors=SETTINGS,
-        own_bytes=CONTEXT + WORKSPACES,
+        title=title, settings=settings, changes=changes, result=result, shown=shown, parts=PARTS, own=OWN,
+        colors=SETTINGS, own_bytes=CONTEXT + WORKSPACES,
         widest=max(*(memory.needed for memory in shown.values()), result.memory or 0),
         pictures={name: _svg(memory, result, name) for name, memory in shown.items()},
         kinds=rows_of(result, "by_kind"), modules=rows_of(result, "by_module"),

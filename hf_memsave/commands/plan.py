@@ -31,7 +31,9 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.out:
         found.config.to_file(args.out)
-        console.print(f"Configuration: {args.out}")
+    name = args.out or "plan.yaml"
+    written = f"Configuration: {name}." if args.out else f"--out {name} writes the configuration."
+    console.print(f'{written} Use it: Trainer(..., memsave="{name}"), or hf_memsave.patch(model, "{name}").')
     tried = [{"name": one.name, "needed": one.needed, "away": one.away, "cost": one.cost} for one in found.tried]
     figures = {name: getattr(args, name) for name in ("model", "batch_size", "seq_len", "budget")}
     figures |= {"best": found.best.name, "config": found.config.to_dict(), "tried": tried, "largest": most}

@@ -83,12 +83,32 @@ def depths_for(config: PreTrainedConfig, full: dict[str, int], least: int, repea
     return Depths(full, first, every)
 
 
-@without_gpus
+#: What was traced, on the stand-in device -> the step: asked for again, it costs nothing.
+_KNOWN: dict[tuple[Any, bool], tuple[Trace, dict[str, dict[str, float]]]] = {}
+_REMEMBERED = 256
+
+
 def trace_in_full(
     config: PreTrainedConfig, depth: dict[str, int], training: Training, memsave: MemSaveConfig | None,
     keeps: bool = True, on_cpu: bool = False,
 ) -> tuple[Trace, dict[str, dict[str, float]]]:  # fmt: skip
     """A step at full depth, from few layers; and by field what a layer adds: bytes "kept", "at_loss", and "away"."""
+    if on_cpu:
+        return _trace_in_full(config, depth, training, memsave, keeps, on_cpu)
+    key = type(config), config.to_json_string(use_diff=False), tuple(depth.items()), training, memsave
+    found = _KNOWN.get((key, True)) or _KNOWN.get((key, keeps))
+    if found is None:
+        if len(_KNOWN) >= _REMEMBERED:
+            _KNOWN.clear()
+        found = _KNOWN[key, keeps] = _trace_in_full(config, depth, training, memsave, keeps, on_cpu)
+    return found
+
+
+@without_gpus
+def _trace_in_full(
+    config: PreTrainedConfig, depth: dict[str, int], training: Training, memsave: MemSaveConfig | None,
+    keeps: bool, on_cpu: bool,
+) -> tuple[Trace, dict[str, dict[str, float]]]:  # fmt: skip
     # Where an fp32 residual sum runs beside products in 16 bits; elsewhere each layer keeps as much as the others.
     has_sums = memsave is not None and bool(training.autocast or training.quantized)
     depths = depths_for(config, depth, _FROM_STOCK if memsave is None else FROM, REPEATS if has_sums else 1)

@@ -13,7 +13,10 @@ kernels take for themselves otherwise.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import html
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,19 +24,21 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_memsave.config.config import MemSaveConfig, MemSaveLike
-from hf_memsave.config.sizes import GIB, MIB, bytes_of
+from hf_memsave.config.sizes import MIB, both, bytes_of, gib
 from hf_memsave.config.wtacrs import is_int
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure.depth import trace_in_full
 from hf_memsave.measure.fake_device import without_gpus
 from hf_memsave.measure.models import depth_of
 from hf_memsave.measure.trace import Moment, Place, Point, Trace, timeline
-from hf_memsave.measure.training import Training, config_of, training_of
+from hf_memsave.measure.training import OPTIMIZERS, Training, config_of, training_of
 
 #: What CUDA takes for itself in each process, in no allocator; it depends on device and driver.
 CONTEXT = 500 * MIB
 #: What cuBLAS takes: by PyTorch's default 8.1 MiB for the thread of the forward, and for that of the backward.
 WORKSPACES = 2 * (4096 * 2 + 16 * 8) * 1024
+#: What there is in no trace.
+OWN = WORKSPACES + CONTEXT
 #: Name -> which of parameters, gradients and states are divided by the number of devices. FSDP (and ZeRO-3) gathers
 #: the parameters of the block that runs, and of the next one beside it, and has one block's gradients whole until they
 #: are reduced. What lies outside of blocks is gathered as one more unit.
@@ -62,14 +67,23 @@ class Memory:
     by_module: dict[str, int]  # kept bytes by module, "*" for the number of a block
     per_layer: dict[str, float]  # kept bytes that each layer adds, by field of the configuration
     timeline: tuple[Point, ...]  # the highest moment of each part of the step, in order
+    trained: int  # gradients of all that is trained, as after backward
+    in_passes: int  # the most that is alive in forward and backward
+    in_optimizer: int  # the most that is alive in the optimizer's step
+    temporaries: int  # of the optimizer's step, at its highest moment
+
+    @property
+    def fixed(self) -> int:
+        """What a step takes at any size of the batch: parameters, gradients and states."""
+        return self.parameters + self.trained + self.states
 
     @property
     def needed(self) -> int:
         """What a GPU must have: the peak, and what CUDA and cuBLAS take."""
-        return self.peak + WORKSPACES + CONTEXT
+        return self.peak + OWN
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Estimate:
     """What :func:`estimate` found; ``str()`` of it is a table."""
 
@@ -79,6 +93,7 @@ class Estimate:
     u: int  # bytes of one activation ``[batch, seq, hidden]``
     stock: Memory  # without hf_memsave
     patched: Memory | None  # with it; None where that was not asked for
+    optimizer: str  # as in the training
     memory: int | None = None  # the limit in bytes; None if none was given
 
     @property
@@ -90,21 +105,82 @@ class Estimate:
         """Plain data, in bytes."""
         return dataclasses.asdict(self) | {"fits": self.fits}
 
-    def __str__(self) -> str:
-        columns = [self.stock] + ([self.patched] if self.patched else [])
-        rows = [("", "stock", *(["patched"] if self.patched else []))]
-        names = {name: name for name in ("parameters", "gradients", "states", "activations", "peak")}
-        names |= {"needed": "needed, with CUDA's own", "kept": "kept for backward"}
-        for name, words in names.items():
-            rows.append((words, *(_gib(getattr(m, name)) for m in columns)))
-        for field in self.depth:
-            rows.append((f"u a layer ({field})", *(f"{m.per_layer[field] / self.u:.2f}" for m in columns)))
+    @property
+    def _columns(self) -> dict[str, Memory]:
+        return {"stock": self.stock} | ({"patched": self.patched} if self.patched else {})
+
+    @property
+    def _title(self) -> str:
         layers = " + ".join(map(str, self.depth.values()))
-        title = f"{self.model}, {layers} layers, {self.numbers['parameters'] / 1e6:,.1f} M parameters"
-        lines = [f"{name:<30}" + "".join(f"{cell:>14}" for cell in cells) for name, *cells in rows]
-        where = "; ".join(dict.fromkeys(f"the peak is {m.where}" for m in columns))
-        fits = [] if self.memory is None else [f"{'Fits' if self.fits else 'Does not fit'} in {_gib(self.memory)}."]
-        return "\n".join([title, *lines, where, *fits])
+        return f"{self.model}, {layers} layers, {self.numbers['parameters'] / 1e6:,.1f} M parameters"
+
+    def _rows(self) -> list[list[str]]:
+        columns = self._columns
+        rows = [["", *columns]]
+        rows += [[words, *(gib(getattr(m, name)) for m in columns.values())] for name, words in _ROWS.items()]
+        for field in self.depth:
+            rows.append([f"kept by each layer ({field})", *(gib(m.per_layer[field]) for m in columns.values())])
+        return rows
+
+    def remarks(self) -> list[str]:
+        """Where the peaks are, what would lower one that patching cannot, and whether the step fits."""
+        peaks: dict[str, list[str]] = {}
+        for name, memory in self._columns.items():
+            peaks.setdefault(memory.where, []).append(name)
+        lines = [f"{' and '.join(names)}: the peak is {where}." for where, names in peaks.items()]
+        last = self.patched or self.stock
+        if last.in_optimizer == last.peak and last.temporaries > last.peak // 100:
+            line = f"The optimizer's step takes {gib(last.temporaries)} of temporaries, which patching does not change."
+            if last.in_passes < self.stock.in_passes:
+                before, after = self.stock.in_passes, last.in_passes
+                line += f" In forward and backward the peak falls from {gib(before)} to {gib(after)}."
+            lines.append(f"{line} Lower it with {_LOWER[self.optimizer]}.")
+        if self.memory is not None:
+            left = self.memory - last.needed
+            told = f"Fits in {both(self.memory)}: {gib(left)} stay free."
+            if left < 0:
+                parts = f"parameters {gib(last.parameters)}, gradients {gib(last.trained)}, states {gib(last.states)}"
+                told = f"Does not fit in {both(self.memory)}: {gib(-left)} too much. Fixed at any batch: "
+                told += f"{gib(last.fixed)} ({parts})."
+            lines.append(told)
+        return lines
+
+    def __repr__(self) -> str:
+        needed = ", ".join(f"{name} {gib(memory.needed)}" for name, memory in self._columns.items())
+        fits = "" if self.fits is None else f", {'fits' if self.fits else 'does not fit'} in {gib(self.memory or 0)}"
+        return f"<Estimate of {self._title}: {needed}{fits}>"
+
+    def __str__(self) -> str:
+        lines = [f"{name:<38}" + "".join(f"{cell:>14}" for cell in cells) for name, *cells in self._rows()]
+        return "\n".join([self._title, *lines, *self.remarks()])
+
+    def _repr_html_(self) -> str:
+        return html_table(self._title, self._rows(), self.remarks())
+
+
+#: Figures of a step -> what a table calls them.
+_ROWS = {
+    "parameters": "parameters", "trained": "gradients", "states": "optimizer's states", "kept": "kept for backward",
+    "in_passes": "peak of forward and backward", "in_optimizer": "peak of the optimizer's step",
+    "temporaries": "  of which are its temporaries", "peak": "peak of the step", "needed": "needed, with CUDA's own",
+}  # fmt: skip
+#: Optimizer -> what takes fewer temporaries, or fewer bytes beside them.
+_LOWER = dict.fromkeys(OPTIMIZERS, "LoRA, or by sharding") | {
+    "adamw": "fused AdamW (Trainer: optim='adamw_torch_fused') or foreach=False, or with 8-bit or paged AdamW",
+    "adamw_fused": "8-bit or paged AdamW",
+    "sgd": "fused=True or foreach=False",
+    "sgd_momentum": "fused=True or foreach=False",
+}
+
+
+def html_table(title: str, rows: Sequence[Sequence[str]], remarks: Sequence[str]) -> str:
+    """A table for a notebook: a title, a row of headings, rows, and remarks below."""
+    head, *rest = [[html.escape(cell.strip()) for cell in row] for row in rows]
+    cells = ["<tr>" + "".join(f"<th>{cell}</th>" for cell in head) + "</tr>"]
+    cells += [f"<tr><th>{name}</th>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for name, *row in rest]
+    notes = "".join(f"<p>{html.escape(remark)}</p>" for remark in remarks)
+    table = f"<table>{''.join(cells)}</table>"
+    return f'<p><b>{html.escape(title)}</b></p><div style="overflow-x:auto">{table}</div>{notes}'
 
 
 def estimate(
@@ -158,6 +234,7 @@ def estimate(
         u=batch_size * seq_len * config.hidden_size * setting.u_dtype.itemsize,
         stock=_memory(stock, per_layer, sharding, devices),
         patched=patched,
+        optimizer=setting.optimizer,
         memory=limit,
     )
 
@@ -166,23 +243,26 @@ def _memory(full: Trace, per_layer: dict[str, dict[str, float]], sharding: str, 
     trace = sharded(full, sharding, devices)
     place, highest = max(trace.places.items(), key=lambda item: item[1].live)
     op = highest.op.removeprefix("aten.").partition(".")[0]
+    part = "'s step" if place.phase == "optimizer" else f" {place.where}" if place.stack else ""
+    held = trace.parameters + trace.states
+    step = trace.places.get(Place("optimizer"), Moment(held + trace.trained, trace.trained, ""))
     return Memory(
         peak=highest.live,
-        where=f"in the {place.phase}{f' {place.where}' if place.stack else ''}, in {op}",
+        where=f"in the {place.phase}{part}, in {op}",
         parameters=trace.parameters,
         gradients=highest.gradients,
         states=trace.states,
-        activations=highest.live - trace.parameters - highest.gradients - trace.states,
+        activations=highest.live - held - highest.gradients,
         kept=trace.kept,
-        by_kind=trace.by_kind,
-        by_module=trace.by_module,
+        by_kind=dict(trace.by_kind),
+        by_module=dict(trace.by_module),
         per_layer={field: added["kept"] for field, added in per_layer.items()},
         timeline=timeline(trace),
+        trained=trace.trained,
+        in_passes=max(moment.live for place, moment in trace.places.items() if place.phase != "optimizer"),
+        in_optimizer=step.live,
+        temporaries=max(0, step.live - held - step.gradients),
     )
-
-
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:,.2f} GiB"
 
 
 def sharded(trace: Trace, name: str, devices: int) -> Trace:
@@ -222,44 +302,98 @@ def sharded(trace: Trace, name: str, devices: int) -> Trace:
 @without_gpus
 def largest(
     config: PreTrainedConfig, depth: dict[str, int], training: Training, memsave: MemSaveConfig | None, name: str,
-    memory: int, sharding: tuple[str, int], estimated: Memory,
+    memory: int, sharding: tuple[str, int],
 ) -> int:  # fmt: skip
-    """The largest "batch_size" or "seq_len" that fits, where that of ``training`` needs what was estimated; or 0."""
-    start = getattr(training, name)
+    """The largest "batch_size" or "seq_len" with which a step fits, found from that of ``training``; or 0."""
+
+    def run(number: int) -> tuple[Trace, int]:
+        changes: dict[str, Any] = {name: number}
+        trace, _ = trace_in_full(config, depth, replace(training, **changes), memsave, keeps=False)
+        return sharded(trace, *sharding), OWN
+
+    return largest_of(run, config, name, getattr(training, name), memory)
+
+
+def largest_of(
+    run: Callable[[int], tuple[Trace, int]], config: PreTrainedConfig, name: str, start: int, memory: int
+) -> int:
+    """The largest "batch_size" or "seq_len" whose step fits, with the bytes that it needs beside its peak; or 0."""
+    foretold = _Foretold(1 if name == "batch_size" else 2)
 
     def needed(number: int) -> int:
-        if number == start:
-            return estimated.needed
-        fields: dict[str, Any] = {name: number}
-        trace, _ = trace_in_full(config, depth, replace(training, **fields), memsave, keeps=False)
-        return sharded(trace, *sharding).peak + WORKSPACES + CONTEXT
+        trace, beside = run(number)
+        foretold.traces[number], foretold.beside = trace, beside
+        return trace.peak + beside
 
-    fixed = estimated.parameters + estimated.states + WORKSPACES + CONTEXT
-    return search(needed, memory, start, most_of(config, name), fixed)
+    if name == "batch_size":
+        return search(needed, memory, start, _MOST, foretold=foretold)
+    # Kernels pad tokens to a multiple of 8, so others may need more than the next one: these first, then those between.
+    most = getattr(config, "max_position_embeddings", None) or _MOST
+    low = search(lambda n: needed(8 * n), memory, max(1, start // 8), most // 8, foretold=lambda n: foretold(8 * n)) * 8
+    if most <= low:
+        return low
+    between = range(low + 1, min(low + 8, most + 1))
+    guess = max(1, bisect_left(between, True, key=lambda n: foretold(n) > memory))
+    return low + search(
+        lambda n: needed(low + n), memory, guess, len(between), foretold=lambda n: foretold(low + n)
+    )
 
 
-def most_of(config: PreTrainedConfig, name: str) -> int:
-    """The largest "batch_size" or "seq_len" to ask about."""
-    return _MOST if name == "batch_size" else getattr(config, "max_position_embeddings", None) or _MOST
+class _Foretold:
+    """Bytes that a step needs with another number, as those of each place lie on a polynomial of this degree."""
+
+    def __init__(self, degree: int) -> None:
+        self.degree, self.beside = degree, 0
+        self.traces: dict[int, Trace] = {}
+
+    def __call__(self, number: int) -> float:
+        near = sorted(self.traces, key=lambda known: abs(known - number))[: self.degree + 1]
+        first, at_zero = self.traces[near[0]], 0.0
+        weights = {a: math.prod((number - b) / (a - b) for b in near if b != a) for a in near}
+        if len(near) <= self.degree:  # with the number 0 there is what has no size of the batch
+            power = (1 + self.degree) / (1 + len(near))  # of the first, between a line and a parabola
+            weights = {a: weight * (number / a) ** power for a, weight in weights.items()}
+            at_zero = 1 - sum(weights.values())
+
+        def live(place: Place, moment: Moment) -> float:
+            fixed = moment.live if place.phase == "optimizer" else first.parameters + first.states + moment.gradients
+            return at_zero * fixed + sum(w * self.traces[a].places.get(place, moment).live for a, w in weights.items())
+
+        return self.beside + max(live(*one) for one in first.places.items())
 
 
-def search(needed: Callable[[int], int], memory: int, start: int, most: int, fixed: int = 0) -> int:
+def search(
+    needed: Callable[[int], int], memory: int, start: int, most: int, fixed: int = 0,
+    foretold: Callable[[int], float] | None = None,
+) -> int:  # fmt: skip
     """The largest number up to ``most`` for which ``needed`` is at most ``memory``; 0 if not even 1 is."""
-    # ``needed`` rises about evenly from ``fixed``; each question costs seconds, and none is asked twice.
+    # Each question costs seconds, and none is asked twice. ``needed`` rises about evenly from ``fixed``, or as
+    # ``foretold`` says from what was asked. One number more is not asked about where it is foretold to be too much by
+    # more than what was foretold of the last one was wrong.
     asked: dict[int, int] = {}
     low, high, guess = 0, most + 1, min(start, most)
     while high - low > 1:
+        said = foretold(guess) if foretold and low else math.inf
         try:
             asked[guess] = needed(guess)
         except MeasureError:  # beyond what the model takes
             if not low:
                 raise
-            asked[guess] = 2 * memory
+            high = guess
+            guess = (low + high) // 2
+            continue
         if asked[guess] <= memory:
             low = guess
         else:
             high = guess
-        guess = min(max(_on_the_line(asked, memory, low, high, fixed), low + 1), high - 1)
+        if foretold is None:
+            guess = _on_the_line(asked, memory, low, high, fixed)
+        else:
+            if low == guess and low + 1 < high and foretold(low + 1) - memory > abs(said - asked[low]):
+                break
+            guess = low + bisect_left(range(low + 1, high), True, key=lambda n: foretold(n) > memory)
+            guess = (low + high) // 2 if len(asked) % 9 == 8 else min(guess, _GROWTH * max(low, start))
+        guess = min(max(guess, low + 1), high - 1)
     return low
 
 

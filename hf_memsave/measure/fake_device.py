@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import os
 import pickle
@@ -95,6 +96,9 @@ def fake_device(attention: str = "flash") -> Iterator[torch.device]:
     _register()
     before, Preferred.name = Preferred.name, attention
     _module.depth += 1
+    is_ours = gc.get_freeze_count() == 0
+    if is_ours:  # the collector, and what counts live tensors by it, leave out what was there before
+        gc.freeze()
     try:
         # Backward runs on this thread: the engine's others were started before the device was known.
         with torch.autograd.set_multithreading_enabled(False), fake_tensors():
@@ -102,6 +106,8 @@ def fake_device(attention: str = "flash") -> Iterator[torch.device]:
     finally:
         _module.depth -= 1
         Preferred.name = before
+        if is_ours:
+            gc.unfreeze()
 
 
 def to_fake(model: nn.Module, device: torch.device) -> nn.Module:

@@ -25,6 +25,7 @@ from hf_memsave.config.config import KINDS, MemSaveConfig, MemSaveLike
 from hf_memsave.config.sizes import gib
 from hf_memsave.config.wtacrs import is_int
 from hf_memsave.errors import PlanError
+from hf_memsave.measure.estimate import html_table
 from hf_memsave.measure.step import left_as_it_was
 from hf_memsave.patching.blocks import block_numbers, number_of
 from hf_memsave.patching.patch import PatchReport, patch, unpatch
@@ -36,7 +37,7 @@ _NOISE = 1e-3
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """What :func:`fast` or :func:`smart` found, and what was done: prints as a table."""
 
@@ -52,13 +53,23 @@ class Plan:
         """Whether anything in the model was converted."""
         return self.config is not None
 
-    def __str__(self) -> str:
-        lines = [f"{'converted':<48} {'batch':>6} {'kept':>12} {'needed':>12} {'seconds':>8}"]
+    def _rows(self) -> list[list[str]]:
+        rows = [["converted", "batch", "kept", "needed", "seconds", ""]]
         for t in self.trials:
-            seconds = "" if t.seconds is None else f"{t.seconds:.4f}"
-            cells = f"{t.batch_size:>6} {gib(t.kept):>12} {gib(t.needed):>12} {seconds:>8}"
-            lines.append(f"{t.name:<48} {cells} {'fits' if t.fits else 'too much'}")
+            seconds, fits = "" if t.seconds is None else f"{t.seconds:.4f}", "fits" if t.fits else "too much"
+            rows.append([t.name, str(t.batch_size), gib(t.kept), gib(t.needed), seconds, fits])
+        return rows
+
+    def __repr__(self) -> str:
+        return f"<Plan for a batch of {self.batch_size} in {gib(self.memory)}: {self.reason}>"
+
+    def __str__(self) -> str:
+        lines = [f"{name:<48} {n:>6} {kept:>12} {needed:>12} {seconds:>8} {fits}".rstrip()
+                 for name, n, kept, needed, seconds, fits in self._rows()]  # fmt: skip
         return "\n".join([*lines, self.reason])
+
+    def _repr_html_(self) -> str:
+        return html_table(f"Auto-Tempo in {gib(self.memory)}", self._rows(), [self.reason])
 
 
 def fast(

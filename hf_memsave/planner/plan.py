@@ -12,38 +12,72 @@ from transformers import PreTrainedConfig
 
 from hf_memsave.config.config import MemSaveConfig, MemSaveLike
 from hf_memsave.config.lora import Lora
-from hf_memsave.config.sizes import bytes_of, gib
+from hf_memsave.config.sizes import both, bytes_of, gib
 from hf_memsave.errors import MeasureError, PlanError
-from hf_memsave.measure.estimate import most_of, search, sharded
+from hf_memsave.measure.estimate import OWN, html_table, largest_of, sharded
+from hf_memsave.measure.trace import Place, Trace
 from hf_memsave.measure.training import config_of, training_of
 from hf_memsave.planner.rates import Rates, rates_of
-from hf_memsave.planner.settings import FLOOR, OFFLOAD, Family, Setting, Settings, in_words, trace_of
+from hf_memsave.planner.settings import FLOOR, OFFLOAD, RUNGS, Family, Setting, Settings, in_words, trace_of
 
 #: Codecs that may be allowed, whose gradients are approximate.
 LOSSY = ("int8", "int4")
 #: The settings of which the largest batch and the longest sequence are told.
 _ENDS = (FLOOR, FLOOR._replace(rung="gate"), OFFLOAD, FLOOR._replace(rung="block"), OFFLOAD._replace(rung="block"))
-#: More is not asked for.
-_MOST_DEVICES = 1024
+#: How often the number of devices is doubled.
+_DOUBLED = 10
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class BudgetPlan:
     """What :func:`plan` found; prints as a table."""
 
     best: Setting  # the cheapest that fits
     budget: int  # bytes that there are
+    fitting: tuple[Setting, ...]  # the cheapest of each family that was asked about and fits, by cost
     tried: tuple[Setting, ...]  # the floor, and each other setting that was traced, in all layers
+    stock: dict[str, tuple[int, float]]  # stock, without and with gradient checkpointing -> bytes needed, and the cost
 
     @property
     def config(self) -> MemSaveConfig:
         """For :func:`hf_memsave.patch`."""
         return self.best.config
 
-    def __str__(self) -> str:
-        lines = [str(setting) for setting in dict.fromkeys((*self.tried, self.best))]
+    def _rows(self) -> list[list[str]]:
+        rows = [["", "needed", "more time", "main memory", ""]]
+        for name, (needed, cost) in self.stock.items():
+            fits = "fits" if needed <= self.budget else f"{gib(needed - self.budget)} too much"
+            rows.append([name, gib(needed), f"{cost:.1%}", "", fits])
+        for one in self.fitting:
+            away = gib(one.away) if one.away else ""
+            fits = "the best" if one == self.best else "fits"
+            rows.append([one.name, gib(one.needed), f"{one.cost:.1%}", away, fits])
+        families = {setting.family for setting in self.fitting}
+        for one in (one for one in self.tried if one.family not in families):
+            fits = f"{gib(one.needed - self.budget)} too much" if one.needed > self.budget else "too much main memory"
+            rows.append([one.name, gib(one.needed), f"{one.cost:.1%}", gib(one.away) if one.away else "", fits])
+        return rows
+
+    def _remarks(self) -> list[str]:
         exact = "" if self.config.is_exact else " Its gradients are approximate."
-        return "\n".join([*lines, f"The cheapest in {gib(self.budget)}: {self.best.name}.{exact}"])
+        return [
+            "More time: of stock's step, by the work that is counted: products and attention that run again, and bytes "
+            "that are moved. What the floor computes again, element by element, is not in it.",
+            f"The cheapest in {both(self.budget)}: {self.best.name}.{exact}",
+        ]
+
+    def __repr__(self) -> str:
+        best = self.best
+        return f"<BudgetPlan for {gib(self.budget)}: {best.name}, {gib(best.needed)}, {best.cost:.1%} more time>"
+
+    def __str__(self) -> str:
+        rows = self._rows()
+        wide = max(len(name) for name, *_ in rows) + 2
+        lines = [f"{name:<{wide}}{n:>12}{cost:>11}{away:>13}  {fits}".rstrip() for name, n, cost, away, fits in rows]
+        return "\n".join([*lines, *self._remarks()])
+
+    def _repr_html_(self) -> str:
+        return html_table(f"What fits in {gib(self.budget)}", self._rows(), self._remarks())
 
 
 def plan(
@@ -80,22 +114,35 @@ def plan(
     most_away = None if main_memory is None else bytes_of(main_memory, "main_memory")
     settings = _settings(model_or_config, memsave, rates, (sharding, devices), batch_size, seq_len, training)
     tried: list[Setting] = []
-    best: Setting | None = None
+    fitting: dict[Family, Setting] = {}
     families = settings.families(_codecs(lossy))
     tell = progress or (lambda share: None)
-    for done in range(len(families)):
-        tell(done / len(families))
-        bounds = [settings.least_cost(family, limit) for family in families]
-        if best is not None and min(bounds) >= best.cost:
-            break
-        family = families.pop(bounds.index(min(bounds)))
+
+    def ask(family: Family) -> None:
+        tell(len(tried) / len(families))
         tried.append(settings.whole(family))
-        fitting = [s for s in settings.of(family) if s.needed <= limit and s.away <= (most_away or s.away)]
-        best = min((s for s in (best, *fitting) if s is not None), key=lambda s: (s.cost, s.needed), default=None)
+        fit = [s for s in settings.of(family) if s.needed <= limit and s.away <= (most_away or s.away)]
+        if fit:
+            fitting[family] = min(fit, key=_by_cost)
+
+    for rung in RUNGS:
+        ask(FLOOR._replace(rung=rung))
+    while left := [family for family in families if all(family != one.family for one in tried)]:
+        bounds = [settings.least_cost(family, limit) for family in left]
+        if fitting and min(bounds) >= min(one.cost for one in fitting.values()):
+            break
+        ask(left[bounds.index(min(bounds))])
     tell(1)
-    if best is None:
+    if not fitting:
         raise PlanError(_too_much(settings, tried, limit))
-    return BudgetPlan(best=best, budget=limit, tried=tuple(tried))
+    by_cost = sorted(fitting.values(), key=_by_cost)
+    return BudgetPlan(
+        best=by_cost[0], budget=limit, fitting=tuple(by_cost), tried=tuple(tried), stock=settings.stock()
+    )
+
+
+def _by_cost(setting: Setting) -> tuple[float, int]:
+    return setting.cost, setting.needed
 
 
 def largest(
@@ -144,40 +191,74 @@ def _codecs(lossy: Collection[str]) -> tuple[str, ...]:
     return names
 
 
-def _with(settings: Settings, family: Family, **changes: Any) -> int:
-    """Bytes that the family's setting in all layers needs in another step."""
-    return replace(settings, training=replace(settings.training, **changes)).whole(family).needed
+def _with(settings: Settings, **changes: Any) -> Settings:
+    """The settings of another step."""
+    return replace(settings, training=replace(settings.training, **changes))
 
 
 def _most(settings: Settings, family: Family, limit: int, name: str) -> int:
     """The largest "batch_size" or "seq_len" of the family's setting in all layers; 0 if not even 1 fits."""
-    start, most = getattr(settings.training, name), most_of(settings.config, name)
-    return search(lambda number: _with(settings, family, **{name: number}), limit, start, most)
+
+    def run(number: int) -> tuple[Trace, int]:
+        other = _with(settings, **{name: number})
+        trace = other.trace(family)
+        return trace, other.whole(family).needed - trace.peak
+
+    return largest_of(run, settings.config, name, getattr(settings.training, name), limit)
 
 
 def _too_much(settings: Settings, tried: list[Setting], limit: int) -> str:
     least = min(tried, key=lambda setting: setting.needed)
-    would = list(_what_fits(settings, least, limit))
+    trace, would = settings.trace(least.family), []
+    for name, words in (("batch_size", "sequences a batch"), ("seq_len", "tokens a sequence")):
+        if number := _most(settings, least.family, limit, name):
+            would.append(f"{name}={number} ({words})")
+    would += _what_fits(settings, least.family, limit)
     remedy = f"What fits: {'; '.join(would)}." if would else "Not one sequence of one token fits: use a smaller model."
     return (
-        f"nothing fits: expected at most {gib(limit)}, got {gib(least.needed)} by {least.name}, which is "
+        f"nothing fits: expected at most {gib(limit)}, got {gib(least.needed)} by {least.name} (parameters, gradients "
+        f"and states alone {gib(trace.parameters + trace.trained + trace.states)}), which is "
         f"{gib(least.needed - limit)} too much. {remedy}"
     )
 
 
-def _what_fits(settings: Settings, least: Setting, limit: int) -> Iterator[str]:
-    """Smaller steps of a setting in all layers, FSDP over more devices, or adapters."""
-    for name, words in (("batch_size", "sequences a batch"), ("seq_len", "tokens a sequence")):
-        if number := _most(settings, least.family, limit, name):
-            yield f"{number:,} {words}"
-    one = trace_of(settings.config, settings.training, least.config).trace
-    extra = least.needed - settings.trace(least.family).peak
-    devices = 2 * settings.shards[1]
-    while devices <= _MOST_DEVICES and sharded(one, "fsdp", devices).peak + extra > limit:
-        devices *= 2
-    if devices <= _MOST_DEVICES:
-        yield f"FSDP over {devices} devices"
-    if settings.training.lora is None:
+def what_fits(
+    model_or_config: str | PreTrainedConfig | nn.Module, *, budget: int | str, batch_size: int, seq_len: int,
+    memsave: MemSaveLike = True, devices: int = 1, sharding: str = "ddp", **training: Any,
+) -> list[str]:  # fmt: skip
+    """Changes of a step, each of which makes it fit, in words and with what is needed then.
+
+    Arguments and errors are those of :func:`plan`.
+
+    Returns:
+        Those that fit, each estimated: a rung in all layers, offload, another optimizer, adapters, FSDP.
+    """
+    start = MemSaveConfig.resolve(memsave) or MemSaveConfig()
+    settings = _settings(model_or_config, start, "a100", (sharding, devices), batch_size, seq_len, training)
+    return list(_what_fits(settings, Family(None, start.offload, start.checkpoint), bytes_of(budget, "budget")))
+
+
+def _what_fits(settings: Settings, family: Family, limit: int) -> Iterator[str]:
+    trace, training = settings.trace(family), settings.training
+    step = trace.places.get(Place("optimizer"))
+    ways: dict[str, tuple[Settings, Family]] = {}
+    if step is None or step.live + OWN <= limit:  # else no rung changes that
+        ways = {in_words(other): (settings, other) for other in _ENDS[1:]}
+    if training.optimizer == "adamw":
+        ways["fused AdamW"] = _with(settings, optimizer="adamw_fused"), family
+    if training.optimizer in ("adamw", "adamw_fused"):
+        ways["8-bit AdamW"] = _with(settings, optimizer="adamw_8bit"), family
+    if training.lora is None:
+        ways["LoRA (r=8)"] = _with(settings, lora=Lora(r=8)), family
+    if not training.quantized:
+        ways["LoRA on a model in 4 bits"] = _with(settings, lora=training.lora or Lora(r=8), quantized="nf4"), family
+    for words, (other, way) in ways.items():
         with contextlib.suppress(MeasureError):
-            if _with(settings, least.family, lora=Lora(r=8)) <= limit:
-                yield "LoRA with r=8"
+            if (needed := other.whole(way).needed) <= limit:
+                yield f"{words} ({gib(needed)})"
+    beside = settings.whole(family).needed - trace.peak
+    one = trace_of(settings.config, training, settings.whole(family).config).trace
+    for devices in (2 * settings.shards[1] * 2**i for i in range(_DOUBLED)):
+        if (needed := sharded(one, "fsdp", devices).peak + beside) <= limit:
+            yield f"sharding='fsdp' over {devices} devices ({gib(needed)})"
+            return

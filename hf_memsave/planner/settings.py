@@ -9,6 +9,7 @@ from two traced settings: the rung in no layer, and in all.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -18,9 +19,9 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig
 
 from hf_memsave.config.config import MemSaveConfig
-from hf_memsave.config.sizes import gib
+from hf_memsave.errors import MeasureError
 from hf_memsave.measure.depth import trace_in_full
-from hf_memsave.measure.estimate import CONTEXT, WORKSPACES, sharded
+from hf_memsave.measure.estimate import OWN, sharded
 from hf_memsave.measure.models import depth_of
 from hf_memsave.measure.trace import Trace
 from hf_memsave.measure.training import Training
@@ -51,7 +52,7 @@ class Setting:
     config: MemSaveConfig  # to patch with
     needed: int  # bytes at the peak, with what CUDA takes for itself
     away: int  # bytes in main memory, pinned
-    cost: float  # what a step takes longer than at the floor, as a part of stock's step
+    cost: float  # the time of the work that a step adds to stock's, as a part of stock's
 
     @property
     def family(self) -> Family:
@@ -61,11 +62,8 @@ class Setting:
     @property
     def name(self) -> str:
         """What is done, in words."""
-        return in_words(self.family, f" in {dict(self.config.layers or ()).get('checkpoint')} layers")
-
-    def __str__(self) -> str:
-        away = f", {gib(self.away)} of main memory" if self.away else ""
-        return f"{self.name:<44}{gib(self.needed):>12}{self.cost:>10.1%} more time{away}"
+        layers = dict(self.config.layers or ()).get("checkpoint")
+        return in_words(self.family, f" in {layers} layer{'' if layers == 1 else 's'}")
 
 
 def in_words(family: Family, layers: str = "") -> str:
@@ -83,19 +81,9 @@ class _Whole(NamedTuple):
     per_layer: dict[str, dict[str, float]]
 
 
-#: A model's class, its configuration, a training and a setting -> the step: asked for again, it costs nothing.
-_KNOWN: dict[Any, _Whole] = {}
-_REMEMBERED = 256
-
-
-def trace_of(config: PreTrainedConfig, training: Training, memsave: MemSaveConfig) -> _Whole:
-    """Trace a setting at the depth of the configuration, once."""
-    key = type(config), config.to_json_string(use_diff=False), training, memsave
-    if key not in _KNOWN:
-        if len(_KNOWN) >= _REMEMBERED:
-            _KNOWN.clear()
-        _KNOWN[key] = _Whole(*trace_in_full(config, depth_of(config), training, memsave, keeps=False))
-    return _KNOWN[key]
+def trace_of(config: PreTrainedConfig, training: Training, memsave: MemSaveConfig | None) -> _Whole:
+    """Trace a setting, or stock, at the depth of the configuration."""
+    return _Whole(*trace_in_full(config, depth_of(config), training, memsave, keeps=False))
 
 
 @dataclass(frozen=True)
@@ -140,6 +128,19 @@ class Settings:
         moved = self._each(OFFLOAD, "away") if OFFLOAD in self._wholes else [_MOVED * nbytes for nbytes in kept]
         return min(self._cost(family, n, sum(moved[n:]), 0) for n in self._numbers(family))
 
+    def stock(self) -> dict[str, tuple[int, float]]:
+        """Stock, and stock with gradient checkpointing, which runs forward again -> bytes needed, and the cost."""
+        again = self.work.forward / (self.work.forward + self.work.backward)
+        ways = {"stock": (self.training, 0.0)}
+        if not self.training.checkpointing:
+            ways["stock, gradient checkpointing"] = replace(self.training, checkpointing=True), again
+        found = {}
+        for name, (training, cost) in ways.items():
+            with contextlib.suppress(MeasureError):  # of a model that cannot be checkpointed
+                trace = sharded(trace_of(self.config, training, None).trace, *self.shards)
+                found[name] = trace.peak + OWN, cost
+        return found
+
     def whole(self, family: Family) -> Setting:
         """The rung in all layers."""
         return self._setting(family, self.layers if family.rung else 0)
@@ -179,7 +180,7 @@ class Settings:
         coded = sum(self._mixed(family._replace(storage=None), layers, "at_loss")) if family.storage else 0
         return Setting(
             config=self._config(family, layers),
-            needed=self._peak(family, layers) + ahead + WORKSPACES + CONTEXT,
+            needed=self._peak(family, layers) + ahead + OWN,
             away=int(away),
             cost=self._cost(family, layers, away, coded),
         )

@@ -199,7 +199,7 @@ def test_the_result_is_readable_and_plain_and_read_of_a_model():
     shares = []
     result = estimate(CONFIGS["bert"], batch_size=2, seq_len=32, memory=2**30, dtype="fp32", progress=shares.append)
     text = str(result)
-    assert "bert, 12 layers" in text and "patched" in text and "Fits in 1.00 GiB." in text
+    assert "bert, 12 layers" in text and "patched" in text and "Fits in 1.00 GiB (1.07 GB): " in text
     assert result.patched.needed == result.patched.peak + CONTEXT + WORKSPACES
     plain = result.to_dict()
     stock = plain["stock"]
@@ -217,6 +217,7 @@ def test_where_there_are_gpus_it_runs_in_another_process_which_passes_errors_on(
     here = estimate(CONFIGS["gpt2"], seq_len=16, **of)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(module, "trace_at", None)
+    monkeypatch.setattr(module, "_KNOWN", {})
     assert estimate(CONFIGS["gpt2"], seq_len=16, **of) == here
     with pytest.raises(MeasureError, match="expected at most 1024 tokens"):
         estimate(CONFIGS["gpt2"], seq_len=1025, **of)

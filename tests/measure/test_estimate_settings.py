@@ -162,4 +162,5 @@ def test_models_whose_blocks_are_not_known_and_those_without_sdpa_are_estimated(
     mamba = MambaConfig(hidden_size=32, state_size=4, vocab_size=64, num_hidden_layers=4)
     assert estimate(mamba, batch_size=1, seq_len=8, memsave=False).stock.kept > 0
     monkeypatch.setattr("hf_memsave.measure.trace.GradientCheckpointingLayer", type(None))
+    monkeypatch.setattr("hf_memsave.measure.depth._KNOWN", {})
     assert estimate(CONFIG, batch_size=1, seq_len=8, memsave=False).stock.kept > 0

@@ -1,0 +1,125 @@
+"""What an estimate tells people: small models in MiB, where each peak is, and what makes a step fit that does not."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from transformers import LlamaConfig
+
+from hf_memsave import MemSaveConfig, estimate, plan
+from hf_memsave.cli import main
+from hf_memsave.measure import trace as module
+from hf_memsave.measure.estimate import largest, search
+from hf_memsave.measure.models import depth_of
+from hf_memsave.measure.training import Training, trace_at
+from support.helpers import on_stand_in
+
+pytestmark = on_stand_in
+
+SIZES = dict(hidden_size=128, intermediate_size=352, num_attention_heads=4, num_hidden_layers=5, vocab_size=512)
+LLAMA = LlamaConfig(**SIZES, pad_token_id=0)
+STEP = dict(batch_size=1, seq_len=16)
+
+
+@pytest.fixture(scope="module")
+def full():
+    """All parameters trained on few tokens: the peak is in the optimizer's step."""
+    return estimate(LLAMA, **STEP, memory="505MiB")
+
+
+def test_a_small_models_figures_are_in_mib_and_the_optimizers_step_is_told_apart(full):
+    for memory in (full.stock, full.patched):
+        assert memory.peak == max(memory.in_passes, memory.in_optimizer) == memory.in_optimizer
+        assert memory.in_optimizer == pytest.approx(memory.fixed + memory.temporaries, rel=0.001)
+        assert memory.temporaries == pytest.approx(memory.trained, rel=0.02)  # foreach takes them once more
+    text = str(full)
+    rows = dict(re.findall(r"^ *(\S.*?)  +([\d.,]+ \w+)", text, re.MULTILINE))
+    assert set(rows) >= {"gradients", "kept for backward", "peak of the optimizer's step", "peak of the step"}
+    assert all(cell.endswith(" MiB") and not cell.startswith("0.00") for cell in rows.values())
+    assert "stock and patched: the peak is in the optimizer's step, in _foreach_" in text
+    assert "Lower it with fused AdamW (Trainer: optim='adamw_torch_fused') or foreach=False" in text
+    parts = [f"{getattr(full.patched, name) / 2**20:.2f} MiB" for name in ("fixed", "parameters", "trained", "states")]
+    fixed = "Fixed at any batch: {} (parameters {}, gradients {}, states {}).".format(*parts)
+    assert f"Does not fit in 505.00 MiB (0.53 GB): {(full.patched.needed - full.memory) / 2**20:.2f} MiB" in text
+    assert fixed in text
+
+
+def test_two_peaks_name_their_columns_and_one_that_is_elsewhere_asks_for_no_other_optimizer():
+    wide = LlamaConfig(**SIZES | {"vocab_size": 20_000}, pad_token_id=0)  # so that logits are in chunks
+    text = str(estimate(wide, batch_size=16, seq_len=128))
+    assert re.search(r"^stock: the peak is in the backward, in \w+\.\npatched: the peak is in the", text, re.MULTILINE)
+    assert "Lower it" not in text and "it in" not in text
+
+
+def test_short_and_for_notebooks(full):
+    found = plan(LLAMA, budget="1GiB", **STEP)
+    assert re.fullmatch(r"<Estimate of llama, 5 layers, .*: stock .*, patched .*, does not fit in .*>", repr(full))
+    assert re.fullmatch(r"<BudgetPlan for 1.00 GiB: the floor, [\d.]+ MiB, 0.0% more time>", repr(found))
+    for result, head in ((full, "patched"), (found, "more time")):
+        page = result._repr_html_()
+        assert f"<th>{head}</th>" in page and page.count("<table>") == page.count("</table>") == 1
+        assert "overflow-x:auto" in page and "the optimizer's" not in page  # text is escaped
+
+
+def test_a_plan_shows_stock_and_the_cheapest_of_each_rung():
+    step = dict(batch_size=16, seq_len=128, optimizer="sgd")
+    floor = plan(LLAMA, budget="1TiB", **step)
+    assert [one.family.rung for one in floor.fitting] == [None, "gate", "block"]
+    least = floor.tried[-1].needed
+    found = plan(LLAMA, budget=(least + floor.best.needed) // 2, **step)
+    assert found.fitting[0] == found.best and {"gate", "block"} <= {one.family.rung for one in found.fitting}
+    assert [one.cost for one in found.fitting] == sorted(one.cost for one in found.fitting)
+    text = str(found)
+    assert re.search(r"^stock +\S+ MiB +0.0% .* too much$", text, re.MULTILINE)
+    assert re.search(r"^stock, gradient checkpointing +\S+ MiB +33.3% +", text, re.MULTILINE)
+    stock = estimate(LLAMA, **step, memsave=False).stock.needed
+    checkpointed = estimate(LLAMA, **step, memsave=False, checkpointing=True).stock.needed
+    assert [needed for needed, _ in found.stock.values()] == [stock, checkpointed]
+
+
+def test_the_command_says_what_makes_a_step_fit_and_each_of_it_does(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA.to_dict(), "model_type": "llama"}))
+    command = ["estimate", str(tmp_path), "--seq-len", "16", "--batch-size", "1", "--memory", "524MiB"]
+    assert main([*command, "--json", str(tmp_path / "a.json")]) == 1
+    told = capsys.readouterr().out
+    assert "patched: no batch fits, not even of one token." in told and "is 0" not in told
+    changes = json.loads((tmp_path / "a.json").read_text())["what_fits"]
+    assert f"Each of these alone makes it fit, patched: {'; '.join(changes)}." in told
+    limit = dict(memory="524MiB", **STEP)
+    ways = {
+        "fused AdamW": dict(optimizer="adamw_fused"), "8-bit AdamW": dict(optimizer="adamw_8bit"),
+        "LoRA (r=8)": dict(lora={"r": 8}), "sharding='fsdp' over 2": dict(sharding="fsdp", devices=2),
+    }  # fmt: skip
+    for words, fields in ways.items():
+        result = estimate(LLAMA, **limit, **fields)
+        told = [change for change in changes if change.startswith(words)]
+        assert result.fits == bool(told), words
+        assert not told or f"({result.patched.needed / 2**20:,.2f} MiB)" in told[0]
+    assert {"8-bit AdamW", "LoRA (r=8)"} <= {change.rpartition(" (")[0] for change in changes}
+
+
+@pytest.mark.parametrize("name", ["batch_size", "seq_len"])
+def test_the_largest_is_found_by_few_traces_and_one_more_does_not_fit(name, monkeypatch):
+    asked = []
+    monkeypatch.setattr("hf_memsave.measure.estimate.search", lambda needed, *rest, **kw: search(
+        lambda number: asked.append(number) or needed(number), *rest, **kw))  # fmt: skip
+    step, limit = dict(batch_size=16, seq_len=64, optimizer="sgd"), 700 * 2**20
+    of = Training(**step)
+    found = largest(LLAMA, depth_of(LLAMA), of, MemSaveConfig(), name, limit, ("ddp", 1))
+    needed = [estimate(LLAMA, **step | {name: number}).patched.needed for number in (found, found + 1)]
+    assert needed[0] <= limit < needed[1]
+    assert len(asked) <= 6
+
+
+def test_an_optimizers_step_that_is_known_is_as_one_that_runs(monkeypatch):
+    depth = depth_of(LLAMA, 3)
+    for optimizer in ("adamw", "adafactor"):
+        of = Training(batch_size=2, seq_len=16, optimizer=optimizer, holds_output=True)
+        monkeypatch.setattr(module, "_KNOWN", {})
+        fresh = trace_at(LLAMA, depth, of, MemSaveConfig())
+        module._KNOWN.clear()
+        trace_at(LLAMA, depth, replace(of, batch_size=1), None)
+        count = len(module._KNOWN)
+        assert trace_at(LLAMA, depth, of, MemSaveConfig()) == fresh
+        assert count == len(module._KNOWN) == 2
