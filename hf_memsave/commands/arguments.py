@@ -143,7 +143,7 @@ def add_memsave(parser: argparse.ArgumentParser, words: str = "a preset or YAML 
 def memsave_of(args: argparse.Namespace) -> MemSaveConfig:
     """The configuration that ``--memsave``, ``--checkpoint`` and ``--offload`` ask for; else ConfigError."""
     fields = {name: value for name in ("checkpoint", "offload") if (value := getattr(args, name, None))}
-    config = MemSaveConfig.resolve(args.memsave, fields, may_plan=args.command == "plan")
+    config = MemSaveConfig.resolve(args.memsave, fields, may_plan=getattr(args, "budget", None) is not None)
     assert config is not None  # a preset's name is none of False
     return config
 

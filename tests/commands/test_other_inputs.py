@@ -132,5 +132,6 @@ def test_report_of_a_model_without_a_loss_says_so(tmp_path, capsys):
 
 def test_a_forward_that_fills_the_memory_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(kept_in_full, "_RESERVE", math.inf)
-    assert main(["report", str(folder_of(tmp_path, CONFIGS["ResNetForImageClassification"]))]) == 2
+    folder = folder_of(tmp_path, CONFIGS["ResNetForImageClassification"])
+    assert main(["report", str(folder), "--batch-size", "8"]) == 2
     assert "the forward fills the memory" in capsys.readouterr().err
