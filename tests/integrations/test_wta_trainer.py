@@ -8,7 +8,6 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
 from hf_memsave import WTACRS, ConfigError, MemSaveCallback, MemSaveConfig, patch
-from hf_memsave.integrations import trainer as callbacks
 from hf_memsave.integrations.trainer import NORMS_NAME, load_norms, save_norms
 from hf_memsave.patching.sampled_layers import sampler_of
 from support.families import VOCAB, Size, build
@@ -64,7 +63,7 @@ def test_a_resumed_run_ends_with_the_bits_of_one_never_stopped(tmp_path, sampled
 
 
 def test_a_checkpoint_has_the_table_beside_stocks_files_and_a_run_that_resumes_without_is_told_so(
-    tmp_path, monkeypatch
+    tmp_path, caplog
 ):
     first = trainer(tmp_path / "first", CACHES[1])
     first.train()
@@ -75,11 +74,10 @@ def test_a_checkpoint_has_the_table_beside_stocks_files_and_a_run_that_resumes_w
     assert first.evaluate(stock.train_dataset)["eval_loss"] > 0, "evaluation needs no column"
     stock.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-8"))
     assert stock.state.global_step == 8
-    said = []
-    monkeypatch.setattr(callbacks.logger, "warning", said.append)
+    caplog.clear()
     again = trainer(tmp_path / "again", CACHES[1])
     again.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-4"))
-    assert len(said) == 1 and "resume_from=" in said[0]
+    assert [r.levelname for r in caplog.records if "resume_from=" in r.getMessage()] == ["WARNING"]
     assert sampler_of(again.model).step == 8
     missing = trainer(tmp_path / "missing", CACHES[1], resume_from=tmp_path)
     with pytest.raises(ConfigError, match="expected a checkpoint with memsave_norms.safetensors, found none"):
