@@ -64,14 +64,19 @@ def sentences(step: Ledger, config: MemSaveConfig) -> list[str]:
     if free is None:
         return [f"gradient checkpointing is on: {said[0]}"]
     ours, stock = step.largest_block
-    return [
+    on = (
         f"gradient checkpointing is on: the first step keeps {gib(step.nbytes_kept)} for backward, and about "
         f"{gib(step.nbytes_kept + ours)} at its peak as a block runs again, where stock would keep "
-        f"{gib(step.nbytes_stock)} and {gib(step.nbytes_stock + stock)}.",
-        f"With gradient_checkpointing=False it {kept(free, 'about ')}{_in_brackets(kinds(free, 'avoided'))}, at its "
-        'peak too, and no block runs twice: use that where it fits. Else memsave="gate" in place of checkpointing '
-        'keeps less, and "block" as little as now.',
-    ]
+        f"{gib(step.nbytes_stock)} and {gib(step.nbytes_stock + stock)}."
+    )
+    if rung == "block":  # what it keeps by itself was not counted
+        return [on, 'Set gradient_checkpointing=False: memsave="block" runs blocks again by itself.']
+    other, less = ("block", "") if rung else ("gate", ' less, and "block"')
+    return [
+        on, f"With gradient_checkpointing=False it {kept(free, 'about ')}{_in_brackets(kinds(free, 'avoided'))}, at "
+        "its peak too, and no block runs twice: use that where it fits. Else "
+        f'memsave="{other}" in place of checkpointing keeps{less} as little as now.',
+    ]  # fmt: skip
 
 
 def _in_brackets(*parts: str) -> str:

@@ -169,6 +169,15 @@ def test_checkpointing_that_the_caller_has_turned_on(is_reentrant, folder, lines
     check(line, model, batch)
 
 
+@pytest.mark.parametrize("rung", ["gate", "block"])
+def test_a_rung_under_checkpointing_is_not_advised_again(rung, folder, lines):
+    model = LlamaForCausalLM.from_pretrained(folder, memsave=rung).train()
+    model.gradient_checkpointing_enable()
+    model(**batch_for(model, SIZE)).loss.backward()
+    (line,) = lines()
+    assert '"gate"' not in line and '"block"' in line and ("no block runs twice" in line) == (rung == "gate")
+
+
 def test_later_steps_are_those_of_a_model_that_counts_nothing(folder, monkeypatch):
     """No hook, no ledger, and as many calls of Python functions."""
 
