@@ -86,6 +86,11 @@ def only_measuring() -> Iterator[None]:
         _filter.is_measuring = before
 
 
+def is_measuring() -> bool:
+    """Whether :func:`only_measuring` is entered."""
+    return _filter.is_measuring
+
+
 def _set_up() -> None:
     logger.addHandler(_Handler())
     logger.addFilter(_filter)

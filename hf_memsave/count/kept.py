@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from hf_memsave.config.sizes import gib
 from hf_memsave.device import fuses_dropout
 from hf_memsave.errors import MeasureError, not_a_module
+from hf_memsave.logs import only_measuring
 from hf_memsave.tape.kinds import KINDS_OF_OPS as KINDS_OF_OPS
 from hf_memsave.tape.kinds import kind_of
 from hf_memsave.tape.wrappers import parts_of
@@ -116,6 +117,7 @@ def measure_kept(
         stack.callback(torch.clear_autocast_cache)
         stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(only_measuring())
         known = {s._cdata: s for s in storages(live_tensors())}
         with watch.watching_modules(), watch:
             if isinstance(batch, Mapping):

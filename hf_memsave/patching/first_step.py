@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.config.sizes import MIB, gib
 from hf_memsave.device import has_numbers
-from hf_memsave.logs import logger
+from hf_memsave.logs import is_measuring, logger
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.offload import SMALLEST_NBYTES
 from hf_memsave.tape.private import after_backward, backward_id, is_concrete
@@ -35,7 +35,7 @@ def tell(module: nn.Module, step: Ledger, config: MemSaveConfig) -> None:
     is_vain = _warn_if_in_vain(module, step, config)
     parameter = next(module.parameters(), None)
     is_real = parameter is None or (has_numbers(parameter) and is_concrete(parameter))
-    if not module.training or not is_real or step.is_told:
+    if not module.training or is_measuring() or not is_real or step.is_told:
         return
     step.is_told, step.of = True, shape_of(module)
     if step.is_checkpointed_in_stock and not step.blocks:

@@ -23,6 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.errors import PatchError
+from hf_memsave.logs import is_measuring
 from hf_memsave.ops.fused import linear as fused_linear
 from hf_memsave.ops.fused.codes import FUSED_CODERS
 from hf_memsave.ops.loss.chunked_loss import divided_by
@@ -181,10 +182,11 @@ def _before_forward(module: nn.Module, given: Iterable[Tensor]) -> Ledger | None
     if checkpoint_frame()[0] is not None or function_in_backward() is not None:
         ledger.uncounted = "it runs within gradient checkpointing, which keeps its arguments alone until it runs again"
         return None
-    if ledger.is_counted and not module.training:  # a step in eval mode counts until there is one in training
+    is_step = module.training and not is_measuring()
+    if ledger.is_counted and not is_step:  # another forward counts until there is one of a training step
         return None
-    if module.training:
-        del own[LEDGER]
+    if is_step:
+        own.pop(LEDGER, None)  # or another thread has
     ledger.blocks.clear()
     ledger.leave_out(given)
     return ledger
