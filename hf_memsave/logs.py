@@ -23,7 +23,7 @@ _LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "w
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """Writes to what ``sys.stderr`` is now, between progress bars, unless another handler shows the record."""
+    """Writes to what ``sys.stderr`` is now, between progress bars, unless another handler, not of a file, shows it."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -34,8 +34,8 @@ class _Handler(logging.StreamHandler[TextIO]):
 
     def filter(self, record: logging.LogRecord) -> bool:
         others = [*logger.handlers, *(logging.getLogger().handlers if logger.propagate else ())]
-        shown = (h for h in others if h is not self and not isinstance(h, logging.NullHandler))
-        return not any(record.levelno >= handler.level for handler in shown)
+        unseen = self.__class__, logging.NullHandler, logging.FileHandler
+        return not any(record.levelno >= h.level for h in others if not isinstance(h, unseen))
 
     def emit(self, record: logging.LogRecord) -> None:
         tqdm: Any = sys.modules.get("tqdm")

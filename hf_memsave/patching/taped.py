@@ -187,6 +187,8 @@ def _before_forward(module: nn.Module, given: Iterable[Tensor]) -> Ledger | None
         return None
     if is_step:
         own.pop(LEDGER, None)  # or another thread has
+        ledger.is_counted &= not ledger.is_trial
+    ledger.is_trial = not is_step
     ledger.blocks.clear()
     ledger.leave_out(given)
     return ledger

@@ -73,6 +73,7 @@ class Ledger:
         is_counted: A forward was counted; the numbers are zero before.
         is_checkpointed: Blocks of it run again as a whole; ``is_checkpointed_in_stock``: as the caller has asked for.
         is_loss_chunked: Logits were not computed at once.
+        is_trial: What it counted was no training step: that is still counted.
         is_told: What it counted was said, and of a model of what shape (``of``).
         whole: Of a block that the caller's checkpointing runs again: the ledger of the model's forward; its ``blocks``.
         to_tell: What is called as the backward ends in which the first of them runs again.
@@ -86,7 +87,7 @@ class Ledger:
         self.offloaded: Counter[Maker] = Counter()
         self.nbytes_exact = self.nbytes_again = 0
         self.is_counted = self.is_checkpointed = self.is_checkpointed_in_stock = self.is_loss_chunked = False
-        self.is_within = self.is_told = False
+        self.is_within = self.is_told = self.is_trial = False
         self.uncounted, self.of = "", (0, 0)
         self.whole: Ledger | None = None
         self.blocks: list[Ledger] = []

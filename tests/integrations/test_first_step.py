@@ -169,6 +169,17 @@ def test_checkpointing_that_the_caller_has_turned_on(is_reentrant, folder, lines
     check(line, model, batch)
 
 
+def test_a_measurement_before_training_is_not_taken_for_the_first_step(lines):
+    model = build("llama").train()
+    report = patch(model)
+    longest = measure_kept(model, batch_for(model, SIZE)).total
+    assert lines() == [] and report.step.nbytes_kept == pytest.approx(longest, rel=0.02)
+    batch = {name: x[:1] for name, x in batch_for(model, SIZE).items()}
+    model(**batch).loss.backward()
+    assert len(lines()) == 1 and report.step.nbytes_kept == pytest.approx(measure_kept(model, batch).total, rel=0.02)
+    assert report.step.nbytes_kept < 0.9 * longest
+
+
 @pytest.mark.parametrize("rung", ["gate", "block"])
 def test_a_rung_under_checkpointing_is_not_advised_again(rung, folder, lines):
     model = LlamaForCausalLM.from_pretrained(folder, memsave=rung).train()
@@ -209,7 +220,8 @@ def test_later_steps_are_those_of_a_model_that_counts_nothing(folder, monkeypatc
 
 @pytest.mark.parametrize(
     ("told", "count"),
-    [("not at all", 1), ("by Transformers", 0), ("by Python", 0), ("by a null handler", 1), ("by basicConfig", 1)],
+    [("not at all", 1), ("by Transformers", 0), ("by Python", 0), ("by a null handler", 1),
+     ("by a file", 1), ("by basicConfig", 1)],
 )
 def test_it_is_said_once_without_handlers_and_with_and_not_where_it_is_told_to_be_quiet(told, count, monkeypatch):
     logger, root = logging.getLogger("hf_memsave"), logging.getLogger()
@@ -221,6 +233,7 @@ def test_it_is_said_once_without_handlers_and_with_and_not_where_it_is_told_to_b
             "by Transformers": transformers.logging.set_verbosity_error,
             "by Python": lambda: logger.setLevel("WARNING"),
             "by a null handler": lambda: logger.addHandler(logging.NullHandler()),
+            "by a file": lambda: root.addHandler(logging.FileHandler(os.devnull)),
             "by basicConfig": logging.basicConfig,
         }[told]()
         model = build("llama")

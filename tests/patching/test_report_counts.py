@@ -65,7 +65,9 @@ def counted(model, config, batch, context=contextlib.nullcontext):
     with context():
         stock = measure_kept(model, batch).total
         report = patch(model, config)
-        return stock, measure_kept(model, batch).total, report.step
+        kept = measure_kept(model, batch).total
+        model(**batch)
+        return stock, kept, report.step
 
 
 def check(stock, kept, step):
