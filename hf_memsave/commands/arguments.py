@@ -49,8 +49,8 @@ def estimate(parser: argparse.ArgumentParser) -> None:
     option("--memory", **_size("--memory"), help=f"what there is: says whether it fits, and what would; {_SIZES}")
     option("--check", action="store_true", help="run the step on this machine, on its GPU if it has one, and compare")
     option("--picture", **_PICTURE, help="draw memory over the step, and where the kept bytes are")
-    page: dict[str, Any] = {"type": lambda text: picture(text, ".html", ".htm"), "metavar": "FILE"}
-    option("--html", **page, help="write a page with pictures and explanations, all in one file")
+    page = partial(picture, suffixes=(".html", ".htm"))
+    option("--html", type=page, metavar="FILE", help="write a page with pictures and explanations, all in one file")
     _add(parser, "--json")
 
 
@@ -215,7 +215,7 @@ def _batch(text: str) -> Path:
     return Path(text)
 
 
-def _output(text: str, *suffixes: str) -> Path:
+def _output(text: str, suffixes: tuple[str, ...] = ()) -> Path:
     """A file to write: refused, before the work that it is to show, in a folder that does not exist."""
     path = Path(text)
     if suffixes and path.suffix not in suffixes:
@@ -225,12 +225,12 @@ def _output(text: str, *suffixes: str) -> Path:
     return path
 
 
-def picture(text: str, *suffixes: str) -> Path:
+def picture(text: str, suffixes: tuple[str, ...] = (".png", ".pdf", ".svg")) -> Path:
     """A picture to write, or a page with pictures; CommandError as well where what draws it is missing."""
     for name in ("matplotlib", "jinja2"):
         if find_spec(name) is None:
             raise CommandError(f"{text}: pictures need {name}, which is missing. Run: pip install 'hf_memsave[plot]'")
-    return _output(text, *(suffixes or (".png", ".pdf", ".svg")))
+    return _output(text, suffixes)
 
 
 def _size(option: str) -> dict[str, Any]:
@@ -243,14 +243,12 @@ _PICTURE: dict[str, Any] = {"type": picture, "metavar": "PNG"}
 #: Option -> what argparse is told of it.
 _SHARED: dict[str, dict[str, Any]] = {
     "model": {
-        "type": _model,
-        "metavar": "MODEL_OR_CONFIG",
+        "type": _model, "metavar": "MODEL_OR_CONFIG",
         "help": "a folder with config.json, such a file, a model type (bert: its defaults), a name on the hub",
     },
     "--memsave": {"metavar": "PRESET", "default": "exact"},
     "--batch": {
-        "type": _batch,
-        "metavar": "FILE",
+        "type": _batch, "metavar": "FILE",
         "help": "what the forward takes, tensors by name: torch.save, .safetensors, .json, .jsonl (examples)",
     },
     "--batch-size": {**_NUMBER, "help": f"sequences on each device ({BATCH_SIZE})"},
@@ -258,19 +256,17 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--dtype": {"choices": ["bf16", "fp16", "fp32"], "help": "of the weights (bf16; with --autocast fp32)"},
     "--autocast": {"choices": ["bf16"], "help": "compute in bf16 with fp32 weights (Trainer's bf16=True)"},
     "--lora": {
-        "type": _lora,
-        "metavar": "r=16,dropout=0.05",
+        "type": _lora, "metavar": "r=16,dropout=0.05",
         "help": "train LoRA adapters instead of the model; further keys: alpha, targets=q_proj+v_proj (all-linear), "
         "dtype=fp32|model (fp32, PEFT's default), dora=true",
     },
     "--layers": {**_NUMBER, "help": "the depth, instead of the configuration's own"},
     "--json": {
-        "type": lambda text: STANDARD_OUTPUT if text == "-" else _output(text),
-        "metavar": "FILE",
+        "type": lambda text: STANDARD_OUTPUT if text == "-" else _output(text), "metavar": "FILE",
         "help": "write every figure, in bytes; - for standard output, where nothing else is then written",
     },
     "--out": {"type": _output, "metavar": "FILE", "help": "write the configuration, as YAML or .json"},
-}
+}  # fmt: skip
 
 
 def _add(parser: argparse.ArgumentParser, *names: str, **changes: Any) -> None:
@@ -301,10 +297,9 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
 
 def _add_inputs(parser: argparse.ArgumentParser) -> None:
     """Add the options that :func:`hf_memsave.commands.inputs.load_inputs` reads."""
-    option = parser.add_argument
     model = "the folder of a saved model or PEFT adapter, or a name on the hub; or, for random weights, a config.json"
-    option("model", type=_model, metavar="MODEL", help=f"{model} or a model type (bert, llama, ...)")
+    _add(parser, "model", metavar="MODEL", help=f"{model} or a model type (bert, llama, ...)")
     _add(parser, "--batch", "--batch-size", "--seq-len")
     _add(parser, "--dtype", help="of the weights (as saved; with --autocast fp32)")
     _add(parser, "--autocast")
-    option("--device", choices=["cpu", "cuda"], default="cpu", help="where to run (%(default)s)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to run (%(default)s)")

@@ -116,8 +116,7 @@ def _largest(
     console: Console,
 ) -> dict[str, dict[str, int]]:  # fmt: skip
     """The largest batch and the longest sequence that fit, stock and patched; printed too."""
-    found = {}
-    shards = (args.sharding, args.devices)
+    found, shards = {}, (args.sharding, args.devices)
     with options.progress_bar(console, "Looking for what fits") as tell:
         for label, chosen in (("stock", None), ("patched", memsave)):
             batch, tokens = (
@@ -126,13 +125,9 @@ def _largest(
             )
             found[label] = {"batch_size": batch, "seq_len": tokens}
             tell(len(found) / 2)
-            if batch or tokens:
-                console.print(
-                    f"{label}: the largest batch that fits is {batch} (of {args.seq_len} tokens), the longest sequence "
-                    f"{tokens} (in batches of {args.batch_size})."
-                )
-            else:
-                console.print(f"{label}: no batch fits, not even of one token.")
+            told = f"the largest batch that fits is {batch} (of {args.seq_len} tokens), the longest sequence {tokens} "
+            told += f"(in batches of {args.batch_size})"
+            console.print(f"{label}: {told if batch or tokens else 'no batch fits, not even of one token'}.")
     return found
 
 
@@ -146,6 +141,6 @@ def _what_fits(
     shards = {"devices": args.devices, "sharding": args.sharding}
     with options.progress_bar(console, "Looking for what makes it fit"):
         found = what_fits(at_depth(config, result.depth), budget=args.memory, memsave=memsave, **step, **shards)
-    told = f"Each of these alone makes it fit, patched: {'; '.join(found)}." if found else "No one change makes it fit."
-    console.print(told)
+    each = f"Each of these alone makes it fit, patched: {'; '.join(found)}."
+    console.print(each if found else "No one change makes it fit.")
     return found

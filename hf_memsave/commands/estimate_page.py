@@ -29,11 +29,6 @@ _INK = "#010203"
 _ROWS = 12
 
 
-def columns(result: Estimate) -> dict[str, Memory]:
-    """The settings that were estimated, by name."""
-    return {"stock": result.stock} | ({"patched": result.patched} if result.patched else {})
-
-
 def in_units(nbytes: float) -> str:
     """Bytes for people: "12.3 GiB"."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (2**10, "KiB")):
@@ -48,7 +43,7 @@ def _unit(nbytes: float) -> tuple[int, str]:
 
 def draw(path: Path, result: Estimate, title: str) -> None:
     """Write a picture of an estimate: memory over the step, and below it where the kept bytes are."""
-    shown = columns(result)
+    shown = result.columns
     figure = Figure(figsize=(12, 10.5), layout="constrained", dpi=150)
     figure.suptitle(title, wrap=True, fontsize=13)
     above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(6, 5))[:, 0]
@@ -65,7 +60,7 @@ def draw(path: Path, result: Estimate, title: str) -> None:
 
 def timeline_axes(axes: Axes, memory: Memory, result: Estimate) -> None:
     """Draw what is alive over the step, in its parts, with the peak and the limit marked; alike for both settings."""
-    highest, limit = max(shown.peak for shown in columns(result).values()), result.memory
+    highest, limit = max(shown.peak for shown in result.columns.values()), result.memory
     unit, name = _unit(highest)
     points = memory.timeline
     edges: list[float] = []
@@ -122,7 +117,7 @@ def _bars(axes: Axes, title: str, rows: list[dict[str, Any]]) -> None:
 
 def rows_of(result: Estimate, field: str) -> list[dict[str, Any]]:
     """A row for each name in a field of ``Memory`` ("by_kind", "by_module"), the most bytes first; the rest in one."""
-    amounts = {setting: getattr(memory, field) for setting, memory in columns(result).items()}
+    amounts = {setting: getattr(memory, field) for setting, memory in result.columns.items()}
     names = dict.fromkeys(name for amount in amounts.values() for name, nbytes in amount.items() if nbytes)
     rows = [{"name": name, "bytes": {s: amount.get(name, 0) for s, amount in amounts.items()}} for name in names]
     rows.sort(key=lambda row: -max(row["bytes"].values()))
@@ -142,7 +137,7 @@ def write_page(
         undefined=StrictUndefined,
     )  # fmt: skip
     environment.filters |= {"units": in_units, "dictmax": lambda amounts: max(amounts.values())}
-    shown = columns(result)
+    shown = result.columns
     page = environment.get_template("estimate_page.html").render(
         title=title, settings=settings, changes=changes, result=result, shown=shown, parts=PARTS, own=OWN,
         colors=SETTINGS, own_bytes=CONTEXT + WORKSPACES,

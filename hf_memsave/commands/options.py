@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ from transformers import PreTrainedConfig
 
 from hf_memsave.commands.arguments import BATCH_SIZE, SEQ_LEN, STANDARD_OUTPUT
 from hf_memsave.config.sizes import counted
+from hf_memsave.measure.models import most_tokens
+from hf_memsave.measure.training import DTYPES as DTYPES
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 #: What to do about a step that fails stock.
 GIVE_ANOTHER_BATCH = "Give one with --batch, or lower --batch-size or --seq-len."
@@ -49,18 +49,10 @@ def console_of(args: argparse.Namespace, **options: Any) -> Console:
 
 def settle_sizes(args: argparse.Namespace, config: PreTrainedConfig) -> str:
     """Set the batch size and the length that were not given; returns a line that says so where the model takes less."""
-    most, is_less = _most_tokens(config), args.seq_len is None
+    most, is_less = most_tokens(config), args.seq_len is None
     args.batch_size, args.seq_len = args.batch_size or BATCH_SIZE, args.seq_len or min(SEQ_LEN, most)
     is_less &= args.seq_len < SEQ_LEN
     return f"{counted(args.seq_len, 'token')}: as many as {name_of(args.model)} takes.\n" if is_less else ""
-
-
-def _most_tokens(config: PreTrainedConfig) -> int:
-    """How many a model has positions for; RoBERTa and its like have further rows, up to padding's, for no token."""
-    text = config.get_text_config()
-    rows = getattr(text, "max_position_embeddings", None) or sys.maxsize
-    unused = (getattr(text, "pad_token_id", None) or 0) + 1
-    return sys.maxsize if rows < 1 else rows - unused if rows % 8 == unused else rows
 
 
 def write_figures(path: Path | None, figures: dict[str, Any], console: Console) -> None:

@@ -11,7 +11,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from hf_memsave.config.sizes import MIB
-from hf_memsave.count.kept import KINDS_OF_OPS
+from hf_memsave.tape.kinds import KINDS_OF_OPS
 
 if TYPE_CHECKING:
     from hf_memsave.commands.demo import Run

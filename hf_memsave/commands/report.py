@@ -14,11 +14,11 @@ from rich.table import Table
 from hf_memsave.commands import options
 from hf_memsave.commands.arguments import memsave_in_words, memsave_of
 from hf_memsave.config.sizes import counted, gib
-from hf_memsave.count.kept import KINDS_OF_OPS
 from hf_memsave.measure.inputs import read_batch, shapes
 from hf_memsave.measure.kept_in_full import EVERY_LAYER, FullDepth, measure_full_depth
 from hf_memsave.measure.models import load_config
 from hf_memsave.measure.training import Training
+from hf_memsave.tape.kinds import KINDS_OF_OPS
 
 
 def run(args: argparse.Namespace) -> int:

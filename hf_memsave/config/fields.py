@@ -31,8 +31,7 @@ def named_fields(cls: type[T]) -> type[T]:
         changed = [f"{n}={dict(v) if n == 'layers' else v!r}" for n, v, default in found if v != default]
         return f"{type(self).__name__}({', '.join(changed)})"
 
-    for method in (__init__, __repr__):
-        setattr(cls, method.__name__, method)
+    cls.__init__, cls.__repr__ = __init__, __repr__  # type: ignore[method-assign]
     return cls
 
 

@@ -1,9 +1,11 @@
-"""Bytes, as users write them and as they read them."""
+"""Bytes, as users write them and as they read them, in tables too."""
 
 from __future__ import annotations
 
+import html
 import re
 import sys
+from collections.abc import Iterable
 
 from hf_memsave.errors import PlanError
 
@@ -49,3 +51,13 @@ def both(count: float) -> str:
 def counted(number: int | str, noun: str) -> str:
     """So many things, or what is written for their number: "1 model", "6 + 6 layers"."""
     return f"{number if isinstance(number, str) else f'{number:,}'} {noun}{'' if str(number) == '1' else 's'}"
+
+
+def html_table(title: str, rows: Iterable[Iterable[str]], remarks: Iterable[str] = ()) -> str:
+    """A table for a notebook: a title, a row of headings, rows, and remarks below."""
+    head, *rest = [[html.escape(cell.strip()) for cell in row] for row in rows]
+    cells = ["<tr>" + "".join(f"<th>{cell}</th>" for cell in head) + "</tr>"]
+    cells += [f"<tr><th>{name}</th>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for name, *row in rest]
+    notes = "".join(f"<p>{html.escape(remark)}</p>" for remark in remarks)
+    table = f"<table>{''.join(cells)}</table>"
+    return f'<p><b>{html.escape(title)}</b></p><div style="overflow-x:auto">{table}</div>{notes}'

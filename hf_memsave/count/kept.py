@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_memsave.config.sizes import gib
+from hf_memsave.config.sizes import gib, html_table
 from hf_memsave.device import fuses_dropout
 from hf_memsave.errors import MeasureError, not_a_module
 from hf_memsave.logs import only_measuring
@@ -51,9 +51,8 @@ class Kept:
         return f"Kept({gib(self.total)} in {len(self.storages):,} storages)"
 
     def _repr_html_(self) -> str:
-        rows = [("made by", "kept"), *((kind, gib(size)) for kind, size in {**self.by_kind, "all": self.total}.items())]
-        cells = "".join(f"<tr><td>{name}</td><td style='text-align: right'>{size}</td></tr>" for name, size in rows)
-        return f"<p>{self!r}</p><table>{cells}</table>"
+        rows = [(kind, gib(size)) for kind, size in {**self.by_kind, "all": self.total}.items()]
+        return html_table(repr(self), [("made by", "kept"), *rows])
 
     @property
     def total(self) -> int:

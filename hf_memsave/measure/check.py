@@ -22,7 +22,7 @@ from hf_memsave.config.sizes import GIB
 from hf_memsave.count.kept import measure_kept
 from hf_memsave.count.peak import rounded
 from hf_memsave.errors import MeasureError, MemSaveError
-from hf_memsave.measure.depth import trace_in_full
+from hf_memsave.measure.depth import trace_few
 from hf_memsave.measure.estimate import WORKSPACES, Estimate, Memory
 from hf_memsave.measure.kernels import BACKENDS
 from hf_memsave.measure.models import at_depth
@@ -70,7 +70,7 @@ def check(
             predicted = {"kept": estimated.kept, "peak": estimated.peak + WORKSPACES}
             measured = _on_cuda(at_depth(config, result.depth), training, chosen)
         else:
-            told, _ = trace_in_full(config, result.depth, training, chosen, on_cpu=True)
+            told, _ = trace_few(config, result.depth, training, chosen, on_cpu=True)
             _refuse_too_large(told.peak, free, device)
             tell((i + 0.5) / len(settings))
             true = trace_at(config, result.depth, training, chosen, on_cpu=True)

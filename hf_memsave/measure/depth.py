@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
@@ -83,38 +83,44 @@ def depths_for(config: PreTrainedConfig, full: dict[str, int], least: int, repea
     return Depths(full, first, every)
 
 
+class InFull(NamedTuple):
+    """A step at full depth, and by field what a layer adds: bytes "kept", "at_loss", and "away"."""
+
+    trace: Trace
+    per_layer: dict[str, dict[str, float]]
+
+
 #: What was traced, on the stand-in device -> the step: asked for again, it costs nothing.
-_KNOWN: dict[tuple[Any, bool], tuple[Trace, dict[str, dict[str, float]]]] = {}
+_KNOWN: dict[tuple[Any, bool], InFull] = {}
 _REMEMBERED = 256
 
 
 def trace_in_full(
     config: PreTrainedConfig, depth: dict[str, int], training: Training, memsave: MemSaveConfig | None,
-    keeps: bool = True, on_cpu: bool = False,
-) -> tuple[Trace, dict[str, dict[str, float]]]:  # fmt: skip
-    """A step at full depth, from few layers; and by field what a layer adds: bytes "kept", "at_loss", and "away"."""
-    if on_cpu:
-        return _trace_in_full(config, depth, training, memsave, keeps, on_cpu)
+    keeps: bool = True,
+) -> InFull:  # fmt: skip
+    """A step at full depth, from few layers; without ``keeps``, it is not counted what is kept."""
     key = type(config), config.to_json_string(use_diff=False), tuple(depth.items()), training, memsave
     found = _KNOWN.get((key, True)) or _KNOWN.get((key, keeps))
     if found is None:
         if len(_KNOWN) >= _REMEMBERED:
             _KNOWN.clear()
-        found = _KNOWN[key, keeps] = _trace_in_full(config, depth, training, memsave, keeps, on_cpu)
+        found = _KNOWN[key, keeps] = trace_few(config, depth, training, memsave, keeps)
     return found
 
 
 @without_gpus
-def _trace_in_full(
+def trace_few(
     config: PreTrainedConfig, depth: dict[str, int], training: Training, memsave: MemSaveConfig | None,
-    keeps: bool, on_cpu: bool,
-) -> tuple[Trace, dict[str, dict[str, float]]]:  # fmt: skip
+    keeps: bool = True, on_cpu: bool = False,
+) -> InFull:  # fmt: skip
+    """:func:`trace_in_full` without its memory, on the stand-in device or on the CPU."""
     # Where an fp32 residual sum runs beside products in 16 bits; elsewhere each layer keeps as much as the others.
     has_sums = memsave is not None and bool(training.autocast or training.quantized)
     depths = depths_for(config, depth, _FROM_STOCK if memsave is None else FROM, REPEATS if has_sums else 1)
     traces = [trace_at(config, at, training, memsave, keeps, on_cpu) for at in depths.run]
     points = [{"kept": t.kept, "at_loss": t.at_loss, "away": t.away} for t in traces]
-    return trace_at_full_depth(traces, depths), Affine.of(points, depths).per_layer
+    return InFull(trace_at_full_depth(traces, depths), Affine.of(points, depths).per_layer)
 
 
 def trace_at_full_depth(traces: Sequence[Trace], depths: Depths) -> Trace:

@@ -13,10 +13,9 @@ kernels take for themselves otherwise.
 from __future__ import annotations
 
 import dataclasses
-import html
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,12 +23,12 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_memsave.config.config import MemSaveConfig, MemSaveLike
-from hf_memsave.config.sizes import MIB, both, bytes_of, gib
+from hf_memsave.config.sizes import MIB, both, bytes_of, counted, gib, html_table
 from hf_memsave.config.wtacrs import is_int
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure.depth import trace_in_full
 from hf_memsave.measure.fake_device import without_gpus
-from hf_memsave.measure.models import depth_of
+from hf_memsave.measure.models import depth_of, most_tokens
 from hf_memsave.measure.trace import Moment, Place, Point, Trace, timeline
 from hf_memsave.measure.training import OPTIMIZERS, Training, config_of, training_of
 
@@ -106,26 +105,25 @@ class Estimate:
         return dataclasses.asdict(self) | {"fits": self.fits}
 
     @property
-    def _columns(self) -> dict[str, Memory]:
+    def columns(self) -> dict[str, Memory]:
+        """Stock's step, and the patched one if there is one, by name."""
         return {"stock": self.stock} | ({"patched": self.patched} if self.patched else {})
 
     @property
     def _title(self) -> str:
-        layers = " + ".join(map(str, self.depth.values()))
-        return f"{self.model}, {layers} layers, {self.numbers['parameters'] / 1e6:,.1f} M parameters"
+        layers = counted(" + ".join(map(str, self.depth.values())), "layer")
+        return f"{self.model}, {layers}, {self.numbers['parameters'] / 1e6:,.1f} M parameters"
 
     def _rows(self) -> list[list[str]]:
-        columns = self._columns
-        rows = [["", *columns]]
-        rows += [[words, *(gib(getattr(m, name)) for m in columns.values())] for name, words in _ROWS.items()]
-        for field in self.depth:
-            rows.append([f"kept by each layer ({field})", *(gib(m.per_layer[field]) for m in columns.values())])
-        return rows
+        shown = self.columns.values()
+        rows = [[words, *(gib(getattr(m, name)) for m in shown)] for name, words in _ROWS.items()]
+        each = [[f"kept by each layer ({field})", *(gib(m.per_layer[field]) for m in shown)] for field in self.depth]
+        return [["", *self.columns], *rows, *each]
 
     def remarks(self) -> list[str]:
         """Where the peaks are, what would lower one that patching cannot, and whether the step fits."""
         peaks: dict[str, list[str]] = {}
-        for name, memory in self._columns.items():
+        for name, memory in self.columns.items():
             peaks.setdefault(memory.where, []).append(name)
         lines = [f"{' and '.join(names)}: the peak is {where}." for where, names in peaks.items()]
         last = self.patched or self.stock
@@ -146,7 +144,7 @@ class Estimate:
         return lines
 
     def __repr__(self) -> str:
-        needed = ", ".join(f"{name} {gib(memory.needed)}" for name, memory in self._columns.items())
+        needed = ", ".join(f"{name} {gib(memory.needed)}" for name, memory in self.columns.items())
         fits = "" if self.fits is None else f", {'fits' if self.fits else 'does not fit'} in {gib(self.memory or 0)}"
         return f"<Estimate of {self._title}: {needed}{fits}>"
 
@@ -171,16 +169,6 @@ _LOWER = dict.fromkeys(OPTIMIZERS, "LoRA, or by sharding") | {
     "sgd": "fused=True or foreach=False",
     "sgd_momentum": "fused=True or foreach=False",
 }
-
-
-def html_table(title: str, rows: Sequence[Sequence[str]], remarks: Sequence[str]) -> str:
-    """A table for a notebook: a title, a row of headings, rows, and remarks below."""
-    head, *rest = [[html.escape(cell.strip()) for cell in row] for row in rows]
-    cells = ["<tr>" + "".join(f"<th>{cell}</th>" for cell in head) + "</tr>"]
-    cells += [f"<tr><th>{name}</th>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for name, *row in rest]
-    notes = "".join(f"<p>{html.escape(remark)}</p>" for remark in remarks)
-    table = f"<table>{''.join(cells)}</table>"
-    return f'<p><b>{html.escape(title)}</b></p><div style="overflow-x:auto">{table}</div>{notes}'
 
 
 def estimate(
@@ -318,28 +306,30 @@ def largest_of(
     run: Callable[[int], tuple[Trace, int]], config: PreTrainedConfig, name: str, start: int, memory: int
 ) -> int:
     """The largest "batch_size" or "seq_len" whose step fits, with the bytes that it needs beside its peak; or 0."""
-    foretold = _Foretold(1 if name == "batch_size" else 2)
+    predicted = _Predicted(1 if name == "batch_size" else 2)
 
     def needed(number: int) -> int:
         trace, beside = run(number)
-        foretold.traces[number], foretold.beside = trace, beside
+        predicted.traces[number], predicted.beside = trace, beside
         return trace.peak + beside
 
     if name == "batch_size":
-        return search(needed, memory, start, _MOST, foretold=foretold)
+        return search(needed, memory, start, _MOST, predicted=predicted)
     # Kernels pad tokens to a multiple of 8, so others may need more than the next one: these first, then those between.
-    most = getattr(config, "max_position_embeddings", None) or _MOST
-    low = search(lambda n: needed(8 * n), memory, max(1, start // 8), most // 8, foretold=lambda n: foretold(8 * n)) * 8
+    most = min(most_tokens(config), _MOST)
+    low = 8 * search(
+        lambda n: needed(8 * n), memory, max(1, start // 8), most // 8, predicted=lambda n: predicted(8 * n)
+    )
     if most <= low:
         return low
     between = range(low + 1, min(low + 8, most + 1))
-    guess = max(1, bisect_left(between, True, key=lambda n: foretold(n) > memory))
+    guess = max(1, bisect_left(between, True, key=lambda n: predicted(n) > memory))
     return low + search(
-        lambda n: needed(low + n), memory, guess, len(between), foretold=lambda n: foretold(low + n)
+        lambda n: needed(low + n), memory, guess, len(between), predicted=lambda n: predicted(low + n)
     )
 
 
-class _Foretold:
+class _Predicted:
     """Bytes that a step needs with another number, as those of each place lie on a polynomial of this degree."""
 
     def __init__(self, degree: int) -> None:
@@ -364,16 +354,16 @@ class _Foretold:
 
 def search(
     needed: Callable[[int], int], memory: int, start: int, most: int, fixed: int = 0,
-    foretold: Callable[[int], float] | None = None,
+    predicted: Callable[[int], float] | None = None,
 ) -> int:  # fmt: skip
     """The largest number up to ``most`` for which ``needed`` is at most ``memory``; 0 if not even 1 is."""
     # Each question costs seconds, and none is asked twice. ``needed`` rises about evenly from ``fixed``, or as
-    # ``foretold`` says from what was asked. One number more is not asked about where it is foretold to be too much by
-    # more than what was foretold of the last one was wrong.
+    # ``predicted`` by what was asked. One number more is not asked about where its predicted excess is larger than the
+    # last prediction's error.
     asked: dict[int, int] = {}
     low, high, guess = 0, most + 1, min(start, most)
     while high - low > 1:
-        said = foretold(guess) if foretold and low else math.inf
+        expected = predicted(guess) if predicted and low else math.inf
         try:
             asked[guess] = needed(guess)
         except MeasureError:  # beyond what the model takes
@@ -386,12 +376,12 @@ def search(
             low = guess
         else:
             high = guess
-        if foretold is None:
+        if predicted is None:
             guess = _on_the_line(asked, memory, low, high, fixed)
         else:
-            if low == guess and low + 1 < high and foretold(low + 1) - memory > abs(said - asked[low]):
+            if low == guess and low + 1 < high and predicted(low + 1) - memory > abs(expected - asked[low]):
                 break
-            guess = low + bisect_left(range(low + 1, high), True, key=lambda n: foretold(n) > memory)
+            guess = low + bisect_left(range(low + 1, high), True, key=lambda n: predicted(n) > memory)
             guess = (low + high) // 2 if len(asked) % 9 == 8 else min(guess, _GROWTH * max(low, start))
         guess = min(max(guess, low + 1), high - 1)
     return low

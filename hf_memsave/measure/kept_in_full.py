@@ -18,7 +18,7 @@ from hf_memsave.count.kept import measure_kept
 from hf_memsave.errors import MeasureError, MemSaveError
 from hf_memsave.measure.depth import FROM, REPEATS, Affine, depths_for
 from hf_memsave.measure.inputs import cannot_run, described, fitted, forward_of, make_batch
-from hf_memsave.measure.models import DepthError, at_depth, class_of, depth_of, is_text
+from hf_memsave.measure.models import AS_IT_IS, DepthError, at_depth, class_of, depth_of, text_head
 from hf_memsave.measure.training import Training, build
 from hf_memsave.patching.patch import patch
 
@@ -59,7 +59,7 @@ def measure_full_depth(
     head = class_of(config, batch is not None)
     if batch is None:
         batch = make_batch(head, config, training.batch_size, training.seq_len)
-    if is_text(config):
+    if text_head(config) is not None:
         try:
             return _measure(head, config, training, memsave, depth_of(config, layers), batch)
         except DepthError:
@@ -94,7 +94,7 @@ def _measure(
     if (expected := more.carried([point["parameters"] for point in patched])) != whole.num_parameters():
         raise DepthError(
             f"the layers of {type(whole).__name__} are not alike: expected {expected:,.0f} parameters at full depth, "
-            f"got {whole.num_parameters():,}."
+            f"got {whole.num_parameters():,}.", *AS_IT_IS,
         )
     return FullDepth(
         cls=type(whole).__name__,

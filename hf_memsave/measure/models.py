@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,12 @@ _UNREADABLE = (AttributeError, LookupError, OSError, RuntimeError, SafetensorErr
 class DepthError(MeasureError):
     """A model whose depth cannot be changed, or whose layers are not alike: one that few layers do not tell of."""
 
-    def __init__(self, message: str) -> None:
-        whole = "`memsave report` measures a model as it is, without --layers."
-        super().__init__(message, "Measure it as it is with hf_memsave.measure_kept(model, batch).", whole)
+
+#: What to do about a DepthError, in Python and on the command line.
+AS_IT_IS = (
+    "Measure it as it is with hf_memsave.measure_kept(model, batch).",
+    "`memsave report` measures a model as it is, without --layers.",
+)
 
 
 def load_config(name: str) -> PreTrainedConfig:
@@ -63,7 +67,7 @@ def load_config(name: str) -> PreTrainedConfig:
 
 def choose_head(config: PreTrainedConfig) -> Any:
     """The Auto class for the architecture that a configuration names, else a usual one; else MeasureError."""
-    if (head := _head_on_ids(config)) is not None:
+    if (head := text_head(config)) is not None:
         return head
     raise MeasureError(
         f"{config.model_type!r} has no language modelling or classification head on token ids. Expected a text model.",
@@ -72,22 +76,16 @@ def choose_head(config: PreTrainedConfig) -> Any:
     )
 
 
-def is_text(config: PreTrainedConfig) -> bool:
-    """Whether :func:`choose_head` finds a head."""
-    return _head_on_ids(config) is not None
-
-
-def _head_on_ids(config: PreTrainedConfig) -> Any:
+def text_head(config: PreTrainedConfig) -> Any:
+    """What :func:`choose_head` finds; None for a model of other inputs."""
     known = {
         task: auto._model_mapping[type(config)].__name__
         for task, auto in HEADS.items() if type(config) in auto._model_mapping
     }  # fmt: skip
     named = (config.architectures or [""])[0]
     asked = [task for task, name in known.items() if name == named]
-    if config.is_encoder_decoder:
-        usual = ["SEQ_2_SEQ_LM"]
-    else:
-        usual = ["SEQ_CLS", "MASKED_LM"] if "MASKED_LM" in known else ["CAUSAL_LM"]
+    usual = ["SEQ_CLS", "MASKED_LM"] if "MASKED_LM" in known else ["CAUSAL_LM"]
+    usual = ["SEQ_2_SEQ_LM"] if config.is_encoder_decoder else usual
     return next((HEADS[task] for task in (*asked, *usual) if task in known), None)
 
 
@@ -96,11 +94,11 @@ def class_of(config: PreTrainedConfig, has_batch: bool = False) -> Any:
     # First the class that is named, if it has a head. A text model's may take more than can be made, but not more than
     # the caller's own batch. A class without a head, which gives no loss, comes last.
     named = getattr(transformers, (config.architectures or [""])[0], None)
-    is_class = isinstance(named, type) and issubclass(named, PreTrainedModel)
-    if is_class and named is not _class_in(transformers.AutoModel, config) and (has_batch or not is_text(config)):
+    is_class, head = isinstance(named, type) and issubclass(named, PreTrainedModel), text_head(config)
+    if is_class and named is not _class_in(transformers.AutoModel, config) and (has_batch or head is None):
         return named
-    if is_text(config):
-        return choose_head(config)
+    if head is not None:
+        return head
     autos = (getattr(transformers, f"AutoModel{head}") for head in _OTHER_HEADS)
     found = next(filter(None, (_class_in(auto, config) for auto in autos)), None)
     if found is None:
@@ -181,6 +179,14 @@ def name_special_tokens(config: PreTrainedConfig) -> None:
         config.decoder_start_token_id = config.pad_token_id
 
 
+def most_tokens(config: PreTrainedConfig) -> int:
+    """How many a model has positions for; RoBERTa and its like have further rows, up to padding's, for no token."""
+    text = config.get_text_config()
+    rows = getattr(text, "max_position_embeddings", None) or sys.maxsize
+    unused = (getattr(text, "pad_token_id", None) or 0) + 1
+    return sys.maxsize if rows < 1 else rows - unused if rows % 8 == unused else rows
+
+
 def depth_of(config: PreTrainedConfig, layers: int | None = None) -> dict[str, int]:
     """Field of the configuration -> its number of layers, or ``layers``, for each stack; else MeasureError."""
     first = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
@@ -189,7 +195,7 @@ def depth_of(config: PreTrainedConfig, layers: int | None = None) -> dict[str, i
     if first not in found:
         raise DepthError(
             f"the configuration of {config.model_type!r} has no field {first!r} with its number of layers. Expected a "
-            "model of like layers."
+            "model of like layers.", *AS_IT_IS,
         )
     return found
 
@@ -213,7 +219,7 @@ def at_depth(config: PreTrainedConfig, depth: dict[str, int]) -> PreTrainedConfi
             setattr(changed, field, number)
         except NotImplementedError as error:
             raise DepthError(
-                f"cannot change the depth of {config.model_type!r}: {error} Expected a model of like layers."
+                f"cannot change the depth of {config.model_type!r}: {error} Expected a model of like layers.", *AS_IT_IS
             ) from error
     return changed
 

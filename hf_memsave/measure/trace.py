@@ -21,7 +21,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave.count.kept import storages
 from hf_memsave.count.peak import Count, rounded
-from hf_memsave.device import STAND_IN
 from hf_memsave.measure.inputs import device_of, loss_of
 from hf_memsave.measure.kernels import workspace
 from hf_memsave.tape.offload import Away
@@ -101,8 +100,9 @@ def trace_step(
 ) -> Trace:  # fmt: skip
     """Run a step, with the optimizer's states there as from the second on, and count; it leaves no gradients."""
     device = device_of(model)
+    make_states(optimizer)
     parameters = nbytes_of([*model.parameters(), *model.buffers()], device)
-    states = _states_of(optimizer, device)
+    states = nbytes_of([dict(state) for state in optimizer.state.values()], device)
     count = _Places(model, device, parameters + states + nbytes_of(dict(batch), device))
     held: list[Any] = []
     with count:
@@ -111,10 +111,8 @@ def trace_step(
                 held.append(forward(**batch))
         for _ in range(min(accumulation, 2)):  # from the second batch on, gradients are there already
             run_passes(model, batch, forward, held if holds_output else None, count.begin)
-        before = count.live
-    if (rise := _rise_of(optimizer, device)) is not None:
-        step = Moment(before + rise.live, count.gradients, rise.op, Away.moved - count.moved)
-        count.places[Place("optimizer")] = step
+        count.begin("optimizer")
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     of_block: dict[str, int] = {}
     seen: set[int] = set()
@@ -156,52 +154,6 @@ def make_states(optimizer: torch.optim.Optimizer) -> None:
             p.grad = torch.zeros_like(p)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-
-
-#: Optimizer, its parameters and their gradients -> the rise in a step; without gradients -> bytes of the states.
-_KNOWN: dict[Any, Any] = {}
-_REMEMBERED = 256
-
-
-def _once(optimizer: torch.optim.Optimizer, device: str, has_gradients: bool, find: Callable[[], Any]) -> Any:
-    """What ``find`` finds; on the stand-in device, where tensors have shapes alone, once for all that are alike."""
-    if device != STAND_IN:
-        return find()
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    tensors = [x for p in parameters for x in ((p, p.grad) if has_gradients else (p,))]
-    shapes = tuple(None if x is None else (tuple(x.shape), x.stride(), x.dtype) for x in tensors)
-    key = type(optimizer), str(optimizer.defaults), has_gradients, shapes
-    if len(_KNOWN) >= _REMEMBERED:
-        _KNOWN.clear()
-    if key not in _KNOWN:
-        _KNOWN[key] = find()
-    return _KNOWN[key]
-
-
-def _states_of(optimizer: torch.optim.Optimizer, device: str) -> int:
-    """Bytes of the optimizer's states, which it has afterwards if they were not known."""
-
-    def find() -> int:
-        make_states(optimizer)
-        return nbytes_of([dict(state) for state in optimizer.state.values()], device)
-
-    return int(_once(optimizer, device, False, find))
-
-
-def _rise_of(optimizer: torch.optim.Optimizer, device: str) -> Moment | None:
-    """The highest moment of the optimizer's step, in bytes above those before it; None if it runs no op."""
-
-    def find() -> Moment | None:
-        if not optimizer.state:
-            optimizer.step()  # which makes the states
-        count = _Places(nn.Module(), device, 0)
-        count.begin("optimizer")
-        with count:
-            optimizer.step()
-        return count.places.get(count.place)
-
-    found: Moment | None = _once(optimizer, device, True, find)
-    return found
 
 
 class _Places(Count):

@@ -20,7 +20,7 @@ from hf_memsave.config.lora import Lora
 from hf_memsave.config.wtacrs import is_int
 from hf_memsave.count.kept import measure_kept
 from hf_memsave.count.peak import rounded
-from hf_memsave.device import STAND_IN
+from hf_memsave.device import HALVES, STAND_IN
 from hf_memsave.errors import MeasureError, MemSaveError
 from hf_memsave.measure.fake_device import fake_device, to_fake
 from hf_memsave.measure.inputs import forward_of, make_batch
@@ -31,8 +31,7 @@ from hf_memsave.measure.trace import UNIT, Trace, trace_step
 from hf_memsave.patching.patch import patch
 
 #: Short names, as Trainer and ``memsave estimate`` have them (which imports nothing of this before it runs).
-_NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_DTYPES = tuple(_NAMES.values())
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class _AdamW8bit(torch.optim.Optimizer):
@@ -90,8 +89,8 @@ class Training:
         for name in ("batch_size", "seq_len", "accumulation"):
             number = getattr(self, name)
             self._expect(name, is_int(number) and number > 0, "a whole number from 1")
-        self._expect("dtype", self.dtype in _DTYPES, "torch.float32, torch.bfloat16 or torch.float16")
-        self._expect("autocast", self.autocast in (None, *_DTYPES[1:]), "None or a dtype of 16 bits")
+        self._expect("dtype", self.dtype in DTYPES.values(), "torch.float32, torch.bfloat16 or torch.float16")
+        self._expect("autocast", self.autocast in (None, *HALVES), "None or a dtype of 16 bits")
         self._expect("optimizer", self.optimizer in OPTIMIZERS, " or ".join(OPTIMIZERS))
         self._expect("quantized", self.quantized in (None, "nf4"), "None or 'nf4'")
         self._expect("lora", self.quantized is None or self.lora, "adapters on the quantized model, which is frozen")
@@ -111,7 +110,7 @@ def training_of(**fields: Any) -> Training:
     """The training that these fields describe; ``lora`` may be a dict, and a dtype its name."""
     for name in ("dtype", "autocast"):
         if isinstance(value := fields.get(name), str):  # short, or PyTorch's
-            fields[name] = _NAMES.get(value, getattr(torch, value, value))
+            fields[name] = DTYPES.get(value, getattr(torch, value, value))
     if isinstance(lora := fields.get("lora"), dict):
         fields["lora"] = _made(Lora, "lora", lora)
     made: Training = _made(Training, "a step", fields)

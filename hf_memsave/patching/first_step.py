@@ -35,9 +35,9 @@ def tell(module: nn.Module, step: Ledger, config: MemSaveConfig) -> None:
     is_vain = _warn_if_in_vain(module, step, config)
     parameter = next(module.parameters(), None)
     is_real = parameter is None or (has_numbers(parameter) and is_concrete(parameter))
-    if not module.training or is_measuring() or not is_real or step.is_told:
+    if not module.training or is_measuring() or not is_real or step.told is not None:
         return
-    step.is_told, step.of = True, shape_of(module)
+    step.told = shape_of(module)
     if step.is_checkpointed_in_stock and not step.blocks:
         _count_blocks(module, step, config)
     elif not is_vain and step.nbytes_stock:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_memsave.config.config import MemSaveConfig, MemSaveLike
-from hf_memsave.config.sizes import MIB, gib
+from hf_memsave.config.sizes import MIB, counted, gib, html_table
 from hf_memsave.count.kept import Kept, measure_kept
 from hf_memsave.errors import ConfigError, PatchError, not_a_module
 from hf_memsave.logs import warn_once
@@ -67,7 +66,7 @@ class PatchReport:
         self.patched = tuple(site for site in self.sites if site.status == "patched")
         self.skipped = tuple(site for site in self.sites if site.status == "skipped")
         count = Counter(site.op for site in self.patched)
-        self.covered = f"{_number(count['model'], 'model')} and {_number(count['block'], 'repeated block')} covered"
+        self.covered = f"{counted(count['model'], 'model')} and {counted(count['block'], 'repeated block')} covered"
 
     @property
     def added(self) -> tuple[str, ...]:
@@ -140,16 +139,14 @@ class PatchReport:
 
     def _repr_html_(self) -> str:
         columns = [self.step.by_kind(what) for what in ("avoided", "kept", "offloaded")]
-        head = "<tr><th></th><th>freed</th><th>kept</th><th>in main memory</th></tr>"
         rows = [
-            f"<tr><td>{html.escape(name)}</td>{''.join(_cell(column, name) for column in columns)}</tr>"
+            [name, *(gib(column[name]) if name in column else "" for column in columns)]
             for name in columns[0] | columns[1] | columns[2]
         ]
-        table = f"<table>{head}{''.join(rows)}</table>" if rows else ""
-        return f"<p>{html.escape(repr(self)[1:-1])}</p>{table}"
+        return html_table(repr(self)[1:-1], [["", "freed", "kept", "in main memory"], *rows])
 
     def __str__(self) -> str:
-        lines = [f"hf_memsave: {self.covered}, {_number(len(self.skipped), 'module')} skipped"]
+        lines = [f"hf_memsave: {self.covered}, {counted(len(self.skipped), 'module')} skipped"]
         if inexact := self.config.inexact:
             lines.append(f"  gradients are not exact: {', '.join(inexact)}")
         counts = Counter((site.status, site.op, site.cls, site.reason) for site in self.sites)
@@ -230,8 +227,7 @@ def _step_of(models: Sequence[tuple[nn.Module, Any]]) -> Ledger | None:
     """What has counted, or waits to count, the first step of the model that these cover; None for another one."""
     steps = {module.__dict__.get(FIRST) for module, _ in models}
     step: Ledger | None = steps.pop() if len(steps) == 1 else None
-    is_it = step is not None and (not step.is_told or step.of in [shape_of(module) for module, _ in models])
-    return step if is_it else None
+    return step if step is not None and step.told in (None, *(shape_of(module) for module, _ in models)) else None
 
 
 def _wait_with(model: nn.Module, step: Ledger, is_waiting: bool) -> None:
@@ -242,14 +238,6 @@ def _wait_with(model: nn.Module, step: Ledger, is_waiting: bool) -> None:
         module.__dict__.pop(LEDGER, None)
         if is_waiting:
             module.__dict__[LEDGER] = step
-
-
-def _number(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def _cell(column: Mapping[str, int], name: str) -> str:
-    return f"<td>{gib(column[name]) if name in column else ''}</td>"
 
 
 def _swap(model: nn.Module, plan: Patches, again: set[nn.Module]) -> set[nn.Module]:

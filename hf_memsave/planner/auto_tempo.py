@@ -22,10 +22,9 @@ from torch import nn
 
 from hf_memsave.arch import kind_of
 from hf_memsave.config.config import KINDS, MemSaveConfig, MemSaveLike
-from hf_memsave.config.sizes import gib
+from hf_memsave.config.sizes import gib, html_table
 from hf_memsave.config.wtacrs import is_int
 from hf_memsave.errors import PlanError
-from hf_memsave.measure.estimate import html_table
 from hf_memsave.measure.step import left_as_it_was
 from hf_memsave.patching.blocks import block_numbers, number_of
 from hf_memsave.patching.patch import PatchReport, patch, unpatch

@@ -12,9 +12,9 @@ from transformers import PreTrainedConfig
 
 from hf_memsave.config.config import MemSaveConfig, MemSaveLike
 from hf_memsave.config.lora import Lora
-from hf_memsave.config.sizes import both, bytes_of, gib
+from hf_memsave.config.sizes import both, bytes_of, gib, html_table
 from hf_memsave.errors import MeasureError, PlanError
-from hf_memsave.measure.estimate import OWN, html_table, largest_of, sharded
+from hf_memsave.measure.estimate import OWN, largest_of, sharded
 from hf_memsave.measure.trace import Place, Trace
 from hf_memsave.measure.training import config_of, training_of
 from hf_memsave.planner.rates import Rates, rates_of
@@ -44,19 +44,16 @@ class BudgetPlan:
         return self.best.config
 
     def _rows(self) -> list[list[str]]:
-        rows = [["", "needed", "more time", "main memory", ""]]
-        for name, (needed, cost) in self.stock.items():
-            fits = "fits" if needed <= self.budget else f"{gib(needed - self.budget)} too much"
-            rows.append([name, gib(needed), f"{cost:.1%}", "", fits])
-        for one in self.fitting:
-            away = gib(one.away) if one.away else ""
-            fits = "the best" if one == self.best else "fits"
-            rows.append([one.name, gib(one.needed), f"{one.cost:.1%}", away, fits])
+        def row(name: str, needed: int, cost: float, away: int, fits: str) -> list[str]:
+            much = f"{gib(needed - self.budget)} too much"
+            return [name, gib(needed), f"{cost:.1%}", gib(away) if away else "", much if needed > self.budget else fits]
+
+        rows = [row(name, *found, 0, "fits") for name, found in self.stock.items()]
         families = {setting.family for setting in self.fitting}
-        for one in (one for one in self.tried if one.family not in families):
-            fits = f"{gib(one.needed - self.budget)} too much" if one.needed > self.budget else "too much main memory"
-            rows.append([one.name, gib(one.needed), f"{one.cost:.1%}", gib(one.away) if one.away else "", fits])
-        return rows
+        for one in (*self.fitting, *(one for one in self.tried if one.family not in families)):
+            fits = "the best" if one == self.best else "fits" if one.family in families else "too much main memory"
+            rows.append(row(one.name, one.needed, one.cost, one.away, fits))
+        return [["", "needed", "more time", "main memory", ""], *rows]
 
     def _remarks(self) -> list[str]:
         exact = "" if self.config.is_exact else " Its gradients are approximate."

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig
 
 from hf_memsave.config.config import MemSaveConfig
+from hf_memsave.config.sizes import counted
 from hf_memsave.errors import MeasureError
-from hf_memsave.measure.depth import trace_in_full
+from hf_memsave.measure.depth import InFull, trace_in_full
 from hf_memsave.measure.estimate import OWN, sharded
 from hf_memsave.measure.models import depth_of
 from hf_memsave.measure.trace import Trace
@@ -62,8 +63,8 @@ class Setting:
     @property
     def name(self) -> str:
         """What is done, in words."""
-        layers = dict(self.config.layers or ()).get("checkpoint")
-        return in_words(self.family, f" in {layers} layer{'' if layers == 1 else 's'}")
+        layers = int(self.config.first_blocks("checkpoint") or 0)
+        return in_words(self.family, f" in {counted(layers, 'layer')}")
 
 
 def in_words(family: Family, layers: str = "") -> str:
@@ -74,16 +75,9 @@ def in_words(family: Family, layers: str = "") -> str:
     return ", ".join(parts) or "the floor"
 
 
-class _Whole(NamedTuple):
-    """The step at full depth with a setting in all layers, and what a layer of each stack adds, in bytes."""
-
-    trace: Trace
-    per_layer: dict[str, dict[str, float]]
-
-
-def trace_of(config: PreTrainedConfig, training: Training, memsave: MemSaveConfig | None) -> _Whole:
+def trace_of(config: PreTrainedConfig, training: Training, memsave: MemSaveConfig | None) -> InFull:
     """Trace a setting, or stock, at the depth of the configuration."""
-    return _Whole(*trace_in_full(config, depth_of(config), training, memsave, keeps=False))
+    return trace_in_full(config, depth_of(config), training, memsave, keeps=False)
 
 
 @dataclass(frozen=True)
@@ -95,7 +89,7 @@ class Settings:
     shards: tuple[str, int]
     base: MemSaveConfig
     rates: Rates
-    _wholes: dict[Family, _Whole] = field(default_factory=dict, init=False)
+    _wholes: dict[Family, InFull] = field(default_factory=dict, init=False)
 
     @cached_property
     def work(self) -> Work:
@@ -156,7 +150,7 @@ class Settings:
     def _numbers(self, family: Family) -> range:
         return range(1, self.layers + 1) if family.rung else range(1)
 
-    def _whole(self, family: Family) -> _Whole:
+    def _whole(self, family: Family) -> InFull:
         if family not in self._wholes:
             self._wholes[family] = trace_of(self.config, self.training, self._config(family, self.layers))
         return self._wholes[family]

@@ -74,7 +74,7 @@ class Ledger:
         is_checkpointed: Blocks of it run again as a whole; ``is_checkpointed_in_stock``: as the caller has asked for.
         is_loss_chunked: Logits were not computed at once.
         is_trial: What it counted was no training step: that is still counted.
-        is_told: What it counted was said, and of a model of what shape (``of``).
+        told: How many modules and trained parameters the model had as what it counted was said; None before.
         whole: Of a block that the caller's checkpointing runs again: the ledger of the model's forward; its ``blocks``.
         to_tell: What is called as the backward ends in which the first of them runs again.
         is_within: It is told by the tape of a block that runs again: what stock asks for, and nothing that is kept.
@@ -87,8 +87,9 @@ class Ledger:
         self.offloaded: Counter[Maker] = Counter()
         self.nbytes_exact = self.nbytes_again = 0
         self.is_counted = self.is_checkpointed = self.is_checkpointed_in_stock = self.is_loss_chunked = False
-        self.is_within = self.is_told = self.is_trial = False
-        self.uncounted, self.of = "", (0, 0)
+        self.is_within = self.is_trial = False
+        self.uncounted = ""
+        self.told: tuple[int, int] | None = None
         self.whole: Ledger | None = None
         self.blocks: list[Ledger] = []
         self.to_tell: Callable[[], None] | None = None

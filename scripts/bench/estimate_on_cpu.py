@@ -27,7 +27,7 @@ from transformers import BitsAndBytesConfig, PreTrainedConfig
 from hf_memsave import MemSaveConfig, MemSaveError
 from hf_memsave.config.config import presets
 from hf_memsave.count.peak import rounded
-from hf_memsave.measure.depth import trace_in_full
+from hf_memsave.measure.depth import trace_few
 from hf_memsave.measure.inputs import make_batch
 from hf_memsave.measure.lora import Lora
 from hf_memsave.measure.models import choose_head, depth_of
@@ -55,7 +55,7 @@ SETTINGS: dict[str, tuple[MemSaveConfig | None, bool]] = {
 def said(config: PreTrainedConfig, training: Training, memsave: MemSaveConfig | None) -> tuple[float, float]:
     """Kept bytes and the peak of forward and backward, weights and the batch apart, from few layers."""
     depth = depth_of(config, LAYERS)
-    full, _ = trace_in_full(config, depth, training, memsave, on_cpu=True)
+    full, _ = trace_few(config, depth, training, memsave, on_cpu=True)
     batch = make_batch(choose_head(config), config, training.batch_size, training.seq_len)
     of_passes = max(m.live for place, m in full.places.items() if place.phase != "optimizer")
     return sum(full.by_kind.values()), of_passes - full.parameters - sum(t.nbytes for t in batch.values())

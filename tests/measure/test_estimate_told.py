@@ -2,17 +2,15 @@
 
 import json
 import re
-from dataclasses import replace
 
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, RobertaConfig
 
 from hf_memsave import MemSaveConfig, estimate, plan
 from hf_memsave.cli import main
-from hf_memsave.measure import trace as module
 from hf_memsave.measure.estimate import largest, search
 from hf_memsave.measure.models import depth_of
-from hf_memsave.measure.training import Training, trace_at
+from hf_memsave.measure.training import Training
 from support.helpers import on_stand_in
 
 pytestmark = on_stand_in
@@ -112,14 +110,9 @@ def test_the_largest_is_found_by_few_traces_and_one_more_does_not_fit(name, monk
     assert len(asked) <= 6
 
 
-def test_an_optimizers_step_that_is_known_is_as_one_that_runs(monkeypatch):
-    depth = depth_of(LLAMA, 3)
-    for optimizer in ("adamw", "adafactor"):
-        of = Training(batch_size=2, seq_len=16, optimizer=optimizer, holds_output=True)
-        monkeypatch.setattr(module, "_KNOWN", {})
-        fresh = trace_at(LLAMA, depth, of, MemSaveConfig())
-        module._KNOWN.clear()
-        trace_at(LLAMA, depth, replace(of, batch_size=1), None)
-        count = len(module._KNOWN)
-        assert trace_at(LLAMA, depth, of, MemSaveConfig()) == fresh
-        assert count == len(module._KNOWN) == 2
+def test_the_longest_sequence_is_one_that_the_model_has_positions_for():
+    """RoBERTa has two rows more, for no token."""
+    sizes = {**SIZES, "max_position_embeddings": 66, "num_hidden_layers": 4}
+    config = RobertaConfig(**sizes)
+    of = Training(batch_size=1, seq_len=16)
+    assert largest(config, depth_of(config), of, MemSaveConfig(), "seq_len", 2**36, ("ddp", 1)) == 64
