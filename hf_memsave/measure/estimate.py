@@ -323,7 +323,7 @@ def largest_of(
     if most <= low:
         return low
     between = range(low + 1, min(low + 8, most + 1))
-    guess = max(1, bisect_left(between, True, key=lambda n: predicted(n) > memory))
+    guess = max(1, bisect_left(between, True, key=lambda n: predicted(n) > memory)) if low else 1
     return low + search(
         lambda n: needed(low + n), memory, guess, len(between), predicted=lambda n: predicted(low + n)
     )
