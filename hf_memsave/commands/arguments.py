@@ -175,8 +175,8 @@ def check(args: argparse.Namespace) -> None:
         refuse_unreachable(name)
 
 
-def _model(text: str) -> str:
-    refuse_missing(text, "config.json", "adapter_config.json")
+def _model(text: str, further: str = "config.json") -> str:
+    refuse_missing(text, "config.json", further)
     return text
 
 
@@ -298,7 +298,8 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
 def _add_inputs(parser: argparse.ArgumentParser) -> None:
     """Add the options that :func:`hf_memsave.commands.inputs.load_inputs` reads."""
     model = "the folder of a saved model or PEFT adapter, or a name on the hub; or, for random weights, a config.json"
-    _add(parser, "model", metavar="MODEL", help=f"{model} or a model type (bert, llama, ...)")
+    kind = partial(_model, further="adapter_config.json")
+    _add(parser, "model", type=kind, metavar="MODEL", help=f"{model} or a model type (bert, llama, ...)")
     _add(parser, "--batch", "--batch-size", "--seq-len")
     _add(parser, "--dtype", help="of the weights (as saved; with --autocast fp32)")
     _add(parser, "--autocast")

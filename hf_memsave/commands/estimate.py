@@ -142,5 +142,5 @@ def _what_fits(
     with options.progress_bar(console, "Looking for what makes it fit"):
         found = what_fits(at_depth(config, result.depth), budget=args.memory, memsave=memsave, **step, **shards)
     each = f"Each of these alone makes it fit, patched: {'; '.join(found)}."
-    console.print(each if found else "No one change makes it fit.")
+    console.print(each if found else "No other change alone makes it fit.")
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from hf_memsave.commands.arguments import memsave_of
 from hf_memsave.commands.estimate import step_of
@@ -34,8 +35,10 @@ def run(args: argparse.Namespace) -> int:
     name = args.out or "plan.yaml"
     written = f"Configuration: {name}." if args.out else f"--out {name} writes the configuration."
     console.print(f'{written} Use it: Trainer(..., memsave="{name}"), or hf_memsave.patch(model, "{name}").')
-    tried = [{"name": one.name, "needed": one.needed, "away": one.away, "cost": one.cost} for one in found.tried]
-    figures = {name: getattr(args, name) for name in ("model", "batch_size", "seq_len", "budget")}
-    figures |= {"best": found.best.name, "config": found.config.to_dict(), "tried": tried, "largest": most}
+    columns = ("name", "needed", "away", "cost")
+    figures: dict[str, Any] = {what: [{name: getattr(one, name) for name in columns} for one in rows]
+                               for what, rows in (("fitting", found.fitting), ("tried", found.tried))}  # fmt: skip
+    figures |= {name: getattr(args, name) for name in ("model", "batch_size", "seq_len", "budget")}
+    figures |= {"best": found.best.name, "config": found.config.to_dict(), "stock": found.stock, "largest": most}
     write_figures(args.json, figures, console)
     return 0

@@ -51,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
         figures[name] = {"total": kept.total, "by_kind": kept.by_kind}
     write_figures(args.json, figures, console)
     if found.differing:
-        print(f"memsave verify: {_causes(found)}", file=sys.stderr)
+        why = _causes(found) if memsave.is_exact else f"preset {memsave_in_words(args)} has approximate gradients."
+        print(f"memsave verify: {why}", file=sys.stderr)
     return int(bool(found.differing))
 
 

@@ -11,7 +11,7 @@ from hf_memsave.errors import PlanError
 
 MIB, GIB = 2**20, 2**30
 _UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
-_SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(?:([KMGT])(I?B?))?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(?:([KMGT])(I?B?))?", re.IGNORECASE | re.ASCII)
 
 
 def bytes_of(size: int | str, name: str = "memory") -> int:

@@ -102,7 +102,8 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, in bytes."""
-        return dataclasses.asdict(self) | {"fits": self.fits}
+        needed = {name: dataclasses.asdict(m) | {"needed": m.needed} for name, m in self.columns.items()}
+        return dataclasses.asdict(self) | needed | {"fits": self.fits}
 
     @property
     def columns(self) -> dict[str, Memory]:
@@ -139,7 +140,7 @@ class Estimate:
             if left < 0:
                 parts = f"parameters {gib(last.parameters)}, gradients {gib(last.trained)}, states {gib(last.states)}"
                 told = f"Does not fit in {both(self.memory)}: {gib(-left)} too much. Fixed at any batch: "
-                told += f"{gib(last.fixed)} ({parts})."
+                told += f"{gib(last.fixed)} ({parts}). Beside it CUDA's own: {gib(OWN)}."
             lines.append(told)
         return lines
 
