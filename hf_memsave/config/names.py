@@ -28,9 +28,9 @@ def refuse_unreachable(name: str) -> None:
 
     if not isinstance(try_to_load_from_cache(name, "config.json"), str) and not hub_answers():
         raise MeasureError(
-            f"{name}: expected a model in the cache or an answer from {constants.ENDPOINT}, got neither in {_SECONDS} "
-            "seconds. Check the network, HTTPS_PROXY and HF_ENDPOINT, or name a folder, its config.json, or a model "
-            "type such as 'bert' or 'llama'."
+            f"{name}: expected a model in the cache or an answer from {constants.ENDPOINT}, got neither "
+            f"within {_SECONDS} seconds. Check the network, HTTPS_PROXY and HF_ENDPOINT, or name a folder, its "
+            "config.json, or a model type such as 'bert' or 'llama'."
         )
 
 

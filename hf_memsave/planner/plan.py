@@ -59,7 +59,7 @@ class BudgetPlan:
         exact = "" if self.config.is_exact else " Its gradients are approximate."
         return [
             "More time: of stock's step, by the work that is counted: products and attention that run again, and bytes "
-            "that are moved. What the floor computes again, element by element, is not in it.",
+            "that are moved. What every setting computes again, element by element, is not in it.",
             f"The cheapest in {both(self.budget)}: {self.best.name}.{exact}",
         ]
 
@@ -257,5 +257,5 @@ def _what_fits(settings: Settings, family: Family, limit: int) -> Iterator[str]:
     one = trace_of(settings.config, training, settings.whole(family).config).trace
     for devices in (2 * settings.shards[1] * 2**i for i in range(_DOUBLED)):
         if (needed := sharded(one, "fsdp", devices).peak + beside) <= limit:
-            yield f"sharding='fsdp' over {devices} devices ({gib(needed)})"
+            yield f"FSDP over {devices} devices ({gib(needed)})"
             return

@@ -72,7 +72,7 @@ def in_words(family: Family, layers: str = "") -> str:
     parts = [f"checkpoint={family.rung!r}{layers}"] if family.rung else []
     parts += ["offload"] if family.offload else []
     parts += [f"storage={family.storage!r}"] if family.storage else []
-    return ", ".join(parts) or "the floor"
+    return ", ".join(parts) or "no product runs again"
 
 
 def trace_of(config: PreTrainedConfig, training: Training, memsave: MemSaveConfig | None) -> InFull:

@@ -15,7 +15,7 @@ def test_what_fits_is_said_and_written(tmp_path, capsys):
     out = tmp_path / "plan.yaml"
     assert main(["plan", "bert", "--budget", "30GiB", *STEP, "--out", str(out)]) == 0
     said = capsys.readouterr().out
-    assert "The cheapest in 30.00 GiB (32.2 GB): the floor" in said
+    assert "The cheapest in 30.00 GiB (32.2 GB): no product runs again" in said
     assert said.endswith(f'Use it: Trainer(..., memsave="{out}"), or hf_memsave.patch(model, "{out}").\n')
     assert MemSaveConfig.from_file(out) == MemSaveConfig()
 

@@ -53,7 +53,7 @@ def test_two_peaks_name_their_columns_and_one_that_is_elsewhere_asks_for_no_othe
 def test_short_and_for_notebooks(full):
     found = plan(LLAMA, budget="1GiB", **STEP)
     assert re.fullmatch(r"<Estimate of llama, 5 layers, .*: stock .*, patched .*, does not fit in .*>", repr(full))
-    assert re.fullmatch(r"<BudgetPlan for 1.00 GiB: the floor, [\d.]+ MiB, 0.0% more time>", repr(found))
+    assert re.fullmatch(r"<BudgetPlan for 1.00 GiB: no product runs again, [\d.]+ MiB, 0.0% more time>", repr(found))
     for result, head in ((full, "patched"), (found, "more time")):
         page = result._repr_html_()
         assert f"<th>{head}</th>" in page and page.count("<table>") == page.count("</table>") == 1
@@ -87,7 +87,7 @@ def test_the_command_says_what_makes_a_step_fit_and_each_of_it_does(tmp_path, ca
     limit = dict(memory="524MiB", **STEP)
     ways = {
         "fused AdamW": dict(optimizer="adamw_fused"), "8-bit AdamW": dict(optimizer="adamw_8bit"),
-        "LoRA (r=8)": dict(lora={"r": 8}), "sharding='fsdp' over 2": dict(sharding="fsdp", devices=2),
+        "LoRA (r=8)": dict(lora={"r": 8}), "FSDP over 2": dict(sharding="fsdp", devices=2),
     }  # fmt: skip
     for words, fields in ways.items():
         result = estimate(LLAMA, **limit, **fields)

@@ -57,7 +57,7 @@ def test_what_fits_at_the_floor_costs_nothing_and_nothing_is_traced_again(ends, 
     monkeypatch.setattr("hf_memsave.measure.depth.trace_at", None)
     again = plan(copy.deepcopy(config), budget="24GiB", **STEP)
     assert again.best == found.best
-    assert "The cheapest in 24.00 GiB (25.8 GB): the floor" in str(again)
+    assert "The cheapest in 24.00 GiB (25.8 GB): no product runs again" in str(again)
     monkeypatch.undo()
     begun = plan(config, budget="24GiB", memsave={"dropout": "mask", "layers": {"norm": 2}}, **STEP)
     assert begun.config == MemSaveConfig(dropout="mask", layers={"norm": 2})
@@ -212,10 +212,10 @@ def test_the_largest_step_fits_and_one_more_does_not():
     config, budget = CONFIGS["llama"], CONTEXT + WORKSPACES + 60 * 2**20
     found = largest(config, budget=budget, **STEP)
     assert list(found) == [
-        "the floor", "checkpoint='gate'", "offload", "checkpoint='block'", "checkpoint='block', offload"
+        "no product runs again", "checkpoint='gate'", "offload", "checkpoint='block'", "checkpoint='block', offload"
     ]  # fmt: skip
     for at, name in enumerate(("batch_size", "seq_len")):
-        number = found["the floor"][at]
+        number = found["no product runs again"][at]
         assert estimate(config, **STEP | {name: number}).patched.needed <= budget
         assert estimate(config, **STEP | {name: number + 1}).patched.needed > budget
         assert number < min(found[words][at] for words in list(found)[1:])
