@@ -16,7 +16,8 @@ from hf_memsave.commands.arguments import memsave_in_words, memsave_of
 from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.config.sizes import MIB, counted
 from hf_memsave.errors import CommandError, MemSaveError
-from hf_memsave.measure.estimate import WORKSPACES, Estimate, estimate, largest
+from hf_memsave.measure.estimate import WORKSPACES, Estimate, estimate
+from hf_memsave.measure.largest import largest
 from hf_memsave.measure.models import at_depth, load_config
 from hf_memsave.measure.training import Training
 

@@ -13,8 +13,6 @@ kernels take for themselves otherwise.
 from __future__ import annotations
 
 import dataclasses
-import math
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,10 +25,9 @@ from hf_memsave.config.sizes import MIB, both, bytes_of, counted, gib, html_tabl
 from hf_memsave.config.wtacrs import is_int
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure.depth import trace_in_full
-from hf_memsave.measure.fake_device import without_gpus
-from hf_memsave.measure.models import depth_of, most_tokens
+from hf_memsave.measure.models import depth_of
 from hf_memsave.measure.trace import Moment, Place, Point, Trace, timeline
-from hf_memsave.measure.training import OPTIMIZERS, Training, config_of, training_of
+from hf_memsave.measure.training import OPTIMIZERS, config_of, training_of
 
 #: What CUDA takes for itself in each process, in no allocator; it depends on device and driver.
 CONTEXT = 500 * MIB
@@ -47,8 +44,6 @@ SHARDINGS = {
     "zero2": (False, True, True),
     "fsdp": (True, True, True),
 }
-#: More is not asked for; nor, at once, for so many times what was asked for before: a batch of ids is made of it.
-_MOST, _GROWTH = 2**22, 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,115 +281,3 @@ def sharded(trace: Trace, name: str, devices: int) -> Trace:
         trained=trace.trained // gradients,
         states=trace.states // states,
     )
-
-
-@without_gpus
-def largest(
-    config: PreTrainedConfig, depth: dict[str, int], training: Training, memsave: MemSaveConfig | None, name: str,
-    memory: int, sharding: tuple[str, int],
-) -> int:  # fmt: skip
-    """The largest "batch_size" or "seq_len" with which a step fits, found from that of ``training``; or 0."""
-
-    def run(number: int) -> tuple[Trace, int]:
-        changes: dict[str, Any] = {name: number}
-        trace, _ = trace_in_full(config, depth, replace(training, **changes), memsave, keeps=False)
-        return sharded(trace, *sharding), OWN
-
-    return largest_of(run, config, name, getattr(training, name), memory)
-
-
-def largest_of(
-    run: Callable[[int], tuple[Trace, int]], config: PreTrainedConfig, name: str, start: int, memory: int
-) -> int:
-    """The largest "batch_size" or "seq_len" whose step fits, with the bytes that it needs beside its peak; or 0."""
-    predicted = _Predicted(1 if name == "batch_size" else 2)
-
-    def needed(number: int) -> int:
-        trace, beside = run(number)
-        predicted.traces[number], predicted.beside = trace, beside
-        return trace.peak + beside
-
-    if name == "batch_size":
-        return search(needed, memory, start, _MOST, predicted=predicted)
-    # Kernels pad tokens to a multiple of 8, so others may need more than the next one: these first, then those between.
-    most = min(most_tokens(config), _MOST)
-    low = 8 * search(
-        lambda n: needed(8 * n), memory, max(1, start // 8), most // 8, predicted=lambda n: predicted(8 * n)
-    )
-    if most <= low:
-        return low
-    between = range(low + 1, min(low + 8, most + 1))
-    guess = max(1, bisect_left(between, True, key=lambda n: predicted(n) > memory)) if low else 1
-    return low + search(
-        lambda n: needed(low + n), memory, guess, len(between), predicted=lambda n: predicted(low + n)
-    )
-
-
-class _Predicted:
-    """Bytes that a step needs with another number, as those of each place lie on a polynomial of this degree."""
-
-    def __init__(self, degree: int) -> None:
-        self.degree, self.beside = degree, 0
-        self.traces: dict[int, Trace] = {}
-
-    def __call__(self, number: int) -> float:
-        near = sorted(self.traces, key=lambda known: abs(known - number))[: self.degree + 1]
-        first, at_zero = self.traces[near[0]], 0.0
-        weights = {a: math.prod((number - b) / (a - b) for b in near if b != a) for a in near}
-        if len(near) <= self.degree:  # with the number 0 there is what has no size of the batch
-            power = (1 + self.degree) / (1 + len(near))  # of the first, between a line and a parabola
-            weights = {a: weight * (number / a) ** power for a, weight in weights.items()}
-            at_zero = 1 - sum(weights.values())
-
-        def live(place: Place, moment: Moment) -> float:
-            fixed = moment.live if place.phase == "optimizer" else first.parameters + first.states + moment.gradients
-            return at_zero * fixed + sum(w * self.traces[a].places.get(place, moment).live for a, w in weights.items())
-
-        return self.beside + max(live(*one) for one in first.places.items())
-
-
-def search(
-    needed: Callable[[int], int], memory: int, start: int, most: int, fixed: int = 0,
-    predicted: Callable[[int], float] | None = None,
-) -> int:  # fmt: skip
-    """The largest number up to ``most`` for which ``needed`` is at most ``memory``; 0 if not even 1 is."""
-    # Each question costs seconds, and none is asked twice. ``needed`` rises about evenly from ``fixed``, or as
-    # ``predicted`` by what was asked. One number more is not asked about where its predicted excess is larger than the
-    # last prediction's error.
-    asked: dict[int, int] = {}
-    low, high, guess = 0, most + 1, min(start, most)
-    while high - low > 1:
-        expected = predicted(guess) if predicted and low else math.inf
-        try:
-            asked[guess] = needed(guess)
-        except MeasureError:  # beyond what the model takes
-            if not low:
-                raise
-            high = guess
-            guess = (low + high) // 2
-            continue
-        if asked[guess] <= memory:
-            low = guess
-        else:
-            high = guess
-        if predicted is None:
-            guess = _on_the_line(asked, memory, low, high, fixed)
-        else:
-            if low == guess and low + 1 < high and predicted(low + 1) - memory > abs(expected - asked[low]):
-                break
-            guess = low + bisect_left(range(low + 1, high), True, key=lambda n: predicted(n) > memory)
-            guess = (low + high) // 2 if len(asked) % 9 == 8 else min(guess, _GROWTH * max(low, start))
-        guess = min(max(guess, low + 1), high - 1)
-    return low
-
-
-def _on_the_line(asked: dict[int, int], memory: int, low: int, high: int, fixed: int) -> int:
-    """Where a line through the two numbers asked about last meets ``memory``; if there is none, another number."""
-    if not low:
-        return 1
-    if len(asked) < 2:
-        return min(int(low * (memory - fixed) / max(1, asked[low] - fixed)), _GROWTH * low)
-    (a, cost_a), (b, cost_b) = list(asked.items())[-2:]
-    if cost_a == cost_b:
-        return (low + high) // 2
-    return int(a + (memory - cost_a) * (b - a) / (cost_b - cost_a))

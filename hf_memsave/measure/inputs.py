@@ -183,8 +183,9 @@ def device_of(model: nn.Module) -> str:
 def cannot_run(model: nn.Module, batch: Mapping[str, Any], error: Exception) -> str:
     """The message for a step that fails without us."""
     return (
-        f"{type(model).__name__} cannot run a stock step on {described(batch)}: {type(error).__name__}: {error} "
-        f"Expected a batch that the model trains on: its forward takes {', '.join(taken_by(model))}."
+        f"{type(model).__name__} cannot run a stock step on {described(batch)}: {type(error).__name__}: "
+        f"{str(error).rstrip('. ')}. Expected a batch that the model trains on: its forward takes "
+        f"{', '.join(taken_by(model))}."
     )
 
 

@@ -14,7 +14,8 @@ from hf_memsave.config.config import MemSaveConfig, MemSaveLike
 from hf_memsave.config.lora import Lora
 from hf_memsave.config.sizes import both, bytes_of, gib, html_table
 from hf_memsave.errors import MeasureError, PlanError
-from hf_memsave.measure.estimate import OWN, largest_of, sharded
+from hf_memsave.measure.estimate import OWN, sharded
+from hf_memsave.measure.largest import largest_of
 from hf_memsave.measure.trace import Place, Trace
 from hf_memsave.measure.training import config_of, training_of
 from hf_memsave.planner.rates import Rates, rates_of

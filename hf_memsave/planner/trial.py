@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from hf_memsave.config.sizes import bytes_of, gib
 from hf_memsave.count.kept import measure_kept
 from hf_memsave.errors import MeasureError, PlanError
-from hf_memsave.measure.estimate import search
 from hf_memsave.measure.inputs import loss_of
+from hf_memsave.measure.largest import search
 
 #: Runs the step it is given as often as it likes, and returns the seconds of one.
 Timer = Callable[[Callable[[], None]], float]

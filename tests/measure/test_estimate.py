@@ -12,8 +12,9 @@ from hf_memsave.config.config import presets
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure import depth as module
 from hf_memsave.measure.depth import Depths, trace_at_full_depth, trace_in_full
-from hf_memsave.measure.estimate import CONTEXT, WORKSPACES, estimate, search, sharded
+from hf_memsave.measure.estimate import CONTEXT, WORKSPACES, estimate, sharded
 from hf_memsave.measure.inputs import make_batch
+from hf_memsave.measure.largest import search
 from hf_memsave.measure.lora import Lora
 from hf_memsave.measure.models import choose_head, depth_of
 from hf_memsave.measure.trace import Place, timeline

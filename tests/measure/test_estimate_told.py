@@ -8,7 +8,7 @@ from transformers import LlamaConfig, RobertaConfig
 
 from hf_memsave import MemSaveConfig, estimate, plan
 from hf_memsave.cli import main
-from hf_memsave.measure.estimate import largest, search
+from hf_memsave.measure.largest import largest, search
 from hf_memsave.measure.models import depth_of
 from hf_memsave.measure.training import Training
 from support.helpers import on_stand_in
@@ -100,7 +100,7 @@ def test_the_command_says_what_makes_a_step_fit_and_each_of_it_does(tmp_path, ca
 @pytest.mark.parametrize("name", ["batch_size", "seq_len"])
 def test_the_largest_is_found_by_few_traces_and_one_more_does_not_fit(name, monkeypatch):
     asked = []
-    monkeypatch.setattr("hf_memsave.measure.estimate.search", lambda needed, *rest, **kw: search(
+    monkeypatch.setattr("hf_memsave.measure.largest.search", lambda needed, *rest, **kw: search(
         lambda number: asked.append(number) or needed(number), *rest, **kw))  # fmt: skip
     step, limit = dict(batch_size=16, seq_len=64, optimizer="sgd"), 700 * 2**20
     of = Training(**step)
