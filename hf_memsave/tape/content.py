@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hf_memsave.device import current_stream
 from hf_memsave.errors import KeptTensorChangedError, MemSaveError
 from hf_memsave.tape.private import after_backward, any_autocast, backward_id, no_autocast, no_subclasses
-from hf_memsave.tape.tensors import View, is_asked, is_flipped, is_plain, unexpanded, with_stride
+from hf_memsave.tape.tensors import CONSTANT, View, is_asked, is_plain, unexpanded, with_stride
 
 #: Where a storage carries its content; for a tape within another one (a checkpointed block), its depth is added.
 MARK = "_memsave"
@@ -60,6 +60,7 @@ class Content(Handle):
     named: Any = None
     view: View | None = None  # of a tensor that a hook outside keeps (`is_lent`), or that this stands in for
     is_lent = is_lossy = False
+    is_kept = False  # its bytes are held: by its tensor, by a hook outside, or by the caller of the model (`is_input`)
     nbytes_code = 0  # what is kept instead of a tensor, until that gives way
 
     # What may build on it: functions that a remake runs, how deep they nest, and the earliest block that it builds on.
@@ -92,14 +93,11 @@ class Content(Handle):
     def __init__(self, owner: Any) -> None:
         self.owner = owner
 
-    @property
-    def is_kept(self) -> bool:
-        """Whether its bytes are held: by its tensor, by a hook outside, or by the caller of the model."""
-        return self.tensor is not None or self.is_lent or self.is_input
-
     def is_of(self, tensor: Tensor) -> bool:
         """Whether ``tensor``, on its storage, is a view of it."""
-        return self.version == tensor._version and self.dtype == tensor.dtype and not is_flipped(tensor)
+        dtype = self.dtype
+        is_its = self.version == tensor._version and tensor.dtype is dtype
+        return is_its and not tensor.is_neg() and not (dtype.is_complex and tensor.is_conj())
 
     def is_there(self) -> bool:
         """Whether what it reads was not freed: what is there after its own block, is there in backward."""
@@ -121,14 +119,15 @@ class Content(Handle):
     def settle(self, make: Callable[..., Tensor], inputs: Any, named: Any = None) -> None:
         """It is ``make(*inputs, **named)`` from now on."""
         self.make, self.inputs, self.named = make, inputs, named
-        self.tensor, self.is_lent = None, False
-        for view in alive(self.views):
-            view.tensor = None
+        self.tensor, self.is_lent, self.is_kept = None, False, self.is_input
+        if self.views:
+            for view in alive(self.views):
+                view.let_go()
 
     def keep(self, tensor: Tensor) -> None:
         """It is ``tensor`` from now on."""
         # Detached: an op that keeps its own output would otherwise own itself, through the output's grad_fn.
-        self.tensor, self.at = tensor if tensor.is_leaf else tensor.detach(), tensor._version
+        self.tensor, self.at, self.is_kept = tensor if tensor.is_leaf else tensor.detach(), tensor._version, True
         if self.make is not None:
             self.make, self.inputs, self.named, self.work, self.depth, self.reads = None, (), None, 0, 0, ()
 
@@ -138,7 +137,7 @@ class Content(Handle):
         stride = once.stride() if tensor.layout is torch.strided and is_plain(tensor) else None
         self.view, self.work, self.depth, self.reads = View(tensor), 0, 0, ()
         self.settle(partial(_fetched, fetch, stride, tensor.shape, []), (pack(once),))
-        self.is_lent = True
+        self.is_lent = self.is_kept = True
 
     def give_way(self, content: Content) -> None:
         """Where it is a code: ask ``content``, which gives the tensor that this stands in for, from now on."""
@@ -156,8 +155,10 @@ class Content(Handle):
     def builds_on(self, other: Content) -> None:
         """``other`` gives an input."""
         self.work += other.work
-        self.depth = max(self.depth, other.depth + 1)
-        self.first = min(self.first, other.first)
+        if self.depth <= other.depth:
+            self.depth = other.depth + 1
+        if self.first > other.first:
+            self.first = other.first
         self.is_lossy |= other.is_lossy
         if other.reads:
             self.reads = tuple({*self.reads, *other.reads})
@@ -172,6 +173,8 @@ class Content(Handle):
                 raise written(tensor, self.at)
             return tensor
         with self.owner:  # CUDA runs backward, and so this, on one thread per device
+            if self.uses < 2:  # nothing to share
+                return self._made()
             task = backward_id()
             if task != self.task:
                 self.task, self.left, self.out = task, self.uses, None
@@ -209,17 +212,18 @@ class Content(Handle):
     def _run(self) -> Tensor:
         for gather in getattr(self.make, "gathers", ()):  # before a view of a parameter is taken
             gather()
-        args = [fetched(a) for a in self.inputs]
+        args = [a if type(a) in CONSTANT else fetched(a) for a in self.inputs]
         named = {name: fetched(a) for name, a in self.named.items()} if self.named else {}
-        out: Tensor = self.make(*args, **named)
+        out: Tensor = self.make(*args, **named) if named else self.make(*args)
         if self.stride is None:
             return out
-        if self.dtype not in (None, out.dtype) and out.dtype is torch.get_default_dtype():
+        dtype = out.dtype
+        if dtype is not self.dtype is not None and dtype is torch.get_default_dtype():
             torch.set_default_dtype(self.dtype)  # of the forward: what is made of whole numbers has that
             try:
                 return self._run()
             finally:
-                torch.set_default_dtype(out.dtype)
+                torch.set_default_dtype(dtype)
         if out.stride() != self.stride:
             out = with_stride(out, self.stride)
         if out.untyped_storage().nbytes() != self.nbytes:  # views of it would be read in the wrong place
@@ -228,6 +232,21 @@ class Content(Handle):
                 "Please report this; unpatch(model) trains without hf_memsave."
             )
         return out
+
+
+class Kept(Handle):
+    """A tensor that is kept whatever the tape does, such as a parameter."""
+
+    __slots__ = ("tensor", "at")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.at = tensor if tensor.is_leaf else tensor.detach(), tensor._version
+
+    def get(self) -> Tensor:
+        """The very tensor."""
+        if self.tensor._version != self.at:
+            raise written(self.tensor, self.at)
+        return self.tensor
 
 
 class Ticket(Handle):
@@ -254,10 +273,17 @@ class KeptView(Ticket):
     __slots__ = ("tensor", "at")
 
     def __init__(self, content: Content, tensor: Tensor) -> None:
-        super().__init__(content, tensor)
+        content.uses += 1
+        self.content = content
         self.tensor: Tensor | None = tensor if tensor.is_leaf else tensor.detach()
         self.at = tensor._version
         content.views = added(content.views, self)
+
+    def let_go(self) -> None:
+        """Hold no bytes any more, but the geometry."""
+        if (view := self.tensor) is not None:
+            self.shape, self.stride, self.offset = view.shape, view.stride(), view.storage_offset()
+            self.tensor = None
 
     def get(self) -> Tensor:
         """The very tensor that was kept; what its content is remade by, if that is not kept any more."""
@@ -333,7 +359,8 @@ def contents_on(storage: Any) -> Iterator[Content]:
 
 def is_parameter(tensor: Tensor) -> bool:
     """Whether it is one, or a view of one, which has its version."""
-    whole = tensor if tensor._base is None else tensor._base
+    base = tensor._base
+    whole = tensor if base is None else base
     return type(whole) is not Tensor and isinstance(whole, nn.Parameter)  # which asks in Python
 
 
@@ -369,7 +396,8 @@ def added(refs: Any, item: Any) -> Any:
     Returns:
         At most twice as many as are alive, or a few. A ``WeakSet`` takes several times as long.
     """
-    refs = refs or []
+    if not refs:
+        return [weakref.ref(item)]
     if len(refs) >= 8 and len(refs) & (len(refs) - 1) == 0:  # a power of two
         refs[:] = [ref for ref in refs if ref() is not None]
     refs.append(weakref.ref(item))

@@ -148,9 +148,9 @@ def may_alias(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
 
 def indexed(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x[index]``; where a mask is in it, a device is waited for to count, and not once more in backward."""
-    index = args[1] if type(args[1]) is tuple else args[1:]
-    if any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) and waits(i) for i in index):
-        return func(*args, **kwargs)
+    for i in args[1] if type(args[1]) is tuple else args[1:]:
+        if isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) and waits(i):
+            return func(*args, **kwargs)
     return may_alias(tape, func, args, kwargs)
 
 

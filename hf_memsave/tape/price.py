@@ -145,7 +145,10 @@ class Plan:
 
     def decide_remake(self, store: Store, content: Content, nbytes: int) -> bool:
         """Whether remaking ``content`` keeps less than ``nbytes``: decided once, and found again."""
-        content.key = key = hash((self.question_key(nbytes), content.made))
+        key = hash((self.state, self.calls, nbytes))
+        if nbytes > TINY:
+            self.state = key
+        content.key = key = hash((key, content.made))
         decision = self.decided[key]
         if decision is None:
             price = Price(store)
@@ -177,7 +180,7 @@ class Plan:
 def _is_as_it_was(store: Store, content: Content) -> bool:
     """Whether what it was made from was not written to, nor, if it is a parameter, freed."""
     for x, version in content.seen:
-        theirs = store.content_of(x)
+        theirs = store.content_on(x.untyped_storage(), x)
         if x._version != version or theirs.is_unversioned:
             return False
         if theirs.owner is None and not is_available(store, x, theirs, content.func):

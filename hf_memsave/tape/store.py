@@ -77,24 +77,29 @@ class Store:
         if kind is not Tensor and kind is not nn.Parameter and not is_plain(tensor):
             return None
         try:
-            storage = tensor.untyped_storage()
+            return self.content_on(tensor.untyped_storage(), tensor)
         except NotImplementedError:  # a sparse tensor
             return None
+
+    def content_on(self, storage: Any, tensor: Tensor) -> Any:
+        """:meth:`content_of` of a plain tensor, on its storage."""
         link: Any = getattr(storage, self.mark, None)
         content = link() if type(link) is weakref.ref else link  # not linked(): asked for at every call
         if content is None or (content.owner is not self.lock and content.owner is not None):
-            content = self._new(tensor, storage)
+            content = self._new(storage, tensor)
             setattr(storage, self.mark, content)
         return content
 
-    def _new(self, tensor: Tensor, storage: Any) -> Content:
-        around, of_model = None if self.around is None else self.around.known(tensor), linked(storage)
+    def _new(self, storage: Any, tensor: Tensor) -> Content:
         content = Content(self.lock)
-        if around and around.is_unversioned and not (self.outer and checkpoint_frame(self.outer)[0]):
-            content.is_unversioned = True  # but not in a checkpointed block: in backward no tape around it will tell
-        elif of_model is not None and of_model.owner is None:
-            return of_model
-        elif is_parameter(tensor):
+        if self.around is not None:
+            theirs, of_model = self.around.known(tensor), linked(storage)
+            if theirs and theirs.is_unversioned and not (self.outer and checkpoint_frame(self.outer)[0]):
+                content.is_unversioned = True  # not in a checkpointed block: in backward no tape around it will tell
+                return content
+            if of_model is not None and of_model.owner is None:
+                return of_model
+        if is_parameter(tensor):
             mark_of = self.root.mark_of
             return PARAMETER if mark_of is None else mark_of(tensor if tensor._base is None else tensor._base)
         return content
@@ -222,8 +227,9 @@ class Store:
 
     def before_writes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a call that may write to what ``out=`` names, or with ``inplace`` to its first argument."""
-        self._before_write_of(kwargs.get("out"))
-        if kwargs.get("inplace") or any(a is True for a in args):
+        if kwargs and (out := kwargs.get("out")) is not None:
+            self._before_write_of(out)
+        if (kwargs and kwargs.get("inplace")) or any([a is True for a in args]):
             self._before_write_of(args[0] if args else kwargs.get("input"))
 
     def before_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:

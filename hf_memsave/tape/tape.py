@@ -20,27 +20,30 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
+from hf_memsave.tape import content as contents
 from hf_memsave.tape import price, private
 from hf_memsave.tape.again import LinearAgain
 from hf_memsave.tape.blocks import Blocks
 from hf_memsave.tape.codecs import CODERS, Coders, as_bits
-from hf_memsave.tape.content import Content, Handle, KeptView, Sharded, Ticket, added, alive, is_parameter, mapped, same
+from hf_memsave.tape.content import Content, Handle, Kept, KeptView, Sharded, Ticket, added, alive, is_parameter, mapped
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.price import Decisions, Plan, Price
-from hf_memsave.tape.private import hooks_work, in_transform, innermost_hooks
+from hf_memsave.tape.private import OPS, hooks_work, in_transform, innermost_hooks
 from hf_memsave.tape.store import Store
 from hf_memsave.tape.tensors import CONSTANT, is_flipped, is_plain, leaves, owned, place_of, plain_tensors, tensors_in
 from hf_memsave.tape.wrappers import Wrapped, are_asked, by_class, taken_apart, waited
 
 _fetch = operator.methodcaller("get")
+_ONE_TENSOR = (Tensor,)
 
 
 class Tape(Store, TorchFunctionMode):
@@ -76,7 +79,7 @@ class Tape(Store, TorchFunctionMode):
         self.head: nn.Module | None = None  # gives logits, if those may be computed later, as `logits` then does
         self.logits: Any = None
         self.decided, self.blocks = Decisions() if decided is None else decided, Blocks()
-        self.plan = Plan(self.decided)
+        self.plan, self.is_quick = Plan(self.decided), False  # nothing but this tape has a say in what is kept
         self._inputs, self._given = inputs, list[Content]()
         self._hooks: Any = None
 
@@ -87,13 +90,14 @@ class Tape(Store, TorchFunctionMode):
         if isinstance(private.innermost_mode(), Tape):  # that of the model, around a checkpointed block
             self.around = private.pop_mode()
             self.mark = self.around.mark + "_"
+        self.is_quick = self.outer is self.around is self.codec is self.ledger is None
         private.push_mode(self)
         inputs, self._inputs = self._inputs, ()
         self.plan.state = hash((id(self.table), self.dropout, self.outer is None, self.codec is None))
         try:
             for tensor in tensors_in(inputs):
                 if self.owns(content := self.content_of(tensor)):
-                    content.is_input = True
+                    content.is_input = content.is_kept = True
                     self._given.append(content)
                     self.plan.state = hash((self.plan.state, tensor.shape))
         except BaseException:
@@ -139,16 +143,16 @@ class Tape(Store, TorchFunctionMode):
     ) -> Any:
         if is_dynamo_compiling():  # a part of the model is compiled: none of this may be traced into its graph
             return func(*args, **(kwargs or {}))
-        if types and are_asked(types):
+        if types and types != _ONE_TENSOR and are_asked(types):
             return by_class(self, func, types, args, kwargs or {})
         handler = self.table.get(func)
         if handler is None:
             if kwargs and (kwargs.get("out") is not None or kwargs.get("inplace")):
                 self.before_writes(args, kwargs)
-            if type(func) in private.OPS:
+            if type(func) in OPS:
                 self.before_op(func, args, kwargs)
             return func(*args, **kwargs) if kwargs else func(*args)
-        if not torch.is_grad_enabled() and not getattr(handler, "is_write", False):  # only what is written to is seen
+        if not is_grad_enabled() and not getattr(handler, "is_write", False):  # only what is written to is seen
             self.before_writes(args, kwargs or {})
             return func(*args, **(kwargs or {}))
         return handler(self, func, args, kwargs or {})
@@ -206,22 +210,39 @@ class Tape(Store, TorchFunctionMode):
         """Called by autograd with each tensor to keep; returns what goes on the tape."""
         if self.coder is not None and (chosen := self.coder(tensor)) is not None:
             return chosen
-        content: Any = None
-        if type(tensor) is Tensor and tensor.layout is torch.strided:  # quickly
-            link = getattr(tensor.untyped_storage(), self.mark, None)
+        kind, content = type(tensor), None
+        if kind is Tensor and tensor.layout is torch.strided:  # quickly
+            storage = tensor.untyped_storage()
+            link = getattr(storage, self.mark, None)
             content = link() if type(link) is weakref.ref else link
-        if content is None or content.owner is not self.lock:
-            content = self.content_of(tensor) if type(tensor) is not nn.Parameter else None
+            if content is None and self.is_quick and not is_parameter(tensor) and tensor.dtype is not torch.bool:
+                content = Content(self.lock)
+                return self._keep_new(content, storage, tensor)
+            if content is None or content.owner is not self.lock:
+                content = self.content_on(storage, tensor)
+        elif kind is not nn.Parameter and (content := self.content_of(tensor)) is not None:
+            storage = tensor.untyped_storage()
         if content is None or content.owner is None:
+            if self.outer is None and (content is not None or kind is nn.Parameter):
+                return Kept(tensor)
             if is_plain(tensor) or is_parameter(tensor):
                 return self.keep(tensor)
             apart = taken_apart(tensor)
             is_of_one = apart is not None and len(apart[0]) == 1
             return Wrapped(tensor, self.pack_told(apart[0][0]), apart[1]) if apart and is_of_one else self.keep(tensor)
-        storage = tensor.untyped_storage()
         is_open = content.tensor is None and (content.seen is not None or content.make is not None)
         ticket = self.ticket(content, storage, tensor) if is_open else None
         return self.hold(content, storage, tensor) if ticket is None else ticket
+
+    def _keep_new(self, content: Content, storage: Any, tensor: Tensor) -> Content:
+        """Keep a tensor of whose storage nothing else is known, and nothing has a say in it but this tape."""
+        content.version = content.at = tensor._version
+        content.dtype = None if is_flipped(tensor) else tensor.dtype
+        content.tensor, content.is_kept = tensor if tensor.is_leaf else tensor.detach(), True
+        content.uses += 1
+        setattr(storage, self.mark, weakref.ref(content))
+        self.plan.question_key(storage.nbytes())
+        return content
 
     def pack_told(self, tensor: Tensor) -> Handle:
         """:meth:`pack`, of which the ledger is told."""
@@ -237,7 +258,7 @@ class Tape(Store, TorchFunctionMode):
         if content.is_kept or not content.is_of(tensor):
             return None
         if content.make is not None:
-            if not content.is_there():
+            if content.reads and not content.is_there():
                 return None
             if content.seen is not None:
                 self._give_code_way(content, storage)
@@ -254,7 +275,7 @@ class Tape(Store, TorchFunctionMode):
 
     def hold(self, content: Content, storage: Any, tensor: Tensor) -> Handle:
         """For a tensor that has to be kept."""
-        is_kept = content.is_kept
+        kept, is_kept, is_new = content.tensor, content.is_kept, content.seen is None
         if not is_kept and (self.codec is not None or tensor.dtype is torch.bool):
             code = self.codec if tensor.dtype is not torch.bool else as_bits
             if (coded := code(self, content, storage, tensor)) is not None:
@@ -263,23 +284,24 @@ class Tape(Store, TorchFunctionMode):
             fresh = self.keep(tensor)
             self.note(tensor, fresh)
             return fresh
-        if content.tensor is not None and content.is_of(tensor):
-            is_its = content.tensor.untyped_storage() is storage  # else it was frozen, or is another's cast
+        if kept is not None and content.is_of(tensor):
+            is_its = kept.untyped_storage() is storage  # else it was frozen, or is another's cast
             return KeptView(content, tensor) if is_its else Ticket(content, tensor)
-        for lent in (content, *alive(content.parts)) if self.outer is not None else ():
-            if lent.is_lent and lent.view is not None and lent.view.is_of(tensor):  # this very view, before
-                lent.uses += 1
-                return lent
-        is_of = content.seen is None or content.is_of(tensor)
-        if content.tensor is not None or content.make is not None or not is_of:  # of another version, or view
-            return self._hold_beside(content, storage, tensor)
-        if content.seen is None:
+        if self.outer is not None:
+            for lent in (content, *alive(content.parts)):
+                if lent.is_lent and lent.view is not None and lent.view.is_of(tensor):  # this very view, before
+                    lent.uses += 1
+                    return lent
+        if kept is not None or content.make is not None or not (is_new or content.is_of(tensor)):
+            return self._hold_beside(content, storage, tensor)  # of another version, or view
+        if is_new and self.is_quick and not is_kept and not content.parts:
+            return self._keep_new(content, storage, tensor)
+        if is_new:
             content.version, content.dtype = tensor._version, None if is_flipped(tensor) else tensor.dtype
         self.keep(tensor, content)
         setattr(storage, self.mark, weakref.ref(content))
         if content.parts:
             self._share(content, tensor)
-        is_new = content.seen is None
         if not is_kept and is_new:
             self.plan.question_key(storage.nbytes())
         elif not is_kept:
@@ -327,25 +349,31 @@ class Tape(Store, TorchFunctionMode):
         if first is not None and not content.uses:
             content = first
         else:
+            if content.is_kept or content.make is not None:
+                content.is_lossy, content.nbytes_code = False, 0
+                content.settle(func, ())
             content.work, content.depth, content.first, content.make = 1, 1, self.block, func
-            content.tensor, content.is_lent, content.is_lossy, content.nbytes_code = None, False, False, 0
+            take = partial(self.take, content=content)
             if first is not None:
                 content.builds_on(first)
                 first.uses += 1
-                content.settle(same, [first])
+                content.make, content.inputs = contents.same, [first]
             else:
-                inputs = [a if type(a) in CONSTANT else mapped(a, lambda x: self.take(x, content)) for a in args]
-                named = {k: mapped(a, lambda x: self.take(x, content)) for k, a in kwargs.items()} if kwargs else None
-                content.settle(func, inputs, named)
+                content.inputs = [
+                    a if (kind := type(a)) in CONSTANT else self.take(a, content) if kind is Tensor else mapped(a, take)
+                    for a in args
+                ]
+                content.named = {name: mapped(a, take) for name, a in kwargs.items()} if kwargs else None
         self.link(storage, content)
-        for code in alive(parts):
+        for code in alive(parts) if parts else ():
             if code.nbytes_code and not content.is_lossy:
                 code.give_way(content)
         return content
 
     def take(self, argument: Tensor, content: Content) -> Handle:
         """An input of ``content``: kept already, remade in turn, or kept from now on."""
-        storage, theirs = argument.untyped_storage(), self.content_of(argument)
+        storage = argument.untyped_storage()
+        theirs = self.content_on(storage, argument)
         if theirs.owner is None:
             if price.is_copied(argument, theirs, content.make):
                 return self.copy_of(argument)
@@ -357,11 +385,12 @@ class Tape(Store, TorchFunctionMode):
         if not argument.requires_grad:  # a write could give it a graph, which would then hold itself by this handle
             argument = argument.detach()
         handle: Handle | None = None
-        if theirs.make is None or price.is_near(self, theirs):
+        if not theirs.is_kept and (theirs.seen is not None if theirs.make is None else price.is_near(self, theirs)):
             handle = self.ticket(theirs, storage, argument)
         if handle is None:
             theirs.readers = added(theirs.readers, content)
-            self.note(argument, theirs)
+            if self.ledger is not None:
+                self.note(argument, theirs)
             handle = self.hold(theirs, storage, argument)
         if isinstance(handle, Ticket):
             content.builds_on(handle.content)

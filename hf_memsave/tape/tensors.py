@@ -43,7 +43,7 @@ class View:
 
 def is_flipped(tensor: Tensor) -> bool:
     """Whether the storage holds the conjugate or the negative of what the tensor is."""
-    return tensor.is_neg() or tensor.is_conj()
+    return tensor.is_neg() or (tensor.dtype.is_complex and tensor.is_conj())
 
 
 def is_plain(tensor: Tensor) -> bool:

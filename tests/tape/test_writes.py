@@ -162,13 +162,15 @@ def test_a_source_that_is_written_to_after_the_forward_raises(device):
             handle.get()
 
 
-@pytest.mark.parametrize("what", ["a source", "what is kept", "a kept output", "a weight"])
+@pytest.mark.parametrize("what", ["a source", "what is kept", "a kept output", "a weight", "a parameter"])
 def test_a_change_after_the_forward_raises_as_in_stock(x, weight, what):
+    if what == "a parameter":
+        weight = nn.Parameter(weight.detach())
     with taping():
         h = x * 1
         y = torch.exp(h) if what == "a kept output" else torch.sin(h) if what == "a source" else h
-        z = (y @ weight).sum()
-    changed = {"a source": h, "what is kept": h, "a kept output": y, "a weight": weight}[what]
+        z = (y @ weight.t()).sum() if what == "a parameter" else (y @ weight).sum()
+    changed = {"a source": h, "what is kept": h, "a kept output": y}.get(what, weight)
     with torch.no_grad():
         changed.add_(1)
     with pytest.raises(
