@@ -58,18 +58,20 @@ HIDDEN = {"bitsandbytes.nn.modules.Linear8bitLt": "linear_8bit"}
 
 #: Rung below the floor -> the linears that run again there beside those of the rungs before, by their paths in a block.
 _RUNGS = {
-    "o_proj": r"o_proj|out_proj|out_lin|attn\.(c_proj|Wo|proj)|attention\.(output\.|out_)?(dense|proj)|"
-    r"self_attn\.(dense|proj)|self_attention\.dense|(Self|EncDec)Attention\.o",
-    "qkv": r"[qkv]_proj|[qkv]_lin|query|key|value|query_key_value|qkv_proj|c_attn|Wqkv|qkv|[Aa]ttention\.[qkv]",
-    "up": r"up_proj|intermediate\.dense|c_fc|fc1|lin1|dense_h_to_4h|wi(_1)?|mlp\.Wi",
-    "gate": r"gate_proj|gate_up_proj|wi_0",
+    "o_proj": r"(o|o_[ab]|out|output)_proj|out_lin|linear_out|"
+    r"\w*[Aa]tt(n|ention)\.(o|Wo|output|final|dense|c_proj|proj\w*|\w*out(put)?[._](dense|proj))",
+    # RWKV's MLP has a "value", which is its down projection.
+    "qkv": r"(?<!feed_forward\.)(\w*_)?[Ww]?([qkv]|kv|qkv|query|key|value)(_\w+)?|c_attn|in_proj\w*",
+    "up": r"up_proj|proj_up|(\w*_)?(fc|lin|linear|dense)1|c_fc|fc_in|input_linear|dense_h_to_4h|[Ww]i(_1)?|w3|"
+    r"\w*intermediate\w*\.dense|intermediate(_dense)?",
+    "gate": r"gate_proj|gate_up_proj|proj_up_gate|wi_0|w1",
 }
 
 
 def is_run_again(path: str, last: str) -> bool:
     """Whether the linear at ``path``, which adapters may wrap, runs again where ``last`` is the last rung taken."""
     taken = "|".join(list(_RUNGS.values())[: list(_RUNGS).index(last) + 1])
-    return re.fullmatch(rf"(?:.*\.)?(?:{taken})(?:\.base_layer)?", path) is not None
+    return re.fullmatch(rf"(.*\.)?({taken})(\.linear)?(\.base_layer)?", path) is not None
 
 
 def kind_of(cls: type[nn.Module]) -> str | None:

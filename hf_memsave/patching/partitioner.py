@@ -1,0 +1,116 @@
+"""The floor and its rungs under ``torch.compile``: what Inductor hands from a forward graph to its backward graph.
+
+Inductor cuts the joint graph of forward and backward where the fewest bytes cross. Left to itself it keeps masks, as
+random numbers of a kept seed are missing in its list of what may run again; and a budget below 1 runs attention again.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.utils.checkpoint import CheckpointPolicy
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hf_memsave.arch import is_run_again
+
+#: Changes with what the class does: Inductor's caches of compiled graphs go by it.
+VERSION = 1
+#: As eager's tape: what costs nothing to have again is not kept, however far away or long the chain.
+RULES = {
+    "activation_memory_budget": 1.0,
+    "ban_recompute_used_far_apart": False,
+    "ban_recompute_long_fusible_chains": False,
+    "ban_recompute_materialized_backward": False,
+    "treat_parameters_as_free_to_save": True,
+}
+_CHEAP = {"inductor_random", "inductor_randint", "inductor_lookup_seed", "cat", "constant_pad_nd"}
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+
+
+class Floor(CustomPartitionerFn):
+    """Keeps what the tape keeps: no mask, and no product that the rung runs again.
+
+    Args:
+        rung: As :attr:`MemSaveConfig.checkpoint`; "block" alone runs attention again.
+    """
+
+    def __init__(self, rung: str | None = None) -> None:
+        self.rung = rung
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The forward and the backward graph that ``gm`` is cut into."""
+        calls = [node for node in gm.graph.nodes if node.op == "call_function"]
+        is_of_blocks = any(map(_block, calls))  # a block that is compiled by itself is in no stack of modules
+        for node in calls:
+            if "recompute" in node.meta:  # a user's checkpoint
+                continue
+            if self.rung == "block" and _leaves_block(node):
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            elif _is_cheap(node) or self._is_run_again(node) and bool(_block(node)) == is_of_blocks:
+                node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+        # Inputs are held by others, or kept in any case: what is made of them is not kept beside them.
+        if "static_lifetime_input_indices" in kwargs:
+            kwargs["static_lifetime_input_indices"] = list(range(len(gm.graph.find_nodes(op="placeholder"))))
+        with config.patch({name: value for name, value in RULES.items() if hasattr(config, name)}):
+            return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+    def _is_run_again(self, node: fx.Node) -> bool:
+        name = _name(node)
+        if self.rung == "block":
+            return name in _PRODUCTS or "scaled_dot_product" in name
+        is_asked = self.rung is not None and name in _PRODUCTS
+        return is_asked and any(is_run_again(_dotted(path), str(self.rung)) for path, _ in _modules(node))
+
+    def uuid(self) -> Any:
+        """What Inductor's caches tell partitioners apart by."""
+        return "hf_memsave", VERSION, self.rung
+
+    def __eq__(self, other: object) -> bool:  # or Dynamo compiles each block, as of another backend
+        return isinstance(other, Floor) and self.uuid() == other.uuid()
+
+    def __hash__(self) -> int:
+        return hash(self.uuid())
+
+
+def _name(node: fx.Node) -> str:
+    """The name of the op that a node calls."""
+    return getattr(node.target, "_opname", "") or str(node.target)
+
+
+def _is_cheap(node: fx.Node) -> bool:
+    """Whether a node is a mask or what masks and rotations are made by."""
+    if _name(node) in _CHEAP:
+        return True
+    is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return is_pointwise and getattr(node.meta.get("val"), "dtype", None) == torch.bool
+
+
+def _modules(node: fx.Node) -> list[tuple[str, Any]]:
+    """Paths and classes of the modules around a node, outermost first."""
+    return list((node.meta.get("nn_module_stack") or {}).values())
+
+
+def _block(node: fx.Node) -> str | None:
+    """The path of the outermost repeated block around a node."""
+    for path, cls in _modules(node):
+        if isinstance(cls, type) and issubclass(cls, GradientCheckpointingLayer):
+            return path
+    return None
+
+
+def _leaves_block(node: fx.Node) -> bool:
+    """Whether another block, or what lies around the blocks, takes what a node of a block makes."""
+    block = _block(node)
+    # Nodes of the backward have no modules around them.
+    return block is not None and any(_modules(user) and _block(user) != block for user in node.users)
+
+
+def _dotted(path: str) -> str:
+    """``L['self'].layers[0]._modules['mlp']`` -> ``L.self.layers.0._modules.mlp``."""
+    return re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)
