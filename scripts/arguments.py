@@ -84,6 +84,7 @@ class ModelArguments(Options):
         "Keep in main memory what has to be kept, with --memsave or without it. Exact; frees memory of a GPU.",
         default=False,
     )
+    compile: bool = option("Compile each repeated layer by itself, with --memsave or without it.", default=False)
     lora_r: int | None = option("Train LoRA adapters of this rank, and the task's head, instead of the model.")
     lora_alpha: int | None = option("LoRA's scale times its rank; 16 if not given.")
     lora_dropout: float | None = option("On the adapters' input; 0 if not given.")
@@ -116,7 +117,7 @@ class ModelArguments(Options):
 
     def memsave_config(self) -> MemSaveConfig | None:
         """What ``--memsave`` means: a preset, a file or, as JSON, fields; and the options beside it. None for stock."""
-        fields = {name: getattr(self, name) for name in ("checkpoint", "offload") if getattr(self, name)}
+        fields = {name: getattr(self, name) for name in ("checkpoint", "offload", "compile") if getattr(self, name)}
         given: Any = self.memsave
         if fields and given == "false":
             raise UsageError(f"--{next(iter(fields))}: expected --memsave true, got --memsave false. Remove one.")

@@ -35,10 +35,10 @@ OTHER = {
     "checkpoint": "up", "offload": True, "budget": "24GiB", "storage": "int8",
     "linear": WTACRS(budget=0.5, targets=("query",)), "activation": "stock", "few_bits": 2, "norm": "stock",
     "dropout": "mask", "attention": "stock", "lora": "stock", "frozen": False, "loss": "stock", "backend": "auto",
-    "layers": {"norm": 12, "activation": 0},
+    "compile": True, "layers": {"norm": 12, "activation": 0},
 }  # fmt: skip
 #: Those that may be given together.
-TOGETHER = {name: value for name, value in OTHER.items() if name != "budget"}
+TOGETHER = {name: value for name, value in OTHER.items() if name not in ("budget", "compile")}
 SAMPLED = {
     "budget": 0.5, "estimator": "wta", "targets": ["query"], "cache": "position", "samples": None, "minimum": 10,
     "seed": 0, "attention": False,
@@ -53,7 +53,7 @@ def test_every_field_is_frozen_strict_and_tells_configs_apart():
         assert OTHER[name] != value and MemSaveConfig(**{name: OTHER[name]}) != config
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(config, name, OTHER[name])
-    assert MemSaveConfig(**TOGETHER).to_dict() == {**TOGETHER, "budget": None, "linear": SAMPLED}
+    assert MemSaveConfig(**TOGETHER).to_dict() == {**TOGETHER, "budget": None, "compile": False, "linear": SAMPLED}
     for args, fields, message in ((["recompute"], {}, "positional"), ([], {"activations": "stock"}, "activations")):
         with pytest.raises(TypeError, match=message):
             MemSaveConfig(*args, **fields)
@@ -72,6 +72,7 @@ WRONG = {
     "linear": (["wta", 0.3, True, {"budget": 0.3}], r"must be None or a WTACRS, got .*Use WTACRS\(budget"),
     "few_bits": ([0, 9, 2.5, "4", True, None], "must be a whole number from 1 to 8, got .*default, 4"),
     "frozen": (["True", 1, None], "must be True or False, got .*default, True"),
+    "compile": (["True", 1, None], "must be True or False, got .*default, False"),
     "offload": (["True", 1, None], "must be True or False, got .*default, False"),
     "storage": (["int2", "INT8", 8, True, ""], "must be one of None, 'int8', 'int4', got .*Leave it out"),
     "checkpoint": (["Up", True, ""], "must be one of None, 'o_proj', 'qkv', 'up', 'gate', 'block', got .*Leave it out"),

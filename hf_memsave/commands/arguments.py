@@ -138,11 +138,12 @@ def add_memsave(parser: argparse.ArgumentParser, words: str = "a preset or YAML 
     again = "what of each block runs again in backward: each in turn frees more, and takes more time"
     parser.add_argument("--checkpoint", choices=RUNGS, help=again)
     parser.add_argument("--offload", action="store_true", help="what is still kept goes to main memory (for CUDA)")
+    parser.add_argument("--compile", action="store_true", help="compile each repeated block by itself")
 
 
 def memsave_of(args: argparse.Namespace) -> MemSaveConfig:
-    """The configuration that ``--memsave``, ``--checkpoint`` and ``--offload`` ask for; else ConfigError."""
-    fields = {name: value for name in ("checkpoint", "offload") if (value := getattr(args, name, None))}
+    """The configuration that ``--memsave`` and the options beside it ask for; else ConfigError."""
+    fields = {name: value for name in ("checkpoint", "offload", "compile") if (value := getattr(args, name, None))}
     config = MemSaveConfig.resolve(args.memsave, fields, may_plan=getattr(args, "budget", None) is not None)
     assert config is not None  # a preset's name is none of False
     return config
@@ -150,15 +151,16 @@ def memsave_of(args: argparse.Namespace) -> MemSaveConfig:
 
 def memsave_in_words(args: argparse.Namespace) -> str:
     """What was asked for, such as "exact, checkpoint gate, offload"."""
-    rung, offloads = getattr(args, "checkpoint", None), getattr(args, "offload", False)
-    return ", ".join([args.memsave, *([f"checkpoint {rung}"] if rung else []), *(["offload"] if offloads else [])])
+    rung = getattr(args, "checkpoint", None)
+    flags = [name for name in ("offload", "compile") if getattr(args, name, False)]
+    return ", ".join([args.memsave, *([f"checkpoint {rung}"] if rung else []), *flags])
 
 
 def check(args: argparse.Namespace) -> None:
     """Raise the error of options that do not go together, or name what is not there."""
     given = vars(args)
-    if args.command != "demo":
-        memsave_of(args)
+    if args.command != "demo" and memsave_of(args).compile and args.command not in ("report", "doctor"):
+        raise CommandError("expected blocks that run op by op, got compile. Leave it out: compiled, they keep as much.")
     if given.get("autocast") and args.dtype not in (None, "fp32"):
         raise CommandError(f"--autocast computes with fp32 weights, got --dtype {args.dtype}. Leave one out.")
     if given.get("quantized") and not args.lora:

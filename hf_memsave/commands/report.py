@@ -46,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
     kept = f"Kept for backward: {gib(patched)}, where stock keeps {gib(stock)}: {freed(stock, patched)} freed."
     console.print(sites_table(result.sites), kept_table(result), sep="\n")
     console.print(kept, style="bold")
+    if memsave.compile:
+        console.print("Blocks were counted as they run op by op; compiled they keep about as much.")
     console.print(*explain(result, setting), sep="\n")
     if args.plot:
         from hf_memsave.commands.pictures import kept_bars

@@ -61,6 +61,8 @@ class MemSaveConfig:
         backend: What computes norms, activations, gated MLPs, rotary embeddings, dropout, LoRA, a chunk of a loss, and
             what is not exact: PyTorch ("torch"), or Triton kernels ("auto": where Triton runs; "triton": or an error).
             As exact, but not the same bits.
+        compile: Whether each repeated block is compiled by itself (``torch.compile``, with a partitioner that keeps as
+            little). As exact, but not the same bits: sums in another order, and other dropout masks.
         layers: In how many of the first blocks (an encoder's before a decoder's) a field holds, such as
             ``{"activation": 6, "dropout": 0}``; elsewhere those modules stay stock, and kinds not named hold
             everywhere. What lies outside every block goes with the first. For "checkpoint" also a part of the blocks,
@@ -81,6 +83,7 @@ class MemSaveConfig:
     frozen: bool = True
     loss: Literal["chunked", "stock"] = "chunked"
     backend: Literal["torch", "auto", "triton"] = "torch"
+    compile: bool = False
     layers: Mapping[str, float] | tuple[tuple[str, float], ...] | None = None
 
     def __post_init__(self) -> None:
@@ -90,7 +93,7 @@ class MemSaveConfig:
             allowed = [None, *names] if type(None) in get_args(hint) else names
             self._expect(name, not names or getattr(self, name) in allowed, f"one of {listed(allowed)}")
         self._expect("few_bits", is_int(self.few_bits) and 1 <= self.few_bits <= 8, "a whole number from 1 to 8")
-        for name in ("frozen", "offload"):
+        for name in ("frozen", "offload", "compile"):
             self._expect(name, isinstance(getattr(self, name), bool), "True or False")
         is_linear = self.linear is None or isinstance(self.linear, WTACRS)
         exact = "Use WTACRS(budget=0.3), or leave it out for exact weight gradients."
@@ -112,6 +115,8 @@ class MemSaveConfig:
                 "MemSaveConfig.layers['checkpoint']: expected a checkpoint= that it limits, got none. Use "
                 "checkpoint='gate' or another rung with it."
             )
+        if self.compile:
+            self._refuse_beside_compile()
         if self.storage is not None and self.activation == "precision_bit":
             raise ConfigError(
                 f"MemSaveConfig.storage={self.storage!r} rounds the last bit of what it keeps, got "
@@ -122,6 +127,18 @@ class MemSaveConfig:
         if not is_right:
             remedy = remedy or f"Leave it out for the default, {getattr(MemSaveConfig, name)!r}."
             raise ConfigError(f"MemSaveConfig.{name} must be {expected}, got {getattr(self, name)!r}. {remedy}")
+
+    def _refuse_beside_compile(self) -> None:
+        """Raise for what a compiled block cannot do."""
+        found = {name: getattr(self, name) for name in ("offload", "budget", "storage", "linear", *KINDS, "backend")}
+        harmless = {"dropout": ("seed", "mask", "auto"), "backend": ("torch", "auto")}
+        given = [f"{n}={v!r}" for n, v in found.items() if v not in harmless.get(n, (getattr(MemSaveConfig, n),))]
+        given += [f"layers[{kind!r}]" for kind in dict(self.layers or ()) if kind != "checkpoint"]
+        if given:
+            raise ConfigError(
+                f"MemSaveConfig.compile=True leaves to the compiler what a block computes and keeps, got "
+                f"{', '.join(given)}. Leave out compile, or {'that' if len(given) == 1 else 'those'}."
+            )
 
     @classmethod
     def resolve(
@@ -238,7 +255,7 @@ class MemSaveConfig:
 
     @property
     def is_exact(self) -> bool:
-        """Whether gradients are stock's as mathematics: to the bit too, but for a chunked loss and Triton kernels."""
+        """Whether gradients are stock's as mathematics: to the bit too, but for a chunked loss, kernels and compile."""
         return not self.inexact
 
     @property

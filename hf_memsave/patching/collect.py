@@ -124,9 +124,13 @@ def _collect_taped(
         if not is_block:
             roots += (f"{name}." if name else "",)
         number = number_of(name, numbers)
-        is_again = is_block and config.checkpoint == "block" and config.converts("checkpoint", number, len(numbers))
-        number = number if config.layers else 0
-        plan[module] = Patch(stock_class(module), config, number, is_hidden=is_hidden, is_checkpointed=is_again)
+        rung = config.checkpoint if config.converts("checkpoint", number, len(numbers)) or not is_block else None
+        is_again, is_compiled = is_block and rung == "block", is_block and config.compile
+        number = number if config.layers and not config.compile else 0  # blocks of one class share a graph
+        plan[module] = Patch(
+            stock_class(module), config, number, is_hidden=is_hidden, is_checkpointed=is_again and not is_compiled,
+            is_compiled=is_compiled, rung=rung,
+        )  # fmt: skip
         sites.append(_site(name, module, op))
         if is_again:
             sites.append(_site(name, module, "run_again"))

@@ -1,28 +1,139 @@
-"""Under ``torch.compile`` no tape is laid: the compiler's own partitioner decides, and is told to keep the floor."""
+"""Compiled models: no tape lies inside a graph, whose partitioner keeps the floor instead.
+
+With ``compile=True`` each repeated block is compiled by itself, and the tape of the model lies around them. Users,
+Trainer and Accelerate may also compile a patched model, as a whole or in parts. Both get one partitioner,
+:class:`~hf_memsave.patching.partitioner.Floor`.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import nn
+from torch._dynamo import config as dynamo
 from torch._dynamo.callback import callback_handler
-from torch._functorch import config
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._functorch import config as functorch
+from torch._inductor import config as inductor
+from transformers import Cache
 
-#: Below 1 the partitioner recomputes what costs less than a product; at 1, what costs nothing.
-BUDGET = 0.99
+from hf_memsave.errors import KeptTensorChangedError, PatchError
+from hf_memsave.logs import logger, warn_once
+from hf_memsave.patching.partitioner import Floor
+from hf_memsave.tape import Tape, private
+
+#: Graphs of one class of blocks, as other masks, lengths, kinds of attention and modes take graphs of their own.
+MOST = 64
+#: Where a checkpointed call finds which blocks were compiled as it ran.
+_RAN = "_memsave_compiled"
+
+
+class CompiledBlocks:
+    """The forward of one class of repeated blocks, compiled: one graph for all that run alike.
+
+    Attributes:
+        why_not: Why they run op by op; empty for as long as they do not.
+    """
+
+    def __init__(self, cls: Any, rung: str | None) -> None:
+        forward = cls.forward
+
+        def run(block: nn.Module, args: Any, kwargs: Any) -> Any:
+            return forward(block, *args, **kwargs)
+
+        # Dynamo counts graphs, limits them and remembers lengths by code: these blocks have one of their own.
+        self._code = run.__code__ = run.__code__.replace(co_name=f"{cls.__name__}_{rung}_of_hf_memsave")
+        self._run = torch.compile(run, fullgraph=True, options={"custom_partitioner_fn": Floor(rung)})
+        self.name, self.why_not = cls.__name__, ""
+
+    @property
+    def graphs(self) -> int:
+        """How many graphs they have taken so far."""
+        return len(_debug_get_cache_entry_list(self._code))
+
+    def run(self, block: nn.Module, tape: Tape | None, args: Any, kwargs: Any) -> Any:
+        """Call the compiled forward, with the tape put away.
+
+        Returns:
+            What it gives; NotImplemented where the block is to run op by op.
+
+        Raises:
+            KeptTensorChangedError: It was compiled in its forward, and cannot be where a checkpoint runs it again.
+        """
+        if tape is not None and private.backward_id() < 0:
+            return self._try(block, True, args, kwargs)
+        call = private.checkpointed_call()
+        if call is None and tape is None and not private.hooks_work():  # evaluation: lengths and caches of all kinds
+            return NotImplemented
+        # Op by op it draws other masks: as a block ran in its forward, it runs again.
+        ran: dict[int, bool] = {} if call is None else vars(call).setdefault(_RAN, {})
+        before = ran.get(id(block))
+        out = NotImplemented if before is False else self._try(block, tape is not None, args, kwargs)
+        ran[id(block)] = out is not NotImplemented
+        if before and out is NotImplemented:
+            raise KeptTensorChangedError(
+                f"a checkpointed {self.name} runs again in backward: expected it compiled, as in its forward, got "
+                f"{self.why_not or 'a cache or a dispatch mode'}. Leave compile=True or gradient checkpointing out."
+            )
+        return out
+
+    def _try(self, block: nn.Module, has_hooks: bool, args: Any, kwargs: Any) -> Any:
+        if self.why_not or private.dispatch_modes():  # which see ops, and no compiled graph
+            return NotImplemented
+        if any(isinstance(x, Cache) for x in (*args, *kwargs.values())):
+            warn_once(
+                f"hf_memsave: {self.name} got a KV cache, by which each layer would take a graph, and runs op by op. "
+                "Call the model with use_cache=False, as Trainer does, to have it compiled."
+            )
+            return NotImplemented
+        with private.without(isinstance(private.innermost_mode(), Tape), has_hooks):
+            try:
+                try:
+                    return self._run(block, args, kwargs)
+                except FailOnRecompileLimitHit:  # of the user's: ours is higher
+                    with dynamo.patch(recompile_limit=MOST):
+                        return self._run(block, args, kwargs)
+            except (FailOnRecompileLimitHit, TorchDynamoException) as raised:
+                error = raised
+        self.why_not = f"runs op by op, under the tape: {_in_a_line(error)}"
+        logger.warning("hf_memsave: compile=True, but %s %s", self.name, self.why_not)
+        return NotImplemented
+
+
+def _in_a_line(error: BaseException) -> str:
+    if isinstance(error, FailOnRecompileLimitHit):
+        return f"it takes more than {MOST} graphs, one for each layer or step (TORCH_LOGS=recompiles tells why)."
+    if type(getattr(error, "inner_exception", None)).__name__ in ("InvalidCxxCompiler", "TritonMissing"):
+        return "there is no compiler. Install g++ for a CPU, Triton for a GPU."
+    return f"{type(error).__name__}, {str(error).strip().splitlines()[0]}"
+
+
+def refuse_other_settings() -> None:
+    """Raise where settings of the compiler would change what compiled blocks keep, or what is drawn again."""
+    found = (
+        ("torch._inductor.config.custom_partitioner_fn", inductor.custom_partitioner_fn, None),
+        ("torch._inductor.config.fallback_random", inductor.fallback_random, False),
+        ("torch._functorch.config.activation_memory_budget", functorch.activation_memory_budget, 1.0),
+    )
+    for name, value, expected in found:
+        if value != expected:
+            raise PatchError(f"compile=True: expected {name} = {expected}, got {value}. Set it back, or leave it out.")
 
 
 # So that it is called where a graph is traced, and leaves nothing in the graph.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def keep_the_floor() -> int:
-    """Give the partitioner of what is compiled now a budget, unless the user did, until that is done; returns 0."""
+def keep_the_floor(rung: str | None) -> int:
+    """Give what users compile now the partitioner, unless they have one or a budget, until that is done; returns 0."""
     # Asked here, as Dynamo of PyTorch 2.11 takes it for true; an export tells of no end.
-    if config.activation_memory_budget == 1.0 and not torch.compiler.is_exporting():
-        config.activation_memory_budget = BUDGET
+    is_free = inductor.custom_partitioner_fn is None and functorch.activation_memory_budget == 1.0
+    if is_free and not torch.compiler.is_exporting():
+        inductor.custom_partitioner_fn = Floor(rung)
         callback_handler.register_end_callback(_restore)
     return 0
 
 
 def _restore(*_: Any) -> None:
-    config.activation_memory_budget = 1.0
+    inductor.custom_partitioner_fn = None
     callback_handler.remove_end_callback(_restore)

@@ -32,6 +32,9 @@ _TOP, _SMALL = 5, 0.03
 
 def tell(module: nn.Module, step: Ledger, config: MemSaveConfig) -> None:
     """The first forward of ``module`` was counted."""
+    if any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in module.modules()):
+        step.is_counted, step.uncounted = False, "parts of the model are compiled, and what those keep is theirs"
+        return
     is_vain = _warn_if_in_vain(module, step, config)
     parameter = next(module.parameters(), None)
     is_real = parameter is None or (has_numbers(parameter) and is_concrete(parameter))

@@ -23,7 +23,7 @@ from hf_memsave.patching.first_step import FIRST, LEDGER, kept, kinds, sentences
 from hf_memsave.patching.refusals import SiteReport
 from hf_memsave.patching.sampled_layers import attach, sampler_of
 from hf_memsave.patching.swap import is_patched, is_wrapped, patched_class, patched_models, set_class, stock_class
-from hf_memsave.patching.taped import BUFFERS, CODED, forget_decisions, mark_buffers
+from hf_memsave.patching.taped import BUFFERS, CODED, COMPILED, forget_decisions, mark_buffers
 from hf_memsave.tape.codecs import leave_alone
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.quantize import FORMATS
@@ -117,6 +117,18 @@ class PatchReport:
         size = f"; their norms take up to {n / MIB:.1f} MiB beside the model" if (n := sampler.cache.nbytes) else ""
         return [f"  {what} from {config.budget:.0%} of the tokens: noisy, and {unbiased}{size}"]
 
+    def _compiled(self) -> list[str]:
+        model = self._model()
+        modules = () if model is None else model.modules()
+        blocks: Counter[Any] = Counter(getattr(type(module), COMPILED, None) for module in modules)
+        del blocks[None]
+        if not blocks:
+            return []
+        return [
+            "  gradients are exact, but not stock's bits: compiled, sums are in another order, and masks other ones",
+            *(f"  compiled {n:>4} x {b.name}: {b.why_not or counted(b.graphs, 'graph')}" for b, n in blocks.items()),
+        ]
+
     def _step(self) -> list[str]:
         step = self.step
         if step.uncounted and not step.is_counted:
@@ -153,7 +165,7 @@ class PatchReport:
         for (status, op, cls, reason), count in sorted(counts.items()):
             if status == "skipped" or op not in ("model", "block"):
                 lines.append(f"  {status:<8} {count:>4} x {op:<18} {cls}{': ' + reason if reason else ''}")
-        lines += self._sampling()
+        lines += self._sampling() + self._compiled()
         if self.config.storage is not None:
             lines.append(f"  activations that have to be kept are kept in {FORMATS[self.config.storage].bits} bits")
         if added := self.added:
@@ -198,13 +210,15 @@ def patch(model: nn.Module, config: MemSaveLike = True, *, replace: bool = False
     sites, plan, again = collect(model, resolved)
     refusals.refuse_nothing(model)
     refusals.refuse_unseen_batches(model, resolved)
+    refusals.refuse_uncompilable(model, sites, resolved)
     if not replace:
         refusals.refuse_another_config(model, resolved)
     before = patched_models(model)
     is_waiting, step = any(LEDGER in module.__dict__ for module, _ in before), _step_of(before)
     inside = {m for covered, _ in before for m in covered.modules() if m is not covered}
     if inside & _swap(model, plan, again) or step is None or {config for _, config in before} != {resolved}:
-        is_waiting, step = True, Ledger()
+        is_waiting, step = not resolved.compile, Ledger()
+        step.uncounted = "the repeated blocks are compiled" if resolved.compile else ""
     _wait_with(model, step, is_waiting)
     leave_alone([vars(module) for module in model.modules()])
     if not resolved.is_exact:
@@ -261,6 +275,8 @@ def _swap(model: nn.Module, plan: Patches, again: set[nn.Module]) -> set[nn.Modu
     changed = {module for module in model.modules() if (AGAIN in module.__dict__) != (module in again)}
     for module in model.modules():
         cls = classes.get(module, stock_class(module))
+        if (compiled := getattr(cls, COMPILED, None)) is not None:
+            compiled.why_not = ""  # which was of another model
         if type(module) is not cls and not is_wrapped(module):
             set_class(module, cls)
             forget_decisions(module)

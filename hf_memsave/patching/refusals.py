@@ -114,6 +114,20 @@ def refuse_unseen_batches(model: nn.Module, config: MemSaveConfig) -> None:
         )
 
 
+def refuse_uncompilable(model: nn.Module, sites: list[SiteReport], config: MemSaveConfig) -> None:
+    """Raise where no block is to be compiled, or the compiler is set to keep or to draw otherwise."""
+    if not config.compile:
+        return
+    if not any(site.op == "block" and site.status == "patched" for site in sites):
+        raise PatchError(
+            f"compile=True: expected repeated blocks that run their own forward, got {type(model).__name__} without. "
+            "Leave compile out, and compile the patched model: torch.compile(model)."
+        )
+    from hf_memsave.patching.compiled import refuse_other_settings  # which loads the compiler
+
+    refuse_other_settings()
+
+
 def _tool(forward: Any) -> str:
     """The module whose code a forward is; ``functools.wraps`` cannot hide it."""
     name: str = getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__", "")

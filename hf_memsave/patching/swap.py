@@ -21,7 +21,7 @@ from hf_memsave.ops import OPS
 from hf_memsave.ops.sampled.sampler import INDEX
 from hf_memsave.patching.checkpointed import with_wanted_input
 from hf_memsave.patching.first_step import LEDGER
-from hf_memsave.patching.taped import asks_for_index, call_with_batch, run_taped
+from hf_memsave.patching.taped import COMPILED, asks_for_index, call_with_batch, run_taped
 from hf_memsave.tape import current
 from hf_memsave.tape.as_stock import counted
 
@@ -40,6 +40,8 @@ class Patch(NamedTuple):
     value: Any = None  # what chose the op
     is_hidden: bool = False  # the instance has a forward of another tool: the tape is laid around the call
     is_checkpointed: bool = False  # a block that runs again as a whole
+    is_compiled: bool = False  # a block that is compiled by itself
+    rung: str | None = None  # the last product that runs again where it is compiled
 
 
 def patch_of(module: nn.Module) -> Patch | None:
@@ -111,7 +113,7 @@ def patched_class(patch: Patch) -> Any:
 
 
 def _class_of(patch: Patch) -> Any:
-    stock, config = patch.stock, patch.config
+    stock, config, rung = patch.stock, patch.config, patch.rung
 
     @functools.wraps(stock.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -120,7 +122,7 @@ def _class_of(patch: Patch) -> Any:
             if config is not None:
                 from hf_memsave.patching.compiled import keep_the_floor  # which loads the compiler
 
-                keep_the_floor()
+                keep_the_floor(rung)
             return stock.forward(self, *args, **kwargs)
         if (now := patch_of(self)) is None:
             return stock.forward(self, *args, **kwargs)
@@ -161,6 +163,10 @@ def _class_of(patch: Patch) -> Any:
         _PATCH: patch,
     }
     body["__call__" if patch.is_hidden else "forward"] = taped_call if patch.is_hidden else forward
+    if patch.is_compiled:
+        from hf_memsave.patching.compiled import CompiledBlocks
+
+        body[COMPILED] = CompiledBlocks(stock, rung)
     if patch.is_checkpointed:
         body["__call__"] = with_wanted_input(body.get("__call__", stock.__call__))
     if config is not None and config.linear is not None and issubclass(stock, GradientCheckpointingLayer):

@@ -49,6 +49,8 @@ SAMPLER = "_memsave_sampler"
 BUFFERS = "_memsave_buffers"
 #: Where a block whose activations are coded finds its number, and how many forwards it has coded.
 CODED = "_memsave_coded"
+#: Where a class of blocks finds its :class:`~hf_memsave.patching.compiled.CompiledBlocks`.
+COMPILED = "_memsave_compiled"
 #: The argument by which a block that gradient checkpointing runs again knows the batch of its forward.
 BATCH = "_memsave_batch"
 Forward = Callable[..., Any]
@@ -84,6 +86,11 @@ def run_taped(module: nn.Module, config: MemSaveConfig, block: int, forward: For
     index = kwargs.pop(INDEX, None) if asks_for_index(config) else None
     sampler: Sampler | None = module.__dict__.get(SAMPLER)
     tape = current()
+    if (blocks := getattr(type(module), COMPILED, None)) is not None:
+        if (out := blocks.run(module, tape, args, kwargs)) is not NotImplemented:
+            if tape is not None:
+                tape.end_block(*(out if isinstance(out, tuple) else (out,)))
+            return out
     if tape is None and not hooks_work():
         if sampler is not None and module.training and not torch.is_grad_enabled():
             sampler.remember(private.functions_in_forward(), function_in_backward())

@@ -50,6 +50,8 @@ node_class: Callable[[Any], Any] = operator.attrgetter("_backward_cls")
 innermost_mode: Callable[[], TorchFunctionMode | None] = torch.overrides._get_current_function_mode
 pop_mode: Callable[[], Any] = torch.overrides._pop_mode
 push_mode: Callable[[TorchFunctionMode], None] = torch.overrides._push_mode
+#: How many dispatch modes, which see each op, are on.
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 #: The number that this thread's next autograd node gets.
 next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _module_call = torch.nn.Module._call_impl.__code__
@@ -131,6 +133,21 @@ def innermost_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
+@contextlib.contextmanager
+def without(is_mode: bool, is_hooks: bool) -> Iterator[None]:
+    """Without the innermost function mode, and without the innermost saved-tensor hooks, as told."""
+    mode, hooks = pop_mode() if is_mode else None, innermost_hooks() if is_hooks else None
+    if hooks is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        if hooks is not None:
+            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+        if mode is not None:
+            push_mode(mode)
+
+
 def checkpoint_frame(hooks: Any = None) -> tuple[Any, Any]:
     """Of ``hooks``, or the innermost ones: what ``torch.utils.checkpoint`` knows of the call that runs in it.
 
@@ -162,6 +179,13 @@ def functions_in_forward() -> Iterator[Any]:
         context = frame.f_locals.get(code.co_varnames[0]) if code.co_name == "forward" and code.co_argcount else None
         if isinstance(context, FunctionCtx):
             yield context
+
+
+def checkpointed_call() -> Any:
+    """An object of the checkpointed call that runs, for the first time or again in backward; None outside of any."""
+    if (frame := checkpoint_frame()[0]) is not None or torch.is_grad_enabled() and backward_id() < 0:
+        return frame
+    return function_in_backward() if torch.is_grad_enabled() else next(functions_in_forward(), None)
 
 
 def modules_that_run() -> tuple[list[torch.nn.Module], list[str]]:

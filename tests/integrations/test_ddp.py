@@ -22,6 +22,7 @@ from hf_memsave import WTACRS, MemSaveConfig, PatchError, measure_kept, patch
 from hf_memsave.integrations.trainer import NORMS_NAME, save_norms
 from hf_memsave.patching.sampled_layers import sampler_of
 from support.families import Size, batch_for, build
+from support.inductor import interpreted
 from support.steps import assert_same
 
 #: Engines, orders and kinds of checkpointing are in test_engines.py.
@@ -133,6 +134,17 @@ def first_step_said(rank):
     return written.getvalue()
 
 
+def compiled_under(engine, fields):
+    """Gradients of two micro-batches, and the report, of a model whose blocks are compiled or not."""
+    model = build("llama")
+    report = patch(model, **fields)
+    whole = DistributedDataParallel(model) if engine == "DDP" else shard(model)
+    with pytest.MonkeyPatch.context() as monkeypatch, interpreted(monkeypatch):
+        for seed in range(2):
+            whole(**batch_for(model, seed=seed + dist.get_rank()), use_cache=False).loss.backward()
+        return {name: full(p.grad) for name, p in model.named_parameters()}, str(report)
+
+
 def full(tensor):
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
@@ -144,11 +156,13 @@ def work(rank, folder):
     )
     found = {}
     try:
-        for case in ("first step", "samples", "refusal", *SHARDED):
+        for case in ("first step", "samples", "refusal", *SHARDED, "DDP", "FSDP2"):
             if case == "first step":
                 found[case] = first_step_said(rank)
             elif case in SHARDED:
                 found[case] = {name: train_sharded(*case, AGAIN.get(name), rank) for name in (*AGAIN, "stock")}
+            elif case in ("DDP", "FSDP2"):
+                found[case] = [compiled_under(case, fields) for fields in ({"compile": True}, {})]
             else:
                 found[case] = refusal() if case == "refusal" else samples_seen(rank, folder)
             torch.save(found, folder / f"{rank}.new")
@@ -188,6 +202,14 @@ def test_linears_that_run_again_find_weights_that_the_user_gathers_and_frees(cas
         for name in AGAIN:
             assert_same(found[name][0], found["stock"][0])
         assert found["gate"][1] <= expected < found["stock"][1] / 2
+
+
+@pytest.mark.parametrize("engine", ["DDP", "FSDP2"])
+def test_compiled_blocks_train_on_two_processes(engine, ranks):
+    for (got, report), (expected, _) in of_case(ranks, engine):
+        assert "compiled    2 x LlamaDecoderLayer: " in report and "graph" in report
+        for name, gradient in expected.items():
+            torch.testing.assert_close(got[name], gradient, rtol=1e-3, atol=1e-5)
 
 
 def test_one_process_says_what_the_first_step_keeps(ranks):

@@ -1,23 +1,25 @@
-"""Under ``torch.compile`` a patched model keeps the floor: the partitioner gets a budget, and gives it back."""
+"""Where users compile a patched model it keeps the floor: Inductor gets a partitioner, and gives it back."""
 
 import contextlib
 import copy
 
 import pytest
 import torch
-import torch._functorch.config as partitioner
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch._functorch import config as functorch
+from torch._inductor import config as inductor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import cpp_extension
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_memsave import patch
+from hf_memsave.patching.partitioner import Floor
 from support.families import Size, batch_for, build
-from support.helpers import MATRIX, assert_same_bits, only_on_cpu, random
-from support.steps import gradients
+from support.helpers import assert_same_bits, only_on_cpu, random
+from support.inductor import no_codegen as no_codegen
+from support.steps import assert_same, step
 
 H = 256
 
@@ -42,7 +44,7 @@ def llama_8b(layers):
 
 def kept(model, batch):
     """Bytes that the compiled forward hands to its backward, without parameters and inputs."""
-    compiled = torch.compile(model, backend="aot_eager_decomp_partition", fullgraph=True)
+    compiled = torch.compile(model, fullgraph=True)
     own = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers(), *batch.values())}
     found = {}
 
@@ -60,59 +62,64 @@ def kept(model, batch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("patched", "expected"), [(False, 34), (True, 23)], ids=["stock", "patched"])
-def test_a_compiled_layer_keeps_the_floor(patched, expected):
+@pytest.mark.parametrize(
+    ("fields", "expected"), [(None, 34), ({}, 23), ({"checkpoint": "gate"}, 4)], ids=["stock", "patched", "gate"]
+)
+def test_a_compiled_layer_keeps_the_floor(fields, expected, no_codegen):
     ids = torch.randint(0, 64, (2, 64))
     totals = []
     for layers in (1, 2):
         model = llama_8b(layers)
-        if patched:
-            patch(model)
+        if fields is not None:
+            patch(model, **fields)
         totals.append(kept(model, {"input_ids": ids, "labels": ids}))
     assert (totals[1] - totals[0]) / ids.numel() / H == pytest.approx(expected, abs=0.3)
 
 
-@pytest.mark.parametrize(("budget", "fails"), [(1.0, False), (0.5, False), (1.0, True)])
-def test_the_budget_is_as_it_was_after_a_compile_and_one_that_fails(budget, fails):
+def a_user_has(what):
+    """Settings of the compiler, and the partitioner that there is to be as a patched model is compiled."""
+    own = Floor("block")
+    return {
+        "nothing": (contextlib.nullcontext(), Floor(None)),
+        "a budget": (functorch.patch(activation_memory_budget=0.5), None),
+        "a partitioner": (inductor.patch(custom_partitioner_fn=own), own),
+    }[what]
+
+
+@pytest.mark.parametrize(
+    ("what", "fails"), [("nothing", False), ("nothing", True), ("a budget", False), ("a partitioner", False)]
+)
+def test_the_partitioner_is_as_it_was_after_a_compile_and_one_that_fails(what, fails):
     model, seen = build("llama", Size(layers=1)), []
     patch(model)
+    settings, expected = a_user_has(what)
 
     def backend(graph, inputs):
-        seen.append(partitioner.activation_memory_budget)
+        seen.append(inductor.custom_partitioner_fn)
         if fails:
             raise ValueError("no")
         return graph.forward
 
     raises = pytest.raises(Exception, match="no") if fails else contextlib.nullcontext()
-    with partitioner.patch(activation_memory_budget=budget):
+    with settings:
+        before = inductor.custom_partitioner_fn
         with raises:
             torch.compile(model, backend=backend)(**batch_for(model, Size()))
-        assert partitioner.activation_memory_budget == budget
-    assert seen == [0.99 if budget == 1.0 else budget]
-
-
-@pytest.fixture
-def libraries(tmp_path, monkeypatch):
-    """PyTorch's, by a path without spaces: Inductor links by no other."""
-    (tmp_path / "lib").symlink_to(cpp_extension.TORCH_LIB_PATH)
-    monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", str(tmp_path / "lib"))
+        assert inductor.custom_partitioner_fn is before
+    assert seen == [expected]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", pytest.param("inductor", marks=MATRIX)])
-def test_a_compiled_step_is_that_of_compiled_stock(backend, libraries):
+def test_a_compiled_step_is_that_of_compiled_stock(no_codegen):
+    """With dropout, whose masks are drawn again from Inductor's seeds."""
     results = []
     for patched in (False, True):
         torch._dynamo.reset()
-        model = build("llama", Size(layers=1), dropout=0.0)
-        batch = batch_for(model, Size())
+        model = build("bert", Size(layers=1))
         if patched:
             patch(model)
-        loss = torch.compile(model, backend=backend, fullgraph=True)(**batch).loss
-        loss.backward()
-        results.append({"loss": loss.detach(), **gradients(model)})
-    for name, expected in results[0].items():
-        torch.testing.assert_close(results[1][name], expected, rtol=1e-5, atol=1e-7)
+        results.append(step(torch.compile(model, fullgraph=True), batch_for(model, Size())))
+    assert_same(*results)
 
 
 # Parts alone, "regional compilation": nothing of the tape gets into their graphs.
@@ -234,6 +241,16 @@ def test_a_compiled_part_of_a_model_has_stocks_bits(part, how, backend):
         assert_same_bits(mine, theirs)
 
 
+def test_of_parts_that_users_compile_nothing_is_counted(caplog):
+    """Nor is it said that next to nothing was freed: what those parts keep is theirs."""
+    model = build("llama", SIZE)
+    report = patch(model)
+    compiled(model, "block", "aot_eager")
+    step(model, batch_for(model, SIZE))
+    assert "not counted: parts of the model are compiled" in str(report)
+    assert not [record for record in caplog.records if record.name == "hf_memsave"]
+
+
 @pytest.mark.parametrize("part", [lambda: nn.LayerNorm(8), lambda: nn.Sequential(nn.GELU())])
 def test_no_more_is_compiled_than_in_stock(part):
     counts, results = [], []
@@ -252,12 +269,12 @@ def test_no_more_is_compiled_than_in_stock(part):
         assert_same_bits(mine, theirs)
 
 
-def test_an_export_leaves_the_partitioners_budget():
+def test_an_export_leaves_the_partitioner():
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     patch(model)
     for strict in (False, True):
         torch.export.export(model, (random(4, 8),), strict=strict)
-        assert partitioner.activation_memory_budget == 1.0
+        assert inductor.custom_partitioner_fn is None
 
 
 def test_a_model_with_dropout_is_traced():

@@ -17,7 +17,7 @@ PACKAGE = Path(hf_memsave.__file__).parent
 #: Files that watch what is kept, and are no part of training.
 METERS = {"kept.py", "peak.py"}
 #: Loaded only where a model is compiled: importing the compiler takes a second.
-COMPILED = {"compiled.py"}
+COMPILED = {"compiled.py", "partitioner.py"}
 #: The versions of PyTorch that have a private name: from this one on, but for what comes later.
 OLDEST = "2.9"
 SINCE = {"torch._C._acc": "2.10"}
