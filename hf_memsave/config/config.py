@@ -51,7 +51,8 @@ class MemSaveConfig:
         few_bits: Bits an element for activation="few_bit", 1 to 8.
         norm: Outputs of norms: recomputed, or kept as stock does. Not exact: "output" (kept instead of the input).
         dropout: Masks: drawn again from the generator's state ("seed"), kept in one bit an element ("mask": faster on
-            CPU), or kept as stock does.
+            CPU), by what is cheaper ("auto": on CPU a bit where that is at most 1/32 of what it drops from, or less
+            than a state), or kept as stock does.
         attention: SDPA's repeated k and v, masks and transposed output, and what eager attention computes beyond its
             softmax: recomputed or shared, or kept as stock does.
         lora: PEFT adapters' casts of their input: recomputed, or kept as stock does.
@@ -77,7 +78,7 @@ class MemSaveConfig:
     activation: Literal["recompute", "invert", "precision_bit", "few_bit", "stock"] = "recompute"
     few_bits: int = 4
     norm: Literal["recompute", "output", "stock"] = "recompute"
-    dropout: Literal["seed", "mask", "stock"] = "seed"
+    dropout: Literal["auto", "seed", "mask", "stock"] = "auto"
     attention: Literal["recompute", "stock"] = "recompute"
     lora: Literal["recompute", "stock"] = "recompute"
     frozen: bool = True

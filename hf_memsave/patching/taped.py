@@ -64,9 +64,11 @@ def _settings(config: MemSaveConfig, block: int, has_quantized: bool) -> Setting
     """For the repeated block of this number: handlers of functions, how dropouts are kept, what packs bits."""
     stock = [kind for kind in ("activation", "norm", "dropout", "attention") if not config.converts(kind, block)]
     stock += [] if config.frozen else ["frozen"]
+    is_below = config.checkpoint is not None or config.storage is not None  # the floor: so little, bits would be much
+    dropout = "small" if config.dropout == "auto" and is_below else config.dropout
     if config.backend == "torch":
-        return table_without(*stock), config.dropout, CODERS
-    return _fused_table(tuple(stock), has_quantized), config.dropout, FUSED_CODERS
+        return table_without(*stock), dropout, CODERS
+    return _fused_table(tuple(stock), has_quantized), dropout, FUSED_CODERS
 
 
 @cache

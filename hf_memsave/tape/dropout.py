@@ -1,4 +1,4 @@
-r"""Dropout in every spelling: its mask is drawn again, or kept in one bit an element.
+r"""Dropout in every spelling: its mask is drawn again, or kept in one bit an element or less.
 
 Forward, with q = 1 - p, and backward::
 
@@ -10,11 +10,12 @@ Kept for backward, beside x, from which y is remade::
     eager    m / q in x's dtype (CPU) or m as a byte (CUDA), and y in the next linear
     "seed"   the generator's state before the draw: 5056 bytes (CPU), 16 bytes (CUDA)
     "mask"   one bit an element
+    "auto"   CUDA: the state. CPU: bits, or of few zeros the bytes that have one; the state where that is much less
 
-Exact. On CPU drawing again takes about as long as drawing did, and a mask is kept in bits where another thread drew
-between the reading of the state and the mask. On CUDA it is one cheap kernel, which draws from the device's default
-generator: threads that train take turns at it, but one that draws by itself does not. Source: Chen et al. (2016),
-arXiv:1604.06174; Tempo, arXiv:2210.10246.
+Exact. On CPU drawing again takes about as long as drawing did, ten times as long as reading bits, and a mask is kept in
+bits where another thread drew between the reading of the state and the mask. On CUDA it is one cheap kernel, which
+draws from the device's default generator: threads that train take turns at it, but one that draws by itself does not.
+Source: Chen et al. (2016), arXiv:1604.06174; Tempo, arXiv:2210.10246.
 """
 
 from __future__ import annotations
@@ -35,12 +36,15 @@ from hf_memsave.device import current_stream, default_generator, fuses_dropout, 
 from hf_memsave.tape.codecs import coded
 from hf_memsave.tape.content import Blank, Ticket
 from hf_memsave.tape.functions import during
+from hf_memsave.tape.price import CASTS
 from hf_memsave.tape.private import after_backward, backward_id, in_transform, is_concrete, outside_transforms
 from hf_memsave.tape.tape import Tape
 from hf_memsave.tape.tensors import is_dense, is_plain
 
 #: Of alpha dropout: what SELU saturates at, negated.
 _SATURATION = 1.7580993408473766
+#: Bytes of a state of CPU's generator, bits of a byte, and the part of zeros up to which most bytes have none.
+_STATE, _BITS, _RARE = 5056, 8, 1 / 16
 _ALPHA = frozenset({F.alpha_dropout, torch.alpha_dropout})
 #: Those that drop whole channels, and of how many dimensions a batch is: any other input stock refuses or takes for one
 #: sample, which it puts into a batch.
@@ -80,24 +84,94 @@ def _arguments(input: Tensor, p: float = 0.5, training: bool = True, inplace: bo
 
 
 def _noise(tape: Tape, like: Tensor, p: float, is_scaled: bool = True) -> Tensor:
-    # Other threads draw from the model's generator too, so its state is read, and never set.
-    state = torch.default_generator.get_state()
-    noise = torch.empty_like(like, requires_grad=False).bernoulli_(1 - p)
-    is_drawn_again = tape.dropout == "seed" and noise.is_cpu and _begins_at(state, noise, p)
-    if is_scaled:
-        noise.div_(1 - p)
-    if is_drawn_again:
-        tape.record(noise, partial(_redraw, like=Blank(noise), p=p, is_scaled=is_scaled), (state,))
-    elif is_dense(noise):
-        _record_bits(tape, noise, p, is_scaled)
+    content = tape.content_of(like)
+    is_cast = content is not None and content.func in CASTS
+    noise, again, kept = drawn(tape, like, p, content.seen[0][0].itemsize if is_cast else like.itemsize, is_scaled)
+    tape.record(noise, again, kept)
     return noise
 
 
-def _record_bits(tape: Tape, noise: Tensor, p: float, is_scaled: bool) -> None:
-    flags = _in_memory_order(noise)
-    bits = tape.coders.pack_bits(flags if flags.dtype is torch.bool else flags != 0)
-    again = partial(_from_bits, unpack=tape.coders.unpack_bits, like=Blank(noise), p=p, is_scaled=is_scaled)
-    tape.record(noise, again, (bits,))
+def drawn(
+    tape: Tape, like: Tensor, p: float, itemsize: int, is_scaled: bool = True
+) -> tuple[Tensor, Callable[..., Tensor], tuple[Tensor, ...]]:
+    """What stock multiplies ``like`` with on CPU, drawn as stock draws it; and what gives it again, of what is kept.
+
+    Args:
+        tape: Its ``dropout`` says what to keep.
+        like: What is dropped from, dense.
+        p: The probability of a zero, between 0 and 1.
+        itemsize: Bytes of an element of what ``like`` is made from in backward: fewer than its own in a cast.
+        is_scaled: Whether what is not zero is 1 / (1 - p), or 1.
+
+    Returns:
+        ``noise``, ``again`` and ``kept``: ``again(*kept)`` is ``noise``, to the bit.
+    """
+    code = _code_for(tape, like, p, itemsize)
+    # Other threads draw from the model's generator too, so its state is read, and never set.
+    state = torch.default_generator.get_state() if code is None else None
+    noise = torch.empty_like(like, requires_grad=False).bernoulli_(1 - p)
+    again: Callable[..., Tensor]
+    if state is not None and _begins_at(state, noise, p):
+        again, kept = partial(_redraw, like=Blank(noise), p=p, is_scaled=is_scaled), state
+    elif code and (few := _few_bits(noise, code)) is not None:
+        again, kept = partial(_from_bits, unpack=_unpack_few, like=Blank(noise), p=p, is_scaled=is_scaled), few
+    else:
+        again, kept = _as_bits(tape, noise, p, is_scaled)
+    return noise.div_(1 - p) if is_scaled else noise, again, (kept,)
+
+
+def _code_for(tape: Tape, like: Tensor, p: float, itemsize: int) -> int | None:
+    """0 for a bit an element, or the most bytes of those that have a zero; None for the generator's state."""
+    # Bits are quick to read: chosen where they take no more than a state does, or at the floor 1/32 of what is kept.
+    n = like.numel()
+    if tape.dropout == "mask" or (tape.dropout in ("auto", "small") and n <= _BITS * _STATE):
+        return 0
+    if tape.dropout != "auto":
+        return None
+    if p <= _RARE and is_concrete(like):
+        mean = n / _BITS * (1 - (1 - p) ** _BITS)
+        most = math.ceil(mean + 4 * math.sqrt(mean))
+        nbytes = most + n // _BITS // _BITS
+    else:
+        most, nbytes = 0, n // _BITS
+    return most if 32 * nbytes <= n * itemsize else None
+
+
+def _as_bits(tape: Tape, noise: Tensor, p: float, is_scaled: bool) -> tuple[Callable[..., Tensor], Tensor]:
+    pack, unpack, *_ = (_pack, _unpack) if noise.is_cpu and is_concrete(noise) else tape.coders
+    again = partial(_from_bits, unpack=unpack, like=Blank(noise), p=p, is_scaled=is_scaled)
+    return again, pack(_in_memory_order(noise).bool())
+
+
+def _pack(flags: Tensor) -> Tensor:
+    return torch.from_numpy(np.packbits(flags.numpy(), bitorder="little"))  # quicker than what PyTorch has
+
+
+def _unpack(bits: Tensor, numel: int) -> Tensor:
+    return torch.from_numpy(np.unpackbits(bits.numpy(), count=numel, bitorder="little"))
+
+
+def _few_bits(noise: Tensor, most: int) -> Tensor | None:
+    """Where zeros are rare: a bit for each byte of bits, and the bytes that have a zero; None if more than ``most``."""
+    zeros = np.packbits(~_in_memory_order(noise).bool().numpy(), bitorder="little")
+    is_any = zeros != 0
+    some = zeros.take(np.flatnonzero(is_any))  # several times as quick as a boolean index
+    if len(some) > most:
+        return None
+    start = -(-len(zeros) // _BITS)
+    kept = np.zeros(start + most, np.uint8)  # as many at every step
+    kept[:start] = np.packbits(is_any)
+    kept[start : start + len(some)] = some
+    return torch.from_numpy(kept)
+
+
+def _unpack_few(few: Tensor, numel: int) -> Tensor:
+    kept, count = few.numpy(), -(-numel // _BITS)
+    start = -(-count // _BITS)
+    places = np.flatnonzero(np.unpackbits(kept[:start], count=count).view(bool))
+    bits = np.full(count, 255, np.uint8)
+    bits[places] = ~kept[start : start + len(places)]
+    return _unpack(torch.from_numpy(bits), numel)
 
 
 class _Private(threading.local):
@@ -133,7 +207,8 @@ def _redraw(state: Tensor, like: Blank, p: float, is_scaled: bool) -> Tensor:
 
 def _from_bits(bits: Tensor, unpack: Callable[..., Tensor], like: Blank, p: float, is_scaled: bool) -> Tensor:
     noise = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=bits.device)
-    _in_memory_order(noise).copy_(unpack(bits, noise.numel()))
+    flags = unpack(bits, noise.numel())  # of bytes: PyTorch has no quick kernel to convert booleans
+    _in_memory_order(noise).copy_(flags if noise.dtype is torch.bool else flags.view(torch.uint8))
     return noise.div_(1 - p) if is_scaled else noise
 
 
@@ -150,7 +225,8 @@ _turn = threading.RLock()
 def _fused(tape: Tape, x: Tensor, p: float) -> Tensor:
     if tape.dropout == "mask":
         y, mask = torch.native_dropout(x, p, True)
-        _record_bits(tape, mask, p, is_scaled=False)
+        unpacked, bits = _as_bits(tape, mask, p, is_scaled=False)
+        tape.record(mask, unpacked, (bits,))
         tape.record(y, torch.ops.aten.native_dropout_backward, (x, mask, scale_of(p, x.dtype)))
         return y
     again = _Again(x, p)

@@ -51,7 +51,8 @@ class Tape(Store, TorchFunctionMode):
 
     Args:
         table: Function -> what to do when it is called, as ``handler(tape, func, args, kwargs)``.
-        dropout: What is kept of a dropout's mask: the generator's state ("seed"), a bit an element ("mask"), "stock".
+        dropout: What is kept of a dropout's mask: the generator's state ("seed"), a bit an element ("mask"), what is
+            cheaper at the floor ("auto") or below it ("small"), "stock".
         coders: What packs bits and codes.
         codec: Codes what has to be kept; None keeps it as it is.
         inputs: What the caller holds until backward: it costs nothing.
@@ -63,7 +64,7 @@ class Tape(Store, TorchFunctionMode):
     def __init__(
         self,
         table: Mapping[Any, Any],
-        dropout: str = "seed",
+        dropout: str = "auto",
         coders: Coders = CODERS,
         codec: Any = None,
         inputs: Iterable[Any] = (),

@@ -18,6 +18,11 @@ from support.script_helpers import load_script
 SECONDS = 1.5
 
 
+@pytest.fixture(autouse=True)
+def by_seed(monkeypatch):
+    monkeypatch.setattr(dropout, "_code_for", lambda *_: None)
+
+
 @pytest.fixture
 def threads(monkeypatch):
     return load_script("threads", monkeypatch)

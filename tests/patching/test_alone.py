@@ -101,7 +101,7 @@ def test_the_report_names_the_layer_also_in_a_wrapper_and_compares_it(device):
         report = patch(outer(layer))
         assert [(s.name, s.op, s.cls, s.status) for s in report.sites] == [(name, "model", "Dropout", "patched")]
     report = patch(layer)
-    assert report.compare(random(*FLAT, device=device).requires_grad_()).freed == 4 * N - 5056
+    assert report.compare(random(*FLAT, device=device).requires_grad_()).freed == 4 * N - N // 8
     assert patch_of(layer).config == MemSaveConfig()
 
 

@@ -1,5 +1,6 @@
 """Dropout in every spelling, under a tape: stock's masks from stock's draws, for a state or one bit an element."""
 
+import math
 from functools import partial
 from itertools import product
 
@@ -27,7 +28,7 @@ from support.helpers import (
 )
 from support.pairs import pairwise
 
-HOW = {how: partial(taping, dropout=how) for how in ("seed", "mask", "stock")}
+HOW = {how: partial(taping, dropout=how) for how in ("auto", "seed", "mask", "stock")}
 each_way = pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 SPELLINGS = {
     "F.dropout": F.dropout,
@@ -122,7 +123,8 @@ def test_it_keeps_a_state_or_one_bit_an_element(device, dtype):
     x, options = random(30, 50, 9, dtype=dtype, device=device), dict(producer=torch.sigmoid)  # which keeps the input
     stock = x.nbytes + (x.nbytes if device.type == "cpu" else x.numel()) + x.nbytes
     state = {"cpu": 5056, "cuda": 16}[device.type]
-    expected = {"seed": x.nbytes + state, "mask": x.nbytes + -(-x.numel() // 8), "stock": stock, None: stock}
+    expected = {"seed": x.nbytes + state, "auto": x.nbytes + (state if device.type == "cuda" else -(-x.numel() // 8))}
+    expected |= {"mask": x.nbytes + -(-x.numel() // 8), "stock": stock, None: stock}
     assert {how: kept_of("F.dropout", x, how, **options) for how in expected} == expected
     if device.type == "cpu":
         alpha = {how: kept_of("F.alpha_dropout", x, how, linear=False) for how in expected}
@@ -132,11 +134,48 @@ def test_it_keeps_a_state_or_one_bit_an_element(device, dtype):
         assert kept_of("F.dropout", small, "seed", **options) <= kept_of("F.dropout", small, None, **options)
 
 
+#: More elements than eight for each byte of a state; and what is kept where a twentieth is zero: a bit a byte of bits,
+#: and those bytes that have a zero, but for chance.
+N = 151 * 7 * 40
+SOME = N / 8 * (1 - 0.95**8)
+FEW = -(-N // 64) + math.ceil(SOME + 4 * math.sqrt(SOME))
+#: Case -> what a tape of its own choice keeps of a mask of N elements, or of so many: dtype, share of zeros, bytes.
+CHOSEN = {
+    "fp32: a bit each": (torch.float32, 0.1, -(-N // 8)),
+    "fp32, few zeros": (torch.float32, 0.05, FEW),
+    "bf16: a state": (torch.bfloat16, 0.1, 5056),
+    "bf16, few zeros": (torch.bfloat16, 0.05, FEW),
+    "bf16, cast to fp32: a state": (torch.bfloat16, 0.1, 5056),
+    "bf16, few elements: a bit each": (torch.bfloat16, 0.1, 5000),
+}
+
+
+@pytest.mark.parametrize("case", CHOSEN)
+def test_a_tape_chooses_what_is_quick_to_read_and_little_beside_what_is_kept(device, case, monkeypatch):
+    only_on_cpu(device, "the choice")
+    dtype, p, nbytes = CHOSEN[case]
+    n = 40000 if "few elements" in case else N
+
+    def drop(x):
+        return F.dropout(x.float() if "cast" in case else x, p)
+
+    kept_by = partial(kept, drop, random(n, dtype=dtype), producer=torch.sigmoid)
+    assert kept_by(tape=HOW["auto"]) == n * dtype.itemsize + nbytes
+    assert kept_by(tape=partial(taping, dropout="small")) == n * dtype.itemsize + (nbytes if n < N else 5056)
+    x = random(151, n // 151 // 40, 40, dtype=dtype)
+    for view in (torch.clone, LAYOUTS["transposed"]):
+        fn = then_draws(lambda x, view=view: drop(view(x)))
+        assert_exact(fn, fn, [x], HOW["auto"])
+    if nbytes == FEW:  # and by chance more zeros
+        monkeypatch.setattr(module, "_few_bits", lambda *args, real=module._few_bits: real(args[0], 10))
+        assert kept_by(tape=HOW["auto"]) == n * dtype.itemsize + -(-n // 8)
+
+
 @pytest.mark.parametrize("name", ["torch.feature_dropout", "F.dropout1d", "F.dropout2d", "F.dropout3d"])
 def test_channel_dropout_keeps_one_number_a_channel(device, name):
     x = random(30, 50, 9, device=device)
     here = x.nbytes + 4 * {"F.dropout2d": 30, "F.dropout3d": 1}.get(name, 30 * 50)
-    expected = {"seed": here, "mask": here, "stock": here + x.nbytes, None: here + x.nbytes}
+    expected = {"auto": here, "seed": here, "mask": here, "stock": here + x.nbytes, None: here + x.nbytes}
     assert {how: kept_of(name, x, how, producer=torch.sigmoid) for how in expected} == expected
 
 
