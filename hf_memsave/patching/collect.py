@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_memsave.arch import HIDDEN, KIND_OF_CLASS, LINEARS, RUN_AGAIN, fused_of, is_run_again, kind_of, path_of
+from hf_memsave.arch import HIDDEN, KIND_OF_CLASS, LINEARS, LORA, RUN_AGAIN, fused_of, is_run_again, kind_of, path_of
 from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.config.wtacrs import WTACRS
 from hf_memsave.errors import PatchError
@@ -68,7 +68,7 @@ def collect(
                 op, value = "run_again", config.checkpoint
             else:
                 sites.append(_site(name, module, "run_again", f"{op} replaces its forward"))
-        if op is None and module in heads and not _is_head_known_by_weight(module):
+        if op in (None, "lora") and module in heads and not _is_head_known_by_weight(module):
             op, value = "lazy_head", config.loss
         if op is None:
             continue
@@ -159,6 +159,8 @@ def _choice(
         if getattr(config, fused.kind) == "recompute" and config.converts(fused.kind, block):
             return fused.op, config.converts("dropout", block) if fused.draws else fused.value
     kind = kind_of(cls)
+    if name in LORA and config.converts("lora", block):
+        return "lora", LORA[name]
     if kind == "attention" and any(kind_of(stock_class(m)) == kind for m in module.modules() if m is not module):
         return None, None  # it holds an attention, and a norm and a dropout beside
     if kind in _QUIET and not config.converts(kind, block):

@@ -1,4 +1,4 @@
-r"""Dropout in every spelling: its mask is drawn again, or kept in one bit an element or less.
+r"""Dropout in every spelling: its mask is drawn again, or kept in one bit an element.
 
 Forward, with q = 1 - p, and backward::
 
@@ -10,7 +10,7 @@ Kept for backward, beside x, from which y is remade::
     eager    m / q in x's dtype (CPU) or m as a byte (CUDA), and y in the next linear
     "seed"   the generator's state before the draw: 5056 bytes (CPU), 16 bytes (CUDA)
     "mask"   one bit an element
-    "auto"   CUDA: the state. CPU: bits, or of few zeros the bytes that have one; the state where that is much less
+    "auto"   CUDA: the state. CPU: bits; the state where bits are more than 1/32 of what is kept, and more than it
 
 Exact. On CPU drawing again takes about as long as drawing did, ten times as long as reading bits, and a mask is kept in
 bits where another thread drew between the reading of the state and the mask. On CUDA it is one cheap kernel, which
@@ -43,8 +43,8 @@ from hf_memsave.tape.tensors import is_dense, is_plain
 
 #: Of alpha dropout: what SELU saturates at, negated.
 _SATURATION = 1.7580993408473766
-#: Bytes of a state of CPU's generator, bits of a byte, and the part of zeros up to which most bytes have none.
-_STATE, _BITS, _RARE = 5056, 8, 1 / 16
+#: Bytes of a state of CPU's generator, and of an element of which a bit is 1/32.
+_STATE, _WIDE = 5056, 4
 _ALPHA = frozenset({F.alpha_dropout, torch.alpha_dropout})
 #: Those that drop whole channels, and of how many dimensions a batch is: any other input stock refuses or takes for one
 #: sample, which it puts into a batch.
@@ -73,7 +73,7 @@ def dropout(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
         mask = _noise(tape, x, p, is_scaled=False)
         shift = mask.add(-1).mul_(_SATURATION * a).add_(_SATURATION * a * p)
         return tape.call(torch.mul, x, tape.call(torch.mul, mask, a)).add_(shift)
-    if not inplace and func not in _ALPHA and fuses_dropout(x) and _can_redraw(x):
+    if not inplace and func not in _ALPHA and fuses_dropout(x) and can_redraw(x):
         return _fused(tape, x, p)
     return func(*args, **kwargs)
 
@@ -106,72 +106,28 @@ def drawn(
     Returns:
         ``noise``, ``again`` and ``kept``: ``again(*kept)`` is ``noise``, to the bit.
     """
-    code = _code_for(tape, like, p, itemsize)
     # Other threads draw from the model's generator too, so its state is read, and never set.
-    state = torch.default_generator.get_state() if code is None else None
+    state = None if _is_kept_in_bits(tape, like, itemsize) else torch.default_generator.get_state()
     noise = torch.empty_like(like, requires_grad=False).bernoulli_(1 - p)
     again: Callable[..., Tensor]
     if state is not None and _begins_at(state, noise, p):
         again, kept = partial(_redraw, like=Blank(noise), p=p, is_scaled=is_scaled), state
-    elif code and (few := _few_bits(noise, code)) is not None:
-        again, kept = partial(_from_bits, unpack=_unpack_few, like=Blank(noise), p=p, is_scaled=is_scaled), few
     else:
-        again, kept = _as_bits(tape, noise, p, is_scaled)
+        again, kept = as_bits(tape, noise, p, is_scaled)
     return noise.div_(1 - p) if is_scaled else noise, again, (kept,)
 
 
-def _code_for(tape: Tape, like: Tensor, p: float, itemsize: int) -> int | None:
-    """0 for a bit an element, or the most bytes of those that have a zero; None for the generator's state."""
+def _is_kept_in_bits(tape: Tape, like: Tensor, itemsize: int) -> bool:
     # Bits are quick to read: chosen where they take no more than a state does, or at the floor 1/32 of what is kept.
-    n = like.numel()
-    if tape.dropout == "mask" or (tape.dropout in ("auto", "small") and n <= _BITS * _STATE):
-        return 0
-    if tape.dropout != "auto":
-        return None
-    if p <= _RARE and is_concrete(like):
-        mean = n / _BITS * (1 - (1 - p) ** _BITS)
-        most = math.ceil(mean + 4 * math.sqrt(mean))
-        nbytes = most + n // _BITS // _BITS
-    else:
-        most, nbytes = 0, n // _BITS
-    return most if 32 * nbytes <= n * itemsize else None
+    if tape.dropout == "auto" and itemsize >= _WIDE:
+        return True
+    return tape.dropout == "mask" or (tape.dropout != "seed" and like.numel() <= 8 * _STATE)
 
 
-def _as_bits(tape: Tape, noise: Tensor, p: float, is_scaled: bool) -> tuple[Callable[..., Tensor], Tensor]:
-    pack, unpack, *_ = (_pack, _unpack) if noise.is_cpu and is_concrete(noise) else tape.coders
-    again = partial(_from_bits, unpack=unpack, like=Blank(noise), p=p, is_scaled=is_scaled)
-    return again, pack(_in_memory_order(noise).bool())
-
-
-def _pack(flags: Tensor) -> Tensor:
-    return torch.from_numpy(np.packbits(flags.numpy(), bitorder="little"))  # quicker than what PyTorch has
-
-
-def _unpack(bits: Tensor, numel: int) -> Tensor:
-    return torch.from_numpy(np.unpackbits(bits.numpy(), count=numel, bitorder="little"))
-
-
-def _few_bits(noise: Tensor, most: int) -> Tensor | None:
-    """Where zeros are rare: a bit for each byte of bits, and the bytes that have a zero; None if more than ``most``."""
-    zeros = np.packbits(~_in_memory_order(noise).bool().numpy(), bitorder="little")
-    is_any = zeros != 0
-    some = zeros.take(np.flatnonzero(is_any))  # several times as quick as a boolean index
-    if len(some) > most:
-        return None
-    start = -(-len(zeros) // _BITS)
-    kept = np.zeros(start + most, np.uint8)  # as many at every step
-    kept[:start] = np.packbits(is_any)
-    kept[start : start + len(some)] = some
-    return torch.from_numpy(kept)
-
-
-def _unpack_few(few: Tensor, numel: int) -> Tensor:
-    kept, count = few.numpy(), -(-numel // _BITS)
-    start = -(-count // _BITS)
-    places = np.flatnonzero(np.unpackbits(kept[:start], count=count).view(bool))
-    bits = np.full(count, 255, np.uint8)
-    bits[places] = ~kept[start : start + len(places)]
-    return _unpack(torch.from_numpy(bits), numel)
+def as_bits(tape: Tape, noise: Tensor, p: float, is_scaled: bool) -> tuple[Callable[..., Tensor], Tensor]:
+    """What gives ``noise`` again, or a mask, of the bits that are returned beside."""
+    again = partial(_from_bits, unpack=tape.coders.unpack_bits, like=Blank(noise), p=p, is_scaled=is_scaled)
+    return again, tape.coders.pack_bits(_in_memory_order(noise).bool())
 
 
 class _Private(threading.local):
@@ -219,13 +175,13 @@ def _in_memory_order(dense: Tensor) -> Tensor:
 # On CUDA, F.dropout is one fused kernel that returns its boolean mask too.
 
 #: Whose turn it is to read or lend a device's default generator.
-_turn = threading.RLock()
+TURN = threading.RLock()
 
 
 def _fused(tape: Tape, x: Tensor, p: float) -> Tensor:
     if tape.dropout == "mask":
         y, mask = torch.native_dropout(x, p, True)
-        unpacked, bits = _as_bits(tape, mask, p, is_scaled=False)
+        unpacked, bits = as_bits(tape, mask, p, is_scaled=False)
         tape.record(mask, unpacked, (bits,))
         tape.record(y, torch.ops.aten.native_dropout_backward, (x, mask, scale_of(p, x.dtype)))
         return y
@@ -237,7 +193,7 @@ def _fused(tape: Tape, x: Tensor, p: float) -> Tensor:
         again.is_asked = True
         return Ticket(coded(tape, content, mask.untyped_storage(), mask, again.mask, (state,), is_lossy=False), mask)
 
-    with _turn, during(tape, coder=code):
+    with TURN, during(tape, coder=code):
         state = default_generator(x.device).get_state()
         y, _ = torch.native_dropout(x, p, True)
     tape.record(y, again.output, (x, state))
@@ -257,7 +213,7 @@ class _Again:
         self.waiting: list[tuple[Tensor, Any]] = []
 
     def output(self, x: Tensor, state: Tensor) -> Tensor:
-        y, mask = _drawn_again(x, state, self.p)
+        y, mask = drawn_again(x, state, self.p)
         if self.is_asked and backward_id() != -1:
             if not self.waiting:  # in a backward for a subset of the gradients, it may never be asked for
                 after_backward(partial(_forget, weakref.ref(self)))
@@ -270,7 +226,7 @@ class _Again:
         if mask is not None and mask.stride() == like.stride and stream == current_stream(like.device):
             return mask
         x = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=like.device)
-        return _drawn_again(x, state, self.p)[1]
+        return drawn_again(x, state, self.p)[1]
 
 
 def _forget(again: weakref.ref[_Again]) -> None:
@@ -278,15 +234,17 @@ def _forget(again: weakref.ref[_Again]) -> None:
         alive.waiting.clear()
 
 
-def _can_redraw(x: Tensor) -> bool:
+def can_redraw(x: Tensor) -> bool:
+    """Whether :func:`drawn_again` draws on CUDA what was drawn for ``x``."""
     # How the kernel hands out random numbers depends on layout and alignment: those of a fresh tensor must do.
     return is_dense(x) and is_aligned(x) and not is_capturing(x.device)
 
 
-def _drawn_again(x: Tensor, state: Tensor, p: float) -> tuple[Tensor, Tensor]:
+def drawn_again(x: Tensor, state: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """A dropout of ``x`` and its mask, as they were drawn on CUDA from ``state``."""
     # The fused kernel draws from the device's default generator only: lend it the old state for one call.
     generator = default_generator(x.device)
-    with _turn, outside_transforms():
+    with TURN, outside_transforms():
         now = generator.get_state()
         try:
             generator.set_state(state)

@@ -55,6 +55,10 @@ dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 #: The number that this thread's next autograd node gets.
 next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _module_call = torch.nn.Module._call_impl.__code__
+_hooks_of_all: tuple[Any, ...] = (
+    torch.nn.modules.module._global_forward_pre_hooks, torch.nn.modules.module._global_forward_hooks,
+    torch.nn.modules.module._global_backward_pre_hooks, torch.nn.modules.module._global_backward_hooks,
+)  # fmt: skip
 #: Contexts in which no tensor subclass is asked, or each; and whether they are (not where they have called backward).
 no_subclasses, all_subclasses = torch._C.DisableTorchFunctionSubclass, torch._C._EnableTorchFunction
 asks_classes: Callable[[], bool] = torch._C._is_torch_function_enabled
@@ -200,6 +204,12 @@ def modules_that_run() -> tuple[list[torch.nn.Module], list[str]]:
         elif not modules:
             names.append(frame.f_code.co_name)
     return modules, names
+
+
+def are_all_watched() -> bool:
+    """Whether hooks that are not ours run around every module, beside its own."""
+    hooks = [hook for hooks in _hooks_of_all if hooks for hook in hooks.values()]
+    return any(not str(getattr(hook, "__module__", "")).startswith("hf_memsave.") for hook in hooks)
 
 
 def number_of(node: Any) -> int:

@@ -20,7 +20,7 @@ SECONDS = 1.5
 
 @pytest.fixture(autouse=True)
 def by_seed(monkeypatch):
-    monkeypatch.setattr(dropout, "_code_for", lambda *_: None)
+    monkeypatch.setattr(dropout, "_is_kept_in_bits", lambda *_: False)
 
 
 @pytest.fixture
@@ -142,5 +142,5 @@ def wrong_steps_of_fused(threads):
 @pytest.mark.parametrize("takes_turns", [True, False])
 def test_threads_take_turns_at_the_generator_that_a_kernel_draws_from(takes_turns, threads, monkeypatch):
     if not takes_turns:  # planted
-        monkeypatch.setattr(dropout, "_turn", contextlib.nullcontext())
+        monkeypatch.setattr(dropout, "TURN", contextlib.nullcontext())
     assert (wrong_steps_of_fused(threads) == 0) == takes_turns

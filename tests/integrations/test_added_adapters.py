@@ -24,7 +24,7 @@ def lora(**options):
     return LoraConfig(target_modules=LINEARS, lora_dropout=0.1, **options)
 
 
-#: A configuration that has something to do in adapters; the exact one has not.
+#: A configuration that has something to do in the linears of adapters; the exact one has not.
 SAMPLED = MemSaveConfig(linear=WTACRS(budget=0.3, targets=("lora_A",)))
 
 
@@ -33,7 +33,7 @@ def sampled(model):
     return {name: is_patched(m) for name, m in loras if type(m).__name__ == "Linear"}
 
 
-def test_adapters_of_a_patched_model_keep_their_classes_and_what_they_keep_is_that_of_one_patched_later(device):
+def test_linears_of_adapters_keep_their_classes_and_what_they_keep_is_that_of_a_model_patched_later(device):
     kept = []
     for first in (True, False):
         model = build("llama", SIZE).to(device)
@@ -42,7 +42,8 @@ def test_adapters_of_a_patched_model_keep_their_classes_and_what_they_keep_is_th
         model = get_peft_model(model, lora())
         if not first:
             patch(model)
-        assert not any(is_patched(m) for m in model.modules() if isinstance(m, (peft.tuners.lora.Linear, nn.Linear)))
+        assert not any(is_patched(m) for m in model.modules() if isinstance(m, nn.Linear))
+        assert all(is_patched(m) for m in model.modules() if isinstance(m, peft.tuners.lora.Linear))
         kept.append(measure_kept(model, batch_for(model, SIZE)).total)
     assert kept[0] == kept[1]
 
@@ -73,8 +74,8 @@ def test_the_report_names_adapters_that_came_unseen(monkeypatch):
     tuner = peft.tuners.tuners_utils.BaseTuner  # as it is where nothing sees PEFT come
     monkeypatch.setattr(tuner, "inject_adapter", tuner.inject_adapter.__wrapped__)
     get_peft_model(model, LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
-    assert len(report.added) == SIZE.layers
-    assert "2 sites were added since" in str(report) and "call patch(model, report.config)" in str(report)
+    assert len(report.added) == 2 * SIZE.layers  # each layer, and the A that it holds
+    assert "4 sites were added since" in str(report) and "call patch(model, report.config)" in str(report)
     patch(model, report.config)
     assert report.added == ()
 

@@ -108,7 +108,7 @@ def test_adapters_count_by_the_block_they_are_in(later, device):
         model = get_peft_model(model, lora)
         if not later:
             patch(model, config)
-        patched = [n.split("layers.")[1] for n in patched_classes(model) if n.endswith(("q_proj", "down_proj"))]
-        assert {int(name[0]) for name in patched} == set(range(number, BLOCKS))
+        ops = {site.name.split("layers.")[1]: site.op for site in patch(model, config).patched if "_proj" in site.name}
+        assert ops == {name: "lora" if int(name[0]) < number else "quiet" for name in ops} and len(ops) == 2 * BLOCKS
         kept[number] = measure_kept(model, batch_for(model, SIZE)).total
     assert list(kept.values()) == sorted(kept.values(), reverse=True)

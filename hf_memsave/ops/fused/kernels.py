@@ -124,8 +124,8 @@ def runs_on(*tensors: Tensor) -> bool:
 def is_watched(module: nn.Module) -> bool:
     """Whether calling the module runs more than its class's forward: hooks, or a forward set on the instance."""
     own = module.__dict__
-    names = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "forward"
-    return any(own.get(name) for name in names)
+    hooks = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+    return bool(hooks) or "forward" in own
 
 
 def draws_as_stock(x: Tensor, patch: Any) -> bool:

@@ -1,0 +1,262 @@
+r"""``lora``: PEFT's plain LoRA layer as one node of autograd.
+
+Forward, with x ``[*, in]``, m the dropout's mask over 1 - p, and for an incoming gradient dz backward::
+
+    y = x m     h = y Aᵀ     z = x Wᵀ + s h Bᵀ
+    g = s dz    dB = gᵀ h    dA = (g B)ᵀ y     dx = (g B A) m + dz W
+
+Kept for backward::
+
+    stock    x in A's dtype, m, y and h; under autocast A, B and W in its dtype
+    here     x as it came, which is mostly kept or remade anyway; m's seed, or what is cheaper; h
+
+Exact: forward calls the functions that PEFT's layer calls, backward those that autograd would call for them, and x is
+given twice, first to the adapter, so that autograd adds up its gradients in stock's order. A base layer that is no
+frozen ``nn.Linear``, or runs again, stays a node of its own, and its output is given. Where gradients are
+differentiated in turn, backward makes h again from what it depends on.
+Source: Hu et al. (2022), arXiv:2106.09685; ``Linear``, ``Linear4bit`` and ``Linear8bitLt`` of ``peft.tuners.lora``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_memsave.device import default_generator, fuses_dropout, is_autocast
+from hf_memsave.ops.fused.kernels import is_watched
+from hf_memsave.ops.op import Op
+from hf_memsave.tape import Tape, current, private
+from hf_memsave.tape.again import LinearAgain
+from hf_memsave.tape.as_stock import counted
+from hf_memsave.tape.content import Sharded, same, written
+from hf_memsave.tape.dropout import TURN, can_redraw, drawn, drawn_again
+from hf_memsave.tape.functions import MADE
+from hf_memsave.tape.products import is_thin, low
+
+#: All that the forwards of PEFT's layers name, where they compute what is written above.
+_NAMES = frozenset(
+    """_check_forward_args pop VARIANT_KWARG_KEYS disable_adapters merged unmerge base_layer _mixed_batch_forward dtype
+    lora_A keys active_adapters lora_B lora_dropout scaling _cast_input_dtype weight lora_variant forward to clone torch
+    is_autocast_enabled""".split()
+)
+
+
+class _Call(NamedTuple):
+    """How one forward is computed."""
+
+    into: torch.dtype  # that x is converted to before it is dropped out
+    low: torch.dtype | None  # autocast's
+    scale: float
+    p: float
+    rounds: str  # to the base layer's dtype: the "sum", the "summand" or neither
+    a: Tensor
+    b: Tensor
+    weight: Tensor | None = None  # of the base layer, where that is computed here
+    bias: Tensor | None = None
+
+
+def _lora(module: Any, patch: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    tape = current()
+    if tape is None or args or kwargs:
+        return patch.stock.forward(module, x, *args, **kwargs)
+    with private.no_modes():  # which would see every shape and dtype that is asked for
+        call = _call_of(module, patch.value, tape, x)
+    if call is None:
+        return patch.stock.forward(module, x)
+    if tape.ledger is None or tape.in_place:
+        return _run(module, tape, call, x)
+    stock = partial(patch.stock.forward, module)
+    return counted(tape, "lora", partial(_run, module, tape, call, x), stock, (x,), module)
+
+
+def _run(module: Any, tape: Tape, call: _Call, x: Tensor) -> Tensor:
+    base = x if call.weight is not None else module._modules["base_layer"](x)
+    with private.no_modes():
+        leaves = (call.a, call.b) if call.low is None else (low(tape, call.a), low(tape, call.b))
+        return _apply(tape, call, x, base, *leaves)
+
+
+def _call_of(layer: Any, rounds: str, tape: Tape, x: Any) -> _Call | None:
+    """None where PEFT's layer computes more than one plain adapter, or a hook or a mode watches how."""
+    if (parts := plain_adapter(layer)) is None or private.innermost_mode() is not tape or tape.codec is not None:
+        return None
+    if type(x) not in MADE or not x.is_contiguous() or x.dim() < 2 or not x.numel() or x.is_inference():
+        return None
+    dropout, of_a, of_b, scale = parts
+    if Sharded.any_is_brief or (a := _only_weight(of_a)) is None or (b := _only_weight(of_b)) is None:
+        return None
+    to = torch.get_autocast_dtype(x.device.type) if private.any_autocast() and is_autocast(x) else None
+    if not a.requires_grad:  # then h alone is kept, which second derivatives make of x
+        return None
+    if (a.dtype != b.dtype and to is None) or x.numel() == a.numel() == x.shape[-1]:
+        return None  # of one row and rank 1, autograd computes gradients by another product
+    p = dropout.p if dropout.training and type(dropout) is nn.Dropout else 0.0
+    if p and (p >= 1 or tape.dropout == "stock"):
+        return None
+    if p and not (x.is_cpu or (fuses_dropout(x) and tape.dropout != "mask" and can_redraw(x))):
+        return None
+    is_mixed = rounds == "summand" and torch.is_autocast_enabled()  # as PEFT's layers of bitsandbytes ask
+    converts = not is_mixed and layer.__dict__.get("cast_input_dtype_enabled", True)
+    base = layer._modules["base_layer"]
+    weight, bias = (None, None) if tape.again or type(base) is not nn.Linear or is_watched(base) else _frozen(base)
+    return _Call(a.dtype if converts else x.dtype, to, scale, p, "" if is_mixed else rounds, a, b, weight, bias)
+
+
+def plain_adapter(layer: Any) -> tuple[Any, Any, Any, float] | None:
+    """Dropout, A, B and scale of the only adapter that is active, if that is plain LoRA and not merged."""
+    own = layer.__dict__
+    if own["_disable_adapters"] or own["merged_adapters"] or private.are_all_watched():
+        return None
+    parts, name = own["_modules"], own["_active_adapter"]
+    if type(name) is not str:
+        found = [one for one in name if one in parts["lora_A"]._modules]
+        name = found[0] if len(found) == 1 else None
+    if name not in parts["lora_A"]._modules or name in own.get("lora_variant", ()):
+        return None
+    dropout, a, b = parts["lora_dropout"]._modules[name], parts["lora_A"]._modules[name], parts["lora_B"]._modules[name]
+    scale = own["scaling"][name]
+    if is_watched(dropout):
+        return None
+    is_plain = type(dropout) is nn.Identity or (type(dropout) is nn.Dropout and not dropout.inplace)
+    return (dropout, a, b, scale) if is_plain and type(scale) in (int, float) else None
+
+
+def _only_weight(linear: Any) -> Any:
+    """The weight of a plain linear without a bias; None of any other."""
+    if type(linear) is not nn.Linear or linear._parameters.get("bias") is not None or is_watched(linear):
+        return None
+    weight = linear._parameters.get("weight")
+    return weight if type(weight) is nn.Parameter and weight.is_contiguous() else None
+
+
+def _frozen(base: Any) -> tuple[Tensor | None, Tensor | None]:
+    """The weight and bias of a frozen linear, if its product is not one that the tape may run again."""
+    weight, bias = base._parameters.get("weight"), base._parameters.get("bias")
+    is_plain = type(weight) is nn.Parameter and weight.is_contiguous() and not is_thin(weight)
+    is_frozen = is_plain and not weight.requires_grad and (bias is None or not bias.requires_grad)
+    return (weight, bias) if is_frozen and type(bias) in (nn.Parameter, type(None)) else (None, None)
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tape: Tape, call: _Call, x: Tensor, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        y, kept = x.to(call.into), tuple[Tensor, ...]()
+        out, to = base, call.low
+        if call.weight is not None:
+            out = F.linear(_as(x, to), _as(call.weight, to), _as(call.bias, to))
+        if call.p:
+            y, ctx.again, kept = _dropped(tape, y, call.p, x.itemsize)
+        h = F.linear(y if to is None else _as(y, to), a)
+        del y  # which is as large as x in fp32
+        z = _added(call.rounds, call.scale, out, h, b)
+        if call.weight is None:
+            _record(tape, call, z, base, h)
+        ctx.save_for_backward(x, h, *kept)
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        ctx.versions = call.a._version, call.b._version, 0 if call.weight is None else call.weight._version
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor | None) -> Any:
+        if dz is None:
+            return (None,) * 6
+        saved = ctx.saved_tensors  # for which a checkpoint may run its block again
+        with private.no_modes():
+            return None, None, *_gradients(ctx, dz, *saved)
+
+
+_apply = super(torch.autograd.Function, _Layer).apply  # without what torch.func alone needs
+
+
+def _gradients(ctx: Any, dz: Tensor, x: Tensor, h: Tensor, *kept: Tensor) -> tuple[Tensor | None, ...]:
+    """Of x, of x or the base layer's output, of A and of B; autograd converts each to the dtype of its tensor."""
+    call, (_, _, wants_x, wants_base, wants_a, wants_b) = ctx.call, ctx.needs_input_grad
+    version_a, version_b, version = ctx.versions
+    dx = dbase = da = db = back = None
+    g = (dz.to(h.dtype) * call.scale).reshape(-1, call.b.shape[0])
+    y = x.to(call.into)
+    if kept:
+        y, back = ctx.again(y, *kept)
+    y = _as(y, call.low)
+    if wants_b:
+        if torch.is_grad_enabled():
+            h = F.linear(y, _weight(call.a, version_a, call.low))
+        db = g.t() @ h.reshape(-1, h.shape[-1])
+    if wants_x or wants_a:
+        dh = g @ _weight(call.b, version_b, call.low)
+        if wants_a:
+            da = dh.t() @ y.reshape(-1, y.shape[-1])
+        del g, y
+        if wants_x:
+            dx = (dh @ _weight(call.a, version_a, call.low)).reshape(x.shape).to(call.into)
+            dx = dx if back is None else back(dx)
+    if wants_base and call.weight is not None:
+        dbase = (dz.reshape(-1, dz.shape[-1]) @ _weight(call.weight, version, call.low)).reshape(x.shape)
+    return dx, dz if call.weight is None else dbase, da, db
+
+
+def _weight(parameter: Tensor, version: int, low: torch.dtype | None) -> Tensor:
+    if parameter._version != version:
+        raise written(parameter, version)
+    return _as(parameter, low)
+
+
+def _as(x: Any, dtype: torch.dtype | None) -> Any:
+    """As autocast would hand it to a product."""
+    return x if dtype is None or x is None or x.dtype in (dtype, torch.float64) else x.to(dtype)
+
+
+def _added(rounds: str, scale: float, base: Tensor, h: Tensor, b: Tensor) -> Tensor:
+    """The output, z."""
+    delta = F.linear(h, b if b.dtype == h.dtype else b.to(h.dtype)) * scale
+    if rounds == "summand":
+        return base + delta.to(base.dtype)
+    return (base + delta).to(base.dtype) if rounds else base + delta
+
+
+def _record(tape: Tape, call: _Call, z: Tensor, base: Tensor, h: Tensor) -> None:
+    """Where the base layer's output can be had again, as below the floor, z can."""
+    content = tape.content_of(base)
+    if content is not None and (content.seen is not None or content.make is not None):
+        if (gathers := tape.gathers_of((call.b,))) is not None:
+            again = LinearAgain(partial(_added, call.rounds, call.scale), z.device.type, gathers)
+            tape.record(z, again, (base, h, call.b))
+
+
+def _dropped(tape: Tape, x: Tensor, p: float, itemsize: int) -> tuple[Tensor, Callable[..., Any], tuple[Tensor, ...]]:
+    """The dropout of x; what is kept; and what gives, of x and of that, the dropout again and a function of its dy."""
+    if fuses_dropout(x):
+        with TURN:
+            state = default_generator(x.device).get_state()
+            return torch.native_dropout(x, p, True)[0], partial(_drawn, p), (state,)
+    noise, again, kept = drawn(tape, x, p, itemsize)
+    if kept[0].nbytes >= noise.nbytes:
+        again, kept = same, (noise,)
+    return x * noise, partial(_times, again), kept
+
+
+def _times(again: Callable[[Tensor], Tensor], x: Tensor, kept: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    noise = again(kept)
+    return x * noise, noise.mul
+
+
+def _drawn(p: float, x: Tensor, state: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    y, mask = drawn_again(x, state, p)
+    return y, partial(torch.ops.aten.native_dropout_backward, mask=mask, scale=1.0 / (1.0 - p))
+
+
+def check(module: nn.Module, value: Any) -> str:
+    """The ``check`` of an op that stands for the forward of one of PEFT's layers."""
+    forwards = (vars(cls).get("forward") for cls in type(module).__mro__ if "_memsave_patch" not in vars(cls))
+    code = getattr(next(found for found in forwards if found is not None), "__code__", None)
+    unknown = {"no code"} if code is None else set(code.co_names) - _NAMES
+    return f"its forward has {', '.join(sorted(unknown))}: expected that of PEFT 0.21" if unknown else ""
+
+
+LORA = Op("lora", _lora, check, is_implied=True)
