@@ -31,6 +31,10 @@ SMALLEST = 4096
 CODED_IN = "_memsave_coded_in"
 
 _BITS = 8
+#: Eight bytes of 0 or 1, lowest first, times this have them as the bits of the highest byte.
+_GATHER = 0x0102040810204080
+#: A byte times this is eight of it, of which the other leaves bit i in byte i.
+_COPY, _EACH = 0x0101010101010101, 0x8040201008040201 - 2**64
 #: Elements of a tensor below which a code is not worth its launches.
 SMALLEST_CODED = 512
 _CODED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -38,20 +42,16 @@ _CODED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 def pack_bits(flags: Tensor) -> Tensor:
     """Eight booleans a byte, lowest bit first, as uint8 ``[ceil(numel / 8)]``; what is not zero is true."""
-    flat = (flags.reshape(-1).view(torch.uint8) != 0).view(torch.uint8)
+    flat = flags.reshape(-1).view(torch.uint8).clamp_max(1)  # CPU compares bytes one by one
     if rest := -flat.numel() % _BITS:
         flat = torch.cat([flat, flat.new_zeros(rest)])
-    columns = flat.view(-1, _BITS).unbind(1)
-    packed = columns[0].clone()
-    for bit, column in enumerate(columns[1:], start=1):
-        packed |= column << bit
-    return packed
+    return flat.view(torch.int64).mul_(_GATHER).__irshift__(56).to(torch.uint8)
 
 
 def unpack_bits(packed: Tensor, numel: int) -> Tensor:
     """The first ``numel`` booleans that :func:`pack_bits` packed, as bool ``[numel]``."""
-    shifts = torch.arange(_BITS, dtype=torch.uint8, device=packed.device)
-    return ((packed.unsqueeze(1) >> shifts) & 1).view(-1)[:numel].bool()
+    spread = packed.to(torch.int64).mul_(_COPY).__iand__(_EACH)
+    return spread.view(torch.uint8).clamp_max_(1).view(torch.bool)[:numel]
 
 
 class Coders(NamedTuple):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.torch_version import TorchVersion
 
 from hf_memsave import patch
@@ -140,11 +141,29 @@ def test_what_asks_for_a_number_raises(ask):
         (lambda x: torch.ops.aten.norm(x.bfloat16(), 2, [0]), torch.float32),
         (lambda x: torch.addcmul(x, x.bfloat16(), x), torch.float32),
         (lambda x: x.double() @ x.double().mT, torch.float64),
+        (lambda x: torch.ops.aten.norm(x.bfloat16()), torch.float32),
+        (lambda x: F.interpolate(x.bfloat16().view(1, 4, 4), scale_factor=2), torch.float32),
+        (lambda x: F.interpolate(x.bfloat16().view(1, 1, 4, 4), scale_factor=2, mode="bicubic"), torch.float32),
+        (
+            lambda x: torch.grid_sampler(x.view(1, 2, 2, 2, 2).bfloat16(), x.new_ones(1, 2, 2, 1, 3), 0, 0, False),
+            torch.float32,
+        ),
+        (lambda x: F.huber_loss(x.bfloat16(), x.bfloat16()), torch.float32),
+        (lambda x: torch.cat((x, x.bfloat16())), torch.float32),
     ],
 )
 def test_autocast_does_as_cudas(call, dtype):
     with fake_device() as device, torch.autocast(device.type, torch.bfloat16):
         assert call(torch.ones(4, 4, device=device)).dtype == dtype
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:  # PyTorch's own, of tensors that say that they are on a GPU
+        with FakeTensorMode(), torch.no_grad():
+            assert call(torch.empty(4, 4, device="cuda")).dtype == dtype
+    finally:
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])
 
 
 def test_autocast_converts_a_weight_once():

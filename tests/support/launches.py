@@ -22,7 +22,7 @@ _FREE = ("empty", "new_empty", "_unsafe_view", "promote_types")
 #: Launches of an operation beyond one, where it gives a vector its gradient: a sum of parts; our own also round it.
 _MORE = {
     "native_layer_norm_backward": 1, "rms_norm_backward": 2, "dropout_norm_backward": 2, "output_norm_backward": 2,
-    "draw": 2,  # a sort, and a launch before the last
+    "activation_backward": 1, "draw": 2,  # a sort, and a launch before the last
 }  # fmt: skip
 
 
@@ -44,7 +44,7 @@ class Launches(TorchDispatchMode):
         if home == "prim" or is_view or name.startswith(_FREE) or name in _PRODUCTS:
             return out
         given = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
-        more = _MORE.get(name, 0) if given.get("has_dw", True) else 0
+        more = _MORE.get(name, 0) if given.get("has_dw", given.get("has_db", True)) else 0
         if more and "has_dw" in given and out[2 if name == "dropout_norm_backward" else 1].dtype == torch.float32:
             more //= 2  # nothing to round
         self.names[name] += 1 + more

@@ -8,7 +8,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_memsave import measure_kept, patch
+from hf_memsave.tape.codecs import pack_bits, unpack_bits
 from support.helpers import assert_same_bits, random
+from support.launches import Launches
 
 ROWS, WIDTH = 64, 256
 BITS = ROWS * WIDTH // 8
@@ -114,3 +116,16 @@ def test_a_mask_that_is_written_to_later_was_kept_as_it_was(device, x):
             gradients(model, x)
         patch(model)
         assert_same_bits(gradients(model, x)["linear.bias"], expected.to(x))
+
+
+@pytest.mark.parametrize("n", [0, 1, 8, 1001])
+def test_eight_booleans_are_packed_and_unpacked_by_four_operations(n):
+    flags = torch.arange(n, dtype=torch.uint8).mul(85).view(torch.bool)  # 0, 85, 170, 255, 84 and so on
+    with Launches() as packing:
+        packed = pack_bits(flags)
+    with Launches() as unpacking:
+        found = unpack_bits(packed, n)
+    assert found.tolist() == [bool(byte) for byte in flags.view(torch.uint8).tolist()]
+    assert packed.nbytes == -(-n // 8)
+    assert packing.count <= 4 + 2 * (n % 8 > 0)  # and what fills the last byte
+    assert unpacking.count == 4

@@ -19,16 +19,20 @@ from torch import Tensor, nn
 from hf_memsave.ops.approximate.activation import ACTIVATION
 from hf_memsave.ops.approximate.inverse import name_of
 from hf_memsave.ops.fused.kernels import ACTIVATIONS, can_run, fused, is_watched, kernels
+from hf_memsave.ops.fused.linear import give_sum, wants_sum
 from hf_memsave.ops.op import Op
 
 
 def _activation(module: nn.Module, patch: Any, x: Tensor) -> Tensor:
     if _has_no_kernel(module, None) or not can_run(x):  # it may have changed since it was patched
         return patch.stock.forward(module, x)
-    act = _kernel_of(module)
+    act, is_biased = _kernel_of(module), wants_sum(x)
 
     def back(wanted: Any, dy: Tensor, x: Tensor) -> Any:
-        return kernels().activation_backward(dy, x, act)
+        dx, db, _ = kernels().activation_backward(dy, x, act, is_biased)
+        if db is not None:
+            give_sum(dx, db)
+        return (dx,)
 
     return fused(partial(kernels().activation_forward, act=act), back, x)
 

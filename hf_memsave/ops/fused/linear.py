@@ -7,7 +7,8 @@ Forward, with x̃, W̃ and b̃ in autocast's dtype, and for an incoming gradient
 Launches beside the products::
 
     stock    x̃, W̃ and b̃;  Σ;  dx, dW and db from autocast's dtype to fp32
-    here     x̃, once for all that take x;  W̃ and b̃, at once for linears that come after each other;  W̃ again;  Σ
+    here     x̃, once for all that take x;  W̃ and b̃, at once for linears that come after each other;  W̃ again;  Σ, but
+             where the kernel that made dy has it
 
 Kept for backward: x̃, or what it was made from; stock keeps W̃ too. Products add up in fp32 and give dx and dW as they
 are, where stock rounds both first. Gradients of gradients are refused. Shared conversions see the writes that versions
@@ -40,6 +41,8 @@ from hf_memsave.tape.products import is_thin, product, record_if_chosen
 _PLAIN = frozenset({Tensor, nn.Parameter, private.FakeTensor})
 #: Groups of parameters that the forwards, and the backwards, of all models have learned.
 _forwards, _backwards = WeakIdKeyDictionary(), WeakIdKeyDictionary()
+#: On an incoming gradient, the sum of its rows and the version of it that has that.
+_SUM = "_memsave_sum"
 #: Of the backwards that run: what each has converted, by device and stream.
 _running: dict[Any, LowParameters] = {}
 
@@ -186,5 +189,18 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         a, b = (rows, into) if ctx.is_turned else (into, rows)
         dw = wide_product(a.t(), b, torch.float32)
     if ctx.needs_input_grad[2]:
-        db = into.sum(0, dtype=torch.float32)
+        db, version = getattr(dy, _SUM, (None, 0))
+        if db is None or version != dy._version:
+            db = into.sum(0, dtype=torch.float32)
     return dx, dw, db
+
+
+def wants_sum(y: Tensor) -> bool:
+    """Whether ``y`` comes from a linear here whose bias wants its gradient, and from there as it is."""
+    node = y.grad_fn
+    return isinstance(node, private.node_class(_Linear)) and bool(node.needs_input_grad[2])
+
+
+def give_sum(dy: Tensor, db: Tensor) -> None:
+    """Tell the backward of the linear that ``dy`` goes to that its rows have the sum ``db``, as long as it has."""
+    setattr(dy, _SUM, (db, dy._version))

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_memsave import MemSaveConfig, measure_kept, patch, unpatch
 from hf_memsave.device import is_autocast
-from hf_memsave.ops.fused import dropout_norm, linear
+from hf_memsave.ops.fused import activation, dropout_norm, linear
 from support.fused_linear import (
     LOW,
     TRITON,
@@ -156,6 +156,24 @@ def test_a_step_is_stocks(device, name):
     torch.manual_seed(0)
     options = {"cache_enabled": False} if name == "without autocast's cache" else {}
     assert_same_step(make().to(device), random(*shape, device=device), device, **options)
+
+
+@pytest.mark.parametrize(
+    "change", [None, lambda dy: dy * 2, lambda dy: dy.mul_(2)[:], lambda dy: (dy.mul_(2), None)[1]]
+)
+def test_an_activation_sums_the_gradient_of_the_bias_before_it_unless_that_changes(device, change, monkeypatch):
+    given, give = [], activation.give_sum
+    monkeypatch.setattr(activation, "give_sum", lambda dx, db: given.append(db) or give(dx, db))
+    model, batch = bert(device)
+    patch(model, TRITON)
+    found, dense = [], model.bert.encoder.layer[1].intermediate.dense
+    hooks = [*filter(None, [change]), lambda dy: found.append(dy.clone())]
+    dense.register_forward_hook(lambda module, args, y: [y.register_hook(hook) for hook in hooks] and None)
+    with autocast(device):
+        model(**batch).loss.backward()
+    assert len(given) == 2
+    assert torch.equal(dense.bias.grad, given[0] if change is None else found[0].sum((0, 1), dtype=torch.float32))
+    assert_near(given[:1], [found[0].float().sum((0, 1)) / (1 if change is None else 2)])
 
 
 @pytest.mark.parametrize("make", [nn.Linear, Conv1D])

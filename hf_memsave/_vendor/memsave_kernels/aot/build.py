@@ -28,9 +28,10 @@ _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuo
 
 
 class Launch(NamedTuple):
-    """One launch that was asked for."""
+    """One launch that was asked for, on a device with one processor."""
 
     kernel: Any
+    grid: tuple[int, ...]
     args: tuple[Any, ...]
     constants: dict[str, Any]
     num_warps: int
@@ -44,12 +45,14 @@ class Build(NamedTuple):
         stack: Bytes of a thread that do not fit in registers.
         loads: Bits of each load from global memory in the program text, sorted.
         stores: Bits of each store.
+        barriers: At which the warps of a program wait for each other, in the program text.
     """
 
     registers: int
     stack: int
     loads: tuple[int, ...]
     stores: tuple[int, ...]
+    barriers: int
 
 
 @contextmanager
@@ -57,7 +60,7 @@ def recording():
     """Yields a list that every launch on CPU tensors is added to, instead of being run."""
     found: list[Launch] = []
     before = _launch.launch_elsewhere
-    _launch.launch_elsewhere = lambda kernel, grid, *rest: found.append(Launch(kernel, *rest))
+    _launch.launch_elsewhere = lambda *asked: found.append(Launch(*asked))
     try:
         yield found
     finally:
@@ -119,7 +122,8 @@ def _read(cubin: bytes) -> Build:
         usage, text = (_dump(flag, file.name) for flag in ("-res-usage", "-sass"))
     registers, stack = (int(re.findall(rf"{name}:(\d+)", usage)[0]) for name in ("REG", "STACK"))
     spilled = re.findall(r"\b(?:LDL|STL)\b", text)
-    return Build(registers, max(stack, len(spilled)), _widths("LDG", text), _widths("STG", text))
+    barriers = len(re.findall(r"\bBAR\b", text))
+    return Build(registers, max(stack, len(spilled)), _widths("LDG", text), _widths("STG", text), barriers)
 
 
 def _dump(flag: str, file: str) -> str:

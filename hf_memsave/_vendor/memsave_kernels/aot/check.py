@@ -2,9 +2,10 @@
 
     python aot/check.py [--write | --widen] [name …]
 
-A kernel may use no stack, no more registers than its limit, no more loads and stores of under 128 bits (those of
-numbers that there is one of in a row), and no fewer of 128 bits. ``--write`` makes the file from what is
-found; ``--widen`` makes room in it for what another version of Triton makes.
+A kernel may use no stack, no more registers and barriers than its limit, no more loads and stores of under 128 bits
+(those of numbers that there is one of in a row), and no fewer of 128 bits. Where programs share the rows to sum a
+gradient, a processor is given as many as it has registers for, or a quarter fewer. ``--write`` makes the file from what
+is found; ``--widen`` makes room in it for what another version of Triton makes.
 """
 
 import sys
@@ -18,7 +19,7 @@ else:
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "torch-ext")]
 
-from build import ARCHITECTURES, Build, build, record  # noqa: E402
+from build import ARCHITECTURES, Build, Launch, build, record  # noqa: E402
 from launches import LAUNCHES, NAMES  # noqa: E402
 
 LIMITS = HERE / "limits.toml"
@@ -31,6 +32,7 @@ def figures(found: Build) -> dict[str, int]:
         "registers": -(-found.registers // 8) * 8,
         "narrow_loads": narrow_loads,
         "narrow_stores": narrow_stores,
+        "barriers": found.barriers,
         "wide": sum(bits >= 128 for bits in found.loads + found.stores),
     }
 
@@ -46,6 +48,15 @@ def faults(found: Build, limits: dict[str, int]) -> list[str]:
     return over + ([f"{found.stack} bytes of stack"] if found.stack else [])
 
 
+def crowd(launch: Launch, found: Build) -> list[str]:
+    """What is wrong with how many programs share the rows."""
+    if dict(zip(launch.kernel.arg_names, launch.args, strict=False)).get("dw_ptr") is None:
+        return []
+    programs = launch.grid[0] // launch.constants["TILES"]
+    room = min(65536 // (figures(found)["registers"] * 32), 64) // launch.num_warps
+    return [] if 0.75 * room <= programs <= room else [f"{programs} programs on a processor, which has room for {room}"]
+
+
 def _wider(key: str, a: int, b: int) -> int:
     return min(a, b) if key == "wide" else max(a, b)
 
@@ -55,10 +66,10 @@ def read() -> dict[str, dict[str, dict[str, int]]]:
     return tomllib.loads(LIMITS.read_text(encoding="utf-8"))
 
 
-def compiled(name: str, architecture: int) -> Build:
-    """The kernel of one of :data:`~launches.NAMES`."""
+def launch_of(name: str) -> Launch:
+    """One of :data:`~launches.NAMES`."""
     name, _, number = name.partition("-")
-    return build(record(LAUNCHES[name])[int(number or 0)], architecture)
+    return record(LAUNCHES[name])[int(number or 0)]
 
 
 def check(name: str, architecture: int) -> list[str]:
@@ -66,18 +77,20 @@ def check(name: str, architecture: int) -> list[str]:
     limits = read().get(name, {}).get(f"sm_{architecture}")
     if limits is None:
         return ["no limits: run `python aot/check.py --write`"]
-    return faults(compiled(name, architecture), limits)
+    launch = launch_of(name)
+    found = build(launch, architecture)
+    return faults(found, limits) + crowd(launch, found)
 
 
 def write(names: list[str], widens: bool) -> None:
     """Makes the limits of some kernels, or only widens them to what is found; the others stay."""
     every = read() if LIMITS.exists() else {}
     for name in names:
-        found = {f"sm_{a}": figures(compiled(name, a)) for a in ARCHITECTURES}
+        found = {f"sm_{a}": figures(build(launch_of(name), a)) for a in ARCHITECTURES}
         before = every.get(name, found) if widens else found
-        every[name] = {a: {key: _wider(key, before[a][key], found[a][key]) for key in found[a]} for a in found}
-    lines = ["# Made by `python aot/check.py --write`: the most registers, and loads and stores of under 128 bits,\n"]
-    lines += ["# and the fewest of 128 bits.\n"]
+        every[name] = {a: {key: _wider(key, before[a].get(key, n), n) for key, n in found[a].items()} for a in found}
+    lines = ["# Made by `python aot/check.py --write`: the most registers, loads and stores of under 128 bits, and\n"]
+    lines += ["# barriers, and the fewest of 128 bits.\n"]
     for name in sorted(every):
         lines.append(f"\n[{name}]\n")
         for architecture, limits in every[name].items():

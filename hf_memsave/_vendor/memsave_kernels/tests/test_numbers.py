@@ -24,6 +24,15 @@ def test_no_worse_than_eager(case, dtype, shape):
     check(case, case.inputs(maker(dtype), *shape))
 
 
+#: With sums over rows that no program holds at once.
+LONG = [case for case in CASES if any("norm_b" in name or "cross" in name for name in case.bytes_per_element)]
+
+
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_parts_of_a_row_are_those_of_the_whole(case):
+    check(case, case.inputs(maker(case.dtypes[0]), 5, 8203))
+
+
 @only_interpreted
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_an_error_of_1_percent_in_any_store_is_caught(case):

@@ -21,7 +21,7 @@ def _ours(x: Tensor, dy: Tensor, act: str) -> tuple[Tensor, ...]:
     y = ours.activate(x, act)
     dx, db, again = ours.activation_backward(dy, x.detach(), act, has_db=True, again=True)
     assert torch.equal(again, y) and torch.equal(*gradients(y, (x,), dy), dx)
-    return y, dx, db
+    return y, dx, db.to(x.dtype)
 
 
 def _eager(wide: torch.dtype, x: Tensor, dy: Tensor, act: str) -> tuple[Tensor, ...]:

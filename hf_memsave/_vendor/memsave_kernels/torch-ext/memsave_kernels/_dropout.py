@@ -17,9 +17,9 @@ _STEPS = 65536
 @triton.jit
 def dropped_out(x, seed, threshold, row, first, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Dropout of a float32 tile ``[ROWS, COLUMNS]``, of rows ``[ROWS, 1]``, from column ``first``, a multiple of 8."""
-    group = first // 8 + tl.arange(0, COLUMNS // 8)[None, :] + tl.zeros([ROWS, 1], dtype=tl.int32)
-    a, b, c, d = tl.philox(seed, group, row.to(tl.int32), 0, 0)
-    words = tl.join(tl.join(a, b), tl.join(c, d))
+    quad = first // 4 + tl.arange(0, COLUMNS // 4)[None, :] + tl.zeros([ROWS, 1], dtype=tl.int32)
+    a, b, c, d = tl.philox(seed, quad // 2, row.to(tl.int32), 0, 0)  # once for threads that hold both quads
+    words = tl.join(tl.where(quad % 2 == 0, a, b), tl.where(quad % 2 == 0, c, d))
     halves = tl.reshape(tl.join(words & 0xFFFF, words >> 16), [ROWS, COLUMNS]).to(tl.int32)
     threshold = threshold.to(tl.int32)
     return tl.where(halves >= threshold, x * (65536.0 / (65536 - threshold).to(tl.float32)), 0.0)

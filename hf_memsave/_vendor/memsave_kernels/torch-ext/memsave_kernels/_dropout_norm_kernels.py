@@ -17,6 +17,15 @@ def _vectors(w_ptr, b_ptr, column, N: tl.constexpr):
 
 
 @triton.jit
+def _places(row, column, N: tl.constexpr, HAS_BOTH: tl.constexpr):
+    """Where a tile lies; by fours where it is read and written in both widths, or each would have another layout."""
+    at = row * N + column
+    if HAS_BOTH and N % 4 == 0:
+        at = tl.multiple_of(at, (1, 4))
+    return at
+
+
+@triton.jit
 def _affine(h, mean, rstd, w, b):
     """y: the same in forward, again and backward."""
     return (h - mean) * rstd * w + b
@@ -32,7 +41,7 @@ def dropout_norm_forward_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     is_row, inside = row < rows, (row < rows) & (column < N)
-    at = row * N + column
+    at = _places(row, column, N, x_ptr.dtype != y_ptr.dtype)
     h = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if DROPS:
         h = dropped_out(h, seed, threshold, row, 0, ROWS, COLUMNS)
@@ -67,7 +76,7 @@ def dropout_sum_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (column < N)
-    at = row * N + column
+    at = _places(row, column, N, x_ptr.dtype != h_ptr.dtype)
     h = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if DROPS:
         h = dropped_out(h, seed, threshold, row, 0, ROWS, COLUMNS)
@@ -80,25 +89,33 @@ def dropout_sum_kernel(
     tl.store(h_ptr + at, h + residual, mask=inside)
 
 
+@triton.jit
+def _read(h_ptr, dy_ptr, dlow_ptr, at, inside):
+    """h, and the gradient of y in both dtypes."""
+    dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if dlow_ptr is not None:
+        dy += tl.load(dlow_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    return tl.load(h_ptr + at, mask=inside, other=0.0).to(tl.float32), dy
+
+
 @triton.jit(do_not_specialize=["seed", "threshold"])
 def dropout_norm_backward_kernel(
     dy_ptr, dlow_ptr, dh_ptr, h_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr,
     dx_ptr, dresidual_ptr, dw_ptr, db_ptr, y_ptr, low_ptr, seed: tl.int64, threshold: tl.int64, rows,
-    N: tl.constexpr, DROPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    N: tl.constexpr, DROPS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The gradients whose pointers are not None, this program's part of dw and db, and y again likewise."""
-    column = tl.arange(0, COLUMNS)[None, :]
+    """The gradients whose pointers are not None, parts of dw and db, and y again: each of one of a row's TILES."""
+    worker, workers = tl.program_id(0) // TILES, tl.num_programs(0) // TILES
+    start = tl.program_id(0) % TILES * COLUMNS
+    column = start + tl.arange(0, COLUMNS)[None, :]
     w, b = _vectors(w_ptr, b_ptr, column, N)
     dw = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     db = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+    for first in range(worker * ROWS, rows, workers * ROWS):
         row = first + tl.arange(0, ROWS)[:, None].to(tl.int64)
         is_row, inside = row < rows, (row < rows) & (column < N)
-        at = row * N + column
-        h = tl.load(h_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        if dlow_ptr is not None:
-            dy += tl.load(dlow_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        at = _places(row, column, N, dx_ptr.dtype != h_ptr.dtype)
+        h, dy = _read(h_ptr, dy_ptr, dlow_ptr, at, inside)
         mean = tl.load(mean_ptr + row, mask=is_row, other=0.0)
         rstd = tl.load(rstd_ptr + row, mask=is_row, other=0.0)
         if y_ptr is not None:
@@ -111,19 +128,28 @@ def dropout_norm_backward_kernel(
         if db_ptr is not None:
             db += dy
         g = dy * w
-        share = tl.sum(g * normed, axis=1, keep_dims=True) / N
-        dh = rstd * (g - tl.sum(g, axis=1, keep_dims=True) / N - normed * share)
+        if TILES == 1:
+            total, product = tl.sum(g, axis=1, keep_dims=True), tl.sum(g * normed, axis=1, keep_dims=True)
+        else:  # with the row's other tiles, which other programs take
+            total, product = tl.zeros([ROWS, 1], dtype=tl.float32), tl.zeros([ROWS, 1], dtype=tl.float32)
+            for tile in range(TILES):
+                other = tile * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+                a, c = _read(h_ptr, dy_ptr, dlow_ptr, row * N + other, (row < rows) & (other < N))
+                c *= tl.load(w_ptr + other, mask=other < N, other=0.0).to(tl.float32)
+                total += tl.sum(c, axis=1, keep_dims=True)
+                product += tl.sum(c * ((a - mean) * rstd), axis=1, keep_dims=True)
+        dh = rstd * (g - total / N - normed * (product / N))
         if dh_ptr is not None:
             dh += tl.load(dh_ptr + at, mask=inside, other=0.0).to(tl.float32)
         if dresidual_ptr is not None:
             tl.store(dresidual_ptr + at, dh, mask=inside)
         if dx_ptr is not None:
             if DROPS:
-                dh = dropped_out(dh, seed, threshold, row, 0, ROWS, COLUMNS)
+                dh = dropped_out(dh, seed, threshold, row, start, ROWS, COLUMNS)
             tl.store(dx_ptr + at, dh, mask=inside)
     if dw_ptr is not None:
-        at = tl.program_id(0).to(tl.int64) * N + column
+        at = worker.to(tl.int64) * N + column
         tl.store(dw_ptr + at, tl.sum(dw, axis=0, keep_dims=True), mask=column < N)
     if db_ptr is not None:
-        at = tl.program_id(0).to(tl.int64) * N + column
+        at = worker.to(tl.int64) * N + column
         tl.store(db_ptr + at, tl.sum(db, axis=0, keep_dims=True), mask=column < N)

@@ -14,7 +14,10 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_compiled: dict[tuple[Any, ...], Any] = {}
+#: By specialization: what gives a stream, what launches a kernel there, and its handle and metadata.
+_compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+#: Without asking whether CUDA is initialized, where there is a tensor already.
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 _processors: dict[int, int] = {}
 
 
@@ -26,25 +29,37 @@ def launch(
     Args:
         kernel: A ``triton.jit`` function.
         grid: Its programs along one, two or three axes; without one, nothing is run.
-        args: Its arguments up to the first constant, in order; None for a tensor that is not there.
+        args: Its arguments up to the first constant, in order, None for a tensor that is not there: one of the first
+            two is one.
         constants: Its constants, in order.
         num_warps: Of each program.
 
     """
     if 0 in grid:
         return
-    first = next(arg for arg in args if isinstance(arg, Tensor))
+    first = args[0] if args[0] is not None else args[1]
     if not isinstance(kernel, JITFunction) or not first.is_cuda:
         return launch_elsewhere(kernel, grid, args, constants, num_warps)
-    if first.get_device() != torch.cuda.current_device():
-        with torch.cuda.device(first.device):
+    device = first.get_device()
+    if device != _current_device():
+        with torch.cuda.device(device):
             return launch(kernel, grid, args, constants, num_warps)
-    key = (id(kernel), first.get_device(), num_warps, *constants.values(), *map(_specialized, args))
-    compiled = _compiled.get(key)
-    if compiled is None:
-        _compiled[key] = kernel[grid](*args, **constants, num_warps=num_warps)
+    key = [id(kernel), device, num_warps, *constants.values()]  # and what Triton specializes a kernel to
+    for arg in args:
+        if isinstance(arg, Tensor):
+            key.append(arg.dtype if arg.data_ptr() % 16 == 0 else (arg.dtype,))
+        elif type(arg) is int:
+            key.append((arg == 1) + 2 * (arg % 16 == 0) + 4 * (-(2**31) <= arg < 2**31))
+        else:
+            key.append(type(arg))
+    if (ready := _compiled.get(tuple(key))) is None:
+        compiled = kernel[grid](*args, **constants, num_warps=num_warps)
+        stream = triton.runtime.driver.active.get_current_stream
+        _compiled[tuple(key)] = stream, compiled.run, compiled.function, compiled.packed_metadata
     else:
-        compiled[grid if len(grid) == 3 else (*grid, 1, 1)](*args, *constants.values())
+        stream, run, function, metadata = ready  # as `compiled[grid]` calls it, but without a search for hooks
+        x, y, z = (*grid, 1, 1)[:3]
+        run(x, y, z, stream(device), function, metadata, None, None, None, *args, *constants.values())
 
 
 def launch_elsewhere(
@@ -61,17 +76,6 @@ def launch_elsewhere(
             "TRITON_INTERPRET=1 before the import, which interprets the kernels (slowly)."
         )
     kernel[grid](*args, **constants)
-
-
-def _specialized(arg: Any) -> Any:
-    """What Triton would specialize a kernel to: the rest of an argument may change without another compilation."""
-    if isinstance(arg, Tensor):
-        return arg.dtype, arg.data_ptr() % 16 == 0
-    if isinstance(arg, Long):
-        return Long
-    if isinstance(arg, int):
-        return arg == 1, arg % 16 == 0, -(2**31) <= arg < 2**31
-    return arg is None
 
 
 class Long(int):
@@ -92,9 +96,20 @@ def triton_dtype(dtype: torch.dtype) -> Any:
     return _DTYPES[dtype]
 
 
-def workers(x: Tensor, tiles: int, warps: int) -> int:
-    """How many programs share the tiles of a kernel where each has a sum of its own: two or more on every processor."""
-    return min(tiles, max(2, 16 // warps) * processors(x))
+def workers(x: Tensor, tiles: int, warps: int, registers: int) -> int:
+    """How many programs share the tiles of a kernel where each has a sum of its own.
+
+    Args:
+        x: A tensor on their device.
+        tiles: What they share.
+        warps: Of a program.
+        registers: Of a thread, at most: they say how many programs a processor runs at once.
+
+    Returns:
+        As many as run at once, or fewer that take no longer.
+    """
+    at_once = max(1, min(65536 // (registers * 32), 64) // warps) * processors(x)
+    return ceil_div(tiles, max(1, ceil_div(tiles, at_once)))
 
 
 def processors(x: Tensor) -> int:
@@ -123,12 +138,13 @@ def ceil_div(a: int, b: int) -> int:
 
 
 @functools.cache
-def row_tile(columns: int, share: int = 16) -> tuple[int, int, int]:
-    """How a program takes whole rows.
+def row_tile(columns: int, share: int = 16, most: int = 65536) -> tuple[int, int, int]:
+    """How a program takes whole rows, or parts of long ones.
 
     Args:
         columns: Elements of a row.
         share: Elements of each thread, unless a row needs more than 16 warps: fewer for kernels that hold more arrays.
+        most: Columns of a tile.
 
     Returns:
         The rows and columns of a tile, each a power of two, and the warps.
@@ -138,6 +154,6 @@ def row_tile(columns: int, share: int = 16) -> tuple[int, int, int]:
     """
     if columns > 65536:
         raise ValueError(f"expected rows of at most 65536 elements, got {columns}: use PyTorch's own function there")
-    width = max(16, triton.next_power_of_2(columns))
+    width = min(most, max(16, triton.next_power_of_2(columns)))
     rows = max(1, min(128 * share // width, 64))
     return rows, width, max(4, min(16, rows * width // (32 * share)))

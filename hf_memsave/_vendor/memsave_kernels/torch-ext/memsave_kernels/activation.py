@@ -80,11 +80,12 @@ def _backward(dy: Tensor, x: Tensor, act: str, has_db: bool, again: bool) -> tup
         (dy.contiguous(), x.contiguous(), dx, parts, y if again else None, rows, columns),
         {"ACT": act, "ROWS": _ROWS, "COLUMNS": _COLUMNS},
     )  # fmt: skip
-    return dx, db if parts is None else parts.sum(0).to(x.dtype), y
+    return dx, db if parts is None else parts.sum(0), y
 
 
 def _backward_fake(dy: Tensor, x: Tensor, act: str, has_db: bool, again: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return like(x), x.new_empty(x.shape[-1:] if has_db else 0), x.new_empty(x.shape if again else 0)
+    db = x.new_empty(x.shape[-1:] if has_db else 0, dtype=torch.float32)
+    return like(x), db, x.new_empty(x.shape if again else 0)
 
 
 _forward_op = define("activation_forward(Tensor x, str act) -> Tensor", _forward, _forward_fake)
@@ -120,7 +121,7 @@ def activation_backward(
         again: Whether y is.
 
     Returns:
-        dx ``[*, F]``, db ``[F]`` or None, y ``[*, F]`` or None.
+        dx ``[*, F]``, db ``[F]`` in float32 or None, y ``[*, F]`` or None.
     """
     dx, db, y = _backward_op(dy, x, check(act), has_db, again)
     return dx, db if has_db else None, y if again else None

@@ -22,37 +22,37 @@ def packed(flags, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def unpacked(ptr, n, BLOCK: tl.constexpr):
-    """This program's 0 or 1 ``[BLOCK]``, of n in all, from the bytes at ``ptr``."""
+def unpacked(ptr, size, BLOCK: tl.constexpr):
+    """This program's 0 or 1 ``[BLOCK]``, from the bytes at ``ptr``, ``size`` in all."""
     byte = tl.program_id(0).to(tl.int64) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
-    lanes = tl.load(ptr + byte, mask=byte * 8 < n, other=0).to(tl.int32)[:, None] >> tl.arange(0, 8)[None, :]
+    lanes = tl.load(ptr + byte, mask=byte < size, other=0).to(tl.int32)[:, None] >> tl.arange(0, 8)[None, :]
     return tl.reshape(lanes & 1, [BLOCK])
 
 
 @triton.jit
-def store_packed(ptr, flags, n, BLOCK: tl.constexpr):
-    """Stores this program's flags ``[BLOCK]``, of n in all; those beyond n have to be 0."""
+def store_packed(ptr, flags, size, BLOCK: tl.constexpr):
+    """Stores this program's flags ``[BLOCK]`` in its bytes, of ``size`` in all; those beyond have to be 0."""
     byte = tl.program_id(0).to(tl.int64) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
-    tl.store(ptr + byte, packed(flags, BLOCK), mask=byte * 8 < n)
+    tl.store(ptr + byte, packed(flags, BLOCK), mask=byte < size)
 
 
 @triton.jit
-def pack_bits_kernel(x_ptr, bits_ptr, n, BLOCK: tl.constexpr):
+def pack_bits_kernel(x_ptr, bits_ptr, n, size, BLOCK: tl.constexpr):
     """A bit for each byte that is not 0."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    store_packed(bits_ptr, tl.load(x_ptr + at, mask=at < n, other=0) != 0, n, BLOCK)
+    store_packed(bits_ptr, tl.load(x_ptr + at, mask=at < n, other=0) != 0, size, BLOCK)
 
 
 @triton.jit
-def unpack_bits_kernel(bits_ptr, x_ptr, n, BLOCK: tl.constexpr):
+def unpack_bits_kernel(bits_ptr, x_ptr, n, size, BLOCK: tl.constexpr):
     """A byte, 0 or 1, for each bit."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(x_ptr + at, unpacked(bits_ptr, n, BLOCK).to(tl.uint8), mask=at < n)
+    tl.store(x_ptr + at, unpacked(bits_ptr, size, BLOCK).to(tl.uint8), mask=at < n)
 
 
 def _pack(flags: Tensor) -> Tensor:
     bits = _pack_fake(flags)
-    args: tuple[Any, ...] = (flags.contiguous().view(torch.uint8), bits, flags.numel())
+    args: tuple[Any, ...] = (flags.contiguous().view(torch.uint8), bits, flags.numel(), bits.numel())
     launch(pack_bits_kernel, (ceil_div(flags.numel(), _BLOCK),), args, {"BLOCK": _BLOCK})
     return bits
 
@@ -63,7 +63,8 @@ def _pack_fake(flags: Tensor) -> Tensor:
 
 def _unpack(bits: Tensor, n: int) -> Tensor:
     flags = _unpack_fake(bits, n)
-    launch(unpack_bits_kernel, (ceil_div(n, _BLOCK),), (*dense(bits), flags.view(torch.uint8), n), {"BLOCK": _BLOCK})
+    args = (*dense(bits), flags.view(torch.uint8), n, bits.numel())
+    launch(unpack_bits_kernel, (ceil_div(n, _BLOCK),), args, {"BLOCK": _BLOCK})
     return flags
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
-from ._launch import ceil_div, dense, launch
+from ._launch import ceil_div, dense, launch, processors
 from ._ops import define
 
 _BLOCK = 4096
@@ -29,29 +29,47 @@ _CHUNK = 2**26
 
 
 @triton.jit
+def _higher(x, most, total):
+    """The largest of x and what was before, and Σ exp(x - largest) likewise."""
+    higher = tl.maximum(most, tl.max(x, axis=0))
+    low = tl.where(higher == -float("inf"), 0.0, higher)
+    return higher, total * tl.exp(most - low) + tl.sum(tl.exp(x - low), axis=0)
+
+
+@triton.jit
+def _slope(x, is_label, most, total, weight, is_counted):
+    """The gradient dl."""
+    return tl.where(is_counted, weight * (tl.exp(x - most) / total - tl.where(is_label, 1.0, 0.0)), 0.0)
+
+
+@triton.jit
 def cross_entropy_kernel(l_ptr, label_ptr, count_ptr, loss_ptr, ignored, columns, BLOCK: tl.constexpr):
-    """The loss of one row, not divided; and dl over l."""
+    """The loss of one row, not divided; and dl over l: of whole eights of the tensor by wide loads, and of its ends."""
     row = tl.program_id(0).to(tl.int64)
+    eighth = (row * columns + 7) // 8 * 8
+    head = tl.minimum((eighth - row * columns).to(tl.int32), columns)
+    body = (columns - head) // 8 * 8
+    body_ptr = l_ptr + eighth
     l_ptr += row * columns
     label = tl.load(label_ptr + row)
     is_counted = (label != ignored) & (label >= 0) & (label < columns)
     at_label = tl.load(l_ptr + label, mask=is_counted, other=0.0).to(tl.float32)
-    most = -float("inf")
-    total = 0.0
-    for first in range(0, columns, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        x = tl.load(l_ptr + column, mask=column < columns, other=-float("inf")).to(tl.float32)
-        higher = tl.maximum(most, tl.max(x, axis=0))
-        low = tl.where(higher == -float("inf"), 0.0, higher)
-        total = total * tl.exp(most - low) + tl.sum(tl.exp(x - low), axis=0)
-        most = higher
+    place = tl.arange(0, 16)
+    end = tl.where(place < 8, place, head + body + place - 8)
+    is_end = (end < columns) & ((place < head) | (place >= 8))
+    ends = tl.load(l_ptr + end, mask=is_end, other=-float("inf")).to(tl.float32)
+    most, total = _higher(ends, -float("inf"), 0.0)
+    for first in range(0, body, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        x = tl.load(body_ptr + at, mask=at < body, other=-float("inf")).to(tl.float32)
+        most, total = _higher(x, most, total)
     tl.store(loss_ptr + row, tl.where(is_counted, tl.log(total) - (at_label - most), 0.0))
-    weight = tl.where(is_counted, 1.0 / tl.load(count_ptr), 0.0)
-    for first in range(0, columns, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        x = tl.load(l_ptr + column, mask=column < columns, other=-float("inf")).to(tl.float32)
-        slope = tl.exp(x - most) / total - tl.where(column == label, 1.0, 0.0)
-        tl.store(l_ptr + column, tl.where(is_counted, weight * slope, 0.0), mask=column < columns)
+    weight = 1.0 / tl.load(count_ptr)
+    tl.store(l_ptr + end, _slope(ends, end == label, most, total, weight, is_counted), mask=is_end)
+    for first in range(0, body, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        x = tl.load(body_ptr + at, mask=at < body, other=-float("inf")).to(tl.float32)
+        tl.store(body_ptr + at, _slope(x, head + at == label, most, total, weight, is_counted), mask=at < body)
 
 
 @triton.jit
@@ -67,7 +85,8 @@ def scale_kernel(x_ptr, by_ptr, n, BLOCK: tl.constexpr):
 def _cross_entropy(logits: Tensor, labels: Tensor, count: Tensor, ignored: int) -> Tensor:
     losses = _cross_entropy_fake(logits, labels, count, ignored)
     args = (logits, *dense(labels), count, losses, ignored, logits.shape[1])
-    block = min(_BLOCK, max(16, triton.next_power_of_2(logits.shape[1])))
+    most = _BLOCK if logits.shape[0] >= 4 * processors(logits) else 4 * _BLOCK  # a processor with few rows waits less
+    block = min(most, max(16, triton.next_power_of_2(logits.shape[1])))
     launch(cross_entropy_kernel, (logits.shape[0],), args, {"BLOCK": block}, max(4, block // 512))
     increment_version(logits)  # who keeps them for backward is told
     return losses

@@ -87,17 +87,17 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     how = (p, seed, x, residual, has_dw, out, low)
     dx, dresidual, dvectors, y, y_low = _backward_fake(dy, dlow, dh, h, weight, bias, mean, rstd, *how)
-    rows, columns, warps = row_tile(h.shape[-1], 8)
-    tiles = ceil_div(mean.numel(), rows)
-    programs = workers(h, tiles, warps) if has_dw else tiles
+    rows, columns, warps = row_tile(h.shape[-1], 8, 4096)
+    across, down = ceil_div(h.shape[-1], columns), ceil_div(mean.numel(), rows)
+    programs = workers(h, down, warps, 72 if dlow is None else 88) if has_dw else down
     parts = h.new_empty(len(dvectors), programs, h.shape[-1], dtype=torch.float32) if has_dw else None
     dw_part, db_part = (None, None) if parts is None else (parts[0], None if bias is None else parts[1])
     launch(
-        dropout_norm_backward_kernel, (programs,),
+        dropout_norm_backward_kernel, (programs * across,),
         (*dense(dy, dlow, dh, h, weight, bias, mean, rstd), dx, dresidual if dresidual.numel() else None,
          dw_part, db_part, y if out else None, y_low if low else None,
          *drop_args(p, seed), mean.numel()),
-        {"N": h.shape[-1], "DROPS": p > 0, "ROWS": rows, "COLUMNS": columns}, warps,
+        {"N": h.shape[-1], "DROPS": p > 0, "TILES": across, "ROWS": rows, "COLUMNS": columns}, warps,
     )  # fmt: skip
     return dx, dresidual, dvectors if parts is None else parts.sum(1).to(weight.dtype), y, y_low
 

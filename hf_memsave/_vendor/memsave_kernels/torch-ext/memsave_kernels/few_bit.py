@@ -43,7 +43,7 @@ def few_bit_forward_kernel(
     code = tl.where(is_finite, tl.minimum(code, last - has_odd), last)
     code = tl.where(at < n, code, 0)
     for i in tl.static_range(BITS):
-        store_packed(codes_ptr + tl.cast(plane, tl.int64) * i, (code >> i) & 1, n, BLOCK)
+        store_packed(codes_ptr + tl.cast(plane, tl.int64) * i, (code >> i) & 1, plane, BLOCK)
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def few_bit_backward_kernel(dy_ptr, codes_ptr, levels_ptr, dx_ptr, n, plane, BIT
     has_odd = tl.load(codes_ptr + tl.cast(plane, tl.int64) * BITS + tl.program_id(0)).to(tl.int32)
     code = tl.zeros([BLOCK], dtype=tl.int32) + (has_odd << BITS)
     for i in tl.static_range(BITS):
-        code |= unpacked(codes_ptr + tl.cast(plane, tl.int64) * i, n, BLOCK) << i
+        code |= unpacked(codes_ptr + tl.cast(plane, tl.int64) * i, plane, BLOCK) << i
     dy = tl.load(dy_ptr + at, mask=at < n, other=0.0).to(tl.float32)
     tl.store(dx_ptr + at, dy * tl.load(levels_ptr + code), mask=at < n)
 

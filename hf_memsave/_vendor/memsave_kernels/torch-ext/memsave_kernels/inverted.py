@@ -74,7 +74,7 @@ def inverted_forward_kernel(x_ptr, y_ptr, bits_ptr, n, ACT: tl.constexpr, TURN: 
     left = x < TURN
     y = activation(x, ACT).to(y_ptr.dtype.element_ty)
     if bits_ptr is not None:
-        store_packed(bits_ptr, left, n, BLOCK)
+        store_packed(bits_ptr, left, tl.cdiv(n, 8), BLOCK)
     elif y_ptr.dtype.element_ty == tl.float32:
         y = ((y.to(tl.int32, bitcast=True) & -2) | left.to(tl.int32)).to(tl.float32, bitcast=True)
     else:
@@ -94,7 +94,7 @@ def inverted_backward_kernel(
     dy = tl.load(dy_ptr + at, mask=at < n, other=0.0).to(tl.float32)
     if bits_ptr is not None:
         y = stored.to(tl.float32)
-        left = unpacked(bits_ptr, n, BLOCK)
+        left = unpacked(bits_ptr, tl.cdiv(n, 8), BLOCK)
     else:
         if y_ptr.dtype.element_ty == tl.float32:
             word = stored.to(tl.int32, bitcast=True)

@@ -80,15 +80,16 @@ def output_norm_again_kernel(
 @triton.jit
 def output_norm_backward_kernel(
     dy_ptr, z_ptr, w_ptr, b_ptr, rstd_ptr, dx_ptr, dw_ptr, db_ptr, rows,
-    N: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, CENTRED: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    N: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, CENTRED: tl.constexpr, TILES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient dx, and this program's part of dw and db unless their pointers are None."""
-    column = tl.arange(0, COLUMNS)[None, :]
+    """The gradient dx, and parts of dw and db unless their pointers are None: each of one of a row's TILES."""
+    worker, workers = tl.program_id(0) // TILES, tl.num_programs(0) // TILES
+    column = tl.program_id(0) % TILES * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     w, b, is_y = _vectors(w_ptr, b_ptr, column, N, LEAST, MOST)
     dw = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     db = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+    for first in range(worker * ROWS, rows, workers * ROWS):
         row = first + tl.arange(0, ROWS)[:, None].to(tl.int64)
         inside = (row < rows) & (column < N)
         at = row * N + column
@@ -97,15 +98,27 @@ def output_norm_backward_kernel(
         rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
         normed = tl.where(is_y, (z - b) / w, z)
         g = dy * w
-        dx = g - normed * (tl.sum(g * normed, axis=1, keep_dims=True) / N)
+        if TILES == 1:
+            product, total = tl.sum(g * normed, axis=1, keep_dims=True), tl.sum(g, axis=1, keep_dims=True)
+        else:  # with the row's other tiles, which other programs take
+            total, product = tl.zeros([ROWS, 1], dtype=tl.float32), tl.zeros([ROWS, 1], dtype=tl.float32)
+            for tile in range(TILES):
+                other = tile * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+                is_there = (row < rows) & (other < N)
+                wo, bo, is_o = _vectors(w_ptr, b_ptr, other, N, LEAST, MOST)
+                c = tl.load(dy_ptr + row * N + other, mask=is_there, other=0.0).to(tl.float32) * wo
+                a = tl.load(z_ptr + row * N + other, mask=is_there, other=0.0).to(tl.float32)
+                total += tl.sum(c, axis=1, keep_dims=True)
+                product += tl.sum(c * tl.where(is_o, (a - bo) / wo, a), axis=1, keep_dims=True)
+        dx = g - normed * (product / N)
         if CENTRED:
-            dx -= tl.sum(g, axis=1, keep_dims=True) / N
+            dx -= total / N
         tl.store(dx_ptr + at, rstd * dx, mask=inside)
         if dw_ptr is not None:
             dw += dy * normed
         if db_ptr is not None:
             db += dy
-    at = tl.program_id(0).to(tl.int64) * N + column
+    at = worker.to(tl.int64) * N + column
     if dw_ptr is not None:
         tl.store(dw_ptr + at, tl.sum(dw, axis=0, keep_dims=True), mask=column < N)
     if db_ptr is not None:
@@ -151,15 +164,16 @@ def _backward(
     dy: Tensor, z: Tensor, weight: Tensor, bias: Tensor | None, rstd: Tensor, centred: bool, has_dw: bool
 ) -> tuple[Tensor, Tensor]:
     dx, dvectors = _backward_fake(dy, z, weight, bias, rstd, centred, has_dw)
-    rows, columns, warps = row_tile(z.shape[-1], 8)
-    tiles = ceil_div(rstd.numel(), rows)
-    programs = workers(z, tiles, warps) if has_dw else tiles
+    rows, columns, warps = row_tile(z.shape[-1], 8, 4096)
+    across, down = ceil_div(z.shape[-1], columns), ceil_div(rstd.numel(), rows)
+    programs = workers(z, down, warps, 80 if centred else 64) if has_dw else down
     parts = z.new_empty(len(dvectors), programs, z.shape[-1], dtype=torch.float32) if has_dw else None
     dw_part, db_part = (None, None) if parts is None else (parts[0], None if bias is None else parts[1])
     launch(
-        output_norm_backward_kernel, (programs,),
+        output_norm_backward_kernel, (programs * across,),
         (*dense(dy, z, weight, bias, rstd), dx, dw_part, db_part, rstd.numel()),
-        {"N": z.shape[-1], **_bounds(weight), "CENTRED": centred, "ROWS": rows, "COLUMNS": columns}, warps,
+        {"N": z.shape[-1], **_bounds(weight), "CENTRED": centred, "TILES": across, "ROWS": rows, "COLUMNS": columns},
+        warps,
     )  # fmt: skip
     return dx, dvectors if parts is None else parts.sum(1).to(weight.dtype)
 

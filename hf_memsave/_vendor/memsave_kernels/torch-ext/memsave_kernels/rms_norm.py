@@ -63,13 +63,15 @@ def rms_norm_forward_kernel(
 @triton.jit
 def rms_norm_backward_kernel(
     dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr, y_ptr, rows,
-    N: tl.constexpr, OFFSET: tl.constexpr, MID: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    N: tl.constexpr, OFFSET: tl.constexpr, MID: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient dx, y unless its pointer is None, and this program's part of dw unless that is."""
-    column = tl.arange(0, COLUMNS)[None, :]
+    """The gradient dx, y unless its pointer is None, and a part of dw unless that is; each of one of a row's TILES."""
+    worker, workers = tl.program_id(0) // TILES, tl.num_programs(0) // TILES
+    column = tl.program_id(0) % TILES * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     w = tl.load(w_ptr + column, mask=column < N, other=0.0).to(tl.float32) + OFFSET
     dw = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+    for first in range(worker * ROWS, rows, workers * ROWS):
         row = first + tl.arange(0, ROWS)[:, None].to(tl.int64)
         inside = (row < rows) & (column < N)
         at = row * N + column
@@ -81,10 +83,20 @@ def rms_norm_backward_kernel(
             tl.store(y_ptr + at, w * normed, mask=inside)
         if dw_ptr is not None:
             dw += dy * normed
-        share = tl.sum(dy * w * (x * rstd), axis=1, keep_dims=True) / N
-        tl.store(dx_ptr + at, rstd * (dy * w - x * rstd * share), mask=inside)
+        if TILES == 1:
+            product = tl.sum(dy * w * (x * rstd), axis=1, keep_dims=True)
+        else:  # as another program does for the row's other tiles, at this time
+            product = tl.zeros([ROWS, 1], dtype=tl.float32)
+            for tile in range(TILES):
+                other = tile * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+                is_there = (row < rows) & (other < N)
+                a = tl.load(x_ptr + row * N + other, mask=is_there, other=0.0).to(tl.float32) * rstd
+                b = tl.load(w_ptr + other, mask=other < N, other=0.0).to(tl.float32) + OFFSET
+                c = tl.load(dy_ptr + row * N + other, mask=is_there, other=0.0).to(tl.float32)
+                product += tl.sum(c * b * a, axis=1, keep_dims=True)
+        tl.store(dx_ptr + at, rstd * (dy * w - x * rstd * (product / N)), mask=inside)
     if dw_ptr is not None:
-        at = tl.program_id(0).to(tl.int64) * N + column
+        at = worker.to(tl.int64) * N + column
         tl.store(dw_ptr + at, tl.sum(dw, axis=0, keep_dims=True), mask=column < N)
 
 
@@ -146,15 +158,15 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx, dw, y = _backward_fake(dy, x, weight, rstd, style, has_dw, again)
     offset, mid, _ = _style_of(style, x.dtype, weight.dtype)
-    rows, columns, warps = row_tile(x.shape[-1], 8 if has_dw else 16)
-    tiles = ceil_div(rstd.numel(), rows)
-    programs = workers(x, tiles, warps) if has_dw else tiles
+    rows, columns, warps = row_tile(x.shape[-1], 8, 8192) if has_dw else row_tile(x.shape[-1])
+    across, down = ceil_div(x.shape[-1], columns), ceil_div(rstd.numel(), rows)
+    programs = workers(x, down, warps, 64 if columns <= 4096 else 96) if has_dw else down
     parts = x.new_empty(programs, x.shape[-1], dtype=torch.float32) if has_dw else None
     launch(
-        rms_norm_backward_kernel, (programs,),
+        rms_norm_backward_kernel, (programs * across,),
         (*dense(dy, x, weight, rstd), dx, parts, y if again else None, rstd.numel()),
-        {"N": x.shape[-1], "OFFSET": offset, "MID": triton_dtype(mid), "ROWS": rows, "COLUMNS": columns},
-        warps,
+        {"N": x.shape[-1], "OFFSET": offset, "MID": triton_dtype(mid), "TILES": across, "ROWS": rows,
+         "COLUMNS": columns}, warps,
     )  # fmt: skip
     return dx, dw if parts is None else parts.sum(0).to(weight.dtype), y
 
