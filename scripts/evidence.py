@@ -35,13 +35,12 @@ class Evidence(NamedTuple):
     """A script of scripts/, and how its table is compared with the committed one.
 
     ``command`` has {out} for the folder that it writes to, {glue} and {text} for given data. ``names`` counts the first
-    columns, which name a row; ``bounds`` are of other columns; ``partly`` says that rows may be missing.
+    columns, which name a row; ``bounds`` are of other columns.
     """
 
     command: str
     names: int = 1
     bounds: Mapping[str, Bound] = {}
-    partly: bool = False
 
 
 #: Training takes another path on other kernels: of dev metrics, four standard errors of CoLA's difference.
@@ -59,9 +58,6 @@ EVIDENCE = {
         {"*ratio": None, "freed": (0.0, 1.0), "final loss": (0.01, 0.0)},
     ),
     "engines": Evidence("bench/engines.py --out {out}", 2),
-    "estimate-on-cpu": Evidence(
-        "bench/estimate_on_cpu.py --family llama --out {out}", 3, {"said*": (0.0, 0.5)}, partly=True
-    ),
     "estimate-records": Evidence("bench/estimate_records.py --out {out}", 1, {"difference": (0.0, 0.1)}),
     "fuzz": Evidence("fuzz.py --seeds 0:2000 --jobs 2 --out {out}"),
     "host-time": Evidence("bench/host_time.py --seconds 12 --out {out}", 3, {"*": None}),
@@ -116,8 +112,7 @@ def differences(committed: str, measured: str, one: Evidence) -> list[str]:
     """A line for each figure or word that differs between the tables of two Markdown texts, and each missing row."""
     old, new = cells(committed, one), cells(measured, one)
     found = [f"{', '.join(key)}: not in the committed table" for key in new.keys() - old.keys()]
-    if not one.partly:
-        found += [f"{', '.join(key)}: committed, but not measured" for key in old.keys() - new.keys()]
+    found += [f"{', '.join(key)}: committed, but not measured" for key in old.keys() - new.keys()]
     both = new.keys() & old.keys()
     apart = [key for key in both if not agree(old[key], new[key], bound_of(key, one))]
     found += [f"{', '.join(key)}: committed {old[key]}, measured {new[key]}" for key in apart]

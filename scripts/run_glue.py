@@ -69,7 +69,7 @@ class GlueArguments(SampleArguments):
     SIDES: ClassVar[tuple[Sides, ...]] = ((("task_name",), ("data_dir",)),)
 
     task_name: str | None = option(f"A GLUE task on the hub: {', '.join(TASKS)}.")
-    data_dir: str | None = option("A folder with one task's official TSV files; its name or columns tell which.")
+    data_dir: str | None = option("A folder with one task's official TSV files; its name tells which.")
     max_seq_length: int = option("Longer examples are cut to this many tokens.", default=128)
     pad_to_max_length: bool = option("Pad to --max_seq_length, or to the longest example of each batch.", default=True)
 

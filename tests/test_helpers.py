@@ -1,10 +1,6 @@
 """Checks of the checks: each plants a fault that the op tests must catch."""
 
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,14 +9,10 @@ import torch.nn.functional as F
 from hf_memsave.tape import current
 from hf_memsave.tape.private import no_modes
 from support.helpers import (
-    BYTES,
-    CLAIM_ON_GPU,
     assert_backward_twice,
     assert_exact,
     assert_same_bits,
-    fix_kernels,
     kept,
-    only_on_cpu,
     random,
 )
 
@@ -77,37 +69,3 @@ def test_bits_that_differ_are_seen(got, expected, message):
         assert_same_bits(got, expected)
     nan = torch.tensor([float("nan")])
     assert_same_bits(nan, nan.clone())
-
-
-SKIPS = """
-import pytest
-def test_what_could_be_installed(): pytest.importorskip("no_such_library")
-def test_what_does_not_apply(): pytest.skip("does not apply: it has none")
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("ci", "found"), [("1", "1 failed, 1 skipped, 1 error"), ("", "3 skipped")], ids=["CI", "not"])
-def test_a_skip_is_no_pass_in_ci(tmp_path, monkeypatch, ci, found):
-    (tmp_path / "test_skips.py").write_text(SKIPS)
-    (tmp_path / "test_file.py").write_text("import pytest; pytest.importorskip('no_such_library')\n")
-    monkeypatch.setenv("CI", ci)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]))
-    command = [sys.executable, "-m", "pytest", "-q", "--continue-on-collection-errors", "-p", "conftest"]
-    command += ["-p", "no:cacheprovider", "-p", "no:warnings"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1].startswith(f"{found} in "), done.stdout
-
-
-def test_a_claim_is_tested_on_a_gpu_where_the_environment_names_it(monkeypatch):
-    gpu = torch.device("cuda")
-    monkeypatch.delenv(CLAIM_ON_GPU, raising=False)
-    with pytest.raises(pytest.skip.Exception, match="claimed on CPU only"):
-        only_on_cpu(gpu)
-    monkeypatch.setenv(CLAIM_ON_GPU, "equality to the bit")
-    only_on_cpu(gpu)
-    assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cuda.flash_sdp_enabled()
-    fix_kernels(False)
-    assert torch.backends.cuda.flash_sdp_enabled()
-    with pytest.raises(pytest.skip.Exception, match="claimed on CPU only"):
-        only_on_cpu(gpu, BYTES)

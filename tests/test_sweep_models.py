@@ -1,7 +1,6 @@
 """``scripts/bench/sweep_models.py``: small models of many types train as in stock, bit for bit, and a sweep says so."""
 
 import importlib
-import json
 from pathlib import Path
 
 import pytest
@@ -45,19 +44,3 @@ def test_differences(sweep):
     assert sweep.differences(one, one | {"gradient of a": torch.tensor([3.0])}) == "gradient of a, by up to 5e-01"
     other = one | {"gradient of a": torch.tensor([2]), "gradient of b": torch.tensor([0.0])}
     assert sweep.differences(one, other) == "gradient of a and 1 more of 3 values, by up to inf"
-
-
-def test_a_difference_fails_the_sweep_until_it_is_explained(sweep, monkeypatch):
-    run = sweep.Run("bert", "bf16", sweep.DIFFERS, "loss", 2, 1)
-    assert run.unexplained and run.ratio == 0.5
-    monkeypatch.setitem(sweep.EXPLAINED, ("bert", "bf16"), "known")
-    assert not run.unexplained
-    assert "  - loss (known): bert (bf16)" in sweep.summary([run], ["bf16"])
-
-
-@pytest.mark.long
-def test_report(sweep, tmp_path):
-    assert sweep.main(["--types", "bert", "evolla", "--modes", "fp32", "--out", str(tmp_path)]) == 0
-    same, skipped = json.loads((tmp_path / "sweep-models.json").read_text())["runs"]
-    assert (same["type"], same["status"], skipped["status"]) == ("bert", "same", "skipped")
-    assert f"| bert | {same['patched'] / same['stock']:.2f} = |" in (tmp_path / "sweep-models.md").read_text()

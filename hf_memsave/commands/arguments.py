@@ -31,7 +31,6 @@ def report(parser: argparse.ArgumentParser) -> None:
     _add(parser, "model", "--batch")
     add_memsave(parser)
     _add(parser, "--batch-size", "--seq-len", "--dtype", "--autocast", "--lora", "--layers")
-    parser.add_argument("--plot", **_PICTURE, help="draw the table as stacked bars")
     _add(parser, "--json")
 
 
@@ -47,7 +46,7 @@ def estimate(parser: argparse.ArgumentParser) -> None:
     _add_step(parser)
     option = parser.add_argument
     option("--memory", **_size("--memory"), help=f"what there is: says whether it fits, and what would; {_SIZES}")
-    option("--check", action="store_true", help="run the step on this machine, on its GPU if it has one, and compare")
+    option("--check", action="store_true", help="run the step on this machine's GPU, and compare")
     option("--picture", **_PICTURE, help="draw memory over the step, and where the kept bytes are")
     page = partial(picture, suffixes=(".html", ".htm"))
     option("--html", type=page, metavar="FILE", help="write a page with pictures and explanations, all in one file")
@@ -64,10 +63,8 @@ def plan(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     option("--budget", **_size("--budget"), required=True, help=f"what there is: {_SIZES}")
     _add(parser, "--memsave", help="a preset or YAML file to begin with (%(default)s)")
-    option("--lossy", nargs="+", choices=["int8", "int4"], default=(), help="codecs that may be used: approximate")
     option("--device", choices=["a100", "h100", "rtx4090"], default="a100", help="whose speed counts (%(default)s)")
     option("--main-memory", **_size("--main-memory"), help="what offload may take, such as 64GiB (any amount)")
-    option("--largest", action="store_true", help="tell the largest batch and the longest sequence, too")
     _add_step(parser)
     _add(parser, "--out", "--json")
 

@@ -14,9 +14,6 @@ from packaging.requirements import Requirement
 from rich import box
 from rich.table import Table
 from torch import nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import import_utils
 
 from hf_memsave import PatchError, __version__, patch
 from hf_memsave.commands.arguments import memsave_of
@@ -32,9 +29,6 @@ _PATCHERS = {
     "liger_kernel": "replaces the classes of a model family when it is applied",
     "unsloth": "replaces forwards throughout Transformers as soon as it is imported",
 }
-#: Attention implementations besides eager and sdpa, and the library function that says whether they can run.
-_FUSED = {f"flash_attention_{i}": f"is_flash_attn_{i}_available" for i in (2, 3, 4)}
-_FUSED["flex_attention"] = "is_torch_flex_attn_available"
 _MISSING = "not installed"
 
 
@@ -44,8 +38,7 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args.model) if args.model else None
     problems: list[str] = []
     sections = {
-        "Versions": versions(problems), "Devices": devices(), "Attention": attentions(),
-        "Other patchers": patchers(problems),
+        "Versions": versions(problems), "Devices": devices(), "Other patchers": patchers(problems),
     }  # fmt: skip
     with torch.enable_grad():
         if not hooks_work():
@@ -104,20 +97,6 @@ def devices() -> dict[str, str]:
         major, minor = torch.cuda.get_device_capability(i)
         found[f"cuda:{i}"] = f"{torch.cuda.get_device_name(i)}, capability {major}.{minor}, bf16 {bf16[major >= 8]}"
     return found if len(found) > 1 else found | {"cuda": "none found"}
-
-
-def attentions() -> dict[str, str]:
-    """Attention implementation -> whether it is there, and what we do with it."""
-    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    found = {
-        "sdpa": "available; its mask is kept once, its repeated k and v are made again",
-        "eager": "available; its weights are kept once, its dropout is drawn again",
-    }
-    if sdpa is not sdpa_attention_forward:
-        found["sdpa"] = f"replaced by {sdpa.__module__}.{sdpa.__qualname__}, which is called, and what it keeps is seen"
-    for name, check in _FUSED.items():
-        found[name] = "available, left as it is" if getattr(import_utils, check, bool)() else "not available"
-    return found
 
 
 def patchers(problems: list[str]) -> dict[str, str]:

@@ -23,14 +23,6 @@ _COLORS = dict(zip(KINDS_OF_OPS, _SCHEME, strict=True))
 _SMALLEST, _SMALLEST_LABELLED = 0.001, 0.022
 
 
-def kept_bars(path: Path, title: str, bars: Mapping[str, Mapping[str, float]]) -> None:
-    """Write :func:`stacked_bars` to a picture."""
-    figure = Figure(figsize=(8, 6.5), layout="constrained", dpi=150)
-    figure.suptitle(title, wrap=True, fontsize=11)
-    stacked_bars(figure.add_subplot(), bars)
-    figure.savefig(path)
-
-
 def demo_picture(path: Path, title: str, runs: Mapping[str, tuple[Run, Run]]) -> None:
     """Write the loss curves of each model's stock and patched run, above its two stacked bars."""
     figure = Figure(figsize=(5.5 * len(runs), 8.5), layout="constrained", dpi=150)

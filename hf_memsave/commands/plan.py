@@ -7,9 +7,9 @@ from typing import Any
 
 from hf_memsave.commands.arguments import memsave_of
 from hf_memsave.commands.estimate import step_of
-from hf_memsave.commands.options import console_of, progress_bar, settle_sizes, write_figures
+from hf_memsave.commands.options import console_of, settle_sizes, write_figures
 from hf_memsave.measure.models import at_depth, depth_of, load_config
-from hf_memsave.planner.plan import largest, plan
+from hf_memsave.planner.plan import plan
 
 
 def run(args: argparse.Namespace) -> int:
@@ -22,14 +22,9 @@ def run(args: argparse.Namespace) -> int:
     }  # fmt: skip
     if args.layers:
         config = at_depth(config, depth_of(config, args.layers))
-    with progress_bar(console, "Tracing a few layers") as tell:
-        found = plan(config, lossy=args.lossy, main_memory=args.main_memory, **options, progress=tell)
-        most = largest(config, **options, progress=tell) if args.largest else {}
+    with console.status("Tracing a few layers ..."):
+        found = plan(config, main_memory=args.main_memory, **options)
     console.print(f"{note}{found}")
-    for name, (batch, tokens) in most.items():
-        console.print(
-            f"{name}: the largest batch is {batch} (of {args.seq_len} tokens), the longest sequence {tokens}."
-        )
     if args.out:
         found.config.to_file(args.out)
     name = args.out or "plan.yaml"
@@ -39,6 +34,6 @@ def run(args: argparse.Namespace) -> int:
     figures: dict[str, Any] = {what: [{name: getattr(one, name) for name in columns} for one in rows]
                                for what, rows in (("fitting", found.fitting), ("tried", found.tried))}  # fmt: skip
     figures |= {name: getattr(args, name) for name in ("model", "batch_size", "seq_len", "budget")}
-    figures |= {"best": found.best.name, "config": found.config.to_dict(), "stock": found.stock, "largest": most}
+    figures |= {"best": found.best.name, "config": found.config.to_dict(), "stock": found.stock}
     write_figures(args.json, figures, console)
     return 0

@@ -49,12 +49,6 @@ def run(args: argparse.Namespace) -> int:
     if memsave.compile:
         console.print("Blocks were counted as they run op by op; compiled they keep about as much.")
     console.print(*explain(result, setting), sep="\n")
-    if args.plot:
-        from hf_memsave.commands.pictures import kept_bars
-
-        bars = {"stock": result.stock.total, f"patched ({memsave_in_words(args)})": result.patched.total}
-        kept_bars(args.plot, title, bars)
-        console.print(f"Picture: {args.plot}")
     figures = {"model": args.model, "memsave": memsave.to_dict(), **to_dict(result, setting)}
     options.write_figures(args.json, figures, console)
     return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import sys
 from dataclasses import asdict
 
@@ -13,7 +12,7 @@ from rich.table import Table
 
 from hf_memsave.commands.arguments import memsave_in_words, memsave_of
 from hf_memsave.commands.inputs import load_inputs
-from hf_memsave.commands.options import DTYPES, GIVE_ANOTHER_BATCH, console_of, progress_bar, write_figures
+from hf_memsave.commands.options import DTYPES, GIVE_ANOTHER_BATCH, console_of, write_figures
 from hf_memsave.config.sizes import MIB
 from hf_memsave.errors import CommandError
 from hf_memsave.measure import step
@@ -27,12 +26,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         with step.deterministic_kernels() if args.deterministic else contextlib.nullcontext():
             model, batch, title = load_inputs(args, console, may_shrink=True)
-            with progress_bar(console, "Running") as tell:
-                done = itertools.count(1)
-                found = step.compare_step(
-                    model, batch, memsave, autocast=DTYPES.get(args.autocast),
-                    advance=lambda: tell(next(done) / step.FORWARDS),
-                )  # fmt: skip
+            with console.status("Running ..."):
+                found = step.compare_step(model, batch, memsave, autocast=DTYPES.get(args.autocast))
     except step.StockStepError as error:
         without = " Leave --deterministic out if an op has no such algorithm." if args.deterministic else ""
         raise CommandError(f"{error} {GIVE_ANOTHER_BATCH}{without}") from error

@@ -7,7 +7,6 @@ names in each file's own header, so the files may hold more columns than are rea
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import warnings
 from collections.abc import Iterator, Mapping
@@ -128,7 +127,7 @@ def read_glue(data_dir: str | Path, task: str, split: str) -> datasets.Dataset:
     if split not in spec.files:
         splits = ", ".join(spec.files)
         raise GlueDataError(f"{spec.folder} split: expected one of {splits}, got {split!r}. Name one of them.")
-    path = _find(Path(data_dir), [spec.files[split]], spec.folder)
+    path = _find(Path(data_dir), spec.files[split], spec.folder)
     is_test = split.startswith("test")
     lines = _split_lines(path)
     header = (not is_test and spec.headerless) or next(lines, (0, []))[1]
@@ -171,40 +170,25 @@ def read_glue(data_dir: str | Path, task: str, split: str) -> datasets.Dataset:
 
 
 def guess_task(data_dir: str | Path) -> str:
-    """Returns the key in `TASKS` of a folder, by its name, else by the columns and first label of its training file.
+    """Returns the key in `TASKS` of a folder, by its name, such as "CoLA" or "sst-2".
 
     Raises:
-        GlueDataError: If neither tells the task.
+        GlueDataError: No task has its name.
     """
-    folder = Path(data_dir)
-    by_name = folder.resolve().name.lower().replace("-", "").replace("_", "")
-    if by_name in TASKS:
-        return by_name
-
-    path = _find(folder, ["train.tsv", "dev.tsv", "dev_matched.tsv"], "GLUE")
-    first, second = (cells for _, cells in itertools.islice(itertools.chain(_split_lines(path), [(0, [])] * 2), 2))
-    matches = []
-    for task in TASKS.values():
-        header, cells = (task.headerless, first) if task.headerless else (first, second)
-        if len(cells) == len(header) and {*task.text.values(), task.label_column} <= set(header):
-            if task.label_id(cells[header.index(task.label_column)]) is not None:
-                matches.append(task)
-    if not matches:
-        raise GlueDataError(
-            f"{path}: expected the columns of a GLUE task, got {', '.join(first) or 'an empty file'}. Use the official "
-            f"file with its header line, or name the folder after its task: {', '.join(TASKS)}."
-        )
-    return max(matches, key=lambda task: len(task.text)).name  # SST-2's columns are among QNLI's
+    name = Path(data_dir).resolve().name
+    if (key := name.lower().replace("-", "").replace("_", "")) not in TASKS:
+        folders = ", ".join(task.folder for task in TASKS.values())
+        raise GlueDataError(f"{data_dir}: expected a folder named after a task ({folders}), got {name!r}. Rename it.")
+    return key
 
 
-def _find(folder: Path, names: list[str], wanted: str) -> Path:
-    """The first of the files that exists."""
-    for name in names:
-        if (folder / name).is_file():
-            return folder / name
+def _find(folder: Path, name: str, wanted: str) -> Path:
+    """The file of that name."""
+    if (folder / name).is_file():
+        return folder / name
     found = ", ".join(sorted(file.name for file in folder.iterdir())) if folder.is_dir() else "no such folder"
     raise GlueDataError(
-        f"{folder / names[0]}: expected this file of the official {wanted} data, found {found or 'an empty folder'}. "
+        f"{folder / name}: expected this file of the official {wanted} data, found {found or 'an empty folder'}. "
         "Name the folder that holds it, or copy it there."
     )
 

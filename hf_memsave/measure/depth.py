@@ -112,13 +112,13 @@ def trace_in_full(
 @without_gpus
 def trace_few(
     config: PreTrainedConfig, depth: dict[str, int], training: Training, memsave: MemSaveConfig | None,
-    keeps: bool = True, on_cpu: bool = False,
+    keeps: bool,
 ) -> InFull:  # fmt: skip
-    """:func:`trace_in_full` without its memory, on the stand-in device or on the CPU."""
+    """:func:`trace_in_full` without its memory."""
     # Where an fp32 residual sum runs beside products in 16 bits; elsewhere each layer keeps as much as the others.
     has_sums = memsave is not None and bool(training.autocast or training.quantized)
     depths = depths_for(config, depth, _FROM_STOCK if memsave is None else FROM, REPEATS if has_sums else 1)
-    traces = [trace_at(config, at, training, memsave, keeps, on_cpu) for at in depths.run]
+    traces = [trace_at(config, at, training, memsave, keeps) for at in depths.run]
     points = [{"kept": t.kept, "at_loss": t.at_loss, "away": t.away} for t in traces]
     return InFull(trace_at_full_depth(traces, depths), Affine.of(points, depths).per_layer)
 

@@ -13,7 +13,6 @@ kernels take for themselves otherwise.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -170,7 +169,7 @@ _LOWER = dict.fromkeys(OPTIMIZERS, "LoRA, or by sharding") | {
 def estimate(
     model_or_config: str | PreTrainedConfig | nn.Module, *, batch_size: int, seq_len: int, memsave: MemSaveLike = True,
     memory: int | str | None = None, devices: int = 1, sharding: str = "ddp", layers: int | None = None,
-    progress: Callable[[float], None] | None = None, **training: Any,
+    **training: Any,
 ) -> Estimate:  # fmt: skip
     """Estimate a training step's peak memory on a CUDA device, without one.
 
@@ -184,7 +183,6 @@ def estimate(
         devices: Over how many to shard.
         sharding: "ddp", "zero1", "zero2" or "fsdp" (which is ZeRO-3 too).
         layers: The depth, instead of the configuration's own.
-        progress: Told the share that is done.
         **training: Fields of :class:`~hf_memsave.measure.training.Training`: dtype, autocast, optimizer, lora,
             quantized, checkpointing, accumulation, attention, padded, holds_output. A ``lora`` may be a dict of fields
             of :class:`~hf_memsave.config.lora.Lora`.
@@ -203,14 +201,10 @@ def estimate(
     setting = training_of(batch_size=batch_size, seq_len=seq_len, **training)
     resolved = MemSaveConfig.resolve(memsave)
     depth = depth_of(config, layers)
-    tell = progress or (lambda share: None)
-    tell(0)
     stock, per_layer = trace_in_full(config, depth, setting, None)
     patched = None
     if resolved is not None:
-        tell(0.3)
         patched = _memory(*trace_in_full(config, depth, setting, resolved), sharding, devices)
-    tell(1)
     return Estimate(
         model=config.model_type,
         depth=depth,

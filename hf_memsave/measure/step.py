@@ -27,8 +27,6 @@ from hf_memsave.patching.swap import set_class
 DISTANCES = 2
 #: The most that stock may be from itself for a comparison to tell anything, with 32-bit numbers and with 16-bit ones.
 TOLERANCE, HALF_TOLERANCE = 1e-3, 2e-2
-#: How often :func:`compare_step` runs the model: three steps, and what stock and patched keep.
-FORWARDS = 5
 #: How the names begin under which patching keeps things on a module.
 _OURS = "_memsave_"
 #: Read by cuBLAS once in a process, and the values under which its sums have a fixed order.
@@ -78,14 +76,13 @@ class StepComparison:
 
 def compare_step(
     model: nn.Module, batch: Mapping[str, Any], config: MemSaveLike = True, *, autocast: torch.dtype | None = None,
-    seed: int = 0, advance: Callable[[], None] = lambda: None,
+    seed: int = 0,
 ) -> StepComparison:  # fmt: skip
     """Run forward and backward stock (twice, to see that it repeats itself) and patched, each from the same seed.
 
     Equal bits are asked on CPU, under :func:`deterministic_kernels`, and wherever stock repeats itself; elsewhere on
     CUDA the measure is stock's own distance between its two runs. The model, which returns a loss or a mapping with
-    one, runs in the mode it is in; it and the random state are left as they were. ``advance`` is called after each of
-    the :data:`FORWARDS`.
+    one, runs in the mode it is in; it and the random state are left as they were.
 
     Returns:
         Losses, gradients and kept bytes, compared.
@@ -96,13 +93,7 @@ def compare_step(
         PatchedStepError: The patched step fails.
         PatchError: The model cannot be patched.
     """
-    device, call = device_of(model), forward_of(model, autocast)
-
-    def forward(**inputs: Any) -> Any:
-        output = call(**inputs)
-        advance()
-        return output
-
+    device, forward = device_of(model), forward_of(model, autocast)
     with left_as_it_was(model) as start_over:
         try:
             stock, again = (_step(model, forward, batch, start_over, seed) for _ in range(2))

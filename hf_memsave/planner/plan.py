@@ -1,9 +1,9 @@
-"""The cheapest setting whose step fits a budget, found without a GPU; and the largest step that fits one."""
+"""The cheapest setting whose step fits a budget, found without a GPU; or what would fit."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,10 +21,8 @@ from hf_memsave.measure.training import config_of, training_of
 from hf_memsave.planner.rates import Rates, rates_of
 from hf_memsave.planner.settings import FLOOR, OFFLOAD, RUNGS, Family, Setting, Settings, in_words, trace_of
 
-#: Codecs that may be allowed, whose gradients are approximate.
-LOSSY = ("int8", "int4")
-#: The settings of which the largest batch and the longest sequence are told.
-_ENDS = (FLOOR, FLOOR._replace(rung="gate"), OFFLOAD, FLOOR._replace(rung="block"), OFFLOAD._replace(rung="block"))
+#: The settings that are offered where a step does not fit.
+_BELOW = (FLOOR._replace(rung="gate"), OFFLOAD, FLOOR._replace(rung="block"), OFFLOAD._replace(rung="block"))
 #: How often the number of devices is doubled.
 _DOUBLED = 10
 
@@ -80,9 +78,8 @@ class BudgetPlan:
 
 def plan(
     model_or_config: str | PreTrainedConfig | nn.Module, *, budget: int | str, batch_size: int, seq_len: int,
-    memsave: MemSaveLike = True, lossy: Collection[str] = (), rates: Rates | str = "a100",
-    main_memory: int | str | None = None, devices: int = 1, sharding: str = "ddp",
-    progress: Callable[[float], None] | None = None, **training: Any,
+    memsave: MemSaveLike = True, rates: Rates | str = "a100",
+    main_memory: int | str | None = None, devices: int = 1, sharding: str = "ddp", **training: Any,
 ) -> BudgetPlan:  # fmt: skip
     """Find the cheapest setting whose training step fits.
 
@@ -92,12 +89,10 @@ def plan(
         batch_size: Sequences, on each device.
         seq_len: Tokens in each.
         memsave: What to begin with, as for :func:`hf_memsave.patch`; the plan chooses its checkpoint and offload.
-        lossy: Of "int8" and "int4", the codecs that may be used too. Without any, the plan is as exact as ``memsave``.
         rates: What the device does in a second, or its name: "a100", "h100", "rtx4090".
         main_memory: What offload may take of it, on each device; None for any amount.
         devices: Over how many to shard.
         sharding: As for :func:`hf_memsave.estimate`.
-        progress: Told the share that is done.
         **training: As for :func:`hf_memsave.estimate`.
 
     Returns:
@@ -113,11 +108,9 @@ def plan(
     settings = _settings(model_or_config, memsave, rates, (sharding, devices), batch_size, seq_len, training)
     tried: list[Setting] = []
     fitting: dict[Family, Setting] = {}
-    families = settings.families(_codecs(lossy))
-    tell = progress or (lambda share: None)
+    families = settings.families()
 
     def ask(family: Family) -> None:
-        tell(len(tried) / len(families))
         tried.append(settings.whole(family))
         fit = [s for s in settings.of(family) if s.needed <= limit and s.away <= (most_away or s.away)]
         if fit:
@@ -130,7 +123,6 @@ def plan(
         if fitting and min(bounds) >= min(one.cost for one in fitting.values()):
             break
         ask(left[bounds.index(min(bounds))])
-    tell(1)
     if not fitting:
         raise PlanError(_too_much(settings, tried, limit))
     by_cost = sorted(fitting.values(), key=_by_cost)
@@ -141,29 +133,6 @@ def plan(
 
 def _by_cost(setting: Setting) -> tuple[float, int]:
     return setting.cost, setting.needed
-
-
-def largest(
-    model_or_config: str | PreTrainedConfig | nn.Module, *, budget: int | str, batch_size: int, seq_len: int,
-    memsave: MemSaveLike = True, rates: Rates | str = "a100", devices: int = 1, sharding: str = "ddp",
-    progress: Callable[[float], None] | None = None, **training: Any,
-) -> dict[str, tuple[int, int]]:  # fmt: skip
-    """The largest batch (of ``seq_len``) and the longest sequence (in batches of ``batch_size``) that fit.
-
-    Arguments and errors are those of :func:`plan`.
-
-    Returns:
-        Setting in words -> sequences, tokens: at the floor, with each rung in all layers, and with offload.
-    """
-    limit = bytes_of(budget, "budget")
-    settings = _settings(model_or_config, memsave, rates, (sharding, devices), batch_size, seq_len, training)
-    found = {}
-    for done, family in enumerate(_ENDS):
-        if progress is not None:
-            progress(done / len(_ENDS))
-        sequences, tokens = (_most(settings, family, limit, name) for name in ("batch_size", "seq_len"))
-        found[in_words(family)] = sequences, tokens
-    return found
 
 
 def _settings(
@@ -178,15 +147,6 @@ def _settings(
     layers = {kind: number for kind, number in dict(start.layers or ()).items() if kind != "checkpoint"}
     base = replace(start, budget=None, checkpoint=None, offload=False, layers=layers)
     return Settings(config, training, shards, base, rates_of(rates))
-
-
-def _codecs(lossy: Collection[str]) -> tuple[str, ...]:
-    names = (lossy,) if isinstance(lossy, str) else tuple(lossy)
-    if unknown := [name for name in names if name not in LOSSY]:
-        raise PlanError(
-            f"lossy: expected some of {', '.join(LOSSY)}, got {unknown[0]!r}. Leave it out for exact plans."
-        )
-    return names
 
 
 def _with(settings: Settings, **changes: Any) -> Settings:
@@ -233,7 +193,7 @@ def what_fits(
     """
     start = MemSaveConfig.resolve(memsave) or MemSaveConfig()
     settings = _settings(model_or_config, start, "a100", (sharding, devices), batch_size, seq_len, training)
-    return list(_what_fits(settings, Family(None, start.offload, start.checkpoint), bytes_of(budget, "budget")))
+    return list(_what_fits(settings, Family(start.offload, start.checkpoint), bytes_of(budget, "budget")))
 
 
 def _what_fits(settings: Settings, family: Family, limit: int) -> Iterator[str]:
@@ -241,7 +201,7 @@ def _what_fits(settings: Settings, family: Family, limit: int) -> Iterator[str]:
     step = trace.places.get(Place("optimizer"))
     ways: dict[str, tuple[Settings, Family]] = {}
     if step is None or step.live + OWN <= limit:  # else no rung changes that
-        ways = {in_words(other): (settings, other) for other in _ENDS[1:]}
+        ways = {in_words(other): (settings, other) for other in _BELOW}
     if training.optimizer == "adamw":
         ways["fused AdamW"] = _with(settings, optimizer="adamw_fused"), family
     if training.optimizer in ("adamw", "adamw_fused"):

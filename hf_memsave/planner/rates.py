@@ -2,8 +2,8 @@
 
 A step's time is that of its matrix products and of attention; forward takes a third of it, with frozen weights half.
 Products that run again add theirs. Offloaded bytes cross the bus in forward, and back in backward, beside the
-products: what they take longer than those is added, and their pass through the device's own memory twice. Coded
-activations pass through that memory once more each way. What the floor computes again costs the same in each setting.
+products: what they take longer than those is added, and their pass through the device's own memory twice. What the
+floor computes again costs the same in each setting.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class Work:
     again: dict[str, float]  # rung -> those that a layer adds which runs so far again
     widest: int  # elements of a token in the widest input or output of a linear in a block
 
-    def cost(self, rates: Rates, again: float, away: float, coded: float) -> float:
-        """What a step takes longer, as a part of stock's step; for bytes ``away`` and ``coded``."""
+    def cost(self, rates: Rates, again: float, away: float) -> float:
+        """What a step takes longer, as a part of stock's step; for bytes ``away``."""
         forward, backward, bus = self.forward / rates.flops, (self.backward + again) / rates.flops, away / rates.bus
         waits = max(0.0, bus - forward) + max(0.0, bus - backward)
-        seconds = again / rates.flops + waits + 2 * (away + coded) / rates.memory
+        seconds = again / rates.flops + waits + 2 * away / rates.memory
         return seconds / ((self.forward + self.backward) / rates.flops)
 
 

@@ -3,8 +3,8 @@
 What runs again in backward costs the same for every byte that it frees, up to the gate (a linear frees its output for
 its product: one byte for so many operations as its input is wide). So there are two rungs to choose from: "gate", which
 runs the fewest linears for what a layer frees, and "block", which also runs attention; in some number of the first
-layers; each with or without offload, and with a codec where one is allowed. The peak of every such mixture follows
-from two traced settings: the rung in no layer, and in all.
+layers; each with or without offload. The peak of every such mixture follows from two traced settings: the rung in no
+layer, and in all.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ _MOVED = 0.9
 class Family(NamedTuple):
     """Settings that differ in their number of layers alone; those without a rung are one."""
 
-    storage: Any
     offload: bool
     rung: Any
 
 
-FLOOR = Family(None, False, None)
-OFFLOAD = Family(None, True, None)
+FLOOR = Family(False, None)
+OFFLOAD = Family(True, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,7 @@ class Setting:
     @property
     def family(self) -> Family:
         """The settings that differ from this one in their number of layers."""
-        return Family(self.config.storage, self.config.offload, self.config.checkpoint)
+        return Family(self.config.offload, self.config.checkpoint)
 
     @property
     def name(self) -> str:
@@ -71,7 +70,6 @@ def in_words(family: Family, layers: str = "") -> str:
     """What a family does, in words."""
     parts = [f"checkpoint={family.rung!r}{layers}"] if family.rung else []
     parts += ["offload"] if family.offload else []
-    parts += [f"storage={family.storage!r}"] if family.storage else []
     return ", ".join(parts) or "no product runs again"
 
 
@@ -106,21 +104,20 @@ class Settings:
         """Of all stacks."""
         return sum(self.depth.values())
 
-    def families(self, lossy: tuple[str, ...]) -> list[Family]:
+    def families(self) -> list[Family]:
         """All that may be used."""
-        ways = [(None, False), (None, True), *((storage, False) for storage in lossy)]
-        return [Family(*way, rung) for way in ways for rung in RUNGS]
+        return [Family(offload, rung) for offload in (False, True) for rung in RUNGS]
 
     def least_cost(self, family: Family, limit: int) -> float:
         """What a setting of the family that needs at most ``limit`` costs at least, told by what has been traced."""
         kept = self._each(FLOOR, "at_loss")
-        if family.storage or not max(kept, default=0):
-            return self._cost(family, 0, 0, 0)
+        if not max(kept, default=0):
+            return self._cost(family, 0, 0)
         if not family.offload:
             layers = math.ceil((self.whole(FLOOR).needed - limit) / max(kept))
-            return self._cost(family, max(0, min(self.layers, layers)), 0, 0)
+            return self._cost(family, max(0, min(self.layers, layers)), 0)
         moved = self._each(OFFLOAD, "away") if OFFLOAD in self._wholes else [_MOVED * nbytes for nbytes in kept]
-        return min(self._cost(family, n, sum(moved[n:]), 0) for n in self._numbers(family))
+        return min(self._cost(family, n, sum(moved[n:])) for n in self._numbers(family))
 
     def stock(self) -> dict[str, tuple[int, float]]:
         """Stock, and stock with gradient checkpointing, which runs forward again -> bytes needed, and the cost."""
@@ -159,7 +156,6 @@ class Settings:
         rest = dict(self.base.layers or ())
         return replace(
             self.base,
-            storage=family.storage or self.base.storage,
             offload=family.offload,
             checkpoint=family.rung,
             layers=(rest | {"checkpoint": layers} if family.rung else rest) or None,
@@ -171,17 +167,16 @@ class Settings:
             tokens = self.training.batch_size * self.training.seq_len
             ahead = AHEAD * tokens * self.work.widest * self.training.u_dtype.itemsize
         away = sum(self._mixed(family, layers, "away"))
-        coded = sum(self._mixed(family._replace(storage=None), layers, "at_loss")) if family.storage else 0
         return Setting(
             config=self._config(family, layers),
             needed=self._peak(family, layers) + ahead + OWN,
             away=int(away),
-            cost=self._cost(family, layers, away, coded),
+            cost=self._cost(family, layers, away),
         )
 
-    def _cost(self, family: Family, layers: int, away: float, coded: float) -> float:
+    def _cost(self, family: Family, layers: int, away: float) -> float:
         again = layers * self.work.again[family.rung] if family.rung else 0.0
-        return self.work.cost(self.rates, again, away, coded)
+        return self.work.cost(self.rates, again, away)
 
     def _each(self, family: Family, name: str) -> list[float]:
         """The bytes kept on the device "at_loss", or "away" from it, of each layer, with the rung in all."""

@@ -5,7 +5,6 @@
 Frozen linears stand between activations, so that slopes multiply; trained are a shift before each, and norms. Each run
 has fp32's rates and batches, and weights of its own in float64, which are rounded to its dtype for each step: so what
 separates two runs of one dtype is their gradients. Small steps let rounding average out, and leave what a method does.
-The tests take their bounds from approximate-steps.json.
 """
 
 import logging

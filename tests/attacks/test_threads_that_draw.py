@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 from hf_memsave.tape import dropout
 from hf_memsave.tape.content import Blank
+from support import threads as engine
 from support.helpers import DTYPES, LAYOUTS, assert_exact, kept, random, taping
-from support.script_helpers import load_script
 
 SECONDS = 1.5
 
@@ -24,8 +24,8 @@ def by_seed(monkeypatch):
 
 
 @pytest.fixture
-def threads(monkeypatch):
-    return load_script("threads", monkeypatch)
+def threads():
+    return engine
 
 
 @pytest.fixture

@@ -68,7 +68,6 @@ ERRORS = {
     "doctor --memsave empty.yaml": "empty.yaml is empty.* Leave --memsave out for the exact default",
     "verify bert --memsave budget.yaml": "Use memsave plan --budget 24GiB",
     "report bert --autocast bf16 --dtype bf16": "Leave one out",
-    "report bert --plot kept.xyz": "expected a name that ends in .png",
     "report bert --json .": "expected a file in a folder that exists",
     "report gpt2 --seq-len 100": "Lower --seq-len",
     "report gpt2 --batch-size 1000000000": "Lower --batch-size",
@@ -79,6 +78,7 @@ ERRORS = {
     "verify bert --batch missing.pt": "no such file. Expected tensors by name",
     "estimate nosuch --html a.txt": "expected a name that ends in .html or .htm",  # before the model is looked for
     "estimate nosuch --html none/a.html": "Create the folder",
+    "report nosuch --json none/kept.json": "Create the folder",  # before the model is looked for
     **{f"verify bert --batch {name}": re.escape(message) for name, (_, message) in BATCHES.items()},
     "auto bert": "expected --memory, such as --memory 16GiB",
     "auto bert --memory 16": "expected bytes, or a text",
@@ -90,6 +90,7 @@ ERRORS = {
     "estimate bert --seq-len 5000": "expected at most 512 tokens, .* Lower --seq-len",
     "estimate bert --quantized nf4": "Add --lora r=8",
     "estimate bert --check --devices 2": "Leave one out",
+    "estimate bert --check": "expected a CUDA device",
     "plan bert --budget much": "Write it with a unit",
     "plan bert --budget 1MiB --seq-len 16": "nothing fits",
     "report bert --lora rank=4": "expected r=...,alpha=...,dropout=...,targets=...,dtype=...,dora=..., each once",
@@ -99,7 +100,7 @@ ERRORS = {
     "report bert --lora r=four": "expected a number for r, got 'four'",
     "report bert --lora dropout=1": r"dropout in \[0, 1\), dtype fp32 or model, got r 8, alpha 16, dropout 1.0",
     "demo --data-dir SST-2": "SST-2: expected a folder, found none",
-    "demo --data-dir odd": "train.tsv: expected this file",
+    "demo --data-dir odd": "expected a folder named after a task",
     "verify bert --memsave budget.yaml --checkpoint gate": "Leave out either the budget or those",
     "report xlnet --checkpoint gate --dtype fp32": "XLNetLMHeadModel.* Leave --checkpoint out",
     "demo --data-dir STS-B": "asks for a score",

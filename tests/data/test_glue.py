@@ -54,7 +54,7 @@ def write(path: Path, *lines: str) -> Path:
 
 
 @pytest.mark.parametrize("name", OFFICIAL)
-def test_a_line_becomes_the_example_of_the_hub_and_the_task_is_guessed(tmp_path, name):
+def test_a_line_becomes_the_example_of_the_hub_and_a_folders_name_tells_the_task(tmp_path, name):
     header, line, *_ = OFFICIAL[name]
     assert TASKS.keys() == OFFICIAL.keys() and TASKS[name].name == name
     data = read_glue(write(tmp_path / "data" / "train.tsv", *filter(None, (header, line, line))), name, "train")
@@ -62,8 +62,7 @@ def test_a_line_becomes_the_example_of_the_hub_and_the_task_is_guessed(tmp_path,
     assert data[1] == example_of(name) | {"idx": 1}
     label = datasets.ClassLabel(names=list(TASKS[name].labels)) if TASKS[name].labels else datasets.Value("float32")
     assert data.features["label"] == label
-    assert guess_task(tmp_path / "data") == name  # from the columns
-    assert guess_task(tmp_path / TASKS[name].folder) == name  # from the folder's name: it is not even opened
+    assert guess_task(tmp_path / TASKS[name].folder) == name
 
 
 def test_mnli_has_two_dev_sets(tmp_path):
@@ -127,15 +126,15 @@ def test_a_missing_file_is_named_with_those_found(tmp_path):
             read_glue(tmp_path, "sst2", "train")
         write(tmp_path / "dev.tsv", SST2, "good\t1")
     with pytest.raises(GlueDataError, match="no such folder"):
-        guess_task(tmp_path / "nowhere")
+        read_glue(tmp_path / "nowhere", "sst2", "train")
 
 
 def test_an_unknown_task_is_refused_with_the_known_ones(tmp_path):
     with pytest.raises(GlueDataError, match="expected one of cola, .*, wnli, got 'ax'") as error:
         read_glue(tmp_path, "ax", "train")
     assert isinstance(error.value, MemSaveError) and isinstance(error.value, ValueError)
-    with pytest.raises(GlueDataError, match="expected the columns of a GLUE task, got text, class"):
-        guess_task(write(tmp_path / "train.tsv", "text\tclass", "good\t1"))
+    with pytest.raises(GlueDataError, match=r"expected a folder named after a task \(CoLA, .*, WNLI\), got 'data'"):
+        guess_task(tmp_path / "data")
 
 
 def test_the_few_broken_lines_of_qqp_are_left_out_with_a_warning(tmp_path):

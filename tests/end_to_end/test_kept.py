@@ -8,7 +8,7 @@ import torch
 
 from hf_memsave import measure_kept, patch
 from support.families import FAMILIES, MODES, MORE, QUOTED, ZOO, batch_for, build
-from support.helpers import BYTES, halved, only_on_cpu
+from support.helpers import BYTES, MATRIX, halved, only_on_cpu
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -85,7 +85,7 @@ def test_a_layer_keeps_its_floor(family, mode, padded):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", FAMILIES + MORE)
+@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(family, marks=MATRIX) for family in MORE)])
 def test_a_layer_keeps_its_floor_and_no_cast_of_a_weight_under_autocast(family):
     """With fp32 weights, every second layer keeps an fp32 sum where the others keep a bf16 product."""
     assert u_per_layer(family, "autocast", last=6) <= SLACK[family] * (FLOOR[family] + 0.5)

@@ -74,13 +74,13 @@ SLACK = {
     "tempo": {torch.float32: 7e-4, torch.float64: 7e-4, torch.bfloat16: 0.04},
 }
 PLANTS = [("output", None), ("tempo", None), ("output", wrong_norm), ("tempo", wrong_norm), ("tempo", wrong_activation)]
-#: A hundredth is little next to bf16's rounding, and T5's ReLU has no inverse.
+#: Faults are planted in fp32, and T5's ReLU has no inverse.
 CASES = [
     pytest.param(family, dtype, *plant, id=f"{family}-{dtype}-{plant[0]}-{getattr(plant[1], '__name__', 'right')}")
     for family in ("bert", "llama", "t5-encoder")
     for dtype in (torch.float32, torch.float64, torch.bfloat16)
     for plant in PLANTS
-    if (plant[1] is None or dtype != torch.bfloat16) and (plant[0] == "output" or family != "t5-encoder")
+    if (plant[1] is None or dtype == torch.float32) and (plant[0] == "output" or family != "t5-encoder")
 ]
 
 

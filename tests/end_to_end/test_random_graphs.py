@@ -11,7 +11,7 @@ from support.differential import check
 from support.helpers import halved, nodes
 from support.programs import draw
 
-BATCHES, BATCH = 12, 100
+BATCHES, BATCH = 8, 100
 #: Of 4,000 other programs (seeds from 100,000 on): those that remade a tensor, ran in stock, and raised in ours alone.
 REMADE, RAN, RAISED = 0.877, 0.689, 0.008
 

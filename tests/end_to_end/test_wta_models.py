@@ -2,8 +2,6 @@
 
 import copy
 import logging
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -249,34 +247,6 @@ def test_a_backward_that_raises_leaves_the_next_one_to_learn_and_to_keep_no_posi
     assert tokens and not any(vars(one).keys() - {"mask", "share", "real"} for one in tokens)
 
 
-def test_what_is_read_in_inference_mode_can_be_trained_on(device):
-    model, cache, loss = stepping(device, cache="content", samples=100)
-    learn, cache.learn = cache.learn, lambda: None  # as where the backward raised before it ended
-    loss.backward()
-    cache.learn = learn
-    assert cache._told
-    with torch.inference_mode():
-        cache.state_dict()
-    model(**batch_of(model)).loss.backward()
-
-
-@pytest.mark.long
-def test_forwards_on_threads_leave_profiles_of_one_length(device):
-    """As ``nn.DataParallel`` runs them: one sampler, sequences that grow, and one backward for both."""
-    model, cache, _ = stepping(device)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for seq in range(8, 40):
-            batch = batch_of(model, seq=seq)
-            with ThreadPoolExecutor(2) as pool:
-                losses = list(pool.map(lambda given: model(**given).loss, [batch] * 2))
-            sum(losses).backward()
-    finally:
-        sys.setswitchinterval(interval)
-    assert {len(profile) for norms in cache.layers.values() for profile in (norms.start, norms.end)} == {39}
-
-
 # What is kept: never more than by exact linears, but for indices, scales and masks; less where it can be.
 
 WIDE = Size(hidden=64, heads=4, layers=2, batch=2, seq=32)
@@ -331,21 +301,6 @@ def test_the_input_of_a_down_projection_falls_to_the_budget_and_a_bit_an_element
     of_mlp = TOKENS * 4 * WIDE.hidden * 4
     expected = mlps * of_mlp * (max(round(budget * TOKENS), 10) / TOKENS + 1 / 32)
     assert 0.95 * expected <= mlps * of_mlp - freed <= expected + room(rows)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_budget_of_nearly_all_keeps_no_more_than_all(device, dtype):
-    only_on_cpu(device)
-    model = build("opt", WIDE, dtype)
-    exact, _ = kept(model, None)
-    for budget in (0.9, 0.95, 0.99):
-        total, rows = kept(model, WTACRS(budget=budget))
-        assert total <= exact + room(rows)
-        assert bool(rows) == (budget < 0.95), "drawn up to 15/16, which .95 of 64 tokens exceeds"
-    with torch.autocast("cpu", torch.bfloat16):
-        exact, _ = kept(model, None)
-        total, rows = kept(model, WTACRS())
-    assert total < exact and rows > 0
 
 
 @pytest.mark.long

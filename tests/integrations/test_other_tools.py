@@ -63,19 +63,13 @@ def each(select: Callable[..., Any], tool: Callable[[nn.Module], Any]) -> Callab
     return lambda model: [tool(module) for module in select(model).values()]
 
 
-#: Classes that a recipe for initial weights may ask for by their exact type.
-PLAIN = (nn.Linear, Conv1D, nn.LayerNorm)
 #: Name -> what the tool does to a model.
 TOOLS: dict[str, Callable[[nn.Module], Any]] = {
     "weight_norm": each(layers, parametrizations.weight_norm),
     "spectral_norm": each(layers, parametrizations.spectral_norm),
-    "orthogonal": each(layers, parametrizations.orthogonal),
     "old weight_norm": each(layers, nn.utils.weight_norm),
-    "old spectral_norm": each(layers, nn.utils.spectral_norm),
     "parametrize": each(layers, lambda m: parametrize.register_parametrization(m, "weight", nn.Tanh())),
     "prune": each(layers, lambda m: prune.l1_unstructured(m, "weight", 0.3)),
-    "prune.remove": each(layers, lambda m: prune.remove(prune.ln_structured(m, "weight", 0.25, 2, 0), "weight")),
-    "apply(init)": lambda model: model.apply(lambda m: type(m) in PLAIN and nn.init.normal_(m.weight, std=0.1)),
     "jit.script": lambda model: [model.set_submodule(n, torch.jit.script(m)) for n, m in layers(model).items()],
     "fx": lambda model: [model.set_submodule(n, fx.symbolic_trace(m)) for n, m in mlps(model).items()],
     "pre-hook": each(leaves, lambda m: m.register_forward_pre_hook(lambda m, args: (args[0] * 1.25, *args[1:]))),

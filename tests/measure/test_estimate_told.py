@@ -11,7 +11,7 @@ from hf_memsave.cli import main
 from hf_memsave.measure.largest import largest, search
 from hf_memsave.measure.models import depth_of
 from hf_memsave.measure.training import Training
-from support.helpers import on_stand_in
+from support.helpers import MATRIX, on_stand_in
 
 pytestmark = on_stand_in
 
@@ -50,14 +50,10 @@ def test_two_peaks_name_their_columns_and_one_that_is_elsewhere_asks_for_no_othe
     assert "Lower it" not in text and "it in" not in text
 
 
-def test_short_and_for_notebooks(full):
+def test_short(full):
     found = plan(LLAMA, budget="1GiB", **STEP)
     assert re.fullmatch(r"<Estimate of llama, 5 layers, .*: stock .*, patched .*, does not fit in .*>", repr(full))
     assert re.fullmatch(r"<BudgetPlan for 1.00 GiB: no product runs again, [\d.]+ MiB, 0.0% more time>", repr(found))
-    for result, head in ((full, "patched"), (found, "more time")):
-        page = result._repr_html_()
-        assert f"<th>{head}</th>" in page and page.count("<table>") == page.count("</table>") == 1
-        assert "overflow-x:auto" in page and "the optimizer's" not in page  # text is escaped
 
 
 def test_a_plan_shows_stock_and_the_cheapest_of_each_rung():
@@ -85,10 +81,7 @@ def test_the_command_says_what_makes_a_step_fit_and_each_of_it_does(tmp_path, ca
     changes = json.loads((tmp_path / "a.json").read_text())["what_fits"]
     assert f"Each of these alone makes it fit, patched: {'; '.join(changes)}." in told
     limit = dict(memory="524MiB", **STEP)
-    ways = {
-        "fused AdamW": dict(optimizer="adamw_fused"), "8-bit AdamW": dict(optimizer="adamw_8bit"),
-        "LoRA (r=8)": dict(lora={"r": 8}), "FSDP over 2": dict(sharding="fsdp", devices=2),
-    }  # fmt: skip
+    ways = {"fused AdamW": dict(optimizer="adamw_fused"), "LoRA (r=8)": dict(lora={"r": 8})}
     for words, fields in ways.items():
         result = estimate(LLAMA, **limit, **fields)
         told = [change for change in changes if change.startswith(words)]
@@ -97,7 +90,7 @@ def test_the_command_says_what_makes_a_step_fit_and_each_of_it_does(tmp_path, ca
     assert {"8-bit AdamW", "LoRA (r=8)"} <= {change.rpartition(" (")[0] for change in changes}
 
 
-@pytest.mark.parametrize("name", ["batch_size", "seq_len"])
+@pytest.mark.parametrize("name", [pytest.param("batch_size", marks=MATRIX), "seq_len"])
 def test_the_largest_is_found_by_few_traces_and_one_more_does_not_fit(name, monkeypatch):
     asked = []
     monkeypatch.setattr("hf_memsave.measure.largest.search", lambda needed, *rest, **kw: search(

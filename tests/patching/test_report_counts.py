@@ -185,18 +185,3 @@ def test_what_frees_nothing_beside_an_exact_setting_says_so_with_both_numbers(fa
     for message in said("frees nothing"):
         assert f"kept {report.step.nbytes_kept / 2**20:.2f} MiB" in message
         assert f"an exact setting keeps {report.step.nbytes_exact / 2**20:.2f} MiB" in message
-
-
-@pytest.mark.parametrize("is_reentrant", [False, True], ids=["not", "reentrant"])
-def test_sampling_in_blocks_that_the_caller_runs_again_says_that_it_frees_nothing(is_reentrant, said):
-    model = make("t5-encoder", "full")
-    model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
-    if is_reentrant:
-        model.enable_input_require_grads()
-    report = patch(model, config_of("sampled"))
-    for _ in range(2):
-        model(**batch_for(model, SIZE)).loss.backward()
-    (message,) = said("frees nothing")
-    for n in (report.step.nbytes_kept, report.step.nbytes_exact):
-        assert f"{n / 2**20:.2f} MiB" in message
-    assert "but for what one block takes as it runs again" in message and not said("stay, most of it")

@@ -5,17 +5,13 @@ import random
 import numpy
 import pytest
 import torch
-from torch import nn
 
-from hf_memsave import WTACRS, MemSaveConfig, patch
 from hf_memsave.errors import PlanError
-from hf_memsave.measure.step import compare_step, left_as_it_was
-from hf_memsave.patching.sampled_layers import sampler_of
 from hf_memsave.patching.swap import stock_class
 from hf_memsave.planner import fast, smart
 from support.families import batch_for
 from support.helpers import halved
-from support.planning import EPS, EXACT, SIZE, bert, between, needs, norms, once, patched
+from support.planning import EPS, EXACT, SIZE, bert, between, needs, norms, patched
 from support.steps import assert_same, patched_classes, state_of, step
 
 
@@ -129,103 +125,3 @@ def test_an_exact_plan_trains_like_stock(device):
     timed = [t.seconds for t in plan.trials if t.seconds is not None]
     assert timed and min(timed) > 0
     assert_same(step(model, batch), stock)
-
-
-@pytest.mark.parametrize("search", [smart, fast])
-def test_timing_touches_no_gradient_of_others_and_moves_no_weight(search, device):
-    model = bert(device)
-    outside = nn.Linear(2, 2, device=device)
-    batch = batch_for(model, SIZE)
-    embeds = model.get_input_embeddings()(batch.pop("input_ids")).detach().requires_grad_()
-    batch, scale = {"inputs_embeds": embeds, **batch}, torch.ones((), device=device, requires_grad=True)
-
-    @torch.no_grad()
-    def optimizer(parameter):
-        parameter.add_(1)
-
-    everyone = [*model.parameters(), *outside.parameters(), embeds, scale]
-    limit, snapshot = limit_of(search, model, batch), Snapshot(model)
-    for parameter in everyone:
-        parameter.register_post_accumulate_grad_hook(optimizer)
-    values = [parameter.detach().clone() for parameter in everyone]
-
-    def forward(**inputs):
-        return (outside(model(**inputs).logits) * scale).square().mean()
-
-    plan = search(model, batch, memory=limit, forward=forward, timer=once)
-    assert plan.converted and any(trial.seconds for trial in plan.trials)
-    snapshot.check(is_stock=False)
-    assert all(parameter.grad is None for parameter in everyone)
-    assert all(map(torch.equal, everyone, values))
-
-
-#: Of a patched model: blocks by number, a sampler with what it has seen, a codec that has counted.
-CONFIGS = {
-    "layers": MemSaveConfig(layers={"activation": 2, "norm": 1}),
-    "sampled": MemSaveConfig(linear=WTACRS(budget=0.3, targets=("0", "1"))),
-    "stored": MemSaveConfig(storage="int8"),
-}
-
-
-@pytest.mark.parametrize(("of", "by", "attention"), halved(CONFIGS, ["a fault", "compare_step"], ["eager", "sdpa"]))
-def test_a_patched_model_stays_as_it_was(of, by, attention, device):
-    def trained():
-        model = bert(device).train()
-        model.set_attn_implementation(attention)
-        patch(model, CONFIGS[of])
-        step(model, batch_for(model, SIZE))
-        return model
-
-    def ours(model):
-        found = {name: {k: v for k, v in vars(m).items() if "_memsave" in k} for name, m in model.named_modules()}
-        assert "_memsave_buffers" in found[""]
-        return state_of(model), found, getattr(sampler_of(model), "step", None)
-
-    model, other = trained(), trained()
-    batch, before = batch_for(model, SIZE), ours(model)
-    if of == "layers":
-        for part in (model.bert.encoder.layer[3], nn.ModuleList(model.bert.encoder.layer[2:])):
-            with left_as_it_was(part):
-                pass
-    if by == "compare_step":
-        compare_step(model, batch, CONFIGS[of])
-    else:
-        with pytest.raises(Fault), left_as_it_was(model):
-            assert not patched_classes(model)
-            patch(model, "tempo")
-            step(model, batch)
-            raise Fault
-    assert ours(model) == before
-    assert_same(step(model, batch), step(other, batch))  # draws the same rows next
-
-
-def test_buffers_that_cannot_be_written_to_are_no_obstacle():
-    model, batch = prepared("cpu")
-    model.register_buffer("wide", torch.ones(1, 1).expand(4, 4))
-    with torch.inference_mode():
-        model.register_buffer("inferred", torch.ones(2))
-    model.register_buffer("drifts", torch.tensor([float("nan"), -0.0, 1.0]))
-    model.register_forward_hook(lambda module, args, output: (module.drifts.abs_().mul_(2), None)[1])
-    model.register_buffer("wide_nan", torch.full((1,), float("nan")).expand(3))
-    snapshot = Snapshot(model)
-    plan = smart(model, batch, "tempo", memory=2 * needs(model, batch), timer=once)
-    assert not plan.converted
-    assert torch.signbit(model.drifts[1]) and model.drifts[0].isnan() and model.drifts[2] == 1
-    model.drifts.nan_to_num_()
-    del model.wide_nan, snapshot.weights["wide_nan"]
-    snapshot.weights["drifts"].nan_to_num_()
-    snapshot.check(is_stock=True)
-
-
-def test_a_buffer_that_cannot_be_put_back_keeps_nothing_else_from_it():
-    model, _ = prepared("cpu")
-    model.register_buffer("wide", torch.ones(1, 1).expand(4, 4))
-    snapshot = Snapshot(model)
-    with pytest.raises(RuntimeError, match="single memory location"), left_as_it_was(model):
-        model.train()
-        patch(model)
-        torch.rand(1), random.random(), numpy.random.rand()
-        model.calls.add_(1)
-        model.wide.as_strided((1,), (1,)).add_(1)
-    model.wide.as_strided((1,), (1,)).fill_(1)
-    snapshot.check(is_stock=True)

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
 
 from hf_memsave import MemSaveConfig
@@ -40,44 +39,6 @@ def test_each_method_has_a_row(tmp_path):
     assert all(figures[name]["largest_batch"] == 4 and figures[name]["at_largest"]["seconds"] > 0 for name in rows)
 
 
-def test_every_model_takes_a_step_of_ids_and_labels(bench):
-    for model in {**bench.MODELS, **bench.SMALL}.values():
-        with torch.device("meta"):
-            ids = torch.zeros(2, 8, dtype=torch.long)
-            labels = ids if "Sequence" not in model.head else ids[:, 0]
-            loss = getattr(transformers, model.head)(model.config)(input_ids=ids, labels=labels).loss
-        assert loss.shape == ()
-
-
-def fails(model):
-    raise ValueError("expected this\nand more")
-
-
-def test_where_one_row_fails_the_others_are_published(bench, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(bench.METHODS, "memsave", fails)
-    arguments = ["--smoke", "--out", str(tmp_path), "--methods", "memsave", "stock"]
-    assert bench.main(arguments) == 1
-    assert "ValueError: expected this\nand more" in capsys.readouterr().err
-    (found,) = tmp_path.glob("models-*.json")
-    figures = json.loads(found.read_text())
-    for name in bench.SMALL:
-        assert figures[f"{name}: memsave"] == {"error": "ValueError: expected this", "failed": True}
-        assert figures[f"{name}: stock"]["tokens_per_second"] > 0
-    (found,) = tmp_path.glob("models-*.md")
-    assert "| memsave | ValueError: expected this |" in found.read_text()
-
-
-def test_what_was_measured_before_an_end_is_published(bench, tmp_path, monkeypatch):
-    def ends(model):
-        raise KeyboardInterrupt
-
-    monkeypatch.setitem(bench.METHODS, "memsave", ends)
-    with pytest.raises(KeyboardInterrupt):
-        bench.main(["--smoke", "--out", str(tmp_path), "--methods", "stock", "memsave"])
-    (found,) = tmp_path.glob("models-*.json")
-    assert json.loads(found.read_text())["bert, small: stock"]["tokens_per_second"] > 0
-
-
 def test_each_kernel_has_a_row(tmp_path):
     pytest.importorskip("triton")
     command = [sys.executable, ROOT / "scripts" / "bench" / "ops.py", "--smoke", "--out", tmp_path]
@@ -87,24 +48,6 @@ def test_each_kernel_has_a_row(tmp_path):
     found = {name: op for shape in figures if shape != "about" for name, op in figures[shape].items()}
     assert all(op["bytes_per_second"] > 0 for op in found.values())
     assert {"RMSNorm, backward", "rotary", "the same, backward", "LoRA output", "cross-entropy"} <= found.keys()
-
-
-def test_without_a_gpu_it_says_what_to_do():
-    command = [sys.executable, ROOT / "scripts" / "bench" / "models.py", "--models", "bert-large", "--methods", "stock"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={"CUDA_VISIBLE_DEVICES": "", "PATH": ""}
-    )
-    assert done.returncode == 2
-    assert "Use --smoke" in done.stderr
-
-
-def test_without_peft_rows_of_adapters_are_left_out(bench, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "find_spec", lambda name: None)
-    assert bench.main(["--smoke", "--out", str(tmp_path), "--methods", "stock"]) == 0
-    (found,) = tmp_path.glob("models-*.json")
-    figures = json.loads(found.read_text())
-    assert figures["llama, small, LoRA: stock"] == {"error": "left out: peft is not installed"}
-    assert figures["t5, small: stock"]["tokens_per_second"] > 0
 
 
 @pytest.fixture

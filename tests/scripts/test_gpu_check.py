@@ -2,9 +2,6 @@
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -44,16 +41,6 @@ def test_a_fault_makes_its_rows_wrong_and_no_others(bench, fault, tmp_path, caps
     assert len(rows) == 4 and all(float(r["kept, of stock's"]) < 0.9 for r in rows if r["kind"] == "bits")
 
 
-def test_rows_before_one_that_ends_are_written(bench, tmp_path, monkeypatch):
-    def ends(rows, case):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(bench.Rows, "waits", ends)
-    with pytest.raises(KeyboardInterrupt):
-        bench.main(["--smoke", "--out", str(tmp_path)])
-    assert len(json.loads((tmp_path / "gpu-bits.json").read_text())["rows"]) == 2
-
-
 @pytest.mark.parametrize(("kernels", "error", "is_wrong"), [
     ("default", 0.0, False), ("default", 0.01, True), ("deterministic", 1e-5, True), ("default", float("nan"), True),
 ])  # fmt: skip
@@ -66,20 +53,3 @@ def test_an_error_is_told_from_noise(bench, kernels, error, is_wrong):
 
     row = bench.judged([run(1), run(2), run(3)], [run(4), run(5, error)], kernels)
     assert row.verdict.startswith("WRONG: a") == is_wrong
-
-
-def test_without_a_stage_it_says_which_there_are():
-    done = subprocess.run(["bash", SCRIPTS / "gpu_check.sh"], capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "correctness|speed|models|all" in done.stderr
-
-
-@pytest.mark.long
-def test_a_stage_goes_on_after_a_step_that_fails(tmp_path):
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\ncase "$*" in *ops.py*) exit 3;; esac\nexec "{sys.executable}" "$@"\n')
-    python.chmod(0o755)
-    command = ["bash", SCRIPTS / "gpu_check.sh", "--smoke", "speed", tmp_path / "out"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHON": python})
-    assert done.returncode == 1
-    assert "ops: failed, exit status 3" in done.stdout and "host: passed" in done.stdout
-    assert "-memsave.txt <==" in (tmp_path / "out" / "host-profiles.txt").read_text()

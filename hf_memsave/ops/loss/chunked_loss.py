@@ -5,10 +5,10 @@ Kept for backward, with T tokens, V words and x ``[T, H]`` the head's input::
     eager    the logits in the model's dtype, in fp32, and their log-softmax: up to 10 V bytes a token, 14 V at the peak
     here     dx; of a trained head its gradient, or dz of all rows, 2 V bytes a token; one chunk at the peak
 
-With z = head(x), p = softmax(z), e the target's one-hot row, s the label smoothing and w the class weights::
+With z = head(x), p = softmax(z) and e the target's one-hot row::
 
-    loss_i = -(1 - s) w_t log p_t - s/V sum_v w_v log p_v
-    dz_i   = p ((1 - s) w_t + s/V sum_v w_v) - (1 - s) w_t e - s/V w
+    loss_i = -log p_t
+    dz_i   = p - e
 
 Both are computed in forward, chunk after chunk. While all logits fit in one chunk, stock's own expression runs, bit for
 bit; beyond, all equals stock's up to the order of fp32 sums (see ``sums``). Gradients of a mean are divided before they
@@ -74,14 +74,14 @@ def cross_entropy(
 
     Returns:
         The loss, in the logits' dtype, or in fp32 under autocast. None for what it does not know: what is deprecated,
-        targets that are no classes, a weight that wants a gradient, and no reduction where the head wants one.
+        targets that are no classes, class weights, label smoothing, and no reduction where the head wants a gradient.
     """
     options, parameters = _Options(*args, **kwargs), head.parameters()
     is_known = options.reduction in ("mean", "sum") or (options.reduction == "none" and not parameters)
     is_plain = like.dim() == 2 and target.shape == like.shape[:1] and target.dtype == torch.int64
-    wants_weight = options.weight is not None and options.weight.requires_grad
+    is_weighed = options.weight is not None or options.label_smoothing != 0
     is_old = options.size_average is not None or options.reduce is not None
-    if not (is_known and is_plain) or wants_weight or is_old:
+    if not (is_known and is_plain) or is_weighed or is_old:
         return None
     run = partial(_ChunkedLoss.apply, hidden, target, head, options, (like.shape[1], like.dtype), *parameters)
 
@@ -150,26 +150,19 @@ def _same(tensor: Tensor) -> Tensor:
 
 def _of_chunk(head: Head, z: Tensor, target: Tensor, options: _Options, count: Tensor) -> tuple[Tensor, Tensor]:
     """Each row's loss, and its gradient over ``count`` in the dtype of z; where it can be, by a kernel in its place."""
-    ignored, smoothing, words = options.ignore_index, options.label_smoothing, z.shape[-1]
-    if head.fuses_loss and options.weight is None and smoothing == 0 and fused.suits(head.steps, z):
+    ignored = options.ignore_index
+    if head.fuses_loss and fused.suits(head.steps, z):
         return fused.loss_and_gradient(z, target, ignored, count)
-    weight = count.new_ones(()).expand(words) if options.weight is None else options.weight.to(count.dtype)
     minus_z = F.nll_loss(z, target, ignore_index=ignored, reduction="none")  # refuses what is no class
     is_counted = target != ignored
     index = target.where(is_counted, 0)
-    of_target, of_all = (1 - smoothing) * weight[index], smoothing * weight.mean()
     top, place = z.max(-1)
     top = top.to(count.dtype)
     p = torch.softmax(z, -1, dtype=count.dtype)
     log_sum = -p.gather(-1, place.unsqueeze(-1)).squeeze(-1).log()  # of exp(z - top)
-    losses = of_target * (top + minus_z + log_sum)
-    if smoothing:
-        losses = losses + of_all * (top + log_sum) - smoothing / words * (z.to(count.dtype) @ weight)
-    scale = (1 / count).where(is_counted, 0)
-    dz = p.mul_(((of_target + of_all) * scale).unsqueeze(-1))
-    dz.scatter_add_(-1, index.unsqueeze(-1), (-of_target * scale).unsqueeze(-1))
-    if smoothing:
-        dz.addcmul_(scale.unsqueeze(-1), weight, value=-smoothing / words)
+    losses = top + minus_z + log_sum
+    scale = (1 / count).where(is_counted, 0).unsqueeze(-1)
+    dz = p.mul_(scale).scatter_add_(-1, index.unsqueeze(-1), -scale)
     return losses.where(is_counted, 0), dz.to(z.dtype)
 
 
@@ -180,7 +173,4 @@ def _count(target: Tensor, options: _Options, wide: torch.dtype) -> Tensor:
         return number.detach().to(target.device, wide)
     if isinstance(number, (int, float)):  # filled in: a copy from the host would wait for the device
         return torch.full((), float(number), dtype=wide, device=target.device)
-    is_counted = target != options.ignore_index
-    if options.reduction == "sum" or options.weight is None:
-        return is_counted.sum().to(wide)
-    return options.weight.to(wide)[target.where(is_counted, 0)].masked_fill(~is_counted, 0.0).sum()
+    return (target != options.ignore_index).sum().to(wide)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import NewGELUActivation, QuickGELUActivation
 
@@ -228,16 +228,6 @@ def test_few_bit_chooses_in_a_checkpointed_block(device, use_reentrant, trained)
     again = partial(checkpoint, in_a_tape, use_reentrant=use_reentrant)
     expected = gradients(block(nn.GELU() if trained else few_bit(nn.GELU()), trained).to(device), x, in_a_tape)
     assert_all_same(gradients(block(few_bit(nn.GELU()), trained).to(device), x, again), expected)
-
-
-@pytest.mark.parametrize("trained", [True, False])
-def test_few_bit_chooses_inside_another_tools_hooks(device, trained):
-    def inside(hooks, model, x):
-        with hooks:
-            return in_a_tape(model, x)
-
-    model, x = block(few_bit(nn.GELU()), trained).to(device), random(64, 8, device=device)
-    assert_all_same(*(gradients(model, x, partial(inside, hooks)) for hooks in (save_on_cpu(), taping())))
 
 
 def test_few_bit_keeps_its_bits_where_a_foreign_hook_lies_before_the_consumer(device):

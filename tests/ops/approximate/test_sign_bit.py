@@ -147,18 +147,6 @@ def test_sign_bit_as_a_layer_runs_what_was_made_of_its_linear(device, change):
             assert_same_bits(mine.grad, expected)
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_sign_bit_takes_its_indicator_before_an_activation_in_place(device, name):
-    weight, x = random(4, 8, device=device), random(6, 8, device=device, seed=1).requires_grad_()
-
-    def in_place(x):
-        return x.copy_(ACTIVATIONS[name](x))
-
-    (mine,) = torch.autograd.grad(sign_bit(x.clone(), name, in_place, weight).sum(), x)
-    (expected,) = torch.autograd.grad(sign_bit(x, name, ACTIVATIONS[name], weight).sum(), x)
-    assert_same_bits(mine, expected)
-
-
 def test_sign_bit_refuses_double_backward_and_what_it_cannot_take(device):
     x, weight, _ = given(6, 8, device=device)
     (dx,) = torch.autograd.grad(sign_bit(x.requires_grad_(), "gelu", F.gelu, weight).sum(), x, create_graph=True)

@@ -82,21 +82,14 @@ def test_gradients_are_rounded_once_whatever_the_sum_is_divided_by(count, small_
     assert of_ours_over_stocks(lambda: lm("llama", torch.bfloat16), draws=4, num_items_in_batch=count) <= 1.001
 
 
-@pytest.mark.parametrize(
-    ("reduction", "has_weight", "smoothing"),
-    [
-        ("mean", False, 0.1), ("mean", True, 0.0), ("mean", True, 1.0), ("sum", False, 0.0), ("sum", True, 0.1),
-        ("sum", False, 1.0), ("none", False, 0.0), ("none", True, 0.1), ("none", False, 1.0),
-    ],
-)  # fmt: skip
-def test_every_option_of_cross_entropy(reduction, has_weight, smoothing, monkeypatch):
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_every_reduction_of_cross_entropy(reduction, monkeypatch):
     torch.manual_seed(0)
     x, w = torch.randn(37, 8, dtype=torch.float64, requires_grad=True), torch.randn(50, 8, dtype=torch.float64)
     w.requires_grad_(reduction != "none")
     target = torch.randint(0, 50, (37,))
     target[::5] = -1
-    options = dict(weight=torch.rand(50, dtype=torch.float64) if has_weight else None, ignore_index=-1)
-    options |= dict(reduction=reduction, label_smoothing=smoothing)
+    options = dict(ignore_index=-1, reduction=reduction)
     upstream = torch.randn(37 if reduction == "none" else (), dtype=torch.float64)
     wanted = [x, w] if w.requires_grad else [x]
 
@@ -108,6 +101,8 @@ def test_every_option_of_cross_entropy(reduction, has_weight, smoothing, monkeyp
     found = torch.autograd.grad(ours, wanted, upstream)
     torch.testing.assert_close(ours, stock, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+    for left_to_stock in ({"label_smoothing": 0.1}, {"weight": torch.rand(50, dtype=torch.float64)}):
+        assert chunked_loss.cross_entropy(x, OfLinear(w), like, target, **options, **left_to_stock) is None
 
 
 @pytest.mark.parametrize("options", [{}, {"num_items_in_batch": 7}], ids=["mean", "sum"])

@@ -1,14 +1,10 @@
 """Train on two threads with dropout by seed, while a third draws random numbers, and count the wrong steps.
 
-    python scripts/bench/threads.py [--seconds 300]
-
 Each training thread has a model of its own. Both draw from the one generator of the process: so no step can be compared
 with a step of stock. Instead, each dropout notes the mask that its forward applied, and each backward is compared with
-the gradients that this mask gives. The third thread must not be given the same numbers twice. Threads change places
-every --interval seconds. Exits with 1 if any step was wrong, or any draw was given again.
+the gradients that this mask gives. The third thread must not be given the same numbers twice.
 """
 
-import argparse
 import sys
 import threading
 import time
@@ -122,22 +118,3 @@ def count(seconds: float, interval: float = 1e-6, train: Callable[[Net, Tensor],
     if errors:
         raise errors[0]
     return Count(len(found), found.count(False), draws, again)
-
-
-def main() -> None:
-    """Print the counts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=300)
-    parser.add_argument("--interval", type=float, default=1e-6)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    found = count(options.seconds, options.interval)
-    print(
-        f"{found.steps} steps, {found.wrong} wrong, beside {found.draws} draws, {found.again} given again, in "
-        f"{options.seconds:.0f} s"
-    )
-    sys.exit(found.wrong + found.again > 0)
-
-
-if __name__ == "__main__":
-    main()
