@@ -117,9 +117,10 @@ def test_lora_trains_with_stocks_bits(make, dtype, p, wants, autocast, kept, ran
 def test_lora_keeps_its_small_product_and_a_bit_an_element(ran):
     model = patched(reads(), dropout="mask")
     stored = measure_kept(model, {"x": rows(model)}, lambda x: model(x).sum()).storages
-    found = {op: [s.nbytes for s in stored if s.op == op] for op in ("mm", "unseen", "mul", "bernoulli_")}
     n = 2 * ROWS
-    assert found == {"mm": [4 * n * RANK] * 4, "unseen": [n * WIDE // 8] * 4, "mul": [], "bernoulli_": []} and ran
+    assert [s.nbytes for s in stored if s.op == "mm"] == [4 * n * RANK] * 4 and ran
+    assert [s.nbytes for s in stored].count(n * WIDE // 8) == 4
+    assert not {"mul", "bernoulli_"} & {s.op for s in stored}
 
 
 def hooked(part):
