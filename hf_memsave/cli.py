@@ -20,7 +20,7 @@ COMMANDS = {
     "demo": "train a small BERT and a small LLaMA, stock and patched, and compare",
     "verify": "one training step of your model and batch, stock and patched, compared to the bit",
     "auto": "what to convert in your model, for your batch and your memory",
-    "doctor": "versions, devices and other patchers; what would be patched in a model, and what not and why",
+    "doctor": "versions and devices; what would be patched in a model, and what not and why",
 }
 
 

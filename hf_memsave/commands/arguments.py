@@ -47,7 +47,6 @@ def estimate(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     option("--memory", **_size("--memory"), help=f"what there is: says whether it fits, and what would; {_SIZES}")
     option("--check", action="store_true", help="run the step on this machine's GPU, and compare")
-    option("--picture", **_PICTURE, help="draw memory over the step, and where the kept bytes are")
     page = partial(picture, suffixes=(".html", ".htm"))
     option("--html", type=page, metavar="FILE", help="write a page with pictures and explanations, all in one file")
     _add(parser, "--json")
@@ -81,7 +80,8 @@ def demo(parser: argparse.ArgumentParser) -> None:
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", **_NUMBER, default=240, help="so many steps (%(default)s)")
     length.add_argument("--quick", action="store_const", dest="steps", const=70, help="%(const)s steps")
-    parser.add_argument("--out", **_PICTURE, help="the picture to write (demo.png, if matplotlib is installed)")
+    drawn = "the picture to write (demo.png, if matplotlib is installed)"
+    parser.add_argument("--out", type=picture, metavar="PNG", help=drawn)
 
 
 def verify(parser: argparse.ArgumentParser) -> None:
@@ -238,7 +238,6 @@ def _size(option: str) -> dict[str, Any]:
 
 _SIZES = "24GiB and 24G are 24 x 2^30 bytes, 24GB is 24 x 10^9"
 _NUMBER: dict[str, Any] = {"type": _positive_int, "metavar": "N"}
-_PICTURE: dict[str, Any] = {"type": picture, "metavar": "PNG"}
 #: Option -> what argparse is told of it.
 _SHARED: dict[str, dict[str, Any]] = {
     "model": {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor
 from hf_memsave import Kept, measure_kept, patch
 from hf_memsave.commands.arguments import picture
 from hf_memsave.commands.demo_task import DemoTask, generated_task, glue_task
-from hf_memsave.commands.options import console_of, progress_bar
+from hf_memsave.commands.options import console_of
 from hf_memsave.config.sizes import MIB
 
 _BATCH_SIZE = 32
@@ -47,10 +46,8 @@ def run(args: argparse.Namespace) -> int:
     console.print(task.description, task.limits, sep="\n")
     runs = {}
     for name, config in model_configs(task).items():
-        with progress_bar(console, f"{name} stock") as tell:
-            stock = train(config, task, steps, False, tell)
-        with progress_bar(console, f"{name} patched") as tell:
-            runs[name] = (stock, train(config, task, steps, True, tell))
+        with console.status(f"Training {name}, stock and patched ..."):
+            runs[name] = (train(config, task, steps, False), train(config, task, steps, True))
     console.print(results_table(runs, task), *unlearned(runs, task, steps), sep="\n")
     if out:
         from hf_memsave.commands.pictures import demo_picture
@@ -83,13 +80,8 @@ def model_configs(task: DemoTask) -> dict[str, transformers.PreTrainedConfig]:
     }
 
 
-def train(config: Any, task: DemoTask, steps: int, patched: bool, tell: Callable[[float], None]) -> Run:
+def train(config: Any, task: DemoTask, steps: int, patched: bool) -> Run:
     """Train from random weights; stock and patched runs see the same seed, batches and dropout masks."""
-
-    class Progress(transformers.TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            tell(state.global_step / state.max_steps)
-
     transformers.set_seed(_SEED)
     model = transformers.AutoModelForSequenceClassification.from_config(config)
     if patched:
@@ -102,7 +94,7 @@ def train(config: Any, task: DemoTask, steps: int, patched: bool, tell: Callable
             seed=_SEED,
         )  # fmt: skip
         trainer = transformers.Trainer(
-            model, arguments, train_dataset=task.train, eval_dataset=task.dev, callbacks=[Progress],
+            model, arguments, train_dataset=task.train, eval_dataset=task.dev,
             data_collator=transformers.DataCollatorWithPadding(task.tokenizer), compute_metrics=_accuracy,
         )  # fmt: skip
         trainer.remove_callback(transformers.PrinterCallback)

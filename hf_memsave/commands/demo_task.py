@@ -65,7 +65,7 @@ def generated_task(train_examples: int, seed: int) -> DemoTask:
 
 
 def glue_task(data_dir: Path, train_examples: int) -> DemoTask:
-    """Returns the first examples of a folder of official GLUE files, which by its name or columns tells the task.
+    """Returns the first examples of a folder of official GLUE files, whose name tells the task.
 
     Words of a pair that the other text lacks are one word: no model learns from random weights and a few thousand pairs
     what words mean, but one can learn how much two texts have in common.
@@ -81,7 +81,7 @@ def glue_task(data_dir: Path, train_examples: int) -> DemoTask:
     train, dev = (read_glue(data_dir, task.name, split) for split in ("train", task.validation_splits[0]))
     used, total = min(train_examples, len(train)), f"{len(train):,} and {len(dev):,}"
     train, dev = train.select(range(used)), dev.select(range(min(_DEV_EXAMPLES, len(dev))))
-    texts = tuple([*train[column], *dev[column]] for column in task.text_columns)
+    texts = tuple([*train[column], *dev[column]] for column in task.text)
     limits = f"Used: the first {used:,} training and {len(dev):,} dev examples of {total}, cut to {_LONGEST} tokens."
     if len(texts) == 2:
         texts = tuple([*map(_shared, these, others)] for these, others in (texts, texts[::-1]))

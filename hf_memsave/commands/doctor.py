@@ -1,4 +1,4 @@
-"""``memsave doctor``: versions, devices and other patchers, and what would be patched in a model and what not."""
+"""``memsave doctor``: versions and devices, and what would be patched in a model and what not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from packaging.requirements import Requirement
 from rich import box
 from rich.table import Table
-from torch import nn
 
 from hf_memsave import PatchError, __version__, patch
 from hf_memsave.commands.arguments import memsave_of
@@ -21,14 +20,8 @@ from hf_memsave.commands.options import console_of
 from hf_memsave.commands.report import sites_table
 from hf_memsave.config.sizes import counted
 from hf_memsave.measure.models import build_empty, load_config
-from hf_memsave.tape import hooks_work
 
-_PACKAGES = ("torch", "transformers", "peft", "accelerate", "trl", "bitsandbytes", "triton")
-#: Other tools that replace forwards: package -> what it changes once it is loaded.
-_PATCHERS = {
-    "liger_kernel": "replaces the classes of a model family when it is applied",
-    "unsloth": "replaces forwards throughout Transformers as soon as it is imported",
-}
+_PACKAGES = """torch transformers peft accelerate trl bitsandbytes triton liger_kernel unsloth""".split()
 _MISSING = "not installed"
 
 
@@ -37,15 +30,7 @@ def run(args: argparse.Namespace) -> int:
     memsave = memsave_of(args)
     config = load_config(args.model) if args.model else None
     problems: list[str] = []
-    sections = {
-        "Versions": versions(problems), "Devices": devices(), "Other patchers": patchers(problems),
-    }  # fmt: skip
-    with torch.enable_grad():
-        if not hooks_work():
-            problems.append(
-                "saved-tensor hooks are disabled here, so everything would be kept as in stock. Leave the block of "
-                "torch.func, forward-mode AD, or torch.autograd.graph.disable_saved_tensors_hooks that surrounds this."
-            )
+    sections = {"Versions": versions(problems), "Devices": devices()}
     model = build_empty(config) if config is not None and not problems else None
     console = console_of(args)
     for title, rows in sections.items():
@@ -97,35 +82,6 @@ def devices() -> dict[str, str]:
         major, minor = torch.cuda.get_device_capability(i)
         found[f"cuda:{i}"] = f"{torch.cuda.get_device_name(i)}, capability {major}.{minor}, bf16 {bf16[major >= 8]}"
     return found if len(found) > 1 else found | {"cuda": "none found"}
-
-
-def patchers(problems: list[str]) -> dict[str, str]:
-    """Tool -> whether it is installed, and active in this process."""
-    found = {}
-    for name, effect in _PATCHERS.items():
-        state = "loaded in this process" if name in sys.modules else "not loaded"
-        installed = _version(name)
-        found[name] = installed if installed == _MISSING else f"{installed}, {state}; it {effect}"
-        if classes := _replaced_by(name):
-            found[name] = f"active: it has replaced {', '.join(classes[:3])}{', ...' if len(classes) > 3 else ''}"
-            problems.append(
-                f"{name} is active: {classes[0]} is no longer that of Transformers. Use a process that has not applied "
-                "it (for Trainer: use_liger_kernel=False)."
-            )
-    return found
-
-
-def _replaced_by(package: str) -> list[str]:
-    """Classes in the loaded models of Transformers that ``package`` has replaced, or whose forward it has."""
-    found = []
-    for name, module in list(sys.modules.items()):
-        is_model = name.startswith("transformers.models.") and ".modeling_" in name
-        for key, value in list(vars(module).items()) if is_model else ():
-            if isinstance(value, type) and issubclass(value, nn.Module):
-                sources = (value.__module__, getattr(getattr(value, "forward", None), "__module__", None) or "")
-                if any(source.startswith(package) for source in sources):
-                    found.append(f"{name.removeprefix('transformers.models.')}.{key}")
-    return found
 
 
 def _version(package: str) -> str:

@@ -39,16 +39,12 @@ def run(args: argparse.Namespace) -> int:
         figures["largest"] = _largest(config, result, training, memsave, args, console)
         if not result.fits:
             figures["what_fits"] = _what_fits(config, result, step, memsave, args, console)
-    if args.picture or args.html:
-        from hf_memsave.commands.estimate_page import draw, write_page
+    if args.html:
+        from hf_memsave.commands.estimate_page import write_page
 
-        name, settings = options.name_of(args.model), in_words(args, result, training)
-        if args.picture:
-            draw(args.picture, result, ", ".join([name, *settings.values()]))
-            console.print(f"Picture: {args.picture}")
-        if args.html:
-            write_page(args.html, result, name, settings, figures.get("what_fits", ()))
-            console.print(f"Page: {args.html}")
+        settings = in_words(args, result, training)
+        write_page(args.html, result, options.name_of(args.model), settings, figures.get("what_fits", ()))
+        console.print(f"Page: {args.html}")
     agrees = True
     if args.check:
         figures["check"], agrees = _check(config, result, training, memsave, console)
@@ -125,7 +121,7 @@ def _largest(
             found[label] = {"batch_size": batch, "seq_len": tokens}
             told = f"the largest batch that fits is {batch} (of {args.seq_len} tokens), the longest sequence {tokens} "
             told += f"(in batches of {args.batch_size})"
-            console.print(f"{label}: {told if batch or tokens else 'no batch fits, not even of one token'}.")
+            console.print(f"{label}: {told if batch or tokens else 'no batch fits, not even of 8 tokens'}.")
     return found
 
 

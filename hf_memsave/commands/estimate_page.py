@@ -1,4 +1,4 @@
-"""An estimate as a picture, and as a page that needs no network: both need matplotlib, and the page jinja2."""
+"""An estimate as a page that needs no network; matplotlib draws it, and jinja2 writes it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hf_memsave.config.sizes import GIB, MIB
+from hf_memsave.config.sizes import GIB, MIB, gib
 from hf_memsave.measure.estimate import CONTEXT, WORKSPACES, Estimate, Memory
 
 #: What is alive -> its colour: Paul Tol's bright scheme, told apart in every kind of colour vision, on black and white.
@@ -29,33 +29,8 @@ _INK = "#010203"
 _ROWS = 12
 
 
-def in_units(nbytes: float) -> str:
-    """Bytes for people: "12.3 GiB"."""
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (2**10, "KiB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:,.1f} {name}"
-    return f"{nbytes:.0f} B" if nbytes else "0"
-
-
 def _unit(nbytes: float) -> tuple[int, str]:
     return (GIB, "GiB") if nbytes >= GIB else (MIB, "MiB")
-
-
-def draw(path: Path, result: Estimate, title: str) -> None:
-    """Write a picture of an estimate: memory over the step, and below it where the kept bytes are."""
-    shown = result.columns
-    figure = Figure(figsize=(12, 10.5), layout="constrained", dpi=150)
-    figure.suptitle(title, wrap=True, fontsize=13)
-    above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(6, 5))[:, 0]
-    for axes, (name, memory) in zip(above.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True):
-        axes.set_title(f"{name}: {in_units(memory.needed)} needed", fontsize=12, fontweight="bold")
-        timeline_axes(axes, memory, result)
-        axes.legend(reverse=True, loc="upper right", frameon=False, fontsize=9, ncols=2)
-    left, right = below.subplots(1, 2)
-    _bars(left, "kept for backward, by function", rows_of(result, "by_kind"))
-    _bars(right, "kept for backward, by part of the model", rows_of(result, "by_module"))
-    left.legend(frameon=False, loc="lower right")
-    figure.savefig(path)
 
 
 def timeline_axes(axes: Axes, memory: Memory, result: Estimate) -> None:
@@ -86,7 +61,7 @@ def timeline_axes(axes: Axes, memory: Memory, result: Estimate) -> None:
     axes.plot(at, height, "o", color=_INK, markersize=6)
     is_crossed = line is not None and 0 <= line - height < 0.12 * until / unit  # the line would go through the text
     axes.annotate(
-        f"peak {in_units(memory.peak)}", (at, line if is_crossed else height), (0, 4 if is_crossed else 8),
+        f"peak {gib(memory.peak)}", (at, line if is_crossed else height), (0, 4 if is_crossed else 8),
         textcoords="offset points", color=_INK, fontweight="bold", va="bottom",
         ha="right" if at > 1.5 else "left" if at < 0.5 else "center",
     )  # fmt: skip
@@ -95,23 +70,6 @@ def timeline_axes(axes: Axes, memory: Memory, result: Estimate) -> None:
     axes.set_xticks([(start + end) / 2 for start, end in _SPANS.values()], list(_SPANS))
     axes.tick_params(axis="x", length=0)
     axes.set(xlim=(0, edges[-1]), ylim=(0, 1.18 * until / unit), ylabel=f"memory [{name}]")
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _bars(axes: Axes, title: str, rows: list[dict[str, Any]]) -> None:
-    """Bars of stock beside patched, the largest on top."""
-    unit, name = _unit(max(rows[0]["bytes"].values()))
-    shown = list(rows[0]["bytes"])
-    for i, setting in enumerate(shown):
-        middles = [y + (i - (len(shown) - 1) / 2) * 0.4 for y in range(len(rows))]
-        amounts = [row["bytes"][setting] for row in rows]
-        drawn = axes.barh(middles, [n / unit for n in amounts], 0.4, color=SETTINGS[setting], label=setting)
-        axes.bar_label(drawn, [in_units(n) for n in amounts], padding=3, fontsize=8)
-    axes.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=9)
-    axes.invert_yaxis()
-    axes.margins(x=0.15)
-    axes.set_title(title, fontsize=11)
-    axes.set_xlabel(f"[{name}]")
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -136,7 +94,7 @@ def write_page(
         loader=PackageLoader("hf_memsave.commands", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=StrictUndefined,
     )  # fmt: skip
-    environment.filters |= {"units": in_units, "dictmax": lambda amounts: max(amounts.values())}
+    environment.filters |= {"units": gib, "dictmax": lambda amounts: max(amounts.values())}
     shown = result.columns
     page = environment.get_template("estimate_page.html").render(
         title=title, settings=settings, changes=changes, result=result, shown=shown, parts=PARTS, own=OWN,
@@ -159,6 +117,6 @@ def _svg(memory: Memory, result: Estimate, name: str) -> str:
     svg = drawn.getvalue()[drawn.getvalue().index("<svg") :].replace(_INK, "currentColor")
     svg = re.sub(r"<metadata>.*?</metadata>| id=\"[a-z0-9.]+_\d+\"", "", svg, flags=re.DOTALL)  # no id twice in a page
     svg = re.sub(r"font(-family)?: *([^;\"]*?)'?DejaVu Sans'?[^;\"]*", r"font\1: \2system-ui, sans-serif", svg)
-    label = f"{name}: memory over the step, at most {in_units(memory.peak)}"
+    label = f"{name}: memory over the step, at most {gib(memory.peak)}"
     svg = re.sub(r'width="[^"]*pt"|height="[^"]*pt"', "", svg, count=2)
     return svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)

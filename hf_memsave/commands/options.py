@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedConfig
 
 from hf_memsave.commands.arguments import BATCH_SIZE, SEQ_LEN, STANDARD_OUTPUT
@@ -62,12 +59,3 @@ def write_figures(path: Path | None, figures: dict[str, Any], console: Console) 
     elif path is not None:
         path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
         console.print(f"Figures: {path}")
-
-
-@contextlib.contextmanager
-def progress_bar(console: Console, title: str) -> Iterator[Callable[[float], None]]:
-    """Show a bar that goes away when it is done, and give a function that is told the share that is done."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task(title, total=1)
-        yield lambda share: progress.update(bar, completed=share)

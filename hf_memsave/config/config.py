@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 
 from hf_memsave.config.fields import listed, named_fields, refuse_unknown
-from hf_memsave.config.files import fields_of, is_file, presets
+from hf_memsave.config.files import fields_of, presets
 from hf_memsave.config.sizes import bytes_of
 from hf_memsave.config.wtacrs import WTACRS, is_int
 from hf_memsave.errors import ConfigError, PlanError
@@ -190,7 +190,8 @@ class MemSaveConfig:
     @classmethod
     def named(cls, name: str | Path) -> MemSaveConfig:
         """:meth:`preset` or :meth:`from_file`."""
-        if isinstance(name, Path) or (name not in (*RUNGS, *presets()) and is_file(name)):
+        is_file = str(name).endswith((".yaml", ".yml", ".json")) or Path(name).is_file()
+        if isinstance(name, Path) or (is_file and name not in (*RUNGS, *presets())):
             return cls.from_file(name)
         return cls.preset(name)
 

@@ -17,11 +17,6 @@ def presets() -> dict[str, Any]:
     return {path.name.removesuffix(".yaml"): path for path in found if path.name.endswith(".yaml")}
 
 
-def is_file(name: str) -> bool:
-    """Whether a name that is no preset's is that of a file."""
-    return name.endswith((".yaml", ".yml", ".json")) or Path(name).is_file()
-
-
 def fields_of(path: str | Path) -> Any:
     """Returns what a YAML or JSON file says (every JSON file is a YAML file): a mapping, if it is one of fields.
 

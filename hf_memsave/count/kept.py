@@ -118,7 +118,12 @@ def measure_kept(
         stack.enter_context(torch.enable_grad())
         stack.enter_context(only_measuring())
         known = {s._cdata: s for s in storages(live_tensors())}
-        with watch.watching_modules(), watch:
+        running = watch.stack
+        with (
+            global_hooks.register_module_forward_pre_hook(lambda m, _: running.append(m)),
+            global_hooks.register_module_forward_hook(lambda *_: (running.pop(), None)[1], always_call=True),
+            watch,
+        ):
             if isinstance(batch, Mapping):
                 output = call(**batch)
             else:
@@ -181,15 +186,6 @@ class _ByModule(StorageMode):
         """What is still alive, with the bytes that it has now."""
         alive = [(ref, record) for ref, record in self.made.values() if not ref.expired()]
         return [replace(r, nbytes=torch.UntypedStorage._new_with_weak_ptr(ref.cdata).nbytes()) for ref, r in alive]
-
-    @contextlib.contextmanager
-    def watching_modules(self) -> Iterator[None]:
-        """Know the modules that run."""
-        with (
-            global_hooks.register_module_forward_pre_hook(lambda m, _: self.stack.append(m)),
-            global_hooks.register_module_forward_hook(lambda *_: (self.stack.pop(), None)[1], always_call=True),
-        ):
-            yield
 
 
 def device_of(tensor: Tensor) -> torch.device:

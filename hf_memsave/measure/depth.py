@@ -92,7 +92,6 @@ class InFull(NamedTuple):
 
 #: What was traced, on the stand-in device -> the step: asked for again, it costs nothing.
 _KNOWN: dict[tuple[Any, bool], InFull] = {}
-_REMEMBERED = 256
 
 
 def trace_in_full(
@@ -103,8 +102,6 @@ def trace_in_full(
     key = type(config), config.to_json_string(use_diff=False), tuple(depth.items()), training, memsave
     found = _KNOWN.get((key, True)) or _KNOWN.get((key, keeps))
     if found is None:
-        if len(_KNOWN) >= _REMEMBERED:
-            _KNOWN.clear()
         found = _KNOWN[key, keeps] = trace_few(config, depth, training, memsave, keeps)
     return found
 

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import inspect
 import json
-import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from hf_memsave.errors import MeasureError
-from hf_memsave.measure.models import HEADS
-
-_UNREADABLE = (
-    AttributeError, EOFError, LookupError, OSError, RuntimeError, TypeError, ValueError,
-    pickle.UnpicklingError, SafetensorError,
-)  # fmt: skip
+from hf_memsave.measure.models import HEADS, UNREADABLE
 
 #: What a forward takes that is no input.
 _SWITCHES = {"self", "return_dict", "output_attentions", "output_hidden_states", "use_cache", "logits_to_keep"}
@@ -142,7 +135,7 @@ def read_batch(path: Path) -> dict[str, Tensor]:
             batch = {name: torch.tensor(values) for name, values in lists.items()}
         else:
             batch = torch.load(path, map_location="cpu", weights_only=True)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         reason = (str(error).splitlines() or ["it ends too early"])[0]
         raise MeasureError(
             f"{path}: {type(error).__name__}: {reason}. {expected}, padded to one length. Save it with "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -13,18 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_memsave.config.config import MemSaveConfig
-from hf_memsave.config.sizes import GIB, MIB
+from hf_memsave.config.sizes import MIB
 from hf_memsave.count.kept import measure_kept
 from hf_memsave.errors import MeasureError, MemSaveError
 from hf_memsave.measure.depth import FROM, REPEATS, Affine, depths_for
-from hf_memsave.measure.inputs import cannot_run, described, fitted, forward_of, make_batch
+from hf_memsave.measure.inputs import cannot_run, fitted, forward_of, make_batch
 from hf_memsave.measure.models import AS_IT_IS, DepthError, at_depth, class_of, depth_of, text_head
 from hf_memsave.measure.training import Training, build
 from hf_memsave.patching.patch import patch
 
-# What the memory check expects: the most that stock keeps in a layer of any family, plain and with adapters (DoRA in
-# fp32), and for the logits of a token.
-_MOST_U, _MOST_U_ADAPTED, _LOGIT_BYTES = 50, 160, 14
 #: From what size on a tensor may be the one that fills the memory, and how much stays free, in bytes.
 _LARGE, _RESERVE = 2**20, 2**28
 EVERY_LAYER = "every layer runs"
@@ -78,17 +75,11 @@ def _measure(
     few, more = depths_for(config, full, 1, 1), depths_for(config, full, FROM, REPEATS)
     with torch.device("meta"):
         whole, changes = _build(head, config, full, training)
-    deepest, at_most, u = max(few.run, key=_sum), 0, None
-    tokens = batch.get("input_ids", batch.get("inputs_embeds"))
+    u, tokens = None, batch.get("input_ids", batch.get("inputs_embeds"))
     if full and tokens is not None and tokens.dim() > 1:
         u = tokens.shape[0] * tokens.shape[1] * config.hidden_size * training.u_dtype.itemsize
-        per_layer = (_MOST_U_ADAPTED if training.lora else _MOST_U) * config.hidden_size * training.dtype.itemsize
-        at_most = tokens.shape[0] * tokens.shape[1] * (_sum(deepest) * per_layer + _LOGIT_BYTES * config.vocab_size)
-    _check_memory(head, config, training, deepest, batch, at_most)
     stock = [_point(head, config, depth, training, None, batch) for depth in few.run]
     kept = [point["kept"] for point in stock]
-    deepest = max(more.run, key=_sum)
-    _check_memory(head, config, training, deepest, batch, _sum(replace(few, full=deepest).carried(kept)))
     patched = [_point(head, config, depth, training, memsave, batch) for depth in more.run]
 
     if (expected := more.carried([point["parameters"] for point in patched])) != whole.num_parameters():
@@ -109,10 +100,6 @@ def _measure(
         stock=Affine.of(kept, few),
         patched=Affine.of([point["kept"] for point in patched], more),
     )
-
-
-def _sum(amounts: Mapping[Any, int]) -> int:
-    return sum(amounts.values())
 
 
 def _build(
@@ -169,25 +156,6 @@ def _point(
         ) from error  # fmt: skip
 
 
-def _check_memory(
-    head: Any, config: PreTrainedConfig, training: Training, depth: dict[str, int], batch: dict[str, torch.Tensor],
-    kept: int,
-) -> None:  # fmt: skip
-    """Refuse what would not fit, before the system ends the process for it."""
-    with torch.device("meta"):
-        model, _ = _build(head, config, depth, replace(training, lora=None))
-    parameters = sum(p.numel() for p in {p.shape: p for p in model.parameters()}.values())  # equal ones share memory
-    weights = parameters * training.dtype.itemsize + 2 * bool(training.autocast) * model.num_parameters()
-    if weights + kept > (free := psutil.virtual_memory().available):
-        layers = f"{' + '.join(map(str, depth.values()))} layers" if depth else "all layers"
-        raise MeasureError(
-            f"{layers} with {described(batch)} need about {(weights + kept) / GIB:.1f} GiB ({weights / GIB:.1f} GiB of "
-            f"weights), and {free / GIB:.1f} GiB are free.",
-            "Lower batch_size (kept memory grows in proportion to it) or seq_len, or use a larger machine.",
-            "Lower --batch-size (kept memory grows in proportion to it) or --seq-len, or use a larger machine.",
-        )
-
-
 class SkipValues(TorchDispatchMode):
     """Random weights repeat a few numbers, and matrix products are zeros: no kept byte depends on a value."""
 
@@ -215,8 +183,9 @@ class SkipValues(TorchDispatchMode):
         is_large = isinstance(output, torch.Tensor) and not output.is_meta and output.nbytes >= _LARGE
         if is_large and (free := psutil.virtual_memory().available) < _RESERVE:
             raise MeasureError(
-                f"the forward fills the memory: {free / MIB:,.0f} MiB are free, expected {_RESERVE / MIB:,.0f}. "
-                "Use a smaller batch, or a larger machine."
+                f"the forward fills the memory: {free / MIB:,.0f} MiB are free, expected {_RESERVE / MIB:,.0f}.",
+                "Use a smaller batch, shorter sequences, or a larger machine.",
+                option="Lower --batch-size or --seq-len, or use a larger machine.",
             )
         return output
 

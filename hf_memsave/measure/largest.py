@@ -41,7 +41,7 @@ def largest(
 def largest_of(
     run: Callable[[int], tuple[Trace, int]], config: PreTrainedConfig, name: str, start: int, memory: int
 ) -> int:
-    """The largest "batch_size" or "seq_len" whose step fits, with the bytes that it needs beside its peak; or 0."""
+    """The largest "batch_size", or "seq_len" (of 8, 16, ...), whose step fits, with the bytes beside its peak; or 0."""
     predicted = _Predicted(1 if name == "batch_size" else 2)
 
     def needed(number: int) -> int:
@@ -50,19 +50,10 @@ def largest_of(
         return trace.peak + beside
 
     if name == "batch_size":
-        return search(needed, memory, start, _MOST, predicted=predicted)
-    # Kernels pad tokens to a multiple of 8, so others may need more than the next one: these first, then those between.
-    most = min(most_tokens(config), _MOST)
-    low = 8 * search(
-        lambda n: needed(8 * n), memory, max(1, start // 8), most // 8, predicted=lambda n: predicted(8 * n)
-    )
-    if most <= low:
-        return low
-    between = range(low + 1, min(low + 8, most + 1))
-    guess = max(1, bisect_left(between, True, key=lambda n: predicted(n) > memory)) if low else 1
-    return low + search(
-        lambda n: needed(low + n), memory, guess, len(between), predicted=lambda n: predicted(low + n)
-    )
+        return search(needed, memory, start, _MOST, predicted)
+    # Kernels pad tokens to a multiple of 8, so others may need more than the next one.
+    most = min(most_tokens(config), _MOST) // 8
+    return 8 * search(lambda n: needed(8 * n), memory, max(1, start // 8), most, lambda n: predicted(8 * n))
 
 
 class _Predicted:
@@ -89,17 +80,15 @@ class _Predicted:
 
 
 def search(
-    needed: Callable[[int], int], memory: int, start: int, most: int, fixed: int = 0,
-    predicted: Callable[[int], float] | None = None,
-) -> int:  # fmt: skip
+    needed: Callable[[int], int], memory: int, start: int, most: int, predicted: Callable[[int], float]
+) -> int:
     """The largest number up to ``most`` for which ``needed`` is at most ``memory``; 0 if not even 1 is."""
-    # Each question costs seconds, and none is asked twice. ``needed`` rises about evenly from ``fixed``, or as
-    # ``predicted`` by what was asked. One number more is not asked about where its predicted excess is larger than the
-    # last prediction's error.
+    # Each question costs seconds, and none is asked twice. ``needed`` rises about as ``predicted`` by what was asked.
+    # One number more is not asked about where its predicted excess is larger than the last prediction's error.
     asked: dict[int, int] = {}
     low, high, guess = 0, most + 1, min(start, most)
     while high - low > 1:
-        expected = predicted(guess) if predicted and low else math.inf
+        expected = predicted(guess) if low else math.inf
         try:
             asked[guess] = needed(guess)
         except MeasureError:  # beyond what the model takes
@@ -112,24 +101,9 @@ def search(
             low = guess
         else:
             high = guess
-        if predicted is None:
-            guess = _on_the_line(asked, memory, low, high, fixed)
-        else:
-            if low == guess and low + 1 < high and predicted(low + 1) - memory > abs(expected - asked[low]):
-                break
-            guess = low + bisect_left(range(low + 1, high), True, key=lambda n: predicted(n) > memory)
-            guess = (low + high) // 2 if len(asked) % 9 == 8 else min(guess, _GROWTH * max(low, start))
+        if low == guess and low + 1 < high and predicted(low + 1) - memory > abs(expected - asked[low]):
+            break
+        guess = low + bisect_left(range(low + 1, high), True, key=lambda n: predicted(n) > memory)
+        guess = (low + high) // 2 if len(asked) % 9 == 8 else min(guess, _GROWTH * max(low, start))
         guess = min(max(guess, low + 1), high - 1)
     return low
-
-
-def _on_the_line(asked: dict[int, int], memory: int, low: int, high: int, fixed: int) -> int:
-    """Where a line through the two numbers asked about last meets ``memory``; if there is none, another number."""
-    if not low:
-        return 1
-    if len(asked) < 2:
-        return min(int(low * (memory - fixed) / max(1, asked[low] - fixed)), _GROWTH * low)
-    (a, cost_a), (b, cost_b) = list(asked.items())[-2:]
-    if cost_a == cost_b:
-        return (low + high) // 2
-    return int(a + (memory - cost_a) * (b - a) / (cost_b - cost_a))

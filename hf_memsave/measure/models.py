@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -30,7 +31,11 @@ _OTHER_HEADS = (
     "ForSpeechSeq2Seq", "ForZeroShotImageClassification", "ForImageClassification", "ForAudioClassification",
     "ForVideoClassification", "ForImageTextToText", "ForPreTraining", "",
 )  # fmt: skip
-_UNREADABLE = (AttributeError, LookupError, OSError, RuntimeError, SafetensorError, TypeError, ValueError)
+#: What a file that is broken, or of another kind, raises.
+UNREADABLE = (
+    AttributeError, EOFError, LookupError, OSError, RuntimeError, TypeError, ValueError, SafetensorError,
+    UnpicklingError,
+)  # fmt: skip
 
 
 class DepthError(MeasureError):
@@ -165,7 +170,7 @@ def load_model(
         return from_config(head, config, **options), head, "random weights"
     except MeasureError:
         raise
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise MeasureError(
             f"{name}: {type(error).__name__}: {str(error) or 'it cannot be loaded'} Expected a model that "
             "from_pretrained loads; for its architecture alone, name its config.json."

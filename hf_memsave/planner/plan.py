@@ -19,7 +19,7 @@ from hf_memsave.measure.largest import largest_of
 from hf_memsave.measure.trace import Place, Trace
 from hf_memsave.measure.training import config_of, training_of
 from hf_memsave.planner.rates import Rates, rates_of
-from hf_memsave.planner.settings import FLOOR, OFFLOAD, RUNGS, Family, Setting, Settings, in_words, trace_of
+from hf_memsave.planner.settings import FLOOR, OFFLOAD, Family, Setting, Settings, in_words, trace_of
 
 #: The settings that are offered where a step does not fit.
 _BELOW = (FLOOR._replace(rung="gate"), OFFLOAD, FLOOR._replace(rung="block"), OFFLOAD._replace(rung="block"))
@@ -108,21 +108,13 @@ def plan(
     settings = _settings(model_or_config, memsave, rates, (sharding, devices), batch_size, seq_len, training)
     tried: list[Setting] = []
     fitting: dict[Family, Setting] = {}
-    families = settings.families()
-
-    def ask(family: Family) -> None:
+    for family in settings.families():
+        if family.offload and FLOOR in fitting:  # which costs nothing
+            break
         tried.append(settings.whole(family))
         fit = [s for s in settings.of(family) if s.needed <= limit and s.away <= (most_away or s.away)]
         if fit:
             fitting[family] = min(fit, key=_by_cost)
-
-    for rung in RUNGS:
-        ask(FLOOR._replace(rung=rung))
-    while left := [family for family in families if all(family != one.family for one in tried)]:
-        bounds = [settings.least_cost(family, limit) for family in left]
-        if fitting and min(bounds) >= min(one.cost for one in fitting.values()):
-            break
-        ask(left[bounds.index(min(bounds))])
     if not fitting:
         raise PlanError(_too_much(settings, tried, limit))
     by_cost = sorted(fitting.values(), key=_by_cost)
@@ -172,7 +164,7 @@ def _too_much(settings: Settings, tried: list[Setting], limit: int) -> str:
         if number := _most(settings, least.family, limit, name):
             would.append(f"{name}={number} ({words})")
     would += _what_fits(settings, least.family, limit)
-    remedy = f"What fits: {'; '.join(would)}." if would else "Not one sequence of one token fits: use a smaller model."
+    remedy = f"What fits: {'; '.join(would)}." if would else "Not one sequence of 8 tokens fits: use a smaller model."
     return (
         f"nothing fits: expected at most {gib(limit)}, got {gib(least.needed)} by {least.name} (parameters, gradients "
         f"and states alone {gib(trace.parameters + trace.trained + trace.states)}), which is "

@@ -10,7 +10,6 @@ layer, and in all.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -30,8 +29,6 @@ from hf_memsave.planner.rates import Rates, Work, work_of
 from hf_memsave.tape.offload import AHEAD
 
 RUNGS: tuple[Any, ...] = (None, "gate", "block")
-#: The part of what a layer keeps that offload moves at least: it leaves what is small.
-_MOVED = 0.9
 
 
 class Family(NamedTuple):
@@ -107,17 +104,6 @@ class Settings:
     def families(self) -> list[Family]:
         """All that may be used."""
         return [Family(offload, rung) for offload in (False, True) for rung in RUNGS]
-
-    def least_cost(self, family: Family, limit: int) -> float:
-        """What a setting of the family that needs at most ``limit`` costs at least, told by what has been traced."""
-        kept = self._each(FLOOR, "at_loss")
-        if not max(kept, default=0):
-            return self._cost(family, 0, 0)
-        if not family.offload:
-            layers = math.ceil((self.whole(FLOOR).needed - limit) / max(kept))
-            return self._cost(family, max(0, min(self.layers, layers)), 0)
-        moved = self._each(OFFLOAD, "away") if OFFLOAD in self._wholes else [_MOVED * nbytes for nbytes in kept]
-        return min(self._cost(family, n, sum(moved[n:])) for n in self._numbers(family))
 
     def stock(self) -> dict[str, tuple[int, float]]:
         """Stock, and stock with gradient checkpointing, which runs forward again -> bytes needed, and the cost."""

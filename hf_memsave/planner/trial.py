@@ -95,13 +95,19 @@ class Bench:
         """Count the largest batch that fits the model as it is; None if none does."""
         known: dict[int, Trial] = {}
 
+        def points() -> list[tuple[int, int]]:
+            return [(0, self.fixed), *sorted((n, trial.needed) for n, trial in known.items())]
+
+        def predicted(size: int) -> float:
+            (n, a), (m, b) = (points() if known else [(0, 0), (1, self.memory + 1)])[-2:]
+            return a + (size - n) * (b - a) / (m - n)
+
         def needed(size: int) -> int:
             try:
                 known[size] = self.count(name, size)
             except _DeviceFullError:
                 return 2 * self.memory
-            points = [(0, self.fixed), *sorted((n, trial.needed) for n, trial in known.items())]
-            for (n, a), (m, b) in itertools.pairwise(points):
+            for (n, a), (m, b) in itertools.pairwise(points()):
                 if b <= a:
                     raise PlanError(
                         f"expected a batch of {m} to need more than one of {n}, got {gib(b)} and {gib(a)}. Give "
@@ -109,7 +115,7 @@ class Bench:
                     )
             return known[size].needed
 
-        return known.get(search(needed, self.memory, self.batch_size, most, self.fixed))
+        return known.get(search(needed, self.memory, self.batch_size, most, predicted))
 
     @contextlib.contextmanager
     def _batch(self, batch_size: int) -> Iterator[Mapping[str, Any]]:

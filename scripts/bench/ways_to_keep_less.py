@@ -6,9 +6,8 @@
 
 Kept and peak: bytes of all storages alive that the step's ops made, without gradients from before; what offload has
 copied to main memory is told apart. "SAC" is PyTorch's selective checkpointing of every block that keeps products and
-attention. Of torch.compile, kept and peak are those of Inductor's own graphs, partitioned by its own budget and then
-run op by op, where its fused kernels hold less in between; its time is Inductor's. Times: CPU seconds of the quickest
-step, over those of stock's, which takes turns with it, as other work shares the machine.
+attention. Times: CPU seconds of the quickest step, over those of stock's, which takes turns with it, as other work
+shares the machine. What is compiled is in host_time.py.
 """
 
 from __future__ import annotations
@@ -20,14 +19,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch._functorch.config as partitioner
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from rich.console import Console
 from rich.progress import track
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.compile_fx import select_decomp_table
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from hf_memsave import MemSaveConfig, patch
@@ -63,10 +57,6 @@ WAYS: dict[str, Callable[[nn.Module], Any]] = {
     "offload": partial(patch, config=MemSaveConfig(offload=True)),
     "max": partial(patch, config="max"),
 }
-#: Name -> the partitioner's budget, and whether the model is patched.
-COMPILED = {"compile, budget 1.0": (1.0, False), "compile, budget .99": (0.99, False), "compile, exact": (1.0, True)}
-
-
 class _OnDevice(Count):
     """Counts what is not a copy in main memory, too."""
 
@@ -86,19 +76,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     rows, found = [], {}
-    asked = [(name, way) for name in options.models for way in (*WAYS, *COMPILED)]
+    asked = [(name, way) for name in options.models for way in WAYS]
     for name, way in track(asked, "measuring", console=Console(stderr=True)):
-        one = (
-            compiled(name, *COMPILED[way], options.steps) if way in COMPILED else eager(name, WAYS[way], options.steps)
-        )
-        found[f"{name}, {way}"] = one
+        one = found[f"{name}, {way}"] = measured(name, WAYS[way], options.steps)
         cells = [f"{one[field] / MIB:.1f}" for field in ("kept", "away", "peak")]
         rows.append([name, way, *cells, f"{one['time']:.2f}"])
     header = ["model", "way", "kept, MiB", "in main memory", "peak, MiB", "time of a step, of stock's"]
     publish("ways-to-keep-less", f"Ways to keep less; {machine()}", header, rows, {"ways": found}, options.out)
 
 
-def eager(name: str, change: Callable[[nn.Module], Any], steps: int) -> dict[str, Any]:
+def measured(name: str, change: Callable[[nn.Module], Any], steps: int) -> dict[str, Any]:
     """Bytes of a step, and its time over stock's."""
     model, batch = made(name)
     change(model)
@@ -112,54 +99,6 @@ def eager(name: str, change: Callable[[nn.Module], Any], steps: int) -> dict[str
         loss.backward()
     count.made.clear()
     return {"kept": kept, "away": away, "peak": count.highest, "time": taken}
-
-
-def compiled(name: str, budget: float, is_patched: bool, steps: int) -> dict[str, Any]:
-    """What the compiled forward hands to its backward; the peak of the same graphs, op by op; Inductor's time."""
-    model, batch = made(name)
-    if is_patched:
-        patch(model)
-    own = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers(), *batch.values())}
-    found: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if (at := tensor.untyped_storage().data_ptr()) not in own:
-            found[at] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    count = _OnDevice()
-    with partitioner.patch(activation_memory_budget=budget):
-        torch._dynamo.reset()
-        forward = torch.compile(model, backend=counted_by(count))
-        forward(**batch).loss.backward()
-        model.zero_grad()
-        count.highest = 0
-        gc.disable()
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = forward(**batch).loss
-        loss.backward()
-        gc.enable()
-        count.made.clear()
-        torch._dynamo.reset()
-        taken = timed(torch.compile(model), made(name)[0], batch, steps)
-    torch._dynamo.reset()
-    return {"kept": sum(found.values()), "away": 0, "peak": count.highest, "time": taken}
-
-
-def counted_by(count: _OnDevice) -> Any:
-    """A backend that runs the partitioned graphs op by op, and has ``count`` see them."""
-
-    def compiler(graph: Any, inputs: Any) -> Any:
-        def run(*args: Any) -> Any:
-            with count:
-                return graph(*args)
-
-        return make_boxed_func(run)
-
-    return aot_autograd(
-        fw_compiler=compiler, bw_compiler=compiler, partition_fn=min_cut_rematerialization_partition,
-        decompositions=select_decomp_table,
-    )  # fmt: skip
 
 
 def timed(forward: Callable[..., Any], stock: nn.Module, batch: dict[str, torch.Tensor], steps: int) -> float:

@@ -144,7 +144,7 @@ def test_report_builds_the_architecture_the_config_names(tmp_path, capsys):
 @pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])
 def test_a_picture_without_what_draws_it_names_the_extra(missing, capsys, monkeypatch):
     monkeypatch.setattr(arguments, "find_spec", lambda name: None if name == missing else options)
-    for line in ("estimate nosuch --picture kept.png", "estimate nosuch --html a.html"):  # seen before the model
+    for line in ("demo --out kept.png", "estimate nosuch --html a.html"):  # seen before the model
         assert main(line.split()) == 2
         error = capsys.readouterr().err
         assert missing in error and "pip install 'hf_memsave[plot]'" in error

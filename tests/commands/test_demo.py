@@ -76,9 +76,10 @@ def test_demo_fails_when_a_loss_or_only_a_weight_differs(tmp_path, capsys, monke
 
 def test_demo_on_a_glue_folder(tmp_path, capsys):
     lines = ["sentence\tlabel", *(f"a {'good' if i % 2 else 'bad'} film number {i}\t{i % 2}" for i in range(80))]
+    (data := tmp_path / "SST-2").mkdir()
     for name in ("train.tsv", "dev.tsv"):
-        (tmp_path / name).write_text("\n".join(lines) + "\n")
-    assert main(["demo", "--data-dir", str(tmp_path), "--steps", "2", "--out", str(tmp_path / "demo.png")]) == 0
+        (data / name).write_text("\n".join(lines) + "\n")
+    assert main(["demo", "--data-dir", str(data), "--steps", "2", "--out", str(tmp_path / "demo.png")]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "the first 64 training and 80 dev examples of 80 and 80" in output
     assert "agree to the last bit in all 2 losses" in output
@@ -86,9 +87,10 @@ def test_demo_on_a_glue_folder(tmp_path, capsys):
 
 def test_words_that_the_other_text_lacks_are_one_word(tmp_path):
     line = "1\t8\t9\tA dog's tail , and a Cat\tthe cat has a tail\n"
+    (data := tmp_path / "MRPC").mkdir()
     for name in ("train.tsv", "dev.tsv"):
-        (tmp_path / name).write_text(f"Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n{line}")
-    task = glue_task(tmp_path, 1)
+        (data / name).write_text(f"Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n{line}")
+    task = glue_task(data, 1)
     first, second = task.tokenizer.decode(task.train[0]["input_ids"]).removeprefix("[CLS]").split("[SEP]")[:2]
     assert [first.split(), second.split()] == ["a ~ ' ~ tail, ~ a cat".split(), "~ cat ~ a tail".split()]
     assert '"~" stands for each word that the other text lacks' in task.limits
@@ -104,9 +106,9 @@ def test_both_models_learn_mrpc(tmp_path, capsys, monkeypatch):
     """
     train, runs = demo.train, {}
 
-    def train_once(config, task, steps, patched, tell):
+    def train_once(config, task, steps, patched):
         if config.model_type not in runs:
-            runs[config.model_type] = train(config, task, steps, True, tell)
+            runs[config.model_type] = train(config, task, steps, True)
         return runs[config.model_type]
 
     monkeypatch.setattr(demo, "train", train_once)

@@ -1,7 +1,6 @@
 """Sampled models in training: stock's loss, the same rows however a block is run, never more kept than exact ones."""
 
 import copy
-import logging
 from dataclasses import replace
 
 import pytest
@@ -154,16 +153,13 @@ def test_right_pads_of_a_classifier_are_not_drawn(device):
         assert not mask.all() and torch.equal(cache.allowed(layer, Tokens(mask)), mask)
 
 
-def test_left_pads_of_a_causal_model_are_drawn_and_reported(device, caplog):
+def test_left_pads_of_a_causal_model_are_drawn(device):
     model = sampled("llama", device)
     batch = batch_of(model)
     batch["attention_mask"] = batch["attention_mask"].flip(1)
-    with caplog.at_level(logging.WARNING, "hf_memsave"):
-        for _ in range(3):
-            step(model, batch)
+    for _ in range(2):
+        step(model, batch)
     assert NONZERO in {int(norms.pads) for norms in sampler_of(model).cache.layers.values()}
-    told = [r.getMessage() for r in caplog.records if "is not zero at padded tokens" in r.getMessage()]
-    assert len(told) == 1 and "left padding" in told[0]
 
 
 # Which linears, and what is left on the model.

@@ -77,7 +77,7 @@ def test_the_command_says_what_makes_a_step_fit_and_each_of_it_does(tmp_path, ca
     command = ["estimate", str(tmp_path), "--seq-len", "16", "--batch-size", "1", "--memory", "524MiB"]
     assert main([*command, "--json", str(tmp_path / "a.json")]) == 1
     told = capsys.readouterr().out
-    assert "patched: no batch fits, not even of one token." in told and "is 0" not in told
+    assert "patched: no batch fits, not even of 8 tokens." in told and "is 0" not in told
     changes = json.loads((tmp_path / "a.json").read_text())["what_fits"]
     assert f"Each of these alone makes it fit, patched: {'; '.join(changes)}." in told
     limit = dict(memory="524MiB", **STEP)
@@ -98,7 +98,8 @@ def test_the_largest_is_found_by_few_traces_and_one_more_does_not_fit(name, monk
     step, limit = dict(batch_size=16, seq_len=64, optimizer="sgd"), 700 * 2**20
     of = Training(**step)
     found = largest(LLAMA, depth_of(LLAMA), of, MemSaveConfig(), name, limit, ("ddp", 1))
-    needed = [estimate(LLAMA, **step | {name: number}).patched.needed for number in (found, found + 1)]
+    more = found + (8 if name == "seq_len" else 1)
+    needed = [estimate(LLAMA, **step | {name: number}).patched.needed for number in (found, more)]
     assert needed[0] <= limit < needed[1]
     assert len(asked) <= 6
 

@@ -97,7 +97,7 @@ class Stream(torch.utils.data.IterableDataset):
     [
         (dict(), Stream(), "expected a data set with a length .* hf_memsave.plan"),
         (dict(optim="adagrad"), rows(), "expected optim to be one of adamw_torch, .*adagrad"),
-        (dict(), rows(), "nothing fits: expected at most 501.00 MiB, .* too much. Not one sequence of one token fits"),
+        (dict(), rows(), "nothing fits: expected at most 501.00 MiB, .* too much. Not one sequence of 8 tokens fits"),
     ],
     ids=["no length", "an unknown optimizer", "too little"],
 )

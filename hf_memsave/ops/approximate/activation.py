@@ -25,8 +25,6 @@ def _activation(module: nn.Module, patch: Any, input: Tensor) -> Tensor:
 
 
 def _check(module: nn.Module, value: Any) -> str:
-    if value not in (None, "invert", "precision_bit") and not isinstance(value, FewBit):
-        return f"{value!r} is none of its values"
     if getattr(module, "inplace", False):
         return "it works in place (inplace=True), so its input is gone"
     act = getattr(module, "act", F.gelu)

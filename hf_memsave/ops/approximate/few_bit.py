@@ -39,7 +39,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_memsave.device import has_streams
-from hf_memsave.errors import ConfigError
 from hf_memsave.ops.approximate.inverse import ACTIVATIONS
 from hf_memsave.ops.fused.codes import are_wanted
 from hf_memsave.ops.fused.kernels import kernels
@@ -64,8 +63,6 @@ class FewBit(NamedTuple):
 
 def few_bit(x: Tensor, name: str, forward: Callable[[Tensor], Tensor], bits: int = 4) -> Tensor:
     """``forward(x)``, the activation ``name``, which backward may call again; keeps ``bits`` bits an element, or x."""
-    if not isinstance(bits, int) or isinstance(bits, bool) or not 1 <= bits <= 8:
-        raise ConfigError(f"few_bits must be a whole number from 1 to 8, got {bits!r}. Leave it out for 4.")
     tape, is_fused = current(), are_wanted(x)
     if tape is None or not (x.requires_grad and torch.is_grad_enabled()):
         return _FewBit.apply(x, forward, name, bits, False, is_fused)
