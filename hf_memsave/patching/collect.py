@@ -85,7 +85,7 @@ def collect(
         if not reason and is_by_weight:
             again.add(module)
         elif not reason:
-            plan[module] = plan.get(module, Patch(stock_class(module)))._replace(op=op, value=value, block=number)
+            plan[module] = plan.get(module, Patch(stock_class(module)))._replace(op=op, value=value)
     if config.checkpoint is not None and not prefix:
         refuse_zero3(model, config.checkpoint)
         refusals.refuse_no_rung(sites, config, model)

@@ -1,8 +1,7 @@
-"""Compiled models: no tape lies inside a graph, whose partitioner keeps the floor instead.
+"""Compiled models: no tape lies inside a graph, whose partitioner, ``Floor``, keeps the floor instead.
 
 With ``compile=True`` each repeated block is compiled by itself, and the tape of the model lies around them. Users,
-Trainer and Accelerate may also compile a patched model, as a whole or in parts. Both get one partitioner,
-:class:`~hf_memsave.patching.partitioner.Floor`.
+Trainer and Accelerate may also compile a patched model, as a whole or in parts.
 """
 
 from __future__ import annotations
@@ -30,17 +29,23 @@ MOST = 64
 _RAN = "_memsave_compiled"
 
 
+class _OpByOpError(Exception):
+    """Dynamo was told to compile nothing: it calls what it is to trace."""
+
+
 class CompiledBlocks:
     """The forward of one class of repeated blocks, compiled: one graph for all that run alike.
 
-    Attributes:
-        why_not: Why they run op by op; empty for as long as they do not.
+    ``why_not`` says why they run op by op; it is empty for as long as they do not.
     """
 
     def __init__(self, cls: Any, rung: str | None) -> None:
         forward = cls.forward
 
         def run(block: nn.Module, args: Any, kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                raise _OpByOpError
+            _see_hooks()
             return forward(block, *args, **kwargs)
 
         # Dynamo counts graphs, limits them and remembers lengths by code: these blocks have one of their own.
@@ -95,6 +100,12 @@ class CompiledBlocks:
                 except FailOnRecompileLimitHit:  # of the user's: ours is higher
                     with dynamo.patch(recompile_limit=MOST):
                         return self._run(block, args, kwargs)
+            except _OpByOpError:
+                warn_once(
+                    f"hf_memsave: compile=True, but {self.name} runs op by op, under the tape: torch.compile is off "
+                    "(TORCH_COMPILE_DISABLE, or a stance), or busy in another thread."
+                )
+                return NotImplemented
             except (FailOnRecompileLimitHit, TorchDynamoException) as raised:
                 error = raised
         self.why_not = f"runs op by op, under the tape: {_in_a_line(error)}"
@@ -112,28 +123,43 @@ def _in_a_line(error: BaseException) -> str:
 
 def refuse_other_settings() -> None:
     """Raise where settings of the compiler would change what compiled blocks keep, or what is drawn again."""
-    found = (
-        ("torch._inductor.config.custom_partitioner_fn", inductor.custom_partitioner_fn, None),
-        ("torch._inductor.config.fallback_random", inductor.fallback_random, False),
-        ("torch._functorch.config.activation_memory_budget", functorch.activation_memory_budget, 1.0),
-    )
-    for name, value, expected in found:
-        if value != expected:
+    names = {"custom_partitioner_fn": None, "fallback_random": False, "activation_memory_budget": 1.0}
+    for name, expected in names.items():
+        config: Any = inductor if hasattr(inductor, name) else functorch
+        if (value := getattr(config, name)) != expected:
+            name = f"{config.__name__}.{name}"
             raise PatchError(f"compile=True: expected {name} = {expected}, got {value}. Set it back, or leave it out.")
 
 
-# So that it is called where a graph is traced, and leaves nothing in the graph.
+# So that they are called where a graph is traced, and leave nothing in the graph.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def keep_the_floor(rung: str | None) -> int:
     """Give what users compile now the partitioner, unless they have one or a budget, until that is done; returns 0."""
     # Asked here, as Dynamo of PyTorch 2.11 takes it for true; an export tells of no end.
     is_free = inductor.custom_partitioner_fn is None and functorch.activation_memory_budget == 1.0
     if is_free and not torch.compiler.is_exporting():
-        inductor.custom_partitioner_fn = Floor(rung)
-        callback_handler.register_end_callback(_restore)
+        _until_compiled(inductor, "custom_partitioner_fn", Floor(rung))
     return 0
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _see_hooks() -> int:
+    """Else a block with hooks inside runs the graph of one without."""
+    _until_compiled(dynamo, "skip_nnmodule_hook_guards", False)
+    return 0
+
+
+_before: list[tuple[Any, str, Any]] = []  # settings that hold until all that compiles now is done, as they were
+
+
+def _until_compiled(config: Any, name: str, value: Any) -> None:
+    if not _before:
+        callback_handler.register_end_callback(_restore)
+    _before.append((config, name, getattr(config, name)))
+    setattr(config, name, value)
+
+
 def _restore(*_: Any) -> None:
-    inductor.custom_partitioner_fn = None
+    while _before:
+        setattr(*_before.pop())
     callback_handler.remove_end_callback(_restore)

@@ -35,7 +35,7 @@ class Patch(NamedTuple):
 
     stock: Any  # the class it replaces
     config: MemSaveConfig | None = None  # what the module lays a tape for; None where it lays none
-    block: int = 0  # the number of the repeated block that it is, or is a part of
+    block: int = 0  # the number of the repeated block that it is
     op: str | None = None  # what replaces the forward; None if that stays
     value: Any = None  # what chose the op
     is_hidden: bool = False  # the instance has a forward of another tool: the tape is laid around the call

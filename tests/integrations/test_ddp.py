@@ -21,8 +21,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 from hf_memsave import WTACRS, MemSaveConfig, PatchError, measure_kept, patch
 from hf_memsave.integrations.trainer import NORMS_NAME, save_norms
 from hf_memsave.patching.sampled_layers import sampler_of
+from support.compiled import interpreted
 from support.families import Size, batch_for, build
-from support.inductor import interpreted
 from support.steps import assert_same
 
 #: Engines, orders and kinds of checkpointing are in test_engines.py.

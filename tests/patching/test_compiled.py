@@ -10,15 +10,15 @@ from torch._dynamo.testing import CompileCounter
 from torch._functorch import config as functorch
 from torch._inductor import config as inductor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_memsave import patch
 from hf_memsave.patching.partitioner import Floor
+from support.compiled import no_codegen as no_codegen
+from support.compiled import saved
 from support.families import Size, batch_for, build
 from support.helpers import assert_same_bits, only_on_cpu, random
-from support.inductor import no_codegen as no_codegen
 from support.steps import assert_same, step
 
 H = 256
@@ -44,34 +44,23 @@ def llama_8b(layers):
 
 def kept(model, batch):
     """Bytes that the compiled forward hands to its backward, without parameters and inputs."""
-    compiled = torch.compile(model, fullgraph=True)
-    own = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers(), *batch.values())}
-    found = {}
-
-    def pack(tensor):
-        if tensor.untyped_storage().data_ptr() not in own:
-            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = compiled(**batch).loss
-    total = sum(storage.nbytes() for storage in found.values())
+    with saved(model, batch) as sizes:
+        loss = torch.compile(model, fullgraph=True)(**batch).loss
     loss.backward()
     torch._dynamo.reset()
-    return total
+    return sum(sizes)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("fields", "expected"), [(None, 34), ({}, 23), ({"checkpoint": "gate"}, 4)], ids=["stock", "patched", "gate"]
+    ("fields", "expected"), [({}, 23), ({"checkpoint": "gate"}, 4)], ids=["patched", "gate"]
 )
 def test_a_compiled_layer_keeps_the_floor(fields, expected, no_codegen):
     ids = torch.randint(0, 64, (2, 64))
     totals = []
     for layers in (1, 2):
         model = llama_8b(layers)
-        if fields is not None:
-            patch(model, **fields)
+        patch(model, **fields)
         totals.append(kept(model, {"input_ids": ids, "labels": ids}))
     assert (totals[1] - totals[0]) / ids.numel() / H == pytest.approx(expected, abs=0.3)
 

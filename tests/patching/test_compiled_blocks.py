@@ -3,6 +3,7 @@
 import copy
 import functools
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,15 +21,17 @@ from hf_memsave import WTACRS, ConfigError, KeptTensorChangedError, MemSaveConfi
 from hf_memsave.integrations.trainer import MemSaveTrainer
 from hf_memsave.patching import compiled
 from hf_memsave.patching.partitioner import Floor
+from support.compiled import libraries as libraries
+from support.compiled import no_codegen as no_codegen
+from support.compiled import saved
 from support.families import Size, batch_for, build
 from support.helpers import only_on_cpu
-from support.inductor import libraries as libraries
-from support.inductor import no_codegen as no_codegen
 from support.lora import adapted, quantized
 from support.rows import Rows
 from support.steps import assert_same, gradients, state_of, step
 
 SIZE = Size(hidden=32, heads=2, layers=2, batch=2, seq=16)
+DEEPER = replace(SIZE, layers=3)
 
 
 def said(caplog):
@@ -65,8 +68,8 @@ def without_cache(model):
     return model
 
 
-def steps(model, batches, is_autocast=False):
-    """The last loss and the gradients that two batches, of two micro-batches each, add up to; evaluated in between."""
+def steps(model, batches, is_autocast=False, stance="default"):
+    """The losses of all batches and the gradients that they add up to; evaluated in between, as ``stance`` says."""
     losses = {}
     for number, batch in enumerate(batches):
         torch.manual_seed(number)
@@ -75,7 +78,7 @@ def steps(model, batches, is_autocast=False):
         (loss / len(batches)).backward()
         losses[f"loss {number}"] = loss.detach()
         model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), torch.compiler.set_stance(stance):
             losses[f"evaluated {number}"] = model(**batch).loss
         model.train()
     return losses | gradients(model)
@@ -86,7 +89,7 @@ MODELS = {
     "bert under autocast": (lambda: build("bert", SIZE), True, (True, False), 2),
     "gpt2": (lambda: build("gpt2", SIZE), False, (True, False), 2),
     "t5": (lambda: build("t5-decoder", SIZE, torch.bfloat16), False, (True, True), 4),  # the first blocks have a bias
-    "llama, LoRA under autocast": (lambda: adapted("llama", "autocast", size=SIZE), True, (True, True), 2),  # see below
+    "llama, LoRA under autocast": (lambda: adapted("llama", "autocast", size=DEEPER), True, (True,), 2),  # see below
 }
 
 
@@ -104,7 +107,7 @@ def test_gradients_are_those_of_compiled_stock(name, no_codegen):
     assert graphs() == expected
     assert not counters["graph_break"]
     compile_stock(stock)
-    assert_same(got, steps(stock, batches, is_autocast))
+    assert_same(got, steps(stock, batches, is_autocast, "force_eager"))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -278,6 +281,40 @@ def test_blocks_stay_compiled_past_dynamos_limit_and_say_so_past_ours(no_codegen
         f"hf_memsave: compile=True, but Layer runs op by op, under the tape: it takes more than {count - 1} graphs, "
         "one for each layer or step (TORCH_LOGS=recompiles tells why)."
     ]
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_hook_within_a_block_is_called_in_that_block_alone(is_early, no_codegen):
+    """Though its graph would do for all blocks, or was made before."""
+    model = nn.Sequential(*(stack(1)[0] for _ in range(3)))
+    stock = copy.deepcopy(model)
+    patch(model, compile=True)
+    if not is_early:
+        trained(model)
+        model.zero_grad()
+    for made in (model, stock):
+        made[2].linear.register_forward_hook(lambda module, inputs, out: out * 2)
+    assert_same(trained(model), trained(stock))
+    assert graphs() == 3  # the first block's input wants no gradient
+    assert torch._dynamo.config.skip_nnmodule_hook_guards
+
+
+@pytest.mark.parametrize(
+    "off", [lambda: torch._dynamo.config.patch(disable=True), lambda: torch.compiler.set_stance("force_eager")]
+)
+def test_where_compiling_is_off_blocks_run_under_the_tape_and_say_so(off, caplog):
+    logs.warn_once.cache_clear()
+    models = stack(2), stack(2)
+    patch(models[0])
+    patch(models[1], compile=True)
+    found = []
+    for model in models:
+        with off(), saved(model, {}) as sizes:
+            out = model(torch.ones(3, 8))
+        out.sum().backward()
+        found.append(gradients(model) | {"kept": torch.tensor(sizes)})
+    assert_same(*found)
+    assert sum("Layer runs op by op, under the tape: torch.compile is off" in line for line in said(caplog)) == 1
 
 
 @pytest.mark.parametrize("why", ["there is no compiler. Install g++", "Unsupported", "KV cache"])

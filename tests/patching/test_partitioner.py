@@ -1,19 +1,17 @@
-"""A compiled layer keeps eager's floor and its rungs; attention runs again by "block" alone; masks are drawn again."""
+"""A compiled layer keeps eager's floor and its rungs; attention runs again by "block" alone."""
 
 import pickle
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
-from torch.utils import cpp_extension
 
 from hf_memsave import MemSaveConfig, patch
 from hf_memsave.count.peak import count_peak
 from hf_memsave.patching.partitioner import Floor
-from support.compiled import Graphs, by_blocks, compiled_layer, saved, whole
+from support.compiled import Graphs, by_blocks, compiled_layer, whole
 from support.families import QUOTED, Size, batch_for, build
-from support.helpers import MATRIX, assert_same_bits, only_on_cpu, random
+from support.helpers import MATRIX, only_on_cpu
 from support.lora import RANK, adapted
 
 SIZE = replace(QUOTED, layers=4)
@@ -33,13 +31,6 @@ U = {
 @pytest.fixture(autouse=True)
 def on_cpu(device):
     only_on_cpu(device, "a figure")
-
-
-@pytest.fixture
-def libraries(tmp_path, monkeypatch):
-    """PyTorch's, by a path without spaces: Inductor links by no other."""
-    (tmp_path / "lib").symlink_to(cpp_extension.TORCH_LIB_PATH)
-    monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", str(tmp_path / "lib"))
 
 
 def assert_keeps(family, mode, floor, more=0, rung=None, compile=by_blocks):
@@ -111,35 +102,3 @@ def test_a_cache_takes_equal_partitioners_for_one_and_others_apart():
     other = pickle.loads(pickle.dumps(one))
     assert one == other and hash(one) == hash(other) and one.uuid() == other.uuid()
     assert one != Floor() != Floor("up") and one.uuid() != Floor().uuid()
-
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
-
-    def forward(self, x):
-        h = nn.functional.dropout(nn.functional.gelu(self.up(x)), 0.4)
-        return nn.functional.dropout(self.down(h), 0.1) + x
-
-
-@pytest.mark.long
-def test_masks_are_drawn_again_as_they_were(libraries):
-    """Inductor's own code: gradients are those of compiled stock, to the bit."""
-
-    def step(partitioner):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        layer = Layer()
-        layer.compile(options={"custom_partitioner_fn": partitioner} if partitioner else None)
-        with saved(layer, {"x": x}) as sizes:
-            y = layer(x)
-        y.square().sum().backward()
-        torch._dynamo.reset()
-        return [y, *(p.grad for p in layer.parameters())], sum(sizes)
-
-    x = random(32, 16)
-    (stock, of_stock), (ours, kept) = step(None), step(Floor())
-    for expected, found in zip(stock, ours, strict=True):
-        assert_same_bits(found, expected)
-    assert kept < 32 * (64 + 16) * 4 < of_stock  # the first product, and no byte an element of masks

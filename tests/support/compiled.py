@@ -1,23 +1,72 @@
-"""Compiled models without code: Inductor's joint passes and its partitioner run, and then the graphs op by op.
+"""Inductor without its code: joint passes and partitioner run, and their graphs are run op by op.
 
-Random numbers are then others each time that they are asked for, also in backward: counts hold, gradients do not.
+As ``no_codegen`` interprets them, steps are those of real code. ``Graphs`` counts what graphs keep and run again, and
+draws other numbers in backward.
 """
 
 import contextlib
+import functools
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from functorch.compile import make_boxed_func
-from torch import nn
+from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch
 from torch._guards import detect_fake_mode
+from torch._inductor import compile_fx, inductor_prims
 from torch._inductor import config as inductor
-from torch._inductor.compile_fx import partition_fn, select_decomp_table
 from torch._inductor.virtualized import V
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import cpp_extension
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave.count.peak import Count
+
+
+class _Interpreted(fx.Interpreter):
+    """Random numbers are a function of their seed, as in Inductor's kernels (its own ops draw others each time)."""
+
+    def call_function(self, target, args, kwargs):
+        if target is inductor_prims.random:
+            size, seed, mode = args
+            return getattr(torch, mode)(size, generator=torch.Generator().manual_seed(seed.item()))
+        return super().call_function(target, args, kwargs)
+
+
+def _interpret(graph, inputs, **kwargs):
+    def run(inputs):
+        taken = list(inputs)
+        inputs.clear()
+        return _Interpreted(graph).run(*taken)
+
+    run._boxed_call = True
+    return run
+
+
+@contextlib.contextmanager
+def interpreted(monkeypatch):
+    """Have all that Inductor compiles interpreted."""
+    compile = functools.partial(compile_fx.compile_fx, inner_compile=_interpret)
+    monkeypatch.setattr(compile_fx, "compile_fx", compile)
+    torch._dynamo.reset()
+    with functorch.patch(enable_autograd_cache=False):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def no_codegen(monkeypatch):
+    with interpreted(monkeypatch):
+        yield
+
+
+@pytest.fixture
+def libraries(tmp_path, monkeypatch):
+    """PyTorch's, by a path without spaces: Inductor links by no other."""
+    (tmp_path / "lib").symlink_to(cpp_extension.TORCH_LIB_PATH)
+    monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", str(tmp_path / "lib"))
 
 
 class _Count(Count):
@@ -41,12 +90,13 @@ class Graphs:
     def __call__(self, graph, inputs):
         return aot_autograd(
             fw_compiler=self._noting(self.forwards), bw_compiler=self._noting(self.backwards),
-            inference_compiler=self._noting([]), partition_fn=self._partition, decompositions=select_decomp_table,
+            inference_compiler=self._noting([]), partition_fn=self._partition,
+            decompositions=compile_fx.select_decomp_table,
         )(graph, inputs)  # fmt: skip
 
     def _partition(self, joint, inputs, **kwargs):
         with V.set_fake_mode(detect_fake_mode(inputs)), inductor.patch(custom_partitioner_fn=self.partitioner):
-            return partition_fn(joint, inputs, **kwargs)
+            return compile_fx.partition_fn(joint, inputs, **kwargs)
 
     def _noting(self, graphs):
         def compiler(graph, inputs):
