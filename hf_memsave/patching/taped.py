@@ -55,6 +55,7 @@ COMPILED = "_memsave_compiled"
 BATCH = "_memsave_batch"
 Forward = Callable[..., Any]
 Settings = tuple[Mapping[Any, Any], str, Coders]
+_ALONE = contextlib.nullcontext()
 #: What the tapes of each module have decided.
 _decided: weakref.WeakKeyDictionary[nn.Module, Decisions] = weakref.WeakKeyDictionary()
 
@@ -98,12 +99,13 @@ def run_taped(module: nn.Module, config: MemSaveConfig, block: int, forward: For
             sampler.remember(private.functions_in_forward(), function_in_backward())
         return forward(module, *args, **kwargs)
     settings = _settings(config, block, "bitsandbytes" in sys.modules)
-    with contextlib.ExitStack() as stack:
-        if sampler is not None and module.training:
-            cls: Any = type(module)
-            arguments = dict(zip(_parameters(cls), args, strict=False)) | kwargs
-            arguments |= {} if index is None else {INDEX: index}
-            stack.enter_context(sampler.entering(arguments, given, checkpoint_frame(), function_in_backward()))
+    entering: contextlib.AbstractContextManager[Any] = _ALONE
+    if sampler is not None and module.training:
+        cls: Any = type(module)
+        arguments = dict(zip(_parameters(cls), args, strict=False)) | kwargs
+        arguments |= {} if index is None else {INDEX: index}
+        entering = sampler.entering(arguments, given, checkpoint_frame(), function_in_backward())
+    with entering:
         if tape is None:
             leave_alone((args, kwargs))  # a caller of one's own, or a checkpoint, may hold the masks of the batch
             return _lay(module, settings, config, forward, args, kwargs)

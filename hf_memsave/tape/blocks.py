@@ -19,7 +19,7 @@ from hf_memsave.tape.content import BUFFER, Content, Ghost, Handle, Ticket, adde
 from hf_memsave.tape.price import EVEN, NEVER, NO, SPAN, TINY, YES, Plan, is_available, is_near, may_change
 from hf_memsave.tape.private import no_modes
 from hf_memsave.tape.store import Store
-from hf_memsave.tape.tensors import tensors_in
+from hf_memsave.tape.tensors import CONSTANT, tensors_in
 
 #: So small a part of a tensor is held while it is open whether that can be remade from it.
 SMALL = 64
@@ -57,9 +57,10 @@ class Blocks:
                     content.forget()
             for content in alive(calls):
                 content.forget()
-            for content in alive(self.calls):
-                if not content.is_kept and content not in handed_on:
-                    content.forget()
+            for ref in self.calls:
+                if (content := ref()) is not None and content.seen is not None and not content.is_kept:
+                    if content not in handed_on:
+                        content.forget()
             self.before = [weakref.ref(content) for content in handed_on], self.kept
             self.calls, self.kept = [], []
             store.block += 1
@@ -137,7 +138,7 @@ def _weaken(store: Store, plan: Plan, of: Content, into: Content, nbytes: int, d
         return weak
 
     versions = [version for _, version in of.seen]
-    args = [mapped(a, ghost) for a in of.args]
+    args = [a if type(a) in CONSTANT else mapped(a, ghost) for a in of.args]
     into.kwargs = {name: mapped(a, ghost) for name, a in of.kwargs.items()} if of.kwargs else None
     into.func, into.args, into.seen = func, args, list(zip(found, versions, strict=True))
 

@@ -40,64 +40,72 @@ class Handle:
 
 
 class Content(Handle):
-    """See above. Attributes stand on the class, where most contents leave them: one is made at every cheap call.
+    """See above. One is made at most cheap calls, so it has slots, all of them filled: nothing is looked up twice.
 
     ``owner`` is the lock of the hook context that it belongs to; None for parameters and buffers.
     """
 
-    # How it was made: `seen` are the tensors among the arguments, each with its version; ghosts where it `is_weak`.
-    func: Any = None
-    args: Any = ()
-    kwargs: Any = None
-    seen: Any = None
-    made = key = 0  # of the call, the same in every forward that does the same; of the decision whether to keep it
-
-    # Where it is.
-    tensor: Tensor | None = None
-    at = -1  # the version of `tensor`
-    make: Any = None
-    inputs: Any = ()
-    named: Any = None
-    view: View | None = None  # of a tensor that a hook outside keeps (`is_lent`), or that this stands in for
-    is_lent = is_lossy = False
-    is_kept = False  # its bytes are held: by its tensor, by a hook outside, or by the caller of the model (`is_input`)
-    nbytes_code = 0  # what is kept instead of a tensor, until that gives way
-
-    # What may build on it: functions that a remake runs, how deep they nest, and the earliest block that it builds on.
-    work = depth = 0
-    first = sys.maxsize
-    reads: Any = ()  # storages of parameters: FSDP1 may free them
-
-    # One backward shares what it makes, and drops it after the last use.
-    uses = left = 0
-    task = -1
-    out: Tensor | None = None
-    out_version = 0
-    stream: Any = None
-
-    # What the storage held.
-    version = -1
-    dtype: Any = None
-    stride: Any = None
-    nbytes = 0
-    is_input = is_weak = is_sharded = is_brief = False
-    is_activation = False  # it depends on the batch, though no autograd node says so
-    is_unversioned = False  # it may be written to without its version telling
-
-    # Who depends on it, weakly.
-    readers: Any = ()  # contents with it among their inputs
-    parts: Any = ()  # what stands in for it, and what hooks keep of its other views
-    remakes: Any = ()  # contents that are kept, though it alone would give them
-    views: Any = ()  # what holds views of `tensor` for as long as that is kept
+    __slots__ = (
+        "func", "args", "kwargs", "seen", "made", "key", "tensor", "at", "make", "inputs", "named", "view", "is_lent",
+        "is_lossy", "is_kept", "nbytes_code", "work", "depth", "first", "reads", "uses", "left", "task", "out",
+        "out_version", "stream", "version", "dtype", "stride", "nbytes", "is_input", "is_weak", "is_sharded",
+        "is_brief", "is_activation", "is_unversioned", "readers", "parts", "remakes", "views", "owner",
+    )  # fmt: skip
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
 
+        # How it was made: `seen` are the tensors among the arguments, with versions; ghosts where it `is_weak`.
+        self.func: Any = None
+        self.args: Any = ()
+        self.kwargs: Any = None
+        self.seen: Any = None
+        self.made = self.key = 0  # of the call, alike in every forward that does alike; of the decision to keep it
+
+        # Where it is.
+        self.tensor: Tensor | None = None
+        self.at = -1  # the version of `tensor`
+        self.make: Any = None
+        self.inputs: Any = ()
+        self.named: Any = None
+        self.view: View | None = None  # of a tensor that a hook outside keeps (`is_lent`), or that this stands in for
+        self.is_lent = self.is_lossy = False
+        self.is_kept = False  # its bytes are held: by its tensor, a hook outside, or the model's caller (`is_input`)
+        self.nbytes_code = 0  # what is kept instead of a tensor, until that gives way
+
+        # What may build on it: functions that a remake runs, how deep they nest, the earliest block that it builds on.
+        self.work = self.depth = 0
+        self.first = sys.maxsize
+        self.reads: Any = ()  # storages of parameters: FSDP1 may free them
+
+        # One backward shares what it makes, and drops it after the last use.
+        self.uses = self.left = 0
+        self.task = -1
+        self.out: Tensor | None = None
+        self.out_version = 0
+        self.stream: Any = None
+
+        # What the storage held.
+        self.version = -1
+        self.dtype: Any = None
+        self.stride: Any = None
+        self.nbytes = 0
+        self.is_input = self.is_weak = self.is_sharded = self.is_brief = False
+        self.is_activation = False  # it depends on the batch, though no autograd node says so
+        self.is_unversioned = False  # it may be written to without its version telling
+
+        # Who depends on it, weakly.
+        self.readers: Any = ()  # contents with it among their inputs
+        self.parts: Any = ()  # what stands in for it, and what hooks keep of its other views
+        self.remakes: Any = ()  # contents that are kept, though it alone would give them
+        self.views: Any = ()  # what holds views of `tensor` for as long as that is kept
+
     def is_of(self, tensor: Tensor) -> bool:
         """Whether ``tensor``, on its storage, is a view of it."""
         dtype = self.dtype
-        is_its = self.version == tensor._version and tensor.dtype is dtype
-        return is_its and not tensor.is_neg() and not (dtype.is_complex and tensor.is_conj())
+        if self.version != tensor._version or tensor.dtype is not dtype or tensor.is_neg():
+            return False
+        return not (dtype.is_complex and tensor.is_conj())
 
     def is_there(self) -> bool:
         """Whether what it reads was not freed: what is there after its own block, is there in backward."""
@@ -277,7 +285,10 @@ class KeptView(Ticket):
         self.content = content
         self.tensor: Tensor | None = tensor if tensor.is_leaf else tensor.detach()
         self.at = tensor._version
-        content.views = added(content.views, self)
+        if (views := content.views) and len(views) < 8:
+            views.append(weakref.ref(self))
+        else:
+            content.views = added(views, self)
 
     def let_go(self) -> None:
         """Hold no bytes any more, but the geometry."""
@@ -334,13 +345,12 @@ class Sharded(Content):
         gather: Has the engine bring it back in backward, where the engine can.
     """
 
-    is_sharded = True
     #: A parameter was brief in this process: from now on tapes copy small ones as they see them.
     any_is_brief = False
 
     def __init__(self, is_brief: bool, gather: Callable[[], None] | None = None) -> None:
         super().__init__(None)
-        self.is_brief, self.gather = is_brief, gather
+        self.is_sharded, self.is_brief, self.gather = True, is_brief, gather
         Sharded.any_is_brief |= is_brief
 
 
@@ -387,7 +397,9 @@ def mapped(argument: Any, fn: Callable[[Any], Any]) -> Any:
     """An argument, with ``fn`` of each tensor and ghost in it."""
     if isinstance(argument, (Tensor, Ghost)):
         return fn(argument)
-    return type(argument)([mapped(a, fn) for a in argument]) if type(argument) in (list, tuple) else argument
+    if type(argument) not in (list, tuple):
+        return argument
+    return type(argument)([a if type(a) in CONSTANT else mapped(a, fn) for a in argument])
 
 
 def added(refs: Any, item: Any) -> Any:

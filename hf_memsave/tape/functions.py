@@ -21,14 +21,13 @@ from torch.nn.parameter import is_lazy
 from hf_memsave.device import HALVES, is_autocast, waits
 from hf_memsave.tape.again import AutocastState, run_under
 from hf_memsave.tape.price import CASTS
-from hf_memsave.tape.private import FakeTensor, any_autocast, c_functions, has_autocast
+from hf_memsave.tape.private import any_autocast, c_functions, has_autocast
+from hf_memsave.tape.tape import MADE as MADE
 from hf_memsave.tape.tape import Tape
+from hf_memsave.tape.tape import new as new
 from hf_memsave.tape.tensors import leaves
 
 Handler = Callable[[Tape, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-
-#: Types of what a call makes that can be noted.
-MADE = (Tensor, FakeTensor)
 
 #: Functions and methods whose result is always a new tensor.
 NEW = """add sub subtract rsub mul multiply div divide true_divide neg negative pow square sqrt rsqrt reciprocal exp
@@ -70,11 +69,13 @@ WIDENED_WITHIN = {
 def during(tape: Tape, **values: Any) -> Iterator[None]:
     """``tape`` with these attributes."""
     before = {name: getattr(tape, name) for name in values}
-    vars(tape).update(values)
     try:
+        for name, value in values.items():
+            setattr(tape, name, value)
         yield
     finally:
-        vars(tape).update(before)
+        for name, value in before.items():
+            setattr(tape, name, value)
 
 
 def argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str, default: Any = None) -> Any:
@@ -99,16 +100,6 @@ def sees_writes(handler: Handler) -> Handler:
     """Mark a handler whose function writes to an argument: it is called where nothing is recorded too."""
     handler.is_write = True  # type: ignore[attr-defined]
     return handler
-
-
-def new(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], again: Any = None) -> Any:
-    """A function whose result is new, and is made again by ``again`` or by the function itself."""
-    if kwargs and kwargs.get("out") is not None:
-        return unrecorded(tape, func, args, kwargs)
-    out = func(*args, **kwargs) if kwargs else func(*args)
-    if type(out) in MADE:
-        tape.record(out, again or func, args, kwargs)
-    return out
 
 
 def joined(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

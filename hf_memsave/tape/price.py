@@ -180,8 +180,7 @@ class Plan:
 def _is_as_it_was(store: Store, content: Content) -> bool:
     """Whether what it was made from was not written to, nor, if it is a parameter, freed."""
     for x, version in content.seen:
-        theirs = store.content_on(x.untyped_storage(), x)
-        if x._version != version or theirs.is_unversioned:
+        if x._version != version or (theirs := store.content_on(x.untyped_storage(), x)).is_unversioned:
             return False
         if theirs.owner is None and not is_available(store, x, theirs, content.func):
             return False
@@ -196,16 +195,18 @@ def is_near(store: Store, content: Content) -> bool:
 def is_available(store: Store, x: Tensor, content: Content, func: Any) -> bool:
     """Whether what ``func`` makes will have a parameter or buffer ``x`` in backward."""
     # Of a brief one the copy alone tells: a block that runs again may find it at other times than its forward did.
-    is_there = not content.is_brief and bool(x.untyped_storage().nbytes() or not x.numel())
+    if not content.is_brief and (x.untyped_storage().nbytes() or not x.numel()):
+        return True
     if is_copied(x, content, func):
-        return is_there or store.has_copy(x)
-    return is_there or content.is_brief or bool(getattr(func, "gathers", ()))
+        return store.has_copy(x)
+    return content.is_brief or bool(getattr(func, "gathers", ()))
 
 
 def is_copied(x: Tensor, content: Content, func: Any) -> bool:
     """Whether what ``func`` makes holds a copy of a parameter or buffer ``x``, and not the thing itself."""
-    is_gone = content.is_brief and isinstance(func, LinearAgain) and not func.gathers
-    return x.dim() <= 1 or is_gone or may_change(x, content, func)
+    if x.dim() <= 1 or (content.is_brief and isinstance(func, LinearAgain) and not func.gathers):
+        return True
+    return may_change(x, content, func)
 
 
 def may_change(x: Tensor, content: Content, func: Any) -> bool:

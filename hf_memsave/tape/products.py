@@ -51,7 +51,7 @@ def product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     out = func(*args, **kwargs) if kwargs else func(*args)
     if tape.again and record_if_chosen(tape, out, func, given, given_by_name):
         return out
-    if func is F.linear and len(args) > 1 and is_thin(args[1]) and type(out) in MADE:
+    if func is F.linear and len(args) > 1 and args[1].shape[-1] <= _THIN and is_thin(args[1]) and type(out) in MADE:
         gathers = tape.gathers_of(given[1:])
         if gathers is None or gathers:  # its parameters are copied now, or gathered then
             tape.record(out, LinearAgain(func, out.device.type, gathers or ()), given, given_by_name)

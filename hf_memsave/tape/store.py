@@ -33,19 +33,18 @@ _NOTES = "_memsave_notes"
 class Store:
     """What a tape knows. Its lock tells its contents from those of other tapes."""
 
-    outer: Any = None  # the (pack, unpack) pair of the hooks active outside
-    around: Store | None = None  # the tape that this one is within, as that of a checkpointed block is in the model's
-    mark = MARK
-    block = 0  # how many have ended
-    most_work = MOST_WORK
-    unversioned = 0  # tensors that have been written to, or may be, without their version telling; on the root
-    in_place: Literal["exact", "inexact"] | None = None  # of what something else asks now: see as_stock.py
-    is_in_attention = is_in_loss = False
-
     def __init__(
         self, coders: Any, ledger: Ledger | None, mark_of: Callable[[Tensor], Content] | None = None
     ) -> None:
         super().__init__()
+        self.outer: Any = None  # the (pack, unpack) pair of the hooks active outside
+        self.around: Store | None = None  # the tape that this is within: a checkpointed block's is in the model's
+        self.mark = MARK
+        self.block = 0  # how many have ended
+        self.most_work = MOST_WORK
+        self.unversioned = 0  # tensors written to, or that may be, without their version telling; on the root
+        self.in_place: Literal["exact", "inexact"] | None = None  # of what something else asks now: see as_stock.py
+        self.is_in_attention = self.is_in_loss = False
         self.coders, self.ledger, self.mark_of = coders, ledger, mark_of
         self.lock = threading.RLock()
         self.casts: dict[Any, tuple[Tensor, Tensor]] = {}  # of leaves, shared as by autocast's own cache
@@ -77,14 +76,17 @@ class Store:
         if kind is not Tensor and kind is not nn.Parameter and not is_plain(tensor):
             return None
         try:
-            return self.content_on(tensor.untyped_storage(), tensor)
+            storage = tensor.untyped_storage()
         except NotImplementedError:  # a sparse tensor
             return None
+        link: Any = getattr(storage, self.mark, None)
+        content = link() if type(link) is weakref.ref else link  # not linked(): asked for at every call
+        return content if content is not None and content.owner is self.lock else self.content_on(storage, tensor)
 
     def content_on(self, storage: Any, tensor: Tensor) -> Any:
         """:meth:`content_of` of a plain tensor, on its storage."""
         link: Any = getattr(storage, self.mark, None)
-        content = link() if type(link) is weakref.ref else link  # not linked(): asked for at every call
+        content = link() if type(link) is weakref.ref else link
         if content is None or (content.owner is not self.lock and content.owner is not None):
             content = self._new(storage, tensor)
             setattr(storage, self.mark, content)
@@ -177,9 +179,9 @@ class Store:
 
     def copy_of(self, parameter: Tensor) -> Content:
         """What goes on the tape instead of a small parameter, or a buffer."""
-        content = self.copies.get(self._place(parameter))
+        content = self.copies.get(place := self._place(parameter))
         if content is None:
-            return self._keep_copy(parameter, parameter.detach().clone())
+            return self._keep_copy(place, parameter.detach().clone())
         content.uses += 1
         return content
 
@@ -191,10 +193,10 @@ class Store:
             if new:
                 copy_each(copies, new)
         for p, copy in zip(new, copies, strict=True):
-            self._keep_copy(p, copy)
+            self._keep_copy(self._place(p), copy)
 
-    def _keep_copy(self, parameter: Tensor, copy: Tensor) -> Content:
-        content = self.copies[self._place(parameter)] = self.keep(copy)
+    def _keep_copy(self, place: tuple[Any, ...], copy: Tensor) -> Content:
+        content = self.copies[place] = self.keep(copy)
         self.note_code(content, copy.nbytes, "copy of a parameter")
         return content
 
@@ -204,7 +206,7 @@ class Store:
 
     def _place(self, parameter: Tensor) -> tuple[Any, ...]:
         """What tells a parameter, or a view of one, from others; ZeRO-3 gives it another storage each time."""
-        is_whole = parameter.is_leaf and self.content_of(parameter).is_brief
+        is_whole = Sharded.any_is_brief and parameter.is_leaf and self.content_of(parameter).is_brief
         return (id(parameter), parameter._version) if is_whole else place_of(parameter)
 
     def gathers_of(self, args: Iterable[Any]) -> Any:

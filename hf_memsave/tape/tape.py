@@ -37,13 +37,26 @@ from hf_memsave.tape.codecs import CODERS, Coders, as_bits
 from hf_memsave.tape.content import Content, Handle, Kept, KeptView, Sharded, Ticket, added, alive, is_parameter, mapped
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.price import Decisions, Plan, Price
-from hf_memsave.tape.private import OPS, hooks_work, in_transform, innermost_hooks
+from hf_memsave.tape.private import OPS, FakeTensor, hooks_work, in_transform, innermost_hooks
 from hf_memsave.tape.store import Store
 from hf_memsave.tape.tensors import CONSTANT, is_flipped, is_plain, leaves, owned, place_of, plain_tensors, tensors_in
 from hf_memsave.tape.wrappers import Wrapped, are_asked, by_class, taken_apart, waited
 
 _fetch = operator.methodcaller("get")
 _ONE_TENSOR = (Tensor,)
+#: Types of what a call makes that can be noted.
+MADE = (Tensor, FakeTensor)
+
+
+def new(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], again: Any = None) -> Any:
+    """A handler, of a function whose result is new, and is made again by ``again`` or by the function itself."""
+    if kwargs and kwargs.get("out") is not None:
+        tape.before_writes(args, kwargs)
+        return func(*args, **kwargs)
+    out = func(*args, **kwargs) if kwargs else func(*args)
+    if type(out) in MADE:
+        tape.record(out, again or func, args, kwargs)
+    return out
 
 
 class Tape(Store, TorchFunctionMode):
@@ -156,7 +169,12 @@ class Tape(Store, TorchFunctionMode):
         if not is_grad_enabled() and not getattr(handler, "is_write", False):  # only what is written to is seen
             self.before_writes(args, kwargs or {})
             return func(*args, **(kwargs or {}))
-        return handler(self, func, args, kwargs or {})
+        if handler is not new or kwargs:
+            return handler(self, func, args, kwargs or {})
+        out = func(*args)  # most calls: new() by itself
+        if type(out) in MADE:
+            self.record(out, func, args)
+        return out
 
     def call(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``func(*args, **kwargs)``, as if the model had called it."""
@@ -165,8 +183,8 @@ class Tape(Store, TorchFunctionMode):
     def record(self, out: Tensor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None) -> None:
         """``func(*args, **kwargs)`` gives ``out``, which shares its storage with no argument, to the bit."""
         plan = self.plan
-        plan.calls += 1
-        made = hash((plan.state, plan.calls))
+        plan.calls = calls = plan.calls + 1
+        made = hash((plan.state, calls))
         if self.outer is None and plan.decided[made] == price.UNASKED:
             return
         try:
@@ -216,10 +234,14 @@ class Tape(Store, TorchFunctionMode):
             storage = tensor.untyped_storage()
             link = getattr(storage, self.mark, None)
             content = link() if type(link) is weakref.ref else link
-            if content is None and self.is_quick and not is_parameter(tensor) and tensor.dtype is not torch.bool:
-                content = Content(self.lock)
-                return self._keep_new(content, storage, tensor)
-            if content is None or content.owner is not self.lock:
+            if content is None:
+                is_other = tensor._base is not None and is_parameter(tensor)
+                if self.is_quick and tensor.dtype is not torch.bool and not is_other:
+                    return self._keep_new(Content(self.lock), storage, tensor)
+                content = self.content_on(storage, tensor)
+            elif content.owner is not self.lock:
+                if content.owner is None is self.outer:
+                    return Kept(tensor)
                 content = self.content_on(storage, tensor)
         elif kind is not nn.Parameter and (content := self.content_of(tensor)) is not None:
             storage = tensor.untyped_storage()
@@ -238,11 +260,13 @@ class Tape(Store, TorchFunctionMode):
     def _keep_new(self, content: Content, storage: Any, tensor: Tensor) -> Content:
         """Keep a tensor of whose storage nothing else is known, and nothing has a say in it but this tape."""
         content.version = content.at = tensor._version
-        content.dtype = None if is_flipped(tensor) else tensor.dtype
+        dtype = tensor.dtype
+        content.dtype = None if tensor.is_neg() or (dtype.is_complex and tensor.is_conj()) else dtype
         content.tensor, content.is_kept = tensor if tensor.is_leaf else tensor.detach(), True
         content.uses += 1
         setattr(storage, self.mark, weakref.ref(content))
-        self.plan.question_key(storage.nbytes())
+        if (nbytes := storage.nbytes()) > price.TINY:
+            self.plan.state = hash((self.plan.state, self.plan.calls, nbytes))
         return content
 
     def pack_told(self, tensor: Tensor) -> Handle:
@@ -277,6 +301,9 @@ class Tape(Store, TorchFunctionMode):
     def hold(self, content: Content, storage: Any, tensor: Tensor) -> Handle:
         """For a tensor that has to be kept."""
         kept, is_kept, is_new = content.tensor, content.is_kept, content.seen is None
+        if kept is not None and not content.is_unversioned and content.is_of(tensor):
+            is_its = kept.untyped_storage() is storage  # else it was frozen, or is another's cast
+            return KeptView(content, tensor) if is_its else Ticket(content, tensor)
         if not is_kept and (self.codec is not None or tensor.dtype is torch.bool):
             code = self.codec if tensor.dtype is not torch.bool else as_bits
             if (coded := code(self, content, storage, tensor)) is not None:
@@ -285,9 +312,6 @@ class Tape(Store, TorchFunctionMode):
             fresh = self.keep(tensor)
             self.note(tensor, fresh)
             return fresh
-        if kept is not None and content.is_of(tensor):
-            is_its = kept.untyped_storage() is storage  # else it was frozen, or is another's cast
-            return KeptView(content, tensor) if is_its else Ticket(content, tensor)
         if self.outer is not None:
             for lent in (content, *alive(content.parts)):
                 if lent.is_lent and lent.view is not None and lent.view.is_of(tensor):  # this very view, before
@@ -354,18 +378,20 @@ class Tape(Store, TorchFunctionMode):
                 content.is_lossy, content.nbytes_code = False, 0
                 content.settle(func, ())
             content.work, content.depth, content.first, content.make = 1, 1, self.block, func
-            take = partial(self.take, content=content)
             if first is not None:
                 content.builds_on(first)
                 first.uses += 1
                 content.make, content.inputs = contents.same, [first]
             else:
                 content.inputs = [
-                    a if (kind := type(a)) in CONSTANT else self.take(a, content) if kind is Tensor else mapped(a, take)
-                    for a in args
-                ]
-                content.named = {name: mapped(a, take) for name, a in kwargs.items()} if kwargs else None
-        self.link(storage, content)
+                    a if (kind := type(a)) in CONSTANT
+                    else self.take(a, content) if kind is Tensor or kind is nn.Parameter
+                    else mapped(a, partial(self.take, content=content)) for a in args
+                ]  # fmt: skip
+                if kwargs:
+                    take, named = partial(self.take, content=content), kwargs.items()
+                    content.named = {name: a if type(a) in CONSTANT else mapped(a, take) for name, a in named}
+        setattr(storage, self.mark, weakref.ref(content))
         for code in alive(parts) if parts else ():
             if code.nbytes_code and not content.is_lossy:
                 code.give_way(content)

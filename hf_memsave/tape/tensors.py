@@ -136,8 +136,10 @@ def is_dense(tensor: Tensor) -> bool:
 def tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
     """The tensors among the arguments of a model, and one level below."""
     for value in values:
-        inner = value if isinstance(value, (list, tuple)) else [value]
-        yield from (v for v in inner if isinstance(v, Tensor))
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (v for v in value if isinstance(v, Tensor))
 
 
 def place_of(tensor: Tensor) -> tuple[Any, ...]:

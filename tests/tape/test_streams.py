@@ -25,11 +25,9 @@ def streams():
 class Made(OnDemand):
     """Remade for three that ask, on the stream of the first."""
 
-    uses = 3
-
     def __init__(self, streams):
         super().__init__(nullcontext())
-        self.streams, self.made = streams, []
+        self.streams, self.made, self.uses = streams, [], 3
 
     def _made(self):
         self.made.append(Memory(self.streams))
