@@ -56,7 +56,10 @@ RUN_AGAIN = (*LINEARS, *OWN_FORWARD)
 #: What keeps tensors where no tape can see them, and the op that helps.
 HIDDEN = {"bitsandbytes.nn.modules.Linear8bitLt": "linear_8bit"}
 #: PEFT's layers of plain LoRA -> what of a sum is converted to the base layer's dtype: all of it, or what is added.
-LORA = {"peft.tuners.lora.layer.Linear": "sum"}
+LORA = {
+    "peft.tuners.lora.layer.Linear": "sum",
+    **dict.fromkeys((f"peft.tuners.lora.bnb.{name}" for name in ("Linear4bit", "Linear8bitLt")), "summand"),
+}
 
 #: Rung below the floor -> the linears that run again there beside those of the rungs before, by their paths in a block.
 _RUNGS = {

@@ -10,19 +10,24 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_memsave.ops.op import Op
+from hf_memsave.tape import current
+from hf_memsave.tape.private import Note
 
-#: The node's class -> the attribute that holds its input, and what to leave there.
-_HIDDEN: dict[str, tuple[str, Any]] = {
-    "MatMul8bitLtBackward": ("tensors", (None, None, None)),
-    "MatMul8bitFpBackward": ("A", None),
-}
+#: The node's class -> the attribute that holds its input, alone or as the last of several.
+_HIDDEN = {"MatMul8bitLtBackward": "tensors", "MatMul8bitFpBackward": "A"}
 
 
 def _linear_8bit(module: nn.Module, patch: Any, x: Tensor) -> Tensor:
     y = patch.stock.forward(module, x)
-    hidden = _HIDDEN.get(type(y.grad_fn).__name__)
-    if hidden is not None and not module.weight.requires_grad:
-        setattr(y.grad_fn, *hidden)
+    name, tape = _HIDDEN.get(type(y.grad_fn).__name__), current()
+    if name is None or module.weight.requires_grad:
+        return y
+    held = getattr(y.grad_fn, name)
+    of_many = held if isinstance(held, (list, tuple)) else None
+    x = held if of_many is None else of_many[-1]
+    if tape is not None and tape.ledger is not None and x is not None and tape.owns(content := tape.content_of(x)):
+        tape.ledger.note_input(x.untyped_storage(), x, content, None, Note.of(y.grad_fn))
+    setattr(y.grad_fn, name, None if of_many is None else (None,) * len(of_many))
     return y
 
 

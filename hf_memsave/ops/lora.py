@@ -68,17 +68,23 @@ def _lora(module: Any, patch: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tens
         call = _call_of(module, patch.value, tape, x)
     if call is None:
         return patch.stock.forward(module, x)
-    if tape.ledger is None or tape.in_place:
-        return _run(module, tape, call, x)
-    stock = partial(patch.stock.forward, module)
-    return counted(tape, "lora", partial(_run, module, tape, call, x), stock, (x,), module)
-
-
-def _run(module: Any, tape: Tape, call: _Call, x: Tensor) -> Tensor:
     base = x if call.weight is not None else module._modules["base_layer"](x)
+    if tape.ledger is None or tape.in_place:
+        return _run(tape, call, x, base)
+    given = x, base, call.a, call.b, call.weight, call.bias
+    return counted(tape, "lora", partial(_run, tape, call, x, base), partial(_as_stock, call), given)
+
+
+def _run(tape: Tape, call: _Call, x: Tensor, base: Tensor) -> Tensor:
     with private.no_modes():
         leaves = (call.a, call.b) if call.low is None else (low(tape, call.a), low(tape, call.b))
         return _apply(tape, call, x, base, *leaves)
+
+
+def _as_stock(call: _Call, x: Tensor, base: Tensor, a: Tensor, b: Tensor, weight: Any, bias: Any) -> Tensor:
+    """In the functions that PEFT's layer calls, but for a base layer that has run."""
+    out = base if weight is None else F.linear(x, weight, bias)
+    return _added(call.rounds, call.scale, out, F.linear(F.dropout(x.to(call.into), call.p), a), b)
 
 
 def _call_of(layer: Any, rounds: str, tape: Tape, x: Any) -> _Call | None:
@@ -149,8 +155,8 @@ class _Layer(torch.autograd.Function):
         out, to = base, call.low
         if call.weight is not None:
             out = F.linear(_as(x, to), _as(call.weight, to), _as(call.bias, to))
-        if call.p:
-            y, ctx.again, kept = _dropped(tape, y, call.p, x.itemsize)
+        if call.p:  # of what is wider than z, such as an activation, the tape may keep less than its bytes
+            y, ctx.again, kept = _dropped(tape, y, call.p, x.itemsize if call.a.shape[1] <= call.b.shape[0] else 0)
         h = F.linear(y if to is None else _as(y, to), a)
         del y  # which is as large as x in fp32
         z = _added(call.rounds, call.scale, out, h, b)
@@ -187,17 +193,17 @@ def _gradients(ctx: Any, dz: Tensor, x: Tensor, h: Tensor, *kept: Tensor) -> tup
     if wants_b:
         if torch.is_grad_enabled():
             h = F.linear(y, _weight(call.a, version_a, call.low))
-        db = g.t() @ h.reshape(-1, h.shape[-1])
+        db = g.t().mm(h.reshape(-1, h.shape[-1]))
     if wants_x or wants_a:
-        dh = g @ _weight(call.b, version_b, call.low)
+        dh = g.mm(_weight(call.b, version_b, call.low))
         if wants_a:
-            da = dh.t() @ y.reshape(-1, y.shape[-1])
+            da = dh.t().mm(y.reshape(-1, y.shape[-1]))
         del g, y
         if wants_x:
-            dx = (dh @ _weight(call.a, version_a, call.low)).reshape(x.shape).to(call.into)
+            dx = dh.mm(_weight(call.a, version_a, call.low)).reshape(x.shape).to(call.into)
             dx = dx if back is None else back(dx)
     if wants_base and call.weight is not None:
-        dbase = (dz.reshape(-1, dz.shape[-1]) @ _weight(call.weight, version, call.low)).reshape(x.shape)
+        dbase = dz.reshape(-1, dz.shape[-1]).mm(_weight(call.weight, version, call.low)).reshape(x.shape)
     return dx, dz if call.weight is None else dbase, da, db
 
 

@@ -16,11 +16,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hf_memsave.device import new_generator
 from hf_memsave.tape.content import COUNTED, Blank, Content, Handle, Ticket
+from hf_memsave.tape.private import is_concrete
 from hf_memsave.tape.quantize import FORMATS, Format, decode, encode
 from hf_memsave.tape.store import Store
 from hf_memsave.tape.tensors import is_dense
@@ -31,6 +33,8 @@ SMALLEST = 4096
 CODED_IN = "_memsave_coded_in"
 
 _BITS = 8
+#: Booleans that NumPy packs and unpacks at once; what it allocates no counter of peaks sees.
+_FEW = 2**16
 #: Eight bytes of 0 or 1, lowest first, times this have them as the bits of the highest byte.
 _GATHER = 0x0102040810204080
 #: A byte times this is eight of it, of which the other leaves bit i in byte i.
@@ -42,7 +46,10 @@ _CODED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 def pack_bits(flags: Tensor) -> Tensor:
     """Eight booleans a byte, lowest bit first, as uint8 ``[ceil(numel / 8)]``; what is not zero is true."""
-    flat = flags.reshape(-1).view(torch.uint8).clamp_max(1)  # CPU compares bytes one by one
+    flat = flags.reshape(-1).view(torch.uint8)
+    if _is_quick(flat, flat.numel()):
+        return torch.from_numpy(np.packbits(flat.numpy(), bitorder="little")).clone()  # which PyTorch allocates
+    flat = flat.clamp_max(1)  # CPU compares bytes one by one
     if rest := -flat.numel() % _BITS:
         flat = torch.cat([flat, flat.new_zeros(rest)])
     return flat.view(torch.int64).mul_(_GATHER).__irshift__(56).to(torch.uint8)
@@ -50,8 +57,16 @@ def pack_bits(flags: Tensor) -> Tensor:
 
 def unpack_bits(packed: Tensor, numel: int) -> Tensor:
     """The first ``numel`` booleans that :func:`pack_bits` packed, as bool ``[numel]``."""
+    if _is_quick(packed, numel):
+        return torch.from_numpy(np.unpackbits(packed.numpy(), count=numel, bitorder="little").view(np.bool_))
     spread = packed.to(torch.int64).mul_(_COPY).__iand__(_EACH)
-    return spread.view(torch.uint8).clamp_max_(1).view(torch.bool)[:numel]
+    flags = spread.view(torch.uint8).clamp_max_(1).view(torch.bool)
+    return flags if flags.numel() == numel else flags[:numel].clone()  # on a storage of its own size
+
+
+def _is_quick(x: Tensor, numel: int) -> bool:
+    """Whether NumPy, in one call, does what PyTorch would in five, of so little that no peak is of it."""
+    return x.is_cpu and numel <= _FEW and is_concrete(x)
 
 
 class Coders(NamedTuple):

@@ -86,7 +86,7 @@ def _arguments(input: Tensor, p: float = 0.5, training: bool = True, inplace: bo
 def _noise(tape: Tape, like: Tensor, p: float, is_scaled: bool = True) -> Tensor:
     content = tape.content_of(like)
     is_cast = content is not None and content.func in CASTS
-    noise, again, kept = drawn(tape, like, p, content.seen[0][0].itemsize if is_cast else like.itemsize, is_scaled)
+    noise, again, kept = drawn(tape, like, p, content.seen[0][0].dtype.itemsize if is_cast else like.itemsize, is_scaled)
     tape.record(noise, again, kept)
     return noise
 
@@ -162,10 +162,10 @@ def _redraw(state: Tensor, like: Blank, p: float, is_scaled: bool) -> Tensor:
 
 
 def _from_bits(bits: Tensor, unpack: Callable[..., Tensor], like: Blank, p: float, is_scaled: bool) -> Tensor:
-    noise = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=bits.device)
-    flags = unpack(bits, noise.numel())  # of bytes: PyTorch has no quick kernel to convert booleans
-    _in_memory_order(noise).copy_(flags if noise.dtype is torch.bool else flags.view(torch.uint8))
-    return noise.div_(1 - p) if is_scaled else noise
+    flat = unpack(bits, like.shape.numel())
+    if like.dtype is not torch.bool:
+        flat = flat.view(torch.uint8).to(like.dtype)  # PyTorch has no quick kernel to convert booleans
+    return (flat.div_(1 - p) if is_scaled else flat).as_strided(like.shape, like.stride)
 
 
 def _in_memory_order(dense: Tensor) -> Tensor:

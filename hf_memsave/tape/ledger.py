@@ -20,9 +20,9 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hf_memsave.tape.content import COUNTED, Content
+from hf_memsave.tape.content import COUNTED, Content, is_parameter
 from hf_memsave.tape.kinds import STATE, Maker, Makers
 from hf_memsave.tape.offload import Away
 from hf_memsave.tape.private import tree_leaves
@@ -154,7 +154,7 @@ class Ledger:
             entry.is_given = True
 
     def _of(self, tensors: Iterable[Tensor]) -> list[_Entry]:
-        plain = [x for x in tensors if is_plain(x) and x.layout is torch.strided and not isinstance(x, nn.Parameter)]
+        plain = [x for x in tensors if is_plain(x) and x.layout is torch.strided and not is_parameter(x)]
         return [self.note(x.untyped_storage(), x, None) for x in plain]
 
     def note_code(self, code: Content, name: str, is_exact: bool) -> None:

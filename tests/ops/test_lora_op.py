@@ -21,7 +21,7 @@ from support.pairs import pairwise
 from support.steps import assert_same, gradients, step
 
 NAMES = ("q_proj", "k_proj", "v_proj", "o_proj")
-ROWS, RANK, WIDE = 6, 4, 32
+ROWS, RANK, WIDE = 6, 4, 48
 
 
 class Reads(nn.Module):
@@ -45,13 +45,24 @@ def without_bias(wide, out):
     return nn.Linear(wide, out, bias=False)
 
 
+def nf4(wide, out):
+    linears = pytest.importorskip("bitsandbytes.nn")
+    return linears.Linear4bit(wide, out, compute_dtype=torch.bfloat16, quant_type="nf4").to("cpu")
+
+
+def int8(wide, out):
+    return pytest.importorskip("bitsandbytes.nn").Linear8bitLt(wide, out, has_fp16_weights=False).to("cpu")
+
+
 def reads(make=nn.Linear, dtype=torch.float32, p=0.3, wants="adapters", **options):
     torch.manual_seed(0)
     config = dict(r=RANK, lora_alpha=7, lora_dropout=p, target_modules=list(NAMES), init_lora_weights=False)
     config |= dict(fan_in_fan_out=make is conv, **options)
-    model = get_peft_model(Reads(make).to(dtype), LoraConfig(**config)).train()
+    base = Reads(make).to(dtype)
+    base.is_loaded_in_4bit, base.is_loaded_in_8bit = make is nf4, make is int8  # by which PEFT chooses its layers
+    model = get_peft_model(base, LoraConfig(**config)).train()
     for name, parameter in model.named_parameters():
-        if wants in name:
+        if wants in name and parameter.is_floating_point():
             parameter.requires_grad_("lora" not in name)  # else it is left out
     return model
 
@@ -101,15 +112,15 @@ def ran(monkeypatch, device):
 
 @pytest.mark.parametrize(
     ("make", "dtype", "p", "wants", "autocast", "kept"),
-    pairwise(
-        [nn.Linear, without_bias, conv], [torch.float32, torch.bfloat16], [0.0, 0.3],
+    [*pairwise(
+        [nn.Linear, without_bias, conv, nf4, int8], [torch.float32, torch.bfloat16], [0.0, 0.3],
         ["adapters", "lora_A", "lora_B", "base_layer.weight", "norm"], [False, True], ["seed", "mask"],
-    ),
+    ), *[(make, torch.bfloat16, 0.3, "adapters", False, "mask") for make in (nf4, int8)]],  # adapters in fp32
 )  # fmt: skip
 def test_lora_trains_with_stocks_bits(make, dtype, p, wants, autocast, kept, ran):
     stock = reads(make, dtype, p, wants, use_rslora=p == 0)
     assert_same(train(patched(stock, dropout=kept), autocast), train(stock, autocast))
-    is_within = make is not conv and wants != "base_layer.weight"  # and not beside the base layer's own node
+    is_within = make in (nn.Linear, without_bias) and wants != "base_layer.weight"  # not beside the base's own node
     assert len(ran) == (0 if wants == "lora_A" else 2 * len(NAMES))  # of a frozen A, nothing of x is kept
     assert all((call.weight is not None) == is_within for call in ran)
 

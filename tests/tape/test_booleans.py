@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_memsave import measure_kept, patch
+from hf_memsave.tape import codecs
 from hf_memsave.tape.codecs import pack_bits, unpack_bits
 from support.helpers import assert_same_bits, random
 from support.launches import Launches
@@ -119,13 +120,17 @@ def test_a_mask_that_is_written_to_later_was_kept_as_it_was(device, x):
 
 
 @pytest.mark.parametrize("n", [0, 1, 8, 1001])
-def test_eight_booleans_are_packed_and_unpacked_by_four_operations(n):
+def test_eight_booleans_are_packed_and_unpacked_by_four_operations_or_by_numpy(n, monkeypatch):
     flags = torch.arange(n, dtype=torch.uint8).mul(85).view(torch.bool)  # 0, 85, 170, 255, 84 and so on
+    few = pack_bits(flags)
+    found_of_few = unpack_bits(few, n)
+    monkeypatch.setattr(codecs, "_FEW", -1)
     with Launches() as packing:
         packed = pack_bits(flags)
     with Launches() as unpacking:
         found = unpack_bits(packed, n)
-    assert found.tolist() == [bool(byte) for byte in flags.view(torch.uint8).tolist()]
+    assert found.tolist() == found_of_few.tolist() == [bool(byte) for byte in flags.view(torch.uint8).tolist()]
+    assert torch.equal(packed, few) and found.dtype == found_of_few.dtype == torch.bool
     assert packed.nbytes == -(-n // 8)
     assert packing.count <= 4 + 2 * (n % 8 > 0)  # and what fills the last byte
     assert unpacking.count == 4
