@@ -33,7 +33,7 @@ from hf_memsave.ops.op import Op
 from hf_memsave.tape import Tape, current, private
 from hf_memsave.tape.again import LinearAgain
 from hf_memsave.tape.as_stock import counted
-from hf_memsave.tape.content import Sharded, same, written
+from hf_memsave.tape.content import Apart, Sharded, same, written
 from hf_memsave.tape.dropout import TURN, can_redraw, drawn, drawn_again
 from hf_memsave.tape.functions import MADE
 from hf_memsave.tape.products import is_thin, low
@@ -77,8 +77,12 @@ def _lora(module: Any, patch: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tens
 
 def _run(tape: Tape, call: _Call, x: Tensor, base: Tensor) -> Tensor:
     with private.no_modes():
-        leaves = (call.a, call.b) if call.low is None else (low(tape, call.a), low(tape, call.b))
-        return _apply(tape, call, x, base, *leaves)
+        a, b = (call.a, call.b) if call.low is None else (low(tape, call.a), low(tape, call.b))
+        z = _apply(tape, call, x, base, b, a)  # stock has the gradient of B first
+        node: Any = z.grad_fn
+        if node is not None and (call.p or call.low or call.into is not x.dtype):  # stock keeps y, and not x
+            node.apart = Apart(content) if tape.owns(content := tape.content_of(x)) else None
+        return z
 
 
 def _as_stock(call: _Call, x: Tensor, base: Tensor, a: Tensor, b: Tensor, weight: Any, bias: Any) -> Tensor:
@@ -89,19 +93,21 @@ def _as_stock(call: _Call, x: Tensor, base: Tensor, a: Tensor, b: Tensor, weight
 
 def _call_of(layer: Any, rounds: str, tape: Tape, x: Any) -> _Call | None:
     """None where PEFT's layer computes more than one plain adapter, or a hook or a mode watches how."""
-    if (parts := plain_adapter(layer)) is None or private.innermost_mode() is not tape or tape.codec is not None:
+    if (parts := plain_adapter(layer)) is None or not private.is_only_mode(tape) or tape.codec is not None:
         return None
-    if type(x) not in MADE or not x.is_contiguous() or x.dim() < 2 or not x.numel() or x.is_inference():
+    if type(x) not in MADE or x.dim() < 2 or not x.numel() or not _is_in_rows(x) or x.is_inference():
         return None
     dropout, of_a, of_b, scale = parts
     if Sharded.any_is_brief or (a := _only_weight(of_a)) is None or (b := _only_weight(of_b)) is None:
         return None
     to = torch.get_autocast_dtype(x.device.type) if private.any_autocast() and is_autocast(x) else None
+    if to is not None and x.is_leaf and x.requires_grad:  # autocast converts it once for all who read it
+        return None
     if not a.requires_grad:  # then h alone is kept, which second derivatives make of x
         return None
     if (a.dtype != b.dtype and to is None) or x.numel() == a.numel() == x.shape[-1]:
         return None  # of one row and rank 1, autograd computes gradients by another product
-    p = dropout.p if dropout.training and type(dropout) is nn.Dropout else 0.0
+    p = float(dropout.p) if dropout.training and type(dropout) is nn.Dropout else 0.0
     if p and (p >= 1 or tape.dropout == "stock"):
         return None
     if p and not (x.is_cpu or (fuses_dropout(x) and tape.dropout != "mask" and can_redraw(x))):
@@ -132,6 +138,12 @@ def plain_adapter(layer: Any) -> tuple[Any, Any, Any, float] | None:
     return (dropout, a, b, scale) if is_plain and type(scale) in (int, float) else None
 
 
+def _is_in_rows(x: Tensor) -> bool:
+    """Whether it lies as a matrix does, with no odd stride where its size is 1: else products may be batched ones."""
+    size, stride = x.shape, x.stride()
+    return x.is_contiguous() and all([stride[i] == stride[i + 1] * size[i + 1] for i in range(len(size) - 1)])
+
+
 def _only_weight(linear: Any) -> Any:
     """The weight of a plain linear without a bias; None of any other."""
     if type(linear) is not nn.Linear or linear._parameters.get("bias") is not None or is_watched(linear):
@@ -150,7 +162,7 @@ def _frozen(base: Any) -> tuple[Tensor | None, Tensor | None]:
 
 class _Layer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tape: Tape, call: _Call, x: Tensor, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    def forward(ctx: Any, tape: Tape, call: _Call, x: Tensor, base: Tensor, b: Tensor, a: Tensor) -> Tensor:
         y, kept = x.to(call.into), tuple[Tensor, ...]()
         out, to = base, call.low
         if call.weight is not None:
@@ -162,10 +174,11 @@ class _Layer(torch.autograd.Function):
         z = _added(call.rounds, call.scale, out, h, b)
         if call.weight is None:
             _record(tape, call, z, base, h)
-        ctx.save_for_backward(x, h, *kept)
+        ctx.save_for_backward(x, h if ctx.needs_input_grad[4] else None, *kept)
         ctx.set_materialize_grads(False)
-        ctx.call = call
-        ctx.versions = call.a._version, call.b._version, 0 if call.weight is None else call.weight._version
+        ctx.call, ctx.dtype = call, h.dtype
+        # A parameter may be given other bytes before backward: `.data = `.
+        ctx.weights = [(w, w.detach(), w._version) for w in (call.a, call.b, call.weight) if w is not None]
         return z
 
     @staticmethod
@@ -180,37 +193,38 @@ class _Layer(torch.autograd.Function):
 _apply = super(torch.autograd.Function, _Layer).apply  # without what torch.func alone needs
 
 
-def _gradients(ctx: Any, dz: Tensor, x: Tensor, h: Tensor, *kept: Tensor) -> tuple[Tensor | None, ...]:
-    """Of x, of x or the base layer's output, of A and of B; autograd converts each to the dtype of its tensor."""
-    call, (_, _, wants_x, wants_base, wants_a, wants_b) = ctx.call, ctx.needs_input_grad
-    version_a, version_b, version = ctx.versions
+def _gradients(ctx: Any, dz: Tensor, x: Tensor, h: Any, *kept: Tensor) -> tuple[Tensor | None, ...]:
+    """Of x, of x or the base layer's output, of B and of A; autograd converts each to the dtype of its tensor."""
+    call, (_, _, wants_x, wants_base, wants_b, wants_a) = ctx.call, ctx.needs_input_grad
+    of_a, of_b, *of_base = ctx.weights
     dx = dbase = da = db = back = None
-    g = (dz.to(h.dtype) * call.scale).reshape(-1, call.b.shape[0])
+    g = (dz.to(ctx.dtype) * call.scale).reshape(-1, call.b.shape[0])
     y = x.to(call.into)
     if kept:
         y, back = ctx.again(y, *kept)
     y = _as(y, call.low)
     if wants_b:
         if torch.is_grad_enabled():
-            h = F.linear(y, _weight(call.a, version_a, call.low))
+            h = F.linear(y, _weight(call.low, *of_a))
         db = g.t().mm(h.reshape(-1, h.shape[-1]))
     if wants_x or wants_a:
-        dh = g.mm(_weight(call.b, version_b, call.low))
+        dh = g.mm(_weight(call.low, *of_b))
         if wants_a:
             da = dh.t().mm(y.reshape(-1, y.shape[-1]))
         del g, y
         if wants_x:
-            dx = dh.mm(_weight(call.a, version_a, call.low)).reshape(x.shape).to(call.into)
+            dx = dh.mm(_weight(call.low, *of_a)).reshape(x.shape).to(call.into)
             dx = dx if back is None else back(dx)
-    if wants_base and call.weight is not None:
-        dbase = dz.reshape(-1, dz.shape[-1]).mm(_weight(call.weight, version, call.low)).reshape(x.shape)
-    return dx, dz if call.weight is None else dbase, da, db
+    if wants_base and of_base:
+        dbase = dz.reshape(-1, dz.shape[-1]).mm(_weight(call.low, *of_base[0])).reshape(x.shape)
+    return dx, dbase if of_base else dz, db, da
 
 
-def _weight(parameter: Tensor, version: int, low: torch.dtype | None) -> Tensor:
-    if parameter._version != version:
+def _weight(low: torch.dtype | None, parameter: Tensor, kept: Tensor, version: int) -> Tensor:
+    has_graph = parameter.requires_grad and torch.is_grad_enabled()
+    if kept._version != version or (has_graph and not parameter.is_set_to(kept)):
         raise written(parameter, version)
-    return _as(parameter, low)
+    return _as(parameter if has_graph else kept, low)
 
 
 def _as(x: Any, dtype: torch.dtype | None) -> Any:

@@ -242,6 +242,29 @@ class Content(Handle):
         return out
 
 
+class Apart:
+    """Gives a content that is kept a copy of its storage before that is written to, where stock keeps another tensor.
+
+    As long as this is alive.
+    """
+
+    __slots__ = ("content", "__weakref__")
+
+    def __init__(self, content: Content) -> None:
+        self.content = weakref.ref(content)
+        content.readers = added(content.readers, self)
+
+    def freeze(self) -> None:
+        """Copy it, if it is a tensor still."""
+        content = self.content()
+        if content is not None and (kept := content.tensor) is not None:
+            storage = kept.untyped_storage().clone()
+            copy = kept.new_empty(0).set_(storage, kept.storage_offset(), kept.shape, kept.stride())
+            for view in alive(content.views):
+                view.let_go()
+            content.keep(copy)
+
+
 class Kept(Handle):
     """A tensor that is kept whatever the tape does, such as a parameter."""
 

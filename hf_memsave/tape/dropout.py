@@ -86,7 +86,8 @@ def _arguments(input: Tensor, p: float = 0.5, training: bool = True, inplace: bo
 def _noise(tape: Tape, like: Tensor, p: float, is_scaled: bool = True) -> Tensor:
     content = tape.content_of(like)
     is_cast = content is not None and content.func in CASTS
-    noise, again, kept = drawn(tape, like, p, content.seen[0][0].dtype.itemsize if is_cast else like.itemsize, is_scaled)
+    dtype = content.seen[0][0].dtype if is_cast else like.dtype
+    noise, again, kept = drawn(tape, like, p, dtype.itemsize, is_scaled)
     tape.record(noise, again, kept)
     return noise
 

@@ -21,6 +21,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 from torch.autograd.variable import Variable
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
@@ -150,6 +151,12 @@ def without(is_mode: bool, is_hooks: bool) -> Iterator[None]:
             torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
         if mode is not None:
             push_mode(mode)
+
+
+def is_only_mode(mode: TorchFunctionMode) -> bool:
+    """Whether calls ask ``mode`` first, and then none but a default device."""
+    *others, first = torch.overrides._get_current_function_mode_stack() or [None]
+    return first is mode and all(type(other) is DeviceContext for other in others)
 
 
 def checkpoint_frame(hooks: Any = None) -> tuple[Any, Any]:

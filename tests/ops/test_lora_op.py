@@ -277,3 +277,69 @@ def test_at_no_rung_is_more_kept_than_for_pefts_forward(rung, ran):
             assert_same(step(ours, batch_for(ours, SIZE)), stock)
         kept.append(measure_kept(ours, batch_for(ours, SIZE)).total)
     assert kept[0] <= kept[1] and ran
+
+
+def direct(change=lambda x: x, write=lambda x: None):
+    """Of a model, a forward that hands its input to two linears, and writes to it between."""
+
+    def meddle(model):
+        def forward(x):
+            x = change(x)
+            out = model.base_model.q_proj(x)
+            write(x)
+            return F.softplus(out + model.base_model.k_proj(x))
+
+        model.base_model.model.forward = forward
+
+    return meddle
+
+
+@pytest.mark.parametrize(
+    ("change", "write", "runs"),
+    [
+        (lambda x: x, lambda x: None, 0),  # autocast converts a leaf once for all who read it
+        (lambda x: x * 2, lambda x: x.mul_(2), 2), (lambda x: x * 2, lambda x: x.data.mul_(2), 2),
+        (lambda x: (x * 2)[:1, :4], lambda x: None, 0),  # whose products stock computes as batched ones
+    ],
+)  # fmt: skip
+def test_what_stock_does_with_an_input_of_its_own(change, write, runs, ran):
+    stock = reads()
+    ours = patched(stock)
+    for model in (stock, ours):
+        direct(change, write)(model)
+    assert_same(train(ours, autocast=True), train(stock, autocast=True))
+    assert len(ran) == 2 * runs
+
+
+def test_a_weight_that_is_given_other_bytes_is_the_old_one_in_backward(ran):
+    def swap(model):
+        for name in ("lora_A.default.weight", "lora_B.default.weight", "base_layer.weight"):
+            parameter = model.get_parameter(f"base_model.model.k_proj.{name}")
+            parameter.data = parameter.data * 2
+
+    stock = reads(wants="norm")
+    assert_same(train(patched(stock), meddle=swap), train(stock, meddle=swap))
+    assert ran
+
+
+def test_a_mode_around_the_model_sees_peft(ran):
+    class Doubles(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            return out * 2 if func is F.linear else out
+
+    stock, found = reads(p=0.0), []
+    for model in (patched(stock), stock):
+        with Doubles(), torch.device("cpu"):
+            found.append(train(model))
+    assert_same(*found)
+    assert ran == []
+
+
+def test_a_probability_that_is_a_tensor_draws_stocks_mask(ran):
+    stock = reads()
+    for module in stock.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = torch.tensor(0.3)
+    assert_same(train(patched(stock)), train(stock))
+    assert ran

@@ -133,4 +133,5 @@ def test_eight_booleans_are_packed_and_unpacked_by_four_operations_or_by_numpy(n
     assert torch.equal(packed, few) and found.dtype == found_of_few.dtype == torch.bool
     assert packed.nbytes == -(-n // 8)
     assert packing.count <= 4 + 2 * (n % 8 > 0)  # and what fills the last byte
-    assert unpacking.count == 4
+    assert unpacking.count == 4 + (n % 8 > 0)  # and the copy without it
+    assert found.untyped_storage().nbytes() == found_of_few.untyped_storage().nbytes() == n

@@ -162,17 +162,6 @@ def test_a_tape_chooses_what_is_quick_to_read_and_little_beside_what_is_kept(dev
         assert_exact(fn, fn, [x], HOW["auto"])
 
 
-@pytest.mark.parametrize(("p", "most"), [(0.001, 0.006), (0.05, 0.053), (1 / 16, 0.065)])  # bytes an element
-def test_few_zeros_of_16_bits_take_a_byte_each(device, p, most):
-    only_on_cpu(device, "the choice")
-    x = random(160, 600, dtype=torch.bfloat16)
-    taken = kept(lambda x: F.dropout(x, p), x, producer=torch.sigmoid, tape=HOW["auto"]) - x.nbytes
-    assert 0 < taken <= most * x.numel()
-    for view in (torch.clone, LAYOUTS["transposed"]):
-        fn = then_draws(lambda x, view=view: F.dropout(view(x), p))
-        assert_exact(fn, fn, [random(8, 150, 80, dtype=torch.bfloat16)], HOW["auto"])
-
-
 @pytest.mark.parametrize("name", ["torch.feature_dropout", "F.dropout1d", "F.dropout2d", "F.dropout3d"])
 def test_channel_dropout_keeps_one_number_a_channel(device, name):
     x = random(30, 50, 9, device=device)
