@@ -33,7 +33,7 @@ from hf_memsave.ops.op import Op
 from hf_memsave.tape import Tape, current, private
 from hf_memsave.tape.again import LinearAgain
 from hf_memsave.tape.as_stock import counted
-from hf_memsave.tape.content import Apart, Sharded, same, written
+from hf_memsave.tape.content import Apart, Kept, Sharded, same, written
 from hf_memsave.tape.dropout import TURN, can_redraw, drawn, drawn_again
 from hf_memsave.tape.functions import MADE
 from hf_memsave.tape.products import is_thin, low
@@ -178,7 +178,7 @@ class _Layer(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call, ctx.dtype = call, h.dtype
         # A parameter may be given other bytes before backward: `.data = `.
-        ctx.weights = [(w, w.detach(), w._version) for w in (call.a, call.b, call.weight) if w is not None]
+        ctx.weights = [(w, Kept(w.detach())) for w in (call.a, call.b, call.weight) if w is not None]
         return z
 
     @staticmethod
@@ -220,11 +220,13 @@ def _gradients(ctx: Any, dz: Tensor, x: Tensor, h: Any, *kept: Tensor) -> tuple[
     return dx, dbase if of_base else dz, db, da
 
 
-def _weight(low: torch.dtype | None, parameter: Tensor, kept: Tensor, version: int) -> Tensor:
-    has_graph = parameter.requires_grad and torch.is_grad_enabled()
-    if kept._version != version or (has_graph and not parameter.is_set_to(kept)):
-        raise written(parameter, version)
-    return _as(parameter if has_graph else kept, low)
+def _weight(low: torch.dtype | None, parameter: Tensor, kept: Kept) -> Tensor:
+    weight = kept.get()
+    if parameter.requires_grad and torch.is_grad_enabled():
+        if not parameter.is_set_to(weight):
+            raise written(parameter, kept.at)
+        weight = parameter
+    return _as(weight, low)
 
 
 def _as(x: Any, dtype: torch.dtype | None) -> Any:

@@ -51,6 +51,8 @@ node_class: Callable[[Any], Any] = operator.attrgetter("_backward_cls")
 innermost_mode: Callable[[], TorchFunctionMode | None] = torch.overrides._get_current_function_mode
 pop_mode: Callable[[], Any] = torch.overrides._pop_mode
 push_mode: Callable[[TorchFunctionMode], None] = torch.overrides._push_mode
+count_modes: Callable[[], int] = torch._C._len_torch_function_stack
+get_mode: Callable[[int], Any] = torch._C._get_function_stack_at
 #: How many dispatch modes, which see each op, are on.
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 #: The number that this thread's next autograd node gets.
@@ -155,8 +157,9 @@ def without(is_mode: bool, is_hooks: bool) -> Iterator[None]:
 
 def is_only_mode(mode: TorchFunctionMode) -> bool:
     """Whether calls ask ``mode`` first, and then none but a default device."""
-    *others, first = torch.overrides._get_current_function_mode_stack() or [None]
-    return first is mode and all(type(other) is DeviceContext for other in others)
+    if innermost_mode() is not mode:
+        return False
+    return all(type(get_mode(i)) is DeviceContext for i in range(count_modes() - 1))
 
 
 def checkpoint_frame(hooks: Any = None) -> tuple[Any, Any]:

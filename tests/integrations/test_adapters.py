@@ -33,7 +33,7 @@ def per_layer(make, mode="bf16, fp32 adapters", patched=True):
 
 
 @pytest.mark.parametrize(
-    ("mode", "floor"), [("bf16, fp32 adapters", 10.72), ("bf16", 10.66), ("fp32", 2 * 10.61), ("autocast", 11.16)]
+    ("mode", "floor"), [("bf16, fp32 adapters", 10.72), ("bf16", 10.66), ("fp32", 2 * 10.63), ("autocast", 11.2)]
 )
 def test_lora_on_q_and_v_keeps_the_floor(mode, floor, device):
     only_on_cpu(device)

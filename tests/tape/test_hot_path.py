@@ -20,7 +20,7 @@ LIMITS = {
     "gpt2": (705, 148, 14, 27, 12, 12),
     "t5-encoder": (641, 84, 14, 31, 4, 4),
     "llama": (640, 106, 26, 38, 6, 6),
-    "llama with LoRA": (672, 211, 26, 43, 6, 6),
+    "llama with LoRA": (810, 277, 26, 43, 6, 6),
 }
 #: Forwards after which nothing more is learned.
 LEARNED = 4
