@@ -253,7 +253,9 @@ def test_checkpointed_blocks_peak_at_their_inputs_and_one_block(family, has_lora
 
     one, deepest = peak(1, False), peak(layers, True)
     assert (deepest - peak(layers // 2, True)) / (layers // 2) == pytest.approx(1, abs=0.01)
-    workspace = 3.02  # 0 to 3: what runs again has its output, and in LLaMA's LoRA an fp32 copy, beside stock's
+    # 0 to 3: what runs again has its output, and in LLaMA's LoRA an fp32 copy, beside stock's; and masks' bits, which
+    # the counter sees, as it does not see a generator's state.
+    workspace = 3.1
     assert deepest <= layers - 1 + one + workspace
 
 

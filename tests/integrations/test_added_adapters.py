@@ -85,7 +85,7 @@ def test_a_config_of_ours_that_asks_for_another_is_refused_before_an_adapter_is_
     patch(model, MemSaveConfig(dropout="mask"))
     before = set(model.state_dict())
     with pytest.raises(PatchError, match=r"patched with MemSaveConfig\(dropout='mask'\), got MemSaveConfig\(\), the"):
-        get_peft_model(model, MemSaveLoraConfig(target_modules=LINEARS, memsave={"dropout": "seed"}))
+        get_peft_model(model, MemSaveLoraConfig(target_modules=LINEARS, memsave={"dropout": "auto"}))
     assert set(model.state_dict()) == before
     get_peft_model(model, MemSaveLoraConfig(target_modules=LINEARS, lora_dropout=0.1))  # True: what the model has
     assert patch_of(model).config.dropout == "mask"
