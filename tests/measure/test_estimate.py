@@ -264,5 +264,5 @@ def test_the_search_finds_the_largest(limit):
 
     for start in (1, 8, 300):
         asked = []
-        assert search(needed, needed(limit), start, 1000, lambda n: 1000 + 10.4 * n) == min(limit, 1000)
+        assert search(needed, needed(limit), start, 1000, lambda n: 1000 + 10 * n) == min(limit, 1000)
         assert len(set(asked)) < 25
