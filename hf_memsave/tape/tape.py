@@ -240,7 +240,7 @@ class Tape(Store, TorchFunctionMode):
                     return self._keep_new(Content(self.lock), storage, tensor)
                 content = self.content_on(storage, tensor)
             elif content.owner is not self.lock:
-                if content.owner is None is self.outer:
+                if content.owner is None and self.outer is None:
                     return Kept(tensor)
                 content = self.content_on(storage, tensor)
         elif kind is not nn.Parameter and (content := self.content_of(tensor)) is not None:
