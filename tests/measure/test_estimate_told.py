@@ -9,7 +9,7 @@ from transformers import LlamaConfig, RobertaConfig
 from hf_memsave import MemSaveConfig, estimate, plan
 from hf_memsave.cli import main
 from hf_memsave.measure.largest import largest, search
-from hf_memsave.measure.models import depth_of
+from hf_memsave.measure.models import depth_of, most_tokens
 from hf_memsave.measure.training import Training
 from support.helpers import MATRIX, on_stand_in
 
@@ -109,4 +109,5 @@ def test_the_longest_sequence_is_one_that_the_model_has_positions_for():
     sizes = {**SIZES, "max_position_embeddings": 66, "num_hidden_layers": 4}
     config = RobertaConfig(**sizes)
     of = Training(batch_size=1, seq_len=16)
+    assert most_tokens(config) == 64
     assert largest(config, depth_of(config), of, MemSaveConfig(), "seq_len", 2**36, ("ddp", 1)) == 64

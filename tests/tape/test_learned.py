@@ -205,7 +205,8 @@ def test_what_was_decided_under_another_configuration_is_forgotten():
     size = Size(hidden=64, heads=4, layers=2, batch=4, seq=64)
     base = build("llama", size)
     batch, kept = batch_for(base, size), []
-    for configs in ([{"checkpoint": "o_proj"}], [True, {"checkpoint": "o_proj"}]):
+    one, other = ({"dropout": "seed", "checkpoint": rung} for rung in (None, "o_proj"))  # dropouts tell them apart too
+    for configs in ([other], [one, other]):
         model = copy.deepcopy(base)
         for config in configs:
             patch(model, config, replace=True)
