@@ -2,8 +2,9 @@
 
 A step's time is that of its matrix products and of attention; forward takes a third of it, with frozen weights half.
 Products that run again add theirs. Offloaded bytes cross the bus in forward, and back in backward, beside the
-products: what they take longer than those is added, and their pass through the device's own memory twice. What the
-floor computes again costs the same in each setting.
+products, but for those that :mod:`~hf_memsave.tape.transfers` leaves on the device: what they take longer than the
+products is added, and their pass through the device's own memory twice. What the floor computes again costs the same
+in each setting.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from hf_memsave.errors import PlanError
 from hf_memsave.measure.models import build_empty
 from hf_memsave.measure.training import Training
 from hf_memsave.patching.blocks import block_at, block_numbers
+from hf_memsave.tape.transfers import AHEAD, HELD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +60,16 @@ class Work:
     forward: float
     backward: float
     again: dict[str, float]  # rung -> those that a layer adds which runs so far again
-    widest: int  # elements of a token in the widest input or output of a linear in a block
+    widest: int  # bytes of the widest input or output of a linear in a block
+
+    def held(self, rates: Rates, away: float) -> float:
+        """Of bytes ``away`` that are offloaded, those on the device as forward ends: a slow bus has not moved them."""
+        left = rates.bus * self.forward / rates.flops
+        return min(away, max(self.widest, AHEAD * away, min(HELD * away, away - left)))
 
     def cost(self, rates: Rates, again: float, away: float) -> float:
         """What a step takes longer, as a part of stock's step; for bytes ``away``."""
+        away -= self.held(rates, away)
         forward, backward, bus = self.forward / rates.flops, (self.backward + again) / rates.flops, away / rates.bus
         waits = max(0.0, bus - forward) + max(0.0, bus - backward)
         seconds = again / rates.flops + waits + 2 * away / rates.memory
@@ -89,5 +97,5 @@ def work_of(config: PreTrainedConfig, training: Training) -> Work:
         forward=forward,
         backward=(1 if training.lora else 2) * forward,
         again={"gate": gate, "block": gate + attention},
-        widest=widest,
+        widest=tokens * widest * training.u_dtype.itemsize,
     )

@@ -26,7 +26,6 @@ from hf_memsave.measure.models import depth_of
 from hf_memsave.measure.trace import Trace
 from hf_memsave.measure.training import Training
 from hf_memsave.planner.rates import Rates, Work, work_of
-from hf_memsave.tape.offload import AHEAD
 
 RUNGS: tuple[Any, ...] = (None, "gate", "block")
 
@@ -148,14 +147,10 @@ class Settings:
         )
 
     def _setting(self, family: Family, layers: int) -> Setting:
-        ahead = 0
-        if family.offload:  # what is brought back ahead lies beside what is asked for
-            tokens = self.training.batch_size * self.training.seq_len
-            ahead = AHEAD * tokens * self.work.widest * self.training.u_dtype.itemsize
         away = sum(self._mixed(family, layers, "away"))
         return Setting(
             config=self._config(family, layers),
-            needed=self._peak(family, layers) + ahead + OWN,
+            needed=self._peak(family, layers) + int(self.work.held(self.rates, away)) + OWN,  # what has not left yet
             away=int(away),
             cost=self._cost(family, layers, away),
         )

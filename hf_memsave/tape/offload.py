@@ -1,33 +1,33 @@
 """Offload: what a tape still has to keep goes to main memory, and comes back in backward, before it is asked for.
 
-A storage is copied once, however many views of it are kept. On CUDA it goes into pinned memory on a stream of its own,
-while the model computes; in backward, whenever one is asked for, those kept before it are on their way. On CPU it is a
-plain copy. Exact: a copy there and back. Source: ``torch.autograd.graph.save_on_cpu``; Rajbhandari et al. (2021),
-arXiv:2104.07857.
+A storage is copied once, however many views of it are kept; :mod:`~hf_memsave.tape.transfers` says when. On CUDA it
+goes into pinned memory while the model computes, on CPU it is a plain copy. Exact: a copy there and back. Source:
+``torch.autograd.graph.save_on_cpu``; Rajbhandari et al. (2021), arXiv:2104.07857.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_memsave.device import STAND_IN, current_stream, has_streams
+from hf_memsave.device import STAND_IN, has_streams
 from hf_memsave.errors import MemSaveError
 from hf_memsave.tape.content import BUFFER, COUNTED, MARK, linked, written
+from hf_memsave.tape.lanes import AtOnce, Streams
 from hf_memsave.tape.private import neg_view
 from hf_memsave.tape.tensors import is_plain
+from hf_memsave.tape.transfers import Parcel, Transfers
 from hf_memsave.tape.wrappers import taken_apart
 
 #: Bytes below which a storage stays where it is.
 SMALLEST_NBYTES = 2**16
-#: How many are on their way back beside the one that is asked for.
-AHEAD = 2
 #: The part of main memory that may be taken.
 SHARE = 0.8
 #: On a storage: its copy in main memory, and of what version.
@@ -39,12 +39,6 @@ class Offload(saved_tensors_hooks):
 
     def __init__(self) -> None:
         super().__init__(self._pack, _unpack)
-        self._last: weakref.ref[Away] | None = None
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        for device, stream in list(_streams.items()):  # what writes from now on, no tape sees
-            current_stream(device).wait_stream(stream)
 
     def _pack(self, tensor: Tensor) -> Any:
         # Without its graph; a parameter of ZeRO-3 as the object that the engine fills again.
@@ -65,8 +59,8 @@ class Offload(saved_tensors_hooks):
         copy: Away | None = away()
         known = linked(storage)
         if copy is None or version != tensor._version or (known is not None and known.is_unversioned):
-            copy = Away(tensor, self._last)
-            self._last = weakref.ref(copy)
+            # Versions tell nothing of what may be written to through `.data`, or filled and freed by an engine.
+            copy = Away(tensor, is_at_once=known is not None and (known.is_unversioned or known.owner is None))
             setattr(storage, _COPY, (weakref.ref(copy), tensor._version))
             if (entry := getattr(storage, COUNTED, None)) is not None:
                 entry.copies.add(copy)
@@ -106,7 +100,7 @@ def _is_there_anyway(tensor: Tensor) -> bool:
 
 
 class Away:
-    """The bytes of one storage, in main memory.
+    """The bytes of one storage, in main memory or on their way.
 
     Attributes:
         total: Bytes that all that are alive take of main memory.
@@ -115,62 +109,43 @@ class Away:
 
     total = moved = 0
 
-    def __init__(self, tensor: Tensor, before: weakref.ref[Away] | None) -> None:
-        whole = _bytes(tensor)
-        nbytes = len(whole)
-        taken = _taken(nbytes, tensor.is_cuda)
-        if tensor.device.type != STAND_IN:  # on which nothing has bytes
-            _refuse_too_much(taken)
-        self.device, self._before = tensor.device, before
-        self._there: Callable[[], Tensor | None] = lambda: None
-        self._version = 0
-        self._on_its_way: tuple[Tensor, Any] | None = None
-        self._arrival = self._copied = None  # events
-        self.host = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=tensor.is_cuda)
-        Away.total += taken
-        Away.moved += nbytes
-        weakref.finalize(self, _give_back, taken)
-        if tensor.is_cuda:
-            stream = _stream(self.device)
-            stream.wait_stream(current_stream(self.device))
-            with torch.cuda.stream(stream):
-                self.host.copy_(whole, non_blocking=True)
-                self._copied = stream.record_event()
-            whole.record_stream(stream)
-        else:
-            self.host.copy_(whole)
+    def __init__(self, tensor: Tensor, is_at_once: bool = False) -> None:
+        self._transfers = transfers = transfers_of(tensor.device)
+        there = _bytes(tensor)
+        watched = () if transfers.lane.is_at_once else ((tensor.detach(), tensor._version), (there, there._version))
+        self._parcel = Parcel(there, len(there), partial(_written_since, watched))
+        Away.moved += len(there)
+        weakref.finalize(self, transfers.let_go, self._parcel).atexit = False
+        transfers.pack(self._parcel, is_at_once)
+
+    @property
+    def host(self) -> Tensor | None:
+        """The copy, if there is one already."""
+        return self._parcel.host
 
     def before_write(self) -> None:
         """What is done to the storage from now on comes after its copy."""
-        if self._copied is not None:
-            current_stream(self.device).wait_event(self._copied)
+        self._transfers.secure(self._parcel)
 
     def back(self) -> Tensor:
         """The bytes where they were."""
-        there = self._there()
-        if there is None or there._version != self._version:  # who took it may have written to it
-            there, self._arrival = self._send_for()
-            self._on_its_way = None
-            self._there, self._version = weakref.ref(there), there._version
-        if has_streams(self.device):  # each asker may be on a stream of its own
-            now = current_stream(self.device)
-            now.wait_event(self._arrival)
-            there.record_stream(now)
-            one: Away | None = self
-            for _ in range(AHEAD):
-                one = None if one is None or one._before is None else one._before()
-                if one is not None and one._there() is None:
-                    one._send_for()
+        there: Tensor = self._transfers.back(self._parcel)
         return there
 
-    def _send_for(self) -> tuple[Tensor, Any]:
-        if not has_streams(self.device):
-            return self.host.to(self.device, copy=True), None
-        if self._on_its_way is None:
-            stream = _stream(self.device)
-            with torch.cuda.stream(stream):
-                self._on_its_way = self.host.to(self.device, non_blocking=True), stream.record_event()
-        return self._on_its_way
+
+def _written_since(watched: Iterable[tuple[Tensor, int]]) -> Exception | None:
+    return next((written(tensor, version) for tensor, version in watched if tensor._version != version), None)
+
+
+_transfers: dict[torch.device, Transfers] = {}
+
+
+def transfers_of(device: torch.device) -> Transfers:
+    """What leaves ``device`` and comes back, for all threads."""
+    if (found := _transfers.get(device)) is None:
+        lane = Streams if has_streams(device) else AtOnce
+        found = _transfers.setdefault(device, Transfers(lane(device, main_memory)))
+    return found
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -189,11 +164,16 @@ def _give_back(nbytes: int) -> None:
     Away.total -= nbytes
 
 
-_streams: dict[torch.device, Any] = {}
-
-
-def _stream(device: torch.device) -> Any:
-    return _streams.get(device) or _streams.setdefault(device, torch.cuda.Stream(device))  # one for all threads
+def main_memory(nbytes: int, device: torch.device) -> Tensor:
+    """Room for ``nbytes`` of ``device``: on CUDA pinned, so that copies need no processor."""
+    is_pinned = has_streams(device)
+    taken = _taken(nbytes, is_pinned)
+    if device.type != STAND_IN:  # on which nothing has bytes
+        _refuse_too_much(taken)
+    host = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
+    Away.total += taken
+    weakref.finalize(host, _give_back, taken)
+    return host
 
 
 def _refuse_too_much(nbytes: int) -> None:

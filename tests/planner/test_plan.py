@@ -19,7 +19,7 @@ from hf_memsave.planner.plan import plan
 from hf_memsave.planner.rates import Rates, rates_of, work_of
 from hf_memsave.planner.settings import RUNGS, trace_of
 from hf_memsave.tape import offload
-from hf_memsave.tape.offload import AHEAD, Away
+from hf_memsave.tape.offload import Away
 from support.helpers import MATRIX, halved, on_stand_in
 
 pytestmark = [
@@ -80,12 +80,10 @@ def counted_away(config, rung):
 def of_every_setting(request):
     """What each setting needs, by its config; and what a layer offloads at each rung."""
     config, needs = CONFIGS[request.param], {}
-    # Two more are on their way back, of the MLP's width at most.
-    ahead = AHEAD * STEP["batch_size"] * STEP["seq_len"] * config.intermediate_size * 2
     for is_away, rung in itertools.product((False, True), RUNGS):
         for layers in range(1, LAYERS + 1) if rung else (0,):
             of = dict(offload=is_away, checkpoint=rung, layers={"checkpoint": layers} if rung else None)
-            needs[MemSaveConfig(**of)] = traced(config, **of) + is_away * ahead + CONTEXT + WORKSPACES
+            needs[MemSaveConfig(**of)] = traced(config, **of) + CONTEXT + WORKSPACES
     return config, needs, {rung: counted_away(config, rung) for rung in RUNGS}
 
 
@@ -99,6 +97,8 @@ SLOW_BUS = Rates(flops=1e15, memory=1e15, bus=1e3)
 def test_it_finds_what_brute_force_finds(of_every_setting, share, rates):
     """Of all settings, each traced by itself, none that fits costs less."""
     config, needs, away_of = of_every_setting
+    held = {memsave: held_of(config, away_between(memsave, away_of), rates_of(rates)) for memsave in needs}
+    needs = {memsave: need + held[memsave] for memsave, need in needs.items()}
     budget = int(min(needs.values()) + share * (needs[MemSaveConfig()] - min(needs.values())))
     found = plan(config, budget=budget, rates=rates, **STEP)
     assert needs[found.config] == pytest.approx(found.best.needed, rel=0.005)
@@ -109,6 +109,19 @@ def test_it_finds_what_brute_force_finds(of_every_setting, share, rates):
     assert all(needs[memsave] > 0.995 * budget for memsave in cheaper)
 
 
+def away_between(memsave, away_of):
+    """What is packed by forward and let go of by backward."""
+    layers = dict(memsave.layers or ()).get("checkpoint", 0)
+    return layers * away_of[memsave.checkpoint] + (LAYERS - layers) * away_of[None] if memsave.offload else 0
+
+
+def held_of(config, away, rates):
+    """Of that, what is on the device: what has not left, two fifths at most; or the next one, of the MLP's width."""
+    one = STEP["batch_size"] * STEP["seq_len"] * config.intermediate_size * 2
+    late = away - rates.bus * work_of(config, STEPS).forward / rates.flops
+    return min(away, max(one, away / 32, min(0.4 * away, late)))
+
+
 def costs_of(config, settings, away_of, rates):
     """By the formula, in full: what runs again, and what the bus takes longer than the products."""
     rates, work = rates_of(rates), work_of(config, STEPS)
@@ -116,7 +129,8 @@ def costs_of(config, settings, away_of, rates):
     for memsave in settings:
         layers = dict(memsave.layers or ()).get("checkpoint", 0)
         again = layers * work.again[memsave.checkpoint] if layers else 0
-        away = layers * away_of[memsave.checkpoint] + (LAYERS - layers) * away_of[None] if memsave.offload else 0
+        away = away_between(memsave, away_of)
+        away -= held_of(config, away, rates)
         forward, backward = work.forward / rates.flops, (work.backward + again) / rates.flops
         waits = max(0, away / rates.bus - forward) + max(0, away / rates.bus - backward)
         more = again / rates.flops + waits + 2 * away / rates.memory

@@ -2,7 +2,8 @@
 
 Work on one stream runs in order; of two streams nothing is known unless one waited for the other. A read is right if
 the write comes before it by that order. A tensor's memory goes back to the stream that it was allocated on as soon as
-the program lets go of it, so every other stream that reads it must have been named by ``record_stream``.
+the program lets go of it. So that stream has waited for every other one that reads it or writes to it, or these were
+named by ``record_stream``.
 """
 
 import contextlib
@@ -23,16 +24,26 @@ class Stream:
     def wait_stream(self, other):
         self.clock |= other.clock
 
-    def record_event(self):
-        return Counter(self.clock)
+    def record_event(self, event=None):
+        return Event(self.clock)
 
     def wait_event(self, event):
         self.clock |= event
 
 
+class Event(Counter):
+    """Of which the host knows nothing unless it waits."""
+
+    def query(self):
+        return False
+
+    def synchronize(self):
+        pass
+
+
 class Streams:
     def __init__(self):
-        self.now = Stream("default")
+        self.now, self.faults = Stream("default"), []
 
     def current(self, device=None):
         return self.now
@@ -49,22 +60,27 @@ class Streams:
 class Memory:
     """As much of a CUDA tensor as matters: on which stream it was allocated, who wrote it and who reads it."""
 
-    is_cuda, is_cpu, device = True, False, torch.device("cuda", 0)
+    is_cuda, is_cpu, is_device, device = True, False, True, torch.device("cuda", 0)
 
     def __init__(self, streams):
         self.streams, self.home = streams, streams.now
-        self.readers, self.recorded, self.reads = set(), set(), []
+        self.recorded, self.reads = set(), []
         self._version = 0
-        self.write()
+        self.written = self.home, 0
+        if self.is_device:  # what was in it before
+            self.write()
 
     def __len__(self):
         return 1024
 
+    def detach(self):
+        return self
+
     def write(self):
-        """A kernel of the current stream writes to it; an error if another stream may still read what was there."""
+        """A kernel of the current stream writes to it; an error if another stream may still use what was there."""
         stream = self.streams.now
-        for reader, when in self.reads:
-            assert stream.clock[reader] >= when, f"{stream.name} writes to what {reader.name} may still read"
+        for other, when in (*self.reads, self.written):
+            assert stream.clock[other] >= when, f"{stream.name} writes to what {other.name} may still use"
         stream.work()
         self.written = stream, stream.clock[stream]
 
@@ -73,7 +89,6 @@ class Memory:
         stream, (writer, when) = self.streams.now, self.written
         assert stream.clock[writer] >= when, f"{stream.name} reads what {writer.name} may not have written"
         stream.work()
-        self.readers.add(stream)
         self.reads.append((stream, stream.clock[stream]))
 
     def record_stream(self, stream):
@@ -83,11 +98,15 @@ class Memory:
         other.read()
         self.write()
 
-    def to(self, device, non_blocking=False):
-        self.read()
-        return Memory(self.streams)
+    def __del__(self):
+        """The program holds it no more; a fault if a stream may use it when its memory is another tensor's."""
+        if self.is_device:
+            users = [*self.reads, self.written]
+            late = [s.name for s, when in users if s not in self.recorded and self.home.clock[s] < when]
+            self.streams.faults += [f"{name} may use memory that was given away" for name in late]
 
-    def let_go(self):
-        """The program holds it no more; an error if a stream may read it when its memory is another tensor's."""
-        unknown = {stream.name for stream in self.readers - {self.home} - self.recorded}
-        assert not unknown, f"{', '.join(unknown)} may read memory that was given away"
+
+class Host(Memory):
+    """Pinned memory, which its allocator keeps until copies are done."""
+
+    is_device = False
