@@ -43,7 +43,7 @@ matrix: $(INSTALLED) ## Run what `make test` leaves out: more combinations of se
 quick: $(INSTALLED) ## Run one case of two tests of every file, none of the long ones: with the install four minutes
 	$(BIN)/python -m pytest -m "not long and not matrix" --one-case --of-a-file 2 -n logical --maxprocesses 8 --dist worksteal $(ARGS)
 
-demo: $(INSTALLED) ## Fine-tune two small models, stock and patched, with the install three minutes; ARGS="--data-dir DIR" brings real data
+demo: $(INSTALLED) ## Fine-tune two small models, stock and patched, with the install three minutes
 	$(BIN)/memsave demo $(ARGS)
 
 mutants: $(INSTALLED) ## Plant the faults of tests/mutants.yaml, one at a time: each must make a test fail

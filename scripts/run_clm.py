@@ -205,10 +205,8 @@ def run(model_args: ClmModelArguments, data_args: ClmArguments, training_args: T
         processing_class=tokenizer,
         data_collator=default_data_collator,
     )
-    runs.add_memsave(trainer, model_args.memsave_config(), checkpoint)
-
     if training_args.do_train:
-        runs.train(trainer, checkpoint)
+        runs.train(trainer, checkpoint, model_args.memsave_config())
     if training_args.do_eval:
         metrics = trainer.evaluate() | {"eval_samples": len(blocks["validation"])}
         loss = metrics["eval_loss"]

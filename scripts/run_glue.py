@@ -39,27 +39,15 @@ from transformers import (
 import models
 import runs
 from arguments import ModelArguments, SampleArguments, Sides, UsageError, option, parse_arguments
+from glue_data import TASKS, GlueTask, guess_task, read_glue
 from glue_recipes import recipe
-from hf_memsave.data.glue import TASKS, GlueTask, guess_task, read_glue
-from hf_memsave.data.wordpiece import load_vocab_tokenizer, train_wordpiece
+from text_data import first
+from wordpiece import train_wordpiece
 
 #: The official metrics, as an `evaluate` module that needs no hub.
 METRICS = Path(__file__).parent / "metrics" / "glue"
 USAGE = "(--model_name_or_path NAME | --config_name NAME | --model_type TYPE) (--task_name TASK | --data_dir DIR)"
 USAGE += " [--memsave [PRESET|FILE]] [--lora_r N] [--do_train] [--do_eval] [--do_predict]"
-
-
-@dataclass
-class GlueModelArguments(ModelArguments):
-    """BERT's own kind of tokenizer, beside every model's."""
-
-    vocab_file: str | None = option("A BERT vocab.txt, instead of --tokenizer_name.")
-
-    def __post_init__(self):
-        """Refuse two tokenizers."""
-        super().__post_init__()
-        if self.tokenizer_name and self.vocab_file:
-            self.exactly_one("tokenizer_name", "vocab_file")
 
 
 @dataclass
@@ -104,7 +92,7 @@ def load_splits(args: GlueArguments, training: TrainingArguments) -> tuple[GlueT
                     f"--task_name {task.name}: expected to find it on the hub or in the cache, got: {error} "
                     "Give the folder of the official files as --data_dir instead."
                 ) from error
-        splits[split] = dataset.select(range(min(limit or len(dataset), len(dataset))))
+        splits[split] = first(dataset, limit)
     return task, splits
 
 
@@ -124,11 +112,9 @@ def load_config(args: ModelArguments, task: GlueTask) -> PreTrainedConfig:
 
 
 def load_tokenizer(
-    args: GlueModelArguments, config: PreTrainedConfig, task: GlueTask, training_set: datasets.Dataset | None
+    args: ModelArguments, config: PreTrainedConfig, task: GlueTask, training_set: datasets.Dataset | None
 ) -> PreTrainedTokenizerBase:
     """The tokenizer asked for, else the pretrained model's, else one trained on the training texts."""
-    if args.vocab_file:
-        return load_vocab_tokenizer(args.vocab_file)
     texts = None if training_set is None else (text for column in task.text_columns for text in training_set[column])
     return models.load_tokenizer(args, config, train_wordpiece, texts)
 
@@ -199,7 +185,7 @@ def save_predictions(path: Path, outputs: np.ndarray, task: GlueTask, config: Pr
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def run(model_args: GlueModelArguments, data_args: GlueArguments, training_args: TrainingArguments) -> None:
+def run(model_args: ModelArguments, data_args: GlueArguments, training_args: TrainingArguments) -> None:
     """Train, evaluate and predict as asked; everything that can be refused is refused before training starts."""
     runs.check_actions(training_args, "do_train", "do_eval", "do_predict")
     checkpoint = runs.checkpoint_to_resume(training_args)
@@ -222,10 +208,8 @@ def run(model_args: GlueModelArguments, data_args: GlueArguments, training_args:
         compute_metrics=metrics_for(task, config),
         preprocess_logits_for_metrics=lambda logits, _: logits[0] if isinstance(logits, tuple) else logits,
     )
-    runs.add_memsave(trainer, model_args.memsave_config(), checkpoint)
-
     if training_args.do_train:
-        runs.train(trainer, checkpoint)
+        runs.train(trainer, checkpoint, model_args.memsave_config())
     if training_args.do_eval:
         found = {}
         for split in task.validation_splits:
@@ -247,9 +231,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return runs.exit_status(__file__, lambda given: run(*parse(given)), argv)
 
 
-def parse(argv: Sequence[str]) -> tuple[GlueModelArguments, GlueArguments, TrainingArguments]:
+def parse(argv: Sequence[str]) -> tuple[ModelArguments, GlueArguments, TrainingArguments]:
     """The arguments of this script."""
-    classes = (GlueModelArguments, GlueArguments, TrainingArguments)
+    classes = (ModelArguments, GlueArguments, TrainingArguments)
     return parse_arguments(
         argv, classes, USAGE, "Fine-tune a Transformers model on a GLUE task, with --memsave or not.", recipe
     )

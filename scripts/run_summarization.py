@@ -170,10 +170,8 @@ def run(model_args: ModelArguments, data_args: SummarizationArguments, training_
         data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
         compute_metrics=partial(rouge, tokenizer=tokenizer) if training_args.predict_with_generate else None,
     )
-    runs.add_memsave(trainer, model_args.memsave_config(), checkpoint)
-
     if training_args.do_train:
-        runs.train(trainer, checkpoint)
+        runs.train(trainer, checkpoint, model_args.memsave_config())
     if training_args.do_eval:
         runs.report(trainer, "eval", trainer.evaluate() | {"eval_samples": len(splits["validation"])})
     if training_args.do_predict:

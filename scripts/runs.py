@@ -9,10 +9,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from arguments import UsageError
 from hf_memsave import MemSaveCallback, MemSaveConfig
-from hf_memsave.data.glue import GlueDataError
-from hf_memsave.data.wordpiece import VocabularyError
 from hf_memsave.errors import ConfigError, PatchError
-from hf_memsave.integrations.trainer import NORMS_NAME
 
 
 def check_actions(training: TrainingArguments, *known: str) -> None:
@@ -40,15 +37,10 @@ def checkpoint_to_resume(training: TrainingArguments) -> str | None:
     return str(found)
 
 
-def add_memsave(trainer: Trainer, memsave: MemSaveConfig | None, checkpoint: str | None) -> None:
-    """Log the memory kept and freed, and save and take up what sampling remembers; nothing for a stock run."""
+def train(trainer: Trainer, checkpoint: str | None, memsave: MemSaveConfig | None) -> None:
+    """Train, and save the model, the tokenizer, the metrics and the log, with the memory kept and freed."""
     if memsave is not None:
-        has_table = checkpoint is not None and (Path(checkpoint) / NORMS_NAME).is_file()
-        MemSaveCallback(memsave, resume_from=checkpoint if has_table else None).add_to(trainer)
-
-
-def train(trainer: Trainer, checkpoint: str | None) -> None:
-    """Train, and save the model, the tokenizer, the metrics and the log."""
+        MemSaveCallback(memsave).add_to(trainer)
     metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
     metrics["train_samples"] = len(trainer.train_dataset)
     trainer.save_model()
@@ -66,7 +58,7 @@ def exit_status(script: str, start: Callable[[Sequence[str]], None], argv: Seque
     """Run, or say in one line why not: 0, or 2 where the user has to change something."""
     try:
         start(sys.argv[1:] if argv is None else argv)
-    except (UsageError, GlueDataError, VocabularyError, ConfigError, PatchError) as error:
+    except (UsageError, ConfigError, PatchError) as error:
         print(f"{Path(script).name}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0

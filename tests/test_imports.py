@@ -16,7 +16,7 @@ SOURCE = Path(hf_memsave.__file__).parent
 #: The floor of each module and package directly under the root; the root itself may import anything.
 FLOORS = {
     "errors": 0, "logs": 0, "config": 0,
-    "data": 1, "device": 1, "arch": 1,
+    "device": 1, "arch": 1,
     "tape": 2,
     "ops": 3, "count": 3,
     "patching": 4,

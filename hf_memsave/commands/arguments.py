@@ -75,8 +75,6 @@ def demo(parser: argparse.ArgumentParser) -> None:
         "and patched from the same seed, and compares losses, accuracy, kept memory and time. Exit status 1 if a loss "
         "or a weight differs in a single bit."
     )
-    data = "a folder of official GLUE files; without it, data is generated"
-    parser.add_argument("--data-dir", type=_folder, metavar="DIR", help=data)
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", **_NUMBER, default=240, help="so many steps (%(default)s)")
     length.add_argument("--quick", action="store_const", dest="steps", const=70, help="%(const)s steps")
@@ -200,12 +198,6 @@ def _lora(text: str) -> Lora:
             expected = "dora=true or dora=false" if key == "dora" else f"a number for {key}"
             raise CommandError(f"--lora: expected {expected}, got {value!r}. Correct that.") from error
     return Lora(**given)
-
-
-def _folder(text: str) -> Path:
-    if not Path(text).is_dir():
-        raise CommandError(f"{text}: expected a folder, found none. Correct the path.")
-    return Path(text)
 
 
 def _batch(text: str) -> Path:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_memsave import Kept, measure_kept, patch
 from hf_memsave.commands.arguments import picture
-from hf_memsave.commands.demo_task import DemoTask, generated_task, glue_task
+from hf_memsave.commands.demo_task import DemoTask, generated_task
 from hf_memsave.commands.options import console_of
 from hf_memsave.config.sizes import MIB
 
@@ -41,9 +41,8 @@ def run(args: argparse.Namespace) -> int:
     out = args.out or (picture("demo.png") if find_spec("matplotlib") else None)
     torch.set_num_threads(1)  # models this small gain little from more, and lose much where other programs run
     steps, console = args.steps, console_of(args)
-    examples = steps * _BATCH_SIZE
-    task = glue_task(args.data_dir, examples) if args.data_dir else generated_task(examples, _SEED)
-    console.print(task.description, task.limits, sep="\n")
+    task = generated_task(steps * _BATCH_SIZE, _SEED)
+    console.print(task.description)
     runs = {}
     for name, config in model_configs(task).items():
         with console.status(f"Training {name}, stock and patched ..."):
@@ -70,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 def model_configs(task: DemoTask) -> dict[str, transformers.PreTrainedConfig]:
     """Two layers of BERT, with its dropout (but none in attention), and two of LLaMA, which by default has none."""
     common = dict(
-        vocab_size=len(task.tokenizer), pad_token_id=task.tokenizer.pad_token_id, num_labels=task.labels,
+        vocab_size=len(task.tokenizer), pad_token_id=task.tokenizer.pad_token_id, num_labels=2,
         hidden_size=_HIDDEN, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=128,
         initializer_range=0.05,  # the usual 0.02 suits wider models
     )  # fmt: skip

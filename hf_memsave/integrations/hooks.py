@@ -16,7 +16,6 @@ from hf_memsave.logs import logger
 #: Module -> the function of ``memsave_argument.py`` that is called with it once it has been imported.
 _DOORS = {
     "transformers.modeling_utils": "teach_models",
-    "transformers.models.auto.modeling_auto": "teach_auto_classes",
     "transformers.trainer": "teach_trainers",
     "transformers.trainer_callback": "teach_callbacks",
     "peft.tuners.tuners_utils": "teach_peft",

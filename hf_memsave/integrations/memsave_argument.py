@@ -52,22 +52,6 @@ def _loading(stock: Callable[..., Any]) -> Callable[..., Any]:
     return load
 
 
-def teach_auto_classes(modeling_auto: Any) -> None:
-    """Have the Auto classes, which have methods of their own, check the argument before they look for a model."""
-    for cls in vars(modeling_auto).values():
-        if isinstance(cls, type) and issubclass(cls, modeling_auto._BaseAutoModelClass):
-            for name in filter(vars(cls).__contains__, ("from_pretrained", "from_config")):
-                wrap(cls, name, _checking)
-
-
-def _checking(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def load(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        MemSaveConfig.resolve(kwargs.get("memsave"))
-        return stock(cls, *args, **kwargs)
-
-    return load
-
-
 def teach_peft(tuners: Any) -> None:
     """Have adapters patched as PEFT adds them to a patched model, or by a config that asks for it."""
     wrap(tuners.BaseTuner, "inject_adapter", _adding)

@@ -9,27 +9,24 @@ from __future__ import annotations
 import base64
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load, load_file, save, save_file
-from torch import distributed, nn
+from safetensors.torch import load, save
+from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_memsave.config.config import MemSaveConfig, MemSaveLike
 from hf_memsave.config.sizes import GIB
 from hf_memsave.errors import ConfigError, PatchError
 from hf_memsave.logs import logger
-from hf_memsave.ops.sampled.norm_cache import merged
 from hf_memsave.patching.patch import patch, unpatch
 from hf_memsave.patching.sampled_layers import sampler_of
 from hf_memsave.patching.swap import patched_models
 
-#: The name of the norms in the callback's state, and that of their file in a checkpoint's folder.
-_NORMS, NORMS_NAME = "norms", "memsave_norms.safetensors"
+#: The name of the norms in the callback's state.
+_NORMS = "norms"
 
 
 class MemSaveCallback(TrainerCallback, ExportableState):
@@ -44,14 +41,12 @@ class MemSaveCallback(TrainerCallback, ExportableState):
     it is then behind the reporters, which log before it.
 
     The norms that sampled linears draw by are in the callback's state in a checkpoint, and a resumed run goes on with
-    them. A table of samples (``WTACRS(cache="sample_idx")`` or ``"content"``) is a file there, but in a hyperparameter
-    search; to go on with it, name the checkpoint in ``resume_from``.
+    them; a table of samples (``WTACRS(cache="sample_idx")`` or ``"content"``) starts over, as unbiased.
 
     Args:
         memsave: As for :func:`hf_memsave.patch`: True, a preset's name, a file, a dict of fields or a
             ``MemSaveConfig``. None for what the model is patched with already, or else the exact default.
         undo: Make the model stock again when training ends.
-        resume_from: The checkpoint whose table of samples the next training starts with.
 
     Attributes:
         report: Of the last time the model was patched; None before.
@@ -62,14 +57,12 @@ class MemSaveCallback(TrainerCallback, ExportableState):
         PatchError: As the trainer is made, or training begins: the model is patched with another config.
     """
 
-    def __init__(
-        self, memsave: MemSaveLike | None = None, undo: bool = False, resume_from: str | Path | None = None
-    ) -> None:
+    def __init__(self, memsave: MemSaveLike | None = None, undo: bool = False) -> None:
         self._takes_what_is_there = memsave is None
         config = MemSaveConfig() if memsave is None else MemSaveConfig.resolve(memsave, may_plan=True)
         if config is None:
             raise ConfigError(f"MemSaveCallback({memsave!r}) asks for nothing. Leave the callback out for a stock run.")
-        self.config, self.undo, self.resume_from = config, undo, resume_from
+        self.config, self.undo = config, undo
         self.report: Any = None
         self.metrics: dict[str, float] = {}
         self._model: Callable[[], nn.Module | None] = lambda: None
@@ -112,23 +105,11 @@ class MemSaveCallback(TrainerCallback, ExportableState):
         self.metrics = {}
         saved = state.stateful_callbacks.setdefault(type(self).__name__, {})  # a stock run's checkpoint has none
         saved = saved[-1] if isinstance(saved, list) else saved
-        folder, self.resume_from = self.resume_from, None
-        if folder is not None:
-            load_norms(model, folder)
-        elif state.global_step and self.config.linear is not None:
+        if state.global_step and self.config.linear is not None:
             text, sampler = saved.get("attributes", {}).get(_NORMS), sampler_of(model)
             if text is not None and sampler is not None:
-                sampler.load_state_dict(load(base64.b64decode(text)), _device(model))
-            if has_table(model):
-                logger.warning(
-                    "Training goes on without the norms of each sample. Expected the checkpoint in "
-                    "MemSaveCallback(..., resume_from=...), which has a table of them, got None."
-                )
-
-    def on_save(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
-        """Put a table of samples into the checkpoint."""
-        if has_table(model) and not state.is_hyper_param_search:  # whose folders have names that only the trainer knows
-            save_norms(model, Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+                device = next((p.device for p in model.parameters()), torch.device("cpu"))
+                sampler.load_state_dict(load(base64.b64decode(text)), device)
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
@@ -195,46 +176,3 @@ class MemSaveMixin:
 
 class MemSaveTrainer(MemSaveMixin, Trainer):
     """``transformers.Trainer`` with the argument ``memsave``."""
-
-
-def save_norms(model: nn.Module, folder: str | Path) -> None:
-    """Write what the sampler of ``model``, if it has one, has learned on all processes; each must call it."""
-    if (sampler := sampler_of(model)) is None:
-        return
-    states = [sampler.state_dict()]
-    if distributed.is_available() and distributed.is_initialized():
-        states = [{} for _ in range(distributed.get_world_size())]
-        distributed.all_gather_object(states, sampler.state_dict())
-        if distributed.get_rank():
-            return
-    target = Path(folder) / NORMS_NAME
-    target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = target.with_suffix(".unfinished")
-    save_file({name: tensor.contiguous() for name, tensor in merged(states).items()}, unfinished)
-    unfinished.replace(target)
-
-
-def load_norms(model: nn.Module, folder: str | Path) -> None:
-    """Go on as the run that saved ``folder`` would have; does nothing where nothing is sampled.
-
-    Raises:
-        ConfigError: There is no such file.
-    """
-    source = Path(folder) / NORMS_NAME
-    if (sampler := sampler_of(model)) is None:
-        return
-    if not source.is_file():
-        raise ConfigError(
-            f"{folder}: expected a checkpoint with {NORMS_NAME}, found none. Name one that was saved under "
-            "MemSaveCallback with a table of samples, or leave resume_from out: sampling starts over, as unbiased."
-        )
-    sampler.load_state_dict(load_file(source), _device(model))
-
-
-def has_table(model: nn.Module) -> bool:
-    """Whether the sampler of ``model`` has a table of samples."""
-    return (sampler := sampler_of(model)) is not None and sampler.cache.samples > 0
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -38,8 +38,6 @@ from transformers import (
 )
 
 from hf_memsave import WTACRS, MemSaveCallback, MemSaveConfig
-from hf_memsave.data.glue import TASKS, read_glue
-from hf_memsave.data.wordpiece import train_wordpiece
 from hf_memsave.ops.approximate.sign_bit import SignBit
 from publish import RESULTS, arguments, table
 from publish import write as write_results
@@ -47,6 +45,8 @@ from publish import write as write_results
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from code_version import code_version  # noqa: E402
+from glue_data import TASKS, read_glue  # noqa: E402
+from wordpiece import train_wordpiece  # noqa: E402
 
 
 class Method(NamedTuple):

@@ -1,6 +1,5 @@
 """Backward of several gradients at once, under vmap: per-sample gradients, Jacobians, influence functions."""
 
-from functools import partial
 
 import pytest
 import torch
@@ -8,7 +7,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_memsave import measure_kept, patch
-from support.attacks import assert_alike
 from support.families import Size, batch_for, build
 from support.helpers import random
 
@@ -35,16 +33,6 @@ def test_batched_gradients_of_a_model_with_dropout_are_stocks(family):
             assert (mine is None) == (stock is None)
             if mine is not None:
                 torch.testing.assert_close(mine, stock, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("randomness", ["same", "different", "error"])
-def test_under_vmap_of_any_randomness(randomness):
-    def run(model):
-        y, weight = model(random(50, 8)).sum(0), model[0].weight
-        gradient = partial(torch.autograd.grad, y, weight, retain_graph=True)
-        return torch.func.vmap(lambda dy: gradient(dy)[0], randomness=randomness)(torch.eye(4))
-
-    assert_alike(lambda: nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Tanh(), nn.Linear(64, 4)), run)
 
 
 def test_a_tensor_of_a_transform_that_is_held_does_not_stop_the_meter():

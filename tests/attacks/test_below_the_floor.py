@@ -5,7 +5,7 @@ import torch
 from peft import PrefixTuningConfig, TaskType, get_peft_model
 from torch import nn
 
-from hf_memsave import MemSaveConfig, patch
+from hf_memsave import MemSaveConfig
 from hf_memsave.tape import offload
 from hf_memsave.tape.offload import Offload
 from support.attacks import WIDTH, Block, assert_alike
@@ -61,16 +61,6 @@ def test_any_view_comes_back_as_it_was(monkeypatch):
             y.abs().backward()
             found.append(w.grad)
         assert torch.equal(*found)
-
-
-def test_a_weight_written_to_before_backward_raises_as_without_offload():
-    model = lm()
-    patch(model, MemSaveConfig(offload=True))
-    loss = model(**batch_for(model, Size())).loss
-    with torch.no_grad():
-        model.model.layers[0].mlp.gate_proj.weight.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
 
 
 @pytest.mark.parametrize("rung", ["o_proj", None])

@@ -136,11 +136,6 @@ def test_report_of_another_depth(tmp_path, capsys):
     assert totals[1] - totals[0] == 5 * figures["patched"]["per_layer"]["num_hidden_layers"]["total"]
 
 
-def test_report_builds_the_architecture_the_config_names(tmp_path, capsys):
-    folder = write_config(tmp_path, "bert", architectures=["BertForMaskedLM"])
-    assert "BertForMaskedLM" in report(capsys, folder / "config.json", "--seq-len", 8)[1]
-
-
 @pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])
 def test_a_picture_without_what_draws_it_names_the_extra(missing, capsys, monkeypatch):
     monkeypatch.setattr(arguments, "find_spec", lambda name: None if name == missing else options)

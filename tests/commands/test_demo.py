@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,12 +10,9 @@ import torch
 from hf_memsave import patch
 from hf_memsave.cli import main
 from hf_memsave.commands import demo
-from hf_memsave.commands.demo_task import NUMBERS, DemoTask, generated_task, glue_task
+from hf_memsave.commands.demo_task import NUMBERS, DemoTask, generated_task
 
 pytest.importorskip("matplotlib")
-
-MRPC = Path(__file__).resolve().parents[3] / "shared" / "glue" / "MRPC"
-
 
 @pytest.fixture(autouse=True)
 def _threads():
@@ -74,50 +70,6 @@ def test_demo_fails_when_a_loss_or_only_a_weight_differs(tmp_path, capsys, monke
     assert demo.difference(run, run) is None and demo.difference(run, other) == "w differs after training"
 
 
-def test_demo_on_a_glue_folder(tmp_path, capsys):
-    lines = ["sentence\tlabel", *(f"a {'good' if i % 2 else 'bad'} film number {i}\t{i % 2}" for i in range(80))]
-    (data := tmp_path / "SST-2").mkdir()
-    for name in ("train.tsv", "dev.tsv"):
-        (data / name).write_text("\n".join(lines) + "\n")
-    assert main(["demo", "--data-dir", str(data), "--steps", "2", "--out", str(tmp_path / "demo.png")]) == 0
-    output = " ".join(capsys.readouterr().out.split())
-    assert "the first 64 training and 80 dev examples of 80 and 80" in output
-    assert "agree to the last bit in all 2 losses" in output
-
-
-def test_words_that_the_other_text_lacks_are_one_word(tmp_path):
-    line = "1\t8\t9\tA dog's tail , and a Cat\tthe cat has a tail\n"
-    (data := tmp_path / "MRPC").mkdir()
-    for name in ("train.tsv", "dev.tsv"):
-        (data / name).write_text(f"Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n{line}")
-    task = glue_task(data, 1)
-    first, second = task.tokenizer.decode(task.train[0]["input_ids"]).removeprefix("[CLS]").split("[SEP]")[:2]
-    assert [first.split(), second.split()] == ["a ~ ' ~ tail, ~ a cat".split(), "~ cat ~ a tail".split()]
-    assert '"~" stands for each word that the other text lacks' in task.limits
-
-
-@pytest.mark.long
-@pytest.mark.matrix
-@pytest.mark.skipif(not MRPC.is_dir(), reason=f"needs {MRPC}")
-def test_both_models_learn_mrpc(tmp_path, capsys, monkeypatch):
-    """Majority .684; .757 and .733 when this was written, where two of a kind differ by a standard error of .021.
-
-    Each is trained once, patched: that stock trains alike is for the other tests to say.
-    """
-    train, runs = demo.train, {}
-
-    def train_once(config, task, steps, patched):
-        if config.model_type not in runs:
-            runs[config.model_type] = train(config, task, steps, True)
-        return runs[config.model_type]
-
-    monkeypatch.setattr(demo, "train", train_once)
-    assert main(["demo", "--data-dir", str(MRPC), "--out", str(tmp_path / "demo.png")]) == 0
-    found = [(row[0], *(float(cell.rstrip("%")) for cell in row[2:4])) for row in rows(capsys.readouterr().out)]
-    assert [run for run, *_ in found] == ["stock", "patched"] * 2
-    assert all(majority == 68.4 and accuracy > majority for _, accuracy, majority in found)
-
-
 def test_generated_labels_follow_the_rule_and_depend_on_the_seed_alone():
     task = generated_task(200, seed=1)
     assert 0.5 <= task.majority < 0.6
@@ -133,7 +85,7 @@ def test_generated_labels_follow_the_rule_and_depend_on_the_seed_alone():
 def test_demo_says_which_model_is_no_better_than_the_majority(accuracy, said):
     """Of 400 answers 68% are the same: 70% is within two standard errors (4.6%) of that."""
     dev = [{"labels": int(index < 272)} for index in range(400)]
-    task = DemoTask("", "", 2, None, [], dev)
+    task = DemoTask("", None, [], dev)
     run = demo.Run([0.5], {}, accuracy, None, 0.1)
     lines = demo.unlearned({"BERT": (run, run)}, task, 240)
     assert len(lines) == said and all(f"{accuracy:.1%} of 400 dev examples" in line for line in lines)

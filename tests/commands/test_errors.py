@@ -99,11 +99,8 @@ ERRORS = {
     "report bert --lora targets=a+": r"each once, got 'targets=a\+'",
     "report bert --lora r=four": "expected a number for r, got 'four'",
     "report bert --lora dropout=1": r"dropout in \[0, 1\), dtype fp32 or model, got r 8, alpha 16, dropout 1.0",
-    "demo --data-dir SST-2": "SST-2: expected a folder, found none",
-    "demo --data-dir odd": "expected a folder named after a task",
     "verify bert --memsave budget.yaml --checkpoint gate": "Leave out either the budget or those",
     "report xlnet --checkpoint gate --dtype fp32": "XLNetLMHeadModel.* Leave --checkpoint out",
-    "demo --data-dir STS-B": "asks for a score",
 }
 
 
@@ -120,8 +117,6 @@ def folder(tmp_path_factory) -> Path:
     (folder / "other.json").write_text('{"hidden_size": 3}')
     (folder / "empty.yaml").write_text("# nothing yet")
     (folder / "budget.yaml").write_text("budget: 24GiB")
-    (folder / "STS-B").mkdir()
-    (folder / "STS-B" / "train.tsv").write_text("sentence1\tsentence2\tscore\na\tb\t2.5\n")
     return folder
 
 
@@ -159,7 +154,7 @@ WRONG = [
     "nope", "report", "demo --steps x", "auto bert --fast --smart", "estimate bert --memroy 24GiB",
     "estimate bert --dtype fp8", "report bert --batch-size 0", "report bert --lora rr=3", "estimate bert --memory 24X",
     "plan bert --budget much", "verify bert --memsave nope", "verify bert --checkpoint mlp", "report missing.json",
-    "verify bert --batch missing.pt", "demo --data-dir missing", "report bert --json missing/out.json",
+    "verify bert --batch missing.pt", "report bert --json missing/out.json",
     "report bert --autocast bf16 --dtype bf16", "auto bert", "report some/model",
 ]  # fmt: skip
 

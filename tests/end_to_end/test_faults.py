@@ -237,15 +237,6 @@ def test_after_a_fault_a_model_trains_on_as_stock_does_and_nothing_is_left(name,
     assert_nothing_is_left()
 
 
-def test_a_node_that_is_held_is_seen():
-    run = pair("bert")[0]
-    loss = run.loss()
-    with pytest.raises(AssertionError, match="nodes are alive"):
-        assert_nothing_is_left()
-    del loss
-    assert not nodes()
-
-
 @pytest.mark.parametrize("name", [pytest.param(MODELS[0], marks=MATRIX), MODELS[1]])
 def test_live_bytes_are_flat_over_500_steps(name, device):
     """What a step makes and leaves alive, in autograd, C++ or a cache, is nothing."""

@@ -85,18 +85,6 @@ def test_notebook_runs_and_shows_what_it_says(name, tmp_path, kernel):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_error_in_a_cell_or_a_claim_that_does_not_hold_is_not_passed_over(tmp_path, kernel):
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 / 0")])
-    with pytest.raises(nbclient.exceptions.CellExecutionError, match="ZeroDivisionError"):
-        execute(notebook, tmp_path, kernel)
-    notebook = read("02_lora_at_the_floor")
-    for output in outputs(notebook):
-        if output.get("name") == "stdout":
-            output.text = output.text.replace("stock and patched: True", "stock and patched: False")
-    with pytest.raises(AssertionError):
-        check(notebook, "02_lora_at_the_floor")
-
-
 def test_every_notebook_is_known_and_committed_with_its_outputs():
     assert sorted(path.stem for path in FOLDER.glob("*.ipynb")) == sorted(CLAIMS)
     for name in CLAIMS:

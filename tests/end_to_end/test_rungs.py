@@ -270,8 +270,9 @@ def test_a_part_of_the_blocks_runs_again():
     assert [round((kept[0] - k) / QUOTED.u(4) / 8.5, 1) for k in kept] == [0, 2, 3, 4, 4]
 
 
-def test_a_weight_written_to_before_backward_raises_as_in_stock():
-    model, batch = llama(GATE)
+@pytest.mark.parametrize("config", [GATE, MemSaveConfig(offload=True)], ids=["gate", "offload"])
+def test_a_weight_written_to_before_backward_raises_as_in_stock(config):
+    model, batch = llama(config)
     loss = model(**batch).loss
     with torch.no_grad():
         model.model.layers[0].mlp.gate_proj.weight.add_(1)

@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from hf_memsave import measure_kept, patch
+from hf_memsave.patching.swap import is_patched
 from support.families import QUOTED, batch_for, build
 from support.helpers import of_layers, only_on_cpu
 from support.lora import RANK, SIZE, adapted, assert_trains_like, autocast, outputs, pair, quantized
@@ -98,6 +99,8 @@ def test_a_quantized_base_trains_like_stock(bits, dora, saved, device):
     stock = quantized(saved(SIZE), bits, use_dora=dora)
     ours = quantized(saved(SIZE), bits, use_dora=dora)
     report = patch(ours)
+    linears = [m for m in ours.modules() if type(m).__module__.startswith("bitsandbytes")]
+    assert linears and all(is_patched(m) == (bits == 8) for m in linears)  # only its node hides an input
     assert_trains_like(ours, stock, steps=3)
     kept = {"kept": ours, "stock": stock}
     kept = {name: measure_kept(model, batch_for(model, SIZE)).total for name, model in kept.items()}

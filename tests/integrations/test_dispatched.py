@@ -1,4 +1,4 @@
-"""Models loaded in other ways: offloaded by Accelerate, quantized, or with adapters."""
+"""Models loaded in other ways: offloaded by Accelerate, or with adapters."""
 
 import types
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import hf_memsave
 from hf_memsave.patching.swap import is_patched
@@ -100,35 +100,7 @@ def test_hooks_and_patches_come_in_any_order(order, device):
     assert taped_norm_calls(model) == [False] * 5
 
 
-# Quantized models
-
-
-def quantized(saved, bits, **options):
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    config = BitsAndBytesConfig(
-        load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
-    )
-    # device_map: the quantizer would move the model to a GPU by itself
-    device_map = {"": 0} if torch.cuda.is_available() else {"": "cpu"}
-    return AutoModelForCausalLM.from_pretrained(
-        saved["llama"], quantization_config=config, device_map=device_map, **options
-    )
-
-
-@pytest.mark.parametrize(("bits", "linear"), [(4, "Linear4bit"), (8, "Linear8bitLt")])
-def test_quantized_linears_keep_their_class_and_the_model_gives_stocks_bits(bits, linear, saved, device):
-    only_on_cpu(device)
-    results = []
-    for options in ({}, {"memsave": True}):
-        model = quantized(saved, bits, **options).train()
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("norm" in name or "embed" in name)
-        results.append(step(model, batch_for(model)))
-    assert_same(*results)
-    linears = [m for m in model.modules() if type(m).__name__ == linear]
-    assert len(linears) == 14 and all(is_patched(m) == (bits == 8) for m in linears)  # only its node hides an input
-    others = {type(m).__name__ for m in model.modules() if is_patched(m)} - {linear}
-    assert others == {"LlamaForCausalLM", "LlamaDecoderLayer"}
+# Adapters
 
 
 def test_an_adapter_folder_loads_patched_and_trains_with_stocks_bits(saved, tmp_path, device):

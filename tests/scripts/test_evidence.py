@@ -1,15 +1,13 @@
 """``make evidence``: a committed figure that a fresh run does not repeat is reported, and so is a missing row."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
+import evidence
 
-import evidence  # noqa: E402
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 def test_every_committed_table_has_an_entry_and_every_entry_a_script():

@@ -27,8 +27,7 @@ from transformers import (
 )
 
 import hf_memsave
-from hf_memsave.data.glue import TASKS
-from hf_memsave.data.wordpiece import train_wordpiece
+from glue_data import TASKS
 from support.script_helpers import (
     CONFIGS,
     LORA,
@@ -51,6 +50,7 @@ from support.script_helpers import (
     run_both,
     spy_on_models,
 )
+from wordpiece import train_wordpiece
 
 ADAPTERS, WEIGHTS = "adapter_model.safetensors", "model.safetensors"
 DO = ["--do_train", "--do_eval"]
@@ -294,26 +294,6 @@ def test_qlora_is_four_bits_and_patched(tmp_path, load):
     assert hf_memsave.measure_kept(patched, batch).total < 0.8 * hf_memsave.measure_kept(stock, batch).total
 
 
-@pytest.mark.parametrize("lora", [[], LORA], ids=["whole", "lora"])
-def test_the_flag_frees_memory_and_its_absence_does_not(tmp_path, load, lora):
-    script, bert = load("run_glue"), config(tmp_path, "bert")
-    batch = {"input_ids": torch.ones(32, 32, dtype=torch.long), "labels": torch.zeros(32, dtype=torch.long)}
-
-    def kept(*flag: str) -> int:
-        argv = ["--config_name", bert, "--task_name", "mrpc", "--use_cpu", *lora, *flag, "--output_dir", str(tmp_path)]
-        args, _, training = script.parse(argv)
-        found = script.load_config(args, TASKS["mrpc"])
-        model = script.models.load_model(AutoModelForSequenceClassification, args, found)
-        if lora:
-            model = script.models.add_lora(model, args, "SEQ_CLS", training)
-        return hf_memsave.measure_kept(model.train(), batch).total
-
-    stock = kept()
-    assert kept("--memsave", "false") == stock
-    assert kept("--memsave") == kept("--memsave", "exact") < 0.9 * stock
-    assert kept("--checkpoint", "gate") == kept("--memsave", "gate") < kept("--memsave")
-
-
 @pytest.mark.parametrize(("run", "lora"), [("run_glue", []), ("run_clm", []), ("run_clm", LORA), (RUNS[2], LORA)])
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path, load, run, lora):
     script, whole, resumed = load(run), tmp_path / "whole", tmp_path / "resumed"
@@ -380,19 +360,10 @@ def test_a_saved_model_evaluates_to_the_same_metrics(tmp_path, load):
 def test_a_model_with_its_own_order_of_labels_keeps_it(tmp_path, load):
     script, own = load("run_glue"), ["CONTRADICTION", "NEUTRAL", "ENTAILMENT"]
     AutoConfig.for_model("bert", **CONFIGS["bert"], id2label=dict(enumerate(own))).save_pretrained(tmp_path)
-    found = script.load_config(script.GlueModelArguments(model_name_or_path=str(tmp_path)), TASKS["mnli"])
+    found = script.load_config(script.ModelArguments(model_name_or_path=str(tmp_path)), TASKS["mnli"])
     assert found.label2id == {"entailment": 2, "neutral": 1, "contradiction": 0}
     logits = torch.eye(3).numpy()  # the model is sure of contradiction, neutral, entailment
     assert script.task_values(logits, TASKS["mnli"], found).tolist() == [2, 1, 0]
-
-
-def test_a_malformed_line_is_named(tmp_path, load, capsys):
-    folder = glue_data(tmp_path)
-    with (Path(folder) / "train.tsv").open("a") as file:
-        file.write("1\tcat\n")
-    argv = ["--config_name", config(tmp_path, "bert"), "--data_dir", folder, "--do_train"]
-    assert load("run_glue").main([*argv, "--output_dir", str(tmp_path)]) == 2
-    assert "train.tsv, line 18: expected 4 columns" in capsys.readouterr().err
 
 
 # Texts, and pairs of them.

@@ -193,20 +193,6 @@ def assert_exact(op, reference, inputs, tape=True, **options):
     assert_same_result(run(op, inputs, tape=tape, **options), run(reference, inputs, **options))
 
 
-def error(got, truth):
-    """The largest error of output and gradients, relative to the largest number of each."""
-    pairs = [(got.output, truth.output), (got.of_consumer, truth.of_consumer)]
-    pairs += [pair for pair in zip(got.of_inputs, truth.of_inputs, strict=True) if pair[1] is not None]
-    return max(float((mine.double() - true).abs().max() / true.abs().max().clamp_min(1e-30)) for mine, true in pairs)
-
-
-def assert_no_worse_than_eager(op, reference, inputs):
-    """Against ``reference`` in float64, the error of ``op`` under a tape is at most stock's, and one rounding."""
-    truth = run(reference, [x.double() for x in inputs])
-    eager = error(run(reference, inputs), truth)
-    assert error(run(op, inputs, tape=True), truth) <= eager + torch.finfo(inputs[0].dtype).eps
-
-
 def taped(fn, tape=True):
     """``fn`` and a consumer that keeps its output, under a tape; for ``gradcheck``."""
 

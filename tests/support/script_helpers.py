@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from hf_memsave.data.glue import TASKS
+from glue_data import TASKS
 from hf_memsave.patching.swap import is_patched
 
 REPO = Path(__file__).resolve().parents[2]

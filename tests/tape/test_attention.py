@@ -202,14 +202,6 @@ def test_attention_on_a_fused_projection_is_exact(device):
         assert_is_stocks(attend, [random(BATCH, SEQ, sum(widths), device=device)])
 
 
-def test_a_part_of_a_projection_that_is_query_key_and_value_is_exact(device):
-    def attend(x):
-        q = x[..., : HEADS * DIM].view(BATCH, SEQ, HEADS, DIM).transpose(1, 2)
-        return F.scaled_dot_product_attention(q, q, q, dropout_p=P)
-
-    assert_is_stocks(attend, [random(BATCH, SEQ, 3 * HEADS * DIM, device=device)])
-
-
 @pytest.mark.parametrize("sizes", [dict(kv_seq=0), dict(dim=0), dict(batch=0), dict(seq=0)], ids=str)
 def test_nothing_is_taken_apart_where_nothing_or_all_is_dropped(sizes, composed):
     assert_is_stocks(sdpa, inputs(CPU, **sizes))

@@ -137,19 +137,6 @@ def model(device):
     return nn.Sequential(nn.LayerNorm(20), nn.Linear(20, 20), nn.GELU(), nn.Linear(20, 1)).to(device)
 
 
-def test_a_patched_model_is_stock_in_torch_func(model, x):
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-
-    def loss(parameters):
-        assert current() is None
-        return torch.func.functional_call(model, parameters, (x.detach(),)).sum()
-
-    expected = torch.func.grad(loss)(parameters)
-    patch(model)
-    for name, gradient in torch.func.grad(loss)(parameters).items():
-        assert_same_bits(gradient, expected[name], name)
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("where", ["disabled hooks", "no gradients", "forward mode", "tracing"])
 def test_a_patched_model_lays_no_tape(model, x, where):

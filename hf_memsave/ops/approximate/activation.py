@@ -9,16 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_memsave.ops.approximate.few_bit import FewBit, few_bit
-from hf_memsave.ops.approximate.inverse import ACTIVATIONS, name_of, required_name
+from hf_memsave.ops.approximate.inverse import ACTIVATIONS, name_of
 from hf_memsave.ops.approximate.inverted import inverted
 from hf_memsave.ops.op import Op
 
 
 def _activation(module: nn.Module, patch: Any, input: Tensor) -> Tensor:
-    stock = partial(patch.stock.forward, module)
-    if not input.requires_grad or _check(module, patch.value):  # it may have changed since it was patched
+    stock, name = partial(patch.stock.forward, module), name_of(module)
+    if name is None or not input.requires_grad or _check(module, patch.value):  # it may have changed since
         return stock(input)
-    name = required_name(module)
     if isinstance(patch.value, FewBit):  # which calls it again in backward, when the module may have changed
         return few_bit(input, name, ACTIVATIONS[name], patch.value.bits)
     return inverted(input, name, stock, in_y=patch.value == "precision_bit")

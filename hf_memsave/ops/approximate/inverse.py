@@ -33,7 +33,6 @@ from transformers.activations import NewGELUActivation, QuickGELUActivation
 
 from hf_memsave.arch.sites import ACTIVATIONS as CLASSES
 from hf_memsave.arch.sites import path_of
-from hf_memsave.errors import PatchError
 
 #: Name -> stock's own expression.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -49,17 +48,6 @@ def name_of(module: nn.Module) -> str | None:
     """The name in :data:`ACTIVATIONS` of what ``module`` computes, patched or not; None if it has none."""
     name = CLASSES.get(path_of(type(module)))
     return "gelu_tanh" if name == "gelu" and getattr(module, "approximate", "none") == "tanh" else name
-
-
-def required_name(module: nn.Module) -> str:
-    """As :func:`name_of`, for a module that must have one; else a PatchError that says how to add it."""
-    if (name := name_of(module)) is None:
-        raise PatchError(
-            f"activation {type(module).__name__!r} has no fit: expected one of {', '.join(ACTIVATIONS)}. Add it to "
-            "ACTIVATIONS in hf_memsave/ops/approximate/inverse.py, its class to hf_memsave/arch/sites.py, and fit "
-            "it with `python scripts/bench/fit_inverse.py`, or use activation='recompute'."
-        )
-    return name
 
 
 class InverseFit(NamedTuple):

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from hf_memsave.arch import path_of
 from hf_memsave.errors import PatchError
-from hf_memsave.ops.approximate.inverse import FITS, InverseFit, name_of, required_name, slope, wide
+from hf_memsave.ops.approximate.inverse import ACTIVATIONS, FITS, InverseFit, name_of, slope, wide
 from hf_memsave.ops.fused.kernels import is_watched
 from hf_memsave.ops.op import autocast_low, once_differentiable
 
@@ -56,11 +56,11 @@ class SignBit(nn.Module):
 
     def __init__(self, activation: nn.Module, linear: nn.Linear) -> None:
         super().__init__()
-        if getattr(activation, "inplace", False):
+        if name_of(activation) is None or getattr(activation, "inplace", False):
             raise PatchError(
-                f"SignBit expected an activation that leaves its input as it is, got {activation}. Use inplace=False."
+                f"SignBit expected one of {', '.join(ACTIVATIONS)}, with inplace=False, got {activation}. Use "
+                "nn.Sequential for another one."
             )
-        required_name(activation)
         self.activation, self.linear = activation, linear
 
     def forward(self, input: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ then on; each backward looks again, and takes that back where one has.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -31,8 +30,6 @@ from hf_memsave.ops.sampled.batch import Batch, Tokens
 RATE = 0.1
 #: States of a layer's pads: whether they had a gradient.
 UNSEEN, ZERO, NONZERO = 0, 1, 2
-#: In a state: the shares of real tokens.
-SHARES = "shares"
 _STEPS, _MIDDLE = 8, 128
 _LOCK = threading.RLock()  # forwards on several threads share what was learned
 
@@ -213,29 +210,3 @@ def _stacked(layers: list[LayerNorms], name: str) -> Tensor:
 def _give(layers: list[LayerNorms], name: str, values: Tensor) -> None:
     for norms, value in zip(layers, values.unbind(), strict=True):
         setattr(norms, name, value)
-
-
-def merged(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """One state of many processes': profiles are averaged; of a sample, the last process that saw it counts."""
-    result: dict[str, Any] = {}
-    for name in {name: None for state in states for name in state}:
-        values = [state[name] for state in states if name in state]
-        key = name.rpartition("/")[2]
-        if key in ("start", "end"):
-            longest = max(map(len, values))
-            padded = torch.stack([torch.nn.functional.pad(v, (0, longest - len(v)), value=-1.0) for v in values])
-            result[name] = _mean(padded, padded >= 0, -1.0)
-        elif key == "samples":
-            result[name] = functools.reduce(lambda table, value: torch.where(value > 0, value, table), values)
-        elif key == "reference":
-            known = torch.stack(values).double()
-            result[name] = _mean(known, known > 0, 0.0).float()
-        elif key == SHARES:
-            result[name] = torch.stack(values).mean(0)
-        else:
-            result[name] = torch.stack(values).max(0).values
-    return result
-
-
-def _mean(values: Tensor, seen: Tensor, otherwise: float) -> Tensor:
-    return ((values * seen).sum(0) / seen.sum(0).clamp_min(1)).where(seen.any(0), otherwise)

@@ -24,7 +24,7 @@ from hf_memsave.errors import ConfigError
 from hf_memsave.logs import logger
 from hf_memsave.ops.sampled.batch import Batch, Checkpointed, Tokens
 from hf_memsave.ops.sampled.estimators import EAGER, Draw, Drawing
-from hf_memsave.ops.sampled.norm_cache import NONZERO, SHARES, NormCache
+from hf_memsave.ops.sampled.norm_cache import NONZERO, NormCache
 
 #: The batch's column of sample indices.
 INDEX = "sample_idx"
@@ -34,6 +34,8 @@ _IGNORED = -100
 _MIX = 0x1B873593CC9E2D51, 0x2545F4914F6CDD1D
 #: Stacks of which the share of real tokens is known.
 _STACKS = "own", "decoder"
+#: In a state: these.
+_SHARES = "shares"
 #: Forwards among which the largest share counts: calls of several kinds (queries, documents) may take turns.
 _EARLIER = 8
 #: Above this share, drawn rows and what comes with them (a ReLU's bits, their indices) are more than all rows.
@@ -201,15 +203,15 @@ class Sampler:
         self._questions.hear()
         known = [[-1.0] * (_EARLIER - len(shares)) + [*shares] for shares in self.shares.values()]
         shares = torch.tensor(known, dtype=torch.float64)
-        return {"step": torch.tensor(self.step), SHARES: shares, **self.cache.state_dict()}
+        return {"step": torch.tensor(self.step), _SHARES: shares, **self.cache.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Go on where another run's :meth:`state_dict` was taken."""
         self.step = int(state["step"])
         self._questions = Questions()
-        for stack, shares in zip(_STACKS, state[SHARES].tolist(), strict=True):
+        for stack, shares in zip(_STACKS, state[_SHARES].tolist(), strict=True):
             self.shares[stack] = deque((share for share in shares if share >= 0), maxlen=_EARLIER)
-        self.cache.load_state_dict({k: v for k, v in state.items() if k not in ("step", SHARES)}, device)
+        self.cache.load_state_dict({k: v for k, v in state.items() if k not in ("step", _SHARES)}, device)
 
 
 def _within(outside: Batch, arguments: Mapping[str, Any]) -> Batch:

@@ -11,7 +11,7 @@ from hf_memsave.ops.approximate.sign_bit import SignBit, offset, sign_bit
 from support.helpers import DTYPES, assert_same_bits, autocasting, kept, nbytes, random
 from support.pairs import pairwise
 from support.script_helpers import load_script
-from support.slopes import PLANTED, SLOPE, assert_errs_by_slope
+from support.slopes import SLOPE, assert_errs_by_slope
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -58,13 +58,6 @@ def assert_bias_gradient(db, dz):
     rows = dz.double().reshape(-1, dz.shape[-1])
     room = (len(rows) + 1) * torch.finfo(dz.dtype).eps * rows.abs().sum(0)
     assert ((db.double() - rows.sum(0)).abs() <= room).all()
-
-
-@pytest.mark.parametrize("name", ["gelu", "silu"])
-def test_sign_bit_with_a_wrong_slope_is_caught(device, name, monkeypatch):
-    monkeypatch.setattr("hf_memsave.ops.approximate.sign_bit.slope", lambda *args: PLANTED * slope(*args))
-    with pytest.raises(AssertionError, match="too far"):
-        test_sign_bit_output_and_bias_gradient_are_stocks(device, name, torch.float32, (6, 8))
 
 
 @pytest.mark.parametrize(("name", "dtype"), pairwise(ACTIVATIONS, [torch.float32, *HALVES]))
@@ -152,6 +145,6 @@ def test_sign_bit_refuses_double_backward_and_what_it_cannot_take(device):
     (dx,) = torch.autograd.grad(sign_bit(x.requires_grad_(), "gelu", F.gelu, weight).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
-    for activation, reason in ((torch.nn.ReLU(), "ReLU.*fit_inverse"), (torch.nn.SiLU(inplace=True), "inplace=False")):
-        with pytest.raises(PatchError, match=reason):
+    for activation in (torch.nn.ReLU(), torch.nn.SiLU(inplace=True)):
+        with pytest.raises(PatchError, match=r"one of gelu, .* with inplace=False, got .*LU\(.* Use nn.Sequential"):
             SignBit(activation, torch.nn.Linear(8, 4))

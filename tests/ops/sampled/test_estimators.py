@@ -42,26 +42,6 @@ def test_the_expected_weight_of_every_pair_is_one(device, name, kind, k):
     torch.testing.assert_close(expected_weights(name, p, k), torch.ones_like(expected), rtol=2 * precision, atol=0)
 
 
-@pytest.mark.parametrize("fault", ["no 1/p", "no T_c", "k for k - c", "no scale"])
-def test_a_wrong_scale_is_seen(device, fault, monkeypatch):
-    p, k = probabilities(heavy()), 5
-    c, mass = best_count(p, k), float(tails(p)[best_count(p, k)])
-    assert 0 < c < k - 1
-    factor = {"no T_c": 1 / mass, "k for k - c": (k - c) / k}
-
-    def wrong(p, k, u):
-        draw = wta(p, k, u)
-        is_winner = torch.arange(k) < c
-        if fault == "no 1/p":
-            scale = draw.scale * p.gather(-1, draw.index)
-        else:
-            scale = draw.scale * factor[fault] if fault in factor else torch.ones_like(draw.scale)
-        return draw._replace(scale=torch.where(is_winner, 1.0, scale.float()))
-
-    monkeypatch.setitem(ESTIMATORS, "wta", wrong)
-    assert (expected_weights("wta", p, k) - 1).abs().max() > 0.1
-
-
 @pytest.mark.parametrize("norms", NORMS.values(), ids=NORMS)
 def test_the_winners_are_theorem_2s(device, norms):
     p = probabilities(norms.to(device))

@@ -7,7 +7,7 @@ import torch
 
 from hf_memsave import WTACRS, ConfigError
 from hf_memsave.ops.sampled.batch import Batch, Tokens
-from hf_memsave.ops.sampled.norm_cache import NONZERO, RATE, UNSEEN, ZERO, NormCache, merged
+from hf_memsave.ops.sampled.norm_cache import NONZERO, RATE, UNSEEN, ZERO, NormCache
 from hf_memsave.ops.sampled.sampler import Sampler
 from support.draws import Watched, expected_weights
 from support.helpers import random
@@ -155,27 +155,6 @@ def test_a_resumed_run_draws_the_same_bits_and_shares_nothing(device, cache):
     assert not other.cache.layers
 
 
-def test_merged_averages_profiles_and_fills_tables(device):
-    states = []
-    for rank, (lengths, samples) in enumerate((((8, 5, 3, 6), (0, 1, 2, 3)), ((2, 3, 1, 2), (3, 4, 5, 6)))):
-        sampler = sampler_of(CACHES["sample_idx"])
-        tokens = Tokens(right_padded(device, lengths).mask[:, : max(lengths)])
-        sampler.cache.update(LAYER, batch_of(tokens, samples), tokens, gradients(device, tokens, rank, float(rank)))
-        sampler.step = rank
-        states.append(sampler.state_dict())
-    both = merged(states)
-    assert both.keys() == states[0].keys() | states[1].keys() and int(both["step"]) == 1
-    sampler_of(CACHES["sample_idx"]).load_state_dict(both, device)
-    (start, a, b), (table, of_a, of_b), (reference, *references), (pads, _, _) = (
-        [state[f"{LAYER}/{key}"] for state in (both, *states)] for key in ("start", "samples", "reference", "pads")
-    )
-    assert pads == NONZERO and len(start) == SEQ
-    torch.testing.assert_close(start[:3], (a[:3] + b) / 2)
-    assert torch.equal(start[3:], a[3:])
-    assert torch.equal(table[:3], of_a[:3]) and torch.equal(table[3:], of_b[3:])
-    torch.testing.assert_close(reference, sum(references) / 2)
-
-
 # What it learns.
 
 
@@ -215,14 +194,6 @@ def test_the_table_keeps_a_samples_norm_to_a_sixteenth_octave(device):
     expected = norms[[2, 3, 1, 0]]
     ratio = (predicted / predicted[0]) / (expected / expected[0])
     assert (ratio.log2().abs() <= 2 / 16 + 1e-6).all()
-
-
-def test_the_table_of_mnli_at_t5_base_stays_below_100_mb():
-    sampler = Watched(WTACRS(cache="sample_idx", samples=392_702))
-    for layer in range(192):
-        sampler.cache.known.add(f"layer.{layer}")
-    assert 0 < sampler.cache.nbytes < 100e6
-    assert not sampler.cache.layers, "memory is taken before a sample was seen"
 
 
 @pytest.mark.parametrize("samples", [(0, 1), (0, 1, 2, 3, 4, 5, 6, 7)], ids=len)

@@ -15,7 +15,7 @@ from hf_memsave.ops.sampled import norm_cache
 from hf_memsave.ops.sampled import sampler as samplers
 from hf_memsave.ops.sampled.batch import Tokens
 from hf_memsave.ops.sampled.sampler import Sampler
-from support.fake import DATA_ERRORS, NoTransfers, on_fake
+from support.fake import NoTransfers, on_fake
 from support.families import QUOTED, build
 from support.helpers import on_stand_in
 
@@ -62,16 +62,6 @@ def test_a_step_waits_for_nothing_of_the_one_before(family, cache, padded, sent)
             assert sent["read"] == before, "what a step asks for is read in the next one"
             before = sent["sent"]
     assert before > 0 or (cache in ("position", "none") and not padded)
-
-
-@on_stand_in
-def test_a_question_that_waits_raises(monkeypatch):
-    for name, value in (("has_numbers", True), ("tells_later", False)):
-        monkeypatch.setattr(batches, name, lambda x, value=value: value)
-    with on_fake(lambda: build("bert", QUOTED, torch.bfloat16), padded=True) as (model, batch):
-        patch(model, MemSaveConfig(linear=CACHES["position"]))
-        with pytest.raises(DATA_ERRORS):
-            model(**batch)
 
 
 def masks(*lengths, seq=10):

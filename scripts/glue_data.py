@@ -4,8 +4,6 @@ The files are split on tabs and quotes mean nothing (Wang et al., 2019, arXiv:18
 names in each file's own header, so the files may hold more columns than are read.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import warnings
@@ -13,16 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from hf_memsave.errors import MemSaveError
+import datasets
 
-if TYPE_CHECKING:
-    import datasets
-
-
-class GlueDataError(MemSaveError, ValueError):
-    """A GLUE folder or file that is missing, malformed or not what the task says."""
+from arguments import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,23 +109,16 @@ def read_glue(data_dir: str | Path, task: str, split: str) -> datasets.Dataset:
     Its columns are the task's text columns, "label" (-1 where the file has none) and "idx" (row of the file).
 
     Raises:
-        GlueDataError: If the task, the split or the file does not exist, or a line is not what the task says.
+        UsageError: If the file does not exist, or a line is not what the task says.
     """
-    import datasets
-
-    spec = TASKS.get(task)
-    if spec is None:
-        raise GlueDataError(f"GLUE task: expected one of {', '.join(TASKS)}, got {task!r}. Name one of them.")
-    if split not in spec.files:
-        splits = ", ".join(spec.files)
-        raise GlueDataError(f"{spec.folder} split: expected one of {splits}, got {split!r}. Name one of them.")
+    spec = TASKS[task]
     path = _find(Path(data_dir), spec.files[split], spec.folder)
     is_test = split.startswith("test")
     lines = _split_lines(path)
     header = (not is_test and spec.headerless) or next(lines, (0, []))[1]
     labelled = not is_test or spec.label_column in header
     if missing := {*spec.text.values(), *[spec.label_column] * labelled}.difference(header):
-        raise GlueDataError(
+        raise UsageError(
             f"{path}, line 1: expected the columns of {spec.folder}, got {', '.join(header) or 'an empty file'}; "
             f"missing are {', '.join(sorted(missing))}. Use the official file with its header line, or name the task "
             "the file belongs to."
@@ -151,17 +136,17 @@ def read_glue(data_dir: str | Path, task: str, split: str) -> datasets.Dataset:
         row = dict(zip(header, cells, strict=True))
         label = spec.label_id(row[spec.label_column]) if labelled else -1
         if label is None:
-            raise GlueDataError(
+            raise UsageError(
                 f"{path}, line {number}: expected {', '.join(spec.label_names) or 'a number'} in column "
                 f"{spec.label_column}, got {row[spec.label_column]!r}. Correct the line, or name the file's task."
             )
         examples.append((*(row[column] for column in spec.text.values()), label, index))
     if len(broken) > spec.broken_lines * (index + 1):
-        raise GlueDataError(broken[0])
+        raise UsageError(broken[0])
     if broken:
         warnings.warn(f"{len(broken)} of {index + 1} lines left out. The first: {broken[0]}", stacklevel=2)
     if not examples:
-        raise GlueDataError(f"{path}: expected one example on each line, got none. Fetch the file again.")
+        raise UsageError(f"{path}: expected one example on each line, got none. Fetch the file again.")
 
     label = datasets.ClassLabel(names=list(spec.labels)) if spec.labels else datasets.Value("float32")
     features = {name: datasets.Value("string") for name in spec.text} | {"label": label, "idx": datasets.Value("int32")}
@@ -173,12 +158,12 @@ def guess_task(data_dir: str | Path) -> str:
     """Returns the key in `TASKS` of a folder, by its name, such as "CoLA" or "sst-2".
 
     Raises:
-        GlueDataError: No task has its name.
+        UsageError: No task has its name.
     """
     name = Path(data_dir).resolve().name
     if (key := name.lower().replace("-", "").replace("_", "")) not in TASKS:
         folders = ", ".join(task.folder for task in TASKS.values())
-        raise GlueDataError(f"{data_dir}: expected a folder named after a task ({folders}), got {name!r}. Rename it.")
+        raise UsageError(f"{data_dir}: expected a folder named after a task ({folders}), got {name!r}. Rename it.")
     return key
 
 
@@ -187,7 +172,7 @@ def _find(folder: Path, name: str, wanted: str) -> Path:
     if (folder / name).is_file():
         return folder / name
     found = ", ".join(sorted(file.name for file in folder.iterdir())) if folder.is_dir() else "no such folder"
-    raise GlueDataError(
+    raise UsageError(
         f"{folder / name}: expected this file of the official {wanted} data, found {found or 'an empty folder'}. "
         "Name the folder that holds it, or copy it there."
     )
@@ -200,7 +185,7 @@ def _split_lines(path: Path) -> Iterator[tuple[int, list[str]]]:
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
             except UnicodeDecodeError as error:
-                raise GlueDataError(
+                raise UsageError(
                     f"{path}, line {number}: expected UTF-8 text, got byte {line[error.start]:#04x}. "
                     "Convert the file to UTF-8."
                 ) from error

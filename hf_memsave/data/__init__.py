@@ -1,1 +1,0 @@
-"""Text data and tokenizers without a hub."""
