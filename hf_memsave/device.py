@@ -78,6 +78,11 @@ def has_numbers(x: Tensor) -> bool:
     return x.device.type not in ("meta", STAND_IN)
 
 
+def memory_of(x: Tensor) -> int | None:
+    """Bytes of memory that the device of ``x`` has; None for main memory, and for the stand-in, which has as many."""
+    return torch.cuda.get_device_properties(x.device).total_memory if x.device.type == "cuda" else None
+
+
 def waits(x: Tensor) -> bool:
     """Whether a program that asks for the numbers in ``x`` waits for what is queued there."""
     return x.device.type not in ("cpu", "meta")

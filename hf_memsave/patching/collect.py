@@ -16,6 +16,7 @@ from hf_memsave.errors import PatchError
 from hf_memsave.ops import OPS
 from hf_memsave.ops.approximate.few_bit import FewBit
 from hf_memsave.ops.fused.kernels import why_not
+from hf_memsave.ops.loss.norm_in_rows import runs_in_rows
 from hf_memsave.ops.run_again import is_known_by_weight
 from hf_memsave.ops.sampled.eager_attention import NAME, implementation, is_attention
 from hf_memsave.patching import refusals
@@ -58,6 +59,7 @@ def collect(
         config = replace(config, backend="torch")
         sites.append(_site(prefix, model, "fused", reason))
     heads = {head_of(m) for m in model.modules()} if config.loss == "chunked" else set()
+    has_rows = config.checkpoint in ("block", "tiles") and bool(heads - {None})  # else a norm is not the peak
     root_is_layer = not prefix and not isinstance(model, PreTrainedModel) and not numbers.keys() - {""}
     for name, module in model.named_modules():
         around = block_at(name, numbers) if block is None else block
@@ -70,6 +72,8 @@ def collect(
                 sites.append(_site(name, module, "run_again", f"{op} replaces its forward"))
         if op in (None, "lora") and module in heads and not _is_head_known_by_weight(module):
             op, value = "lazy_head", config.loss
+        if op is None and around is None and has_rows and runs_in_rows(stock_class(module)):
+            op = "norm_in_rows"
         if op is None:
             continue
         is_by_weight = op == "run_again" and is_known_by_weight(module)

@@ -12,6 +12,8 @@ from support.accuracy import SMALL
 @pytest.fixture
 def small_chunks(monkeypatch):
     monkeypatch.setattr(chunked_loss, "CHUNK", SMALL)
+    monkeypatch.setattr(chunked_loss, "TILE", 1)  # and so on a device
+    monkeypatch.setattr(chunked_loss, "ROWS", 1)
 
 
 @pytest.fixture

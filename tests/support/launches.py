@@ -19,6 +19,8 @@ from hf_memsave.measure.fake_device import fake_device, to_fake
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 #: What only allocates, or asks.
 _FREE = ("empty", "new_empty", "_unsafe_view", "promote_types")
+#: What reads or writes of its first argument as many elements as it is given places.
+_AT_PLACES = ("gather", "nll_loss_forward", "scatter_add_")
 #: Launches of an operation beyond one, where it gives a vector its gradient: a sum of parts; our own also round it.
 _MORE = {
     "native_layer_norm_backward": 1, "rms_norm_backward": 2, "dropout_norm_backward": 2, "output_norm_backward": 2,
@@ -48,7 +50,9 @@ class Launches(TorchDispatchMode):
         if more and "has_dw" in given and out[2 if name == "dropout_norm_backward" else 1].dtype == torch.float32:
             more //= 2  # nothing to round
         self.names[name] += 1 + more
-        if "attention" not in name:
+        if name in _AT_PLACES:
+            self.nbytes += sum(map(nbytes, tensors((args[1:], None if out is args[0] else out))))
+        elif "attention" not in name:
             read = {(x.untyped_storage(), x.storage_offset(), x.shape): x for x in tensors((args, kwargs))}
             self.nbytes += sum(map(nbytes, [*read.values(), *tensors(out)]))
         return out

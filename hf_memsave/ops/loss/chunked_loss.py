@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_memsave.device import HALVES, has_numbers, is_autocast
+from hf_memsave.device import HALVES, has_numbers, is_autocast, memory_of
 from hf_memsave.ops.fused import cross_entropy as fused
 from hf_memsave.ops.loss.head import Head, gradients
 from hf_memsave.ops.loss.sums import Sums, gradient
@@ -41,6 +41,9 @@ from hf_memsave.tape.private import no_autocast, no_modes
 
 #: Bytes that a chunk takes; and that all logits may take in fp32 where there are no chunks.
 CHUNK = 128 * 2**20
+#: Rows of a product's tile on a device; and of a chunk there, which reads all of the head, while it takes so small a
+#: part of the device's memory. (Not of what is free: rows, and by them the order of sums, would not be the next run's.)
+TILE, ROWS, _PART = 128, 1024, 32
 _divisor: ContextVar[Tensor | float | None] = ContextVar("num_items_in_batch", default=None)
 
 
@@ -102,7 +105,7 @@ class _ChunkedLoss(torch.autograd.Function):
         dx = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         wanted = [p for p, needs in zip(parameters, ctx.needs_input_grad[5:], strict=True) if needs]
         sums = Sums(wanted, wide, len(hidden))
-        rows = max(1, CHUNK // (words * (dtype.itemsize + 2 * wide.itemsize)))
+        rows = _rows(words * (dtype.itemsize + 2 * wide.itemsize), hidden)
         count = _count(target, options, wide)
         head.check()
         with no_modes(), saved_tensors_hooks(_same, _same):
@@ -142,6 +145,15 @@ class _ChunkedLoss(torch.autograd.Function):
         by_row = factor.unsqueeze(-1) if factor.dim() else factor
         first = None if dx is None else (dx * by_row).to(dx.dtype)
         return first, None, None, None, None, *(next(found) if n else None for n in ctx.needs_input_grad[5:])
+
+
+def _rows(of_row: int, x: Tensor) -> int:
+    """How many rows of so many bytes, on the device of x, a chunk has."""
+    rows = max(1, CHUNK // of_row)
+    if x.is_cpu:
+        return rows
+    memory = memory_of(x)
+    return max(rows // TILE * TILE, ROWS if memory is None or ROWS * of_row <= memory // _PART else TILE)
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -55,6 +55,8 @@ def by_chunks(tensors, fuses, **options):
 def test_chunks_by_the_kernel_are_those_by_pytorch(reduction, dtype, device, runs, monkeypatch):
     """How near both are to float64, the vendored kernels' own tests say, and those of the chunked loss."""
     monkeypatch.setattr(chunked_loss, "CHUNK", WORDS * (8 + dtype.itemsize) * 5)
+    monkeypatch.setattr(chunked_loss, "TILE", 1)
+    monkeypatch.setattr(chunked_loss, "ROWS", 1)
     given = tensors(device, dtype, trains_head=reduction != "none")
     stock = by_chunks(given, fuses=False, reduction=reduction)
     assert not runs

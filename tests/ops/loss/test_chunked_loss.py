@@ -11,6 +11,7 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 
 from hf_memsave import MemSaveConfig, patch
 from hf_memsave.count.peak import count_peak
+from hf_memsave.measure.fake_device import fake_device
 from hf_memsave.ops.loss import chunked_loss, sums
 from hf_memsave.ops.loss.lazy_logits import LazyLogits
 from support import accuracy
@@ -189,6 +190,29 @@ def test_on_a_gpu_the_loss_is_in_fp32_too_and_the_host_waits_for_nothing(make, h
             assert type(out.logits) is LazyLogits
             assert out.loss.dtype == torch.float32
             out.loss.backward()
+
+
+class Seen(OfLinear):
+    """A head that notes how many rows it is given at once."""
+
+    def of_chunk(self, hidden):
+        self.steps = (*self.steps, len(hidden))
+        return F.linear(hidden, self.weight)
+
+
+@pytest.mark.parametrize(
+    ("memory", "words", "rows"),
+    [(None, 128_256, 1024), (2**36, 128_256, 1024), (2**34, 128_256, 128), (None, 2000, 6656)],
+)  # fmt: skip
+def test_rows_of_a_chunk_fill_the_tiles_of_a_devices_products(memory, words, rows, monkeypatch):
+    """On CPU as many as take 128 MiB: 104 of 128,256 words, which would fill four fifths of a tile."""
+    monkeypatch.setattr(chunked_loss, "memory_of", lambda x: memory)
+    with fake_device() as device:
+        x, w = (torch.empty(n, 64, dtype=torch.bfloat16, device=device) for n in (9000, words))
+        head, like = Seen(w), torch.empty(9000, words, dtype=x.dtype, device="meta")
+        chunked_loss.cross_entropy(x.requires_grad_(), head, like, torch.empty(9000, dtype=torch.int64, device=device))
+    assert head.steps == (rows, min(rows, 9000 - rows))
+    assert chunked_loss._rows(128_256 * 10, torch.empty(1)) == 104
 
 
 def llama(words, h, tokens, layers=1):
