@@ -28,6 +28,7 @@ from hf_memsave.ops.fused import linear as fused_linear
 from hf_memsave.ops.fused.codes import FUSED_CODERS
 from hf_memsave.ops.loss.chunked_loss import divided_by
 from hf_memsave.ops.loss.lazy_head import of_linear
+from hf_memsave.ops.loss.reference import without_tape
 from hf_memsave.ops.op import is_parametrized
 from hf_memsave.ops.sampled.sampler import INDEX, Sampler
 from hf_memsave.patching.blocks import head_of
@@ -97,7 +98,9 @@ def run_taped(module: nn.Module, config: MemSaveConfig, block: int, forward: For
     if tape is None and not hooks_work():
         if sampler is not None and module.training and not torch.is_grad_enabled():
             sampler.remember(private.functions_in_forward(), function_in_backward())
-        return forward(module, *args, **kwargs)
+        is_model = isinstance(module, PreTrainedModel) and config.loss == "chunked"
+        with without_tape(_head_below(module), args, kwargs) if is_model else _ALONE:
+            return forward(module, *args, **kwargs)
     settings = _settings(config, block, "bitsandbytes" in sys.modules)
     entering: contextlib.AbstractContextManager[Any] = _ALONE
     if sampler is not None and module.training:

@@ -1,13 +1,20 @@
 """TRL's trainers take ``memsave=``, their YAML files ``model_init_kwargs: {memsave: true}``; both keep as little."""
 
+import random
+
 import datasets
 import pytest
+import torch
 import trl
 import yaml
 from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_memsave import ConfigError, MemSaveCallback, MemSaveConfig, measure_kept
+from hf_memsave import ConfigError, MemSaveCallback, MemSaveConfig, measure_kept, patch
+from hf_memsave.count.peak import count_peak
+from hf_memsave.ops.loss import chunked_loss
 from hf_memsave.patching.swap import is_patched, patch_of
+from support.families import VOCAB
 
 pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing.* is deprecated:FutureWarning")
 FIXED = {"max_steps": 1, "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}
@@ -73,3 +80,45 @@ def test_a_model_patched_as_it_is_loaded_keeps_what_one_patched_by_its_trainer_k
         kept.append(kept_in_the_first_step(trainer))
     (by_loading, *losses), (by_trainer, loss), (stock, of_stock) = kept
     assert by_loading == by_trainer < 0.7 * stock and losses == [loss] == [of_stock]
+
+
+def words(count):
+    return [" ".join(f"w{random.randrange(3, VOCAB)}" for _ in range(count)) for _ in range(8)]
+
+
+def trained(kind, folder, output, is_patched):
+    """Losses and norms of gradients of two steps, and the higher peak."""
+    random.seed(0)
+    torch.manual_seed(0)
+    rows, options, given = {"prompt": words(4), "chosen": words(20), "rejected": words(20)}, {}, {}
+    if kind == "KTO":
+        rows = {"prompt": rows["prompt"], "completion": rows["chosen"], "label": [True, False] * 4}
+    if kind == "GRPO":
+        rows = {"prompt": rows["prompt"]}
+        options = dict(max_completion_length=8, num_generations=2, per_device_train_batch_size=2)
+        given["reward_funcs"] = lambda completions, **_: [float(number) for number, _ in enumerate(completions)]
+    model, home = folder, trl
+    if kind == "ORPO":
+        from trl.experimental import orpo as home
+
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        given["processing_class"] = AutoTokenizer.from_pretrained(folder)
+    options |= dict(FIXED, max_steps=2, logging_steps=1, learning_rate=0.01, gradient_checkpointing=False)
+    args = getattr(home, f"{kind}Config")(output, **options)
+    trainer = getattr(home, f"{kind}Trainer")(model, args=args, train_dataset=datasets.Dataset.from_dict(rows), **given)
+    if is_patched:
+        patch(trainer.model)
+    step, peaks, losses = trainer.training_step, [], []
+    trainer.training_step = lambda *a: peaks.append(count_peak(lambda: losses.append(step(*a))).peak) or losses.pop()
+    trainer.train()
+    return [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log], max(peaks)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("kind", "part"), [("DPO", 1.0), ("KTO", 1.0), ("GRPO", 1.0), ("ORPO", 0.25)])
+def test_a_preference_loss_is_stocks_at_no_higher_a_peak(kind, part, folder_with_tokenizer, tmp_path, monkeypatch):
+    """Those whose log-probabilities TRL computes in chunks of its own it goes on to; of logits it reads, we do."""
+    monkeypatch.setattr(chunked_loss, "CHUNK", 2**18)
+    stock, ours = (trained(kind, folder_with_tokenizer, str(tmp_path), is_patched) for is_patched in (False, True))
+    torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(stock[0]), rtol=1e-5, atol=1e-6)
+    assert ours[1] <= part * stock[1]

@@ -32,16 +32,16 @@ def logits_of(
     module: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Tensor, *, is_plain: bool = False, **of_head: Any
 ) -> Tensor | None:
     """Logits ``[..., V]`` of ``[..., H]`` by a :class:`Head`, not computed yet; None where they must be at once."""
-    tape = current()
-    if tape is None or not _is_long(module, hidden):
+    tape, is_reference = current(), is_plain and not torch.is_grad_enabled()
+    if (tape is None and not is_reference) or not _is_long(module, hidden):
         return None
     autocast = AutocastState(hidden.device.type)
     dtype = autocast.dtype if autocast.enabled and hidden.dtype != torch.float64 else hidden.dtype
     if dtype == torch.float16:  # whose gradients a loss scale of the caller's keeps in range, and it comes too late
         return None
-    if not (is_plain and dtype in HALVES) and 2 * _wanted(module) > 3 * _logits(module, hidden):
+    if not (is_plain and dtype in HALVES) and not is_reference and 2 * _wanted(module) > 3 * _logits(module, hidden):
         return None  # sums, or gradients of logits in fp32, may take more than logits
-    if tape.ledger is not None:
+    if tape is not None and tape.ledger is not None:
         tape.ledger.is_loss_chunked = True
     like = torch.empty(*hidden.shape[:-1], _words(module), dtype=dtype, device="meta")
     return LazyLogits.of(hidden, Head(module, forward, autocast, **of_head), like)
@@ -61,7 +61,8 @@ def of_linear(
 def _is_long(module: nn.Module, hidden: Tensor) -> bool:
     """Whether the logits of ``hidden`` are more than a chunk, and chunks change nothing but the order of sums."""
     count = _logits(module, hidden)
-    if not (hidden.requires_grad or _wanted(module)) or count * 4 <= chunked_loss.CHUNK:
+    is_constant = torch.is_grad_enabled() and not (hidden.requires_grad or _wanted(module))
+    if is_constant or count * 4 <= chunked_loss.CHUNK:
         return False
     if count < 2 * hidden.numel():  # than which what is kept of hidden states takes more
         return False
