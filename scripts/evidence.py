@@ -64,6 +64,7 @@ EVIDENCE = {
     "inverse-derivatives": Evidence("bench/inverse_errors.py --out {out}", 1, _ERRORS),
     "known-models": Evidence("bench/known_models.py --out {out}"),
     "launches": Evidence("bench/launches.py --out {out}", 2),
+    "long-context": Evidence("bench/long_context.py --out {out}", 3),
     "selective": Evidence("bench/selective.py --batch 2 --steps 5 --out {out}", 3),
     "sweep-models": Evidence("bench/sweep_models.py --out {out}"),
     "techniques": Evidence("bench/techniques.py --out {out}"),

@@ -23,7 +23,7 @@ from hf_memsave.config.config import MemSaveConfig, MemSaveLike
 from hf_memsave.config.sizes import MIB, both, bytes_of, counted, gib, html_table
 from hf_memsave.config.wtacrs import is_int
 from hf_memsave.errors import MeasureError
-from hf_memsave.measure.depth import trace_in_full
+from hf_memsave.measure.depth import InFull, trace_in_full
 from hf_memsave.measure.models import depth_of
 from hf_memsave.measure.trace import Moment, Place, Point, Trace, timeline
 from hf_memsave.measure.training import OPTIMIZERS, config_of, training_of
@@ -56,6 +56,7 @@ class Memory:
     states: int  # of the optimizer
     activations: int  # whatever else is alive at the peak: what is kept, and transients
     kept: int  # between forward and backward
+    away: int  # of that, in main memory
     by_kind: dict[str, int]  # kept bytes by kind of op
     by_module: dict[str, int]  # kept bytes by module, "*" for the number of a block
     per_layer: dict[str, float]  # kept bytes that each layer adds, by field of the configuration
@@ -111,7 +112,8 @@ class Estimate:
 
     def _rows(self) -> list[list[str]]:
         shown = self.columns.values()
-        rows = [[words, *(gib(getattr(m, name)) for m in shown)] for name, words in _ROWS.items()]
+        named = {name: words for name, words in _ROWS.items() if name != "away" or any(m.away for m in shown)}
+        rows = [[words, *(gib(getattr(m, name)) for m in shown)] for name, words in named.items()]
         each = [[f"kept by each layer ({field})", *(gib(m.per_layer[field]) for m in shown)] for field in self.depth]
         return [["", *self.columns], *rows, *each]
 
@@ -154,6 +156,7 @@ class Estimate:
 #: Figures of a step -> what a table calls them.
 _ROWS = {
     "parameters": "parameters", "trained": "gradients", "states": "optimizer's states", "kept": "kept for backward",
+    "away": "  of which in main memory",
     "in_passes": "peak of forward and backward", "in_optimizer": "peak of the optimizer's step",
     "temporaries": "  of which are its temporaries", "peak": "peak of the step", "needed": "needed, with CUDA's own",
 }  # fmt: skip
@@ -201,24 +204,22 @@ def estimate(
     setting = training_of(batch_size=batch_size, seq_len=seq_len, **training)
     resolved = MemSaveConfig.resolve(memsave)
     depth = depth_of(config, layers)
-    stock, per_layer = trace_in_full(config, depth, setting, None)
-    patched = None
-    if resolved is not None:
-        patched = _memory(*trace_in_full(config, depth, setting, resolved), sharding, devices)
+    stock, *found = (trace_in_full(config, depth, setting, one) for one in dict.fromkeys((None, resolved)))
+    memories = [_memory(one, sharding, devices, min(setting.accumulation, 2)) for one in (stock, *found)]
     return Estimate(
         model=config.model_type,
         depth=depth,
-        numbers=stock.numbers,
+        numbers=stock.trace.numbers,
         u=batch_size * seq_len * config.hidden_size * setting.u_dtype.itemsize,
-        stock=_memory(stock, per_layer, sharding, devices),
-        patched=patched,
+        stock=memories[0],
+        patched=memories[-1] if found else None,
         optimizer=setting.optimizer,
         memory=limit,
     )
 
 
-def _memory(full: Trace, per_layer: dict[str, dict[str, float]], sharding: str, devices: int) -> Memory:
-    trace = sharded(full, sharding, devices)
+def _memory(full: InFull, sharding: str, devices: int, batches: int) -> Memory:
+    trace = sharded(full.trace, sharding, devices)
     place, highest = max(trace.places.items(), key=lambda item: item[1].live)
     op = highest.op.removeprefix("aten.").partition(".")[0]
     part = "'s step" if place.phase == "optimizer" else f" {place.where}" if place.stack else ""
@@ -232,9 +233,10 @@ def _memory(full: Trace, per_layer: dict[str, dict[str, float]], sharding: str, 
         states=trace.states,
         activations=highest.live - held - highest.gradients,
         kept=trace.kept,
+        away=trace.away // batches,
         by_kind=dict(trace.by_kind),
         by_module=dict(trace.by_module),
-        per_layer={field: added["kept"] for field, added in per_layer.items()},
+        per_layer={field: added["kept"] for field, added in full.per_layer.items()},
         timeline=timeline(trace),
         trained=trace.trained,
         in_passes=max(moment.live for place, moment in trace.places.items() if place.phase != "optimizer"),

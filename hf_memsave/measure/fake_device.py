@@ -18,9 +18,11 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from transformers import masking_utils
 
 from hf_memsave.device import HALVES, STAND_IN
 from hf_memsave.errors import MeasureError, MemSaveError
@@ -89,8 +91,22 @@ def _register() -> None:
 
 
 @contextlib.contextmanager
-def fake_device(attention: str = "flash") -> Iterator[torch.device]:
-    """Inside, the device is there, with a preferred kernel, and all new tensors are fake; else MeasureError."""
+def _without_needless_masks(padded: bool) -> Iterator[None]:
+    """Have Transformers make no S x S mask but those it makes on a GPU, where it reads what is packed and padded."""
+    replaced: dict[str, Any] = {"find_packed_sequence_indices": lambda position_ids: None}
+    for name in () if padded else ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"):
+        replaced[name] = functools.partial(_of_ones, getattr(masking_utils, name))
+    with mock.patch.multiple(masking_utils, **replaced):
+        yield
+
+
+def _of_ones(may_skip: Callable[..., bool], padding_mask: Any, *sizes: Any, **more: Any) -> bool:
+    return may_skip(None, *sizes, **more)  # decoders like BART's make a mask of ones where they are given none
+
+
+@contextlib.contextmanager
+def fake_device(attention: str = "flash", padded: bool = True) -> Iterator[torch.device]:
+    """Inside, the device is there, with a preferred kernel, for padded batches or others; else MeasureError."""
     if attention not in ATTENTION:
         raise MeasureError(f"attention: expected one of {', '.join(ATTENTION)}, got {attention!r}. Use 'flash'.")
     _register()
@@ -101,7 +117,7 @@ def fake_device(attention: str = "flash") -> Iterator[torch.device]:
         gc.freeze()
     try:
         # Backward runs on this thread: the engine's others were started before the device was known.
-        with torch.autograd.set_multithreading_enabled(False), fake_tensors():
+        with torch.autograd.set_multithreading_enabled(False), _without_needless_masks(padded), fake_tensors():
             yield torch.device(STAND_IN, 0)
     finally:
         _module.depth -= 1

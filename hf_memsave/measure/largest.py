@@ -51,8 +51,10 @@ def largest_of(
 
     if name == "batch_size":
         return search(needed, memory, start, _MOST, predicted)
-    # Kernels pad tokens to a multiple of 8, so others may need more than the next one.
-    most = min(most_tokens(config), _MOST) // 8
+    # Kernels pad tokens to a multiple of 8, so others may need more than the next one. A step with more tokens than the
+    # configuration names positions for was run: it has no table of them.
+    positions = most_tokens(config)
+    most = (_MOST if start > positions else min(positions, _MOST)) // 8
     return 8 * search(lambda n: needed(8 * n), memory, max(1, start // 8), most, lambda n: predicted(8 * n))
 
 

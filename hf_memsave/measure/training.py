@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_memsave.arch.versions import cache_name
 from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.config.lora import Lora
 from hf_memsave.config.wtacrs import is_int
@@ -145,6 +144,7 @@ def build(config: PreTrainedConfig, training: Training, head: Any = None) -> Pre
     """The model in training mode on the device that is active, or on the meta device: it has no weights."""
     config, head = copy.deepcopy(config), head or choose_head(config)
     name_special_tokens(config)
+    config.get_text_config().use_cache = False  # as Trainer has it
     options = {}
     if hasattr(head, "_model_mapping"):  # an Auto class on token ids; of any other model attention is left as it is
         takes_sdpa = getattr(head._model_mapping[type(config)], "_supports_sdpa", True)
@@ -176,7 +176,7 @@ def prepared(
         _check_positions(model, training.seq_len)
         if is_fake:
             kernel = ATTENTION[0] if training.attention == "eager" else training.attention
-            there = stack.enter_context(fake_device(kernel))
+            there = stack.enter_context(fake_device(kernel, training.padded))
             to_fake(model, there)
             batch = {n: torch.empty(size[: x.dim()], dtype=x.dtype, device=there) for n, x in batch.items()}
         else:
@@ -186,9 +186,6 @@ def prepared(
             patch(model, memsave)
         if training.padded:
             batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-        if training.checkpointing and choose_head(config) is AutoModelForCausalLM:
-            # It stays empty. Without one, Transformers takes fake positions for packed sequences.
-            batch[cache_name(model)] = DynamicCache()
         optimizer = OPTIMIZERS[training.optimizer](p for p in model.parameters() if p.requires_grad)
         yield model, batch, forward_of(model, training.autocast), optimizer
 

@@ -1,10 +1,10 @@
 """What a setting costs: operations and bytes over what a device does of them in a second.
 
-A step's time is that of its matrix products and of attention; forward takes a third of it, with frozen weights half.
-Products that run again add theirs. Offloaded bytes cross the bus in forward, and back in backward, beside the
-products, but for those that :mod:`~hf_memsave.tape.transfers` leaves on the device: what they take longer than the
-products is added, and their pass through the device's own memory twice. What the floor computes again costs the same
-in each setting.
+A step's time is that of its matrix products and of attention; forward takes a third of it, of frozen products half.
+Products that run again add theirs; in tiles what gives q, k and v runs once more than the others. Offloaded bytes cross
+the bus in forward, and back in backward, beside the products, but for those that
+:mod:`~hf_memsave.tape.transfers` leaves on the device: what they take longer than the products is added, and their pass
+through the device's own memory twice. What the floor computes again costs the same in each setting.
 """
 
 from __future__ import annotations
@@ -81,21 +81,22 @@ def work_of(config: PreTrainedConfig, training: Training) -> Work:
     model = build_empty(config)
     numbers = block_numbers(model)
     tokens = training.batch_size * training.seq_len
-    again = of_all = widest = 0
+    of_all = in_blocks = gate = qkv = widest = 0
     for name, module in model.named_modules():
         if path_of(type(module)) in RUN_AGAIN:
             weight: Any = module.weight
-            of_all += weight.numel()
+            of_all += (n := weight.numel())
             if block_at(name, numbers) is not None:
-                again += weight.numel() * is_run_again(name, "gate")
+                in_blocks += n
+                gate += n * is_run_again(name, "gate")
+                qkv += n * (is_run_again(name, "qkv") - is_run_again(name, "o_proj"))
                 widest = max(widest, *weight.shape)
     layers = max(1, len(numbers))
     attention = 4 * tokens * training.seq_len * getattr(config, "hidden_size", 0)
-    forward = 2 * tokens * of_all + layers * attention
-    gate = 2 * tokens * again / layers
+    again = {"gate": gate, "block": gate, "tiles": in_blocks + qkv}
     return Work(
-        forward=forward,
-        backward=(1 if training.lora else 2) * forward,
-        again={"gate": gate, "block": gate + attention},
+        forward=2 * tokens * of_all + layers * attention,
+        backward=2 * tokens * of_all * (1 if training.lora else 2) + 2 * layers * attention,
+        again={rung: 2 * tokens * n / layers + attention * (rung != "gate") for rung, n in again.items()},
         widest=tokens * widest * training.u_dtype.itemsize,
     )

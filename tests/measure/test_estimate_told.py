@@ -111,3 +111,6 @@ def test_the_longest_sequence_is_one_that_the_model_has_positions_for():
     of = Training(batch_size=1, seq_len=16)
     assert most_tokens(config) == 64
     assert largest(config, depth_of(config), of, MemSaveConfig(), "seq_len", 2**36, ("ddp", 1)) == 64
+    short = LlamaConfig(**sizes)  # which has no table of them: it was asked about more
+    of = Training(batch_size=1, seq_len=128, optimizer="sgd")
+    assert largest(short, depth_of(short), of, MemSaveConfig(), "seq_len", 600 * 2**20, ("ddp", 1)) > 128

@@ -1,0 +1,79 @@
+"""What a training step of Llama-3-8B takes at 32k, 128k and 512k tokens, by setting, on a CUDA GPU, estimated.
+
+    python scripts/bench/long_context.py [--only PART_OF_A_ROW] [--out [DIR]]
+
+One sequence on each device, weights in bf16, AdamW fused: LoRA of rank 16 on all linears, in fp32 as PEFT has it, on
+one GPU; and all parameters over 8, sharded (FSDP, ZeRO-3). By ``hf_memsave.estimate``: no weights, no GPU, no network.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import warnings
+from typing import Any
+
+from transformers import LlamaConfig
+
+from hf_memsave import estimate
+from publish import arguments, publish, versions
+
+LLAMA = LlamaConfig(
+    hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+    vocab_size=128256, max_position_embeddings=2**19,
+)  # fmt: skip
+TOKENS = (2**15, 2**17, 2**19)
+#: What is trained -> arguments of :func:`hf_memsave.estimate`.
+TRAINED: dict[str, dict[str, Any]] = {
+    "LoRA, 1 GPU": {"lora": {"r": 16}},
+    "full, 8 shards": {"devices": 8, "sharding": "fsdp"},
+}
+#: Setting -> arguments, too.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "stock, checkpointing": {"memsave": False, "checkpointing": True},
+    "exact": {"memsave": {}},
+    '`"block"`': {"memsave": {"checkpoint": "block"}},
+    '`"max"`': {"memsave": "max"},
+}
+ABOUT = """*Estimated* from the configuration alone, not run on a GPU. GiB on each device: weights, what is kept there
+between forward and backward beside them, and the peak, which has gradients, the optimizer's states and the work of a
+step in it too, but not fragmentation, buffers of communication, nor about .5 GiB that CUDA takes for itself. Offloaded:
+kept in main memory."""
+HEADER = ["trained", "tokens", "setting", "weights", "kept", "offloaded", "peak", "the peak is"]
+
+
+def measured(tokens: int, of: dict[str, Any]) -> dict[str, Any]:
+    """One row: bytes, where the peak is, and how long it took to tell."""
+    begin = time.perf_counter()
+    result = estimate(LLAMA, batch_size=1, seq_len=tokens, optimizer="adamw_fused", **of)
+    memory = result.patched or result.stock
+    found = {name: getattr(memory, name) for name in ("parameters", "away", "peak", "where")}
+    return {**found, "kept": memory.kept - memory.away, "seconds": round(time.perf_counter() - begin, 1)}
+
+
+def main() -> None:
+    """Estimate all, and write the table."""
+    parser = arguments(__doc__)
+    parser.add_argument("--only", default="", help="rows with this in what is trained, the setting or the tokens")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    results: dict[str, dict[str, Any]] = {}
+    rows = []
+    for trained, training in TRAINED.items():
+        for tokens in TOKENS:
+            for setting, options in SETTINGS.items():
+                names = [trained, f"{tokens // 1024}k", setting]
+                if args.only not in ", ".join(names):
+                    continue
+                found = results[", ".join(names)] = measured(tokens, training | options)
+                gib = [f"{found[name] / 2**30:,.1f}" for name in ("parameters", "kept", "away", "peak")]
+                rows.append([*names, *gib, found["where"]])
+                print(*rows[-1], f"({found['seconds']} s)", sep=", ", flush=True)
+                gc.collect()
+    publish("long-context", f"# Long context\n\n{ABOUT} {versions()}.", HEADER, rows, results, args.out)
+
+
+if __name__ == "__main__":
+    main()
