@@ -5,17 +5,19 @@ Kept for backward, with T tokens, V words and x ``[T, H]`` the head's input::
     stock      the log-softmax, and with an entropy p and the products of both: 4 V to 16 V bytes a token
     here       x, which is kept for others, and what chooses words; one chunk of logits at a time, forward and backward
 
-Forward computes a chunk's logits, what was asked of its rows, and drops them. The graph has one node for all that is
-asked of the same rows, :func:`gate_of`, which autograd runs last: backward computes each chunk's logits once more, runs
+Each number is computed when it is asked for: a chunk's logits are computed, asked, and dropped. The graph has one node
+for all that is asked of the same rows, which autograd runs last: backward computes each chunk's logits once more, runs
 what was asked of them under autograd, and hands one sum of gradients to the head (see :mod:`.sums`) and to x. So a
-trained head runs four products where stock runs three, a frozen one three where stock runs two, however much is asked.
-All equals stock's up to the order of fp32 sums.
+trained head runs three products and one for each number, where stock runs three; a frozen one two, where stock runs
+two. All equals stock's up to the order of fp32 sums.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import copy
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,38 +26,28 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_memsave.device import has_numbers
+from hf_memsave.errors import KeptTensorChangedError
 from hf_memsave.ops.loss import chunked_loss
 from hf_memsave.ops.loss.head import Head, Step, gradients
-from hf_memsave.ops.loss.sums import Sums, gradient
+from hf_memsave.ops.loss.sums import gradient
 from hf_memsave.ops.op import once_differentiable
+from hf_memsave.tape import current
+from hf_memsave.tape.as_stock import in_place_of_stock
 from hf_memsave.tape.private import backward_id, no_autocast, no_modes, stands_for_many
 
-
-class Both:
-    """A step that makes two things of logits ``[rows, V]``, each by steps of its own, and one of both."""
-
-    def __init__(self, func: Callable[..., Tensor], left: Sequence[Step], right: Sequence[Step]) -> None:
-        self.func, self.left, self.right = func, left, right
-
-    def __call__(self, z: Tensor) -> Tensor:
-        """That one thing."""
-        return self.func(followed(z, self.left), followed(z, self.right))
+#: Tensors as large as a chunk's logits that there may be at once: those of an entropy, in backward, and room.
+_ALIVE = 16
 
 
-def followed(z: Tensor, steps: Sequence[Step]) -> Tensor:
+def followed(z: Tensor, steps: tuple[Step, ...]) -> Tensor:
     """``z`` after ``steps``."""
     for func, args, kwargs in steps:
         z = func(z, *args, **kwargs)
     return z
 
 
-def _count(steps: Sequence[Step]) -> int:
-    """How many tensors as large as the logits they make."""
-    return sum(_count(f.left) + _count(f.right) + 1 if isinstance(f, Both) else 1 for f, *_ in steps)
-
-
 class Asked(NamedTuple):
-    """What is asked of some rows: ``func`` of the logits after ``steps``, and of tensors with as many rows."""
+    """What is asked of rows from ``start`` on: ``func`` of logits after ``steps``, and of tensors with as many rows."""
 
     func: Callable[..., Any]
     steps: tuple[Step, ...]
@@ -63,45 +55,109 @@ class Asked(NamedTuple):
     start: int
     likes: tuple[Tensor, ...]  # what comes out, ``[rows, ...]``, without bytes; all but the first is constant
 
-    @property
-    def stop(self) -> int:
-        """The row after the last one."""
-        return self.start + len(self.likes[0])
+    def within(self, part: slice) -> slice:
+        """Those of the rows in ``part`` that it is asked of, if any."""
+        return slice(max(part.start, self.start), min(part.stop, self.start + len(self.likes[0])))
 
-    def of(self, z: Tensor, rows: slice) -> tuple[Tensor, ...]:
-        """What comes out for ``rows``, which ``z`` are the logits of, after the head's own steps."""
-        here = slice(rows.start - self.start, rows.stop - self.start)
+    def of(self, z: Tensor, part: slice) -> tuple[Tensor, ...]:
+        """What comes out for ``part``, which ``z`` are the logits of, after the head's own steps."""
+        here = slice(part.start - self.start, part.stop - self.start)
         out = self.func(followed(z, self.steps), *(tensor[here] for tensor in self.by_row))
         return (out,) if isinstance(out, Tensor) else tuple(out)
 
 
-def same(tensor: Tensor) -> Tensor:
-    """A saved-tensor hook that does nothing."""
+class Rows:
+    """Rows of hidden states ``[..., H]`` whose logits may be asked for numbers."""
+
+    def __init__(self, hidden: Tensor, head: Head, words: int) -> None:
+        self.words, self.hidden, self.version = words, hidden.detach(), hidden._version
+        self.head = copy.copy(head)
+        self.head.steps = ()
+        self.asked: list[Any] = []  # in a backward, until the gate is run
+        self.was_asked = False
+        self.given: list[tuple[weakref.ref[Tensor], int, Asked]] = []  # numbers, and the version that they had
+        self.parts: dict[Any, Rows] = {}  # slices that have been asked for
+        with in_place_of_stock(current()):
+            self.gate: Tensor = _Gate.apply(hidden, self.head, words, self.asked, *self.head.parameters())
+
+    def check(self) -> None:
+        """Raise where the hidden states have been written to since.
+
+        Raises:
+            KeptTensorChangedError: They have.
+        """
+        if self.hidden._version != self.version:
+            raise KeptTensorChangedError(
+                "these logits are computed when they are first read, and the hidden states that they are made of have "
+                "been written to in place since. Write to a copy, or use MemSaveConfig(loss='stock')."
+            )
+
+    def ask(self, asked: Asked, lead: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """What comes out, computed now, of rows of dimensions ``lead``."""
+        found, self.was_asked = self.run(asked, lead), True
+        with in_place_of_stock(current()):
+            out: tuple[Tensor, ...] = _Numbers.apply(self.gate, self.asked, asked, found, *asked.by_row)
+        self.given = [one for one in self.given if one[0]() is not None]
+        self.given.append((weakref.ref(out[0]), out[0]._version, asked))
+        return out
+
+    def asked_for(self, number: Tensor) -> Asked | None:
+        """What was asked for this number, if no one has written to it or watches it since."""
+        found = (one for ref, version, one in self.given if ref() is number and number._version == version)
+        return None if number._backward_hooks else next(found, None)
+
+    def run(self, asked: Asked, lead: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """As :meth:`ask`, without a graph."""
+        self.check()
+        self.head.check()
+        flat = self.hidden.reshape(-1, self.hidden.shape[-1])
+        with torch.inference_mode(False), torch.no_grad(), no_modes(), saved_tensors_hooks(_same, _same):
+            found = tuple(
+                torch.empty(*lead, *like.shape[1:], dtype=like.dtype, device=flat.device) for like in asked.likes
+            )
+            for part in _parts([asked], self.words, flat):
+                z = self.head.of_chunk(flat[part])
+                with self.head.autocast:
+                    values = asked.of(z, part)
+                for out, like, value in zip(found, asked.likes, values, strict=True):
+                    out.view(like.shape)[part.start - asked.start : part.stop - asked.start] = value
+                del z, values, value
+        self.head.renew()  # some adapters write to their own weights
+        return found
+
+
+def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def chunks(
-    every: Sequence[Asked], words: int, hidden: Tensor, is_whole: bool = False
-) -> Iterator[tuple[slice, list[tuple[int, slice]]]]:
-    """Chunks of rows, each with what is asked of it: its place, and the rows that it is asked of."""
-    wide = torch.promote_types(hidden.dtype, torch.float32).itemsize
-    alive = [(len(one.likes[0]), 1 + _count(one.steps)) for one in every]  # tensors of a chunk's size, in backward
-    first, last = min(one.start for one in every), max(one.stop for one in every)
-    most = 3 + max(*(n for _, n in alive), -(-sum(rows * n for rows, n in alive) // max(1, last - first)))
-    rows = max(1, chunked_loss.CHUNK // 2 // (words * wide * most))
-    rows = hidden.shape[:-1].numel() if is_whole else rows
-    starts = range(first, last, rows)
-    for start in starts if has_numbers(hidden) else starts[:2]:  # the others have as many bytes
-        stop = start + rows
-        here = [(i, slice(max(start, one.start), min(stop, one.stop))) for i, one in enumerate(every)]
-        if of_chunk := [(i, part) for i, part in here if part.start < part.stop]:
-            yield slice(min(part.start for _, part in of_chunk), max(part.stop for _, part in of_chunk)), of_chunk
+def _parts(every: list[Asked], words: int, flat: Tensor) -> Iterator[slice]:
+    """Rows of each chunk, of ``[T, H]``: at the same places, whatever is asked, so that a row has the same logits."""
+    wide = torch.promote_types(flat.dtype, torch.float32).itemsize
+    rows = chunked_loss.rows_of_chunk(words * wide * _ALIVE, flat)
+    starts = range(0, len(flat), rows)
+    here = ([one.within(slice(start, start + rows)) for one in every] for start in starts)
+    found = [[part for part in parts if part.start < part.stop] for parts in here]
+    found = [parts for parts in found if parts]
+    for parts in found if has_numbers(flat) else found[:2]:  # the others have as many bytes
+        yield slice(min(part.start for part in parts), max(part.stop for part in parts))
 
 
-def gate_of(hidden: Tensor, head: Head, words: int, asked: list[Any]) -> Tensor:
-    """What stands in the graph for rows' logits. ``asked`` gets, of a backward's number, what was asked and its dy."""
-    gate: Tensor = _Gate.apply(hidden, head, words, asked, *head.parameters())
-    return gate
+class _Numbers(torch.autograd.Function):
+    """Numbers in the graph: a gradient that comes down waits for the gate."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, waiting: list[Any], asked: Asked, found: Any, *by_row: Tensor) -> Any:
+        ctx.save_for_backward(*by_row)
+        ctx.waiting, ctx.asked = waiting, asked._replace(by_row=())
+        ctx.mark_non_differentiable(*found[1:])
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
+        asked = ctx.asked._replace(by_row=ctx.saved_tensors)
+        ctx.waiting.append((backward_id(), asked, dy.reshape(asked.likes[0].shape)))
+        return dy.new_zeros(()), *(None,) * (3 + len(asked.by_row))
 
 
 class _Gate(torch.autograd.Function):
@@ -120,48 +176,40 @@ class _Gate(torch.autograd.Function):
         asked = [(one, dy) for number, one, dy in ctx.asked if number == now]  # not of one that an error has ended
         ctx.asked.clear()
         flat, wide = hidden.reshape(-1, hidden.shape[-1]), torch.promote_types(hidden.dtype, torch.float32)
-        needs = ctx.needs_input_grad[4:]
-        wanted = [p for p, is_wanted in zip(ctx.parameters, needs, strict=True) if is_wanted and p.requires_grad]
-        is_many = any(stands_for_many(dy) for _, dy in asked)
-        sums = Sums(wanted, wide, len(flat))
-        dx = torch.zeros_like(flat) if ctx.needs_input_grad[0] else None
-        head.check()
-        with no_modes(), saved_tensors_hooks(same, same):
-            for chunk, of_chunk in chunks([one for one, _ in asked], ctx.words, hidden, is_many):
-                x = flat[chunk].detach().requires_grad_()
-                with torch.enable_grad():
-                    with contextlib.nullcontext() if is_many else sums.of_linears(head.module):
-                        logits = head.of_chunk(x.view_as(x))  # autocast would share one cast of a leaf
-                    z = logits.detach().requires_grad_()
-                    dz = _gradient(head, z, chunk, [(*asked[i], part) for i, part in of_chunk])
-                    del z
-                with no_autocast():  # as outside of the forward, where stock's backward runs
-                    found, *others = gradients(logits, [x, *wanted], dz)
-                del logits, dz
-                if is_many:  # a batch of gradients has no place in a sum
-                    of_rows = None if found is None else F.pad(found, (0, 0, chunk.start, len(flat) - chunk.stop))
-                    return _of_gate(ctx, hidden, of_rows, dict(zip(map(id, wanted), others, strict=True)))
-                for total, other in zip(sums.of.values(), others, strict=True):
-                    if other is not None:
-                        total.total().add_(other)
-                if dx is not None and found is not None:
-                    dx[chunk] = found
-                del found, others
-        head.renew()  # some adapters write to their own weights
-        one = torch.ones((), dtype=wide, device=hidden.device)
-        kept = {key: gradient(total.kept(), one, total.parameter.dtype) for key, total in sums.of.items()}
-        return _of_gate(ctx, hidden, dx, kept)
+        needs = zip(ctx.parameters, ctx.needs_input_grad[4:], strict=True)
+        wanted = [p for p, is_wanted in needs if is_wanted and p.requires_grad]
+
+        dz_of = partial(_sum_of, head, asked)
+        if any(stands_for_many(dy) for _, dy in asked):  # a batch of gradients has no place in a sum
+            head.check()
+            with torch.enable_grad(), no_modes(), saved_tensors_hooks(_same, _same):
+                x = flat.detach().requires_grad_()
+                logits = head.of_chunk(x.view_as(x))
+                dz = dz_of(logits.detach(), slice(0, len(flat)))
+                with no_autocast():
+                    dx, *found = gradients(logits, [x, *wanted], dz)
+        else:
+            parts = _parts([one for one, _ in asked], ctx.words, flat)
+            dx, kept = chunked_loss.in_chunks(head, flat, parts, wanted, wide, dz_of, ctx.needs_input_grad[0])
+            one = torch.ones((), dtype=wide, device=hidden.device)
+            found = [gradient(tensors, one, p.dtype) for tensors, p in zip(kept, wanted, strict=True)]
+        of = dict(zip(map(id, wanted), found, strict=True))
+        return None if dx is None else dx.view(hidden.shape), None, None, None, *(of.get(id(p)) for p in ctx.parameters)
 
 
-def _of_gate(ctx: Any, hidden: Tensor, dx: Tensor | None, kept: dict[int, Tensor | None]) -> Any:
-    of_hidden = None if dx is None else dx.reshape(hidden.shape)
-    return of_hidden, None, None, None, *(kept.get(id(p)) for p in ctx.parameters)
-
-
-def _gradient(head: Head, z: Tensor, chunk: slice, asked: Sequence[tuple[Asked, Tensor, slice]]) -> Tensor:
-    """Of a chunk of logits: what is asked of it, run again, and differentiated."""
-    with head.autocast:
-        outs = [one.of(z[part.start - chunk.start : part.stop - chunk.start], part)[0] for one, _, part in asked]
-    dys = [dy[part.start - one.start : part.stop - one.start] for one, dy, part in asked]
-    with no_autocast():
-        return torch.autograd.grad(outs, z, dys)[0]
+def _sum_of(head: Head, asked: list[tuple[Asked, Tensor]], z: Tensor, part: slice) -> Tensor:
+    """The gradient of logits ``z`` of ``part``: what was asked of them is run again and differentiated, one by one."""
+    total: Any = None
+    for one, dy in asked:
+        here = one.within(part)
+        if here.start >= here.stop:
+            continue
+        with torch.enable_grad(), head.autocast:
+            own = z[here.start - part.start : here.stop - part.start].detach().requires_grad_()
+            out = one.of(own, here)[0]
+        with no_autocast():  # as outside of the forward, where stock's backward runs
+            found = torch.autograd.grad(out, own, dy[here.start - one.start : here.stop - one.start])[0]
+        if here != part:
+            found = F.pad(found, (0, 0, here.start - part.start, part.stop - here.stop))
+        total = found if total is None else total + found
+    return total

@@ -19,7 +19,7 @@ number of labels. Source: Wijmans et al. (2024), arXiv:2411.09009; Hsu et al. (2
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
 from itertools import islice
@@ -102,31 +102,18 @@ class _ChunkedLoss(torch.autograd.Function):
         words, dtype = geometry
         wide = torch.promote_types(dtype, torch.float32)
         losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
-        dx = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         wanted = [p for p, needs in zip(parameters, ctx.needs_input_grad[5:], strict=True) if needs]
-        sums = Sums(wanted, wide, len(hidden))
-        rows = _rows(words * (dtype.itemsize + 2 * wide.itemsize), hidden)
         count = _count(target, options, wide)
-        head.check()
-        with no_modes(), saved_tensors_hooks(_same, _same):
-            starts = range(0, len(hidden), rows)
-            for start in starts if has_numbers(hidden) else starts[:2]:  # the others have as many bytes
-                part = slice(start, start + rows)
-                x = hidden[part].detach().requires_grad_()
-                with torch.enable_grad(), sums.of_linears(head.module):
-                    logits = head.of_chunk(x.view_as(x))  # autocast would share one cast of a leaf
-                losses[part], dz = _of_chunk(head, logits.detach(), target[part], options, count)
-                with no_autocast():  # as outside of the forward, where stock's backward runs
-                    found, *others = gradients(logits, [x, *wanted], dz)
-                del logits, dz
-                for one, other in zip(sums.of.values(), others, strict=True):
-                    if other is not None:
-                        one.total().add_(other)
-                if dx is not None and found is not None:
-                    dx[part] = found
-                del found, others
-        head.renew()  # some adapters write to their own weights
-        kept = [one.kept() for one in sums.of.values()]
+        rows = rows_of_chunk(words * (dtype.itemsize + 2 * wide.itemsize), hidden)
+        starts = range(0, len(hidden), rows)
+        starts = starts if has_numbers(hidden) else starts[:2]  # the others have as many bytes
+        parts = (slice(start, start + rows) for start in starts)
+
+        def dz_of(z: Tensor, part: slice) -> Tensor:
+            losses[part], dz = _of_chunk(head, z, target[part], options, count)
+            return dz
+
+        dx, kept = in_chunks(head, hidden, parts, wanted, wide, dz_of, ctx.needs_input_grad[0])
         ctx.save_for_backward(dx, count, *(tensor for tensors in kept for tensor in tensors))
         ctx.set_materialize_grads(False)
         ctx.kept = [(len(tensors), p.dtype) for tensors, p in zip(kept, wanted, strict=True)]
@@ -147,7 +134,38 @@ class _ChunkedLoss(torch.autograd.Function):
         return first, None, None, None, None, *(next(found) if n else None for n in ctx.needs_input_grad[5:])
 
 
-def _rows(of_row: int, x: Tensor) -> int:
+def in_chunks(
+    head: Head,
+    hidden: Tensor,
+    parts: Iterable[slice],
+    wanted: Sequence[Tensor],
+    wide: torch.dtype,
+    dz_of: Callable[[Tensor, slice], Tensor],
+    wants_dx: bool,
+) -> tuple[Tensor | None, list[tuple[Tensor, ...]]]:
+    """The gradient of ``hidden``, and what is kept of parameters': ``dz_of`` gives that of each part's logits."""
+    dx, sums = torch.zeros_like(hidden) if wants_dx else None, Sums(wanted, wide, len(hidden))
+    head.check()
+    with no_modes(), saved_tensors_hooks(_same, _same):
+        for part in parts:
+            x = hidden[part].detach().requires_grad_()
+            with torch.enable_grad(), sums.of_linears(head.module):
+                logits = head.of_chunk(x.view_as(x))  # autocast would share one cast of a leaf
+            dz = dz_of(logits.detach(), part)
+            with no_autocast():  # as outside of the forward, where stock's backward runs
+                found, *others = gradients(logits, [x, *wanted], dz)
+            del logits, dz
+            for one, other in zip(sums.of.values(), others, strict=True):
+                if other is not None:
+                    one.total().add_(other)
+            if dx is not None and found is not None:
+                dx[part] = found
+            del found, others
+    head.renew()  # some adapters write to their own weights
+    return dx, [one.kept() for one in sums.of.values()]
+
+
+def rows_of_chunk(of_row: int, x: Tensor) -> int:
     """How many rows of so many bytes, on the device of x, a chunk has."""
     rows = max(1, CHUNK // of_row)
     if x.is_cpu:

@@ -4,7 +4,7 @@ A head hands on a :class:`LazyLogits`: a tensor by shape, dtype and device, with
 loss (``float()``, a softcap, a scale, ``view(-1, vocabulary)``, dropping the last token, a log-softmax) gives another
 one. ``F.cross_entropy`` of it is that of :mod:`~hf_memsave.ops.loss.chunked_loss`, and what is asked of each row (a
 ``gather``, a sum over the words) is computed :mod:`~hf_memsave.ops.loss.by_row`. Any other function runs on the logits
-themselves, computed once by the head's own forward; then their views are views of those.
+themselves, computed once, by the head's own forward if nothing was asked of them; then their views are views of those.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_memsave.errors import PatchError
 from hf_memsave.ops.loss import chunked_loss
+from hf_memsave.ops.loss.by_row import Asked, Rows
 from hf_memsave.ops.loss.head import Head, Step, gradients
-from hf_memsave.ops.loss.numbers import Numbers, Rows
 from hf_memsave.ops.loss.row_functions import asked_of, chosen, step_of
 from hf_memsave.ops.op import once_differentiable
 from hf_memsave.tape import current
@@ -57,19 +57,17 @@ _TOLD = {
         "is_complex element_size get_device __len__ ndimension is_signed".split()
     )
 }
-
-
-#: Logits of forwards without gradients.
-_references: weakref.WeakValueDictionary[int, LazyLogits] = weakref.WeakValueDictionary()
+#: Logits of forwards without gradients, which may be read after a step (an old policy's).
+_constant: weakref.WeakValueDictionary[int, LazyLogits] = weakref.WeakValueDictionary()
 
 
 @register_optimizer_step_pre_hook
 def _read(*_: Any) -> None:
-    """What is left unread before an optimizer's step would be computed by other weights."""
-    for lazy in list(_references.values()):
+    """Compute what is left unread, which other weights would compute after this optimizer's step."""
+    for lazy in list(_constant.values()):
         if not (lazy.is_taken or lazy.is_computed()):
             lazy.computed()
-    _references.clear()
+    _constant.clear()
 
 
 class LazyLogits(Tensor):
@@ -95,8 +93,8 @@ class LazyLogits(Tensor):
         lazy.hidden, lazy.head, lazy.like, lazy.base = hidden, head, like, base
         lazy.is_taken, lazy.is_watched, lazy._computed = False, False, None
         lazy.rows, lazy.start = rows or (Rows(hidden, head, like.shape[-1]), 0)
-        if not lazy.rows.gate.requires_grad:
-            _references[id(lazy)] = lazy
+        if base is None and not lazy.requires_grad:
+            _constant[id(lazy)] = lazy
         return lazy
 
     def computed(self) -> Tensor:
@@ -140,22 +138,20 @@ class LazyLogits(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        self = args[0] if args else None
-        if isinstance(self, LazyLogits) and not self.is_computed():
-            if func in _TOLD:
-                with no_subclasses():
-                    return func(*args, **kwargs)
-        if isinstance(self, LazyLogits) and not self.is_computed() and self.has_rows():
+        kwargs, self = kwargs or {}, (*args, None)[0]
+        is_lazy = isinstance(self, LazyLogits) and not self.is_computed()
+        if is_lazy and func in _TOLD:
+            with no_subclasses():
+                return func(*args, **kwargs)
+        if is_lazy and self.has_rows():
             if func in (Tensor.register_hook, Tensor.retain_grad):
                 return self.watch(func, *args[1:], **kwargs)
             with torch.set_grad_enabled(torch.is_grad_enabled() and self.requires_grad and func not in _DETACHED):
                 found = _derived(self, func, args[1:], kwargs)
-            if found is None and func is F.cross_entropy:
-                self.rows.check()
-                found = chunked_loss.cross_entropy(self.hidden, self.head, self, *args[1:], **kwargs)
-            if found is None:
-                found = asked_of(self, func, args[1:], kwargs)
+                if found is None and func is F.cross_entropy and torch.is_grad_enabled():
+                    found = chunked_loss.cross_entropy(self.hidden, self.head, self, *args[1:], **kwargs)
+                if found is None:
+                    found = asked_of(self, func, args[1:], kwargs)
             if found is not None:
                 taken = None if found is self or getattr(found, "base", None) is not None else self
                 while taken is not None:  # from now on their gradient would not come to a hook on them
@@ -194,7 +190,7 @@ def _empty(like: Tensor, device: torch.device) -> Tensor:
 
 
 def _computed(argument: Any) -> Any:
-    return argument.computed() if isinstance(argument, (LazyLogits, Numbers)) else argument
+    return argument.computed() if isinstance(argument, LazyLogits) else argument
 
 
 def _derived(lazy: LazyLogits, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -222,6 +218,9 @@ def _derived(lazy: LazyLogits, func: Callable[..., Any], args: Sequence[Any], kw
             return lazy if like is lazy.like else None
         rows = hidden.reshape(*like.shape[:-1], hidden.shape[-1])  # which stay whole, and in order
     elif func is Tensor.__getitem__:
+        index = args[0] if isinstance(args[0], tuple) else args[:1]
+        if not {type(i) for i in index} <= {int, slice, type(None), type(...)}:  # a list may put rows in another order
+            return None
         like = lazy.like[args[0]]
         wider = lazy.like.new_empty(*lazy.shape[:-1], words + 1)[args[0]]
         if not like.dim() or wider.shape != (*like.shape[:-1], words + 1) or like.shape[-1] != words:
@@ -231,8 +230,7 @@ def _derived(lazy: LazyLogits, func: Callable[..., Any], args: Sequence[Any], kw
         if is_run:
             place = lazy.rows, lazy.start + wider.storage_offset() // (words + 1)
         else:  # of the same slice, asked for twice, the rows are the same
-            geometry = wider.storage_offset(), wider.shape, wider.stride()
-            key = lazy.start, lazy.shape, geometry, torch.is_grad_enabled()
+            key = lazy.start, wider.storage_offset(), wider.shape, wider.stride(), torch.is_grad_enabled()
             place = lazy.rows.parts.get(key) or Rows(rows, head, words), 0
             lazy.rows.parts[key] = place[0]
     else:
@@ -301,11 +299,14 @@ class _Later(torch.autograd.Function):
 
 
 class _Real(torch.autograd.Function):
-    """The logits themselves."""
+    """The logits themselves, with the bits that were asked for numbers."""
 
     @staticmethod
     def forward(ctx: Any, lazy: LazyLogits) -> Tensor:
-        return lazy.head(lazy.hidden.detach())
+        if not lazy.rows.was_asked:
+            return lazy.head(lazy.hidden.detach())
+        whole = Asked(Tensor.detach, lazy.head.steps, (), lazy.start, (lazy.like.view(-1, lazy.shape[-1]),))
+        return lazy.rows.run(whole, lazy.shape[:-1])[0]
 
     @staticmethod
     @once_differentiable

@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_memsave.ops.loss.by_row import Asked, Both
+from hf_memsave.ops.loss.by_row import Asked, followed
 from hf_memsave.ops.loss.head import Step
-from hf_memsave.ops.loss.numbers import Numbers
 from hf_memsave.tape.again import AutocastState, run_under
 from hf_memsave.tape.private import no_modes, tree_leaves
 
@@ -57,9 +56,18 @@ def step_of(
             steps, like = other
             same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(mine, steps, strict=False)))
             run = _under(lazy, func)
-            both = Both(run, mine[same:], steps[same:])
+            both = partial(_of_both, run, mine[same:], steps[same:])
             return (*mine[:same], (both, (), {})), _shown(lazy, run, _row(lazy.like), _row(like)).dtype
     return None
+
+
+def _of_both(func: Callable[..., Tensor], left: tuple[Step, ...], right: tuple[Step, ...], z: Tensor) -> Tensor:
+    return func(followed(z, left), followed(z, right))
+
+
+def _first_of(func: Callable[..., Any], z: Tensor) -> Tensor:
+    out: Tensor | tuple[Tensor, ...] = func(z)
+    return out if isinstance(out, Tensor) else out[0]
 
 
 def asked_of(lazy: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -72,7 +80,7 @@ def asked_of(lazy: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     given = _given(name, args, kwargs)
     if name in ("sum", "mean") and not given:
         wide = torch.promote_types(lazy.dtype, torch.float32)
-        total = _ask(lazy, "sum", partial(Tensor.sum, dim=-1, dtype=wide)).sum()
+        total = _ask(lazy, partial(Tensor.sum, dim=-1, dtype=wide)).sum()
         dtype = _shown(lazy, _under(lazy, func), _row(lazy.like)).dtype
         return (total / lazy.numel() if name == "mean" else total).to(dtype)
     index = given.pop("index", given.pop("indices", None))
@@ -82,19 +90,23 @@ def asked_of(lazy: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
         return None
     given["dim"] = -1
     if name not in ("gather", "take_along_dim"):
-        return _ask(lazy, name, partial(getattr(Tensor, name), **given))
+        return _ask(lazy, partial(getattr(Tensor, name), **given))
     if type(index) is not Tensor or index.shape[:-1] != lazy.shape[:-1] or index.dtype != torch.int64:
         return None
-    return _ask(lazy, name, _chosen, index.reshape(-1, index.shape[-1]))
+    return _ask(lazy, _gathered, index.reshape(-1, index.shape[-1]))
 
 
-def _chosen(z: Tensor, index: Tensor) -> Tensor:
+def _gathered(z: Tensor, index: Tensor) -> Tensor:
     return z.gather(-1, index)
 
 
 def chosen(lazy: Any, index: Tensor) -> Any:
     """Of each row ``[n, V]`` the word in ``index``, ``[n]``."""
-    return _ask(lazy, "gather", _chosen, index.unsqueeze(-1))[:, 0]
+    return _ask(lazy, _chosen, index)
+
+
+def _chosen(z: Tensor, index: Tensor) -> Tensor:
+    return z[torch.arange(len(z), device=z.device), index]
 
 
 def _loss(lazy: Any, func: Callable[..., Tensor], given: dict[str, Any]) -> Tensor | None:
@@ -106,7 +118,7 @@ def _loss(lazy: Any, func: Callable[..., Tensor], given: dict[str, Any]) -> Tens
     is_plain = type(target) is Tensor and target.dtype == torch.int64 and target.shape == lazy.shape[:-1]
     if is_old or is_weighed or not is_plain or lazy.dim() != 2 or how not in ("none", "sum", "mean"):
         return None
-    losses: Tensor = _ask(lazy, "loss", partial(_loss_of, func, given), target)
+    losses: Tensor = _ask(lazy, partial(_loss_of, func, given), target)
     if how == "none":
         return losses
     total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
@@ -117,33 +129,24 @@ def _loss_of(func: Callable[..., Tensor], given: dict[str, Any], z: Tensor, targ
     return func(z, target, **given, reduction="none")
 
 
-def _ask(lazy: Any, name: str, func: Callable[..., Any], *by_row: Tensor) -> Any:
-    """What ``func`` gives of each row of logits and of ``by_row``, later where there is a gradient to come."""
+def _ask(lazy: Any, func: Callable[..., Any], *by_row: Tensor) -> Any:
+    """What ``func`` gives of each row of logits and of ``by_row``."""
     run, lead = _under(lazy, func), lazy.shape[:-1]
     out = _shown(lazy, run, lazy.like.new_empty(lead.numel(), lazy.shape[-1]), *by_row)
     likes = (out,) if isinstance(out, Tensor) else tuple(out)
-    given = tuple(tensor.clone() for tensor in by_row)  # which may be written to meanwhile
-    asked = Asked(run, lazy.head.steps, given, lazy.start, likes)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and lazy.requires_grad and likes[0].is_floating_point()):
-        one = Numbers.of(lazy.rows, asked, lead, (*lead, *likes[0].shape[1:]))
-    if len(likes) > 1:
-        return type(out)((one.computed(), *one.found[1:]))
-    is_raw = not any(isinstance(step, (partial, Both)) for step, *_ in lazy.head.steps)
-    is_half = is_raw and name in ("gather", "take_along_dim", "logsumexp")  # of a log-probability
-    return one if one.requires_grad or is_half else one.computed()
+    given = tuple(tensor.clone() for tensor in by_row)  # which may be written to before backward
+    with torch.set_grad_enabled(torch.is_grad_enabled() and likes[0].is_floating_point()):
+        found = lazy.rows.ask(Asked(run, lazy.head.steps, given, lazy.start, likes), lead)
+    return found[0] if isinstance(out, Tensor) else type(out)(found)
 
 
 def _steps_beside(lazy: Any, other: Any) -> tuple[tuple[Step, ...], Tensor] | None:
     """Steps from the same rows' logits to ``other``, ``[..., V]`` or ``[..., 1]``; and that without bytes."""
-    if type(other) is Numbers:
-        asked, rows = other.asked, lazy.shape[:-1]
-        is_here = other.rows is lazy.rows and (asked.start, other.lead) == (lazy.start, rows)
+    if type(other) is Tensor and other.shape == (*lazy.shape[:-1], 1) and (asked := lazy.rows.asked_for(other)):
+        is_here = asked.start == lazy.start and not asked.by_row
         is_same = other.requires_grad == (lazy.requires_grad and torch.is_grad_enabled())
-        if not (is_here and is_same) or other.shape != (*rows, 1) or asked.by_row or other.is_written():
-            return None
         like = torch.empty(other.shape, dtype=other.dtype, device="meta")
-        steps: tuple[Step, ...] = (*asked.steps, (asked.func, (), {}))
-        return (steps if asked.likes[0].dim() == 2 else (*steps, (Tensor.unsqueeze, (-1,), {}))), like
+        return ((*asked.steps, (partial(_first_of, asked.func), (), {})), like) if is_here and is_same else None
     if type(other) is not type(lazy) or other.is_computed():
         return None
     is_same = other.rows is lazy.rows and other.start == lazy.start and other.requires_grad == lazy.requires_grad

@@ -212,7 +212,7 @@ def test_rows_of_a_chunk_fill_the_tiles_of_a_devices_products(memory, words, row
         head, like = Seen(w), torch.empty(9000, words, dtype=x.dtype, device="meta")
         chunked_loss.cross_entropy(x.requires_grad_(), head, like, torch.empty(9000, dtype=torch.int64, device=device))
     assert head.steps == (rows, min(rows, 9000 - rows))
-    assert chunked_loss._rows(128_256 * 10, torch.empty(1)) == 104
+    assert chunked_loss.rows_of_chunk(128_256 * 10, torch.empty(1)) == 104
 
 
 def llama(words, h, tokens, layers=1):
