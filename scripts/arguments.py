@@ -78,7 +78,10 @@ class ModelArguments(Options):
     )
     checkpoint: Rung | None = option(
         "Keep still less, with --memsave or without it: run these matrix products of each layer again in backward, and "
-        "those named before them. Exact; block runs whole layers again, and keeps least."
+        "those named before them. Exact; block runs whole layers again, and tiles in parts of the sequence."
+    )
+    tiles: str | None = option(
+        "Run whole layers again in parts of so many tokens, or auto, with --memsave or without it.", metavar="N|auto"
     )
     offload: bool = option(
         "Keep in main memory what has to be kept, with --memsave or without it. Exact; frees memory of a GPU.",
@@ -117,7 +120,10 @@ class ModelArguments(Options):
 
     def memsave_config(self) -> MemSaveConfig | None:
         """What ``--memsave`` means: a preset, a file or, as JSON, fields; and the options beside it. None for stock."""
-        fields = {name: getattr(self, name) for name in ("checkpoint", "offload", "compile") if getattr(self, name)}
+        names = "checkpoint", "tiles", "offload", "compile"
+        fields: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name)}
+        if fields.get("tiles", "").isdigit():
+            fields["tiles"] = int(fields["tiles"])
         given: Any = self.memsave
         if fields and given == "false":
             raise UsageError(f"--{next(iter(fields))}: expected --memsave true, got --memsave false. Remove one.")

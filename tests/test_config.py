@@ -32,13 +32,13 @@ from hf_memsave.patching.swap import patched_models
 
 #: Another value than the default, for every field.
 OTHER = {
-    "checkpoint": "up", "offload": True, "budget": "24GiB", "storage": "int8",
+    "checkpoint": "up", "tiles": 4096, "offload": True, "budget": "24GiB", "storage": "int8",
     "linear": WTACRS(budget=0.5, targets=("query",)), "activation": "stock", "few_bits": 2, "norm": "stock",
     "dropout": "mask", "attention": "stock", "lora": "stock", "frozen": False, "loss": "stock", "backend": "auto",
     "compile": True, "layers": {"norm": 12, "activation": 0},
 }  # fmt: skip
 #: Those that may be given together.
-TOGETHER = {name: value for name, value in OTHER.items() if name not in ("budget", "compile")}
+TOGETHER = {name: value for name, value in OTHER.items() if name not in ("budget", "compile", "tiles")}
 SAMPLED = {
     "budget": 0.5, "estimator": "wta", "targets": ["query"], "cache": "position", "samples": None, "minimum": 10,
     "seed": 0, "attention": False,
@@ -53,7 +53,9 @@ def test_every_field_is_frozen_strict_and_tells_configs_apart():
         assert OTHER[name] != value and MemSaveConfig(**{name: OTHER[name]}) != config
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(config, name, OTHER[name])
-    assert MemSaveConfig(**TOGETHER).to_dict() == {**TOGETHER, "budget": None, "compile": False, "linear": SAMPLED}
+    assert MemSaveConfig(**TOGETHER).to_dict() == {
+        **TOGETHER, "budget": None, "compile": False, "tiles": None, "linear": SAMPLED,
+    }
     for args, fields, message in ((["recompute"], {}, "positional"), ([], {"activations": "stock"}, "activations")):
         with pytest.raises(TypeError, match=message):
             MemSaveConfig(*args, **fields)
@@ -75,7 +77,8 @@ WRONG = {
     "compile": (["True", 1, None], "must be True or False, got .*default, False"),
     "offload": (["True", 1, None], "must be True or False, got .*default, False"),
     "storage": (["int2", "INT8", 8, True, ""], "must be one of None, 'int8', 'int4', got .*Leave it out"),
-    "checkpoint": (["Up", True, ""], "must be one of None, 'o_proj', 'qkv', 'up', 'gate', 'block', got .*Leave it out"),
+    "checkpoint": (["Up", True, ""], "must be one of None, 'o_proj', 'qkv', 'up', 'gate', 'block', 'tiles', got"),
+    "tiles": ([0, -1, 1.5, True, "Auto", ""], "must be None, 'auto' or a whole number .*, got .*Use 'auto', or leave"),
     "budget": (["24", "much", 0, -1, 1.5, True], ": .*expected bytes, or a text such as '16GiB'"),
     "layers": (["norm", 6, ["norm", 6], (("norm",),)], "must be a mapping or None, got .*Use layers={'norm': 6}, or"),
 }
@@ -89,6 +92,15 @@ def test_a_wrong_value_is_refused_with_those_that_are_right(name):
             MemSaveConfig(**{name: value})
         assert repr(value) in str(found.value)
     assert issubclass(ConfigError, MemSaveError) and issubclass(ConfigError, ValueError)
+
+
+def test_tiles_and_their_rung_go_together():
+    assert MemSaveConfig(tiles=64).checkpoint == MemSaveConfig.preset("tiles").checkpoint == "tiles"
+    assert MemSaveConfig(checkpoint="tiles").tiles == "auto" and MemSaveConfig(tiles="auto", offload=True).is_exact
+    assert MemSaveConfig.from_dict(MemSaveConfig(tiles=64).to_dict()) == MemSaveConfig(tiles=64)
+    for fields in ({"storage": "int8"}, {"linear": WTACRS(budget=0.5)}, {"compile": True}, {"checkpoint": "block"}):
+        with pytest.raises(ConfigError, match=f"tiles.*got {next(iter(fields))}=.*[Ll]eave"):
+            MemSaveConfig(tiles=64, **fields)
 
 
 def test_storage_does_not_round_away_the_precision_bit():
@@ -155,7 +167,7 @@ def test_a_wrong_value_of_wtacrs_is_refused_with_the_remedy():
 def test_from_dict_takes_fields_of_its_own_and_of_linear_and_refuses_others():
     assert MemSaveConfig.from_dict({"norm": "stock"}) == MemSaveConfig(norm="stock")
     assert MemSaveConfig.from_dict({"linear": SAMPLED}) == MemSaveConfig(linear=OTHER["linear"])
-    expected = "expected 'checkpoint', 'offload', 'budget', 'storage', .*'norm',"
+    expected = "expected 'checkpoint', 'tiles', 'offload', 'budget', .*'norm',"
     with pytest.raises(ConfigError, match=rf"no field 1, 'norms': {expected} .*Did you mean 'norm'\?"):
         MemSaveConfig.from_dict({"norms": "stock", 1: 2, "norm": "stock"})
     for misspelt in (lambda: MemSaveConfig.from_dict({"linear": {"budgets": 0.3}}), lambda: WTACRS(budgets=0.3)):
@@ -273,7 +285,7 @@ def test_presets_are_configs_and_know_whether_they_are_exact():
     # So that a new default does not change what the preset means without a look at it.
     assert set(FIELDS) == {line.split(":")[0] for line in presets()["exact"].read_text().splitlines() if line[0] != "#"}
     for name in ("exactly", "", "../presets/exact", "exact.yaml"):
-        with pytest.raises(ConfigError, match="unknown preset .*: expected one of 'exact', .*'gate', 'block', or a"):
+        with pytest.raises(ConfigError, match="unknown preset .*: expected one of 'exact', .*'block', 'tiles', or a"):
             MemSaveConfig.preset(name)
 
 

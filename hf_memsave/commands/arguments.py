@@ -18,6 +18,8 @@ from hf_memsave.errors import CommandError
 #: Sequences, and tokens in each, of a step for which none are given; a model that takes fewer tokens has as many.
 BATCH_SIZE, SEQ_LEN = 2, 512
 STANDARD_OUTPUT = Path("-")
+#: The fields that have an option of their own beside ``--memsave``.
+_MEMSAVE = ("checkpoint", "tiles", "offload", "compile")
 
 
 def report(parser: argparse.ArgumentParser) -> None:
@@ -132,13 +134,15 @@ def add_memsave(parser: argparse.ArgumentParser, words: str = "a preset or YAML 
     _add(parser, "--memsave", help=words)
     again = "what of each block runs again in backward: each in turn frees more, and takes more time"
     parser.add_argument("--checkpoint", choices=RUNGS, help=again)
+    sizes = "run blocks again in tiles of so many tokens of each sequence (auto: by what is free)"
+    parser.add_argument("--tiles", type=tiles_of, metavar="N|auto", help=sizes)
     parser.add_argument("--offload", action="store_true", help="what is still kept goes to main memory (for CUDA)")
     parser.add_argument("--compile", action="store_true", help="compile each repeated block by itself")
 
 
 def memsave_of(args: argparse.Namespace) -> MemSaveConfig:
     """The configuration that ``--memsave`` and the options beside it ask for; else ConfigError."""
-    fields = {name: value for name in ("checkpoint", "offload", "compile") if (value := getattr(args, name, None))}
+    fields = {name: value for name in _MEMSAVE if (value := getattr(args, name, None)) not in (None, False)}
     config = MemSaveConfig.resolve(args.memsave, fields, may_plan=getattr(args, "budget", None) is not None)
     assert config is not None  # a preset's name is none of False
     return config
@@ -146,9 +150,14 @@ def memsave_of(args: argparse.Namespace) -> MemSaveConfig:
 
 def memsave_in_words(args: argparse.Namespace) -> str:
     """What was asked for, such as "exact, checkpoint gate, offload"."""
-    rung = getattr(args, "checkpoint", None)
-    flags = [name for name in ("offload", "compile") if getattr(args, name, False)]
-    return ", ".join([args.memsave, *([f"checkpoint {rung}"] if rung else []), *flags])
+    named = [f"{name} {value}" for name in _MEMSAVE[:2] if (value := getattr(args, name, None))]
+    flags = [name for name in _MEMSAVE[2:] if getattr(args, name, False)]
+    return ", ".join([args.memsave, *named, *flags])
+
+
+def tiles_of(text: str) -> int | str:
+    """What ``--tiles`` means."""
+    return text if text == "auto" else int(text)
 
 
 def check(args: argparse.Namespace) -> None:

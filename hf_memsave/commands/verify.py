@@ -72,6 +72,11 @@ def _verdict(found: step.StepComparison) -> str:
         loss = found.loss in found.differing
         gradients = f"{len(found.differing) - loss} of {len(found.gradients)} gradients"
         return f"Different: {gradients}{' and the loss' * loss}."
+    if found.is_tiled:
+        return (
+            f"Equal within {found.tolerance:.1e}: blocks that run in tiles sum the gradients of weights, in fp32, in "
+            f"another order than stock. The loss is {_distance(found.loss)}."
+        )
     return (
         f"Equal within {found.tolerance:.1e}: kernels add in no fixed order, and stock run twice differs from itself "
         f"by up to {found.repeat:.1e}, of which {step.DISTANCES} times are allowed. --deterministic asks for equal "
@@ -81,7 +86,9 @@ def _verdict(found: step.StepComparison) -> str:
 
 def _causes(found: step.StepComparison) -> str:
     worst, expected = found.differing[0], "equal bits"
-    if found.tolerance:
+    if found.is_tiled:
+        expected = f"less than {found.tolerance:.1e}, as of sums in another order"
+    elif found.tolerance:
         expected = f"less than {found.tolerance:.1e}, {step.DISTANCES} times stock's own distance from itself"
     return (
         f"{worst.name} differs by {worst.relative:.1e}; expected {expected}. Look first for code in the model that "

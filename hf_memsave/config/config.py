@@ -20,8 +20,10 @@ from hf_memsave.config.wtacrs import WTACRS, is_int
 from hf_memsave.errors import ConfigError, PlanError
 
 #: What runs again in backward, from the least to the most; each is a preset by its name as well.
-Rung = Literal["o_proj", "qkv", "up", "gate", "block"]
+Rung = Literal["o_proj", "qkv", "up", "gate", "block", "tiles"]
 RUNGS: tuple[str, ...] = get_args(Rung)
+#: The rungs by which whole blocks run again.
+WHOLE = ("block", "tiles")
 #: The fields that say what to do with a kind of module.
 KINDS = ("activation", "norm", "dropout", "attention", "lora")
 #: The fields that ``layers`` can limit.
@@ -38,7 +40,13 @@ class MemSaveConfig:
     Attributes:
         checkpoint: Which products of a repeated block run again in backward: none, "o_proj" (attention's output
             projection), and with it "qkv", and with those "up", "gate" (all of an MLP that an activation reads),
-            "block" (and attention itself). Exact; it costs the time of those products.
+            "block" (and attention itself), "tiles" (as "block", but in tiles of the sequence: see ``tiles``). Exact; it
+            costs the time of those products.
+        tiles: How many tokens of each sequence a block runs at a time, forward and backward, with attention alone run
+            on all of them; "auto" takes several thousand, by what is free on the device. A shorter sequence runs as
+            with "block", and so does a block that mixes tokens otherwise than by attention. Losses are stock's to the
+            bit in fp32; gradients up to the order of sums, as weights' are summed over tiles, in fp32. It chooses
+            checkpoint="tiles", which without it takes "auto".
         offload: Whether what still has to be kept goes to main memory, and comes back in backward. Exact, for CUDA.
         budget: What a training step may take of a GPU, in bytes or as "24GiB": trainers, which know batch size and
             sequence length, plan the cheapest checkpoint and offload that fit (:func:`hf_memsave.plan`).
@@ -71,6 +79,7 @@ class MemSaveConfig:
     """
 
     checkpoint: Rung | None = None
+    tiles: int | Literal["auto"] | None = None
     offload: bool = False
     budget: int | str | None = None
     storage: Literal["int8", "int4"] | None = None
@@ -92,13 +101,15 @@ class MemSaveConfig:
         for name, hint in get_type_hints(MemSaveConfig).items():
             names = [value for one in (hint, *get_args(hint)) if get_origin(one) is Literal for value in get_args(one)]
             allowed = [None, *names] if type(None) in get_args(hint) else names
-            self._expect(name, not names or getattr(self, name) in allowed, f"one of {listed(allowed)}")
+            is_any = not names or name == "tiles"
+            self._expect(name, is_any or getattr(self, name) in allowed, f"one of {listed(allowed)}")
         self._expect("few_bits", is_int(self.few_bits) and 1 <= self.few_bits <= 8, "a whole number from 1 to 8")
         for name in ("frozen", "offload", "compile"):
             self._expect(name, isinstance(getattr(self, name), bool), "True or False")
         is_linear = self.linear is None or isinstance(self.linear, WTACRS)
         exact = "Use WTACRS(budget=0.3), or leave it out for exact weight gradients."
         self._expect("linear", is_linear, "None or a WTACRS", exact)
+        self._resolve_tiles()
         limits = self.first_blocks("checkpoint") is not None
         if self.budget is not None:
             try:
@@ -128,6 +139,27 @@ class MemSaveConfig:
         if not is_right:
             remedy = remedy or f"Leave it out for the default, {getattr(MemSaveConfig, name)!r}."
             raise ConfigError(f"MemSaveConfig.{name} must be {expected}, got {getattr(self, name)!r}. {remedy}")
+
+    def _resolve_tiles(self) -> None:
+        """Have ``tiles`` and its rung go together; raise where they cannot."""
+        is_size = is_int(self.tiles) and self.tiles >= 1
+        expected = "None, 'auto' or a whole number of tokens, 1 or more"
+        self._expect("tiles", self.tiles in (None, "auto") or is_size, expected, "Use 'auto', or leave it out.")
+        if self.tiles is not None and self.checkpoint not in (None, "tiles"):
+            raise ConfigError(
+                f"MemSaveConfig.tiles={self.tiles!r} runs whole blocks again in tiles, got checkpoint="
+                f"{self.checkpoint!r} beside it. Leave out one of the two."
+            )
+        if self.tiles is None and self.checkpoint != "tiles":
+            return
+        object.__setattr__(self, "checkpoint", "tiles")
+        object.__setattr__(self, "tiles", self.tiles or "auto")
+        found = {name: getattr(self, name) for name in ("storage", "linear", "compile")}
+        if given := [f"{name}={value!r}" for name, value in found.items() if value]:
+            raise ConfigError(
+                f"MemSaveConfig.checkpoint='tiles' keeps a block's input alone, exactly, and runs the block's own code "
+                f"on parts of it, got {', '.join(given)}. Use checkpoint='block', or leave that out."
+            )
 
     def _refuse_beside_compile(self) -> None:
         """Raise for what a compiled block cannot do."""

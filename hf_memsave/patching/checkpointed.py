@@ -12,7 +12,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,7 @@ _NAMES = ("gradient_checkpointing", "_gradient_checkpointing_func")
 #: Kinds of PEFT's adapters that are a cache.
 _BRING_A_CACHE = ("PREFIX_TUNING", "CARTRIDGE")
 #: What a layer of PEFT's keeps of which adapters it uses, and how.
-_OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 #: Where a block finds what it was told before.
 BEFORE = "_memsave_checkpointed"
 
@@ -75,7 +75,7 @@ class _Flag:
 _caches = threading.local()
 
 
-def _checkpoint(function: Any, *args: Any) -> Any:
+def checkpoint_block(function: Any, *args: Any) -> Any:
     """``checkpoint`` of a block's forward, or of its ``__call__``, which raises in backward where it would differ."""
     # Transformers has made ``partial(forward, block)`` of it, or one of its bound ``__call__``.
     given = *getattr(function, "args", ()), getattr(getattr(function, "func", None), "__self__", None)
@@ -89,13 +89,13 @@ def _checkpoint(function: Any, *args: Any) -> Any:
 
     def run(*args: Any) -> Any:
         if before:
-            changed = [what for what, now in _state(function, block).items() if now != before[what]]
+            changed = [what for what, now in state_of(function, block).items() if now != before[what]]
             if changed:
-                raise _changed(block, changed[0])
+                raise run_differs(block, changed[0])
             # As in the forward: PyTorch's hooks give tensors back as plain ones, and a loss asks no class in backward.
             with all_subclasses() if is_asking else contextlib.nullcontext():
                 return function(*[a.as_subclass(k) if k else a for a, k in zip(args, kinds, strict=True)])
-        before.update(_state(function, block))
+        before.update(state_of(function, block))
         if (hooks := innermost_hooks()) is None:
             return function(*args)
         pack, unpack = hooks  # by which ``checkpoint`` runs this again
@@ -104,7 +104,7 @@ def _checkpoint(function: Any, *args: Any) -> Any:
             try:
                 return unpack(packed)
             except CheckpointError as error:
-                raise _changed(block, f"something else ({str(error).splitlines()[0]})") from error
+                raise run_differs(block, f"something else ({str(error).splitlines()[0]})") from error
 
         with saved_tensors_hooks(pack, unpack_or_say_why):
             return function(*args)
@@ -118,7 +118,7 @@ def runs_again(block: nn.Module) -> bool:
     return isinstance(block.__dict__.get(_NAMES[1]), _Ours)
 
 
-def _state(function: Any, block: nn.Module) -> dict[str, Any]:
+def state_of(function: Any, block: nn.Module) -> dict[str, Any]:
     """What is to be equal when ``block`` runs again by ``function``, each by what to say of it where it is not."""
     modules = [block]
     for module in modules:  # which grows: ``block.modules()`` takes ten times as long
@@ -133,7 +133,7 @@ def _state(function: Any, block: nn.Module) -> dict[str, Any]:
         ],
         "modules that were switched by train() or eval()": [m for m in modules if not m.training],
         "adapters that were switched, scaled, merged or disabled": [
-            repr([getattr(layer, name, None) for name in _OF_ADAPTERS]) for layer in layers
+            repr([getattr(layer, name, None) for name in OF_ADAPTERS]) for layer in layers
         ],
     }
 
@@ -144,7 +144,8 @@ def _hook(number: int, hook: Any) -> Any:
     return number if offsets is None else repr(offsets)
 
 
-def _changed(block: nn.Module, found: str) -> KeptTensorChangedError:
+def run_differs(block: nn.Module, found: str) -> KeptTensorChangedError:
+    """The error for a block that would not run again as it ran; ``found`` says what is other now."""
     return KeptTensorChangedError(
         f"a checkpointed {type(block).__name__} runs again in backward: expected all as in its forward, got {found}. "
         "Change nothing that it reads before backward() is over, or use checkpoint='gate' or None."
@@ -184,8 +185,10 @@ def with_cache(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator[None]
         _caches.is_asked_for = before
 
 
-def checkpoint_blocks(model: nn.Module, blocks: Collection[nn.Module]) -> None:
-    """Have ``blocks`` of ``model`` keep their input alone, and all others what they kept without us."""
+def checkpoint_blocks(
+    model: nn.Module, blocks: Collection[nn.Module], function: Callable[..., Any] = checkpoint_block
+) -> None:
+    """Have ``blocks`` of ``model`` keep their input alone, by ``function``; all others what they kept without us."""
     for module in model.modules():
         before: dict[str, Any] | None = module.__dict__.pop(BEFORE, None)
         if before is not None and runs_again(module):
@@ -197,4 +200,4 @@ def checkpoint_blocks(model: nn.Module, blocks: Collection[nn.Module]) -> None:
         own = module.__dict__
         if not getattr(module, _NAMES[0], False):  # else the whole model is checkpointed already
             own[BEFORE] = {name: own[name] for name in _NAMES if name in own}
-            own.update(zip(_NAMES, (_Flag(), _Ours(_checkpoint)), strict=True))
+            own.update(zip(_NAMES, (_Flag(), _Ours(function)), strict=True))

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave.arch import HIDDEN, KIND_OF_CLASS, LINEARS, LORA, RUN_AGAIN, fused_of, is_run_again, kind_of, path_of
-from hf_memsave.config.config import MemSaveConfig
+from hf_memsave.config.config import WHOLE, MemSaveConfig
 from hf_memsave.config.wtacrs import WTACRS
 from hf_memsave.errors import PatchError
 from hf_memsave.ops import OPS
@@ -129,7 +129,7 @@ def _collect_taped(
             roots += (f"{name}." if name else "",)
         number = number_of(name, numbers)
         rung = config.checkpoint if config.converts("checkpoint", number, len(numbers)) or not is_block else None
-        is_again, is_compiled = is_block and rung == "block", is_block and config.compile
+        is_again, is_compiled = is_block and rung in WHOLE, is_block and config.compile
         number = number if config.layers and not config.compile else 0  # blocks of one class share a graph
         plan[module] = Patch(
             stock_class(module), config, number, is_hidden=is_hidden, is_checkpointed=is_again and not is_compiled,
@@ -178,7 +178,7 @@ def _choice(
 
 def _is_chosen(path: str, module: nn.Module, config: MemSaveConfig, block: int, blocks: int) -> bool:
     """Whether it is a linear, with no adapter around, of a rung; a block that runs again as a whole needs none."""
-    if config.checkpoint in (None, "block") or not config.converts("checkpoint", block, blocks):
+    if config.checkpoint in (None, *WHOLE) or not config.converts("checkpoint", block, blocks):
         return False
     is_linear = path_of(stock_class(module)) in RUN_AGAIN or isinstance(getattr(module, "out_features", None), int)
     return is_linear and "base_layer" not in module._modules and is_run_again(path, str(config.checkpoint))

@@ -14,7 +14,7 @@ from functools import partial
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_memsave.config.config import MemSaveConfig
+from hf_memsave.config.config import WHOLE, MemSaveConfig
 from hf_memsave.config.sizes import MIB, gib
 from hf_memsave.device import has_numbers
 from hf_memsave.logs import is_measuring, logger
@@ -35,9 +35,9 @@ def tell(module: nn.Module, step: Ledger, config: MemSaveConfig) -> None:
     if any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in module.modules()):
         step.is_counted, step.uncounted = False, "parts of the model are compiled, and what those keep is theirs"
         return
-    is_vain = _warn_if_in_vain(module, step, config)
     parameter = next(module.parameters(), None)
     is_real = parameter is None or (has_numbers(parameter) and is_concrete(parameter))
+    is_vain = is_real and _warn_if_in_vain(module, step, config)
     if not module.training or is_measuring() or not is_real or step.told is not None:
         return
     step.told = shape_of(module)
@@ -59,7 +59,8 @@ def _say(step: Ledger, config: MemSaveConfig) -> None:
 def sentences(step: Ledger, config: MemSaveConfig) -> list[str]:
     """What a step kept, of what, and what freed it, in people's words."""
     rung, again = config.checkpoint, step.nbytes_again
-    runs = "blocks run again" if rung == "block" else f"{gib(again)} of products run again" if again else ""
+    how = "blocks run again" + (", in tiles" if rung == "tiles" else "")
+    runs = how if rung in WHOLE else f"{gib(again)} of products run again" if again else ""
     said = [f"the first step {kept(step)}{_in_brackets(kinds(step, 'avoided'), runs)}."]
     if not step.is_checkpointed_in_stock:
         return said
@@ -72,8 +73,8 @@ def sentences(step: Ledger, config: MemSaveConfig) -> list[str]:
         f"{gib(step.nbytes_kept + ours)} at its peak as a block runs again, where stock would keep "
         f"{gib(step.nbytes_stock)} and {gib(step.nbytes_stock + stock)}."
     )
-    if rung == "block":  # what it keeps by itself was not counted
-        return [on, 'Set gradient_checkpointing=False: memsave="block" runs blocks again by itself.']
+    if rung in WHOLE:  # what it keeps by itself was not counted
+        return [on, f'Set gradient_checkpointing=False: memsave="{rung}" runs blocks again by itself.']
     other, less = ("block", "") if rung else ("gate", ' less, and "block"')
     return [
         on, f"With gradient_checkpointing=False it {kept(free, 'about ')}{_in_brackets(kinds(free, 'avoided'))}, at "
@@ -157,7 +158,7 @@ def _warn_if_in_vain(module: nn.Module, step: Ledger, config: MemSaveConfig) -> 
     pairs = []
     if config.inexact and not step.is_checkpointed:
         pairs.append((", ".join(config.inexact), kept, step.nbytes_exact, "an exact setting keeps"))
-    if config.checkpoint not in (None, "block") and not is_rerun:
+    if config.checkpoint not in (None, *WHOLE) and not is_rerun:
         pairs.append((f'checkpoint="{config.checkpoint}"', kept, kept + step.nbytes_again, "without it it keeps"))
     if config.offload:
         pairs.append(("offload=True", step.nbytes_kept, kept, "without it the device keeps"))

@@ -17,13 +17,14 @@ from hf_memsave.errors import ConfigError, PatchError, not_a_module
 from hf_memsave.logs import warn_once
 from hf_memsave.ops.sampled.sampler import MOST
 from hf_memsave.patching import refusals
-from hf_memsave.patching.checkpointed import AGAIN, checkpoint_blocks, choose_again
+from hf_memsave.patching.checkpointed import AGAIN, checkpoint_block, checkpoint_blocks, choose_again
 from hf_memsave.patching.collect import Patches, collect
 from hf_memsave.patching.first_step import FIRST, LEDGER, kept, kinds, sentences, shape_of
 from hf_memsave.patching.refusals import SiteReport
 from hf_memsave.patching.sampled_layers import attach, sampler_of
 from hf_memsave.patching.swap import is_patched, is_wrapped, patched_class, patched_models, set_class, stock_class
 from hf_memsave.patching.taped import BUFFERS, CODED, COMPILED, forget_decisions, mark_buffers
+from hf_memsave.patching.tiled import PLANS, tile
 from hf_memsave.tape.codecs import leave_alone
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.quantize import FORMATS
@@ -129,6 +130,16 @@ class PatchReport:
             *(f"  compiled {n:>4} x {b.name}: {b.why_not or counted(b.graphs, 'graph')}" for b, n in blocks.items()),
         ]
 
+    def _tiled(self) -> list[str]:
+        model = self._model()
+        modules = () if model is None else model.modules()
+        plans = [(m, one) for m in modules for one in m.__dict__.get(PLANS, {}).values()]
+        found = Counter((stock_class(m).__name__, one.why_not or "") for m, one in plans)
+        return [
+            f"  in tiles {n:>4} x {name}" if not why else f"  no tiles {n:>4} x {name}: {why}; run again as a whole"
+            for (name, why), n in sorted(found.items())
+        ]
+
     def _step(self) -> list[str]:
         step = self.step
         if step.uncounted and not step.is_counted:
@@ -165,7 +176,7 @@ class PatchReport:
         for (status, op, cls, reason), count in sorted(counts.items()):
             if status == "skipped" or op not in ("model", "block"):
                 lines.append(f"  {status:<8} {count:>4} x {op:<18} {cls}{': ' + reason if reason else ''}")
-        lines += self._sampling() + self._compiled()
+        lines += self._sampling() + self._compiled() + self._tiled()
         if self.config.storage is not None:
             lines.append(f"  activations that have to be kept are kept in {FORMATS[self.config.storage].bits} bits")
         if added := self.added:
@@ -281,14 +292,16 @@ def _swap(model: nn.Module, plan: Patches, again: set[nn.Module]) -> set[nn.Modu
             set_class(module, cls)
             forget_decisions(module)
             changed.add(module)
-        for name in (BUFFERS, LEDGER, FIRST, CODED):
+        for name in (BUFFERS, LEDGER, FIRST, CODED, PLANS):
             if name != CODED or module not in coded:
                 module.__dict__.pop(name, None)
     for module, index in coded.items():
         module.__dict__.setdefault(CODED, (index, 0))
     choose_again(model, again)
     attach(model)
-    checkpoint_blocks(model, [module for module, patch in plan.items() if patch.is_checkpointed])
+    whole = {module: patch for module, patch in plan.items() if patch.is_checkpointed}
+    is_tiled = any(patch.rung == "tiles" for patch in whole.values())
+    checkpoint_blocks(model, whole.keys(), tile if is_tiled else checkpoint_block)
     return changed
 
 

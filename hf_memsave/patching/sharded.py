@@ -43,7 +43,7 @@ def frees_after_forward(module: nn.Module) -> bool:
 
 def refuse_zero3(model: nn.Module, rung: str | None) -> None:
     """Raise where linears of ``model`` are to run again, whose weights ZeRO-3 has taken away by then."""
-    if rung not in (None, "block") and any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+    if rung not in (None, "block", "tiles") and any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise PatchError(
             f"checkpoint={rung!r}: expected parameters that stay, got DeepSpeed ZeRO-3's, which are gone when a linear "
             "would run again in backward. Use checkpoint='block' or gradient checkpointing there, or ZeRO-2."

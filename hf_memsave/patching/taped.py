@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_memsave.config.config import MemSaveConfig
+from hf_memsave.config.config import WHOLE, MemSaveConfig
 from hf_memsave.errors import PatchError
 from hf_memsave.logs import is_measuring
 from hf_memsave.ops.fused import linear as fused_linear
@@ -62,7 +62,7 @@ _decided: weakref.WeakKeyDictionary[nn.Module, Decisions] = weakref.WeakKeyDicti
 
 
 @lru_cache(1024)
-def _settings(config: MemSaveConfig, block: int, has_quantized: bool) -> Settings:
+def settings_of(config: MemSaveConfig, block: int, has_quantized: bool) -> Settings:
     """For the repeated block of this number: handlers of functions, how dropouts are kept, what packs bits."""
     stock = [kind for kind in ("activation", "norm", "dropout", "attention") if not config.converts(kind, block)]
     stock += [] if config.frozen else ["frozen"]
@@ -101,7 +101,7 @@ def run_taped(module: nn.Module, config: MemSaveConfig, block: int, forward: For
         is_model = isinstance(module, PreTrainedModel) and config.loss == "chunked"
         with without_tape(_head_below(module), args, kwargs) if is_model else _ALONE:
             return forward(module, *args, **kwargs)
-    settings = _settings(config, block, "bitsandbytes" in sys.modules)
+    settings = settings_of(config, block, "bitsandbytes" in sys.modules)
     entering: contextlib.AbstractContextManager[Any] = _ALONE
     if sampler is not None and module.training:
         cls: Any = type(module)
@@ -142,7 +142,7 @@ def _lay(
     decided = _decided.setdefault(module, Decisions())
     ledger = _before_forward(module, tensors_in((*args, *kwargs.values())))
     told = _told_within(module, args, kwargs) if ledger is None and innermost_hooks() is not None else ledger
-    cached = with_cache(module, kwargs) if config.checkpoint == "block" else contextlib.nullcontext()
+    cached = with_cache(module, kwargs) if config.checkpoint in WHOLE else contextlib.nullcontext()
     offload = Offload() if config.offload and innermost_hooks() is None else contextlib.nullcontext()  # no foreign one
     new = Tape(*settings, codec, held, told, decided, mark_of(module, config.checkpoint))
     try:
