@@ -1,23 +1,29 @@
-"""Two real processes over gloo: linears that run again find weights that come and go."""
+"""Two real processes over gloo: linears that run again find weights that come and go, and norms are gathered."""
 
 import contextlib
 import datetime
 import io
 import os
 import re
+from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from hf_memsave import MemSaveConfig, PatchError, measure_kept, patch
+from hf_memsave import WTACRS, MemSaveConfig, PatchError, measure_kept, patch
+from hf_memsave.integrations.trainer import NORMS_NAME, save_norms
+from hf_memsave.patching.sampled_layers import sampler_of
+from hf_memsave.patching.tiled import PLANS
 from support.compiled import interpreted
 from support.families import Size, batch_for, build
 from support.steps import assert_same
@@ -31,12 +37,12 @@ TIMEOUT = datetime.timedelta(seconds=60)
 pytestmark = pytest.mark.long
 
 
-def shard(model, units=(GradientCheckpointingLayer,)):
+def shard(model, units=(GradientCheckpointingLayer,), **options):
     mesh = init_device_mesh("cpu", (RANKS,))
     for module in model.modules():
         if isinstance(module, units):
-            fully_shard(module, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+            fully_shard(module, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
     return model
 
 
@@ -80,6 +86,15 @@ def forward(model, seed):
 UNITS = {"blocks": (GradientCheckpointingLayer,), "attention": (LlamaAttention, LlamaMLP)}
 USES = {"stays, then goes": stays_then_goes, "two forwards": two_forwards, "by hand": by_hand}
 AGAIN = {"gate": {"checkpoint": "gate"}, "gate and offload": {"checkpoint": "gate", "offload": True}}
+#: Longer than what a block is tried with before it runs in tiles; and how such a model is wrapped.
+LONG = Size(seq=96)
+TILED = {
+    "tiles, DDP": DistributedDataParallel,
+    "tiles, DDP's buckets": partial(DistributedDataParallel, gradient_as_bucket_view=True, static_graph=True),
+    "tiles, FSDP2": shard,
+    "tiles, FSDP2 that stays": partial(shard, reshard_after_forward=False),
+    "tiles, FSDP2 in bf16": partial(shard, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
+}
 SHARDED = [*(("blocks", use) for use in USES), ("attention", "two forwards")]
 
 
@@ -109,6 +124,17 @@ def refusal():
     return str(error.value)
 
 
+def samples_seen(rank, folder):
+    """Whether each sample's norm is known: to this process, and in the file that both have saved."""
+    model = build("bert")
+    patch(model, MemSaveConfig(linear=WTACRS(targets=("0",), cache="sample_idx", samples=2 * RANKS)))
+    model(**batch_for(model, seed=rank), sample_idx=torch.arange(2) + 2 * rank).loss.backward()
+    save_norms(model, folder)
+    dist.barrier()
+    name = "bert.encoder.layer.0.output.dense/samples"
+    return [found[name] > 0 for found in (sampler_of(model).state_dict(), load_file(folder / NORMS_NAME))]
+
+
 def first_step_said(rank):
     """What a process without handlers of its own writes as a model is trained under DistributedDataParallel."""
     with contextlib.redirect_stderr(io.StringIO()) as written:
@@ -131,6 +157,30 @@ def compiled_under(engine, fields):
         return {name: full(p.grad) for name, p in model.named_parameters()}, str(report)
 
 
+def tiled_under(engine, fields, rank):
+    """Losses, gradients and weights' hooks of two steps of two micro-batches of BERT with dropouts, and the reasons."""
+    model = build("bert", LONG, torch.float32 if "bf16" in engine else torch.float64)
+    if fields:
+        patch(model, MemSaveConfig(**fields))
+    whole, calls, found = TILED[engine](model), Counter(), {}
+    for name, weight in model.named_parameters():
+        weight.register_post_accumulate_grad_hook(lambda weight, name=name: calls.update([name]))
+    for number in range(2):
+        model.zero_grad()
+        for part in range(2):
+            is_quiet = engine == "tiles, DDP" and part == 0
+            if "FSDP2" in engine:
+                whole.set_requires_gradient_sync(part == 1)
+            with whole.no_sync() if is_quiet else contextlib.nullcontext():
+                torch.manual_seed(rank)
+                loss = whole(**batch_for(model, LONG, seed=10 * number + 5 * part + rank)).loss
+                loss.backward()
+            found[f"loss {number} {part}"] = loss.detach()
+        found |= {f"{number} {name}": full(p.grad) for name, p in model.named_parameters()}
+    plans = [plan for m in model.modules() for plan in m.__dict__.get(PLANS, {}).values()]
+    return found, dict(calls), [plan.why_not for plan in plans]
+
+
 def full(tensor):
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
@@ -142,15 +192,17 @@ def work(rank, folder):
     )
     found = {}
     try:
-        for case in ("first step", "refusal", *SHARDED, "DDP", "FSDP2"):
+        for case in ("first step", "samples", "refusal", *SHARDED, "DDP", "FSDP2", *TILED):
             if case == "first step":
                 found[case] = first_step_said(rank)
             elif case in SHARDED:
                 found[case] = {name: train_sharded(*case, AGAIN.get(name), rank) for name in (*AGAIN, "stock")}
+            elif case in TILED:
+                found[case] = [tiled_under(case, fields, rank) for fields in ({"tiles": 40}, {})]
             elif case in ("DDP", "FSDP2"):
                 found[case] = [compiled_under(case, fields) for fields in ({"compile": True}, {})]
             else:
-                found[case] = refusal()
+                found[case] = refusal() if case == "refusal" else samples_seen(rank, folder)
             torch.save(found, folder / f"{rank}.new")
             os.replace(folder / f"{rank}.new", folder / f"{rank}.pt")
     finally:
@@ -198,6 +250,16 @@ def test_compiled_blocks_train_on_two_processes(engine, ranks):
             torch.testing.assert_close(got[name], gradient, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("case", TILED)
+def test_blocks_in_tiles_have_stocks_gradients_and_run_each_hook_of_a_weight_as_often(case, ranks):
+    slack = 0.02 if "bf16" in case else 1e-10
+    for (got, calls, reasons), (expected, stock_calls, _) in of_case(ranks, case):
+        assert reasons and not any(reasons) and calls == stock_calls and list(got) == list(expected)
+        largest = max(float(tensor.norm()) for tensor in expected.values())
+        for name, tensor in expected.items():
+            assert (got[name] - tensor).norm() <= slack * max(float(tensor.norm()), 1e-3 * largest), name
+
+
 def test_one_process_says_what_the_first_step_keeps(ranks):
     said, nothing = of_case(ranks, "first step")
     model = build("llama", SIZE)
@@ -211,3 +273,9 @@ def test_one_process_says_what_the_first_step_keeps(ranks):
 def test_linears_that_fsdp1_has_wrapped_are_refused_with_the_remedy(ranks):
     for message in of_case(ranks, "refusal"):
         assert "q_proj (FullyShardedDataParallel): it is a unit of FSDP1. Wrap whole blocks, or patch before" in message
+
+
+def test_norms_that_two_processes_save_are_those_that_each_has_seen(ranks):
+    (first, saved), (second, same) = of_case(ranks, "samples")
+    assert torch.equal(saved, same) and torch.equal(saved, first | second) and saved.all()
+    assert first.tolist() == [True, True, False, False] and second.tolist() == [False, False, True, True]
