@@ -22,7 +22,8 @@ from hf_memsave.planner.rates import Rates, rates_of
 from hf_memsave.planner.settings import FLOOR, OFFLOAD, Family, Setting, Settings, in_words, trace_of
 
 #: The settings that are offered where a step does not fit.
-_BELOW = (FLOOR._replace(rung="gate"), OFFLOAD, FLOOR._replace(rung="block"), OFFLOAD._replace(rung="block"))
+_WHOLE = tuple(family._replace(rung=rung) for rung in ("block", "tiles") for family in (FLOOR, OFFLOAD))
+_BELOW = (FLOOR._replace(rung="gate"), OFFLOAD, *_WHOLE)
 #: How often the number of devices is doubled.
 _DOUBLED = 10
 
@@ -193,7 +194,7 @@ def _what_fits(settings: Settings, family: Family, limit: int) -> Iterator[str]:
     step = trace.places.get(Place("optimizer"))
     ways: dict[str, tuple[Settings, Family]] = {}
     if step is None or step.live + OWN <= limit:  # else no rung changes that
-        ways = {in_words(other): (settings, other) for other in _BELOW}
+        ways = {in_words(other): (settings, other) for other in _BELOW if other in settings.families()}
     if training.optimizer == "adamw":
         ways["fused AdamW"] = _with(settings, optimizer="adamw_fused"), family
     if training.optimizer in ("adamw", "adamw_fused"):

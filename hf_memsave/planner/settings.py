@@ -1,10 +1,10 @@
 """Settings below the floor, what each takes, and what it costs.
 
 What runs again in backward costs the same for every byte that it frees, up to the gate (a linear frees its output for
-its product: one byte for so many operations as its input is wide). So there are two rungs to choose from: "gate", which
-runs the fewest linears for what a layer frees, and "block", which also runs attention; in some number of the first
-layers; each with or without offload. The peak of every such mixture follows from two traced settings: the rung in no
-layer, and in all.
+its product: one byte for so many operations as its input is wide). So there are few rungs to choose from: "gate", which
+runs the fewest linears for what a layer frees, "block", which also runs attention, and for sequences of more than one
+tile "tiles"; in some number of the first layers; each with or without offload. The peak of every such mixture follows
+from two traced settings: the rung in no layer, and in all.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from hf_memsave.measure.estimate import OWN, sharded
 from hf_memsave.measure.models import depth_of
 from hf_memsave.measure.trace import Trace
 from hf_memsave.measure.training import Training
+from hf_memsave.patching.tiled import TOKENS
 from hf_memsave.planner.rates import Rates, Work, work_of
 
 RUNGS: tuple[Any, ...] = (None, "gate", "block")
@@ -102,7 +103,8 @@ class Settings:
 
     def families(self) -> list[Family]:
         """All that may be used."""
-        return [Family(offload, rung) for offload in (False, True) for rung in RUNGS]
+        rungs = (*RUNGS, "tiles") if self.training.seq_len > TOKENS else RUNGS
+        return [Family(offload, rung) for offload in (False, True) for rung in rungs]
 
     def stock(self) -> dict[str, tuple[int, float]]:
         """Stock, and stock with gradient checkpointing, which runs forward again -> bytes needed, and the cost."""

@@ -35,6 +35,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "exact": {"memsave": {}},
     '`"block"`': {"memsave": {"checkpoint": "block"}},
     '`"max"`': {"memsave": "max"},
+    '`"tiles"`': {"memsave": "tiles"},
+    '`"tiles"`, offload': {"memsave": {"checkpoint": "tiles", "offload": True}},
 }
 ABOUT = """*Estimated* from the configuration alone, not run on a GPU. GiB on each device: weights, what is kept there
 between forward and backward beside them, and the peak, which has gradients, the optimizer's states and the work of a

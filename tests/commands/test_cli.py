@@ -67,7 +67,7 @@ def test_report_equals_a_direct_measurement_at_full_depth(model_type, autocast, 
     assert status == 0, errors
     figures = json.loads((tmp_path / "out.json").read_text())
 
-    config = AutoConfig.from_pretrained(folder, attention_probs_dropout_prob=0.0, attn_pdrop=0.0)
+    config = AutoConfig.from_pretrained(folder, attention_probs_dropout_prob=0.0, attn_pdrop=0.0, use_cache=False)
     model = HEADS.get(model_type, AutoModelForCausalLM).from_config(config).train()
     for module in model.modules():
         if type(module).__name__ == "T5Attention":
@@ -96,7 +96,7 @@ def test_report_lays_wide_weights_over_one_another_and_counts_the_same(tmp_path,
     assert report(capsys, folder, *shape, "--autocast", "bf16", "--json", out)[0] == 0
     figures = json.loads(out.read_text())
     assert figures["measured"]["patched"][-1] == figures["depth"]
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).train()
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, use_cache=False)).train()
     ids = torch.randint(2, 512, (2, 16))
     assert figures["parameters"] == model.num_parameters()
     for setting in ("stock", "patched"):

@@ -59,7 +59,7 @@ def folder_of(tmp_path, config):
 
 def directly(cls, folder, batch, dtype):
     """Kept bytes, stock and patched, of a model that is built here."""
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, use_cache=False)
     config.layerdrop = 0.0
     model = getattr(transformers, cls)._from_config(config, dtype=dtype).train()
     stock = hf_memsave.measure_kept(model, batch)
