@@ -67,6 +67,7 @@ EVIDENCE = {
     "long-context": Evidence("bench/long_context.py --out {out}", 3),
     "selective": Evidence("bench/selective.py --batch 2 --steps 5 --out {out}", 3),
     "sweep-models": Evidence("bench/sweep_models.py --out {out}"),
+    "tiles": Evidence("bench/tiles.py --out {out}", 1, {"float64*": None, "from*": (0.1, 0.05), "other*": None}),
     "techniques": Evidence("bench/techniques.py --out {out}"),
     "ways-to-keep-less": Evidence("bench/ways_to_keep_less.py --out {out}", 2),
     "wta-crs-memory": Evidence("bench/wta_crs.py --out {out}", 3),
