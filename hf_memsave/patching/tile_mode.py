@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cache, partial
@@ -61,11 +62,10 @@ class Rows(NamedTuple):
 
     def empty(self, part: Tensor, length: int, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor for so many tokens, laid out as ``part`` is."""
-        strides = part.stride()
-        order = sorted(range(part.dim()), key=lambda i: (-strides[i], i))
+        order = sorted(range(part.dim()), key=lambda i: (-part.stride(i), i))
         shape = self.shape(part, length)
-        flat = part.new_empty([shape[i] for i in order], dtype=dtype)
-        return flat.permute([order.index(i) for i in range(part.dim())])
+        strides = [math.prod(shape[i] for i in order[order.index(j) + 1 :]) for j in range(part.dim())]
+        return part.new_empty_strided(shape, strides, dtype=dtype)  # no view: what a block gives is written to
 
     def of(self, whole: Tensor, start: int, end: int) -> Tensor:
         """The rows of the tokens from ``start`` to ``end``, a view."""

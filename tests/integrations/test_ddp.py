@@ -1,4 +1,4 @@
-"""Two real processes over gloo: linears that run again find weights that come and go, and norms are gathered."""
+"""Two real processes over gloo: linears that run again find weights that come and go."""
 
 import contextlib
 import datetime
@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -20,9 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from hf_memsave import WTACRS, MemSaveConfig, PatchError, measure_kept, patch
-from hf_memsave.integrations.trainer import NORMS_NAME, save_norms
-from hf_memsave.patching.sampled_layers import sampler_of
+from hf_memsave import MemSaveConfig, PatchError, measure_kept, patch
 from hf_memsave.patching.tiled import PLANS
 from support.compiled import interpreted
 from support.families import Size, batch_for, build
@@ -124,17 +121,6 @@ def refusal():
     return str(error.value)
 
 
-def samples_seen(rank, folder):
-    """Whether each sample's norm is known: to this process, and in the file that both have saved."""
-    model = build("bert")
-    patch(model, MemSaveConfig(linear=WTACRS(targets=("0",), cache="sample_idx", samples=2 * RANKS)))
-    model(**batch_for(model, seed=rank), sample_idx=torch.arange(2) + 2 * rank).loss.backward()
-    save_norms(model, folder)
-    dist.barrier()
-    name = "bert.encoder.layer.0.output.dense/samples"
-    return [found[name] > 0 for found in (sampler_of(model).state_dict(), load_file(folder / NORMS_NAME))]
-
-
 def first_step_said(rank):
     """What a process without handlers of its own writes as a model is trained under DistributedDataParallel."""
     with contextlib.redirect_stderr(io.StringIO()) as written:
@@ -192,7 +178,7 @@ def work(rank, folder):
     )
     found = {}
     try:
-        for case in ("first step", "samples", "refusal", *SHARDED, "DDP", "FSDP2", *TILED):
+        for case in ("first step", "refusal", *SHARDED, "DDP", "FSDP2", *TILED):
             if case == "first step":
                 found[case] = first_step_said(rank)
             elif case in SHARDED:
@@ -202,7 +188,7 @@ def work(rank, folder):
             elif case in ("DDP", "FSDP2"):
                 found[case] = [compiled_under(case, fields) for fields in ({"compile": True}, {})]
             else:
-                found[case] = refusal() if case == "refusal" else samples_seen(rank, folder)
+                found[case] = refusal()
             torch.save(found, folder / f"{rank}.new")
             os.replace(folder / f"{rank}.new", folder / f"{rank}.pt")
     finally:
@@ -273,9 +259,3 @@ def test_one_process_says_what_the_first_step_keeps(ranks):
 def test_linears_that_fsdp1_has_wrapped_are_refused_with_the_remedy(ranks):
     for message in of_case(ranks, "refusal"):
         assert "q_proj (FullyShardedDataParallel): it is a unit of FSDP1. Wrap whole blocks, or patch before" in message
-
-
-def test_norms_that_two_processes_save_are_those_that_each_has_seen(ranks):
-    (first, saved), (second, same) = of_case(ranks, "samples")
-    assert torch.equal(saved, same) and torch.equal(saved, first | second) and saved.all()
-    assert first.tolist() == [True, True, False, False] and second.tolist() == [False, False, True, True]

@@ -105,7 +105,8 @@ def test_activations_grow_with_the_tokens_and_not_with_their_square(config, sett
         for of in [Training(batch_size=1, seq_len=tokens, checkpointing=checkpointing)]
     )
     activations = [t.peak - t.parameters - t.trained - t.states for t in (shorter, longer)]
-    assert 1.9 * activations[0] < activations[1] <= 2.1 * activations[0]
+    least = 1.5 if setting == "tiles" else 1.9  # the work on a tile does not grow
+    assert least * activations[0] < activations[1] <= 2.1 * activations[0]
 
 
 @pytest.mark.parametrize("quantized", [None, "nf4"])

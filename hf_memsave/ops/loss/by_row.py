@@ -190,7 +190,7 @@ class _Gate(torch.autograd.Function):
                     dx, *found = gradients(logits, [x, *wanted], dz)
         else:
             parts = _parts([one for one, _ in asked], ctx.words, flat)
-            dx, kept = chunked_loss.in_chunks(head, flat, parts, wanted, wide, dz_of, ctx.needs_input_grad[0])
+            dx, kept = chunked_loss.in_chunks(head, flat, parts, wanted, wide, dz_of, ctx.needs_input_grad[0], False)
             one = torch.ones((), dtype=wide, device=hidden.device)
             found = [gradient(tensors, one, p.dtype) for tensors, p in zip(kept, wanted, strict=True)]
         of = dict(zip(map(id, wanted), found, strict=True))

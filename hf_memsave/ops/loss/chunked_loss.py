@@ -142,9 +142,11 @@ def in_chunks(
     wide: torch.dtype,
     dz_of: Callable[[Tensor, slice], Tensor],
     wants_dx: bool,
+    is_all: bool = True,
 ) -> tuple[Tensor | None, list[tuple[Tensor, ...]]]:
     """The gradient of ``hidden``, and what is kept of parameters': ``dz_of`` gives that of each part's logits."""
-    dx, sums = torch.zeros_like(hidden) if wants_dx else None, Sums(wanted, wide, len(hidden))
+    empty = torch.empty_like if is_all else torch.zeros_like  # where some rows are in no part
+    dx, sums = empty(hidden) if wants_dx else None, Sums(wanted, wide, len(hidden))
     head.check()
     with no_modes(), saved_tensors_hooks(_same, _same):
         for part in parts:
