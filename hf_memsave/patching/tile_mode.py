@@ -62,7 +62,8 @@ class Rows(NamedTuple):
 
     def empty(self, part: Tensor, length: int, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor for so many tokens, laid out as ``part`` is."""
-        order = sorted(range(part.dim()), key=lambda i: (-part.stride(i), i))
+        before = part.stride()
+        order = sorted(range(part.dim()), key=lambda i: (-before[i], i))
         shape = self.shape(part, length)
         strides = [math.prod(shape[i] for i in order[order.index(j) + 1 :]) for j in range(part.dim())]
         return part.new_empty_strided(shape, strides, dtype=dtype)  # no view: what a block gives is written to
