@@ -157,7 +157,7 @@ def memsave_in_words(args: argparse.Namespace) -> str:
 
 def tiles_of(text: str) -> int | str:
     """What ``--tiles`` means."""
-    return text if text == "auto" else int(text)
+    return text if text == "auto" else _positive_int(text)
 
 
 def check(args: argparse.Namespace) -> None:

@@ -127,17 +127,8 @@ class _Run:
 
     def __init__(self, block: nn.Module, patch: Any, args: Any, kwargs: dict[str, Any]) -> None:
         self.block, self.config, self.number = block, patch.config, patch.block
-        self.code: Any = stock_class(block).forward
-        self.function: Any = None
-        self.before: dict[str, Any] = {}
-        self.signature = signature(block)
-        self.weights: list[tuple[nn.Module, str]] = []
         first: Any = args[0] if args else kwargs.get("hidden_states")
         is_hidden = isinstance(first, Tensor) and first.dim() == 3 and first.is_floating_point()
-        given = [first, *(x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))] if is_hidden else []
-        self.given: list[Tensor] = list({id(x): x for x in given}.values())
-        slots = {id(x): Slot(n) for n, x in enumerate(self.given)}
-        self.arguments = tree_map(lambda x: slots.get(id(x), x), (args, kwargs))
         self.tiles: list[tuple[int, int]] = []
         self.seq = 0
         if is_hidden:
@@ -147,11 +138,22 @@ class _Run:
             starts = [start for start in range(0, seq, max(even, 1)) if start == 0 or seq - start > 1]  # no tile of one
             self.tiles = list(zip(starts, [*starts[1:], seq], strict=True))
             self.tiles = self.tiles if has_numbers(first) else self.tiles[:2]  # the others have as many bytes
+        if not self.is_long:
+            return  # nothing else is asked of it
+        self.code: Any = stock_class(block).forward
+        self.function: Any = None
+        self.before: dict[str, Any] = {}
+        self.signature = signature(block)
+        self.weights: list[tuple[nn.Module, str]] = []
+        given = [first, *(x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))]
+        self.given: list[Tensor] = list({id(x): x for x in given}.values())
+        slots = {id(x): Slot(n) for n, x in enumerate(self.given)}
+        self.arguments = tree_map(lambda x: slots.get(id(x), x), (args, kwargs))
         self.masks: list[Mask | None] = []
         self.states: list[Tensor | None] = []
         self.learned: Plan | None = None
         self.attentions, self.quantized = attentions_in(block), quantized_in(block)
-        self.autocast = _autocast_of(first.device.type) if is_hidden else None
+        self.autocast = _autocast_of(first.device.type)
 
     @property
     def is_long(self) -> bool:

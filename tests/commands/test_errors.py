@@ -138,6 +138,7 @@ def test_an_error_is_one_line_with_a_remedy_in_options(line, folder, capsys, mon
         ("nope", "invalid choice"),
         ("report", "the following arguments are required"),
         ("report bert --batch-size 0", "expected a whole number from 1, got '0'"),
+        ("report bert --tiles 0", "expected a whole number from 1, got '0'"),
         ("demo --steps x", "expected a whole number from 1, got 'x'"),
         ("auto bert --fast --smart", "not allowed with argument"),
     ],

@@ -56,7 +56,7 @@ class Asked(NamedTuple):
     likes: tuple[Tensor, ...]  # what comes out, ``[rows, ...]``, without bytes; all but the first is constant
 
     def within(self, part: slice) -> slice:
-        """Those of the rows in ``part`` that it is asked of, if any."""
+        """The rows in ``part`` that this asks about: an empty slice where that is none of them."""
         return slice(max(part.start, self.start), min(part.stop, self.start + len(self.likes[0])))
 
     def of(self, z: Tensor, part: slice) -> tuple[Tensor, ...]:

@@ -14,6 +14,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -61,7 +62,11 @@ _TOLD = {
 _constant: weakref.WeakValueDictionary[int, LazyLogits] = weakref.WeakValueDictionary()
 
 
-@register_optimizer_step_pre_hook
+@cache
+def _read_before_steps() -> None:
+    register_optimizer_step_pre_hook(_read)  # of the process, from the first such logits on
+
+
 def _read(*_: Any) -> None:
     """Compute what is left unread, which other weights would compute after this optimizer's step."""
     for lazy in list(_constant.values()):
@@ -94,6 +99,7 @@ class LazyLogits(Tensor):
         lazy.is_taken, lazy.is_watched, lazy._computed = False, False, None
         lazy.rows, lazy.start = rows or (Rows(hidden, head, like.shape[-1]), 0)
         if base is None and not lazy.requires_grad:
+            _read_before_steps()
             _constant[id(lazy)] = lazy
         return lazy
 
