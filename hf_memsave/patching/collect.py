@@ -27,6 +27,8 @@ from hf_memsave.patching.swap import Patch, hides_forward, stock_class
 
 #: Kinds whose modules are text in Python: left to stock, what runs inside is not recorded.
 _QUIET = ("activation", "norm", "attention", "lora")
+#: Activations of one function, whose slope is one of two: they are the field "frozen"'s, too.
+_RECTIFIERS = (nn.ReLU, nn.Hardtanh, nn.LeakyReLU, nn.Threshold)
 Patches = dict[nn.Module, Patch]
 
 
@@ -168,7 +170,8 @@ def _choice(
     if kind == "attention" and any(kind_of(stock_class(m)) == kind for m in module.modules() if m is not module):
         return None, None  # it holds an attention, and a norm and a dropout beside
     if kind in _QUIET and not config.converts(kind, block):
-        return "quiet", "stock"
+        is_of_frozen = config.frozen and config.activation == "stock" and issubclass(cls, _RECTIFIERS)
+        return (None, None) if is_of_frozen else ("quiet", "stock")
     if kind is None or name not in KIND_OF_CLASS or getattr(config, kind) == "recompute":
         return None, None
     if kind == "norm":

@@ -1,9 +1,7 @@
 """Vision models, CLIP's QuickGELU among them, and CNNs with gradients of a few tensors: stock's bits, and less kept."""
 
 import copy
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +14,6 @@ from support.calls import Calls
 from support.helpers import halved, only_on_cpu, random
 from support.selective import Taped
 from support.steps import assert_same, gradients
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
-from selective import CASES, choose, set_norms  # noqa: E402 - its cases
 
 SIZE = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, image_size=32)
 PATCHES = dict(SIZE, patch_size=8)
@@ -127,6 +122,17 @@ def vgg():
     return nn.Sequential(*layers, *head)
 
 
+NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm)
+#: Of which layers the parameters want gradients; Input: of none, but the images.
+CASES = {
+    "All": lambda layers: layers,
+    "Input": lambda layers: [],
+    "Conv": lambda layers: [m for m in layers if isinstance(m, nn.Conv2d)],
+    "Linear": lambda layers: [m for m in layers if isinstance(m, nn.Linear)],
+    "Norm": lambda layers: [m for m in layers if isinstance(m, NORMS)],
+    "SurgicalFirst": lambda layers: layers[: len(layers) // 4],
+    "SurgicalLast": lambda layers: layers[-(len(layers) // 4) :],
+}
 MOBILENET = dict(depth_multiplier=0.25, tf_padding=False)
 CNNS = {
     "resnet": lambda: Last("ResNet", dict(embedding_size=8, hidden_sizes=[16, 32], depths=[2, 2])),
@@ -142,12 +148,27 @@ LIMITS = {"resnet": (0.53, 0.03), "vgg": (0.05, 0.05), "mobilenet": (0.37, 0.02)
 
 def cnn(name, case, mode, device, dtype=torch.float32):
     """Stock and ours, and images."""
-    stock = CNNS[name]()
-    set_norms(stock, mode)
-    assert choose(stock, case)
-    stock = stock.to(device, dtype)
+    stock = CNNS[name]().to(device, dtype).train().requires_grad_(False)
+    layers = [m for m in stock.modules() if isinstance(m, (nn.Linear, nn.Conv2d, *NORMS))]
+    for norm in (m for m in layers if isinstance(m, NORMS)):
+        norm.train(mode == "train")
+    chosen = CASES[case](layers)
+    assert chosen or case == "Input"
+    for layer in chosen:
+        layer.requires_grad_(True)
     images = random(2, 3, 64, 64, dtype=dtype, device=device).requires_grad_(case == "Input")
     return Taped(stock, False), Taped(copy.deepcopy(stock), True), images
+
+
+@pytest.mark.parametrize("name", CNNS)
+def test_the_preset_of_the_paper_keeps_of_a_cnn_what_exact_does(device, name):
+    stock, _, images = cnn(name, "Input", "train", device)
+    kept = {}
+    for preset in ("selective", "exact"):
+        model = copy.deepcopy(stock.parts[0])
+        patch(model, preset)
+        kept[preset] = measure_kept(model, images, forward=lambda x, m=model: {"loss": m(x).sum()}).total
+    assert kept["selective"] == kept["exact"] < 0.6 * measure_kept(stock, images).total
 
 
 @pytest.mark.parametrize(("model", "mode"), halved(OF_CNNS, ["train", "eval"]))
