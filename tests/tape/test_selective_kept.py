@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_memsave import KeptTensorChangedError, measure_kept
+from hf_memsave.count.peak import Count
+from hf_memsave.tape.selective import Windows
 from support.helpers import DTYPES, Probe, assert_same_bits, kept, random, taping
 from support.selective import LAYERS, Taped
 
@@ -53,6 +55,13 @@ def test_each_layer_keeps_what_it_claims(device):
     noise = 2 * VECTOR
     stock, here = both("Dropout2d", device, linear=True, producer=torch.sigmoid)  # which keeps the input
     assert (stock, here) == (2 * N * 4 + noise, N * 4 + noise)
+
+
+def test_places_are_made_of_parts_of_the_indices(device):
+    indices = F.max_pool2d(random(32, 4, 24, 24, device=device), 2, return_indices=True)[1]
+    with Count() as count:
+        places = Windows((24, 24), (2, 2), (2, 2), (0, 0), (1, 1)).places(indices)
+    assert places.shape == indices.shape and count.peak <= places.nbytes + indices.nbytes  # at once: four of its size
 
 
 def conv(**options):
