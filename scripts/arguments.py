@@ -88,6 +88,9 @@ class ModelArguments(Options):
         default=False,
     )
     compile: bool = option("Compile each repeated layer by itself, with --memsave or without it.", default=False)
+    train_only: list[str] | None = option(
+        "Train only parameters with one of these in their names, as in classifier LayerNorm.", nargs="+", metavar="PART"
+    )
     lora_r: int | None = option("Train LoRA adapters of this rank, and the task's head, instead of the model.")
     lora_alpha: int | None = option("LoRA's scale times its rank; 16 if not given.")
     lora_dropout: float | None = option("On the adapters' input; 0 if not given.")
@@ -109,6 +112,8 @@ class ModelArguments(Options):
             )
         self.memsave_config()  # an unknown preset raises a ConfigError
         self.positive("lora_r", "lora_alpha")
+        if self.train_only and self.lora_r:
+            raise UsageError("--train_only: expected no --lora_r, which chooses what is trained. Remove one.")
         self.beside("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_dora")
         if not 0 <= (self.lora_dropout or 0) < 1:
             raise UsageError(f"--lora_dropout: expected a number in [0, 1), got {self.lora_dropout}. Try 0.05.")

@@ -74,6 +74,17 @@ def fit(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, random_wei
 
 def load_model(auto: type, args: ModelArguments, config: PreTrainedConfig, quantization: Any = None) -> torch.nn.Module:
     """The model, stock or patched, with the adapters saved beside its name; new ones come with :func:`add_lora`."""
+    model = _load(auto, args, config, quantization)
+    if args.train_only:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(any(part in name for part in args.train_only))
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            wanted = " ".join(args.train_only)
+            raise UsageError(f"--train_only {wanted}: expected parts of parameters' names, as in classifier LayerNorm.")
+    return model
+
+
+def _load(auto: type, args: ModelArguments, config: PreTrainedConfig, quantization: Any) -> torch.nn.Module:
     options = {"memsave": None if args.lora_r else args.memsave_config()}
     options |= {"dtype": args.dtype} if args.dtype else {}
     if args.random_weights:

@@ -1,6 +1,7 @@
 """``scripts/run_*.py``: every task, family and way to train runs without a network, stock and patched alike."""
 
 import csv
+import importlib.util
 import json
 import math
 import os
@@ -506,7 +507,9 @@ WRONG = {
 @pytest.mark.parametrize(("run", "mistake"), [(run, mistake) for run in RUNS for mistake in MISTAKES[run]])
 def test_a_mistake_is_told_in_one_line_and_trains_nothing(tmp_path, load, run, mistake, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "bitsandbytes" else name)
+    find_spec = importlib.util.find_spec
+    without = lambda name, *given: None if name == "bitsandbytes" else find_spec(name, *given)  # noqa: E731
+    monkeypatch.setattr("importlib.util.find_spec", without)
     for name, content in WRONG.items():
         (tmp_path / name).write_bytes(content)
     good = {"config_name": config(tmp_path, FAMILIES[run][0]), "do_train": "true"}
