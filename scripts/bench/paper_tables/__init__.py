@@ -1,0 +1,1 @@
+"""The papers' tables of memory, as rows: a module a paper, and what they share (:mod:`rows`)."""

@@ -1,0 +1,172 @@
+"""The papers' own tables of memory, rebuilt on the stand-in for a CUDA device, beside ours.
+
+    python scripts/bench/papers.py [--only PAPER ...] [--out [DIR]]
+
+A row is a figure of a paper: with stock, there and as estimated here (the check), with the paper's method, and what
+hf_memsave's settings make of that step. No figure is fitted: where stock differs by more than 10%, a note says why.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+
+from paper_tables.rows import WITHIN, Result, Row, result_of
+from publish import arguments, table, versions, write
+
+#: Module of paper_tables, which has rows() -> the paper.
+PAPERS = {
+    "tempo": "Tempo (Andoorveedu et al., 2210.10246)",
+    "wta_crs": "WTA-CRS (Liu et al., 2305.15265)",
+    "invact": "InvAct (Novikov and Oseledets, 2407.15545)",
+    "selective": "Selective differentiation (Bhatia and Dangel, 2404.12406)",
+}
+ABOUT = """Figures of the papers beside *estimates* on the stand-in for a CUDA device that `hf_memsave.estimate` uses:
+what PyTorch's allocator gives out at most, without fragmentation and what CUDA takes for itself. Nothing is fitted, and
+no paper's code was run. GB are 10^9 bytes, GiB 2^30.
+
+- *stock*: with the paper's attention and today's libraries; *then*: with what those of its time kept besides.
+- *distance*: of stock here from the paper's stock. A row is complete if it is rebuilt and has both.
+- In brackets: over stock, the paper's over its own, ours over ours.
+- *here*: the paper's method as hf_memsave has it, approximate as the paper's. All columns after it give stock's
+  gradients (`"tiles"` up to the order of sums). *With SDPA*: stock, `True` and `"gate"` with today's attention.
+- *behind*: the exact setting at the method's cost, named there, takes a larger share of stock than the paper's method
+  in the paper, or than its method here."""
+#: Column of the table -> of the results.
+SHOWN = {
+    "here": "method", "`True`": "exact", '`"gate"`': "gate", '`"block"`': "block", '`"tiles"`': "tiles",
+    "gradient checkpointing": "checkpointing",
+}  # fmt: skip
+HEADER = [
+    "table", "work", "method", "unit", "paper: stock", "stock", "distance", "paper: method", *SHOWN, "with SDPA",
+    "behind", "note",
+]  # fmt: skip
+
+
+def rows_of(paper: str) -> Iterable[Row]:
+    """The rows of a module of paper_tables."""
+    rows: Callable[[], Iterable[Row]] = import_module(f"paper_tables.{paper}").rows
+    return rows()
+
+
+def cell(figure: float | None, stock: float | None) -> str:
+    """A figure, and its share of stock."""
+    if figure is None:
+        return ""
+    return f"{number(figure)} ({figure / stock:.2f})" if stock else number(figure)
+
+
+def number(figure: float) -> str:
+    """To three digits; whole numbers and those above 100 without decimals."""
+    digits = 0 if figure == int(figure) else max(0, 2 - math.floor(math.log10(abs(figure))))
+    return f"{figure:,.{min(digits, 2)}f}"
+
+
+def cells(result: Result) -> list[str]:
+    """The row of the table."""
+    row, ours, stock, then = result.row, result.ours, result.ours.get("stock"), result.ours.get("then")
+    distance = "" if result.distance is None else f"{result.distance:+.1f}%"
+    method = cell(row.figure, row.stock) or (f"({row.share:.2f})" if row.share else "")
+    return [
+        row.table, row.work, row.method, row.unit, cell(row.stock, None),
+        cell(stock, None) + (f", then {number(then)}" if then else ""),
+        distance + (f", then {result.distance_then:+.1f}%" if then and distance else ""),
+        method, *(cell(ours.get(name), stock) for name in SHOWN.values()),
+        ", ".join(number(ours[f"sdpa {name}"]) for name in ("stock", "exact", "gate") if f"sdpa {name}" in ours),
+        behind(result), row.note,
+    ]  # fmt: skip
+
+
+def behind(result: Result) -> str:
+    """What the setting that the row names is beaten by, and whether with SDPA too."""
+    if not result.behind:
+        return ""
+    has_sdpa = f"sdpa {result.row.rung}" in result.ours
+    also = f"; with SDPA: {' and '.join(result.behind_with_sdpa) or 'by none'}" if has_sdpa else ""
+    return f"`{result.row.rung}`: {' and '.join(result.behind)}{also}"
+
+
+def count_line(results: Sequence[Result]) -> str:
+    """How many rows there are, are rebuilt, complete and agree, and how many are behind."""
+    complete = [one for one in results if one.distance is not None]
+    found = [[one.distance for one in complete], [one.distance_then for one in complete]]
+    now, then = (sum(abs(distance or 0) <= WITHIN for distance in one) for one in found)
+    return (
+        f"{len(results)} rows, {sum(bool(one.ours) for one in results)} rebuilt, {len(complete)} complete; of these "
+        f"{now} within {WITHIN:g}% with today's libraries, {then} as of then. "
+        f"Behind in {sum(bool(one.behind) for one in results)}, {sum(map(is_behind_still, results))} with SDPA too."
+    )
+
+
+def is_behind_still(result: Result) -> bool:
+    """Whether the row is behind with today's attention as well, or has none."""
+    return bool(result.behind and (result.behind_with_sdpa or f"sdpa {result.row.rung}" not in result.ours))
+
+
+def picture(title: str, results: Sequence[Result], path: Path) -> None:
+    """Bars of a paper's rebuilt rows: shares of stock, the paper's and ours."""
+    shown = [one for one in results if one.row.figure is not None and one.row.stock and one.ours.get("stock")]
+    if not shown:
+        return
+    series = ("paper", "method", "exact", "gate", "block", "checkpointing")
+    figure = Figure(figsize=(11, 1 + 0.62 * len(shown)), layout="constrained")
+    axes = figure.subplots()
+    for i, name in enumerate(series):
+        shares = [
+            (one.row.figure or 0) / (one.row.stock or 1) if name == "paper"
+            else one.ours.get(name, math.nan) / one.ours["stock"] for one in shown
+        ]  # fmt: skip
+        label = {"paper": "the paper's method, there", "method": "the paper's method, here"}.get(name, name)
+        axes.barh([j + 0.13 * (i - 2.5) for j in range(len(shown))], shares, 0.12, label=label)
+    names = [f"{one.row.table}: {one.row.work}\n{one.row.method}, {one.row.unit}" for one in shown]
+    axes.set_yticks(range(len(shown)), names, fontsize=7)
+    axes.invert_yaxis()
+    axes.axvline(1, color="gray", linewidth=0.8)
+    axes.set_xlabel("of stock")
+    axes.set_title(title, fontsize=10)
+    axes.legend(fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Estimate all, and write the tables and pictures."""
+    parser = arguments(__doc__)
+    parser.add_argument("--only", nargs="+", choices=PAPERS, default=[*PAPERS], metavar="PAPER", help=", ".join(PAPERS))
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    torch.set_num_threads(1)
+    found: dict[str, list[Result]] = {}
+    for paper in args.only:
+        found[paper] = []
+        for row in rows_of(paper):
+            found[paper].append(result_of(row))
+            print(paper, *cells(found[paper][-1])[:-1], sep=" | ", flush=True)
+    every = count_line([result for one in found.values() for result in one])
+    parts = [f"# The papers' tables\n\n{ABOUT}\n\n{versions()}. All: {every}\n"]
+    for paper, results in found.items():
+        parts.append(f"## {PAPERS[paper]}\n\n{count_line(results)}\n\n{table(HEADER, map(cells, results))}")
+        if args.out is not None:
+            name = f"papers-{paper.replace('_', '-')}.png"
+            picture(PAPERS[paper], results, args.out / name)
+            parts.append(f"![Shares of stock]({name})\n")
+    write("papers", "\n".join(parts), {paper: list(map(as_data, one)) for paper, one in found.items()}, args.out)
+
+
+def as_data(result: Result) -> dict[str, object]:
+    """A row for the .json: the paper's figures, and ours."""
+    names = ("table", "work", "unit", "method", "stock", "figure", "rung", "note")
+    row = {name: getattr(result.row, name) for name in names}
+    return {**row, "ours": dict(result.ours), "distance": result.distance, "behind": result.behind}
+
+
+if __name__ == "__main__":
+    main()
