@@ -33,12 +33,13 @@ what PyTorch's allocator gives out at most, without fragmentation and what CUDA 
 no paper's code was run. GB are 10^9 bytes, GiB 2^30.
 
 - *stock*: with the paper's attention and today's libraries; *then*: with what those of its time kept besides.
-- *distance*: of stock here from the paper's stock. A row is complete if it is rebuilt and has both.
+- *distance*: of stock here from the paper's stock. Rows of one stock count once.
 - In brackets: over stock, the paper's over its own, ours over ours.
 - *here*: the paper's method as hf_memsave has it, approximate as the paper's. All columns after it give stock's
   gradients (`"tiles"` up to the order of sums). *With SDPA*: stock, `True` and `"gate"` with today's attention.
-- *behind*: the exact setting at the method's cost, named there, takes a larger share of stock than the paper's method
-  in the paper, or than its method here."""
+- *behind*: the exact setting named there takes a larger share of stock than the paper's method in the paper, or than
+  that method here. It is `"exact"`; beside WTA-CRS, which adds a fifth to a step there, `"gate"`; beside checkpointing
+  `"block"`. With SDPA: that setting with SDPA over the row's own stock."""
 #: Column of the table -> of the results.
 SHOWN = {
     "here": "method", "`True`": "exact", '`"gate"`': "gate", '`"block"`': "block", '`"tiles"`': "tiles",
@@ -73,9 +74,9 @@ def cells(result: Result) -> list[str]:
     """The row of the table."""
     row, ours, stock, then = result.row, result.ours, result.ours.get("stock"), result.ours.get("then")
     distance = "" if result.distance is None else f"{result.distance:+.1f}%"
-    method = cell(row.figure, row.stock) or (f"({row.share:.2f})" if row.share else "")
+    method = cell(row.figure, row.stock) or ("" if row.share is None else f"({row.share:.2f})")
     return [
-        row.table, row.work, row.method, row.unit, cell(row.stock, None),
+        row.table, row.work, row.method, row.unit, "" if row.stock is None else f"{row.stock:g}",
         cell(stock, None) + (f", then {number(then)}" if then else ""),
         distance + (f", then {result.distance_then:+.1f}%" if then and distance else ""),
         method, *(cell(ours.get(name), stock) for name in SHOWN.values()),
@@ -95,12 +96,13 @@ def behind(result: Result) -> str:
 
 def count_line(results: Sequence[Result]) -> str:
     """How many rows there are, are rebuilt, complete and agree, and how many are behind."""
-    complete = [one for one in results if one.distance is not None]
+    stocks = {(one.row.unit, one.row.stock, one.ours["stock"]): one for one in results if one.distance is not None}
+    complete = [*stocks.values()]
     found = [[one.distance for one in complete], [one.distance_then for one in complete]]
     now, then = (sum(abs(distance or 0) <= WITHIN for distance in one) for one in found)
     return (
-        f"{len(results)} rows, {sum(bool(one.ours) for one in results)} rebuilt, {len(complete)} complete; of these "
-        f"{now} within {WITHIN:g}% with today's libraries, {then} as of then. "
+        f"{len(results)} rows, {sum(bool(one.ours) for one in results)} rebuilt. Of {len(complete)} published figures "
+        f"of stock {now} are within {WITHIN:g}% with today's libraries, {then} as of then. "
         f"Behind in {sum(bool(one.behind) for one in results)}, {sum(map(is_behind_still, results))} with SDPA too."
     )
 
@@ -112,7 +114,7 @@ def is_behind_still(result: Result) -> bool:
 
 def picture(title: str, results: Sequence[Result], path: Path) -> None:
     """Bars of a paper's rebuilt rows: shares of stock, the paper's and ours."""
-    shown = [one for one in results if one.row.figure is not None and one.row.stock and one.ours.get("stock")]
+    shown = [one for one in results if one.share is not None and one.ours.get("stock")]
     if not shown:
         return
     series = ("paper", "method", "exact", "gate", "block", "checkpointing")
@@ -120,7 +122,7 @@ def picture(title: str, results: Sequence[Result], path: Path) -> None:
     axes = figure.subplots()
     for i, name in enumerate(series):
         shares = [
-            (one.row.figure or 0) / (one.row.stock or 1) if name == "paper"
+            one.share or 0.0 if name == "paper"
             else one.ours.get(name, math.nan) / one.ours["stock"] for one in shown
         ]  # fmt: skip
         label = {"paper": "the paper's method, there", "method": "the paper's method, here"}.get(name, name)

@@ -48,7 +48,7 @@ def test_a_wrong_figure_is_reported(off):
     )  # fmt: skip
     result = result_of(row)
     assert result.distance == pytest.approx(100 / off - 100)
-    assert f"{int(abs(100 / off - 100) <= 10)} within 10% with today's" in papers.count_line([result])
+    assert f"{int(abs(100 / off - 100) <= 10)} are within 10% with today's" in papers.count_line([result])
     assert result.behind == ["the paper's"] and "`exact`: the paper's" in papers.cells(result)  # a hundredth of stock
 
 

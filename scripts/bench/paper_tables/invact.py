@@ -1,8 +1,7 @@
 """Novikov & Oseledets (2024), InvAct: stored activations, in MiB of one example; no weights and no optimizer.
 
-The paper has no bytes, but percents of what stock stores. With its method an activation keeps a bit an element where
-stock keeps its input: what it frees is known, and so is the stock that the percent is of. Here stock is counted, in
-fp32 and training, with the checkpoints' own dropouts.
+The paper has no bytes, but percents of what stock stores; the check is the method's. Stock is counted in fp32 and
+training, with the checkpoints' own dropouts.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from transformers import (
 )
 
 from hf_memsave import MemSaveConfig
-from paper_tables.rows import STOCK, Row, Setting, step_kept
+from paper_tables.rows import Row, Setting, step_kept
 
 MIB = 2**20
 OFF = MemSaveConfig(activation="stock", norm="stock", dropout="stock", attention="stock", lora="stock", frozen=False)
-ALONE, PRECISION_BIT = (Setting(replace(OFF, activation=name)) for name in ("invert", "precision_bit"))
+ALONE = Setting(replace(OFF, activation="invert"))
 COLUMNS = ("exact", "gate", "block", "checkpointing")
 
 
@@ -44,36 +43,34 @@ def clip(act: str) -> CLIPConfig:
 
 @dataclass(frozen=True)
 class Work:
-    """A model of A.1, one example of its inputs, what its activations read of that, and what InvAct frees, in %."""
+    """A model of A.1, one example of its inputs, and what InvAct frees, in %."""
 
     model: Callable[[], nn.Module]
     shapes: dict[str, tuple[int, ...]]
-    elements: int
     freed: float
     note: str = ""
 
 
 TOKENS = {"input_ids": (1, 1024), "labels": (1,)}
 PAIR = {"pixel_values": (1, 3, 224, 224), "input_ids": (1, 77)}
-IN_CLIP = 24 * 257 * 4096 + 12 * 77 * 3072
 WORKS = {
     "BERT-Base, 1024 tokens": Work(
-        partial(BertForSequenceClassification, BertConfig(max_position_embeddings=1024)), TOKENS, 12 * 1024 * 3072,
-        22.9, "here masks of dropouts take a bit an element, in stock a byte",
+        partial(BertForSequenceClassification, BertConfig(max_position_embeddings=1024)), TOKENS, 22.9,
+        "here masks of dropouts take a bit an element, in stock a byte",
     ),
     "Audio Spectrogram Transformer, 1024 x 128": Work(
         partial(ASTForAudioClassification, ASTConfig(num_labels=527)),
-        {"input_values": (1, 1024, 128), "labels": (1,)}, 12 * 1214 * 3072, 24.0,
+        {"input_values": (1, 1024, 128), "labels": (1,)}, 24.0,
     ),
     "ViT-B/16": Work(
-        partial(ViTForImageClassification, ViTConfig()),
-        {"pixel_values": (1, 3, 224, 224), "labels": (1,)}, 12 * 197 * 3072, 23.8,
+        partial(ViTForImageClassification, ViTConfig()), {"pixel_values": (1, 3, 224, 224), "labels": (1,)}, 23.8
     ),
-    "CLIP-L/14, 77 tokens, GELU for QuickGELU": Work(partial(CLIPModel, clip("gelu")), PAIR, IN_CLIP, 23.4),
+    "CLIP-L/14, 77 tokens, with GELU": Work(
+        partial(CLIPModel, clip("gelu")), PAIR, 23.4, "to see what its QuickGELU does in the row below"
+    ),
     "CLIP-L/14, 77 tokens": Work(
-        partial(CLIPModel, clip("quick_gelu")), PAIR, IN_CLIP, 23.4,
-        "Transformers' QuickGELU is a product with a sigmoid, whose output stock keeps too and inverting frees; the "
-        "paper's percent is that of GELU, in the row above",
+        partial(CLIPModel, clip("quick_gelu")), PAIR, 23.4,
+        "Transformers' QuickGELU is a product with a sigmoid, whose output stock keeps too and inverting frees",
     ),
 }  # fmt: skip
 
@@ -97,41 +94,10 @@ def kept(build: Callable[[], nn.Module], batch: Any, setting: Setting) -> float:
     return step_kept(build, batch, setting, padded=False) / MIB
 
 
-#: A.3's MLP block: rows, width, hidden width.
-ROWS, WIDTH, HIDDEN = 2**15, 2**10, 2**12
-
-
-def block(act: type[nn.Module]) -> nn.Module:
-    """Linear, activation, linear."""
-    return nn.Sequential(nn.Linear(WIDTH, HIDDEN), act(), nn.Linear(HIDDEN, WIDTH))
-
-
-def block_inputs(device: torch.device) -> dict[str, Tensor]:
-    """Of one block."""
-    return {"input": torch.empty(ROWS, WIDTH, device=device)}
-
-
-def bits(act: type[nn.Module], setting: Setting) -> float:
-    """That an activation adds to what two linears keep, an element."""
-    with_act, without = step_kept(partial(block, act), block_inputs, setting), step_kept(LINEARS, block_inputs, STOCK)
-    return 8 * (with_act - without) / (ROWS * HIDDEN)
-
-
-LINEARS = partial(block, nn.Identity)
-
-
 def rows() -> Iterator[Row]:
     """All figures of memory of the paper."""
     for name, work in WORKS.items():
-        stock = work.elements * (4 - 1 / 8) / MIB / (work.freed / 100)
-        measure = partial(kept, partial(model, name), partial(inputs, name))
         yield Row(
-            table="Listing 1, A.1", work=name, unit="MiB", stock=stock, measure=measure, columns=COLUMNS,
-            note=work.note, method="InvAct", figure=stock * (1 - work.freed / 100), here=ALONE,
+            table="Listing 1, A.1", work=name, unit="MiB", method="InvAct", share=1 - work.freed / 100, here=ALONE,
+            measure=partial(kept, partial(model, name), partial(inputs, name)), columns=COLUMNS, note=work.note,
         )  # fmt: skip
-    for act in (nn.GELU, nn.SiLU):
-        for method, figure, here in (("InvAct", 1.0, ALONE), ("precision bit", 0.0, PRECISION_BIT)):
-            yield Row(
-                table="2, 2.1", work=f"{act.__name__} in A.3's MLP block, an element", unit="bits", stock=32.0,
-                method=method, figure=figure, measure=partial(bits, act), here=here, columns=("exact",),
-            )  # fmt: skip

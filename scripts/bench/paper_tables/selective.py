@@ -33,7 +33,7 @@ from transformers.integrations import sdpa_attention
 from transformers.utils import is_torchvision_available
 
 from hf_memsave import MemSaveConfig
-from paper_tables.rows import GIB, Row, Setting, step_peak
+from paper_tables.rows import GIB, Row, Setting, made, step_peak
 from publish import unpacked
 
 CASES = ("All", "Input", "Norm", "Surgical")
@@ -295,9 +295,9 @@ def row(table: str, method: str, name: str, case: str, stock: float, figure: flo
     """A net and a case."""
     norms = "eval" if table == "Table 5" else "train"
     if name in CNNS:
-        build, inputs, here = partial(cnn, name, case, norms), partial(images, name, case), METHOD
+        build, inputs, here = made(cnn, name, case, norms), made(images, name, case), METHOD
     else:
-        build, inputs, here = partial(text, name, case), partial(embeddings, name, case), TEXT_METHOD
+        build, inputs, here = made(text, name, case), made(embeddings, name, case), TEXT_METHOD
     return Row(
         table=table, work=f"{name}, {case}", unit="GiB", stock=stock, method=method, figure=figure,
         measure=partial(gib, build, inputs), here=here if method == MEMSAVE else None,
@@ -317,6 +317,7 @@ def rows() -> Iterator[Row]:
         for trained, figure in (("all", None), ("layer 4 alone", 0.0)):
             yield Row(
                 table="Figure 1" if name == "Conv2d" else "Figure 3", work=f"{name}, a tenth layer, {trained} trained",
-                unit="MiB", stock=512.0, method=MEMSAVE, figure=figure, here=METHOD, columns=("exact",),
+                unit="MiB", method=MEMSAVE, share=figure, here=METHOD, columns=("exact",),
+                note="stock: 512 MiB by the input's size",
                 measure=partial(slope, partial(probe, name, trained), partial(probed, name)),
             )  # fmt: skip

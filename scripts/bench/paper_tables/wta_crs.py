@@ -47,7 +47,7 @@ TABLES = {
     "T5-Large": (45.85, 36.83, 14.85, {0.3: 21.58, 0.1: 18.46}, {0.3: 17.44, 0.1: 14.64}, 36.12, 16.75),
 }
 #: What a row says that has the default "then".
-THEN = "then: the decoder's cache; a softmax that keeps its input (PyTorch before 1.11) would explain the rest"
+THEN = "then: the decoder's cache; the rest is not found (PyTorch 1.10's softmax would do, but their code asks for 2.0)"
 #: Of what ``"gate"`` leaves.
 EAGER = "`gate` makes q, k, v again with SDPA, not with eager attention"
 
@@ -137,7 +137,7 @@ def rows() -> Iterator[Row]:
                 table="Figure 2", work=f"{model}, full, 64 x {tokens}: activations", unit="% of the total", columns=(),
                 measure=functools.partial(activations, model, tokens, False),
                 then=functools.partial(activations, model, tokens, True, STOCK),
-                note="missing: the sizes; the text has 73 to 88% for all",
+                note="missing: the sizes; the text has 73 to 88% for all, which 128 tokens do not reach here",
             )  # fmt: skip
     yield Row(table="Figure 13", work="T5-Base, T5-Large, T5-3B: the largest batch", note="missing: the numbers")
 
