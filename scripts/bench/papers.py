@@ -135,7 +135,7 @@ def picture(title: str, results: Sequence[Result], path: Path) -> None:
     axes.set_title(title, fontsize=10)
     axes.legend(fontsize=7)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110 if len(shown) < 40 else 60)
 
 
 def main() -> None:
