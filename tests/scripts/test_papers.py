@@ -11,13 +11,13 @@ from transformers import BertConfig, BertForSequenceClassification
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
 
 import papers
-from paper_tables.rows import COLUMNS, GB, STOCK, Row, largest_batch, result_of, step_peak, text_peak
+from paper_tables.rows import COLUMNS, GB, STOCK, Row, deep_trace, forward_peak, largest_batch, result_of, text_trace
 
 CONFIG = BertConfig(hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, vocab_size=99)
 
 
-def bert():
-    return BertForSequenceClassification._from_config(CONFIG, attn_implementation="eager").train()
+def bert(config):
+    return BertForSequenceClassification._from_config(config, attn_implementation="eager").train()
 
 
 def inputs(batch, device):
@@ -25,18 +25,20 @@ def inputs(batch, device):
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids[:, 0].clone()}
 
 
+BERT = partial(bert, CONFIG)
 BATCHES = {batch: partial(inputs, batch) for batch in (8, 32)}  # made once: equal questions are answered once
 
 
 def peak(batch, setting=STOCK):
-    return step_peak(bert, BATCHES[batch], setting, optimizer="adamw_fused")
+    return forward_peak(BERT, BATCHES[batch], setting)
 
 
 def test_the_peak_of_a_model_grows_with_the_batch_and_is_the_estimate_of_its_configuration():
     assert peak(8) < peak(32)
     assert peak(32, COLUMNS["exact"]) < peak(32)
     step = {"dtype": "fp32", "optimizer": "adamw_fused", "attention": "eager", "padded": True}
-    assert text_peak(CONFIG, STOCK, batch=32, tokens=32, **step) == pytest.approx(peak(32), rel=0.01)
+    found = deep_trace(CONFIG, bert, BATCHES[32], optimizer="adamw_fused", attention="flash")
+    assert found.peak == pytest.approx(text_trace(CONFIG, STOCK, batch=32, tokens=32, **step).peak, rel=0.01)
 
 
 @pytest.mark.parametrize("off", [1.0, 0.95, 1.2], ids=str)

@@ -148,20 +148,13 @@ def result_of(row: Row) -> Result:
 
 @functools.cache
 @without_gpus
-def step_peak(
-    build: Callable[[], nn.Module], inputs: Inputs, setting: Setting = STOCK, *, optimizer: str = "adamw",
-    autocast: torch.dtype | None = None, forward_only: bool = False, attention: str = "flash", padded: bool = True,
-) -> int:  # fmt: skip
-    """The peak of a step in bytes, or of its forward alone with what backward needs; weights and inputs included.
+def forward_peak(build: Callable[[], nn.Module], inputs: Inputs, setting: Setting = STOCK) -> int:
+    """The peak of a forward in bytes, with what backward needs, weights and inputs.
 
-    ``build`` runs on the meta device; it and ``inputs`` are functions of a module, or partial ones made once.
+    ``build`` runs on the meta device; it and ``inputs`` are functions of a module, or partials by :data:`made`.
     """
-    with _prepared(build, inputs, setting, attention, padded) as (model, batch):
-        forward = forward_of(model, autocast)
-        if not forward_only:
-            trained = (p for p in model.parameters() if p.requires_grad)
-            return trace_step(model, batch, OPTIMIZERS[optimizer](trained), forward).peak
-        device = device_of(model)
+    with _prepared(build, inputs, setting) as (model, batch):
+        forward, device = forward_of(model, None), device_of(model)
         before = nbytes_of([*model.parameters(), *model.buffers(), *batch.values()], device)
         count = Count(device, UNIT)
         with count:
@@ -174,16 +167,14 @@ def step_peak(
 @without_gpus
 def deep_trace(
     config: PreTrainedConfig, build: Callable[[PreTrainedConfig], nn.Module], inputs: Inputs, setting: Setting = STOCK,
-    *, optimizer: str = "adamw", attention: str = "flash", padded: bool = True, old_softmax: bool = False,
-    in_full: bool = False,
+    *, optimizer: str, attention: str, in_full: bool = False,
 ) -> Trace:  # fmt: skip
     """A step at full depth: run ``in_full``, or carried from few layers, where all blocks are alike from there on."""
     full = depth_of(config)
     depths = depths_for(config, full, max(full.values()) if in_full else FROM, 1)
     traces = []
     for at in depths.run:
-        made = functools.partial(build, at_depth(config, at))
-        with _prepared(made, inputs, setting, attention, padded) as (model, batch), softmax_before_1_11(old_softmax):
+        with _prepared(functools.partial(build, at_depth(config, at)), inputs, setting, attention) as (model, batch):
             trained = (p for p in model.parameters() if p.requires_grad)
             traces.append(trace_step(model, batch, OPTIMIZERS[optimizer](trained), forward_of(model, None)))
     return trace_at_full_depth(traces, depths)
@@ -191,7 +182,7 @@ def deep_trace(
 
 @contextlib.contextmanager
 def _prepared(
-    build: Callable[[], nn.Module], inputs: Inputs, setting: Setting, attention: str, padded: bool
+    build: Callable[[], nn.Module], inputs: Inputs, setting: Setting, attention: str = "flash", padded: bool = True
 ) -> Iterator[tuple[Any, dict[str, Tensor]]]:
     """The model and its batch on the stand-in, as a setting has them."""
     with torch.device("meta"):
@@ -209,13 +200,12 @@ def _prepared(
 @functools.cache
 @without_gpus
 def step_kept(
-    build: Callable[[], nn.Module], inputs: Inputs, setting: Setting = STOCK, *, autocast: torch.dtype | None = None,
-    attention: str = "flash", padded: bool = True, old_softmax: bool = False,
-    only: Callable[[KeptStorage], bool] | None = None,
+    build: Callable[[], nn.Module], inputs: Inputs, setting: Setting = STOCK, *, padded: bool = True,
+    old_softmax: bool = False, only: Callable[[KeptStorage], bool] | None = None,
 ) -> int:  # fmt: skip
     """The bytes kept between forward and backward, of ``only`` some: activations alone, without weights and inputs."""
-    with _prepared(build, inputs, setting, attention, padded) as (model, batch), softmax_before_1_11(old_softmax):
-        kept = measure_kept(model, batch, forward_of(model, autocast)).storages
+    with _prepared(build, inputs, setting, padded=padded) as (model, batch), softmax_before_1_11(old_softmax):
+        kept = measure_kept(model, batch, forward_of(model, None)).storages
     return sum(one.nbytes for one in kept if only is None or only(one))
 
 
@@ -230,11 +220,6 @@ def text_trace(
     trace = trace_few if old_softmax else trace_in_full  # which remembers
     with softmax_before_1_11(old_softmax):
         return trace(config, depth_of(config), fields, setting.memsave, keeps=False).trace
-
-
-def text_peak(config: PreTrainedConfig, setting: Setting, **step: Any) -> int:
-    """The peak in bytes of :func:`text_trace`'s step."""
-    return text_trace(config, setting, **step).peak
 
 
 class _Softmax(torch.autograd.Function):

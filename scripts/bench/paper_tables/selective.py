@@ -33,7 +33,7 @@ from transformers.integrations import sdpa_attention
 from transformers.utils import is_torchvision_available
 
 from hf_memsave import MemSaveConfig
-from paper_tables.rows import GIB, Row, Setting, made, step_peak
+from paper_tables.rows import GIB, Row, Setting, forward_peak, made
 from publish import unpacked
 
 CASES = ("All", "Input", "Norm", "Surgical")
@@ -282,13 +282,13 @@ def probed(name: str, device: torch.device) -> dict[str, Tensor]:
 
 def slope(build: Callable[[int], nn.Module], inputs: Any, setting: Setting) -> float:
     """MiB that a tenth layer adds."""
-    peaks = [step_peak(partial(build, layers), inputs, setting, forward_only=True) for layers in (9, 10)]
+    peaks = [forward_peak(partial(build, layers), inputs, setting) for layers in (9, 10)]
     return (peaks[1] - peaks[0]) / 2**20
 
 
 def gib(build: Callable[[], nn.Module], inputs: Any, setting: Setting) -> float:
     """The peak of the forward pass."""
-    return step_peak(build, inputs, setting, forward_only=True) / GIB
+    return forward_peak(build, inputs, setting) / GIB
 
 
 def row(table: str, method: str, name: str, case: str, stock: float, figure: float | None) -> Row:
