@@ -53,7 +53,8 @@ def test_dependencies_are_what_is_imported(tmp_path):
     assert {distributions[name][0].lower() for name in package - OPTIONAL.keys()} == given - UNSEEN
     assert OPTIONAL.keys() <= package
     assert all(library in names(extras[extra]) for library, extra in OPTIONAL.items())
-    mine = {path.stem for path in (REPO / "scripts").rglob("*.py")} | {"tests", "support"}
+    scripts = [*(REPO / "scripts").rglob("*.py")]
+    mine = {path.stem for path in scripts} | {path.parent.name for path in scripts} | {"tests", "support"}
     needed = {distributions.get(name, [name])[0].lower() for name in imported(REPO / "scripts") - mine - RIVALS}
     given |= set().union(*(names(extras[extra]) for extra in ("scripts", "plot", "test", "kernels")))
     assert needed - given == set()
