@@ -45,10 +45,10 @@ def peak(config: BertConfig, batch: int, tokens: int, setting: Setting, attentio
     return text_trace(config, setting, batch=batch, tokens=tokens, attention=attention, **FP32).peak
 
 
-def peak_then(config: BertConfig, batch: int, tokens: int, is_parallel: bool = True) -> int:
+def peak_then(config: BertConfig, batch: int, tokens: int) -> int:
     """Of stock's step on PyTorch 1.9, with DDP's gradients."""
     trace = text_trace(config, STOCK, batch=batch, tokens=tokens, old_softmax=True, attention="eager", **FP32)
-    return trace.peak + (trace.trained if is_parallel else 0)
+    return trace.peak + trace.trained
 
 
 def rows() -> Iterator[Row]:
