@@ -76,11 +76,13 @@ def load_model(auto: type, args: ModelArguments, config: PreTrainedConfig, quant
     """The model, stock or patched, with the adapters saved beside its name; new ones come with :func:`add_lora`."""
     model = _load(auto, args, config, quantization)
     if args.train_only:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(any(part in name for part in args.train_only))
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            wanted = " ".join(args.train_only)
-            raise UsageError(f"--train_only {wanted}: expected parts of parameters' names, as in classifier LayerNorm.")
+        named = model.named_parameters(remove_duplicate=False)  # a tied weight has two names
+        trained = {parameter for name, parameter in named if any(part in name for part in args.train_only)}
+        if not trained:
+            parts = " ".join(args.train_only)
+            raise UsageError(f"--train_only {parts}: expected parts of parameters' names, as in classifier LayerNorm.")
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter in trained)
     return model
 
 

@@ -295,6 +295,16 @@ def test_qlora_is_four_bits_and_patched(tmp_path, load):
     assert hf_memsave.measure_kept(patched, batch).total < 0.8 * hf_memsave.measure_kept(stock, batch).total
 
 
+def test_train_only_knows_a_tied_weight_by_each_of_its_names(tmp_path, load):
+    script = load("run_clm")
+    argv = ["--model_type", "gpt2", "--train_only", "lm_head", "ln_f.bias", "--output_dir", "none"]
+    args, *_ = script.parse([*argv, "--train_file", text(tmp_path)])
+    config = AutoConfig.for_model("gpt2", n_layer=1, n_embd=8, n_head=2, vocab_size=32)
+    model = script.load_model(args, config, None)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert trained == ["transformer.wte.weight", "transformer.ln_f.bias"]
+
+
 @pytest.mark.parametrize(("run", "lora"), [("run_glue", []), ("run_clm", []), ("run_clm", LORA), (RUNS[2], LORA)])
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path, load, run, lora):
     script, whole, resumed = load(run), tmp_path / "whole", tmp_path / "resumed"
