@@ -32,6 +32,8 @@ _THIN, _WIDER = 64, 8
 MOST_WORK_OF_A_BLOCK = 2048
 #: Products of linears, and where the weight stands among their arguments.
 _WEIGHT = {F.linear: 1, torch.addmm: 2}
+#: They copy what is not laid out batch by batch, as heads of attention are: inside C++, where no rung knows it.
+_MATMUL = {torch.matmul, Tensor.matmul, Tensor.__matmul__}
 _KEPT = (
     "hf_memsave: a linear that checkpoint= chose is in a sharding unit of its own below a block (FSDP1), whose weight "
     "is gone when it would run again, so its output is kept. Wrap whole blocks, or use FSDP2."
@@ -48,6 +50,9 @@ def product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     given, given_by_name = args, kwargs
     if any_autocast() and _is_autocast((*args, *kwargs.values())) and tape.is_innermost():
         args, kwargs = converted(partial(low, tape), args, kwargs)
+    if tape.again and func in _MATMUL and not kwargs and all(is_plain(a) and a.dim() > 3 for a in args):
+        if args[0].shape[:-2] == args[1].shape[:-2]:  # the copies are made before, where the tape sees them
+            args = tuple([tape.call(Tensor.flatten, a, 0, -3).view(a.shape) for a in args])
     out = func(*args, **kwargs) if kwargs else func(*args)
     if tape.again and record_if_chosen(tape, out, func, given, given_by_name):
         return out

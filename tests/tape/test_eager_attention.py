@@ -24,7 +24,8 @@ FAMILIES = ("bert", "gpt2", "t5-decoder", "llama", "phi3")
 FP32, BF16 = torch.float32, torch.bfloat16
 #: Dtype and autocast.
 PRECISIONS = ((FP32, None), (BF16, None), (FP32, BF16))
-CONFIGS = (True, "checkpointed", MemSaveConfig(dropout="mask"), MemSaveConfig(dropout="stock"))
+RUNG = MemSaveConfig(checkpoint="qkv")
+CONFIGS = (True, "checkpointed", MemSaveConfig(dropout="mask"), MemSaveConfig(dropout="stock"), RUNG)
 WIDE = Size(seq=48)
 
 
@@ -104,10 +105,11 @@ SCALE, FILLING = 8, 8
 @pytest.mark.parametrize(
     ("family", "dropout"), [("bert", 0.1), ("gpt2", 0.0), ("gpt2", 0.1), ("phi", 0.1), ("llama", 0.0), ("phi3", 0.1)]
 )
-def test_eager_attention_keeps_one_tensor_of_weights_beyond_what_sdpa_keeps(device, family, dropout, dtype):
+@pytest.mark.parametrize("rung", [None, "qkv"])
+def test_eager_attention_keeps_one_tensor_of_weights_beyond_what_sdpa_keeps(device, family, dropout, dtype, rung):
     """Of llama's k and v as they were before they were repeated, and of phi3's fused projection, no more than SDPA."""
     only_on_cpu(device, "what SDPA keeps")
-    here, sdpa = kept_by_models(device, family, dropout, dtype)
+    here, sdpa = kept_by_models(device, family, dropout, dtype, checkpoint=rung)
     of_weights = [s.nbytes for s in here.storages if s.nbytes in (N, 2 * N, 4 * N)]
     assert of_weights == WIDE.layers * [dtype.itemsize * N], "one tensor a layer, in the dtype of the scores"
     of_state = generator_state(device).nbytes if dropout else 0
