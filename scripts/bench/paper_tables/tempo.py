@@ -28,7 +28,7 @@ LARGE = BertConfig(hidden_size=1024, intermediate_size=4096, num_hidden_layers=2
 PRETRAINED = BertConfig(**{**LARGE.to_dict(), "vocab_size": 30528, "architectures": ["BertForMaskedLM"]})
 #: Figure 8's.
 LONG = BertConfig(**{**PRETRAINED.to_dict(), "num_hidden_layers": 12, "max_position_embeddings": 3072})
-CHUNKS = "NVIDIA's code runs chunks of 5 layers again, here it is one; that and DDP's gradients explain half of the gap"
+CHUNKS = "NVIDIA's code runs chunks of 5 layers again, here it is one; and DDP holds the gradients there"
 THEN = "then: PyTorch 1.9's softmax keeps its input, DDP on 4 GPUs holds the gradients"
 FULL = "not modelled: fragmentation, NCCL's buffers, and the memory that a GPU has less than its name says"
 #: At up to 512 tokens tiles are blocks.

@@ -47,9 +47,7 @@ TABLES = {
     "T5-Large": (45.85, 36.83, 14.85, {0.3: 21.58, 0.1: 18.46}, {0.3: 17.44, 0.1: 14.64}, 36.12, 16.75),
 }
 #: What a row says that has the default "then".
-THEN = "then: the decoder's cache; the rest is not found (PyTorch 1.10's softmax would do, but their code asks for 2.0)"
-#: Of what ``"gate"`` leaves.
-EAGER = "`gate` makes q, k, v again with SDPA, not with eager attention"
+THEN = "then: the decoder's cache; the rest is not found"
 
 
 def t5(training: str, attention: str, has_cache: bool, config: T5Config) -> nn.Module:
@@ -105,19 +103,19 @@ def rows() -> Iterator[Row]:
         work = f"{model}, {{}}, 100 x {SOURCE}"
         for budget, setting in SAMPLED.items():
             yield row(model, "full", setting, table="2", work=work.format("full"), stock=full,
-                      method=f"WTA-CRS@{budget}", figure=sampled[budget], note=f"{THEN}; {EAGER}")  # fmt: skip
+                      method=f"WTA-CRS@{budget}", figure=sampled[budget], note=THEN)  # fmt: skip
         yield over_full(model, "lora", STOCK, table="2", work=work.format("full"), stock=full, method="LoRA",
                         figure=lora, note="LoRA itself, without hf_memsave")  # fmt: skip
         for budget, setting in SAMPLED.items():
             yield row(model, "lora", setting, table="2", work=work.format("LoRA"), stock=lora,
-                      method=f"LoRA+WTA-CRS@{budget}", figure=lora_sampled[budget], note=EAGER)  # fmt: skip
+                      method=f"LoRA+WTA-CRS@{budget}", figure=lora_sampled[budget])  # fmt: skip
         yield over_full(model, "lora", SAMPLED[0.3], table="2", work=work.format("full"), stock=full,
                         method="LoRA+WTA-CRS@0.3", figure=lora_sampled[0.3],
                         note="all but stock with LoRA")  # fmt: skip
         yield Row(table="2", work=work.format("full"), unit=UNIT, stock=full, method="LST", figure=lst,
                   note="missing: a ladder of side networks, which is another model")  # fmt: skip
         yield row(model, "qlora", SAMPLED[0.3], table="7", work=work.format("QLoRA"), stock=qlora,
-                  method="QLoRA+WTA-CRS@0.3", figure=qlora_sampled, note=EAGER, **QLORA)  # fmt: skip
+                  method="QLoRA+WTA-CRS@0.3", figure=qlora_sampled, **QLORA)  # fmt: skip
     yield over_full("T5-3B", "lora", SAMPLED[0.3], batch=32, table="5.2", work=f"T5-3B, full, 32 x {SOURCE}",
                     stock=66.4, method="LoRA+WTA-CRS", figure=21.6,
                     note="all but stock with LoRA; no budget is named")  # fmt: skip
