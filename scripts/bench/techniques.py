@@ -1,9 +1,9 @@
-"""Kept memory of each technique alone and of each preset, beside stock: BERT-Base, ViT-B, CLIP-L, and BERT with LoRA.
+"""Kept memory of each technique alone and of each preset, beside stock: BERT-Base trained whole, and with LoRA.
 
     python scripts/bench/techniques.py [--batch 2] [--models "LoRA on q, v"] [--settings stock exact] [--out [DIR]]
 
-Layers have their real width. Models of a twelfth and of two twelfths of the depth are measured; the whole follows,
-since layers are alike. A technique alone is written as its field, every other field being "stock".
+Layers have their real width. Models of one and of two layers are measured; the whole follows, since layers are alike.
+A technique alone is written as its field, every other field being "stock".
 """
 
 from __future__ import annotations
@@ -19,14 +19,7 @@ from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.progress import track
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    CLIPConfig,
-    CLIPModel,
-    ViTConfig,
-    ViTForImageClassification,
-)
+from transformers import BertConfig, BertForSequenceClassification
 
 from hf_memsave import MemSaveConfig, PatchError, measure_kept, patch
 from publish import MIB, RESULTS, arguments, publish
@@ -39,7 +32,7 @@ ALONE: dict[str, Any] = {
     "lora": ("recompute",),
     "storage": ("int8", "int4"),
 }
-PRESETS = ("exact", "invact", "tempo", "few-bit", "selective", "wta-crs")
+PRESETS = ("exact", "invact", "tempo", "few-bit", "selective", "wta-crs", "lora-wta-crs")
 #: Setting -> its config; None is stock.
 SETTINGS: dict[str, MemSaveConfig | None] = {
     "stock": None,
@@ -48,51 +41,34 @@ SETTINGS: dict[str, MemSaveConfig | None] = {
     **{f'exact, `storage="{value}"`': MemSaveConfig(storage=value) for value in ALONE["storage"]},
 }
 NOTES = """
-Bytes alive between forward and backward (`measure_kept`: every storage), without dropout; freed: percent of what stock
-keeps. A name is a preset's. BERT has 1,024 tokens; LoRA is PEFT's default on it (r 8, fp32 adapters), with the base in
-bf16. InvAct's paper frees 22.9% (BERT), 23.8% (ViT-B) and 23.4% (CLIP-L) by its activations alone
-(`activation="invert"`); CLIP's QuickGELU is two functions in Transformers, and stock keeps a tensor more for it, which
-is freed too. With adapters on q and v alone, the linear after the activation is frozen and keeps nothing: `few-bit`
-then keeps less than `exact`, and inverting, which keeps the output where stock keeps the input, gains nothing.
+Bytes alive between forward and backward (`measure_kept`: every storage), 1,024 tokens, without dropout; freed: percent
+of what stock keeps. A name is a preset's. LoRA is PEFT's default (r 8, fp32 adapters), with the base in bf16. With
+adapters on q and v alone, the linear after the activation is frozen and keeps nothing: `few-bit` then keeps less than
+`exact`, and inverting, which keeps the output where stock keeps the input, gains nothing. Other models beside InvAct's
+and Tempo's figures: [the papers' tables](papers.md).
 
 ![What each setting keeps, in percent of stock](techniques.png)
 """
 
 
-def bert(twelfths: int) -> nn.Module:
+def bert(layers: int) -> nn.Module:
     """BERT-Base, in fp32."""
-    sizes: dict[str, Any] = dict(vocab_size=VOCAB, num_hidden_layers=twelfths, max_position_embeddings=1024)
+    sizes: dict[str, Any] = dict(vocab_size=VOCAB, num_hidden_layers=layers, max_position_embeddings=1024)
     return BertForSequenceClassification(BertConfig(hidden_dropout_prob=0, attention_probs_dropout_prob=0, **sizes))
-
-
-def vit(twelfths: int) -> nn.Module:
-    """ViT-B/16."""
-    return ViTForImageClassification(ViTConfig(num_hidden_layers=twelfths))
-
-
-def clip(twelfths: int) -> nn.Module:
-    """CLIP-L/14: 24 layers see, 12 read."""
-    vision: dict[str, Any] = dict(hidden_size=1024, intermediate_size=4096, num_attention_heads=16, patch_size=14)
-    text: dict[str, Any] = dict(hidden_size=768, intermediate_size=3072, num_attention_heads=12, vocab_size=VOCAB)
-    text |= dict(bos_token_id=1, eos_token_id=VOCAB - 1, pad_token_id=0, num_hidden_layers=twelfths)
-    vision |= dict(num_hidden_layers=2 * twelfths)
-    return CLIPModel(CLIPConfig(projection_dim=768, vision_config=vision, text_config=text))
 
 
 def lora(targets: list[str] | str) -> Callable[[int], nn.Module]:
     """BERT-Base in bf16 with PEFT's default adapters; "all-linear" leaves the classifier out."""
 
-    def make(twelfths: int) -> nn.Module:
+    def make(layers: int) -> nn.Module:
         config = LoraConfig(target_modules=targets, exclude_modules=["classifier"])
-        return get_peft_model(bert(twelfths).bfloat16(), config)
+        return get_peft_model(bert(layers).bfloat16(), config)
 
     return make
 
 
 MODELS: dict[str, Callable[[int], nn.Module]] = {
     "BERT-Base": bert,
-    "ViT-B/16": vit,
-    "CLIP-L/14": clip,
     "LoRA on q, v": lora(["query", "value"]),
     "LoRA on all linears": lora("all-linear"),
 }
@@ -111,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     found: dict[str, dict[str, int]] = {setting: {} for setting in options.settings}
     runs = [(setting, name) for setting in found for name in options.models]
     for setting, name in track(runs, "measuring", console=Console(stderr=True)):
-        found[setting][name] = kept(MODELS[name], name, options.batch, SETTINGS[setting])
+        found[setting][name] = kept(MODELS[name], options.batch, SETTINGS[setting])
     stock = found["stock"]
     shares = {setting: {name: row[name] / stock[name] for name in row} for setting, row in found.items()}
     rows = [
@@ -124,23 +100,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     picture(shares).savefig(options.out / "techniques.png")
 
 
-def kept(make: Callable[[int], nn.Module], name: str, batch: int, config: MemSaveConfig | None) -> int:
-    """Bytes kept by the whole model; stock's where there is nothing to patch."""
-    one, two = (kept_at(make(twelfths), name, batch, config) for twelfths in (1, 2))
+def kept(make: Callable[[int], nn.Module], batch: int, config: MemSaveConfig | None) -> int:
+    """Bytes kept by the whole model, which follows from one layer and two."""
+    one, two = (kept_at(make(layers), batch, config) for layers in (1, 2))
     return one + (DEPTH - 1) * (two - one)
 
 
-def kept_at(model: nn.Module, name: str, batch: int, config: MemSaveConfig | None) -> int:
-    """Bytes kept by a model of less depth."""
+def kept_at(model: nn.Module, batch: int, config: MemSaveConfig | None) -> int:
+    """Bytes kept by a model of less depth; stock's where there is nothing to patch."""
     torch.manual_seed(0)
-    images = {"pixel_values": torch.randn(batch, 3, 224, 224)}
-    ids = torch.randint(5, VOCAB, (batch, 77 if name.startswith("CLIP") else 1024))
-    tokens = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    labels = {"labels": torch.zeros(batch, dtype=torch.long)}
-    if name.startswith("CLIP"):
-        inputs: dict[str, Any] = {**images, **tokens, "return_loss": True}
-    else:
-        inputs = {**(images if name.startswith("ViT") else tokens), **labels}
+    ids = torch.randint(5, VOCAB, (batch, 1024))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.zeros(batch, dtype=torch.long)}
     if config is not None:
         try:
             patch(model.train(), config)

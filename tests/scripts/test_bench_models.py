@@ -56,17 +56,13 @@ def techniques(monkeypatch):
 
 
 def test_what_a_whole_model_keeps_follows_from_two_depths(techniques):
-    one, two, three = (
-        techniques.kept_at(techniques.bert(layers), "BERT-Base", 1, MemSaveConfig()) for layers in (1, 2, 3)
-    )
+    one, two, three = (techniques.kept_at(techniques.bert(layers), 1, MemSaveConfig()) for layers in (1, 2, 3))
     assert three - two == two - one > 0
 
 
 def test_few_bits_keep_less_than_exact_before_a_frozen_linear(techniques):
     settings, make = techniques.SETTINGS, techniques.MODELS["LoRA on q, v"]
-    few, exact, stock = (
-        techniques.kept_at(make(1), "LoRA on q, v", 1, settings[name]) for name in ("few-bit", "exact", "stock")
-    )
+    few, exact, stock = (techniques.kept_at(make(1), 1, settings[name]) for name in ("few-bit", "exact", "stock"))
     assert few < 0.8 * exact < exact < stock
 
 
