@@ -4,7 +4,10 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave import MemSaveConfig, measure_kept, patch
 from hf_memsave.ops.sampled.eager_attention import NAME
@@ -68,6 +71,31 @@ def test_eager_attention_is_exact_where_little_is_trained_and_where_it_is_asked_
 
     for make in (*(partial(of_bert, name) for name in ("query", "key", "value")), reordered):
         assert_is_exact(make)
+
+
+class Mixed(GradientCheckpointingLayer):
+    """Heads times one weight, twice, in a checkpoint of the block's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.mix = nn.Linear(32, 32), nn.Parameter(torch.randn(1, 4, 8, 8))
+
+    def heads(self, x):
+        q = self.q_proj(x).unflatten(-1, (4, 8)).transpose(1, 2)
+        return (q @ self.mix @ self.mix).transpose(1, 2).flatten(2)
+
+    def forward(self, x):
+        return x + checkpoint(self.heads, x, use_reentrant=False)
+
+
+def test_a_weight_with_heads_is_cast_as_in_stock_within_a_checkpoint(device):
+    def run(model):
+        with torch.autocast(device.type, BF16):
+            out = model(torch.randn(1, 7, 32, device=device))
+        out.float().square().mean().backward()
+        return [out, *(parameter.grad for parameter in model.parameters())]
+
+    assert_alike(lambda: nn.Sequential(Mixed(), Mixed()).to(device), run, RUNG)
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
