@@ -22,6 +22,7 @@ from hf_memsave.tape.again import LinearAgain
 from hf_memsave.tape.content import contents_on
 from hf_memsave.tape.functions import MADE, Handler, converted, during, named, unrecorded
 from hf_memsave.tape.private import any_autocast, autocast_cache, no_dispatch
+from hf_memsave.tape.store import MOST_WORK
 from hf_memsave.tape.tape import Tape
 from hf_memsave.tape.tensors import is_plain
 from hf_memsave.tape.wrappers import parts_of
@@ -50,7 +51,7 @@ def product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     given, given_by_name = args, kwargs
     if any_autocast() and _is_autocast((*args, *kwargs.values())) and tape.is_innermost():
         args, kwargs = converted(partial(low, tape), args, kwargs)
-    if tape.again and func in _MATMUL and not kwargs and all(is_plain(a) and a.dim() > 3 for a in args):
+    if tape.most_work > MOST_WORK and func in _MATMUL and not kwargs and all(is_plain(a) and a.dim() > 3 for a in args):
         is_seen = not any_autocast() or tape.is_innermost()  # else autocast converts within, and knows a leaf
         if is_seen and args[0].shape[:-2] == args[1].shape[:-2]:  # the copies are made before, where the tape sees them
             args = tuple([tape.call(Tensor.flatten, a, 0, -3).view(a.shape) for a in args])

@@ -204,6 +204,9 @@ def test_nf4_linears_run_again_by_their_own_forward(rungs, tmp_path):
     batch, expected = batch_for(model, QUOTED), dict(zip((None, *RUNGS), U["llama nf4"], strict=True))
     assert_rungs_are_stocks(model, batch, rungs)
     assert_a_layer_keeps(make, batch, QUOTED.u(4), {rung: expected[rung] for rung in rungs})
+    model.set_attn_implementation("eager")
+    floor, qkv = (measure_kept(at(model, rung), batch).total for rung in (None, "qkv"))
+    assert floor - qkv > 0.99 * 2 * (expected[None] - expected["qkv"]) * QUOTED.u(4)
 
 
 # Peaks.
