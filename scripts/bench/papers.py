@@ -36,18 +36,18 @@ no paper's code was run. GB are 10^9 bytes, GiB 2^30.
 - *distance*: of stock here from the paper's stock. Rows of one stock count once.
 - In brackets: over stock, the paper's over its own, ours over ours.
 - *here*: the paper's method as hf_memsave has it, approximate as the paper's. All columns after it give stock's
-  gradients (`"tiles"` up to the order of sums). *With SDPA*: stock, `True` and `"gate"` with today's attention.
+  gradients (`"tiles"` up to the order of sums).
 - *behind*: the exact setting named there takes a larger share of stock than the paper's method in the paper, or than
   that method here. It is `"exact"`; beside WTA-CRS, which adds a fifth to a step there, `"gate"`; beside checkpointing
-  `"block"`. With SDPA: that setting with SDPA over the row's own stock."""
+  `"block"`."""
 #: Column of the table -> of the results.
 SHOWN = {
     "here": "method", "`True`": "exact", '`"gate"`': "gate", '`"block"`': "block", '`"tiles"`': "tiles",
     "gradient checkpointing": "checkpointing",
 }  # fmt: skip
 HEADER = [
-    "table", "work", "method", "unit", "paper: stock", "stock", "distance", "paper: method", *SHOWN, "with SDPA",
-    "behind", "note",
+    "table", "work", "method", "unit", "paper: stock", "stock", "distance", "paper: method", *SHOWN, "behind",
+    "note",
 ]  # fmt: skip
 
 
@@ -80,18 +80,13 @@ def cells(result: Result) -> list[str]:
         cell(stock, None) + (f", then {number(then)}" if then else ""),
         distance + (f", then {result.distance_then:+.1f}%" if then and distance else ""),
         method, *(cell(ours.get(name), stock) for name in SHOWN.values()),
-        ", ".join(number(ours[f"sdpa {name}"]) for name in ("stock", "exact", "gate") if f"sdpa {name}" in ours),
         behind(result), row.note,
     ]  # fmt: skip
 
 
 def behind(result: Result) -> str:
-    """What the setting that the row names is beaten by, and whether with SDPA too."""
-    if not result.behind:
-        return ""
-    has_sdpa = f"sdpa {result.row.rung}" in result.ours
-    also = f"; with SDPA: {' and '.join(result.behind_with_sdpa) or 'by none'}" if has_sdpa else ""
-    return f"`{result.row.rung}`: {' and '.join(result.behind)}{also}"
+    """What the setting that the row names is beaten by."""
+    return f"`{result.row.rung}`: {' and '.join(result.behind)}" if result.behind else ""
 
 
 def count_line(results: Sequence[Result]) -> str:
@@ -103,13 +98,8 @@ def count_line(results: Sequence[Result]) -> str:
     return (
         f"{len(results)} rows, {sum(bool(one.ours) for one in results)} rebuilt. Of {len(complete)} published figures "
         f"of stock {now} are within {WITHIN:g}% with today's libraries, {then} as of then. "
-        f"Behind in {sum(bool(one.behind) for one in results)}, {sum(map(is_behind_still, results))} with SDPA too."
+        f"Behind in {sum(bool(one.behind) for one in results)}."
     )
-
-
-def is_behind_still(result: Result) -> bool:
-    """Whether the row is behind with today's attention as well, or has none."""
-    return bool(result.behind and (result.behind_with_sdpa or f"sdpa {result.row.rung}" not in result.ours))
 
 
 def picture(title: str, results: Sequence[Result], path: Path) -> None:

@@ -77,7 +77,6 @@ class Row:
     columns: tuple[str, ...] = tuple(COLUMNS)  # what there is of COLUMNS
     share: float | None = None  # the paper's method's, of stock, where there are no figures
     then: Callable[[], float] | None = None  # stock with what the libraries of the paper's time kept besides
-    sdpa: Measure | None = None  # with today's attention, where the row has the paper's
     rung: str = "exact"  # the column that is to be no worse than the method: the exact setting at equal cost
     more_is_better: bool = False  # of batches and lengths
     note: str = ""  # what is missing, or why the figures differ
@@ -111,15 +110,7 @@ class Result:
     @property
     def behind(self) -> list[str]:
         """By what of the paper's the row's exact setting is beaten: its published share of stock, its method here."""
-        return self._beaten(self.row.rung)
-
-    @property
-    def behind_with_sdpa(self) -> list[str]:
-        """That with today's attention, whose figures are taken over those of the row's own stock."""
-        return self._beaten(f"sdpa {self.row.rung}")
-
-    def _beaten(self, name: str) -> list[str]:
-        row, stock, rung = self.row, self.ours.get("stock"), self.ours.get(name)
+        row, stock, rung = self.row, self.ours.get("stock"), self.ours.get(self.row.rung)
         if not stock or rung is None or not row.method:
             return []
         sign = -1 if row.more_is_better else 1
@@ -140,9 +131,6 @@ def result_of(row: Row) -> Result:
     for name in row.columns:
         ours[name] = row.measure(COLUMNS[name])
         gc.collect()
-    if row.sdpa is not None:
-        settings = {"stock": STOCK, "exact": COLUMNS["exact"], "gate": COLUMNS["gate"]}
-        ours |= {f"sdpa {name}": row.sdpa(setting) for name, setting in settings.items()}
     return Result(row=row, ours=ours)
 
 

@@ -40,9 +40,9 @@ TABLE_2 = {
 }  # fmt: skip
 
 
-def peak(config: BertConfig, batch: int, tokens: int, setting: Setting, attention: str = "eager") -> int:
+def peak(config: BertConfig, batch: int, tokens: int, setting: Setting) -> int:
     """Of a step."""
-    return text_trace(config, setting, batch=batch, tokens=tokens, attention=attention, **FP32).peak
+    return text_trace(config, setting, batch=batch, tokens=tokens, attention="eager", **FP32).peak
 
 
 def peak_then(config: BertConfig, batch: int, tokens: int) -> int:
@@ -59,7 +59,7 @@ def rows() -> Iterator[Row]:
             table="4.2", work="BERT-Large, pre-training, 15 x 128", stock=11.3, method=method, figure=figure,
             measure=lambda s: at_15(s) / GB, here=here, columns=SHORT,
             rung="block" if here is CHECKPOINT else "exact",
-            then=lambda: peak_then(PRETRAINED, 15, 128) / GB, sdpa=lambda s: at_15(s, "efficient") / GB,
+            then=lambda: peak_then(PRETRAINED, 15, 128) / GB,
             note=CHUNKS if here is CHECKPOINT else
             THEN,
         )  # fmt: skip
@@ -70,8 +70,8 @@ def rows() -> Iterator[Row]:
                 table="2", work=work, unit="sequences", stock=stock, method=method, figure=figure,
                 measure=most(PRETRAINED, tokens, size), here=here, columns=SHORT,
                 rung="block" if here is CHECKPOINT else "exact",
-                then=then(PRETRAINED, tokens, size), sdpa=most(PRETRAINED, tokens, size, "efficient"),
-                more_is_better=True, note=CHUNKS if here is CHECKPOINT else f"{THEN}; {FULL}",
+                then=then(PRETRAINED, tokens, size), more_is_better=True,
+                note=CHUNKS if here is CHECKPOINT else f"{THEN}; {FULL}",
             )  # fmt: skip
     for tokens, stock in ((128, 16), (512, 2)):
         yield Row(
@@ -85,7 +85,6 @@ def rows() -> Iterator[Row]:
     yield Row(
         table="Figure 8", work="BERT-Large of 12 layers, 1 x 3072, A100 of 40 GB", method="Tempo",
         measure=lambda s: figure_8(s) / GB, here=TEMPO, then=lambda: peak_then(LONG, 1, 3072) / GB,
-        sdpa=lambda s: figure_8(s, "efficient") / GB,
         note="not repeated: stock has not enough memory there; no batch is named, so here it is 1",
     )  # fmt: skip
     for tokens in (128, 512, 2048):
@@ -97,10 +96,10 @@ def rows() -> Iterator[Row]:
         )  # fmt: skip
 
 
-def most(config: BertConfig, tokens: int, size: int, attention: str = "eager") -> Measure:
+def most(config: BertConfig, tokens: int, size: int) -> Measure:
     """The largest batch in a GPU's memory, less what CUDA takes."""
     return lambda setting: largest_batch(
-        lambda batch: peak(config, batch, tokens, setting, attention), size * GIB - OWN, 4096 // tokens
+        lambda batch: peak(config, batch, tokens, setting), size * GIB - OWN, 4096 // tokens
     )
 
 

@@ -40,7 +40,6 @@ A100 = 81251 * MIB - OWN
 SAMPLED = {b: Setting(MemSaveConfig(linear=WTACRS(budget=b, attention=True))) for b in (0.3, 0.1)}
 #: What its sequences are too short for is left out.
 COLUMNS = ("exact", "gate", "block", "checkpointing")
-QLORA: dict[str, Any] = {"columns": ("exact", "gate", "block"), "sdpa": None}
 #: Model -> of Table 2 full, LoRA, LST, WTA-CRS and LoRA + WTA-CRS at .3 and .1, then of Table 7 QLoRA, with WTA-CRS.
 TABLES = {
     "T5-Base": (17.66, 13.84, 5.50, {0.3: 8.44, 0.1: 7.30}, {0.3: 6.50, 0.1: 5.44}, 13.64, 6.31),
@@ -50,9 +49,9 @@ TABLES = {
 THEN = "then: the decoder's cache; the rest is not found"
 
 
-def t5(training: str, attention: str, has_cache: bool, config: T5Config) -> nn.Module:
+def t5(training: str, has_cache: bool, config: T5Config) -> nn.Module:
     """T5, trained "full", with "lora" or with "qlora"."""
-    options = {"attn_implementation": attention, "dtype": torch.float32}
+    options = {"attn_implementation": "eager", "dtype": torch.float32}
     model: Any = T5ForConditionalGeneration._from_config(config, **options)
     if training == "qlora":
         quantize(model)
@@ -85,14 +84,13 @@ def sentences(batch: int, tokens: int, device: torch.device) -> dict[str, Tensor
 
 @functools.cache
 def trace(
-    model: str, training: str, setting: Setting, batch: int = 100, tokens: int = SOURCE, attention: str = "eager",
-    then: bool = False,
-) -> Trace:  # fmt: skip
+    model: str, training: str, setting: Setting, batch: int = 100, tokens: int = SOURCE, then: bool = False
+) -> Trace:
     """A step; of QLoRA, patched, at its full depth, as layers are not alike where fp32 sums run beside 16 bits."""
     config = CONFIGS[model]
     in_full = model == "T5-Base" or (training == "qlora" and setting.memsave is not None)
     return deep_trace(
-        config, functools.partial(t5, training, attention, then), functools.partial(sentences, batch, tokens), setting,
+        config, functools.partial(t5, training, then), functools.partial(sentences, batch, tokens), setting,
         optimizer="adamw_fused", attention="efficient", in_full=in_full,
     )  # fmt: skip
 
@@ -115,7 +113,7 @@ def rows() -> Iterator[Row]:
         yield Row(table="2", work=work.format("full"), unit=UNIT, stock=full, method="LST", figure=lst,
                   note="missing: a ladder of side networks, which is another model")  # fmt: skip
         yield row(model, "qlora", SAMPLED[0.3], table="7", work=work.format("QLoRA"), stock=qlora,
-                  method="QLoRA+WTA-CRS@0.3", figure=qlora_sampled, **QLORA)  # fmt: skip
+                  method="QLoRA+WTA-CRS@0.3", figure=qlora_sampled, columns=COLUMNS[:3])  # fmt: skip
     yield over_full("T5-3B", "lora", SAMPLED[0.3], batch=32, table="5.2", work=f"T5-3B, full, 32 x {SOURCE}",
                     stock=66.4, method="LoRA+WTA-CRS", figure=21.6,
                     note="all but stock with LoRA; no budget is named")  # fmt: skip
@@ -126,7 +124,6 @@ def rows() -> Iterator[Row]:
             table="Figure 6", work=f"T5-3B, full, {SOURCE} tokens, A100 of 80 GB", unit="sequences", method=method,
             share=share, measure=functools.partial(most, "lora"), here=setting, rung="gate", more_is_better=True,
             measure_stock=lambda: most("full", STOCK), columns=COLUMNS[:2] if setting != STOCK else (),
-            sdpa=most_with_sdpa if setting != STOCK else None,
             note="all but stock with LoRA; the paper has multiples of stock alone",
         )  # fmt: skip
     for model in TABLES:
@@ -142,11 +139,8 @@ def rows() -> Iterator[Row]:
 
 def row(model: str, training: str, setting: Setting, **of: Any) -> Row:
     """A row with what all have."""
-    usual: dict[str, Any] = {
-        "columns": COLUMNS, "sdpa": lambda s: trace(model, training, s, attention="sdpa").peak / GB,
-    }  # fmt: skip
     return Row(
-        unit=UNIT, here=setting, rung="gate", **usual | of,
+        unit=UNIT, here=setting, rung="gate", **{"columns": COLUMNS} | of,
         measure=lambda s: trace(model, training, s).peak / GB,
         then=lambda: trace(model, training, STOCK, then=True).peak / GB,
     )  # fmt: skip
@@ -154,28 +148,18 @@ def row(model: str, training: str, setting: Setting, **of: Any) -> Row:
 
 def over_full(model: str, training: str, setting: Setting, batch: int = 100, **of: Any) -> Row:
     """A row whose stock is trained in full, and all else otherwise."""
-
-    def with_sdpa(setting: Setting) -> float:
-        how = "full" if setting == STOCK else training
-        return trace(model, how, setting, batch, attention="sdpa").peak / GB
-
     return Row(
         unit=UNIT, here=setting, rung="gate", columns=() if setting == STOCK else COLUMNS,
         measure=lambda s: trace(model, training, s, batch).peak / GB,
         measure_stock=lambda: trace(model, "full", STOCK, batch).peak / GB,
         then=lambda: trace(model, "full", STOCK, batch, then=True).peak / GB,
-        sdpa=None if setting == STOCK else with_sdpa, **of,
+        **of,
     )  # fmt: skip
 
 
-def most(training: str, setting: Setting, attention: str = "eager") -> float:
+def most(training: str, setting: Setting) -> float:
     """The largest batch of T5-3B."""
-    return largest_batch(lambda batch: trace("T5-3B", training, setting, batch, attention=attention).peak, A100, 32)
-
-
-def most_with_sdpa(setting: Setting) -> float:
-    """That with today's attention, of stock in full."""
-    return most("full" if setting == STOCK else "lora", setting, "sdpa")
+    return largest_batch(lambda batch: trace("T5-3B", training, setting, batch).peak, A100, 32)
 
 
 def activations(model: str, tokens: int, then: bool, setting: Setting) -> float:
