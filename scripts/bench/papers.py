@@ -30,24 +30,23 @@ PAPERS = {
 }
 ABOUT = """Figures of the papers beside *estimates* on the stand-in for a CUDA device that `hf_memsave.estimate` uses:
 what PyTorch's allocator gives out at most, without fragmentation and what CUDA takes for itself. Nothing is fitted, and
-no paper's code was run. GB are 10^9 bytes, GiB 2^30.
+no paper's code was run. GB are 10^9 bytes, if nothing else is said, GiB 2^30.
 
 - *stock*: with the paper's attention and today's libraries; *then*: with what those of its time kept besides.
 - *distance*: of stock here from the paper's stock. Rows of one stock count once.
 - In brackets: over stock, the paper's over its own, ours over ours.
-- *here*: the paper's method as hf_memsave has it, approximate as the paper's. All columns after it give stock's
+- *here*: the paper's method as hf_memsave has it, approximate where the paper's is. All columns after it give stock's
   gradients (`"tiles"` up to the order of sums).
 - *behind*: the exact setting named there takes a larger share of stock than the paper's method in the paper, or than
-  that method here. It is `"exact"`; beside WTA-CRS, which adds a fifth to a step there, `"gate"`; beside checkpointing
-  `"block"`."""
+  that method here, by more than half a percent of stock. It is `"exact"`; beside WTA-CRS, which adds a fifth to a step
+  there, `"gate"`; beside checkpointing `"block"`."""
 #: Column of the table -> of the results.
 SHOWN = {
     "here": "method", "`True`": "exact", '`"gate"`': "gate", '`"block"`': "block", '`"tiles"`': "tiles",
     "gradient checkpointing": "checkpointing",
 }  # fmt: skip
 HEADER = [
-    "table", "work", "method", "unit", "paper: stock", "stock", "distance", "paper: method", *SHOWN, "behind",
-    "note",
+    "table", "work", "method", "unit", "paper: stock", "stock", "distance", "paper: method", *SHOWN, "behind", "note",
 ]  # fmt: skip
 
 

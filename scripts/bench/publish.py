@@ -12,13 +12,11 @@ import json
 import platform
 import shlex
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -143,16 +141,3 @@ def publish(
 ) -> None:  # fmt: skip
     """A title, a table and notes, as :func:`write` has them."""
     write(name, f"{title}\n\n{table(header, rows)}{notes}", results, out, quiet)
-
-
-def ratio_of_medians(stock: Callable[[], object], ours: Callable[[], object], steps: int) -> float:
-    """Seconds of ``ours`` over those of ``stock``, which alternate; the first two of each do not count."""
-    seconds: tuple[list[float], list[float]] = ([], [])
-    for _ in range(steps + 2):
-        for call, found in zip((stock, ours), seconds, strict=True):
-            start = time.perf_counter()
-            call()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            found.append(time.perf_counter() - start)
-    return statistics.median(seconds[1][2:]) / statistics.median(seconds[0][2:])

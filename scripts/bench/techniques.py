@@ -41,11 +41,11 @@ SETTINGS: dict[str, MemSaveConfig | None] = {
     **{f'exact, `storage="{value}"`': MemSaveConfig(storage=value) for value in ALONE["storage"]},
 }
 NOTES = """
-Bytes alive between forward and backward (`measure_kept`: every storage), 1,024 tokens, without dropout; freed: percent
-of what stock keeps. A name is a preset's. LoRA is PEFT's default (r 8, fp32 adapters), with the base in bf16. With
-adapters on q and v alone, the linear after the activation is frozen and keeps nothing: `few-bit` then keeps less than
-`exact`, and inverting, which keeps the output where stock keeps the input, gains nothing. Other models beside InvAct's
-and Tempo's figures: [the papers' tables](papers.md).
+Bytes alive between forward and backward (`measure_kept`: every storage), 1,024 tokens, SDPA, without dropout; freed:
+percent of what stock keeps. A name is a preset's. LoRA is PEFT's default (r 8, fp32 adapters), with the base in bf16.
+With adapters on q and v alone, the linear after the activation is frozen and keeps nothing: `few-bit` then keeps less
+than `exact`, and inverting, which keeps the output where stock keeps the input, gains nothing. Other models beside
+InvAct's and Tempo's figures: [the papers' tables](papers.md).
 
 ![What each setting keeps, in percent of stock](techniques.png)
 """

@@ -77,7 +77,7 @@ class Row:
     columns: tuple[str, ...] = tuple(COLUMNS)  # what there is of COLUMNS
     share: float | None = None  # the paper's method's, of stock, where there are no figures
     then: Callable[[], float] | None = None  # stock with what the libraries of the paper's time kept besides
-    rung: str = "exact"  # the column that is to be no worse than the method: the exact setting at equal cost
+    rung: str = "exact"  # the column that is to be no worse than the method
     more_is_better: bool = False  # of batches and lengths
     note: str = ""  # what is missing, or why the figures differ
 
@@ -155,29 +155,29 @@ def forward_peak(build: Callable[[], nn.Module], inputs: Inputs, setting: Settin
 @without_gpus
 def deep_trace(
     config: PreTrainedConfig, build: Callable[[PreTrainedConfig], nn.Module], inputs: Inputs, setting: Setting = STOCK,
-    *, optimizer: str, attention: str, in_full: bool = False,
+    in_full: bool = False,
 ) -> Trace:  # fmt: skip
     """A step at full depth: run ``in_full``, or carried from few layers, where all blocks are alike from there on."""
     full = depth_of(config)
     depths = depths_for(config, full, max(full.values()) if in_full else FROM, 1)
     traces = []
     for at in depths.run:
-        with _prepared(functools.partial(build, at_depth(config, at)), inputs, setting, attention) as (model, batch):
+        with _prepared(functools.partial(build, at_depth(config, at)), inputs, setting) as (model, batch):
             trained = (p for p in model.parameters() if p.requires_grad)
-            traces.append(trace_step(model, batch, OPTIMIZERS[optimizer](trained), forward_of(model, None)))
+            traces.append(trace_step(model, batch, OPTIMIZERS["adamw_fused"](trained), forward_of(model, None)))
     return trace_at_full_depth(traces, depths)
 
 
 @contextlib.contextmanager
 def _prepared(
-    build: Callable[[], nn.Module], inputs: Inputs, setting: Setting, attention: str = "flash", padded: bool = True
+    build: Callable[[], nn.Module], inputs: Inputs, setting: Setting, padded: bool = True
 ) -> Iterator[tuple[Any, dict[str, Tensor]]]:
     """The model and its batch on the stand-in, as a setting has them."""
     with torch.device("meta"):
         model: Any = build()
     if setting.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    with fake_device(attention, padded) as device:
+    with fake_device("flash", padded) as device:
         to_fake(model, device)
         batch = inputs(device)
         if setting.memsave is not None:

@@ -60,8 +60,7 @@ def rows() -> Iterator[Row]:
             measure=lambda s: at_15(s) / GB, here=here, columns=SHORT,
             rung="block" if here is CHECKPOINT else "exact",
             then=lambda: peak_then(PRETRAINED, 15, 128) / GB,
-            note=CHUNKS if here is CHECKPOINT else
-            THEN,
+            note=CHUNKS if here is CHECKPOINT else THEN,
         )  # fmt: skip
     for (gpu, size, tokens), (stock, checkpoint, tempo) in TABLE_2.items():
         work = f"BERT-Large, pre-training, {tokens} tokens, {gpu} of {size} GB"
@@ -157,7 +156,7 @@ def shares() -> Iterator[Row]:
             table="2.1", work=f"BERT-Base, a layer's activations, {tokens} tokens: {name}", unit="%", stock=stock,
             measure=functools.partial(part_of_layer, tokens, only, False), columns=(),
             then=functools.partial(part_of_layer, tokens, only, True),
-            note="then: softmax keeps its input, a third map" if only is is_square else "",
+            note="then: softmax keeps its input" + ", a third map" * (only is is_square),
         )  # fmt: skip
     yield Row(
         table="2.3, Figure 9", work="BERT-Base, MRPC, 32 x 128: the layers' activations", unit="% of the total",
