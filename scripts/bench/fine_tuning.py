@@ -249,7 +249,8 @@ def picture(options: argparse.Namespace, found: dict[tuple[str, str, int], dict[
         smooth = [statistics.mean(mean[max(0, at - 4) : at + 1]) for at in range(len(mean))]
         width = 5 if name == "exact" else 1.3
         steps = range(10, 10 * len(mean) + 1, 10)
-        curves.plot(steps, smooth, label=name, color=f"C{index % 10}", linewidth=width, alpha=0.5 if width > 2 else 1)
+        look = {"color": f"C{index % 10}", "linestyle": "-" if index < 10 else ":", "linewidth": width}
+        curves.plot(steps, smooth, label=name, alpha=0.5 if width > 2 else 1, **look)
         kept[name] = statistics.mean(run["memsave/kept_gib"] for run in runs) * 1024
     curves.set(xlabel="step", ylabel="training loss, mean of the last 50 steps")
     curves.legend(frameon=False, fontsize=8)
