@@ -52,7 +52,7 @@ def product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     if any_autocast() and _is_autocast((*args, *kwargs.values())) and tape.is_innermost():
         args, kwargs = converted(partial(low, tape), args, kwargs)
     if tape.most_work > MOST_WORK and func in _MATMUL and not kwargs and all(is_plain(a) and a.dim() > 3 for a in args):
-        is_seen = not any_autocast() or tape.is_innermost()  # else autocast converts inside, and knows a leaf
+        is_seen = not any_autocast() or tape.is_innermost()  # else autocast converts inside, a leaf but once
         if is_seen and args[0].shape[:-2] == args[1].shape[:-2]:  # the copies are made before, where the tape sees them
             args = tuple([tape.call(Tensor.flatten, a, 0, -3).view(a.shape) for a in args])
     out = func(*args, **kwargs) if kwargs else func(*args)
