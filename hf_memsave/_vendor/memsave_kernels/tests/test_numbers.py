@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cases import CASES
-from cases.case import Case, maker, no_worse, widen
+from cases.case import DEVICE, Case, maker, no_worse, widen
 from interpreter import only_interpreted, round_to_nearest, watching
 
 round_to_nearest()
@@ -31,6 +31,12 @@ LONG = [case for case in CASES if any("norm_b" in name or "cross" in name for na
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_parts_of_a_row_are_those_of_the_whole(case):
     check(case, case.inputs(maker(case.dtypes[0]), 5, 8203))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs CUDA: the interpreter would take hours")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_programs_that_take_several_tiles(case):
+    check(case, case.inputs(maker(case.dtypes[-1]), 2**17 + 5, 72))  # some 8,000 tiles for at most 2,112 programs
 
 
 @only_interpreted

@@ -34,9 +34,14 @@ def slope_of(y: Tensor, left: Tensor, ulp: float) -> Tensor:
     return (s * torch.where(left, y * first, second)).masked_fill(~left & (y > FIT.cut), 1.0)
 
 
+def is_left(x: Tensor) -> Tensor:
+    """Whether x is left of SiLU's minimum; PyTorch rounds a number to x's dtype before it compares."""
+    return x.float() < FIT.turn
+
+
 def _ours(x: Tensor, dy: Tensor, in_y: bool) -> tuple[Tensor, ...]:
     y, bits = ours.inverted_forward(x, "silu", FIT.turn, in_y)
-    assert in_y or torch.equal(ours.unpack_bits(bits, x.numel()).view(x.shape), x < FIT.turn)
+    assert in_y or torch.equal(ours.unpack_bits(bits, x.numel()).view(x.shape), is_left(x))
     return y, ours.inverted_backward(dy, stored(x, in_y), bits, FIT)  # near T the rounding of y decides
 
 
@@ -44,11 +49,11 @@ def stored(x: Tensor, in_y: bool) -> Tensor:
     """PyTorch's y, as it is kept."""
     y = TORCH["silu"](x.contiguous())  # whose bits depend on strides
     word = y.view(torch.int32 if y.itemsize == 4 else torch.int16)
-    return ((word & ~1) | (x < FIT.turn).to(word.dtype)).view(y.dtype) if in_y else y
+    return ((word & ~1) | is_left(x).to(word.dtype)).view(y.dtype) if in_y else y
 
 
 def _eager(wide: torch.dtype, x: Tensor, dy: Tensor, in_y: bool) -> tuple[Tensor, ...]:
-    y, left = TORCH["silu"](x), x < FIT.turn
+    y, left = TORCH["silu"](x), is_left(x)
     ulp = torch.finfo(y.dtype).eps / 4
     middle = y.to(wide)
     if in_y and wide == torch.float32:

@@ -41,7 +41,8 @@ def slope(x, ACT: tl.constexpr):
     elif ACT == "quick_gelu":
         return gate * (1.0 + 1.702 * x * (1.0 - gate))
     elif ACT == "gelu_tanh":
-        return gate * (1.0 + (1.0 - gate) * x * 1.5957691216057308 * (1.0 + 0.134145 * x * x))
+        rest = _sigmoid(-1.5957691216057308 * (x + 0.044715 * x * x * x))  # 1 - gate, where that would cancel
+        return gate * (1.0 + rest * x * 1.5957691216057308 * (1.0 + 0.134145 * x * x))
     else:
         return gate + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
 

@@ -22,7 +22,8 @@ def dropped_out(x, seed, threshold, row, first, ROWS: tl.constexpr, COLUMNS: tl.
     words = tl.join(tl.where(quad % 2 == 0, a, b), tl.where(quad % 2 == 0, c, d))
     halves = tl.reshape(tl.join(words & 0xFFFF, words >> 16), [ROWS, COLUMNS]).to(tl.int32)
     threshold = threshold.to(tl.int32)
-    return tl.where(halves >= threshold, x * (65536.0 / (65536 - threshold).to(tl.float32)), 0.0)
+    scale = tl.div_rn(65536.0, (65536 - threshold).to(tl.float32))  # `/` may be an ulp off
+    return tl.where(halves >= threshold, x * scale, 0.0)
 
 
 @triton.jit

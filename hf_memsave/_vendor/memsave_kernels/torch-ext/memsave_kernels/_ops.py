@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-VERSION = "0.5.0"
+VERSION = "0.5.1"
 #: Of the ops. Named after the package, so that two copies of it in one process do not meet.
 NAMESPACE = f"{__package__}_{VERSION}".replace(".", "_")
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
