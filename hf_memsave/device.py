@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -81,6 +83,21 @@ def has_numbers(x: Tensor) -> bool:
 def memory_of(x: Tensor) -> int | None:
     """Bytes of memory that the device of ``x`` has; None for main memory, and for the stand-in, which has as many."""
     return torch.cuda.get_device_properties(x.device).total_memory if x.device.type == "cuda" else None
+
+
+def free_main_memory() -> int:
+    """Bytes of main memory that are free, and no more than this process's control groups still let it take."""
+    found: list[int] = [psutil.virtual_memory().available]
+    taken = psutil.Process().memory_info().rss
+    with contextlib.suppress(OSError):  # Linux alone has control groups
+        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            _, controller, path = line.split(":", 2)  # none where they are of version 2
+            limit = "memory.limit_in_bytes" if controller else "memory.max"
+            group = Path("/sys/fs/cgroup", controller, path[1:])
+            for folder in (group, *group.parents):  # in a container the path may be that of the host
+                with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+                    found.append(int((folder / limit).read_text(encoding="utf-8")) - taken)
+    return min(found)
 
 
 def waits(x: Tensor) -> bool:

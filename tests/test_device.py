@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -131,3 +132,23 @@ sys.exit(pytest.main(sys.argv[1:]))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "skipped" in done.stdout and "passed" not in done.stdout, done.stdout
     assert "needs a process without GPUs" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "expected"),
+    [
+        ("0::/", {"memory.max": "max"}, None),
+        ("0::/job/step", {"job/memory.max": 10**6, "job/step/memory.max": "max"}, 10**6),
+        ("0::/not/here", {"memory.max": 10**6}, 10**6),  # in a container the path is that of the host
+        ("5:cpu:/job\n4:memory:/job", {"memory/job/memory.limit_in_bytes": 10**6, "cpu/memory.max": 1}, 10**6),
+    ],
+)
+def test_a_control_group_limits_what_is_free(groups, limits, expected, tmp_path, monkeypatch):
+    here = {"proc/self/cgroup": groups, **{f"sys/fs/cgroup/{name}": limit for name, limit in limits.items()}}
+    for name, content in here.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(str(content))
+    monkeypatch.setattr(ask, "Path", lambda root, *parts: Path(tmp_path, root[1:], *parts))
+    monkeypatch.setattr(ask.psutil, "virtual_memory", lambda: SimpleNamespace(available=10**9))
+    monkeypatch.setattr(ask.psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=1000)))
+    assert ask.free_main_memory() == (10**9 if expected is None else expected - 1000)

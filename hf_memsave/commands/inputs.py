@@ -6,13 +6,13 @@ import argparse
 import contextlib
 from typing import Any
 
-import psutil
 import torch
 from rich.console import Console
 from transformers import PreTrainedConfig
 
 from hf_memsave.commands.options import settle_sizes, weights_of
 from hf_memsave.config.sizes import GIB, counted
+from hf_memsave.device import free_main_memory
 from hf_memsave.errors import CommandError, MeasureError
 from hf_memsave.measure.inputs import described, fitted, make_batch, read_batch
 from hf_memsave.measure.models import at_depth, build_empty, depth_of, has_weights, load_config, load_model, period
@@ -55,7 +55,7 @@ def shrunk(name: str, config: PreTrainedConfig, dtype: torch.dtype, layers: int 
     """A configuration whose model is small enough to be drawn and compared, and what to say of its layers, if fewer."""
     if layers is not None:
         return at_depth(config, depth_of(config, layers)), ""
-    free = psutil.virtual_memory().available * _SHARE
+    free = free_main_memory() * _SHARE
     each = dtype.itemsize * _COPIES
     whole = _count(config)
     if whole <= _MOST and whole * each <= free:

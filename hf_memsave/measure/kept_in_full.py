@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -15,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.config.sizes import MIB
 from hf_memsave.count.kept import measure_kept
+from hf_memsave.device import free_main_memory
 from hf_memsave.errors import MeasureError, MemSaveError
 from hf_memsave.measure.depth import FROM, REPEATS, Affine, depths_for
 from hf_memsave.measure.inputs import cannot_run, fitted, forward_of, make_batch
@@ -181,7 +181,7 @@ class SkipValues(TorchDispatchMode):
         else:
             output = func(*args, **(kwargs or {}))
         is_large = isinstance(output, torch.Tensor) and not output.is_meta and output.nbytes >= _LARGE
-        if is_large and (free := psutil.virtual_memory().available) < _RESERVE:
+        if is_large and (free := free_main_memory()) < _RESERVE:
             raise MeasureError(
                 f"the forward fills the memory: {free / MIB:,.0f} MiB are free, expected {_RESERVE / MIB:,.0f}.",
                 "Use a smaller batch, shorter sequences, or a larger machine.",

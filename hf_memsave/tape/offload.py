@@ -7,17 +7,16 @@ goes into pinned memory while the model computes, on CPU it is a plain copy. Exa
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_memsave.device import STAND_IN, has_streams
+from hf_memsave.device import STAND_IN, free_main_memory, has_streams
 from hf_memsave.errors import MemSaveError
 from hf_memsave.tape.content import BUFFER, COUNTED, MARK, linked, written
 from hf_memsave.tape.lanes import AtOnce, Streams
@@ -28,8 +27,9 @@ from hf_memsave.tape.wrappers import taken_apart
 
 #: Bytes below which a storage stays where it is.
 SMALLEST_NBYTES = 2**16
-#: The part of main memory that may be taken.
+#: The part that may be taken of the main memory that was free at first: later PyTorch holds what it has pinned.
 SHARE = 0.8
+_free_at_first = cache(free_main_memory)
 #: On a storage: its copy in main memory, and of what version.
 _COPY = "_memsave_copy"
 
@@ -177,10 +177,10 @@ def main_memory(nbytes: int, device: torch.device) -> Tensor:
 
 
 def _refuse_too_much(nbytes: int) -> None:
-    main_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if Away.total + nbytes > SHARE * main_memory:
+    room = SHARE * _free_at_first()
+    if Away.total + nbytes > room:
         raise MemSaveError(
             f"offload=True: expected room for {(Away.total + nbytes) / 2**30:.1f} GiB in main memory, got "
-            f"{SHARE * main_memory / 2**30:.1f} GiB ({SHARE:.0%} of what this machine has). Use a smaller batch, or "
-            "checkpoint='gate', or no offload."
+            f"{room / 2**30:.1f} GiB ({SHARE:.0%} of what was free, or of this process's limit). Use a smaller batch, "
+            "or checkpoint='gate', or no offload."
         )
