@@ -51,21 +51,14 @@ WORDS = {
     "norm": "norms", "activation": "activations", "mask of a dropout": "dropout masks", "dropout": "dropouts",
     "adapter": "adapters' inputs", "mask": "attention masks", "attention": "attention", "loss": "loss",
     "residual": "residual sums", "linear": "linear layers", "embedding": "embeddings", "cast": "casts",
-    "other": "other",
+    "state": "states of generators", "other": "other",
 }  # fmt: skip
 #: Kinds that tell less than what a tensor is kept for.
 _VAGUE = ("linear", "cast", "other")
 
 
-class Maker(NamedTuple):
-    """What made a tensor: a function, by the name of its node, and the kind of it in people's words."""
-
-    function: str
-    kind: str
-
-
-#: Of what a checkpoint keeps to draw again.
-STATE = Maker("state of a generator", WORDS["other"])
+#: What a checkpoint keeps to draw again.
+STATE = WORDS["state"]
 
 
 class _Place(NamedTuple):
@@ -87,7 +80,7 @@ class _Place(NamedTuple):
 
 
 class Makers:
-    """Tells what made the tensors of one forward.
+    """Tells what kind of op made a tensor of one forward, in people's words.
 
     Nodes of autograd are numbered in order: the module that made a node is the one that ran as autograd was last asked
     to keep something before the next node was made.
@@ -100,12 +93,12 @@ class Makers:
         """Autograd keeps something now."""
         self._seen.append((next_number(), _Place(*modules_that_run())))
 
-    def here(self, name: str) -> Maker:
-        """What is called so, and made now."""
-        return Maker(name, WORDS[_Place(*modules_that_run()).kind(name)])
+    def here(self, name: str) -> str:
+        """The kind of the function ``name``, which is called now."""
+        return WORDS[_Place(*modules_that_run()).kind(name)]
 
-    def of(self, tensor: Tensor) -> Maker:
-        """What made ``tensor``, which is kept now."""
+    def of(self, tensor: Tensor) -> str:
+        """The kind of the op that made ``tensor``, which is kept now."""
         node = tensor.grad_fn
         if node is None:
             here = _Place(*modules_that_run())
@@ -114,15 +107,14 @@ class Makers:
                 kind = "mask of a dropout" if kind == "dropout" else "mask"
             own = [p for module in here.modules[:1] for p in module.parameters(recurse=False)]
             is_cast = kind == "other" and any(p.dtype != tensor.dtype for p in own)
-            return Maker("no gradient", WORDS["cast" if is_cast else kind])
-        made = _name(node)
+            return WORDS["cast" if is_cast else kind]
         while _name(node) in VIEWS and node.next_functions and (before := node.next_functions[0][0]) is not None:
             node = before
         at = bisect(self._seen, number_of(node) + 1, key=lambda seen: seen[0])
         kind = self._seen[at - 1][1].kind(_name(node)) if at else "other"
         if kind in _VAGUE and (kept_for := _Place(*modules_that_run()).kind("")) not in _VAGUE:
             kind = kept_for
-        return Maker(made, WORDS[kind])
+        return WORDS[kind]
 
 
 def _name(node: Any) -> str:

@@ -1,4 +1,4 @@
-"""What autograd asked to keep in one forward, and what became of it: by function and by kind, once that is over.
+"""What autograd asked to keep in one forward, and what became of it: by kind, once that is over.
 
 Three counts, each of storages once: what stock asks autograd to keep, what is kept here, and of that what lies in main
 memory. What stock asks for is seen as the forward runs, since functions that a tape remakes ask for the same tensors as
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hf_memsave.tape.content import COUNTED, Content, is_parameter
-from hf_memsave.tape.kinds import STATE, Maker, Makers
+from hf_memsave.tape.kinds import STATE, Makers
 from hf_memsave.tape.offload import Away
 from hf_memsave.tape.private import tree_leaves
 from hf_memsave.tape.tensors import is_plain
@@ -35,7 +35,7 @@ class _Entry:
 
     forward: object  # in which it is counted
     nbytes: int
-    made_by: Maker
+    made_by: str
     is_of_op: bool = False  # nothing but what is not exact asks to keep it
     is_given: bool = False  # the caller of the model holds it, whatever is kept
     is_remade: bool = False  # an exact setting remakes it from what it is known to keep
@@ -65,7 +65,7 @@ class Ledger:
     """Counts storages once each, by what became of them when the forward had ended.
 
     Attributes:
-        avoided: Bytes that stock keeps and we do not, by function and kind; below zero for what is kept instead.
+        avoided: Bytes that stock keeps and we do not, by kind of op; below zero for what is kept instead.
         kept: Bytes that are kept on the device, by what made them.
         offloaded: Bytes that are kept in main memory, likewise.
         nbytes_exact: What the same setting would keep without its approximations, samples and codes.
@@ -82,9 +82,9 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self.avoided: Counter[Maker] = Counter()
-        self.kept: Counter[Maker] = Counter()
-        self.offloaded: Counter[Maker] = Counter()
+        self.avoided: Counter[str] = Counter()
+        self.kept: Counter[str] = Counter()
+        self.offloaded: Counter[str] = Counter()
         self.nbytes_exact = self.nbytes_again = 0
         self.is_counted = self.is_checkpointed = self.is_checkpointed_in_stock = self.is_loss_chunked = False
         self.is_within = self.is_trial = False
@@ -179,8 +179,8 @@ class Ledger:
     def forget(self) -> None:
         """The forward failed: count another one."""
         self._forward, self._entries = object(), list[_Entry]()
-        self._codes: list[tuple[weakref.ref[Content], Maker, bool]] = []
-        self._stock: list[tuple[Maker, int, weakref.ref[Any]]] = []
+        self._codes: list[tuple[weakref.ref[Content], str, bool]] = []
+        self._stock: list[tuple[str, int, weakref.ref[Any]]] = []
         self.makers = Makers()
         self._again: list[int] = []
 
@@ -255,19 +255,9 @@ class Ledger:
         """The part of what stock keeps on the device that is not kept there; below zero where more is kept."""
         return 1 - self.nbytes_kept / self.nbytes_stock if self.nbytes_stock else 0.0
 
-    def by_function(self, what: str) -> dict[str, int]:
-        """Bytes of ``what`` ("avoided", "kept" or "offloaded") by function, the most first."""
-        return self._by("function", what)
-
     def by_kind(self, what: str) -> dict[str, int]:
-        """Bytes of ``what`` by kind, in the words of :mod:`~hf_memsave.tape.kinds`, the most first."""
-        return self._by("kind", what)
-
-    def _by(self, field: str, what: str) -> dict[str, int]:
-        total: Counter[str] = Counter()
-        for maker, nbytes in getattr(self, what).items():
-            total[getattr(maker, field)] += nbytes
-        return dict((+total).most_common())
+        """Bytes of "avoided", "kept" or "offloaded" by kind of op (:mod:`~hf_memsave.tape.kinds`), the most first."""
+        return dict((+getattr(self, what)).most_common())
 
 
 def _is_away(code: Content) -> bool:
