@@ -185,7 +185,8 @@ def prepared(
         if memsave is not None:
             patch(model, memsave)
         if training.padded:
-            batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+            batch["attention_mask"] = mask = torch.ones_like(batch["input_ids"])
+            mask[0, 1:] = 0  # Transformers leaves out a mask of ones alone
         optimizer = OPTIMIZERS[training.optimizer](p for p in model.parameters() if p.requires_grad)
         yield model, batch, forward_of(model, training.autocast), optimizer
 

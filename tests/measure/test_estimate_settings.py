@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import BartConfig, BertConfig, LlamaConfig, MambaConfig, ResNetConfig, T5Config
 
 from hf_memsave import MemSaveConfig, estimate
@@ -12,7 +13,7 @@ from hf_memsave.config.config import RUNGS
 from hf_memsave.errors import MeasureError, MemSaveError
 from hf_memsave.measure.lora import Lora
 from hf_memsave.measure.models import build_empty, depth_of
-from hf_memsave.measure.training import Training, build, trace_at, training_of
+from hf_memsave.measure.training import Training, build, prepared, trace_at, training_of
 from support.helpers import on_stand_in
 
 pytestmark = on_stand_in
@@ -31,6 +32,19 @@ def training(**fields):
 
 def peak(on_cpu=False, **fields):
     return trace_at(CONFIG, DEPTH, training(**fields), None, keeps=False, on_cpu=on_cpu).peak
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_a_padded_step_on_a_real_device_has_a_mask(tokens, monkeypatch):
+    """Transformers leaves out a mask of ones alone, so that a check would run another step than was estimated."""
+    stock, masks = F.scaled_dot_product_attention, []
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, attn_mask=None, **options: masks.append(
+        attn_mask) or stock(*args, attn_mask=attn_mask, **options))  # fmt: skip
+    config = BertConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    step = Training(batch_size=2, seq_len=tokens, dtype=torch.float32, padded=True)
+    with prepared(config, step, None, "cpu") as (_, batch, forward, _):
+        assert forward(**batch).loss.isfinite()
+    assert len(masks) == 1 and (masks[0] is None) == (tokens == 1)
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
