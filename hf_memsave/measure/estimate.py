@@ -30,8 +30,8 @@ from hf_memsave.measure.training import OPTIMIZERS, config_of, training_of
 
 #: What CUDA takes for itself in each process, in no allocator; it depends on device and driver.
 CONTEXT = 500 * MIB
-#: What cuBLAS takes: by PyTorch's default 8.1 MiB for the thread of the forward, and for that of the backward.
-WORKSPACES = 2 * (4096 * 2 + 16 * 8) * 1024
+#: What cuBLAS takes for the thread of the forward, and for that of the backward: on Hopper 32 MiB each, before it 8.1.
+WORKSPACES = 2 * 32 * MIB
 #: What there is in no trace.
 OWN = WORKSPACES + CONTEXT
 #: Name -> which of parameters, gradients and states are divided by the number of devices. FSDP (and ZeRO-3) gathers

@@ -278,7 +278,7 @@ def check(module: nn.Module, value: Any) -> str:
     forwards = (vars(cls).get("forward") for cls in type(module).__mro__ if "_memsave_patch" not in vars(cls))
     code = getattr(next(found for found in forwards if found is not None), "__code__", None)
     unknown = {"no code"} if code is None else set(code.co_names) - _NAMES
-    return f"its forward has {', '.join(sorted(unknown))}: expected that of PEFT 0.21" if unknown else ""
+    return f"its forward has {', '.join(sorted(unknown))}: expected that of PEFT 0.18 to 0.21" if unknown else ""
 
 
 LORA = Op("lora", _lora, check, is_implied=True)
