@@ -1,7 +1,7 @@
 """Regenerate the tables that need no GPU, and compare each committed figure with the fresh one.
 
     make evidence ARGS="--data-root FOLDER"    # all, many hours
-    make evidence ARGS="--only wta-crs-memory fuzz"
+    make evidence ARGS="--only known-models fuzz"
 
 FOLDER has official GLUE folders under glue/; what needs it is left out without it, which is said. Fresh tables go to
 --out, and committed ones stay as they are: copy what you mean to commit. Times are not compared, as no other machine

@@ -1,6 +1,6 @@
 """Whether a step on this machine's GPU is stock's: to the bit where stock agrees with itself, else within its noise.
 
-    python scripts/bench/gpu_bits.py [--minutes 7] [--out [DIR]]
+    python scripts/bench/gpu_bits.py [--seconds 420] [--out [DIR]]    # but for rows that DIR has, and that were right
     python scripts/bench/gpu_bits.py --smoke     # tiny models, a few rows of each kind, on CPU too: whether it runs
 
 Small models of eight families from random weights. A step is forward and backward, from one seed; compared are the loss
@@ -14,7 +14,6 @@ and every gradient. Of stock there are three steps, of a patched copy two. What 
 - kept: bytes alone, as Triton's kernels have bits of their own.
 - waits: how often the host waits for the device in a third step (`torch.cuda.set_sync_debug_mode`): at most as stock.
 - threads: two models train at once, each on a stream of its own: the bits of each alone.
-- memory: `hf_memsave.estimate`'s kept bytes and peak, within what `memsave estimate --check` allows.
 
 Sequences have 128 tokens: cuDNN's attention in stock gives NaN for some other lengths and a mask. Exit status 1 if a
 row is wrong. --out writes gpu-bits.json and .md after every row. --plant makes a fault that has to be found.
@@ -37,16 +36,14 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once
+
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, LlamaConfig
 
 from gpu_steps import DEFAULT, DEVICE, FIXED, Results, Row, judged, kept, plant, release, step, under, waits
-from hf_memsave import MemSaveConfig, estimate, patch
-from hf_memsave.measure.check import check
-from hf_memsave.measure.estimate import Estimate
-from hf_memsave.measure.training import training_of
-from publish import arguments, publish
+from hf_memsave import MemSaveConfig, patch
+from publish import arguments, earlier, publish
 from support.families import Size, batch_for, build  # found by publish
 
 FAMILIES = ("llama", "bert", "gpt2", "t5-gated-encoder", "phi", "qwen3", "gemma", "opt")
@@ -57,7 +54,8 @@ SETTINGS = {
     "offload": MemSaveConfig(offload=True),
     "exact, Triton": MemSaveConfig(backend="triton"),
 }
-MIB = 2**20
+RUNGS = ("gate", "block", "offload")
+MODES = ("bf16", "autocast", "fp32")
 
 
 class Case(NamedTuple):
@@ -87,7 +85,6 @@ class Rows:
         self.is_smoke, self.plant = is_smoke, plant
         self.size = Size(32, 4, 2, 2, 16) if is_smoke else Size(256, 4, 2, 4, 128)
         self.stock: dict[Case, tuple[list[Results], int]] = {}
-        self.estimates: dict[str, Estimate] = {}
 
     def made(self, case: Case, patched: bool) -> tuple[nn.Module, dict[str, Tensor]]:
         """A model and its batch."""
@@ -181,57 +178,38 @@ class Rows:
         rows = [judged([one, one], [two], case.kernels) for one, two in zip(alone, at_once, strict=True)]
         return next((row for row in rows if row.verdict), rows[0])
 
-    def memory(self, case: Case) -> Row:
-        """A real step beside the estimate; ``kept`` is of what was predicted."""
-        hidden, heads, batch_size, seq_len = (64, 2, 2, 32) if self.is_smoke else (2048, 16, 4, 512)
-        wide: Any = dict(hidden_size=hidden, intermediate_size=4 * hidden, num_attention_heads=heads)
-        config = (LlamaConfig if case.family == "llama" else BertConfig)(num_hidden_layers=4, **wide)
-        shape: Any = dict(batch_size=batch_size, seq_len=seq_len)
-        if case.family not in self.estimates:  # beside a GPU that takes two processes
-            self.estimates[case.family] = estimate(config, **shape)
-        result, memsave = self.estimates[case.family], SETTINGS.get(case.setting)
-        if memsave:  # check() leaves out what is too large: the allocator's reserve is to be that of one step
-            result = replace(result, stock=replace(result.stock, peak=2**60))
-        release()
-        before = torch.cuda.memory_reserved()
-        (found,) = check(config, result, training_of(**shape), memsave).values()
-        reserved = torch.cuda.max_memory_reserved() - before
-        ratio, measured = found.measured["kept"] / found.predicted["kept"], found.measured["peak"] / MIB
-        wrong = "" if found.agrees else "WRONG: not as estimated"
-        got = f"{measured:,.0f} MiB, {reserved / MIB:,.0f} reserved"
-        return Row(f"{found.predicted['peak'] / MIB:,.0f} MiB", got, wrong, f"{ratio:.3f}")
-
 
 def planned(rows: Rows) -> Iterator[tuple[Callable[[Case], Row], Case]]:
-    """Every row, those that tell most first."""
-    grid = list(itertools.product(("bf16", "autocast", "fp32"), (0.1, 0.0), FAMILIES))
+    """Every row once, those that tell most first."""
+    some = ("llama", "bert", "gpt2", "t5-gated-encoder")
 
-    def of(setting: str) -> Iterator[tuple[Callable[[Case], Row], Case]]:
-        for kernels, (mode, dropout, family) in itertools.product((FIXED, DEFAULT), grid):
-            yield rows.bits, Case(family, mode, dropout, setting, kernels)
+    def bits(
+        families: Sequence[str], settings: Sequence[str], kernels: str, modes: Sequence[str] = ("bf16",), **of: Any
+    ) -> Iterator[tuple[Callable[[Case], Row], Case]]:
+        for mode, setting, family in itertools.product(modes, settings, families):
+            yield rows.bits, Case(family, mode, setting=setting, kernels=kernels, **of)
 
-    yield from of("exact")
-    for setting, family in itertools.product(list(SETTINGS)[:4], ("llama", "bert")):
+    yield from bits(FAMILIES, ["exact"], FIXED, ("bf16", "autocast"))
+    yield from bits(some, RUNGS, FIXED)
+    for adapters, kernels in itertools.product(("LoRA", "QLoRA"), (FIXED, DEFAULT)):
+        yield from bits(["llama"], ["exact", "gate"], kernels, dropout=0.05, adapters=adapters)
+    for setting, family in itertools.product(("exact", *RUNGS), ("llama", "bert")):
         yield rows.waits, Case(family, setting=setting, kernels=DEFAULT, mask="none")
-    for setting in list(SETTINGS)[:4]:
+    for setting in ("exact", *RUNGS):
         yield rows.threads, Case("llama", dropout=0.0, setting=setting)
-    for family, setting in itertools.product(("llama", "bert"), ("stock", "exact") if DEVICE.type == "cuda" else ()):
-        yield rows.memory, Case(family, dropout=0.0, setting=setting, kernels=DEFAULT)
-    for kernels, mask, setting in itertools.product((FIXED, DEFAULT), ("left", "odd"), ("exact", "block")):
-        for family in ("llama", "bert", "gpt2", "t5-gated-encoder"):
-            yield rows.bits, Case(family, setting=setting, kernels=kernels, mask=mask)
-    for adapters, kernels, setting in itertools.product(("LoRA", "QLoRA"), (FIXED, DEFAULT), ("exact", "gate")):
-        yield rows.bits, Case("llama", dropout=0.05, setting=setting, kernels=kernels, adapters=adapters)
-    for mode, dropout, family in grid:
+    yield from bits(FAMILIES, ["exact"], DEFAULT)
+    for kernels, mask in itertools.product((FIXED, DEFAULT), ("left", "odd")):
+        yield from bits(some, ["exact", "block"], kernels, mask=mask)
+    for mode, dropout, family in itertools.product(MODES, (0.1, 0.0), FAMILIES):
         yield rows.kept, Case(family, mode, dropout, "exact, Triton", DEFAULT)
-    for setting in ("gate", "block", "offload"):
-        yield from of(setting)
+    for setting, kernels, dropout in itertools.product(("exact", *RUNGS), (FIXED, DEFAULT), (0.1, 0.0)):
+        yield from bits(FAMILIES, [setting], kernels, MODES, dropout=dropout)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Make every row; the exit status is 1 where one is wrong."""
     parser = arguments(__doc__)
-    parser.add_argument("--minutes", type=float, default=7.0, help="begin no row after so many")
+    parser.add_argument("--seconds", type=float, default=420, help="begin no row after so many")
     parser.add_argument("--smoke", action="store_true", help="tiny models, the first row of each kind")
     parser.add_argument("--plant", choices=("bit", "sync", "error"), help="a fault in patched models")
     options = parser.parse_args(argv)
@@ -239,19 +217,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("expected a CUDA device, got none. Use --smoke to see whether the script runs.")
     warnings.filterwarnings("ignore", message=".*deterministic")
     rows = Rows(options.smoke, options.plant)
-    tasks = list(planned(rows))
+    tasks = list(dict.fromkeys(planned(rows)))
     if options.smoke:
         kinds = {(make.__name__, c.setting, c.kernels, c.mask, c.adapters): (make, c) for make, c in reversed(tasks)}
         tasks = list(kinds.values())[::-1]
     header = ["kind", "case", "setting", "kernels", "kept, of stock's", "expected", "got", "verdict"]
-    table: list[list[str]] = []
+    known = [list(row.values()) for row in earlier("gpu-bits", options.out).get("rows", [])]
+    table = [cells for cells in known if not cells[-1]]
     gc.freeze()  # rows collect garbage, which the libraries' objects are not
-    end, wrong = time.monotonic() + 60 * options.minutes, 0
+    end, wrong = time.monotonic() + options.seconds, 0
     for index, (make, case) in enumerate(tasks):
-        if time.monotonic() > end:
-            print(f"{len(tasks) - index} rows not begun: --minutes", file=sys.stderr)
-            break
         about = [make.__name__, str(case), case.setting, case.kernels]
+        if about in [cells[:4] for cells in table]:
+            continue
+        if time.monotonic() > end:
+            print(f"{len(tasks) - index} rows not begun: --seconds", file=sys.stderr)
+            break
         print(*about, sep=" | ", end=" | ", flush=True)  # before, in case it hangs
         try:
             row = make(case)

@@ -1,18 +1,16 @@
-"""Steps of models on this machine's device, for ``gpu_bits.py``: what they give, keep and wait for; planted faults."""
+"""Steps on this machine's device, for the benches of a GPU: what they give, keep and wait for; planted faults."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import itertools
-import os
 import statistics
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
-
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once
 
 import torch
 from torch import Tensor, nn
@@ -82,10 +80,15 @@ def kept(model: nn.Module, batch: dict[str, Tensor], mode: str) -> int:
         with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
             return measure_kept(model, batch).total
     model.zero_grad(set_to_none=True)
+    return kept_on_gpu(partial(forward, model, batch, mode))
+
+
+def kept_on_gpu(loss_of: Callable[[], Tensor]) -> int:
+    """Bytes that the allocator has given out between a forward and its backward, beyond those before."""
     release()
     before = torch.cuda.memory_allocated()
-    loss = forward(model, batch, mode)
-    torch.cuda.synchronize()
+    loss = loss_of()
+    synchronize()
     found = torch.cuda.memory_allocated() - before
     loss.backward()  # some things are let go only then
     return found
@@ -94,10 +97,16 @@ def kept(model: nn.Module, batch: dict[str, Tensor], mode: str) -> int:
 def release() -> None:
     """Give back what nothing holds."""
     gc.collect()
+    synchronize()
     if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+
+
+def synchronize() -> None:
+    """Wait for the device."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
 
 
 @contextlib.contextmanager

@@ -1,270 +1,320 @@
-"""Peak memory and step time of whole models on this machine's GPU: stock, its alternatives, and memsave, in one run.
+"""Training steps of whole models on this machine's GPU, by every method: memory beside its estimate, and time.
 
-    python scripts/bench/models.py [--models bert-large llama-3.2-1b] [--methods stock memsave] [--out [DIR]]
-    python scripts/bench/models.py --smoke     # tiny models, on CPU: whether the script runs
+    python scripts/bench/models.py --plan first [--seconds 180] [--out [DIR]]
+    python scripts/bench/models.py --models "BERT-Large, full, autocast, 32 x 512" --methods stock memsave
+    python scripts/bench/models.py --smoke     # tiny models, on CPU too: whether the script runs, and sees a fault
 
-Random weights, random tokens, AdamW. A step is forward, backward and optimizer; its time is the median of --steps after
-two to warm up, and the host's is what passes until all is launched. Peak is what PyTorch's allocator had out at once in
-a step, kept what is alive between forward and backward beyond weights, gradients and states. The --largest batch is
-found by doubling, and then half as much again; what runs out of memory at the first batch has a row that says so, and
-so has what fails, in the error's first line: the others go on, and the exit status is 1. Liger's and PEFT's rows are
-there where they are installed. After --minutes no other row is begun. --out writes models-<device>.json and .md after
-every row, the first method's first, largest-<device> with --largest.
+Random weights, a random batch, fused AdamW. Estimates are made before (``known_models.py``), and what they say does not
+fit is not begun. The first step, with the optimizer's states there and the attention kernel of the estimate (flash, or
+efficient where there is a mask), gives the peak of PyTorch's allocator and what it reserved; steps with PyTorch's own
+choice of kernels give another peak, the bytes between forward and backward, and the median time, of the step and until
+all of it is launched. A peak or kept bytes further off than ``memsave estimate --check`` allows are wrong, and so is a
+row that fails; the exit status is 1 then. Rows that --out has already and that were right are not made again.
 
---profile takes steps of 1 x 128 tokens, where the host counts, and writes host-<device> instead, with torch.profiler's
-table of each row in host-<model>-<method>.txt.
+--largest also finds the largest batch, by doubling. --profile takes 1 x 128 tokens, where the host counts, and has
+torch.profiler's table in the results. --warm runs one step of each row, so that what it compiles lies in caches.
 """
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import itertools
-import re
+import json
 import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
-import torch._functorch.config as functorch
-import transformers
 from torch import nn
-from transformers import BertConfig, GPT2Config, LlamaConfig, MistralConfig, Phi3Config, PhiConfig, T5Config
+from torch.nn.attention import sdpa_kernel
+from transformers import BertConfig, GPT2Config, LlamaConfig, MistralConfig, Phi3Config, PhiConfig
 
-from model_methods import METHODS, is_installed
-from publish import arguments, publish
+from gpu_steps import DEVICE, kept_on_gpu, release, synchronize
+from hf_memsave import measure_kept
+from hf_memsave.count.peak import rounded
+from hf_memsave.errors import MeasureError
+from hf_memsave.measure.check import SLACK
+from hf_memsave.measure.kernels import BACKENDS
+from hf_memsave.measure.models import depth_of
+from hf_memsave.measure.trace import UNIT, make_states, run_passes, trace_step
+from hf_memsave.measure.training import Training, prepared, trace_at, training_of
+from known_models import AUTOCAST, BERT_LARGE, BF16, EIGHT, LLAMA_LORA, LORA, METHODS, MODELS, Model, is_estimated
+from publish import RESULTS, arguments, earlier, publish
 
-_GIB = 2**30
-
-
-class Model(NamedTuple):
-    """A shape, and how it is trained."""
-
-    config: Any
-    head: str
-    batch: int
-    tokens: int
-    lora: float | None = None
-    autocast: bool = False
-
-
-LLAMA_1B = LlamaConfig(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
-                       num_key_value_heads=8, vocab_size=128256, tie_word_embeddings=True)  # fmt: skip
-LLAMA_8B = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-                       num_key_value_heads=8, vocab_size=128256)  # fmt: skip
-BERT_LARGE = BertConfig(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16,
-                        attention_probs_dropout_prob=0.0)  # fmt: skip
-MODELS = {
-    "bert-base": Model(
-        BertConfig(attention_probs_dropout_prob=0.0), "BertForSequenceClassification", 32, 128, autocast=True
-    ),
-    "bert-large": Model(BERT_LARGE, "BertForSequenceClassification", 16, 512, autocast=True),
-    "gpt2-medium": Model(GPT2Config(n_embd=1024, n_layer=24, n_head=16), "GPT2LMHeadModel", 8, 1024, autocast=True),
-    "t5-large": Model(
-        T5Config(d_model=1024, d_ff=4096, num_layers=24, num_heads=16, decoder_start_token_id=0),
-        "T5ForConditionalGeneration", 8, 512,
-    ),
-    "llama-3.2-1b": Model(LLAMA_1B, "LlamaForCausalLM", 4, 2048),
-    "llama-3.2-1b, LoRA": Model(LLAMA_1B, "LlamaForCausalLM", 4, 2048, lora=0.05),
-    "llama-3-8b, LoRA": Model(LLAMA_8B, "LlamaForCausalLM", 1, 2048, lora=0.0),
-    "llama-3-8b, LoRA, dropout .05": Model(LLAMA_8B, "LlamaForCausalLM", 1, 2048, lora=0.05),
-    "phi-2, LoRA": Model(
-        PhiConfig(hidden_size=2560, intermediate_size=10240, num_hidden_layers=32, num_attention_heads=32),
-        "PhiForCausalLM", 2, 2048, lora=0.05,
-    ),
-    "mistral-7b, LoRA": Model(MistralConfig(), "MistralForCausalLM", 1, 2048, lora=0.05),
-    "phi-3-mini, LoRA": Model(Phi3Config(), "Phi3ForCausalLM", 1, 2048, lora=0.05),
-    "llama-3-8b": Model(LLAMA_8B, "LlamaForCausalLM", 1, 2048),
+GIB = 2**30
+_WIDE = dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_key_value_heads=8, vocab_size=128256)
+#: Beside those of the README, and not estimated.
+MORE = {
+    "llama-3.2-1b": Model(LlamaConfig(**_WIDE, tie_word_embeddings=True), 4, 2048, BF16),
+    "bert-base": Model(BertConfig(attention_probs_dropout_prob=0.0), 32, 128, AUTOCAST),
+    "gpt2-medium": Model(GPT2Config(n_embd=1024, n_layer=24, n_head=16), 8, 1024, AUTOCAST),
+    "phi-2, LoRA": Model(PhiConfig(hidden_size=2560, intermediate_size=10240, num_hidden_layers=32), 2, 2048, LORA),
+    "mistral-7b, LoRA": Model(MistralConfig(), 1, 2048, LORA),
+    "phi-3-mini, LoRA": Model(Phi3Config(), 1, 2048, LORA),
+}
+_FULL = ("memsave", "stock", "checkpointing", "block", "gate", "checkpointing, chunked loss")
+_T5 = "T5-Large, full, autocast, 8 x 512"
+#: Name -> rows, those that tell most first. Of "compiled" the first step takes long, and Liger replaces a function for
+#: the whole process: processes of their own.
+PLANS = {
+    "first": [
+        *((name, method) for method in _FULL for name in (LLAMA_LORA, BERT_LARGE) if is_estimated(name, method)),
+        *itertools.product([EIGHT], ("stock", "memsave", "checkpointing", "offload")),
+    ],
+    "compiled": [
+        (EIGHT, "memsave, Triton"), (EIGHT, "torch.compile"), (BERT_LARGE, "memsave, Triton"),
+        (EIGHT, "memsave, compiled blocks"), (BERT_LARGE, "torch.compile"),
+    ],
+    "liger": [(EIGHT, "Liger")],  # it has no kernels for BERT, and does not say so
+    "models": list(itertools.product((_T5, "llama-3.2-1b", "gpt2-medium"), (*_FULL[:5], "memsave, Triton"))),
 }  # fmt: skip
-SMALL = {
-    "bert, small": Model(
-        BertConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2),
-        "BertForSequenceClassification", 2, 32, autocast=True,
-    ),
-    "t5, small": Model(
-        T5Config(d_model=64, d_kv=32, d_ff=128, num_layers=2, num_heads=2, vocab_size=128, decoder_start_token_id=0),
-        "T5ForConditionalGeneration", 2, 32,
-    ),
-    "llama, small, LoRA": Model(
-        LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, vocab_size=128),
-        "LlamaForCausalLM", 2, 32, lora=0.05,
-    ),
-}  # fmt: skip
+HEADER = ["model", "method", "estimated, GiB", "peak", "off", "reserved", "own kernels", "cuDNN's, estimated",
+          "kept, estimated", "kept", "step, ms", "host, ms", "first step, s", "largest batch", "verdict"]  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run every model by every method and print the table, whatever fails; 1 where a row failed."""
+    """Run the rows, whatever fails, and write the table after each; 1 where one is wrong."""
     parser = arguments(__doc__)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[m for m in METHODS if "compile" not in m])
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--minutes", type=float, default=6.0, help="begin no row after so many")
+    parser.add_argument("--plan", choices=PLANS, default="first", help="rows, unless --models names others")
+    parser.add_argument("--models", nargs="+", choices=MODELS | MORE, metavar="MODEL")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(_FULL), metavar="METHOD")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=360, help="begin no row after so many")
     parser.add_argument("--largest", action="store_true", help="find each row's largest batch")
-    parser.add_argument("--profile", action="store_true", help="the host's time and torch.profiler's table")
+    parser.add_argument("--profile", action="store_true", help="of short steps, the host's time and a profile")
+    parser.add_argument("--warm", action="store_true", help="compile, and write nothing")
     parser.add_argument("--smoke", action="store_true", help="tiny models, on whatever device there is")
+    parser.add_argument("--plant", action="store_true", help="hold a tenth of the peak more, which has to be found")
     options = parser.parse_args(argv)
-    if not torch.cuda.is_available() and not options.smoke:
+    if DEVICE.type == "cpu" and not options.smoke:
         parser.error("expected a CUDA device, got none. Use --smoke to see whether the script runs.")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    models = SMALL if options.smoke else {name: MODELS[name] for name in options.models}
+    name = "gpu-host" if options.profile else "gpu-models"
+    found = {} if options.warm else earlier(name, options.out)
+    rows = list(itertools.product(options.models, options.methods)) if options.models else PLANS[options.plan]
+    if options.smoke:  # one of each method
+        rows = list({method: (name, method) for name, method in reversed(rows)}.values())[::-1]
+    end = time.monotonic() + options.seconds
+    nn.Linear(8, 8, device=DEVICE)(torch.ones(8, 8, device=DEVICE)).sum().backward()  # has cuBLAS take its work spaces
+    for row in rows:
+        key = ": ".join(row)
+        if key in found and not found[key]["verdict"]:
+            continue
+        is_late = time.monotonic() > end
+        found[key] = {"verdict": "not begun: --seconds"} if is_late else measured(*row, options)
+        table = {key: cells(one) for key, one in found.items()}
+        print(" | ".join([key, *table[key]]), flush=True)
+        title = "Steps of whole models, estimated and measured"
+        out = None if options.warm else options.out
+        lines = [[*key.rsplit(": ", 1), *line] for key, line in table.items()]
+        publish(name, title, HEADER, lines, found, out, quiet=True)
+    return int(any(found[": ".join(row)]["verdict"].startswith("WRONG") for row in rows))
+
+
+def measured(name: str, method: str, options: Any) -> dict[str, Any]:
+    """The figures of a row and its verdict, which is empty where it is right."""
+    model = (MODELS | MORE)[name]
+    is_known = name in MODELS and is_estimated(name, method) and not options.profile
     if options.profile:
-        models = {name: model._replace(batch=1, tokens=128) for name, model in models.items()}
-    methods = [method for method in options.methods if is_installed(method)]
-    kind = "host" if options.profile else "largest" if options.largest else "models"
-    figures = {run: {"error": "not begun"} for run in itertools.product(models, methods)}
-    most, steps = (4, 1) if options.smoke else (4096, options.steps)
-    most = most if options.largest else 0
-    end = time.monotonic() + 60 * options.minutes
-    for method, name in itertools.product(methods, models):
-        if models[name].lora is not None and not find_spec("peft"):
-            figures[name, method] = {"error": "left out: peft is not installed"}
-        elif time.monotonic() <= end:
-            into = options.out / f"host-{slug(name)}-{slug(method)}.txt" if options.profile and options.out else None
-            figures[name, method] = measured(models[name], METHODS[method], device, steps, most, into)
-        print(" | ".join([name, method, *cells(figures[name, method])]), flush=True)
-        tell(figures, device, options.out, kind)
-    return int(any("failed" in found for found in figures.values()))
-
-
-def slug(name: str) -> str:
-    """As in a file's name."""
-    return re.sub(r"[^a-z0-9.]+", "-", name.lower())
-
-
-def tell(figures: dict[tuple[str, str], dict[str, Any]], device: torch.device, out: Path | None, kind: str) -> None:
-    """Write the table of (model, method) -> figures where ``out`` says."""
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    header = ["model", "method", "peak GiB", "kept GiB", "step ms", "host ms", "tokens/s", "largest batch"]
-    rows = [[*of, *cells(found)] for of, found in figures.items()]
-    results = {": ".join(of): found for of, found in figures.items()}
-    title = f"{where}, {versions}, random weights, bf16, AdamW"
-    publish(f"{kind}-{slug(where)}", title, [*header, "tokens/s there"], rows, results, out, quiet=True)
-
-
-def measured(
-    model: Model, method: Callable[[nn.Module], Any], device: torch.device, steps: int, most: int, into: Path | None
-) -> dict[str, Any]:
-    """Peak, kept and seconds of a step, and at the largest batch up to ``most``; "error" where it does not run.
-
-    Where that is for another reason than memory, "failed" is true, and standard error has all of it.
-    """
+        model = model._replace(batch=1, tokens=128)
+    if options.smoke:
+        model = small(model)
+    expected = expectation(name, method, model, options.smoke) if is_known else {}
+    found: dict[str, Any] = {"expected": expected, "verdict": ""}
+    free = torch.cuda.mem_get_info()[0] if DEVICE.type == "cuda" else 2**60
+    if expected.get("peak", 0) > 0.98 * free:
+        return found | {"verdict": f"left out: does not fit into the {free / GIB:.1f} GiB that are free"}
     try:
-        run = Steps(model, method, device)
-        found = run.measured(model.batch, steps)
-        if into is not None:
-            into.parent.mkdir(parents=True, exist_ok=True)
-            into.write_text(run.profile(model.batch), encoding="utf-8")
-        if not most:
-            return found
-        largest = run.largest(model.batch, most)
-        at_largest = run.measured(largest, max(1, steps // 2))
-        return {**found, "largest_batch": largest, "at_largest": at_largest}
+        run(model, method, options, found)
     except torch.OutOfMemoryError:
-        return {"error": "out of memory"}
-    except Exception as error:  # the other rows' figures are worth as much
+        found["verdict"] = f"{'WRONG: ' * is_known}out of memory"
+    except (ImportError, MeasureError) as error:
+        found["verdict"] = f"left out: {error}"
+    except Exception as error:  # the other rows tell as much
         traceback.print_exc()
-        return {"error": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", "failed": True}
-    finally:
-        functorch.activation_memory_budget = 1.0
-        torch.compiler.reset()
-        release(device)
+        found["verdict"] = f"WRONG: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    apart = [what for what, slack in SLACK.items() if abs(off(found, what)) > slack]
+    found["verdict"] = found["verdict"] or (f"WRONG: {' and '.join(apart)} not as estimated" if apart else "")
+    torch.compiler.reset()
+    return found
 
 
-def release(device: torch.device) -> None:
-    """Give back what nothing holds."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+def off(found: dict[str, Any], what: str) -> float:
+    """How far a figure is from its estimate, as a share of that; 0 where one of them is missing."""
+    return found[what] / found["expected"][what] - 1 if found.get(what) and what in found["expected"] else 0.0
 
 
-class Steps:
-    """Training of one model by one method."""
-
-    def __init__(self, model: Model, method: Callable[[nn.Module], Any], device: torch.device) -> None:
-        torch.manual_seed(0)
-        with device:
-            built = getattr(transformers, model.head)(model.config)
-            built = built.to(torch.float32 if model.autocast else torch.bfloat16).train()
-        if model.lora is not None:
-            from peft import LoraConfig, get_peft_model
-
-            adapters = LoraConfig(r=16, lora_dropout=model.lora, target_modules="all-linear")
-            built = get_peft_model(built, adapters).to(device)
-        self.model, self.device, self.call = model, device, method(built)
-        trained = self.call if isinstance(self.call, nn.Module) else built
-        self.optimizer = torch.optim.AdamW([p for p in trained.parameters() if p.requires_grad], 1e-5)
-
-    def step(self, batch: int) -> tuple[int, int, float, float]:
-        """Peak and kept bytes, and seconds, first those until all is launched."""
-        is_cuda = self.device.type == "cuda"
-        ids = torch.randint(0, self.model.config.vocab_size, (batch, self.model.tokens), device=self.device)
-        labels = ids if "Sequence" not in self.model.head else ids[:, 0] % 2
-        if is_cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        before, start = (torch.cuda.memory_allocated() if is_cuda else 0), time.perf_counter()
-        try:
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.model.autocast):
-                loss = self.call(input_ids=ids, labels=labels).loss
-            between = torch.cuda.memory_allocated() if is_cuda else 0
-            loss.backward()
-            del loss
-            self.optimizer.step()
-        finally:
-            self.optimizer.zero_grad()
-        launched = time.perf_counter() - start
-        if is_cuda:
-            torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() if is_cuda else 0
-        return peak, between - before, launched, time.perf_counter() - start
-
-    def measured(self, batch: int, steps: int) -> dict[str, Any]:
-        """The median of so many steps, after two."""
-        peaks, kept, launched, seconds = zip(*[self.step(batch) for _ in range(2 + steps)][2:], strict=True)
-        step = statistics.median(seconds)
-        per_second = batch * self.model.tokens / step
-        found = {"peak": max(peaks), "kept": kept[-1], "seconds": step, "tokens_per_second": per_second}
-        return {**found, "host_seconds": statistics.median(launched)}
-
-    def profile(self, batch: int) -> str:
-        """torch.profiler's table of three steps."""
-        with torch.profiler.profile() as profiler:
-            for _ in range(3):
-                self.step(batch)
-        return profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=60)
-
-    def largest(self, batch: int, most: int) -> int:
-        """The largest batch that is found to run: doubled as often as it can be, then half as much again."""
-        while 2 * batch <= most and self.runs(2 * batch):
-            batch *= 2
-        more = batch + batch // 2
-        return more if batch < more <= most and self.runs(more) else batch
-
-    def runs(self, batch: int) -> bool:
-        """Whether a step has room."""
-        try:
-            self.step(batch)
-        except torch.OutOfMemoryError:
-            return False
-        finally:
-            release(self.device)
-        return True
+def expectation(name: str, method: str, model: Model, is_small: bool) -> dict[str, int]:
+    """The estimate, made before; of a tiny model on the CPU, made now."""
+    if not is_small:
+        known: dict[str, Any] = json.loads((RESULTS / "known-models.json").read_text(encoding="utf-8"))
+        return known[name][method]
+    if DEVICE.type == "cuda":
+        return {}
+    config, memsave = model.config, METHODS[method].memsave
+    trace = trace_at(config, depth_of(config, None), of(model, method), memsave, on_cpu=True)
+    return {"peak": trace.peak, "kept": trace.kept}
 
 
-def cells(found: dict[str, Any]) -> list[str]:
-    """Of a table's row."""
-    if "error" in found:
-        return [found["error"], *[""] * 6]
-    of_memory = [f"{found[name] / _GIB:.2f}" for name in ("peak", "kept")]
-    times = [f"{1e3 * found[name]:.1f}" for name in ("seconds", "host_seconds")]
-    there = found.get("at_largest")
-    largest = [str(found["largest_batch"]), f"{there['tokens_per_second']:,.0f}"] if there else ["", ""]
-    return [*of_memory, *times, f"{found['tokens_per_second']:,.0f}", *largest]
+def of(model: Model, method: str) -> Training:
+    """How a model is trained by a method."""
+    checkpointing = METHODS[method].checkpointing
+    return training_of(batch_size=model.batch, seq_len=model.tokens, checkpointing=checkpointing, **model.training)
+
+
+def small(model: Model) -> Model:
+    """The same training of a tiny model."""
+    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, vocab_size=128)
+    return model._replace(config=type(model.config)(**sizes), batch=2, tokens=32)
+
+
+def run(model: Model, method: str, options: Any, found: dict[str, Any]) -> None:
+    """Take the steps, and note what they tell as soon as they do."""
+    training, how = of(model, method), METHODS[method]
+    release()
+    before = torch.cuda.memory_allocated() if DEVICE.type == "cuda" else 0
+    first = dict.fromkeys((training.attention, "flash", "efficient", "math"))
+    with prepared(model.config, training, how.memsave, DEVICE.type) as (net, batch, forward, optimizer):
+        forward = changed(net, forward, how.change)
+        if options.plant:
+            plant(net, found["expected"].get("peak", 0) // 10)
+        make_states(optimizer)
+
+        def step(batch: dict[str, Any] = batch) -> None:
+            try:
+                run_passes(net, batch, forward, None)
+                optimizer.step()
+            finally:
+                optimizer.zero_grad(set_to_none=True)
+
+        begun = time.perf_counter()
+        if how.change == "compile":
+            pass  # its first step's peak is the compiler's
+        elif DEVICE.type == "cpu":
+            found["peak"] = trace_step(net, batch, optimizer, forward).peak
+            found["kept"] = sum(rounded(kept.nbytes, UNIT) for kept in measure_kept(net, batch, forward).storages)
+        else:
+            with sdpa_kernel([BACKENDS[kernel] for kernel in first], set_priority=True):
+                found["peak"], found["reserved"] = peak_of(step, before)
+        step()
+        synchronize()
+        found["first_seconds"] = time.perf_counter() - begun
+        if options.warm:
+            return
+        if DEVICE.type == "cuda":
+            found["kept"] = kept_on_gpu(lambda: forward(**batch).loss)
+            optimizer.zero_grad(set_to_none=True)
+        times: list[tuple[float, float]] = []
+        found["own_peak"], _ = peak_of(lambda: times.extend(timed(step) for _ in range(options.steps)), before)
+        found["host_seconds"], found["seconds"] = map(statistics.median, zip(*times, strict=True))
+        if options.profile:
+            found["profile"] = profile_of(step)
+        if options.largest:
+            found |= largest(step, batch, 2 if options.smoke else 1024)
+
+
+def plant(net: nn.Module, nbytes: int) -> None:
+    """Hold so many bytes more from each forward to the next."""
+    held: list[Any] = []
+
+    def hold(*_: Any) -> None:
+        held[:] = [torch.empty(nbytes, device=DEVICE, dtype=torch.uint8)]
+
+    net.register_forward_pre_hook(hold)
+
+
+def changed(net: nn.Module, forward: Callable[..., Any], change: str) -> Callable[..., Any]:
+    """The forward of a model by a method that is not memsave's."""
+    if change == "compile":
+        net.compile()
+    elif change == "liger":  # it replaces the loss of Transformers' module, for all models of the process
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=net)
+    elif change == "offload":
+
+        def away(**batch: Any) -> Any:
+            with torch.autograd.graph.save_on_cpu(pin_memory=DEVICE.type == "cuda"):
+                return forward(**batch)
+
+        return away
+    return forward
+
+
+def peak_of(call: Callable[[], Any], before: int) -> tuple[int | None, int | None]:
+    """The most that the allocator gives out meanwhile, but for what it had given out before, and what it reserves."""
+    if DEVICE.type == "cpu":
+        call()
+        return None, None
+    synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    synchronize()
+    return torch.cuda.max_memory_allocated() - before, torch.cuda.max_memory_reserved()
+
+
+def timed(step: Callable[[], None]) -> tuple[float, float]:
+    """Seconds of a step until all is launched, and until it is done."""
+    synchronize()
+    begun = time.perf_counter()
+    step()
+    launched = time.perf_counter()
+    synchronize()
+    return launched - begun, time.perf_counter() - begun
+
+
+def profile_of(step: Callable[[], None]) -> str:
+    """torch.profiler's table of three steps, which is in the results alone."""
+    with torch.profiler.profile() as profiler:
+        for _ in range(3):
+            step()
+    return profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=60)
+
+
+def largest(step: Callable[..., None], batch: dict[str, Any], most: int) -> dict[str, Any]:
+    """The largest batch that is found to run: doubled as often as it can be, then half as much again; and its time."""
+
+    def has_room(times: int) -> bool:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            step(grown(times))
+            return True
+        release()
+        return False
+
+    def grown(times: int) -> dict[str, Any]:
+        return {name: value.repeat(times, *[1] * (value.dim() - 1)) for name, value in batch.items()}
+
+    times = 1
+    while 2 * times <= most and has_room(2 * times):
+        times *= 2
+    more = times + times // 2
+    times = more if times < more <= most and has_room(more) else times
+    biggest = grown(times)
+    seconds = statistics.median(timed(partial(step, biggest))[1] for _ in range(2))
+    return {"largest_batch": len(biggest["input_ids"]), "seconds_there": seconds}
+
+
+def cells(found: dict[str, Any]) -> Iterable[str]:
+    """Of the table, without model and method."""
+    expected = found.get("expected", {})
+
+    def gib(nbytes: int | None) -> str:
+        return f"{nbytes / GIB:.4g}" if nbytes else ""
+
+    def ms(name: str) -> str:
+        return f"{1e3 * found[name]:.1f}" if name in found else ""
+
+    away = f"{off(found, 'peak'):+.1%}" if found.get("peak") and expected else ""
+    first = f"{found['first_seconds']:.1f}" if "first_seconds" in found else ""
+    most = f"{found['largest_batch']}: {ms('seconds_there')} ms" if "largest_batch" in found else ""
+    return [
+        gib(expected.get("peak")), gib(found.get("peak")), away, gib(found.get("reserved")), gib(found.get("own_peak")),
+        gib(expected.get("peak under cuDNN")), gib(expected.get("kept")), gib(found.get("kept")), ms("seconds"),
+        ms("host_seconds"), first, most, found["verdict"],
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":

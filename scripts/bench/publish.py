@@ -9,6 +9,7 @@ import argparse
 import datetime
 import hashlib
 import json
+import os
 import platform
 import shlex
 import shutil
@@ -70,9 +71,9 @@ def cpu() -> str:
 
 
 def commit() -> str:
-    """The short name of the commit, with a + where files have changed since; nothing outside of a repository."""
+    """The short name of the commit, with a + where files have changed since; outside of a repository, $COMMIT."""
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
-        return ""
+        return os.environ.get("COMMIT", "")
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
     return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
 
@@ -108,6 +109,21 @@ def as_json(value: Any, levels: int = 2) -> str:
     return f"{begin}\n" + ",\n".join(lines) + f"\n{end}"
 
 
+def earlier(name: str, out: Path | None) -> dict[str, Any]:
+    """The results that a run before has written to ``out``, on the same machine; none where there was no such run."""
+    if out is None or not (file := out / f"{name}.json").exists():
+        return {}
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    if (there := found.pop("about")["machine"]) != measured_on():
+        raise SystemExit(f"{file}: expected results of {measured_on()}, got those of {there}. Take another folder.")
+    return found
+
+
+def measured_on() -> str:
+    """The GPU, or the processor, and the versions."""
+    return gpu() or f"{machine()}, shared with other work"
+
+
 def write(name: str, text: str, results: Any, out: Path | None, quiet: bool = False) -> None:
     """Print ``text`` unless ``quiet``; write it and ``results``, if any, where ``out`` says, with what they are of."""
     if not quiet:
@@ -118,7 +134,7 @@ def write(name: str, text: str, results: Any, out: Path | None, quiet: bool = Fa
     folder = Path("scripts") if script.resolve().parent == ROOT / "scripts" else Path("scripts", "bench")
     about = {
         "command": shlex.join(["python", str(folder / script.name), *map(_without_path, sys.argv[1:])]),
-        "machine": gpu() or f"{machine()}, shared with other work",
+        "machine": measured_on(),
         "commit": commit(),
         "date": datetime.date.today().isoformat(),
     }

@@ -27,27 +27,73 @@ def bench(monkeypatch):
     return module
 
 
-def test_each_method_has_a_row(tmp_path):
-    command = [sys.executable, ROOT / "scripts" / "bench" / "models.py", "--smoke", "--largest", "--out", tmp_path]
-    methods = ["stock", "memsave, whole blocks", "memsave, offload"]
-    subprocess.run([*command, "--methods", *methods], check=True, capture_output=True)
-    (found,) = tmp_path.glob("largest-*.json")
-    figures = json.loads(found.read_text())
-    rows = [name for name in figures if ": " in name]
-    assert {name.partition(": ")[2] for name in rows} == set(methods)
-    assert all(figures[name]["tokens_per_second"] > 0 for name in rows)
-    assert all(figures[name]["largest_batch"] == 4 and figures[name]["at_largest"]["seconds"] > 0 for name in rows)
+BERT = ["--models", "BERT-Large, full, autocast, 32 x 512", "--methods"]
+
+
+def test_each_method_has_a_row_and_what_was_right_is_not_made_again(bench, tmp_path, monkeypatch):
+    methods = ["stock", "block", "checkpointing, offload"]
+    argv = ["--smoke", "--out", str(tmp_path), *BERT, *methods]
+    assert bench.main([*argv, "--largest"]) == 0
+    figures = json.loads((tmp_path / "gpu-models.json").read_text())
+    rows = {name.partition(": ")[2]: one for name, one in figures.items() if name != "about"}
+    assert rows.keys() == set(methods)
+    assert all(one["seconds"] > 0 and one["largest_batch"] == 4 and one["seconds_there"] > 0 for one in rows.values())
+    assert rows["block"]["peak"] < rows["stock"]["peak"] == rows["stock"]["expected"]["peak"]
+    monkeypatch.setattr(bench, "run", lambda *_: pytest.fail("it is there"))
+    assert bench.main(argv) == 0
+    figures["about"]["machine"] = "another"
+    (tmp_path / "gpu-models.json").write_text(json.dumps(figures))
+    with pytest.raises(SystemExit, match="got those of another. Take another folder"):
+        bench.main(argv)
+
+
+def test_a_peak_that_is_a_tenth_too_high_is_wrong_and_made_again(bench, tmp_path):
+    argv = ["--smoke", "--out", str(tmp_path), *BERT, "memsave"]
+    assert bench.main([*argv, "--plant"]) == 1
+    (row,) = (one for name, one in json.loads((tmp_path / "gpu-models.json").read_text()).items() if name != "about")
+    assert row["verdict"].startswith("WRONG: kept and peak not as estimated")
+    assert row["peak"] == pytest.approx(1.1 * row["expected"]["peak"], rel=0.01)
+    assert bench.main(argv) == 0
+
+
+def test_what_does_not_fit_is_not_begun_and_what_fails_is_wrong(bench, tmp_path, monkeypatch):
+    def failing(*_):
+        raise RuntimeError("a fault\nand more")
+
+    monkeypatch.setattr(bench, "run", failing)
+    assert bench.main(["--smoke", "--out", str(tmp_path), *BERT, "stock"]) == 1
+    assert "WRONG: RuntimeError: a fault |" in (tmp_path / "gpu-models.md").read_text()
+    monkeypatch.setattr(bench, "expectation", lambda *_: {"peak": 2**60, "kept": 0})
+    assert bench.main(["--smoke", "--out", str(tmp_path), *BERT, "stock"]) == 0
+    assert "left out: does not fit" in (tmp_path / "gpu-models.md").read_text()
 
 
 def test_each_kernel_has_a_row(tmp_path):
     pytest.importorskip("triton")
     command = [sys.executable, ROOT / "scripts" / "bench" / "ops.py", "--smoke", "--out", tmp_path]
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, "TRITON_INTERPRET": "1"})
-    (found,) = tmp_path.glob("ops-*.json")
-    figures = json.loads(found.read_text())
-    found = {name: op for shape in figures if shape != "about" for name, op in figures[shape].items()}
-    assert all(op["bytes_per_second"] > 0 for op in found.values())
-    assert {"RMSNorm, backward", "rotary", "the same, backward", "LoRA output", "cross-entropy"} <= found.keys()
+    figures = json.loads((tmp_path / "gpu-ops.json").read_text())
+    rows = [row for shape in figures if shape != "about" for row in figures[shape]]
+    kernels = {"rms_norm_backward_kernel", "rotary_kernel", "dropout_norm_backward_kernel", "cross_entropy_kernel"}
+    assert kernels <= {row[1] for row in rows} and all(float(row[2]) > 0 and row[-1] == "" for row in rows)
+
+
+WRONG_KERNEL = """
+import ops
+case = next(one for one in ops.CASES if one.name == "activation silu")
+wrong = case._replace(ours=lambda *args: tuple(1.02 * found for found in case.ours(*args)))
+ops.CASES = case, wrong
+import sys
+assert ops.main(["--smoke", "--shapes", "8x64", "--out", sys.argv[1]]) == 1
+"""
+
+
+def test_a_wrong_result_of_a_kernel_is_told(tmp_path):
+    pytest.importorskip("triton")
+    where = {"PYTHONPATH": str(ROOT / "scripts" / "bench"), "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", WRONG_KERNEL, tmp_path], check=True, env={**os.environ, **where})
+    rows = json.loads((tmp_path / "gpu-ops.json").read_text())["8x64"]
+    assert [row[-1].partition(":")[0] for row in rows] == ["", "", "", "WRONG", "WRONG"]
 
 
 @pytest.fixture
@@ -69,6 +115,6 @@ def test_few_bits_keep_less_than_exact_before_a_frozen_linear(techniques):
 def test_the_peak_of_images_falls_with_every_rung(monkeypatch):
     known = load_script("known_models", monkeypatch)
     tiny = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 2}
-    monkeypatch.setitem(known.MODELS, "tiny", (transformers.ViTConfig(**tiny), 8, None, known.AUTOCAST))
-    stock, floor, gate = (known.peak_of("tiny", *known.SETTINGS[column]) for column in [*known.SETTINGS][:3])
+    monkeypatch.setitem(known.MODELS, "tiny", known.Model(transformers.ViTConfig(**tiny), 8, None, known.AUTOCAST))
+    stock, floor, gate = (known.expected("tiny", method)["peak"] for method in ("stock", "memsave", "gate"))
     assert stock > 1.2 * floor > 1.2 * 1.2 * gate

@@ -1,7 +1,11 @@
-"""``scripts/gpu_check.sh`` and ``scripts/bench/gpu_bits.py``: planted faults are found, on CPU."""
+"""What a GPU is asked: planted faults are found, on CPU; a second run asks what the first has left or has wrong."""
 
 import itertools
 import json
+import os
+import re
+import subprocess
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -41,6 +45,26 @@ def test_a_fault_makes_its_rows_wrong_and_no_others(bench, fault, tmp_path, caps
     assert len(rows) == 4 and all(float(r["kept, of stock's"]) < 0.9 for r in rows if r["kind"] == "bits")
 
 
+def test_rows_that_were_right_are_not_made_again(bench, tmp_path, monkeypatch):
+    assert bench.main(["--smoke", "--out", str(tmp_path), "--plant", "error"]) == 1
+    made = []
+    monkeypatch.setattr(bench, "judged", lambda *args: made.append(args) or bench.Row("", ""))
+    assert bench.main(["--smoke", "--out", str(tmp_path)]) == 0
+    assert len(made) == 1 and len(json.loads((tmp_path / "gpu-bits.json").read_text())["rows"]) == 4
+
+
+def test_every_row_is_planned_once_and_those_that_tell_most_come_first(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS / "bench")
+    import gpu_bits
+
+    tasks = list(dict.fromkeys(gpu_bits.planned(gpu_bits.Rows(False, None))))
+    assert {case.mode for _, case in tasks[:16]} == {"bf16", "autocast"}
+    assert {case.family for _, case in tasks[:16]} == set(gpu_bits.FAMILIES)
+    assert all((case.setting, case.kernels) == ("exact", "deterministic") for _, case in tasks[:16])
+    kinds = {make.__name__ for make, _ in tasks[:100]}
+    assert kinds == {"bits", "waits", "threads", "kept"} and any(case.adapters for _, case in tasks[16:36])
+
+
 @pytest.mark.parametrize(("kernels", "error", "is_wrong"), [
     ("default", 0.0, False), ("default", 0.01, True), ("deterministic", 1e-5, True), ("default", float("nan"), True),
 ])  # fmt: skip
@@ -53,3 +77,78 @@ def test_an_error_is_told_from_noise(bench, kernels, error, is_wrong):
 
     row = bench.judged([run(1), run(2), run(3)], [run(4), run(5, error)], kernels)
     assert row.verdict.startswith("WRONG: a") == is_wrong
+
+
+#: Stands in for Python: notes what it is asked to run, and fails, or hangs, as the environment says.
+PYTHON = """#!/usr/bin/env bash
+case "$*" in
+  *sys.executable*) echo "$0"; exit ;;
+  "-c "*) exit ;;
+esac
+case "$*" in
+  *repeats*) what=compile-ops ;;
+  *warm*) what=compile-models ;;
+  *plan*) what=$(echo "$*" | grep -o "plan [a-z]*") ;;
+  *bench*) what=$(echo "$*" | grep -oE "[a-z_]+.py" | head -n 1) ;;
+  *pytest*) case "$PWD" in *memsave_kernels) what=kernels ;; *) what=claims ;; esac ;;
+  *) exit ;;
+esac
+echo "$what" >> "$ASKED"
+if [ "$what" = "$FAILS" ]; then exit 1; fi
+if [ "$what" = "$HANGS" ]; then exec sleep 60; fi
+"""
+FIRST = {
+    "gpu_machine.py", "gpu_bits.py", "compile-ops", "plan first", "kernels", "compile-models", "plan compiled",
+    "ops.py", "plan liger", "claims",
+}  # fmt: skip
+
+
+@pytest.fixture
+def check(tmp_path):
+    """Runs the script with that Python: its exit status, what it printed last, and what it has asked for, in order."""
+    python = tmp_path / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+
+    def run(*arguments, script=SCRIPTS / "gpu_check.sh", **environment):
+        asked = tmp_path / "asked"
+        asked.write_text("")
+        where = {"PYTHON": str(python), "ASKED": str(asked), "FAILS": "none", "HANGS": "none", **environment}
+        command = ["bash", str(script), *arguments]
+        done = subprocess.run(command, env=os.environ | where, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout + done.stderr, asked.read_text().splitlines()
+
+    return run
+
+
+def test_a_second_run_asks_for_what_the_first_has_left_or_has_wrong(check, tmp_path):
+    out = str(tmp_path / "out")
+    status, said, asked = check("first", out, FAILS="kernels")
+    assert status == 1 and "kernels: failed, exit status 1" in said
+    assert set(asked) == FIRST and len(asked) == len(FIRST)
+    with tarfile.open(tmp_path / "out" / "gpu-check.tgz") as packed:
+        assert {"./summary.txt", "./kernels.txt", "./bits.txt", "./machine.txt"} <= set(packed.getnames())
+    status, said, asked = check("second", out)
+    assert status == 0 and "kernels: passed" in said
+    assert FIRST - set(asked) == {"claims"}, "which have passed"
+    status, said, asked = check("second", out)
+    assert status == 0 and FIRST - set(asked) == {"claims", "kernels"}, "others leave their rows themselves"
+
+
+def test_a_step_that_hangs_is_cut_and_the_others_run(check, tmp_path):
+    text = (SCRIPTS / "gpu_check.sh").read_text(encoding="utf-8")
+    quick = tmp_path / "scripts" / "gpu_check.sh"
+    quick.parent.mkdir()
+    quick.write_text(text.replace("first) limits=(15 ", "first) limits=(6 "))
+    (tmp_path / "hf_memsave" / "_vendor" / "memsave_kernels").mkdir(parents=True)
+    status, said, asked = check("first", str(tmp_path / "out"), script=quick, HANGS="gpu_machine.py")
+    assert status == 1 and "machine: cut short" in said and "claims: passed" in said
+    assert check("fist")[0] == 2
+
+
+def test_steps_end_in_time():
+    text = (SCRIPTS / "gpu_check.sh").read_text(encoding="utf-8")
+    for stage, most in (("first", 520), ("second", 240)):
+        limits, end = re.search(rf"{stage}\) limits=\((.*)\) all=(\d+)", text).groups()
+        limits = [int(limit) for limit in limits.split()]
+        assert sum(limits) <= int(end) <= most and len(limits) == 7
