@@ -10,7 +10,8 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from importlib import import_module
-from importlib.metadata import version
+
+from hf_memsave import __version__
 
 #: Command -> its line in the help. Each is a module of :mod:`hf_memsave.commands` with ``run``.
 COMMANDS = {
@@ -30,7 +31,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="memsave", description="Fine-tune Hugging Face models keeping a fraction of the activation memory."
     )
-    parser.add_argument("--version", action="version", version=f"hf_memsave {version('hf_memsave')}")
+    parser.add_argument("--version", action="version", version=f"hf_memsave {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     parsers = {name: commands.add_parser(name, help=line) for name, line in COMMANDS.items()}
     if argv[0] not in COMMANDS:

@@ -86,9 +86,16 @@ def memory_of(x: Tensor) -> int | None:
 
 
 def free_main_memory() -> int:
-    """Bytes of main memory that are free, and no more than this process's control groups still let it take."""
-    found: list[int] = [psutil.virtual_memory().available]
-    taken = psutil.Process().memory_info().rss
+    """Bytes of main memory that are free, and no more than the control groups allow beside what this process has."""
+    free: int = psutil.virtual_memory().available
+    taken: int = psutil.Process().memory_info().rss
+    return min(free, *(limit - taken for limit in _limits()))
+
+
+@functools.cache
+def _limits() -> list[int]:
+    """Bytes of main memory that each control group of this process may take; of no group as many as there are."""
+    found: list[int] = [psutil.virtual_memory().total]
     with contextlib.suppress(OSError):  # Linux alone has control groups
         for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
             _, controller, path = line.split(":", 2)  # none where they are of version 2
@@ -96,8 +103,8 @@ def free_main_memory() -> int:
             group = Path("/sys/fs/cgroup", controller, path[1:])
             for folder in (group, *group.parents):  # in a container the path may be that of the host
                 with contextlib.suppress(OSError, ValueError):  # not there, or "max"
-                    found.append(int((folder / limit).read_text(encoding="utf-8")) - taken)
-    return min(found)
+                    found.append(int((folder / limit).read_text(encoding="utf-8")))
+    return found
 
 
 def waits(x: Tensor) -> bool:

@@ -149,6 +149,10 @@ def test_a_control_group_limits_what_is_free(groups, limits, expected, tmp_path,
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(str(content))
     monkeypatch.setattr(ask, "Path", lambda root, *parts: Path(tmp_path, root[1:], *parts))
-    monkeypatch.setattr(ask.psutil, "virtual_memory", lambda: SimpleNamespace(available=10**9))
+    monkeypatch.setattr(ask.psutil, "virtual_memory", lambda: SimpleNamespace(available=10**9, total=10**10))
     monkeypatch.setattr(ask.psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=1000)))
-    assert ask.free_main_memory() == (10**9 if expected is None else expected - 1000)
+    ask._limits.cache_clear()
+    try:
+        assert ask.free_main_memory() == (10**9 if expected is None else expected - 1000)
+    finally:
+        ask._limits.cache_clear()

@@ -16,7 +16,7 @@ from hf_memsave.commands.arguments import memsave_in_words, memsave_of
 from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.config.sizes import MIB, counted
 from hf_memsave.errors import CommandError, MemSaveError
-from hf_memsave.measure.estimate import WORKSPACES, Estimate, estimate
+from hf_memsave.measure.estimate import Estimate, estimate
 from hf_memsave.measure.largest import largest
 from hf_memsave.measure.models import at_depth, load_config
 from hf_memsave.measure.training import Training
@@ -74,10 +74,7 @@ def _check(
         for what in SLACK:
             figures = (f"{amount[what] / MIB:,.2f} MiB" for amount in (one.predicted, one.measured))
             table.add_row(f"{name}, {what}", *figures, f"{one.difference(what):+.2%}")
-    how = (
-        f"Check on {torch.cuda.get_device_name()}: peaks of PyTorch's allocator, of which cuBLAS takes "
-        f"{WORKSPACES / MIB:.1f} MiB. What CUDA takes outside of it is not measured."
-    )
+    how = f"Check on {torch.cuda.get_device_name()}: what PyTorch's allocator gives out, but for cuBLAS's work spaces."
     console.print(how, table, sep="\n")
     for name in {"stock", "patched"} - found.keys():
         console.print(f"{name}: not run, as it is too large for this machine.")

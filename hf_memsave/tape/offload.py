@@ -167,20 +167,16 @@ def _give_back(nbytes: int) -> None:
 def main_memory(nbytes: int, device: torch.device) -> Tensor:
     """Room for ``nbytes`` of ``device``: on CUDA pinned, so that copies need no processor."""
     is_pinned = has_streams(device)
-    taken = _taken(nbytes, is_pinned)
-    if device.type != STAND_IN:  # on which nothing has bytes
-        _refuse_too_much(taken)
+    taken, room = _taken(nbytes, is_pinned), SHARE * _free_at_first()
+    if Away.total + taken > room and device.type != STAND_IN:  # on which nothing has bytes
+        room = max(room, SHARE * (Away.total + free_main_memory()))
+    if Away.total + taken > room and device.type != STAND_IN:
+        raise MemSaveError(
+            f"offload=True: expected room for {(Away.total + taken) / 2**30:.1f} GiB in main memory, got "
+            f"{room / 2**30:.1f} GiB ({SHARE:.0%} of what was free, or of this process's limit). Use a smaller batch, "
+            "or checkpoint='gate', or no offload."
+        )
     host = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
     Away.total += taken
     weakref.finalize(host, _give_back, taken)
     return host
-
-
-def _refuse_too_much(nbytes: int) -> None:
-    room = SHARE * _free_at_first()
-    if Away.total + nbytes > room:
-        raise MemSaveError(
-            f"offload=True: expected room for {(Away.total + nbytes) / 2**30:.1f} GiB in main memory, got "
-            f"{room / 2**30:.1f} GiB ({SHARE:.0%} of what was free, or of this process's limit). Use a smaller batch, "
-            "or checkpoint='gate', or no offload."
-        )

@@ -21,8 +21,8 @@ from publish import RESULTS, ROOT, arguments, table
 GIB = 2**30
 #: README has not the loss alone, nor offload.
 SHOWN = list(COLUMNS)[:5]
-#: What a run of ``gpu_check.sh`` leaves; the last two of some stages alone.
-TABLES = ("gpu-machine", "gpu-bits", "gpu-models", "gpu-ops", "gpu-host")
+#: What a run of ``gpu_check.sh`` leaves.
+TABLES = ("gpu-bits", "gpu-models", "gpu-ops")
 BEGIN, END = "<!-- written by scripts/bench/gpu_tables.py -->\n", "<!-- until here -->\n"
 
 
@@ -38,8 +38,7 @@ def unpack(archive: Path, into: Path) -> None:
 def results(folder: Path, name: str) -> dict[str, Any]:
     """The figures of a table; none where it was not measured."""
     file = folder / f"{name}.json"
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    return found
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def readme(folder: Path) -> str:
@@ -61,16 +60,16 @@ def numbers(folder: Path) -> str:
     said = f"GiB and ms, on {about['machine']}; `{about['command']}`, {about['commit']}, {about['date']}."
     header = ["model", "method", "peak, estimated", "measured", "kept, estimated", "measured", "step, ms", "host, ms"]
     parts = [said, table(header, map(row, measured, measured.values()))]
-    if machine := results(folder, "gpu-machine"):
-        told = (f"{name}: {value:,.1f}" for name, value in machine.items() if isinstance(value, float))
-        parts.append(f"The machine: {'; '.join(told)}.\n")
     if bits := results(folder, "gpu-bits"):
         parts.append(f"Steps beside stock's: {len(bits['rows'])} rows, {bits['wrong']} of them wrong.\n")
-    ops = [rows for shape, rows in results(folder, "gpu-ops").items() if shape != "about"]
+    ops = results(folder, "gpu-ops")
+    if machine := ops.pop("machine", None):
+        (_, moved, _, bandwidth, *_), (_, product, *_) = machine
+        parts.append(f"A copy {moved}: {bandwidth} GB/s. A product {product}.\n")
+    ops = [rows for shape, rows in ops.items() if shape != "about"]
     if shares := [float(row[4]) for rows in ops for row in rows[1:] if row[4]]:
         parts.append(f"Kernels, of a copy's bandwidth: {min(shares):.0%} to {max(shares):.0%}.\n")
-    names = (name for name in TABLES if (folder / f"{name}.md").exists())
-    links = ", ".join(f"[{name}](../scripts/results/{name}.md)" for name in names)
+    links = ", ".join(f"[{page.stem}](../scripts/results/{page.name})" for page in sorted(folder.glob("gpu-*.md")))
     return "\n".join([*parts, f"Tables: {links}.\n"])
 
 

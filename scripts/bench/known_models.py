@@ -96,14 +96,12 @@ COLUMNS = {
     "checkpointing": "stock, gradient checkpointing",
     "checkpointing, chunked loss": "gradient checkpointing, chunked loss alone", "offload": "`offload=True`",
 }  # fmt: skip
-#: Of so few layers only what the measured methods are held against.
-OF_EIGHT = ("stock", "memsave", "checkpointing", "offload")
 
 
 def is_estimated(name: str, method: str) -> bool:
     """Whether known-models.json has the step of a model by a method."""
     if name == EIGHT:
-        return method in OF_EIGHT
+        return method in ("stock", "memsave", "checkpointing", "offload")  # which are measured
     has_head = MODELS[name].config.model_type not in ("bert", "vit")
     return method in COLUMNS and method != "offload" and (has_head or method != "checkpointing, chunked loss")
 

@@ -6,13 +6,13 @@
 
 Random weights, a random batch, fused AdamW. Estimates are made before (``known_models.py``), and what they say does not
 fit is not begun. The first step, with the optimizer's states there and the attention kernel of the estimate (flash, or
-efficient where there is a mask), gives the peak of PyTorch's allocator and what it reserved; steps with PyTorch's own
-choice of kernels give another peak, the bytes between forward and backward, and the median time, of the step and until
+efficient where there is a mask), gives the peak of PyTorch's allocator, what it reserved, and the bytes between forward
+and backward; steps with PyTorch's own choice of kernels give another peak, and the median time, of the step and until
 all of it is launched. A peak or kept bytes further off than ``memsave estimate --check`` allows are wrong, and so is a
 row that fails; the exit status is 1 then. Rows that --out has already and that were right are not made again.
 
---largest also finds the largest batch, by doubling. --profile takes 1 x 128 tokens, where the host counts, and has
-torch.profiler's table in the results. --warm runs one step of each row, so that what it compiles lies in caches.
+--largest also finds the largest batch, by doubling. --warm runs one step of each row, so that what it compiles lies in
+caches.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.attention import sdpa_kernel
-from transformers import BertConfig, GPT2Config, LlamaConfig, MistralConfig, Phi3Config, PhiConfig
+from transformers import BertConfig, GPT2Config, LlamaConfig
 
 from gpu_steps import DEVICE, kept_on_gpu, release, synchronize
 from hf_memsave import measure_kept
@@ -42,7 +43,7 @@ from hf_memsave.measure.kernels import BACKENDS
 from hf_memsave.measure.models import depth_of
 from hf_memsave.measure.trace import UNIT, make_states, run_passes, trace_step
 from hf_memsave.measure.training import Training, prepared, trace_at, training_of
-from known_models import AUTOCAST, BERT_LARGE, BF16, EIGHT, LLAMA_LORA, LORA, METHODS, MODELS, Model, is_estimated
+from known_models import AUTOCAST, BERT_LARGE, BF16, EIGHT, LLAMA_LORA, METHODS, MODELS, Model, is_estimated
 from publish import RESULTS, arguments, earlier, publish
 
 GIB = 2**30
@@ -50,11 +51,9 @@ _WIDE = dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num
 #: Beside those of the README, and not estimated.
 MORE = {
     "llama-3.2-1b": Model(LlamaConfig(**_WIDE, tie_word_embeddings=True), 4, 2048, BF16),
-    "bert-base": Model(BertConfig(attention_probs_dropout_prob=0.0), 32, 128, AUTOCAST),
     "gpt2-medium": Model(GPT2Config(n_embd=1024, n_layer=24, n_head=16), 8, 1024, AUTOCAST),
-    "phi-2, LoRA": Model(PhiConfig(hidden_size=2560, intermediate_size=10240, num_hidden_layers=32), 2, 2048, LORA),
-    "mistral-7b, LoRA": Model(MistralConfig(), 1, 2048, LORA),
-    "phi-3-mini, LoRA": Model(Phi3Config(), 1, 2048, LORA),
+    "llama-3.2-1b, 1 x 128": Model(LlamaConfig(**_WIDE, tie_word_embeddings=True), 1, 128, BF16),
+    "bert-base, 1 x 128": Model(BertConfig(attention_probs_dropout_prob=0.0), 1, 128, AUTOCAST),
 }
 _FULL = ("memsave", "stock", "checkpointing", "block", "gate", "checkpointing, chunked loss")
 _T5 = "T5-Large, full, autocast, 8 x 512"
@@ -70,6 +69,7 @@ PLANS = {
         (EIGHT, "memsave, compiled blocks"), (BERT_LARGE, "torch.compile"),
     ],
     "liger": [(EIGHT, "Liger")],  # it has no kernels for BERT, and does not say so
+    "host": list(itertools.product(list(MORE)[-2:], ("stock", "memsave", "memsave, Triton"))),
     "models": list(itertools.product((_T5, "llama-3.2-1b", "gpt2-medium"), (*_FULL[:5], "memsave, Triton"))),
 }  # fmt: skip
 HEADER = ["model", "method", "estimated, GiB", "peak", "off", "reserved", "own kernels", "cuDNN's, estimated",
@@ -85,15 +85,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=360, help="begin no row after so many")
     parser.add_argument("--largest", action="store_true", help="find each row's largest batch")
-    parser.add_argument("--profile", action="store_true", help="of short steps, the host's time and a profile")
     parser.add_argument("--warm", action="store_true", help="compile, and write nothing")
     parser.add_argument("--smoke", action="store_true", help="tiny models, on whatever device there is")
     parser.add_argument("--plant", action="store_true", help="hold a tenth of the peak more, which has to be found")
     options = parser.parse_args(argv)
     if DEVICE.type == "cpu" and not options.smoke:
         parser.error("expected a CUDA device, got none. Use --smoke to see whether the script runs.")
-    name = "gpu-host" if options.profile else "gpu-models"
-    found = {} if options.warm else earlier(name, options.out)
+    found = {} if options.warm else earlier("gpu-models", options.out)
     rows = list(itertools.product(options.models, options.methods)) if options.models else PLANS[options.plan]
     if options.smoke:  # one of each method
         rows = list({method: (name, method) for name, method in reversed(rows)}.values())[::-1]
@@ -103,40 +101,45 @@ def main(argv: Sequence[str] | None = None) -> int:
         key = ": ".join(row)
         if key in found and not found[key]["verdict"]:
             continue
-        is_late = time.monotonic() > end
-        found[key] = {"verdict": "not begun: --seconds"} if is_late else measured(*row, options)
+        found.setdefault(key, {"verdict": "not begun: --seconds"})
+        if time.monotonic() <= end:
+            found[key] = measured(*row, options)
         table = {key: cells(one) for key, one in found.items()}
         print(" | ".join([key, *table[key]]), flush=True)
         title = "Steps of whole models, estimated and measured"
         out = None if options.warm else options.out
         lines = [[*key.rsplit(": ", 1), *line] for key, line in table.items()]
-        publish(name, title, HEADER, lines, found, out, quiet=True)
+        publish("gpu-models", title, HEADER, lines, found, out, quiet=True)
+        if found[key]["verdict"].startswith("WRONG"):
+            synchronize()  # which raises where a fault has left nothing to go on with
     return int(any(found[": ".join(row)]["verdict"].startswith("WRONG") for row in rows))
 
 
 def measured(name: str, method: str, options: Any) -> dict[str, Any]:
     """The figures of a row and its verdict, which is empty where it is right."""
     model = (MODELS | MORE)[name]
-    is_known = name in MODELS and is_estimated(name, method) and not options.profile
-    if options.profile:
-        model = model._replace(batch=1, tokens=128)
+    is_known = name in MODELS and is_estimated(name, method)
     if options.smoke:
         model = small(model)
     expected = expectation(name, method, model, options.smoke) if is_known else {}
     found: dict[str, Any] = {"expected": expected, "verdict": ""}
+    if METHODS[method].change == "liger" and not find_spec("liger_kernel"):
+        return found | {"verdict": "left out: liger-kernel is not installed"}
+    release()
     free = torch.cuda.mem_get_info()[0] if DEVICE.type == "cuda" else 2**60
     if expected.get("peak", 0) > 0.98 * free:
         return found | {"verdict": f"left out: does not fit into the {free / GIB:.1f} GiB that are free"}
     try:
         run(model, method, options, found)
     except torch.OutOfMemoryError:
-        found["verdict"] = f"{'WRONG: ' * is_known}out of memory"
+        found["verdict"] = f"{'WRONG: ' * (is_known or METHODS[method].memsave is not None)}out of memory"
     except (ImportError, MeasureError) as error:
         found["verdict"] = f"left out: {error}"
     except Exception as error:  # the other rows tell as much
         traceback.print_exc()
         found["verdict"] = f"WRONG: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    apart = [what for what, slack in SLACK.items() if abs(off(found, what)) > slack]
+    is_held = method != "offload"  # of which more is there the slower the bus is
+    apart = [what for what, slack in SLACK.items() if is_held and abs(off(found, what)) > slack]
     found["verdict"] = found["verdict"] or (f"WRONG: {' and '.join(apart)} not as estimated" if apart else "")
     torch.compiler.reset()
     return found
@@ -174,9 +177,9 @@ def small(model: Model) -> Model:
 def run(model: Model, method: str, options: Any, found: dict[str, Any]) -> None:
     """Take the steps, and note what they tell as soon as they do."""
     training, how = of(model, method), METHODS[method]
-    release()
     before = torch.cuda.memory_allocated() if DEVICE.type == "cuda" else 0
-    first = dict.fromkeys((training.attention, "flash", "efficient", "math"))
+    order = [BACKENDS[kernel] for kernel in dict.fromkeys((training.attention, "flash", "efficient", "math"))]
+    of_estimate = sdpa_kernel(order, set_priority=True) if found["expected"] else contextlib.nullcontext()
     with prepared(model.config, training, how.memsave, DEVICE.type) as (net, batch, forward, optimizer):
         forward = changed(net, forward, how.change)
         if options.plant:
@@ -197,21 +200,19 @@ def run(model: Model, method: str, options: Any, found: dict[str, Any]) -> None:
             found["peak"] = trace_step(net, batch, optimizer, forward).peak
             found["kept"] = sum(rounded(kept.nbytes, UNIT) for kept in measure_kept(net, batch, forward).storages)
         else:
-            with sdpa_kernel([BACKENDS[kernel] for kernel in first], set_priority=True):
+            with of_estimate:
                 found["peak"], found["reserved"] = peak_of(step, before)
+                if not options.warm:
+                    found["kept"] = kept_on_gpu(lambda: forward(**batch).loss)
+                    optimizer.zero_grad(set_to_none=True)
         step()
         synchronize()
         found["first_seconds"] = time.perf_counter() - begun
         if options.warm:
             return
-        if DEVICE.type == "cuda":
-            found["kept"] = kept_on_gpu(lambda: forward(**batch).loss)
-            optimizer.zero_grad(set_to_none=True)
         times: list[tuple[float, float]] = []
         found["own_peak"], _ = peak_of(lambda: times.extend(timed(step) for _ in range(options.steps)), before)
         found["host_seconds"], found["seconds"] = map(statistics.median, zip(*times, strict=True))
-        if options.profile:
-            found["profile"] = profile_of(step)
         if options.largest:
             found |= largest(step, batch, 2 if options.smoke else 1024)
 
@@ -264,14 +265,6 @@ def timed(step: Callable[[], None]) -> tuple[float, float]:
     launched = time.perf_counter()
     synchronize()
     return launched - begun, time.perf_counter() - begun
-
-
-def profile_of(step: Callable[[], None]) -> str:
-    """torch.profiler's table of three steps, which is in the results alone."""
-    with torch.profiler.profile() as profiler:
-        for _ in range(3):
-            step()
-    return profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=60)
 
 
 def largest(step: Callable[..., None], batch: dict[str, Any], most: int) -> dict[str, Any]:

@@ -110,12 +110,13 @@ def as_json(value: Any, levels: int = 2) -> str:
 
 
 def earlier(name: str, out: Path | None) -> dict[str, Any]:
-    """The results that a run before has written to ``out``, on the same machine; none where there was no such run."""
+    """The results that a run before has written to ``out``; none where there was none, or on another machine."""
     if out is None or not (file := out / f"{name}.json").exists():
         return {}
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     if (there := found.pop("about")["machine"]) != measured_on():
-        raise SystemExit(f"{file}: expected results of {measured_on()}, got those of {there}. Take another folder.")
+        print(f"{file.name} begins anew: it is of {there}, and this is {measured_on()}", file=sys.stderr)
+        return {}
     return found
 
 
@@ -141,9 +142,12 @@ def write(name: str, text: str, results: Any, out: Path | None, quiet: bool = Fa
     where = "" if cpu() in text else about["machine"]  # which some titles say
     said = ", ".join(filter(None, [f"`{about['command']}`", about["commit"], about["date"], where]))
     out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.md").write_text(f"{text.rstrip()}\n\n{said}\n", encoding="utf-8")
+    written = {"md": f"{text.rstrip()}\n\n{said}\n"}
     if results:
-        (out / f"{name}.json").write_text(as_json({**results, "about": about}) + "\n", encoding="utf-8")
+        written["json"] = as_json({**results, "about": about}) + "\n"
+    for suffix, content in written.items():  # beside, as a run may be cut at any time
+        (beside := out / f"{name}.{suffix}.new").write_text(content, encoding="utf-8")
+        beside.replace(out / f"{name}.{suffix}")
 
 
 def _without_path(argument: str) -> str:

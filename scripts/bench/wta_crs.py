@@ -1,9 +1,9 @@
 """What a layer keeps with sampled weight gradients, beside stock and beside ``exact``, on a CUDA GPU, estimated.
 
-    python scripts/bench/wta_crs.py [--batch 8] [--out [DIR]]
+    python scripts/bench/wta_crs.py [--out [DIR]]
 
-Layers of BERT-Base, T5-Base and OPT-350M with sequences of 128 tokens, whole and with LoRA (r 32 on q, k, v, as in the
-paper, and on all linears). By ``hf_memsave.estimate``: no weights, no GPU, no network.
+Layers of BERT-Base, T5-Base and OPT-350M with 8 sequences of 128 tokens, whole and with LoRA (r 32 on q, k, v, as in
+the paper, and on all linears). By ``hf_memsave.estimate``: no weights, no GPU, no network.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import BertConfig, OPTConfig, T5Config
 from hf_memsave import WTACRS, MemSaveConfig, estimate
 from publish import arguments, publish, versions
 
-SEQ = 128
+BATCH, SEQ = 8, 128
 SETTINGS: dict[str, Any] = {
     "stock": False,
     "exact": MemSaveConfig(),
@@ -37,36 +37,34 @@ TRAINED = ("whole", "LoRA on q, k, v", "LoRA on all")
 TITLE = """\
 # Kept memory per layer with sampled weight gradients
 
-*Estimated* for a CUDA GPU, not measured, in u, one activation [batch, seq, hidden] in the model's dtype; batch {batch},
+*Estimated* for a CUDA GPU, not measured, in u, one activation [batch, seq, hidden] in the model's dtype; batch 8,
 128 tokens, dropout .1. T5: one encoder and one decoder layer. On GELU models nothing is to be gained: a
 down-projection's input is made again from what the activation keeps anyway. {versions}."""
 
 
-def kept(name: str, trained: str, setting: str, dtype: str, batch: int) -> float:
+def kept(name: str, trained: str, setting: str, dtype: str) -> float:
     """What a layer keeps, in u; of T5 one of each stack."""
     config, qkv = MODELS[name]
     training: dict[str, Any] = {"dtype": dtype}
     if trained != "whole":
         training["lora"] = {"r": 32, "dropout": 0.1, "targets": qkv if "q, k, v" in trained else "all-linear"}
-    found = estimate(config, batch_size=batch, seq_len=SEQ, memsave=SETTINGS[setting], **training)
+    found = estimate(config, batch_size=BATCH, seq_len=SEQ, memsave=SETTINGS[setting], **training)
     return sum((found.patched or found.stock).per_layer.values()) / found.u
 
 
 def main() -> None:
     """Estimate, print and write."""
-    parser = arguments(__doc__)
-    parser.add_argument("--batch", type=int, default=8)
-    options = parser.parse_args()
+    options = arguments(__doc__).parse_args()
     warnings.filterwarnings("ignore")
     os.environ["HF_HUB_OFFLINE"] = "1"
     cases = [(*of, "fp32") for of in ((name, trained) for name in MODELS for trained in TRAINED)]
     rows = []
     for case in (*cases, *((name, "whole", "bf16") for name in MODELS)):
         name, trained, dtype = case
-        rows.append([*case, *(f"{kept(name, trained, setting, dtype, options.batch):.2f}" for setting in SETTINGS)])
+        rows.append([*case, *(f"{kept(name, trained, setting, dtype):.2f}" for setting in SETTINGS)])
         print(*rows[-1], sep=", ", flush=True)
-    title = TITLE.format(batch=options.batch, versions=versions())
-    publish("wta-crs-memory", title, ["model", "trained", "dtype", *SETTINGS], rows, {}, options.out)
+    header = ["model", "trained", "dtype", *SETTINGS]
+    publish("wta-crs-memory", TITLE.format(versions=versions()), header, rows, {}, options.out)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from hf_memsave.cli import main
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure import check as module
 from hf_memsave.measure.check import SLACK, Check, check
-from hf_memsave.measure.estimate import WORKSPACES, estimate
+from hf_memsave.measure.estimate import estimate
 from hf_memsave.measure.training import Training
 from support.helpers import on_stand_in
 
@@ -26,13 +26,13 @@ def test_on_cuda_the_allocators_peak_is_asked_for(monkeypatch):
 
     def measured(config, training, memsave):
         asked.append(memsave)
-        return {"kept": result.stock.kept, "peak": result.stock.peak + WORKSPACES}
+        return {"kept": result.stock.kept, "peak": result.stock.peak}
 
     monkeypatch.setattr(module, "_on_cuda", measured)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (result.stock.peak - 1, 2**30))
     found = check(config, result, Training(**STEP), MemSaveConfig())
     assert asked == [MemSaveConfig()]  # stock is too large
-    assert found["patched"].predicted == {"kept": result.patched.kept, "peak": result.patched.peak + WORKSPACES}
+    assert found["patched"].predicted == {"kept": result.patched.kept, "peak": result.patched.peak}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 2**30))
     with pytest.raises(MeasureError, match="are free on this machine's GPU"):
         check(config, result, Training(**STEP), None)

@@ -47,6 +47,7 @@ def test_a_fault_makes_its_rows_wrong_and_no_others(bench, fault, tmp_path, caps
 
 def test_rows_that_were_right_are_not_made_again(bench, tmp_path, monkeypatch):
     assert bench.main(["--smoke", "--out", str(tmp_path), "--plant", "error"]) == 1
+    assert bench.main(["--smoke", "--out", str(tmp_path), "--seconds", "-1"]) == 1, "there was no time to make it again"
     made = []
     monkeypatch.setattr(bench, "judged", lambda *args: made.append(args) or bench.Row("", ""))
     assert bench.main(["--smoke", "--out", str(tmp_path)]) == 0
@@ -87,6 +88,7 @@ case "$*" in
 esac
 case "$*" in
   *repeats*) what=compile-ops ;;
+  *"shapes machine"*) what=machine ;;
   *warm*) what=compile-models ;;
   *plan*) what=$(echo "$*" | grep -o "plan [a-z]*") ;;
   *bench*) what=$(echo "$*" | grep -oE "[a-z_]+.py" | head -n 1) ;;
@@ -98,7 +100,7 @@ if [ "$what" = "$FAILS" ]; then exit 1; fi
 if [ "$what" = "$HANGS" ]; then exec sleep 60; fi
 """
 FIRST = {
-    "gpu_machine.py", "gpu_bits.py", "compile-ops", "plan first", "kernels", "compile-models", "plan compiled",
+    "machine", "gpu_bits.py", "compile-ops", "plan first", "kernels", "compile-models", "plan compiled",
     "ops.py", "plan liger", "claims",
 }  # fmt: skip
 
@@ -139,9 +141,9 @@ def test_a_step_that_hangs_is_cut_and_the_others_run(check, tmp_path):
     text = (SCRIPTS / "gpu_check.sh").read_text(encoding="utf-8")
     quick = tmp_path / "scripts" / "gpu_check.sh"
     quick.parent.mkdir()
-    quick.write_text(text.replace("first) limits=(15 ", "first) limits=(6 "))
+    quick.write_text(text.replace("first) limits=(30 ", "first) limits=(6 "))
     (tmp_path / "hf_memsave" / "_vendor" / "memsave_kernels").mkdir(parents=True)
-    status, said, asked = check("first", str(tmp_path / "out"), script=quick, HANGS="gpu_machine.py")
+    status, said, asked = check("first", str(tmp_path / "out"), script=quick, HANGS="machine")
     assert status == 1 and "machine: cut short" in said and "claims: passed" in said
     assert check("fist")[0] == 2
 
