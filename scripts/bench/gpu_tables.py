@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import tarfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -100,7 +99,7 @@ def pages(folder: Path, root: Path) -> Iterable[tuple[Path, str]]:
     yield page, f"{before}{BEGIN}\n{numbers(folder)}\n{END}{rest.split(END)[1]}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     """Unpack, and write the pages."""
     parser = arguments(__doc__)
     parser.add_argument("archive", type=Path, nargs="?", help="gpu-check.tgz")
@@ -109,8 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         unpack(options.archive, RESULTS)
     for page, text in pages(RESULTS, ROOT):
         page.write_text(text, encoding="utf-8")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
