@@ -12,11 +12,12 @@ SHAPES = [(3, 32), (5, 37)]
 EVERY = [(case, dtype, shape) for case in CASES for dtype in case.dtypes for shape in SHAPES]
 
 
-def check(case: Case, args: tuple) -> None:
+def check(case: Case, args: tuple, has_sums: bool = True) -> None:
     results = case.ours(*args), case.eager(torch.float32, *args), case.eager(torch.float64, *widen(args))
     for number, (ours, eager, exact) in enumerate(zip(*results, strict=True)):
         assert ours.dtype == eager.dtype
-        no_worse(f"result {number}", ours, eager, exact, case.roundings)
+        if has_sums or exact.numel() > 1:
+            no_worse(f"result {number}", ours, eager, exact, case.roundings)
 
 
 @pytest.mark.parametrize(("case", "dtype", "shape"), EVERY, ids=str)
@@ -34,9 +35,10 @@ def test_parts_of_a_row_are_those_of_the_whole(case):
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs CUDA: the interpreter would take hours")
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case.bytes_per_element], ids=str)
 def test_programs_that_take_several_tiles(case):
-    check(case, case.inputs(maker(case.dtypes[-1]), 2**17 + 5, 72))  # some 8,000 tiles for at most 2,112 programs
+    """Some 8,000 tiles for at most 2,112 programs. A loss is PyTorch's own sum of the rows: one number tells little."""
+    check(case, case.inputs(maker(case.dtypes[-1]), 2**17 + 5, 72), has_sums=False)
 
 
 @only_interpreted
