@@ -194,17 +194,15 @@ def run(model: Model, method: str, options: Any, found: dict[str, Any]) -> None:
                 optimizer.zero_grad(set_to_none=True)
 
         begun = time.perf_counter()
-        if how.change == "compile":
-            pass  # its first step's peak is the compiler's
-        elif DEVICE.type == "cpu":
-            found["peak"] = trace_step(net, batch, optimizer, forward).peak
-            found["kept"] = sum(rounded(kept.nbytes, UNIT) for kept in measure_kept(net, batch, forward).storages)
-        else:
+        if DEVICE.type == "cuda":
             with of_estimate:
                 found["peak"], found["reserved"] = peak_of(step, before)
                 if not options.warm:
                     found["kept"] = kept_on_gpu(lambda: forward(**batch).loss)
                     optimizer.zero_grad(set_to_none=True)
+        elif how.change != "compile":
+            found["peak"] = trace_step(net, batch, optimizer, forward).peak
+            found["kept"] = sum(rounded(kept.nbytes, UNIT) for kept in measure_kept(net, batch, forward).storages)
         step()
         synchronize()
         found["first_seconds"] = time.perf_counter() - begun
