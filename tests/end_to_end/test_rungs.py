@@ -160,7 +160,10 @@ def test_under_gradient_checkpointing_a_step_is_stocks(family):
 
 @pytest.mark.parametrize("has_lora", [False, True], ids=["full", "lora"])
 def test_blocks_that_run_again_have_the_bits_of_stock_without_a_cache(has_lora):
-    """GPT-2 with its own dropouts: attention is many functions, whose sums depend on how k and v lie in memory."""
+    """GPT-2 with its own dropouts: attention is many functions, whose sums depend on how k and v lie in memory.
+
+    On some processors; on others stock has the same bits with a cache, and this tells less.
+    """
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=64, bos_token_id=0, eos_token_id=0))
     if has_lora:
@@ -171,10 +174,8 @@ def test_blocks_that_run_again_have_the_bits_of_stock_without_a_cache(has_lora):
     for is_patched in (False, True):
         for model.config.use_cache in (True, False):
             found[is_patched, model.config.use_cache] = step(at(model, "block") if is_patched else model, batch)
-    stock = found[False, False]
-    assert any(not torch.equal(found[False, True][name], tensor) for name, tensor in stock.items()), "no cache"
-    assert_same(found[True, True], stock)
-    assert_same(found[True, False], stock)
+    assert_same(found[True, True], found[False, False])
+    assert_same(found[True, False], found[False, False])
 
 
 def test_blocks_that_run_again_write_twice_to_what_they_write():
