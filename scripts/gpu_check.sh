@@ -29,7 +29,12 @@ esac
 root=$(cd "$(dirname "$0")/.." && pwd)
 out=${2:-${OUT:-$root/build/gpu-check}}
 mkdir -p "$out" && out=$(cd "$out" && pwd) && raw=$(mktemp -d) || exit 2
-if [ "$stage" = second ]; then tar xzf "${3:-$out/gpu-check.tgz}" -C "$raw" && rm "$raw/summary.txt" || exit 2; fi
+first=${3:-$out/gpu-check.tgz}
+if [ "$stage" = second ] && ! tar xzf "$first" -C "$raw" 2> /dev/null; then
+  echo "expected the gpu-check.tgz of a first run, got '$first'. Name it: gpu_check.sh second OUT FIRST" >&2
+  exit 2
+fi
+rm -f "$raw/summary.txt"
 cd "$root" || exit 2
 python=$("${PYTHON:-python3}" -c "import sys; print(sys.executable)") && bench=scripts/bench || exit 2
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 HF_MEMSAVE_VERBOSITY=error TOKENIZERS_PARALLELISM=false

@@ -104,6 +104,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument("archive", type=Path, nargs="?", help="gpu-check.tgz")
     options = parser.parse_args(argv)
+    if options.archive and not options.archive.is_file():
+        parser.error(f"expected a file that gpu_check.sh has written, got {options.archive}. Name its gpu-check.tgz.")
     if options.archive:
         unpack(options.archive, RESULTS)
     for page, text in pages(RESULTS, ROOT):

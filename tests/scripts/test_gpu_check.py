@@ -146,6 +146,8 @@ def test_a_step_that_hangs_is_cut_and_the_others_run(check, tmp_path):
     status, said, asked = check("first", str(tmp_path / "out"), script=quick, HANGS="machine")
     assert status == 1 and "machine: cut short" in said and "claims: passed" in said
     assert check("fist")[0] == 2
+    status, said, asked = check("second", str(tmp_path / "none"))
+    assert status == 2 and "expected the gpu-check.tgz of a first run" in said and not asked
 
 
 def test_steps_end_in_time():
