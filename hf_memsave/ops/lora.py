@@ -81,7 +81,9 @@ def _run(tape: Tape, call: _Call, x: Tensor, base: Tensor) -> Tensor:
         z = _apply(tape, call, x, base, b, a)  # stock has the gradient of B first
         node: Any = z.grad_fn
         if node is not None and (call.p or call.low or call.into is not x.dtype):  # stock keeps y, and not x
-            node.apart = Apart(content) if tape.owns(content := tape.content_of(x)) else None
+            content = tape.content_of(x)
+            kept = tape.lent(content, x) if content.is_lent else content
+            node.apart = Apart(content, kept, x, tape.outer) if tape.owns(content) and kept is not None else None
         return z
 
 
@@ -105,8 +107,8 @@ def _call_of(layer: Any, rounds: str, tape: Tape, x: Any) -> _Call | None:
         return None
     if not a.requires_grad:  # then h alone is kept, which second derivatives make of x
         return None
-    if (a.dtype != b.dtype and to is None) or x.numel() == a.numel() == x.shape[-1]:
-        return None  # of one row and rank 1, autograd computes gradients by another product
+    if (a.dtype != b.dtype and to is None) or (x.numel() == x.shape[-1] and 1 in a.shape):
+        return None  # of one row, and rank or width 1, autograd computes gradients by another product
     p = float(dropout.p) if dropout.training and type(dropout) is nn.Dropout else 0.0
     if p and (p >= 1 or tape.dropout == "stock"):
         return None

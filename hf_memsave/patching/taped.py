@@ -33,9 +33,9 @@ from hf_memsave.ops.op import is_parametrized
 from hf_memsave.ops.sampled.sampler import INDEX, Sampler
 from hf_memsave.patching.blocks import head_of
 from hf_memsave.patching.checkpointed import runs_again, weights_in, with_cache
-from hf_memsave.patching.first_step import LEDGER, counts_again, tell
+from hf_memsave.patching.first_step import FIRST, LEDGER, counts_again, tell
 from hf_memsave.patching.sharded import frees_after_forward, mark_of
-from hf_memsave.tape import Tape, current, hooks_work, private, table_without
+from hf_memsave.tape import Tape, clear_leftovers, current, has_leftovers, hooks_work, private, table_without
 from hf_memsave.tape.codecs import CODERS, Coders, Encoder, leave_alone
 from hf_memsave.tape.content import BUFFER, MARK
 from hf_memsave.tape.ledger import Ledger
@@ -89,6 +89,8 @@ def run_taped(module: nn.Module, config: MemSaveConfig, block: int, forward: For
     given = kwargs.pop(BATCH, None)
     index = kwargs.pop(INDEX, None) if asks_for_index(config) else None
     sampler: Sampler | None = module.__dict__.get(SAMPLER)
+    if FIRST in module.__dict__ and has_leftovers() and not private.is_running(_lay):
+        clear_leftovers()
     tape = current()
     if (blocks := getattr(type(module), COMPILED, None)) is not None:
         if (out := blocks.run(module, tape, args, kwargs)) is not NotImplemented:
@@ -143,10 +145,10 @@ def _lay(
     ledger = _before_forward(module, tensors_in((*args, *kwargs.values())))
     told = _told_within(module, args, kwargs) if ledger is None and innermost_hooks() is not None else ledger
     cached = with_cache(module, kwargs) if config.checkpoint in WHOLE else contextlib.nullcontext()
-    offload = Offload() if config.offload and innermost_hooks() is None else contextlib.nullcontext()  # no foreign one
-    new = Tape(*settings, codec, held, told, decided, mark_of(module, config.checkpoint))
+    offload = Offload() if config.offload and innermost_hooks() is None else None  # where there is no foreign hook
+    new = Tape(*settings, codec, held, told, decided, mark_of(module, config.checkpoint), offload)
     try:
-        with cached, offload, divided_by(kwargs.get("num_items_in_batch")), new as tape:
+        with cached, divided_by(kwargs.get("num_items_in_batch")), new as tape:
             tape.again = weights_in(module) if config.checkpoint else []
             head = _head_below(module) if config.loss == "chunked" else None
             if isinstance(head, nn.Linear) and not is_parametrized(head):  # whose weight is computed as it is read

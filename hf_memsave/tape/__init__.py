@@ -2,6 +2,6 @@
 
 from hf_memsave.tape.private import hooks_work
 from hf_memsave.tape.table import table_without
-from hf_memsave.tape.tape import Tape, current
+from hf_memsave.tape.tape import Tape, clear_leftovers, current, has_leftovers
 
-__all__ = ["Tape", "current", "hooks_work", "table_without"]
+__all__ = ["Tape", "clear_leftovers", "current", "has_leftovers", "hooks_work", "table_without"]

@@ -64,7 +64,7 @@ class LinearAgain:
                 continue
             if isinstance(argument, nn.Parameter):
                 held = Content(None)
-                held.keep(argument)
+                held.keep(argument.detach())
                 given[place] = None
                 self.wraps.append((place, held, None))
                 continue

@@ -35,7 +35,8 @@ class Blocks:
     def __init__(self) -> None:
         self.calls: Refs = []
         self.kept: Refs = []
-        self.before: tuple[Refs, Refs] = [], []
+        self.settled: list[weakref.ref[Any]] = []  # storages whose contents are remade, and held until then
+        self.before: tuple[Refs, Refs, list[weakref.ref[Any]]] = [], [], []
 
     def begin(self, store: Store, inputs: Iterable[Any]) -> None:
         """What a block is given and blocks far back made, such as an encoder's output: kept once, for all that come."""
@@ -50,7 +51,10 @@ class Blocks:
             for tensor in tensors_in(outputs):
                 _anchor(store, tensor, 3, store.block + 1)
                 _gather(store, tensor, handed_on)
-            calls, kept = self.before
+            calls, kept, settled = self.before
+            for storage in alive(settled):
+                if type(content := getattr(storage, store.mark, None)) is Content:
+                    setattr(storage, store.mark, weakref.ref(content))
             for content in alive(kept):
                 if content.seen is not None:
                     sweep(store, plan, take, content)
@@ -61,8 +65,8 @@ class Blocks:
                 if (content := ref()) is not None and content.seen is not None and not content.is_kept:
                     if content not in handed_on:
                         content.forget()
-            self.before = [weakref.ref(content) for content in handed_on], self.kept
-            self.calls, self.kept = [], []
+            self.before = [weakref.ref(content) for content in handed_on], self.kept, self.settled
+            self.calls, self.kept, self.settled = [], [], []
             store.block += 1
             store.empty_casts()
 

@@ -49,7 +49,7 @@ class Content(Handle):
         "func", "args", "kwargs", "seen", "made", "key", "tensor", "at", "make", "inputs", "named", "view", "is_lent",
         "is_lossy", "is_kept", "nbytes_code", "work", "depth", "first", "reads", "uses", "left", "task", "out",
         "out_version", "stream", "version", "dtype", "stride", "nbytes", "is_input", "is_weak", "is_sharded",
-        "is_brief", "is_activation", "is_unversioned", "readers", "parts", "remakes", "views", "owner",
+        "is_brief", "is_activation", "is_unversioned", "readers", "parts", "others", "remakes", "views", "owner",
     )  # fmt: skip
 
     def __init__(self, owner: Any) -> None:
@@ -96,7 +96,8 @@ class Content(Handle):
 
         # Who depends on it, weakly.
         self.readers: Any = ()  # contents with it among their inputs
-        self.parts: Any = ()  # what stands in for it, and what hooks keep of its other views
+        self.parts: Any = ()  # what stands in for it
+        self.others: Any = None  # what hooks keep of its other views, by their places
         self.remakes: Any = ()  # contents that are kept, though it alone would give them
         self.views: Any = ()  # what holds views of `tensor` for as long as that is kept
 
@@ -181,10 +182,10 @@ class Content(Handle):
                 raise written(tensor, self.at)
             return tensor
         with self.owner:  # CUDA runs backward, and so this, on one thread per device
-            if self.uses < 2:  # nothing to share
-                return self._made()
             task = backward_id()
             if task != self.task:
+                if self.uses < 2:  # nothing to share
+                    return self._made()
                 self.task, self.left, self.out = task, self.uses, None
             self.left -= 1
             out = self.out
@@ -214,22 +215,19 @@ class Content(Handle):
             return self.make(*self.inputs)
         if torch.is_grad_enabled() or any_autocast():
             with torch.no_grad(), no_autocast():
-                return self._run()
-        return self._run()
-
-    def _run(self) -> Tensor:
+                return self._made()
         for gather in getattr(self.make, "gathers", ()):  # before a view of a parameter is taken
             gather()
-        args = [a if type(a) in CONSTANT else fetched(a) for a in self.inputs]
-        named = {name: fetched(a) for name, a in self.named.items()} if self.named else {}
-        out: Tensor = self.make(*args, **named) if named else self.make(*args)
+        args, names = fetched(self.inputs), self.named or {}
+        named = dict(zip(names, fetched(names.values()), strict=True)) if names else names
+        out: Tensor = self.make(*args, **named)
         if self.stride is None:
             return out
         dtype = out.dtype
         if dtype is not self.dtype is not None and dtype is torch.get_default_dtype():
             torch.set_default_dtype(self.dtype)  # of the forward: what is made of whole numbers has that
             try:
-                return self._run()
+                return self._made()
             finally:
                 torch.set_default_dtype(dtype)
         if out.stride() != self.stride:
@@ -245,21 +243,29 @@ class Content(Handle):
 class Apart:
     """Gives a content that is kept a copy of its storage before that is written to, where stock keeps another tensor.
 
-    As long as this is alive.
+    As long as this is alive. ``linked`` is what the storage of ``tensor`` carries, ``kept`` what holds that very view,
+    and ``hooks`` are those outside, if any.
     """
 
-    __slots__ = ("content", "__weakref__")
+    __slots__ = ("content", "storage", "hooks", "__weakref__")
 
-    def __init__(self, content: Content) -> None:
-        self.content = weakref.ref(content)
-        content.readers = added(content.readers, self)
+    def __init__(self, linked: Content, kept: Content, tensor: Tensor, hooks: Any) -> None:
+        self.content, self.storage, self.hooks = weakref.ref(kept), weakref.ref(tensor.untyped_storage()), hooks
+        linked.readers = added(linked.readers, self)
 
     def freeze(self) -> None:
         """Copy it, if it is a tensor still."""
-        content = self.content()
-        if content is not None and (kept := content.tensor) is not None:
-            storage = kept.untyped_storage().clone()
-            copy = kept.new_empty(0).set_(storage, kept.storage_offset(), kept.shape, kept.stride())
+        content, storage = self.content(), self.storage()
+        if content is None or storage is None or not content.is_kept:
+            return
+        kept: Any = content.view if content.is_lent else content.tensor
+        if kept is None:
+            return
+        empty = torch.empty(0, dtype=kept.dtype, device=storage.device)
+        copy = empty.set_(storage.clone(), kept.storage_offset(), kept.shape, kept.stride())
+        if content.is_lent:
+            content.lend(copy, *self.hooks)
+        else:
             for view in alive(content.views):
                 view.let_go()
             content.keep(copy)
@@ -290,23 +296,29 @@ class Ticket(Handle):
         self.content = content
         self.shape, self.stride, self.offset = view.shape, view.stride(), view.storage_offset()
 
+    def __del__(self) -> None:  # with a graph that was left, or in backward, which has counted before
+        self.content.uses -= 1
+
     def get(self) -> Tensor:
         """The view, of the same size, stride and offset as the one that was kept."""
-        out = self.content.get()
+        content = self.content
+        out = content.tensor
+        if out is None or out._version != content.at:  # not quickly
+            out = content.get()
         if out.shape == self.shape and out.stride() == self.stride and out.storage_offset() == self.offset:
             return out
         return out.as_strided(self.shape, self.stride, self.offset)
 
 
-class KeptView(Ticket):
+class KeptView(Handle):
     """A view of a content that is kept, under the version it had: ``unsafe_chunk``'s and ``.data`` count their own."""
 
-    __slots__ = ("tensor", "at")
+    __slots__ = ("content", "tensor", "at", "ticket")
 
     def __init__(self, content: Content, tensor: Tensor) -> None:
-        content.uses += 1
         self.content = content
-        self.tensor: Tensor | None = tensor if tensor.is_leaf else tensor.detach()
+        self.ticket: Ticket | None = None
+        self.tensor: Any = tensor if tensor.is_leaf else tensor.detach()
         self.at = tensor._version
         if (views := content.views) and len(views) < 8:
             views.append(weakref.ref(self))
@@ -314,16 +326,15 @@ class KeptView(Ticket):
             content.views = added(views, self)
 
     def let_go(self) -> None:
-        """Hold no bytes any more, but the geometry."""
+        """Hold no bytes any more, but a ticket."""
         if (view := self.tensor) is not None:
-            self.shape, self.stride, self.offset = view.shape, view.stride(), view.storage_offset()
-            self.tensor = None
+            self.ticket, self.tensor = Ticket(self.content, view), None
 
     def get(self) -> Tensor:
         """The very tensor that was kept; what its content is remade by, if that is not kept any more."""
-        tensor = self.tensor
-        if tensor is None:
-            return super().get()
+        tensor, ticket = self.tensor, self.ticket
+        if ticket is not None:
+            return ticket.get()
         if tensor._version != self.at:
             raise written(tensor, self.at)
         return tensor
@@ -406,14 +417,18 @@ def written(tensor: Tensor, version: int) -> KeptTensorChangedError:
     )
 
 
-def fetched(argument: Any) -> Any:
-    """An input, with tensors in place of handles."""
-    if isinstance(argument, Handle):
-        out = argument.get()
-        return _without_class(out) if type(out) is not Tensor and is_asked(type(out)) else out
-    if type(argument) in (list, tuple):
-        return type(argument)([fetched(a) for a in argument])
-    return argument
+def fetched(inputs: Iterable[Any]) -> list[Any]:
+    """Inputs, with tensors in place of handles."""
+    found = []
+    for a in inputs:
+        if isinstance(a, Handle):
+            a = a.get()
+            if type(a) is not Tensor and is_asked(type(a)):
+                a = _without_class(a)
+        elif type(a) is list or type(a) is tuple:
+            a = type(a)(fetched(a))
+        found.append(a)
+    return found
 
 
 def mapped(argument: Any, fn: Callable[[Any], Any]) -> Any:

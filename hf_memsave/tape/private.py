@@ -47,10 +47,12 @@ neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 not_a_view: Callable[[torch.Tensor, torch.Size], torch.Tensor] = torch.ops.aten._unsafe_view.default
 #: The class of the nodes that a ``torch.autograd.Function`` puts into the graph; they are its contexts.
 node_class: Callable[[Any], Any] = operator.attrgetter("_backward_cls")
-#: The function mode innermost on this thread; taking it off; and making one the innermost.
+#: The function mode innermost on this thread; taking it off, and making one the innermost; likewise of tensor hooks.
 innermost_mode: Callable[[], TorchFunctionMode | None] = torch.overrides._get_current_function_mode
-pop_mode: Callable[[], Any] = torch.overrides._pop_mode
-push_mode: Callable[[TorchFunctionMode], None] = torch.overrides._push_mode
+pop_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
+push_mode: Callable[[TorchFunctionMode], None] = torch._C._push_on_torch_function_stack
+pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+push_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
 count_modes: Callable[[], int] = torch._C._len_torch_function_stack
 get_mode: Callable[[int], Any] = torch._C._get_function_stack_at
 #: How many dispatch modes, which see each op, are on.
@@ -145,12 +147,12 @@ def without(is_mode: bool, is_hooks: bool) -> Iterator[None]:
     """Without the innermost function mode, and without the innermost saved-tensor hooks, as told."""
     mode, hooks = pop_mode() if is_mode else None, innermost_hooks() if is_hooks else None
     if hooks is not None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        pop_hooks()
     try:
         yield
     finally:
         if hooks is not None:
-            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+            push_hooks(*hooks)
         if mode is not None:
             push_mode(mode)
 
@@ -214,6 +216,11 @@ def modules_that_run() -> tuple[list[torch.nn.Module], list[str]]:
         elif not modules:
             names.append(frame.f_code.co_name)
     return modules, names
+
+
+def is_running(function: Callable[..., Any]) -> bool:
+    """Whether this thread is within a call of a function of Python's."""
+    return any(frame.f_code is function.__code__ for frame, _ in walk_stack(sys._getframe(1)))
 
 
 def are_all_watched() -> bool:

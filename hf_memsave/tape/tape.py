@@ -36,6 +36,7 @@ from hf_memsave.tape.blocks import Blocks
 from hf_memsave.tape.codecs import CODERS, Coders, as_bits
 from hf_memsave.tape.content import Content, Handle, Kept, KeptView, Sharded, Ticket, added, alive, is_parameter, mapped
 from hf_memsave.tape.ledger import Ledger
+from hf_memsave.tape.offload import Offload
 from hf_memsave.tape.price import Decisions, Plan, Price
 from hf_memsave.tape.private import OPS, FakeTensor, hooks_work, in_transform, innermost_hooks
 from hf_memsave.tape.store import Store
@@ -72,6 +73,7 @@ class Tape(Store, TorchFunctionMode):
         ledger: Told of every tensor that autograd asks to keep.
         decided: What earlier forwards of the same module decided.
         mark_of: What to mark the storage of a parameter with, where a sharding engine may own it.
+        below: Hooks to be entered with it, which are outside of it.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Tape(Store, TorchFunctionMode):
         ledger: Ledger | None = None,
         decided: Decisions | None = None,
         mark_of: Callable[[Tensor], Content] | None = None,
+        below: saved_tensors_hooks | None = None,
     ) -> None:
         super().__init__(coders, ledger, mark_of)
         self.table, self.dropout, self.codec = table, dropout, codec
@@ -95,20 +98,24 @@ class Tape(Store, TorchFunctionMode):
         self.decided, self.blocks = Decisions() if decided is None else decided, Blocks()
         self.plan, self.is_quick = Plan(self.decided), False  # nothing but this tape has a say in what is kept
         self._inputs, self._given = inputs, list[Content]()
-        self._hooks: Any = None
+        self.below, self.depth = below, 0  # function modes before it
+        self.before: Any = None  # hooks before it
 
     def __enter__(self) -> Tape:
-        self.outer = innermost_hooks()
-        self._hooks = saved_tensors_hooks(self.pack if self.ledger is None else self.pack_told, _fetch)
-        self._hooks.__enter__()
-        if isinstance(private.innermost_mode(), Tape):  # that of the model, around a checkpointed block
-            self.around = private.pop_mode()
-            self.mark = self.around.mark + "_"
-        self.is_quick = self.outer is self.around is self.codec is self.ledger is None
-        private.push_mode(self)
-        inputs, self._inputs = self._inputs, ()
-        self.plan.state = hash((id(self.table), self.dropout, self.outer is None, self.codec is None))
+        self.before, around = innermost_hooks(), private.innermost_mode()
+        self.depth = private.count_modes() - isinstance(around, Tape)
         try:
+            if self.below is not None:
+                private.push_hooks(self.below.pack_hook, self.below.unpack_hook)
+            self.outer = innermost_hooks()
+            private.push_hooks(self.pack if self.ledger is None else self.pack_told, _fetch)
+            if isinstance(around, Tape):  # that of the model, around a checkpointed block
+                self.around, self.mark = around, around.mark + "_"
+                private.pop_mode()
+            self.is_quick = self.outer is self.around is self.codec is self.ledger is None
+            private.push_mode(self)
+            inputs, self._inputs = self._inputs, ()
+            self.plan.state = hash((id(self.table), self.dropout, self.outer is None, self.codec is None))
             for tensor in tensors_in(inputs):
                 if self.owns(content := self.content_of(tensor)):
                     content.is_input = content.is_kept = True
@@ -127,11 +134,13 @@ class Tape(Store, TorchFunctionMode):
             self._close(*error)
 
     def _close(self, *error: object) -> None:
-        private.pop_mode()
+        # Not blindly: an interrupt may have kept PyTorch from putting this mode back, or a context within from ending.
+        while (hooks := innermost_hooks()) is not None and hooks != self.before:
+            private.pop_hooks()
+        while private.count_modes() > self.depth:
+            private.pop_mode()
         if isinstance(self.around, Tape):
             private.push_mode(self.around)
-        hooks, self._hooks = self._hooks, None
-        hooks.__exit__(*error)
         self.end_block()
         self.end_block()
         if error[0] is None:
@@ -312,11 +321,9 @@ class Tape(Store, TorchFunctionMode):
             fresh = self.keep(tensor)
             self.note(tensor, fresh)
             return fresh
-        if self.outer is not None:
-            for lent in (content, *alive(content.parts)):
-                if lent.is_lent and lent.view is not None and lent.view.is_of(tensor):  # this very view, before
-                    lent.uses += 1
-                    return lent
+        if content.is_lent and (same := self.lent(content, tensor)) is not None:
+            same.uses += 1
+            return same
         if kept is not None or content.make is not None or not (is_new or content.is_of(tensor)):
             return self._hold_beside(content, storage, tensor)  # of another version, or view
         if is_new and self.is_quick and not is_kept and not content.parts:
@@ -336,12 +343,19 @@ class Tape(Store, TorchFunctionMode):
             return content
         return Ticket(content, tensor)
 
+    def lent(self, content: Content, tensor: Tensor) -> Content | None:
+        """What a hook outside keeps of this very view, on the storage of ``content``."""
+        if content.view is not None and content.view.is_of(tensor):
+            return content
+        return content.others.get(_view_of(tensor)) if content.others else None
+
     def _hold_beside(self, content: Content, storage: Any, tensor: Tensor) -> Content:
         fresh = self.keep(tensor)
         fresh.version, fresh.dtype = tensor._version, tensor.dtype
         self.note(tensor, fresh)
         if content.is_lent:
-            content.parts = added(content.parts, fresh)
+            content.others = content.others or weakref.WeakValueDictionary()
+            content.others[_view_of(tensor)] = fresh
         elif not is_flipped(tensor):
             self.link(storage, fresh, content)
             self._share(fresh, tensor)
@@ -391,7 +405,8 @@ class Tape(Store, TorchFunctionMode):
                 if kwargs:
                     take, named = partial(self.take, content=content), kwargs.items()
                     content.named = {name: a if type(a) in CONSTANT else mapped(a, take) for name, a in named}
-        setattr(storage, self.mark, weakref.ref(content))
+        setattr(storage, self.mark, content)  # who asked may be gone before another asks, as a statistic that is logged
+        self.blocks.settled.append(weakref.ref(storage))
         for code in alive(parts) if parts else ():
             if code.nbytes_code and not content.is_lossy:
                 code.give_way(content)
@@ -408,7 +423,8 @@ class Tape(Store, TorchFunctionMode):
                 content.reads = (*content.reads, storage)
             if not theirs.is_sharded:
                 self.reads(content, argument)
-            return self.keep(argument)
+            # Whose ``.data`` another tensor may replace before backward; but not where an engine fills it again.
+            return self.keep(argument) if theirs.is_sharded else Kept(argument.detach())
         if not argument.requires_grad:  # a write could give it a graph, which would then hold itself by this handle
             argument = argument.detach()
         handle: Handle | None = None
@@ -419,7 +435,7 @@ class Tape(Store, TorchFunctionMode):
             if self.ledger is not None:
                 self.note(argument, theirs)
             handle = self.hold(theirs, storage, argument)
-        if isinstance(handle, Ticket):
+        if isinstance(handle, (Ticket, KeptView)):
             content.builds_on(handle.content)
         return handle
 
@@ -441,12 +457,36 @@ class Tape(Store, TorchFunctionMode):
         return sum(new.values())
 
 
+def _view_of(tensor: Tensor) -> tuple[Any, ...]:
+    return place_of(tensor), is_flipped(tensor)
+
+
 def _may_be_made_as(content: Content, out: Tensor) -> bool:
     """Whether a call that gives ``out`` may give the content: handles without a view of their own ask for that."""
     kept: Any = content.view if content.is_lent else content.tensor
     if kept is None:
         return content.make is None or (bool(content.nbytes_code) and content.stride == out.stride())
     return content.version == out._version and (kept.shape, kept.stride()) == (out.shape, out.stride())
+
+
+def has_leftovers() -> bool:
+    """Whether a tape's mode or hooks are on this thread."""
+    modes = [private.get_mode(i) for i in range(private.count_modes())]
+    return any(isinstance(one, Tape) for one in (_owner(innermost_hooks()), *modes))
+
+
+def clear_leftovers() -> None:
+    """Take off this thread what forwards that an interrupt has ended have left on it; for where none of ours runs."""
+    while isinstance(_owner(innermost_hooks()), (Tape, Offload)):
+        private.pop_hooks()
+    modes = [private.pop_mode() for _ in range(private.count_modes())]
+    for mode in reversed(modes):
+        if not isinstance(mode, Tape):
+            private.push_mode(mode)
+
+
+def _owner(hooks: Any) -> Any:
+    return None if hooks is None else getattr(hooks[0], "__self__", None)
 
 
 def current() -> Tape | None:

@@ -44,9 +44,9 @@ def is_trusted(tensor):
 
 
 def references(tape, tensor):
-    """Weak references that the tape has for the storage of ``tensor``: to its parts, what reads, and what it gives."""
+    """Weak references that the tape has for the storage of ``tensor``: to its views, what reads, and what it gives."""
     found = tape.content_of(tensor)
-    return [found.parts, found.readers, found.remakes]
+    return [found.others.valuerefs() if found.others else (), found.readers, found.remakes]
 
 
 def held_tensors():
