@@ -79,6 +79,12 @@ def is_run_again(path: str, last: str) -> bool:
     return re.fullmatch(rf"(.*\.)?({taken})(\.linear)?(\.base_layer)?", path) is not None
 
 
+def first_of_experts(module: nn.Module) -> list[str]:
+    """The names of parameters of three dimensions, a matrix an expert, that are not those of a down projection."""
+    named = module._parameters.items() if not type(module).__module__.startswith("torch.nn.") else ()  # convolutions
+    return [name for name, p in named if p is not None and p.dim() == 3 and "down" not in name]
+
+
 def kind_of(cls: type[nn.Module]) -> str | None:
     """What a configuration that leaves a kind to stock means by it: modules whose class name says so."""
     if (known := KIND_OF_CLASS.get(path_of(cls))) is not None:

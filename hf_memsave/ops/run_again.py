@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_memsave.arch.sites import OWN_FORWARD, path_of
+from hf_memsave.arch.sites import OWN_FORWARD, first_of_experts, path_of
 from hf_memsave.ops.op import Op, not_parametrized
 from hf_memsave.tape import current
 from hf_memsave.tape.products import record_again
@@ -37,12 +37,15 @@ def _forward(stock: Any, module: nn.Module, x: Tensor, *parameters: Tensor) -> T
 
 def is_known_by_weight(module: nn.Module) -> bool:
     """Whether a tape sees a product called with the module's own weight, so that its class can stay."""
-    return type(module).forward in (nn.Linear.forward, Conv1D.forward)
+    return type(module).forward in (nn.Linear.forward, Conv1D.forward) or bool(first_of_experts(module))
 
 
 def _check(module: nn.Module, value: Any) -> str:
     if reason := not_parametrized(module, value):
         return reason
+    how: Any = hasattr(module, "has_bias") and getattr(module.config, "_experts_implementation", None)
+    if how and how != "eager" and (module.has_bias or how not in ("batched_mm", "grouped_mm")):
+        return f"its {how} adds a bias in place, or is a kernel of its own. Use set_experts_implementation('eager')"
     if is_known_by_weight(module) or path_of(type(module)) in OWN_FORWARD:
         return ""
     if "_fsdp_wrapped_module" in module._modules:

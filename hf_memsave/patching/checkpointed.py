@@ -2,7 +2,8 @@
 
 A chosen linear carries a mark, which copies, pickles and replicas carry too. A tape knows it by its weight, looked up
 while its block runs: moved, sharded or gathered, it is another tensor. Blocks run again by Transformers' own gradient
-checkpointing of one layer.
+checkpointing of one layer: the class of a block answers what that asks for, and only while the block is called. So what
+the user has turned on, or off, stays the user's, and counts first.
 """
 
 from __future__ import annotations
@@ -13,66 +14,110 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError, checkpoint
-from transformers import PreTrainedModel
+from transformers import Cache
 
 from hf_memsave.arch.versions import cache_in
 from hf_memsave.errors import KeptTensorChangedError
 from hf_memsave.tape import current
 from hf_memsave.tape.as_stock import in_place_of_stock
-from hf_memsave.tape.private import all_subclasses, asks_classes, innermost_hooks
-from hf_memsave.tape.tensors import is_asked
+from hf_memsave.tape.private import all_subclasses, asks_classes, checkpoint_frame, innermost_hooks, no_modes
+from hf_memsave.tape.tensors import is_asked, tensors_in
+from hf_memsave.tape.wrappers import parts_of
 
 #: On a linear that runs again.
 AGAIN = "_memsave_again"
 #: Such linears in each block, or model, that has run.
 _known: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
-#: How ``gradient_checkpointing_enable`` tells a layer, too.
-_NAMES = ("gradient_checkpointing", "_gradient_checkpointing_func")
+#: How ``gradient_checkpointing_enable`` tells a layer.
+_FLAG, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 #: Kinds of PEFT's adapters that are a cache.
 _BRING_A_CACHE = ("PREFIX_TUNING", "CARTRIDGE")
+#: What to say of hooks that a block had in its forward, and has not as it runs again, or the other way round.
+HOOKS = "other hooks on its modules (by hooks X-LoRA, Poly and others hand on what goes with a batch)"
 #: What a layer of PEFT's keeps of which adapters it uses, and how.
 OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
-#: Where a block finds what it was told before.
-BEFORE = "_memsave_checkpointed"
+#: Where a class of blocks that run again finds the function by which they do.
+_RUNS_BY = "_memsave_runs_by"
 
 
 def choose_again(model: nn.Module, linears: Collection[nn.Module]) -> None:
-    """Have tapes run ``linears`` of ``model`` again, and no others."""
+    """Have tapes run ``linears`` of ``model`` again, and the first products of experts among them, and no others."""
     for module in model.modules():
         if module in linears:
-            module.__dict__[AGAIN] = True
+            module.__dict__[AGAIN] = [n for n in module._parameters if "down" not in n and n != "bias"] or ["weight"]
         else:
             module.__dict__.pop(AGAIN, None)
     _known.clear()
 
 
 def weights_in(module: nn.Module) -> list[dict[str, Any]]:
-    """Where to find the weights of linears in ``module`` that run again: FSDP1 and replicas have them as attributes."""
+    """Where to find the weights in ``module`` that run again: FSDP1 and replicas have them as attributes."""
     refs = _known.get(module)
     if refs is None:
         refs = _known[module] = [weakref.ref(m) for m in module.modules() if AGAIN in m.__dict__]
-    return [own for ref in refs if (m := ref()) is not None for own in (m._parameters, m.__dict__)]
+    homes = [(m, (m._parameters, m.__dict__, {**m._parameters})) for ref in refs if (m := ref()) is not None]
+    return [dict.fromkeys(m.__dict__[AGAIN], own) for m, owns in homes for own in owns]  # the last for PEFT's adapters
 
 
-class _Ours(partial[Any]):
-    """The function by which a block checkpoints itself, to be told from what others set since."""
+class _Now(threading.local):
+    block: nn.Module | None = None  # that runs again, and is being called
+    is_inside = False  # a model with such blocks: PEFT's activated LoRA asks them there
+    is_cache_asked_for = False  # which is neither read nor written where a block runs again, as in ``generate``
 
 
-class _Flag:
-    """True where a block is to run again: a cache is neither read nor written then, as in ``generate``."""
-
-    def __bool__(self) -> bool:
-        return torch.is_grad_enabled() and not getattr(_caches, "is_asked_for", False)
+_now = _Now()
 
 
-_caches = threading.local()
+def runs_again(block: nn.Module) -> bool:
+    """Whether a block runs again by this module, and not as its user asked for."""
+    return hasattr(type(block), _RUNS_BY) and not block.__dict__.get(_FLAG)
+
+
+def running_by(function: Callable[..., Any], call: Any) -> dict[str, Any]:
+    """What a class has whose blocks run again by ``function``, as ``checkpoint`` would run them; with its ``call``."""
+
+    def is_on(self: Any) -> bool:
+        is_called = torch.compiler.is_compiling() or _now.is_inside or _now.block is self
+        return bool(self.__dict__.get(_FLAG)) or (is_called and torch.is_grad_enabled() and not _now.is_cache_asked_for)
+
+    def function_of(self: Any) -> Any:
+        return function if runs_again(self) else self.__dict__.get(_FUNCTION, function)
+
+    def told(name: str) -> Callable[[Any, Any], None]:
+        return lambda self, value: self.__dict__.update({name: value})
+
+    @functools.wraps(call)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not (self.training and runs_again(self)):
+            return call(self, *args, **kwargs)
+        before, _now.block = _now.block, self
+        try:
+            if is_on(self):  # Transformers takes a cache away among the named arguments alone
+                args = tuple([None if isinstance(a, Cache) else a for a in args])
+                args = _with_wanted_input(args) if self._backward_hooks else args
+            return call(self, *args, **kwargs)
+        finally:
+            _now.block = before
+
+    flag, asked = property(is_on, told(_FLAG)), property(function_of, told(_FUNCTION))
+    return {_FLAG: flag, _FUNCTION: asked, _RUNS_BY: function, "__call__": __call__}
+
+
+def _with_wanted_input(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``args`` of a block whose full backward hooks are to run after it has run again."""
+    # PyTorch runs them before where no input wants a gradient, as that of frozen embeddings; and by such a hook
+    # activated LoRA takes away what the block needs. So a copy of the input wants one, as Transformers has it for PEFT.
+    floats = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.is_floating_point()]
+    if floats and not any(args[i].requires_grad for i in floats):
+        first = floats[0]
+        return *args[:first], args[first].detach().requires_grad_(), *args[first + 1 :]
+    return args
 
 
 def checkpoint_block(function: Any, *args: Any) -> Any:
@@ -84,17 +129,31 @@ def checkpoint_block(function: Any, *args: Any) -> Any:
         with in_place_of_stock(current()):
             return checkpoint(function, *args, use_reentrant=False)
     before: dict[str, Any] = {}
+    sums: list[Tensor] = []  # of the bits of what it gave
     is_asking = asks_classes()
     kinds = [type(a) if isinstance(a, Tensor) and is_asked(type(a)) else None for a in args]
 
+    def run_again(*args: Any) -> Any:
+        changed = [what for what, now in state_of(function, block).items() if now != before[what]]
+        if changed and (changed != [HOOKS] or not sums):
+            raise run_differs(block, changed[0])
+        if changed:  # by hooks that may only have observed: to be told by what the block gives, which ends it
+            checkpoint_frame()[0].early_stop = False
+        # As in the forward: PyTorch's hooks give tensors back as plain ones, and a loss asks no class in backward.
+        try:
+            with all_subclasses() if is_asking else contextlib.nullcontext():
+                out = function(*[a.as_subclass(k) if k else a for a, k in zip(args, kinds, strict=True)])
+        except Exception as error:
+            if not changed:
+                raise
+            raise run_differs(block, HOOKS) from error
+        if changed and not all(map(torch.equal, sums, _sums_of_bits(out))):
+            raise run_differs(block, HOOKS)
+        return out
+
     def run(*args: Any) -> Any:
         if before:
-            changed = [what for what, now in state_of(function, block).items() if now != before[what]]
-            if changed:
-                raise run_differs(block, changed[0])
-            # As in the forward: PyTorch's hooks give tensors back as plain ones, and a loss asks no class in backward.
-            with all_subclasses() if is_asking else contextlib.nullcontext():
-                return function(*[a.as_subclass(k) if k else a for a, k in zip(args, kinds, strict=True)])
+            return run_again(*args)
         before.update(state_of(function, block))
         if (hooks := innermost_hooks()) is None:
             return function(*args)
@@ -107,15 +166,12 @@ def checkpoint_block(function: Any, *args: Any) -> Any:
                 raise run_differs(block, f"something else ({str(error).splitlines()[0]})") from error
 
         with saved_tensors_hooks(pack, unpack_or_say_why):
-            return function(*args)
+            out = function(*args)
+        sums.extend(_sums_of_bits(out) if before[HOOKS] else ())
+        return out
 
     with in_place_of_stock(current()):
         return checkpoint(run, *args, use_reentrant=False)
-
-
-def runs_again(block: nn.Module) -> bool:
-    """Whether a block runs again by this module, and not as its user asked for."""
-    return isinstance(block.__dict__.get(_NAMES[1]), _Ours)
 
 
 def state_of(function: Any, block: nn.Module) -> dict[str, Any]:
@@ -127,7 +183,7 @@ def state_of(function: Any, block: nn.Module) -> dict[str, Any]:
     hooked = [m for m in runs_hooks_of if m._forward_pre_hooks or m._forward_hooks]
     layers = [m for m in modules if hasattr(type(m), "_active_adapter")] if "peft" in sys.modules else []
     return {
-        "other hooks on its modules (by hooks X-LoRA, Poly and others hand on what goes with a batch)": [
+        HOOKS: [
             (m, {_hook(*item) for hooks in (m._forward_pre_hooks, m._forward_hooks) for item in hooks.items()})
             for m in hooked
         ],
@@ -136,6 +192,14 @@ def state_of(function: Any, block: nn.Module) -> dict[str, Any]:
             repr([getattr(layer, name, None) for name in OF_ADAPTERS]) for layer in layers
         ],
     }
+
+
+@torch.no_grad()
+def _sums_of_bits(out: Any) -> list[Tensor]:
+    """What tells a block's output from others, without its bytes."""
+    with no_modes():
+        parts = [part for x in tensors_in(out if isinstance(out, tuple) else (out,)) for part in parts_of(x)]
+        return [x.flatten().view(torch.int16 if x.itemsize > 1 else torch.uint8).sum() for x in parts]
 
 
 def _hook(number: int, hook: Any) -> Any:
@@ -152,52 +216,15 @@ def run_differs(block: nn.Module, found: str) -> KeptTensorChangedError:
     )
 
 
-def with_wanted_input(call: Any) -> Any:
-    """``__call__`` of a checkpointed block, whose full backward hooks are to run after it has run again."""
-    # PyTorch runs them before where no input wants a gradient, as that of frozen embeddings; and by such a hook
-    # activated LoRA takes away what the block needs. So a copy of the input wants one, as Transformers has it for PEFT.
-
-    @functools.wraps(call)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._backward_hooks and runs_again(self) and self.training and self.gradient_checkpointing:
-            floats = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.is_floating_point()]
-            if floats and not any(args[i].requires_grad for i in floats):
-                first = floats[0]
-                args = *args[:first], args[first].detach().requires_grad_(), *args[first + 1 :]
-        return call(self, *args, **kwargs)
-
-    return __call__
-
-
 @contextlib.contextmanager
 def with_cache(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator[None]:
     """Run no block again while ``model`` is called with these, if they ask for a cache or bring one (a prefix)."""
     cache = cache_in(arguments)
     is_filled = cache is not None and (not hasattr(cache, "get_seq_length") or cache.get_seq_length() > 0)
     is_prefix = getattr(getattr(model, "active_peft_config", None), "peft_type", None) in _BRING_A_CACHE
-    if not (is_filled or is_prefix or arguments.get("use_cache")):
-        yield
-        return
-    before, _caches.is_asked_for = getattr(_caches, "is_asked_for", False), True
+    before = _now.is_inside, _now.is_cache_asked_for
+    _now.is_inside, _now.is_cache_asked_for = True, is_filled or is_prefix or bool(arguments.get("use_cache"))
     try:
         yield
     finally:
-        _caches.is_asked_for = before
-
-
-def checkpoint_blocks(
-    model: nn.Module, blocks: Collection[nn.Module], function: Callable[..., Any] = checkpoint_block
-) -> None:
-    """Have ``blocks`` of ``model`` keep their input alone, by ``function``; all others what they kept without us."""
-    for module in model.modules():
-        before: dict[str, Any] | None = module.__dict__.pop(BEFORE, None)
-        if before is not None and runs_again(module):
-            for name in _NAMES:
-                module.__dict__.pop(name)
-            module.__dict__.update(before)
-    models = [m for m in model.modules() if isinstance(m, PreTrainedModel) and hasattr(m, _NAMES[0])]
-    for module in [*blocks, *models] if blocks else ():  # a model asks its own flag whether to build a cache
-        own = module.__dict__
-        if not getattr(module, _NAMES[0], False):  # else the whole model is checkpointed already
-            own[BEFORE] = {name: own[name] for name in _NAMES if name in own}
-            own.update(zip(_NAMES, (_Flag(), _Ours(function)), strict=True))
+        _now.is_inside, _now.is_cache_asked_for = before

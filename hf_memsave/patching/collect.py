@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave.arch import HIDDEN, KIND_OF_CLASS, LINEARS, LORA, RUN_AGAIN, fused_of, is_run_again, kind_of, path_of
+from hf_memsave.arch.sites import first_of_experts
 from hf_memsave.config.config import WHOLE, MemSaveConfig
 from hf_memsave.config.wtacrs import WTACRS
 from hf_memsave.errors import PatchError
@@ -180,9 +181,12 @@ def _choice(
 
 
 def _is_chosen(path: str, module: nn.Module, config: MemSaveConfig, block: int, blocks: int) -> bool:
-    """Whether it is a linear, with no adapter around, of a rung; a block that runs again as a whole needs none."""
+    """Whether it is a linear, with no adapter around, or experts of a rung; a block that runs again needs none."""
     if config.checkpoint in (None, *WHOLE) or not config.converts("checkpoint", block, blocks):
         return False
+    if names := first_of_experts(module):
+        paths = [f"{path}.{name}".removesuffix(".weight") for name in names]
+        return all(is_run_again(p, str(config.checkpoint)) and not is_run_again(p, "qkv") for p in paths)
     is_linear = path_of(stock_class(module)) in RUN_AGAIN or isinstance(getattr(module, "out_features", None), int)
     return is_linear and "base_layer" not in module._modules and is_run_again(path, str(config.checkpoint))
 

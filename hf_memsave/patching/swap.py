@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.ops import OPS
 from hf_memsave.ops.sampled.sampler import INDEX
-from hf_memsave.patching.checkpointed import with_wanted_input
+from hf_memsave.patching.checkpointed import checkpoint_block, running_by
 from hf_memsave.patching.first_step import LEDGER
 from hf_memsave.patching.taped import COMPILED, asks_for_index, call_with_batch, run_taped
 from hf_memsave.tape import current
@@ -168,7 +168,9 @@ def _class_of(patch: Patch) -> Any:
 
         body[COMPILED] = CompiledBlocks(stock, rung)
     if patch.is_checkpointed:
-        body["__call__"] = with_wanted_input(body.get("__call__", stock.__call__))
+        from hf_memsave.patching.tiled import tile  # which needs this
+
+        body |= running_by(tile if rung == "tiles" else checkpoint_block, body.get("__call__", stock.__call__))
     if config is not None and config.linear is not None and issubclass(stock, GradientCheckpointingLayer):
         body["__call__"] = call_with_batch(body.get("__call__", stock.__call__))
     cls = type(stock)(stock.__name__, (stock,), body)

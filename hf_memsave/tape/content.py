@@ -47,8 +47,8 @@ class Content(Handle):
 
     __slots__ = (
         "func", "args", "kwargs", "seen", "made", "key", "tensor", "at", "make", "inputs", "named", "view", "is_lent",
-        "is_lossy", "is_kept", "nbytes_code", "work", "depth", "first", "reads", "uses", "left", "task", "out",
-        "out_version", "stream", "version", "dtype", "stride", "nbytes", "is_input", "is_weak", "is_sharded",
+        "is_lossy", "is_kept", "nbytes_code", "work", "depth", "first", "reads", "uses", "users", "left", "task",
+        "out", "out_version", "stream", "version", "dtype", "stride", "nbytes", "is_input", "is_weak", "is_sharded",
         "is_brief", "is_activation", "is_unversioned", "readers", "parts", "others", "remakes", "views", "owner",
     )  # fmt: skip
 
@@ -80,6 +80,7 @@ class Content(Handle):
 
         # One backward shares what it makes, and drops it after the last use.
         self.uses = self.left = 0
+        self.users = object()  # its tickets hold that
         self.task = -1
         self.out: Tensor | None = None
         self.out_version = 0
@@ -107,6 +108,10 @@ class Content(Handle):
         if self.version != tensor._version or tensor.dtype is not dtype or tensor.is_neg():
             return False
         return not (dtype.is_complex and tensor.is_conj())
+
+    def holders(self) -> int:
+        """How many may ask for it in backward: tickets of graphs that were left are gone, and not counted."""
+        return self.uses + sys.getrefcount(self.users) - sys.getrefcount(_NEW.users)
 
     def is_there(self) -> bool:
         """Whether what it reads was not freed: what is there after its own block, is there in backward."""
@@ -184,9 +189,9 @@ class Content(Handle):
         with self.owner:  # CUDA runs backward, and so this, on one thread per device
             task = backward_id()
             if task != self.task:
-                if self.uses < 2:  # nothing to share
+                if (holders := self.holders()) < 2:  # nothing to share
                     return self._made()
-                self.task, self.left, self.out = task, self.uses, None
+                self.task, self.left, self.out = task, holders, None
             self.left -= 1
             out = self.out
             if out is None or out._version != self.out_version:
@@ -240,6 +245,10 @@ class Content(Handle):
         return out
 
 
+#: Without tickets.
+_NEW = Content(None)
+
+
 class Apart:
     """Gives a content that is kept a copy of its storage before that is written to, where stock keeps another tensor.
 
@@ -289,15 +298,11 @@ class Kept(Handle):
 class Ticket(Handle):
     """A view of a content."""
 
-    __slots__ = ("content", "shape", "stride", "offset")
+    __slots__ = ("content", "user", "shape", "stride", "offset")
 
     def __init__(self, content: Content, view: Any) -> None:
-        content.uses += 1
-        self.content = content
+        self.content, self.user = content, content.users
         self.shape, self.stride, self.offset = view.shape, view.stride(), view.storage_offset()
-
-    def __del__(self) -> None:  # with a graph that was left, or in backward, which has counted before
-        self.content.uses -= 1
 
     def get(self) -> Tensor:
         """The view, of the same size, stride and offset as the one that was kept."""

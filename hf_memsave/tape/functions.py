@@ -30,31 +30,38 @@ from hf_memsave.tape.tensors import leaves
 Handler = Callable[[Tape, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 #: Functions and methods whose result is always a new tensor.
-NEW = """add sub subtract rsub mul multiply div divide true_divide neg negative pow square sqrt rsqrt reciprocal exp
-exp2 expm1 log log1p log2 sin cos tan sinh cosh tanh asin acos atan atan2 sigmoid erf erfc abs absolute sign floor ceil
-round trunc frac fmod remainder floor_divide maximum minimum clamp clamp_min clamp_max clip lerp addcmul addcdiv where
-masked_fill nan_to_num logit softmax log_softmax gt lt ge le eq ne greater less greater_equal less_equal not_equal
-logical_not logical_and logical_or logical_xor bitwise_not bitwise_and bitwise_or bitwise_xor isinf isnan isfinite cat
-concat concatenate stack hstack vstack repeat tile repeat_interleave roll flip rot90 index_select gather take_along_dim
-tril triu clone rms_norm sinc hypot copysign arange zeros ones full zeros_like ones_like full_like
+NEW = """add sub subtract rsub mul multiply div divide true_divide neg negative pow float_power square sqrt rsqrt
+reciprocal exp exp2 expm1 expit log log1p log2 log10 xlogy xlog1py logaddexp logaddexp2 sin cos tan sinh cosh tanh
+asin acos atan atan2 asinh acosh atanh arcsin arccos arctan arctan2 arcsinh arccosh arctanh deg2rad rad2deg sinc hypot
+sigmoid erf erfc erfcx erfinv ndtr ndtri log_ndtr entr lgamma gammaln digamma psi i0 i0e i1 i1e abs absolute sign sgn
+signbit angle floor ceil round trunc fix frac fmod remainder floor_divide ldexp gcd lcm maximum minimum fmax fmin
+clamp clamp_min clamp_max clip lerp addcmul addcdiv where masked_fill nan_to_num logit softmax log_softmax prelu fill
+gt lt ge le eq ne greater less greater_equal less_equal not_equal isclose heaviside nextafter copysign complex polar
+logical_not logical_and logical_or logical_xor bitwise_not bitwise_and bitwise_or bitwise_xor bitwise_left_shift
+bitwise_right_shift isinf isposinf isneginf isnan isfinite isreal cat concat concatenate stack hstack vstack dstack
+block_diag repeat tile repeat_interleave roll flip fliplr flipud rot90 index_select gather take
+take_along_dim index_fill masked_scatter diag_embed diagonal_scatter select_scatter slice_scatter tril triu clone
+rms_norm arange zeros ones full zeros_like ones_like full_like
 __rsub__ __rdiv__ __rtruediv__ __rpow__ __rmul__ __radd__ __pow__ __floordiv__ __rfloordiv__ __mod__ __rmod__
-__and__ __or__ __xor__ __rand__ __ror__ __rxor__ __invert__""".split()
-#: Those of ``torch.nn.functional`` alone.
+__lshift__ __rshift__ __rlshift__ __rrshift__ __and__ __or__ __xor__ __rand__ __ror__ __rxor__ __invert__""".split()
+#: Those of ``torch.nn.functional``, and of others by the same names.
 NEW_FUNCTIONAL = """gelu silu elu selu celu softplus mish hardswish hardsigmoid logsigmoid softsign tanhshrink softmin
 hardshrink softshrink glu softmax log_softmax sigmoid tanh layer_norm rms_norm group_norm normalize""".split()
 #: Those that may return their argument, or a view of it.
-MAY_ALIAS = "to type type_as float half bfloat16 double contiguous reshape flatten reshape_as ravel".split()
+MAY_ALIAS = """to type type_as float half bfloat16 double bool byte char short int long cfloat contiguous
+reshape flatten reshape_as ravel pixel_shuffle pixel_unshuffle channel_shuffle""".split()
 #: Norms and activations, by which a configuration leaves them out.
 NORMS = frozenset({F.layer_norm, F.rms_norm, torch.rms_norm, torch.layer_norm, F.group_norm, torch.group_norm})
 ACTIVATIONS = frozenset(
     {getattr(F, name) for name in "gelu silu elu selu celu softplus mish hardswish hardsigmoid glu".split()}
     | {torch.celu, torch.selu}
 )
-#: What autocast may run in fp32 (on CUDA; on CPU none of it), by the operation of PyTorch that it converts for.
+#: What autocast may run in fp32 (on CUDA; on CPU ``polar`` alone), by the operation of PyTorch that it converts for.
 WIDENED = {
     "pow": ("pow", "square", "__pow__", "__rpow__"),
-    **{name: (name,) for name in "rsqrt exp expm1 log log1p log2 reciprocal acos asin cosh sinh tan softplus".split()},
-    **{name: (name,) for name in ("layer_norm", "rms_norm", "group_norm")},
+    **{name: (name,) for name in "rsqrt exp expm1 log log1p log2 log10 reciprocal cosh sinh tan erfinv".split()},
+    **{name: (name,) for name in "softplus layer_norm rms_norm group_norm polar".split()},
+    **{name: (name, f"arc{name[1:]}") for name in ("acos", "asin")},
 }
 #: What converts within, and keeps nothing of what it converted: one kernel of 16 bits with a result in fp32, say.
 WIDENED_WITHIN = {
@@ -62,6 +69,8 @@ WIDENED_WITHIN = {
     "log_softmax": ("log_softmax",),
     "linalg_vector_norm": ("normalize",),
     "reciprocal": ("__rdiv__", "__rtruediv__"),
+    "pow": ("ldexp",),  # a composite of it in some versions
+    "prelu": ("prelu",),  # to 16 bits, as products
 }
 
 
@@ -198,14 +207,15 @@ def embedding(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
 
 @sees_writes
 def unversioned_alias(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``.data``: a tensor on the same storage whose version starts again, so that no write to either can be told."""
+    """``x.data``, a tensor on the same storage whose version starts again, or ``x.data = y``: no version tells."""
     if is_lazy(args[0]):
         return func(*args, **kwargs)
-    if isinstance(args[0], nn.Parameter) and type(args[0]) is not nn.Parameter:
+    if len(args) == 1 and isinstance(args[0], nn.Parameter) and type(args[0]) is not nn.Parameter:
         return args[0].detach()  # a quantized weight, dequantized from its ``.data``: its version must go on telling
     tape.before_write(args[0])
+    out = func(*args, **kwargs)
     tape.mark_alias(args[0])
-    return func(*args, **kwargs)
+    return out
 
 
 def widens(x: Tensor, name: str) -> bool:
@@ -230,17 +240,6 @@ def wide(name: str, is_within: bool) -> Handler:
 
 def _wide(tape: Tape, x: Tensor) -> Tensor:
     return tape.call(Tensor.to, x, torch.float32) if x.dtype in HALVES else x
-
-
-@sees_writes
-def assigns(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x.data = y``: another storage, though no version tells."""
-    if is_lazy(args[0]):
-        return func(*args, **kwargs)
-    tape.before_write(args[0])
-    func(*args, **kwargs)
-    tape.mark_alias(args[0])
-    return None
 
 
 def named(names: Iterable[str], *homes: Any) -> Iterator[Any]:
@@ -268,15 +267,15 @@ CHEAP: dict[Any, Handler] = {
     **dict.fromkeys(named(_WRITE_UNSEEN, torch), writes_unseen),
     Tensor.__setitem__: writes,
     **dict.fromkeys((F.embedding, F.embedding_bag), embedding),
-    Tensor.data.__get__: unversioned_alias,  # type: ignore[attr-defined]
-    Tensor.data.__set__: assigns,  # type: ignore[attr-defined]
-    **dict.fromkeys(named(NEW, torch, Tensor), new),
-    **dict.fromkeys(named("cat concat concatenate stack hstack vstack".split(), torch), joined),
+    **dict.fromkeys((Tensor.data.__get__, Tensor.data.__set__), unversioned_alias),  # type: ignore[attr-defined]
+    **dict.fromkeys(named(NEW, torch, Tensor, torch.special), new),
+    **dict.fromkeys(named("cat concat concatenate stack hstack vstack dstack".split(), torch), joined),
     **dict.fromkeys((torch.arange, torch.zeros, torch.ones, torch.full), factory),
-    **dict.fromkeys(named(NEW_FUNCTIONAL, F), new),
+    **dict.fromkeys(named(NEW_FUNCTIONAL, F, torch, Tensor), new),
     **dict.fromkeys(named(MAY_ALIAS, torch, Tensor), may_alias),
     Tensor.__getitem__: indexed,
-    **{f: wide(name, False) for name, names in WIDENED.items() for f in named(names, torch, Tensor, F)},
-    **{f: wide(name, True) for name, names in WIDENED_WITHIN.items() for f in named(names, torch, Tensor, F)},
+    Tensor.__eq__: new,  # modules have one, too
+    **{f: wide(n, False) for n, names in WIDENED.items() for f in named(names, torch, Tensor, F, torch.special)},
+    **{f: wide(n, True) for n, names in WIDENED_WITHIN.items() for f in named(names, torch, Tensor, F, torch.special)},
     **dict.fromkeys(_HAVE_INPLACE, may_write),
 }

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hf_memsave.device import is_autocast
 from hf_memsave.tape.again import LinearAgain
 from hf_memsave.tape.content import contents_on
-from hf_memsave.tape.functions import MADE, Handler, converted, during, named, unrecorded
+from hf_memsave.tape.functions import MADE, Handler, converted, during, indexed, named, unrecorded
 from hf_memsave.tape.private import any_autocast, autocast_cache, no_dispatch
 from hf_memsave.tape.store import MOST_WORK
 from hf_memsave.tape.tape import Tape
@@ -31,10 +31,12 @@ from hf_memsave.tape.wrappers import parts_of
 _THIN, _WIDER = 64, 8
 #: Functions that remaking one tensor may run, where products may be among them: those of a block, and some twice.
 MOST_WORK_OF_A_BLOCK = 2048
-#: Products of linears, and where the weight stands among their arguments.
-_WEIGHT = {F.linear: 1, torch.addmm: 2}
+#: What makes a weight of that of a linear or of experts: the rows of some experts, and an adapter of all.
+_MAKE_A_WEIGHT = {Tensor.__getitem__, torch.baddbmm}
 #: They copy what is not laid out batch by batch, as heads of attention are: inside C++, where no rung knows it.
 _MATMUL = {torch.matmul, Tensor.matmul, Tensor.__matmul__}
+#: Products of each group of rows with a matrix of its own, which autocast does not convert.
+_GROUPED = {*named(["grouped_mm", "_grouped_mm"], F, torch)}
 _KEPT = (
     "hf_memsave: a linear that checkpoint= chose is in a sharding unit of its own below a block (FSDP1), whose weight "
     "is gone when it would run again, so its output is kept. Wrap whole blocks, or use FSDP2."
@@ -49,7 +51,8 @@ def product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
         if (made := tape.logits(tape.head, *args, **kwargs)) is not None:
             return made
     given, given_by_name = args, kwargs
-    if any_autocast() and _is_autocast((*args, *kwargs.values())) and tape.is_innermost():
+    is_converted = any_autocast() and func not in _GROUPED and _is_autocast((*args, *kwargs.values()))
+    if is_converted and tape.is_innermost():
         args, kwargs = converted(partial(low, tape), args, kwargs)
     if tape.most_work > MOST_WORK and func in _MATMUL and not kwargs and all(is_plain(a) and a.dim() > 3 for a in args):
         is_seen = not any_autocast() or tape.is_innermost()  # else autocast converts inside, a leaf but once
@@ -72,11 +75,27 @@ def product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
 def record_if_chosen(
     tape: Tape, out: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
-    """Whether ``out`` is made again in backward, as the product's weight is that of a linear in ``tape.again``."""
-    place = _WEIGHT.get(func, len(args))
-    if place >= len(args) or not any(own.get("weight") is args[place] for own in tape.again):
-        return False
-    return record_again(tape, out, func, args, kwargs)
+    """Whether ``out`` is made again in backward, as a weight among the arguments is one of those in ``tape.again``."""
+    is_chosen = any(isinstance(a, Tensor) and _is_chosen(tape, a) for a in reversed(args))
+    return is_chosen and record_again(tape, out, func, args, kwargs)
+
+
+def _is_chosen(tape: Tape, weight: Tensor) -> bool:
+    """Whether it is a weight that runs again, or that of one expert in it, or made of such a one."""
+    found = (own.get(name) for again in tape.again for name, own in again.items())
+    if any(p is weight or (p is weight._base and p is not None) for p in found):
+        return True
+    content = tape.content_of(weight)
+    again = None if content is None else content.func or content.make
+    return type(again) is LinearAgain and again.func in _MAKE_A_WEIGHT
+
+
+def gathered(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x[index]``, where ``x`` may be weights of experts, and each token asks for those of its own."""
+    if not tape.again or not _is_chosen(tape, args[0]):
+        return indexed(tape, func, args, kwargs)
+    out = func(*args)
+    return out if out._is_view() or record_again(tape, out, func, args, kwargs) else out
 
 
 def record_again(
@@ -166,5 +185,6 @@ _PRODUCTS = "linear matmul mm bmm addmm baddbmm addbmm __matmul__ __rmatmul__".s
 SPECIAL: dict[Any, Handler] = {
     F.cross_entropy: loss,
     torch.linalg.multi_dot: chain,
-    **dict.fromkeys(named(_PRODUCTS, F, torch, Tensor), product),
+    Tensor.__getitem__: gathered,
+    **dict.fromkeys([*named(_PRODUCTS, F, torch, Tensor), *_GROUPED], product),
 }

@@ -385,7 +385,7 @@ class Tape(Store, TorchFunctionMode):
             self.ledger.note_run_again(storage.nbytes())
         content.forget()
         parts = content.parts
-        if first is not None and not content.uses:
+        if first is not None and not content.holders():
             content = first
         else:
             if content.is_kept or content.make is not None:

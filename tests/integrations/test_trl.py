@@ -122,3 +122,52 @@ def test_a_preference_loss_is_stocks_at_no_higher_a_peak(kind, part, folder_with
     stock, ours = (trained(kind, folder_with_tokenizer, str(tmp_path), is_patched) for is_patched in (False, True))
     torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(stock[0]), rtol=1e-5, atol=1e-6)
     assert ours[1] <= part * stock[1]
+
+
+def kept_in_each_step(kind, folder, output, rung, is_generating):
+    """Bytes that the model keeps in the loss of each step, by the setting in place then; and the losses."""
+    if kind == "GKD":
+        from trl.experimental import gkd as home
+    else:
+        home = trl
+    args = dict(FIXED, max_steps=3, logging_steps=1, per_device_train_batch_size=2, gradient_checkpointing=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% for turn in messages %}{{ turn['content'] }} {% endfor %}"
+    given = {"processing_class": tokenizer}
+    if kind == "GRPO":
+        args |= dict(max_completion_length=8, num_generations=2)
+        rows = {"prompt": ["w3 w4 w5 w6"] * 8}
+        given["reward_funcs"] = lambda completions, **_: [float(number) for number, _ in enumerate(completions)]
+    else:
+        args |= dict(max_new_tokens=8, lmbda=float(is_generating), max_length=16)
+        turns = [{"role": "user", "content": "w3 w4"}, {"role": "assistant", "content": "w5 w6"}]
+        rows = {"messages": [turns] * 8}
+        given["teacher_model"] = AutoModelForCausalLM.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    given |= {"args": getattr(home, f"{kind}Config")(output, **args), "train_dataset": datasets.Dataset.from_dict(rows)}
+    trainer = getattr(home, f"{kind}Trainer")(model, **given)
+    if rung:
+        patch(trainer.model, rung)
+    batch = {name: torch.full((2, 24), 5) for name in ("input_ids", "labels")}
+    step, kept = trainer.training_step, [measure_kept(trainer.model.train(), batch).total]
+
+    def training_step(*args):
+        loss = step(*args)
+        kept.append(measure_kept(trainer.model.train(), batch).total)
+        return loss
+
+    trainer.training_step = training_step
+    trainer.train()
+    return kept, [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("rung", ["block", "tiles", "max"])
+@pytest.mark.parametrize("kind", ["GRPO", "GKD"])
+def test_a_rung_is_in_place_after_generation(kind, rung, folder_with_tokenizer, tmp_path):
+    kept, losses = kept_in_each_step(kind, folder_with_tokenizer, str(tmp_path), rung, is_generating=True)
+    assert len(kept) == 4 and len(set(kept)) == 1
+    stock, expected = kept_in_each_step(kind, folder_with_tokenizer, str(tmp_path), None, is_generating=True)
+    assert kept[0] < 0.7 * stock[0]
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=1e-6)

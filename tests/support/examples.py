@@ -81,22 +81,31 @@ EXAMPLES = {
     **of(
         "neg negative square exp exp2 expm1 sin cos sinh cosh tanh atan sigmoid erf erfc abs absolute sign floor ceil "
         "round trunc frac isinf isnan isfinite clone zeros_like ones_like sinc softsign tanhshrink logsigmoid "
-        "log_sigmoid ravel relu asinh arcsinh arctan angle deg2rad rad2deg sgn fix positive i0 "
-        "selu celu mish hardswish hardsigmoid silu",
+        "log_sigmoid ravel relu asinh arcsinh arctan angle deg2rad rad2deg sgn signbit fix positive isposinf isneginf "
+        "isreal i0 i0e ndtr expit fliplr flipud diag_embed selu celu mish hardswish hardsigmoid "
+        "silu bool byte char short int long cfloat",
         x,
     ),
-    **of("asin acos log log2 logit log10 tan erfinv arcsin arccos atanh arctanh lgamma digamma",
+    **of("asin acos log log2 logit log10 tan erfinv arcsin arccos atanh arctanh lgamma gammaln digamma psi entr",
          lambda a: (a.u,)),
+    **of("erfcx log_ndtr ndtri i1 i1e", lambda a: (a.u.float(),)),  # for which there are no kernels of 16 bits
     **of("log1p sqrt rsqrt reciprocal acosh arccosh", lambda a: (a.u + 1.5,)),
     **of("add sub subtract mul multiply div divide true_divide __rsub__ __rmul__ __radd__ __rdiv__ __rtruediv__ fmod "
          "remainder floor_divide __floordiv__ __rfloordiv__ __mod__ __rmod__ copysign", *TWO),
-    **of("maximum minimum hypot atan2 arctan2", *TWO[:2]),
+    **of("maximum minimum fmax fmin hypot atan2 arctan2 logaddexp logaddexp2", *TWO[:2]),
+    **of("xlogy xlog1py", lambda a: (a.x, a.u), lambda a: (a.x, 2.0)),
+    **of("heaviside nextafter ldexp isclose", lambda a: (a.x, a.y)),
+    **of("float_power", lambda a: (a.x, 3), lambda a: (a.u, a.y)),
+    **of("complex polar", lambda a: (a.x.float(), a.y.float())),
+    **of("gcd lcm", lambda a: (a.i, a.j)),
     **of("rsub", lambda a: (a.x, a.y), lambda a: (a.x, 2.0), lambda a: (a.x, a.y, {"alpha": 0.5})),
     **of("pow __pow__", lambda a: (a.x, 3), lambda a: (a.u, a.y), lambda a: (a.x, 0.5)),
     **of("__rpow__", lambda a: (a.x, 2.0), lambda a: (a.y, a.u)),
-    **of("gt lt ge le eq ne greater less greater_equal less_equal not_equal", *COMPARED),
+    **of("gt lt ge le eq ne __eq__ greater less greater_equal less_equal not_equal", *COMPARED),
     **of("logical_and logical_or logical_xor __and__ __or__ __xor__ __rand__ __ror__ __rxor__", *FLAGS),
     **of("bitwise_and bitwise_or bitwise_xor", lambda a: (a.i, a.j), *FLAGS),
+    **of("bitwise_left_shift bitwise_right_shift __lshift__ __rshift__", lambda a: (a.i, a.j), lambda a: (a.i, 2)),
+    **of("__rlshift__ __rrshift__", lambda a: (a.j, 4096)),
     **of("logical_not __invert__", flag),
     **of("bitwise_not", flag, lambda a: (a.i,)),
     **of("gelu", x, lambda a: (a.x, {"approximate": "tanh"})),
@@ -118,8 +127,13 @@ EXAMPLES = {
     **of("where", lambda a: (a.flag, a.x, a.y), lambda a: (a.flag, a.x, 0.5)),
     **of("masked_fill", lambda a: (a.x, a.flag, -1.0), lambda a: (a.x, a.flag, a.bias[0])),
     **of("nan_to_num", lambda a: (a.x / (a.x > 0),), lambda a: (a.x, 1.0)),
+    **of("fill", lambda a: (a.x, 2.0), lambda a: (a.x, a.y[0, 0])),
     **of("cat concat concatenate stack", *JOINED, lambda a: ([a.x, a.y], 1)),
-    **of("hstack vstack", *JOINED),
+    **of("hstack vstack dstack", *JOINED),
+    **of("block_diag", lambda a: (a.x[0], a.y[0])),
+    **of("pixel_shuffle channel_shuffle", lambda a: (a.x[:2, :4, None, None].expand(-1, -1, 2, 2), 2),
+         lambda a: (a.x[:2, :4, None, None].expand(-1, -1, 2, 2), 1)),
+    **of("pixel_unshuffle", lambda a: (a.x[None, :2, :4], 2)),
     **of("repeat", lambda a: (a.x, 1, 2), lambda a: (a.x, [2, 1])),
     **of("tile", lambda a: (a.x, (2,)), lambda a: (a.x, [2, 3])),
     **of("repeat_interleave", lambda a: (a.x, 2), lambda a: (a.x, a.j[:, 0].clone(), {"dim": 0})),
@@ -128,6 +142,12 @@ EXAMPLES = {
     **of("rot90", lambda a: (a.x, 1, [0, 1]), lambda a: (a.x, 2, (0, 1))),
     **of("index_select", lambda a: (a.x, 0, a.indices(1, 1, 2))),
     **of("gather", lambda a: (a.x, 0, a.i.abs() % 3)),
+    **of("take", lambda a: (a.x, a.i.abs() % 9)),
+    **of("index_fill", lambda a: (a.x, 0, a.indices(0, 2), 3.0)),
+    **of("masked_scatter", lambda a: (a.x, a.flag, a.y)),
+    **of("diagonal_scatter", lambda a: (a.x, a.y.diagonal())),
+    **of("select_scatter", lambda a: (a.x, a.y[0], 0, 1)),
+    **of("slice_scatter", lambda a: (a.x, a.y[:1], 0, 1, 2)),
     **of("take_along_dim", lambda a: (a.x, a.i.abs() % 3, 0), lambda a: (a.x.contiguous(), a.i.abs().flatten() % 9)),
     **of("tril triu", x, lambda a: (a.x, 1)),
     **of("arange", lambda a: (7, {"device": a.device}), lambda a: (0.5, 4.0, 0.5, {"device": a.device})),
@@ -166,9 +186,8 @@ WRITERS = {
     **of("threshold_", lambda a: (a.x, 0.1, 0.5)),
     **of("embedding_renorm_", lambda a: (a.x, a.indices(0, 2), 0.1, 2.0)),
     **of("geometric_", lambda a: (a.x, 0.5)),
-    **of("bitwise_left_shift_ bitwise_right_shift_ __ilshift__ __irshift__ gcd_ lcm_", lambda a: (a.i, a.j)),
     **of("copy_ set_ resize_as_", lambda a: (a.x, a.y)),
-    **of("fill_ fill_diagonal_ constant_", lambda a: (a.x, 3.0)),
+    **of("fill_diagonal_ constant_", lambda a: (a.x, 3.0)),
     **of("resize_", lambda a: (a.x, 9, 20)),
     **of("cumprod_ cumsum_ unsqueeze_", lambda a: (a.x, 0)),
     **of("squeeze_", lambda a: (a.x[:1], 0)),
@@ -176,16 +195,13 @@ WRITERS = {
     **of("t_", x),
     **of("as_strided_", lambda a: (a.x, (20, 8), (1, 20))),
     **of("float_power_", lambda a: (a.u.double(), 2)),
-    **of("heaviside_ ldexp_ nextafter_ xlogy_", lambda a: (a.u, a.y)),
     **of("igamma_ igammac_", lambda a: (a.u, a.u + 1)),
     **of("mvlgamma_", lambda a: (a.u + 3, 2)),
     **of("polygamma_", lambda a: (a.u, 1)),
     **of("renorm_", lambda a: (a.x, 2, 0, 1.0)),
     **of("index_add_ index_copy_", lambda a: (a.x, 0, a.indices(0, 2), a.y[:2])),
-    **of("index_fill_", lambda a: (a.x, 0, a.indices(0, 2), 3.0)),
     **of("index_put_", lambda a: (a.x, (a.indices(0, 2),), a.y[:2])),
     **of("index_reduce_", lambda a: (a.x, 0, a.indices(0, 2), a.y[:2], "amax")),
-    **of("masked_scatter_", lambda a: (a.x, a.flag, a.y)),
     **of("put_", lambda a: (a.x, a.indices(0, 2), a.y[0, :2])),
     **of("scatter_ scatter_add_", lambda a: (a.x, 0, a.indices(0, 2)[None], a.y)),
     **of("scatter_reduce_", lambda a: (a.x, 0, a.indices(0, 2)[None], a.y, "amax")),
@@ -211,11 +227,12 @@ class Call(NamedTuple):
 
 
 def name_of(function):
-    """``torch.add``, ``Tensor.add`` or ``F.gelu``."""
+    """``torch.add``, ``Tensor.add``, ``F.gelu`` or ``special.ndtr``."""
     name = function.__name__
-    for prefix, home in (("torch", torch), ("Tensor", Tensor), ("F", F)):
-        if getattr(home, name, None) is function:
-            return f"{prefix}.{name}"
+    for prefix, home in (("torch", torch), ("Tensor", Tensor), ("F", F), ("special", torch.special)):
+        for bare in (name, name.removeprefix("special_")):
+            if getattr(home, bare, None) is function:
+                return f"{prefix}.{bare}"
     found = [n for home in (Tensor, F) for n in dir(home) if getattr(home, n, None) is function]
     return found[0] if found else name
 

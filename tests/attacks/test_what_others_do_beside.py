@@ -1,0 +1,350 @@
+"""What other code does beside a step: statistics, interrupts, observers, weights swapped, checkpointing switched."""
+
+import contextlib
+import copy
+import sys
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn, overrides
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hf_memsave import KeptTensorChangedError, measure_kept, patch
+from hf_memsave.count.peak import count_peak
+from hf_memsave.tape import Tape, private
+from support.families import Size, batch_for, build
+from support.script_helpers import load_script
+from support.steps import gradients
+
+SIZE = Size()
+BATCH = batch_for(build("llama", SIZE), SIZE)
+pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing.* is deprecated:FutureWarning")
+
+
+def llama(**config):
+    torch.manual_seed(0)
+    model = build("llama", SIZE).train()
+    if config:
+        patch(model, **config)
+    return model
+
+
+def step(model, loss=None):
+    model.zero_grad()
+    torch.manual_seed(1)
+    (model(**BATCH).loss if loss is None else loss).backward()
+    return gradients(model)
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+def leaves_of(model):
+    return [module for module in model.modules() if not list(module.children())]
+
+
+def norm(_, __, out):
+    if isinstance(out, torch.Tensor) and out.is_floating_point():
+        out.norm().item(), out.std().item()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    yield
+    left = private.innermost_hooks() is not None, private.count_modes()
+    while private.innermost_hooks() is not None:
+        private.pop_hooks()
+    while private.count_modes():
+        private.pop_mode()
+    assert left == (False, 0)
+
+
+@pytest.mark.parametrize("config", [{"norm": "recompute"}, {"checkpoint": "gate"}, {"checkpoint": "block"}], ids=str)
+@pytest.mark.parametrize("family", ["llama", "bert", "gpt2"])
+def test_statistics_whose_graph_is_dropped_change_no_byte(family, config):
+    found = []
+    for is_watched in (False, True):
+        model, batch = build(family, SIZE).train(), batch_for(build(family, SIZE), SIZE)
+        patch(model, **config)
+        for module in leaves_of(model) if is_watched else ():
+            module.register_forward_hook(norm)
+        torch.manual_seed(1)
+        kept = measure_kept(model, batch).total
+        model(**batch).loss.backward()  # of which decisions are learned
+        peak = count_peak(lambda model=model, batch=batch: model(**batch).loss.backward()).peak
+        found.append((kept, peak))
+    (kept, peak), (kept_watched, peak_watched) = found
+    assert kept_watched <= 1.01 * kept
+    assert peak_watched <= 1.02 * peak
+
+
+@pytest.mark.parametrize("config", [{"norm": "recompute"}, {"checkpoint": "block"}, {"offload": True}], ids=str)
+def test_an_interrupt_as_pytorch_puts_a_mode_back_leaves_nothing(config, monkeypatch):
+    expected, stock = step(llama()), overrides._push_mode
+    for number in range(1, 6):
+        model = llama(**config)
+        step(model)
+        count = iter(range(1, 10**6))
+
+        def push(mode, count=count, number=number):
+            if next(count) == number:
+                raise KeyboardInterrupt
+            stock(mode)
+
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(overrides, "_push_mode", push)
+            step(model)
+        assert private.innermost_hooks() is None and private.count_modes() == 0
+        assert_equal(step(model), expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("setting", ["exact", "block", "offload"])
+def test_a_step_that_is_interrupted_anywhere_is_as_if_it_had_not_been(setting, monkeypatch):
+    found = load_script("interrupts", monkeypatch).interrupt(setting, count=40)
+    assert found[""] == 40 and set(found) <= {"", "not interrupted"}, found
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])  # the ends of two blocks, and of the model
+def test_leftovers_of_a_tape_whose_end_was_interrupted_are_taken_off(number, monkeypatch):
+    expected, model, stock = step(llama()), llama(checkpoint="block"), Tape.__exit__
+    step(model)
+    count = iter(range(1, 10))
+
+    def interrupted(tape, *error):
+        if next(count) == number:
+            raise KeyboardInterrupt
+        stock(tape, *error)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Tape, "__exit__", interrupted)
+        model(**BATCH)
+    assert_equal(step(model), expected)
+    assert private.innermost_hooks() is None and private.count_modes() == 0
+
+
+# Hooks that observe
+
+
+def test_a_block_runs_again_without_hooks_that_only_observed():
+    expected = step(llama())
+    model, seen = llama(checkpoint="block"), []
+    handles = [m.register_forward_hook(lambda m, *_: seen.append(m)) for m in leaves_of(model)]
+    torch.manual_seed(1)
+    loss = model(**BATCH).loss
+    for handle in handles:
+        handle.remove()
+    assert_equal(step(model, loss), expected)
+    assert seen
+
+
+def test_a_block_does_not_run_again_without_a_hook_that_changed_its_output():
+    model = llama(checkpoint="block")
+    linears = [m for m in leaves_of(model.model.layers) if isinstance(m, nn.Linear)]
+    handles = [m.register_forward_hook(lambda _, __, out: out * 1.5) for m in linears]
+    loss = model(**BATCH).loss
+    for handle in handles:
+        handle.remove()
+    with pytest.raises(KeptTensorChangedError, match="other hooks on its modules"):
+        loss.backward()
+
+
+# Weights that are given other bytes, and writes to what an adapter has read
+
+
+def adapted(**options):
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules=["gate_proj", "up_proj"], init_lora_weights=False, **options)
+    return get_peft_model(build("llama", SIZE).train(), config)
+
+
+def twice_adapted():
+    model = adapted()
+    model.add_adapter("two", LoraConfig(r=2, target_modules=["gate_proj", "up_proj"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "two"])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "part"),
+    [
+        (llama, {"checkpoint": "gate"}, "gate_proj.weight"),
+        (llama, {"checkpoint": "qkv"}, "q_proj.weight"),
+        (llama, {"checkpoint": "o_proj"}, "o_proj.weight"),
+        (llama, {}, "norm.weight"),
+        (adapted, {}, "lora_B"),
+        (lambda: adapted(use_dora=True), {}, "lora_B"),
+        (twice_adapted, {}, "lora_B"),
+    ],
+)
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_a_weight_that_is_given_other_bytes_before_backward_was_read_as_in_stock(make, config, part, is_autocast):
+    found = []
+    for is_patched in (False, True):
+        model = make()
+        if is_patched:
+            patch(model, **config)
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16) if is_autocast else contextlib.nullcontext():
+            loss = model(**BATCH).loss
+        swapped = [p for name, p in model.named_parameters() if part in name]
+        for parameter in swapped:
+            parameter.data = parameter.data * 2
+        loss.backward()
+        found.append(gradients(model))
+        assert swapped
+    assert_equal(found[1], found[0])
+
+
+class Writes(GradientCheckpointingLayer):
+    """Writes to what its linear ``b`` has read."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        h = self.a(x)
+        y = self.b(h.reshape(-1, 8)).reshape(h.shape) + self.b(h)
+        h.mul_(1.5)
+        return self.c(y + h)
+
+
+@pytest.mark.parametrize("config", [{}, {"offload": True}, {"checkpoint": "block"}], ids=str)
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_a_write_to_what_an_adapter_has_read_is_stocks(config, is_checkpointed):
+    torch.manual_seed(0)
+    lora = LoraConfig(r=2, lora_dropout=0.3, target_modules=["b"], init_lora_weights=False)
+    stock, x = get_peft_model(nn.Sequential(Writes(), Writes()), lora).train(), torch.randn(2, 5, 8)
+    found = []
+    for is_patched in (False, True):
+        model = copy.deepcopy(stock)
+        if is_patched:
+            patch(model, **config)
+        for block in (m for m in model.modules() if isinstance(m, Writes) and is_checkpointed):
+            block.gradient_checkpointing = True
+            block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        torch.manual_seed(1)
+        model(x).square().sum().backward()
+        found.append(gradients(model))
+    assert_equal(found[1], found[0])
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (2, 1), (1, 3)])
+def test_an_adapter_of_a_few_numbers_has_stocks_gradients(shape, rank):
+    torch.manual_seed(0)
+    lora = LoraConfig(r=rank, target_modules=["1"], init_lora_weights=False)
+    stock = get_peft_model(nn.Sequential(nn.Identity(), nn.Linear(shape[-1], 5)), lora).train()
+    given, found = torch.randn(shape), []
+    for is_patched in (False, True):
+        model, x = copy.deepcopy(stock), given.clone().requires_grad_()
+        if is_patched:
+            patch(model)
+        (model(x) * torch.arange(1.0, 6.0).sin()).sum().backward()
+        found.append(gradients(model) | {"x": x.grad})
+    assert_equal(found[1], found[0])
+
+
+# Many calls on one storage
+
+
+class Slices(GradientCheckpointingLayer):
+    """A scan over the rows of one tensor, by ``call``."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.linear, self.call = nn.Linear(8, 8), call
+
+    def forward(self, x):
+        h, state = self.linear(x), 0.0
+        for row in range(len(h)):
+            state = self.call(h[row]) * h[row] + state
+        return state
+
+
+CALLS = {
+    "products": lambda row: row,
+    "activations": torch.nn.functional.gelu,
+    "dropouts": torch.nn.functional.dropout,
+    "bits": torch.relu,
+    "casts": lambda row: row.double().exp().float(),
+    "masks": lambda row: torch.where(row > 0, row, -row),
+}
+
+
+@pytest.mark.parametrize("config", [{}, {"checkpoint": "block"}, {"offload": True}, {"storage": "int8"}], ids=str)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_steps_calls_grow_with_the_slices_of_a_storage_and_not_with_their_square(call, config):
+    calls = []
+    for rows in (64, 256):
+        model, found = nn.Sequential(Slices(CALLS[call])).train(), Counter()
+        patch(model, **config)
+        x = torch.randn(rows, 8)
+        model(x).sum().backward()
+        sys.setprofile(lambda _, event, __, found=found: found.update([event]))
+        try:
+            model(x).sum().backward()
+        finally:
+            sys.setprofile(None)
+        calls.append(found.total())
+    assert 0 < calls[1] <= 4.4 * calls[0]
+
+
+# Checkpointing that the user switches
+
+
+def is_told(model):
+    return model.is_activation_checkpointing if hasattr(model, "is_activation_checkpointing") else (
+        model.is_gradient_checkpointing
+    )  # fmt: skip
+
+
+def kept(model):
+    return measure_kept(model, BATCH).total
+
+
+@pytest.mark.parametrize("rung", ["block", "tiles", "max"])
+def test_is_gradient_checkpointing_is_the_users_alone(rung):
+    model = llama()
+    patch(model, rung)
+    before = kept(model)
+    assert not is_told(model)
+    model.gradient_checkpointing_disable()
+    assert kept(model) == before and not is_told(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert is_told(model)
+    assert_equal(step(model), step(llama())) if rung == "block" else step(model)
+    model.gradient_checkpointing_disable()
+    assert kept(model) == before and not is_told(model)
+
+
+def test_a_model_that_was_checkpointed_as_it_was_patched_runs_again_by_us_once_that_is_off():
+    before, model = kept(llama(checkpoint="block")), llama()
+    model.gradient_checkpointing_enable()
+    patch(model, checkpoint="block")
+    model.gradient_checkpointing_disable()
+    assert kept(model) == before
+    assert_equal(step(model), step(llama()))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5-decoder", "llama"])
+def test_no_cache_is_filled_where_blocks_run_again(family):
+    model, batch = build(family, SIZE, dropout=0.0).train(), batch_for(build(family, SIZE), SIZE)
+    assert model.config.use_cache
+    torch.manual_seed(0)
+    model(**batch).loss.backward()
+    expected = gradients(model)
+    patch(model, checkpoint="block")
+    model.zero_grad()
+    out = model(**batch)
+    out.loss.backward()
+    assert_equal(gradients(model), expected)
+    cache = out.get("past_key_values")
+    assert cache is None or cache.get_seq_length() == 0

@@ -1,0 +1,146 @@
+"""Experts, of three-dimensional parameters: their first products run again where linears' do, to stock's bits."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.utils.flop_counter import FlopCounterMode
+
+from hf_memsave import MemSaveConfig, measure_kept, patch
+from support.families import MODES, Size, batch_for, build, step_in
+from support.steps import assert_same
+
+SIZE, LARGER = Size(), Size(hidden=64, heads=4, batch=2, seq=64)
+FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+HOW = ("eager", "batched_mm", "grouped_mm")
+
+
+def experts(family, how, size=SIZE, dtype=torch.float32):
+    model = build(family, size, dtype)
+    model.set_experts_implementation(how)
+    return model
+
+
+def at(model, rung):
+    return patch(model, MemSaveConfig(checkpoint=rung), replace=True)
+
+
+def adapted(model, *parameters):
+    """With LoRA on parameters of the experts."""
+    torch.manual_seed(0)
+    config = LoraConfig(
+        r=2, target_modules=["o_proj"], target_parameters=[f"experts.{name}" for name in parameters],
+        init_lora_weights=False,
+    )  # fmt: skip
+    return get_peft_model(model, config).train()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_is_stocks_to_the_bit(family, how, mode):
+    model = experts(family, how, dtype=MODES[mode])
+    batch = batch_for(model, SIZE, padded=True)
+    stock = step_in(mode, model, batch)
+    at(model, "gate")
+    for _ in range(2):
+        assert_same(step_in(mode, model, batch), stock)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("how", HOW)
+def test_a_step_with_adapters_of_experts_is_stocks_and_keeps_less_than_without_the_rung(how, mode):
+    model = adapted(experts("mixtral", how, dtype=MODES[mode]), "gate_up_proj", "down_proj")
+    batch = batch_for(model, SIZE)
+    stock, kept = step_in(mode, model, batch), []
+    for rung in ("up", "gate"):
+        at(model, rung)
+        for _ in range(2):
+            assert_same(step_in(mode, model, batch), stock)
+        kept.append(measure_kept(model, batch).total)
+    itemsize = 4 if mode == "fp32" else 2
+    of_products, of_weights = 4 * SIZE.u(itemsize), 4 * 2 * SIZE.hidden**2 * itemsize  # with adapters, of four experts
+    assert kept[0] - kept[1] >= SIZE.layers * (of_products + of_weights)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_layer_does_not_keep_gate_and_up_of_two_experts_a_token(how):
+    """4u of Mixtral's 13u."""
+    kept = []
+    for rung in ("qkv", "up", "gate"):
+        of_layers = []
+        for layers in (1, 3):
+            model = experts("mixtral", how, replace(LARGER, layers=layers))
+            at(model, rung)
+            of_layers.append(measure_kept(model, batch_for(model, LARGER)).total)
+        kept.append((of_layers[1] - of_layers[0]) / 2 / LARGER.u(4))
+    assert kept[0] == kept[1]
+    freed = kept[1] - kept[2]  # as a batch takes rows of weights, without the copy that is kept where none runs again
+    assert 3.9 < freed < 4.1 if how != "batched_mm" else freed > 4
+
+
+def test_it_costs_the_first_product_of_the_experts_and_no_more():
+    flops = {}
+    for rung in ("qkv", "gate"):
+        model = experts("mixtral", "eager")
+        at(model, rung)
+        batch = batch_for(model, SIZE)
+        with FlopCounterMode(display=False) as counter:
+            model(**batch).loss.backward()
+        flops[rung] = counter.get_total_flops()
+    tokens, chosen, width = SIZE.batch * SIZE.seq, 2, SIZE.hidden
+    assert flops["gate"] - flops["qkv"] == SIZE.layers * chosen * 2 * tokens * width * 2 * width
+
+
+def test_the_report_names_the_experts_and_those_whose_products_cannot_run_again():
+    for family, how, reason in (
+        ("mixtral", "grouped_mm", ""), ("gpt_oss", "eager", ""),
+        ("gpt_oss", "grouped_mm", "its grouped_mm adds a bias in place"),
+        ("mixtral", "sonicmoe", "or is a kernel of its own"),
+    ):  # fmt: skip
+        model = experts(family, "eager")
+        model.config._experts_implementation = how
+        report = at(model, "gate")
+        sites = [site for site in report.sites if site.op == "run_again" and site.cls.endswith("Experts")]
+        assert len(sites) == SIZE.layers
+        for site in sites:
+            assert site.status == ("skipped" if reason else "patched") and reason in site.reason
+        assert not [site for site in at(model, "up").sites if site.cls.endswith("Experts")]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_weight_of_experts_that_is_written_to_before_backward_raises(how):
+    model = experts("mixtral", how)
+    at(model, "gate")
+    loss = model(**batch_for(model, SIZE)).loss
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.gate_up_proj.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_copy_and_adapters_that_come_later_run_again_and_undo_leaves_nothing():
+    stock = experts("mixtral", "grouped_mm")
+    batch = batch_for(stock, SIZE)
+    before = measure_kept(stock, batch).total
+    model = copy.deepcopy(stock)
+    report = at(model, "gate")
+    kept = measure_kept(model, batch).total
+    assert measure_kept(copy.deepcopy(model), batch).total == kept
+    report.undo()
+    assert measure_kept(model, batch).total == before
+    at(model, "gate")
+    assert_same(
+        step_in("fp32", adapted(model, "gate_up_proj"), batch), step_in("fp32", adapted(stock, "gate_up_proj"), batch)
+    )
+
+
+def test_other_parameters_of_three_dimensions_are_no_experts():
+    """A convolution by the name of a linear, and queries that are learned."""
+    model = experts("mixtral", "eager")
+    mlp = model.model.layers[0].mlp
+    mlp.query, mlp.up_proj = torch.nn.Parameter(torch.zeros(1, 2, 3)), torch.nn.Conv1d(2, 2, 1)
+    found = {site.name for site in at(model, "gate").sites if site.op == "run_again" and "mlp" in site.name}
+    assert found == {f"model.layers.{layer}.mlp.experts" for layer in range(SIZE.layers)}
