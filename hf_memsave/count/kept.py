@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules import module as global_hooks
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -28,7 +28,11 @@ from hf_memsave.errors import MeasureError, not_a_module
 from hf_memsave.logs import only_measuring
 from hf_memsave.tape.kinds import KINDS_OF_OPS as KINDS_OF_OPS
 from hf_memsave.tape.kinds import kind_of
+from hf_memsave.tape.private import modules_that_run
 from hf_memsave.tape.wrappers import parts_of
+
+#: Held by a thread that measures or estimates: logs, the collector and random states are of the whole process.
+one_at_a_time = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -80,8 +84,9 @@ def measure_kept(
     """Run one forward and count the bytes kept between forward and backward, by module.
 
     The model runs in the mode it is in, under the autocast and hooks that are active; parameters, gradients and the
-    random state are left as they were, and nothing is kept afterwards. Parameters, buffers and the batch itself do not
-    count. Of a model output with a loss only the loss is held, as ``Trainer`` does; otherwise the whole output.
+    random state are left as they were, and nothing is kept afterwards. Parameters, buffers, the batch itself and what
+    other threads make do not count. Of a model output with a loss only the loss is held, as ``Trainer`` does; otherwise
+    the whole output. Threads that measure or estimate wait for each other.
 
     Args:
         model: Any module.
@@ -113,17 +118,13 @@ def measure_kept(
     # Autocast caches casts of weights: what was cast before would not be counted, what is cast here would stay.
     torch.clear_autocast_cache()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(one_at_a_time)
         stack.callback(torch.clear_autocast_cache)
         stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(only_measuring())
         known = {s._cdata: s for s in storages(live_tensors())}
-        running = watch.stack
-        with (
-            global_hooks.register_module_forward_pre_hook(lambda m, _: running.append(m)),
-            global_hooks.register_module_forward_hook(lambda *_: (running.pop(), None)[1], always_call=True),
-            watch,
-        ):
+        with watch:
             if isinstance(batch, Mapping):
                 output = call(**batch)
             else:
@@ -132,11 +133,11 @@ def measure_kept(
             output = output["loss"]
         gc.collect()
         found = watch.alive()
-        for storage in storages(live_tensors()):
-            if storage._cdata not in known and storage._cdata not in watch.made:
-                known[storage._cdata] = storage
-                found.append(KeptStorage("(outside any op)", "other", "unseen", storage.nbytes()))
-        del output
+        seen = known.keys() | watch.made.keys()
+        unseen = {s._cdata: (StorageWeakRef(s), s.nbytes()) for s in storages(live_tensors()) if s._cdata not in seen}
+        unseen = {key: (ref, nbytes) for key, (ref, nbytes) in unseen.items() if not ref.expired()}
+        del output  # what outlives it was not kept for backward: another thread may have made it meanwhile
+        found += [KeptStorage("(outside any op)", "other", "unseen", n) for ref, n in unseen.values() if ref.expired()]
     return Kept(tuple(found))
 
 
@@ -170,16 +171,15 @@ class _ByModule(StorageMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.names = {id(m): name or type(m).__name__ for name, m in model.named_modules(remove_duplicate=False)}
-        self.stack: list[nn.Module] = []
         # The weak reference keeps the address from being used again.
         self.made: dict[int, tuple[StorageWeakRef, KeptStorage]] = {}
 
     def after(self, func: Any, args: Any, given: list[tuple[Any, int]], made: list[torch.UntypedStorage]) -> None:
         for storage in made:
             if storage._cdata not in self.made:
-                module = next((m for m in reversed(self.stack) if id(m) in self.names), None)
-                path, op = self.names.get(id(module), "(outside the model)"), func.overloadpacket.__name__
-                record = KeptStorage(path, kind_of(self.stack, op), op, storage.nbytes())
+                running, op = modules_that_run()[0], func.overloadpacket.__name__  # of this thread, by its frames
+                path = next((self.names[id(m)] for m in running if id(m) in self.names), "(outside the model)")
+                record = KeptStorage(path, kind_of(running[:1], op), op, storage.nbytes())
                 self.made[storage._cdata] = StorageWeakRef(storage), record
 
     def alive(self) -> list[KeptStorage]:

@@ -15,6 +15,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import masking_utils
 
+from hf_memsave.count.kept import one_at_a_time
 from hf_memsave.device import HALVES, STAND_IN
 from hf_memsave.errors import MeasureError, MemSaveError
 from hf_memsave.measure.kernels import ATTENTION, Preferred, register_kernels
@@ -51,13 +53,13 @@ class _Module:
     default_generators = (_Generator(),)
     get_rng_state, set_rng_state = default_generators[0].get_state, default_generators[0].set_state
     _initialized = True
-    depth = 0
+    thread: int | None = None  # to which the device is there: others train on what the machine has
 
     def is_initialized(self) -> bool:
         return True
 
     def is_available(self) -> bool:
-        return self.depth > 0
+        return self.thread == threading.get_ident()
 
     def _is_in_bad_fork(self) -> bool:
         return False
@@ -93,15 +95,21 @@ def _register() -> None:
 @contextlib.contextmanager
 def _without_needless_masks(padded: bool) -> Iterator[None]:
     """Have Transformers make no S x S mask but those it makes on a GPU, where it reads what is packed and padded."""
-    replaced: dict[str, Any] = {"find_packed_sequence_indices": lambda position_ids: None}
+    find = masking_utils.find_packed_sequence_indices
+    replaced: dict[str, Any] = {"find_packed_sequence_indices": lambda x: None if _is_there(x) else find(x)}
     for name in () if padded else ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"):
         replaced[name] = functools.partial(_of_ones, getattr(masking_utils, name))
-    with mock.patch.multiple(masking_utils, **replaced):
+    with mock.patch.multiple(masking_utils, **replaced):  # for all threads: others call them with other tensors
         yield
 
 
 def _of_ones(may_skip: Callable[..., bool], padding_mask: Any, *sizes: Any, **more: Any) -> bool:
-    return may_skip(None, *sizes, **more)  # decoders like BART's make a mask of ones where they are given none
+    # Decoders like BART's make a mask of ones where they are given none.
+    return may_skip(None if _is_there(padding_mask) else padding_mask, *sizes, **more)
+
+
+def _is_there(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.device.type == STAND_IN
 
 
 @contextlib.contextmanager
@@ -109,21 +117,19 @@ def fake_device(attention: str = "flash", padded: bool = True) -> Iterator[torch
     """Inside, the device is there, with a preferred kernel, for padded batches or others; else MeasureError."""
     if attention not in ATTENTION:
         raise MeasureError(f"attention: expected one of {', '.join(ATTENTION)}, got {attention!r}. Use 'flash'.")
-    _register()
-    before, Preferred.name = Preferred.name, attention
-    _module.depth += 1
-    is_ours = gc.get_freeze_count() == 0
-    if is_ours:  # the collector, and what counts live tensors by it, leave out what was there before
-        gc.freeze()
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(one_at_a_time)
+        _register()
+        stack.enter_context(mock.patch.object(Preferred, "name", attention))
+        stack.enter_context(mock.patch.object(_module, "thread", threading.get_ident()))
+        if gc.get_freeze_count() == 0:  # the collector, and what counts live tensors by it, leave out what was there
+            stack.callback(gc.unfreeze)
+            gc.freeze()
         # Backward runs on this thread: the engine's others were started before the device was known.
-        with torch.autograd.set_multithreading_enabled(False), _without_needless_masks(padded), fake_tensors():
-            yield torch.device(STAND_IN, 0)
-    finally:
-        _module.depth -= 1
-        Preferred.name = before
-        if is_ours:
-            gc.unfreeze()
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(_without_needless_masks(padded))
+        stack.enter_context(fake_tensors())
+        yield torch.device(STAND_IN, 0)
 
 
 def to_fake(model: nn.Module, device: torch.device) -> nn.Module:
@@ -147,7 +153,8 @@ def without_gpus(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if not torch.cuda.is_available():
-            return function(*args, **kwargs)
+            with one_at_a_time:  # Transformers sets the process's default dtype as it builds a model
+                return function(*args, **kwargs)
         path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, **dict.fromkeys(_HIDING, ""), "PYTHONPATH": os.pathsep.join(path)}
         command = [sys.executable, "-c", f"from {__name__} import _answer; _answer()"]

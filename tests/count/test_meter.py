@@ -39,7 +39,7 @@ def test_a_known_graph_is_counted_exactly_by_the_modules_and_kinds_of_op_that_ma
     assert found.by_kind == {"linear": WIDE_BYTES + NARROW_BYTES, "activation": WIDE_BYTES}
     assert found.total == sum(found.by_kind.values())
     assert KeptStorage("1", "activation", "gelu", WIDE_BYTES) in found.storages
-    assert repr(found) == "Kept(0.00 MiB in 3 storages)"
+    assert repr(found) == "Kept(480 bytes in 3 storages)"
     large = Kept((KeptStorage("0", "linear", "addmm", 3 * 2**20),))
     row = "<tr><th>{}</th><td>3.00 MiB</td></tr>"
     assert f"{row.format('linear')}{row.format('all')}</table>" in large._repr_html_()

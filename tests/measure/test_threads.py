@@ -1,0 +1,132 @@
+"""A thread that measures or estimates changes nothing that another thread trains or measures."""
+
+import gc
+import threading
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
+
+from hf_memsave import estimate, measure_kept
+from hf_memsave.measure import depth
+from hf_memsave.measure.fake_device import fake_device
+from hf_memsave.measure.kernels import Preferred
+from support.helpers import on_stand_in
+from support.threads import switching
+
+SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
+STEPS = 40
+
+
+def llama():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, use_cache=False)).train()
+
+
+def losses(model):
+    """Of a stock model, on padded batches and on batches of packed sequences in turn."""
+    generator, found = torch.Generator().manual_seed(0), []
+    for step in range(STEPS):
+        ids = torch.randint(1, 64, (2, 24), generator=generator)
+        batch = {"input_ids": ids, "labels": ids}
+        if step % 2:
+            batch["position_ids"] = torch.arange(24).remainder(10).expand(2, -1)
+        else:
+            batch["attention_mask"] = torch.ones_like(ids)
+            batch["attention_mask"][0, :9] = 0
+        model.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        found.append(loss.item())
+    return found
+
+
+@contextmanager
+def beside(work):
+    """``work(n)`` for n = 1, 2, ... on another thread, until the end; its error is raised there."""
+    stop, errors, begun = threading.Event(), [], threading.Event()
+
+    def run():
+        n = 0
+        try:
+            while not stop.is_set():
+                n += 1
+                begun.set()
+                work(n)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    with switching(1e-4):
+        thread.start()
+        begun.wait()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+    if errors:
+        raise errors[0]
+
+
+@on_stand_in
+@pytest.mark.parametrize("padded", [False, True])
+def test_losses_of_a_stock_model_stay_while_another_thread_is_on_the_stand_in(padded):
+    wanted, model = losses(llama()), llama()
+    inside, done, found = threading.Event(), threading.Event(), []
+
+    def stay():
+        with fake_device(padded=padded):
+            found.append(torch.accelerator.is_available())
+            inside.set()
+            done.wait()
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    inside.wait()
+    try:
+        assert not torch.accelerator.is_available()  # else a data loader pins memory for it
+        assert losses(model) == wanted
+    finally:
+        done.set()
+        thread.join()
+    assert found == [True]
+
+
+@on_stand_in
+@pytest.mark.long
+def test_threads_estimate_at_once_and_leave_everything_as_it_was(monkeypatch):
+    def state():
+        names = ("find_packed_sequence_indices", "_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
+        functions = [getattr(masking_utils, name) for name in names]
+        return functions, Preferred.name, gc.get_freeze_count() > 0, torch.get_default_dtype()
+
+    def work(attention):
+        found[attention] = repr(estimate(LlamaConfig(**SIZES), batch_size=2, seq_len=32, attention=attention))
+
+    before, wanted = state(), {}
+    for attention in ("flash", "eager"):
+        wanted[attention] = repr(estimate(LlamaConfig(**SIZES), batch_size=2, seq_len=32, attention=attention))
+    found = {}
+    monkeypatch.setattr(depth, "_KNOWN", {})  # what was traced is not traced again
+    threads = [threading.Thread(target=work, args=(attention,)) for attention in wanted]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == wanted
+    assert state() == before
+
+
+def test_measuring_and_training_threads_do_not_see_each_other():
+    mine, other = llama(), llama()
+    ids = torch.arange(48).view(2, 24) + 1
+    batch = {"input_ids": ids, "labels": ids}
+    wanted, stock = measure_kept(mine, batch), losses(llama())
+    with beside(lambda n: mine(**batch).loss.backward()):
+        found = [measure_kept(other, batch) for _ in range(20)]
+    assert all(Counter(kept.storages) == Counter(wanted.storages) for kept in found)
+    with beside(lambda n: measure_kept(mine, batch)):
+        assert losses(other) == stock
