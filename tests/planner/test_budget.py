@@ -1,7 +1,11 @@
 """``MemSaveConfig(budget=...)`` in a trainer: planned for its batch as training begins, and its step fits."""
 
+import random
+
+import numpy
 import pytest
 import torch
+import transformers
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -86,7 +90,70 @@ def test_lora_adapters_are_planned_for(tmp_path):
     assert trained(trainer).config == wanted
 
 
+class Crop:
+    """Draws from a generator of its own, within the data set."""
+
+    def __init__(self):
+        self.generator = numpy.random.default_rng(0)
+
+    def __call__(self, row):
+        at = int(self.generator.integers(8))
+        return row[at : at + 16]
+
+
+class Drawing(torch.utils.data.Dataset):
+    """Crops and masks at random: every row by all generators that there are, and by how many were read."""
+
+    def __init__(self):
+        self.rows = torch.randint(1, 256, (40_000, 32), generator=torch.Generator().manual_seed(0))
+        self.torch, self.python = torch.Generator().manual_seed(0), random.Random(0)
+        self.numpy, self.crop, self.reads = numpy.random.RandomState(0), Crop(), 0
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        self.reads += 1
+        draws = (
+            torch.randint(256, ()), random.randrange(256), numpy.random.randint(256), self.numpy.randint(256),
+            torch.randint(256, (), generator=self.torch), self.python.randrange(256), self.reads,
+        )  # fmt: skip
+        ids = self.crop(self.rows[i]).clone()
+        ids[: len(draws)] = torch.tensor(draws) % 256
+        return {"input_ids": ids}
+
+
+class Masking:
+    """Draws from a generator that is made at the first batch."""
+
+    generator = None
+
+    def __call__(self, rows):
+        self.generator = self.generator or torch.Generator().manual_seed(0)
+        ids = torch.stack([row["input_ids"] for row in rows])
+        return {"input_ids": ids, "labels": torch.randint(256, ids.shape, generator=self.generator)}
+
+
+@pytest.mark.long
+def test_data_that_draw_give_the_losses_of_stock_and_few_rows_are_read(tmp_path, caplog):
+    def losses(memsave):
+        transformers.set_seed(0)
+        data = Drawing()
+        options = arguments(tmp_path, max_steps=3, logging_steps=1, per_device_train_batch_size=2)
+        trainer = Trainer(llama(), options, train_dataset=data, data_collator=Masking(), memsave=memsave)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], data.reads
+
+    stock = losses(False)
+    with caplog.at_level("INFO", "hf_memsave"):
+        assert losses({"budget": "24GiB"}) == stock
+    assert "planned for 16 tokens, the longest of 256 rows that were read of 40000" in caplog.text
+
+
 class Stream(torch.utils.data.IterableDataset):
+    def __len__(self):
+        return 16
+
     def __iter__(self):
         yield from [{"input_ids": [3] * 8}] * 16
 
