@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import gc
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -50,10 +51,18 @@ def main(given: Sequence[str] | None = None) -> int:
             gc.enable()
             if given is None:
                 gc.freeze()  # what is loaded stays: looking through it for garbage and for tensors takes seconds
-            return int(command.run(args))
+            status = int(command.run(args))
+        print(end="", flush=True)
+        return status
     except MemSaveError as error:
-        print(f"memsave {argv[0]}: error: {' '.join(error.on_command_line.split())}", file=sys.stderr)
-        return 2
+        wrong = " ".join(error.on_command_line.split())
+    except OSError as error:
+        wrong = f"expected to read or write {error.filename or 'standard output'}, got: {error.strerror or error}. "
+        wrong += "Make room there, or name another place."
+        if given is None and error.filename is None:  # what cannot be printed would be tried again as the process ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    print(f"memsave {argv[0]}: error: {wrong}", file=sys.stderr)
+    return 2
 
 
 @contextlib.contextmanager

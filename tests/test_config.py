@@ -2,7 +2,9 @@
 
 import copy
 import dataclasses
+import errno
 import inspect
+import os
 import pickle
 from pathlib import Path
 
@@ -355,3 +357,39 @@ def test_a_budget_chooses_what_it_is_given_with_and_needs_a_batch(tmp_path):
         with pytest.raises(ConfigError, match=r"expected a batch size .* Use hf_memsave.plan\(model, budget='24GiB'"):
             patch(nn.GELU(), given)
     assert MemSaveConfig.resolve(config, may_plan=True) == config
+
+
+def test_a_file_keeps_its_permissions_and_its_link_and_none_is_left_beside_it(tmp_path):
+    path, link = tmp_path / "plan.yaml", tmp_path / "link.yaml"
+    path.write_text("an earlier one")
+    path.chmod(0o640)
+    link.symlink_to(path.name)
+    MemSaveConfig(norm="stock").to_file(link)
+    assert link.is_symlink() and MemSaveConfig.from_file(path).norm == "stock"
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert sorted(tmp_path.iterdir()) == [link, path]
+
+
+@pytest.mark.parametrize("step", ["write_bytes", "replace"])
+def test_a_file_that_cannot_be_written_is_what_it_was(step, tmp_path, monkeypatch):
+    def fail(self, *args):
+        if step == "write_bytes":
+            self.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "plan.yaml"
+    path.write_text("an earlier one")
+    monkeypatch.setattr(Path, step, fail)
+    with pytest.raises(OSError, match="No space left on device") as error:
+        MemSaveConfig().to_file(path)
+    assert error.value.filename == str(path)
+    assert path.read_text() == "an earlier one"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_no_file_is_written_to(tmp_path):
+    reader, writer = os.pipe()
+    MemSaveConfig().to_file(f"/dev/fd/{writer}")
+    os.close(writer)
+    with open(reader) as read:
+        assert "norm: " in read.read()

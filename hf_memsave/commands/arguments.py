@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
@@ -216,12 +217,14 @@ def _batch(text: str) -> Path:
 
 
 def _output(text: str, suffixes: tuple[str, ...] = ()) -> Path:
-    """A file to write: refused, before the work that it is to show, in a folder that does not exist."""
+    """A file to write: refused, before the work that it is to show, in a folder that is not there or is read-only."""
     path = Path(text)
     if suffixes and path.suffix not in suffixes:
         raise CommandError(f"{path}: expected a name that ends in {' or '.join(suffixes)}. Rename the file.")
-    if not path.parent.is_dir() or path.is_dir():
-        raise CommandError(f"{path}: expected a file in a folder that exists. Create the folder, or name another file.")
+    place = path if path.exists() and not path.is_file() else path.resolve().parent
+    if not path.parent.is_dir() or path.is_dir() or not os.access(place, os.W_OK):
+        expected = "expected a file in a folder that exists and can be written to"
+        raise CommandError(f"{path}: {expected}. Create the folder, or name another file.")
     return path
 
 

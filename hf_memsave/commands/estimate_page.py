@@ -13,6 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from hf_memsave.config.files import write
 from hf_memsave.config.sizes import GIB, MIB, gib
 from hf_memsave.measure.estimate import CONTEXT, WORKSPACES, Estimate, Memory
 
@@ -103,7 +104,7 @@ def write_page(
         pictures={name: _svg(memory, result, name) for name, memory in shown.items()},
         kinds=rows_of(result, "by_kind"), modules=rows_of(result, "by_module"),
     )  # fmt: skip
-    path.write_text(page, encoding="utf-8")
+    write(path, page)
 
 
 def _svg(memory: Memory, result: Estimate, name: str) -> str:

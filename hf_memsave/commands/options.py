@@ -13,6 +13,7 @@ from rich.console import Console
 from transformers import PreTrainedConfig
 
 from hf_memsave.commands.arguments import BATCH_SIZE, SEQ_LEN, STANDARD_OUTPUT
+from hf_memsave.config.files import write
 from hf_memsave.config.sizes import counted
 from hf_memsave.measure.models import most_tokens
 from hf_memsave.measure.training import DTYPES as DTYPES
@@ -34,10 +35,15 @@ def name_of(model: str) -> str:
     return path.stem if path.is_file() else path.name if path.is_dir() else model
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:  # rich would end the process with status 1, as if a check had failed
+        raise
+
+
 def console_of(args: argparse.Namespace, **options: Any) -> Console:
     """Where a command prints: standard output, or standard error where ``--json -`` asks for the other."""
     is_taken = getattr(args, "json", None) == STANDARD_OUTPUT
-    console = Console(highlight=False, markup=False, stderr=is_taken, **options)
+    console = _Console(highlight=False, markup=False, stderr=is_taken, **options)
     if not console.is_terminal:
         transformers.logging.disable_progress_bar()
         console.width = 10_000  # no line of a file is cut or wrapped
@@ -57,5 +63,5 @@ def write_figures(path: Path | None, figures: dict[str, Any], console: Console) 
     if path == STANDARD_OUTPUT:
         print(json.dumps(figures, indent=2))
     elif path is not None:
-        path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        write(path, json.dumps(figures, indent=2) + "\n")
         console.print(f"Figures: {path}")

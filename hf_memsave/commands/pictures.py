@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
+from hf_memsave.config.files import write
 from hf_memsave.config.sizes import MIB
 from hf_memsave.tape.kinds import KINDS_OF_OPS
 
@@ -36,7 +38,8 @@ def demo_picture(path: Path, title: str, runs: Mapping[str, tuple[Run, Run]]) ->
         curves.legend(frameon=False)
         curves.spines[["top", "right"]].set_visible(False)
         stacked_bars(bars, {"stock": stock.kept.by_kind, "patched": patched.kept.by_kind})
-    figure.savefig(path)
+    figure.savefig(drawn := io.BytesIO(), format=path.suffix[1:])
+    write(path, drawn.getvalue())
 
 
 def stacked_bars(axes: Axes, bars: Mapping[str, Mapping[str, float]]) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 
 from hf_memsave.config.fields import listed, named_fields, refuse_unknown
-from hf_memsave.config.files import fields_of, presets
+from hf_memsave.config.files import fields_of, presets, write
 from hf_memsave.config.sizes import bytes_of
 from hf_memsave.config.wtacrs import WTACRS, is_int
 from hf_memsave.errors import ConfigError, PlanError
@@ -283,9 +283,9 @@ class MemSaveConfig:
             raise ConfigError(f"{path}: {error}") from error
 
     def to_file(self, path: str | Path) -> None:
-        """Write JSON where the name ends in ``.json``, else YAML."""
+        """Write JSON where the name ends in ``.json``, else YAML; OSError leaves the file that was there."""
         text = json.dumps(self.to_dict(), indent=2) if str(path).endswith(".json") else yaml.safe_dump(self.to_dict())
-        Path(path).write_text(text, encoding="utf-8")
+        write(path, text)
 
     @property
     def is_exact(self) -> bool:

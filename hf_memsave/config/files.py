@@ -1,10 +1,13 @@
-"""The files that a :class:`~hf_memsave.MemSaveConfig` is read from: the package's presets and the user's own."""
+"""Files: those that a :class:`~hf_memsave.MemSaveConfig` is read from, and how every file is written."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import yaml
 
@@ -15,6 +18,31 @@ def presets() -> dict[str, Any]:
     """Preset name -> its YAML file."""
     found = sorted((files("hf_memsave") / "presets").iterdir(), key=str)
     return {path.name.removesuffix(".yaml"): path for path in found if path.name.endswith(".yaml")}
+
+
+def write(path: str | Path, data: str | bytes) -> None:
+    """Write a file as a whole, beside its place and then moved there; what is no file, as /dev/stdout, is written to.
+
+    Raises:
+        OSError: It cannot be written, and what was there is as it was; ``filename`` is ``path``.
+    """
+    content, place = data.encode() if isinstance(data, str) else data, Path(path)
+    try:
+        if place.exists() and not place.is_file():
+            place.write_bytes(content)
+            return
+        place = Path(os.path.realpath(place))  # a link stays one
+        made = place.with_name(f".{uuid4()}")
+        try:
+            made.write_bytes(content)
+            if place.exists():
+                place.open("r+b").close()  # not allowed where the file is read-only
+                shutil.copymode(place, made)
+            made.replace(place)
+        finally:
+            made.unlink(missing_ok=True)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def fields_of(path: str | Path) -> Any:

@@ -115,9 +115,10 @@ def test_report_prints_sites_table_and_how_it_was_measured(tmp_path, capsys):
     lines = {line.split()[0]: line.split() for line in output.splitlines() if line.strip()}
     assert ["patched", "20", "block", "T5Block"] in [line.split() for line in output.splitlines()]
     name, stock, unit, patched, other, freed = lines["all"]
-    assert name == "all" and unit == other == "MiB" and freed.endswith("%")
-    assert f"Kept for backward: {patched} MiB, where stock keeps {stock} MiB: {freed} freed." in output
-    assert all(re.search(rf"A layer of the {stack} keeps .* MiB stock, .* MiB patched", output) for stack in STACKS)
+    assert name == "all" and {unit, other} <= {"KiB", "MiB"} and freed.endswith("%")
+    assert f"Kept for backward: {patched} {other}, where stock keeps {stock} {unit}: {freed} freed." in output
+    size = r"[\d.]+ [KM]iB"
+    assert all(re.search(rf"A layer of the {stack} keeps {size} stock, {size} patched", output) for stack in STACKS)
     assert any("(stock: 1 + 1 and " in line and line.endswith("full model's.") for line in output.splitlines())
     text = " ".join(output.split())
     assert "T5ForConditionalGeneration, 3 + 17 layers, batch 2 x 16 tokens, bf16" in text

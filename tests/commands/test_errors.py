@@ -183,3 +183,44 @@ print("loaded", {"torch", "transformers", "rich"} & set(sys.modules), time.proce
     lines = [line for line in done.stderr.splitlines() if "error: " in line]
     assert len(lines) == len(WRONG)
     assert f"expected a model in the cache or an answer from {where['HF_ENDPOINT']}, got neither" in lines[-1]
+
+
+FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+#: Command -> the option that names a file which it writes, when its work is done.
+WRITES = {
+    "report bert": "--json", "verify bert": "--json", "estimate bert --seq-len 8": "--html",
+    "plan bert --budget 24GiB --seq-len 8": "--out", "auto bert --memory 24MiB": "--out",
+}  # fmt: skip
+
+
+@FULL
+@on_stand_in
+@pytest.mark.parametrize("line", WRITES)
+def test_what_cannot_be_written_ends_with_one_line_and_status_2(line, folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    Path("full.html").unlink(missing_ok=True)
+    Path("full.html").symlink_to("/dev/full")
+    assert main([*line.split(), WRITES[line], "full.html"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert error.startswith(f"memsave {line.split()[0]}: error: expected to read or write full.html, got: No space")
+
+
+@FULL
+@pytest.mark.parametrize("end", ["/dev/full", "a closed pipe"])
+def test_standard_output_that_takes_nothing_is_told_with_status_2(end):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "wb") if end == "/dev/full" else os.fdopen(writer, "wb") as out:
+        command = [sys.executable, "-m", "hf_memsave.cli", "doctor"]
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    lines = [text for text in done.stderr.splitlines() if not text.startswith("Failed to load")]
+    assert len(lines) == 1 and lines[0].startswith("memsave doctor: error: expected to read or write standard output")
+
+
+def test_a_folder_that_is_read_only_is_told_before_the_model_is_looked_for(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # the superuser may write everywhere
+    assert main(["report", "nosuch", "--json", str(tmp_path / "kept.json")]) == 2
+    assert "expected a file in a folder that exists and can be written to" in capsys.readouterr().err
