@@ -39,8 +39,9 @@ def bytes_of(size: int | str, name: str = "memory") -> int:
 
 
 def gib(count: float) -> str:
-    """Bytes, to be read: "22.35 GiB", or less in MiB."""
-    return f"{count / GIB:,.2f} GiB" if count >= GIB else f"{count / MIB:,.2f} MiB"
+    """Bytes, to be read: "22.35 GiB", or less in MiB, KiB or bytes."""
+    size, unit = next((u for u in ((GIB, "GiB"), (MIB, "MiB"), (1024, "KiB")) if count >= u[0]), (1, "bytes"))
+    return f"{count / size:,.{2 * (size > 1)}f} {unit}"
 
 
 def both(count: float) -> str:

@@ -102,7 +102,7 @@ def _training(stock: Callable[..., None], hands_on: bool = False) -> Callable[..
         handed_on = {"memsave": memsave} if hands_on and memsave is not None else {}
         stock(self, *args, **handed_on, **kwargs)
         if config is None:
-            _patch_under(getattr(self, "model", None))
+            settle(self, memsave)
             return
         ours, given = config.callback(), kwargs.get("callbacks") or ()
         there = [c for c in self.callback_handler.callbacks if type(c) is type(ours) and c not in given]
@@ -112,12 +112,22 @@ def _training(stock: Callable[..., None], hands_on: bool = False) -> Callable[..
     return __init__
 
 
-def _patch_under(model: Any) -> None:
-    """Have a model that was patched before be so under the forward that a trainer (TRL's) has put over ours since."""
-    if model is not None and (swap := sys.modules.get("hf_memsave.patching.swap")) is not None:
-        for module, config in swap.patched_models(model):
-            if swap.hides_forward(module):
-                import_module("hf_memsave.patching.patch").patch(module, config)
+def settle(trainer: Any, memsave: Any) -> None:
+    """Make the trainer's model stock for ``memsave=False``, if it was patched before and no callback of ours is there.
+
+    Else have it be patched under the forward that a trainer (TRL's) has put over ours since.
+    """
+    model, swap = getattr(trainer, "model", None), sys.modules.get("hf_memsave.patching.swap")
+    if model is None or swap is None or not (found := swap.patched_models(model)):
+        return
+    patching, ours = (import_module(f"hf_memsave.{name}") for name in ("patching.patch", "integrations.trainer"))
+    if memsave is False and not any(isinstance(c, ours.MemSaveCallback) for c in trainer.callback_handler.callbacks):
+        patching.unpatch(model)
+        logger.info("memsave=False: the model was patched before, and is stock again: hf_memsave.patch patches it.")
+        return
+    for module, config in found:
+        if swap.hides_forward(module):
+            patching.patch(module, config)
 
 
 def teach_callbacks(module: Any) -> None:

@@ -7,6 +7,7 @@ model, and adapters may have been added.
 from __future__ import annotations
 
 import base64
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from transformers.trainer_callback import ExportableState
 from hf_memsave.config.config import MemSaveConfig, MemSaveLike
 from hf_memsave.config.sizes import GIB
 from hf_memsave.errors import ConfigError, PatchError
+from hf_memsave.integrations.memsave_argument import settle
 from hf_memsave.logs import logger
 from hf_memsave.patching.patch import patch, unpatch
 from hf_memsave.patching.sampled_layers import sampler_of
@@ -33,12 +35,12 @@ class MemSaveCallback(TrainerCallback, ExportableState):
     """Patches the trainer's model, and adds what that frees to every logged loss.
 
     With the loss come ``memsave/kept_gib``, what the first micro-batch of training on this process kept for backward,
-    and ``memsave/freed_fraction``, the share of what stock would have kept (0 to 1) that it did not; under ``offload``
-    ``memsave/offloaded_gib`` (in main memory), and on a GPU ``memsave/peak_gib``, the most that PyTorch had allocated
-    so far. The first logged loss has ``memsave/freed_gib/<kind>`` as well, as in ``memsave/freed_gib/dropout_masks``.
-    All are in the trainer's history and go to TensorBoard, W&B and the like: among a trainer's callbacks this one comes
-    first. With ``HF_MEMSAVE_NO_HOOKS=1`` only :meth:`add_to` and :class:`MemSaveMixin` put it there; in ``callbacks=``
-    it is then behind the reporters, which log before it.
+    and ``memsave/freed_fraction``, the share of what stock would have kept (0 to 1) that it did not, where that was
+    counted; under ``offload`` ``memsave/offloaded_gib`` (in main memory), and on a GPU ``memsave/peak_gib``, the most
+    that PyTorch had allocated so far. The first logged loss has ``memsave/freed_gib/<kind>`` as well, such as
+    ``memsave/freed_gib/dropout_masks``. All are in the trainer's history and go to TensorBoard, W&B and the like: among
+    a trainer's callbacks this one comes first. With ``HF_MEMSAVE_NO_HOOKS=1`` only :meth:`add_to` and
+    :class:`MemSaveMixin` put it there; in ``callbacks=`` it is then behind the reporters, which log before it.
 
     The norms that sampled linears draw by are in the callback's state in a checkpoint, and a resumed run goes on with
     them; a table of samples (``WTACRS(cache="sample_idx")`` or ``"content"``) starts over, as unbiased.
@@ -111,18 +113,18 @@ class MemSaveCallback(TrainerCallback, ExportableState):
                 device = next((p.device for p in model.parameters()), torch.device("cpu"))
                 sampler.load_state_dict(load(base64.b64decode(text)), device)
 
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         """Add the figures to a logged loss, for the callbacks after this one and for the history."""
         if logs is None or "loss" not in logs:
             return
         step, once = self.report.step, {}
         if step.is_counted:
-            if "memsave/kept_gib" not in self.metrics:
+            if "memsave/kept_gib" not in self.metrics and not step.uncounted:
                 kinds = {kind.replace("'", "").replace(" ", "_"): n for kind, n in step.by_kind("avoided").items()}
                 once = {f"memsave/freed_gib/{kind}": n / GIB for kind, n in kinds.items()}
-            self.metrics |= {"memsave/kept_gib": step.nbytes_kept / GIB, "memsave/freed_fraction": step.freed_fraction}
+            self.metrics = {"memsave/kept_gib": step.nbytes_kept / GIB}
+            if not math.isnan(step.freed_fraction):
+                self.metrics["memsave/freed_fraction"] = step.freed_fraction
             if self.config.offload:
                 self.metrics["memsave/offloaded_gib"] = step.nbytes_offloaded / GIB
         if args.device.type == "cuda":
@@ -159,7 +161,7 @@ class MemSaveMixin:
     """Gives a trainer class the argument ``memsave``: ``class MyTrainer(MemSaveMixin, SFTTrainer)``.
 
     Args:
-        memsave: As for :class:`MemSaveCallback`; False for a stock run.
+        memsave: As for :class:`MemSaveCallback`; False for a stock run, also of a model that was patched before.
         *args: The trainer's own.
         **kwargs: The trainer's own.
 
@@ -170,7 +172,9 @@ class MemSaveMixin:
     def __init__(self, *args: Any, memsave: MemSaveLike | None = None, **kwargs: Any) -> None:
         config = MemSaveConfig.resolve(memsave, may_plan=True)  # a wrong name must not cost a download
         super().__init__(*args, **kwargs)
-        if memsave is not False:
+        if memsave is False:
+            settle(self, memsave)
+        else:
             MemSaveCallback(config).add_to(self)
 
 

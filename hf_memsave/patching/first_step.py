@@ -1,31 +1,29 @@
 """What is said of the first training step: a line, or a warning where next to nothing is freed; once.
 
-Where the caller has turned gradient checkpointing on, a ledger counts each block by itself, so that it is known what
-the model would keep without. Under reentrant checkpointing, blocks lay a tape only as backward runs them again: there a
-ledger waits for each, and the line comes as that backward ends.
+What blocks would keep that the caller's gradient checkpointing runs again is not counted.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable
-from functools import partial
+from torch import nn
 
-from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
-
+from hf_memsave.arch import is_run_again
 from hf_memsave.config.config import WHOLE, MemSaveConfig
-from hf_memsave.config.sizes import MIB, gib
+from hf_memsave.config.sizes import gib
 from hf_memsave.device import has_numbers
 from hf_memsave.logs import is_measuring, logger
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.offload import SMALLEST_NBYTES
-from hf_memsave.tape.private import after_backward, backward_id, is_concrete
+from hf_memsave.tape.private import is_concrete
 
 #: Where a module finds the ledger that waits to count its next forward; and a model, that of its first step.
 LEDGER, FIRST = "_memsave_ledger", "_memsave_first_step"
 #: Parts of what would be kept: a model, or one setting, that frees less is warned of.
 _LEAST, _LEAST_OF_ONE = 0.05, 0.01
+#: The part of what stock would keep that is rounded to nothing.
+_ROUNDS = 0.005
+#: How many times a model is counted that trains other parameters each time.
+_MOST = 8
 #: Kinds that are named, and the part of the largest that each is at least.
 _TOP, _SMALL = 5, 0.03
 
@@ -38,22 +36,35 @@ def tell(module: nn.Module, step: Ledger, config: MemSaveConfig) -> None:
     parameter = next(module.parameters(), None)
     is_real = parameter is None or (has_numbers(parameter) and is_concrete(parameter))
     is_vain = is_real and _warn_if_in_vain(module, step, config)
-    if not module.training or is_measuring() or not is_real or step.told is not None:
+    if not module.training or is_measuring() or not is_real:
         return
-    step.told = shape_of(module)
-    if step.is_checkpointed_in_stock and not step.blocks:
-        _count_blocks(module, step, config)
-    elif not is_vain and step.nbytes_stock:
-        _say(step, config)
+    step.takes_gate = any(is_run_again(name, "gate") for name, _ in module.named_modules())
+    step.told.append(trained_in(module))
+    if step.told[-1] in step.told[:-1]:
+        return
+    if not is_vain and step.nbytes_stock:
+        logger.info("hf_memsave: %s More: print(hf_memsave.patch(model))", " ".join(sentences(step, config)))
 
 
-def shape_of(model: nn.Module) -> tuple[int, int]:
-    """Of how many modules and trained parameters it is: adapters that are added change it."""
-    return sum(1 for _ in model.modules()), sum(p.requires_grad for p in model.parameters())
+def trained_in(model: nn.Module) -> int:
+    """A number that changes as parameters are frozen or trained, or come with adapters."""
+    modules, parameters = list[nn.Module | None]([model]), list[nn.Parameter | None]()
+    for module in modules:  # which grows: ``model.parameters()`` takes ten times as long
+        if module is not None:
+            modules += module._modules.values()
+            parameters += module._parameters.values()
+    return hash(tuple([p is not None and p.requires_grad for p in parameters]))
 
 
-def _say(step: Ledger, config: MemSaveConfig) -> None:
-    logger.info("hf_memsave: %s More: print(hf_memsave.patch(model))", " ".join(sentences(step, config)))
+def waiting(module: nn.Module) -> Ledger | None:
+    """The ledger that waits for the next forward of ``module``; that of its first step once more, if others train."""
+    own = module.__dict__
+    ledger, step = own.get(LEDGER), own.get(FIRST)
+    if ledger is None and step is not None and 0 < len(step.told) < _MOST and module.training and not is_measuring():
+        if trained_in(module) not in step.told:
+            vars(step).update(vars(Ledger()), told=step.told)
+            ledger = own[LEDGER] = step
+    return ledger
 
 
 def sentences(step: Ledger, config: MemSaveConfig) -> list[str]:
@@ -61,79 +72,47 @@ def sentences(step: Ledger, config: MemSaveConfig) -> list[str]:
     rung, again = config.checkpoint, step.nbytes_again
     how = "blocks run again" + (", in tiles" if rung == "tiles" else "")
     runs = how if rung in WHOLE else f"{gib(again)} of products run again" if again else ""
-    said = [f"the first step {kept(step)}{_in_brackets(kinds(step, 'avoided'), runs)}."]
+    first = "the first step" if len(step.told) < 2 else "the first step that trains other parameters"
+    said = [f"{first} {kept(step)}{_by_what(step, runs)}."]
     if not step.is_checkpointed_in_stock:
         return said
-    free = step.without_checkpointing
-    if free is None:
-        return [f"gradient checkpointing is on: {said[0]}"]
-    ours, stock = step.largest_block
-    on = (
-        f"gradient checkpointing is on: the first step keeps {gib(step.nbytes_kept)} for backward, and about "
-        f"{gib(step.nbytes_kept + ours)} at its peak as a block runs again, where stock would keep "
-        f"{gib(step.nbytes_stock)} and {gib(step.nbytes_stock + stock)}."
-    )
-    if rung in WHOLE:  # what it keeps by itself was not counted
-        return [on, f'Set gradient_checkpointing=False: memsave="{rung}" runs blocks again by itself.']
-    other, less = ("block", "") if rung else ("gate", ' less, and "block"')
-    return [
-        on, f"With gradient_checkpointing=False it {kept(free, 'about ')}{_in_brackets(kinds(free, 'avoided'))}, at "
-        "its peak too, and no block runs twice: use that where it fits. Else "
-        f'memsave="{other}" in place of checkpointing keeps{less} as little as now.',
-    ]  # fmt: skip
+    said = [f"gradient checkpointing is on: {said[0]}"]
+    if rung in WHOLE:
+        return [*said, f'Leave it out: memsave="{rung}" runs blocks again by itself.']
+    other, less = ("gate", ' less, and "block"') if step.takes_gate and not rung else ("block", "")
+    without = "Without it more is kept, and no block runs twice: use that where it fits."
+    return [*said, f'{without} Else memsave="{other}" in its place keeps{less} as little as now.']
 
 
-def _in_brackets(*parts: str) -> str:
-    text = "; ".join(filter(None, parts))
-    return f" ({text})" if text else ""
+def _by_what(step: Ledger, runs: str = "") -> str:
+    """What frees what is freed, in brackets, or why that is not known."""
+    text = "; ".join(filter(None, ("" if step.uncounted else kinds(step, "avoided"), runs)))
+    return f" ({text})" * bool(text) + _unknown(step)
 
 
 def kept(step: Ledger, about: str = "") -> str:
     """What a step keeps, and the part of stock's that this frees."""
-    away, more = step.nbytes_offloaded, step.nbytes_kept + step.nbytes_offloaded - step.nbytes_stock
-    here = f"keeps {about}{gib(step.nbytes_kept)} for backward" + (f", and {gib(away)} in main memory," if away else "")
+    away, stock = step.nbytes_offloaded, step.nbytes_stock
+    more, here = step.nbytes_kept + away - stock, gib(step.nbytes_kept) if step.nbytes_kept else "nothing"
+    here = f"keeps {about}{here} for backward" + (f", and {gib(away)} in main memory," if away else "")
+    if step.uncounted:
+        return here.removesuffix(",")
+    if not away and abs(more) <= _ROUNDS * stock:
+        return f"{here} as stock does"
     if more > 0:
         return f"{here}, {gib(more)} more than stock"
-    return f"{here} where stock would keep {gib(step.nbytes_stock)}: {step.freed_fraction:.0%} freed"
+    return f"{here} where stock would keep {gib(stock)}: {step.freed_fraction:.0%} freed"
+
+
+def _unknown(step: Ledger) -> str:
+    """Why it is not counted what stock would keep of a step; empty where it is."""
+    return f"; what stock would keep is not counted: {step.uncounted}" if step.uncounted else ""
 
 
 def kinds(step: Ledger, what: str) -> str:
     """Bytes of ``what`` by kind, the most first, without those that are small beside it."""
     found = list(step.by_kind(what).items())[:_TOP]
     return ", ".join(f"{kind} {gib(n)}" for kind, n in found if n >= _SMALL * found[0][1])
-
-
-# Blocks that the caller runs again
-
-
-def _count_blocks(model: nn.Module, step: Ledger, config: MemSaveConfig) -> None:
-    """Have each block that is checkpointed counted as it runs again, and say all of it then."""
-    blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
-    for block in blocks:
-        block.__dict__[LEDGER] = step.of_block()
-    step.to_tell = partial(_tell_blocks, [weakref.ref(block) for block in blocks], step, config)
-    if not blocks:
-        step.to_tell()
-
-
-def counts_again(block: nn.Module, ledger: Ledger, given: Iterable[Tensor]) -> bool:
-    """Whether ``block``, for which ``ledger`` waits, runs again now; then its count begins."""
-    if backward_id() < 0 or ledger.whole is None:
-        return False
-    block.__dict__.pop(LEDGER, None)
-    ledger.leave_out(given)
-    if ledger.whole.to_tell is not None:
-        after_backward(ledger.whole.to_tell)
-        ledger.whole.to_tell = None
-    return True
-
-
-def _tell_blocks(blocks: Iterable[weakref.ref[nn.Module]], step: Ledger, config: MemSaveConfig) -> None:
-    for ref in blocks:  # those that have not run again
-        if (block := ref()) is not None:
-            block.__dict__.pop(LEDGER, None)
-    step.blocks = [block for block in step.blocks if block.is_counted]
-    _say(step, config)
 
 
 # Warnings
@@ -148,11 +127,15 @@ def _warn_if_in_vain(module: nn.Module, step: Ledger, config: MemSaveConfig) -> 
     # Where the caller has turned on that blocks run again, they decide what is kept: nothing is said of exact settings.
     model, kept, total = type(module).__name__, step.nbytes_kept, step.nbytes_stock
     is_rerun = step.is_checkpointed_in_stock
+    if step.uncounted:
+        return False
+    freed = step.freed_fraction
     if is_vain := total - kept < _LEAST * total and not is_rerun:
         logger.warning(
             "hf_memsave %s in the first training step of %s: %s stay, most of it %s.",
-            f"freed {(total - kept) / total:.1%} of what stock keeps" if kept <= total else
-            f"keeps {gib(kept - total)} more than stock", model, gib(kept), kinds(step, "kept"),
+            f"keeps {gib(kept - total)} more than stock" if kept - total > _ROUNDS * total else
+            f"freed {f'{freed:.1%}' if freed >= _ROUNDS else 'nothing'} of what stock keeps", model, gib(kept),
+            kinds(step, "kept"),
         )  # fmt: skip
     kept += step.nbytes_offloaded
     pairs = []
@@ -165,8 +148,8 @@ def _warn_if_in_vain(module: nn.Module, step: Ledger, config: MemSaveConfig) -> 
     for what, here, without, words in pairs:
         if without - here < _LEAST_OF_ONE * without:
             logger.warning(
-                "hf_memsave: %s frees nothing here: the first training step of %s kept %.2f MiB, and %s %.2f MiB%s. "
-                "Leave it out.", what, model, here / MIB, words, without / MIB,
+                "hf_memsave: %s frees nothing here: the first training step of %s kept %s, and %s %s%s. Leave it out.",
+                what, model, gib(here), words, gib(without),
                 f" (tensors below {SMALLEST_NBYTES // 1024} KiB stay)" if what.startswith("offload") else
                 " (but for what one block takes as it runs again)" if is_rerun else "",
             )  # fmt: skip

@@ -5,26 +5,26 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from hf_memsave.config.config import MemSaveConfig, MemSaveLike
-from hf_memsave.config.sizes import MIB, counted, gib, html_table
+from hf_memsave.config.sizes import counted, gib, html_table
 from hf_memsave.count.kept import Kept, measure_kept
 from hf_memsave.errors import ConfigError, PatchError, not_a_module
 from hf_memsave.logs import warn_once
 from hf_memsave.ops.sampled.sampler import MOST
 from hf_memsave.patching import refusals
-from hf_memsave.patching.checkpointed import AGAIN, checkpoint_block, checkpoint_blocks, choose_again
+from hf_memsave.patching.checkpointed import AGAIN, choose_again
 from hf_memsave.patching.collect import Patches, collect
-from hf_memsave.patching.first_step import FIRST, LEDGER, kept, kinds, sentences, shape_of
+from hf_memsave.patching.first_step import FIRST, LEDGER, kept, kinds, sentences, trained_in
 from hf_memsave.patching.refusals import SiteReport
 from hf_memsave.patching.sampled_layers import attach, sampler_of
 from hf_memsave.patching.swap import is_patched, is_wrapped, patched_class, patched_models, set_class, stock_class
 from hf_memsave.patching.taped import BUFFERS, CODED, COMPILED, forget_decisions, mark_buffers
-from hf_memsave.patching.tiled import PLANS, tile
+from hf_memsave.patching.tiled import PLANS
 from hf_memsave.tape.codecs import leave_alone
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.quantize import FORMATS
@@ -63,7 +63,9 @@ class PatchReport:
     def __init__(self, model: nn.Module, config: MemSaveConfig, sites: Sequence[SiteReport], step: Ledger) -> None:
         self._model = weakref.ref(model)
         self._had_gradients = _has_gradients(model)
-        self.config, self.sites, self.step = config, tuple(sites), step
+        modules, classes = dict(model.named_modules()), dict(_classes(model))
+        self.config, self.step = config, step
+        self.sites = tuple(replace(site, cls=classes[modules[site.name]]) for site in sites)
         self.patched = tuple(site for site in self.sites if site.status == "patched")
         self.skipped = tuple(site for site in self.sites if site.status == "skipped")
         count = Counter(site.op for site in self.patched)
@@ -115,26 +117,18 @@ class PatchReport:
             return []
         unbiased = "biased" if config.estimator == "topk" else "unbiased"
         what = "weight gradients, and those of attention's products," if config.attention else "weight gradients"
-        size = f"; their norms take up to {n / MIB:.1f} MiB beside the model" if (n := sampler.cache.nbytes) else ""
+        size = f"; their norms take up to {gib(n)} beside the model" if (n := sampler.cache.nbytes) else ""
         return [f"  {what} from {config.budget:.0%} of the tokens: noisy, and {unbiased}{size}"]
 
     def _compiled(self) -> list[str]:
-        model = self._model()
-        modules = () if model is None else model.modules()
-        blocks: Counter[Any] = Counter(getattr(type(module), COMPILED, None) for module in modules)
-        del blocks[None]
-        if not blocks:
-            return []
-        return [
-            "  gradients are exact, but not stock's bits: compiled, sums are in another order, and masks other ones",
-            *(f"  compiled {n:>4} x {b.name}: {b.why_not or counted(b.graphs, 'graph')}" for b, n in blocks.items()),
-        ]
+        found = Counter((name, getattr(type(m), COMPILED, None)) for m, name in _classes(self._model()))
+        lines = [(n, name, b.why_not or counted(b.graphs, "graph")) for (name, b), n in found.items() if b is not None]
+        said = "  gradients are exact, but not stock's bits: compiled, sums are in another order, and masks other ones"
+        return [said, *(f"  compiled {n:>4} x {name}: {what}" for n, name, what in lines)] if lines else []
 
     def _tiled(self) -> list[str]:
-        model = self._model()
-        modules = () if model is None else model.modules()
-        plans = [(m, one) for m in modules for one in m.__dict__.get(PLANS, {}).values()]
-        found = Counter((stock_class(m).__name__, one.why_not or "") for m, one in plans)
+        plans = [(name, one) for m, name in _classes(self._model()) for one in m.__dict__.get(PLANS, {}).values()]
+        found = Counter((name, one.why_not or "") for name, one in plans)
         return [
             f"  in tiles {n:>4} x {name}" if not why else f"  no tiles {n:>4} x {name}: {why}; run again as a whole"
             for (name, why), n in sorted(found.items())
@@ -183,6 +177,14 @@ class PatchReport:
             were = "sites were" if len(added) > 1 else "site was"
             lines.append(f"  {len(added)} {were} added since ({added[0]}, ...): call patch(model, report.config)")
         return "\n".join(lines + self._step())
+
+
+def _classes(model: nn.Module | None) -> list[tuple[nn.Module, str]]:
+    """Modules, each with what to call its class: "Block", or "module.Block" where another one has that name too."""
+    found = {} if model is None else {module: stock_class(module) for module in model.modules()}
+    count = Counter(cls.__name__ for cls in set(found.values()))
+    name = {c: c.__name__ if count[c.__name__] == 1 else f"{c.__module__}.{c.__qualname__}" for c in found.values()}
+    return [(module, name[cls]) for module, cls in found.items()]
 
 
 def patch(model: nn.Module, config: MemSaveLike = True, *, replace: bool = False, **fields: Any) -> PatchReport:
@@ -252,7 +254,8 @@ def _step_of(models: Sequence[tuple[nn.Module, Any]]) -> Ledger | None:
     """What has counted, or waits to count, the first step of the model that these cover; None for another one."""
     steps = {module.__dict__.get(FIRST) for module, _ in models}
     step: Ledger | None = steps.pop() if len(steps) == 1 else None
-    return step if step is not None and step.told in (None, *(shape_of(module) for module, _ in models)) else None
+    is_it = step is not None and (not step.told or any(trained_in(module) in step.told for module, _ in models))
+    return step if is_it else None
 
 
 def _wait_with(model: nn.Module, step: Ledger, is_waiting: bool) -> None:
@@ -299,9 +302,6 @@ def _swap(model: nn.Module, plan: Patches, again: set[nn.Module]) -> set[nn.Modu
         module.__dict__.setdefault(CODED, (index, 0))
     choose_again(model, again)
     attach(model)
-    whole = {module: patch for module, patch in plan.items() if patch.is_checkpointed}
-    is_tiled = any(patch.rung == "tiles" for patch in whole.values())
-    checkpoint_blocks(model, whole.keys(), tile if is_tiled else checkpoint_block)
     return changed
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_memsave.arch import LINEARS, RUN_AGAIN, kind_of, path_of
-from hf_memsave.config.config import MemSaveConfig
+from hf_memsave.config.config import WHOLE, MemSaveConfig
 from hf_memsave.config.wtacrs import WTACRS
 from hf_memsave.errors import PatchError
 from hf_memsave.ops.sampled.eager_attention import NAME, implementation, is_attention
@@ -38,22 +38,24 @@ def _names_in(model: nn.Module, paths: tuple[str, ...]) -> list[str]:
 
 def refuse_no_rung(sites: list[SiteReport], config: MemSaveConfig, model: nn.Module) -> None:
     """Raise where nothing runs again, though that was asked for."""
-    asked = [site for site in sites if site.op == "run_again"]
+    asked, blocks = ([site for site in sites if site.op == op] for op in ("run_again", "block"))
     if config.first_blocks("checkpoint") == 0 or any(site.status == "patched" for site in asked):
         return
-    what = f"checkpoint={config.checkpoint!r}: expected linears"
-    if asked:
-        raise PatchError(
-            f"{what} that can run again in backward, got {asked[0].name} ({asked[0].cls}): {asked[0].reason}.",
-            "Use checkpoint='block', which runs whole blocks again, or leave checkpoint out.",
-            option="Use --checkpoint block, which runs whole blocks again, or leave it out.",
-        )
-    raise PatchError(
-        f"{what} of a known name in repeated blocks of {type(model).__name__} (o_proj, q_proj, up_proj, gate_proj, "
-        f"...), got {', '.join(_names_in(model, RUN_AGAIN)) or 'none'}.",
-        "Use model.gradient_checkpointing_enable(), or leave checkpoint out.",
-        option="Leave --checkpoint out.",
-    )
+    cls, option = type(model).__name__, "Leave --checkpoint out."
+    remedy = "Leave checkpoint out, or turn on the model's own gradient checkpointing in its place, if it has any."
+    if config.checkpoint in WHOLE:
+        expected, got = f"repeated blocks in {cls}, each a GradientCheckpointingLayer that runs its own forward", "none"
+        if blocks:
+            got = f"{blocks[0].name} ({blocks[0].cls}): {blocks[0].reason.partition(';')[0]}"
+            remedy = "Build the model without that tool, or with its checkpointing off, or leave checkpoint out."
+    elif asked:
+        expected, got = "linears that can run again", f"{asked[0].name} ({asked[0].cls}): {asked[0].reason}"
+        remedy = "Use checkpoint='block', which runs whole blocks again, or leave checkpoint out."
+        option = "Use --checkpoint block, which runs whole blocks again, or leave it out."
+    else:
+        expected = f"linears of a known name in repeated blocks of {cls} (o_proj, q_proj, up_proj, gate_proj, ...)"
+        got = ", ".join(_names_in(model, RUN_AGAIN)) or "none"
+    raise PatchError(f"checkpoint={config.checkpoint!r}: expected {expected}, got {got}.", remedy, option)
 
 
 def refuse_no_target(sites: list[SiteReport], config: WTACRS, model: nn.Module) -> None:
@@ -137,7 +139,7 @@ def _tool(forward: Any) -> str:
 def hidden(module: nn.Module) -> str:
     """Why a module with a forward of its own stays stock: what it calls below has tapes of its own."""
     own = module.__dict__
-    tool = "accelerate" if "_original_forward" in own else _tool(own["forward"]).partition(".")[0]
+    tool = "accelerate" if "_original_forward" in own else _tool(own["forward"]) or "code in C"
     return f"its forward was set by {tool}; what lies below is patched"
 
 

@@ -33,7 +33,7 @@ from hf_memsave.ops.op import is_parametrized
 from hf_memsave.ops.sampled.sampler import INDEX, Sampler
 from hf_memsave.patching.blocks import head_of
 from hf_memsave.patching.checkpointed import runs_again, weights_in, with_cache
-from hf_memsave.patching.first_step import FIRST, LEDGER, counts_again, tell
+from hf_memsave.patching.first_step import FIRST, LEDGER, tell, waiting
 from hf_memsave.patching.sharded import frees_after_forward, mark_of
 from hf_memsave.tape import Tape, clear_leftovers, current, has_leftovers, hooks_work, private, table_without
 from hf_memsave.tape.codecs import CODERS, Coders, Encoder, leave_alone
@@ -143,7 +143,7 @@ def _lay(
     held = list(tensors_in((*args, *kwargs.values()))) if innermost_hooks() is not None else []
     decided = _decided.setdefault(module, Decisions())
     ledger = _before_forward(module, tensors_in((*args, *kwargs.values())))
-    told = _told_within(module, args, kwargs) if ledger is None and innermost_hooks() is not None else ledger
+    told = _told_within(module, kwargs) if ledger is None and innermost_hooks() is not None else ledger
     cached = with_cache(module, kwargs) if config.checkpoint in WHOLE else contextlib.nullcontext()
     offload = Offload() if config.offload and innermost_hooks() is None else None  # where there is no foreign hook
     new = Tape(*settings, codec, held, told, decided, mark_of(module, config.checkpoint), offload)
@@ -156,7 +156,7 @@ def _lay(
                 tape.logits = functools.partial(of_linear, fuses_loss=config.backend != "torch")
             out = forward(module, *args, **kwargs)
     except BaseException as error:
-        if ledger is not None and ledger.whole is None:  # the next forward is counted
+        if ledger is not None:  # the next forward is counted
             ledger.forget()
             module.__dict__[LEDGER] = ledger
         if innermost_hooks() is None and private.refuses_hooks(error):
@@ -166,9 +166,7 @@ def _lay(
                 "unpatch(model) trains without hf_memsave."
             ) from error
         raise
-    if told is not None and told.whole is not None:
-        told.close(None)  # whose graph goes on to the blocks before
-    elif ledger is not None:
+    if ledger is not None:
         ledger.close(out)
         tell(module, ledger, config)
     return out
@@ -190,11 +188,8 @@ def _before_forward(module: nn.Module, given: Iterable[Tensor]) -> Ledger | None
         buffer = owner._buffers.get(name)
         if buffer is not None and getattr(buffer.untyped_storage(), MARK, None) is not BUFFER:
             mark_buffers(module)
-    ledger: Ledger | None = own.get(LEDGER)
-    if ledger is None:
+    if (ledger := waiting(module)) is None:
         return None
-    if ledger.whole is not None:
-        return ledger if counts_again(module, ledger, given) else None
     if checkpoint_frame()[0] is not None or function_in_backward() is not None:
         ledger.uncounted = "it runs within gradient checkpointing, which keeps its arguments alone until it runs again"
         return None
@@ -205,13 +200,12 @@ def _before_forward(module: nn.Module, given: Iterable[Tensor]) -> Ledger | None
         own.pop(LEDGER, None)  # or another thread has
         ledger.is_counted &= not ledger.is_trial
     ledger.is_trial = not is_step
-    ledger.blocks.clear()
     ledger.leave_out(given)
     return ledger
 
 
-def _told_within(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ledger | None:
-    """Where a tape under a foreign hook counts: by itself if stock runs it again too. None if nothing counts."""
+def _told_within(module: nn.Module, kwargs: Mapping[str, Any]) -> Ledger | None:
+    """Where a tape under a foreign hook counts; None if nothing does, as where stock runs it again too."""
     around = private.innermost_mode()
     ledger = around.root.ledger if isinstance(around, Tape) else None
     frame = checkpoint_frame()[0]
@@ -219,11 +213,7 @@ def _told_within(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
         return ledger
     is_ours = runs_again(module)  # and positional arguments, the checkpoint asks the model's tape to keep
     ledger.note_checkpoint(frame, tensors_in(kwargs.values()), is_asked=not is_ours)
-    if is_ours:
-        return ledger.within()
-    of_block = ledger.of_block()
-    of_block.leave_out(tensors_in((*args, *kwargs.values())))
-    return of_block
+    return ledger.within() if is_ours else None
 
 
 def mark_buffers(model: nn.Module) -> None:

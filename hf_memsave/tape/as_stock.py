@@ -44,7 +44,10 @@ def counted(
     Returns:
         What ``run`` returns.
     """
-    if tape is None or tape.ledger is None or tape.in_place or (asked := _asked(stock, args, module)) is None:
+    if tape is None or tape.ledger is None or tape.in_place:
+        return run()
+    if (asked := _asked(stock, args, module)) is None:
+        tape.ledger.note_missing(name if module is None else type(module).__name__)
         return run()
     inputs, nbytes, is_out_asked = asked
     costs = [None if how == "exact" else tape.cost(x) for x in inputs]

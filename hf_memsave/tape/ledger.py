@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,6 +28,9 @@ from hf_memsave.tape.kinds import STATE, Makers
 from hf_memsave.tape.offload import Away
 from hf_memsave.tape.private import tree_leaves
 from hf_memsave.tape.tensors import is_plain
+
+#: What PyTorch's selective checkpointing keeps of blocks, among kinds of op.
+SELECTED = "selective checkpointing"
 
 
 @dataclass(eq=False)
@@ -73,12 +77,11 @@ class Ledger:
         is_counted: A forward was counted; the numbers are zero before.
         is_checkpointed: Blocks of it run again as a whole; ``is_checkpointed_in_stock``: as the caller has asked for.
         is_loss_chunked: Logits were not computed at once.
+        takes_gate: Some linears have the names of those that ``checkpoint="gate"`` runs again.
         is_trial: What it counted was no training step: that is still counted.
-        told: How many modules and trained parameters the model had as what it counted was said; None before.
-        whole: Of a block that the caller's checkpointing runs again: the ledger of the model's forward; its ``blocks``.
-        to_tell: What is called as the backward ends in which the first of them runs again.
+        told: Which parameters the model trained, as a number each time that what it counted was said.
         is_within: It is told by the tape of a block that runs again: what stock asks for, and nothing that is kept.
-        uncounted: Why a forward was not counted, if one was not.
+        uncounted: Why a forward was not counted, or of one that was, what stock keeps; empty where all was.
     """
 
     def __init__(self) -> None:
@@ -87,13 +90,9 @@ class Ledger:
         self.offloaded: Counter[str] = Counter()
         self.nbytes_exact = self.nbytes_again = 0
         self.is_counted = self.is_checkpointed = self.is_checkpointed_in_stock = self.is_loss_chunked = False
-        self.is_within = self.is_trial = False
+        self.is_within = self.is_trial = self.takes_gate = False
         self.uncounted = ""
-        self.told: tuple[int, int] | None = None
-        self.whole: Ledger | None = None
-        self.blocks: list[Ledger] = []
-        self.to_tell: Callable[[], None] | None = None
-        self._mark = COUNTED
+        self.told: list[int] = []
         self.forget()
 
     def within(self) -> Ledger:
@@ -102,22 +101,15 @@ class Ledger:
         ledger.is_within = True
         return ledger
 
-    def of_block(self) -> Ledger:
-        """For a block that the caller's checkpointing runs again: it counts what the block keeps without that."""
-        ledger = Ledger()
-        ledger.whole, ledger._mark = self, f"{COUNTED}_in_block"
-        self.blocks.append(ledger)
-        return ledger
-
     def note(self, storage: Any, tensor: Any, content: Content | None, is_of_op: bool = False) -> _Entry:
         """``tensor`` may be kept, as ``content`` tells at the end; ``is_of_op``: only what is not exact asks for it."""
         return self._entry(storage, tensor, content, is_of_op and not self.is_within)
 
     def _entry(self, storage: Any, tensor: Any, content: Content | None, is_of_op: bool) -> _Entry:
-        entry: _Entry | None = getattr(storage, self._mark, None)
+        entry: _Entry | None = getattr(storage, COUNTED, None)
         if entry is None or entry.forward is not self._forward:
             entry = _Entry(self._forward, storage.nbytes(), self.makers.of(tensor), is_of_op)
-            setattr(storage, self._mark, entry)
+            setattr(storage, COUNTED, entry)
             self._entries.append(entry)
         if content is not None and not self.is_within:
             entry.contents.add(content)
@@ -145,6 +137,7 @@ class Ledger:
         self._entries.append(state)
         for entry in [*self._of(tensors), state]:
             entry.hold(frame, is_asked)
+        self._frames.append(weakref.ref(frame))
         self.is_checkpointed |= not is_asked
         self.is_checkpointed_in_stock |= is_asked
 
@@ -170,9 +163,13 @@ class Ledger:
         """A linear of a rung runs again, in whose place a tensor would be kept."""
         self._again.append(nbytes)
 
+    def note_missing(self, what: str) -> None:
+        """What stock keeps of ``what`` cannot be known."""
+        self._missing.append(f"stock's {what} could not run beside it, as where its modules have hooks")
+
     def note_again(self, storage: Any) -> None:
         """Stock makes another tensor like this one, and keeps that too, if it keeps this one."""
-        entry: _Entry | None = getattr(storage, self._mark, None)
+        entry: _Entry | None = getattr(storage, COUNTED, None)
         if entry is not None and entry.forward is self._forward and entry.asked_by:
             self._stock.append((entry.made_by, entry.nbytes, weakref.ref(entry)))
 
@@ -183,12 +180,18 @@ class Ledger:
         self._stock: list[tuple[str, int, weakref.ref[Any]]] = []
         self.makers = Makers()
         self._again: list[int] = []
+        self._missing: list[str] = []
+        self._frames: list[weakref.ref[Any]] = []
 
     def close(self, out: Any) -> None:
         """The forward has given ``out``: count."""
         for counter in (self.avoided, self.kept, self.offloaded):
             counter.clear()
         self.nbytes_exact, self.nbytes_again = 0, sum(self._again)
+        for frame in filter(None, (ref() for ref in self._frames)):
+            for entry in self._of(_selected(frame)):
+                entry.hold(frame, is_asked=True)
+                entry.made_by = SELECTED
         for node in _nodes_of(out):
             self.is_checkpointed_in_stock |= "run_function" in getattr(node, "__dict__", {})  # reentrant
             for entry in self._of(_held_by(node)):
@@ -209,7 +212,7 @@ class Ledger:
                 self.nbytes_exact += nbytes if is_exact else 0
         for name, nbytes, by in self._stock:
             self.avoided[name] += nbytes * (by() is not None)
-        self.is_counted, self.uncounted = True, ""
+        self.is_counted, self.uncounted = True, next(iter(self._missing), "")
         self.forget()
 
     @property
@@ -233,27 +236,9 @@ class Ledger:
         return self.nbytes_kept + self.nbytes_offloaded + sum(self.avoided.values())
 
     @property
-    def without_checkpointing(self) -> Ledger | None:
-        """Of a step that the caller's checkpointing runs again, once it has: what it would keep without; else None."""
-        if not self.blocks or not all(block.is_counted for block in self.blocks):
-            return None
-        total = Ledger()
-        for name in ("avoided", "kept", "offloaded"):
-            for part in (self, *self.blocks):
-                getattr(total, name).update(getattr(part, name))
-        del total.kept[STATE]
-        return total
-
-    @property
-    def largest_block(self) -> tuple[int, int]:
-        """Bytes of the block that takes most as the caller's checkpointing runs it again: here, and in stock."""
-        ours, stock = ([getattr(b, f"nbytes_{name}") for b in self.blocks] for name in ("kept", "stock"))
-        return max(ours, default=0), max(stock, default=0)
-
-    @property
     def freed_fraction(self) -> float:
-        """The part of what stock keeps on the device that is not kept there; below zero where more is kept."""
-        return 1 - self.nbytes_kept / self.nbytes_stock if self.nbytes_stock else 0.0
+        """The part of what stock keeps on the device that is not kept there; below zero where more is; or else NaN."""
+        return 1 - self.nbytes_kept / self.nbytes_stock if self.nbytes_stock and not self.uncounted else math.nan
 
     def by_kind(self, what: str) -> dict[str, int]:
         """Bytes of "avoided", "kept" or "offloaded" by kind of op (:mod:`~hf_memsave.tape.kinds`), the most first."""
@@ -285,6 +270,14 @@ def _held_by(node: Any) -> list[Tensor]:
     held += [x for f in held if isinstance(f, partial) for x in _leaves((f.args, f.keywords))]
     held += [node.variable] if node.name().endswith("AccumulateGrad") else []
     return [x for x in held if isinstance(x, Tensor)]
+
+
+def _selected(frame: Any) -> list[Tensor]:
+    """What PyTorch's selective checkpointing keeps of a call by itself: no saved-tensor hook sees that."""
+    run = frame.recompute_fn
+    context = dict(zip(run.__code__.co_freevars, run.__closure__ or (), strict=True)).get("recompute_context")
+    kept = _leaves(list(getattr(context and context.cell_contents, "storage", {}).values()))  # each with its version
+    return [x.val for x in kept if isinstance(getattr(x, "val", None), Tensor)]
 
 
 def _leaves(tree: Any) -> list[Any]:

@@ -85,7 +85,7 @@ def _is_chosen(tape: Tape, weight: Tensor) -> bool:
     found = (own.get(name) for again in tape.again for name, own in again.items())
     if any(p is weight or (p is weight._base and p is not None) for p in found):
         return True
-    content = tape.content_of(weight)
+    content = tape.known(weight)
     again = None if content is None else content.func or content.make
     return type(again) is LinearAgain and again.func in _MAKE_A_WEIGHT
 

@@ -95,6 +95,16 @@ def test_every_reporter_gets_what_the_first_step_kept_and_freed(make, cls, bf16)
     assert [entry["memsave/kept_gib"] for entry in history] == [logs["memsave/kept_gib"] for logs in with_loss]
 
 
+def test_a_share_that_is_not_counted_is_not_logged(make):
+    trainer = make(callbacks=[MemSaveCallback({"activation": "few_bit"})])
+    for module in trainer.model.modules():
+        if type(module).__name__ == "SiLUActivation":
+            module.register_forward_hook(lambda *_: None)  # which would see what stock has, without bytes
+    trainer.train()
+    first = trainer.state.log_history[0]
+    assert first["memsave/kept_gib"] > 0 and not [name for name in first if "freed" in name]
+
+
 def test_tensorboard_gets_them_once_with_each_loss(make, tmp_path):
     protos = pytest.importorskip("tensorboardX.proto.event_pb2")
     make(callbacks=[MemSaveCallback({"offload": True})], report_to=["tensorboard"]).train()

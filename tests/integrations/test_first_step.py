@@ -15,10 +15,13 @@ import tqdm
 import transformers
 from peft import LoraConfig, get_peft_model
 from torch.nn.modules import module as global_hooks
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import hf_memsave
-from hf_memsave import measure_kept, patch, unpatch
+from hf_memsave import logs, measure_kept, patch, unpatch
+from hf_memsave.config.sizes import bytes_of
+from hf_memsave.patching import first_step
 from hf_memsave.patching.first_step import FIRST, LEDGER
 from hf_memsave.tape.kinds import WORDS
 from hf_memsave.tape.ledger import Ledger
@@ -30,7 +33,7 @@ SIZE = Size(hidden=64, layers=2, batch=4, seq=64)
 FIXED = {"max_steps": 2, "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}
 LORA = LoraConfig(lora_dropout=0.1, target_modules="all-linear")
 STOCK = {"gradient_checkpointing": False}
-_SIZE = r"([\d.]+) MiB"
+_SIZE = r"([\d.]+ [KM]iB)"
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +56,7 @@ def lines(caplog):
 
 def sizes(line):
     """Bytes that are kept and that stock would keep, each time that a line says so."""
-    return [tuple(float(n) * 2**20 for n in found) for found in re.findall(
+    return [tuple(map(bytes_of, found)) for found in re.findall(
         rf"keeps (?:about )?{_SIZE}.*? where stock would keep {_SIZE}", line
     )]  # fmt: skip
 
@@ -73,7 +76,7 @@ def check(line, model, batch, **options):
     assert float(freed[0]) == pytest.approx(100 * (1 - kept / stock), abs=2)
     names, found = zip(*(re.fullmatch(rf"(.*) {_SIZE}", part).groups() for part in freed[1].split(", ")), strict=True)
     assert set(names) <= set(WORDS.values()) and line.endswith("More: print(hf_memsave.patch(model))")
-    assert sum(map(float, found)) * 2**20 == pytest.approx(stock - kept, rel=0.1)
+    assert sum(map(bytes_of, found)) == pytest.approx(stock - kept, rel=0.1)
 
 
 @pytest.mark.parametrize("door", ["from_pretrained", "argument", "callback"])
@@ -93,7 +96,7 @@ def test_the_stock_trainer(door, folder, tmp_path, lines):
 
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_trl(checkpointing, folder, tmp_path, lines):
-    """Its default is gradient checkpointing: the line says so, and what is kept without."""
+    """Its default is gradient checkpointing: the line says so."""
     import datasets
     import trl
 
@@ -112,10 +115,9 @@ def test_trl(checkpointing, folder, tmp_path, lines):
     if checkpointing:
         assert line.startswith("hf_memsave: gradient checkpointing is on: ") and '"gate"' in line and '"block"' in line
         assert sizes(line)[0][0] == pytest.approx(measure_kept(model, batch, forward=forward).total, rel=0.02)
-        report = patch(model)
-        model.gradient_checkpointing_disable()
-        assert str(report).count("gradient checkpointing is on") == 1
-    check(line, model, batch, forward=forward)
+        assert str(patch(model)).count("gradient checkpointing is on") == 1
+    else:
+        check(line, model, batch, forward=forward)
 
 
 def _words():
@@ -145,7 +147,7 @@ def test_a_plain_loop(door, folder, lines):
         stock = measure_kept(model, batch).total
         assert sizes(line) == [(pytest.approx(step.nbytes_kept, rel=0.02), pytest.approx(stock, rel=0.02))]
         assert step.nbytes_kept + step.nbytes_offloaded == pytest.approx(ours, rel=0.02)
-        away = [float(n) * 2**20 for n in re.findall(rf"and {_SIZE} in main memory", line)]
+        away = [bytes_of(n) for n in re.findall(rf"and {_SIZE} in main memory", line)]
         assert away == [pytest.approx(step.nbytes_offloaded, rel=0.02)] * (door == "offload")
     else:
         with torch.autocast("cpu", torch.bfloat16, enabled=door == "bf16"):
@@ -164,9 +166,9 @@ def test_checkpointing_that_the_caller_has_turned_on(is_reentrant, folder, lines
         model(**batch).loss.backward()
     (line,) = lines()
     assert not any(LEDGER in module.__dict__ for module in model.modules())
-    assert sizes(line)[0][0] == pytest.approx(measure_kept(model, batch).total, rel=0.02)
-    model.gradient_checkpointing_disable()
-    check(line, model, batch)
+    kept = measure_kept(model, batch).total
+    assert line.startswith("hf_memsave: gradient checkpointing is on: ") and "no block runs twice" in line
+    assert bytes_of(re.search(rf"keeps {_SIZE}", line)[1]) == pytest.approx(kept, rel=0.02)
 
 
 def test_a_measurement_before_training_is_not_taken_for_the_first_step(lines):
@@ -190,7 +192,7 @@ def test_a_rung_under_checkpointing_is_not_advised_again(rung, folder, lines):
 
 
 def test_later_steps_are_those_of_a_model_that_counts_nothing(folder, monkeypatch):
-    """No hook, no ledger, and as many calls of Python functions."""
+    """No hook, no ledger, and as many calls of Python functions, but to ask which parameters are trained."""
 
     def calls(model):
         found = []
@@ -199,7 +201,7 @@ def test_later_steps_are_those_of_a_model_that_counts_nothing(folder, monkeypatc
 
             def count_call(frame, event, arg):
                 nonlocal count
-                count += event == "call"
+                count += event == "call" and frame.f_code.co_filename not in (first_step.__file__, logs.__file__)
 
             sys.setprofile(count_call)
             model(**batch).loss.backward()
@@ -208,11 +210,63 @@ def test_later_steps_are_those_of_a_model_that_counts_nothing(folder, monkeypatc
         return found
 
     counting, silent = (LlamaForCausalLM.from_pretrained(folder, memsave=True).train() for _ in range(2))
-    del silent.__dict__[LEDGER], silent.__dict__[FIRST]
+    del silent.__dict__[LEDGER]
+    silent.__dict__[FIRST] = Ledger()
     first, *later = calls(counting)
     assert first > later[-1] and later == calls(silent)[1:] and not global_hooks._has_any_global_hook()
     monkeypatch.setattr(Ledger, "_entry", lambda *_: pytest.fail("it counts"))
     counting(**batch_for(counting, SIZE)).loss.backward()
+
+
+def test_a_model_that_trains_other_parameters_is_counted_again(folder, lines):
+    model = LlamaForCausalLM.from_pretrained(folder, memsave=True).train().requires_grad_(False)
+    report, batch = patch(model), batch_for(model, SIZE)
+    model(**batch)
+    assert lines() == [] and "keeps nothing for backward" in str(report)
+    for layers, count in ((model.model.layers[1:], 1), (model, 2), (model.model.embed_tokens, 2)):
+        layers.requires_grad_(True)
+        for _ in range(2):
+            model.eval()(**batch)
+            model.train()(**batch).loss.backward()
+        assert len(lines()) == count and "the first step that trains other parameters keeps" in lines()[-1]
+        check(lines()[-1], copy.deepcopy(model), batch)
+    assert patch(model).step is report.step
+    model = get_peft_model(model, LORA)
+    model(**batch).loss.backward()
+    assert "adapters' inputs" in lines()[2]
+
+
+def test_what_is_frozen_in_turns_is_counted_a_few_times(folder, lines, monkeypatch):
+    model, counts = LlamaForCausalLM.from_pretrained(folder, memsave=True).train(), []
+    close = Ledger.close
+    monkeypatch.setattr(Ledger, "close", lambda *args: (counts.append(1), close(*args)))
+    batch, parameters = batch_for(model, SIZE), list(model.parameters())
+    for i in range(24):
+        parameters[i % 12].requires_grad_(i >= 12)
+        model(**batch).loss.backward()
+    assert 1 < len(lines()) <= len(counts) < 10
+
+
+class Own(transformers.modeling_layers.GradientCheckpointingLayer):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other, self.norm = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32), torch.nn.LayerNorm(32)
+
+    def forward(self, x):
+        return x + self.other(torch.nn.functional.silu(self.one(self.norm(x))))
+
+
+def test_a_rung_that_the_model_has_no_linears_for_is_not_advised(lines):
+    model = torch.nn.Sequential(Own(), Own()).train()
+    for block in model:
+        block.gradient_checkpointing = True
+        block._gradient_checkpointing_func = lambda f, *args: checkpoint(f, *args, use_reentrant=False)
+    patch(model)
+    model(torch.randn(64, 32, requires_grad=True)).sum().backward()
+    (line,) = lines()
+    assert '"gate"' not in line
+    model.train(False)
+    patch(model, "block", replace=True)
 
 
 # Once and where it is asked for

@@ -144,7 +144,7 @@ def test_gradient_checkpointing_beside_tiles_is_stocks(tmp_path, caplog):
         return two_steps(model)
 
     assert_alike(llama, run, is_tiled=False)
-    assert 'Set gradient_checkpointing=False: memsave="tiles" runs blocks again by itself.' in caplog.text
+    assert 'Leave it out: memsave="tiles" runs blocks again by itself.' in caplog.text
 
 
 # Adapters and quantized bases.

@@ -81,6 +81,30 @@ def test_the_stock_trainer_takes_every_form_of_the_argument(arguments, tmp_path)
     assert ours.state.log_history[0]["memsave/freed_fraction"] > 0.1
 
 
+@pytest.mark.parametrize("cls", [Trainer, ListsBelow, Drops, Mixed], ids=lambda c: c.__name__)
+def test_false_trains_stock_what_was_patched_before(cls, arguments, caplog):
+    model, stock = build("llama"), build("llama")
+    hf_memsave.patch(model, "gate")
+    with caplog.at_level("INFO", "hf_memsave"):
+        trainers = [cls(one, arguments(), train_dataset=Rows("llama"), memsave=False) for one in (model, stock)]
+    assert [record.getMessage() for record in caplog.records if record.name == "hf_memsave"] == [
+        "memsave=False: the model was patched before, and is stock again: hf_memsave.patch patches it."
+    ]
+    for trainer in trainers:
+        trainer.train()
+        assert patched_classes(trainer.model) == {} and "memsave" not in str(trainer.state.log_history)
+    assert losses(trainers[0]) == losses(trainers[1])
+    hf_memsave.patch(model, "gate")
+    assert patch_of(cls(model, arguments(), train_dataset=Rows("llama")).model).config.checkpoint == "gate"
+
+
+def test_false_leaves_a_callback_of_the_callers_own(arguments):
+    trainer = Trainer(build("llama"), arguments(), callbacks=[MemSaveCallback({"norm": "stock"})], memsave=False)
+    assert patch_of(trainer.model).config == MemSaveConfig(norm="stock")
+    trainer = Says(build("llama"), arguments(), train_dataset=Rows("llama"), memsave=False)
+    assert patch_of(trainer.model).config == MemSaveConfig(norm="stock")
+
+
 @pytest.mark.parametrize(
     "cls", [Seq2SeqTrainer, ListsBelow, Drops, Mixed], ids=lambda c: c.__name__
 )

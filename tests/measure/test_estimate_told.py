@@ -8,6 +8,7 @@ from transformers import LlamaConfig, RobertaConfig
 
 from hf_memsave import MemSaveConfig, estimate, plan
 from hf_memsave.cli import main
+from hf_memsave.config.sizes import gib
 from hf_memsave.measure.largest import largest, search
 from hf_memsave.measure.models import depth_of, most_tokens
 from hf_memsave.measure.training import Training
@@ -34,12 +35,12 @@ def test_a_small_models_figures_are_in_mib_and_the_optimizers_step_is_told_apart
     text = str(full)
     rows = dict(re.findall(r"^ *(\S.*?)  +([\d.,]+ \w+)", text, re.MULTILINE))
     assert set(rows) >= {"gradients", "kept for backward", "peak of the optimizer's step", "peak of the step"}
-    assert all(cell.endswith(" MiB") and not cell.startswith("0.00") for cell in rows.values())
+    assert all(re.fullmatch(r"[1-9][\d.,]* [KM]iB", cell) for cell in rows.values())
     assert "stock and patched: the peak is in the optimizer's step, in _foreach_" in text
     assert "Lower it with fused AdamW (Trainer: optim='adamw_torch_fused') or foreach=False" in text
-    parts = [f"{getattr(full.patched, name) / 2**20:.2f} MiB" for name in ("fixed", "parameters", "trained", "states")]
+    parts = [gib(getattr(full.patched, name)) for name in ("fixed", "parameters", "trained", "states")]
     fixed = "Fixed at any batch: {} (parameters {}, gradients {}, states {}).".format(*parts)
-    assert f"Does not fit in 505.00 MiB (529.5 MB): {(full.patched.needed - full.memory) / 2**20:.2f} MiB" in text
+    assert f"Does not fit in 505.00 MiB (529.5 MB): {gib(full.patched.needed - full.memory)}" in text
     assert fixed in text
 
 

@@ -111,7 +111,7 @@ def test_a_tolerance_counts_only_where_there_is_one():
     both = dict(losses=(1, 1), loss=equal, gradients=(near, far), repeat=0, stock=nothing, patched=nothing)
     assert module.StepComparison(**both, tolerance=0.0).differing == (far, near)
     assert (found := module.StepComparison(**both, tolerance=TOLERANCE)).differing == (far,)
-    assert "loss equal, 0 of 2 gradients equal to the bit; stock Kept(0.00 MiB in 0 storages)" in repr(found)
+    assert "loss equal, 0 of 2 gradients equal to the bit; stock Kept(0 bytes in 0 storages)" in repr(found)
 
 
 def test_compare_step_tells_a_step_that_fails_stock_or_does_not_repeat_itself():

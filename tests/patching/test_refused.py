@@ -1,12 +1,14 @@
 """What ``patch`` refuses, and leaves as it was; and what other tools do to a model that it takes as it is."""
 
 import copy
+import re
 import types
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import GPT2Config, GPT2Model
 from transformers.models.llama import modeling_llama
 
 from hf_memsave import ConfigError, MemSaveConfig, PatchError, measure_kept, patch, unpatch
@@ -100,6 +102,26 @@ def test_an_approximation_of_a_module_with_a_foreign_forward_is_refused(llama):
     with pytest.raises(PatchError, match=r"the model \(Linear\) has a forward of its own.*patch before that tool"):
         patch(model)
     assert type(model) is nn.Linear
+
+
+@pytest.mark.parametrize("rung", ["gate", "block"])
+def test_no_remedy_is_a_method_that_the_model_lacks(rung):
+    for model in (nn.Sequential(nn.Linear(4, 4)), GPT2Model(GPT2Config(n_embd=8, n_layer=0, n_head=2, vocab_size=8))):
+        with pytest.raises(PatchError, match=r"got (0|none)\. Leave checkpoint out, or .*, if it has any") as refusal:
+            patch(model, rung)
+        assert all(hasattr(model, name) for name in re.findall(r"\w+(?=\()", str(refusal.value)))
+
+
+def test_blocks_that_run_another_tools_forward_are_said_to(llama):
+    for name, block in llama.model.layers.named_children():
+        _replaced(f"model.layers.{name}")(llama, None)
+        assert "forward" in block.__dict__
+    before = state_of(llama)
+    words = r"got model\.layers\.0 \(LlamaDecoderLayer\): its forward was set by test_refused\. .*leave checkpoint out"
+    for rung in ("block", "tiles"):
+        with pytest.raises(PatchError, match=words):
+            patch(llama, rung)
+    assert state_of(llama) == before
 
 
 # What other tools change, and patching takes as it is

@@ -1,14 +1,20 @@
 """What a report says of the first step is what an independent count finds: kept here, and kept by stock."""
 
 import contextlib
+import functools
+import logging
+import math
+import re
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
 
 from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch
+from hf_memsave.config.sizes import gib
 from hf_memsave.ops.loss import chunked_loss
 from support.families import Size, batch_for, build
 from support.helpers import only_on_cpu
@@ -104,6 +110,50 @@ def test_stock_is_the_model_with_its_own_gradient_checkpointing(family, adapter,
     assert not step.is_checkpointed and (step.nbytes_avoided < 0.2 * stock or "int8" in name)
 
 
+@pytest.mark.parametrize("by", ["PyTorch", "TRL"])
+def test_what_selective_checkpointing_keeps_by_itself_is_counted(by):
+    model = make("llama", "full")
+    if by == "TRL":
+        pytest.importorskip("trl.models").enable_selective_activation_checkpointing(model)
+        model.gradient_checkpointing_enable()
+    else:
+        contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    batch = batch_for(model, SIZE)
+    stock, kept, step = counted(model, True, batch)
+    check(stock, kept, step)
+    assert step.by_kind("kept")["selective checkpointing"] > 0.1 * kept
+
+
+def test_a_share_of_stock_that_is_not_counted_is_no_zero(said):
+    """As under a forward hook on what is replaced, which would see tensors without bytes."""
+    model = make("bert", "full")
+    report = patch(model, MemSaveConfig(activation="few_bit"))
+    for module in model.modules():
+        if type(module).__name__ == "GELUActivation":
+            module.register_forward_hook(lambda *_: None)
+    model(**batch_for(model, SIZE)).loss.backward()
+    assert math.isnan(report.step.freed_fraction) and report.step.nbytes_kept > 0 and said("few_bit frees") == []
+    text = f"the first step keeps {gib(report.step.nbytes_kept)} for backward; what stock would keep is not counted: "
+    assert text + "stock's GELUActivation could not run beside it" in str(report)
+    assert "%" not in report._step()[0] + repr(report) and "frees nothing" not in report._step()[0]
+
+
+@pytest.mark.parametrize("hidden", [8, 64])
+@pytest.mark.parametrize("name", ["exact", "gate", "block", "offload", "few_bit", "stock"])
+@pytest.mark.parametrize("trained", ["all", "a head", "none"])
+def test_nothing_rounds_to_a_figure_of_zero(name, hidden, trained, caplog):
+    size = Size(hidden=hidden, heads=2, layers=2, batch=1, seq=2)
+    model = build("bert", size).requires_grad_(trained == "all")
+    model.classifier.requires_grad_(trained != "none")
+    with caplog.at_level(logging.INFO, "hf_memsave"):
+        report = patch(model, config_of(name))
+        model(**batch_for(model, size))
+    for text in (caplog.text, str(report), repr(report), report._repr_html_()):
+        assert re.findall(r"-\d|(?<![\d.])0(?:\.0+)?(?: [KMG]iB| bytes|%)", text) == []
+    assert report.step.is_counted
+
+
 @pytest.mark.parametrize("name", ["exact", "offload"])
 def test_what_the_caller_owns_is_not_kept(name):
     torch.manual_seed(0)
@@ -138,7 +188,7 @@ def test_blocks_without_a_gradient_keep_nothing(name, said):
     model.classifier.requires_grad_(True)
     stock, kept, step = counted(model, config_of(name), batch_for(model, SIZE))
     check(stock, kept, step)
-    assert step.nbytes_avoided == 0 and "freed 0.0% of what stock keeps" in said("stay, most of it")[0]
+    assert step.nbytes_avoided == 0 and "freed nothing of what stock keeps" in said("stay, most of it")[0]
 
 
 def test_more_than_stock_is_said_in_words_and_never_as_a_negative_figure(said):
@@ -147,7 +197,7 @@ def test_more_than_stock_is_said_in_words_and_never_as_a_negative_figure(said):
     report = patch(model, MemSaveConfig(checkpoint="block"))
     model(**batch_for(model, size)).loss.backward()
     assert report.step.nbytes_kept > report.step.nbytes_stock
-    text = f"{(report.step.nbytes_kept - report.step.nbytes_stock) / 2**20:.2f} MiB more than stock"
+    text = f"{gib(report.step.nbytes_kept - report.step.nbytes_stock)} more than stock"
     assert f"keeps {text}" in said("stay, most of it")[0] and text in str(report)
     assert "-" not in report._step()[0] + said("stay, most of it")[0]
 
@@ -183,5 +233,5 @@ def test_what_frees_nothing_beside_an_exact_setting_says_so_with_both_numbers(fa
     assert report.step.nbytes_exact == pytest.approx(exact, rel=0.02)
     assert len(said("frees nothing")) == (not frees)
     for message in said("frees nothing"):
-        assert f"kept {report.step.nbytes_kept / 2**20:.2f} MiB" in message
-        assert f"an exact setting keeps {report.step.nbytes_exact / 2**20:.2f} MiB" in message
+        ours, exactly = gib(report.step.nbytes_kept), gib(report.step.nbytes_exact)
+        assert f"kept {ours}, and an exact setting keeps {exactly}" in message
