@@ -61,8 +61,8 @@ def weights_in(module: nn.Module) -> list[dict[str, Any]]:
     refs = _known.get(module)
     if refs is None:
         refs = _known[module] = [weakref.ref(m) for m in module.modules() if AGAIN in m.__dict__]
-    homes = [(m, (m._parameters, m.__dict__, {**m._parameters})) for ref in refs if (m := ref()) is not None]
-    return [dict.fromkeys(m.__dict__[AGAIN], own) for m, owns in homes for own in owns]  # the last for PEFT's adapters
+    homes = [(m, own) for ref in refs if (m := ref()) is not None for own in (m._parameters, m.__dict__)]
+    return [dict.fromkeys(m.__dict__[AGAIN], own) for m, own in homes]
 
 
 class _Now(threading.local):
@@ -96,14 +96,16 @@ def running_by(function: Callable[..., Any], call: Any) -> dict[str, Any]:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not (self.training and runs_again(self)):
             return call(self, *args, **kwargs)
-        before, _now.block = _now.block, self
+        before = _now.block, _now.is_cache_asked_for
+        is_filled = any(isinstance(a, Cache) and a.get_seq_length() > 0 for a in (*args, *kwargs.values()))
+        _now.block, _now.is_cache_asked_for = self, _now.is_cache_asked_for or is_filled
         try:
             if is_on(self):  # Transformers takes a cache away among the named arguments alone
                 args = tuple([None if isinstance(a, Cache) else a for a in args])
                 args = _with_wanted_input(args) if self._backward_hooks else args
             return call(self, *args, **kwargs)
         finally:
-            _now.block = before
+            _now.block, _now.is_cache_asked_for = before
 
     flag, asked = property(is_on, told(_FLAG)), property(function_of, told(_FUNCTION))
     return {_FLAG: flag, _FUNCTION: asked, _RUNS_BY: function, "__call__": __call__}
@@ -129,7 +131,7 @@ def checkpoint_block(function: Any, *args: Any) -> Any:
         with in_place_of_stock(current()):
             return checkpoint(function, *args, use_reentrant=False)
     before: dict[str, Any] = {}
-    sums: list[Tensor] = []  # of the bits of what it gave
+    sums: list[Tensor] = []  # of the bits of what was kept, and of what it gave
     is_asking = asks_classes()
     kinds = [type(a) if isinstance(a, Tensor) and is_asked(type(a)) else None for a in args]
 
@@ -137,17 +139,18 @@ def checkpoint_block(function: Any, *args: Any) -> Any:
         changed = [what for what, now in state_of(function, block).items() if now != before[what]]
         if changed and (changed != [HOOKS] or not sums):
             raise run_differs(block, changed[0])
-        if changed:  # by hooks that may only have observed: to be told by what the block gives, which ends it
-            checkpoint_frame()[0].early_stop = False
         # As in the forward: PyTorch's hooks give tensors back as plain ones, and a loss asks no class in backward.
-        try:
-            with all_subclasses() if is_asking else contextlib.nullcontext():
-                out = function(*[a.as_subclass(k) if k else a for a, k in zip(args, kinds, strict=True)])
-        except Exception as error:
+        args = tuple([a.as_subclass(k) if k else a for a, k in zip(args, kinds, strict=True)])
+        with all_subclasses() if is_asking else contextlib.nullcontext():
             if not changed:
-                raise
-            raise run_differs(block, HOOKS) from error
-        if changed and not all(map(torch.equal, sums, _sums_of_bits(out))):
+                return function(*args)
+            checkpoint_frame()[0].early_stop = False  # hooks may only have observed: that is told by all that it makes
+            found: list[Tensor] = []
+            try:
+                out = _noting(function, args, innermost_hooks(), found)
+            except Exception as error:
+                raise run_differs(block, HOOKS) from error
+        if not all(map(torch.equal, sums, found)):
             raise run_differs(block, HOOKS)
         return out
 
@@ -165,10 +168,11 @@ def checkpoint_block(function: Any, *args: Any) -> Any:
             except CheckpointError as error:
                 raise run_differs(block, f"something else ({str(error).splitlines()[0]})") from error
 
-        with saved_tensors_hooks(pack, unpack_or_say_why):
-            out = function(*args)
-        sums.extend(_sums_of_bits(out) if before[HOOKS] else ())
-        return out
+        hooks = pack, unpack_or_say_why
+        if before[HOOKS]:
+            return _noting(function, args, hooks, sums)
+        with saved_tensors_hooks(*hooks):
+            return function(*args)
 
     with in_place_of_stock(current()):
         return checkpoint(run, *args, use_reentrant=False)
@@ -194,12 +198,34 @@ def state_of(function: Any, block: nn.Module) -> dict[str, Any]:
     }
 
 
+def _noting(function: Any, args: tuple[Any, ...], hooks: Any, sums: list[Tensor]) -> Any:
+    """``function(*args)`` under ``hooks``; what tells the bits of all that they keep, and of the output, is noted."""
+    pack, unpack = hooks
+
+    def note(tensor: Tensor) -> None:
+        sums[:] = [_sums_of_bits(tensor, *sums)]
+
+    @functools.wraps(pack)
+    def noted(tensor: Tensor) -> Any:
+        note(tensor)
+        return pack(tensor)
+
+    with saved_tensors_hooks(noted, unpack):
+        out = function(*args)
+    for tensor in tensors_in(out if isinstance(out, tuple) else (out,)):
+        note(tensor)
+    return out
+
+
 @torch.no_grad()
-def _sums_of_bits(out: Any) -> list[Tensor]:
-    """What tells a block's output from others, without its bytes."""
+def _sums_of_bits(tensor: Tensor, before: Tensor | int = 0) -> Tensor:
+    """What tells a tensor, and those ``before``, from others: also from its negative, and from one in another order."""
     with no_modes():
-        parts = [part for x in tensors_in(out if isinstance(out, tuple) else (out,)) for part in parts_of(x)]
-        return [x.flatten().view(torch.int16 if x.itemsize > 1 else torch.uint8).sum() for x in parts]
+        for x in parts_of(tensor):
+            bits = x.contiguous().flatten().view(torch.int16 if x.itemsize > 1 else torch.uint8)
+            sums = [part.sum() for part in (bits, bits[::2], bits[::3], bits[: len(bits) // 2])]
+            before = torch.stack(sums) + torch.as_tensor(before, device=x.device) * 1_000_003
+        return torch.as_tensor(before)
 
 
 def _hook(number: int, hook: Any) -> Any:

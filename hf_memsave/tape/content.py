@@ -274,6 +274,7 @@ class Apart:
         copy = empty.set_(storage.clone(), kept.storage_offset(), kept.shape, kept.stride())
         if content.is_lent:
             content.lend(copy, *self.hooks)
+            content.view = None  # of another storage
         else:
             for view in alive(content.views):
                 view.let_go()

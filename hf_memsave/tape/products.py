@@ -31,8 +31,6 @@ from hf_memsave.tape.wrappers import parts_of
 _THIN, _WIDER = 64, 8
 #: Functions that remaking one tensor may run, where products may be among them: those of a block, and some twice.
 MOST_WORK_OF_A_BLOCK = 2048
-#: What makes a weight of that of a linear or of experts: the rows of some experts, and an adapter of all.
-_MAKE_A_WEIGHT = {Tensor.__getitem__, torch.baddbmm}
 #: They copy what is not laid out batch by batch, as heads of attention are: inside C++, where no rung knows it.
 _MATMUL = {torch.matmul, Tensor.matmul, Tensor.__matmul__}
 #: Products of each group of rows with a matrix of its own, which autocast does not convert.
@@ -87,7 +85,7 @@ def _is_chosen(tape: Tape, weight: Tensor) -> bool:
         return True
     content = tape.known(weight)
     again = None if content is None else content.func or content.make
-    return type(again) is LinearAgain and again.func in _MAKE_A_WEIGHT
+    return type(again) is LinearAgain and again.func is Tensor.__getitem__
 
 
 def gathered(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

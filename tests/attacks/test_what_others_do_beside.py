@@ -144,10 +144,23 @@ def test_a_block_runs_again_without_hooks_that_only_observed():
     assert seen
 
 
-def test_a_block_does_not_run_again_without_a_hook_that_changed_its_output():
-    model = llama(checkpoint="block")
-    linears = [m for m in leaves_of(model.model.layers) if isinstance(m, nn.Linear)]
-    handles = [m.register_forward_hook(lambda _, __, out: out * 1.5) for m in linears]
+#: By the end of a linear's name: what hooks make of its output. The last two leave the block's output as it is.
+CHANGES = {
+    "scaled": {"": lambda out: out * 1.5},
+    "in place": {"up_proj": lambda out: out.mul_(2.0)},
+    "turned round": {"down_proj": lambda out: out.flip(-1)},
+    "cancelling": {"q_proj": lambda out: out * 2, "k_proj": lambda out: out * 0.5},
+    "negative": {"q_proj": torch.neg, "k_proj": torch.neg},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_block_does_not_run_again_without_a_hook_that_changed_what_it_computes(change):
+    model, handles = llama(checkpoint="block"), []
+    for name, module in model.model.layers.named_modules():
+        for end, make in CHANGES[change].items() if isinstance(module, nn.Linear) else ():
+            if name.endswith(end):
+                handles.append(module.register_forward_hook(lambda _, __, out, make=make: make(out)))
     loss = model(**BATCH).loss
     for handle in handles:
         handle.remove()
@@ -203,24 +216,24 @@ def test_a_weight_that_is_given_other_bytes_before_backward_was_read_as_in_stock
 
 
 class Writes(GradientCheckpointingLayer):
-    """Writes to what its linear ``b`` has read."""
+    """Writes to what its linear ``b1`` has read, which ``b2`` then reads."""
 
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+        self.a, self.b1, self.b2, self.c = (nn.Linear(8, 8) for _ in range(4))
 
     def forward(self, x):
         h = self.a(x)
-        y = self.b(h.reshape(-1, 8)).reshape(h.shape) + self.b(h)
+        y = self.b1(h.reshape(-1, 8)).reshape(h.shape) + self.b1(h)
         h.mul_(1.5)
-        return self.c(y + h)
+        return self.c(y * self.b2(h) + h)
 
 
 @pytest.mark.parametrize("config", [{}, {"offload": True}, {"checkpoint": "block"}], ids=str)
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_a_write_to_what_an_adapter_has_read_is_stocks(config, is_checkpointed):
     torch.manual_seed(0)
-    lora = LoraConfig(r=2, lora_dropout=0.3, target_modules=["b"], init_lora_weights=False)
+    lora = LoraConfig(r=2, lora_dropout=0.3, target_modules=["b1", "b2"], init_lora_weights=False)
     stock, x = get_peft_model(nn.Sequential(Writes(), Writes()), lora).train(), torch.randn(2, 5, 8)
     found = []
     for is_patched in (False, True):
@@ -348,3 +361,19 @@ def test_no_cache_is_filled_where_blocks_run_again(family):
     assert_equal(gradients(model), expected)
     cache = out.get("past_key_values")
     assert cache is None or cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("how", ["by place", "inner"])
+def test_a_filled_cache_that_is_not_named_is_read_as_in_stock(how):
+    found = []
+    for config in ({}, {"checkpoint": "block"}):
+        model, ids = llama(**config), torch.arange(6).view(1, 6)
+        with torch.no_grad():
+            cache = model(input_ids=ids, use_cache=True).past_key_values
+        more = torch.tensor([[3]])
+        if how == "by place":
+            logits = model(more, None, None, cache).logits
+        else:
+            logits = model.lm_head(model.model(input_ids=more, past_key_values=cache).last_hidden_state)
+        found.append(step(model, logits.square().sum()) | {"logits": logits.detach()})
+    assert_equal(found[1], found[0])
