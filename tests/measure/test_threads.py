@@ -120,6 +120,10 @@ def test_threads_estimate_at_once_and_leave_everything_as_it_was(monkeypatch):
     assert state() == before
 
 
+def made_by_ops(kept):
+    return Counter(storage for storage in kept.storages if storage.op != "unseen")
+
+
 def test_measuring_and_training_threads_do_not_see_each_other():
     mine, other = llama(), llama()
     ids = torch.arange(48).view(2, 24) + 1
@@ -127,6 +131,7 @@ def test_measuring_and_training_threads_do_not_see_each_other():
     wanted, stock = measure_kept(mine, batch), losses(llama())
     with beside(lambda n: mine(**batch).loss.backward()):
         found = [measure_kept(other, batch) for _ in range(20)]
-    assert all(Counter(kept.storages) == Counter(wanted.storages) for kept in found)
+    # But for what no op makes: a tensor of another thread that dies as the output does cannot be told from a kept one.
+    assert all(made_by_ops(kept) == made_by_ops(wanted) for kept in found)
     with beside(lambda n: measure_kept(mine, batch)):
         assert losses(other) == stock
