@@ -57,10 +57,10 @@ class Trained:
 
     def interrupted(self, after: float) -> str:
         """What is wrong with a step that is interrupted ``after`` so many seconds, and with the next one."""
-        signal.setitimer(signal.ITIMER_REAL, after)
         found = "not interrupted"
         try:
             try:
+                signal.setitimer(signal.ITIMER_REAL, after)
                 self.gradients(self.ours)
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
@@ -87,10 +87,13 @@ class Trained:
 
 def interrupt(setting: str, count: int, seed: int = 0) -> Counter[str]:
     """Interrupt so many steps; how often what was found wrong."""
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
     draw, trained, found = random.Random(seed), Trained(setting), Counter[str]()
-    while found.total() - found["not interrupted"] < count:
-        found[trained.interrupted(max(1e-6, draw.uniform(0, 1.1 * trained.seconds)))] += 1
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        while found.total() - found["not interrupted"] < count:
+            found[trained.interrupted(max(1e-6, draw.uniform(0, 1.1 * trained.seconds)))] += 1
+    finally:
+        signal.signal(signal.SIGALRM, before)
     return found
 
 
