@@ -56,13 +56,13 @@ def choose_again(model: nn.Module, linears: Collection[nn.Module]) -> None:
     _known.clear()
 
 
-def weights_in(module: nn.Module) -> list[dict[str, Any]]:
-    """Where to find the weights in ``module`` that run again: FSDP1 and replicas have them as attributes."""
+def weights_in(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Where to find the weights in ``module`` that run again, by name: FSDP1 and replicas have them as attributes."""
     refs = _known.get(module)
     if refs is None:
         refs = _known[module] = [weakref.ref(m) for m in module.modules() if AGAIN in m.__dict__]
-    homes = [(m, own) for ref in refs if (m := ref()) is not None for own in (m._parameters, m.__dict__)]
-    return [dict.fromkeys(m.__dict__[AGAIN], own) for m, own in homes]
+    found = [m for ref in refs if (m := ref()) is not None]
+    return [(own, name) for m in found for own in (m._parameters, m.__dict__) for name in m.__dict__[AGAIN]]
 
 
 class _Now(threading.local):
@@ -131,7 +131,7 @@ def checkpoint_block(function: Any, *args: Any) -> Any:
         with in_place_of_stock(current()):
             return checkpoint(function, *args, use_reentrant=False)
     before: dict[str, Any] = {}
-    sums: list[Tensor] = []  # of the bits of what was kept, and of what it gave
+    sums: list[Tensor] = []  # one, of the bits of what was kept, and of what it gave
     is_asking = asks_classes()
     kinds = [type(a) if isinstance(a, Tensor) and is_asked(type(a)) else None for a in args]
 
@@ -150,7 +150,7 @@ def checkpoint_block(function: Any, *args: Any) -> Any:
                 out = _noting(function, args, innermost_hooks(), found)
             except Exception as error:
                 raise run_differs(block, HOOKS) from error
-        if not all(map(torch.equal, sums, found)):
+        if not found or not torch.equal(sums[0], found[0]):
             raise run_differs(block, HOOKS)
         return out
 

@@ -80,9 +80,10 @@ def record_if_chosen(
 
 def _is_chosen(tape: Tape, weight: Tensor) -> bool:
     """Whether it is a weight that runs again, or that of one expert in it, or made of such a one."""
-    found = (own.get(name) for again in tape.again for name, own in again.items())
-    if any(p is weight or (p is weight._base and p is not None) for p in found):
-        return True
+    whole = weight if weight._base is None else weight._base
+    for own, name in tape.again:
+        if (found := own.get(name)) is weight or found is whole:
+            return True
     content = tape.known(weight)
     again = None if content is None else content.func or content.make
     return type(again) is LinearAgain and again.func is Tensor.__getitem__

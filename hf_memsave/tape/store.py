@@ -3,7 +3,8 @@
 A content lives *on the storage it tells of*, as an attribute of the storage's Python object, which PyTorch preserves
 for as long as the storage lives. So a new tensor at the same address can never be mistaken for the old one, and there
 is no registry to purge or to lock. The link to a content that is nowhere yet is strong, so that a call that is not
-asked for dies with its tensor; to any other it is weak, so that the content lives as long as its tickets.
+asked for dies with its tensor; so it is for two blocks to one that will be made again, as whoever asked first may be
+gone before another asks. To any other it is weak, so that the content lives as long as its tickets.
 """
 
 from __future__ import annotations

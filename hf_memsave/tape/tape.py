@@ -8,7 +8,8 @@ tensor, :meth:`Tape.pack` keeps whichever costs fewer new bytes: the tensor, or 
 2. A content belongs to one hook context: nothing crosses from one checkpointed block into the next. The tape's lock
    tells whose it is, and a tape within another one links its contents by an attribute of its own on storages.
 3. A call that is not asked for outlives its block by one, and only if the block hands on what it made.
-4. A storage's link to a content that is nowhere yet is strong, to any other it is weak.
+4. A storage's link to a content that is nowhere yet is strong, and for two blocks to one that will be made again; to
+   any other it is weak.
 5. Nothing on the tape refers to the tape, and nothing on it has a graph.
 6. What was decided is a cache: with none of it, the same bytes are kept.
 7. Where the bytes of a parameter are just now decides nothing, but where a sharding engine may take them away.
@@ -92,7 +93,7 @@ class Tape(Store, TorchFunctionMode):
         self.table, self.dropout, self.codec = table, dropout, codec
         self.coder: Callable[[Tensor], Handle | None] | None = None  # while one operation runs, has the first say
         self.at_end: list[Callable[[], None]] = []
-        self.again: list[dict[str, Any]] = []  # that hold, as "weight", the weights of linears that may run again
+        self.again: list[tuple[dict[str, Any], str]] = []  # where weights are whose products run again
         self.head: nn.Module | None = None  # gives logits, if those may be computed later, as `logits` then does
         self.logits: Any = None
         self.decided, self.blocks = Decisions() if decided is None else decided, Blocks()
