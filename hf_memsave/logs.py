@@ -91,14 +91,10 @@ def is_measuring() -> bool:
     return _filter.is_measuring
 
 
-def _set_up() -> None:
-    logger.addHandler(_Handler())
-    logger.addFilter(_filter)
-    asked = os.environ.get(VARIABLE, "")
-    if logger.level == logging.NOTSET:  # else the user has set it before
-        logger.setLevel(_LEVELS.get(asked.lower(), logging.INFO))
-    if asked and asked.lower() not in _LEVELS:
-        logger.warning("%s: expected one of %s, got %r. It stays at info.", VARIABLE, ", ".join(_LEVELS), asked)
-
-
-_set_up()
+logger.addHandler(_Handler())
+logger.addFilter(_filter)
+_asked = os.environ.get(VARIABLE, "")
+if logger.level == logging.NOTSET:  # else the user has set it before
+    logger.setLevel(_LEVELS.get(_asked.lower(), logging.INFO))
+if _asked and _asked.lower() not in _LEVELS:
+    logger.warning("%s: expected one of %s, got %r. It stays at info.", VARIABLE, ", ".join(_LEVELS), _asked)

@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
+from pkgutil import resolve_name
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
@@ -61,20 +62,14 @@ def _fused_of(cls: Any, forward: Any) -> Fused | None:
         return None
     if ROTARY_NAME in forward.__code__.co_names and _turns(forward.__globals__):
         return Fused("attention", "fused_rotary")
-    for path, fused in ALIKE.items():
-        module, name = path.rsplit(".", 1)
-        if _is_same(forward, getattr(importlib.import_module(module), name).forward):
-            return fused
-    return None
+    alike = (fused for path, fused in ALIKE.items() if _is_same(forward, resolve_name(path).forward))
+    return next(alike, None)
 
 
 def _turns(names: dict[str, Any]) -> bool:
     """Whether what a file calls a rotary embedding is one that the kernel computes."""
-    for model in ROTARY:
-        known = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
-        if all(_is_same(names.get(part), getattr(known, part)) for part in (ROTARY_NAME, "rotate_half")):
-            return True
-    return False
+    files = (importlib.import_module(f"transformers.models.{model}.modeling_{model}") for model in ROTARY)
+    return any(all(_is_same(names.get(p), getattr(file, p)) for p in (ROTARY_NAME, "rotate_half")) for file in files)
 
 
 def _is_same(found: Any, known: Callable[..., Any]) -> bool:

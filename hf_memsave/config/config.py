@@ -247,11 +247,7 @@ class MemSaveConfig:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> MemSaveConfig:
-        """Returns the config with these fields; the others have their defaults.
-
-        Raises:
-            ConfigError: A key is no field, or a value is not allowed.
-        """
+        """The config with these fields; the others have their defaults. Raises ConfigError for what is not allowed."""
         if not isinstance(fields, dict):
             raise ConfigError(f"expected a mapping of MemSaveConfig fields, got {type(fields).__name__}: {fields!r}.")
         refuse_unknown(cls, fields)
@@ -271,11 +267,7 @@ class MemSaveConfig:
 
     @classmethod
     def from_file(cls, path: str | Path) -> MemSaveConfig:
-        """Returns the config that :meth:`to_file` wrote to a JSON or YAML file.
-
-        Raises:
-            ConfigError: The file is missing, empty or malformed, or a field or value does not exist.
-        """
+        """The config that :meth:`to_file` wrote; raises ConfigError where the file is missing, empty or wrong."""
         fields = fields_of(path)
         try:
             return cls.from_dict(fields)
@@ -316,11 +308,7 @@ MemSaveLike = MemSaveConfig | str | Path | bool | dict[str, Any]
 
 
 def _as_pairs(layers: Any) -> tuple[tuple[str, float], ...] | None:
-    """Returns ``layers`` as sorted pairs, which can be hashed; None where nothing is limited.
-
-    Raises:
-        ConfigError: It is no mapping, or a kind or a number in it is none.
-    """
+    """``layers`` as sorted pairs, which can be hashed; None where nothing is limited; else raises ConfigError."""
     if layers is None:
         return None
     remedy = "Use layers={'norm': 6}, or leave it out to convert every block."

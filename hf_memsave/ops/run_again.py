@@ -8,7 +8,6 @@ Source: Chen et al. (2016), arXiv:1604.06174; Korthikanti et al. (2022), arXiv:2
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,12 +25,8 @@ def _linear(module: nn.Module, patch: Any, *args: Any, **kwargs: Any) -> Any:
     tape = current()
     if tape is not None and len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and is_plain(y):
         tape.release(y)  # a quantized linear ends with a conversion, of what cannot be remade
-        record_again(tape, y, partial(_forward, patch.stock, module), (*args, *module.parameters(recurse=False)), {})
-    return y
-
-
-def _forward(stock: Any, module: nn.Module, x: Tensor, *parameters: Tensor) -> Tensor:
-    y: Tensor = stock.forward(module, x)
+        stock, own = patch.stock, module.parameters(recurse=False)
+        record_again(tape, y, lambda x, *_: stock.forward(module, x), (*args, *own), {})
     return y
 
 

@@ -89,8 +89,7 @@ def _sizes(n: int, bits: int) -> list[int]:
 def _codes(x: Tensor, name: str, bits: int, is_fused: bool) -> Tensor:
     boundaries, _ = on_device(name, bits, x.device)
     if is_fused:
-        packed: Tensor = kernels().few_bit_codes(x, boundaries)
-        return packed
+        return kernels().few_bit_codes(x, boundaries)
     flat, last = x.contiguous().view(-1), 2**bits - 1
     codes = torch.bucketize(flat.float(), boundaries, out_int32=True, right=True).to(torch.uint8)
     is_odd = ~flat.isfinite()

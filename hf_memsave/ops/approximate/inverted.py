@@ -49,8 +49,7 @@ def inverted(x: Tensor, name: str, forward: Callable[[Tensor], Tensor], in_y: bo
     """``forward(x)``, which computes the activation ``name``; ``in_y``: as ``precision_bit``."""
     kernel = ACTIVATIONS.get(name) if are_wanted(x) else None
     with no_modes() if kernel else contextlib.nullcontext():
-        y: Tensor = _Inverted.apply(x, forward, FITS[name], in_y, kernel)
-    return y
+        return _Inverted.apply(x, forward, FITS[name], in_y, kernel)
 
 
 def encode(y: Tensor, m: Tensor) -> Tensor:

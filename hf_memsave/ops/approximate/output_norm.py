@@ -83,12 +83,6 @@ def _again(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.where(is_well(weight, bias), z, y)
 
 
-def _normed(z: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x̂."""
-    of_y = z / weight if bias is None else (z - bias).div_(weight)
-    return torch.where(is_well(weight, bias), of_y, z)
-
-
 class _OutputNorm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -120,7 +114,9 @@ class _OutputNorm(torch.autograd.Function):
         dtype = torch.promote_types(z.dtype, torch.float32)
         gamma, rstd = weight.flatten().to(dtype), rstd.reshape(-1, 1).to(dtype)
         normed, dy = (t.reshape(-1, weight.numel()).to(dtype) for t in (z, dy))
-        normed = _normed(normed, weight.flatten(), None if bias is None else bias.flatten())
+        of_y = normed / gamma if bias is None else (normed - bias.flatten()).div_(gamma)
+        normed = torch.where(is_well(weight, bias).flatten(), of_y, normed)
+        del of_y
         dx = dweight = dbias = None
         if has_dx:
             dx = dy * gamma

@@ -49,11 +49,8 @@ def _gated(module: nn.Module, patch: Any, x: Tensor) -> Tensor:
     if not (is_known and gate.dtype == up.dtype and can_run(gate, up)):
         return parts.down_proj(parts.act_fn(gate) * up)
     act = _kernel_of(parts.act_fn)
-
-    def back(wanted: Any, dz: Tensor, gate: Tensor, up: Tensor) -> Any:
-        return kernels().gated_backward(dz, gate, up, act)
-
-    return parts.down_proj(fused(partial(kernels().gated_forward, act=act), back, gate, up))
+    run = partial(kernels().gated_forward, act=act)
+    return parts.down_proj(fused(run, lambda _, *given: kernels().gated_backward(*given, act), gate, up))
 
 
 def _has_no_kernel(module: nn.Module, value: Any) -> str:

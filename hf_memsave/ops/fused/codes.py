@@ -45,17 +45,9 @@ def _decode(codes: Tensor, bounds: Tensor, form: quantize.Format, numel: int, dt
     return kernels().decode(codes, bounds, f"int{form.bits}", numel, dtype)
 
 
-def _row_norms(x: Tensor) -> Tensor:
-    return kernels().row_norms(x)
-
-
-def _probabilities(norms: Tensor, predicted: Tensor | None = None, allowed: Tensor | None = None) -> Tensor:
-    return kernels().probabilities(norms, predicted, allowed)
-
-
 def _draw(estimator: str, p: Tensor, k: int, u: Tensor) -> Draw:
-    return estimators.draw(estimator, p, k, u) if estimator == "topk" else Draw(*kernels().draw(p, k, u, estimator))
+    return estimators.topk(p, k) if estimator == "topk" else Draw(*kernels().draw(p, k, u, estimator))
 
 
 FUSED_CODERS = codecs.Coders(_pack_bits, _unpack_bits, _encode, _decode)
-FUSED_DRAWING = Drawing(_row_norms, _probabilities, _draw)
+FUSED_DRAWING = Drawing(lambda x: kernels().row_norms(x), lambda *norms: kernels().probabilities(*norms), _draw)

@@ -57,7 +57,7 @@ def _taped(tensors: tuple[Tensor, ...], eps: float, p: float, seed: int, out: to
     y, h, y_low, mean, rstd = _DropoutNorm.apply(*tensors, edge, eps, p, seed, out, low, joint)
     tape.copy_all([weight, bias])
     sources = _before(tape, residual, h.dtype) or (residual,)
-    tape.record(h, partial(_sum_again, p=p, seed=seed), (x, *sources))
+    tape.record(h, lambda x, other, *norm: kernels().dropout_sum(x, other, p, seed, norm or None), (x, *sources))
     made = h, weight, bias, mean, rstd
     tape.record(y, partial(kernels().layer_norm_again, out=out), made)
     tape.memo[_before] = weakref.ref(y), _state(tape, y), made, [t._version for t in made]
@@ -75,10 +75,6 @@ def _before(tape: Tape, y: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...] | N
 
 def _state(tape: Tape, y: Tensor) -> tuple[int, ...]:
     return y._version, tape.block, tape.root.unversioned  # versions do not tell any more of what was written to
-
-
-def _sum_again(x: Tensor, residual: Tensor, *norm: Tensor, p: float, seed: int) -> Tensor:
-    return kernels().dropout_sum(x, residual, p, seed, norm or None)
 
 
 @leaves_if_hooked

@@ -166,33 +166,29 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @private.no_autocast()
     def backward(ctx: Any, dy: Tensor) -> Any:
-        with private.no_autocast():
-            return *_gradients(ctx, dy), *[None] * 6
-
-
-def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    low, weight = ctx.saved_tensors
-    rows, into = low.reshape(-1, low.shape[-1]), dy.reshape(-1, dy.shape[-1])
-    dx = dw = db = None
-    if ctx.needs_input_grad[0]:
-        w = _low_again(weight, ctx.own(), low.dtype, ctx.block)
-        w = w.t() if ctx.is_turned else w
-        joined = None if ctx.joint is None else ctx.joint.sum_for(ctx, 0, dy)
-        if joined is not None and joined.total is not None:
-            add_product(joined.total.view(rows.shape), into, w)
-        else:
-            dx = wide_product(into, w, ctx.x).view(low.shape)
-            if joined is not None:
-                joined.total, dx = dx, None
-    if ctx.needs_input_grad[1]:
-        a, b = (rows, into) if ctx.is_turned else (into, rows)
-        dw = wide_product(a.t(), b, torch.float32)
-    if ctx.needs_input_grad[2]:
-        db, version = getattr(dy, _SUM, (None, 0))
-        if db is None or version != dy._version:
-            db = into.sum(0, dtype=torch.float32)
-    return dx, dw, db
+        low, weight = ctx.saved_tensors
+        rows, into = low.reshape(-1, low.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            w = _low_again(weight, ctx.own(), low.dtype, ctx.block)
+            w = w.t() if ctx.is_turned else w
+            joined = None if ctx.joint is None else ctx.joint.sum_for(ctx, 0, dy)
+            if joined is not None and joined.total is not None:
+                add_product(joined.total.view(rows.shape), into, w)
+            else:
+                dx = wide_product(into, w, ctx.x).view(low.shape)
+                if joined is not None:
+                    joined.total, dx = dx, None
+        if ctx.needs_input_grad[1]:
+            a, b = (rows, into) if ctx.is_turned else (into, rows)
+            dw = wide_product(a.t(), b, torch.float32)
+        if ctx.needs_input_grad[2]:
+            db, version = getattr(dy, _SUM, (None, 0))
+            if db is None or version != dy._version:
+                db = into.sum(0, dtype=torch.float32)
+        return dx, dw, db, *[None] * 6
 
 
 def wants_sum(y: Tensor) -> bool:

@@ -47,11 +47,8 @@ def _lora(module: Any, patch: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tens
 def dropped(x: Tensor, p: float, seed: int, out: torch.dtype) -> Tensor:
     """``dropout(x)`` in the dtype ``out``, with the mask of a seed."""
     dtype = x.dtype
-
-    def back(wanted: Any, dy: Tensor) -> Any:
-        return (kernels().lora_input_backward(dy, p, seed, dtype),)
-
-    return fused(partial(kernels().lora_input_forward, p=p, seed=seed, out=out), back, x, kept=slice(0))
+    run = partial(kernels().lora_input_forward, p=p, seed=seed, out=out)
+    return fused(run, lambda _, dy: (kernels().lora_input_backward(dy, p, seed, dtype),), x, kept=slice(0))
 
 
 def added(base: Tensor, b: Tensor, scale: float) -> Tensor:

@@ -24,12 +24,8 @@ def _rms_norm(module: nn.Module, patch: Any, x: Tensor) -> Tensor:
     if not can_run(x, weight):
         return patch.stock.forward(module, x)
     style, name_of_eps = patch.value
-
-    def back(wanted: Any, dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> Any:
-        return kernels().rms_norm_backward(dy, x, weight, rstd, style, wanted[1])
-
     run = partial(kernels().rms_norm_forward, eps=getattr(module, name_of_eps), style=style)
-    return fused(run, back, x, weight)
+    return fused(run, lambda wanted, *given: kernels().rms_norm_backward(*given, style, wanted[1]), x, weight)
 
 
 FUSED_RMS_NORM = Op("fused_rms_norm", _rms_norm, not_parametrized, is_implied=True, in_place="exact")

@@ -14,7 +14,6 @@ two. All equals stock's up to the order of fp32 sums.
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -28,22 +27,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from hf_memsave.device import has_numbers
 from hf_memsave.errors import KeptTensorChangedError
 from hf_memsave.ops.loss import chunked_loss
-from hf_memsave.ops.loss.head import Head, Step, gradients
+from hf_memsave.ops.loss.head import Head, Step, followed, gradients
 from hf_memsave.ops.loss.sums import gradient
 from hf_memsave.ops.op import once_differentiable
 from hf_memsave.tape import current
 from hf_memsave.tape.as_stock import in_place_of_stock
+from hf_memsave.tape.content import same
 from hf_memsave.tape.private import backward_id, no_autocast, no_modes, stands_for_many
 
 #: Tensors as large as a chunk's logits that there may be at once: those of an entropy, in backward, and room.
 _ALIVE = 16
-
-
-def followed(z: Tensor, steps: tuple[Step, ...]) -> Tensor:
-    """``z`` after ``steps``."""
-    for func, args, kwargs in steps:
-        z = func(z, *args, **kwargs)
-    return z
 
 
 class Asked(NamedTuple):
@@ -71,8 +64,7 @@ class Rows:
 
     def __init__(self, hidden: Tensor, head: Head, words: int) -> None:
         self.words, self.hidden, self.version = words, hidden.detach(), hidden._version
-        self.head = copy.copy(head)
-        self.head.steps = ()
+        self.head = head.with_steps(())
         self.asked: list[Any] = []  # in a backward, until the gate is run
         self.was_asked = False
         self.given: list[tuple[weakref.ref[Tensor], int, Asked]] = []  # numbers, and the version that they had
@@ -81,11 +73,7 @@ class Rows:
             self.gate: Tensor = _Gate.apply(hidden, self.head, words, self.asked, *self.head.parameters())
 
     def check(self) -> None:
-        """Raise where the hidden states have been written to since.
-
-        Raises:
-            KeptTensorChangedError: They have.
-        """
+        """Raise KeptTensorChangedError where the hidden states have been written to since."""
         if self.hidden._version != self.version:
             raise KeptTensorChangedError(
                 "these logits are computed when they are first read, and the hidden states that they are made of have "
@@ -111,7 +99,7 @@ class Rows:
         self.check()
         self.head.check()
         flat = self.hidden.reshape(-1, self.hidden.shape[-1])
-        with torch.inference_mode(False), torch.no_grad(), no_modes(), saved_tensors_hooks(_same, _same):
+        with torch.inference_mode(False), torch.no_grad(), no_modes(), saved_tensors_hooks(same, same):
             found = tuple(
                 torch.empty(*lead, *like.shape[1:], dtype=like.dtype, device=flat.device) for like in asked.likes
             )
@@ -124,10 +112,6 @@ class Rows:
                 del z, values, value
         self.head.renew()  # some adapters write to their own weights
         return found
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _parts(every: list[Asked], words: int, flat: Tensor) -> Iterator[slice]:
@@ -182,7 +166,7 @@ class _Gate(torch.autograd.Function):
         dz_of = partial(_sum_of, head, asked)
         if any(stands_for_many(dy) for _, dy in asked):  # a batch of gradients has no place in a sum
             head.check()
-            with torch.enable_grad(), no_modes(), saved_tensors_hooks(_same, _same):
+            with torch.enable_grad(), no_modes(), saved_tensors_hooks(same, same):
                 x = flat.detach().requires_grad_()
                 logits = head.of_chunk(x.view_as(x))
                 dz = dz_of(logits.detach(), slice(0, len(flat)))

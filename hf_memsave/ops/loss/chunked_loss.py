@@ -37,6 +37,7 @@ from hf_memsave.ops.loss.sums import Sums, gradient
 from hf_memsave.ops.op import once_differentiable
 from hf_memsave.tape import current
 from hf_memsave.tape.as_stock import counted
+from hf_memsave.tape.content import same
 from hf_memsave.tape.private import no_autocast, no_modes
 
 #: Bytes that a chunk takes; and that all logits may take in fp32 where there are no chunks.
@@ -68,9 +69,7 @@ class _Options(NamedTuple):
     label_smoothing: float = 0.0
 
 
-def cross_entropy(
-    hidden: Tensor, head: Head, like: Tensor, target: Tensor, *args: Any, **kwargs: Any
-) -> Tensor | None:
+def cross_entropy(hidden: Tensor, head: Head, like: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
     """``F.cross_entropy(head(hidden), target, *args, **kwargs)``, a chunk of rows at a time.
 
     ``hidden`` is ``[T, H]``, ``target`` ``[T]``, and ``like`` has the shape ``[T, V]`` and dtype of the logits.
@@ -148,7 +147,7 @@ def in_chunks(
     empty = torch.empty_like if is_all else torch.zeros_like  # where some rows are in no part
     dx, sums = empty(hidden) if wants_dx else None, Sums(wanted, wide, len(hidden))
     head.check()
-    with no_modes(), saved_tensors_hooks(_same, _same):
+    with no_modes(), saved_tensors_hooks(same, same):
         for part in parts:
             x = hidden[part].detach().requires_grad_()
             with torch.enable_grad(), sums.of_linears(head.module):
@@ -174,10 +173,6 @@ def rows_of_chunk(of_row: int, x: Tensor) -> int:
         return rows
     memory = memory_of(x)
     return max(rows // TILE * TILE, ROWS if memory is None or ROWS * of_row <= memory // _PART else TILE)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _of_chunk(head: Head, z: Tensor, target: Tensor, options: _Options, count: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,13 @@ Step = tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]]
 _OF_MODULES = vars(nn.Module()).keys()
 
 
+def followed(z: Tensor, steps: tuple[Step, ...]) -> Tensor:
+    """``z`` after ``steps``."""
+    for func, args, kwargs in steps:
+        z = func(z, *args, **kwargs)
+    return z
+
+
 def _weights(module: nn.Module) -> list[tuple[int, int, int]]:
     """By which a later write to a parameter shows, and that FSDP2 or ZeRO-3 has taken it away."""
     return [(id(parameter), parameter._version, parameter.numel()) for parameter in module.parameters()]
@@ -91,10 +98,10 @@ class Head:
     def __post_init__(self) -> None:
         self.renew()
 
-    def followed_by(self, step: Step) -> Head:
-        """The head, and one step more."""
+    def with_steps(self, steps: tuple[Step, ...], fuses_loss: bool = False) -> Head:
+        """The head with these steps instead of its own, and this ``fuses_loss``."""
         after = copy.copy(self)
-        after.steps = (*self.steps, step)
+        after.steps, after.fuses_loss = steps, fuses_loss
         return after
 
     def renew(self) -> None:
@@ -102,11 +109,7 @@ class Head:
         self.state[:] = _weights(self.module), _settings(self.module)
 
     def check(self) -> None:
-        """Make sure that it is as it was.
-
-        Raises:
-            KeptTensorChangedError: It is not.
-        """
+        """Raise KeptTensorChangedError where it is not as it was."""
         weights, settings = self.state
         changed = ""
         if weights != _weights(self.module):
@@ -133,10 +136,7 @@ class Head:
 
     def _run(self, forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
         with self.autocast:
-            logits = forward(hidden)
-            for func, args, kwargs in self.steps:
-                logits = func(logits, *args, **kwargs)
-        return logits
+            return followed(forward(hidden), self.steps)
 
     def parameters(self) -> list[Tensor]:
         """The module's parameters that want a gradient."""

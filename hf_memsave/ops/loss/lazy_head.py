@@ -19,7 +19,7 @@ from hf_memsave.device import HALVES
 from hf_memsave.ops.loss import chunked_loss
 from hf_memsave.ops.loss.head import Head, draws
 from hf_memsave.ops.loss.lazy_logits import LazyLogits
-from hf_memsave.ops.op import Op, is_parametrized
+from hf_memsave.ops.op import Op, not_parametrized
 from hf_memsave.tape import current
 from hf_memsave.tape.again import AutocastState
 from hf_memsave.tape.private import FakeTensor
@@ -126,7 +126,7 @@ def _check(module: nn.Module, value: Any) -> str:
     is_linear = isinstance(getattr(module, "out_features", None), int)
     if not (is_linear if tokens is None else type(tokens.base_layer) is nn.Linear):
         return f"expected a linear, got {type(module).__name__}"
-    return "it is parametrized: reading its weight computes it" if is_parametrized(module) else ""
+    return not_parametrized(module, value)
 
 
 LAZY_HEAD = Op("lazy_head", _lazy_head, _check, is_implied=True)

@@ -9,12 +9,11 @@ themselves, computed once, by the head's own forward if nothing was asked of the
 
 from __future__ import annotations
 
-import copy
 import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -26,20 +25,16 @@ from hf_memsave.errors import PatchError
 from hf_memsave.ops.loss import chunked_loss
 from hf_memsave.ops.loss.by_row import Asked, Rows
 from hf_memsave.ops.loss.head import Head, Step, gradients
-from hf_memsave.ops.loss.row_functions import asked_of, chosen, step_of
+from hf_memsave.ops.loss.row_functions import asked_of, chosen, named, step_of
 from hf_memsave.ops.op import once_differentiable
 from hf_memsave.tape import current
 from hf_memsave.tape.as_stock import in_place_of_stock
 from hf_memsave.tape.private import no_subclasses, tree_leaves, tree_map
 
 #: Functions of each logit by itself, where their other arguments are numbers.
-_ELEMENTWISE = {
-    getattr(home, name)
-    for name in "float double half bfloat16 to tanh mul div true_divide multiply divide __mul__ __rmul__ __truediv__ "
-    "neg clamp type".split()
-    for home in (torch, Tensor)
-    if hasattr(home, name)
-}
+_ELEMENTWISE = named(
+    "float double half bfloat16 to tanh mul div true_divide multiply divide __mul__ __rmul__ __truediv__ neg clamp type"
+)
 #: Functions that keep the order of the numbers.
 _RESHAPED = {
     Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.contiguous, Tensor.squeeze,
@@ -51,20 +46,13 @@ _DETACHED = {Tensor.detach, torch.detach}
 #: What a tensor is, told without its bytes.
 _TOLD = {
     told if callable(told) else told.__get__
-    for told in (
-        getattr(Tensor, name)
-        for name in "shape dtype device ndim layout requires_grad grad_fn is_leaf is_cuda is_cpu is_meta is_sparse "
-        "is_quantized itemsize nbytes retains_grad output_nr _version size dim numel nelement is_floating_point "
-        "is_complex element_size get_device __len__ ndimension is_signed".split()
-    )
+    for name in "shape dtype device ndim layout requires_grad grad_fn is_leaf is_cuda is_cpu is_meta is_sparse "
+    "is_quantized itemsize nbytes retains_grad output_nr _version size dim numel nelement is_floating_point "
+    "is_complex element_size get_device __len__ ndimension is_signed".split()
+    for told in (getattr(Tensor, name),)
 }
 #: Logits of forwards without gradients, which may be read after a step (an old policy's).
 _constant: weakref.WeakValueDictionary[int, LazyLogits] = weakref.WeakValueDictionary()
-
-
-@cache
-def _read_before_steps() -> None:
-    register_optimizer_step_pre_hook(_read)  # of the process, from the first such logits on
 
 
 def _read(*_: Any) -> None:
@@ -73,6 +61,10 @@ def _read(*_: Any) -> None:
         if not (lazy.is_taken or lazy.is_computed()):
             lazy.computed()
     _constant.clear()
+
+
+#: Asked of the process, once, from the first such logits on.
+_read_before_steps = cache(partial(register_optimizer_step_pre_hook, _read))
 
 
 class LazyLogits(Tensor):
@@ -204,8 +196,7 @@ def _derived(lazy: LazyLogits, func: Callable[..., Any], args: Sequence[Any], kw
     lazy.rows.check()
     place = lazy.rows, lazy.start
     if (made := step_of(lazy, func, args, kwargs)) is not None:
-        head = copy.copy(lazy.head)
-        head.steps, head.fuses_loss = made[0], False  # a kernel would write over what backward needs
+        head = lazy.head.with_steps(made[0])  # which fuses no loss: a kernel would write over what backward needs
         return LazyLogits.of(lazy.hidden, head, lazy.like.new_empty(lazy.shape, dtype=made[1]), None, place)
     if any(isinstance(a, Tensor) for a in tree_leaves((args, kwargs))):
         return _of_chosen(lazy, args[0]) if func is Tensor.__getitem__ else None
@@ -213,9 +204,10 @@ def _derived(lazy: LazyLogits, func: Callable[..., Any], args: Sequence[Any], kw
     if func in _ELEMENTWISE:
         here = _without_device(lazy, args, kwargs)
         like = None if here is None else func(lazy.like, *here[0], **here[1])
-        if not isinstance(like, Tensor):  # ``type()`` of no dtype says what they are
-            return None
-        return lazy if like is lazy.like else LazyLogits.of(hidden, head.followed_by((func, *here)), like, None, place)
+        if like is lazy.like or not isinstance(like, Tensor):  # ``type()`` of no dtype says what they are
+            return lazy if like is lazy.like else None
+        after = head.with_steps((*head.steps, (func, *here)), head.fuses_loss)
+        return LazyLogits.of(hidden, after, like, None, place)
     if func in _SPLIT:
         return _split(lazy, func, args, kwargs)
     if func in _RESHAPED:

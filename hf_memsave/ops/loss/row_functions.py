@@ -11,21 +11,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_memsave.ops.loss.by_row import Asked, followed
-from hf_memsave.ops.loss.head import Step
+from hf_memsave.ops.loss.by_row import Asked
+from hf_memsave.ops.loss.head import Step, followed
 from hf_memsave.tape.again import AutocastState, run_under
 from hf_memsave.tape.private import no_modes, tree_leaves
 
 
-def _named(names: str) -> dict[Any, str]:
+def named(names: str) -> dict[Any, str]:
+    """The functions of these names in PyTorch, each with its own."""
     homes = (torch, Tensor, F)
     return {getattr(home, name): name for name in names.split() for home in homes if hasattr(home, name)}
 
 
-_ALONE = _named("exp log add sub __rsub__").keys()
-_OVER_WORDS = _named("log_softmax softmax")
-_REDUCED = _named("gather take_along_dim logsumexp sum mean max amax argmax topk all")
-_OF_BOTH = set(_named("add sub mul div")) | {Tensor.__eq__}
+_ALONE = named("exp log add sub __rsub__").keys()
+_OVER_WORDS = named("log_softmax softmax")
+_REDUCED = named("gather take_along_dim logsumexp sum mean max amax argmax topk all")
+_OF_BOTH = named("add sub mul div").keys() | {Tensor.__eq__}
 _LOSSES = {F.cross_entropy, F.nll_loss}
 #: Places of arguments after the logits.
 _ARGUMENTS = {
@@ -56,13 +57,9 @@ def step_of(
             steps, like = other
             same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(mine, steps, strict=False)))
             run = _under(lazy, func)
-            both = partial(_of_both, run, mine[same:], steps[same:])
-            return (*mine[:same], (both, (), {})), _shown(lazy, run, _row(lazy.like), _row(like)).dtype
+            both: Step = (lambda z: run(followed(z, mine[same:]), followed(z, steps[same:]))), (), {}
+            return (*mine[:same], both), _shown(lazy, run, _row(lazy.like), _row(like)).dtype
     return None
-
-
-def _of_both(func: Callable[..., Tensor], left: tuple[Step, ...], right: tuple[Step, ...], z: Tensor) -> Tensor:
-    return func(followed(z, left), followed(z, right))
 
 
 def _first_of(func: Callable[..., Any], z: Tensor) -> Tensor:
@@ -93,20 +90,12 @@ def asked_of(lazy: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
         return _ask(lazy, partial(getattr(Tensor, name), **given))
     if type(index) is not Tensor or index.shape[:-1] != lazy.shape[:-1] or index.dtype != torch.int64:
         return None
-    return _ask(lazy, _gathered, index.reshape(-1, index.shape[-1]))
-
-
-def _gathered(z: Tensor, index: Tensor) -> Tensor:
-    return z.gather(-1, index)
+    return _ask(lazy, lambda z, index: z.gather(-1, index), index.reshape(-1, index.shape[-1]))
 
 
 def chosen(lazy: Any, index: Tensor) -> Any:
     """Of each row ``[n, V]`` the word in ``index``, ``[n]``."""
-    return _ask(lazy, _chosen, index)
-
-
-def _chosen(z: Tensor, index: Tensor) -> Tensor:
-    return z[torch.arange(len(z), device=z.device), index]
+    return _ask(lazy, lambda z, index: z[torch.arange(len(z), device=z.device), index], index)
 
 
 def _loss(lazy: Any, func: Callable[..., Tensor], given: dict[str, Any]) -> Tensor | None:
@@ -118,15 +107,11 @@ def _loss(lazy: Any, func: Callable[..., Tensor], given: dict[str, Any]) -> Tens
     is_plain = type(target) is Tensor and target.dtype == torch.int64 and target.shape == lazy.shape[:-1]
     if is_old or is_weighed or not is_plain or lazy.dim() != 2 or how not in ("none", "sum", "mean"):
         return None
-    losses: Tensor = _ask(lazy, partial(_loss_of, func, given), target)
+    losses: Tensor = _ask(lazy, partial(func, **given, reduction="none"), target)
     if how == "none":
         return losses
     total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
     return (total / (target != ignored).sum() if how == "mean" else total).to(losses.dtype)
-
-
-def _loss_of(func: Callable[..., Tensor], given: dict[str, Any], z: Tensor, target: Tensor) -> Tensor:
-    return func(z, target, **given, reduction="none")
 
 
 def _ask(lazy: Any, func: Callable[..., Any], *by_row: Tensor) -> Any:

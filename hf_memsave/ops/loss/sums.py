@@ -63,7 +63,7 @@ class Sum:
             self._dy = dy.new_empty(place if place > len(dy) else 0, dy.shape[1])
             if place < self.count:
                 self.total()  # at once: where nothing has numbers, two chunks tell the bytes of all
-        start = _length(self._xs)
+        start = sum(map(len, self._xs))
         if self._xs and start + len(dy) > len(self._dy):
             _add_product(self.total(), self._dy[:start], *self._xs)
             self._xs, start = [], 0
@@ -78,9 +78,10 @@ class Sum:
         total, dy, xs, dtype = self._total, self._dy, self._xs, self.parameter.dtype
         self._total, self._dy, self._xs = None, None, []
         if dy is not None and xs:
-            rows = dy[: _length(xs)]
+            rows = dy[: sum(map(len, xs))]
             if total is None:
-                return (rows, *xs) if dy.nbytes <= self.parameter.nbytes else (_product((rows, *xs), dtype),)
+                is_less = dy.nbytes <= self.parameter.nbytes
+                return (rows, *xs) if is_less else (wide_product(rows.t(), _joined(xs), dtype),)
             _add_product(total, rows, *xs)
             del rows
         del dy  # what is rounded takes its place
@@ -136,9 +137,7 @@ class _Linear(torch.autograd.Function):
     """A linear by ``low``, a weight in the dtype of x; gradients of its parameters go to ``sums``."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor, sums: dict[int, Sum]
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor, sums: dict[int, Sum]) -> Tensor:
         ctx.save_for_backward(x, low)
         ctx.parameters, ctx.sums = (weight, bias), sums
         return F.linear(x, low, bias if bias is None else bias.to(x.dtype))
@@ -160,15 +159,10 @@ def gradient(kept: Sequence[Tensor], factor: Tensor, dtype: torch.dtype) -> Tens
     """What :meth:`Sum.kept` gave of a parameter of this dtype, times a number in the dtype of sums."""
     if not kept:
         return None
-    whole = kept[0] if len(kept) == 1 else _product(kept, dtype)
+    whole = kept[0] if len(kept) == 1 else wide_product(kept[0].t(), _joined(kept[1:]), dtype)
     if len(kept) == 1 or stands_for_many(factor):
         return (whole * factor).to(dtype)
     return whole.mul_(factor)
-
-
-def _product(rows: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """``dy^T x`` of ``[T, V]`` and the parts of ``[T, H]``."""
-    return wide_product(rows[0].t(), _joined(rows[1:]), dtype)
 
 
 def _add_product(total: Tensor, dy: Tensor, *xs: Tensor) -> None:
@@ -181,10 +175,6 @@ def _add_product(total: Tensor, dy: Tensor, *xs: Tensor) -> None:
             add_product(block, part, x)
         else:
             block.addmm_(part.to(total.dtype), x)
-
-
-def _length(xs: Sequence[Tensor]) -> int:
-    return sum(map(len, xs))
 
 
 def _joined(xs: Sequence[Tensor]) -> Tensor:

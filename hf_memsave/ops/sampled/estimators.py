@@ -102,13 +102,7 @@ ESTIMATORS: dict[str, Callable[[Tensor, int, Tensor], Draw]] = {"wta": wta, "crs
 
 def row_norms(x: Tensor) -> Tensor:
     """Euclidean norms over the last dimension, in fp32 at least."""
-    norms: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
-    return norms
-
-
-def draw(estimator: str, p: Tensor, k: int, u: Tensor) -> Draw:
-    """The draw of the estimator of that name."""
-    return ESTIMATORS[estimator](p, k, u)
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 class Drawing(NamedTuple):
@@ -120,7 +114,7 @@ class Drawing(NamedTuple):
 
 
 #: By PyTorch's own functions.
-EAGER = Drawing(row_norms, probabilities, draw)
+EAGER = Drawing(row_norms, probabilities, lambda estimator, p, k, u: ESTIMATORS[estimator](p, k, u))
 
 
 def _sorted_tails(p: Tensor) -> tuple[Tensor, Tensor]:

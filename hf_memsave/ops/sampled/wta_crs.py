@@ -46,11 +46,6 @@ class JointNorms:
         self.users = self.waiting = 0
         self.squared: Tensor | None = None
 
-    def join(self) -> None:
-        """Called by each linear in forward."""
-        self.users += 1
-        self.waiting = self.users
-
     def learn(self, dz: Tensor | None) -> None:
         """Called by each linear in backward, with ``[n, out]`` or None for none; the last one tells the cache."""
         if dz is not None:
@@ -101,7 +96,7 @@ class _SampledLinear(torch.autograd.Function):
         ctx.norms, ctx.is_conv1d, ctx.is_fused = shared.norms, is_conv1d, shared.is_fused
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(weight, kept, shared.index, shared.scale if kept is h else None)
-        shared.norms.join()
+        shared.norms.users = shared.norms.waiting = shared.norms.users + 1
         return F.linear(h, weight.t() if is_conv1d else weight, bias)
 
     @staticmethod
@@ -133,8 +128,7 @@ def _scaled(h: Tensor, index: Tensor, scale: Tensor, is_fused: bool) -> Tensor:
     """The drawn rows of ``h`` ``[*, in]``, each times its scale, ``[k, in]``."""
     flat = h.reshape(-1, h.shape[-1])
     if is_fused:
-        rows: Tensor = kernels().gather_rows(flat, index, scale)
-        return rows
+        return kernels().gather_rows(flat, index, scale)
     return (flat.index_select(0, index) * scale[:, None]).to(h.dtype)
 
 

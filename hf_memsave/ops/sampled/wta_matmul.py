@@ -109,9 +109,7 @@ class _SampledMatmul(torch.autograd.Function):
 
 def _taken(x: Tensor, index: Tensor, dim: int) -> Tensor:
     """The columns or rows of ``x`` ``[*, n, q]`` at ``index`` ``[*, k]``."""
-    if dim == _COLUMNS:
-        return x.gather(dim, index.long()[..., None, :].expand(*x.shape[:-1], -1))
-    return x.gather(dim, index.long()[..., :, None].expand(*index.shape, x.shape[-1]))
+    return x.take_along_dim(index.long().unsqueeze(-3 - dim), dim)
 
 
 def _scaled(x: Tensor, index: Tensor, scale: Tensor, dim: int) -> Tensor:
