@@ -33,8 +33,7 @@ def report(parser: argparse.ArgumentParser) -> None:
     )
     _add(parser, "model", "--batch")
     add_memsave(parser)
-    _add(parser, "--batch-size", "--seq-len", "--dtype", "--autocast", "--lora", "--layers")
-    _add(parser, "--json")
+    _add(parser, "--batch-size", "--seq-len", "--dtype", "--autocast", "--lora", "--layers", "--json")
 
 
 def estimate(parser: argparse.ArgumentParser) -> None:
@@ -47,8 +46,8 @@ def estimate(parser: argparse.ArgumentParser) -> None:
     _add(parser, "model")
     add_memsave(parser, "the preset or YAML file to estimate beside stock (%(default)s)")
     _add_step(parser)
+    _add(parser, "--memory", help=f"what there is: says whether it fits, and what would; {_SIZES}")
     option = parser.add_argument
-    option("--memory", **_size("--memory"), help=f"what there is: says whether it fits, and what would; {_SIZES}")
     option("--check", action="store_true", help="run the step on this machine's GPU, and compare")
     page = partial(picture, suffixes=(".html", ".htm"))
     option("--html", type=page, metavar="FILE", help="write a page with pictures and explanations, all in one file")
@@ -62,11 +61,11 @@ def plan(parser: argparse.ArgumentParser) -> None:
         "fit, and writes the configuration. It estimates as memsave estimate does."
     )
     _add(parser, "model")
-    option = parser.add_argument
-    option("--budget", **_size("--budget"), required=True, help=f"what there is: {_SIZES}")
+    _add(parser, "--budget", required=True, help=f"what there is: {_SIZES}")
     _add(parser, "--memsave", help="a preset or YAML file to begin with (%(default)s)")
-    option("--device", choices=["a100", "h100", "rtx4090"], default="a100", help="whose speed counts (%(default)s)")
-    option("--main-memory", **_size("--main-memory"), help="what offload may take, such as 64GiB (any amount)")
+    speed = "whose speed counts (%(default)s)"
+    parser.add_argument("--device", choices=["a100", "h100", "rtx4090"], default="a100", help=speed)
+    _add(parser, "--main-memory", help="what offload may take, such as 64GiB (any amount)")
     _add_step(parser)
     _add(parser, "--out", "--json")
 
@@ -113,8 +112,7 @@ def auto(parser: argparse.ArgumentParser) -> None:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--smart", action="store_true", help="as few conversions as it takes (this is the default)")
     how.add_argument("--fast", action="store_true", help="everything, or nothing where that trains faster")
-    limit = f"the limit (on CUDA: nine tenths of what the device has left); {_SIZES}"
-    parser.add_argument("--memory", **_size("--memory"), help=limit)
+    _add(parser, "--memory", help=f"the limit (on CUDA: nine tenths of what the device has left); {_SIZES}")
     add_memsave(parser, "a preset or YAML file: what to convert to (%(default)s)")
     parser.add_argument("--max-batch", **_NUMBER, help="with --fast, the largest batch to try")
     _add(parser, "--out", "--json")
@@ -136,7 +134,9 @@ def add_memsave(parser: argparse.ArgumentParser, words: str = "a preset or YAML 
     again = "what of each block runs again in backward: each in turn frees more, and takes more time"
     parser.add_argument("--checkpoint", choices=RUNGS, help=again)
     sizes = "run blocks again in tiles of so many tokens of each sequence (auto: by what is free)"
-    parser.add_argument("--tiles", type=tiles_of, metavar="N|auto", help=sizes)
+    parser.add_argument(
+        "--tiles", type=lambda text: text if text == "auto" else _positive_int(text), metavar="N|auto", help=sizes
+    )
     parser.add_argument("--offload", action="store_true", help="what is still kept goes to main memory (for CUDA)")
     parser.add_argument("--compile", action="store_true", help="compile each repeated block by itself")
 
@@ -154,11 +154,6 @@ def memsave_in_words(args: argparse.Namespace) -> str:
     named = [f"{name} {value}" for name in _MEMSAVE[:2] if (value := getattr(args, name, None))]
     flags = [name for name in _MEMSAVE[2:] if getattr(args, name, False)]
     return ", ".join([args.memsave, *named, *flags])
-
-
-def tiles_of(text: str) -> int | str:
-    """What ``--tiles`` means."""
-    return text if text == "auto" else _positive_int(text)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -236,10 +231,6 @@ def picture(text: str, suffixes: tuple[str, ...] = (".png", ".pdf", ".svg")) -> 
     return _output(text, suffixes)
 
 
-def _size(option: str) -> dict[str, Any]:
-    return {"type": partial(bytes_of, name=option), "metavar": "SIZE"}
-
-
 _SIZES = "24GiB and 24G are 24 x 2^30 bytes, 24GB is 24 x 10^9"
 _NUMBER: dict[str, Any] = {"type": _positive_int, "metavar": "N"}
 #: Option -> what argparse is told of it.
@@ -269,6 +260,8 @@ _SHARED: dict[str, dict[str, Any]] = {
     },
     "--out": {"type": _output, "metavar": "FILE", "help": "write the configuration, as YAML or .json"},
 }  # fmt: skip
+for _name in ("--memory", "--budget", "--main-memory"):
+    _SHARED[_name] = {"type": partial(bytes_of, name=_name), "metavar": "SIZE"}
 
 
 def _add(parser: argparse.ArgumentParser, *names: str, **changes: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 from rich import box
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor
 
 from hf_memsave import Kept, measure_kept, patch
@@ -94,7 +94,8 @@ def train(config: Any, task: DemoTask, steps: int, patched: bool) -> Run:
         )  # fmt: skip
         trainer = transformers.Trainer(
             model, arguments, train_dataset=task.train, eval_dataset=task.dev,
-            data_collator=transformers.DataCollatorWithPadding(task.tokenizer), compute_metrics=_accuracy,
+            data_collator=transformers.DataCollatorWithPadding(task.tokenizer),
+            compute_metrics=lambda of: {"accuracy": float((of.predictions.argmax(-1) == of.label_ids).mean())},
         )  # fmt: skip
         trainer.remove_callback(transformers.PrinterCallback)
         kept = measure_kept(model.train(), dict(next(iter(trainer.get_train_dataloader()))))
@@ -103,10 +104,6 @@ def train(config: Any, task: DemoTask, steps: int, patched: bool) -> Run:
         accuracy = trainer.evaluate()["eval_accuracy"]
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return Run(losses, model.state_dict(), accuracy, kept, seconds / steps)
-
-
-def _accuracy(prediction: transformers.EvalPrediction) -> dict[str, float]:
-    return {"accuracy": float((prediction.predictions.argmax(axis=-1) == prediction.label_ids).mean())}
 
 
 def difference(stock: Run, patched: Run) -> str | None:
@@ -136,9 +133,8 @@ def unlearned(runs: dict[str, tuple[Run, Run]], task: DemoTask, steps: int) -> l
 
 def results_table(runs: dict[str, tuple[Run, Run]], task: DemoTask) -> Table:
     """Two rows for each model: stock, and patched below it."""
-    table = Table("model", "run", box=box.SIMPLE_HEAD)
-    for header in ("final loss", "dev accuracy", "majority", "kept MiB", "ratio", "s/step"):
-        table.add_column(header, justify="right")
+    headers = ("final loss", "dev accuracy", "majority", "kept MiB", "ratio", "s/step")
+    table = Table("model", "run", *(Column(header, justify="right") for header in headers), box=box.SIMPLE_HEAD)
     for name, (stock, patched) in runs.items():
         for label, run in (("stock", stock), ("patched", patched)):
             cells = (f"{run.losses[-1]:.6f}", f"{run.accuracy:.1%}", f"{task.majority:.1%}")

@@ -14,7 +14,7 @@ from rich.table import Table
 from hf_memsave.commands import options
 from hf_memsave.commands.arguments import memsave_in_words, memsave_of
 from hf_memsave.config.config import MemSaveConfig
-from hf_memsave.config.sizes import MIB, counted
+from hf_memsave.config.sizes import counted, gib
 from hf_memsave.errors import CommandError, MemSaveError
 from hf_memsave.measure.estimate import Estimate, estimate
 from hf_memsave.measure.largest import largest
@@ -36,9 +36,7 @@ def run(args: argparse.Namespace) -> int:
     figures = {"model_or_config": args.model, **result.to_dict()}
     training = Training(**step)
     if args.memory:
-        figures["largest"] = _largest(config, result, training, memsave, args, console)
-        if not result.fits:
-            figures["what_fits"] = _what_fits(config, result, step, memsave, args, console)
+        figures |= _within(config, result, step, memsave, args, console)
     if args.html:
         from hf_memsave.commands.estimate_page import write_page
 
@@ -72,7 +70,7 @@ def _check(
     table = Table("", "predicted", "measured", "difference", box=box.SIMPLE_HEAD)
     for name, one in found.items():
         for what in SLACK:
-            figures = (f"{amount[what] / MIB:,.2f} MiB" for amount in (one.predicted, one.measured))
+            figures = (gib(amount[what]) for amount in (one.predicted, one.measured))
             table.add_row(f"{name}, {what}", *figures, f"{one.difference(what):+.2%}")
     how = f"Check on {torch.cuda.get_device_name()}: what PyTorch's allocator gives out, but for cuBLAS's work spaces."
     console.print(how, table, sep="\n")
@@ -103,35 +101,30 @@ def in_words(args: argparse.Namespace, result: Estimate, training: Training) -> 
     return {name: text for name, text in words.items() if text}
 
 
-def _largest(
-    config: Any, result: Estimate, training: Training, memsave: MemSaveConfig, args: argparse.Namespace,
+def _within(
+    config: Any, result: Estimate, step: dict[str, Any], memsave: MemSaveConfig, args: argparse.Namespace,
     console: Console,
-) -> dict[str, dict[str, int]]:  # fmt: skip
-    """The largest batch and the longest sequence that fit, stock and patched; printed too."""
+) -> dict[str, Any]:  # fmt: skip
+    """The "largest" batch and sequence that fit, and "what_fits" where the step itself does not; printed too."""
     found, shards = {}, (args.sharding, args.devices)
     with console.status("Looking for what fits ..."):
         for label, chosen in (("stock", None), ("patched", memsave)):
             batch, tokens = (
-                largest(config, result.depth, training, chosen, name, args.memory, shards)
+                largest(config, result.depth, Training(**step), chosen, name, args.memory, shards)
                 for name in ("batch_size", "seq_len")
             )
             found[label] = {"batch_size": batch, "seq_len": tokens}
             told = f"the largest batch that fits is {batch} (of {args.seq_len} tokens), the longest sequence {tokens} "
             told += f"(in batches of {args.batch_size})"
             console.print(f"{label}: {told if batch or tokens else 'no batch fits, not even of 8 tokens'}.")
-    return found
-
-
-def _what_fits(
-    config: Any, result: Estimate, step: dict[str, Any], memsave: MemSaveConfig, args: argparse.Namespace,
-    console: Console,
-) -> list[str]:  # fmt: skip
-    """What makes a step fit that does not; printed too."""
+    if result.fits:
+        return {"largest": found}
     from hf_memsave.planner.plan import what_fits
 
-    shards = {"devices": args.devices, "sharding": args.sharding}
+    sharding, devices = shards
     with console.status("Looking for what makes it fit ..."):
-        found = what_fits(at_depth(config, result.depth), budget=args.memory, memsave=memsave, **step, **shards)
-    each = f"Each of these alone makes it fit, patched: {'; '.join(found)}."
-    console.print(each if found else "No other change alone makes it fit.")
-    return found
+        step |= {"budget": args.memory, "devices": devices, "sharding": sharding}
+        changes = what_fits(at_depth(config, result.depth), memsave=memsave, **step)
+    each = f"Each of these alone makes it fit, patched: {'; '.join(changes)}."
+    console.print(each if changes else "No other change alone makes it fit.")
+    return {"largest": found, "what_fits": changes}

@@ -30,14 +30,10 @@ _INK = "#010203"
 _ROWS = 12
 
 
-def _unit(nbytes: float) -> tuple[int, str]:
-    return (GIB, "GiB") if nbytes >= GIB else (MIB, "MiB")
-
-
 def timeline_axes(axes: Axes, memory: Memory, result: Estimate) -> None:
     """Draw what is alive over the step, in its parts, with the peak and the limit marked; alike for both settings."""
     highest, limit = max(shown.peak for shown in result.columns.values()), result.memory
-    unit, name = _unit(highest)
+    unit, name = (GIB, "GiB") if highest >= GIB else (MIB, "MiB")
     points = memory.timeline
     edges: list[float] = []
     for phase, (start, end) in _SPANS.items():

@@ -16,14 +16,11 @@ def run(args: argparse.Namespace) -> int:
     """Plan, print, and write what was asked for; returns 0."""
     config, console = load_config(args.model), console_of(args, soft_wrap=True)
     note = settle_sizes(args, config)
-    options = step_of(args) | {
-        "budget": args.budget, "memsave": memsave_of(args), "rates": args.device,
-        "devices": args.devices, "sharding": args.sharding,
-    }  # fmt: skip
+    options = step_of(args) | {name: getattr(args, name) for name in ("budget", "main_memory", "devices", "sharding")}
     if args.layers:
         config = at_depth(config, depth_of(config, args.layers))
     with console.status("Tracing a few layers ..."):
-        found = plan(config, main_memory=args.main_memory, **options)
+        found = plan(config, memsave=memsave_of(args), rates=args.device, **options)
     console.print(f"{note}{found}")
     if args.out:
         found.config.to_file(args.out)

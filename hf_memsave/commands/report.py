@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from rich import box
-from rich.table import Table
+from rich.table import Column, Table
 
 from hf_memsave.commands import options
 from hf_memsave.commands.arguments import memsave_in_words, memsave_of
@@ -56,9 +56,8 @@ def run(args: argparse.Namespace) -> int:
 
 def sites_table(sites: Mapping[tuple[str, ...], int]) -> Table:
     """(status, op, class, reason) -> how many: what was patched, and what was not and why."""
-    table = Table(box=box.SIMPLE_HEAD, title="Sites", title_justify="left")
-    for header in ("status", "count", "op", "class", "why"):
-        table.add_column(header, justify="right" if header == "count" else "left")
+    count_of = Column("count", justify="right")
+    table = Table("status", count_of, "op", "class", "why", box=box.SIMPLE_HEAD, title="Sites", title_justify="left")
     for (status, *what), count in sorted(sites.items()):
         table.add_row(status, str(count), *what)
     return table
@@ -138,10 +137,7 @@ def to_dict(result: FullDepth, setting: Training) -> dict[str, Any]:
         "dtype": options.NAMES[setting.dtype],
         "autocast": "bf16" if setting.autocast else None,
         "lora": dataclasses.asdict(setting.lora) if setting.lora else None,
-        "depth": result.depth,
-        "measured": result.measured,
-        "changes": result.changes,
-        "u": result.u,
+        **{name: getattr(result, name) for name in ("depth", "measured", "changes", "u")},
         "u_dtype": options.NAMES[setting.u_dtype],
         "sites": [
             dict(zip(("status", "op", "class", "reason", "count"), (*site, count), strict=True))

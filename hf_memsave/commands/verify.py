@@ -13,7 +13,7 @@ from rich.table import Table
 from hf_memsave.commands.arguments import memsave_in_words, memsave_of
 from hf_memsave.commands.inputs import load_inputs
 from hf_memsave.commands.options import DTYPES, GIVE_ANOTHER_BATCH, console_of, write_figures
-from hf_memsave.config.sizes import MIB
+from hf_memsave.config.sizes import gib
 from hf_memsave.errors import CommandError
 from hf_memsave.measure import step
 
@@ -57,8 +57,8 @@ def _tables(found: step.StepComparison) -> list[Table]:
     different = sorted((d for d in found.gradients if not d.equal), key=lambda d: -d.relative)
     count = len(found.gradients)
     table.add_row("gradients", "", "", f"{count - len(different)} of {count} equal to the bit")
-    kept = [f"{kept.total / MIB:,.2f}" for kept in (found.stock, found.patched)]
-    table.add_row("kept MiB", *kept, f"{found.stock.total / max(found.patched.total, 1):.2f}x less")
+    stock, patched = found.stock.total, found.patched.total
+    table.add_row("kept", gib(stock), gib(patched), f"{stock / max(patched, 1):.2f}x less")
     worst = Table("worst gradients", "relative L2 distance", box=box.SIMPLE_HEAD)
     for difference in different[:_WORST]:
         worst.add_row(difference.name, _distance(difference))

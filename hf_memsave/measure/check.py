@@ -15,7 +15,7 @@ from hf_memsave.config.sizes import GIB
 from hf_memsave.count.kept import measure_kept
 from hf_memsave.count.peak import rounded
 from hf_memsave.errors import MeasureError, MemSaveError
-from hf_memsave.measure.estimate import Estimate, Memory
+from hf_memsave.measure.estimate import Estimate
 from hf_memsave.measure.kernels import BACKENDS
 from hf_memsave.measure.models import at_depth
 from hf_memsave.measure.trace import UNIT, make_states, run_passes
@@ -47,19 +47,17 @@ def check(
 ) -> dict[str, Check]:
     """Run the step that was estimated, "stock" and "patched", and compare; MeasureError if neither fits a GPU here."""
     free = torch.cuda.mem_get_info()[0]
-    settings: dict[str, tuple[MemSaveConfig | None, Memory]] = {"stock": (None, result.stock)}
-    if memsave is not None and result.patched is not None:
-        settings["patched"] = memsave, result.patched
-    if (least := min(estimated.peak for _, estimated in settings.values())) > free:
+    settings = {name: memory for name, memory in result.columns.items() if name == "stock" or memsave is not None}
+    if (least := min(estimated.peak for estimated in settings.values())) > free:
         raise MeasureError(
             f"the step needs {least / GIB:,.1f} GiB, and {free / GIB:,.1f} GiB are free on this machine's GPU.",
             "To check it there, lower batch_size, seq_len or the number of layers.",
             option="To check it there, lower --batch-size, --seq-len or --layers.",
         )
     found = {}
-    for name, (chosen, estimated) in settings.items():
+    for name, estimated in settings.items():
         if estimated.peak <= free:
-            measured = _on_cuda(at_depth(config, result.depth), training, chosen)
+            measured = _on_cuda(at_depth(config, result.depth), training, None if name == "stock" else memsave)
             found[name] = Check(predicted={"kept": estimated.kept, "peak": estimated.peak}, measured=measured)
     return found
 

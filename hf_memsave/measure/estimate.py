@@ -12,8 +12,7 @@ kernels take for themselves otherwise.
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -97,8 +96,8 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, in bytes."""
-        needed = {name: dataclasses.asdict(m) | {"needed": m.needed} for name, m in self.columns.items()}
-        return dataclasses.asdict(self) | needed | {"fits": self.fits}
+        needed = {name: asdict(m) | {"needed": m.needed} for name, m in self.columns.items()}
+        return asdict(self) | needed | {"fits": self.fits}
 
     @property
     def columns(self) -> dict[str, Memory]:

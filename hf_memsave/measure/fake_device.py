@@ -92,15 +92,13 @@ def _register() -> None:
     register_kernels()
 
 
-@contextlib.contextmanager
-def _without_needless_masks(padded: bool) -> Iterator[None]:
+def _without_needless_masks(padded: bool) -> Any:
     """Have Transformers make no S x S mask but those it makes on a GPU, where it reads what is packed and padded."""
     find = masking_utils.find_packed_sequence_indices
     replaced: dict[str, Any] = {"find_packed_sequence_indices": lambda x: None if _is_there(x) else find(x)}
     for name in () if padded else ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"):
         replaced[name] = functools.partial(_of_ones, getattr(masking_utils, name))
-    with mock.patch.multiple(masking_utils, **replaced):  # for all threads: others call them with other tensors
-        yield
+    return mock.patch.multiple(masking_utils, **replaced)  # for all threads: others call them with other tensors
 
 
 def _of_ones(may_skip: Callable[..., bool], padding_mask: Any, *sizes: Any, **more: Any) -> bool:

@@ -24,28 +24,23 @@ _SPOKEN = 16
 
 def make_batch(head: Any, config: PreTrainedConfig, batch_size: int, seq_len: int) -> dict[str, Tensor]:
     """Random inputs, always the same, and labels for a head: token ids ``[batch, seq]``, or images, or sound."""
-    make = _make_tokens if head in HEADS.values() else _make_others
+    generator = torch.Generator().manual_seed(0)
     try:
-        return make(head, config, batch_size, seq_len, torch.Generator().manual_seed(0))
+        if head not in HEADS.values():
+            return _make_others(head, config, batch_size, seq_len, generator)
+        ids = torch.randint(config.vocab_size, (batch_size, seq_len), generator=generator)
+        ids[ids == config.pad_token_id] = 0 if config.pad_token_id else 1  # none of them is padding
+        if head not in (HEADS["SEQ_CLS"], HEADS["TOKEN_CLS"]):
+            return {"input_ids": ids, "labels": ids.clone()}
+        label_dtype = torch.float if config.num_labels == 1 else torch.long  # one label means regression
+        shape = (batch_size,) if head is HEADS["SEQ_CLS"] else (batch_size, seq_len)
+        labels = torch.randint(max(2, config.num_labels), shape, generator=generator)
+        return {"input_ids": ids, "labels": labels.to(label_dtype)}
     except MeasureError:
         raise
     except RuntimeError as error:
         reason = f"a batch of {batch_size}: {str(error).splitlines()[0]}"
         raise MeasureError(reason, "Lower batch_size.", "Lower --batch-size.") from error
-
-
-def _make_tokens(
-    head: Any, config: PreTrainedConfig, batch_size: int, seq_len: int, generator: torch.Generator
-) -> dict[str, Tensor]:
-    """Token ids, none of them padding."""
-    ids = torch.randint(config.vocab_size, (batch_size, seq_len), generator=generator)
-    ids[ids == config.pad_token_id] = 0 if config.pad_token_id else 1
-    if head not in (HEADS["SEQ_CLS"], HEADS["TOKEN_CLS"]):
-        return {"input_ids": ids, "labels": ids.clone()}
-    label_dtype = torch.float if config.num_labels == 1 else torch.long  # one label means regression
-    shape = (batch_size,) if head is HEADS["SEQ_CLS"] else (batch_size, seq_len)
-    labels = torch.randint(max(2, config.num_labels), shape, generator=generator)
-    return {"input_ids": ids, "labels": labels.to(label_dtype)}
 
 
 def _image(config: Any) -> tuple[int, ...]:

@@ -79,7 +79,6 @@ def _measure(
     if full and tokens is not None and tokens.dim() > 1:
         u = tokens.shape[0] * tokens.shape[1] * config.hidden_size * training.u_dtype.itemsize
     stock = [_point(head, config, depth, training, None, batch) for depth in few.run]
-    kept = [point["kept"] for point in stock]
     patched = [_point(head, config, depth, training, memsave, batch) for depth in more.run]
 
     if (expected := more.carried([point["parameters"] for point in patched])) != whole.num_parameters():
@@ -97,7 +96,7 @@ def _measure(
         changes=changes,
         has_loss=stock[0]["has_loss"],
         u=u,
-        stock=Affine.of(kept, few),
+        stock=Affine.of([point["kept"] for point in stock], few),
         patched=Affine.of([point["kept"] for point in patched], more),
     )
 
@@ -166,7 +165,11 @@ class SkipValues(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten.empty.memory_format and self.shared is not None:
-            return self._shared(func(*args, **(kwargs or {})), self.shared)
+            made = func(*args, **(kwargs or {}))
+            if made.numel() <= _DRAWN or not made.is_floating_point():
+                return made
+            known = self.shared.setdefault((made.shape, made.dtype, made.device), made)
+            return made.new_empty(0).set_(known.untyped_storage(), 0, made.shape, made.stride())
         is_drawn = func.overloadpacket in (aten.normal_, aten.uniform_)
         if is_drawn and args[0].numel() > _DRAWN and args[0].is_contiguous():
             if self.shared is not None:
@@ -188,9 +191,3 @@ class SkipValues(TorchDispatchMode):
                 option="Lower --batch-size or --seq-len, or use a larger machine.",
             )
         return output
-
-    def _shared(self, made: torch.Tensor, shared: dict[Any, torch.Tensor]) -> torch.Tensor:
-        if made.numel() <= _DRAWN or not made.is_floating_point():
-            return made
-        known = shared.setdefault((made.shape, made.dtype, made.device), made)
-        return made.new_empty(0).set_(known.untyped_storage(), 0, made.shape, made.stride())

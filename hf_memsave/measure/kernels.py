@@ -69,7 +69,8 @@ def register_kernels() -> None:
     lib.impl("_fused_sdp_choice", choice, "AutogradPrivateUse1")
     lib.impl("rms_norm", rms_norm, "AutogradPrivateUse1")
     library("_").fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-    for names, rule in ((LOW, _low), (FP32, _fp32), (FP32_RESULT, _fp32_result), (WIDEST, _widest)):
+    low, fp32 = partial(_in, None), partial(_in, torch.float32)
+    for names, rule in ((LOW, low), (FP32, fp32), (FP32_RESULT, _fp32_result), (WIDEST, _widest)):
         for func in (func for name in names for func in overloads(name)):
             lib.impl(func.name(), partial(_under, rule, func), "AutocastPrivateUse1")  # type: ignore[attr-defined]
 
@@ -118,12 +119,9 @@ def chosen(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enabl
     return next((name for name in order if can[name] and width <= _WIDEST[name] and query.dim() == 4), "math")
 
 
-def choice(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
-) -> int:  # fmt: skip
+def choice(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, *_: Any, enable_gqa: bool = False, **__: Any) -> int:
     """The number of the chosen kernel in ``torch.nn.attention.SDPBackend``."""
-    return BACKENDS[chosen(query, key, value, attn_mask, enable_gqa)].value
+    return BACKENDS[chosen(q, k, v, mask, enable_gqa)].value
 
 
 def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
@@ -164,17 +162,10 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
     return shared[id(x), dtype][0]
 
 
-def _in(dtype: torch.dtype, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _in(dtype: torch.dtype | None, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    dtype = dtype or torch.get_autocast_dtype(STAND_IN)
     args, kwargs = tree_map(partial(_cast, dtype=dtype), (args, kwargs))
     return func(*args, **kwargs)
-
-
-def _low(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    return _in(torch.get_autocast_dtype(STAND_IN), func, args, kwargs)
-
-
-def _fp32(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    return _in(torch.float32, func, args, kwargs)
 
 
 def _fp32_result(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -191,4 +182,4 @@ def _fp32_result(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _widest(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     is_wide = any(_is_eligible(x) and x.dtype == torch.float32 for x in args)
-    return _fp32(func, args, kwargs) if is_wide else func(*args, **kwargs)
+    return _in(torch.float32, func, args, kwargs) if is_wide else func(*args, **kwargs)

@@ -42,12 +42,29 @@ def largest_of(
     run: Callable[[int], tuple[Trace, int]], config: PreTrainedConfig, name: str, start: int, memory: int
 ) -> int:
     """The largest "batch_size", or "seq_len" (of 8, 16, ...), whose step fits, with the bytes beside its peak; or 0."""
-    predicted = _Predicted(1 if name == "batch_size" else 2)
+    degree = 1 if name == "batch_size" else 2
+    traces: dict[int, Trace] = {}
+    beside = 0
 
     def needed(number: int) -> int:
-        trace, beside = run(number)
-        predicted.traces[number], predicted.beside = trace, beside
-        return trace.peak + beside
+        nonlocal beside
+        traces[number], beside = run(number)
+        return traces[number].peak + beside
+
+    def predicted(number: int) -> float:  # as the bytes of each place lie on a polynomial of this degree
+        near = sorted(traces, key=lambda known: abs(known - number))[: degree + 1]
+        first, at_zero = traces[near[0]], 0.0
+        weights = {a: math.prod((number - b) / (a - b) for b in near if b != a) for a in near}
+        if len(near) <= degree:  # with the number 0 there is what has no size of the batch
+            power = (1 + degree) / (1 + len(near))  # of the first, between a line and a parabola
+            weights = {a: weight * (number / a) ** power for a, weight in weights.items()}
+            at_zero = 1 - sum(weights.values())
+
+        def live(place: Place, moment: Moment) -> float:
+            fixed = moment.live if place.phase == "optimizer" else first.parameters + first.states + moment.gradients
+            return at_zero * fixed + sum(w * traces[a].places.get(place, moment).live for a, w in weights.items())
+
+        return beside + max(live(*one) for one in first.places.items())
 
     if name == "batch_size":
         return search(needed, memory, start, _MOST, predicted)
@@ -58,32 +75,7 @@ def largest_of(
     return 8 * search(lambda n: needed(8 * n), memory, max(1, start // 8), most, lambda n: predicted(8 * n))
 
 
-class _Predicted:
-    """Bytes that a step needs with another number, as those of each place lie on a polynomial of this degree."""
-
-    def __init__(self, degree: int) -> None:
-        self.degree, self.beside = degree, 0
-        self.traces: dict[int, Trace] = {}
-
-    def __call__(self, number: int) -> float:
-        near = sorted(self.traces, key=lambda known: abs(known - number))[: self.degree + 1]
-        first, at_zero = self.traces[near[0]], 0.0
-        weights = {a: math.prod((number - b) / (a - b) for b in near if b != a) for a in near}
-        if len(near) <= self.degree:  # with the number 0 there is what has no size of the batch
-            power = (1 + self.degree) / (1 + len(near))  # of the first, between a line and a parabola
-            weights = {a: weight * (number / a) ** power for a, weight in weights.items()}
-            at_zero = 1 - sum(weights.values())
-
-        def live(place: Place, moment: Moment) -> float:
-            fixed = moment.live if place.phase == "optimizer" else first.parameters + first.states + moment.gradients
-            return at_zero * fixed + sum(w * self.traces[a].places.get(place, moment).live for a, w in weights.items())
-
-        return self.beside + max(live(*one) for one in first.places.items())
-
-
-def search(
-    needed: Callable[[int], int], memory: int, start: int, most: int, predicted: Callable[[int], float]
-) -> int:
+def search(needed: Callable[[int], int], memory: int, start: int, most: int, predicted: Callable[[int], float]) -> int:
     """The largest number up to ``most`` for which ``needed`` is at most ``memory``; 0 if not even 1 is."""
     # Each question costs seconds, and none is asked twice. ``needed`` rises about as ``predicted`` by what was asked.
     # One number more is not asked about where its predicted excess is larger than the last prediction's error.

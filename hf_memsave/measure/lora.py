@@ -20,11 +20,9 @@ _COMPUTE = torch.bfloat16
 
 
 def add_adapters(model: PreTrainedModel, lora: Lora) -> None:
-    """Freeze the model and put adapters into it; MeasureError if PEFT is missing, or refuses."""
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise MeasureError("LoRA needs PEFT, which is missing. Run: pip install peft") from error
+    """Freeze the model and put adapters into it; MeasureError if PEFT refuses."""
+    from peft import LoraConfig, inject_adapter_in_model
+
     own = next(p.dtype for p in model.parameters() if p.is_floating_point())
     targets = lora.targets if lora.targets == "all-linear" else lora.targets.split("+")
     same = {"r": lora.r, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "use_dora": lora.dora}

@@ -83,10 +83,7 @@ def choose_head(config: PreTrainedConfig) -> Any:
 
 def text_head(config: PreTrainedConfig) -> Any:
     """What :func:`choose_head` finds; None for a model of other inputs."""
-    known = {
-        task: auto._model_mapping[type(config)].__name__
-        for task, auto in HEADS.items() if type(config) in auto._model_mapping
-    }  # fmt: skip
+    known = {task: cls.__name__ for task, auto in HEADS.items() if (cls := _class_in(auto, config)) is not None}
     named = (config.architectures or [""])[0]
     asked = [task for task, name in known.items() if name == named]
     usual = ["SEQ_CLS", "MASKED_LM"] if "MASKED_LM" in known else ["CAUSAL_LM"]

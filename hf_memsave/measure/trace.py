@@ -116,8 +116,7 @@ def trace_step(
     optimizer.zero_grad(set_to_none=True)
     of_block: dict[str, int] = {}
     seen: set[int] = set()
-    for module in (m for m in model.modules() if m in count.blocks):
-        stack, _ = count.blocks[module]
+    for module, (stack, _) in count.blocks.items():
         own = [x for x in (*module.parameters(), *module.buffers()) if id(x) not in seen]
         seen.update(map(id, own))
         nbytes = nbytes_of(own, device)

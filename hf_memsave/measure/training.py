@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -49,19 +50,12 @@ class _AdamW8bit(torch.optim.Optimizer):
                     self.state[p][f"{name}_scales"] = p.new_empty(scales, dtype=torch.float32)
 
 
-def _adafactor(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    from transformers.optimization import Adafactor  # which loads PEFT
-
-    made: torch.optim.Optimizer = Adafactor(parameters, lr=1e-3, scale_parameter=False, relative_step=False)
-    return made
-
-
 #: Optimizers by ``Trainer``'s names, as far as their memory goes.
 OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
     "adamw_fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
     "adamw_8bit": _AdamW8bit,
-    "adafactor": _adafactor,
+    "adafactor": lambda of: transformers.Adafactor(of, lr=1e-3, scale_parameter=False, relative_step=False),
     "sgd": lambda parameters: torch.optim.SGD(parameters, foreach=True),
     "sgd_momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9, foreach=True),
 }
@@ -197,28 +191,10 @@ def trace_at(
 ) -> Trace:  # fmt: skip
     """A step at a depth, counted on the stand-in device, or on the CPU with random weights; else MeasureError."""
     device = "cpu" if on_cpu else STAND_IN
-    with (
-        refusing_untrainable(config, training),
-        prepared(at_depth(config, depth), training, memsave, device) as (model, batch, forward, optimizer),
-    ):
-        trace = trace_step(model, batch, optimizer, forward, training.accumulation, training.holds_output)
-        storages = measure_kept(model, batch, forward).storages if keeps else ()
-    by_kind: Counter[str] = Counter()
-    by_module: Counter[str] = Counter()
-    for storage in storages:
-        nbytes = rounded(storage.nbytes, UNIT)
-        by_kind[storage.kind] += nbytes
-        by_module[".".join("*" if part.isdecimal() else part for part in storage.module.split("."))] += nbytes
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    numbers = {"parameters": model.num_parameters(), "trained": trained}
-    return replace(trace, numbers=numbers, by_kind=dict(by_kind), by_module=dict(by_module))
-
-
-@contextlib.contextmanager
-def refusing_untrainable(config: PreTrainedConfig, training: Training) -> Iterator[None]:
-    """Tell in one line what makes a model fail inside."""
     try:
-        yield
+        with prepared(at_depth(config, depth), training, memsave, device) as (model, batch, forward, optimizer):
+            trace = trace_step(model, batch, optimizer, forward, training.accumulation, training.holds_output)
+            storages = measure_kept(model, batch, forward).storages if keeps else ()
     except MemSaveError:
         raise
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
@@ -229,6 +205,15 @@ def refusing_untrainable(config: PreTrainedConfig, training: Training) -> Iterat
             "hf_memsave.measure_kept(model, batch).",
             option="Lower --seq-len if it is beyond the model's positions, or try --dtype fp32.",
         ) from error
+    by_kind: Counter[str] = Counter()
+    by_module: Counter[str] = Counter()
+    for storage in storages:
+        nbytes = rounded(storage.nbytes, UNIT)
+        by_kind[storage.kind] += nbytes
+        by_module[".".join("*" if part.isdecimal() else part for part in storage.module.split("."))] += nbytes
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    numbers = {"parameters": model.num_parameters(), "trained": trained}
+    return replace(trace, numbers=numbers, by_kind=dict(by_kind), by_module=dict(by_module))
 
 
 def _check_positions(model: PreTrainedModel, seq_len: int) -> None:

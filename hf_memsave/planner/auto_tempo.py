@@ -11,11 +11,10 @@ Source: Andoorveedu et al. (2022), arXiv:2210.10246, section 5.2.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -199,7 +198,7 @@ def _fewest(bench: Bench, config: MemSaveConfig) -> dict[str, int] | None:
 
 
 def _with_layers(config: MemSaveConfig, counts: Mapping[str, int]) -> MemSaveConfig:
-    return dataclasses.replace(config, layers={**dict(config.layers or ()), **counts})
+    return replace(config, layers={**dict(config.layers or ()), **counts})
 
 
 def _asked(model: nn.Module, config: Any) -> MemSaveConfig:

@@ -39,13 +39,17 @@ def plan_for(config: MemSaveConfig, model: nn.Module, args: TrainingArguments, b
     if reason:
         raise PlanError(f"budget={config.budget!r}: {reason}. {remedy}")
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    weights = [p for p in model.parameters() if p.is_floating_point()]
+    deepspeed = getattr(args, "hf_deepspeed_config", None)
+    stage = 0 if deepspeed is None else deepspeed.get_value("zero_optimization.stage", 0)
     return plan(
         model,
         budget=config.budget,
         memsave=replace(config, budget=None),
         batch_size=args.per_device_train_batch_size,
         seq_len=_longest(batches, remedy),
-        dtype=_weights(model),
+        # That of most weights: adapters and norms may have another one.
+        dtype=max({p.dtype for p in weights}, key=lambda dtype: sum(p.numel() for p in weights if p.dtype == dtype)),
         autocast=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
         optimizer=_OPTIMIZERS[optim],
         lora=_lora(model, remedy),
@@ -55,7 +59,7 @@ def plan_for(config: MemSaveConfig, model: nn.Module, args: TrainingArguments, b
         attention="eager" if attention == "eager" else "flash",
         padded=True,
         devices=args.world_size,
-        sharding=_sharding(args),
+        sharding="fsdp" if args.fsdp else {1: "zero1", 2: "zero2", 3: "fsdp"}.get(stage, "ddp"),
     )
 
 
@@ -67,7 +71,7 @@ def _longest(batches: Any, remedy: str) -> int:
         read = min(count, _ROWS)
         # In a process of its own: a data set or collator that draws, or counts, then begins training as it is now.
         options: Any = dict(num_workers=1, collate_fn=partial(_length, collate), generator=torch.Generator())
-        found = max(DataLoader(rows, batch_sampler=[[i * count // read] for i in range(read)], **options))  # type: ignore[arg-type]
+        found: int = max(DataLoader(rows, batch_sampler=[[i * count // read] for i in range(read)], **options))  # type: ignore[arg-type]
     except (TypeError, KeyError, IndexError, ValueError, AttributeError, RuntimeError, PickleError) as error:
         raise PlanError(
             "budget: expected a data set with a length and rows with 'input_ids', of which the longest tells the "
@@ -79,12 +83,6 @@ def _longest(batches: Any, remedy: str) -> int:
 
 def _length(collate: Any, rows: list[Any]) -> int:
     return int((collate or default_collate)(rows)["input_ids"].shape[-1])
-
-
-def _weights(model: nn.Module) -> torch.dtype:
-    """The dtype of most weights: adapters and norms may have another one."""
-    weights = [p for p in model.parameters() if p.is_floating_point()]
-    return max({p.dtype for p in weights}, key=lambda dtype: sum(p.numel() for p in weights if p.dtype == dtype))
 
 
 def _lora(model: nn.Module, remedy: str) -> Lora | None:
@@ -105,11 +103,3 @@ def _lora(model: nn.Module, remedy: str) -> Lora | None:
         dtype="fp32" if trained is not None and trained.dtype == torch.float32 else "model",
         dora=config.use_dora,
     )
-
-
-def _sharding(args: TrainingArguments) -> str:
-    if args.fsdp:
-        return "fsdp"
-    deepspeed = getattr(args, "hf_deepspeed_config", None)
-    stage = 0 if deepspeed is None else deepspeed.get_value("zero_optimization.stage", 0)
-    return {1: "zero1", 2: "zero2", 3: "fsdp"}.get(stage, "ddp")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -22,10 +23,10 @@ from hf_memsave.planner.rates import Rates, rates_of
 from hf_memsave.planner.settings import FLOOR, OFFLOAD, Family, Setting, Settings, in_words, trace_of
 
 #: The settings that are offered where a step does not fit.
-_WHOLE = tuple(family._replace(rung=rung) for rung in ("block", "tiles") for family in (FLOOR, OFFLOAD))
-_BELOW = (FLOOR._replace(rung="gate"), OFFLOAD, *_WHOLE)
+_BELOW = (Family(False, "gate"), OFFLOAD, *(Family(far, rung) for rung in ("block", "tiles") for far in (False, True)))
 #: How often the number of devices is doubled.
 _DOUBLED = 10
+_BY_COST = attrgetter("cost", "needed")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -106,7 +107,8 @@ def plan(
     """
     limit = bytes_of(budget, "budget")
     most_away = None if main_memory is None else bytes_of(main_memory, "main_memory")
-    settings = _settings(model_or_config, memsave, rates, (sharding, devices), batch_size, seq_len, training)
+    training |= {"batch_size": batch_size, "seq_len": seq_len}
+    settings = _settings(model_or_config, memsave, rates, (sharding, devices), training)
     tried: list[Setting] = []
     fitting: dict[Family, Setting] = {}
     for family in settings.families():
@@ -115,25 +117,17 @@ def plan(
         tried.append(settings.whole(family))
         fit = [s for s in settings.of(family) if s.needed <= limit and s.away <= (most_away or s.away)]
         if fit:
-            fitting[family] = min(fit, key=_by_cost)
+            fitting[family] = min(fit, key=_BY_COST)
     if not fitting:
         raise PlanError(_too_much(settings, tried, limit))
-    by_cost = sorted(fitting.values(), key=_by_cost)
-    return BudgetPlan(
-        best=by_cost[0], budget=limit, fitting=tuple(by_cost), tried=tuple(tried), stock=settings.stock()
-    )
-
-
-def _by_cost(setting: Setting) -> tuple[float, int]:
-    return setting.cost, setting.needed
+    by_cost = sorted(fitting.values(), key=_BY_COST)
+    return BudgetPlan(best=by_cost[0], budget=limit, fitting=tuple(by_cost), tried=tuple(tried), stock=settings.stock())
 
 
 def _settings(
-    model: Any, memsave: Any, rates: Rates | str, shards: tuple[str, int], batch_size: int, seq_len: int,
-    fields: dict[str, Any],
-) -> Settings:  # fmt: skip
-    config = config_of(model, fields)
-    training = training_of(batch_size=batch_size, seq_len=seq_len, **fields)
+    model: Any, memsave: Any, rates: Rates | str, shards: tuple[str, int], fields: dict[str, Any]
+) -> Settings:
+    config, training = config_of(model, fields), training_of(**fields)
     start = MemSaveConfig.resolve(memsave, may_plan=True)
     if start is None:
         raise PlanError(f"memsave: expected what to begin with, got {memsave!r}. Leave it out for the exact default.")
@@ -185,7 +179,8 @@ def what_fits(
         Those that fit, each estimated: a rung in all layers, offload, another optimizer, adapters, FSDP.
     """
     start = MemSaveConfig.resolve(memsave) or MemSaveConfig()
-    settings = _settings(model_or_config, start, "a100", (sharding, devices), batch_size, seq_len, training)
+    training |= {"batch_size": batch_size, "seq_len": seq_len}
+    settings = _settings(model_or_config, start, "a100", (sharding, devices), training)
     return list(_what_fits(settings, Family(start.offload, start.checkpoint), bytes_of(budget, "budget")))
 
 

@@ -92,14 +92,9 @@ class Settings:
         return work_of(self.config, self.training)
 
     @cached_property
-    def depth(self) -> dict[str, int]:
-        """Field of the configuration -> number of layers."""
-        return depth_of(self.config)
-
-    @property
-    def layers(self) -> int:
-        """Of all stacks."""
-        return sum(self.depth.values())
+    def stacks(self) -> list[str]:
+        """The field of the configuration that counts it, for each layer."""
+        return [field for field, layers in depth_of(self.config).items() for _ in range(layers)]
 
     def families(self) -> list[Family]:
         """All that may be used."""
@@ -121,22 +116,19 @@ class Settings:
 
     def whole(self, family: Family) -> Setting:
         """The rung in all layers."""
-        return self._setting(family, self.layers if family.rung else 0)
+        return self._setting(family, len(self.stacks) if family.rung else 0)
 
     def of(self, family: Family) -> Iterator[Setting]:
         """The rung in 1 layer, 2 layers, ..., all."""
-        return (self._setting(family, layers) for layers in self._numbers(family))
+        return (self._setting(family, layers) for layers in (range(1, len(self.stacks) + 1) if family.rung else [0]))
 
     def trace(self, family: Family) -> Trace:
         """The step with the family's rung in all layers, on one of the devices."""
         return sharded(self._whole(family).trace, *self.shards)
 
-    def _numbers(self, family: Family) -> range:
-        return range(1, self.layers + 1) if family.rung else range(1)
-
     def _whole(self, family: Family) -> InFull:
         if family not in self._wholes:
-            self._wholes[family] = trace_of(self.config, self.training, self._config(family, self.layers))
+            self._wholes[family] = trace_of(self.config, self.training, self._config(family, len(self.stacks)))
         return self._wholes[family]
 
     def _config(self, family: Family, layers: int) -> MemSaveConfig:
@@ -150,31 +142,23 @@ class Settings:
 
     def _setting(self, family: Family, layers: int) -> Setting:
         away = sum(self._mixed(family, layers, "away"))
+        again = layers * self.work.again[family.rung] if family.rung else 0.0
         return Setting(
             config=self._config(family, layers),
             needed=self._peak(family, layers) + int(self.work.held(self.rates, away)) + OWN,  # what has not left yet
             away=int(away),
-            cost=self._cost(family, layers, away),
+            cost=self.work.cost(self.rates, again, away),
         )
 
-    def _cost(self, family: Family, layers: int, away: float) -> float:
-        again = layers * self.work.again[family.rung] if family.rung else 0.0
-        return self.work.cost(self.rates, again, away)
-
-    def _each(self, family: Family, name: str) -> list[float]:
-        """The bytes kept on the device "at_loss", or "away" from it, of each layer, with the rung in all."""
-        batches = min(self.training.accumulation, 2) if name == "away" else 1  # that were traced
-        added = self._whole(family).per_layer
-        return [added[stack][name] / batches for stack, n in self.depth.items() for _ in range(n)]
-
     def _mixed(self, family: Family, layers: int, name: str) -> list[float]:
-        """The bytes of each layer, with the rung in the first ``layers``."""
-        rest = self._each(family._replace(rung=None), name)[layers:] if layers < self.layers else []
-        return self._each(family, name)[:layers] + rest
+        """The bytes kept on the device "at_loss", or "away" from it, of each layer; the rung is in the first ones."""
+        batches = min(self.training.accumulation, 2) if name == "away" else 1  # that were traced
+        families = (family if i < layers else family._replace(rung=None) for i in range(len(self.stacks)))
+        return [self._whole(f).per_layer[s][name] / batches for f, s in zip(families, self.stacks, strict=True)]
 
     def _peak(self, family: Family, layers: int) -> int:
         """With the rung in the first ``layers``: there a block sees what it sees where all have it."""
-        if layers in (0, self.layers):
+        if layers in (0, len(self.stacks)):
             return self.trace(family if layers else family._replace(rung=None)).peak
         plain, all_of_it = self.trace(family._replace(rung=None)), self.trace(family)
         blocks = [(stack, block) for stack, count in plain.blocks.items() for block in range(count)]

@@ -13,6 +13,7 @@ from transformers.models.bert import modeling_bert
 import hf_memsave
 from hf_memsave.cli import main
 from hf_memsave.commands import inputs
+from hf_memsave.config.sizes import gib
 from hf_memsave.measure.inputs import read_batch
 from hf_memsave.measure.step import compare_step
 from support.planted import plant_wrong_gradient
@@ -64,7 +65,7 @@ def test_verify_prints_what_compare_step_found(bert, tmp_path, capsys):
     count = len(list(model.parameters()))
     assert f"gradients {count} of {count} equal to the bit" in output
     assert found.stock == hf_memsave.measure_kept(model, batch) and 0 < found.patched.total < found.stock.total
-    assert f"kept MiB {found.stock.total / 2**20:.2f} {found.patched.total / 2**20:.2f}" in output
+    assert f"kept {gib(found.stock.total)} {gib(found.patched.total)}" in output
 
 
 @pytest.fixture
