@@ -26,8 +26,7 @@ from hf_memsave.config.sizes import gib, html_table
 from hf_memsave.device import fuses_dropout
 from hf_memsave.errors import MeasureError, not_a_module
 from hf_memsave.logs import only_measuring
-from hf_memsave.tape.kinds import KINDS_OF_OPS as KINDS_OF_OPS
-from hf_memsave.tape.kinds import kind_of
+from hf_memsave.tape.kinds import KINDS_OF_OPS, kind_of
 from hf_memsave.tape.private import modules_that_run
 from hf_memsave.tape.wrappers import parts_of
 
@@ -117,12 +116,9 @@ def measure_kept(
     watch = _ByModule(model)
     # Autocast caches casts of weights: what was cast before would not be counted, what is cast here would stay.
     torch.clear_autocast_cache()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(one_at_a_time)
+    with one_at_a_time, contextlib.ExitStack() as stack, torch.enable_grad(), only_measuring():
         stack.callback(torch.clear_autocast_cache)
         stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(only_measuring())
         known = {s._cdata: s for s in storages(live_tensors())}
         with watch:
             if isinstance(batch, Mapping):
@@ -144,21 +140,17 @@ def measure_kept(
 class StorageMode(TorchDispatchMode):
     """Tells a subclass, op by op, of the storages that an op was given and of those that it made."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    #: Which types of device have storages that count; None for all.
+    counts: Callable[[str], bool] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # autograd asks fake tensors often
             return device_of(args[0])
-        given = {s._cdata: (s, s.nbytes()) for s in self.storages(tree_leaves((args, kwargs)))}
+        given = {s._cdata: (s, s.nbytes()) for s in storages(tree_leaves((args, kwargs)), self.counts)}
         output = func(*args, **(kwargs or {}))
-        made = {s._cdata: s for s in self.storages(tree_leaves(output)) if s._cdata not in given}
+        made = {s._cdata: s for s in storages(tree_leaves(output), self.counts) if s._cdata not in given}
         self.after(func, args, list(given.values()), list(made.values()))
         return output
-
-    def storages(self, leaves: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
-        """The storages of all tensors among ``leaves`` that count."""
-        return storages(leaves)
 
     def after(self, func: Any, args: Any, given: list[tuple[Any, int]], made: list[torch.UntypedStorage]) -> None:
         """Called after each op; what it was given comes with its bytes before the op."""
@@ -169,7 +161,7 @@ class _ByModule(StorageMode):
     """Notes of each storage the module and the op that made it."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names = {id(m): name or type(m).__name__ for name, m in model.named_modules(remove_duplicate=False)}
         # The weak reference keeps the address from being used again.
         self.made: dict[int, tuple[StorageWeakRef, KeptStorage]] = {}

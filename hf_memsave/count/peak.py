@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 
-from hf_memsave.count.kept import StorageMode, storages
+from hf_memsave.count.kept import StorageMode
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,9 @@ class Count(StorageMode):
     """
 
     def __init__(self, device: str | None = None, unit: int = 1) -> None:
-        super().__init__()
-        self.device, self.unit = device, unit
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.unit = unit
+        self.counts = lambda kind: kind != "meta" if device is None else kind == device
         self.made: dict[int, _Entry] = {}
         self.live = self.peak = 0
         self.timeline: list[tuple[str, int]] = []
@@ -100,10 +101,6 @@ class Count(StorageMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._undo.close()
-
-    def storages(self, leaves: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
-        """The storages on the device."""
-        return storages(leaves, lambda kind: kind != "meta" if self.device is None else kind == self.device)
 
     def after(self, func: Any, args: Any, given: list[tuple[Any, int]], made: list[torch.UntypedStorage]) -> None:
         """Count what the op made, and by how much it made others larger or smaller."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
 from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.errors import PatchError
 from hf_memsave.logs import logger
@@ -29,29 +27,25 @@ def inject_adapter(stock: Callable[..., Any], tuner: Any, model: Any, name: str,
     result = stock(tuner, model, name, *args, **kwargs)
     if asked is not None:
         patch(model, asked)
-    else:
-        _patch_added(model)
-    return result
-
-
-def _patch_added(model: nn.Module) -> None:
-    """Patch what is approximated or sampled in adapters, each with the config of the block it is in."""
+        return result
+    # What is approximated or sampled in adapters is patched, each with the config of the block it is in.
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     numbers = block_numbers(model)
     configs: dict[str, MemSaveConfig] = {}  # path, and a dot -> config
-    for name, module in list(model.named_modules()):
+    for path, module in list(model.named_modules()):
         if (known := patch_of(module)) is not None and known.config is not None:
-            configs[f"{name}." if name else ""] = known.config
-        around = max(filter(f"{name}.".startswith, configs), key=len, default=None)
+            configs[f"{path}." if path else ""] = known.config
+        around = max(filter(f"{path}.".startswith, configs), key=len, default=None)
         if around is None or not isinstance(module, BaseTunerLayer):
             continue
         try:
-            plan = collect(module, configs[around], prefix=name, block=number_of(name, numbers))[1]
+            plan = collect(module, configs[around], prefix=path, block=number_of(path, numbers))[1]
         except PatchError as error:
-            logger.warning("The adapter in %s stays as PEFT made it: %s", name, error)
+            logger.warning("The adapter in %s stays as PEFT made it: %s", path, error)
             continue
         for added, change in plan.items():
             if not is_patched(added):
                 set_class(added, patched_class(change))
     attach(model)
+    return result

@@ -39,16 +39,21 @@ def _teach(module: ModuleType) -> None:
     getattr(import_module("hf_memsave.integrations.memsave_argument"), _DOORS[module.__name__])(module)
 
 
-def wrap(owner: type, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
-    """Put ``make(stock)`` in the place of a class's own function; does nothing the second time.
+def wrap(owner: type, name: str, call: Callable[..., Any]) -> None:
+    """Have a class's own function run as ``call(stock, *args, **kwargs)``; does nothing the second time.
 
-    A class method stays one; where the class has nothing of this name, ``make`` gets None and makes one.
+    A class method stays one; where the class has nothing of this name, it gets one, and ``stock`` is None.
     """
     found = vars(owner).get(name)
     stock = getattr(found, "__func__", found)
     if hasattr(stock, _MARK):
         return
-    ours = make(stock) if stock is None else functools.wraps(stock)(make(stock))
+
+    def ours(*args: Any, **kwargs: Any) -> Any:
+        return call(stock, *args, **kwargs)
+
+    if stock is not None:
+        functools.update_wrapper(ours, stock)
     setattr(ours, _MARK, (ours, found))
     setattr(owner, name, ours if isinstance(found, FunctionType) else classmethod(ours))
     _WRAPPED.setdefault(owner, set()).add(name)

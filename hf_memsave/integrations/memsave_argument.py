@@ -21,95 +21,85 @@ from hf_memsave.errors import ConfigError
 from hf_memsave.integrations.hooks import wrap
 from hf_memsave.logs import logger
 
-_METHODS = ("from_pretrained", "_from_config")
-
 
 def teach_models(modeling_utils: Any) -> None:
     """Teach ``PreTrainedModel`` the ``memsave`` argument."""
-    for name in _METHODS:
-        wrap(modeling_utils.PreTrainedModel, name, _loading)
+    for name in ("from_pretrained", "_from_config"):
+        wrap(modeling_utils.PreTrainedModel, name, _load)
 
 
-def _loading(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def load(cls: Any, *args: Any, memsave: MemSaveLike | None = None, **kwargs: Any) -> Any:
-        from transformers import PreTrainedConfig
+def _load(stock: Callable[..., Any], cls: Any, /, *args: Any, memsave: MemSaveLike | None = None, **kwargs: Any) -> Any:
+    from transformers import PreTrainedConfig
 
-        config = MemSaveConfig.resolve(memsave)  # a wrong name must not cost a download
-        for given in (*args, kwargs.get("config")):
-            if isinstance(given, PreTrainedConfig) and hasattr(given, "memsave"):
-                raise ConfigError(
-                    f"the model's own config ({type(given).__name__}) has an attribute 'memsave' = {given.memsave!r}, "
-                    "in which Transformers buries the argument. Remove that key from its config.json."
-                )
-        loaded = stock(cls, *args, **kwargs)
-        if config is not None:
-            from hf_memsave.patching.patch import patch
+    config = MemSaveConfig.resolve(memsave)  # a wrong name must not cost a download
+    for given in (*args, kwargs.get("config")):
+        if isinstance(given, PreTrainedConfig) and hasattr(given, "memsave"):
+            raise ConfigError(
+                f"the model's own config ({type(given).__name__}) has an attribute 'memsave' = {given.memsave!r}, in "
+                "which Transformers buries the argument. Remove that key from its config.json."
+            )
+    loaded = stock(cls, *args, **kwargs)
+    if config is not None:
+        from hf_memsave.patching.patch import patch
 
-            model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
-            logger.debug("%s", patch(model, config))
-        return loaded
-
-    return load
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
+        logger.debug("%s", patch(model, config))
+    return loaded
 
 
 def teach_peft(tuners: Any) -> None:
     """Have adapters patched as PEFT adds them to a patched model, or by a config that asks for it."""
-    wrap(tuners.BaseTuner, "inject_adapter", _adding)
+    wrap(tuners.BaseTuner, "inject_adapter", _add_adapter)
 
 
-def _adding(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def inject_adapter(self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        is_asked = getattr(self.peft_config[adapter_name], "memsave", None) not in (None, False)
-        if not is_asked and "hf_memsave.patching.swap" not in sys.modules:  # nothing is patched
-            return stock(self, model, adapter_name, *args, **kwargs)
-        adapters = import_module("hf_memsave.integrations.adapters")
-        return adapters.inject_adapter(stock, self, model, adapter_name, *args, **kwargs)
-
-    return inject_adapter
+def _add_adapter(
+    stock: Callable[..., Any], self: Any, /, model: Any, adapter_name: str, *args: Any, **kwargs: Any
+) -> Any:
+    is_asked = getattr(self.peft_config[adapter_name], "memsave", None) not in (None, False)
+    if not is_asked and "hf_memsave.patching.swap" not in sys.modules:  # nothing is patched
+        return stock(self, model, adapter_name, *args, **kwargs)
+    adapters = import_module("hf_memsave.integrations.adapters")
+    return adapters.inject_adapter(stock, self, model, adapter_name, *args, **kwargs)
 
 
 def teach_trainers(module: Any) -> None:
     """Teach ``Trainer`` and its subclasses the ``memsave`` argument."""
-    wrap(module.Trainer, "__init__", _training)
-    classes = [module.Trainer]
+    wrap(module.Trainer, "__init__", partial(_make_trainer, False))
+    classes = module.Trainer.__subclasses__()
     for cls in classes:  # which grows
-        classes += cls.__subclasses__()
-    for cls in classes[1:]:
         _teach_subclass(cls)
-    wrap(module.Trainer, "__init_subclass__", partial(_subclassing, module.Trainer))
+        classes += cls.__subclasses__()
+    wrap(module.Trainer, "__init_subclass__", partial(_make_subclass, module.Trainer))
 
 
 def _teach_subclass(cls: type) -> None:
     own = vars(cls).get("__init__")
     if isinstance(own, FunctionType) and "memsave" not in (taken := inspect.signature(own).parameters):
-        wrap(cls, "__init__", partial(_training, hands_on=any(p.kind is p.VAR_KEYWORD for p in taken.values())))
+        wrap(cls, "__init__", partial(_make_trainer, any(p.kind is p.VAR_KEYWORD for p in taken.values())))
 
 
-def _subclassing(trainer: type, stock: Callable[..., None] | None) -> Callable[..., None]:
-    def __init_subclass__(cls: type, **kwargs: Any) -> None:
-        if stock is None:
-            super(trainer, cls).__init_subclass__(**kwargs)  # type: ignore[arg-type]
-        else:
-            stock(cls, **kwargs)
-        _teach_subclass(cls)
-
-    return __init_subclass__
+def _make_subclass(trainer: type, stock: Callable[..., None] | None, cls: type, /, **kwargs: Any) -> None:
+    if stock is None:
+        super(trainer, cls).__init_subclass__(**kwargs)  # type: ignore[arg-type]
+    else:
+        stock(cls, **kwargs)
+    _teach_subclass(cls)
 
 
-def _training(stock: Callable[..., None], hands_on: bool = False) -> Callable[..., None]:
-    def __init__(self: Any, *args: Any, memsave: MemSaveLike | None = None, **kwargs: Any) -> None:
-        config = MemSaveConfig.resolve(memsave, may_plan=True)  # a wrong name must not cost a download
-        handed_on = {"memsave": memsave} if hands_on and memsave is not None else {}
-        stock(self, *args, **handed_on, **kwargs)
-        if config is None:
-            settle(self, memsave)
-            return
-        ours, given = config.callback(), kwargs.get("callbacks") or ()
-        there = [c for c in self.callback_handler.callbacks if type(c) is type(ours) and c not in given]
-        if not handed_on or not there:  # else it has arrived, perhaps as another config
-            ours.add_to(self)
-
-    return __init__
+def _make_trainer(
+    hands_on: bool, stock: Callable[..., None], self: Any, /, *args: Any, memsave: MemSaveLike | None = None,
+    **kwargs: Any,
+) -> None:  # fmt: skip
+    config = MemSaveConfig.resolve(memsave, may_plan=True)  # a wrong name must not cost a download
+    handed_on = {"memsave": memsave} if hands_on and memsave is not None else {}
+    stock(self, *args, **handed_on, **kwargs)
+    if config is None:
+        settle(self, memsave)
+        return
+    ours, given = config.callback(), kwargs.get("callbacks") or ()
+    there = [c for c in self.callback_handler.callbacks if type(c) is type(ours) and c not in given]
+    if not handed_on or not there:  # else it has arrived, perhaps as another config
+        ours.add_to(self)
 
 
 def settle(trainer: Any, memsave: Any) -> None:
@@ -132,14 +122,11 @@ def settle(trainer: Any, memsave: Any) -> None:
 
 def teach_callbacks(module: Any) -> None:
     """Have ``MemSaveCallback`` come before the reporters of a trainer, which then get its figures."""
-    wrap(module.CallbackHandler, "add_callback", _placing)
+    wrap(module.CallbackHandler, "add_callback", _place_callback)
 
 
-def _placing(stock: Callable[..., None]) -> Callable[..., None]:
-    def add_callback(self: Any, callback: Any) -> None:
-        stock(self, callback)
-        if (ours := sys.modules.get("hf_memsave.integrations.trainer")) is not None:
-            # Another list: the one that there was may be walked through at this moment.
-            self.callbacks = sorted(self.callbacks, key=lambda there: not isinstance(there, ours.MemSaveCallback))
-
-    return add_callback
+def _place_callback(stock: Callable[..., None], self: Any, /, callback: Any) -> None:
+    stock(self, callback)
+    if (ours := sys.modules.get("hf_memsave.integrations.trainer")) is not None:
+        # Another list: the one that there was may be walked through at this moment.
+        self.callbacks = sorted(self.callbacks, key=lambda there: not isinstance(there, ours.MemSaveCallback))

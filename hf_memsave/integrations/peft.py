@@ -30,12 +30,12 @@ class MemSaveLoraConfig(LoraConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        wanted = MemSaveConfig.resolve(self.memsave)  # a wrong name is refused here
-        if wanted is not None:
-            teach_peft(tuners_utils)
+        if MemSaveConfig.resolve(self.memsave) is None:  # a wrong name is refused here
+            return
+        teach_peft(tuners_utils)
         variants = [f.name for f in fields(self) if f.metadata.get("is_lora_variant") and f.name != "use_dora"]
         asked = [name for name in (*variants, "target_parameters") if getattr(self, name, None)]
-        if wanted is not None and asked:
+        if asked:
             raise ConfigError(
                 f"MemSaveLoraConfig expected LoRA, rsLoRA or DoRA on layers, got {' and '.join(asked)}, whose own "
                 "tensors it cannot save. Use peft.LoraConfig and hf_memsave.patch(model): that trains like stock, "

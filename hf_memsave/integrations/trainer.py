@@ -27,9 +27,6 @@ from hf_memsave.patching.patch import patch, unpatch
 from hf_memsave.patching.sampled_layers import sampler_of
 from hf_memsave.patching.swap import patched_models
 
-#: The name of the norms in the callback's state.
-_NORMS = "norms"
-
 
 class MemSaveCallback(TrainerCallback, ExportableState):
     """Patches the trainer's model, and adds what that frees to every logged loss.
@@ -95,7 +92,7 @@ class MemSaveCallback(TrainerCallback, ExportableState):
         if model is not None and (sampler := sampler_of(model)) is not None:
             learned = {n: t.contiguous() for n, t in sampler.state_dict().items() if not n.endswith("/samples")}
             norms = base64.b64encode(save(learned)).decode("ascii")
-        return {"args": {"memsave": memsave, "undo": self.undo}, "attributes": {_NORMS: norms}}
+        return {"args": {"memsave": memsave, "undo": self.undo}, "attributes": {"norms": norms}}
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
         """Patch the model the trainer was made with."""
@@ -108,7 +105,7 @@ class MemSaveCallback(TrainerCallback, ExportableState):
         saved = state.stateful_callbacks.setdefault(type(self).__name__, {})  # a stock run's checkpoint has none
         saved = saved[-1] if isinstance(saved, list) else saved
         if state.global_step and self.config.linear is not None:
-            text, sampler = saved.get("attributes", {}).get(_NORMS), sampler_of(model)
+            text, sampler = saved.get("attributes", {}).get("norms"), sampler_of(model)
             if text is not None and sampler is not None:
                 device = next((p.device for p in model.parameters()), torch.device("cpu"))
                 sampler.load_state_dict(load(base64.b64decode(text)), device)

@@ -89,9 +89,6 @@ def running_by(function: Callable[..., Any], call: Any) -> dict[str, Any]:
     def function_of(self: Any) -> Any:
         return function if runs_again(self) else self.__dict__.get(_FUNCTION, function)
 
-    def told(name: str) -> Callable[[Any, Any], None]:
-        return lambda self, value: self.__dict__.update({name: value})
-
     @functools.wraps(call)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not (self.training and runs_again(self)):
@@ -107,7 +104,8 @@ def running_by(function: Callable[..., Any], call: Any) -> dict[str, Any]:
         finally:
             _now.block, _now.is_cache_asked_for = before
 
-    flag, asked = property(is_on, told(_FLAG)), property(function_of, told(_FUNCTION))
+    flag = property(is_on, lambda self, value: self.__dict__.update({_FLAG: value}))
+    asked = property(function_of, lambda self, value: self.__dict__.update({_FUNCTION: value}))
     return {_FLAG: flag, _FUNCTION: asked, _RUNS_BY: function, "__call__": __call__}
 
 

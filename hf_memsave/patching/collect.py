@@ -73,7 +73,9 @@ def collect(
                 op, value = "run_again", config.checkpoint
             else:
                 sites.append(_site(name, module, "run_again", f"{op} replaces its forward"))
-        if op in (None, "lora") and module in heads and not _is_head_known_by_weight(module):
+        # A tape sees ``F.linear`` called with the weight of such a head, so that its class can stay.
+        is_known = isinstance(module, nn.Linear) and not type(module).__module__.startswith("bitsandbytes")
+        if op in (None, "lora") and module in heads and not is_known:
             op, value = "lazy_head", config.loss
         if op is None and around is None and has_rows and runs_in_rows(stock_class(module)):
             op = "norm_in_rows"
@@ -81,9 +83,7 @@ def collect(
             continue
         is_by_weight = op == "run_again" and is_known_by_weight(module)
         if hides_forward(module) and not is_by_weight:
-            if not OPS[op].is_implied:
-                refusals.refuse_hidden(name, module)
-            reason = refusals.hidden(module)  # another tool's forward runs instead
+            reason = refusals.refuse_hidden(name, module, OPS[op].is_implied)  # another tool's forward runs instead
         elif refusal := OPS[op].refuse(module, value):
             raise PatchError(f"{name or 'the model'} ({stock_class(module).__name__}) {refusal}")
         else:
@@ -97,8 +97,7 @@ def collect(
         refuse_zero3(model, config.checkpoint)
         refusals.refuse_no_rung(sites, config, model)
     if config.linear is not None and not prefix:
-        refusals.refuse_no_target(sites, config.linear, model)
-        refusals.refuse_other_attention(sites, config.linear, model)
+        refusals.refuse_unsampled(sites, config.linear, model)
     return sites, plan, again
 
 
@@ -124,28 +123,17 @@ def _collect_taped(
         op = "block" if is_block else "model"
         is_hidden = hides_forward(module)
         if is_hidden and (is_block or not is_model):
-            if not is_block:
-                refusals.refuse_hidden(name, module)
-            sites.append(_site(name, module, op, refusals.hidden(module)))
+            sites.append(_site(name, module, op, refusals.refuse_hidden(name, module, is_implied=is_block)))
             continue
         if not is_block:
             roots += (f"{name}." if name else "",)
         number = number_of(name, numbers)
         rung = config.checkpoint if config.converts("checkpoint", number, len(numbers)) or not is_block else None
-        is_again, is_compiled = is_block and rung in WHOLE, is_block and config.compile
         number = number if config.layers and not config.compile else 0  # blocks of one class share a graph
-        plan[module] = Patch(
-            stock_class(module), config, number, is_hidden=is_hidden, is_checkpointed=is_again and not is_compiled,
-            is_compiled=is_compiled, rung=rung,
-        )  # fmt: skip
+        plan[module] = Patch(stock_class(module), config, number, is_hidden=is_hidden, rung=rung)
         sites.append(_site(name, module, op))
-        if is_again:
+        if is_block and rung in WHOLE:
             sites.append(_site(name, module, "run_again"))
-
-
-def _is_head_known_by_weight(head: nn.Module) -> bool:
-    """Whether a tape sees ``F.linear`` called with the head's weight, so that its class can stay."""
-    return isinstance(head, nn.Linear) and not type(head).__module__.startswith("bitsandbytes")
 
 
 def _choice(
@@ -162,9 +150,8 @@ def _choice(
     if config.linear is not None and config.linear.attention and is_attention(cls) and implementation(module) == NAME:
         return "eager_attention", config.linear
     fused = fused_of(cls) if config.backend != "torch" else None
-    if fused is not None:
-        if getattr(config, fused.kind) == "recompute" and config.converts(fused.kind, block):
-            return fused.op, config.converts("dropout", block) if fused.draws else fused.value
+    if fused is not None and getattr(config, fused.kind) == "recompute" and config.converts(fused.kind, block):
+        return fused.op, config.converts("dropout", block) if fused.draws else fused.value
     kind = kind_of(cls)
     if name in LORA and config.converts("lora", block):
         return "lora", LORA[name]

@@ -40,9 +40,7 @@ def tell(module: nn.Module, step: Ledger, config: MemSaveConfig) -> None:
         return
     step.takes_gate = any(is_run_again(name, "gate") for name, _ in module.named_modules())
     step.told.append(trained_in(module))
-    if step.told[-1] in step.told[:-1]:
-        return
-    if not is_vain and step.nbytes_stock:
+    if step.told[-1] not in step.told[:-1] and not is_vain and step.nbytes_stock:
         logger.info("hf_memsave: %s More: print(hf_memsave.patch(model))", " ".join(sentences(step, config)))
 
 
@@ -70,10 +68,12 @@ def waiting(module: nn.Module) -> Ledger | None:
 def sentences(step: Ledger, config: MemSaveConfig) -> list[str]:
     """What a step kept, of what, and what freed it, in people's words."""
     rung, again = config.checkpoint, step.nbytes_again
-    how = "blocks run again" + (", in tiles" if rung == "tiles" else "")
-    runs = how if rung in WHOLE else f"{gib(again)} of products run again" if again else ""
+    whole = "blocks run again" + (", in tiles" if rung == "tiles" else "")
+    runs = whole if rung in WHOLE else f"{gib(again)} of products run again" if again else ""
     first = "the first step" if len(step.told) < 2 else "the first step that trains other parameters"
-    said = [f"{first} {kept(step)}{_by_what(step, runs)}."]
+    how = "; ".join(filter(None, ("" if step.uncounted else kinds(step, "avoided"), runs)))
+    unknown = f"; what stock would keep is not counted: {step.uncounted}" if step.uncounted else ""
+    said = [f"{first} {kept(step)}{f' ({how})' if how else ''}{unknown}."]
     if not step.is_checkpointed_in_stock:
         return said
     said = [f"gradient checkpointing is on: {said[0]}"]
@@ -84,17 +84,11 @@ def sentences(step: Ledger, config: MemSaveConfig) -> list[str]:
     return [*said, f'{without} Else memsave="{other}" in its place keeps{less} as little as now.']
 
 
-def _by_what(step: Ledger, runs: str = "") -> str:
-    """What frees what is freed, in brackets, or why that is not known."""
-    text = "; ".join(filter(None, ("" if step.uncounted else kinds(step, "avoided"), runs)))
-    return f" ({text})" * bool(text) + _unknown(step)
-
-
-def kept(step: Ledger, about: str = "") -> str:
+def kept(step: Ledger) -> str:
     """What a step keeps, and the part of stock's that this frees."""
     away, stock = step.nbytes_offloaded, step.nbytes_stock
     more, here = step.nbytes_kept + away - stock, gib(step.nbytes_kept) if step.nbytes_kept else "nothing"
-    here = f"keeps {about}{here} for backward" + (f", and {gib(away)} in main memory," if away else "")
+    here = f"keeps {here} for backward" + (f", and {gib(away)} in main memory," if away else "")
     if step.uncounted:
         return here.removesuffix(",")
     if not away and abs(more) <= _ROUNDS * stock:
@@ -102,11 +96,6 @@ def kept(step: Ledger, about: str = "") -> str:
     if more > 0:
         return f"{here}, {gib(more)} more than stock"
     return f"{here} where stock would keep {gib(stock)}: {step.freed_fraction:.0%} freed"
-
-
-def _unknown(step: Ledger) -> str:
-    """Why it is not counted what stock would keep of a step; empty where it is."""
-    return f"; what stock would keep is not counted: {step.uncounted}" if step.uncounted else ""
 
 
 def kinds(step: Ledger, what: str) -> str:

@@ -7,6 +7,7 @@ random numbers of a kept seed are missing in its list of what may run again; and
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ _CHEAP = {"inductor_random", "inductor_randint", "inductor_lookup_seed", "cat", 
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 
 
+@dataclass(frozen=True, repr=False)  # equal ones are, or Dynamo compiles each block, as of another backend
 class Floor(CustomPartitionerFn):
     """Keeps what the tape keeps: no mask, and no product that the rung runs again.
 
@@ -40,8 +42,7 @@ class Floor(CustomPartitionerFn):
         rung: As :attr:`MemSaveConfig.checkpoint`; "block" alone runs attention again.
     """
 
-    def __init__(self, rung: str | None = None) -> None:
-        self.rung = rung
+    rung: str | None = None
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The forward and the backward graph that ``gm`` is cut into."""
@@ -64,18 +65,15 @@ class Floor(CustomPartitionerFn):
         name = _name(node)
         if self.rung == "block":
             return name in _PRODUCTS or "scaled_dot_product" in name
-        is_asked = self.rung is not None and name in _PRODUCTS
-        return is_asked and any(is_run_again(_dotted(path), str(self.rung)) for path, _ in _modules(node))
+        if self.rung is None or name not in _PRODUCTS:
+            return False
+        # ``L['self'].layers[0]._modules['mlp']`` -> ``L.self.layers.0._modules.mlp``
+        paths = (re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path) for path, _ in _modules(node))
+        return any(is_run_again(path, self.rung) for path in paths)
 
     def uuid(self) -> Any:
         """What Inductor's caches tell partitioners apart by."""
         return "hf_memsave", VERSION, self.rung
-
-    def __eq__(self, other: object) -> bool:  # or Dynamo compiles each block, as of another backend
-        return isinstance(other, Floor) and self.uuid() == other.uuid()
-
-    def __hash__(self) -> int:
-        return hash(self.uuid())
 
 
 def _name(node: fx.Node) -> str:
@@ -85,10 +83,9 @@ def _name(node: fx.Node) -> str:
 
 def _is_cheap(node: fx.Node) -> bool:
     """Whether a node is a mask or what masks and rotations are made by."""
-    if _name(node) in _CHEAP:
-        return True
     is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-    return is_pointwise and getattr(node.meta.get("val"), "dtype", None) == torch.bool
+    is_mask = is_pointwise and getattr(node.meta.get("val"), "dtype", None) == torch.bool
+    return is_mask or _name(node) in _CHEAP
 
 
 def _modules(node: fx.Node) -> list[tuple[str, Any]]:
@@ -98,10 +95,8 @@ def _modules(node: fx.Node) -> list[tuple[str, Any]]:
 
 def _block(node: fx.Node) -> str | None:
     """The path of the outermost repeated block around a node."""
-    for path, cls in _modules(node):
-        if isinstance(cls, type) and issubclass(cls, GradientCheckpointingLayer):
-            return path
-    return None
+    paths = (p for p, cls in _modules(node) if isinstance(cls, type) and issubclass(cls, GradientCheckpointingLayer))
+    return next(paths, None)
 
 
 def _leaves_block(node: fx.Node) -> bool:
@@ -109,8 +104,3 @@ def _leaves_block(node: fx.Node) -> bool:
     block = _block(node)
     # Nodes of the backward have no modules around them.
     return block is not None and any(_modules(user) and _block(user) != block for user in node.users)
-
-
-def _dotted(path: str) -> str:
-    """``L['self'].layers[0]._modules['mlp']`` -> ``L.self.layers.0._modules.mlp``."""
-    return re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)

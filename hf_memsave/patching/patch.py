@@ -23,7 +23,7 @@ from hf_memsave.patching.first_step import FIRST, LEDGER, kept, kinds, sentences
 from hf_memsave.patching.refusals import SiteReport
 from hf_memsave.patching.sampled_layers import attach, sampler_of
 from hf_memsave.patching.swap import is_patched, is_wrapped, patched_class, patched_models, set_class, stock_class
-from hf_memsave.patching.taped import BUFFERS, CODED, COMPILED, forget_decisions, mark_buffers
+from hf_memsave.patching.taped import BUFFERS, CODED, COMPILED, DECIDED, mark_buffers
 from hf_memsave.patching.tiled import PLANS
 from hf_memsave.tape.codecs import leave_alone
 from hf_memsave.tape.ledger import Ledger
@@ -293,7 +293,7 @@ def _swap(model: nn.Module, plan: Patches, again: set[nn.Module]) -> set[nn.Modu
             compiled.why_not = ""  # which was of another model
         if type(module) is not cls and not is_wrapped(module):
             set_class(module, cls)
-            forget_decisions(module)
+            DECIDED.pop(module, None)  # under another configuration other calls leave records
             changed.add(module)
         for name in (BUFFERS, LEDGER, FIRST, CODED, PLANS):
             if name != CODED or module not in coded:

@@ -58,8 +58,8 @@ def refuse_no_rung(sites: list[SiteReport], config: MemSaveConfig, model: nn.Mod
     raise PatchError(f"checkpoint={config.checkpoint!r}: expected {expected}, got {got}.", remedy, option)
 
 
-def refuse_no_target(sites: list[SiteReport], config: WTACRS, model: nn.Module) -> None:
-    """Raise where a target of sampling is no linear; adapters may be added later."""
+def refuse_unsampled(sites: list[SiteReport], config: WTACRS, model: nn.Module) -> None:
+    """Raise where a target of sampling is no linear (adapters may be added later), or attention not the eager one."""
     sampled = [f".{site.name}." for site in sites if site.op == "wta_crs"]
     for target in config.targets or ():
         if target not in ("lora_A", "lora_B") and not any(f".{target}." in path for path in sampled):
@@ -68,10 +68,6 @@ def refuse_no_target(sites: list[SiteReport], config: WTACRS, model: nn.Module) 
                 f"Choose from {', '.join(_names_in(model, LINEARS))}, or leave targets out for all linears in repeated "
                 "blocks."
             )
-
-
-def refuse_other_attention(sites: list[SiteReport], config: WTACRS, model: nn.Module) -> None:
-    """Raise where attention shall be sampled, and is not Transformers' own eager one."""
     if not config.attention:
         return
     found = {name: module for name, module in model.named_modules() if is_attention(stock_class(module))}
@@ -136,22 +132,18 @@ def _tool(forward: Any) -> str:
     return name
 
 
-def hidden(module: nn.Module) -> str:
-    """Why a module with a forward of its own stays stock: what it calls below has tapes of its own."""
-    own = module.__dict__
-    tool = "accelerate" if "_original_forward" in own else _tool(own["forward"]) or "code in C"
-    return f"its forward was set by {tool}; what lies below is patched"
-
-
-def refuse_hidden(name: str, module: nn.Module) -> None:
-    """Raise for a module whose own forward would hide ours."""
+def refuse_hidden(name: str, module: nn.Module, is_implied: bool = False) -> str:
+    """Raise for a module whose own forward would hide ours; return why it stays stock where ours ``is_implied``."""
     tool = _tool(module.__dict__["forward"])
-    raise PatchError(
-        f"{name or 'the model'} ({type(module).__name__}) has a forward of its own, set on the instance by another "
-        f"tool ({tool or 'one written in C'}), which would hide ours. Build the model without it (for kernelize: "
-        "use_kernels=False, for Liger: use_liger_kernel=False), patch before that tool, or leave out what was asked "
-        "for this module."
-    )
+    if not is_implied:
+        raise PatchError(
+            f"{name or 'the model'} ({type(module).__name__}) has a forward of its own, set on the instance by another "
+            f"tool ({tool or 'one written in C'}), which would hide ours. Build the model without it (for kernelize: "
+            "use_kernels=False, for Liger: use_liger_kernel=False), patch before that tool, or leave out what was "
+            "asked for this module."
+        )
+    tool = "accelerate" if "_original_forward" in module.__dict__ else tool or "code in C"
+    return f"its forward was set by {tool}; what lies below is patched"  # which has tapes of its own
 
 
 def refuse_foreign_patches(model: nn.Module) -> None:

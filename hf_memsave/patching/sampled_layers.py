@@ -20,11 +20,10 @@ def attach(model: nn.Module) -> None:
     """Name the sampled layers in ``model`` to one sampler (it stays if it was there); forget those no more sampled."""
     sampled = {name: module for name, module in model.named_modules() if _config(module) is not None}
     known = {m.__dict__[LAYER].sampler for m in sampled.values() if LAYER in m.__dict__}
+    known |= {m.__dict__.pop(SAMPLER) for m in model.modules() if SAMPLER in m.__dict__}
     for module in model.modules():
-        if (sampler := module.__dict__.pop(SAMPLER, None)) is not None:
-            known.add(sampler)
-        if LAYER in module.__dict__ and _config(module) is None:
-            del module.__dict__[LAYER]
+        if _config(module) is None:
+            module.__dict__.pop(LAYER, None)
     if not sampled:
         return
     config = next(config for config in map(_config, sampled.values()) if config is not None)

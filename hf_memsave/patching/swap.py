@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_memsave.config.config import MemSaveConfig
+from hf_memsave.config.config import WHOLE, MemSaveConfig
 from hf_memsave.ops import OPS
 from hf_memsave.ops.sampled.sampler import INDEX
 from hf_memsave.patching.checkpointed import checkpoint_block, running_by
@@ -39,9 +39,7 @@ class Patch(NamedTuple):
     op: str | None = None  # what replaces the forward; None if that stays
     value: Any = None  # what chose the op
     is_hidden: bool = False  # the instance has a forward of another tool: the tape is laid around the call
-    is_checkpointed: bool = False  # a block that runs again as a whole
-    is_compiled: bool = False  # a block that is compiled by itself
-    rung: str | None = None  # the last product that runs again where it is compiled
+    rung: str | None = None  # what of a block runs again: all of it, or where it is compiled, up to what
 
 
 def patch_of(module: nn.Module) -> Patch | None:
@@ -107,24 +105,19 @@ _CLASSES: weakref.WeakValueDictionary[Patch, Any] = weakref.WeakValueDictionary(
 
 def patched_class(patch: Patch) -> Any:
     """The subclass of ``patch.stock`` that does what ``patch`` says."""
-    if (cls := _CLASSES.get(patch)) is None:
-        cls = _CLASSES[patch] = _class_of(patch)
-    return cls
-
-
-def _class_of(patch: Patch) -> Any:
+    if (known := _CLASSES.get(patch)) is not None:
+        return known
     stock, config, rung = patch.stock, patch.config, patch.rung
 
     @functools.wraps(stock.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Of now, not of then: Accelerate binds a forward to the instance, and calls it after the class has changed.
-        if torch.compiler.is_compiling():
-            if config is not None:
-                from hf_memsave.patching.compiled import keep_the_floor  # which loads the compiler
+        is_compiling = torch.compiler.is_compiling()
+        if is_compiling and config is not None:
+            from hf_memsave.patching.compiled import keep_the_floor  # which loads the compiler
 
-                keep_the_floor(rung)
-            return stock.forward(self, *args, **kwargs)
-        if (now := patch_of(self)) is None:
+            keep_the_floor(rung)
+        if is_compiling or (now := patch_of(self)) is None:
             return stock.forward(self, *args, **kwargs)
         if now.config is None:
             return _run_op(self, *args, **kwargs)
@@ -139,11 +132,9 @@ def _class_of(patch: Patch) -> Any:
 
     if config is not None and asks_for_index(config):  # so that Trainer hands the model that column
         signature = inspect.signature(stock.forward)
-        *before, last = signature.parameters.values()
-        after = [last] if last.kind is inspect.Parameter.VAR_KEYWORD else []
-        before += [] if after else [last]
         index = inspect.Parameter(INDEX, inspect.Parameter.KEYWORD_ONLY, default=None)
-        forward.__signature__ = signature.replace(parameters=[*before, index, *after])  # type: ignore[attr-defined]
+        parameters = sorted([*signature.parameters.values(), index], key=lambda one: one.kind)
+        forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         _, _, *state = stock.__reduce_ex__(self, protocol)
@@ -163,26 +154,26 @@ def _class_of(patch: Patch) -> Any:
         _PATCH: patch,
     }
     body["__call__" if patch.is_hidden else "forward"] = taped_call if patch.is_hidden else forward
-    if patch.is_compiled:
-        from hf_memsave.patching.compiled import CompiledBlocks
+    if config is not None and issubclass(stock, GradientCheckpointingLayer):
+        if config.compile:
+            from hf_memsave.patching.compiled import CompiledBlocks
 
-        body[COMPILED] = CompiledBlocks(stock, rung)
-    if patch.is_checkpointed:
-        from hf_memsave.patching.tiled import tile  # which needs this
+            body[COMPILED] = CompiledBlocks(stock, rung)
+        elif rung in WHOLE:
+            from hf_memsave.patching.tiled import tile  # which needs this
 
-        body |= running_by(tile if rung == "tiles" else checkpoint_block, body.get("__call__", stock.__call__))
-    if config is not None and config.linear is not None and issubclass(stock, GradientCheckpointingLayer):
-        body["__call__"] = call_with_batch(body.get("__call__", stock.__call__))
+            body |= running_by(tile if rung == "tiles" else checkpoint_block, stock.__call__)
+        if config.linear is not None:
+            body["__call__"] = call_with_batch(body.get("__call__", stock.__call__))
     cls = type(stock)(stock.__name__, (stock,), body)
     if not patch.is_hidden:
         _FORWARDS.add(cls.forward)
+    _CLASSES[patch] = cls
     return cls
 
 
 def _run_op(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    patch = patch_of(self)
-    if patch is None or patch.op is None:
-        return stock_class(self).forward(self, *args, **kwargs)
+    patch: Any = patch_of(self)
     op = OPS[patch.op]
     if op.in_place is None or kwargs or (tape := current()) is None or tape.ledger is None:
         return op.forward(self, patch, *args, **kwargs)

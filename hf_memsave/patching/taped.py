@@ -58,7 +58,7 @@ Forward = Callable[..., Any]
 Settings = tuple[Mapping[Any, Any], str, Coders]
 _ALONE = contextlib.nullcontext()
 #: What the tapes of each module have decided.
-_decided: weakref.WeakKeyDictionary[nn.Module, Decisions] = weakref.WeakKeyDictionary()
+DECIDED: weakref.WeakKeyDictionary[nn.Module, Decisions] = weakref.WeakKeyDictionary()
 
 
 @lru_cache(1024)
@@ -77,11 +77,6 @@ def settings_of(config: MemSaveConfig, block: int, has_quantized: bool) -> Setti
 def _fused_table(stock: tuple[str, ...], has_quantized: bool) -> Mapping[Any, Any]:
     """Some 1000 entries, shared by all blocks and configurations that leave the same to stock."""
     return table_without(*stock) | fused_linear.FUNCTIONS
-
-
-def forget_decisions(module: nn.Module) -> None:
-    """Under another configuration other calls leave records."""
-    _decided.pop(module, None)
 
 
 def run_taped(module: nn.Module, config: MemSaveConfig, block: int, forward: Forward, args: Any, kwargs: Any) -> Any:
@@ -129,9 +124,7 @@ def run_taped(module: nn.Module, config: MemSaveConfig, block: int, forward: For
         return out
 
 
-def _lay(
-    module: nn.Module, settings: Settings, config: MemSaveConfig, forward: Forward, args: Any, kwargs: Any
-) -> Any:
+def _lay(module: nn.Module, settings: Settings, config: MemSaveConfig, forward: Forward, args: Any, kwargs: Any) -> Any:
     """The forward under a tape of its own."""
     codec = None
     if config.storage is not None:
@@ -141,7 +134,7 @@ def _lay(
     # A foreign hook outside is that of a checkpoint, which holds what the block is called with. A batch is not held:
     # Trainer lets go of it before backward, and a collator may fill the same tensors again.
     held = list(tensors_in((*args, *kwargs.values()))) if innermost_hooks() is not None else []
-    decided = _decided.setdefault(module, Decisions())
+    decided = DECIDED.setdefault(module, Decisions())
     ledger = _before_forward(module, tensors_in((*args, *kwargs.values())))
     told = _told_within(module, kwargs) if ledger is None and innermost_hooks() is not None else ledger
     cached = with_cache(module, kwargs) if config.checkpoint in WHOLE else contextlib.nullcontext()
@@ -176,9 +169,7 @@ def _head_below(module: nn.Module) -> nn.Module | None:
     """The head of the model that ``module`` is or wraps; None for one that FSDP2 frees after the forward."""
     if frees_after_forward(module):
         return None
-    is_model = isinstance(module, PreTrainedModel)
-    model = module if is_model else next((m for m in module.modules() if isinstance(m, PreTrainedModel)), None)
-    return None if model is None else head_of(model)
+    return head_of(next((m for m in module.modules() if isinstance(m, PreTrainedModel)), module))
 
 
 def _before_forward(module: nn.Module, given: Iterable[Tensor]) -> Ledger | None:

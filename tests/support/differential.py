@@ -115,7 +115,7 @@ def run_taught(program):
     for _ in range(LESSONS):
         graph = graph_of(program.dtype, program.dropout)
         for name, module in graph.named_modules():
-            taped._decided[module] = decided.setdefault(name, Decisions())
+            taped.DECIDED[module] = decided.setdefault(name, Decisions())
         run = Run(program, graph)
     return run
 
@@ -124,7 +124,7 @@ def runs_of(program, is_taught=False):
     """On a patched graph that has learned nothing of earlier programs, if not taught; or on two at once, in threads."""
     if is_taught and not program.threads:
         return [run_taught(program)]
-    taped._decided.clear()
+    taped.DECIDED.clear()
     graphs = [graph_of(program.dtype, program.dropout, number) for number in range(1 + program.threads)]
     if not program.threads:
         return [Run(program, graphs[0])]

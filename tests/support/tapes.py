@@ -56,7 +56,7 @@ def held_tensors():
 
 
 def remembered(model):
-    decided = taped._decided[model]
+    decided = taped.DECIDED[model]
     return len(decided) + len(decided.earlier)
 
 
