@@ -119,9 +119,11 @@ def chosen(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enabl
     return next((name for name in order if can[name] and width <= _WIDEST[name] and query.dim() == 4), "math")
 
 
-def choice(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, *_: Any, enable_gqa: bool = False, **__: Any) -> int:
+def choice(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *_: Any, enable_gqa: bool = False, **__: Any
+) -> int:
     """The number of the chosen kernel in ``torch.nn.attention.SDPBackend``."""
-    return BACKENDS[chosen(q, k, v, mask, enable_gqa)].value
+    return BACKENDS[chosen(query, key, value, attn_mask, enable_gqa)].value
 
 
 def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:

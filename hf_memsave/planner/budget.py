@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import gc
+import random
+import types
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from pickle import PickleError
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, default_collate
 from transformers import TrainingArguments
 
 from hf_memsave.config.config import MemSaveConfig
@@ -23,8 +27,10 @@ _OPTIMIZERS = {
     "adamw_torch": "adamw", "adamw_torch_fused": "adamw_fused", "adamw_bnb_8bit": "adamw_8bit",
     "adamw_8bit": "adamw_8bit", "adafactor": "adafactor", "sgd": "sgd",
 }  # fmt: skip
-#: The most rows that are read for their lengths.
-_ROWS = 256
+#: The most rows that are read for their lengths, and the most objects among which generators are looked for.
+_ROWS, _OBJECTS = 256, 10_000
+#: What holds no generator of a data set's own.
+_HOLD_NONE = (str, bytes, int, float, type, types.ModuleType, random.SystemRandom, torch.Tensor)
 
 
 def plan_for(config: MemSaveConfig, model: nn.Module, args: TrainingArguments, batches: Any) -> BudgetPlan:
@@ -69,20 +75,51 @@ def _longest(batches: Any, remedy: str) -> int:
     try:
         count = len(rows)  # type: ignore[arg-type]
         read = min(count, _ROWS)
-        # In a process of its own: a data set or collator that draws, or counts, then begins training as it is now.
-        options: Any = dict(num_workers=1, collate_fn=partial(_length, collate), generator=torch.Generator())
-        found: int = max(DataLoader(rows, batch_sampler=[[i * count // read] for i in range(read)], **options))  # type: ignore[arg-type]
-    except (TypeError, KeyError, IndexError, ValueError, AttributeError, RuntimeError, PickleError) as error:
+        with _left_as_they_are(rows, collate):
+            row = max((rows[i * count // read] for i in range(read)), key=lambda row: len(row["input_ids"]))  # type: ignore[index]
+            ids = torch.as_tensor(row["input_ids"]) if collate is None else collate([copy.copy(row)])["input_ids"]
+    except (TypeError, KeyError, IndexError, ValueError, AttributeError, NotImplementedError) as error:
         raise PlanError(
             "budget: expected a data set with a length and rows with 'input_ids', of which the longest tells the "
-            f"sequence length, and that a worker process can read, got {type(rows).__name__}. {remedy}"
+            f"sequence length, got {type(rows).__name__}. {remedy}"
         ) from error
+    found = int(ids.shape[-1])
     logger.info("budget: planned for %d tokens, the longest of %d rows that were read of %d.", found, read, count)
     return found
 
 
-def _length(collate: Any, rows: list[Any]) -> int:
-    return int((collate or default_collate)(rows)["input_ids"].shape[-1])
+@contextlib.contextmanager
+def _left_as_they_are(*readers: Any) -> Iterator[None]:
+    """Put back random generators, and attributes of ``readers`` and of what they hold: training begins with them."""
+    own = getattr(torch.get_device_module(), "default_generators", ())
+    held: list[Any] = [torch.default_generator, *own, *readers]
+    seen: set[int] = set()
+    with contextlib.ExitStack() as undo:
+        undo.callback(numpy.random.set_state, numpy.random.get_state())
+        undo.callback(random.setstate, random.getstate())
+        for one in held:  # grows by what each holds, the nearest first
+            if id(one) in seen or len(seen) == _OBJECTS or isinstance(one, _HOLD_NONE):
+                continue
+            seen.add(id(one))
+            if isinstance(one, (torch.Generator, numpy.random.RandomState)):
+                undo.callback(one.set_state, one.get_state())  # type: ignore[arg-type]
+            elif isinstance(one, random.Random):
+                undo.callback(one.setstate, one.getstate())
+            elif isinstance(one, numpy.random.Generator):
+                undo.callback(setattr, one.bit_generator, "state", one.bit_generator.state)
+            elif isinstance(one, types.FunctionType):
+                held += one.__closure__ or ()
+            else:
+                if hasattr(one, "__dict__"):
+                    undo.callback(_put_back, vars(one), dict(vars(one)))
+                held += gc.get_referents(one)
+        yield
+
+
+def _put_back(attributes: dict[str, Any], before: dict[str, Any]) -> None:
+    for name in attributes.keys() - before.keys():
+        del attributes[name]
+    attributes.update(before)
 
 
 def _lora(model: nn.Module, remedy: str) -> Lora | None:

@@ -15,6 +15,7 @@ from hf_memsave.count.peak import count_peak
 from hf_memsave.errors import PlanError
 from hf_memsave.measure.estimate import CONTEXT, WORKSPACES
 from hf_memsave.measure.lora import Lora
+from hf_memsave.planner.budget import _longest
 from hf_memsave.planner.plan import plan
 from support.helpers import on_stand_in
 
@@ -148,6 +149,29 @@ def test_data_that_draw_give_the_losses_of_stock_and_few_rows_are_read(tmp_path,
     with caplog.at_level("INFO", "hf_memsave"):
         assert losses({"budget": "24GiB"}) == stock
     assert "planned for 16 tokens, the longest of 256 rows that were read of 40000" in caplog.text
+
+
+class Lines(torch.utils.data.Dataset):
+    """Reads each row off a file that it holds open."""
+
+    def __init__(self, path):
+        path.write_text("".join(f"{i:06}\n" for i in range(5000)))
+        self.file = path.open(encoding="utf-8")
+
+    def __len__(self):
+        return 5000
+
+    def __getitem__(self, i):
+        self.file.seek(7 * i)
+        return {"input_ids": [int(self.file.readline())]}
+
+
+def test_rows_of_an_open_file_are_afterwards_what_they_were(tmp_path):
+    """Read in a process of their own they are not: that shares the place in the file, and not what was buffered."""
+    data = Lines(tmp_path / "rows.txt")
+    assert data[0] == {"input_ids": [0]}
+    assert _longest(torch.utils.data.DataLoader(data, collate_fn=collate), "") == 8
+    assert [data[i]["input_ids"][0] for i in range(5000)] == list(range(5000))
 
 
 class Stream(torch.utils.data.IterableDataset):
