@@ -46,10 +46,12 @@ def test_neither_import_nor_patch_loads_what_costs_seconds(preset):
 
 
 @pytest.mark.long
-def test_import_costs_at_most_three_tenths_of_a_second():
-    """All of it, beyond Transformers and the base class of its blocks; seconds of the process, not of the clock."""
-    clock = "import time; begin = time.process_time()\nfrom hf_memsave import patch\nprint(time.process_time() - begin)"
-    assert 0.001 < float(run(BEFORE + f"import transformers.modeling_layers\n{clock}")) < 0.3
+def test_import_costs_at_most_a_twentieth_of_what_transformers_does():
+    """All of it, beyond Transformers and the base class of its blocks; .3 s, in seconds of one process, of about 6."""
+    clock = "times.append(time.process_time())\n"
+    code = f"import time; times = []\n{clock}{BEFORE}import transformers.modeling_layers\n{clock}"
+    begin, before, after = map(float, run(f"{code}from hf_memsave import patch\n{clock}print(*times)").split())
+    assert 0.001 < after - before < (before - begin) / 20
 
 
 def test_import_loads_nothing_and_public_names_when_they_are_asked_for():
