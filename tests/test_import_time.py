@@ -46,12 +46,12 @@ def test_neither_import_nor_patch_loads_what_costs_seconds(preset):
 
 
 @pytest.mark.long
-def test_import_costs_at_most_a_twentieth_of_what_transformers_does():
-    """All of it, beyond Transformers and the base class of its blocks; .3 s, in seconds of one process, of about 6."""
+def test_import_costs_little_beside_that_of_transformers():
+    """All of it, beyond Transformers and the base class of its blocks; .3 s, in seconds of one process, of 6.8."""
     clock = "times.append(time.process_time())\n"
     code = f"import time; times = []\n{clock}{BEFORE}import transformers.modeling_layers\n{clock}"
     begin, before, after = map(float, run(f"{code}from hf_memsave import patch\n{clock}print(*times)").split())
-    assert 0.001 < after - before < (before - begin) / 20
+    assert 0.001 < after - before < 0.044 * (before - begin)
 
 
 def test_import_loads_nothing_and_public_names_when_they_are_asked_for():

@@ -224,7 +224,7 @@ class Writes(GradientCheckpointingLayer):
 
     def forward(self, x):
         h = self.a(x)
-        y = self.b1(h.reshape(-1, 8)).reshape(h.shape) + self.b1(h)
+        y = self.b1(h) + self.b1(h.reshape(-1, 8)).reshape(h.shape)
         h.mul_(1.5)
         return self.c(y * self.b2(h) + h)
 
@@ -249,10 +249,12 @@ def test_a_write_to_what_an_adapter_has_read_is_stocks(config, is_checkpointed):
     assert_equal(found[1], found[0])
 
 
-@pytest.mark.parametrize("rank", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("rank", [1, 2, 4, 16])
 @pytest.mark.parametrize("shape", [(1,), (1, 1), (2, 1), (1, 3)])
-def test_an_adapter_of_a_few_numbers_has_stocks_gradients(shape, rank):
-    torch.manual_seed(0)
+def test_an_adapter_of_a_few_numbers_has_stocks_gradients(shape, rank, seed):
+    """Of one seed's numbers, another product's sum has the same bits in half of the cases."""
+    torch.manual_seed(seed)
     lora = LoraConfig(r=rank, target_modules=["1"], init_lora_weights=False)
     stock = get_peft_model(nn.Sequential(nn.Identity(), nn.Linear(shape[-1], 5)), lora).train()
     given, found = torch.randn(shape), []
