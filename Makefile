@@ -57,6 +57,7 @@ docs: $(INSTALLED) ## Render README and docs/ as a site, build/site
 
 lint: $(INSTALLED) ## Check style and types
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check hf_memsave tests scripts
 	$(BIN)/mypy
 
 clean: ## Remove .venv and caches

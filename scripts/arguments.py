@@ -74,7 +74,9 @@ class ModelArguments(Options):
     memsave: str | None = option(
         "Keep less activation memory: by the default, exact setting, by the preset named here, or by a YAML or JSON "
         "file of MemSaveConfig's fields. In a --config file also these fields themselves.",
-        nargs="?", const="true", metavar="PRESET|FILE",
+        nargs="?",
+        const="true",
+        metavar="PRESET|FILE",
     )
     checkpoint: Rung | None = option(
         "Keep still less, with --memsave or without it: run these matrix products of each layer again in backward, and "

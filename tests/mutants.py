@@ -69,7 +69,7 @@ class Result(NamedTuple):
 
 
 def outcome_of(code: int, log: str) -> tuple[str, str]:
-    """"killed" or "error" and by which test, "passed", "none" there or "timeout", of pytest's exit code and its log."""
+    """Read pytest's exit code and log: "killed" or "error" and by which test, "passed", "none" there or "timeout"."""
     if code == -signal.SIGALRM:
         return "timeout", ""
     summary = log.rpartition("short test summary info")[2]

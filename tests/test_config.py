@@ -56,7 +56,11 @@ def test_every_field_is_frozen_strict_and_tells_configs_apart():
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(config, name, OTHER[name])
     assert MemSaveConfig(**TOGETHER).to_dict() == {
-        **TOGETHER, "budget": None, "compile": False, "tiles": None, "linear": SAMPLED,
+        **TOGETHER,
+        "budget": None,
+        "compile": False,
+        "tiles": None,
+        "linear": SAMPLED,
     }
     for args, fields, message in ((["recompute"], {}, "positional"), ([], {"activations": "stock"}, "activations")):
         with pytest.raises(TypeError, match=message):

@@ -162,7 +162,9 @@ def test_scripts_have_their_options_and_files():
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "path", [p for p in WORDS if blocks(p, "python") and p.name != "recipes.md"], ids=name_of  # test_recipes_page.py
+    "path",
+    [p for p in WORDS if blocks(p, "python") and p.name != "recipes.md"],
+    ids=name_of,  # test_recipes_page.py
 )
 def test_snippets_run(path, tmp_path):
     """A page's snippets, from top to bottom, in one process."""

@@ -84,7 +84,8 @@ def _measure(
     if (expected := more.carried([point["parameters"] for point in patched])) != whole.num_parameters():
         raise DepthError(
             f"the layers of {type(whole).__name__} are not alike: expected {expected:,.0f} parameters at full depth, "
-            f"got {whole.num_parameters():,}.", *AS_IT_IS,
+            f"got {whole.num_parameters():,}.",
+            *AS_IT_IS,
         )
     return FullDepth(
         cls=type(whole).__name__,

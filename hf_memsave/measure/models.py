@@ -197,7 +197,8 @@ def depth_of(config: PreTrainedConfig, layers: int | None = None) -> dict[str, i
     if first not in found:
         raise DepthError(
             f"the configuration of {config.model_type!r} has no field {first!r} with its number of layers. Expected a "
-            "model of like layers.", *AS_IT_IS,
+            "model of like layers.",
+            *AS_IT_IS,
         )
     return found
 

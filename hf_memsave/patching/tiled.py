@@ -225,9 +225,7 @@ class _Run:
         """The block's code on a tile: what stood in for attention, and the output, or None where that was reached."""
         values = [hidden, *tensors]
         args, kwargs = tree_map(lambda x: values[x.number] if isinstance(x, Slot) else x, self.arguments)
-        standin = Standin(
-            plan, tile, self.seq, given, tensors, self.masks if draws else None, self.tiles, learns
-        )
+        standin = Standin(plan, tile, self.seq, given, tensors, self.masks if draws else None, self.tiles, learns)
         output = None
         with contextlib.suppress(Reached), caught_in(self.attentions, self.quantized), standin:
             output = self.code(self.block, *args, **kwargs)

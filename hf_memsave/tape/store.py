@@ -34,9 +34,7 @@ _NOTES = "_memsave_notes"
 class Store:
     """What a tape knows. Its lock tells its contents from those of other tapes."""
 
-    def __init__(
-        self, coders: Any, ledger: Ledger | None, mark_of: Callable[[Tensor], Content] | None = None
-    ) -> None:
+    def __init__(self, coders: Any, ledger: Ledger | None, mark_of: Callable[[Tensor], Content] | None = None) -> None:
         super().__init__()
         self.outer: Any = None  # the (pack, unpack) pair of the hooks active outside
         self.around: Store | None = None  # the tape that this is within: a checkpointed block's is in the model's

@@ -168,9 +168,7 @@ def step(run: Any, batch: dict[str, Tensor]) -> tuple[float, float]:
     return middle - start, end - start
 
 
-def in_turn(
-    runs: dict[str, Any], batch: dict[str, Tensor], seconds: float
-) -> dict[str, list[tuple[float, float]]]:
+def in_turn(runs: dict[str, Any], batch: dict[str, Tensor], seconds: float) -> dict[str, list[tuple[float, float]]]:
     """The steps of each, in turn first, until the time is up."""
     times: dict[str, list[tuple[float, float]]] = {way: [] for way in runs}
     for run in list(runs.values()) * WARM_UP:

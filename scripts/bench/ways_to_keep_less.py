@@ -57,6 +57,8 @@ WAYS: dict[str, Callable[[nn.Module], Any]] = {
     "offload": partial(patch, config=MemSaveConfig(offload=True)),
     "max": partial(patch, config="max"),
 }
+
+
 class _OnDevice(Count):
     """Counts what is not a copy in main memory, too."""
 

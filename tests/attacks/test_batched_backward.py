@@ -1,6 +1,5 @@
 """Backward of several gradients at once, under vmap: per-sample gradients, Jacobians, influence functions."""
 
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -107,9 +107,7 @@ def assign_data(model):
         parameter.data = 2 * parameter.data
 
 
-@pytest.mark.parametrize(
-    ("family", "change"), [("bert", swap_with_twice), ("llama", convert), ("llama", assign_data)]
-)
+@pytest.mark.parametrize(("family", "change"), [("bert", swap_with_twice), ("llama", convert), ("llama", assign_data)])
 def test_parameters_are_exchanged_between_steps(family, change, device):
     only_on_cpu(device)
 

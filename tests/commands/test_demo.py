@@ -14,6 +14,7 @@ from hf_memsave.commands.demo_task import NUMBERS, DemoTask, generated_task
 
 pytest.importorskip("matplotlib")
 
+
 @pytest.fixture(autouse=True)
 def _threads():
     threads = torch.get_num_threads()

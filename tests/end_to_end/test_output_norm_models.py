@@ -1,6 +1,5 @@
 """``norm="output"`` in models: what is reported and refused, and three steps next to stock's."""
 
-
 import pytest
 import torch
 from torch import nn

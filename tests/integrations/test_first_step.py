@@ -274,8 +274,14 @@ def test_a_rung_that_the_model_has_no_linears_for_is_not_advised(lines):
 
 @pytest.mark.parametrize(
     ("told", "count"),
-    [("not at all", 1), ("by Transformers", 0), ("by Python", 0), ("by a null handler", 1),
-     ("by a file", 1), ("by basicConfig", 1)],
+    [
+        ("not at all", 1),
+        ("by Transformers", 0),
+        ("by Python", 0),
+        ("by a null handler", 1),
+        ("by a file", 1),
+        ("by basicConfig", 1),
+    ],
 )
 def test_it_is_said_once_without_handlers_and_with_and_not_where_it_is_told_to_be_quiet(told, count, monkeypatch):
     logger, root = logging.getLogger("hf_memsave"), logging.getLogger()

@@ -105,9 +105,7 @@ def test_false_leaves_a_callback_of_the_callers_own(arguments):
     assert patch_of(trainer.model).config == MemSaveConfig(norm="stock")
 
 
-@pytest.mark.parametrize(
-    "cls", [Seq2SeqTrainer, ListsBelow, Drops, Mixed], ids=lambda c: c.__name__
-)
+@pytest.mark.parametrize("cls", [Seq2SeqTrainer, ListsBelow, Drops, Mixed], ids=lambda c: c.__name__)
 def test_a_subclass_takes_it_whatever_its_own_signature(cls, arguments):
     trainer = cls(build("llama"), arguments(), train_dataset=Rows("llama"), memsave={"norm": "stock"})
     assert patch_of(trainer.model).config == MemSaveConfig(norm="stock") and len(callbacks(trainer)) == 1

@@ -1,6 +1,5 @@
 """Sampled linears under real trainers: checkpoints, resuming, the column of sample indices, processes side by side."""
 
-
 import pytest
 import torch
 from datasets import Dataset

@@ -125,6 +125,7 @@ def all_three(kind, dtype, device, change):
 )
 def test_output_norm_where_one_number_is_not_finite(kind, dtype, what, bad, device):
     """Stock's gradients are not finite there, nor ours; all others are stock's."""
+
     def set_one(tensors):
         tensor = tensors[what]
         (tensor[3] if tensor.dim() == 2 else tensor)[5] = bad

@@ -52,9 +52,7 @@ def kept(model, batch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("fields", "expected"), [({}, 23), ({"checkpoint": "gate"}, 4)], ids=["patched", "gate"]
-)
+@pytest.mark.parametrize(("fields", "expected"), [({}, 23), ({"checkpoint": "gate"}, 4)], ids=["patched", "gate"])
 def test_a_compiled_layer_keeps_the_floor(fields, expected, no_codegen):
     ids = torch.randint(0, 64, (2, 64))
     totals = []

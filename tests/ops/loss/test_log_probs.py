@@ -309,7 +309,8 @@ def hooked_before(x, ids):
 
 
 @pytest.mark.parametrize(
-    "use", [read_whole, written_to, read_later, of_own_function, twice, in_a_checkpoint, hooked, hooked_before]
+    "use",
+    [read_whole, written_to, read_later, of_own_function, twice, in_a_checkpoint, hooked, hooked_before]
     + [in_another_order, of_detached, compared, kept_view, of_teacher],
 )
 def test_what_else_is_done_with_them_is_as_in_stock(use, ours):
