@@ -150,7 +150,6 @@ class Content(Handle):
         once = unexpanded(tensor)
         stride = once.stride() if tensor.layout is torch.strided and is_plain(tensor) else None
         self.view, self.work, self.depth, self.reads = View(tensor), 0, 0, ()
-        self.nbytes = 0 if stride is None else tensor.untyped_storage().nbytes()
         self.settle(partial(_fetched, fetch, stride, tensor.shape, []), (pack(once),))
         self.is_lent = self.is_kept = True
 
@@ -238,13 +237,9 @@ class Content(Handle):
                 torch.set_default_dtype(dtype)
         if out.stride() != self.stride:
             out = with_stride(out, self.stride)
-        return self.with_all_bytes(out)
-
-    def with_all_bytes(self, out: Tensor) -> Tensor:
-        """Return ``out``, of which other views are taken; raise where they would be read in the wrong place."""
-        if (nbytes := out.untyped_storage().nbytes()) != self.nbytes:
+        if out.untyped_storage().nbytes() != self.nbytes:  # views of it would be read in the wrong place
             raise MemSaveError(
-                f"{self.make} gave {nbytes} bytes in backward, expected the {self.nbytes} of the forward. "
+                f"{self.make} made {out.untyped_storage().nbytes()} bytes in backward, but {self.nbytes} in forward. "
                 "Please report this; unpatch(model) trains without hf_memsave."
             )
         return out
@@ -319,8 +314,6 @@ class Ticket(Handle):
             out = content.get()
         if out.shape == self.shape and out.stride() == self.stride and out.storage_offset() == self.offset:
             return out
-        if content.is_lent:  # by a checkpoint, of one view for all
-            out = content.with_all_bytes(out)
         return out.as_strided(self.shape, self.stride, self.offset)
 
 

@@ -182,13 +182,6 @@ def checkpoint_frame(hooks: Any = None) -> tuple[Any, Any]:
     return (frame, pack) if hasattr(frame, "recompute_fn") else (None, None)
 
 
-def keeps_storages(hooks: Any) -> bool:
-    """Return whether ``hooks`` are a checkpoint's, which give a view back with its whole storage; wrapped by none."""
-    if hooks is None or checkpoint_frame(hooks)[0] is None:
-        return False
-    return str(getattr(hooks[0], "__globals__", {}).get("__name__")).startswith(("torch.", "hf_memsave."))
-
-
 def function_in_backward() -> Any:
     """The context of the ``torch.autograd.Function`` whose backward the engine runs; None if it runs no such one."""
     node = torch._C._current_autograd_node()

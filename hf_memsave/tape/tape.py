@@ -109,7 +109,6 @@ class Tape(Store, TorchFunctionMode):
             if self.below is not None:
                 private.push_hooks(self.below.pack_hook, self.below.unpack_hook)
             self.outer = innermost_hooks()
-            self.keeps_storages = private.keeps_storages(self.outer)
             private.push_hooks(self.pack if self.ledger is None else self.pack_told, _fetch)
             if isinstance(around, Tape):  # that of the model, around a checkpointed block
                 self.around, self.mark = around, around.mark + "_"
@@ -323,8 +322,6 @@ class Tape(Store, TorchFunctionMode):
             fresh = self.keep(tensor)
             self.note(tensor, fresh)
             return fresh
-        if content.is_lent and self._has_all_views(content, tensor):
-            return Ticket(content, tensor)
         if content.is_lent and (same := self.lent(content, tensor)) is not None:
             same.uses += 1
             return same
@@ -348,23 +345,19 @@ class Tape(Store, TorchFunctionMode):
         return Ticket(content, tensor)
 
     def lent(self, content: Content, tensor: Tensor) -> Content | None:
-        """What a hook outside keeps of this very view, on the storage of ``content``; or of all of them."""
-        if self._has_all_views(content, tensor) or (content.view is not None and content.view.is_of(tensor)):
+        """What a hook outside keeps of this very view, on the storage of ``content``."""
+        if content.view is not None and content.view.is_of(tensor):
             return content
-        return content.others.get(_view_of(tensor)) if content.others else None
-
-    def _has_all_views(self, content: Content, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` is a view of what a checkpoint gives back for another view of ``content``."""
-        # Of what the block is called with, that may be another storage: a hook around the checkpoint has kept it.
-        return self.keeps_storages and not content.is_input and content.is_of(tensor)
+        known = content.others.get(_view_of(tensor)) if content.others else None
+        return None if known is None else known()
 
     def _hold_beside(self, content: Content, storage: Any, tensor: Tensor) -> Content:
         fresh = self.keep(tensor)
         fresh.version, fresh.dtype = tensor._version, tensor.dtype
         self.note(tensor, fresh)
         if content.is_lent:
-            content.others = content.others or weakref.WeakValueDictionary()
-            content.others[_view_of(tensor)] = fresh
+            content.others = content.others or {}
+            content.others[_view_of(tensor)] = weakref.ref(fresh)
         elif not is_flipped(tensor):
             self.link(storage, fresh, content)
             self._share(fresh, tensor)

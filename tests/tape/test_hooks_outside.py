@@ -1,8 +1,6 @@
 """The tape beside the saved-tensor hooks of others: checkpointing, CPU offload, another tape, the user's own."""
 
 import contextlib
-import functools
-import threading
 
 import pytest
 import torch
@@ -10,9 +8,8 @@ from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from hf_memsave import MemSaveError, patch
+from hf_memsave import patch
 from hf_memsave.tape import Tape, current, private, table_without
-from hf_memsave.tape.content import Content, Ticket
 from support.helpers import assert_same_bits, laid, nodes, random, taping
 
 
@@ -108,57 +105,6 @@ def test_nothing_crosses_from_one_checkpointed_block_into_the_next_which_keeps_n
 
     for mine, stock in zip(run(True), run(False), strict=True):
         assert_same_bits(mine, stock)
-
-
-def scan_in_a_checkpoint(x, weight, tape, within=contextlib.nullcontext, around=contextlib.nullcontext):
-    """A scan over rows of what it makes, and of what it is given: the gradients, and how many tensors were packed."""
-    frames = []
-
-    def scan(h):
-        frames.append(private.checkpoint_frame()[0])
-        with within(), Tape(table_without(), inputs=[h]) if tape else contextlib.nullcontext():
-            made = h @ weight
-            state = made[0]
-            for i in range(1, len(h)):
-                state = state * made[i] + h[i] * made[i]
-            return state
-
-    with around():
-        out = checkpoint(scan, torch.cat([x, x], 1)[:, 3:23], use_reentrant=False)
-    return *torch.autograd.grad(out.sum(), [x, weight]), len(frames[0].weak_holders)
-
-
-def copying():
-    """What is kept is a copy of each tensor, on a storage of its own size."""
-    return saved_tensors_hooks(torch.clone, lambda packed: packed)
-
-
-def wrapping():
-    """The same, by hooks that look like those that they wrap."""
-    pack, unpack = private.innermost_hooks()
-    return saved_tensors_hooks(functools.wraps(pack)(lambda tensor: pack(tensor.clone())), unpack)
-
-
-def test_a_checkpoint_is_given_a_storage_once_for_all_views_of_it(x, weight):
-    stock, ours = ([scan_in_a_checkpoint(torch.cat([x] * n), weight, tape)[-1] for n in (1, 4)] for tape in (0, 1))
-    assert stock[1] - stock[0] == 4 * 12
-    assert ours[1] - ours[0] == 12  # of each row what is given, by itself: a hook around may give that another storage
-
-
-@pytest.mark.parametrize("hooks", [{}, {"around": copying}, {"within": wrapping}], ids=["none", "around", "within"])
-def test_views_in_a_checkpoint_are_stocks_where_hooks_give_them_other_storages(x, weight, hooks):
-    *stock, _ = scan_in_a_checkpoint(x, weight, tape=False)
-    *ours, _ = scan_in_a_checkpoint(x, weight, tape=True, **hooks)
-    for mine, theirs in zip(ours, stock, strict=True):
-        assert_same_bits(mine, theirs)
-
-
-def test_a_view_of_a_storage_that_a_hook_gave_back_smaller_is_an_error():
-    content, rows = Content(threading.RLock()), random(4, 20)
-    content.lend(rows[1], lambda tensor: tensor, torch.clone)
-    assert_same_bits(content.get(), rows[1])
-    with pytest.raises(MemSaveError, match="gave 80 bytes in backward, expected the 320 of"):
-        Ticket(content, rows[2]).get()
 
 
 PACKED = {"itself": lambda t: t, "an int": id, "a list": lambda t: [t], "a dict": lambda t: {"t": t}}
