@@ -303,8 +303,7 @@ class Ticket(Handle):
 
     def __init__(self, content: Content, view: Any) -> None:
         self.content, self.user = content, content.users
-        # Plain tuples of numbers: those, and not a torch.Size, Python's garbage collector leaves alone.
-        self.shape, self.stride, self.offset = tuple(view.shape), view.stride(), view.storage_offset()
+        self.shape, self.stride, self.offset = view.shape, view.stride(), view.storage_offset()
 
     def get(self) -> Tensor:
         """The view, of the same size, stride and offset as the one that was kept."""

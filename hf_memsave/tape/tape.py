@@ -348,16 +348,15 @@ class Tape(Store, TorchFunctionMode):
         """What a hook outside keeps of this very view, on the storage of ``content``."""
         if content.view is not None and content.view.is_of(tensor):
             return content
-        known = content.others.get(_view_of(tensor)) if content.others else None
-        return None if known is None else known()
+        return content.others.get(_view_of(tensor)) if content.others else None
 
     def _hold_beside(self, content: Content, storage: Any, tensor: Tensor) -> Content:
         fresh = self.keep(tensor)
         fresh.version, fresh.dtype = tensor._version, tensor.dtype
         self.note(tensor, fresh)
         if content.is_lent:
-            content.others = content.others or {}
-            content.others[_view_of(tensor)] = weakref.ref(fresh)
+            content.others = content.others or weakref.WeakValueDictionary()
+            content.others[_view_of(tensor)] = fresh
         elif not is_flipped(tensor):
             self.link(storage, fresh, content)
             self._share(fresh, tensor)

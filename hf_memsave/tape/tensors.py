@@ -36,11 +36,9 @@ class View:
         return self._offset
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether ``tensor``, strided and on the same storage, has this geometry and content."""
-        if self._offset != tensor.storage_offset() or self.shape != tensor.shape or self._stride != tensor.stride():
-            return False
-        is_same = self.dtype == tensor.dtype and self.version == tensor._version
-        return is_same and self.is_flipped == is_flipped(tensor)
+        """Whether ``tensor``, on the same storage, has this geometry and content."""
+        theirs = View(tensor)
+        return all(getattr(self, name) == getattr(theirs, name) for name in View.__slots__)
 
 
 def is_flipped(tensor: Tensor) -> bool:
