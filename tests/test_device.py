@@ -120,7 +120,7 @@ def test_where_it_cannot_be_the_tests_that_open_the_stand_in_are_skipped():
     code = """
 import sys, pytest, torch
 sys.path.insert(0, "tests")
-import support.families, support.kernels, support.launches, support.lora
+import support.zoo, support.kernels, support.launches, support.lora
 torch.cuda.is_available = lambda: True
 sys.exit(pytest.main(sys.argv[1:]))
 """

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import hf_memsave
-from support.families import build
+from support.zoo import build
 
 REPO = Path(__file__).parents[1]
 tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")

@@ -45,7 +45,7 @@ import gpu_steps
 from gpu_steps import DEFAULT, DEVICE, FIXED, Results, Row, judged, kept, plant, release, step, under, waits
 from hf_memsave import MemSaveConfig, patch
 from publish import arguments, earlier, publish
-from support.families import Size, batch_for, build  # found by publish
+from support.zoo import Size, batch_for, build  # found by publish
 
 FAMILIES = ("llama", "bert", "gpt2", "t5-gated-encoder", "phi", "qwen3", "gemma", "opt")
 SETTINGS = {

@@ -41,7 +41,7 @@ from hf_memsave.count.peak import count_peak
 from hf_memsave.ops.fused import linear
 from hf_memsave.ops.fused.kernels import kernels
 from publish import MIB, arguments, machine, publish
-from support.families import Size, batch_for, build  # found by publish
+from support.zoo import Size, batch_for, build  # found by publish
 
 LAYERS, FEWER = 4, 2
 #: Batch and tokens.

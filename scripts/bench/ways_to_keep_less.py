@@ -28,7 +28,7 @@ from hf_memsave import MemSaveConfig, patch
 from hf_memsave.count.peak import Count
 from hf_memsave.tape.offload import Away
 from publish import MIB, arguments, machine, publish
-from support.families import Size, batch_for, build  # found by publish
+from support.zoo import Size, batch_for, build  # found by publish
 
 SIZE = Size(hidden=256, heads=4, layers=4, batch=8, seq=128)
 RUNGS: tuple[Any, ...] = ("o_proj", "qkv", "up", "gate", "block")

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_memsave import measure_kept, patch
-from support.families import Size, batch_for, build
 from support.helpers import random
+from support.zoo import Size, batch_for, build
 
 SIZE = Size(hidden=64, heads=2, layers=2, batch=4, seq=32)
 

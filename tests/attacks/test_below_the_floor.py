@@ -9,8 +9,8 @@ from hf_memsave import MemSaveConfig
 from hf_memsave.tape import offload
 from hf_memsave.tape.offload import Offload
 from support.attacks import WIDTH, Block, assert_alike
-from support.families import Size, batch_for, build
 from support.steps import gradients, step
+from support.zoo import Size, batch_for, build
 
 BLOCK = MemSaveConfig(checkpoint="block")
 

@@ -15,8 +15,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_memsave import KeptTensorChangedError, MemSaveConfig, patch, unpatch
 from hf_memsave.patching import checkpointed
 from support.attacks import assert_alike
-from support.families import Size, batch_for, build
 from support.steps import gradients
+from support.zoo import Size, batch_for, build
 
 SIZE = Size()
 #: Transformers runs a block's own hooks again only where it checkpoints ``__call__``, as it did before ``forward``.

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_memsave import KeptTensorChangedError, PatchError, patch
 from hf_memsave.ops.loss import chunked_loss
 from hf_memsave.ops.loss.lazy_logits import LazyLogits
-from support.families import Size, batch_for, build
+from support.zoo import Size, batch_for, build
 
 SIZE = Size(seq=32)
 

@@ -11,9 +11,9 @@ from transformers import DebertaV2Config, DebertaV2ForMaskedLM
 
 from hf_memsave import patch
 from support.attacks import WIDTH, Attack, assert_alike
-from support.families import Size, build
 from support.helpers import only_on_cpu, random
 from support.steps import gradients
+from support.zoo import Size, build
 
 SIZE = Size(hidden=32, heads=2, layers=2, batch=2, seq=12)
 FACTORIES = {

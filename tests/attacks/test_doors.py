@@ -9,8 +9,8 @@ from torch import nn
 from hf_memsave import MemSaveError, PatchError, measure_kept, patch, unpatch
 from hf_memsave.errors import MeasureError
 from support.attacks import WIDTH, Attack
-from support.families import batch_for, build
 from support.helpers import random
+from support.zoo import batch_for, build
 
 NO_MODELS = {
     "a name": (lambda: "gpt2", "the text 'gpt2'.*Load the model first"),

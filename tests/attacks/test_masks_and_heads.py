@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from support.attacks import WIDTH, assert_alike, assert_trains_like_stock
-from support.families import build
 from support.helpers import autocasting, random
 from support.modes import SMALL
 from support.steps import step
+from support.zoo import build
 
 HEADS, LENGTH, HEAD = 4, 16, WIDTH // 4
 SHAPE = (2, LENGTH, WIDTH)

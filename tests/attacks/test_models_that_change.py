@@ -9,10 +9,10 @@ from torch import nn
 
 from hf_memsave import measure_kept, patch
 from support.attacks import WIDTH, Attack, assert_alike, assert_trains_like_stock, flat, trained
-from support.families import batch_for, build
 from support.helpers import only_on_cpu, random
 from support.lora import SIZE, adapted, outputs
 from support.steps import assert_same, gradients, step
+from support.zoo import batch_for, build
 
 # PEFT
 

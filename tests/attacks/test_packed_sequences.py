@@ -8,9 +8,9 @@ import torch
 from hf_memsave import patch
 from hf_memsave.count.kept import live_tensors, storages
 from support.attacks import assert_alike
-from support.families import Size, batch_for, build
 from support.helpers import random
 from support.steps import step
+from support.zoo import Size, batch_for, build
 
 SIZE = Size(hidden=32, heads=4, layers=2, batch=2, seq=16)
 

@@ -14,9 +14,9 @@ from hf_memsave import WTACRS, MemSaveConfig, patch
 from hf_memsave.patching.sampled_layers import sampler_of
 from support.attacks import WIDTH, Attack
 from support.eager import attentions
-from support.families import Size, batch_for, build
 from support.helpers import assert_same_bits, random
 from support.steps import assert_same, gradients, step
+from support.zoo import Size, batch_for, build
 
 SIZE = Size(hidden=32, heads=4, layers=2, batch=3, seq=16)
 both_kinds = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])

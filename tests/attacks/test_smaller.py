@@ -14,9 +14,9 @@ from hf_memsave import WTACRS, MemSaveConfig, patch
 from hf_memsave.ops.approximate.sign_bit import SignBit
 from hf_memsave.patching.sampled_layers import sampler_of
 from support.attacks import WIDTH, Attack, flat, pair, trained
-from support.families import Size, batch_for, build
 from support.helpers import random
 from support.steps import assert_same, step
+from support.zoo import Size, batch_for, build
 
 SIZE = Size(hidden=32, heads=4, layers=2, batch=3, seq=16)
 SAMPLED = MemSaveConfig(linear=WTACRS(minimum=4))

@@ -12,10 +12,10 @@ from torch import nn
 
 from hf_memsave import MemSaveConfig, patch
 from support.attacks import WIDTH, Attack, assert_trains_like_stock, pair
-from support.families import batch_for, build
 from support.helpers import kept, only_on_cpu, random
 from support.modes import SMALL
 from support.tapes import STATIC, is_trusted
+from support.zoo import batch_for, build
 
 SHAPE = (4, 8, WIDTH)
 Triple = namedtuple("Triple", "a b c")

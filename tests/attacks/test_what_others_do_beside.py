@@ -16,9 +16,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_memsave import KeptTensorChangedError, measure_kept, patch
 from hf_memsave.count.peak import count_peak
 from hf_memsave.tape import Tape, private
-from support.families import Size, batch_for, build
 from support.script_helpers import load_script
 from support.steps import gradients
+from support.zoo import Size, batch_for, build
 
 SIZE = Size()
 BATCH = batch_for(build("llama", SIZE), SIZE)

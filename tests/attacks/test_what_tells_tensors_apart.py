@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from hf_memsave import KeptTensorChangedError, patch
 from hf_memsave.tape.tape import Tape
 from support.attacks import WIDTH, Attack, Block, assert_alike, assert_trains_like_stock, kept_of, trained
-from support.families import Size, batch_for, build
 from support.helpers import only_on_cpu, random
 from support.modes import SMALL
 from support.steps import step
+from support.zoo import Size, batch_for, build
 
 #: As before the forward, where no tape sees it.
 DATA = torch.Tensor.data.__get__

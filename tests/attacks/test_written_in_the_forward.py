@@ -14,10 +14,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_memsave import KeptTensorChangedError, MemSaveConfig, patch
 from hf_memsave.tape import offload
 from support.attacks import WIDTH, Attack, Block, assert_alike, assert_trains_like_stock, kept_of, pair
-from support.families import build
 from support.helpers import EARLIER, autocasting, nbytes, nodes, random
 from support.modes import SMALL
 from support.steps import assert_same, gradients
+from support.zoo import build
 
 
 @torch.library.custom_op("hf_memsave_tests::scale_", mutates_args={"x"})

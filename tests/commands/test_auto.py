@@ -13,8 +13,8 @@ from hf_memsave.cli import main
 from hf_memsave.errors import PlanError
 from hf_memsave.planner import fast, smart, trial
 from hf_memsave.planner.trial import bytes_of, limit_of
-from support.families import batch_for
 from support.planning import SIZE, bert, between, needs, once
+from support.zoo import batch_for
 
 
 def auto(capsys, *argv):

@@ -14,11 +14,10 @@ from transformers import AlbertConfig, AlbertForSequenceClassification
 from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch
 from hf_memsave.config.config import presets
 from hf_memsave.tape import offload
-from support import families
-from support.families import FAMILIES, MODES, MORE, QUOTED, VOCAB, ZOO, Size, batch_for, build, step_in
 from support.helpers import assert_same_bits, halved, nodes, only_on_cpu
 from support.lora import adapted
-from support.steps import assert_same, step
+from support.steps import assert_same, assert_trains_like, step
+from support.zoo import FAMILIES, LOW, MODES, MORE, QUOTED, VOCAB, ZOO, Size, batch_for, build
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZE = Size(hidden=64, heads=4, batch=2, seq=32)
@@ -40,7 +39,7 @@ def autocast(mode):
 def assert_same_training(model, mode="fp32", padded=False, steps=20, **fields):
     ours = copy.deepcopy(model.to(DEVICE))
     patch(ours, MemSaveConfig(**fields))
-    families.assert_trains_like(ours, model, SIZE, steps, padded, is_autocast=mode == "autocast")
+    assert_trains_like(ours, model, SIZE, steps, padded, is_autocast=mode == "autocast")
     assert not nodes(), "what the tape made outlives the last step"
     with autocast(mode):
         kept, kept_by_stock = (measure_kept(each, batch_for(model, SIZE, padded)).total for each in (ours, model))
@@ -153,12 +152,12 @@ SETTINGS = {
 def test_settings_are_exact_or_near_at_odd_sizes(family, dtype):
     model = build(family, ODD, MODES[dtype]).to(DEVICE)
     batch = batch_for(model, ODD)
-    stock = step_in(dtype, model, batch)
+    stock = step(model, batch, low=LOW[dtype])
     size = sum(float(t.double().square().sum()) for name, t in stock.items() if name != "loss")
     for name, (fields, limit) in SETTINGS.items():
         patch(model, MemSaveConfig(**fields), replace=True)
         for _ in range(3):
-            got = step_in(dtype, model, batch)
+            got = step(model, batch, low=LOW[dtype])
             if not limit:
                 assert_same(got, stock)
         far = sum(float((got[k].double() - stock[k].double()).square().sum()) for k in stock if k != "loss")

@@ -9,8 +9,8 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_memsave import MemSaveConfig, measure_kept, patch
-from support.families import MODES, Size, batch_for, build, step_in
-from support.steps import assert_same, gradients
+from support.steps import assert_same, gradients, step
+from support.zoo import LOW, MODES, Size, batch_for, build
 
 SIZE, LARGER = Size(), Size(hidden=64, heads=4, batch=2, seq=64)
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
@@ -43,10 +43,10 @@ def adapted(model, *parameters):
 def test_a_step_is_stocks_to_the_bit(family, how, mode):
     model = experts(family, how, dtype=MODES[mode])
     batch = batch_for(model, SIZE, padded=True)
-    stock = step_in(mode, model, batch)
+    stock = step(model, batch, low=LOW[mode])
     at(model, "gate")
     for _ in range(2):
-        assert_same(step_in(mode, model, batch), stock)
+        assert_same(step(model, batch, low=LOW[mode]), stock)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -55,11 +55,11 @@ def test_a_step_with_adapters_of_experts_is_stocks(how, mode):
     """Their products are kept: PEFT writes to what it adds them to at every forward."""
     model = adapted(experts("mixtral", how, dtype=MODES[mode]), "gate_up_proj", "down_proj")
     batch = batch_for(model, SIZE)
-    stock, kept = step_in(mode, model, batch), []
+    stock, kept = step(model, batch, low=LOW[mode]), []
     for rung in ("up", "gate"):
         at(model, rung)
         for _ in range(2):
-            assert_same(step_in(mode, model, batch), stock)
+            assert_same(step(model, batch, low=LOW[mode]), stock)
         kept.append(measure_kept(model, batch).total)
     assert kept[1] <= kept[0]
 
@@ -131,9 +131,7 @@ def test_a_copy_and_adapters_that_come_later_run_again_and_undo_leaves_nothing()
     report.undo()
     assert measure_kept(model, batch).total == before
     at(model, "gate")
-    assert_same(
-        step_in("fp32", adapted(model, "gate_up_proj"), batch), step_in("fp32", adapted(stock, "gate_up_proj"), batch)
-    )
+    assert_same(step(adapted(model, "gate_up_proj"), batch), step(adapted(stock, "gate_up_proj"), batch))
 
 
 def test_other_parameters_of_three_dimensions_are_no_experts():

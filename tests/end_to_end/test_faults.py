@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from hf_memsave import WTACRS, MemSaveConfig, patch
 from hf_memsave.count.kept import _ByModule, live_tensors, storages
-from support.families import VOCAB, Size, batch_for, build
 from support.helpers import EARLIER, MATRIX, autocasting, nodes, only_on_cpu
 from support.steps import assert_same, gradients, patched_classes
+from support.zoo import VOCAB, Size, batch_for, build
 
 STEPS, EVERY = 500, 100
 ROUNDS = 4  # of faults of each kind, for each model: 3 x 9 x 4 = 108

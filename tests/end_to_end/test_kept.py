@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hf_memsave import measure_kept, patch
-from support.families import FAMILIES, MODES, MORE, QUOTED, ZOO, batch_for, build
 from support.helpers import BYTES, MATRIX, halved, only_on_cpu
+from support.zoo import FAMILIES, MODES, MORE, QUOTED, ZOO, batch_for, build
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -12,10 +12,10 @@ from torch.autograd.graph import save_on_cpu
 from hf_memsave import measure_kept, patch, unpatch
 from hf_memsave.count.kept import _ByModule
 from hf_memsave.patching.swap import _CLASSES
-from support.families import Size, batch_for, build
 from support.helpers import halved
 from support.modes import CAUSAL, FAMILIES, MODES, WITHOUT_GRADIENTS, batch_of, make
 from support.steps import assert_same, step
+from support.zoo import Size, batch_for, build
 
 pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
 

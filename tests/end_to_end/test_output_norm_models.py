@@ -6,9 +6,9 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_memsave import MemSaveConfig, PatchError, measure_kept, patch
-from support.families import QUOTED, batch_for, build
 from support.helpers import assert_same_bits, only_on_cpu
 from support.steps import step
+from support.zoo import QUOTED, batch_for, build
 
 OUTPUT = MemSaveConfig(norm="output")
 

@@ -9,8 +9,8 @@ from torch.ao.quantization import get_default_qat_qconfig
 
 from hf_memsave import MemSaveConfig, measure_kept, patch
 from hf_memsave.errors import PatchError
-from support.families import Size, batch_for, build, step_in
-from support.steps import assert_same
+from support.steps import assert_same, step
+from support.zoo import Size, batch_for, build
 
 SIZE = Size(hidden=64)
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -80,34 +80,34 @@ def made(make, dtype=torch.bfloat16):
 @pytest.mark.parametrize("make", [torchao_training, torchao_weights, quanto, hqq])
 def test_they_run_again_to_the_bit(make):
     model, batch = made(make)
-    stock, kept = step_in("bf16", model, batch), {}
+    stock, kept = step(model, batch), {}
     for name, fields in {"floor": {}, "gate": {"checkpoint": "gate"}, "offload": {"offload": True}}.items():
         patch(model, fields, replace=True)
         for _ in range(2):
-            assert_same(step_in("bf16", model, batch), stock)
+            assert_same(step(model, batch), stock)
         kept[name] = measure_kept(model, batch).total
     assert kept["gate"] < 0.85 * kept["floor"]
 
 
 def test_under_autocast_their_own_function_is_asked_before_any_conversion():
     model, batch = made(torchao_weights, torch.float32)
-    stock = step_in("autocast", model, batch)
+    stock = step(model, batch, low=torch.bfloat16)
     for checkpoint in (None, "gate"):
         patch(model, MemSaveConfig(checkpoint=checkpoint), replace=True)
-        assert_same(step_in("autocast", model, batch), stock)
+        assert_same(step(model, batch, low=torch.bfloat16), stock)
 
 
 def test_torchaos_training_runs_under_every_outer_hook():
     """Their weights have no ``expand``: nothing is called on a weight that only has to be kept."""
     model, batch = made(torchao_training)
-    stock = step_in("bf16", model, batch)
+    stock = step(model, batch)
     patch(model)
     for is_reentrant in (False, True):
         model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
-        assert_same(step_in("bf16", model, batch), stock)
+        assert_same(step(model, batch), stock)
     model.gradient_checkpointing_disable()
     with torch.autograd.graph.save_on_cpu():
-        assert_same(step_in("bf16", model, batch), stock)
+        assert_same(step(model, batch), stock)
 
 
 @pytest.mark.parametrize("make", [qat, eight_bits])

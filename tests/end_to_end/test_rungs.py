@@ -17,10 +17,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch, unpatch
 from hf_memsave.count.peak import count_peak
 from hf_memsave.errors import ConfigError, PatchError
-from support.families import FAMILIES, MODES, MORE, QUOTED, Size, batch_for, build, step_in
 from support.helpers import MATRIX, thinned
 from support.lora import adapted, quantized
 from support.steps import assert_same, step
+from support.zoo import FAMILIES, LOW, MODES, MORE, QUOTED, Size, batch_for, build
 
 RUNGS = ("o_proj", "qkv", "up", "gate", "block")
 SIZE, DEEPER = Size(), Size(layers=3)
@@ -114,11 +114,11 @@ def test_a_rung_costs_its_products_and_no_more_and_the_last_one_attention_too():
 
 
 def assert_rungs_are_stocks(model, batch, rungs=RUNGS, mode="fp32"):
-    stock = step_in(mode, model, batch)
+    stock = step(model, batch, low=LOW[mode])
     for rung in rungs:
         at(model, rung)
         for _ in range(2):
-            assert_same(step_in(mode, model, batch), stock)
+            assert_same(step(model, batch, low=LOW[mode]), stock)
 
 
 @pytest.mark.parametrize("third", [0, *(pytest.param(third, marks=MATRIX) for third in (1, 2))])

@@ -13,9 +13,9 @@ from hf_memsave.ops.sampled.batch import Tokens
 from hf_memsave.ops.sampled.norm_cache import NONZERO, ZERO
 from hf_memsave.patching.sampled_layers import sampler_of
 from hf_memsave.patching.swap import patch_of
-from support.families import FAMILIES, Size, batch_for, build
 from support.helpers import assert_same_bits, halved, only_on_cpu
 from support.steps import assert_same, step
+from support.zoo import FAMILIES, Size, batch_for, build
 
 SIZE = Size(hidden=16, heads=2, layers=2, batch=4, seq=12)
 SAMPLED = WTACRS(minimum=4, targets=("0", "1"))

@@ -5,7 +5,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from support.families import VOCAB, Size, build
+from support.zoo import VOCAB, Size, build
 
 
 @pytest.fixture(scope="module")

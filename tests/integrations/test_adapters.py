@@ -8,10 +8,10 @@ from peft import LoraConfig, get_peft_model
 
 from hf_memsave import measure_kept, patch
 from hf_memsave.patching.swap import is_patched
-from support.families import QUOTED, batch_for, build
 from support.helpers import of_layers, only_on_cpu
 from support.lora import RANK, SIZE, adapted, assert_trains_like, autocast, outputs, pair, quantized
 from support.thinned import thinned
+from support.zoo import QUOTED, batch_for, build
 
 #: Between them, what is kept after every second or third block evens out.
 DEPTHS = 2, 8

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 from hf_memsave import WTACRS, ConfigError, MemSaveConfig, MemSaveLoraConfig, PatchError, measure_kept, patch, unpatch
 from hf_memsave.integrations import adapters
 from hf_memsave.patching.swap import is_patched, patch_of
-from support.families import batch_for, build
 from support.helpers import only_on_cpu
 from support.lora import SIZE, adapted, quantized
 from support.steps import assert_same, gradients, step
+from support.zoo import batch_for, build
 
 LINEARS = ["q_proj", "v_proj"]
 

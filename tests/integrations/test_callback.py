@@ -9,10 +9,10 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 import hf_memsave
 from hf_memsave import ConfigError, MemSaveCallback, MemSaveConfig, MemSaveTrainer, PatchError, measure_kept, unpatch
 from hf_memsave.patching.swap import is_patched, patch_of
-from support.families import build
 from support.helpers import only_on_cpu
 from support.rows import Rows
 from support.steps import assert_same, patched_classes
+from support.zoo import build
 
 GIB = 2**30
 

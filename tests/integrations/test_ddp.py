@@ -22,8 +22,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 from hf_memsave import MemSaveConfig, PatchError, measure_kept, patch
 from hf_memsave.patching.tiled import PLANS
 from support.compiled import interpreted
-from support.families import Size, batch_for, build
 from support.steps import assert_same
+from support.zoo import Size, batch_for, build
 
 #: Engines, orders and kinds of checkpointing are in test_engines.py.
 RANKS, STEPS = 2, 2

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import hf_memsave
 from hf_memsave.patching.swap import is_patched
 from hf_memsave.tape import current
-from support.families import batch_for, build
 from support.helpers import only_on_cpu
 from support.steps import assert_same, patched_classes, step
+from support.zoo import batch_for, build
 
 
 @pytest.fixture(scope="module")

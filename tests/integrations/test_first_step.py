@@ -25,8 +25,8 @@ from hf_memsave.patching import first_step
 from hf_memsave.patching.first_step import FIRST, LEDGER
 from hf_memsave.tape.kinds import WORDS
 from hf_memsave.tape.ledger import Ledger
-from support.families import Size, batch_for, build
 from support.helpers import only_on_cpu
+from support.zoo import Size, batch_for, build
 
 pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing.* is deprecated:FutureWarning")
 SIZE = Size(hidden=64, layers=2, batch=4, seq=64)

@@ -24,8 +24,8 @@ import hf_memsave
 from hf_memsave import ConfigError, MemSaveConfig
 from hf_memsave.integrations import memsave_argument
 from hf_memsave.patching.swap import is_patched, patch_of
-from support.families import batch_for, build
 from support.steps import assert_same, patched_classes, step
+from support.zoo import batch_for, build
 
 
 @pytest.fixture(scope="module")

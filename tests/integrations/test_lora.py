@@ -11,11 +11,11 @@ from peft.tuners.lora import LoraLayer
 import hf_memsave
 from hf_memsave import MemSaveConfig, measure_kept, patch, unpatch
 from hf_memsave.patching.swap import is_patched
-from support.families import FAMILIES, HALF, batch_for, build
 from support.helpers import only_on_cpu
 from support.lora import MODES, RANK, SIZE, adapted, assert_trains_like, autocast, outputs, pair, rank_terms
 from support.steps import patched_classes
 from support.thinned import thinned
+from support.zoo import FAMILIES, HALF, batch_for, build
 
 #: Family -> what a layer keeps, in u; and under autocast, in u of bf16.
 FLOOR = {

@@ -15,10 +15,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from hf_memsave import measure_kept, patch
-from support.families import Size, batch_for, build
 from support.helpers import only_on_cpu
 from support.steps import assert_same, with_uneven_vectors
 from support.thinned import chosen
+from support.zoo import Size, batch_for, build
 
 LISTED = {kind.value: config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
 SIZE = Size()

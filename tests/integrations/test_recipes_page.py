@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from support.families import VOCAB
 from support.helpers import only_on_cpu
 from support.steps import assert_same
+from support.zoo import VOCAB
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")

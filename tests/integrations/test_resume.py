@@ -11,10 +11,10 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_memsave import MemSaveCallback
 from hf_memsave.patching.swap import is_patched
-from support.families import Size, build
 from support.helpers import only_on_cpu
 from support.rows import Rows
 from support.steps import assert_same
+from support.zoo import Size, build
 
 STEPS, SAVE_STEPS, SWITCHED_AT = 10, 2, 4
 FAMILIES = ("bert", "llama with LoRA")

@@ -20,10 +20,10 @@ from hf_memsave.patching.swap import is_patched
 from hf_memsave.patching.tiled import PLANS
 from hf_memsave.tape import current
 from hf_memsave.tape.private import innermost_hooks, innermost_mode
-from support.families import Size, batch_for, build
 from support.lora import quantized
 from support.rows import Rows
 from support.steps import step
+from support.zoo import Size, batch_for, build
 
 SIZE = Size(seq=96)
 TILES = MemSaveConfig(tiles=40)

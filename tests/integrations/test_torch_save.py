@@ -9,8 +9,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from hf_memsave import patch, unpatch
-from support.families import batch_for, build
 from support.steps import assert_same, gradients, patched_classes, step
+from support.zoo import batch_for, build
 
 #: Loads models where the package is not installed, and trains each for one step; the last is a patched one.
 LOAD = """

@@ -5,11 +5,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
 
 from hf_memsave import measure_kept, patch, unpatch
-from support.families import build
 from support.helpers import only_on_cpu
 from support.rows import Rows
 from support.steps import assert_same, patched_classes
 from support.thinned import thinned
+from support.zoo import build
 
 AUTO = {"bert": AutoModelForSequenceClassification, "llama": AutoModelForCausalLM}
 WAYS = {

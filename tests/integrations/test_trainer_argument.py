@@ -11,10 +11,10 @@ from transformers import LlamaForCausalLM, PreTrainedModel, Seq2SeqTrainer, Seq2
 import hf_memsave
 from hf_memsave import ConfigError, MemSaveCallback, MemSaveConfig
 from hf_memsave.patching.swap import patch_of
-from support.families import build
 from support.helpers import only_on_cpu
 from support.rows import Rows
 from support.steps import assert_same, patched_classes
+from support.zoo import build
 
 
 class Lists(Trainer):

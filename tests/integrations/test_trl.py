@@ -14,7 +14,7 @@ from hf_memsave import ConfigError, MemSaveCallback, MemSaveConfig, measure_kept
 from hf_memsave.count.peak import count_peak
 from hf_memsave.ops.loss import chunked_loss
 from hf_memsave.patching.swap import is_patched, patch_of
-from support.families import VOCAB
+from support.zoo import VOCAB
 
 pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing.* is deprecated:FutureWarning")
 FIXED = {"max_steps": 1, "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}

@@ -7,8 +7,8 @@ from transformers import Trainer, TrainingArguments
 
 from hf_memsave import WTACRS, ConfigError, MemSaveCallback, MemSaveConfig
 from hf_memsave.patching.sampled_layers import sampler_of
-from support.families import VOCAB, Size, build
 from support.helpers import assert_same_bits
+from support.zoo import VOCAB, Size, build
 
 SIZE = Size(batch=4, seq=24)
 #: By their numbers: linears that no target names are exact where sampling frees nothing.

@@ -21,8 +21,8 @@ from hf_memsave.measure.inputs import forward_of
 from hf_memsave.measure.kernels import attention, chosen
 from hf_memsave.tape import attention as tape_attention
 from support.fake import ATTENTION, DATA_ERRORS, Counted, NoTransfers, kept_on_fake, on_fake, u_on_fake
-from support.families import FAMILIES, MORE, QUOTED, build
 from support.helpers import MATRIX, halved, on_stand_in
+from support.zoo import FAMILIES, MORE, QUOTED, build
 
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
 

@@ -11,9 +11,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from hf_memsave import patch
 from hf_memsave.count.peak import count_peak
-from support.families import Size, batch_for, build
 from support.helpers import halved
 from support.lora import adapted
+from support.zoo import Size, batch_for, build
 
 
 def allocated(step):

@@ -21,9 +21,9 @@ from hf_memsave.errors import MeasureError
 from hf_memsave.measure import step as module
 from hf_memsave.measure.step import TOLERANCE, Difference, compare_step, deterministic_kernels
 from hf_memsave.patching.swap import is_patched
-from support.families import Size, build
 from support.planted import plant_wrong_gradient
 from support.steps import state_of
+from support.zoo import Size, build
 
 TINY = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 64}
 VARIABLE = "CUBLAS_WORKSPACE_CONFIG"

@@ -14,11 +14,11 @@ from hf_memsave import MemSaveConfig, measure_kept, patch
 from hf_memsave.errors import KeptTensorChangedError
 from hf_memsave.ops import lora
 from hf_memsave.patching.swap import set_class, stock_class
-from support.families import batch_for
 from support.helpers import only_on_cpu
 from support.lora import SIZE, adapted
 from support.pairs import pairwise
 from support.steps import assert_same, gradients, step
+from support.zoo import batch_for
 
 NAMES = ("q_proj", "k_proj", "v_proj", "o_proj")
 ROWS, RANK, WIDE = 6, 4, 48

@@ -16,9 +16,9 @@ from transformers.models.bert.modeling_bert import BertLayer, BertSelfAttention
 from hf_memsave import WTACRS, MemSaveConfig, PatchError, measure_kept, patch, unpatch
 from hf_memsave.patching.swap import patch_of
 from support.alone import EAGER, EXACT, FLAT, LAYERS, WIDTH, Around, N, made, step
-from support.families import build
 from support.helpers import assert_same_bits, only_on_cpu, random
 from support.steps import assert_same
+from support.zoo import build
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -9,9 +9,9 @@ from transformers import BertModel
 from transformers.utils import ModelOutput
 
 from hf_memsave import measure_kept, patch
-from support.families import batch_for, build
 from support.helpers import only_on_cpu
 from support.steps import assert_same, patched_classes, step, with_uneven_vectors
+from support.zoo import batch_for, build
 
 
 @pytest.mark.parametrize("kind", ["gemma", "olmo2"])

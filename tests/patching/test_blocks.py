@@ -9,8 +9,8 @@ from peft import LoraConfig, get_peft_model
 from hf_memsave import MemSaveConfig, measure_kept, patch
 from hf_memsave.config.config import KINDS
 from hf_memsave.patching.blocks import block_numbers, number_of
-from support.families import Size, batch_for, build
 from support.steps import assert_same, patched_classes, step
+from support.zoo import Size, batch_for, build
 
 BLOCKS = 3
 #: Wide enough that a mask takes more than the state of the generator that it is drawn from.

@@ -17,9 +17,9 @@ from hf_memsave import patch
 from hf_memsave.patching.partitioner import Floor
 from support.compiled import no_codegen as no_codegen
 from support.compiled import saved
-from support.families import Size, batch_for, build
 from support.helpers import assert_same_bits, only_on_cpu, random
 from support.steps import assert_same, step
+from support.zoo import Size, batch_for, build
 
 H = 256
 

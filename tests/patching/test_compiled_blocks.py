@@ -24,11 +24,11 @@ from hf_memsave.patching.partitioner import Floor
 from support.compiled import libraries as libraries
 from support.compiled import no_codegen as no_codegen
 from support.compiled import saved
-from support.families import Size, batch_for, build
 from support.helpers import only_on_cpu
 from support.lora import adapted, quantized
 from support.rows import Rows
 from support.steps import assert_same, gradients, state_of, step
+from support.zoo import Size, batch_for, build
 
 SIZE = Size(hidden=32, heads=2, layers=2, batch=2, seq=16)
 DEEPER = replace(SIZE, layers=3)

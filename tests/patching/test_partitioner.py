@@ -10,9 +10,9 @@ from hf_memsave import MemSaveConfig, patch
 from hf_memsave.count.peak import count_peak
 from hf_memsave.patching.partitioner import Floor
 from support.compiled import Graphs, by_blocks, compiled_layer, whole
-from support.families import QUOTED, Size, batch_for, build
 from support.helpers import MATRIX, only_on_cpu
 from support.lora import RANK, adapted
+from support.zoo import QUOTED, Size, batch_for, build
 
 SIZE = replace(QUOTED, layers=4)
 #: Eager's floor in u a layer, and how many linears adapters are put on.

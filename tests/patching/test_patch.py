@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from hf_memsave import MemSaveConfig, PatchError, measure_kept, patch, unpatch
-from support.families import FAMILIES, Size, batch_for, build
 from support.steps import assert_same, patched_classes, state_of, step
+from support.zoo import FAMILIES, Size, batch_for, build
 
 #: Family -> paths of its repeated blocks. "*" stands for 0 and 1.
 BLOCKS = {

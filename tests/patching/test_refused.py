@@ -12,9 +12,9 @@ from transformers import GPT2Config, GPT2Model
 from transformers.models.llama import modeling_llama
 
 from hf_memsave import ConfigError, MemSaveConfig, PatchError, measure_kept, patch, unpatch
-from support.families import batch_for, build
 from support.helpers import only_on_cpu
 from support.steps import assert_same, patched_classes, state_of, step
+from support.zoo import batch_for, build
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch, unpatch
 from hf_memsave.config.sizes import gib
 from hf_memsave.logs import warn_once
 from hf_memsave.tape.kinds import WORDS
-from support.families import Size, batch_for, build
 from support.helpers import only_on_cpu, random
 from support.steps import patched_classes, state_of, step
+from support.zoo import Size, batch_for, build
 
 MIB = 2**20
 

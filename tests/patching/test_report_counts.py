@@ -16,9 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageCl
 from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch
 from hf_memsave.config.sizes import gib
 from hf_memsave.ops.loss import chunked_loss
-from support.families import Size, batch_for, build
 from support.helpers import only_on_cpu
 from support.thinned import thinned
+from support.zoo import Size, batch_for, build
 
 SIZE = Size(hidden=64, heads=4, layers=2, batch=2, seq=128)
 SETTINGS = {

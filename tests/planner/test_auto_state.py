@@ -9,10 +9,10 @@ import torch
 from hf_memsave.errors import PlanError
 from hf_memsave.patching.swap import stock_class
 from hf_memsave.planner import fast, smart
-from support.families import batch_for
 from support.helpers import halved
 from support.planning import EPS, EXACT, SIZE, bert, between, needs, norms, patched
 from support.steps import assert_same, patched_classes, state_of, step
+from support.zoo import batch_for
 
 
 class Snapshot:

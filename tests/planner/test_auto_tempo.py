@@ -12,9 +12,9 @@ from hf_memsave.errors import PlanError
 from hf_memsave.patching.swap import patched_models
 from hf_memsave.planner import fast, smart
 from hf_memsave.planner.trial import resized
-from support.families import batch_for, build
 from support.planning import EXACT, SIZE, bert, between, fixed, needs, once, patched
 from support.steps import patched_classes, state_of
+from support.zoo import batch_for, build
 
 
 def gpt2(device):

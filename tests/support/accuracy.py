@@ -9,7 +9,7 @@ from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2Fo
 
 from hf_memsave import patch
 from hf_memsave.ops.loss.lazy_logits import LazyLogits
-from support.families import Size, batch_for, build
+from support.zoo import Size, batch_for, build
 
 LONG = Size(seq=64)
 #: Bytes of a chunk of eight rows of those models' logits: over fewer, BLAS sums less accurately.

@@ -5,7 +5,7 @@ from torch import nn
 
 from hf_memsave.ops.sampled.eager_attention import NAME, is_attention
 from hf_memsave.patching.swap import stock_class
-from support.families import Size, build
+from support.zoo import Size, build
 
 SMALL = Size()
 _DROPOUTS = ("dropout", "attn_dropout", "attention_dropout")

@@ -1,4 +1,4 @@
-"""Models of :mod:`support.families` on the stand-in for a CUDA device."""
+"""Models of :mod:`support.zoo` on the stand-in for a CUDA device."""
 
 from collections import Counter
 from contextlib import contextmanager
@@ -13,8 +13,8 @@ from hf_memsave import measure_kept, patch
 from hf_memsave.device import STAND_IN
 from hf_memsave.measure.fake_device import fake_device, to_fake
 from hf_memsave.measure.inputs import forward_of
-from support.families import QUOTED, batch_for, build
 from support.lora import adapted
+from support.zoo import QUOTED, batch_for, build
 
 ATTENTION = ("flash", "efficient", "cudnn")
 #: What a tensor without numbers raises when it is asked for them.

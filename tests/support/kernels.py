@@ -10,7 +10,7 @@ import torch
 
 from hf_memsave import MemSaveConfig
 from hf_memsave.ops.fused.kernels import kernels
-from support.families import Size, batch_for
+from support.zoo import Size, batch_for
 
 TRITON = MemSaveConfig(backend="triton")
 SMALL = Size(hidden=16, heads=2, layers=1, batch=2, seq=5)

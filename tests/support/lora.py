@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
 
 from hf_memsave import patch
-from support import families
-from support.families import Size, batch_for, build
+from support import steps as training
+from support.zoo import Size, batch_for, build
 
 SIZE = Size(hidden=64, heads=4, batch=2, seq=32)
 RANK = 8
@@ -41,7 +41,7 @@ def autocast(mode, device="cpu"):
 
 
 def assert_trains_like(ours, stock, mode="bf16, fp32 adapters", steps=20):
-    families.assert_trains_like(ours, stock, SIZE, steps, is_autocast=MODES[mode][2])
+    training.assert_trains_like(ours, stock, SIZE, steps, is_autocast=MODES[mode][2])
 
 
 def rank_terms(targets, mode, size):

@@ -7,8 +7,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from support.families import Size, batch_for, build
 from support.steps import gradients, step
+from support.zoo import Size, batch_for, build
 
 FAMILIES = ("bert", "llama", "gpt2", "t5-decoder")
 CAUSAL = ("llama", "gpt2", "t5-decoder")

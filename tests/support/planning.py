@@ -8,7 +8,7 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
 from hf_memsave import MemSaveConfig, measure_kept, patch, unpatch
-from support.families import CLASSES, VOCAB, Size
+from support.zoo import CLASSES, VOCAB, Size
 
 SIZE = Size(hidden=64, layers=4, batch=4)
 EPS = 1e-5

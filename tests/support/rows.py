@@ -2,7 +2,7 @@
 
 import torch
 
-from support.families import VOCAB
+from support.zoo import VOCAB
 
 
 class Rows(list):

@@ -10,17 +10,27 @@ from torch import Tensor, nn
 
 from hf_memsave.patching.swap import is_patched, stock_class
 from support.helpers import assert_same_bits
+from support.zoo import batch_for
 
 Results = dict[str, Tensor]
 
 
-def step(model: nn.Module, batch: Mapping[str, Any], seed: int = 7, **options: Any) -> Results:
-    """Loss and gradients of one forward and backward, with dropout drawn from ``seed``."""
+def step(model: nn.Module, batch: Any, seed: int = 7, low: torch.dtype | None = None, **options: Any) -> Results:
+    """Loss and gradients of one forward and backward, with dropout drawn from ``seed``; the forward under autocast.
+
+    ``batch`` has the forward's arguments by name, or is its one argument.
+    """
     model.zero_grad(set_to_none=True)
     torch.manual_seed(seed)
-    loss = model(**batch, **options).loss
+    with torch.autocast(next(model.parameters()).device.type, low, enabled=low is not None):
+        loss = loss_of(model(**batch, **options) if isinstance(batch, Mapping) else model(batch, **options))
     loss.backward()
     return {"loss": loss.detach().clone(), **gradients(model)}
+
+
+def loss_of(out: Any) -> Tensor:
+    """The loss that a forward gives, or the mean square of the tensor that it gives."""
+    return out.float().square().mean() if isinstance(out, Tensor) else out["loss"]
 
 
 def gradients(model: nn.Module) -> Results:
@@ -66,3 +76,31 @@ def with_uneven_vectors(model: nn.Module) -> nn.Module:
             if parameter.dim() == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter))
     return model
+
+
+def train(model, size, steps, padded=False, is_autocast=False):
+    """Losses, the first step's gradients, and the trained parameters after some steps of AdamW."""
+    torch.manual_seed(3)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), 1e-3)
+    losses, first = [], {}
+    for number in range(steps):
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=is_autocast):
+            loss = model(**batch_for(model, size, padded, number)).loss
+        loss.backward()
+        first = first or gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, first, trained
+
+
+def assert_trains_like(ours, stock, *how, **options):
+    """As :func:`train` does, with equal losses, gradients and parameters, to the bit."""
+    losses, *found = train(ours, *how, **options)
+    stock_losses, *expected = train(stock, *how, **options)
+    assert losses == stock_losses
+    assert len(set(losses)) > len(losses) // 4  # the run did move
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.keys() == theirs.keys() and len(mine) > 3
+        assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []

@@ -13,7 +13,6 @@ from hf_memsave import MemSaveConfig, measure_kept, patch
 from hf_memsave.ops.sampled.eager_attention import NAME
 from support.attacks import assert_alike
 from support.eager import eager
-from support.families import Size, batch_for
 from support.helpers import (
     autocasting,
     generator_state,
@@ -21,6 +20,7 @@ from support.helpers import (
 )
 from support.pairs import pairwise
 from support.steps import step
+from support.zoo import Size, batch_for
 
 #: Each its own eager function, or another way to use it: plain, downcast, biased, repeated k and v, a fused projection.
 FAMILIES = ("bert", "gpt2", "t5-decoder", "llama", "phi3")

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from hf_memsave import patch
-from support.families import Size, batch_for, build
 from support.lora import adapted
 from support.tapes import COUNTED, is_counted
+from support.zoo import Size, batch_for, build
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA's dropout is another function")
 

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from hf_memsave import patch
 from hf_memsave.count.kept import measure_kept
 from support.attacks import WIDTH, Block, flat, pair, trained
-from support.families import FAMILIES, MORE, Size, batch_for, build
 from support.helpers import autocasting, taping
 from support.steps import assert_same, gradients
 from support.tapes import DECISIONS, references, remembered
+from support.zoo import FAMILIES, MORE, Size, batch_for, build
 
 ENOUGH = 5
 #: Of each family, what autocast converts to.

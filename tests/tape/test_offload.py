@@ -10,10 +10,10 @@ import torch
 from hf_memsave import MemSaveConfig, MemSaveError, patch
 from hf_memsave.tape import offload
 from hf_memsave.tape.offload import Away, Offload
-from support.families import QUOTED, Size, batch_for, build
 from support.lora import adapted
 from support.steps import assert_same, gradients
 from support.tapes import held_tensors
+from support.zoo import QUOTED, Size, batch_for, build
 
 FAMILIES = ("bert", "gpt2", "llama", "t5-decoder")
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch
 from hf_memsave.tape.quantize import FORMATS
-from support.families import Size, batch_for, build
 from support.helpers import only_on_cpu, random
 from support.steps import assert_same, gradients, step
+from support.zoo import Size, batch_for, build
 
 SIZE = Size(hidden=64, heads=4, layers=2, batch=4, seq=64)
 KINDS = tuple(FORMATS)

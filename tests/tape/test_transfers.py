@@ -10,9 +10,9 @@ from hf_memsave.errors import KeptTensorChangedError
 from hf_memsave.tape import offload, transfers
 from hf_memsave.tape.offload import Offload, main_memory
 from hf_memsave.tape.transfers import Transfers
-from support.families import Size, batch_for, build
 from support.lanes import Clock
 from support.steps import assert_same, gradients
+from support.zoo import Size, batch_for, build
 
 LAYERS = 32
 #: What a block of Llama-3-8B packs at the floor, in u, each after so many of the 13 parts of its products.

@@ -21,8 +21,8 @@ from hf_memsave.tape.offload import Away, Offload
 from hf_memsave.tape.tensors import is_plain
 from hf_memsave.tape.wrappers import parts_of
 from support.attacks import Attack, assert_alike
-from support.families import Size, batch_for, build
 from support.helpers import assert_same_bits
+from support.zoo import Size, batch_for, build
 
 SIZE = Size()
 

@@ -16,7 +16,6 @@ from hf_memsave.ops.approximate import few_bit as file
 from hf_memsave.ops.approximate.few_bit import RANGE, FewBit, levels
 from hf_memsave.ops.approximate.inverse import ACTIVATIONS
 from hf_memsave.tape.codecs import pack_bits, pack_codes, unpack_bits, unpack_codes
-from support.families import Size, batch_for, build
 from support.helpers import (
     DTYPES,
     LAYOUTS,
@@ -33,6 +32,7 @@ from support.helpers import (
 )
 from support.pairs import pairwise
 from support.steps import assert_same, step
+from support.zoo import Size, batch_for, build
 
 BITS = range(1, 9)
 MODULES = {

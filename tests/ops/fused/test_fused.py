@@ -17,9 +17,9 @@ from hf_memsave.ops.fused import cross_entropy
 from hf_memsave.ops.fused import kernels as kernels_file
 from hf_memsave.ops.loss import chunked_loss
 from support.fake import kept_on_fake
-from support.families import QUOTED, Size, batch_for, build
 from support.helpers import only_on_cpu, swapped
 from support.kernels import IS_INTERPRETED, SMALL, TRITON, distance, interpreted, rounding, same, step  # noqa: F401
+from support.zoo import QUOTED, Size, batch_for, build
 
 
 def make(name, device="cpu", seed=0):

@@ -17,9 +17,9 @@ from hf_memsave.ops.fused.kernels import kernels
 from hf_memsave.ops.sampled.estimators import EAGER
 from hf_memsave.tape.codecs import CODERS
 from hf_memsave.tape.quantize import FORMATS
-from support.families import Size, batch_for, build
 from support.kernels import distance, interpreted, rounding  # noqa: F401
 from support.kernels import step as one_step
+from support.zoo import Size, batch_for, build
 
 pytestmark = interpreted
 SIZE = Size(hidden=32, heads=2, layers=2, batch=2, seq=24)

@@ -9,8 +9,8 @@ from hf_memsave import MemSaveConfig, patch
 from hf_memsave.ops.fused import cross_entropy as fused
 from hf_memsave.ops.loss import chunked_loss
 from support.accuracy import LONG, OfLinear, assert_as_near_as_stock, lm, softcapped, step
-from support.families import batch_for
 from support.kernels import interpreted, rounding  # noqa: F401
+from support.zoo import batch_for
 
 pytestmark = interpreted
 TRITON = MemSaveConfig(backend="triton", norm="stock", activation="stock", dropout="stock", attention="stock")

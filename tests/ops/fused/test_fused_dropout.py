@@ -17,10 +17,10 @@ from hf_memsave.arch import fused_of
 from hf_memsave.measure.fake_device import fake_device, to_fake
 from hf_memsave.ops.fused import dropout_norm, lora
 from hf_memsave.ops.fused.kernels import kernels
-from support.families import batch_for, build
 from support.helpers import assert_same_bits, random
 from support.kernels import SMALL, TRITON, distance, interpreted, rounding, same, step  # noqa: F401
 from support.pairs import pairwise
+from support.zoo import batch_for, build
 
 P, SEED, EPS = 0.3, 5, 1e-5
 

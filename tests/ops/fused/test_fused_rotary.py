@@ -13,8 +13,8 @@ from hf_memsave import MemSaveConfig, patch
 from hf_memsave.arch import fused, fused_of
 from hf_memsave.ops.fused import rotary
 from hf_memsave.ops.fused.kernels import kernels
-from support.families import batch_for, build
 from support.kernels import SMALL, interpreted, rounding, same, step  # noqa: F401
+from support.zoo import batch_for, build
 
 TRITON = MemSaveConfig(backend="triton", norm="stock", activation="stock")
 LAYOUTS = {

@@ -17,7 +17,7 @@ from hf_memsave.ops.loss.lazy_logits import LazyLogits
 from support import accuracy
 from support.accuracy import LONG, SMALL, OfLinear, lm, of_ours_over_stocks, step
 from support.fake import NoTransfers, on_fake
-from support.families import Size, batch_for
+from support.zoo import Size, batch_for
 
 MODES = {"fp32": (torch.float32, False), "bf16": (torch.bfloat16, False), "autocast": (torch.float32, True)}
 of_cpu_kernels = pytest.mark.skipif(torch.cuda.is_available(), reason="figures are those of CPU kernels")

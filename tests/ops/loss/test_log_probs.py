@@ -18,7 +18,7 @@ from hf_memsave.ops.loss import chunked_loss
 from hf_memsave.ops.loss.head import Head
 from hf_memsave.ops.loss.lazy_logits import LazyLogits
 from support.accuracy import SMALL, error, lm, softcapped
-from support.families import Size, batch_for
+from support.zoo import Size, batch_for
 
 WORDS = 512
 

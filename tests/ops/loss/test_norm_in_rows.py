@@ -13,7 +13,7 @@ from hf_memsave.ops.loss import chunked_loss
 from hf_memsave.tape import Tape
 from hf_memsave.tape.table import TABLE
 from support.accuracy import LONG, lm, step
-from support.families import batch_for
+from support.zoo import batch_for
 
 #: Bytes of a chunk in which all logits of those models fit; of the copies that a frozen norm makes, a quarter.
 LOGITS_FIT = 2**18

@@ -16,7 +16,7 @@ from hf_memsave import KeptTensorChangedError, MemSaveConfig, PatchError, patch
 from hf_memsave.ops.loss import chunked_loss
 from hf_memsave.ops.loss.lazy_logits import LazyLogits
 from support.accuracy import LONG, SMALL, lm
-from support.families import Size, batch_for, build
+from support.zoo import Size, batch_for, build
 
 WORDS, RANKS, TIMEOUT = 512, 2, datetime.timedelta(seconds=60)
 

@@ -16,8 +16,8 @@ from hf_memsave.ops.sampled import sampler as samplers
 from hf_memsave.ops.sampled.batch import Tokens
 from hf_memsave.ops.sampled.sampler import Sampler
 from support.fake import NoTransfers, on_fake
-from support.families import QUOTED, build
 from support.helpers import on_stand_in
+from support.zoo import QUOTED, build
 
 CACHES = {
     "position": WTACRS(targets=("0", "1")),

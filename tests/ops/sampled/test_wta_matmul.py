@@ -12,9 +12,9 @@ from hf_memsave.ops.sampled.wta_crs import LAYER
 from hf_memsave.ops.sampled.wta_matmul import wta_matmul
 from support.draws import standard_errors
 from support.eager import attentions, eager, ops_of
-from support.families import batch_for
 from support.helpers import assert_same_bits, kept, nbytes, random, taping
 from support.steps import assert_same, state_of, step
+from support.zoo import batch_for
 
 LOW = torch.bfloat16
 BATCH, HEADS = 200, 100  # each head of each sequence draws for itself: 20,000 independent draws in one call
