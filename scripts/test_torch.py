@@ -28,18 +28,18 @@ import tomllib
 ROOT = Path(__file__).resolve().parents[1]
 #: Where a row stands for each version.
 OUT = ROOT / "scripts" / "results" / "torch-versions.json"
-#: Run in full; of every other file one case of two tests, as in `make quick`.
+#: Run in full; of every other file what `make test` runs.
 WHOLE = ["tests/end_to_end/test_bits.py", "tests/end_to_end/test_kept.py", "tests/tape", "tests/attacks",
          "tests/measure/test_fake_device.py"]  # fmt: skip
 _RUNS = {
-    "quick": ["-m", "not long and not matrix", "--one-case", "--of-a-file", "2", *[f"--ignore={p}" for p in WHOLE]],
+    "others": ["-m", "not long and not matrix", *[f"--ignore={p}" for p in WHOLE]],
     "whole": WHOLE,
 }
 #: What constraints.txt does not decide.
 _ITS_OWN = re.compile(r"(torch|triton|numpy)==")
 _TITLE = (
     "Tests by version of PyTorch, on CPU: bits, kept bytes, tape, attacks and the stand-in device in full, and of all "
-    "other files what `make quick` runs"
+    "other files what `make test` runs"
 )
 _HEADER = ["torch", "triton", "transformers", "passed", "skipped", "failed", "commit", "date"]
 
@@ -98,15 +98,24 @@ def tested(python: Path, folder: Path) -> dict[str, Any]:
         done = subprocess.run(command, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, check=False)
         if done.returncode > 1 or not report.exists():  # 1: tests failed, which it names
             failed.append(f"{name}: pytest ended with {done.returncode}")
-        for case in ET.parse(report).iter("testcase") if report.exists() else ():
-            outcome = next((o for o in case if o.tag in ("skipped", "failure", "error")), None)
-            if outcome is None:
-                passed += 1
-            elif outcome.tag == "skipped":
-                skipped[outcome.get("message", "")] += 1
-            else:
-                failed.append(f"{case.get('classname')}::{case.get('name')}")
+        found = outcomes(report)
+        passed, skipped = passed + found[0], skipped + Counter(found[1])
+        failed += found[2]
     return {"passed": passed, "skipped": dict(skipped), "failed": failed}
+
+
+def outcomes(report: Path) -> tuple[int, dict[str, int], list[str]]:
+    """Of a report in JUnit's form: how many cases passed, how many were skipped by reason, and which failed."""
+    passed, skipped, failed = 0, Counter[str](), []
+    for case in ET.parse(report).iter("testcase") if report.exists() else ():
+        outcome = next((o for o in case if o.tag in ("skipped", "failure", "error")), None)
+        if outcome is None:
+            passed += 1
+        elif outcome.tag == "skipped":
+            skipped[outcome.get("message", "")] += 1
+        else:
+            failed.append(f"{case.get('classname')}::{case.get('name')}")
+    return passed, dict(skipped), failed
 
 
 def note(row: dict[str, Any]) -> None:

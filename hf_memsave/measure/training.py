@@ -15,6 +15,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.config.lora import Lora
 from hf_memsave.config.wtacrs import is_int
@@ -149,8 +150,7 @@ def build(config: PreTrainedConfig, training: Training, head: Any = None) -> Pre
     if training.lora is not None:
         add_adapters(model, training.lora)
     if training.checkpointing:
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-        enable({"use_reentrant": False})
+        enable_checkpointing(model)
     return model.train()
 
 

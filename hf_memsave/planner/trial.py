@@ -125,8 +125,8 @@ class Bench:
         except (RuntimeError, MemoryError) as error:
             if "use_reentrant=True" in str(error):
                 raise PlanError(
-                    "a step is timed without touching gradients, which gradient checkpointing with use_reentrant=True "
-                    "cannot do. Call gradient_checkpointing_enable({'use_reentrant': False}), Transformers' default."
+                    "a step is timed without touching gradients, which checkpointing with use_reentrant=True cannot "
+                    "do. Have the model checkpoint with {'use_reentrant': False}, Transformers' default."
                 ) from error
             is_of_cpu = "DefaultCPUAllocator: " in str(error)  # which has no type of its own
             if not is_of_cpu and not isinstance(error, (torch.OutOfMemoryError, MemoryError)):

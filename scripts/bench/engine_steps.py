@@ -31,6 +31,7 @@ from transformers.models.llama.modeling_llama import (
 
 import hf_memsave
 from hf_memsave import MemSaveConfig, patch
+from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.errors import KeptTensorChangedError, MemSaveError
 from hf_memsave.tape.offload import Away
 
@@ -171,7 +172,7 @@ def made(
     """The wrapped model, patched before or after it is wrapped where there is a config."""
     model = llama(folder if engine == "tp" else None)
     if checkpointing != "none":
-        model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+        enable_checkpointing(model, use_reentrant=checkpointing == "reentrant")
     if training == "lora":
         torch.manual_seed(1)
         model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))

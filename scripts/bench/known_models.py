@@ -20,6 +20,7 @@ import torch
 from transformers import BertConfig, LlamaConfig, PreTrainedConfig, T5Config, ViTConfig, ViTForImageClassification
 
 from hf_memsave import MemSaveConfig, estimate, patch
+from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.measure.fake_device import fake_device, to_fake, without_gpus
 from hf_memsave.measure.inputs import forward_of
 from hf_memsave.measure.trace import trace_step
@@ -134,7 +135,7 @@ def expected_of_images(name: str, method: str) -> dict[str, int]:
     with torch.device("meta"):
         model = ViTForImageClassification._from_config(config, attn_implementation="sdpa").train()
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable_checkpointing(model)
     with fake_device() as device:
         to_fake(model, device)
         pixels = torch.empty(batch, 3, config.image_size, config.image_size, device=device)

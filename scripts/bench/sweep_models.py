@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from hf_memsave import PatchError, measure_kept, patch
+from hf_memsave.arch.versions import enable_checkpointing
 from publish import RESULTS, arguments, versions, write
 from publish import table as markdown
 from small_models import BATCH, LENGTH, loss_of, model_types, small_model
@@ -189,7 +190,7 @@ def _prepared(
     if mode == "checkpointing":
         if not model.supports_gradient_checkpointing:
             raise NotImplementedError("supports no gradient checkpointing")
-        model.gradient_checkpointing_enable()
+        enable_checkpointing(model)
 
     def forward(**inputs: Tensor) -> dict[str, Tensor]:
         with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):

@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from hf_memsave import MemSaveConfig, patch
+from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.count.peak import Count
 from hf_memsave.tape.offload import Away
 from publish import MIB, arguments, machine, publish
@@ -42,7 +43,7 @@ PRODUCTS = [
 
 def checkpointed(model: nn.Module, **options: Any) -> None:
     """With Transformers' gradient checkpointing of every block."""
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **options})  # type: ignore[operator]
+    enable_checkpointing(model, **options)
 
 
 #: Name -> what is done to a model.

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from hf_memsave import MemSaveConfig, measure_kept, patch
+from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.count.kept import KeptStorage
 from hf_memsave.count.peak import Count
 from hf_memsave.measure.depth import FROM, depths_for, trace_at_full_depth, trace_few, trace_in_full
@@ -176,7 +177,7 @@ def _prepared(
     with torch.device("meta"):
         model: Any = build()
     if setting.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable_checkpointing(model)
     with fake_device("flash", padded) as device:
         to_fake(model, device)
         batch = inputs(device)

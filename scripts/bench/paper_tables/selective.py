@@ -33,6 +33,7 @@ from transformers.integrations import sdpa_attention
 from transformers.utils import is_torchvision_available
 
 from hf_memsave import MemSaveConfig
+from hf_memsave.arch.versions import enable_checkpointing
 from paper_tables.rows import GIB, Row, Setting, forward_peak, made
 from publish import unpacked
 
@@ -175,7 +176,7 @@ class MeasuredText(Measured):
 
     def gradient_checkpointing_enable(self, options: dict[str, Any]) -> None:
         """Of all blocks."""
-        self.net.gradient_checkpointing_enable(options)
+        enable_checkpointing(self.net, **options)
 
 
 class Transformer(nn.Module):

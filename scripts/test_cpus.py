@@ -1,0 +1,100 @@
+"""Run the tests that compare bits as other processors would: instruction sets of PyTorch and oneDNN, and threads.
+
+    python scripts/test_cpus.py [--out scripts/results/cpus.json] [ARGUMENTS OF PYTEST ...]     # or: make test-cpus
+
+A processor can be told to use fewer instructions than it has, never more: run it on several. The rows of this one, by
+its name, are replaced in --out and in the table beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from test_torch import ROOT, outcomes
+
+TESTS = [f"tests/{folder}" for folder in ("end_to_end", "tape", "ops", "attacks", "patching", "integrations")]
+#: An instruction set, the flag of a processor that has it, and how PyTorch and oneDNN are told to use no more.
+_SETS = (
+    ("baseline", "sse2", {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}),
+    ("AVX2", "avx2", {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}),
+    ("AVX-512", "avx512f", {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}),
+    ("AVX-512, bf16", "avx512_bf16", {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}),
+    ("AMX", "amx_tile", {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX"}),
+)
+_HEADER = ["processor", "instructions", "threads", "passed", "skipped", "failed", "minutes", "torch", "commit", "date"]
+
+
+def main() -> int:
+    """Run under each setting, and note; 1 where a test failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "scripts" / "results" / "cpus.json")
+    options, more = parser.parse_known_args()
+    name, flags = processor()
+    sets = [(words, wanted) for words, flag, wanted in _SETS if flag in flags]
+    # Each set with one thread, the widest and the narrowest with more.
+    settings = [(*one, 1) for one in sets] + [(*one, threads) for one in (sets[-1], sets[0]) for threads in (2, 4)]
+    rows = []
+    for words, wanted, threads in settings:
+        row: dict[str, Any] = {"processor": name, "instructions": words, "threads": threads}
+        rows.append(row | tested({**wanted, "OMP_NUM_THREADS": str(threads)}, more) | about())
+        note(options.out, name, rows)
+    return int(any(row["failed"] for row in rows))
+
+
+def processor() -> tuple[str, set[str]]:
+    """Return the processor's name, and the flags of what it can do."""
+    told = Path("/proc/cpuinfo").read_text()
+    fields = dict(re.findall(r"^(model name|flags)\s*: (.*)$", told, re.MULTILINE))
+    return fields["model name"], set(fields["flags"].split())
+
+
+def about() -> dict[str, Any]:
+    """Return what the figures hold for."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    return {"torch": torch.__version__, "commit": commit.strip(), "date": str(date.today())}
+
+
+def tested(environment: dict[str, str], arguments: list[str]) -> dict[str, Any]:
+    """Run the tests in that environment; returns the counts, the names of those that failed, and minutes."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "not long and not matrix", "-n", "logical"]
+        command += ["--maxprocesses", "8", "--dist", "worksteal", f"--junitxml={report}", *(arguments or TESTS)]
+        subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=False)
+        passed, skipped, failed = outcomes(report)
+    minutes = round((time.monotonic() - started) / 60, 1)
+    return {"passed": passed, "skipped": skipped, "failed": failed, "minutes": minutes}
+
+
+def note(out: Path, name: str, rows: list[dict[str, Any]]) -> None:
+    """Write the rows of this processor beside those of others, and the table."""
+    others = json.loads(out.read_text()) if out.exists() else []
+    every = sorted([one for one in others if one["processor"] != name] + rows, key=lambda one: str(one["processor"]))
+    out.write_text(json.dumps(every, indent=1) + "\n")
+    lines = ["Tests that compare bits, by what the processor is told to use", "", f"| {' | '.join(_HEADER)} |"]
+    lines.append(f"|{' --- |' * len(_HEADER)}")
+    for one in every:
+        cells = {**one, "skipped": sum(one["skipped"].values()), "failed": len(one["failed"])}
+        lines.append(f"| {' | '.join(str(cells[column]) for column in _HEADER)} |")
+    lines += ["", *(f"- failed, {one['instructions']}: {test}" for one in every for test in one["failed"])]
+    lines += ["Skipped, by reason:", ""]
+    reasons = {reason: count for one in every for reason, count in one["skipped"].items()}
+    lines += [f"- {count}: {reason}" for reason, count in sorted(reasons.items(), key=lambda item: -item[1])]
+    out.with_suffix(".md").write_text("\n".join([*lines, "", "`make test-cpus`", ""]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
