@@ -9,10 +9,6 @@ from typing import Any
 _CACHE = ("cache", "past_key_values")
 
 
-#: What checkpointing is called, of a model and of Trainer's arguments: from Transformers 5.23 on, and before.
-_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
-
-
 def cache_in(arguments: Mapping[str, Any]) -> Any:
     """The cache among a model's arguments; None if there is none."""
     return next((arguments[name] for name in _CACHE if arguments.get(name) is not None), None)
@@ -20,10 +16,8 @@ def cache_in(arguments: Mapping[str, Any]) -> Any:
 
 def enable_checkpointing(model: Any, **options: Any) -> None:
     """Have a model checkpoint its blocks, with ``options`` of ``torch.utils.checkpoint.checkpoint``."""
-    names = [f"{name}_enable" for name in _CHECKPOINTING]
+    names = (
+        "activation_checkpointing_enable",
+        "gradient_checkpointing_enable",
+    )  # from Transformers 5.23 on, and before
     getattr(model, next(name for name in names if hasattr(model, name)))({"use_reentrant": False} | options)
-
-
-def is_checkpointing(args: Any) -> bool:
-    """Whether Trainer's arguments ask for checkpointing."""
-    return any(getattr(args, name, False) for name in _CHECKPOINTING)

@@ -248,7 +248,8 @@ def _test(
         filled.append(one)
     for stage in range(len(o) + 1):
         outs = _outs(plan, part, hurt, tensors, filled[:stage], (0, many), stage)
-        if not all(_nans(out, where) <= allowed for out, where in outs):
+        nans = [_by_token(out, where).isnan().any(1).nonzero().flatten().tolist() for out, where in outs]
+        if not all(allowed.issuperset(hurt_too) for hurt_too in nans):
             raise CannotTileError("what it computes of one token changes others, not by attention alone")
         allowed = allowed | {1 + stage}
     hurt[:, tokens] = torch.randn_like(hurt[:, tokens]) * 10 * rows.std()  # some functions let no NaN pass
@@ -330,7 +331,3 @@ def _run_tiles(
         expected = _by_token(expected, where)
         if has_numbers and not _is_near(_by_token(out, where), expected[1:], out, max(_TIES, 1.5 / len(expected))):
             raise CannotTileError("what it computes of a token depends on how many others there are")
-
-
-def _nans(tensor: Tensor, where: Rows) -> set[int]:
-    return set(_by_token(tensor, where).isnan().any(1).nonzero().flatten().tolist())

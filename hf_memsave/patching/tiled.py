@@ -153,7 +153,8 @@ class _Run:
         self.states: list[Tensor | None] = []
         self.learned: Plan | None = None
         self.attentions, self.quantized = attentions_in(block), quantized_in(block)
-        self.autocast = _autocast_of(first.device.type)
+        kinds = {first.device.type, "cpu"}
+        self.autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
 
     @property
     def is_long(self) -> bool:
@@ -417,11 +418,6 @@ class _Tiled(torch.autograd.Function):
 
 def _first(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
-
-
-def _autocast_of(device: str) -> Any:
-    """What of autocast is on."""
-    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in {device, "cpu"}]
 
 
 @contextlib.contextmanager

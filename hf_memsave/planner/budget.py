@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from transformers import TrainingArguments
 
-from hf_memsave.arch.versions import is_checkpointing
 from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.config.lora import Lora
 from hf_memsave.errors import PlanError
@@ -61,7 +60,7 @@ def plan_for(config: MemSaveConfig, model: nn.Module, args: TrainingArguments, b
         optimizer=_OPTIMIZERS[optim],
         lora=_lora(model, remedy),
         quantized="nf4" if getattr(model, "is_loaded_in_4bit", False) else None,
-        checkpointing=is_checkpointing(args),
+        checkpointing=getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", False),
         accumulation=args.gradient_accumulation_steps,
         attention="eager" if attention == "eager" else "flash",
         padded=True,

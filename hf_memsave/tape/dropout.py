@@ -128,7 +128,7 @@ def _is_kept_in_bits(tape: Tape, like: Tensor, itemsize: int) -> bool:
 def as_bits(tape: Tape, noise: Tensor, p: float, is_scaled: bool) -> tuple[Callable[..., Tensor], Tensor]:
     """What gives ``noise`` again, or a mask, of the bits that are returned beside."""
     again = partial(_from_bits, unpack=tape.coders.unpack_bits, like=Blank(noise), p=p, is_scaled=is_scaled)
-    return again, tape.coders.pack_bits(_in_memory_order(noise).bool())
+    return again, tape.coders.pack_bits(noise.as_strided((noise.numel(),), (1,)).bool())
 
 
 class _Private(threading.local):
@@ -167,10 +167,6 @@ def _from_bits(bits: Tensor, unpack: Callable[..., Tensor], like: Blank, p: floa
     if like.dtype is not torch.bool:
         flat = flat.view(torch.uint8).to(like.dtype)  # PyTorch has no quick kernel to convert booleans
     return (flat.div_(1 - p) if is_scaled else flat).as_strided(like.shape, like.stride)
-
-
-def _in_memory_order(dense: Tensor) -> Tensor:
-    return dense.as_strided((dense.numel(),), (1,))
 
 
 # On CUDA, F.dropout is one fused kernel that returns its boolean mask too.

@@ -232,14 +232,14 @@ def wide(name: str, is_within: bool) -> Handler:
             return new(tape, func, args, kwargs)
         if is_within:  # run again under autocast: converted before, it would keep more, and maybe other bits
             return new(tape, func, args, kwargs, partial(run_under, AutocastState(tensors[0].device.type), func))
-        args, kwargs = converted(partial(_wide, tape), args, kwargs)
+
+        def widened(x: Tensor) -> Tensor:
+            return tape.call(Tensor.to, x, torch.float32) if x.dtype in HALVES else x
+
+        args, kwargs = converted(widened, args, kwargs)
         return new(tape, func, args, kwargs)
 
     return handler
-
-
-def _wide(tape: Tape, x: Tensor) -> Tensor:
-    return tape.call(Tensor.to, x, torch.float32) if x.dtype in HALVES else x
 
 
 def named(names: Iterable[str], *homes: Any) -> Iterator[Any]:
