@@ -19,5 +19,5 @@ def enable_checkpointing(model: Any, **options: Any) -> None:
     names = (
         "activation_checkpointing_enable",
         "gradient_checkpointing_enable",
-    )  # from Transformers 5.23 on, and before
+    )  # since Transformers 5.23, and before
     getattr(model, next(name for name in names if hasattr(model, name)))({"use_reentrant": False} | options)
