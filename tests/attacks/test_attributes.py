@@ -12,7 +12,7 @@ from hf_memsave import MemSaveConfig
 from hf_memsave.ops.approximate.sign_bit import SignBit
 from support.attacks import WIDTH, pair
 from support.helpers import assert_same_bits, only_on_cpu, random
-from support.steps import assert_same, gradients
+from support.steps import assert_same, backward
 
 SHAPE = (2, 16, WIDTH)
 
@@ -81,9 +81,7 @@ ATTACKS = (changed_before_backward, a_forward_of_each, changed_within_the_forwar
 
 def trained(model, x, attack=lambda model, _, x: model(x).pow(2).mean(), change=None):
     torch.manual_seed(3)
-    loss = attack(model, change, x)
-    loss.backward()
-    return {"loss": loss.detach(), **gradients(model)}
+    return backward(model, attack(model, change, x))
 
 
 @pytest.mark.parametrize("name", CHANGES)

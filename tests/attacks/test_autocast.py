@@ -86,12 +86,12 @@ def test_a_write_before_autocast_ends_leaves_what_it_shares():
         h.mul_(0.5)  # what sin keeps is made of it, and now
         return model.f(h) + y
 
+    @contextlib.contextmanager
     def without_a_context():
-        stack = contextlib.ExitStack()
         torch.set_autocast_enabled("cpu", True)
-        stack.callback(torch.set_autocast_enabled, "cpu", False)
-        stack.callback(torch.clear_autocast_cache)
-        return stack
+        yield
+        torch.clear_autocast_cache()
+        torch.set_autocast_enabled("cpu", False)
 
     assert_trains_like_stock(fn, random(*SHAPE), without_a_context)
 

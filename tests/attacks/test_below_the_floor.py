@@ -9,39 +9,34 @@ from hf_memsave import MemSaveConfig
 from hf_memsave.tape import offload
 from hf_memsave.tape.offload import Offload
 from support.attacks import WIDTH, Block, assert_alike
-from support.steps import gradients, step
-from support.zoo import Size, batch_for, build
+from support.steps import backward, step
+from support.zoo import batch_for, build
 
 BLOCK = MemSaveConfig(checkpoint="block")
 
 
 def lm(family="llama"):
-    return build(family, Size(), dropout=0.0)
-
-
-def stepped(model, loss):
-    loss.backward()
-    return {"loss": loss.detach(), **gradients(model)}
+    return build(family, dropout=0.0)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_prefix_is_not_lost_in_blocks_that_run_again(family):
     prefix = PrefixTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=4)
-    assert_alike(lambda: get_peft_model(lm(family), prefix).train(), lambda m: step(m, batch_for(m, Size())), BLOCK)
+    assert_alike(lambda: get_peft_model(lm(family), prefix).train(), lambda m: step(m, batch_for(m)), BLOCK)
 
 
 def test_a_cache_that_is_asked_for_is_filled_and_read():
     def run(model):
-        ids = batch_for(model, Size())["input_ids"]
+        ids = batch_for(model)["input_ids"]
         cache = model(input_ids=ids[:, :8], use_cache=True).past_key_values
-        return stepped(model, model(input_ids=ids[:, 8:], labels=ids[:, 8:], past_key_values=cache).loss)
+        return backward(model, model(input_ids=ids[:, 8:], labels=ids[:, 8:], past_key_values=cache).loss)
 
     assert_alike(lm, run, BLOCK)
 
 
 def test_generate_in_training_mode_gives_stocks_tokens():
     def run(model):
-        ids = batch_for(model, Size())["input_ids"][:, :4]
+        ids = batch_for(model)["input_ids"][:, :4]
         tokens = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
         return {"tokens": tokens, "some": torch.ones(1)}
 
@@ -79,7 +74,4 @@ def test_a_long_chain_of_cheap_functions_is_no_endless_recursion(is_read, rung):
         block.o_proj = nn.Linear(WIDTH, WIDTH)
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), block).train()
 
-    def run(model):
-        return stepped(model, model(torch.ones(4, 8, WIDTH)).sum())
-
-    assert_alike(make, run, MemSaveConfig(checkpoint=rung))
+    assert_alike(make, lambda model: step(model, torch.ones(4, 8, WIDTH)), MemSaveConfig(checkpoint=rung))

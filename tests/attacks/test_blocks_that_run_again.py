@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_memsave import KeptTensorChangedError, MemSaveConfig, patch, unpatch
 from hf_memsave.patching import checkpointed
 from support.attacks import assert_alike
-from support.steps import gradients
+from support.steps import backward, step
 from support.zoo import Size, batch_for, build
 
 SIZE = Size()
@@ -24,8 +24,7 @@ RUNS_OWN_HOOKS = "__call__" in vars(GradientCheckpointingLayer)
 BLOCK = MemSaveConfig(checkpoint="block")
 
 
-def llama():
-    return build("llama", SIZE, dropout=0.0)
+llama = partial(build, "llama")
 
 
 def lora(*names, **options):
@@ -49,14 +48,7 @@ def batch_of(model):
 
 
 def steps(model, **inputs):
-    """The gradients of two steps."""
-    found = []
-    for _ in range(2):
-        model.zero_grad()
-        torch.manual_seed(1)  # Poly draws
-        model(**batch_of(model), **inputs).loss.backward()
-        found.append(gradients(model))
-    return found
+    return [step(model, batch_of(model), **inputs) for _ in range(2)]
 
 
 @pytest.mark.parametrize(("checkpoint", "layers"), [("gate", [0]), ("block", None), ("block", [0]), ("block", [1])])
@@ -91,9 +83,9 @@ def test_backward_hooks_of_a_block_run_after_it_ran_again(wants):
         for block in model.model.layers:
             block.mlp.shift = block.mlp.register_forward_hook(lambda module, args, y: y.sin() * 2)
             block.register_full_backward_hook(lambda block, *_: block.mlp.shift.remove())
-        model(**batch_of(model)).loss.backward()
+        found = step(model, batch_of(model))
         assert not any(block.mlp._forward_hooks for block in model.model.layers)
-        return gradients(model)
+        return found
 
     assert_alike(llama, run, BLOCK)
 
@@ -164,12 +156,8 @@ def test_interventions_by_hooks(part, shift, when):
             shift(module)
         return loss
 
-    def run(model):
-        loss_of(model).backward()
-        return gradients(model)
-
     if not is_refused:
-        assert_alike(llama, run, BLOCK)
+        assert_alike(llama, lambda model: backward(model, loss_of(model)), BLOCK)
         return
     model = llama()
     patch(model, BLOCK)

@@ -8,11 +8,10 @@ from functools import partial
 
 import pytest
 import torch
-from peft import BOFTConfig, LilyConfig, LoHaConfig, LoraConfig, TrainableTokensConfig, get_peft_model
+from peft import BOFTConfig, LilyConfig, LoHaConfig, LoraConfig, PeftModel, TrainableTokensConfig, get_peft_model
 from peft.helpers import rescale_adapter_scale
 from torch import nn
 from torch.nn.utils import parametrizations
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_memsave import KeptTensorChangedError, PatchError, patch
 from hf_memsave.ops.loss import chunked_loss
@@ -27,17 +26,12 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(chunked_loss, "CHUNK", 50000)
 
 
-def tied():
-    model = build("llama", SIZE, dropout=0.0)
-    model.config.tie_word_embeddings = True
-    return model
-
-
 def llama():
-    model = build("llama", SIZE, dropout=0.0)
-    model.config.tie_word_embeddings = False
-    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-    return model
+    return build("llama", SIZE, tie_word_embeddings=False)
+
+
+def tied():
+    return build("llama", SIZE, tie_word_embeddings=True)
 
 
 def adapted(kind, make=llama, targets=("lm_head", "q_proj"), **options):
@@ -52,10 +46,14 @@ def lora(**options):
     return adapted(LoraConfig, r=4, init_lora_weights=False, **options)
 
 
+def head_of(model):
+    return model.base_model.model.lm_head
+
+
 def compiled():
     model = lora()
-    for name, module in model.named_modules():
-        if "lm_head" in name and isinstance(module, nn.Linear):
+    for module in head_of(model).modules():
+        if isinstance(module, nn.Linear):
             module.compile(backend="eager")
     return model
 
@@ -63,7 +61,7 @@ def compiled():
 def quantized(**options):
     linears = pytest.importorskip("bitsandbytes").nn
     model = lora(**options)
-    layer = model.base_model.model.lm_head
+    layer = head_of(model)
     made = linears.Linear4bit(32, 512, False, compute_dtype=torch.float32, quant_type="nf4")
     weight = layer.base_layer.weight.detach()
     made.weight = linears.Params4bit(weight, requires_grad=False, quant_type="nf4", module=made)
@@ -73,21 +71,13 @@ def quantized(**options):
 
 def of_one_number():
     model = lora(lora_bias=True)
-    model.base_model.model.lm_head.lora_B["default"].bias = nn.Parameter(torch.ones(1))
+    head_of(model).lora_B["default"].bias = nn.Parameter(torch.ones(1))
     return model
 
 
-def frozen(is_head):
-    model = llama()
+def training(model, is_trained):
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_((name == "lm_head.weight") != is_head)
-    return model
-
-
-def with_one_unused():
-    model = with_another()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora" in name)
+        parameter.requires_grad_(is_trained(name))
     return model
 
 
@@ -127,7 +117,7 @@ def tokens_of(layer, make=tied):
 
 def merged():
     model = tokens_of("embed_tokens")
-    model.base_model.model.lm_head.token_adapter.merge()
+    head_of(model).token_adapter.merge()
     return model
 
 
@@ -140,15 +130,15 @@ def copied():
 #: Which words of a vocabulary are trained.
 TOKENS = [3, 7, 100]
 HEADS = {
-    "frozen": (partial(frozen, True), True),
-    "all frozen but it": (partial(frozen, False), True),
+    "frozen": (lambda: training(llama(), lambda name: name != "lm_head.weight"), True),
+    "all frozen but it": (lambda: training(llama(), lambda name: name == "lm_head.weight"), True),
     "LoRA": (lora, True),
     "DoRA": (partial(lora, use_dora=True), True),
     "LoRA, compiled": (compiled, True),
     "DoRA on 4 bits": (partial(quantized, use_dora=True), True),
     "LoRA on 4 bits": (quantized, True),
     "LoRA with a bias of one number": (of_one_number, True),
-    "LoRA, and another that no chunk uses": (with_one_unused, True),
+    "LoRA, and another that no chunk uses": (lambda: training(with_another(), lambda name: "lora" in name), True),
     "LoRA of a parameter": (partial(lora, targets=["q_proj"], target_parameters=["lm_head.weight"]), True),
     "LoRA with dropout": (partial(lora, lora_dropout=0.5), False),
     "a copy tied to the embeddings": (copied, True),
@@ -252,7 +242,7 @@ def test_hooks_on_parameters_run_once(make, when):
 @pytest.mark.parametrize("is_read", [False, True])
 def test_a_head_that_uses_what_is_not_its_own_is_refused(is_read):
     model = lora()
-    linear, others = model.base_model.model.lm_head.base_layer, model.base_model.model.model.layers[0].mlp.up_proj
+    linear, others = head_of(model).base_layer, model.base_model.model.model.layers[0].mlp.up_proj
     others.weight.requires_grad_(True)
     linear.forward = lambda x: nn.functional.linear(x, linear.weight) * others.weight.sum()
     patch(model)
@@ -270,6 +260,10 @@ def evaluating(model):
     model.train()
 
 
+def rescaled(model):
+    return rescale_adapter_scale(model, 0.25)
+
+
 @contextlib.contextmanager
 def other_adapter(model):
     model.set_adapter("other")
@@ -279,12 +273,8 @@ def other_adapter(model):
 
 @pytest.mark.parametrize(
     ("switch", "is_read"),
-    [
-        (lambda model: model.disable_adapter(), False), (lambda model: rescale_adapter_scale(model, 0.25), True),
-        (evaluating, False), (other_adapter, True),
-    ],
-    ids=["disabled", "rescaled", "evaluating", "another adapter"],
-)  # fmt: skip
+    [(PeftModel.disable_adapter, False), (rescaled, True), (evaluating, False), (other_adapter, True)],
+)
 def test_a_head_that_was_switched_since_the_forward_is_refused(switch, is_read):
     model = with_another(lora_dropout=0.5 if switch is evaluating else 0.0)
     model.enable_input_require_grads()
@@ -306,10 +296,10 @@ def test_evaluating_is_no_switch_without_dropout_and_what_is_frozen_before_backw
     assert type(logits) is LazyLogits
     assert model.eval()(**batch_for(model, SIZE)).logits.equal(logits)
     loss = logits.square().mean()
-    frozen = model.base_model.model.lm_head.lora_A["default"].weight.requires_grad_(False)
+    frozen = head_of(model).lora_A["default"].weight.requires_grad_(False)
     loss.backward()
     assert frozen.grad is None
-    assert model.base_model.model.lm_head.lora_B["default"].weight.grad.any()
+    assert head_of(model).lora_B["default"].weight.grad.any()
 
 
 def test_parameters_that_are_computed_get_their_gradients():
@@ -322,21 +312,17 @@ def test_parameters_that_are_computed_get_their_gradients():
 
 
 def test_nothing_stays_after_an_error_in_a_chunk():
-    class Failing(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, dy):
-            raise MemoryError
+    def fail(dy):
+        raise MemoryError
 
     model = lora()
-    part, made = model.base_model.model.lm_head.lora_A["default"], []
+    part, made = head_of(model).lora_A["default"], []
     stock = part.forward
 
     def forward(x):
-        y = stock(Failing.apply(x))
+        x = x.clone()
+        x.register_hook(fail)
+        y = stock(x)
         y.register_hook(lambda dy: made.append(weakref.ref(dy.untyped_storage())))
         return y
 
@@ -353,15 +339,13 @@ def test_gradients_of_several_factors_at_once(seq, monkeypatch):
     monkeypatch.setattr(chunked_loss, "CHUNK", 8192)
     size, found = Size(seq=seq), []
     for is_patched in (False, True):
-        model = build("llama", size, dropout=0.0)
+        model = build("llama", size)
         if is_patched:
             patch(model)
         out = model(**batch_for(model, size))
         assert (type(out.logits) is LazyLogits) == is_patched
-        (gradient,) = torch.autograd.grad(
-            out.loss, [model.lm_head.weight], torch.tensor([1.0, 2.0, 3.0]), is_grads_batched=True
-        )
-        found.append(gradient)
+        factors = torch.tensor([1.0, 2.0, 3.0])
+        found += torch.autograd.grad(out.loss, [model.lm_head.weight], factors, is_grads_batched=True)
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-7)
 
 
@@ -388,9 +372,7 @@ def test_a_head_without_autocast_gets_gradients_without_it_though_its_loss_has_i
 
 @pytest.mark.parametrize(("words", "is_lazy"), [(60, False), (64, True)])
 def test_logits_of_fewer_words_than_twice_the_width_take_less_than_what_is_kept_instead(words, is_lazy):
-    model = LlamaForCausalLM(
-        LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=words)
-    )
-    patch(model.train())
+    model = build("llama", Size(layers=1), vocab_size=words)
+    patch(model)
     ids = torch.randint(0, words, (1, 400))
     assert (type(model(input_ids=ids, labels=ids).logits) is LazyLogits) == is_lazy

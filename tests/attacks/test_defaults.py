@@ -12,7 +12,7 @@ from transformers import DebertaV2Config, DebertaV2ForMaskedLM
 from hf_memsave import patch
 from support.attacks import WIDTH, Attack, assert_alike
 from support.helpers import only_on_cpu, random
-from support.steps import gradients
+from support.steps import backward
 from support.zoo import Size, build
 
 SIZE = Size(hidden=32, heads=2, layers=2, batch=2, seq=12)
@@ -34,10 +34,10 @@ def elsewhere(is_other):
 
 
 @pytest.mark.parametrize(
-    ("forward", "backward", "config"),
+    ("forward", "in_backward", "config"),
     [(True, True, {}), (True, False, {"dropout": "mask"}), (False, True, {"offload": True})],
-)  # fmt: skip
-def test_a_model_on_cpu_has_stocks_bits(forward, backward, config):
+)
+def test_a_model_on_cpu_has_stocks_bits(forward, in_backward, config):
     x = random(SIZE.batch, SIZE.seq, SIZE.hidden)
 
     def run(layers):
@@ -47,9 +47,8 @@ def test_a_model_on_cpu_has_stocks_bits(forward, backward, config):
                 hidden = layer(hidden)
                 hidden = hidden[0] if isinstance(hidden, tuple) else hidden
             loss = hidden.square().mean()
-        with elsewhere(backward):
-            loss.backward()
-        return {"loss": loss.detach(), **gradients(layers)}
+        with elsewhere(in_backward):
+            return backward(layers, loss)
 
     assert_alike(lambda: build("bert", SIZE).base_model.encoder.layer, run, config, of_each=True)
     assert_alike(lambda: build("gpt2", SIZE).base_model.h, run, config, of_each=True)
@@ -63,20 +62,19 @@ def made(name, device):
 
 @pytest.mark.parametrize("name", FACTORIES)
 def test_what_is_made_of_numbers_stays_where_it_was(name):
-    for backward in (True, False):
+    for in_backward in (True, False):
         model = made(name, "meta")
         patch(model)
         with torch.device("meta"):
             loss = model(torch.randn(64, 64)).square().mean()
-        with elsewhere(backward):
+        with elsewhere(in_backward):
             loss.backward()
         assert all(p.grad.is_meta for part in (model.a, model.b) for p in part.parameters())
 
     def run(model):
         loss = model(torch.randn(64, 64)).square().mean()
         with torch.device("meta"):
-            loss.backward()
-        return gradients(model)
+            return backward(model, loss)
 
     if name != "said":
         assert_alike(lambda: made(name, "cpu"), run)
@@ -95,11 +93,11 @@ def stepped(model, forward, dtype, later=torch.float32):
         torch.set_default_dtype(dtype)
         loss = forward(model)
         torch.set_default_dtype(later)
-        loss.backward()
+        found = backward(model, loss)
         assert torch.get_default_dtype() is later
     finally:
         torch.set_default_dtype(torch.float32)
-    return {"loss": loss.detach(), **gradients(model)}
+    return found
 
 
 @pytest.mark.parametrize(("dtype", "later"), [(torch.float16, torch.float32), (torch.float64, torch.bfloat16)])

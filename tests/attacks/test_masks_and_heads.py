@@ -9,9 +9,8 @@ from torch import nn
 
 from support.attacks import WIDTH, assert_alike, assert_trains_like_stock
 from support.helpers import autocasting, random
-from support.modes import SMALL
 from support.steps import step
-from support.zoo import build
+from support.zoo import Size, build
 
 HEADS, LENGTH, HEAD = 4, 16, WIDTH // 4
 SHAPE = (2, LENGTH, WIDTH)
@@ -31,11 +30,11 @@ def attended(model, x, mask=None):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_a_mask_in_fp32_for_a_model_in_another_dtype(dtype, device):
-    distance = torch.arange(SMALL.seq) - torch.arange(SMALL.seq)[:, None]
+    distance = torch.arange(8) - torch.arange(8)[:, None]
     mask = (0.31 * distance).masked_fill(distance > 0, torch.finfo(torch.float32).min).to(device)
-    ids = torch.randint(0, 64, (2, SMALL.seq), device=device)
+    ids = torch.randint(0, 64, (2, 8), device=device)
     batch = {"input_ids": ids, "labels": ids, "attention_mask": mask.expand(2, 1, -1, -1)}
-    assert_alike(lambda: build("llama", SMALL).to(device, dtype), lambda model: step(model, batch))
+    assert_alike(lambda: build("llama", Size(seq=8)).to(device, dtype), lambda model: step(model, batch))
 
 
 def indices_that_are_written_to_in_between(model, x):

@@ -11,7 +11,7 @@ from hf_memsave import measure_kept, patch
 from support.attacks import WIDTH, Attack, assert_alike, assert_trains_like_stock, flat, trained
 from support.helpers import only_on_cpu, random
 from support.lora import SIZE, adapted, outputs
-from support.steps import assert_same, gradients, step
+from support.steps import assert_same, backward, gradients, step
 from support.zoo import batch_for, build
 
 # PEFT
@@ -30,16 +30,13 @@ def switching(model):
     """Two adapters, and none, in the forwards of one backward."""
     found = []
     for adapters in (("default", "second"), ("second", "default"), ("second", "second")):
-        model.zero_grad(set_to_none=True)
-        torch.manual_seed(7)
         losses = []
         for seed, adapter in enumerate(adapters):
             model.set_adapter(adapter)
             losses.append(model(**batch_for(model, SIZE, seed=seed)).loss)
         with model.disable_adapter():
             losses.append(model(**batch_for(model, SIZE, seed=5)).loss)
-        sum(losses).backward()
-        found.append({"loss": sum(losses).detach(), **gradients(model)})
+        found.append(backward(model, sum(losses)))
     return found
 
 
@@ -77,10 +74,7 @@ def test_an_optimizer_steps_inside_backward(family, device):
     def run(model, autocast):
         step_in_hooks(model, torch.optim.AdamW if family == "llama" else torch.optim.SGD)
         for seed in range(3):
-            torch.manual_seed(seed)
-            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-                loss = model(**batch_for(model, seed=seed)).loss
-            loss.backward()
+            step(model, batch_for(model, seed=seed), seed, torch.bfloat16 if autocast else None)
         assert all(parameter.grad is None for parameter in model.parameters())
         assert not torch.equal(next(model.parameters()), next(build(family).parameters()))
         return dict(model.named_parameters())

@@ -15,7 +15,7 @@ from hf_memsave.patching.sampled_layers import sampler_of
 from support.attacks import WIDTH, Attack
 from support.eager import attentions
 from support.helpers import assert_same_bits, random
-from support.steps import assert_same, gradients, step
+from support.steps import assert_same, backward, step
 from support.zoo import Size, batch_for, build
 
 SIZE = Size(hidden=32, heads=4, layers=2, batch=3, seq=16)
@@ -164,10 +164,8 @@ def test_a_whole_model_is_checkpointed(use_reentrant, device):
         model = Attack(lambda model, x: model.g(model.f(x).relu())).to(device)
         patch(model, MemSaveConfig(linear=WTACRS(minimum=4, targets=("f", "g"))))
         for _ in range(3):
-            model.zero_grad()
             y = call(model, x)
-            y.pow(2).sum().backward()
-            found.append({"y": y.detach(), **gradients(model)})
+            found.append({"y": y.detach(), **backward(model, y.pow(2).sum())})
     for expected, mine in zip(found[:3], found[3:], strict=True):
         assert_same(mine, expected)
 
@@ -188,10 +186,7 @@ def test_two_batches_in_one_checkpoint(use_reentrant, device):
 
         for seed in (1, 2):
             torch.manual_seed(seed)
-            model.zero_grad()
-            loss = call(both, torch.ones((), device=device, requires_grad=True))
-            loss.backward()
-            found.append({"loss": loss.detach(), **gradients(model)})
+            found.append(backward(model, call(both, torch.ones((), device=device, requires_grad=True))))
         assert sampler_of(model).step == 4
     for expected, got in zip(found[:2], found[2:], strict=True):
         assert_same(got, expected)

@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_memsave import measure_kept, patch
-from support.attacks import WIDTH, Attack, Block, assert_alike, assert_trains_like_stock, kept_of, trained
-from support.calls import Calls
-from support.helpers import only_on_cpu, random, taping
+from support.attacks import WIDTH, Attack, Block, assert_alike, assert_trains_like_stock, kept_of, pair, trained
+from support.helpers import Calls, only_on_cpu, random, taping
 
 SHAPE = (8, 64, WIDTH)
 BOOLEANS = 8 * 64 * WIDTH
@@ -50,9 +49,7 @@ def test_a_mask_of_the_batch_or_of_a_plain_attribute_is_not_coded(device):
             x, mask = unpack(*arguments)
             return torch.where(mask, linear(x), 0.0)
 
-        model = Calls(fn)
-        model.linear = linear
-        assert_keeps_no_more_than_stock(model, *pack(x, x > 0))
+        assert_keeps_no_more_than_stock(Calls(fn, linear), *pack(x, x > 0))
 
 
 def test_a_mask_that_the_first_forward_makes_for_all_is_coded_in_none_after_it(device):
@@ -61,13 +58,9 @@ def test_a_mask_that_the_first_forward_makes_for_all_is_coded_in_none_after_it(d
             model.mask = torch.rand_like(x) > 0.5
         return masked(model, x)
 
-    model, x = Attack(fn, mask=None).to(device), random(*SHAPE, device=device)
-    measure_kept(model, x)
-    stock = measure_kept(model, x).total
-    model.mask = None
-    patch(model)
-    measure_kept(model, x)
-    assert measure_kept(model, x).total == stock
+    (ours, stock), x = pair(fn, device, mask=None), random(*SHAPE, device=device)
+    kept = [[measure_kept(model, x).total for _ in range(2)] for model in (ours, stock)]
+    assert kept[0][1] == kept[1][1]
 
 
 def test_two_forwards_before_a_backward_share_a_mask_that_outlives_the_first(device):
@@ -115,8 +108,7 @@ def test_a_mask_for_many_blocks_is_coded_once(device):
 
     x, blocks = random(*SHAPE, device=device), nn.ModuleList(Block(masking) for _ in range(12))
     assert_trains_like_stock(fn, x, blocks=blocks)
-    model = Attack(fn, blocks=blocks).to(device)
-    patch(model)
+    model, _ = pair(fn, device, blocks=blocks)
     small = [s.nbytes for s in measure_kept(model, x).storages if s.nbytes <= BOOLEANS]
     assert small == [BOOLEANS // 8]
 
@@ -163,10 +155,7 @@ def test_a_pool_takes_what_stocks_takes_and_refuses_what_it_refuses(device):
     for options in POOLS.values():
         assert_trains_like_stock(on_images(nn.MaxPool2d(**options)), random(*SHAPE, device=device))
     errors = []
-    for patched in (False, True):
-        model = Attack(on_images(nn.MaxPool2d((2, 2, 2)))).to(device)
-        if patched:
-            patch(model)
+    for model in pair(on_images(nn.MaxPool2d((2, 2, 2))), device):
         with pytest.raises(RuntimeError) as caught:
             model(random(*SHAPE, device=device))
         errors.append(str(caught.value))

@@ -13,7 +13,6 @@ from torch import nn
 from hf_memsave import MemSaveConfig, patch
 from support.attacks import WIDTH, Attack, assert_trains_like_stock, pair
 from support.helpers import kept, only_on_cpu, random
-from support.modes import SMALL
 from support.tapes import STATIC, is_trusted
 from support.zoo import batch_for, build
 
@@ -78,18 +77,16 @@ def read_before(model, x):
     return model.g(y) + z + h * h
 
 
-def functional_statistics(x, mean, var):
-    with torch.no_grad():
-        F.batch_norm(x, mean, var, training=True)
-
-
-def torch_statistics(x, mean, var):
-    torch.batch_norm(x, None, None, mean, var, True, 0.1, 1e-5, False)
-
-
 def named_statistics(x, mean, var):
     options = dict(training=True, momentum=0.1, eps=1e-5, cudnn_enabled=False)
     torch.batch_norm(x, weight=None, bias=None, running_mean=mean, running_var=var, **options)
+
+
+STATISTICS = (
+    torch.no_grad()(lambda x, mean, var: F.batch_norm(x, mean, var, training=True)),
+    lambda x, mean, var: torch.batch_norm(x, None, None, mean, var, True, 0.1, 1e-5, False),
+    named_statistics,
+)
 
 
 def of_no_module(model, x, update):
@@ -169,23 +166,16 @@ def with_scale():
     return dict(scale=nn.Parameter(torch.ones(WIDTH)))
 
 
-def with_codes():
-    codes = torch.randn(8, WIDTH)
-    return dict(codes=codes, sizes=torch.ones(8), sums=codes.clone())
-
-
 #: Forward -> the parts of its model.
 PROGRAMS = {
-    codebook: with_codes,
+    codebook: lambda: dict(codes=(codes := torch.randn(8, WIDTH)), sizes=torch.ones(8), sums=codes.clone()),
     scaled: with_scale,
     functools.partial(scaled, write=fused_step): with_scale,
     twice_normed: lambda: dict(norm=nn.LayerNorm(WIDTH)),
     thin: lambda: dict(a=nn.Linear(WIDTH, 2, bias=False), b=nn.Linear(2, WIDTH, bias=False)),
     eval_then_train: batch_normed,
     read_before: batch_normed,
-    functools.partial(of_no_module, update=functional_statistics): dict,
-    functools.partial(of_no_module, update=torch_statistics): dict,
-    functools.partial(of_no_module, update=named_statistics): dict,
+    **{functools.partial(of_no_module, update=update): dict for update in STATISTICS},
     moving_slice: dict,
     dropped_by_tensor: dict,
     complex_convolution: lambda: dict(conv=nn.Conv1d(WIDTH, 4, 3, dtype=torch.complex64).requires_grad_(False)),
@@ -227,9 +217,9 @@ def test_parameters_remember_nothing_of_what_was_made_from_them():
 
 
 def test_a_batch_that_lives_on_holds_no_model():
-    model = build("llama", SMALL)
+    model = build("llama")
     patch(model)
-    batch = batch_for(model, SMALL)
+    batch = batch_for(model)
     model(**batch).loss.backward()
     weight = weakref.ref(model.lm_head.weight)
     del model

@@ -14,8 +14,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import hf_memsave
-from support.helpers import assert_same_bits, random
+from support.attacks import assert_alike
+from support.helpers import random
 from support.program_ops import Scribble
 
 SIZE = 8
@@ -125,25 +125,16 @@ CASES = {
 
 @pytest.mark.parametrize(("fn", "how"), CASES.values(), ids=CASES)
 def test_views_of_one_storage_in_a_checkpointed_block_are_stocks(fn, how):
-    torch.manual_seed(0)
-    assert_stocks_gradients(Block(fn), how)
+    assert_alike(lambda: Block(fn), lambda block: [gradients(block, **how) for _ in range(2)])
 
 
 def test_a_view_that_an_adapter_has_read_is_written_to_beside_another_that_is_kept():
-    torch.manual_seed(0)
-    block = Block(adapter_reads_before_a_write).bfloat16()
-    model = get_peft_model(block, LoraConfig(r=2, target_modules=["q", "k"], init_lora_weights=False))
-    assert_stocks_gradients(model.base_model.model, {})
+    def make():
+        block = Block(adapter_reads_before_a_write).bfloat16()
+        lora = LoraConfig(r=2, target_modules=["q", "k"], init_lora_weights=False)
+        return get_peft_model(block, lora).base_model.model
 
-
-def assert_stocks_gradients(block, how):
-    torch.manual_seed(1)
-    stock = gradients(block, **how)
-    hf_memsave.patch(block)
-    for _ in range(2):
-        torch.manual_seed(1)
-        for ours, theirs in zip(gradients(block, **how), stock, strict=True):
-            assert_same_bits(ours, theirs)
+    assert_alike(make, lambda block: [gradients(block) for _ in range(2)])
 
 
 def test_a_table_of_two_views_grows_before_the_backward_of_a_shorter_forward():
@@ -159,12 +150,7 @@ def test_a_table_of_two_views_grows_before_the_backward_of_a_shorter_forward():
 
     def both(block):
         block.table = None
-        torch.manual_seed(1)
         outs = [checkpoint(block, random(2, n, SIZE).requires_grad_(), use_reentrant=False).sum() for n in (4, 9)]
         return torch.autograd.grad(outs[0] * outs[1], [*block.linear.parameters()])
 
-    block = Block(rotated)
-    stock = both(block)
-    hf_memsave.patch(block)
-    for ours, theirs in zip(both(block), stock, strict=True):
-        assert_same_bits(ours, theirs)
+    assert_alike(lambda: Block(rotated), both)

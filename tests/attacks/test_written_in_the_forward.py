@@ -9,15 +9,13 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave import KeptTensorChangedError, MemSaveConfig, patch
 from hf_memsave.tape import offload
 from support.attacks import WIDTH, Attack, Block, assert_alike, assert_trains_like_stock, kept_of, pair
-from support.helpers import EARLIER, autocasting, nbytes, nodes, random
-from support.modes import SMALL
-from support.steps import assert_same, gradients
-from support.zoo import build
+from support.helpers import autocasting, nbytes, nodes, random
+from support.steps import assert_same, backward
+from support.zoo import Size, build
 
 
 @torch.library.custom_op("hf_memsave_tests::scale_", mutates_args={"x"})
@@ -134,14 +132,8 @@ def test_a_backward_writes_to_what_a_hook_keeps_for_others_too(is_first, device)
         assert "written to by the backward" in str(error)
 
 
-class Layer(GradientCheckpointingLayer):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x):
-        return x + self.down(F.silu(self.up(self.norm(x) * self.scale)))
+def normed(block, x):
+    return x + block.down(F.silu(block.f(block.norm(x) * block.scale)))
 
 
 @pytest.mark.parametrize("parts", ["parameter", "early", "inside", "early, parameter", "early, inside"])
@@ -158,7 +150,9 @@ def test_what_was_distrusted_before_a_checkpoint_is_kept_as_when_it_runs_again(p
         run = (lambda x: model.block(x.data)) if "inside" in parts else model.block
         return checkpoint(run, x, use_reentrant=False)
 
-    assert_trains_like_stock(fn, random(4, WIDTH, device=device), steps=3, block=Layer())
+    block = Block(normed)
+    block.norm, block.down, block.scale = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+    assert_trains_like_stock(fn, random(4, WIDTH, device=device), steps=3, block=block)
 
 
 # What is kept
@@ -186,13 +180,11 @@ def test_what_is_kept_is_no_more_than_in_stock(device):
 
 def test_a_source_that_later_depends_on_what_is_remade_from_it(device):
     """What held it held then, by its graph, itself: for ever."""
-    EARLIER.update(nodes())
     model = nn.Sequential(Attack(lambda model, x: x.repeat(1, 16)), nn.Linear(64, 1)).to(device)
     patch(model)
     source = torch.randn(8, 4, device=device)
-    y = model(source)
-    source.add_(y)
-    del y, source
+    source.add_(model(source))
+    del source
     assert not nodes()
 
 
@@ -201,15 +193,19 @@ def test_a_source_that_later_depends_on_what_is_remade_from_it(device):
 
 def test_a_buffer_written_through_data_between_forward_and_backward(device):
     """Vector quantization: rows of a buffer, which an average of what was seen replaces."""
-    found, buffers = [], dict(codes=torch.randn(64, WIDTH), rows=torch.arange(16))
-    for model in pair(lambda model, x: model.f(x) * model.codes[model.rows], device, **buffers):
+
+    def run(model):
         losses = []
         for seed in range(2):  # the second forward comes before the backward of the first
             losses.append(model(random(16, WIDTH, device=device, seed=seed)).pow(2).mean())
             model.codes.data.mul_(3)
-        sum(losses).backward()
-        found.append(gradients(model))
-    assert_same(*found)
+        return backward(model, sum(losses))
+
+    def make():
+        read = lambda model, x: model.f(x) * model.codes[model.rows]  # noqa: E731
+        return Attack(read, codes=random(64, WIDTH), rows=torch.arange(16)).to(device)
+
+    assert_alike(make, run)
 
 
 def test_a_buffer_that_is_replaced_is_let_go_of(device):
@@ -243,8 +239,7 @@ def test_offload_copies_again_what_was_written_through_data(monkeypatch, device)
     for model, hooks in zip(pair(write, device, {"offload": True}), (torch.enable_grad, copied), strict=True):
         with hooks():
             loss = model(random(64, WIDTH, device=device)).sum()
-        loss.backward()
-        found.append(gradients(model))
+        found.append(backward(model, loss))
     assert_same(*found)
 
 
@@ -259,19 +254,18 @@ def test_offload_copies_again_what_was_written_through_data(monkeypatch, device)
 )
 def test_one_tensor_of_a_batch_is_filled_for_every_forward_of_a_backward(family, name, attention, device):
     def make():
-        model = build(family, SMALL).to(device)
+        model = build(family, Size(seq=8)).to(device)
         model.set_attn_implementation(attention)
         return model
 
     def run(model):
-        ids = torch.randint(5, 20, (2, SMALL.seq), device=device)
+        ids = torch.randint(5, 20, (2, 8), device=device)
         batch = {"attention_mask": torch.ones_like(ids), "labels": ids.clone()}
         losses = []
         for number in range(3):
             batch[name][:, :number] = 0
             batch[name][:, number:] = 1
             losses.append(model(input_ids=ids.clone(), **batch).loss)
-        sum(losses).backward()
-        return {"loss": sum(losses).detach(), **gradients(model)}
+        return backward(model, sum(losses))
 
     assert_alike(make, run)

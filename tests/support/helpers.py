@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from hf_memsave.count.kept import measure_kept
+from hf_memsave.count.kept import live_tensors, measure_kept, storages
 from hf_memsave.measure.private import why_not
 from hf_memsave.patching.swap import Patch, patched_class, set_class
 from hf_memsave.tape import Tape, table_without
 from hf_memsave.tape.content import Content
-from support.calls import Calls
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -236,6 +235,19 @@ def as_function(module):
     return call
 
 
+class Calls(nn.Module):
+    """A module of a function, and of the modules that it calls."""
+
+    def __init__(self, fn, *parts):
+        super().__init__()
+        self.fn = fn
+        if parts:
+            self.parts = nn.ModuleList(parts)
+
+    def forward(self, *args, **kwargs):
+        return self.fn(*args, **kwargs)
+
+
 class Probe(Calls):
     """An op and what consumes its output, under a tape or not; the meter sees all that they keep.
 
@@ -259,6 +271,12 @@ def kept(fn, x, tape, producer=torch.clone, linear=True, autocast=None):
     found = measure_kept(Probe(fn, tape, producer, after.to(x.device), autocast), x.detach().clone().requires_grad_())
     (loss,) = (s.nbytes for s in found.storages if s.op == "sum")
     return found.total - loss
+
+
+def live_bytes():
+    """Of every storage that Python can see, once."""
+    gc.collect()
+    return sum({s._cdata: s.nbytes() for s in storages(live_tensors())}.values())
 
 
 def nbytes(*tensors):

@@ -24,7 +24,7 @@ MODES = {
 def adapted(family, mode="bf16, fp32 adapters", dropout=0.05, size=SIZE, **options):
     peft = pytest.importorskip("peft")
     dtype, in_fp32, _ = MODES[mode]
-    options = dict(r=RANK, lora_alpha=16, target_modules="all-linear", lora_dropout=dropout, **options)
+    options = dict(r=RANK, lora_alpha=16, target_modules="all-linear", lora_dropout=dropout) | options
     config = peft.LoraConfig(init_lora_weights=False, **options)
     torch.manual_seed(0)
     return peft.get_peft_model(build(family, size, dtype), config, autocast_adapter_dtype=in_fp32).train()
@@ -67,5 +67,5 @@ def quantized(folder, bits, prepared=True, family="llama", **options):
     if prepared:
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     torch.manual_seed(0)
-    options = dict(r=RANK, lora_alpha=16, lora_dropout=0.05, init_lora_weights=False, **options)
+    options = dict(r=RANK, lora_alpha=16, lora_dropout=0.05, init_lora_weights=False) | options
     return peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", **options)).train()

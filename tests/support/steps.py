@@ -20,10 +20,15 @@ def step(model: nn.Module, batch: Any, seed: int = 7, low: torch.dtype | None = 
 
     ``batch`` has the forward's arguments by name, or is its one argument.
     """
-    model.zero_grad(set_to_none=True)
     torch.manual_seed(seed)
     with torch.autocast(next(model.parameters()).device.type, low, enabled=low is not None):
         loss = loss_of(model(**batch, **options) if isinstance(batch, Mapping) else model(batch, **options))
+    return backward(model, loss)
+
+
+def backward(model: nn.Module, loss: Tensor) -> Results:
+    """Loss and gradients of its backward alone."""
+    model.zero_grad(set_to_none=True)
     loss.backward()
     return {"loss": loss.detach().clone(), **gradients(model)}
 
