@@ -1,29 +1,34 @@
-"""Two threads train with dropout by seed while a third draws: each has its own numbers, backward those of forward."""
+"""Two threads train with dropout by seed while a third draws: each has its own numbers, backward those of forward.
 
-import threading
+Both draw from the one generator of the process, so no step can be compared with a step of stock. Instead, each dropout
+notes the mask that its forward applied, and each backward is compared with the gradients that this mask gives. The
+third thread must not be given the same numbers twice.
+"""
+
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+from hf_memsave import patch
 from hf_memsave.tape import dropout
-from support import threads as engine
 from support.helpers import DTYPES, LAYOUTS, assert_exact, kept, random, taping
+from support.threads import switching
 
-SECONDS = 1.5
+#: Numbers in a mask: enough for a draw to take longer than a thread's turn.
+ROWS, WIDTH = 64, 64
+#: Draws among which one is looked for again.
+RECENT = 10_000
 
 
 @pytest.fixture(autouse=True)
 def by_seed(monkeypatch):
     monkeypatch.setattr(dropout, "_is_kept_in_bits", lambda *_: False)
-
-
-@pytest.fixture
-def threads():
-    return engine
 
 
 @pytest.fixture
@@ -42,10 +47,62 @@ def drawn_between(monkeypatch):
     monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: (torch.rand(1), make(*args, **kwargs))[1])
 
 
-def test_masks_are_drawn_again_as_they_were_and_no_thread_is_given_the_numbers_of_before(threads, verdicts):
-    found = threads.count(SECONDS)
-    assert found.wrong == found.again == 0, found
-    assert found.steps > 50 and found.draws > 1000, found
+def in_threads(*calls):
+    """What each gives; they change places all the time."""
+    with switching(1e-6), ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]
+
+
+class Net(nn.Module):
+    """Dropout of ones gives its mask away: of its input only the mask is left."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.seen = nn.Parameter(torch.ones(WIDTH)), []
+
+    def forward(self, x):
+        """Two dropouts, each between functions that keep nothing of it."""
+        for _ in range(2):
+            x = F.dropout(x * self.scale, 0.3)
+            self.seen.append((x.detach() != 0).clone())
+            x = x.sin() + 2
+        return x
+
+
+def expected(net, x):
+    """The gradient that the masks give."""
+    scale = net.scale.detach().clone().requires_grad_()
+    for mask in net.seen:
+        x = ((x * scale) * mask.to(x.dtype).div_(1 - 0.3)).sin() + 2
+    return torch.autograd.grad(x.sum(), scale)[0]
+
+
+def test_masks_are_drawn_again_as_they_were_and_no_thread_is_given_the_numbers_of_before(verdicts):
+    end = time.monotonic() + 1.5
+
+    def train():
+        net, x, found = Net(), torch.rand(ROWS, WIDTH, generator=torch.Generator().manual_seed(0)) + 0.5, []
+        patch(net)
+        while time.monotonic() < end:
+            net.zero_grad(set_to_none=True)
+            net.seen.clear()
+            net(x).sum().backward()
+            found.append(torch.equal(net.scale.grad, expected(net, x)))
+        return found
+
+    def draw():
+        recent, draws = {}, 0
+        while time.monotonic() < end:
+            drawn = tuple(torch.rand(4, dtype=torch.float64).tolist())
+            assert drawn not in recent
+            draws, recent[drawn] = draws + 1, None
+            if len(recent) > RECENT:
+                del recent[next(iter(recent))]
+        return draws
+
+    first, second, draws = in_threads(train, train, draw)
+    assert all(first + second)
+    assert len(first + second) > 50 and draws > 1000
     assert not all(verdicts) and any(verdicts), "no thread drew between a state and its mask"
 
 
@@ -84,28 +141,19 @@ def test_no_draw_in_between_is_noticed_too(dtype, threads_of_torch, verdicts):
     assert verdicts and all(verdicts)
 
 
-def wrong_steps_of_fused(threads):
-    """Of two threads that train with the kernel of dropout that CUDA has: it draws from the default generator."""
-    found = []
+def test_threads_take_turns_at_the_generator_that_a_kernel_draws_from():
+    """Two that train with the kernel of dropout that CUDA has: it draws from the default generator."""
+    end = time.monotonic() + 0.7
 
     def train():
-        end = time.monotonic() + 0.7
+        found = []
         while time.monotonic() < end:
             x, weight = (torch.ones(64, 64, requires_grad=True) for _ in "xw")
             with taping(inputs=[x]) as tape:
                 y = dropout._fused(tape, x, 0.3)
                 (y * weight).sum().backward()
             found.append(torch.equal(weight.grad, y))
+        return found
 
-    workers = [threading.Thread(target=train) for _ in range(2)]
-    with threads.switching(1e-6):
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-    assert len(found) > 100
-    return found.count(False)
-
-
-def test_threads_take_turns_at_the_generator_that_a_kernel_draws_from(threads):
-    assert wrong_steps_of_fused(threads) == 0
+    first, second = in_threads(train, train)
+    assert len(first + second) > 100 and all(first + second)

@@ -11,8 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_memsave import measure_kept
 from hf_memsave.count.kept import KINDS_OF_OPS, Kept, KeptStorage
-from support.calls import Calls
-from support.helpers import generator_state
+from support.helpers import Calls, generator_state
 
 ROWS, WIDTH, WIDE = 3, 8, 16
 FP32 = 4
@@ -142,6 +141,13 @@ def test_a_loss_is_held_without_the_other_outputs_and_without_one_the_whole_outp
             return {name: y.sum(), "logits": y}
 
         assert measure_kept(mlp, x, forward).total == 2 * WIDE_BYTES + FP32 + more
+
+
+def test_a_tensor_of_a_transform_that_is_held_does_not_stop_the_meter(mlp, x):
+    held = []
+    torch.func.vmap(lambda x: held.append(x) or x * 2)(torch.ones(3, 4))
+    assert measure_kept(mlp, x).total > 0
+    assert held
 
 
 # What does not count.

@@ -4,6 +4,9 @@ import gc
 import weakref
 from types import SimpleNamespace
 
+import pytest
+import torch
+
 from hf_memsave.patching import taped
 from hf_memsave.tape import Tape, attention, content, price, store
 from hf_memsave.tape.content import BUFFER, MARK, PARAMETER, Content, same
@@ -34,6 +37,11 @@ def sources_of(handle):
     return [one.tensor for one in found if type(one) is Content]
 
 
+def of_ones(y):
+    """The gradient of a weight W in (y W).sum(), of y ``[4, *]``."""
+    return y.detach().T @ torch.ones(4, 20, device=y.device)
+
+
 #: What the tape knows of the storages of parameters and buffers, which are kept whatever it does.
 STATIC = (PARAMETER, BUFFER)
 
@@ -60,7 +68,8 @@ def remembered(model):
     return len(decided) + len(decided.earlier)
 
 
-def watch_tapes(monkeypatch):
+@pytest.fixture
+def tapes(monkeypatch):
     """Of every tape that is laid from now on: what it decided by, and what it had made and asked in the end."""
     found, enter, close = [], Tape.__enter__, price.Plan.close
 
@@ -78,7 +87,9 @@ def watch_tapes(monkeypatch):
     return found
 
 
-def watch_composed(monkeypatch):
+@pytest.fixture
+def composed(monkeypatch):
+    """The calls of SDPA that are taken apart."""
     calls, compose = [], attention._composed
 
     def counted(*args, **kwargs):

@@ -3,17 +3,7 @@
 import pytest
 
 from support.helpers import random
-from support.tapes import watch_composed, watch_tapes
-
-
-@pytest.fixture
-def tapes(monkeypatch):
-    return watch_tapes(monkeypatch)
-
-
-@pytest.fixture
-def composed(monkeypatch):
-    return watch_composed(monkeypatch)
+from support.tapes import composed, tapes  # noqa: F401 - fixtures
 
 
 @pytest.fixture

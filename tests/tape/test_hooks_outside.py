@@ -11,11 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from hf_memsave import patch
 from hf_memsave.tape import Tape, current, private, table_without
 from support.helpers import assert_same_bits, laid, nodes, random, taping
-
-
-def of_ones(y):
-    """The gradient of a weight W in (y W).sum()."""
-    return y.detach().T @ torch.ones(4, 20, device=y.device)
+from support.steps import assert_same, backward
+from support.tapes import of_ones
 
 
 def test_what_is_remade_is_invisible_under_a_foreign_hook(x, weight):
@@ -113,7 +110,7 @@ PACKED = {"itself": lambda t: t, "an int": id, "a list": lambda t: [t], "a dict"
 @pytest.mark.parametrize("pack", PACKED.values(), ids=PACKED)
 def test_a_hook_outside_a_patched_model_packs_what_it_likes(model, x, pack):
     """In the first step too, which is counted."""
-    stock = [y.clone() for y in torch.autograd.grad(model(x).sum(), [*model.parameters()])]
+    stock = backward(model, model(x).sum())
     patch(model)
     for _ in range(2):
         held = {}
@@ -125,11 +122,14 @@ def test_a_hook_outside_a_patched_model_packs_what_it_likes(model, x, pack):
 
         with saved_tensors_hooks(keep, lambda packed, held=held: held[id(packed)][1]):
             loss = model(x).sum()
-        for ours, theirs in zip(torch.autograd.grad(loss, [*model.parameters()]), stock, strict=True):
-            assert_same_bits(ours, theirs)
+        assert_same(backward(model, loss), stock)
 
 
-# Where hooks cannot work.
+NO_HOOKS = {
+    "disabled hooks": lambda: disable_saved_tensors_hooks("not here"),
+    "no gradients": torch.no_grad,
+    "forward mode": torch.autograd.forward_ad.dual_level,
+}
 
 
 @pytest.fixture
@@ -138,18 +138,12 @@ def model(device):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-@pytest.mark.parametrize("where", ["disabled hooks", "no gradients", "forward mode", "tracing"])
+@pytest.mark.parametrize("where", [*NO_HOOKS, "tracing"])
 def test_a_patched_model_lays_no_tape(model, x, where):
     seen = []
     model[1].register_forward_hook(lambda *_: seen.append(current()))
     patch(model)
-    with contextlib.ExitStack() as stack:
-        if where == "disabled hooks":
-            stack.enter_context(disable_saved_tensors_hooks("not here"))
-        if where == "no gradients":
-            stack.enter_context(torch.no_grad())
-        if where == "forward mode":
-            stack.enter_context(torch.autograd.forward_ad.dual_level())
+    with NO_HOOKS.get(where, contextlib.nullcontext)():
         torch.jit.trace(model, x) if where == "tracing" else model(x)
     assert set(seen) == {None}
     model(x)

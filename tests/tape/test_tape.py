@@ -2,14 +2,14 @@
 
 import gc
 import threading
-import weakref
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memsave.tape import Tape, current
-from support.helpers import assert_same_bits, laid, nodes, random, taping
+from support.helpers import assert_same_bits, random, taping
+from support.tapes import of_ones
 
 
 class Counter:
@@ -38,11 +38,6 @@ def is_alive(ref):
 
 def ref_of(tensor):
     return StorageWeakRef(tensor.untyped_storage())
-
-
-def of_ones(y):
-    """The gradient of a weight W in (y W).sum()."""
-    return y.detach().T @ torch.ones(4, 20, device=y.device)
 
 
 # What is freed.
@@ -109,18 +104,7 @@ def test_a_view_in_another_dtype_is_kept(device):
     assert_same_bits(w.grad, y.view(torch.float16))
 
 
-# Twice, never, and by halves.
-
-
-def test_double_backward(x, weight):
-    def second(tape):
-        with laid(tape):
-            z = (torch.sin(x) @ weight).pow(2).sum()
-        (dx,) = torch.autograd.grad(z, x, create_graph=True)
-        return torch.autograd.grad(dx.pow(2).sum(), (x, weight))
-
-    for mine, stock in zip(second(True), second(False), strict=True):
-        assert_same_bits(mine, stock)
+# When it is asked for.
 
 
 class OnTheWayBack(torch.autograd.Function):
@@ -150,36 +134,6 @@ def test_what_was_remade_dies_with_its_last_consumer_and_is_not_held_for_one_tha
     assert alive == [False] and len(fn.made) == 2
     torch.autograd.grad(z, weights[0], retain_graph=True)
     assert len(fn.made) == 3 and not is_alive(fn.made[2])
-
-
-@pytest.mark.parametrize("with_backward", [True, False])
-def test_memory_returns_without_the_garbage_collector(device, weight, with_backward):
-    gc.collect()
-    gc.disable()
-    try:
-        x = random(4, 20, device=device).requires_grad_()
-        with taping():
-            h = x * 2
-            y = torch.exp(torch.sin(h))
-            z = (y @ weight).sum()
-        refs = [ref_of(h), ref_of(y)]
-        if with_backward:
-            z.backward()
-        output = weakref.ref(z)
-        del h, y, z, x
-        assert output() is None
-        assert all(ref.expired() for ref in refs)
-    finally:
-        gc.enable()
-
-
-def test_an_error_in_backward_leaves_nothing(x, weight):
-    with taping():
-        z = (torch.sin(OnTheWayBack.apply(x, lambda: 1 / 0)) @ weight).sum()
-    with pytest.raises(ZeroDivisionError):
-        z.backward()
-    del z
-    assert not nodes()
 
 
 # Threads.

@@ -1,18 +1,108 @@
-"""When copies go and come: the code that CUDA's streams run, on a device with a clock (:mod:`support.lanes`)."""
+"""When copies go and come: the code that CUDA's streams run, on a device that is not there, with a clock.
+
+Four things go on at a time: the host, which gives work; the model's stream; and an engine of copies each way. Work on a
+stream begins when it has been given, and what came before it is done. Copies are made as late as an event allows: one
+that is read, written over or given away too early gives wrong numbers, or an error.
+"""
 
 import gc
+import weakref
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memsave import MemSaveConfig, patch
 from hf_memsave.errors import KeptTensorChangedError
 from hf_memsave.tape import offload, transfers
 from hf_memsave.tape.offload import Offload, main_memory
 from hf_memsave.tape.transfers import Transfers
-from support.lanes import Clock
-from support.steps import assert_same, gradients
+from support.attacks import Attack
+from support.steps import assert_same, backward
 from support.zoo import Size, batch_for, build
+
+
+class Event:
+    def __init__(self, lane, time, work=None):
+        self.lane, self.time, self.work = lane, time, work
+
+    def query(self):
+        return self.lane.host >= self.time and self.happen()
+
+    def synchronize(self):
+        self.lane.host = max(self.lane.host, self.time)
+        self.happen()
+
+    def happen(self):
+        if self.work is not None:
+            self.work()
+            self.work = None
+        return True
+
+
+class Clock:
+    """The lane. ``is_ahead``: the host gives all work at once; else it gives the next when the last is done."""
+
+    is_at_once = False
+
+    def __init__(self, device, room, bandwidth=1e9, is_ahead=False):
+        self.device, self.room, self.bandwidth, self.is_ahead = torch.device(device), room, bandwidth, is_ahead
+        self.host = self.model = self.out = self.into = 0.0
+        self.sent = self.fetched = self.most = 0
+        self.storages, self.faults = [], []
+
+    def compute(self, seconds):
+        self.model = max(self.model, self.host) + seconds
+        self.host = self.host if self.is_ahead else self.model
+
+    def new(self, nbytes):
+        """Memory of the device, of which the most there ever was is counted."""
+        made = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self.storages = [one for one in self.storages if not one[0].expired()]
+        self.storages.append((StorageWeakRef(made.untyped_storage()), nbytes))
+        self.most = max(self.most, sum(nbytes for _, nbytes in self.storages))
+        return made
+
+    def now(self):
+        return None
+
+    def mark(self):
+        return Event(self, self.model)
+
+    def send(self, there, made):
+        host = self.room(len(there), self.device)
+        self.sent += len(there)
+        self.out = max(self.out, made.time, self.host) + len(there) / self.bandwidth
+        return host, self._copying(self.out, there, lambda there: host.copy_(there))
+
+    def fetch(self, host, left):
+        there = self.new(len(host)).fill_(255)
+        self.fetched += len(host)
+        self.into = max(self.into, left.time, self.model, self.host) + len(host) / self.bandwidth
+
+        def come(there):
+            left.happen()
+            there.data.copy_(host)
+
+        return there, self._copying(self.into, there, come)
+
+    def _copying(self, time, there, copy):
+        """The event when memory of the device has been read or written; a fault if that is given away before."""
+
+        def given_away(ref):
+            self.faults += [time] * (event.work is not None)
+
+        ref = weakref.ref(there, given_away)
+        event = Event(self, time, lambda: self.device.type == "meta" or copy(ref()))
+        return event
+
+    def wait(self, event, stream):
+        self.model = max(self.model, event.time)
+        event.happen()
+
+    def lend(self, there, event, home):
+        self.wait(event, home)
+
 
 LAYERS = 32
 #: What a block of Llama-3-8B packs at the floor, in u, each after so many of the 13 parts of its products.
@@ -100,14 +190,11 @@ def late(request, monkeypatch):
 
 
 def stepped(model, batch, again=False):
-    model.zero_grad()
     torch.manual_seed(1)
     loss = model(**batch).loss
     if again:
         loss.backward(retain_graph=True)
-        model.zero_grad()
-    loss.backward()
-    return {"loss": loss.detach(), **gradients(model)}
+    return backward(model, loss)
 
 
 @pytest.mark.parametrize(("family", "fields"), [("llama", {}), ("gpt2", {}), ("llama", {"checkpoint": "block"})])
@@ -127,23 +214,16 @@ def test_a_step_is_stocks_to_the_bit_however_late_copies_are(family, fields, lat
     del held
 
 
-class Writes(torch.nn.Module):
-    """Writes to what it has kept, as ``how`` does."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.p, self.how = torch.nn.Parameter(torch.linspace(-1, 1, 4096).view(64, 64)), how
-
-    def forward(self, x):
-        h = self.p * x
-        first = h.sin()
-        self.how(h)
-        return first + h.exp()
-
-
 @pytest.mark.parametrize("how", [lambda h: h.add_(1), lambda h: h.data.mul_(2)], ids=["in place", "through .data"])
 def test_what_the_forward_writes_to_is_copied_before(how, late):
-    model, x = Writes(how), torch.linspace(-2, 2, 64)
+    def writing(model, x):
+        h = model.p * x
+        first = h.sin()
+        how(h)
+        return first + h.exp()
+
+    model = Attack(writing, p=torch.nn.Parameter(torch.linspace(-1, 1, 4096).view(64, 64)))
+    x = torch.linspace(-2, 2, 64)
     patch(model, MemSaveConfig(offload=True))
     model(x).sum().backward()
     h = model.p.detach() * x
