@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from support.calls import Calls
-from support.helpers import laid
+from support.helpers import Calls, laid
 
 
 class Layer(NamedTuple):
@@ -74,10 +73,12 @@ def dropouts():
     yield "Dropout3d-unbatched", nn.Dropout3d, (0.3,), {}, (4, 6, 5, 3)
 
 
+RECTIFIERS = {"ReLU": (), "ReLU6": (), "LeakyReLU": (0.1,), "Hardtanh": (-0.3, 0.7), "Threshold": (0.1, 0.5)}
+
+
 def rectifiers():
-    arguments = {"ReLU": (), "ReLU6": (), "LeakyReLU": (0.1,), "Hardtanh": (-0.3, 0.7), "Threshold": (0.1, 0.5)}
     for inplace in (False, True):
-        for name, args in arguments.items():
+        for name, args in RECTIFIERS.items():
             yield f"{name}{'-inplace' * inplace}", getattr(nn, name), args, {"inplace": inplace}, shape(2)
 
 

@@ -1,6 +1,7 @@
 """What SDPA keeps under a tape, to the byte, and for how long."""
 
 import gc
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -8,13 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import BertConfig, BertForSequenceClassification
 
 from hf_memsave import measure_kept, patch
 from hf_memsave.count.peak import count_peak
 from hf_memsave.tape import Tape, table_without
 from support.attention import BATCH, DIM, HEADS, SEQ, attention, bias_of, inputs, mask_of, sdpa
 from support.helpers import kept, laid, nodes, only_on_cpu, random, taping
+from support.zoo import QUOTED, batch_for, build
 
 U = BATCH * SEQ * HEADS * DIM * 4  # one of q, k, v and the output, in fp32
 LSE = BATCH * HEADS * SEQ * 4  # the log of each row's sum, which the CPU kernel keeps
@@ -130,17 +131,13 @@ def test_the_peak_is_above_stocks_by_no_more_than_what_is_kept_of_the_mask(wante
 
 def test_a_layer_of_bert_with_its_own_dropouts_keeps_twelve_units():
     """Ten, and the probabilities, 2u at this size; stock keeps 24. In bf16 they are fp32: 14 of 33."""
-    size, batch = dict(hidden_size=256, num_attention_heads=4, intermediate_size=1024, vocab_size=100), 4
-    ids = torch.randint(100, (batch, 128), generator=torch.Generator().manual_seed(0))
 
-    def of_a_layer(dtype, is_patched):
-        found = []
-        for layers in (2, 4):
-            model = BertForSequenceClassification(BertConfig(**size, num_hidden_layers=layers)).to(dtype).train()
-            if is_patched:
-                patch(model)
-            found.append(measure_kept(model, {"input_ids": ids, "labels": torch.zeros(batch, dtype=torch.long)}).total)
-        return (found[1] - found[0]) / 2 / (batch * 128 * 256 * dtype.itemsize)
+    def kept_by(layers, dtype, is_patched):
+        model = build("bert", replace(QUOTED, layers=layers), dtype, attention_probs_dropout_prob=0.1)
+        if is_patched:
+            patch(model)
+        return measure_kept(model, batch_for(model, QUOTED)).total / QUOTED.u(dtype.itemsize)
 
-    cases = product((torch.float32, torch.bfloat16), (False, True))
-    assert [of_a_layer(*case) for case in cases] == pytest.approx([24.0, 12.05, 33.0, 14.1], abs=0.1)
+    cases = [*product((torch.float32, torch.bfloat16), (False, True))]
+    found = [(kept_by(4, *case) - kept_by(2, *case)) / 2 for case in cases]
+    assert found == pytest.approx([24.0, 12.05, 33.0, 14.1], abs=0.1)

@@ -12,6 +12,7 @@ from hf_memsave.tape import codecs
 from hf_memsave.tape.codecs import pack_bits, unpack_bits
 from support.helpers import assert_same_bits, random
 from support.launches import Launches
+from support.steps import assert_same, backward
 
 ROWS, WIDTH = 64, 256
 BITS = ROWS * WIDTH // 8
@@ -47,9 +48,7 @@ def x(device):
 
 
 def gradients(model, x, around=lambda model, x: model(x)):
-    model.zero_grad()
-    around(model, x).sum().backward()
-    return {name: p.grad for name, p in model.named_parameters()}
+    return backward(model, around(model, x).sum())
 
 
 def offloaded(model, x):
@@ -64,13 +63,12 @@ def test_gradients_are_stocks(device, view, x):
     patch(model)
     checkpoints = [partial(checkpoint, use_reentrant=use_reentrant) for use_reentrant in (True, False)]
     for around in (lambda model, x: model(x), *checkpoints, offloaded):
-        for name, grad in gradients(model, x, around).items():
-            assert_same_bits(grad, expected[name], name)
+        assert_same(gradients(model, x, around), expected)
     loss = model(x).sum()
     for _ in range(2):
         model.zero_grad()
         loss.backward(retain_graph=True)
-        assert_same_bits(model.linear.weight.grad, expected["linear.weight"])
+        assert_same_bits(model.linear.weight.grad, expected["linear.weight.grad"])
 
 
 def masks(model, x):
@@ -116,7 +114,7 @@ def test_a_mask_that_is_written_to_later_was_kept_as_it_was(device, x):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             gradients(model, x)
         patch(model)
-        assert_same_bits(gradients(model, x)["linear.bias"], expected.to(x))
+        assert_same_bits(gradients(model, x)["linear.bias.grad"], expected.to(x))
 
 
 @pytest.mark.parametrize("n", [0, 1, 8, 1001])

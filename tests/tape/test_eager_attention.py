@@ -6,21 +6,16 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave import MemSaveConfig, measure_kept, patch
 from hf_memsave.ops.sampled.eager_attention import NAME
 from support.attacks import assert_alike
 from support.eager import eager
-from support.helpers import (
-    autocasting,
-    generator_state,
-    only_on_cpu,
-)
+from support.helpers import generator_state, only_on_cpu, random
 from support.pairs import pairwise
-from support.steps import step
-from support.zoo import Size, batch_for
+from support.steps import backward, step
+from support.zoo import Size, batch_for, build
 
 #: Each its own eager function, or another way to use it: plain, downcast, biased, repeated k and v, a fused projection.
 FAMILIES = ("bert", "gpt2", "t5-decoder", "llama", "phi3")
@@ -33,11 +28,7 @@ WIDE = Size(seq=48)
 
 
 def assert_is_exact(make, config=True, autocast=None):
-    def run(model):
-        with autocasting(model.device, autocast):
-            return step(model, batch_for(model, padded=True))
-
-    assert_alike(make, run, config)
+    assert_alike(make, lambda model: step(model, batch_for(model, padded=True), low=autocast), config)
 
 
 @pytest.mark.parametrize(("family", "precision", "config"), pairwise(FAMILIES, PRECISIONS, CONFIGS), ids=str)
@@ -64,8 +55,7 @@ def test_eager_attention_is_exact_where_little_is_trained_and_where_it_is_asked_
         return model
 
     def reordered():
-        config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=512, reorder_and_upcast_attn=True)
-        model = GPT2LMHeadModel(config).to(device).train()
+        model = build("gpt2", reorder_and_upcast_attn=True, attn_pdrop=0.1).to(device)
         model.set_attn_implementation(NAME)
         return model
 
@@ -89,13 +79,8 @@ class Mixed(GradientCheckpointingLayer):
 
 
 def test_a_weight_with_heads_is_cast_as_in_stock_within_a_checkpoint(device):
-    def run(model):
-        with torch.autocast(device.type, BF16):
-            out = model(torch.randn(1, 7, 32, device=device))
-        out.float().square().mean().backward()
-        return [out, *(parameter.grad for parameter in model.parameters())]
-
-    assert_alike(lambda: nn.Sequential(Mixed(), Mixed()).to(device), run, RUNG)
+    x = random(1, 7, 32, device=device)
+    assert_alike(lambda: nn.Sequential(Mixed(), Mixed()).to(device), lambda m: step(m, x, low=BF16), RUNG)
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
@@ -104,10 +89,10 @@ def test_eager_attention_returns_the_same_weights(device, family):
 
     def run(model):
         outputs = model(**batch_for(model, padded=True), output_attentions=True)
-        sum(weights.square().sum() for weights in outputs.attentions).backward()
-        keys = [m for name, m in model.named_modules() if name.endswith(("key", "k_proj"))]
+        found = backward(model, sum(weights.square().sum() for weights in outputs.attentions))
+        keys = [name for name in found if name.endswith(("key.weight.grad", "k_proj.weight.grad"))]
         assert len(outputs.attentions) == len(keys) == 2
-        return [*outputs.attentions, *(m.weight.grad for m in keys)]
+        return [*outputs.attentions, found]
 
     assert_alike(lambda: eager(family, device=device), run)
 

@@ -14,7 +14,7 @@ from hf_memsave import patch
 from hf_memsave.count.kept import measure_kept
 from support.attacks import WIDTH, Block, flat, pair, trained
 from support.helpers import autocasting, taping
-from support.steps import assert_same, gradients
+from support.steps import assert_same, step
 from support.tapes import DECISIONS, references, remembered
 from support.zoo import FAMILIES, MORE, Size, batch_for, build
 
@@ -25,12 +25,12 @@ LOW = {family: (None, torch.bfloat16)[i % 2] for i, family in enumerate(FAMILIES
 
 @pytest.mark.parametrize("family", LOW)
 def test_only_what_is_asked_for_is_recorded_and_as_much_is_kept(family, tapes, device):
-    stock, low = build(family, Size(), dropout=0.1).to(device), LOW[family]
-    model, batch = copy.deepcopy(stock), batch_for(stock, Size())
+    stock, low = build(family).to(device), LOW[family]
+    model, batch = copy.deepcopy(stock), batch_for(stock)
     patch(model)
     first = kept_by(model, batch, low)
     for number in range(ENOUGH):
-        assert_same(step_of(model, batch, number, low), step_of(stock, batch, number, low))
+        assert_same(step(model, batch, number, low), step(stock, batch, number, low))
     *_, before, last = tapes
     assert len(last.made) == len(before.made) < len(tapes[0].made)
     assert set(last.made) <= last.asked
@@ -40,15 +40,6 @@ def test_only_what_is_asked_for_is_recorded_and_as_much_is_kept(family, tapes, d
 def kept_by(model, batch, low=None):
     with autocasting(model.device, low):
         return measure_kept(model, batch).total
-
-
-def step_of(model, batch, number=7, low=None):
-    model.zero_grad()
-    torch.manual_seed(number)
-    with autocasting(model.device, low):
-        loss = model(**batch).loss
-    loss.backward()
-    return {"loss": loss.detach(), **gradients(model)}
 
 
 def branching(model, x):
@@ -103,18 +94,18 @@ def assert_trained_alike(ours, stock, x):
 def test_what_batches_of_other_lengths_decided_is_forgotten(device, monkeypatch):
     """And decided again alike: as much is kept as before, with stock's bits."""
     monkeypatch.setattr(DECISIONS, "MOST_FORWARDS", 8)
-    stock = build("bert", Size(layers=1), dropout=0.1).to(device)
+    stock = build("bert", Size(layers=1)).to(device)
     model, counts = copy.deepcopy(stock), []
     patch(model)
     batches = {length: batch_for(stock, replace(Size(), seq=length)) for length in range(8, 40)}
     kept = {length: kept_by(model, batches[length]) for length in (8, 9)}
     for length in (*range(10, 40), 8, 9, 8, 9, 8, 9):
-        assert_same(step_of(model, batches[length]), step_of(stock, batches[length]))
+        assert_same(step(model, batches[length]), step(stock, batches[length]))
         counts.append(remembered(model))
     assert max(counts) == max(counts[:20])
     assert {length: kept_by(model, batches[length]) for length in kept} == kept
     before = remembered(model)
-    step_of(model, batches[8])
+    step(model, batches[8])
     assert remembered(model) == before, "what was used lately is remembered"
 
 
@@ -211,6 +202,6 @@ def test_what_was_decided_under_another_configuration_is_forgotten():
         for config in configs:
             patch(model, config, replace=True)
             for _ in range(ENOUGH):
-                step_of(model, batch)
+                step(model, batch)
         kept.append(measure_kept(model, batch).total)
     assert kept[0] == kept[1]

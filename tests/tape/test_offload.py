@@ -11,7 +11,7 @@ from hf_memsave import MemSaveConfig, MemSaveError, patch
 from hf_memsave.tape import offload
 from hf_memsave.tape.offload import Away, Offload
 from support.lora import adapted
-from support.steps import assert_same, gradients
+from support.steps import assert_same, backward
 from support.tapes import held_tensors
 from support.zoo import QUOTED, Size, batch_for, build
 
@@ -31,11 +31,8 @@ def small(monkeypatch):
 def step(model, batch):
     """Bytes that are away before backward, and the results."""
     torch.manual_seed(1)
-    model.zero_grad()
     loss = model(**batch).loss
-    away = Away.total
-    loss.backward()
-    return away, {"loss": loss.detach(), **gradients(model)}
+    return Away.total, backward(model, loss)
 
 
 @pytest.mark.parametrize(("family", "has_lora"), [(f, f in ("gpt2", "llama")) for f in FAMILIES] + [("llama", False)])
@@ -114,14 +111,12 @@ def test_views_of_one_storage_are_copied_once_and_again_where_it_was_written_to(
 
 @pytest.mark.parametrize("kind", [torch.nn.LSTMCell, torch.nn.GRUCell, torch.nn.GRU])
 def test_gates_that_are_chunks_of_one_storage_are_copied_each(kind):
-    torch.manual_seed(0)
-    model, x = kind(8, 32), torch.randn(4, 16, 8)
-    grads = []
+    model, x, found = kind(8, 32), torch.randn(4, 16, 8), []
     for context in (contextlib.nullcontext(), Offload()):
         with context:
             out = model(x if kind is torch.nn.GRU else x[0])[0]
-        grads.append(torch.autograd.grad(out.square().sum(), list(model.parameters())))
-    assert all(map(torch.equal, *grads))
+        found.append(backward(model, out.square().sum()))
+    assert_same(*found)
 
 
 def test_too_little_main_memory_is_an_error_with_a_remedy(monkeypatch):

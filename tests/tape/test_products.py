@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 from hf_memsave import measure_kept
-from support.calls import Calls
 from support.helpers import (
     DTYPES,
     LAYOUTS,
+    Calls,
     as_function,
     assert_backward_twice,
     assert_exact,

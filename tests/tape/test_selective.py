@@ -20,11 +20,9 @@ from support.helpers import (
     random,
     subsets,
 )
-from support.selective import LAYERS
+from support.selective import LAYERS, RECTIFIERS
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'", "ignore:dropout2d")
-
-RECTIFIERS = ("ReLU", "ReLU6", "LeakyReLU", "Hardtanh", "Threshold")
 
 
 def settings(name, layer, count):
@@ -132,8 +130,7 @@ def test_a_convolution_is_exact_by_names_and_by_places(device):
 TRAINED = ("Conv1d-reflect", "ConvTranspose1d", "BatchNorm1d")
 ONE_OF_EACH = [
     *TRAINED, "Conv2d-same", "Conv2d-strided", "ConvTranspose2d-nobias", "BatchNorm1d-plain", "MaxPool2d", "MaxPool3d",
-    "AvgPool2d", "AdaptiveAvgPool2d", "Dropout2d", "ReLU", "ReLU6", "LeakyReLU", "Hardtanh", "Threshold",
-    "ReLU-inplace",
+    "AvgPool2d", "AdaptiveAvgPool2d", "Dropout2d", *RECTIFIERS, "ReLU-inplace",
 ]  # fmt: skip
 
 

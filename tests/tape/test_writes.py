@@ -22,12 +22,7 @@ NOT_WRITING = {"requires_grad_", "detach_", "share_memory_", "rename_"}
 def check(target, write, grad=True, may_refuse=False, what=""):
     """``write(target)`` between two that are remade from ``target``: both are as they were.
 
-    Args:
-        target: What is written to.
-        write: Writes to it.
-        grad: Whether for autograd to see.
-        may_refuse: What was taken before may be refused instead, as no function mode sees the write.
-        what: Of messages.
+    Where no function mode sees the write, what was taken before it ``may_refuse`` instead.
     """
     expected = target.detach() * 2, target.detach() * 3
     with taping(inputs=[target]) as tape:
