@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_memsave import MemSaveConfig, measure_kept, patch
-from support.steps import assert_same, gradients, step
+from support.attacks import assert_alike
+from support.steps import assert_same, backward, step
 from support.zoo import LOW, MODES, Size, batch_for, build
 
 SIZE, LARGER = Size(), Size(hidden=64, heads=4, batch=2, seq=64)
@@ -30,10 +32,8 @@ def at(model, rung):
 def adapted(model, *parameters):
     """With LoRA on parameters of the experts."""
     torch.manual_seed(0)
-    config = LoraConfig(
-        r=2, target_modules=["o_proj"], target_parameters=[f"experts.{name}" for name in parameters],
-        init_lora_weights=False,
-    )  # fmt: skip
+    of_experts = [f"experts.{name}" for name in parameters]
+    config = LoraConfig(r=2, target_modules=["o_proj"], target_parameters=of_experts, init_lora_weights=False)
     return get_peft_model(model, config).train()
 
 
@@ -67,16 +67,15 @@ def test_a_step_with_adapters_of_experts_is_stocks(how, mode):
 @pytest.mark.parametrize("how", HOW)
 def test_a_layer_does_not_keep_gate_and_up_of_two_experts_a_token(how):
     """4u of Mixtral's 13u."""
-    kept = []
-    for rung in ("qkv", "up", "gate"):
-        of_layers = []
-        for layers in (1, 3):
-            model = experts("mixtral", how, replace(LARGER, layers=layers))
-            at(model, rung)
-            of_layers.append(measure_kept(model, batch_for(model, LARGER)).total)
-        kept.append((of_layers[1] - of_layers[0]) / 2 / LARGER.u(4))
-    assert kept[0] == kept[1]
-    freed = kept[1] - kept[2]  # as a batch takes rows of weights, without the copy that is kept where none runs again
+
+    def kept(rung, layers):
+        model = experts("mixtral", how, replace(LARGER, layers=layers))
+        at(model, rung)
+        return measure_kept(model, batch_for(model, LARGER)).total
+
+    of_qkv, of_up, of_gate = ((kept(rung, 3) - kept(rung, 1)) / 2 / LARGER.u(4) for rung in ("qkv", "up", "gate"))
+    assert of_qkv == of_up
+    freed = of_up - of_gate  # as a batch takes rows of weights, without the copy that is kept where none runs again
     assert 3.9 < freed < 4.1 if how != "batched_mm" else freed > 4
 
 
@@ -146,19 +145,13 @@ def test_other_parameters_of_three_dimensions_are_no_experts():
 @pytest.mark.parametrize("how", HOW)
 def test_adapted_experts_are_differentiated_after_other_forwards_and_checkpointed(how):
     """PEFT writes to what an adapter of parameters is added to, at every forward."""
-    found = []
-    for config in (None, MemSaveConfig(checkpoint="gate")):
-        for is_checkpointed in (False, True):
-            model = adapted(experts("mixtral", how), "gate_up_proj")
-            batch = batch_for(model, SIZE)
-            if config is not None:
-                patch(model, config)
-            if is_checkpointed:
-                model.gradient_checkpointing_enable({"use_reentrant": False})
-                loss = model(**batch).loss
-            else:
-                loss = model(**batch).loss + model(**batch).loss
-            loss.backward()
-            found.append(gradients(model))
-    for stock, ours in zip(found[:2], found[2:], strict=True):
-        assert_same(ours, stock)
+
+    def run(model, is_checkpointed):
+        if is_checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        losses = [model(**batch_for(model, SIZE)).loss for _ in range(1 if is_checkpointed else 2)]
+        return backward(model, sum(losses))
+
+    for is_checkpointed in (False, True):
+        make = lambda: adapted(experts("mixtral", how), "gate_up_proj")  # noqa: E731
+        assert_alike(make, partial(run, is_checkpointed=is_checkpointed), {"checkpoint": "gate"})

@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from hf_memsave import WTACRS, MemSaveConfig, patch
-from hf_memsave.count.kept import _ByModule, live_tensors, storages
-from support.helpers import EARLIER, MATRIX, autocasting, nodes, only_on_cpu
+from hf_memsave.count.kept import _ByModule
+from support.helpers import MATRIX, autocasting, live_bytes, nodes, only_on_cpu
 from support.steps import assert_same, gradients, patched_classes
 from support.zoo import VOCAB, Size, batch_for, build
 
@@ -32,17 +32,9 @@ class Fault(Exception):
 
 
 #: Where a fault is raised, and what.
-KINDS = (
-    ("forward", Fault),
-    ("loss", Fault),
-    ("backward", Fault),
-    ("forward", torch.OutOfMemoryError),
-    ("backward", torch.OutOfMemoryError),
-    ("op", torch.OutOfMemoryError),
-    ("forward", KeyboardInterrupt),
-    ("backward", KeyboardInterrupt),
-    ("nan", None),
-)
+KINDS = [(place, Fault) for place in ("forward", "loss", "backward")]
+KINDS += [(place, torch.OutOfMemoryError) for place in ("forward", "backward", "op")]
+KINDS += [("forward", KeyboardInterrupt), ("backward", KeyboardInterrupt), ("nan", None)]
 
 
 class Injected(NamedTuple):
@@ -183,23 +175,11 @@ def faults(seed, called, passed, rounds):
         yield Injected(place, error, chance.choice(passed if place == "backward" else called), chance.random())
 
 
-@pytest.fixture(autouse=True)
-def _others():
-    """What tests of other files hold, in a cache or a traceback, is not for these to judge."""
-    EARLIER.update(nodes())
-
-
 def assert_nothing_is_left():
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None, "saved-tensor hooks are left"
     assert not _get_current_dispatch_mode_stack(), "a dispatch mode is left"
     assert not torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()
     assert not (left := nodes()), f"{len(left)} nodes are alive"
-
-
-def live_bytes():
-    """Of every storage that Python can see, once."""
-    gc.collect()
-    return sum({s._cdata: s.nbytes() for s in storages(live_tensors())}.values())
 
 
 APPROXIMATE = ({"storage": "int8"}, {"activation": "few_bit"}, {"linear": WTACRS(minimum=4)})

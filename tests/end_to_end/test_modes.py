@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from torch.autograd.graph import save_on_cpu
+from torch.nn.functional import cross_entropy
 
 from hf_memsave import measure_kept, patch, unpatch
 from hf_memsave.count.kept import _ByModule
@@ -34,6 +35,29 @@ def test_same_as_stock(family, mode, device):
     run = (MODES | WITHOUT_GRADIENTS)[mode]
     expected = run(stock)
     assert_same(run(ours), expected)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_batched_gradients_of_a_model_with_dropout_are_stocks(family):
+    """Of several at once, under vmap: per-sample gradients, Jacobians, influence functions."""
+    found, size = [], Size(hidden=64, heads=2, batch=4, seq=32)
+    for config in (None, True, {"dropout": "mask"}):
+        model = build(family, size)
+        batch = {n: x for n, x in batch_for(model, size).items() if n != "labels"}
+        if config is not None:
+            patch(model, config)
+        torch.manual_seed(1)
+        logits = model(**batch).logits
+        logits = logits if logits.dim() == 2 else logits[:, 0]
+        losses = cross_entropy(logits, torch.zeros(size.batch, dtype=torch.long), reduction="none")
+        options = dict(is_grads_batched=True, allow_unused=True)
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        found.append(torch.autograd.grad(losses, matrices, torch.eye(size.batch), **options))
+    for stock, *ours in zip(*found, strict=True):
+        for mine in ours:
+            assert (mine is None) == (stock is None)
+            if mine is not None:
+                torch.testing.assert_close(mine, stock, rtol=1e-5, atol=1e-7)
 
 
 def test_a_pickled_model_trains_in_a_process_that_has_never_patched_one(device):

@@ -11,7 +11,6 @@ from torch import nn
 from torch.ao.quantization import quantize_dynamic
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch, unpatch
@@ -45,12 +44,9 @@ H = 512
 
 def llama_8b(layers):
     """LLaMA-3-8B's proportions: a quarter of the kv heads, 128 wide, and an MLP 3.5 times as wide."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=H, intermediate_size=7 * H // 2, num_attention_heads=4, num_key_value_heads=1,
-        num_hidden_layers=layers, vocab_size=64, max_position_embeddings=128,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).to(torch.bfloat16).train()
+    size = Size(hidden=H, heads=4, layers=layers)
+    fields = dict(intermediate_size=7 * H // 2, num_key_value_heads=1, vocab_size=64)
+    return build("llama", size, torch.bfloat16, **fields)
 
 
 def tokens(*shape):
@@ -164,13 +160,11 @@ def test_blocks_that_run_again_have_the_bits_of_stock_without_a_cache(has_lora):
 
     On some processors; on others stock has the same bits with a cache, and this tells less.
     """
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=64, bos_token_id=0, eos_token_id=0))
+    model = build("gpt2", DEEPER, vocab_size=64, attn_pdrop=0.1)
     if has_lora:
         lora = LoraConfig(target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True)
         model = get_peft_model(model, lora)
     batch, found = tokens(4, 128), {}
-    model.train()
     for is_patched in (False, True):
         for model.config.use_cache in (True, False):
             found[is_patched, model.config.use_cache] = step(at(model, "block") if is_patched else model, batch)

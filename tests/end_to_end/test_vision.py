@@ -10,10 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_memsave import MemSaveConfig, measure_kept, patch
-from support.calls import Calls
-from support.helpers import halved, only_on_cpu, random
+from support.helpers import Calls, halved, only_on_cpu, random
 from support.selective import Taped
-from support.steps import assert_same, gradients
+from support.steps import assert_same, backward
 
 SIZE = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, image_size=32)
 PATCHES = dict(SIZE, patch_size=8)
@@ -57,11 +56,9 @@ def summed(model, images):
 def step(model, images, run=None):
     """Loss and gradients, of images too if they want one, and the buffers after it."""
     x = images.detach().requires_grad_(images.requires_grad)
-    model.zero_grad()
     torch.manual_seed(1)
-    loss = (run or partial(summed, model))(x * 1)["loss"]
-    loss.backward()
-    found = {"loss": loss.detach(), **gradients(model), **{n: b.clone() for n, b in model.named_buffers()}}
+    found = backward(model, (run or partial(summed, model))(x * 1)["loss"])
+    found |= {name: buffer.clone() for name, buffer in model.named_buffers()}
     return found if x.grad is None else found | {"images": x.grad}
 
 
@@ -113,11 +110,10 @@ class Last(nn.Module):
 
 
 def vgg():
-    layers, channels = [], 3
-    for width in (8, 16):
+    layers = []
+    for channels, width in ((3, 8), (8, 16)):
         layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1)]
         layers += [nn.ReLU(inplace=True), nn.MaxPool2d(2)]
-        channels = width
     head = [nn.AdaptiveAvgPool2d(3), nn.Flatten(), nn.Linear(144, 12), nn.ReLU(), nn.Linear(12, 4)]
     return nn.Sequential(*layers, *head)
 

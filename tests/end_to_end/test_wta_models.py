@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_memsave import WTACRS, MemSaveConfig, PatchError, measure_kept, patch, unpatch
 from hf_memsave.ops.sampled.batch import Tokens
@@ -14,6 +13,7 @@ from hf_memsave.ops.sampled.norm_cache import NONZERO, ZERO
 from hf_memsave.patching.sampled_layers import sampler_of
 from hf_memsave.patching.swap import patch_of
 from support.helpers import assert_same_bits, halved, only_on_cpu
+from support.lora import adapted, quantized
 from support.steps import assert_same, step
 from support.zoo import FAMILIES, Size, batch_for, build
 
@@ -217,14 +217,9 @@ def test_a_second_patch_keeps_the_cache_another_config_does_not_and_undo_leaves_
 # What a backward tells the cache.
 
 
-def stepping(device, **options):
-    """A model, its cache of norms, and the loss of a batch."""
-    model = sampled("bert", device, WTACRS(targets=("0", "1"), **options))
-    return model, sampler_of(model).cache, model(**batch_of(model)).loss
-
-
 def test_a_backward_that_raises_leaves_the_next_one_to_learn_and_to_keep_no_positions(device):
-    model, cache, loss = stepping(device)
+    model = sampled("bert", device, WTACRS(targets=("0", "1")))
+    cache, loss = sampler_of(model).cache, model(**batch_of(model)).loss
     tokens, learn = [], cache._learn
     cache._learn = lambda batch, of, told: (tokens.append(of), learn(batch, of, told))
 
@@ -273,10 +268,7 @@ def test_sampling_never_keeps_more_than_its_indices(device, family, lora, monkey
     """Than exact; of LoRA, than exact layers that are several nodes, as those that are sampled are."""
     only_on_cpu(device)
     monkeypatch.setattr("hf_memsave.ops.lora._call_of", lambda *_: None)
-    model = build(family, WIDE).to(device)
-    if lora:
-        config = LoraConfig(r=8, target_modules="all-linear", lora_dropout=0.05, init_lora_weights=False)
-        model = get_peft_model(model, config).train()
+    model = adapted(family, "fp32", size=WIDE) if lora else build(family, WIDE)
     beside = [{"norm": "stock"}, {"activation": "stock"}, {"dropout": "mask"}]
     has_more = not lora and family in ("bert", "t5-decoder", "llama")
     for steps, options in ((0, {}), (1, {}), *((0, options) for options in beside if has_more)):
@@ -303,15 +295,12 @@ def test_the_input_of_a_down_projection_falls_to_the_budget_and_a_bit_an_element
 
 @pytest.mark.long
 def test_lora_on_an_nf4_base_is_sampled_and_keeps_what_exact_keeps(device, tmp_path, monkeypatch):
-    pytest.importorskip("bitsandbytes")
     only_on_cpu(device)
     monkeypatch.setattr("hf_memsave.ops.lora._call_of", lambda *_: None)  # as layers that are sampled are
     size = replace(WIDE, batch=4, seq=64)
     linear, targets = WTACRS(budget=0.3, targets=("lora_A",)), 7 * size.layers
     build("llama", size, torch.bfloat16).save_pretrained(tmp_path)
-    asked = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=asked, dtype=torch.bfloat16)
-    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).train()
+    model = quantized(tmp_path, 4, prepared=False, r=4, lora_dropout=0.0)
     batch = batch_for(model, size)
     patch(model)
     exact, of_exact = step(model, batch), measure_kept(model, batch).total

@@ -7,12 +7,12 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from support.steps import gradients, step
+from support.steps import backward, gradients, step
 from support.zoo import Size, batch_for, build
 
 FAMILIES = ("bert", "llama", "gpt2", "t5-decoder")
 CAUSAL = ("llama", "gpt2", "t5-decoder")
-SMALL = Size(hidden=32, heads=4, layers=2, batch=2, seq=8)
+SMALL = Size(seq=8)
 
 
 def make(family, device="cpu"):
@@ -32,7 +32,6 @@ def batch_of(model, seed=1):
 
 
 def loss_of(model):
-    model.zero_grad()
     torch.manual_seed(7)
     return model(**batch_of(model)).loss
 
@@ -63,8 +62,7 @@ def offloaded_forward(model):
     """Backward runs outside of the user's hooks."""
     with save_on_cpu():
         loss = loss_of(model)
-    loss.backward()
-    return {"loss": loss.detach(), **gradients(model)}
+    return backward(model, loss)
 
 
 def hooks_of_ones_own():
@@ -92,9 +90,7 @@ def accumulated(*backwards):
 
 
 def two_forwards_one_backward(model):
-    loss = loss_of(model) + model(**batch_of(model, 2)).loss
-    loss.backward()
-    return {"loss": loss.detach(), **gradients(model)}
+    return backward(model, loss_of(model) + model(**batch_of(model, 2)).loss)
 
 
 def generated_in_between(model):
@@ -127,8 +123,7 @@ def gradient_penalty(model):
         wanted = [p for p in model.parameters() if p.requires_grad]
         first = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
         penalty = sum(g.square().sum() for g in first if g is not None)
-        (loss + penalty).backward()
-    return {"loss": loss.detach(), "penalty": penalty.detach(), **gradients(model)}
+        return {"of model": loss.detach(), **backward(model, loss + penalty)}
 
 
 def checkpointed_by_hand(use_reentrant):
@@ -152,15 +147,12 @@ def with_hidden_states(model):
     """In the loss too; the input itself wants a gradient."""
     batch = batch_of(model)
     embedded = model.get_input_embeddings()(batch.pop("input_ids")).detach().requires_grad_()
-    model.zero_grad()
     torch.manual_seed(7)
     output = model(**batch, inputs_embeds=embedded, output_hidden_states=True)
     hidden = output.hidden_states if "hidden_states" in output else output.decoder_hidden_states
     assert len(hidden) == 3
-    loss = output.loss + sum(h.square().mean() for h in hidden)
-    loss.backward()
-    found = {"loss": loss, "input": embedded.grad, **{f"hidden.{i}": h for i, h in enumerate(hidden)}}
-    return {name: tensor.detach() for name, tensor in found.items()} | gradients(model)
+    found = backward(model, output.loss + sum(h.square().mean() for h in hidden))
+    return found | {"input": embedded.grad} | {f"hidden.{i}": h.detach() for i, h in enumerate(hidden)}
 
 
 def with_frozen_parameters(model):
