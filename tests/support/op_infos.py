@@ -3,6 +3,7 @@
 A program of its own, for PyTorch's module forbids a process to set any flag of a backend.
 """
 
+import importlib
 import json
 import sys
 import unittest
@@ -55,14 +56,18 @@ def lacking(op):
     return found
 
 
+def database(name):
+    """A module of PyTorch's that lists what its tests test."""
+    sys.modules.setdefault("expecttest", SimpleNamespace(TestCase=unittest.TestCase))  # not needed to read a list
+    return importlib.import_module(f"torch.testing._internal.{name}")
+
+
 def main():
     """Print the name of each elementwise operation, with the spellings of it that the table lacks."""
-    sys.modules.setdefault("expecttest", SimpleNamespace(TestCase=unittest.TestCase))  # not needed to read the list
-    from torch.testing._internal.common_methods_invocations import BinaryUfuncInfo, UnaryUfuncInfo, op_db
-
+    ops = database("common_methods_invocations")
     found = {}
-    for op in op_db:
-        if isinstance(op, (UnaryUfuncInfo, BinaryUfuncInfo)):
+    for op in ops.op_db:
+        if isinstance(op, (ops.UnaryUfuncInfo, ops.BinaryUfuncInfo)):
             found.setdefault(op.name, []).extend(lacking(op))
     print(json.dumps(found))
 
