@@ -1,9 +1,30 @@
-"""What tests of reports share."""
+"""What these tests share: a model, and what is said."""
 
 import logging
 import warnings
 
 import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from support.compiled import no_codegen as no_codegen
+from support.helpers import only_on_cpu
+from support.zoo import build
+
+
+@pytest.fixture
+def afresh(device):
+    """Nothing is compiled yet."""
+    only_on_cpu(device)
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def llama(device):
+    return build("llama").to(device)
 
 
 @pytest.fixture

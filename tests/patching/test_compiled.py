@@ -11,35 +11,23 @@ from torch._functorch import config as functorch
 from torch._inductor import config as inductor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_memsave import patch
 from hf_memsave.patching.partitioner import Floor
-from support.compiled import no_codegen as no_codegen
+from support.calls import Calls
 from support.compiled import saved
-from support.helpers import assert_same_bits, only_on_cpu, random
+from support.helpers import random
 from support.steps import assert_same, step
 from support.zoo import Size, batch_for, build
 
+pytestmark = pytest.mark.usefixtures("afresh")
 H = 256
-
-
-@pytest.fixture(autouse=True)
-def on_cpu_and_afresh(device):
-    only_on_cpu(device)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def llama_8b(layers):
     """LLaMA-3-8B's proportions."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=H, intermediate_size=7 * H // 2, num_attention_heads=4, num_key_value_heads=1,
-        num_hidden_layers=layers, vocab_size=64,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).to(torch.bfloat16).train()
+    fields = dict(intermediate_size=7 * H // 2, num_key_value_heads=1, vocab_size=64)
+    return build("llama", Size(hidden=H, layers=layers), torch.bfloat16, **fields)
 
 
 def kept(model, batch):
@@ -130,19 +118,9 @@ def compiled(model, part, backend):
 
 
 def steps(model, batch, is_autocast=False):
-    """The last loss and gradients of three steps."""
-    for _ in range(3):
-        model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
-            out = model(**batch) if isinstance(batch, dict) else model(batch)
-        loss = out.loss if isinstance(batch, dict) else out.float().square().sum()
-        loss.backward()
-    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
-
-
-def assert_same_steps(stock, ours, batch, **options):
-    for mine, theirs in zip(steps(ours, batch, **options), steps(stock, batch, **options), strict=True):
-        assert_same_bits(mine, theirs)
+    """The loss and gradients of three steps."""
+    low = torch.bfloat16 if is_autocast else None
+    return {f"{n} {name}": x for n in range(3) for name, x in step(model, batch, low=low).items()}
 
 
 @pytest.mark.long
@@ -159,59 +137,52 @@ def test_compiled_parts_have_stocks_bits(family, part, first, is_autocast):
     compiled(ours, part, "aot_eager")
     if first == "compiled":
         patch(ours)
-    assert_same_steps(compiled(stock, part, "aot_eager"), ours, batch_for(stock, SIZE), is_autocast=is_autocast)
+    compiled(stock, part, "aot_eager")
+    assert_same(*(steps(model, batch_for(stock, SIZE), is_autocast) for model in (ours, stock)))
 
 
-class Tanh(nn.Module):
+def tanh(x):
     """GELU's approximation, near enough: a chain of functions that the tape would remake."""
-
-    def forward(self, x):
-        return 0.5 * x * (1.0 + torch.tanh(0.8 * (x + 0.04 * torch.pow(x, 3.0))))
+    return 0.5 * x * (1.0 + torch.tanh(0.8 * (x + 0.04 * torch.pow(x, 3.0))))
 
 
-class Broken(nn.Module):
+def broken(x):
     """What a graph cannot hold, between what it can."""
-
-    def forward(self, x):
-        y = torch.sigmoid(x) * x
-        torch._dynamo.graph_break()
-        return y.exp().clamp(max=3) * x
+    y = torch.sigmoid(x) * x
+    torch._dynamo.graph_break()
+    return y.exp().clamp(max=3) * x
 
 
-class Writes(nn.Module):
+def writes(x):
     """It writes to what it makes, and to what it is given."""
-
-    def forward(self, x):
-        y = x * 3
-        y.mul_(2)
-        x = x * 1
-        x.add_(y)
-        return x.sigmoid()
+    y = x * 3
+    y.mul_(2)
+    x = x * 1
+    x.add_(y)
+    return x.sigmoid()
 
 
-class Drops(nn.Module):
-    def forward(self, x):
-        torch.manual_seed(3)
-        return nn.functional.dropout(x.relu(), 0.5)
+def drops(x):
+    torch.manual_seed(3)
+    return nn.functional.dropout(x.relu(), 0.5)
 
 
 @pytest.mark.parametrize(
     ("part", "how", "backend"),
-    [(Tanh, "method", "aot_eager"), (Tanh, "function", "eager"), (Broken, "wrapper", "aot_eager"),
-     (Writes, "function", "aot_eager"), (Writes, "method", "eager"), (Drops, "wrapper", "eager"),
-     (Drops, "method", "aot_eager")],
+    [(tanh, "method", "aot_eager"), (tanh, "function", "eager"), (broken, "wrapper", "aot_eager"),
+     (writes, "function", "aot_eager"), (writes, "method", "eager"), (drops, "wrapper", "eager"),
+     (drops, "method", "aot_eager")],
 )  # fmt: skip
 def test_a_compiled_part_of_a_model_has_stocks_bits(part, how, backend):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-            own = part()
+            self.a, self.b, own = nn.Linear(8, 8), nn.Linear(8, 8), Calls(part)
             if how == "method":
                 own.compile(backend=backend)
-            self.parts = [
-                own if how == "method" else torch.compile(own if how == "wrapper" else own.forward, backend=backend)
-            ]
+            else:
+                own = torch.compile(own if how == "wrapper" else own.forward, backend=backend)
+            self.parts = [own]
 
         def forward(self, x):
             return self.b(self.parts[0](self.a(x)).sin())
@@ -224,15 +195,14 @@ def test_a_compiled_part_of_a_model_has_stocks_bits(part, how, backend):
         if is_patched:
             patch(model)
         results.append(steps(model, random(5, 8)))
-    for mine, theirs in zip(*results, strict=True):
-        assert_same_bits(mine, theirs)
+    assert_same(*results)
 
 
 def test_of_parts_that_users_compile_nothing_is_counted(caplog):
     """Nor is it said that next to nothing was freed: what those parts keep is theirs."""
     model = build("llama", SIZE)
     report = patch(model)
-    compiled(model, "block", "aot_eager")
+    compiled(model, "block", "eager")
     step(model, batch_for(model, SIZE))
     assert "not counted: parts of the model are compiled" in str(report)
     assert not [record for record in caplog.records if record.name == "hf_memsave"]
@@ -252,8 +222,7 @@ def test_no_more_is_compiled_than_in_stock(part):
         results.append(steps(model, random(4, 8)))
         counts.append(counter.frame_count)
     assert counts[1] <= counts[0] + isinstance(model[1], nn.LayerNorm)  # which any function mode gives one
-    for mine, theirs in zip(*results, strict=True):
-        assert_same_bits(mine, theirs)
+    assert_same(*results)
 
 
 def test_an_export_leaves_the_partitioner():

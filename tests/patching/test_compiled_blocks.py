@@ -14,7 +14,7 @@ from torch._functorch import config as functorch
 from torch._inductor import config as inductor
 from torch._inductor.exc import InvalidCxxCompiler
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave import WTACRS, ConfigError, KeptTensorChangedError, MemSaveConfig, PatchError, logs, patch, unpatch
@@ -22,29 +22,19 @@ from hf_memsave.integrations.trainer import MemSaveTrainer
 from hf_memsave.patching import compiled
 from hf_memsave.patching.partitioner import Floor
 from support.compiled import libraries as libraries
-from support.compiled import no_codegen as no_codegen
 from support.compiled import saved
-from support.helpers import only_on_cpu
 from support.lora import adapted, quantized
-from support.rows import Rows
+from support.rows import Rows, arguments, logged
 from support.steps import assert_same, gradients, state_of, step
 from support.zoo import Size, batch_for, build
 
+pytestmark = pytest.mark.usefixtures("afresh")
 SIZE = Size(hidden=32, heads=2, layers=2, batch=2, seq=16)
 DEEPER = replace(SIZE, layers=3)
 
 
 def said(caplog):
     return [record.getMessage() for record in caplog.records if record.name == "hf_memsave"]
-
-
-@pytest.fixture(autouse=True)
-def on_cpu_and_afresh(device):
-    only_on_cpu(device)
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def graphs():
@@ -104,8 +94,7 @@ def test_gradients_are_those_of_compiled_stock(name, no_codegen):
     patch(ours, compile=True)
     batches = [batch_for(ours, SIZE, padded=padded, seed=seed) for seed, padded in enumerate(paddings)]
     got = steps(ours, batches, is_autocast)
-    assert graphs() == expected
-    assert not counters["graph_break"]
+    assert graphs() == expected and not counters["graph_break"]
     compile_stock(stock)
     assert_same(got, steps(stock, batches, is_autocast, "force_eager"))
 
@@ -153,16 +142,13 @@ def test_trainer_pads_to_other_lengths_and_compiles_twice_more(no_codegen, tmp_p
         cut = {name: x[: 8 + number // 4 % 3] for name, x in row.items() if torch.is_tensor(x)}
         rows.append(cut | {"attention_mask": (torch.arange(len(cut["input_ids"])) > number % 2).long()})
     model, count = build("llama", SIZE), Count()
-    arguments = TrainingArguments(
-        tmp_path, num_train_epochs=3, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1, report_to=[],
-        use_cpu=True, disable_tqdm=True, save_strategy="no", train_sampling_strategy="sequential",
-    )  # fmt: skip
-    trainer = MemSaveTrainer(model, arguments, train_dataset=rows, memsave={"compile": True}, callbacks=[count])
+    args = arguments(tmp_path, max_steps=-1, num_train_epochs=2, train_sampling_strategy="sequential")
+    trainer = MemSaveTrainer(model, args, train_dataset=rows, memsave={"compile": True}, callbacks=[count])
     trainer.train()
     assert count.graphs[:2] == [1, 2] and set(count.graphs[1:-1]) <= {2, 3}, count.graphs
-    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert logged[-1]["loss"] < logged[0]["loss"]
-    assert not any("memsave/kept_gib" in entry for entry in logged)  # nor is anything said of what it frees
+    losses = logged(trainer)
+    assert losses[-1] < losses[0]
+    assert "memsave/kept_gib" not in str(trainer.state.log_history)  # nor is anything said of what it frees
     assert not said(caplog)
 
 
@@ -190,8 +176,7 @@ def test_a_patched_model_is_copied_pickled_and_undone(no_codegen, tmp_path):
         assert_same(step(made, batch_for(model, SIZE), use_cache=False), expected)
     assert graphs() == 1
     assert "not stock's bits" in str(report) and f"{SIZE.layers} x LlamaDecoderLayer: 1 graph" in str(report)
-    assert str(patch(model, compile=True)) == str(report)
-    assert list(model.state_dict()) == keys
+    assert str(patch(model, compile=True)) == str(report) and list(model.state_dict()) == keys
     model.save_pretrained(tmp_path)
     with pytest.raises(PatchError, match="compile=True"):
         patch(model)

@@ -25,13 +25,10 @@ BLOCKS = {
 }
 #: Op, or what is asked for -> the classes of T5 that it changes.
 OTHERS = {
-    ("norm", "stock"): {"T5LayerNorm"},
-    ("norm", "output"): {"T5LayerNorm"},
-    ("activation", "stock"): {"NewGELUActivation"},
-    ("activation", "invert"): {"NewGELUActivation"},
-    ("attention", "stock"): {"T5Attention"},
-    ("dropout", "stock"): set(),
-}
+    ("norm", "stock"): {"T5LayerNorm"}, ("norm", "output"): {"T5LayerNorm"},
+    ("activation", "stock"): {"NewGELUActivation"}, ("activation", "invert"): {"NewGELUActivation"},
+    ("attention", "stock"): {"T5Attention"}, ("dropout", "stock"): set(),
+}  # fmt: skip
 
 
 def sites_of(report):
@@ -39,11 +36,6 @@ def sites_of(report):
     for site in report.patched:
         found.setdefault(site.op, []).append(site.name)
     return found
-
-
-@pytest.fixture
-def llama(device):
-    return build("llama").to(device)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -72,11 +64,9 @@ def test_patches_the_model_and_its_blocks_once_and_takes_it_back(family, device)
         added = {"_memsave_buffers", "_memsave_ledger", "_memsave_first_step"} if module is model else set()
         assert set(vars(module)) == before[name][3] | added
     blocks = [path.replace("*", str(i)) for path in BLOCKS[family].split() for i in range(2)]
-    assert sites_of(report) == {"model": [""], "block": blocks}
-    assert report.skipped == ()
+    assert sites_of(report) == {"model": [""], "block": blocks} and report.skipped == ()
     patched = state_of(model)
-    assert sites_of(patch(model)) == sites_of(report)
-    assert state_of(model) == patched
+    assert sites_of(patch(model)) == sites_of(report) and state_of(model) == patched
     report.undo()
     assert state_of(model) == before
     patch(model, "tempo")
@@ -104,8 +94,7 @@ def test_a_patched_model_returns_what_stock_returns(llama):
     stock = llama(**batch)
     assert stock.past_key_values is not None
     patch(llama)
-    assert list(llama(**batch)) == list(stock)
-    assert llama.config.use_cache
+    assert list(llama(**batch)) == list(stock) and llama.config.use_cache
 
 
 def test_undone_model_keeps_what_stock_keeps_and_one_left_to_stock_no_more(llama):
@@ -152,8 +141,7 @@ def test_another_config_replaces_the_one_before_where_asked_to(field, value, dev
     assert patched_classes(model) == exact | added and set(added.values()) == OTHERS[field, value]
     assert measure_kept(model, batch).total > kept if value == "stock" else True
     patch(model, replace=True)
-    assert patched_classes(model) == exact
-    assert measure_kept(model, batch).total == kept
+    assert patched_classes(model) == exact and measure_kept(model, batch).total == kept
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

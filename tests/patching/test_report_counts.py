@@ -11,13 +11,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
-from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
+from transformers import ViTConfig, ViTForImageClassification
 
 from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch
 from hf_memsave.config.sizes import gib
 from hf_memsave.ops.loss import chunked_loss
-from support.helpers import only_on_cpu
-from support.thinned import thinned
+from support.helpers import only_on_cpu, thinned
 from support.zoo import Size, batch_for, build
 
 SIZE = Size(hidden=64, heads=4, layers=2, batch=2, seq=128)
@@ -205,9 +204,7 @@ def test_more_than_stock_is_said_in_words_and_never_as_a_negative_figure(said):
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_logits_that_are_not_computed_are_avoided(lora, monkeypatch):
     monkeypatch.setattr(chunked_loss, "CHUNK", 2**20)
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=4000, **sizes)).train()
+    model = build("llama", Size(layers=1), intermediate_size=48, num_key_value_heads=4, vocab_size=4000)
     model = get_peft_model(model, LoraConfig()).train() if lora else model
     x = torch.randint(0, 4000, (2, 100))
     stock, kept, step = counted(model, True, {"input_ids": x, "labels": x, "use_cache": False})
@@ -230,8 +227,7 @@ def test_what_frees_nothing_beside_an_exact_setting_says_so_with_both_numbers(fa
     report = patch(model, config_of(name))
     for _ in range(2):
         model(**batch).loss.backward()
-    assert report.step.nbytes_exact == pytest.approx(exact, rel=0.02)
-    assert len(said("frees nothing")) == (not frees)
+    assert report.step.nbytes_exact == pytest.approx(exact, rel=0.02) and len(said("frees nothing")) == (not frees)
     for message in said("frees nothing"):
         ours, exactly = gib(report.step.nbytes_kept), gib(report.step.nbytes_exact)
         assert f"kept {ours}, and an exact setting keeps {exactly}" in message

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
-from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_memsave import MemSaveConfig, patch
-from hf_memsave.patching.tiled import PLANS
+from hf_memsave.logs import warn_once
+from support.steps import step
+from support.tiled import SIZE, TILE, reasons
+from support.zoo import batch_for, build
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 #: Text decoders, encoders and both, experts, images, sound, images with text.
@@ -38,68 +39,118 @@ def test_loss_is_stocks_and_gradients_are_as_near_to_float64(bench, model_type):
     assert (row.tiled > 0, row.loss, row.broken) == (True, "equal", []), row
 
 
-class Asking(LlamaMLP):
-    """Code that decides by the number of tokens, or by the last one."""
+# What mixes tokens
 
-    how = ""
+
+class Own(LlamaMLP):
+    """``run`` of stock's function and x."""
 
     def forward(self, x):
-        if self.how == "last":
-            return torch.cat([super().forward(x[:, :-1]), 2 * super().forward(x[:, -1:])], dim=1)
-        if self.how == "count":
-            return super().forward(x / x.shape[1])
-        if self.how == "softmax":
-            return super().forward(x.softmax(1))
-        if self.how == "half":
-            scores = x.sum(-1)
-            return super().forward(x) * (scores >= scores.median(1, keepdim=True).values)[..., None]
-        return super().forward(x + F.conv1d(x.mT, x.new_ones(32, 1, 3), padding=16, dilation=16, groups=32).mT)
+        return self.run(super().forward, x)
 
 
-def llama(cls=transformers.LlamaForCausalLM, **fields):
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
-    return cls(cls.config_class(**sizes, num_key_value_heads=2, pad_token_id=0, **fields)).double().train()
+def llama(run=None, layers=(1,), **fields):
+    """In float64; these layers have an MLP of their own."""
+    model = build("llama", SIZE, torch.float64, **fields)
+    for number in layers if run else ():
+        mlp = model.model.layers[number].mlp
+        mlp.__class__, mlp.run = Own, run
+    return model
 
 
-def step(model, **more):
-    model.zero_grad()
-    torch.manual_seed(1)
-    ids = torch.randint(3, 64, (2, 48))
-    out = model(input_ids=ids, labels=ids, **more)
-    out.loss.backward()
-    return out.loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+def batch_of(model, tokens=SIZE.seq, **more):
+    batch = batch_for(model, SIZE)
+    return {name: batch[name][:, :tokens] for name in ("input_ids", "labels")} | more
 
 
-def assert_stocks(ours, stock, **more):
-    (loss, found), (expected, gradients) = step(ours, **more), step(stock, **more)
-    assert torch.equal(loss, expected) and len(gradients) > 10
-    torch.testing.assert_close(found, gradients, rtol=1e-9, atol=1e-12)
+def assert_stocks(found, expected, rtol=1e-9, atol=1e-12):
+    assert torch.equal(found["loss"], expected["loss"]) and len(expected) > 10
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
 
 
-def reasons(model: nn.Module) -> list[str | None]:
-    return [plan.why_not for m in model.modules() for plan in m.__dict__.get(PLANS, {}).values()]
+def before(x, tokens):
+    """Of each token, the one so many before."""
+    return F.pad(x, (0, 0, tokens, 0))[:, :-tokens]
 
 
-@pytest.mark.parametrize("how", ["last", "count", "softmax", "half", "far"])
-def test_code_that_asks_for_other_tokens_runs_as_a_whole(how):
-    stock = llama()
-    for layer in stock.model.layers:
-        layer.mlp.__class__, layer.mlp.how = Asking, how
-    ours = copy.deepcopy(stock)
-    patch(ours, tiles=10)
-    assert_stocks(ours, stock)
-    assert all("other" in str(why) for why in reasons(ours)) and len(reasons(ours)) == 2
+def with_capacity(mlp, x):
+    """A mixture of experts, each of which takes no more than its part of the tokens: integers alone mix them."""
+    choice = x[..., :2].argmax(-1, keepdim=True)
+    place = F.one_hot(choice[..., 0], 2).cumsum(1).gather(-1, choice)
+    return torch.where(place <= x.shape[1] // 2 + 1, mlp(x), 0)
+
+
+def better_half(mlp, x):
+    scores = x.sum(-1)
+    return mlp(x) * (scores >= scores.median(1, keepdim=True).values)[..., None]
+
+
+#: What an MLP does -> why it runs as a whole, and tokens of a tile.
+MIXING = {
+    "the token before": (lambda mlp, x: mlp(x + before(x, 1)), "changes others", TILE),
+    "one 20 before": (lambda mlp, x: mlp(x + before(x, 20)), "changes others", TILE),
+    "the mean": (lambda mlp, x: mlp(x - x.mean(1, keepdim=True)), "changes others", TILE),
+    "the mean, through what lets no NaN pass": (
+        lambda mlp, x: mlp(x) * (1 + torch.nan_to_num(x).mean(1, keepdim=True)), "changes others", TILE
+    ),
+    "capacity": (with_capacity, "others", TILE),
+    "drawing": (lambda mlp, x: mlp(x * torch.rand_like(x)), "random numbers", TILE),
+    "counting from the first": (
+        lambda mlp, x: mlp(x * torch.arange(x.shape[1])[:, None]), "how many others", TILE
+    ),
+    "the last": (lambda mlp, x: torch.cat([mlp(x[:, :-1]), 2 * mlp(x[:, -1:])], dim=1), "other", 10),
+    "the count": (lambda mlp, x: mlp(x / x.shape[1]), "other", 10),
+    "softmax": (lambda mlp, x: mlp(x.softmax(1)), "other", 10),
+    "half": (better_half, "other", 10),
+    "far on both sides": (
+        lambda mlp, x: mlp(x + F.conv1d(x.mT, x.new_ones(32, 1, 3), padding=16, dilation=16, groups=32).mT), "other", 10
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_what_mixes_tokens_beside_attention_runs_as_a_whole_and_says_so(name, caplog):
+    run, why, tile = MIXING[name]
+    model = llama(run)
+    batch = batch_of(model)
+    expected = step(model, batch)
+    warn_once.cache_clear()
+    report = patch(model, tiles=tile)
+    assert_stocks(step(model, batch), expected)
+    assert [reason is None for reason in reasons(model)] == [True, False] and why in reasons(model)[1]
+    assert why in caplog.text and why in str(report)
+
+
+#: Another attention, of few tokens another; and what runs on no 17 tokens.
+SHOWN = {
+    "is_causal": lambda mlp, x: F.scaled_dot_product_attention(mlp(x), x, x, is_causal=x.shape[1] > 25),
+    "fails on a part": lambda mlp, x: mlp(x) if x.shape[1] != 17 else x.reshape(-1, 5),
+}
+
+
+@pytest.mark.parametrize("tokens", [None, 64], ids=["as the plan is made", "later"])
+@pytest.mark.parametrize("why", SHOWN)
+def test_what_only_a_tile_of_this_length_shows_runs_as_a_whole(why, tokens):
+    model = llama(SHOWN[why], [0], num_hidden_layers=1)
+    batch = batch_of(model, 34)  # two tiles of 17
+    expected = step(model, batch)
+    patch(model, tiles=33)
+    if tokens is not None:
+        step(model, batch_of(model, tokens))
+        assert reasons(model) == [None]
+    assert_stocks(step(model, batch), expected)
+    assert len(reasons(model)) == 1 and why in reasons(model)[0]
 
 
 def test_routers_losses_are_stocks():
     """Routers' logits come by hooks, in the first step or in a later one."""
-    stock = llama(transformers.MixtralForCausalLM, num_local_experts=4)
+    stock = build("mixtral", SIZE, torch.float64)
     stock.set_experts_implementation("eager")
     ours = copy.deepcopy(stock)
     patch(ours, tiles=10)
     for more in ({}, {"output_router_logits": True}, {}):
-        assert_stocks(ours, stock, **more)
+        batch = batch_of(stock, **more)
+        assert_stocks(step(ours, batch), step(stock, batch))
     assert None in reasons(ours)
 
 
@@ -107,7 +158,7 @@ def test_routers_losses_are_stocks():
 @pytest.mark.parametrize("tokens", [32, 48])
 def test_numbers_of_tokens_that_are_other_sizes_too(tiles, tokens):
     """32 is the hidden size as well, 48 the MLP's; the last tile may be one token."""
-    stock = llama()
+    stock = llama(intermediate_size=48)
     ours = copy.deepcopy(stock)
     patch(ours, tiles=tiles)
     torch.manual_seed(3)

@@ -91,6 +91,7 @@ def _parts(family, size, dropout):
             attn_pdrop=0.0,
         )),
         **dict.fromkeys(("t5-encoder", "t5-decoder", "t5-gated-encoder"), ("T5", generates, t5)),
+        "falcon": ("Falcon", models, common),
         "opt": ("OPT", models, common | dict(
             ffn_dim=4 * h, word_embed_proj_dim=h, max_position_embeddings=size.seq, dropout=dropout,
             attention_dropout=0.0,
@@ -119,6 +120,12 @@ def _parts(family, size, dropout):
     }[family]  # fmt: skip
 
 
+def config_of(family, size=Size(), dropout=0.1, **more):
+    """The config of a model of :func:`build`, with ``more`` fields."""
+    stem, _, fields = _parts(family, size, dropout)
+    return getattr(transformers, f"{stem}TextConfig" if stem == "Gemma3" else f"{stem}Config")(**fields | more)
+
+
 def build(family, size=Size(), dtype=torch.float32, dropout=0.1, head=None, **more):
     """A model in training mode; dropout as given, in attention 0; MLP 4x wide (gated 2.75x), half the kv heads.
 
@@ -126,10 +133,9 @@ def build(family, size=Size(), dtype=torch.float32, dropout=0.1, head=None, **mo
     T5's relative attention bias is frozen: on CPU, SDPA keeps seq x seq tensors for a bias that wants a gradient.
     """
     torch.manual_seed(0)
-    stem, its_head, fields = _parts(family, size, dropout)
-    config = getattr(transformers, f"{stem}TextConfig" if stem == "Gemma3" else f"{stem}Config")
+    stem, its_head, _ = _parts(family, size, dropout)
     head = head or f"{'' if stem == 'GPT2' else 'For'}{its_head}"
-    model = getattr(transformers, stem + head)(config(**fields | more))
+    model = getattr(transformers, stem + head)(config_of(family, size, dropout, **more))
     for module in model.modules():
         if type(module).__name__ == "T5Attention":
             module.dropout = 0.0
