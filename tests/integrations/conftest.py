@@ -1,7 +1,8 @@
 """What these tests share: saved models, to be loaded quantized or by TRL, which wants a tokenizer beside them."""
 
+import functools
+
 import pytest
-import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -10,14 +11,13 @@ from support.zoo import VOCAB, Size, build
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Saves a model of a size, once a module, and gives its folder."""
-    folders = {}
+    """Saves a stock model, once a module, and gives its folder."""
 
-    def save(size, family="llama"):
-        if (size, family) not in folders:
-            folders[size, family] = tmp_path_factory.mktemp("base")
-            build(family, size, torch.bfloat16).save_pretrained(folders[size, family])
-        return folders[size, family]
+    @functools.cache
+    def save(size=None, family="llama"):
+        folder = tmp_path_factory.mktemp("base")
+        build(family, size or Size()).save_pretrained(folder)
+        return folder
 
     return save
 

@@ -4,13 +4,13 @@ import re
 
 import pytest
 import torch
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback
 
 import hf_memsave
 from hf_memsave import ConfigError, MemSaveCallback, MemSaveConfig, MemSaveTrainer, PatchError, measure_kept, unpatch
 from hf_memsave.patching.swap import is_patched, patch_of
 from support.helpers import only_on_cpu
-from support.rows import Rows
+from support.rows import Rows, arguments, logged
 from support.steps import assert_same, patched_classes
 from support.zoo import build
 
@@ -32,25 +32,12 @@ def make(tmp_path, device):
     only_on_cpu(device)
 
     def make(model="llama", cls=Trainer, callbacks=(), model_init=None, trainer=None, **options):
-        options = {"max_steps": 3, "bf16": False, "save_strategy": "no", "report_to": [], **options}
-        arguments = TrainingArguments(
-            tmp_path / "out", per_device_train_batch_size=4, logging_steps=1, use_cpu=True,
-            disable_tqdm=True, learning_rate=1e-2, **options,
-        )  # fmt: skip
-        if model_init is None:
-            model = build(model) if isinstance(model, str) else model
-        else:
-            model = None
-        return cls(
-            model, arguments, train_dataset=Rows("llama"), callbacks=list(callbacks), model_init=model_init,
-            **(trainer or {}),
-        )  # fmt: skip
+        model = build(model) if isinstance(model, str) else model
+        given = {"model": model} if model_init is None else {"model_init": model_init}
+        args, callbacks = arguments(tmp_path / "out", **options), list(callbacks)
+        return cls(args=args, train_dataset=Rows("llama"), callbacks=callbacks, **given, **(trainer or {}))
 
     return make
-
-
-def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def test_a_run_prints_nothing_and_logs_with_its_first_loss_what_is_freed_by_kind(make, capsys):
@@ -91,8 +78,7 @@ def test_every_reporter_gets_what_the_first_step_kept_and_freed(make, cls, bf16)
         assert logs["memsave/kept_gib"] * GIB == pytest.approx(kept, rel=0.02)  # a batch with other padding
         assert logs["memsave/freed_fraction"] == pytest.approx(1 - kept / stock, rel=0.05)
         assert "memsave/peak_gib" not in logs
-    history = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert [entry["memsave/kept_gib"] for entry in history] == [logs["memsave/kept_gib"] for logs in with_loss]
+    assert logged(trainer, "memsave/kept_gib") == [(logs["memsave/kept_gib"],) for logs in with_loss]
 
 
 def test_a_share_that_is_not_counted_is_not_logged(make):
@@ -123,9 +109,9 @@ def test_tensorboard_gets_them_once_with_each_loss(make, tmp_path):
 def test_watching_the_first_step_changes_no_bit_and_saved_models_are_stocks(make, tmp_path):
     runs, saved = [], []
     for name, cls in (("stock", Trainer), ("callback", Trainer), ("trainer", MemSaveTrainer)):
-        trainer = make(cls=cls, callbacks=[MemSaveCallback("exact")] if name == "callback" else [], seed=3)
+        trainer = make(cls=cls, callbacks=[MemSaveCallback("exact")] if name == "callback" else [])
         trainer.train()
-        runs.append((losses(trainer), dict(trainer.model.named_parameters())))
+        runs.append((logged(trainer), dict(trainer.model.named_parameters())))
         trainer.save_model(tmp_path / name)
         saved.append({p.name: p.read_bytes() for p in sorted((tmp_path / name).iterdir())})
         assert bool(patched_classes(trainer.model)) == (name != "stock")
@@ -147,7 +133,7 @@ def test_a_model_built_by_model_init_is_patched_each_time(make):
         trainer.train()
         assert trainer.model is not first and "_original_forward" in vars(trainer.model)
         assert ("LlamaDecoderLayer" in patched_classes(trainer.model).values()) == patched
-        runs.append((losses(trainer), callback))
+        runs.append((logged(trainer), callback))
     assert runs[0][0] == runs[1][0]
     callback = runs[0][1]
     make(callbacks=[plain := MemSaveCallback()], bf16=True).train()
@@ -169,8 +155,7 @@ def test_hyperparameter_search_finds_what_stock_finds(make):
             sampler=optuna.samplers.RandomSampler(seed=0),
         )  # fmt: skip
         found.append((best.objective, best.hyperparameters))
-    assert found[0] == found[1]
-    assert callbacks[0].metrics["memsave/freed_fraction"] > 0.1
+    assert found[0] == found[1] and callbacks[0].metrics["memsave/freed_fraction"] > 0.1
 
 
 @pytest.mark.parametrize("place", ["a layer", "what prepares the batch"])
@@ -203,8 +188,7 @@ def test_the_mixin_serves_any_trainer(make):
 
     trainer = make(cls=Mine, trainer={"memsave": {"norm": "stock"}})
     quiet = {type(m).__name__ for m in trainer.model.modules() if is_patched(m) and patch_of(m).op == "quiet"}
-    assert quiet == {"LlamaRMSNorm"}
-    assert not patched_classes(make(cls=Mine, trainer={"memsave": False}).model)
+    assert quiet == {"LlamaRMSNorm"} and not patched_classes(make(cls=Mine, trainer={"memsave": False}).model)
 
 
 # Mistakes.

@@ -7,11 +7,13 @@ import os
 import re
 from collections import Counter
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -20,10 +22,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from hf_memsave import MemSaveConfig, PatchError, measure_kept, patch
-from hf_memsave.patching.tiled import PLANS
+from hf_memsave.ops.loss import chunked_loss
+from support import accuracy
 from support.compiled import interpreted
 from support.steps import assert_same
-from support.zoo import Size, batch_for, build
+from support.tiled import SIZE as LONG
+from support.tiled import assert_near, reasons
+from support.zoo import VOCAB, Size, batch_for, build
 
 #: Engines, orders and kinds of checkpointing are in test_engines.py.
 RANKS, STEPS = 2, 2
@@ -83,8 +88,7 @@ def forward(model, seed):
 UNITS = {"blocks": (GradientCheckpointingLayer,), "attention": (LlamaAttention, LlamaMLP)}
 USES = {"stays, then goes": stays_then_goes, "two forwards": two_forwards, "by hand": by_hand}
 AGAIN = {"gate": {"checkpoint": "gate"}, "gate and offload": {"checkpoint": "gate", "offload": True}}
-#: Longer than what a block is tried with before it runs in tiles; and how such a model is wrapped.
-LONG = Size(seq=96)
+#: How a model is wrapped whose blocks run in tiles.
 TILED = {
     "tiles, DDP": DistributedDataParallel,
     "tiles, DDP's buckets": partial(DistributedDataParallel, gradient_as_bucket_view=True, static_graph=True),
@@ -92,6 +96,8 @@ TILED = {
     "tiles, FSDP2 that stays": partial(shard, reshard_after_forward=False),
     "tiles, FSDP2 in bf16": partial(shard, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
 }
+#: Who shards the head, and whether the loss is computed outside of the model.
+HEADS = list(product(("root", "resharded", "head"), (False, True)))
 SHARDED = [*(("blocks", use) for use in USES), ("attention", "two forwards")]
 
 
@@ -163,8 +169,24 @@ def tiled_under(engine, fields, rank):
                 loss.backward()
             found[f"loss {number} {part}"] = loss.detach()
         found |= {f"{number} {name}": full(p.grad) for name, p in model.named_parameters()}
-    plans = [plan for m in model.modules() for plan in m.__dict__.get(PLANS, {}).values()]
-    return found, dict(calls), [plan.why_not for plan in plans]
+    return found, dict(calls), reasons(model)
+
+
+def head_under(how, is_outside, is_patched, rank):
+    """Gradients where FSDP2 frees the head of a chunked loss; where blocks run again, its norm runs in rows."""
+    model = accuracy.lm("llama")
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    if is_patched:
+        patch(model, MemSaveConfig(checkpoint="block" if is_outside else None))
+    if how == "head":
+        fully_shard(model.lm_head, mesh=init_device_mesh("cpu", (RANKS,)))
+    shard(model, reshard_after_forward=how == "resharded" or None)
+    batch = batch_for(model, accuracy.LONG, seed=rank)
+    labels = batch.pop("labels") if is_outside else None
+    out = model(**batch)
+    loss = F.cross_entropy(out.logits.view(-1, VOCAB), labels.view(-1)) if is_outside else out.loss
+    loss.backward()
+    return {name: full(p.grad) for name, p in model.named_parameters()}
 
 
 def full(tensor):
@@ -178,11 +200,15 @@ def work(rank, folder):
     )
     found = {}
     try:
-        for case in ("first step", "refusal", *SHARDED, "DDP", "FSDP2", *TILED):
+        for case in ("first step", "refusal", *SHARDED, *HEADS, "DDP", "FSDP2", *TILED):
             if case == "first step":
                 found[case] = first_step_said(rank)
             elif case in SHARDED:
                 found[case] = {name: train_sharded(*case, AGAIN.get(name), rank) for name in (*AGAIN, "stock")}
+            elif case in HEADS:
+                with pytest.MonkeyPatch.context() as monkeypatch:
+                    monkeypatch.setattr(chunked_loss, "CHUNK", accuracy.SMALL)
+                    found[case] = [head_under(*case, is_patched, rank) for is_patched in (True, False)]
             elif case in TILED:
                 found[case] = [tiled_under(case, fields, rank) for fields in ({"tiles": 40}, {})]
             elif case in ("DDP", "FSDP2"):
@@ -236,14 +262,18 @@ def test_compiled_blocks_train_on_two_processes(engine, ranks):
             torch.testing.assert_close(got[name], gradient, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("case", HEADS, ids=str)
+def test_a_head_that_fsdp2_frees_trains_like_stock(case, ranks):
+    for got, expected in of_case(ranks, case):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-7)
+
+
 @pytest.mark.parametrize("case", TILED)
 def test_blocks_in_tiles_have_stocks_gradients_and_run_each_hook_of_a_weight_as_often(case, ranks):
     slack = 0.02 if "bf16" in case else 1e-10
-    for (got, calls, reasons), (expected, stock_calls, _) in of_case(ranks, case):
-        assert reasons and not any(reasons) and calls == stock_calls and list(got) == list(expected)
-        largest = max(float(tensor.norm()) for tensor in expected.values())
-        for name, tensor in expected.items():
-            assert (got[name] - tensor).norm() <= slack * max(float(tensor.norm()), 1e-3 * largest), name
+    for (got, calls, why), (expected, stock_calls, _) in of_case(ranks, case):
+        assert set(why) == {None} and calls == stock_calls
+        assert_near(got, expected, slack, least=1e-3)
 
 
 def test_one_process_says_what_the_first_step_keeps(ranks):

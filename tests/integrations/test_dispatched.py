@@ -15,15 +15,6 @@ from support.helpers import only_on_cpu
 from support.steps import assert_same, patched_classes, step
 from support.zoo import batch_for, build
 
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """The folder of a stock LLaMA."""
-    folder = tmp_path_factory.mktemp("llama")
-    build("llama").save_pretrained(folder)
-    return {"llama": folder}
-
-
 # Accelerate's hooks
 
 OFFLOADED = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers.0", "lm_head"), "cpu")
@@ -35,9 +26,7 @@ def dispatched(saved, tmp_path, device):
     only_on_cpu(device, "a map of CPU and disk")
 
     def load(**options):
-        return AutoModelForCausalLM.from_pretrained(
-            saved["llama"], device_map=OFFLOADED, offload_folder=tmp_path, **options
-        )
+        return AutoModelForCausalLM.from_pretrained(saved(), device_map=OFFLOADED, offload_folder=tmp_path, **options)
 
     return load
 
@@ -107,7 +96,7 @@ def test_an_adapter_folder_loads_patched_and_trains_with_stocks_bits(saved, tmp_
     only_on_cpu(device)
     torch.manual_seed(0)
     config = LoraConfig(r=4, lora_dropout=0.1, init_lora_weights=False)
-    get_peft_model(LlamaForCausalLM.from_pretrained(saved["llama"]), config).save_pretrained(tmp_path)
+    get_peft_model(LlamaForCausalLM.from_pretrained(saved()), config).save_pretrained(tmp_path)
     for door in (AutoModelForCausalLM, AutoPeftModelForCausalLM):
         results = []
         for options in ({}, {"memsave": True}):

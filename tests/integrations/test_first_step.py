@@ -37,10 +37,8 @@ _SIZE = r"([\d.]+ [KM]iB)"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    build("llama", SIZE).save_pretrained(folder)
-    return str(folder)
+def folder(saved):
+    return str(saved(SIZE))
 
 
 @pytest.fixture(autouse=True)
@@ -70,8 +68,7 @@ def check(line, model, batch, **options):
     kept = measure_kept(model, batch, **options).total
     unpatch(model)
     stock = measure_kept(model, batch, **options).total
-    assert kept < 0.8 * stock
-    assert sizes(line)[-1] == (pytest.approx(kept, rel=0.02), pytest.approx(stock, rel=0.02))
+    assert kept < 0.8 * stock and sizes(line)[-1] == (pytest.approx(kept, rel=0.02), pytest.approx(stock, rel=0.02))
     (freed,) = re.findall(r"([\d]+)% freed \(([^;)]*)", line)
     assert float(freed[0]) == pytest.approx(100 * (1 - kept / stock), abs=2)
     names, found = zip(*(re.fullmatch(rf"(.*) {_SIZE}", part).groups() for part in freed[1].split(", ")), strict=True)
@@ -272,17 +269,10 @@ def test_a_rung_that_the_model_has_no_linears_for_is_not_advised(lines):
 # Once and where it is asked for
 
 
-@pytest.mark.parametrize(
-    ("told", "count"),
-    [
-        ("not at all", 1),
-        ("by Transformers", 0),
-        ("by Python", 0),
-        ("by a null handler", 1),
-        ("by a file", 1),
-        ("by basicConfig", 1),
-    ],
-)
+TOLD = {"not at all": 1, "by Transformers": 0, "by Python": 0, "by a null handler": 1, "by a file": 1}
+
+
+@pytest.mark.parametrize(("told", "count"), [*TOLD.items(), ("by basicConfig", 1)])
 def test_it_is_said_once_without_handlers_and_with_and_not_where_it_is_told_to_be_quiet(told, count, monkeypatch):
     logger, root = logging.getLogger("hf_memsave"), logging.getLogger()
     monkeypatch.setattr(logger, "handlers", logger.handlers[:])

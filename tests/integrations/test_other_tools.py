@@ -16,9 +16,8 @@ from torch.utils._pytree import tree_leaves
 from transformers.pytorch_utils import Conv1D
 
 from hf_memsave import measure_kept, patch, unpatch
-from support.helpers import only_on_cpu
+from support.helpers import only_on_cpu, thinned
 from support.steps import assert_same, step, with_uneven_vectors
-from support.thinned import thinned
 from support.zoo import Size, batch_for, build
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # half of these tools are deprecated, and still in use

@@ -7,12 +7,12 @@ import io
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 from hf_memsave import MemSaveCallback
 from hf_memsave.patching.swap import is_patched
 from support.helpers import only_on_cpu
-from support.rows import Rows
+from support.rows import Rows, arguments, logged
 from support.steps import assert_same
 from support.zoo import Size, build
 
@@ -50,18 +50,16 @@ def run(folder, family, end, checkpoint=None, interrupt=None):
     model = build(name, Size(hidden=16, heads=2))
     if lora:
         model = get_peft_model(model, LoraConfig(target_modules="all-linear", lora_dropout=0.2))
-    arguments = TrainingArguments(
-        folder, max_steps=STEPS, per_device_train_batch_size=3, learning_rate=1e-2, logging_steps=1, report_to=[],
-        use_cpu=True, disable_tqdm=True, save_strategy="steps", save_steps=SAVE_STEPS, seed=3, bf16=family != "bert",
-    )  # fmt: skip
+    saves = dict(save_strategy="steps", save_steps=SAVE_STEPS)
+    args = arguments(folder, max_steps=STEPS, per_device_train_batch_size=3, bf16=family != "bert", **saves)
     callbacks = [MemSaveCallback()] * (end == "memsave")
     callbacks += [] if interrupt is None else [Interrupt(model, *interrupt)]
-    trainer = Trainer(model, arguments, train_dataset=Rows(family), callbacks=callbacks)
+    trainer = Trainer(model, args, train_dataset=Rows(family), callbacks=callbacks)
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.train(resume_from_checkpoint=checkpoint)
     assert any(map(is_patched, model.modules())) == (end == "memsave")
     state = trainer.optimizer.state_dict()["state"]
-    losses = [(e["loss"], e["grad_norm"]) for e in trainer.state.log_history if "loss" in e]
+    losses = logged(trainer, "loss", "grad_norm")
     found = {f"optimizer.{n}.{key}": value for n, entry in state.items() for key, value in entry.items()}
     found |= {name: p.detach() for name, p in model.named_parameters()}
     return found | {"logged": torch.tensor(losses, dtype=torch.float64), "generator": torch.get_rng_state()}

@@ -2,27 +2,21 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer
 
 from hf_memsave import measure_kept, patch, unpatch
-from support.helpers import only_on_cpu
-from support.rows import Rows
+from support.helpers import only_on_cpu, thinned
+from support.rows import Rows, arguments, logged
 from support.steps import assert_same, patched_classes
-from support.thinned import thinned
 from support.zoo import build
 
 AUTO = {"bert": AutoModelForSequenceClassification, "llama": AutoModelForCausalLM}
+AGAIN = {"gradient_checkpointing": True}
 WAYS = {
-    "fp32": {},
-    "bf16": {"bf16": True},
-    "checkpointing": {"gradient_checkpointing": True},
-    "reentrant checkpointing": {
-        "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": True},
-    },
-    "bf16 and checkpointing": {"bf16": True, "gradient_checkpointing": True},
+    "fp32": {}, "bf16": {"bf16": True}, "checkpointing": AGAIN, "bf16 and checkpointing": AGAIN | {"bf16": True},
+    "reentrant checkpointing": AGAIN | {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
     "accumulation": {"gradient_accumulation_steps": 2},
-}
+}  # fmt: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing.* is deprecated:FutureWarning")
 
@@ -35,11 +29,7 @@ def trainer_of(tmp_path, device):
         config = build(family).config
         torch.manual_seed(1)
         model = AUTO[family].from_config(config, **({"memsave": True} if patched else {}))
-        arguments = TrainingArguments(
-            tmp_path / str(patched), max_steps=5, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1,
-            report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", seed=3, **options,
-        )  # fmt: skip
-        return Trainer(model, arguments, train_dataset=Rows(family))
+        return Trainer(model, arguments(tmp_path, max_steps=5, **options), train_dataset=Rows(family))
 
     return make
 
@@ -47,8 +37,7 @@ def trainer_of(tmp_path, device):
 def history(trainer):
     torch.manual_seed(5)  # Trainer seeds when it is made
     trainer.train()
-    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return [(entry["loss"], entry["grad_norm"], entry["learning_rate"]) for entry in steps]
+    return logged(trainer, "loss", "grad_norm", "learning_rate")
 
 
 @pytest.mark.parametrize(("family", "way"), thinned(2, AUTO, WAYS))
@@ -58,8 +47,7 @@ def test_a_run_equals_stocks(family, way, trainer_of):
     assert_same(dict(ours.model.named_parameters()), start)
     logged, expected = history(ours), history(stock)
     assert patched_classes(ours.model) != {} == patched_classes(stock.model)
-    assert len({loss for loss, *_ in expected}) == 5
-    assert logged == expected
+    assert len({loss for loss, *_ in expected}) == 5 and logged == expected
     assert_same(dict(ours.model.named_parameters()), dict(stock.model.named_parameters()))
     assert any(not torch.equal(p, start[name]) for name, p in stock.model.named_parameters())
 

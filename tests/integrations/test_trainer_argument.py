@@ -11,8 +11,9 @@ from transformers import LlamaForCausalLM, PreTrainedModel, Seq2SeqTrainer, Seq2
 import hf_memsave
 from hf_memsave import ConfigError, MemSaveCallback, MemSaveConfig
 from hf_memsave.patching.swap import patch_of
+from support import rows
 from support.helpers import only_on_cpu
-from support.rows import Rows
+from support.rows import Rows, logged
 from support.steps import assert_same, patched_classes
 from support.zoo import build
 
@@ -49,17 +50,11 @@ class Mixed(hf_memsave.MemSaveMixin, Lists):
 @pytest.fixture
 def arguments(tmp_path, device):
     only_on_cpu(device)
-    fixed = dict(report_to=[], use_cpu=True, disable_tqdm=True, per_device_train_batch_size=4, logging_steps=1, seed=3)
-    fixed |= dict(max_steps=2, save_strategy="no")
-    return lambda **options: Seq2SeqTrainingArguments(tmp_path, **fixed | options)
+    return lambda: rows.arguments(tmp_path, Seq2SeqTrainingArguments, max_steps=2)
 
 
 def callbacks(trainer):
     return [c for c in trainer.callback_handler.callbacks if isinstance(c, MemSaveCallback)]
-
-
-def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def test_the_stock_trainer_takes_every_form_of_the_argument(arguments, tmp_path):
@@ -76,7 +71,7 @@ def test_the_stock_trainer_takes_every_form_of_the_argument(arguments, tmp_path)
     for trainer in (ours, stock):
         torch.manual_seed(5)
         trainer.train()
-    assert losses(ours) == losses(stock) and len(set(losses(stock))) == 2
+    assert logged(ours) == logged(stock) and len(set(logged(stock))) == 2
     assert_same(dict(ours.model.named_parameters()), dict(stock.model.named_parameters()))
     assert ours.state.log_history[0]["memsave/freed_fraction"] > 0.1
 
@@ -93,7 +88,7 @@ def test_false_trains_stock_what_was_patched_before(cls, arguments, caplog):
     for trainer in trainers:
         trainer.train()
         assert patched_classes(trainer.model) == {} and "memsave" not in str(trainer.state.log_history)
-    assert losses(trainers[0]) == losses(trainers[1])
+    assert logged(trainers[0]) == logged(trainers[1])
     hf_memsave.patch(model, "gate")
     assert patch_of(cls(model, arguments(), train_dataset=Rows("llama")).model).config.checkpoint == "gate"
 

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from datasets import Dataset
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 from hf_memsave import WTACRS, ConfigError, MemSaveCallback, MemSaveConfig
 from hf_memsave.patching.sampled_layers import sampler_of
 from support.helpers import assert_same_bits
+from support.rows import arguments
 from support.zoo import VOCAB, Size, build
 
 SIZE = Size(batch=4, seq=24)
@@ -25,10 +26,8 @@ def dataset(samples=SAMPLES, with_index=True):
 
 
 def trainer(folder, sampled, data=None, steps=8, **options):
-    args = TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=SIZE.batch, max_steps=steps, logging_steps=1, save_steps=4,
-        report_to="none", use_cpu=not torch.cuda.is_available(), disable_tqdm=True, **options,
-    )  # fmt: skip
+    options |= dict(use_cpu=not torch.cuda.is_available(), save_strategy="steps", save_steps=4)
+    args = arguments(folder, max_steps=steps, **options)
     callback = MemSaveCallback(MemSaveConfig(linear=sampled))
     return Trainer(build("bert", SIZE), args, train_dataset=data or dataset(), callbacks=[callback])
 

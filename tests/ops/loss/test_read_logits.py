@@ -1,24 +1,17 @@
 """Logits of a chunked loss that are read, written to or watched are stock's, and so are gradients through them."""
 
-import datetime
-
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_memsave import KeptTensorChangedError, MemSaveConfig, PatchError, patch
+from hf_memsave import KeptTensorChangedError, PatchError, patch
 from hf_memsave.ops.loss import chunked_loss
 from hf_memsave.ops.loss.lazy_logits import LazyLogits
-from support.accuracy import LONG, SMALL, lm
+from support.accuracy import lm
 from support.zoo import Size, batch_for, build
 
-WORDS, RANKS, TIMEOUT = 512, 2, datetime.timedelta(seconds=60)
+WORDS = 512
 
 
 def patched():
@@ -40,25 +33,16 @@ def lazy_of(model, batch):
 
 
 READS = {
-    "softmax": lambda x: x.softmax(-1),
-    "numpy": lambda x: x.detach().numpy().sum(),
-    "item": lambda x: x[0, 0, 0].item(),
-    "cat": lambda x: torch.cat([x, x]),
-    "matmul": lambda x: x @ torch.ones(x.shape[-1], 2),
-    "a part of the words": lambda x: x[..., :7],
-    "the last token, as float": lambda x: x[:, -1].float(),
-    "rows": lambda x: x.view(-1, x.shape[-1])[3:5],
-    "other rows": lambda x: x.reshape(-1, 4),
-    "words first": lambda x: x.transpose(1, 2),
-    "clone": lambda x: x.clone(),
-    "scaled": lambda x: (x / 3.0).tanh() * 2,
-    "scaled by a tensor": lambda x: x * torch.tensor(2.0),
-    "in place": lambda x: x.clone().mul_(2),
-    "norm": lambda x: torch.linalg.vector_norm(x),
-    "take": lambda x: x.take(torch.tensor([3, 1])),
-    "list": lambda x: torch.tensor(x.tolist()),
+    "softmax": lambda x: x.softmax(-1), "numpy": lambda x: x.detach().numpy().sum(),
+    "item": lambda x: x[0, 0, 0].item(), "cat": lambda x: torch.cat([x, x]),
+    "matmul": lambda x: x @ torch.ones(x.shape[-1], 2), "a part of the words": lambda x: x[..., :7],
+    "the last token, as float": lambda x: x[:, -1].float(), "rows": lambda x: x.view(-1, x.shape[-1])[3:5],
+    "other rows": lambda x: x.reshape(-1, 4), "words first": lambda x: x.transpose(1, 2), "clone": lambda x: x.clone(),
+    "scaled": lambda x: (x / 3.0).tanh() * 2, "scaled by a tensor": lambda x: x * torch.tensor(2.0),
+    "in place": lambda x: x.clone().mul_(2), "norm": lambda x: torch.linalg.vector_norm(x),
+    "take": lambda x: x.take(torch.tensor([3, 1])), "list": lambda x: torch.tensor(x.tolist()),
     "iteration": lambda x: next(iter(x)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("has_gradient", [False, True])
@@ -244,42 +228,3 @@ def test_few_tokens_of_a_large_head_are_not_worth_its_sums(tokens, kind, monkeyp
         model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])).train()
         patch(model)
         assert type(model(**batch_for(model, size)).logits) is kind
-
-
-def train(how, is_patched, rank, is_outside):
-    model = lm("llama")
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
-    if is_patched:  # where blocks run again, the last norm runs in rows
-        patch(model, MemSaveConfig(checkpoint="block" if is_outside else None))
-    mesh = init_device_mesh("cpu", (RANKS,))
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            fully_shard(module, mesh=mesh)
-    if how == "head":
-        fully_shard(model.lm_head, mesh=mesh)
-    fully_shard(model, mesh=mesh, reshard_after_forward=how == "resharded" or None)
-    batch = batch_for(model, LONG, seed=rank)
-    if is_outside:
-        labels = batch.pop("labels")
-        loss = F.cross_entropy(flat(model(**batch).logits), labels.view(-1))
-    else:
-        loss = model(**batch).loss
-    loss.backward()
-    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-
-
-def work(rank, folder):
-    torch.set_num_threads(1)
-    chunked_loss.CHUNK = SMALL
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=TIMEOUT)
-    for how in ("root", "resharded", "head"):
-        for is_outside in (False, True):
-            stock, ours = (train(how, is_patched, rank, is_outside) for is_patched in (False, True))
-            for name, gradient in stock.items():
-                torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-7, msg=f"{how} {is_outside} {name}")
-    dist.destroy_process_group()
-
-
-@pytest.mark.long
-def test_a_head_that_fsdp2_frees_trains_like_stock(tmp_path):
-    mp.spawn(work, args=(str(tmp_path),), nprocs=RANKS)
