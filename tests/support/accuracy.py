@@ -2,10 +2,11 @@
 
 import contextlib
 import copy
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM
+from peft import LoraConfig, get_peft_model
 
 from hf_memsave import patch
 from hf_memsave.ops.loss.lazy_logits import LazyLogits
@@ -16,22 +17,19 @@ LONG = Size(seq=64)
 SMALL = 50000
 
 
-def lm(family, dtype=torch.float32):
-    return build(family, LONG, dtype, dropout=0.0)
+def lm(family, dtype=torch.float32, **more):
+    return build(family, LONG, dtype, dropout=0.0, **more)
 
 
-def softcapped():
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=512)
-    sizes |= dict(num_key_value_heads=2, head_dim=8, pad_token_id=0)
-    return Gemma2ForCausalLM(Gemma2Config(**sizes, attn_implementation="eager", final_logit_softcapping=5.0)).train()
+softcapped = partial(lm, "gemma2", final_logit_softcapping=5.0)
+#: It multiplies its logits.
+scaled = partial(lm, "cohere2", logit_scale=0.5)
 
 
-def scaled():
-    """One that multiplies them."""
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=512)
-    return CohereForCausalLM(CohereConfig(**sizes, logit_scale=0.5, pad_token_id=0)).train()
+def adapted(dtype=torch.float32, targets=("lm_head", "q_proj"), rank=8):
+    """LLaMA with LoRA on its head, too."""
+    config = LoraConfig(r=rank, target_modules=list(targets), init_lora_weights=False)
+    return get_peft_model(lm("llama", dtype), config, autocast_adapter_dtype=False).train()
 
 
 class OfLinear:

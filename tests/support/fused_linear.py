@@ -4,13 +4,13 @@ import copy
 
 import torch
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification
 
-from hf_memsave import MemSaveConfig, patch
+from hf_memsave import patch
 from support.helpers import assert_same_bits
+from support.kernels import TRITON
+from support.zoo import Size, batch_for, build
 
-TRITON = MemSaveConfig(backend="triton")
-LOW = torch.bfloat16
+LOW, SIZE = torch.bfloat16, Size(heads=2, seq=6)
 
 
 def autocast(device, **options):
@@ -36,19 +36,14 @@ class Attention(nn.Module):
         return self.o((q * self.k(x)).tanh() + self.v(x))
 
 
-def bert(device, dropout=0.0, intermediate=64, words=50):
-    config = BertConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=intermediate, vocab_size=words,
-        hidden_dropout_prob=dropout, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = BertForSequenceClassification(config).to(device).train()
-    ids = torch.arange(12, device=device).view(2, 6)
-    return model, {"input_ids": ids, "labels": torch.tensor([0, 1], device=device)}
+def bert(device, dropout=0.0):
+    """And its batch."""
+    model = build("bert", SIZE, dropout=dropout).to(device)
+    return model, batch_for(model, SIZE)
 
 
 def step(model, x, device, **options):
-    """The result in fp32, and the gradients of the input and of all parameters."""
+    """The result in fp32, and gradients: of the input and of all parameters."""
     model.zero_grad()
     x = x.detach().clone().requires_grad_()
     with autocast(device, **options):

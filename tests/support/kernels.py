@@ -10,6 +10,7 @@ import torch
 
 from hf_memsave import MemSaveConfig
 from hf_memsave.ops.fused.kernels import kernels
+from support import steps
 from support.zoo import Size, batch_for
 
 TRITON = MemSaveConfig(backend="triton")
@@ -32,12 +33,7 @@ def rounding():
 
 
 def step(model, seed=0, size=SMALL):
-    batch = batch_for(model, size)
-    model.zero_grad()
-    torch.manual_seed(seed)
-    loss = model(**batch).loss
-    loss.backward()
-    return [loss.detach(), *[p.grad.clone() for p in model.parameters() if p.grad is not None]]
+    return list(steps.step(model, batch_for(model, size), seed).values())
 
 
 def distance(found, exact):

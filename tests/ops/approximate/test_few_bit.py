@@ -36,12 +36,9 @@ from support.zoo import Size, batch_for, build
 
 BITS = range(1, 9)
 MODULES = {
-    "gelu": nn.GELU,
-    "gelu-tanh": partial(nn.GELU, "tanh"),
-    "silu": nn.SiLU,
-    "new-gelu": NewGELUActivation,
+    "gelu": nn.GELU, "gelu-tanh": partial(nn.GELU, "tanh"), "silu": nn.SiLU, "new-gelu": NewGELUActivation,
     "quick-gelu": QuickGELUActivation,
-}
+}  # fmt: skip
 #: Largest and L2 error on [-10, 10] of FewBit's own tables (1 to 4 bits), as InvAct's Fig. 5 has them.
 PUBLISHED = {"gelu": (0.376, 0.211, 0.110, 0.064), "silu": (0.464, 0.242, 0.165, 0.073)}
 SIZE = Size(hidden=64)
@@ -140,8 +137,7 @@ def l2(name, table):
 @pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu", "quick_gelu"])  # new_gelu is gelu_tanh
 def test_levels_halve_the_error_with_each_bit_and_are_no_worse_than_published(name):
     errors = [l2(name, levels(name, bits)) for bits in BITS]
-    assert all(after < 0.62 * before for before, after in zip(errors, errors[1:], strict=False))
-    assert errors[7] < 0.005
+    assert all(after < 0.62 * before for before, after in zip(errors, errors[1:], strict=False)) and errors[7] < 0.005
     assert all(error < published * 1.002 for error, published in zip(errors, PUBLISHED.get(name, ()), strict=False))
 
 
@@ -167,8 +163,7 @@ def test_codes_come_back(device, bits):
         assert torch.equal(unpack_codes(packed, codes.numel()).view(shape), codes)
     flags = random(1001, device=device) > 0
     packed = pack_bits(flags)
-    assert packed.nbytes == 126
-    assert torch.equal(unpack_bits(packed, 1001), flags)
+    assert packed.nbytes == 126 and torch.equal(unpack_bits(packed, 1001), flags)
 
 
 # Whether it keeps them

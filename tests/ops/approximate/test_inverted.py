@@ -11,7 +11,7 @@ from transformers import activations
 
 from hf_memsave.errors import KeptTensorChangedError
 from hf_memsave.ops.approximate.activation import ACTIVATION
-from hf_memsave.ops.approximate.inverse import ACTIVATIONS, FITS, name_of, slope, wide
+from hf_memsave.ops.approximate.inverse import FITS, name_of, slope, wide
 from hf_memsave.ops.approximate.inverted import decode, encode, inverted
 from support.helpers import (
     DTYPES,
@@ -30,16 +30,12 @@ from support.helpers import (
     taping,
 )
 from support.pairs import pairwise
-from support.slopes import SLOPE, assert_errs_by_slope
 
 #: What to build, by the name of what it computes; and other classes that compute it.
 KINDS = {
-    "gelu": nn.GELU,
-    "gelu_tanh": partial(nn.GELU, "tanh"),
-    "silu": nn.SiLU,
-    "new_gelu": activations.NewGELUActivation,
+    "gelu": nn.GELU, "gelu_tanh": partial(nn.GELU, "tanh"), "silu": nn.SiLU, "new_gelu": activations.NewGELUActivation,
     "quick_gelu": activations.QuickGELUActivation,
-}
+}  # fmt: skip
 OTHERS = {"GELUActivation": "gelu", "GELUTanh": "gelu_tanh", "SiLUActivation": "silu"}
 VALUES = ("invert", "precision_bit")
 
@@ -68,8 +64,7 @@ def gradient(op, kind, value, leaf, see=torch.clone, autocast=None):
 def test_inverted_knows_its_modules_and_refuses_others(value):
     made = {**{make: name for name, make in KINDS.items()}, **{getattr(activations, k): v for k, v in OTHERS.items()}}
     for make, name in made.items():
-        assert name_of(make()) == name
-        assert ACTIVATION.check(make(), value) == ""
+        assert name_of(make()) == name and ACTIVATION.check(make(), value) == ""
     for module, reason in (
         (nn.SiLU(inplace=True), "inplace=True"),
         (activations.GELUActivation(use_gelu_python=True), "expected torch's own gelu"),
@@ -81,7 +76,7 @@ def test_inverted_knows_its_modules_and_refuses_others(value):
 
 @pytest.mark.parametrize(("kind", "value", "dtype"), pairwise(KINDS, VALUES, DTYPES))
 def test_inverted_forward_is_stocks_and_backward_the_slope_of_the_output(device, kind, value, dtype):
-    """``precision_bit`` changes one unit in the last place at most; and the slope is near the true one."""
+    """``precision_bit`` changes one unit in the last place at most. (How near slopes are is in test_inverse.py.)"""
     x = torch.cat([random(500, dtype=dtype, device=device) * 8, torch.tensor([1e9, -1e9, 0.0, -0.0]).to(device, dtype)])
     op = approximate(kind, value)
     got, stock = run(op, [x], tape=True), run(KINDS[kind](), [x])
@@ -92,19 +87,6 @@ def test_inverted_forward_is_stocks_and_backward_the_slope_of_the_output(device,
         assert (bits(got.output).long() - bits(stock.output).long()).abs().max() == 1
     _, dx, expected = gradient(op, kind, value, (random(500, dtype=dtype, device=device) * 4).requires_grad_())
     assert_same_bits(dx, expected)
-    assert_slope_is_near(device, kind, value, dtype)
-
-
-def assert_slope_is_near(device, kind, value, dtype):
-    """Of what was drawn; every half there is, is in ``test_inverse``."""
-    x = (random(500, dtype=dtype, device=device) * 4).requires_grad_()
-    true = x.detach().double().requires_grad_()
-    with taping():
-        y = approximate(kind, value)(x)
-    (dx,) = torch.autograd.grad(y.sum(), x)
-    (expected,) = torch.autograd.grad(ACTIVATIONS[kind](true).sum(), true)
-    rounding = torch.finfo(dtype).eps
-    assert_errs_by_slope(dx, expected, torch.ones_like(expected), 1.5 * SLOPE[dtype], rounding)
 
 
 @pytest.mark.parametrize(
@@ -169,6 +151,5 @@ def test_precision_bit_survives_every_kind_of_number(device, dtype):
     assert_same_bits(middle[2], torch.tensor(float("inf"), dtype=middle.dtype, device=device))
     low = torch.tensor([-0.0, -info.tiny, -0.125], dtype=dtype, device=device)
     middle, m = decode(encode(low, low == low))
-    assert m.all()
-    assert ((middle - low).abs() <= info.eps * low.abs() + info.tiny * info.eps).all()
+    assert m.all() and ((middle - low).abs() <= info.eps * low.abs() + info.tiny * info.eps).all()
     assert decode(encode(torch.full((2,), float("nan"), dtype=dtype), low[:2].cpu() > 0))[0].isnan().all()

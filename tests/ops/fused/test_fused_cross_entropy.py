@@ -3,12 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model
 
 from hf_memsave import MemSaveConfig, patch
 from hf_memsave.ops.fused import cross_entropy as fused
 from hf_memsave.ops.loss import chunked_loss
-from support.accuracy import LONG, OfLinear, assert_as_near_as_stock, lm, softcapped, step
+from support.accuracy import LONG, OfLinear, adapted, assert_as_near_as_stock, lm, softcapped, step
 from support.kernels import interpreted, rounding  # noqa: F401
 from support.zoo import batch_for
 
@@ -113,7 +112,7 @@ def test_a_head_with_adapters_and_the_torch_backend_are_left_to_pytorch(small_ch
     step(model, batch)
     assert runs
     runs.clear()
-    model = get_peft_model(lm("llama"), LoraConfig(r=8, target_modules=["lm_head"], init_lora_weights=False)).train()
+    model = adapted(targets=["lm_head"])
     patch(model, TRITON)
     step(model, batch)
     assert not runs

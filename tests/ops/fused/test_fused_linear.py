@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_memsave import MemSaveConfig, measure_kept, patch, unpatch
 from hf_memsave.device import is_autocast
 from hf_memsave.ops.fused import activation, dropout_norm, linear
+from support import steps
 from support.fused_linear import (
     LOW,
     TRITON,
@@ -64,8 +65,7 @@ def test_gradients_are_nearer_to_float64_than_stocks(device, make, dtype):
         ratios.append([a / b for a, b in zip(far(found(patched(model)), exact), far(found(model), exact), strict=True)])
     dx, dw, *db = torch.tensor(ratios).mean(0).tolist()
     assert dw < 0.01, "nothing is rounded to 16 bits"
-    assert dx < 0.01 if dtype == torch.float32 else dx <= 1.001
-    assert all(d < 0.01 for d in db)
+    assert (dx < 0.01 if dtype == torch.float32 else dx <= 1.001) and all(d < 0.01 for d in db)
 
 
 class Calls(nn.Module):
@@ -244,11 +244,7 @@ def test_a_norm_gives_the_next_linears_its_output_in_16_bits(device, p, monkeypa
     model, batch = bert(device, p)
 
     def gradients(model):
-        torch.manual_seed(1)
-        model.zero_grad()
-        with autocast(device):
-            model(**batch).loss.backward()
-        return [q.grad.clone() for q in model.parameters()]
+        return list(steps.step(model, batch, low=LOW).values())[1:]
 
     ours = patched(model)
     monkeypatch.setattr(dropout_norm, "widens", lambda x, _: is_autocast(x))  # CPU's autocast leaves norms in 16 bits
@@ -410,9 +406,7 @@ def test_models_that_are_gone_are_forgotten(device):
         step(model, random(5, 24, device=device), device)
     before = len(linear._forwards), len(linear._backwards)
     del model
-    assert len(linear._forwards) < before[0]
-    assert len(linear._backwards) < before[1]
-    assert not linear._running
+    assert len(linear._forwards) < before[0] and len(linear._backwards) < before[1] and not linear._running
 
 
 def test_a_backward_that_fails_leaves_nothing(device):

@@ -18,13 +18,10 @@ from support.zoo import batch_for, build
 
 TRITON = MemSaveConfig(backend="triton", norm="stock", activation="stock")
 LAYOUTS = {
-    "heads first": dict(dim=1),
-    "heads last": dict(dim=2),
-    "one table for the batch": dict(tables=1),
-    "of a part of each head": dict(width=12),
-    "as attention lays it out": dict(is_transposed=True),
+    "heads first": dict(dim=1), "heads last": dict(dim=2), "one table for the batch": dict(tables=1),
+    "of a part of each head": dict(width=12), "as attention lays it out": dict(is_transposed=True),
     "few heads": dict(keys=1),
-}
+}  # fmt: skip
 
 
 def modeling(name):
@@ -107,8 +104,7 @@ def test_only_the_patched_model_has_it_and_until_undone(device, monkeypatch):
         torch.testing.assert_close(found, stock)
         return len(launches)
 
-    assert "fused_rotary" in str(report)
-    assert [count(model), count(copy.deepcopy(model)), count(other)] == [2, 2, 0]
+    assert "fused_rotary" in str(report) and [count(model), count(copy.deepcopy(model)), count(other)] == [2, 2, 0]
     assert dict(vars(module)) == names
     report.undo()
     assert count(model) == 0

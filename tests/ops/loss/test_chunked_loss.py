@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from hf_memsave import MemSaveConfig, patch
 from hf_memsave.count.peak import count_peak
@@ -15,9 +14,9 @@ from hf_memsave.measure.fake_device import fake_device
 from hf_memsave.ops.loss import chunked_loss, sums
 from hf_memsave.ops.loss.lazy_logits import LazyLogits
 from support import accuracy
-from support.accuracy import LONG, SMALL, OfLinear, lm, of_ours_over_stocks, step
+from support.accuracy import LONG, SMALL, OfLinear, adapted, lm, of_ours_over_stocks, step
 from support.fake import NoTransfers, on_fake
-from support.zoo import Size, batch_for
+from support.zoo import Size, batch_for, build
 
 MODES = {"fp32": (torch.float32, False), "bf16": (torch.bfloat16, False), "autocast": (torch.float32, True)}
 of_cpu_kernels = pytest.mark.skipif(torch.cuda.is_available(), reason="figures are those of CPU kernels")
@@ -27,9 +26,8 @@ def autocast(enabled=True):
     return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
 
 
-def with_lora(dtype=torch.float32):
-    lora = LoraConfig(r=8, target_modules=["lm_head", "q_proj", "v_proj"], init_lora_weights=False)
-    return get_peft_model(lm("llama", dtype), lora, autocast_adapter_dtype=False).train()
+with_lora = partial(adapted, targets=("lm_head", "q_proj", "v_proj"))
+masked_lm = partial(build, "bert", Size(layers=1), head="ForMaskedLM")
 
 
 def test_a_loss_that_fits_is_stocks_to_the_bit():
@@ -37,14 +35,15 @@ def test_a_loss_that_fits_is_stocks_to_the_bit():
     stock, expected = step(model, batch)
     patch(model)
     out, found = step(model, batch)
-    assert type(out.logits) is torch.Tensor
-    assert torch.equal(out.loss, stock.loss)
+    assert type(out.logits) is torch.Tensor and torch.equal(out.loss, stock.loss)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize(
-    "make", [*(partial(lm, f) for f in ("llama", "phi", "t5-decoder")), accuracy.softcapped, accuracy.scaled, with_lora]
-)
+MAKERS = {family: partial(lm, family) for family in ("llama", "phi", "t5-decoder")}
+MAKERS |= {"softcapped": accuracy.softcapped, "scaled": accuracy.scaled, "with_lora": with_lora}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_chunks_are_as_near_to_float64_as_stock(make, monkeypatch):
     monkeypatch.setattr(chunked_loss, "CHUNK", 2 * SMALL if make is with_lora else SMALL)
     accuracy.assert_as_near_as_stock(make)
@@ -125,8 +124,7 @@ def test_where_it_is_not_chunked(small_chunks):
     patch(model)
     with torch.no_grad():
         out = model(**batch)
-    assert type(out.logits) is torch.Tensor
-    assert torch.equal(out.logits, expected.logits)
+    assert type(out.logits) is torch.Tensor and torch.equal(out.logits, expected.logits)
     assert torch.equal(out.loss, expected.loss)
     with torch.autocast("cpu", torch.float16):
         assert type(model(**batch).logits) is torch.Tensor
@@ -147,12 +145,6 @@ def test_a_label_that_is_no_word_is_refused_as_in_stock(small_chunks):
         assert messages[0] == messages[1]
 
 
-def masked_lm():
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=512)
-    return BertForMaskedLM(BertConfig(**sizes)).train()
-
-
 @pytest.mark.parametrize("make", [masked_lm, lambda: lm("t5-decoder")], ids=["bert", "t5"])
 def test_under_autocast_a_loss_of_logits_in_16_bits_is_in_fp32_as_stocks(make, device, small_chunks):
     model, batch = make().to(device), batch_for(make().to(device), LONG)
@@ -163,8 +155,7 @@ def test_under_autocast_a_loss_of_logits_in_16_bits_is_in_fp32_as_stocks(make, d
         with torch.autocast(device.type, torch.bfloat16):
             out = model(**batch)
         losses.append(out.loss)
-        assert out.logits.dtype == torch.bfloat16
-        assert (type(out.logits) is LazyLogits) == is_patched
+        assert out.logits.dtype == torch.bfloat16 and (type(out.logits) is LazyLogits) == is_patched
     stock, ours = losses
     assert ours.dtype == stock.dtype == torch.float32
     torch.testing.assert_close(ours, stock, rtol=2e-3, atol=0)
@@ -187,8 +178,7 @@ def test_on_a_gpu_the_loss_is_in_fp32_too_and_the_host_waits_for_nothing(make, h
         with NoTransfers():
             with torch.autocast(model.device.type, torch.bfloat16):
                 out = model(**batch, **options)
-            assert type(out.logits) is LazyLogits
-            assert out.loss.dtype == torch.float32
+            assert type(out.logits) is LazyLogits and out.loss.dtype == torch.float32
             out.loss.backward()
 
 
@@ -216,12 +206,9 @@ def test_rows_of_a_chunk_fill_the_tiles_of_a_devices_products(memory, words, row
 
 
 def llama(words, h, tokens, layers=1):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=h, intermediate_size=2 * h, num_hidden_layers=layers, num_attention_heads=2, vocab_size=words,
-        max_position_embeddings=max(tokens, 64),
-    )  # fmt: skip
-    return LlamaForCausalLM(config).train(), torch.randint(0, words, (1, tokens))
+    size = Size(hidden=h, heads=2, layers=layers)
+    fields = dict(intermediate_size=2 * h, num_key_value_heads=2, vocab_size=words, max_position_embeddings=4096)
+    return build("llama", size, **fields), torch.randint(0, words, (1, tokens))
 
 
 def peaks_of(model, ids, mode="fp32"):
@@ -246,8 +233,7 @@ def peaks_of(model, ids, mode="fp32"):
 @pytest.mark.long
 def test_a_step_of_32k_words_4096_tokens_and_hidden_64_peaks_at_a_thirteenth_of_stocks():
     stock, ours = peaks_of(*llama(32_000, 64, 4096, layers=2))
-    assert stock >= 1.6e9
-    assert ours <= 0.125e9
+    assert stock >= 1.6e9 and ours <= 0.125e9
 
 
 @of_cpu_kernels
@@ -279,8 +265,7 @@ def test_the_loss_keeps_two_bytes_a_hidden_unit_and_token_and_one_chunk(words, t
     h = 64
     run, _ = head_and_loss(words, h, tokens, trains_head=False)
     kept = count_peak(run)
-    assert kept.end <= 2 * h * tokens + 64
-    assert kept.peak <= chunked_loss.CHUNK + 2 * h * tokens + 16 * tokens
+    assert kept.end <= 2 * h * tokens + 64 and kept.peak <= chunked_loss.CHUNK + 2 * h * tokens + 16 * tokens
 
 
 @of_cpu_kernels

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_memsave import MemSaveConfig, measure_kept, patch
 from hf_memsave.count.peak import count_peak
@@ -13,7 +12,7 @@ from hf_memsave.ops.loss import chunked_loss
 from hf_memsave.tape import Tape
 from hf_memsave.tape.table import TABLE
 from support.accuracy import LONG, lm, step
-from support.zoo import batch_for
+from support.zoo import Size, batch_for, build
 
 #: Bytes of a chunk in which all logits of those models fit; of the copies that a frozen norm makes, a quarter.
 LOGITS_FIT = 2**18
@@ -57,8 +56,7 @@ def test_a_frozen_norm_has_stocks_bits_in_all_that_it_gives(family, mode, monkey
         with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
             out, gradients = step(model, batch)
         found.append([out.loss, out.logits, *(g for g in gradients if g is not None)])
-    assert runs_in_rows(model, batch)
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert runs_in_rows(model, batch) and all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_a_norm_that_trains_is_stocks_own_while_its_copies_fit_in_a_chunk(monkeypatch):
@@ -67,8 +65,7 @@ def test_a_norm_that_trains_is_stocks_own_while_its_copies_fit_in_a_chunk(monkey
     batch = batch_for(model, LONG)
     _, expected = step(model, batch)
     patch(model, BLOCK)
-    assert all(map(torch.equal, step(model, batch)[1], expected))
-    assert not runs_in_rows(model, batch)
+    assert all(map(torch.equal, step(model, batch)[1], expected)) and not runs_in_rows(model, batch)
 
 
 #: Measured: 1.00 and .99; 1.4 and 1.2 where autograd sums the gradients of each chunk's rows.
@@ -216,16 +213,14 @@ def test_no_byte_more_is_kept(monkeypatch):
         model = with_norm(is_frozen=True)
         patch(model, BLOCK)
         kept.append(measure_kept(model, batch_for(model, LONG)).total)
-    assert runs_in_rows(model, batch_for(model, LONG))
-    assert kept[1] <= kept[0]
+    assert runs_in_rows(model, batch_for(model, LONG)) and kept[1] <= kept[0]
 
 
 def test_from_the_loss_to_the_last_block_a_step_peaks_at_its_gradients_and_one_chunk():
     """In bf16, in u of that: 10.0 by stock's norm. The loss's gradient, times a number, that of x, 16 MiB of rows."""
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=256, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=4096)
     tokens, seen = 2**14, []
-    model = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=tokens)).to(torch.bfloat16).train()
+    fields = dict(intermediate_size=32, num_key_value_heads=4, vocab_size=4096, max_position_embeddings=tokens)
+    model = build("llama", Size(hidden=256, layers=1), torch.bfloat16, **fields)
     for parameter in (model.model.norm.weight, model.lm_head.weight):
         parameter.requires_grad_(False)
     patch(model, BLOCK)

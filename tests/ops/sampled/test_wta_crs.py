@@ -22,13 +22,10 @@ LAYERS = {
     "conv1d": lambda: Conv1D(OUT, IN),
 }
 VIEWS = {
-    "2-D": lambda x: x.flatten(0, 1),
-    "3-D": lambda x: x,
-    "4-D": lambda x: x.view(2, 2, *x.shape[1:]),
-    "transposed": lambda x: x.transpose(0, 1),
-    "sliced": lambda x: torch.cat([x, x], -1)[..., IN:],
+    "2-D": lambda x: x.flatten(0, 1), "3-D": lambda x: x, "4-D": lambda x: x.view(2, 2, *x.shape[1:]),
+    "transposed": lambda x: x.transpose(0, 1), "sliced": lambda x: torch.cat([x, x], -1)[..., IN:],
     "expanded": lambda x: x[:1].expand(4, -1, -1),
-}
+}  # fmt: skip
 #: Stock's Conv1D takes contiguous input only.
 CASES = [
     case for case in pairwise(LAYERS, ["fp32", "bf16", "autocast"], VIEWS) if case[0] != "conv1d" or "-D" in case[2]
@@ -222,8 +219,7 @@ def test_a_copy_draws_the_same_and_learns_for_itself(device, how):
     x = random(4, 8, IN, device=device)
     run(mine, x)
     other = copy.deepcopy(mine) if how == "deepcopy" else pickle.loads(pickle.dumps(mine))
-    assert sampler_of(other) is not sampler_of(mine)
-    assert other[0].__dict__[LAYER].sampler is sampler_of(other)
+    assert sampler_of(other) is not sampler_of(mine) and other[0].__dict__[LAYER].sampler is sampler_of(other)
     assert_same_bits(run(other, x)[2]["0.weight"], run(mine, x)[2]["0.weight"])
     run(other, x)
     assert sampler_of(other).step == sampler_of(mine).step + 1
