@@ -22,7 +22,8 @@ NAMED, PADDED = "Expected tensors by name", "padded to one length"
 CONFIGS = {
     "bert": {"model_type": "bert", **TINY},
     "gpt2": {"model_type": "gpt2", "vocab_size": 96, "n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 64},
-    "odd": {"model_type": "bert", "hidden_size": 30, "num_attention_heads": 4},
+    "odd": {"model_type": "bert", "hidden_size": 30, "num_attention_heads": 4}, "quux": {"model_type": "quux"},
+    "contradicting": {"model_type": "llama", "hidden_size": 65, "num_attention_heads": 4},
     "moe": {
         "model_type": "qwen3_moe", "vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4, "head_dim": 8,
         "num_hidden_layers": 18, "num_key_value_heads": 2, "intermediate_size": 64, "num_experts": 2,
@@ -58,6 +59,9 @@ ERRORS = {
     "doctor odd": "cannot build a 'bert' model",
     "report funnel --layers 2": "cannot change the depth.*as it is, without --layers",
     "report moe --layers 17": "are not alike",
+    "estimate contradicting --seq-len 16": "is not a multiple of",
+    "estimate quux --seq-len 16": "does not recognize this architecture",
+    "estimate resnet --seq-len 16": "has no field 'num_hidden_layers'",
     "estimate vit": "no language modelling or classification head.*`memsave report` measures any other one",
     "verify speech_to_text": "cannot make 'input_features'.*takes input_features, .*, labels. Give one with --batch",
     "report resnet --batch other.pt": "on pixels .*: its forward takes pixel_values, labels.*give a batch with --batch",

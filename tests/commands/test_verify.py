@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch.nn.modules.module import register_module_forward_hook
-from transformers import AutoConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, BertForSequenceClassification
 from transformers.models.bert import modeling_bert
 
 import hf_memsave
@@ -17,8 +17,10 @@ from hf_memsave.config.sizes import gib
 from hf_memsave.measure.inputs import read_batch
 from hf_memsave.measure.step import compare_step
 from support.planted import plant_wrong_gradient
+from support.zoo import Size, build, config_of
 
-TINY = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 64}
+#: With dropout in attention, too.
+TINY = config_of("bert", Size(layers=1), attention_probs_dropout_prob=0.1)
 IDS = torch.arange(12).reshape(2, 6) + 3
 BATCH = {"input_ids": IDS, "labels": torch.tensor([0, 1])}
 
@@ -31,21 +33,18 @@ def verify(capsys, *argv: object) -> tuple[int, str, str]:
 
 @pytest.fixture
 def bert(tmp_path) -> Path:
-    """A folder with a small BERT's configuration: with dropout, and without weights."""
-    folder = tmp_path / "bert"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": "bert", **TINY}))
-    return folder
+    """A folder with a small BERT's configuration, without weights."""
+    TINY.save_pretrained(tmp_path / "bert")
+    return tmp_path / "bert"
 
 
 @pytest.mark.parametrize(
     ("model", "options"),
-    [("bert", []), ("llama", ["--autocast", "bf16"]), ("t5", ["--dtype", "bf16"]), ("bert", ["--seq-len", "7"])],
+    [("bert", []), ("llama", ["--autocast", "bf16"]), ("t5-decoder", ["--dtype", "bf16"]), ("bert", ["--seq-len=7"])],
     ids=str,
 )
 def test_verify_of_a_config_is_equal(model, options, tmp_path, capsys):
-    config = {"model_type": model, **TINY, "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "num_layers": 1}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    config_of(model, Size(layers=1)).save_pretrained(tmp_path)
     status, output, error = verify(capsys, tmp_path / "config.json", *options)
     assert (status, error) == (0, "")
     assert "random weights: input_ids [2, " in output and "Equal to the last bit: the loss and all " in output
@@ -53,7 +52,7 @@ def test_verify_of_a_config_is_equal(model, options, tmp_path, capsys):
 
 
 def test_verify_prints_what_compare_step_found(bert, tmp_path, capsys):
-    model = BertForSequenceClassification(AutoConfig.from_pretrained(bert)).train()
+    model = BertForSequenceClassification(TINY).train()
     model.save_pretrained(tmp_path / "saved")
     batch = {"input_ids": IDS.repeat(8, 8), "labels": torch.arange(16) % 2}
     torch.save(batch, tmp_path / "batch.pt")
@@ -68,13 +67,9 @@ def test_verify_prints_what_compare_step_found(bert, tmp_path, capsys):
     assert f"kept {gib(found.stock.total)} {gib(found.patched.total)}" in output
 
 
-@pytest.fixture
-def deep(tmp_path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", **TINY, "num_hidden_layers": 7}))
-    return tmp_path / "config.json"
-
-
-def test_verify_of_a_large_model_compares_two_of_its_layers_or_as_many_as_it_is_told(deep, monkeypatch, capsys):
+def test_verify_of_a_large_model_compares_two_of_its_layers_or_as_many_as_it_is_told(tmp_path, monkeypatch, capsys):
+    config_of("bert", Size(layers=7)).save_pretrained(tmp_path)
+    deep = tmp_path / "config.json"
     monkeypatch.setattr(inputs, "_MOST", 10_000)
     for layers, more in ((2, []), (5, ["--layers", 5])):
         status, output, error = verify(capsys, deep, *more)
@@ -90,7 +85,7 @@ def test_verify_of_a_large_model_compares_two_of_its_layers_or_as_many_as_it_is_
 
 
 def test_verify_of_saved_weights_takes_all_layers(tmp_path, monkeypatch, capsys):
-    BertForSequenceClassification(AutoConfig.for_model("bert", **TINY)).save_pretrained(tmp_path)
+    BertForSequenceClassification(TINY).save_pretrained(tmp_path)
     monkeypatch.setattr(inputs, "_MOST", 10)
     assert verify(capsys, tmp_path)[0] == 0
     status, _, error = verify(capsys, tmp_path, "--layers", 1)
@@ -117,14 +112,13 @@ def test_the_same_batch_is_read_from_every_format(tmp_path):
 
 def test_verify_of_an_adapter_compares_its_gradients(tmp_path, capsys):
     peft = pytest.importorskip("peft")
-    base = LlamaForCausalLM(LlamaConfig(**TINY))
+    base = build("llama", Size(layers=1))
     base.save_pretrained(tmp_path / "base")
     base.name_or_path = str(tmp_path / "base")
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_dropout=0.1, init_lora_weights=False)
     peft.get_peft_model(base, lora).save_pretrained(tmp_path / "adapter")
     status, output, _ = verify(capsys, tmp_path / "adapter")
-    assert status == 0
-    assert "adapter adapter" in output and "all 4 gradients" in output
+    assert status == 0 and "adapter adapter" in output and "all 4 gradients" in output
 
 
 def test_verify_sees_a_wrong_gradient(bert, capsys, monkeypatch):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, LlamaConfig
 
 from hf_memsave import MemSaveConfig
 from hf_memsave.cli import main
@@ -12,15 +11,15 @@ from hf_memsave.measure.check import SLACK, Check, check
 from hf_memsave.measure.estimate import estimate
 from hf_memsave.measure.training import Training
 from support.helpers import on_stand_in
+from support.zoo import Size, config_of
 
-WIDE = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 99, "pad_token_id": 0}
 STEP = {"batch_size": 4, "seq_len": 64}
 
 
 @pytest.mark.long
 @on_stand_in
 def test_on_cuda_the_allocators_peak_is_asked_for(monkeypatch):
-    config = LlamaConfig(**WIDE, num_hidden_layers=3)
+    config = config_of("llama", Size(hidden=64, layers=3))
     result = estimate(config, **STEP)
     asked = []
 
@@ -50,7 +49,6 @@ def test_what_is_allowed_has_an_end():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("lora", [[], ["--lora", "r=16,dropout=0.05"]], ids=str)
 def test_a_step_on_cuda_takes_what_was_predicted(lora, tmp_path, capsys):
-    wide = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 2816, "vocab_size": 32000}
-    AutoConfig.for_model("llama", **wide, num_hidden_layers=11).save_pretrained(tmp_path)
+    config_of("llama", Size(hidden=1024, heads=16, layers=11), vocab_size=32000).save_pretrained(tmp_path)
     argv = ["estimate", tmp_path, "--batch-size", 4, "--seq-len", 1024, "--check", *lora]
     assert main([*map(str, argv)]) == 0, capsys.readouterr().out

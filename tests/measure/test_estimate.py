@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoConfig
 
 import hf_memsave
 from hf_memsave import MemSaveConfig, measure_kept, patch
@@ -23,31 +22,18 @@ from hf_memsave.measure.trace import Place, timeline
 from hf_memsave.measure.training import OPTIMIZERS, Training, build, trace_at
 from hf_memsave.ops.loss import chunked_loss
 from support.helpers import MATRIX, halved, on_stand_in
+from support.zoo import Size, config_of
 
 pytestmark = [pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False"), on_stand_in]
-
-
-def configs():
-    """One of each family, hidden 128, without dropout in attention: CPU's kernels have none."""
-    wide = dict(hidden_size=128, num_attention_heads=4, vocab_size=256)
-    gated = dict(wide, intermediate_size=352, num_key_value_heads=2, pad_token_id=0)
-    fields = {
-        "bert": dict(wide, intermediate_size=512, attention_probs_dropout_prob=0.0),
-        "gpt2": dict(n_embd=128, n_head=4, vocab_size=256, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0),
-        "opt": dict(wide, ffn_dim=512, word_embed_proj_dim=128),
-        "llama": gated,
-        "gemma": dict(gated, head_dim=32),
-        "phi": dict(wide, intermediate_size=512),
-        "phi3": gated,
-        "t5": dict(d_model=128, d_kv=32, d_ff=512, num_heads=4, vocab_size=256),
-    }
-    return {family: AutoConfig.for_model(family, **of_family) for family, of_family in fields.items()}
-
-
-CONFIGS = configs()
+BATCH, TOKENS = 4, 128
+SIZE = Size(hidden=128, layers=12, seq=TOKENS)
+#: Without dropout in attention: CPU's kernels have none.
+CONFIGS = {
+    family.partition("-")[0]: config_of(family, SIZE, 0.0 if "phi" in family else 0.1)
+    for family in ("bert", "gpt2", "opt", "llama", "gemma", "phi", "phi3", "t5-encoder")
+}
 ADAPTERS = {"full": None, "LoRA": Lora(dropout=0.05), "LoRA bf16": Lora(dtype="model")}
 SETTINGS = {"stock": None, **{name: MemSaveConfig.preset(name) for name in presets() if name != "selective"}}
-BATCH, TOKENS = 4, 128
 
 
 def training(**fields):
@@ -75,11 +61,9 @@ def test_few_layers_tell_of_many(family, fields, setting):
     told, per_layer = trace_in_full(config, depth, of, memsave)
     true = trace_at(config, depth, of, memsave)
     assert sum(told.by_kind.values()) == pytest.approx(sum(true.by_kind.values()), rel=0.01)
-    assert told.peak == pytest.approx(true.peak, rel=0.001)
-    assert told.at_loss == pytest.approx(true.at_loss, rel=0.001)
+    assert told.peak == pytest.approx(true.peak, rel=0.001) and told.at_loss == pytest.approx(true.at_loss, rel=0.001)
     assert (told.parameters, told.trained, told.numbers) == (true.parameters, true.trained, true.numbers)
-    assert told.states == pytest.approx(true.states, rel=1e-3)
-    assert list(per_layer) == list(depth)
+    assert told.states == pytest.approx(true.states, rel=1e-3) and list(per_layer) == list(depth)
     # The last two blocks are counted, and not taken to lie on a line.
     assert {Place("backward", stack, n - i) for stack, n in true.blocks.items() for i in (1, 2)} <= told.places.keys()
     assert {place.phase for place in told.places} == {"forward", "backward", "optimizer"}
@@ -126,8 +110,7 @@ def assert_as_a_real_step(config, of, memsave):
     kept, peak = traced(config, of, memsave)
     torch.manual_seed(0)
     true_kept, true_peak = count_step(build(config, of), config, of, memsave)
-    assert kept == pytest.approx(true_kept.total, rel=0.01)
-    assert peak == pytest.approx(true_peak, rel=0.03)
+    assert kept == pytest.approx(true_kept.total, rel=0.01) and peak == pytest.approx(true_peak, rel=0.03)
     return kept, peak
 
 
@@ -210,7 +193,7 @@ def test_adapters_on_four_bits_keep_a_quarter_of_the_weights():
             for q in (None, "nf4"))  # fmt: skip
     half, quarter = (trace.parameters for trace in both)
     weights = 3 * (2 * 128**2 + 2 * 128 * 64 + 3 * 128 * 352)
-    others = 2 * 256 * 128
+    others = 2 * 512 * 128
     assert half - quarter == pytest.approx(weights * (2 - 0.516) - others * 2, rel=0.05)
 
 

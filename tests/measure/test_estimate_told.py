@@ -2,9 +2,9 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
-from transformers import LlamaConfig, RobertaConfig
 
 from hf_memsave import MemSaveConfig, estimate, plan
 from hf_memsave.cli import main
@@ -13,11 +13,12 @@ from hf_memsave.measure.largest import largest, search
 from hf_memsave.measure.models import depth_of, most_tokens
 from hf_memsave.measure.training import Training
 from support.helpers import MATRIX, on_stand_in
+from support.zoo import Size, config_of
 
 pytestmark = on_stand_in
 
-SIZES = dict(hidden_size=128, intermediate_size=352, num_attention_heads=4, num_hidden_layers=5, vocab_size=512)
-LLAMA = LlamaConfig(**SIZES, pad_token_id=0)
+SIZE, HEADS = Size(hidden=128, layers=5), {"num_key_value_heads": 4}
+LLAMA = config_of("llama", SIZE, **HEADS)
 STEP = dict(batch_size=1, seq_len=16)
 
 
@@ -40,12 +41,11 @@ def test_a_small_models_figures_are_in_mib_and_the_optimizers_step_is_told_apart
     assert "Lower it with fused AdamW (Trainer: optim='adamw_torch_fused') or foreach=False" in text
     parts = [gib(getattr(full.patched, name)) for name in ("fixed", "parameters", "trained", "states")]
     fixed = "Fixed at any batch: {} (parameters {}, gradients {}, states {}).".format(*parts)
-    assert f"Does not fit in 505.00 MiB (529.5 MB): {gib(full.patched.needed - full.memory)}" in text
-    assert fixed in text
+    assert f"Does not fit in 505.00 MiB (529.5 MB): {gib(full.patched.needed - full.memory)}" in text and fixed in text
 
 
 def test_two_peaks_name_their_columns_and_one_that_is_elsewhere_asks_for_no_other_optimizer():
-    wide = LlamaConfig(**SIZES | {"vocab_size": 20_000}, pad_token_id=0)  # so that logits are in chunks
+    wide = config_of("llama", SIZE, **HEADS, vocab_size=20_000)  # so that logits are in chunks
     text = str(estimate(wide, batch_size=16, seq_len=128))
     assert re.search(r"^stock: the peak is in the backward, in \w+\.\npatched: the peak is in the", text, re.MULTILINE)
     assert "Lower it" not in text and "it in" not in text
@@ -74,7 +74,7 @@ def test_a_plan_shows_stock_and_the_cheapest_of_each_rung():
 
 
 def test_the_command_says_what_makes_a_step_fit_and_each_of_it_does(tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps({**LLAMA.to_dict(), "model_type": "llama"}))
+    LLAMA.save_pretrained(tmp_path)
     command = ["estimate", str(tmp_path), "--seq-len", "16", "--batch-size", "1", "--memory", "572MiB"]
     assert main([*command, "--json", str(tmp_path / "a.json")]) == 1
     told = capsys.readouterr().out
@@ -101,17 +101,16 @@ def test_the_largest_is_found_by_few_traces_and_one_more_does_not_fit(name, monk
     found = largest(LLAMA, depth_of(LLAMA), of, MemSaveConfig(), name, limit, ("ddp", 1))
     more = found + (8 if name == "seq_len" else 1)
     needed = [estimate(LLAMA, **step | {name: number}).patched.needed for number in (found, more)]
-    assert needed[0] <= limit < needed[1]
-    assert len(asked) <= 6
+    assert needed[0] <= limit < needed[1] and len(asked) <= 6
 
 
 def test_the_longest_sequence_is_one_that_the_model_has_positions_for():
     """RoBERTa has two rows more, for no token."""
-    sizes = {**SIZES, "max_position_embeddings": 66, "num_hidden_layers": 4}
-    config = RobertaConfig(**sizes)
+    fields = {"max_position_embeddings": 66}
+    config = config_of("roberta", replace(SIZE, layers=4), **fields)
     of = Training(batch_size=1, seq_len=16)
     assert most_tokens(config) == 64
     assert largest(config, depth_of(config), of, MemSaveConfig(), "seq_len", 2**36, ("ddp", 1)) == 64
-    short = LlamaConfig(**sizes)  # which has no table of them: it was asked about more
+    short = config_of("llama", replace(SIZE, layers=4), **HEADS, **fields)  # which has no table of them
     of = Training(batch_size=1, seq_len=128, optimizer="sgd")
     assert largest(short, depth_of(short), of, MemSaveConfig(), "seq_len", 600 * 2**20, ("ddp", 1)) > 128

@@ -50,13 +50,10 @@ LAYERS = Size(hidden=256, heads=4, layers=6, batch=8, seq=128)
 HALF = replace(LAYERS, batch=4)  # for products in bf16, which may be slow
 #: Family, whether it has adapters, bf16 autocast; and the most that the peak may be of stock's.
 STEPS = {
-    "bert": ("bert", False, False, 0.63),
-    "llama": ("llama", False, False, 0.595),
-    "llama, bf16, LoRA": ("llama", True, False, 0.295),
-    "bert, autocast": ("bert", False, True, 0.51),
-    "llama, autocast": ("llama", False, True, 0.44),
-    "llama, autocast, a cache": ("llama", False, True, 0.45),
-}
+    "bert": ("bert", False, False, 0.63), "llama": ("llama", False, False, 0.595),
+    "llama, bf16, LoRA": ("llama", True, False, 0.295), "bert, autocast": ("bert", False, True, 0.51),
+    "llama, autocast": ("llama", False, True, 0.44), "llama, autocast, a cache": ("llama", False, True, 0.45),
+}  # fmt: skip
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="figures are those of CPU kernels")
 
 

@@ -4,7 +4,6 @@ Bits are asked for under deterministic kernels; where stock differs from itself,
 """
 
 import contextlib
-import json
 import os
 import random
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import BertForSequenceClassification
 
 import hf_memsave
 from hf_memsave.cli import main
@@ -23,9 +22,9 @@ from hf_memsave.measure.step import TOLERANCE, Difference, compare_step, determi
 from hf_memsave.patching.swap import is_patched
 from support.planted import plant_wrong_gradient
 from support.steps import state_of
-from support.zoo import Size, build
+from support.zoo import Size, build, config_of
 
-TINY = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 64}
+TINY = config_of("bert", Size(layers=1), attention_probs_dropout_prob=0.1)
 VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 IDS = torch.arange(12).reshape(2, 6) + 3
 BATCH = {"input_ids": IDS, "labels": torch.tensor([0, 1])}
@@ -50,7 +49,7 @@ WRITES = {"data": lambda hidden: hidden.data.mul_(2), "numpy": lambda hidden: hi
 
 def test_compare_step_sees_a_wrong_gradient_and_how_wrong_it_is(monkeypatch):
     plant_wrong_gradient(monkeypatch, but_for={"activation": "stock"})
-    model, other = (BertForSequenceClassification(BertConfig(**TINY)).train() for _ in range(2))
+    model, other = (BertForSequenceClassification(TINY).train() for _ in range(2))
     found = compare_step(model, BATCH).differing
     assert {d.name for d in found} == {f"bert.encoder.layer.0.{n}output.dense.weight" for n in ("", "attention.")}
     assert [d.relative for d in found] == [pytest.approx(0.5)] * 2
@@ -170,7 +169,7 @@ def test_cublas_is_asked_for_while_it_can_be(monkeypatch):
 
 
 def verify(tmp_path, capsys, *options):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", **TINY}))
+    TINY.save_pretrained(tmp_path)
     before = settings()
     status = main(["verify", str(tmp_path / "config.json"), *options])
     assert settings() == before
@@ -187,8 +186,7 @@ def test_the_command_asks_for_bits_and_sees_a_wrong_gradient(tmp_path, capsys, m
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
     status, output, error = verify(tmp_path, capsys, "--deterministic")
-    assert (status, error) == (0, "")
-    assert "deterministic algorithms" in output and "Equal to the last bit" in output
+    assert (status, error) == (0, "") and "deterministic algorithms" in output and "Equal to the last bit" in output
     assert seen and set(seen) == {DETERMINISTIC}
     plant_wrong_gradient(monkeypatch)
     status, output, error = verify(tmp_path, capsys, "--deterministic")
@@ -236,13 +234,11 @@ X = {"x": torch.randn(32, 64, generator=torch.Generator().manual_seed(1))}
 
 def test_stocks_own_distance_is_the_measure_and_what_is_further_is_seen(on_cuda, monkeypatch):
     found = compare_step(Noisy(1e-4), X)
-    assert 0 < found.repeat < TOLERANCE
-    assert found.tolerance == module.DISTANCES * found.repeat
+    assert 0 < found.repeat < TOLERANCE and found.tolerance == module.DISTANCES * found.repeat
     assert not found.loss.equal and found.differing == ()
     plant_wrong_gradient(monkeypatch, "down.weight")
     found = compare_step(Noisy(1e-4), X)
-    assert [d.name for d in found.differing] == ["down.weight"]
-    assert found.differing[0].relative > 100 * found.tolerance
+    assert [d.name for d in found.differing] == ["down.weight"] and found.differing[0].relative > 100 * found.tolerance
 
 
 @pytest.mark.parametrize(("noise", "planted"), [(1e-5, 5e-4), (0.0, 1e-6)])

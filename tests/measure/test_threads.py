@@ -4,10 +4,11 @@ import gc
 import threading
 from collections import Counter
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
+from transformers import masking_utils
 
 from hf_memsave import estimate, measure_kept
 from hf_memsave.measure import depth
@@ -15,14 +16,10 @@ from hf_memsave.measure.fake_device import fake_device
 from hf_memsave.measure.kernels import Preferred
 from support.helpers import on_stand_in
 from support.threads import switching
+from support.zoo import build, config_of
 
-SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
 STEPS = 40
-
-
-def llama():
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES, use_cache=False)).train()
+llama = partial(build, "llama", use_cache=False)
 
 
 def losses(model):
@@ -104,11 +101,11 @@ def test_threads_estimate_at_once_and_leave_everything_as_it_was(monkeypatch):
         return functions, Preferred.name, gc.get_freeze_count() > 0, torch.get_default_dtype()
 
     def work(attention):
-        found[attention] = repr(estimate(LlamaConfig(**SIZES), batch_size=2, seq_len=32, attention=attention))
+        found[attention] = repr(estimate(config_of("llama"), batch_size=2, seq_len=32, attention=attention))
 
     before, wanted = state(), {}
     for attention in ("flash", "eager"):
-        wanted[attention] = repr(estimate(LlamaConfig(**SIZES), batch_size=2, seq_len=32, attention=attention))
+        wanted[attention] = repr(estimate(config_of("llama"), batch_size=2, seq_len=32, attention=attention))
     found = {}
     monkeypatch.setattr(depth, "_KNOWN", {})  # what was traced is not traced again
     threads = [threading.Thread(target=work, args=(attention,)) for attention in wanted]
@@ -116,8 +113,7 @@ def test_threads_estimate_at_once_and_leave_everything_as_it_was(monkeypatch):
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == wanted
-    assert state() == before
+    assert found == wanted and state() == before
 
 
 def made_by_ops(kept):

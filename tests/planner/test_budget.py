@@ -1,6 +1,7 @@
 """``MemSaveConfig(budget=...)`` in a trainer: planned for its batch as training begins, and its step fits."""
 
 import random
+from functools import partial
 
 import numpy
 import pytest
@@ -8,7 +9,7 @@ import torch
 import transformers
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer
 
 from hf_memsave import MemSaveCallback, MemSaveConfig
 from hf_memsave.count.peak import count_peak
@@ -17,7 +18,9 @@ from hf_memsave.measure.estimate import CONTEXT, WORKSPACES
 from hf_memsave.measure.lora import Lora
 from hf_memsave.planner.budget import _longest
 from hf_memsave.planner.plan import plan
+from support import rows
 from support.helpers import on_stand_in
+from support.zoo import Size, build
 
 pytestmark = [
     on_stand_in,
@@ -27,27 +30,22 @@ pytestmark = [
 LONGEST, BATCH = 120, 8
 
 
-def collate(rows):
+def collate(given):
     """Pads to a multiple of 8."""
-    width = -(-max(len(row["input_ids"]) for row in rows) // 8) * 8
-    ids = torch.tensor([list(row["input_ids"]) + [0] * (width - len(row["input_ids"])) for row in rows])
+    width = -(-max(len(row["input_ids"]) for row in given) // 8) * 8
+    ids = torch.tensor([list(row["input_ids"]) + [0] * (width - len(row["input_ids"])) for row in given])
     return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
 
 
-def rows():
+def samples():
     return Dataset.from_list([{"input_ids": [3] * n} for n in (5, LONGEST - 7, 30, 50, 7, 64, 9, 11)])
 
 
 def llama():
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=128, num_attention_heads=4, vocab_size=256, num_hidden_layers=6)
-    config = LlamaConfig(**sizes, intermediate_size=352, num_key_value_heads=2, pad_token_id=0)
-    return LlamaForCausalLM(config).to(torch.bfloat16)
+    return build("llama", Size(hidden=128, layers=6), torch.bfloat16)
 
 
-def arguments(tmp_path, **options):
-    fixed = dict(output_dir=str(tmp_path), max_steps=2, report_to=[], save_strategy="no", use_cpu=True, optim="sgd")
-    return TrainingArguments(**fixed | dict(per_device_train_batch_size=BATCH) | options)
+arguments = partial(rows.arguments, max_steps=2, optim="sgd", per_device_train_batch_size=BATCH)
 
 
 def planned(lora=None):
@@ -67,7 +65,7 @@ def trained(trainer):
 def test_a_trainer_plans_for_its_own_batch_and_its_step_stays_within_the_budget(tmp_path, door, caplog):
     (budget, wanted), model = planned(), llama()
     assert wanted.checkpoint or wanted.offload
-    common = dict(model=model, args=arguments(tmp_path), train_dataset=rows(), data_collator=collate)
+    common = dict(model=model, args=arguments(tmp_path), train_dataset=samples(), data_collator=collate)
     memsave = MemSaveConfig(budget=budget)
     options = {"callbacks": [MemSaveCallback(memsave)]} if door == "callback" else {"memsave": memsave}
     with caplog.at_level("INFO", "hf_memsave"):
@@ -85,7 +83,7 @@ def test_lora_adapters_are_planned_for(tmp_path):
     budget, wanted = planned(Lora(r=4, alpha=8, dropout=0.1, targets="q_proj+v_proj"))
     config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
     trainer = Trainer(
-        model=get_peft_model(llama(), config), args=arguments(tmp_path), train_dataset=rows(), data_collator=collate,
+        model=get_peft_model(llama(), config), args=arguments(tmp_path), train_dataset=samples(), data_collator=collate,
         memsave={"budget": budget},
     )  # fmt: skip
     assert trained(trainer).config == wanted
@@ -140,10 +138,10 @@ def test_data_that_draw_give_the_losses_of_stock_and_few_rows_are_read(tmp_path,
     def losses(memsave):
         transformers.set_seed(0)
         data = Drawing()
-        options = arguments(tmp_path, max_steps=3, logging_steps=1, per_device_train_batch_size=2)
+        options = arguments(tmp_path, max_steps=3, per_device_train_batch_size=2)
         trainer = Trainer(llama(), options, train_dataset=data, data_collator=Masking(), memsave=memsave)
         trainer.train()
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], data.reads
+        return rows.logged(trainer), data.reads
 
     stock = losses(False)
     with caplog.at_level("INFO", "hf_memsave"):
@@ -169,8 +167,7 @@ class Lines(torch.utils.data.Dataset):
 def test_rows_of_an_open_file_are_afterwards_what_they_were(tmp_path):
     """Read in a process of their own they are not: that shares the place in the file, and not what was buffered."""
     data = Lines(tmp_path / "rows.txt")
-    assert data[0] == {"input_ids": [0]}
-    assert _longest(torch.utils.data.DataLoader(data, collate_fn=collate), "") == 8
+    assert data[0] == {"input_ids": [0]} and _longest(torch.utils.data.DataLoader(data, collate_fn=collate), "") == 8
     assert [data[i]["input_ids"][0] for i in range(5000)] == list(range(5000))
 
 
@@ -182,20 +179,19 @@ class Stream(torch.utils.data.IterableDataset):
         yield from [{"input_ids": [3] * 8}] * 16
 
 
+#: Options and data of a run, and what is said.
+WRONG = {
+    "no length": ({}, Stream(), "expected a data set with a length .* hf_memsave.plan"),
+    "an unknown optimizer": ({"optim": "adagrad"}, samples(), "expected optim to be one of adamw_torch, .*adagrad"),
+    "too little": ({}, samples(), "nothing fits: expected at most 501.00 MiB, .* too much. Not one sequence of 8 tok"),
+}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("options", "data", "message"),
-    [
-        (dict(), Stream(), "expected a data set with a length .* hf_memsave.plan"),
-        (dict(optim="adagrad"), rows(), "expected optim to be one of adamw_torch, .*adagrad"),
-        (dict(), rows(), "nothing fits: expected at most 501.00 MiB, .* too much. Not one sequence of 8 tokens fits"),
-    ],
-    ids=["no length", "an unknown optimizer", "too little"],
-)
-def test_what_cannot_be_planned_is_an_error_as_training_begins(tmp_path, options, data, message):
-    trainer = Trainer(
-        model=llama(), args=arguments(tmp_path, **options), train_dataset=data, data_collator=collate,
-        memsave=MemSaveConfig(budget="501MiB"),
-    )  # fmt: skip
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_planned_is_an_error_as_training_begins(tmp_path, name):
+    options, data, message = WRONG[name]
+    common = dict(model=llama(), args=arguments(tmp_path, **options), train_dataset=data, data_collator=collate)
+    trainer = Trainer(**common, memsave=MemSaveConfig(budget="501MiB"))
     with pytest.raises(PlanError, match=message):
         trainer.train()

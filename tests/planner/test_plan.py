@@ -3,10 +3,10 @@
 import copy
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 import torch
-from transformers import BertConfig, LlamaConfig
 
 import hf_memsave
 from hf_memsave import MemSaveConfig, MemSaveError, patch
@@ -21,6 +21,8 @@ from hf_memsave.planner.settings import RUNGS, trace_of
 from hf_memsave.tape import offload
 from hf_memsave.tape.offload import Away
 from support.helpers import MATRIX, halved, on_stand_in
+from support.steps import step
+from support.zoo import Size, batch_for, config_of
 
 pytestmark = [
     on_stand_in,
@@ -28,11 +30,8 @@ pytestmark = [
 ]
 
 LAYERS = 5
-WIDE = dict(hidden_size=128, num_attention_heads=4, vocab_size=256, num_hidden_layers=LAYERS)
-CONFIGS = {
-    "bert": BertConfig(**WIDE, intermediate_size=512, attention_probs_dropout_prob=0.0),
-    "llama": LlamaConfig(**WIDE, intermediate_size=352, num_key_value_heads=2, pad_token_id=0),
-}
+SIZE = Size(hidden=128, layers=LAYERS, batch=8, seq=128)
+CONFIGS = {family: config_of(family, SIZE) for family in ("bert", "llama")}
 STEP = dict(batch_size=8, seq_len=128, optimizer="sgd")
 STEPS = Training(**STEP)
 
@@ -55,8 +54,7 @@ def test_what_fits_at_the_floor_costs_nothing_and_nothing_is_traced_again(ends, 
     assert found.config == MemSaveConfig() and found.best.cost == 0 and len(found.tried) == len(RUNGS)
     monkeypatch.setattr("hf_memsave.measure.depth.trace_at", None)
     again = plan(copy.deepcopy(config), budget="24GiB", **STEP)
-    assert again.best == found.best
-    assert "The cheapest in 24.00 GiB (25.8 GB): no product runs again" in str(again)
+    assert again.best == found.best and "The cheapest in 24.00 GiB (25.8 GB): no product runs again" in str(again)
     monkeypatch.undo()
     begun = plan(config, budget="24GiB", memsave={"dropout": "mask", "layers": {"norm": 2}}, **STEP)
     assert begun.config == MemSaveConfig(dropout="mask", layers={"norm": 2})
@@ -101,8 +99,7 @@ def test_it_finds_what_brute_force_finds(of_every_setting, share, rates):
     needs = {memsave: need + held[memsave] for memsave, need in needs.items()}
     budget = int(min(needs.values()) + share * (needs[MemSaveConfig()] - min(needs.values())))
     found = plan(config, budget=budget, rates=rates, **STEP)
-    assert needs[found.config] == pytest.approx(found.best.needed, rel=0.005)
-    assert needs[found.config] <= 1.005 * budget
+    assert needs[found.config] == pytest.approx(found.best.needed, rel=0.005) and needs[found.config] <= 1.005 * budget
     costs = costs_of(config, needs, away_of, rates)
     assert found.best.cost == pytest.approx(costs[found.config], rel=1e-6)
     cheaper = [memsave for memsave, cost in costs.items() if cost < found.best.cost * (1 - 1e-9)]
@@ -156,12 +153,12 @@ def test_a_real_step_stays_within_the_budget(family, share, way, monkeypatch):
     torch.manual_seed(0)
     model = build(config, STEPS).to(torch.bfloat16)
     patch(model, found.config)
-    ids = torch.randint(0, 256, (STEP["batch_size"], STEP["seq_len"]))
-    labels = ids if family == "llama" else torch.zeros(len(ids), dtype=torch.long)
-    model(input_ids=ids[:1, :8], labels=labels[:1, :8] if family == "llama" else labels[:1]).loss.backward()
+    step(model, batch_for(model, replace(SIZE, batch=1, seq=8)))
     model.zero_grad()
+    batch = batch_for(model, SIZE)
+    del batch["attention_mask"]
     weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-    peak = peak_on_the_device(lambda: model(input_ids=ids, labels=labels).loss.backward())
+    peak = peak_on_the_device(lambda: model(**batch).loss.backward())
     assert peak + weights <= 1.03 * (budget - CONTEXT - WORKSPACES)
 
 
@@ -172,9 +169,9 @@ class Device(Count):
         self.timeline.append((str(func), self.live - Away.total))
 
 
-def peak_on_the_device(step):
+def peak_on_the_device(run):
     with Device() as count:
-        step()
+        run()
     count.made.clear()
     return max(live for _, live in count.timeline)
 
@@ -188,8 +185,7 @@ def test_main_memory_bounds_what_is_offloaded_and_a_larger_budget_never_costs_mo
     free = plan(config, budget=budget, rates=FAST_BUS, **STEP)
     assert free.best.away > 0
     bound = plan(config, budget=budget, rates=FAST_BUS, main_memory=free.best.away // 2, **STEP)
-    assert bound.best.away <= free.best.away // 2
-    assert bound.best.cost >= free.best.cost
+    assert bound.best.away <= free.best.away // 2 and bound.best.cost >= free.best.cost
 
 
 @pytest.mark.long
@@ -224,7 +220,7 @@ def test_arguments_are_checked(argument, message):
 @pytest.mark.parametrize("layers", [9, *(pytest.param(n, marks=MATRIX) for n in (8, 11))])
 @pytest.mark.parametrize("changes", [{"lora": Lora(), "quantized": "nf4"}, {"autocast": torch.bfloat16}], ids=str)
 def test_where_fp32_sums_run_beside_16_bits_a_deep_model_keeps_what_a_plan_says(changes, layers):
-    config = LlamaConfig(**CONFIGS["llama"].to_dict() | {"num_hidden_layers": layers})
+    config = config_of("llama", replace(SIZE, layers=layers))
     training = Training(batch_size=4, seq_len=128, **changes)
     told = trace_of(config, training, MemSaveConfig()).trace
     own = trace_at(config, {"num_hidden_layers": layers}, training, MemSaveConfig(), keeps=False)

@@ -5,15 +5,14 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import BertConfig, LlamaConfig
 
 from hf_memsave import WTACRS, MemSaveConfig, patch
 from hf_memsave.measure.fake_device import fake_device, to_fake
+from support.zoo import Size, build
 
 #: Products, which are not counted.
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
@@ -73,14 +72,11 @@ def nbytes(x):
 METHODS = {"stock": None, "torch": MemSaveConfig(), "Triton": MemSaveConfig(backend="triton")}
 #: What is not exact, each with both backends.
 APPROXIMATE = {
-    "invert": MemSaveConfig(activation="invert"),
-    "precision_bit": MemSaveConfig(activation="precision_bit"),
-    "few_bit": MemSaveConfig(activation="few_bit"),
-    "norm=output": MemSaveConfig(norm="output"),
-    "int8": MemSaveConfig(storage="int8"),
-    "int4": MemSaveConfig(storage="int4"),
+    "invert": MemSaveConfig(activation="invert"), "precision_bit": MemSaveConfig(activation="precision_bit"),
+    "few_bit": MemSaveConfig(activation="few_bit"), "norm=output": MemSaveConfig(norm="output"),
+    "int8": MemSaveConfig(storage="int8"), "int4": MemSaveConfig(storage="int4"),
     "wta-crs": MemSaveConfig(linear=WTACRS(budget=0.3)),
-}
+}  # fmt: skip
 METHODS |= {
     f"{way}, {name}": replace(config, backend=backend)
     for way, config in APPROXIMATE.items()
@@ -91,20 +87,13 @@ EXACT = "stock", "torch", "Triton"
 
 def bert(layers):
     """BERT-Large's proportions; weights in fp32."""
-    config = BertConfig(
-        hidden_size=1024, intermediate_size=4096, num_attention_heads=16, attention_probs_dropout_prob=0.0,
-        num_hidden_layers=layers,
-    )  # fmt: skip
-    return transformers.BertForSequenceClassification(config).train()
+    return build("bert", Size(hidden=1024, heads=16, layers=layers))
 
 
 def llama(layers, has_lora=False):
     """Llama-3-8B's proportions in bf16, with a small vocabulary; LoRA at all linears, as PEFT's in fp32."""
-    config = LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=512,
-        num_hidden_layers=layers,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).bfloat16()
+    size = Size(hidden=4096, heads=32, layers=layers)
+    model = build("llama", size, torch.bfloat16, intermediate_size=14336, num_key_value_heads=8)
     lora = LoraConfig(r=16, lora_dropout=0.05, target_modules="all-linear", init_lora_weights=False)
     return (get_peft_model(model, lora) if has_lora else model).train()
 

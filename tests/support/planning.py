@@ -3,12 +3,10 @@
 import copy
 
 import peft  # noqa: F401  patch() would load it: the meter is slow on what is loaded after pytest has collected
-import torch
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification
 
 from hf_memsave import MemSaveConfig, measure_kept, patch, unpatch
-from support.zoo import CLASSES, VOCAB, Size
+from support.zoo import Size, build
 
 SIZE = Size(hidden=64, layers=4, batch=4)
 EPS = 1e-5
@@ -23,12 +21,8 @@ def once(run):
 
 def bert(device="cpu", size=SIZE):
     """As if pretrained: eager, in eval mode, with LayerNorms of their own weights and eps; attention has dropout."""
-    torch.manual_seed(0)
-    config = BertConfig(
-        hidden_size=size.hidden, num_hidden_layers=size.layers, num_attention_heads=size.heads, vocab_size=VOCAB,
-        intermediate_size=4 * size.hidden, num_labels=CLASSES, layer_norm_eps=EPS, attn_implementation="eager",
-    )  # fmt: skip
-    model = BertForSequenceClassification(config)
+    fields = dict(layer_norm_eps=EPS, attn_implementation="eager", attention_probs_dropout_prob=0.1)
+    model = build("bert", size, **fields)
     for norm in norms(model):
         nn.init.normal_(norm.weight, 1.0, 0.3)
         nn.init.normal_(norm.bias)
