@@ -2,25 +2,19 @@
 
 import importlib
 import json
-import os
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from glue_data import TASKS
-from hf_memsave.patching.swap import is_patched
 
 REPO = Path(__file__).resolve().parents[2]
 SCRIPTS = REPO / "scripts"
 BENCH = SCRIPTS / "bench"
-RECIPES = REPO / "configs" / "recipes"
 
 SIZES = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
 CONFIGS = {
@@ -37,7 +31,6 @@ CONFIGS = {
 }
 STEPS = ["--max_steps", "2", "--per_device_train_batch_size", "4", "--use_cpu", "--report_to", "none"]
 STEPS += ["--dataloader_pin_memory", "false", "--logging_steps", "1", "--disable_tqdm", "true"]
-LORA = ["--lora_r", "4", "--lora_dropout", "0.1"]
 #: The figure that every run of a GLUE task tells, where that is not accuracy.
 METRICS = {"cola": "matthews_correlation", "mrpc": "f1", "qqp": "f1", "stsb": "pearson"}
 
@@ -103,48 +96,12 @@ def log(folder):
     return json.loads((folder / "trainer_state.json").read_text())["log_history"]
 
 
-def run_both(name, folder, options, recipe):
-    """What one run leaves: patched, in a process of its own and from a recipe; and stock, in this one."""
-    environment = os.environ | {"PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, SCRIPTS / f"{name}.py", "--config", recipe, *options, "--output_dir", folder / "patched"]
-    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    with pytest.MonkeyPatch.context() as patches:
-        script = load_script(name, patches)
-        assert script.main([*options, "--output_dir", str(folder / "stock")]) == 0
-    return {run: folder / run for run in ("stock", "patched")}
-
-
-def assert_same_run(first, second, weights="model.safetensors"):
-    """Equal losses at every step, and equal saved weights, bit for bit."""
-    losses = [[entry["loss"] for entry in log(folder) if "loss" in entry] for folder in (first, second)]
-    assert losses[0] == losses[1] and len(losses[0]) == 2
-    expected, found = (load_file(folder / weights) for folder in (first, second))
-    assert expected.keys() == found.keys() and len(found) > 1
-    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
-    assert results(first).get("eval_loss") == results(second).get("eval_loss")
-
-
-def assert_memory_logged(stock, patched):
-    """With every loss of the patched run came what it kept; the stock run knows nothing of it."""
-    losses = [[entry for entry in log(folder) if "loss" in entry] for folder in (stock, patched)]
-    names = [[name for entry in entries for name in entry if name.startswith("memsave/")] for entries in losses]
-    by_kind = "memsave/freed_gib/"
-    assert any(name.startswith(by_kind) for name in names[1])
-    totals = [[name for name in some if not name.startswith(by_kind)] for some in names]
-    assert totals == [[], ["memsave/freed_fraction", "memsave/kept_gib"] * 2]
-
-
 def assert_stock_adapter(folder):
     """Nothing of ours is in what was saved; returns the adapter's configuration."""
     saved = json.loads((folder / "adapter_config.json").read_text())
     assert saved["peft_type"] == "LORA" and "memsave" not in saved
     assert not (folder / "model.safetensors").exists()
     return saved
-
-
-def assert_patched(*models):
-    assert [any(is_patched(module) for module in model.modules()) for model in models] == [False, True]
 
 
 def assert_refused(script, options, message, capsys):
