@@ -92,7 +92,7 @@ def test_the_stock_trainer(door, folder, tmp_path, lines):
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
-def test_trl(checkpointing, folder, tmp_path, lines):
+def test_trl(checkpointing, folder, folder_with_tokenizer, tmp_path, lines):
     """Its default is gradient checkpointing: the line says so."""
     import datasets
     import trl
@@ -102,7 +102,7 @@ def test_trl(checkpointing, folder, tmp_path, lines):
         **FIXED | ({} if checkpointing else STOCK),
     )  # fmt: skip
     rows = {"input_ids": batch_for(build("llama"), Size(batch=8, seq=SIZE.seq))["input_ids"].tolist()}
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=_words(), pad_token="0", eos_token="1")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder_with_tokenizer)
     dataset = datasets.Dataset.from_dict(rows)
     trainer = trl.SFTTrainer(folder, arguments, train_dataset=dataset, processing_class=tokenizer)
     trainer.train()
@@ -115,12 +115,6 @@ def test_trl(checkpointing, folder, tmp_path, lines):
         assert str(patch(model)).count("gradient checkpointing is on") == 1
     else:
         check(line, model, batch, forward=forward)
-
-
-def _words():
-    from tokenizers import Tokenizer, models
-
-    return Tokenizer(models.WordLevel({str(number): number for number in range(512)}, unk_token="0"))
 
 
 @pytest.mark.parametrize("door", ["plain", "lora", "offload", "gate", "bf16"])
