@@ -38,7 +38,8 @@ def config(tmp_path):
 
 def test_doctor_prints_versions_and_devices(capsys):
     status, lines, error = call(capsys)
-    assert (status, error) == (0, "") and ["hf_memsave", hf_memsave.__version__] in lines
+    assert (status, error) == (0, "")
+    assert ["hf_memsave", hf_memsave.__version__] in lines
     bounds = dict(one.split(">=") for one in requires("hf_memsave") if ">=" in one and ";" not in one)
     for name, installed in {"torch": torch.__version__, "transformers": version("transformers")}.items():
         assert [name, installed, "(needs", f">={bounds[name]})"] in lines

@@ -56,7 +56,9 @@ def test_every_class_patches_what_it_loads_and_what_it_builds(cls, saved):
         model = make(memsave=True)
         torch.manual_seed(1)
         stock = make()
-        assert is_memsave(model) and patched_classes(stock) == {} and type(model).__name__ == type(stock).__name__
+        assert is_memsave(model)
+        assert patched_classes(stock) == {}
+        assert type(model).__name__ == type(stock).__name__
         assert_same(model.state_dict(), stock.state_dict())
         if cls in (AutoModelForSequenceClassification, LlamaForCausalLM):
             batch = batch_for(model)
@@ -103,7 +105,8 @@ def test_loading_info_attention_dtype_and_overrides(saved):
         saved(), memsave=True, output_loading_info=True, attn_implementation="eager", dtype=torch.bfloat16,
         rms_norm_eps=1e-3, use_cache=False,
     )  # fmt: skip
-    assert is_memsave(model) and not model.training and not info["missing_keys"] and not info["unexpected_keys"]
+    assert is_memsave(model) and not model.training
+    assert not info["missing_keys"] and not info["unexpected_keys"]
     assert model.config._attn_implementation == model.model.config._attn_implementation == "eager"
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert (model.config.rms_norm_eps, model.config.use_cache) == (1e-3, False)
@@ -117,7 +120,8 @@ def test_importing_twice_wraps_once_and_the_methods_keep_name_and_documentation(
     assert {name: getattr(PreTrainedModel, name).__func__ for name in methods} == methods
     for name in methods:
         method = getattr(PreTrainedModel, name)
-        assert isinstance(PreTrainedModel.__dict__[name], classmethod) and method.__name__ == name
+        assert isinstance(PreTrainedModel.__dict__[name], classmethod)
+        assert method.__name__ == name
         assert method.__module__ == "transformers.modeling_utils"
     assert "pretrained" in PreTrainedModel.from_pretrained.__doc__
 
@@ -134,7 +138,8 @@ def test_configs_and_saved_files_are_stocks(saved, tmp_path):
         model.save_pretrained(tmp_path / name)
     assert configs[0] == configs[1] and configs[0][1][1] == "sdpa"
     ours, stock = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("ours", "stock"))
-    assert "config.json" in ours and ours == stock
+    assert "config.json" in ours
+    assert ours == stock
 
 
 def test_a_config_that_hides_the_flag_is_an_error(saved, tmp_path):

@@ -61,9 +61,11 @@ def test_few_layers_tell_of_many(family, fields, setting):
     told, per_layer = trace_in_full(config, depth, of, memsave)
     true = trace_at(config, depth, of, memsave)
     assert sum(told.by_kind.values()) == pytest.approx(sum(true.by_kind.values()), rel=0.01)
-    assert told.peak == pytest.approx(true.peak, rel=0.001) and told.at_loss == pytest.approx(true.at_loss, rel=0.001)
+    assert told.peak == pytest.approx(true.peak, rel=0.001)
+    assert told.at_loss == pytest.approx(true.at_loss, rel=0.001)
     assert (told.parameters, told.trained, told.numbers) == (true.parameters, true.trained, true.numbers)
-    assert told.states == pytest.approx(true.states, rel=1e-3) and list(per_layer) == list(depth)
+    assert told.states == pytest.approx(true.states, rel=1e-3)
+    assert list(per_layer) == list(depth)
     # The last two blocks are counted, and not taken to lie on a line.
     assert {Place("backward", stack, n - i) for stack, n in true.blocks.items() for i in (1, 2)} <= told.places.keys()
     assert {place.phase for place in told.places} == {"forward", "backward", "optimizer"}
@@ -110,7 +112,8 @@ def assert_as_a_real_step(config, of, memsave):
     kept, peak = traced(config, of, memsave)
     torch.manual_seed(0)
     true_kept, true_peak = count_step(build(config, of), config, of, memsave)
-    assert kept == pytest.approx(true_kept.total, rel=0.01) and peak == pytest.approx(true_peak, rel=0.03)
+    assert kept == pytest.approx(true_kept.total, rel=0.01)
+    assert peak == pytest.approx(true_peak, rel=0.03)
     return kept, peak
 
 

@@ -113,7 +113,8 @@ def test_the_efficient_kernel_takes_the_masks_of_the_tape_as_they_are(kind, leng
     with fake_device("efficient") as device:
         mask = torch.ones(2, 1, length, length, dtype=kind, device=device)
         laid = tape_attention.float_mask(mask, torch.bfloat16) if kind == torch.bool else tape_attention.laid_out(mask)
-        assert laid.shape == mask.shape and laid.dtype == torch.bfloat16
+        assert laid.shape == mask.shape
+        assert laid.dtype == torch.bfloat16
         assert laid.stride() == (length * 136, length * 136, 136, 1) if length == 130 else laid.is_contiguous()
 
 
@@ -258,7 +259,8 @@ def test_what_is_shared_stays_shared():
     model[1].weight = model[0].weight
     with fake_device() as device:
         to_fake(model, device)
-        assert model[0].weight is model[1].weight and model[0].weight.device.type == STAND_IN
+        assert model[0].weight is model[1].weight
+        assert model[0].weight.device.type == STAND_IN
 
 
 @pytest.mark.parametrize(

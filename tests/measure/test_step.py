@@ -186,7 +186,8 @@ def test_the_command_asks_for_bits_and_sees_a_wrong_gradient(tmp_path, capsys, m
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
     status, output, error = verify(tmp_path, capsys, "--deterministic")
-    assert (status, error) == (0, "") and "deterministic algorithms" in output and "Equal to the last bit" in output
+    assert (status, error) == (0, "")
+    assert "deterministic algorithms" in output and "Equal to the last bit" in output
     assert seen and set(seen) == {DETERMINISTIC}
     plant_wrong_gradient(monkeypatch)
     status, output, error = verify(tmp_path, capsys, "--deterministic")
@@ -234,11 +235,13 @@ X = {"x": torch.randn(32, 64, generator=torch.Generator().manual_seed(1))}
 
 def test_stocks_own_distance_is_the_measure_and_what_is_further_is_seen(on_cuda, monkeypatch):
     found = compare_step(Noisy(1e-4), X)
-    assert 0 < found.repeat < TOLERANCE and found.tolerance == module.DISTANCES * found.repeat
+    assert 0 < found.repeat < TOLERANCE
+    assert found.tolerance == module.DISTANCES * found.repeat
     assert not found.loss.equal and found.differing == ()
     plant_wrong_gradient(monkeypatch, "down.weight")
     found = compare_step(Noisy(1e-4), X)
-    assert [d.name for d in found.differing] == ["down.weight"] and found.differing[0].relative > 100 * found.tolerance
+    assert [d.name for d in found.differing] == ["down.weight"]
+    assert found.differing[0].relative > 100 * found.tolerance
 
 
 @pytest.mark.parametrize(("noise", "planted"), [(1e-5, 5e-4), (0.0, 1e-6)])

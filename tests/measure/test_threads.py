@@ -113,7 +113,8 @@ def test_threads_estimate_at_once_and_leave_everything_as_it_was(monkeypatch):
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == wanted and state() == before
+    assert found == wanted
+    assert state() == before
 
 
 def made_by_ops(kept):

@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from support.calls import Calls
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch._functorch import config as functorch
@@ -14,7 +15,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hf_memsave import patch
 from hf_memsave.patching.partitioner import Floor
-from support.calls import Calls
 from support.compiled import saved
 from support.helpers import random
 from support.steps import assert_same, step

@@ -64,9 +64,11 @@ def test_patches_the_model_and_its_blocks_once_and_takes_it_back(family, device)
         added = {"_memsave_buffers", "_memsave_ledger", "_memsave_first_step"} if module is model else set()
         assert set(vars(module)) == before[name][3] | added
     blocks = [path.replace("*", str(i)) for path in BLOCKS[family].split() for i in range(2)]
-    assert sites_of(report) == {"model": [""], "block": blocks} and report.skipped == ()
+    assert sites_of(report) == {"model": [""], "block": blocks}
+    assert report.skipped == ()
     patched = state_of(model)
-    assert sites_of(patch(model)) == sites_of(report) and state_of(model) == patched
+    assert sites_of(patch(model)) == sites_of(report)
+    assert state_of(model) == patched
     report.undo()
     assert state_of(model) == before
     patch(model, "tempo")
@@ -94,7 +96,8 @@ def test_a_patched_model_returns_what_stock_returns(llama):
     stock = llama(**batch)
     assert stock.past_key_values is not None
     patch(llama)
-    assert list(llama(**batch)) == list(stock) and llama.config.use_cache
+    assert list(llama(**batch)) == list(stock)
+    assert llama.config.use_cache
 
 
 def test_undone_model_keeps_what_stock_keeps_and_one_left_to_stock_no_more(llama):
@@ -141,7 +144,8 @@ def test_another_config_replaces_the_one_before_where_asked_to(field, value, dev
     assert patched_classes(model) == exact | added and set(added.values()) == OTHERS[field, value]
     assert measure_kept(model, batch).total > kept if value == "stock" else True
     patch(model, replace=True)
-    assert patched_classes(model) == exact and measure_kept(model, batch).total == kept
+    assert patched_classes(model) == exact
+    assert measure_kept(model, batch).total == kept
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

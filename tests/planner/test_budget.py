@@ -167,7 +167,8 @@ class Lines(torch.utils.data.Dataset):
 def test_rows_of_an_open_file_are_afterwards_what_they_were(tmp_path):
     """Read in a process of their own they are not: that shares the place in the file, and not what was buffered."""
     data = Lines(tmp_path / "rows.txt")
-    assert data[0] == {"input_ids": [0]} and _longest(torch.utils.data.DataLoader(data, collate_fn=collate), "") == 8
+    assert data[0] == {"input_ids": [0]}
+    assert _longest(torch.utils.data.DataLoader(data, collate_fn=collate), "") == 8
     assert [data[i]["input_ids"][0] for i in range(5000)] == list(range(5000))
 
 

@@ -58,9 +58,11 @@ def test_a_line_becomes_the_example_of_the_hub_and_a_folders_name_tells_the_task
     header, line, *_ = OFFICIAL[name]
     assert TASKS.keys() == OFFICIAL.keys() and TASKS[name].name == name
     data = read_glue(write(tmp_path / "data" / "train.tsv", *filter(None, (header, line, line))), name, "train")
-    assert data.num_rows == 2 and data[1] == example_of(name) | {"idx": 1}
+    assert data.num_rows == 2
+    assert data[1] == example_of(name) | {"idx": 1}
     label = datasets.ClassLabel(names=list(TASKS[name].labels)) if TASKS[name].labels else datasets.Value("float32")
-    assert data.features["label"] == label and guess_task(tmp_path / TASKS[name].folder) == name
+    assert data.features["label"] == label
+    assert guess_task(tmp_path / TASKS[name].folder) == name
 
 
 def test_mnli_has_two_dev_sets(tmp_path):
@@ -88,7 +90,8 @@ def test_official_files_have_their_published_sizes(name, split, rows, share_of_c
     if not folder.is_dir():
         pytest.skip(f"needs the official files in {folder}")
     data = read_glue(folder, guess_task(folder), split)
-    assert data.num_rows == rows and sum(data["label"][:]) / rows == pytest.approx(share_of_class_1, abs=1e-4)
+    assert data.num_rows == rows
+    assert sum(data["label"][:]) / rows == pytest.approx(share_of_class_1, abs=1e-4)
 
 
 SST2, STSB = "sentence\tlabel", OFFICIAL["stsb"][0]
@@ -134,7 +137,8 @@ def test_the_few_broken_lines_of_qqp_are_left_out_with_a_warning(tmp_path):
     write(tmp_path / "train.tsv", header, *[line] * 998, "7\t1\t2\tWho", *[line] * 1001)
     with pytest.warns(UserWarning, match="1 of 2000 lines left out.*line 1000: expected 6 columns"):
         data = read_glue(tmp_path, "qqp", "train")
-    assert data.num_rows == 1999 and data["idx"][997:999] == [997, 999]
+    assert data.num_rows == 1999
+    assert data["idx"][997:999] == [997, 999]
     write(tmp_path / "train.tsv", header, *[line] * 500, "7\t1\t2\tWho")
     with pytest.raises(UsageError, match="line 502: expected 6 columns"):
         read_glue(tmp_path, "qqp", "train")
@@ -145,7 +149,8 @@ TEXTS = ["The cat sat on the mat.", "A cat, two cats: the cats' café!", "Mats a
 
 def test_a_trained_tokenizer_has_berts_special_tokens_and_pair_template_and_survives_saving(tmp_path):
     tokenizer = train_wordpiece(TEXTS, vocab_size=100)
-    assert tokenizer.convert_ids_to_tokens(range(5)) == list(SPECIAL_TOKENS) and len(tokenizer) <= 100
+    assert tokenizer.convert_ids_to_tokens(range(5)) == list(SPECIAL_TOKENS)
+    assert len(tokenizer) <= 100
     encoded = tokenizer("The cat", "a hat", padding="max_length", max_length=12)
     tokens = tokenizer.convert_ids_to_tokens(encoded["input_ids"])
     assert "".join(tokens).replace("##", "") == "[CLS]thecat[SEP]ahat[SEP]" + "[PAD]" * tokens.count("[PAD]")

@@ -306,7 +306,8 @@ def test_qlora_is_four_bits_and_patched(tmp_path, load):
     batch = {"input_ids": torch.ones(2, 32, dtype=torch.long), "labels": torch.ones(2, 32, dtype=torch.long)}
     stock, patched = made(), made("--memsave")
     linears = [module for module in patched.modules() if isinstance(module, bitsandbytes.nn.Linear4bit)]
-    assert len(linears) == 7 and all(m.weight.quant_type == "nf4" and m.weight.quant_state.nested for m in linears)
+    assert len(linears) == 7
+    assert all(m.weight.quant_type == "nf4" and m.weight.quant_state.nested for m in linears)
     assert hf_memsave.measure_kept(patched, batch).total < 0.8 * hf_memsave.measure_kept(stock, batch).total
 
 
@@ -340,7 +341,8 @@ def test_the_lora_recipe_runs(tmp_path, load, run):
     (name, rank), model, out = OF_RECIPES[run], base(run, tmp_path, load), str(tmp_path / "out")
     recipe = ["--config", str(RECIPES / f"{name}.yaml"), "--model_name_or_path", model, "--output_dir", out]
     ended(load(run), *recipe, *data(run, tmp_path))
-    assert assert_stock_adapter(tmp_path / "out")["r"] == rank and results(tmp_path / "out")["eval_samples"] > 0
+    assert assert_stock_adapter(tmp_path / "out")["r"] == rank
+    assert results(tmp_path / "out")["eval_samples"] > 0
     if run == "run_clm":
         args, _, training = load(run).parse([*recipe, *STEPS])
         model = load(run).load_model(args, AutoConfig.from_pretrained(model), training)
@@ -368,7 +370,8 @@ def test_every_task_trains_and_reports_its_metrics(tmp_path, load, name):
     argv += ["--config_overrides", "num_hidden_layers=2", *SHORT["run_glue"], *DO, "--do_predict"]
     ended(load("run_glue"), *argv, "--no_pad_to_max_length", "--output_dir", str(out))
     found = results(out)
-    assert f"eval_{METRICS.get(name, 'accuracy')}" in found and ("eval_accuracy_mm" in found) == (name == "mnli")
+    assert f"eval_{METRICS.get(name, 'accuracy')}" in found
+    assert ("eval_accuracy_mm" in found) == (name == "mnli")
     assert len(list(out.glob(f"predict_results_{name}*.txt"))) == len(TASKS[name].test_splits)
     assert AutoConfig.from_pretrained(out).num_hidden_layers == 2
 
@@ -513,7 +516,8 @@ def test_a_mistake_ends_the_process_with_status_2(load, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["run_glue.py", "--memsave"])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(SCRIPTS / "run_glue.py"), run_name="__main__")
-    assert end.value.code == 2 and capsys.readouterr().err.startswith("run_glue.py: error: expected exactly one of")
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith("run_glue.py: error: expected exactly one of")
 
 
 MISTAKES = yaml.safe_load((Path(__file__).parent / "mistakes.yaml").read_text(encoding="utf-8"))

@@ -137,7 +137,8 @@ def l2(name, table):
 @pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu", "quick_gelu"])  # new_gelu is gelu_tanh
 def test_levels_halve_the_error_with_each_bit_and_are_no_worse_than_published(name):
     errors = [l2(name, levels(name, bits)) for bits in BITS]
-    assert all(after < 0.62 * before for before, after in zip(errors, errors[1:], strict=False)) and errors[7] < 0.005
+    assert all(after < 0.62 * before for before, after in zip(errors, errors[1:], strict=False))
+    assert errors[7] < 0.005
     assert all(error < published * 1.002 for error, published in zip(errors, PUBLISHED.get(name, ()), strict=False))
 
 
@@ -163,7 +164,8 @@ def test_codes_come_back(device, bits):
         assert torch.equal(unpack_codes(packed, codes.numel()).view(shape), codes)
     flags = random(1001, device=device) > 0
     packed = pack_bits(flags)
-    assert packed.nbytes == 126 and torch.equal(unpack_bits(packed, 1001), flags)
+    assert packed.nbytes == 126
+    assert torch.equal(unpack_bits(packed, 1001), flags)
 
 
 # Whether it keeps them

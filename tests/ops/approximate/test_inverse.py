@@ -42,7 +42,8 @@ def test_slope_is_near_the_derivative(device, slopes, name, dtype):
     for method, factor in FACTORS.items():
         found = getattr(slopes, method)(name, x)
         wrong = error(found, true)
-        assert wrong.max() <= (FROM_FP32 if dtype == torch.float32 else factor * best) and wrong[far].max() <= 1e-5
+        assert wrong.max() <= (FROM_FP32 if dtype == torch.float32 else factor * best)
+        assert wrong[far].max() <= 1e-5
         assert (found[x >= 15] == 1).all() and found[x < -30].abs().max() <= 1e-6
 
 
@@ -58,13 +59,15 @@ def test_slope_is_finite_for_outputs_rounded_below_the_minimum(device, name, dty
     y = torch.stack([lowest + k * fit.ulp(dtype) for k in range(-4, 5)]).to(dtype)
     for left in (True, False):
         found = slope(wide(y), torch.full(y.shape, left, device=device), fit, fit.ulp(dtype))
-        assert found.isfinite().all() and ((found <= 0).all() if left else (found >= 0).all())
+        assert found.isfinite().all()
+        assert (found <= 0).all() if left else (found >= 0).all()
 
 
 def test_slope_of_nan_is_nan_and_of_inf_is_one(device, name):
     y = torch.tensor([float("nan"), float("inf"), torch.finfo(torch.float32).max], device=device)
     found = slope(y, torch.zeros(3, dtype=torch.bool, device=device), FITS[name], FITS[name].ulp(torch.float32))
-    assert found[0].isnan() and found[1:].tolist() == [1, 1]
+    assert found[0].isnan()
+    assert found[1:].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(("name", "theirs"), [("gelu", 0.0187), ("silu", 0.0029)])

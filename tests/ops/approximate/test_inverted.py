@@ -64,7 +64,8 @@ def gradient(op, kind, value, leaf, see=torch.clone, autocast=None):
 def test_inverted_knows_its_modules_and_refuses_others(value):
     made = {**{make: name for name, make in KINDS.items()}, **{getattr(activations, k): v for k, v in OTHERS.items()}}
     for make, name in made.items():
-        assert name_of(make()) == name and ACTIVATION.check(make(), value) == ""
+        assert name_of(make()) == name
+        assert ACTIVATION.check(make(), value) == ""
     for module, reason in (
         (nn.SiLU(inplace=True), "inplace=True"),
         (activations.GELUActivation(use_gelu_python=True), "expected torch's own gelu"),
@@ -151,5 +152,6 @@ def test_precision_bit_survives_every_kind_of_number(device, dtype):
     assert_same_bits(middle[2], torch.tensor(float("inf"), dtype=middle.dtype, device=device))
     low = torch.tensor([-0.0, -info.tiny, -0.125], dtype=dtype, device=device)
     middle, m = decode(encode(low, low == low))
-    assert m.all() and ((middle - low).abs() <= info.eps * low.abs() + info.tiny * info.eps).all()
+    assert m.all()
+    assert ((middle - low).abs() <= info.eps * low.abs() + info.tiny * info.eps).all()
     assert decode(encode(torch.full((2,), float("nan"), dtype=dtype), low[:2].cpu() > 0))[0].isnan().all()

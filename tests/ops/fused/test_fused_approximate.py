@@ -90,7 +90,8 @@ def test_gradients_and_bytes_are_those_of_the_torch_backend(way, device, calls):
     bytes_of_torch, by_torch = step(name, device, config=config)
     assert not calls
     bytes_here, here = step(name, device, config=replace(config, backend="triton"))
-    assert calls.keys() >= wanted and bytes_here <= bytes_of_torch
+    assert calls.keys() >= wanted
+    assert bytes_here <= bytes_of_torch
     _, exact = step(name, device)
     apart = distance(by_torch, exact)
     if "sampled" in way:  # rows of a norm's output are as long but for rounding, which decides who wins

@@ -35,7 +35,8 @@ def test_a_loss_that_fits_is_stocks_to_the_bit():
     stock, expected = step(model, batch)
     patch(model)
     out, found = step(model, batch)
-    assert type(out.logits) is torch.Tensor and torch.equal(out.loss, stock.loss)
+    assert type(out.logits) is torch.Tensor
+    assert torch.equal(out.loss, stock.loss)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -124,7 +125,8 @@ def test_where_it_is_not_chunked(small_chunks):
     patch(model)
     with torch.no_grad():
         out = model(**batch)
-    assert type(out.logits) is torch.Tensor and torch.equal(out.logits, expected.logits)
+    assert type(out.logits) is torch.Tensor
+    assert torch.equal(out.logits, expected.logits)
     assert torch.equal(out.loss, expected.loss)
     with torch.autocast("cpu", torch.float16):
         assert type(model(**batch).logits) is torch.Tensor
@@ -155,7 +157,8 @@ def test_under_autocast_a_loss_of_logits_in_16_bits_is_in_fp32_as_stocks(make, d
         with torch.autocast(device.type, torch.bfloat16):
             out = model(**batch)
         losses.append(out.loss)
-        assert out.logits.dtype == torch.bfloat16 and (type(out.logits) is LazyLogits) == is_patched
+        assert out.logits.dtype == torch.bfloat16
+        assert (type(out.logits) is LazyLogits) == is_patched
     stock, ours = losses
     assert ours.dtype == stock.dtype == torch.float32
     torch.testing.assert_close(ours, stock, rtol=2e-3, atol=0)
@@ -178,7 +181,8 @@ def test_on_a_gpu_the_loss_is_in_fp32_too_and_the_host_waits_for_nothing(make, h
         with NoTransfers():
             with torch.autocast(model.device.type, torch.bfloat16):
                 out = model(**batch, **options)
-            assert type(out.logits) is LazyLogits and out.loss.dtype == torch.float32
+            assert type(out.logits) is LazyLogits
+            assert out.loss.dtype == torch.float32
             out.loss.backward()
 
 
@@ -233,7 +237,8 @@ def peaks_of(model, ids, mode="fp32"):
 @pytest.mark.long
 def test_a_step_of_32k_words_4096_tokens_and_hidden_64_peaks_at_a_thirteenth_of_stocks():
     stock, ours = peaks_of(*llama(32_000, 64, 4096, layers=2))
-    assert stock >= 1.6e9 and ours <= 0.125e9
+    assert stock >= 1.6e9
+    assert ours <= 0.125e9
 
 
 @of_cpu_kernels
@@ -265,7 +270,8 @@ def test_the_loss_keeps_two_bytes_a_hidden_unit_and_token_and_one_chunk(words, t
     h = 64
     run, _ = head_and_loss(words, h, tokens, trains_head=False)
     kept = count_peak(run)
-    assert kept.end <= 2 * h * tokens + 64 and kept.peak <= chunked_loss.CHUNK + 2 * h * tokens + 16 * tokens
+    assert kept.end <= 2 * h * tokens + 64
+    assert kept.peak <= chunked_loss.CHUNK + 2 * h * tokens + 16 * tokens
 
 
 @of_cpu_kernels

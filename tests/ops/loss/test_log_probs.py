@@ -227,7 +227,8 @@ def of_detached(x, ids):
 def compared(x, ids):
     """What is largest has the bits of a logit."""
     top, most = x.topk(3).values[..., -1:], x.max(-1, keepdim=True).values
-    assert (x >= top).sum(-1).eq(3).all() and (x == most).any(-1).all() and x.argmax(-1).equal(x.clone().argmax(-1))
+    assert (x >= top).sum(-1).eq(3).all() and (x == most).any(-1).all()
+    assert x.argmax(-1).equal(x.clone().argmax(-1))
     (x.masked_fill(x < top, 0.0).square().mean() + most.mean()).backward()
     return x.argmax(-1), x[:, -1].argmax(-1, keepdim=True), (x == most).int().argmax(-1)
 

@@ -63,7 +63,8 @@ def test_what_takes_fewest_bytes_is_kept_and_products_wait_for_each_other(rows, 
     for part, into in zip(x.split(8), dy.split(8), strict=True):
         total.of[id(w)].add_product(into, part)
     found = total.of[id(w)].kept()
-    assert [tuple(tensor.shape) for tensor in found] == kept and added == [16] * products
+    assert [tuple(tensor.shape) for tensor in found] == kept
+    assert added == [16] * products
     expected = dy.double().t() @ x.double()
     gradient = sums.gradient(found, torch.full((), 3.0), w.dtype)
     torch.testing.assert_close(gradient.double(), 3 * expected, rtol=2**-7, atol=1e-2)
@@ -76,7 +77,8 @@ def test_where_products_come_in_fp32_they_are_added_block_by_block(monkeypatch):
     monkeypatch.setattr(sums, "_BLOCK", 100 * 32)
     monkeypatch.setattr(sums, "add_product", lambda total, a, b: asked.append(len(a)) or stock(total, a, b))
     found = gradients_of(torch.bfloat16, monkeypatch)
-    assert set(asked) == {100, 56} and found[0] == pytest.approx(expected[0], rel=1e-4)
+    assert set(asked) == {100, 56}
+    assert found[0] == pytest.approx(expected[0], rel=1e-4)
 
 
 class Used(nn.Module):

@@ -51,8 +51,10 @@ def test_the_winners_come_first_and_unscaled(device):
     p, k = probabilities(heavy().to(device)), 5
     c = best_count(p.cpu(), k)
     index, scale = wta(p, k, torch.rand(k, dtype=torch.float64, device=device))
-    assert 0 < c < k and index[:c].tolist() == p.topk(c).indices.tolist() and scale[:c].tolist() == [1.0] * c
-    assert not set(index[:c].tolist()) & set(index[c:].tolist()) and (scale[c:] >= 1).all()
+    assert 0 < c < k
+    assert index[:c].tolist() == p.topk(c).indices.tolist() and scale[:c].tolist() == [1.0] * c
+    assert not set(index[:c].tolist()) & set(index[c:].tolist())
+    assert (scale[c:] >= 1).all()
 
 
 def test_topk_is_biased(device):
@@ -79,7 +81,8 @@ def test_the_ends_of_the_uniform_numbers_give_rows_and_finite_scales(device, nor
     for name, k, u in product(UNBIASED, (1, 3, M), (0.0, 1 - 2**-53)):
         draw = ESTIMATORS[name](p, k, torch.full((k,), u, dtype=torch.float64, device=device))
         assert (draw.index >= 0).all() and (draw.index < M).all()
-        assert draw.scale.isfinite().all() and (draw.scale >= 0).all() and not draw.scale[p[draw.index] == 0].any()
+        assert draw.scale.isfinite().all() and (draw.scale >= 0).all()
+        assert not draw.scale[p[draw.index] == 0].any()
 
 
 # The probabilities.
@@ -89,7 +92,8 @@ def test_the_ends_of_the_uniform_numbers_give_rows_and_finite_scales(device, nor
 def test_probabilities_sum_to_one_and_mix_the_prediction_with_the_norms(device, dtype):
     for norms in NORMS.values():
         p = probabilities(norms.to(device, dtype).clamp_max(torch.finfo(dtype).max), heavy(seed=1).to(device))
-        assert p.dtype == torch.float64 and (p >= 0).all() and float(p.sum()) == pytest.approx(1, abs=1e-14)
+        assert p.dtype == torch.float64 and (p >= 0).all()
+        assert float(p.sum()) == pytest.approx(1, abs=1e-14)
     norms, predicted = heavy().to(device, dtype), heavy(seed=1).to(device, dtype)
     product = norms.double() * predicted.double()
     expected = 0.9 * product / product.sum() + 0.1 * norms.double() / norms.double().sum()
@@ -118,7 +122,8 @@ def test_rows_that_are_not_finite_are_drawn_always_and_others_have_finite_scales
     for seed in range(50):
         u = torch.rand(5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device)
         draw = wta(p, 5, u)
-        assert {3, 7} <= set(draw.index.tolist()) and draw.scale.isfinite().all() and (draw.scale >= 1).all()
+        assert {3, 7} <= set(draw.index.tolist())
+        assert draw.scale.isfinite().all() and (draw.scale >= 1).all()
         assert (draw.scale * heavy().to(device)[draw.index]).max() <= 10 * heavy().sum()
 
 

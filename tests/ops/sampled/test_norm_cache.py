@@ -156,7 +156,8 @@ def test_gradients_that_are_not_finite_teach_nothing(device, kind, odd, at):
     squared[(0, 0) if at == "real" else (2, 7)] = odd
     sampler.cache.update(LAYER, batch_of(tokens), tokens, squared)
     after = sampler.state_dict()
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -195,7 +196,8 @@ def test_the_profile_finds_a_hot_token_whatever_the_lengths(device, end):
     tokens = right_padded(device, (4, 7, 6, 2))
     predicted = cache.predict(LAYER, batch_of(tokens), tokens)
     cold = predicted[tokens.mask & ~hot(tokens)]
-    assert predicted[hot(tokens)].min() > cold.max() and predicted[hot(tokens)].min() > 2 * cold.mean()
+    assert predicted[hot(tokens)].min() > cold.max()
+    assert predicted[hot(tokens)].min() > 2 * cold.mean()
 
 
 def test_the_profile_is_a_running_mean(device):
