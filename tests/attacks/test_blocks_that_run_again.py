@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointError
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave import KeptTensorChangedError, MemSaveConfig, patch, unpatch
+from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.patching import checkpointed
 from support.attacks import assert_alike
 from support.steps import backward, step
@@ -223,7 +224,7 @@ def test_a_forward_with_each_adapter_before_both_backwards(checkpoint):
 def test_what_else_was_changed_is_said_in_our_words_where_the_block_runs_again_by_us(is_ours):
     model = llama()
     if not is_ours:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable_checkpointing(model)
     patch(model, MemSaveConfig(checkpoint="block" if is_ours else None))
     mlp = model.model.layers[1].mlp
     mlp.forward = lambda x: type(mlp).forward(mlp, x).sin().square()

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave import KeptTensorChangedError, measure_kept, patch
+from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.count.peak import count_peak
 from hf_memsave.tape import Tape, private
 from support.attacks import assert_alike
@@ -24,7 +25,6 @@ from support.zoo import Size, batch_for, build
 SIZE = Size()
 BATCH = batch_for(build("llama"))
 BLOCK = {"checkpoint": "block"}
-pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing.* is deprecated:FutureWarning")
 
 
 def llama(**config):
@@ -287,36 +287,30 @@ def test_a_steps_calls_grow_with_the_slices_of_a_storage_and_not_with_their_squa
 # Checkpointing that the user switches
 
 
-def is_told(model):
-    return model.is_activation_checkpointing if hasattr(model, "is_activation_checkpointing") else (
-        model.is_gradient_checkpointing
-    )  # fmt: skip
-
-
 def kept(model):
     return measure_kept(model, BATCH).total
 
 
 @pytest.mark.parametrize("rung", ["block", "tiles", "max"])
-def test_is_gradient_checkpointing_is_the_users_alone(rung):
+def test_is_activation_checkpointing_is_the_users_alone(rung):
     model = llama()
     patch(model, rung)
     before = kept(model)
-    assert not is_told(model)
-    model.gradient_checkpointing_disable()
-    assert kept(model) == before and not is_told(model)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    assert is_told(model)
+    assert not model.is_activation_checkpointing
+    model.activation_checkpointing_disable()
+    assert kept(model) == before and not model.is_activation_checkpointing
+    enable_checkpointing(model)
+    assert model.is_activation_checkpointing
     assert_same(step(model, BATCH), step(llama(), BATCH)) if rung == "block" else step(model, BATCH)
-    model.gradient_checkpointing_disable()
-    assert kept(model) == before and not is_told(model)
+    model.activation_checkpointing_disable()
+    assert kept(model) == before and not model.is_activation_checkpointing
 
 
 def test_a_model_that_was_checkpointed_as_it_was_patched_runs_again_by_us_once_that_is_off():
     before, model = kept(llama(**BLOCK)), llama()
-    model.gradient_checkpointing_enable()
+    enable_checkpointing(model)
     patch(model, BLOCK)
-    model.gradient_checkpointing_disable()
+    model.activation_checkpointing_disable()
     assert kept(model) == before
     assert_same(step(model, BATCH), step(llama(), BATCH))
 

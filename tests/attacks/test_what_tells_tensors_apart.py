@@ -11,6 +11,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from hf_memsave import KeptTensorChangedError, patch
+from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.tape.tape import Tape
 from support.attacks import WIDTH, Attack, Block, assert_alike, assert_trains_like_stock, kept_of, trained
 from support.helpers import only_on_cpu, random
@@ -163,7 +164,7 @@ def test_pefts_sparse_adapters_train_like_stock(is_checkpointed):
         model = get_peft_model(build("llama"), shira).train()
         if is_checkpointed:
             model.enable_input_require_grads()
-            model.gradient_checkpointing_enable()
+            enable_checkpointing(model)
         return model
 
     assert_alike(make, lambda model: step(model, batch_for(model)))

@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_memsave import MemSaveConfig, measure_kept, patch
+from hf_memsave.arch.versions import enable_checkpointing
 from support.attacks import assert_alike
 from support.steps import assert_same, backward, step
 from support.zoo import LOW, MODES, Size, batch_for, build
@@ -148,7 +149,7 @@ def test_adapted_experts_are_differentiated_after_other_forwards_and_checkpointe
 
     def run(model, is_checkpointed):
         if is_checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            enable_checkpointing(model)
         losses = [model(**batch_for(model, SIZE)).loss for _ in range(1 if is_checkpointed else 2)]
         return backward(model, sum(losses))
 

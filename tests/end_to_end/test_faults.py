@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from hf_memsave import WTACRS, MemSaveConfig, patch
+from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.count.kept import _ByModule
 from support.helpers import MATRIX, autocasting, live_bytes, nodes, only_on_cpu
 from support.steps import assert_same, gradients, patched_classes
@@ -144,7 +145,7 @@ def pair(name, config=True, size=SIZE):
     if "LoRA" in name:
         stock = get_peft_model(stock, LoraConfig(target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.1))
     if "checkpointing" in name:
-        stock.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable_checkpointing(stock)
     runs = Run(name, copy.deepcopy(stock), config), Run(name, stock, None)
     assert patched_classes(runs[0].model) and not patched_classes(runs[1].model)
     return runs

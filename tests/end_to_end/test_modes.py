@@ -11,14 +11,13 @@ from torch.autograd.graph import save_on_cpu
 from torch.nn.functional import cross_entropy
 
 from hf_memsave import measure_kept, patch, unpatch
+from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.count.kept import _ByModule
 from hf_memsave.patching.swap import _CLASSES
 from support.helpers import halved
 from support.modes import CAUSAL, FAMILIES, MODES, WITHOUT_GRADIENTS, batch_of, make
 from support.steps import assert_same, step
 from support.zoo import Size, batch_for, build
-
-pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
 
 
 def pair(family, device="cpu", config=True):
@@ -89,7 +88,7 @@ def watched():
 def alive_after_each_step(model, around, backward):
     """Bytes alive with the loss, and without, of two steps."""
     if around.endswith("reentrant"):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": around == "reentrant"})
+        enable_checkpointing(model, use_reentrant=around == "reentrant")
     batch, during, left = batch_of(model), [], []
     with watched() as alive, save_on_cpu() if around == "save_on_cpu" else contextlib.nullcontext():
         for _ in range(2):
@@ -127,7 +126,7 @@ def test_keeps_no_more_than_stock_under_checkpointing(family, device):
     everything = measure_kept(model, batch).total
     for use_reentrant in (True, False):
         unpatch(model)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+        enable_checkpointing(model, use_reentrant=use_reentrant)
         stock = measure_kept(model, batch).total
         patch(model)
         assert measure_kept(model, batch).total <= stock < everything

@@ -8,6 +8,7 @@ from torch.ao.nn.qat import Linear as QATLinear
 from torch.ao.quantization import get_default_qat_qconfig
 
 from hf_memsave import MemSaveConfig, measure_kept, patch
+from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.errors import PatchError
 from support.steps import assert_same, step
 from support.zoo import Size, batch_for, build
@@ -103,9 +104,9 @@ def test_torchaos_training_runs_under_every_outer_hook():
     stock = step(model, batch)
     patch(model)
     for is_reentrant in (False, True):
-        model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
+        enable_checkpointing(model, use_reentrant=is_reentrant)
         assert_same(step(model, batch), stock)
-    model.gradient_checkpointing_disable()
+    model.activation_checkpointing_disable()
     with torch.autograd.graph.save_on_cpu():
         assert_same(step(model, batch), stock)
 

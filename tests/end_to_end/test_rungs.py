@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch, unpatch
+from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.count.peak import count_peak
 from hf_memsave.errors import ConfigError, PatchError
 from support.helpers import MATRIX, thinned
@@ -25,7 +26,6 @@ RUNGS = ("o_proj", "qkv", "up", "gate", "block")
 SIZE, DEEPER = Size(), Size(layers=3)
 GATE = MemSaveConfig(checkpoint="gate")
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="figures are those of CPU kernels")
-pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing.* is deprecated:FutureWarning")
 
 #: What a layer keeps at the floor, and by each rung, in u. BERT's (and GPT-2's) MLP has one input of an activation,
 #: which "up" and "gate" both free. LLaMA-3-8B's proportions are in bf16. On NF4, in u of fp32: x or a bf16 product, h
@@ -145,13 +145,18 @@ def test_attentions_own_dropout_runs_as_in_stock(implementation):
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
-def test_under_gradient_checkpointing_a_step_is_stocks(family):
+@pytest.mark.parametrize("how", [{}, {"every_n_layers": 2}, {"offload": True}, {"use_reentrant": True}], ids=str)
+def test_under_checkpointing_a_step_is_stocks(family, how):
+    """Of every block, of every second one, with its inputs in the host's memory, and by the older way."""
+    if "offload" in how and not torch.cuda.is_available():
+        pytest.skip("needs CUDA: stock pins memory")
     model = build(family, DEEPER)
     model.enable_input_require_grads()
-    for use_reentrant in (False, True):
-        unpatch(model)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
-        assert_rungs_are_stocks(model, batch_for(model, DEEPER), ["block"])
+    if "use_reentrant" in how:
+        enable_checkpointing(model, **how)
+    else:
+        model.activation_checkpointing_enable(**how)
+    assert_rungs_are_stocks(model, batch_for(model, DEEPER), ["block"])
 
 
 @pytest.mark.parametrize("has_lora", [False, True], ids=["full", "lora"])
@@ -245,7 +250,7 @@ def test_checkpointed_blocks_peak_at_their_inputs_and_one_block(family, has_lora
         model, batch, u = for_peaks(family, has_lora, number)
         at(model, "block" if is_checkpointed and is_ours else None)
         if is_checkpointed and not is_ours:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": how == "reentrant"})
+            enable_checkpointing(model, use_reentrant=how == "reentrant")
             model.enable_input_require_grads()
         return of_a_step(model, batch) / u
 

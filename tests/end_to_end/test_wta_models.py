@@ -8,6 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from hf_memsave import WTACRS, MemSaveConfig, PatchError, measure_kept, patch, unpatch
+from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.ops.sampled.batch import Tokens
 from hf_memsave.ops.sampled.norm_cache import NONZERO, ZERO
 from hf_memsave.patching.sampled_layers import sampler_of
@@ -20,16 +21,14 @@ from support.zoo import FAMILIES, Size, batch_for, build
 SIZE = Size(hidden=16, heads=2, layers=2, batch=4, seq=12)
 SAMPLED = WTACRS(minimum=4, targets=("0", "1"))
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning", "ignore:fan_in_fan_out is set to False"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
 
 
 def sampled(family, device, linear=SAMPLED, dropout=0.1, use_reentrant=None):
     model = build(family, SIZE, dropout=dropout).to(device)
     patch(model, MemSaveConfig(linear=linear))
     if use_reentrant is not None:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+        enable_checkpointing(model, use_reentrant=use_reentrant)
     return model
 
 

@@ -20,6 +20,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import hf_memsave
 from hf_memsave import logs, measure_kept, patch, unpatch
+from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.config.sizes import bytes_of
 from hf_memsave.patching import first_step
 from hf_memsave.patching.first_step import FIRST, LEDGER
@@ -28,11 +29,10 @@ from hf_memsave.tape.ledger import Ledger
 from support.helpers import only_on_cpu
 from support.zoo import Size, batch_for, build
 
-pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing.* is deprecated:FutureWarning")
 SIZE = Size(hidden=64, layers=2, batch=4, seq=64)
 FIXED = {"max_steps": 2, "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}
 LORA = LoraConfig(lora_dropout=0.1, target_modules="all-linear")
-STOCK = {"gradient_checkpointing": False}
+STOCK = {"activation_checkpointing": False}
 _SIZE = r"([\d.]+ [KM]iB)"
 
 
@@ -150,7 +150,7 @@ def test_a_plain_loop(door, folder, lines):
 def test_checkpointing_that_the_caller_has_turned_on(is_reentrant, folder, lines):
     """With adapters; the line comes once, and also where no backward follows some forward."""
     model = get_peft_model(LlamaForCausalLM.from_pretrained(folder, memsave=True), LORA).train()
-    model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
+    enable_checkpointing(model, use_reentrant=is_reentrant)
     model.enable_input_require_grads()
     batch = batch_for(model, SIZE)
     model(**batch)
@@ -177,7 +177,7 @@ def test_a_measurement_before_training_is_not_taken_for_the_first_step(lines):
 @pytest.mark.parametrize("rung", ["gate", "block"])
 def test_a_rung_under_checkpointing_is_not_advised_again(rung, folder, lines):
     model = LlamaForCausalLM.from_pretrained(folder, memsave=rung).train()
-    model.gradient_checkpointing_enable()
+    enable_checkpointing(model)
     model(**batch_for(model, SIZE)).loss.backward()
     (line,) = lines()
     assert '"gate"' not in line and '"block"' in line and ("no block runs twice" in line) == (rung == "gate")

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, Trainer
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_memsave import MemSaveCallback, MemSaveConfig, MemSaveLoraConfig, MemSaveTrainer, patch
+from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.patching.swap import is_patched
 from hf_memsave.tape import current
 from hf_memsave.tape.private import innermost_hooks, innermost_mode
@@ -127,7 +128,7 @@ def test_presets_and_adapters_that_patch_by_themselves_come_to_tiles():
 
 def test_gradient_checkpointing_beside_tiles_is_stocks(tmp_path, caplog):
     def run(model):
-        model.gradient_checkpointing_enable()
+        enable_checkpointing(model)
         return two_steps(model)
 
     assert_alike(llama, run, is_tiled=False)

@@ -11,14 +11,12 @@ from support.steps import assert_same, patched_classes
 from support.zoo import build
 
 AUTO = {"bert": AutoModelForSequenceClassification, "llama": AutoModelForCausalLM}
-AGAIN = {"gradient_checkpointing": True}
+AGAIN = {"activation_checkpointing": True}
 WAYS = {
     "fp32": {}, "bf16": {"bf16": True}, "checkpointing": AGAIN, "bf16 and checkpointing": AGAIN | {"bf16": True},
-    "reentrant checkpointing": AGAIN | {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    "reentrant checkpointing": AGAIN | {"activation_checkpointing_kwargs": {"use_reentrant": True}},
     "accumulation": {"gradient_accumulation_steps": 2},
 }  # fmt: skip
-
-pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing.* is deprecated:FutureWarning")
 
 
 @pytest.fixture

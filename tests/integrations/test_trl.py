@@ -16,7 +16,6 @@ from hf_memsave.ops.loss import chunked_loss
 from hf_memsave.patching.swap import is_patched, patch_of
 from support.zoo import VOCAB
 
-pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing.* is deprecated:FutureWarning")
 FIXED = {"max_steps": 1, "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}
 ROWS = {
     "SFT": {"input_ids": [[3, 4, 5, 6]] * 8},
@@ -71,7 +70,7 @@ def test_a_model_patched_as_it_is_loaded_keeps_what_one_patched_by_its_trainer_k
     cls, config, kept = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config"), []
     for choices in ({"model_init_kwargs": {"memsave": True}}, {"memsave": True}, {}):
         memsave = choices.pop("memsave", None)
-        args = config(str(tmp_path), gradient_checkpointing=False, **choices, **FIXED)
+        args = config(str(tmp_path), activation_checkpointing=False, **choices, **FIXED)
         trainer = cls(
             folder_with_tokenizer, args=args, train_dataset=datasets.Dataset.from_dict(ROWS[kind]), memsave=memsave
         )
@@ -103,7 +102,7 @@ def trained(kind, folder, output, is_patched):
 
         model = AutoModelForCausalLM.from_pretrained(folder)
         given["processing_class"] = AutoTokenizer.from_pretrained(folder)
-    options |= dict(FIXED, max_steps=2, logging_steps=1, learning_rate=0.01, gradient_checkpointing=False)
+    options |= dict(FIXED, max_steps=2, logging_steps=1, learning_rate=0.01, activation_checkpointing=False)
     args = getattr(home, f"{kind}Config")(output, **options)
     trainer = getattr(home, f"{kind}Trainer")(model, args=args, train_dataset=datasets.Dataset.from_dict(rows), **given)
     if is_patched:
@@ -130,7 +129,7 @@ def kept_in_each_step(kind, folder, output, rung, is_generating):
         from trl.experimental import gkd as home
     else:
         home = trl
-    args = dict(FIXED, max_steps=3, logging_steps=1, per_device_train_batch_size=2, gradient_checkpointing=False)
+    args = dict(FIXED, max_steps=3, logging_steps=1, per_device_train_batch_size=2, activation_checkpointing=False)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = "{% for turn in messages %}{{ turn['content'] }} {% endfor %}"
     given = {"processing_class": tokenizer}

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 from hf_memsave import MemSaveConfig, measure_kept, patch
+from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.errors import KeptTensorChangedError
 from hf_memsave.ops import lora
 from hf_memsave.patching.swap import set_class, stock_class
@@ -254,7 +255,7 @@ def test_a_fused_dropout_is_drawn_again(ran, monkeypatch):
 @pytest.mark.parametrize("is_again", [True, False])
 def test_checkpointed_blocks_have_stocks_bits(is_again, ran):
     stock = adapted("llama")
-    stock.gradient_checkpointing_enable(dict(use_reentrant=is_again))
+    enable_checkpointing(stock, use_reentrant=is_again)
     stock.enable_input_require_grads()
     ours = copy.deepcopy(stock)
     patch(ours)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave import WTACRS, ConfigError, KeptTensorChangedError, MemSaveConfig, PatchError, logs, patch, unpatch
+from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.integrations.trainer import MemSaveTrainer
 from hf_memsave.patching import compiled
 from hf_memsave.patching.partitioner import Floor
@@ -107,7 +108,7 @@ def test_a_checkpointed_block_draws_the_masks_of_its_forward(use_reentrant, no_c
     batch = batch_for(ours, SIZE)
     patch(ours, compile=True)
     expected = step(ours, batch)
-    ours.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    enable_checkpointing(ours, use_reentrant=use_reentrant)
     assert_same(step(ours, batch), expected)
     assert graphs() == 2 + use_reentrant  # which the block is told by an attribute, and has a forward without gradients
 
@@ -116,7 +117,7 @@ def test_a_checkpointed_block_is_never_compiled_in_one_run_alone(no_codegen):
     """Else its masks are others in backward."""
     ours = build("bert", SIZE)
     patch(ours, compile=True)
-    ours.gradient_checkpointing_enable({"use_reentrant": False})
+    enable_checkpointing(ours)
     loss = ours(**batch_for(ours, SIZE)).loss
     blocks = type(blocks_of(ours)[0])._memsave_compiled
     blocks.why_not = "has no compiler any more"

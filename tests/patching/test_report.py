@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch, unpatch
+from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.config.sizes import gib
 from hf_memsave.logs import warn_once
 from hf_memsave.tape.kinds import WORDS
@@ -206,7 +207,7 @@ def test_everything_left_to_stock_is_no_error_and_warned_of_where_nothing_is_avo
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_model_where_much_is_avoided_gets_none(checkpointing, said, llama):
     if checkpointing:
-        llama.gradient_checkpointing_enable({"use_reentrant": False})
+        enable_checkpointing(llama)
     patch(llama)
     step(llama, batch_for(llama))
     assert said("hf_memsave freed") == []

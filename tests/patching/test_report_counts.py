@@ -14,6 +14,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import ViTConfig, ViTForImageClassification
 
 from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch
+from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.config.sizes import gib
 from hf_memsave.ops.loss import chunked_loss
 from support.helpers import only_on_cpu, thinned
@@ -101,7 +102,7 @@ def test_under_autocast_too(family, name):
 )  # fmt: skip
 def test_stock_is_the_model_with_its_own_gradient_checkpointing(family, adapter, is_reentrant, name):
     model = make(family, adapter)
-    model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
+    enable_checkpointing(model, use_reentrant=is_reentrant)
     if adapter == "lora":
         model.enable_input_require_grads()  # of which the graph keeps the output of the embeddings
     stock, kept, step = counted(model, config_of(name), batch_for(model, SIZE))
@@ -114,10 +115,10 @@ def test_what_selective_checkpointing_keeps_by_itself_is_counted(by):
     model = make("llama", "full")
     if by == "TRL":
         pytest.importorskip("trl.models").enable_selective_activation_checkpointing(model)
-        model.gradient_checkpointing_enable()
+        enable_checkpointing(model)
     else:
         contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+        enable_checkpointing(model, context_fn=contexts)
     batch = batch_for(model, SIZE)
     stock, kept, step = counted(model, True, batch)
     check(stock, kept, step)

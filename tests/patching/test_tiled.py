@@ -11,6 +11,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_memsave import KeptTensorChangedError, patch
+from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.count.kept import measure_kept
 from hf_memsave.count.peak import count_peak
 from hf_memsave.ops.loss import chunked_loss
@@ -246,7 +247,7 @@ def peak(layers, **fields):
     if fields:
         patch(model, **fields)
     else:
-        model.gradient_checkpointing_enable()
+        enable_checkpointing(model)
 
     def run():
         model.model(ids, use_cache=False)[0].sum().backward()

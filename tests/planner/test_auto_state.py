@@ -6,6 +6,7 @@ import numpy
 import pytest
 import torch
 
+from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.errors import PlanError
 from hf_memsave.patching.swap import stock_class
 from hf_memsave.planner import fast, smart
@@ -108,10 +109,10 @@ def test_a_patched_model_is_refused_and_so_is_reentrant_checkpointing(device):
             search(model, batch, memory="1GiB")
     assert patched_classes(model) == classes and state_of(model) == before
     model = bert(device)
-    model.gradient_checkpointing_enable({"use_reentrant": True})
+    enable_checkpointing(model, use_reentrant=True)
     model.enable_input_require_grads()
     before = state_of(model)
-    with pytest.raises(PlanError, match="which gradient checkpointing with use_reentrant=True cannot"):
+    with pytest.raises(PlanError, match="which checkpointing with use_reentrant=True cannot"):
         smart(model, batch, "tempo", memory=between(model, batch, 0.4))
     assert state_of(model) == before
 

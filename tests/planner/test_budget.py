@@ -24,7 +24,6 @@ from support.zoo import Size, build
 
 pytestmark = [
     on_stand_in,
-    pytest.mark.filterwarnings("ignore:.gradient_checkpointing.* is deprecated:FutureWarning"),
 ]
 #: The longest row has 113 tokens, and is padded.
 LONGEST, BATCH = 120, 8

@@ -26,7 +26,6 @@ from support.zoo import Size, batch_for, config_of
 
 pytestmark = [
     on_stand_in,
-    pytest.mark.filterwarnings("ignore:.gradient_checkpointing.* is deprecated:FutureWarning"),
 ]
 
 LAYERS = 5

@@ -281,7 +281,7 @@ def test_stock_peft_loads_an_adapter_with_its_random_weights(tmp_path, load, mod
     assert model(input_ids=ids, labels=ids).loss.item() == pytest.approx(results(out)["eval_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("options", [[], ["--gradient_checkpointing", "--bf16", "--lora_dora"]], ids=["", "all"])
+@pytest.mark.parametrize("options", [[], ["--activation_checkpointing", "--bf16", "--lora_dora"]], ids=["", "all"])
 def test_qlora_trains_alike_with_and_without_the_flag(tmp_path, load, options):
     pytest.importorskip("bitsandbytes")
     script, model = load("run_clm"), base("run_clm", tmp_path, load)

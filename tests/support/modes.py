@@ -7,6 +7,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from hf_memsave.arch.versions import enable_checkpointing
 from support.steps import backward, gradients, step
 from support.zoo import Size, batch_for, build
 
@@ -42,7 +43,7 @@ def plain(model):
 
 def checkpointed(use_reentrant):
     def train(model):
-        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        enable_checkpointing(model, use_reentrant=use_reentrant)
         return plain(model)
 
     return train

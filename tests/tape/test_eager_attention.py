@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave import MemSaveConfig, measure_kept, patch
+from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.ops.sampled.eager_attention import NAME
 from support.attacks import assert_alike
 from support.eager import eager
@@ -38,7 +39,7 @@ def test_eager_attention_is_exact(device, family, precision, config):
     def make(p):
         model = eager(family, p, dtype, device=device)
         if config == "checkpointed":
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            enable_checkpointing(model)
         return model
 
     for p in (0.0, 0.1):

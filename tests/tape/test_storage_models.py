@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch
+from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.tape.quantize import FORMATS
 from support.helpers import only_on_cpu, random
 from support.steps import assert_same, backward, gradients, step
@@ -96,7 +97,7 @@ def test_checkpointing_offload_a_second_backward_and_nans(device):
     loss.backward(retain_graph=True)
     first = gradients(model)
     assert_same(backward(model, loss), {"loss": loss.detach(), **first})
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    enable_checkpointing(model)
     assert 0 < error(step(model, batch), exact) < LIMITS["int8"]
     with torch.no_grad():
         model.model.embed_tokens.weight[:, 0] = float("nan")

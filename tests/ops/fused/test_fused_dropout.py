@@ -14,6 +14,7 @@ from transformers.models.electra.modeling_electra import ElectraOutput
 
 from hf_memsave import MemSaveConfig, measure_kept, patch
 from hf_memsave.arch import fused_of
+from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.measure.fake_device import fake_device, to_fake
 from hf_memsave.ops.fused import dropout_norm, lora
 from hf_memsave.ops.fused.kernels import kernels
@@ -89,7 +90,7 @@ def test_masks_follow_the_generator_and_run_again_under_a_checkpoint(name, devic
     assert same(step(model), first)
     assert distance(step(model, seed=1), first) > 0.01
     again = copy.deepcopy(model)
-    again.gradient_checkpointing_enable(dict(use_reentrant=False))
+    enable_checkpointing(again, use_reentrant=False)
     again.enable_input_require_grads()
     assert distance(step(again), first) < 1e-6
     model.eval()
@@ -107,7 +108,7 @@ def test_dropouts_that_are_left_to_stock_draw_as_stock(name, options, is_again, 
     """A reentrant checkpoint's first forward has no tape: its masks are those of the second."""
     model = model_of(name, device)
     if is_again is not None:
-        model.gradient_checkpointing_enable(dict(use_reentrant=is_again))
+        enable_checkpointing(model, use_reentrant=is_again)
         model.enable_input_require_grads()
     stock = step(model)
     patch(model, MemSaveConfig(backend="triton", **options))
