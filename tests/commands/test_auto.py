@@ -39,6 +39,7 @@ def kib(size):
     return f"{size / 1024}KiB"
 
 
+@pytest.mark.long
 def test_auto_writes_what_smart_finds(saved, tmp_path, capsys):
     options = ("--batch", saved.folder / "batch.pt", "--memory", kib(saved.half), "--out", tmp_path / "plan.yaml")
     status, output, error = auto(capsys, saved.folder, *options)
@@ -50,6 +51,7 @@ def test_auto_writes_what_smart_finds(saved, tmp_path, capsys):
     patch(saved.model, config).undo()
 
 
+@pytest.mark.long
 def test_auto_prints_the_configuration_without_out_and_says_that_it_is_approximate(saved, capsys):
     options = ["--batch", saved.folder / "batch.pt", "--memory", kib(saved.half), "--memsave", "tempo"]
     assert main(["auto", *map(str, [saved.folder, *options])]) == 0

@@ -197,6 +197,7 @@ WRITES = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @FULL
 @on_stand_in
 @pytest.mark.parametrize("line", WRITES)
@@ -211,6 +212,7 @@ def test_what_cannot_be_written_ends_with_one_line_and_status_2(line, folder, ca
     assert error.startswith(f"memsave {line.split()[0]}: error: expected to read or write full.html, got: No space")
 
 
+@pytest.mark.long
 @FULL
 @pytest.mark.parametrize("end", ["/dev/full", "a closed pipe"])
 def test_standard_output_that_takes_nothing_is_told_with_status_2(end):

@@ -45,7 +45,6 @@ def check(least, every=1):
         assert sum(one["remade"][what] for one in found) > part * equal, f"few cases remade {what}: {found}"
 
 
-@pytest.mark.long
 def test_some_of_pytorchs_operations_and_modules_train_as_in_stock():
     check({run: cases // EVERY * 0.7 for run, cases in RUNS.items()}, EVERY)
 

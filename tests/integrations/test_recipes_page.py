@@ -83,6 +83,7 @@ def run(code, given):
     return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}, names.get("trainer")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_block_trains_as_stock_does_and_says_what_it_frees(name, given, caplog, monkeypatch):
     code = BLOCKS[name]

@@ -78,6 +78,7 @@ def whole(tmp_path_factory, device):
     return whole
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "step", "place"),
     [("bert", 5, "forward"), ("llama with LoRA", 8, "backward"), ("bert", 4, "optimizer")],

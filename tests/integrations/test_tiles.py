@@ -90,6 +90,7 @@ def stock(tmp_path_factory):
     return folder, trained(folder, llama())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("door", DOORS)
 def test_a_run_that_accumulates_gradients_is_stocks_and_so_is_its_checkpoint(door, stock, tmp_path):
     model, cls, options = DOORS[door](llama())
@@ -105,6 +106,7 @@ def test_a_run_that_accumulates_gradients_is_stocks_and_so_is_its_checkpoint(doo
         assert_tiled(loaded)
 
 
+@pytest.mark.long
 def test_a_resumed_run_ends_as_an_unbroken_one(tmp_path):
     """With the masks of LoRA's dropout."""
     options = dict(memsave=TILES, steps=2, save_steps=1)
@@ -138,6 +140,7 @@ def test_gradient_checkpointing_beside_tiles_is_stocks(tmp_path, caplog):
 # Adapters and quantized bases.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
@@ -162,6 +165,7 @@ def test_an_adapter_of_two_blocks_and_two_adapters_at_once():
     assert_alike(make, two_steps)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bits", [4, 8])
 def test_lora_on_a_quantized_base(bits, saved):
     """The loss to the bit: of a token of int8's outliers no other token sees anything."""
@@ -291,6 +295,7 @@ def test_threads_that_share_a_model():
     assert not wrong
 
 
+@pytest.mark.long
 def test_offload_and_a_compiled_model():
     assert_alike(lambda: lora(llama()), two_steps, MemSaveConfig(tiles=40, offload=True))
     small = functools.partial(llama, Size(seq=SIZE.seq, layers=1))

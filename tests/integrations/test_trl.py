@@ -113,6 +113,7 @@ def trained(kind, folder, output, is_patched):
     return [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log], max(peaks)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("kind", "part"), [("DPO", 1.0), ("KTO", 1.0), ("GRPO", 1.0), ("ORPO", 0.25)])
 def test_a_preference_loss_is_stocks_at_no_higher_a_peak(kind, part, folder_with_tokenizer, tmp_path, monkeypatch):

@@ -74,6 +74,7 @@ def test_few_layers_tell_of_many(family, fields, setting):
         assert moment.gradients == pytest.approx(true.places[place].gradients, rel=0.01), place
 
 
+@pytest.mark.long
 def test_a_timelines_blocks_come_in_order_and_back():
     trace = trace_at(CONFIGS["t5"], depth_of(CONFIGS["t5"], 2), training(seq_len=8), None, keeps=False)
     assert [f"{p.phase} {p.where}".strip() for p in timeline(trace)] == [
@@ -143,6 +144,7 @@ LOGITS = BATCH * TOKENS * WORDS * 4
 FP32 = {"dtype": torch.float32, "optimizer": "sgd"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "lora"), [("llama", None), ("t5", Lora())])
 def test_logits_are_whole_in_stock_alone_in_a_real_step_and_on_the_stand_in(family, lora, monkeypatch):
     monkeypatch.setattr(chunked_loss, "TILE", 1)  # chunks as on CPU: else a device's has all rows of this batch
@@ -155,6 +157,7 @@ def test_logits_are_whole_in_stock_alone_in_a_real_step_and_on_the_stand_in(fami
     assert stock > gradients + 2 * LOGITS > here
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "checkpointing", "memsave"),  # attention's output lies otherwise in Phi
     halved(["llama", "gemma", "opt"], [False, True], [MemSaveConfig(), None]),
@@ -200,6 +203,7 @@ def test_adapters_on_four_bits_keep_a_quarter_of_the_weights():
     assert half - quarter == pytest.approx(weights * (2 - 0.516) - others * 2, rel=0.05)
 
 
+@pytest.mark.long
 def test_sharding_divides_what_it_says():
     config, of = CONFIGS["llama"], training(batch_size=1, seq_len=8)
     trace, _ = trace_in_full(config, depth_of(config, 8), of, None)

@@ -69,6 +69,7 @@ def test_what_a_class_keeps_in_fp32_is_not_in_4_bits(device):
     assert mlp.wi.weight.dtype == torch.uint8
 
 
+@pytest.mark.long
 def test_linears_in_4_bits_run_again_as_those_of_bitsandbytes_do():
     settings, of = [MemSaveConfig(), MemSaveConfig(checkpoint="gate")], training(lora=Lora(), quantized="nf4")
     here, there = ([trace_at(CONFIG, DEPTH, of, one, on_cpu=there).kept for one in settings] for there in (False, True))
@@ -103,6 +104,7 @@ SETTINGS |= {rung: (MemSaveConfig(checkpoint=rung), False) for rung in RUNGS}
 SETTINGS |= {"offload": (MemSaveConfig(offload=True), False), "max": (MemSaveConfig.preset("max"), False)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("config", "setting"), [*((CONFIG, name) for name in SETTINGS), (BART, "exact")])
 def test_activations_grow_with_the_tokens_and_not_with_their_square(config, setting):
     """As on a GPU, where whole sequences need no S x S mask, nor do the masks of ones that BART's decoder makes."""
@@ -117,6 +119,7 @@ def test_activations_grow_with_the_tokens_and_not_with_their_square(config, sett
     assert least * activations[0] < activations[1] <= 2.1 * activations[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("quantized", [None, "nf4"])
 def test_adapters_are_checkpointed_under_autocast(quantized):
     of = dict(lora=Lora(), quantized=quantized, autocast=torch.bfloat16)
@@ -173,6 +176,7 @@ def test_build_empty_builds_any_family_without_a_byte_and_refuses_a_wrong_config
         build_empty(BertConfig(hidden_size=30, num_attention_heads=4))
 
 
+@pytest.mark.long
 def test_models_whose_blocks_are_not_known_and_those_without_sdpa_are_estimated(monkeypatch):
     mamba = MambaConfig(hidden_size=32, state_size=4, vocab_size=64, num_hidden_layers=4)
     assert estimate(mamba, batch_size=1, seq_len=8, memsave=False).stock.kept > 0

@@ -28,6 +28,7 @@ def full():
     return estimate(LLAMA, **STEP, memory="505MiB")
 
 
+@pytest.mark.long
 def test_a_small_models_figures_are_in_mib_and_the_optimizers_step_is_told_apart(full):
     for memory in (full.stock, full.patched):
         assert memory.peak == max(memory.in_passes, memory.in_optimizer) == memory.in_optimizer
@@ -45,6 +46,7 @@ def test_a_small_models_figures_are_in_mib_and_the_optimizers_step_is_told_apart
     assert fixed in text
 
 
+@pytest.mark.long
 def test_two_peaks_name_their_columns_and_one_that_is_elsewhere_asks_for_no_other_optimizer():
     wide = config_of("llama", SIZE, **HEADS, vocab_size=20_000)  # so that logits are in chunks
     text = str(estimate(wide, batch_size=16, seq_len=128))
@@ -52,12 +54,14 @@ def test_two_peaks_name_their_columns_and_one_that_is_elsewhere_asks_for_no_othe
     assert "Lower it" not in text and "it in" not in text
 
 
+@pytest.mark.long
 def test_short(full):
     found = plan(LLAMA, budget="1GiB", **STEP)
     assert re.fullmatch(r"<Estimate of llama, 5 layers, .*: stock .*, patched .*, does not fit in .*>", repr(full))
     assert re.fullmatch(r"<BudgetPlan for 1.00 GiB: no product runs again, [\d.]+ MiB, 0.0% more time>", repr(found))
 
 
+@pytest.mark.long
 def test_a_plan_shows_stock_and_the_cheapest_of_each_rung():
     step = dict(batch_size=16, seq_len=128, optimizer="sgd")
     floor = plan(LLAMA, budget="1TiB", **step)

@@ -101,6 +101,7 @@ def test_gradients_are_those_of_compiled_stock(name, no_codegen):
     assert_same(got, steps(stock, batches, is_autocast, "force_eager"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_checkpointed_block_draws_the_masks_of_its_forward(use_reentrant, no_codegen):
     """Trainer's gradient checkpointing: the compiled block runs in it, both times."""
@@ -113,6 +114,7 @@ def test_a_checkpointed_block_draws_the_masks_of_its_forward(use_reentrant, no_c
     assert graphs() == 2 + use_reentrant  # which the block is told by an attribute, and has a forward without gradients
 
 
+@pytest.mark.long
 def test_a_checkpointed_block_is_never_compiled_in_one_run_alone(no_codegen):
     """Else its masks are others in backward."""
     ours = build("bert", SIZE)
@@ -137,6 +139,7 @@ class Count(TrainerCallback):
         self.graphs.append(graphs())
 
 
+@pytest.mark.long
 def test_trainer_pads_to_other_lengths_and_compiles_twice_more(no_codegen, tmp_path, caplog):
     """Once for lengths, and once for the last batch, which has fewer rows."""
     rows = []

@@ -44,6 +44,7 @@ MAKERS = {family: partial(lm, family) for family in ("llama", "phi", "t5-decoder
 MAKERS |= {"softcapped": accuracy.softcapped, "scaled": accuracy.scaled, "with_lora": with_lora}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_chunks_are_as_near_to_float64_as_stock(make, monkeypatch):
     monkeypatch.setattr(chunked_loss, "CHUNK", 2 * SMALL if make is with_lora else SMALL)

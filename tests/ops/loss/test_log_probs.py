@@ -104,6 +104,7 @@ def run(model, ask, mode="fp32"):
 CASES = {"llama": (lambda: lm("llama"), NUMBERS), "softcap": (softcapped, ["both"]), "LoRA": (adapted, NUMBERS)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("make", "names"), CASES.values(), ids=CASES)
 def test_what_is_asked_of_each_row_is_stocks(make, names, small_chunks, rows):
     stock = make()

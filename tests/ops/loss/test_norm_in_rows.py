@@ -219,6 +219,7 @@ def test_no_byte_more_is_kept(monkeypatch):
     assert kept[1] <= kept[0]
 
 
+@pytest.mark.long
 def test_from_the_loss_to_the_last_block_a_step_peaks_at_its_gradients_and_one_chunk():
     """In bf16, in u of that: 10.0 by stock's norm. The loss's gradient, times a number, that of x, 16 MiB of rows."""
     tokens, seen = 2**14, []
