@@ -90,7 +90,7 @@ STATISTICS = (
 
 
 def of_no_module(model, x, update):
-    mean, var, h = torch.zeros(WIDTH), torch.ones(WIDTH), model.f(x)
+    mean, var, h = torch.randn(WIDTH), torch.ones(WIDTH), model.f(x)  # drawn: zeros would be made again
     square, y = h * h, h - mean  # h is kept, so y would be made again
     update(h.flatten(0, 1) + 1, mean, var)
     return model.g(y) + square
