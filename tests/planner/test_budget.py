@@ -40,8 +40,8 @@ def samples():
     return Dataset.from_list([{"input_ids": [3] * n} for n in (5, LONGEST - 7, 30, 50, 7, 64, 9, 11)])
 
 
-def llama():
-    return build("llama", Size(hidden=128, layers=6), torch.bfloat16)
+def llama(layers=6):
+    return build("llama", Size(hidden=128, layers=layers), torch.bfloat16)
 
 
 arguments = partial(rows.arguments, max_steps=2, optim="sgd", per_device_train_batch_size=BATCH)
@@ -191,7 +191,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_be_planned_is_an_error_as_training_begins(tmp_path, name):
     options, data, message = WRONG[name]
-    common = dict(model=llama(), args=arguments(tmp_path, **options), train_dataset=data, data_collator=collate)
+    common = dict(model=llama(2), args=arguments(tmp_path, **options), train_dataset=data, data_collator=collate)
     trainer = Trainer(**common, memsave=MemSaveConfig(budget="501MiB"))
     with pytest.raises(PlanError, match=message):
         trainer.train()
