@@ -129,6 +129,7 @@ CASES = [("bert", kinds) for kinds in ([(kind,) for kind in CALLS] + [*itertools
 CASES += [("llama", ("reentrant",)), ("gpt2", ("own",)), ("t5-decoder", ("not reentrant",))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "kinds", "attention"),
     [(*case, bool(i % 2)) for i, case in enumerate([*CASES, CASES[0], CASES[-1]])],

@@ -60,6 +60,7 @@ def test_auto_prints_the_configuration_without_out_and_says_that_it_is_approxima
     assert MemSaveConfig.from_dict(yaml.safe_load(output[output.index("activation: ") :])).layers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["--fast", "--smart"])
 def test_auto_writes_nothing_where_stock_is_better(how, saved, tmp_path, capsys):
     more = ["--max-batch", 2] if how == "--fast" else []

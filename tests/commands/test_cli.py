@@ -126,6 +126,7 @@ def test_report_prints_sites_table_and_how_it_was_measured(tmp_path, capsys):
     assert "attention has no dropout and the position bias is frozen" in text
 
 
+@pytest.mark.long
 def test_report_of_another_depth(tmp_path, capsys):
     folder, totals = write_config(tmp_path, "llama"), []
     for layers in (4, 9):
@@ -145,6 +146,7 @@ def test_a_picture_without_what_draws_it_names_the_extra(missing, capsys, monkey
         assert missing in error and "pip install 'hf_memsave[plot]'" in error
 
 
+@pytest.mark.long
 @on_stand_in
 @pytest.mark.parametrize("line", ["report", "estimate", "plan --budget 24GB", "verify", "auto --memory 24G"])
 def test_figures_go_to_standard_output_alone_and_a_model_of_fewer_tokens_has_as_many(line, tmp_path, capsys):

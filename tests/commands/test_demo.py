@@ -44,6 +44,7 @@ def test_demo_quick_ends_well_and_learns(tmp_path):
     assert (tmp_path / "demo.png").stat().st_size > 10_000
 
 
+@pytest.mark.long
 def test_demo_without_matplotlib_draws_nothing_and_says_so(tmp_path, capsys, monkeypatch):
     for name in ("matplotlib", "hf_memsave.commands.pictures"):
         monkeypatch.setitem(sys.modules, name, None)  # importing it fails
@@ -56,6 +57,7 @@ def test_demo_without_matplotlib_draws_nothing_and_says_so(tmp_path, capsys, mon
     assert "BERT has not learned this" in output and "2 steps from random weights are too few" in output
 
 
+@pytest.mark.long
 def test_demo_fails_when_a_loss_or_only_a_weight_differs(tmp_path, capsys, monkeypatch):
     def faulty_patch(model):
         patch(model)

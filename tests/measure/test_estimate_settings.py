@@ -1,5 +1,7 @@
 """What a run can be besides a model and a batch: the adapters' dtype, a loop that holds its output; and bad input."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -183,3 +185,11 @@ def test_models_whose_blocks_are_not_known_and_those_without_sdpa_are_estimated(
     monkeypatch.setattr("hf_memsave.measure.trace.GradientCheckpointingLayer", type(None))
     monkeypatch.setattr("hf_memsave.measure.depth._KNOWN", {})
     assert estimate(CONFIG, batch_size=1, seq_len=8, memsave=False).stock.kept > 0
+
+
+def test_checkpointing_is_asked_for_by_its_new_name():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*checkpointing.* is deprecated", FutureWarning)
+        build(CONFIG, training(checkpointing=True))
+        with pytest.raises(FutureWarning):  # so that this test can fail
+            warnings.warn("`gradient_checkpointing_enable` is deprecated", FutureWarning, stacklevel=1)

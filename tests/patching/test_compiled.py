@@ -5,7 +5,6 @@ import copy
 
 import pytest
 import torch
-from support.calls import Calls
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch._functorch import config as functorch
@@ -16,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from hf_memsave import patch
 from hf_memsave.patching.partitioner import Floor
 from support.compiled import saved
-from support.helpers import random
+from support.helpers import Calls, random
 from support.steps import assert_same, step
 from support.zoo import Size, batch_for, build
 

@@ -157,6 +157,7 @@ def test_trainer_pads_to_other_lengths_and_compiles_twice_more(no_codegen, tmp_p
     assert not said(caplog)
 
 
+@pytest.mark.long
 def test_adapters_on_four_bits_train_compiled(no_codegen, tmp_path):
     build("llama", SIZE, torch.bfloat16).save_pretrained(tmp_path)
     results = []
@@ -172,6 +173,7 @@ def test_adapters_on_four_bits_train_compiled(no_codegen, tmp_path):
         torch.testing.assert_close(results[1][name], expected, rtol=0.05, atol=0.01)
 
 
+@pytest.mark.long
 def test_a_patched_model_is_copied_pickled_and_undone(no_codegen, tmp_path):
     model = build("llama", SIZE)
     before, keys = state_of(model), list(model.state_dict())
@@ -216,6 +218,7 @@ def test_a_compiler_that_is_set_otherwise_is_refused():
     patch(model)
 
 
+@pytest.mark.long
 def test_rungs_are_those_of_each_block(no_codegen):
     """The first block keeps less than the last, which runs nothing again."""
     model = build("llama", SIZE)
@@ -258,6 +261,7 @@ def trained(model):
     return gradients(model)
 
 
+@pytest.mark.long
 def test_blocks_stay_compiled_past_dynamos_limit_and_say_so_past_ours(no_codegen, caplog, monkeypatch):
     count = torch._dynamo.config.recompile_limit + 2
     model = stack(count)

@@ -45,6 +45,7 @@ def sent(monkeypatch):
     return found
 
 
+@pytest.mark.long
 @on_stand_in
 @pytest.mark.parametrize(
     ("family", "cache", "padded"),
