@@ -58,6 +58,7 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
 def test_it_is_remade_by_the_same_operations_of_the_same_dtypes(low):
     with fake_device() as device:

@@ -91,6 +91,7 @@ def test_the_figures_are_the_estimates_own_and_shown_as_people_write_them(page, 
         assert told in words
 
 
+@pytest.mark.long
 def test_the_page_loads_nothing(page):
     loaded = [value for _, attribute, value in Parsed(page).attributes if attribute in ("src", "href", "srcset")]
     assert loaded and all(value.startswith("data:") for value in loaded)

@@ -11,6 +11,7 @@ pytestmark = on_stand_in
 STEP = ["--layers", "6", "--batch-size", "4", "--seq-len", "256", "--optimizer", "sgd"]
 
 
+@pytest.mark.long
 def test_what_fits_is_said_and_written(tmp_path, capsys):
     out = tmp_path / "plan.yaml"
     assert main(["plan", "bert", "--budget", "30GiB", *STEP, "--out", str(out)]) == 0

@@ -22,7 +22,7 @@ RUNS = {
     "bfloat16-block": 670,
 }
 #: Of how many operations and modules `make test` takes one, in each run the next ones.
-EVERY = 48
+EVERY = 120
 
 
 def check(least, every=1):

@@ -17,7 +17,7 @@ from hf_memsave import WTACRS, MemSaveConfig, measure_kept, patch, unpatch
 from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.count.peak import count_peak
 from hf_memsave.errors import ConfigError, PatchError
-from support.helpers import MATRIX, thinned
+from support.helpers import MATRIX, of_layers, thinned
 from support.lora import adapted, quantized
 from support.steps import assert_same, step
 from support.zoo import FAMILIES, LOW, MODES, MORE, QUOTED, Size, batch_for, build
@@ -68,7 +68,7 @@ def at(model, rung, layers=None):
 
 def assert_a_layer_keeps(make, batch, u, expected, more=0.0):
     """By each rung, the difference of two depths."""
-    two, four = ({rung: measure_kept(at(m, rung), batch).total for rung in expected} for m in map(make, (2, 4)))
+    two, four = ({rung: of_layers(measure_kept(at(m, rung), batch)) for rung in expected} for m in map(make, (2, 4)))
     for rung, of_rung in expected.items():
         assert of_rung <= (four[rung] - two[rung]) / 2 / u <= 1.03 * of_rung + more, rung
 

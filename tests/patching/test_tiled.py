@@ -256,6 +256,7 @@ def peak(layers, **fields):
     return count_peak(run).peak / (1024 * 64 * 4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "tile", "bar"), [("full", 128, 14.5), ("lora", 96, 14.5)])
 def test_a_whole_step_takes_no_more_than_inputs_of_blocks_and_one_tile(kind, tile, bar, monkeypatch):
     """1/8 of 8192 tokens and of a width of 512, in hidden states: stock's checkpointing takes 33.8 and 53.7."""
@@ -279,6 +280,7 @@ def test_a_whole_step_takes_no_more_than_inputs_of_blocks_and_one_tile(kind, til
     assert set(reasons(model)) == {None}
 
 
+@pytest.mark.long
 def test_no_tile_outlives_its_turn():
     """A graph that stays would take as much as with checkpoint="block"; smaller tiles take less."""
     large, small = peak(2, tiles=256), peak(2, tiles=64)

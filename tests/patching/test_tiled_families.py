@@ -31,6 +31,7 @@ def bench(monkeypatch):
     return importlib.import_module("tiles")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_loss_is_stocks_and_gradients_are_as_near_to_float64(bench, model_type):
     model, batch = bench.small_model(model_type)

@@ -60,6 +60,7 @@ class Fault(Exception):
     """Not ours."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("search", "where"), [(smart, None), (fast, None), *halved([smart, fast], ["timer", "forward", "backward"])]
 )

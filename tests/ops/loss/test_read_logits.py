@@ -215,6 +215,7 @@ def test_labels_that_stock_refuses_are_refused(dtype, small_chunks):
         ours(**batch, labels=labels.to(dtype))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("tokens", "kind"), [(16, torch.Tensor), (256, LazyLogits)])
 def test_few_tokens_of_a_large_head_are_not_worth_its_sums(tokens, kind, monkeypatch):
     """But in half precision, where a plain head needs none."""
