@@ -22,11 +22,11 @@ help: ## Show this list
 
 install: $(INSTALLED) ## Create .venv with the tested versions of everything
 
-test: $(INSTALLED) ## Run all tests but the long ones: six minutes on two cores; ARGS="-k glue" picks some
-	$(PYTEST) -m "not long and not matrix" $(ARGS)
+test: $(INSTALLED) ## Run every test that is not long, with three of its cases: six minutes; ARGS="-k glue" picks others
+	$(PYTEST) $(or $(ARGS),--part first)
 
-test-all: $(INSTALLED) kernels ## Run the rest: the long tests, and those of the kernels
-	$(PYTEST) -m "long and not matrix" $(ARGS)
+test-all: $(INSTALLED) kernels ## Run the rest: long tests, all other cases, and the kernels
+	$(PYTEST) --part rest $(ARGS)
 
 test-cpus: $(INSTALLED) ## Run what compares bits as on processors that can do less, and with 1, 2 and 4 threads
 	$(BIN)/python scripts/test_cpus.py $(ARGS)

@@ -24,7 +24,7 @@ import torch
 
 from test_torch import ROOT, outcomes
 
-TESTS = [f"tests/{folder}" for folder in ("end_to_end", "tape", "ops", "attacks", "patching", "integrations")]
+TESTS = [f"tests/{folder}" for folder in ("end_to_end", "tape", "ops", "attacks", "integrations")]
 #: An instruction set, the flag of a processor that has it, and how PyTorch and oneDNN are told to use no more.
 _SETS = (
     ("baseline", "sse2", {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}),
@@ -71,7 +71,7 @@ def tested(environment: dict[str, str], arguments: list[str]) -> dict[str, Any]:
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "not long and not matrix", "-n", "logical"]
+        command = [sys.executable, "-m", "pytest", "-q", "--part", "first", "-n", "logical"]
         command += ["--maxprocesses", "8", "--dist", "worksteal", f"--junitxml={report}", *(arguments or TESTS)]
         subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=False)
         passed, skipped, failed = outcomes(report)

@@ -32,7 +32,7 @@ OUT = ROOT / "scripts" / "results" / "torch-versions.json"
 WHOLE = ["tests/end_to_end/test_bits.py", "tests/end_to_end/test_kept.py", "tests/tape", "tests/attacks",
          "tests/measure/test_fake_device.py"]  # fmt: skip
 _RUNS = {
-    "others": ["-m", "not long and not matrix", *[f"--ignore={p}" for p in WHOLE]],
+    "others": ["--part", "first", *[f"--ignore={p}" for p in WHOLE]],
     "whole": WHOLE,
 }
 #: What constraints.txt does not decide.

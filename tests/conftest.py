@@ -21,10 +21,15 @@ MAY_BE_SKIPPED = re.compile(
     "|needs the official files|needs BERT's vocabulary|needs /.*MRPC"
 )
 
+#: Cases of a test that the first part of the tests has.
+FIRST = 3
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--one-case", action="store_true", help="of every test its first case")
     parser.addoption("--of-a-file", type=int, metavar="N", help="the first N tests of every file")
+    about = "three cases, spread evenly, of every test that is not long; or all that this leaves out"
+    parser.addoption("--part", choices=("first", "rest"), help=about)
 
 
 def pytest_configure() -> None:
@@ -59,6 +64,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     cases = 1 if config.getoption("--one-case") else None
     tests_of_files = (list(tests.values())[: config.getoption("--of-a-file")] for tests in files.values())
     chosen = {item: None for tests in tests_of_files for test in tests for item in test[:cases]}
+    if (part := config.getoption("--part")) is not None:
+        every = (test for tests in files.values() for test in tests.values())
+        short = [[item for item in test if item.get_closest_marker("long") is None] for test in every]
+        first = {item for test in short for item in test[:: -(-len(test) // FIRST) or 1]}
+        chosen = {item: None for item in chosen if (item in first) == (part == "first")}
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
 

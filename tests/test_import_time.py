@@ -54,6 +54,7 @@ def test_import_costs_little_beside_that_of_transformers():
     assert 0.001 < after - before < 0.044 * (before - begin)
 
 
+@pytest.mark.long
 def test_import_loads_nothing_and_public_names_when_they_are_asked_for():
     run(
         "import sys, hf_memsave\nassert {name.partition('.')[0] for name in sys.modules} & {'torch', 'transformers', "

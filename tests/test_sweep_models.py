@@ -27,6 +27,7 @@ def test_equal_to_stock_in_every_mode(sweep, model_type):
         assert run.patched < run.stock or mode == "checkpointing", run
 
 
+@pytest.mark.long
 def test_small_models_cover_most_types_and_one_left_out_says_why(sweep):
     with pytest.raises(LookupError, match="stays large"):
         sweep.small_model("evolla")

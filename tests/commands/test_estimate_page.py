@@ -99,6 +99,7 @@ def test_the_page_loads_nothing(page):
     assert not re.search(r"<script|@import|url\((?!#)", text)
 
 
+@pytest.mark.long
 def test_a_page_of_stock_alone_and_names_are_text(result, tmp_path):
     stock = dataclasses.replace(result, patched=None, memory=None)
     write_page(tmp_path / "a.html", stock, "<script>alert(1)</script>", {"batch": "<b>1</b>"})

@@ -67,6 +67,7 @@ def directly(cls, folder, batch, dtype):
     return stock.by_kind, hf_memsave.measure_kept(model, batch).by_kind
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cls", CONFIGS)
 def test_report_makes_a_batch_and_counts_what_a_direct_measurement_counts(cls, tmp_path, capsys):
     folder, out = folder_of(tmp_path, CONFIGS[cls]), tmp_path / "out.json"

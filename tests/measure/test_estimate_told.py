@@ -78,6 +78,7 @@ def test_a_plan_shows_stock_and_the_cheapest_of_each_rung():
     assert [needed for needed, _ in found.stock.values()] == [stock, checkpointed]
 
 
+@pytest.mark.long
 def test_the_command_says_what_makes_a_step_fit_and_each_of_it_does(tmp_path, capsys):
     LLAMA.save_pretrained(tmp_path)
     command = ["estimate", str(tmp_path), "--seq-len", "16", "--batch-size", "1", "--memory", "572MiB"]
@@ -96,6 +97,7 @@ def test_the_command_says_what_makes_a_step_fit_and_each_of_it_does(tmp_path, ca
     assert {"8-bit AdamW", "LoRA (r=8)"} <= {change.rpartition(" (")[0] for change in changes}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param("batch_size", marks=MATRIX), "seq_len"])
 def test_the_largest_is_found_by_few_traces_and_one_more_does_not_fit(name, monkeypatch):
     asked = []
@@ -110,6 +112,7 @@ def test_the_largest_is_found_by_few_traces_and_one_more_does_not_fit(name, monk
     assert len(asked) <= 6
 
 
+@pytest.mark.long
 def test_the_longest_sequence_is_one_that_the_model_has_positions_for():
     """RoBERTa has two rows more, for no token."""
     fields = {"max_position_embeddings": 66}

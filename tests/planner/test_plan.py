@@ -202,6 +202,7 @@ def test_too_small_a_budget_is_an_error_by_how_much_and_what_would_fit():
         assert sharded.best.needed <= budget
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
@@ -219,6 +220,7 @@ def test_arguments_are_checked(argument, message):
             Rates(**{"flops": 1, "memory": 1, "bus": 1} | {field: 0})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layers", [9, *(pytest.param(n, marks=MATRIX) for n in (8, 11))])
 @pytest.mark.parametrize("changes", [{"lora": Lora(), "quantized": "nf4"}, {"autocast": torch.bfloat16}], ids=str)
 def test_where_fp32_sums_run_beside_16_bits_a_deep_model_keeps_what_a_plan_says(changes, layers):

@@ -137,6 +137,7 @@ def test_a_second_run_asks_for_what_the_first_has_left_or_has_wrong(check, tmp_p
     assert status == 0 and FIRST - set(asked) == {"claims", "kernels"}, "others leave their rows themselves"
 
 
+@pytest.mark.long
 def test_a_step_that_hangs_is_cut_and_the_others_run(check, tmp_path):
     text = (SCRIPTS / "gpu_check.sh").read_text(encoding="utf-8")
     quick = tmp_path / "scripts" / "gpu_check.sh"

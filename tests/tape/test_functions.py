@@ -273,6 +273,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.long
 def test_every_elementwise_operation_of_pytorch_is_in_the_table_or_refused():
     """In every spelling that PyTorch's own tests know: function, method, operator, in place, aliases."""
     tests = Path(__file__).parents[1]
