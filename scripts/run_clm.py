@@ -178,7 +178,7 @@ def load_model(args: ClmModelArguments, config: PreTrainedConfig, training: Trai
         from peft import prepare_model_for_kbit_training
 
         model = prepare_model_for_kbit_training(
-            model, training.activation_checkpointing, training.activation_checkpointing_kwargs
+            model, training.gradient_checkpointing, training.gradient_checkpointing_kwargs
         )
     return models.add_lora(model, args, "CAUSAL_LM", training) if args.lora_r else model
 

@@ -92,21 +92,21 @@ def tested(python: Path, folder: Path) -> dict[str, Any]:
     """How many cases passed, and which were skipped or failed."""
     passed, skipped, failed = 0, Counter[str](), []
     for name, run in _RUNS.items():
-        report = folder / f"{name}.xml"
-        command = [python, "-m", "pytest", "-q", "-n", "logical", "--dist", "worksteal", f"--junitxml={report}", *run]
-        report.unlink(missing_ok=True)
-        done = subprocess.run(command, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, check=False)
-        if done.returncode > 1 or not report.exists():  # 1: tests failed, which it names
-            failed.append(f"{name}: pytest ended with {done.returncode}")
-        found = outcomes(report)
-        passed, skipped = passed + found[0], skipped + Counter(found[1])
-        failed += found[2]
+        found = outcomes(python, run, folder / f"{name}.xml", CUDA_VISIBLE_DEVICES="")
+        passed, skipped, failed = passed + found[0], skipped + found[1], failed + found[2]
     return {"passed": passed, "skipped": dict(skipped), "failed": failed}
 
 
-def outcomes(report: Path) -> tuple[int, dict[str, int], list[str]]:
-    """Of a report in JUnit's form: how many cases passed, how many were skipped by reason, and which failed."""
+def outcomes(
+    python: Path, arguments: Sequence[str], report: Path, **environment: str
+) -> tuple[int, Counter[str], list[str]]:
+    """Run pytest; returns how many cases passed, how many were skipped by reason, and what failed, pytest too."""
     passed, skipped, failed = 0, Counter[str](), []
+    command = [python, "-m", "pytest", "-q", "-n", "logical", "--dist", "worksteal", f"--junitxml={report}", *arguments]
+    report.unlink(missing_ok=True)
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, check=False)
+    if done.returncode > 1 or not report.exists():  # 1: tests failed, which it names
+        failed.append(f"{' '.join(arguments)}: pytest ended with {done.returncode}")
     for case in ET.parse(report).iter("testcase") if report.exists() else ():
         outcome = next((o for o in case if o.tag in ("skipped", "failure", "error")), None)
         if outcome is None:
@@ -115,7 +115,7 @@ def outcomes(report: Path) -> tuple[int, dict[str, int], list[str]]:
             skipped[outcome.get("message", "")] += 1
         else:
             failed.append(f"{case.get('classname')}::{case.get('name')}")
-    return passed, dict(skipped), failed
+    return passed, skipped, failed
 
 
 def note(row: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What every test shares: the device, a seed, and one thread (tensors are small), or OMP_NUM_THREADS."""
+"""What every test shares: the device, a seed, and one thread (tensors are small), or TEST_THREADS."""
 
 import gc
 import logging
@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    torch.set_num_threads(int(os.environ.get("TEST_THREADS", 1)))
     os.environ["COLUMNS"] = "80"  # tables, and those of processes, have the width they have without a terminal
     os.environ.pop("FORCE_COLOR", None)
 
