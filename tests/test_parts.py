@@ -1,5 +1,6 @@
 """The two parts that the tests run in: what `make test` leaves out, `make test-all` runs."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,8 +30,9 @@ def test_three_cases_of_a_short_test_come_first_and_all_others_then(tmp_path):
     found = {}
     for part in ("first", "rest"):
         command = [sys.executable, "-m", "pytest", "-q", "--collect-only", f"--rootdir={tmp_path}", "-m", "not matrix"]
-        command += ["-o", f"pythonpath={TESTS}", "-o", "markers=long\nmatrix", "--part", part, str(tmp_path)]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, check=False)
+        command += ["-o", "markers=long\nmatrix", "--part", part, str(tmp_path)]
+        environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+        done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, env=environment, check=False)
         found[part] = [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line]
     first = [f"test_short[{n}]" for n in (0, 3, 6)] + ["test_with_more[0]", "test_with_more[2]"]
     assert found["first"] == first
