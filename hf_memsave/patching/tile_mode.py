@@ -205,9 +205,7 @@ class Standin(TorchFunctionMode):
         self.mixed += 1
         flags = {name: one for name, one in call.arguments.items() if isinstance(one, bool)}
         if number < len(self.plan.mixings) and flags != (before := self.plan.mixings[number].flags):
-            raise CannotTileError(
-                f"it calls attention with {flags} for {length} tokens, and with {before} for another number"
-            )
+            raise CannotTileError(f"it calls attention with {flags}, and with {before} for another number of tokens")
         if self.learns and number == len(self.plan.mixings):
             tensors = {name: one for name, one in call.arguments.items() if isinstance(one, Tensor)}
             known = {name for name, one in tensors.items() if id(one) in self.wholes or _is_weight(one)}
@@ -347,14 +345,21 @@ def _quantized(module: Any, forward: Callable[..., Tensor], x: Tensor, *args: An
 
 #: Modules and attributes of theirs that are ours for now -> how many threads run a tile of them, and what was there.
 _swapped: dict[tuple[nn.Module, str], tuple[int, Any]] = {}
-_lock = threading.Lock()
+#: Held while they change, and while a plan is made, which sees all that changes.
+LOCK = threading.RLock()
+
+
+def unswapped(module: nn.Module, name: str) -> Any:
+    """Return the module's own attribute, or None, as it is where no thread runs a tile."""
+    with LOCK:
+        return _swapped.get((module, name), (0, module.__dict__.get(name)))[1]
 
 
 @contextlib.contextmanager
 def caught_in(attentions: Collection[nn.Module], quantized: Collection[nn.Module]) -> Iterator[None]:
     """Have these call :func:`_caught` where they would call attention, those :func:`_quantized` for their forward."""
     both = [*((module, "config") for module in attentions), *((module, "forward") for module in quantized)]
-    with _lock:
+    with LOCK:
         for module, name in both:
             own = module.__dict__
             count, before = _swapped.get((module, name), (0, own.get(name)))
@@ -369,7 +374,7 @@ def caught_in(attentions: Collection[nn.Module], quantized: Collection[nn.Module
     try:
         yield
     finally:
-        with _lock:
+        with LOCK:
             for module, name in both:
                 count, before = _swapped.pop((module, name))
                 if count > 1:

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hf_memsave.device import HALVES, default_generator, is_autocast
 from hf_memsave.patching.checkpointed import OF_ADAPTERS
-from hf_memsave.patching.tile_mode import CannotTileError, Graph, Plan, Rows, Standin, dead_products
+from hf_memsave.patching.tile_mode import CannotTileError, Graph, Plan, Rows, Standin, dead_products, unswapped
 from hf_memsave.tape import Tape
 from hf_memsave.tape.private import innermost_mode, next_number, without
 
@@ -123,9 +123,9 @@ def signature(block: nn.Module) -> tuple[Any, ...]:
     for module in block.modules():
         own = module.__dict__
         adapters = [repr(own.get(name)) for name in OF_ADAPTERS] if OF_ADAPTERS[0] in own else ()
-        name = getattr(own.get("config"), "_attn_implementation", None)
+        name = getattr(unswapped(module, "config"), "_attn_implementation", None)
         hooks = own_hooks(module) if module is not block else ()
-        found += [type(module), module.training, id(own.get("forward")), hooks, name, *adapters]
+        found += [type(module), module.training, id(unswapped(module, "forward")), hooks, name, *adapters]
     return tuple(found)
 
 
@@ -201,7 +201,7 @@ def _learn(
         raise CannotTileError(f"it returns no tensor of its input's shape, but {type(first).__name__}")
     plan.dead.append((dead_products(standin.products, [first], own),) * 2)
     if isinstance(output, tuple):
-        plan.extras = tuple(_extra(x, tensors, part) for x in output[1:])
+        plan.extras = tuple(_extra(x, tensors) for x in output[1:])
     return rows, tensors, o, (few, many)
 
 
@@ -220,16 +220,13 @@ def _like_output(query: Tensor, value: Tensor, out: Rows) -> Tensor:
     return zeros if out.dim == -2 else zeros.transpose(-2, -3).contiguous()
 
 
-def _extra(x: Any, tensors: list[Tensor], part: Any) -> Any:
-    """What stands for another output of the block: an argument that it hands on, or a constant."""
-    if isinstance(x, Tensor):
-        number = next((n for n, one in enumerate(tensors, 1) if one is x), None)
-        if number is None:
-            raise CannotTileError(f"it returns another tensor beside its output, {list(x.shape)}")
-        return Slot(number)
+def _extra(x: Any, tensors: list[Tensor]) -> Any:
+    """What stands for another output of the block: an argument that it hands on, or None."""
+    for number, one in enumerate(tensors, 1):
+        if one is x:
+            return Slot(number)
     if x is not None:
         raise CannotTileError(f"it returns {type(x).__name__} beside its output")
-    return None
 
 
 def _test(

@@ -34,6 +34,7 @@ from hf_memsave.patching.checkpointed import checkpoint_block, run_differs, stat
 from hf_memsave.patching.swap import patch_of, stock_class
 from hf_memsave.patching.taped import settings_of
 from hf_memsave.patching.tile_mode import (
+    LOCK,
     Call,
     CannotTileError,
     Mask,
@@ -169,8 +170,9 @@ class _Run:
         kinds = repr(tree_map(self._kind, self.arguments)), repr(self.autocast)
         key = hidden.shape[0], *kinds, *self.signature, *wanted
         if key not in known:
-            with _under(self.autocast):
-                known[key] = plan_of(self.block, self.part, self.given, self.tiles, has_numbers(hidden))
+            with LOCK, _under(self.autocast):  # another thread may have made it since
+                of = self.block, self.part, self.given, self.tiles, has_numbers(hidden)
+                known[key] = known.get(key) or plan_of(*of)
             self.refuse(known[key].why_not)
         self.learned = known[key]
         return self.learned
@@ -246,11 +248,8 @@ class _Run:
                 found = caught.arguments.items()
                 call = Call(caught.function, {k: rows[k].empty(x, self.seq) if k in rows else x for k, x in found})
             for name, value in caught.arguments.items():
-                if isinstance(value, (bool, int, float, str)) and value != call.arguments[name]:
-                    raise CannotTileError(
-                        f"it calls attention with {name}={value} of {end - start} tokens, and with "
-                        f"{call.arguments[name]} of another number"
-                    )
+                if isinstance(value, (bool, int, float, str)) and value != (before := call.arguments[name]):
+                    raise CannotTileError(f"it calls attention with {name}={value}, and with {before} for other tokens")
             for name, where in rows.items():
                 where.put(call.arguments[name], start, end, caught.arguments[name])
         return call  # type: ignore[no-any-return]
@@ -259,20 +258,18 @@ class _Run:
         """Attention of all tokens, which draws what it drew before."""
         first = call.arguments["query"]
         generator = default_generator(first.device) if has_numbers(first) else None
-        if generator is None:
+        is_again = stage < len(self.states)
+        if generator is None or is_again and self.states[stage] is None:
             return call.function(**call.arguments)
         now = generator.get_state()
-        if stage == len(self.states):
-            output = call.function(**call.arguments)
-            self.states.append(None if torch.equal(generator.get_state(), now) else now)
-            return output
-        if (state := self.states[stage]) is None:
-            return call.function(**call.arguments)
-        generator.set_state(state)
-        try:
-            return call.function(**call.arguments)
-        finally:
+        if is_again:
+            generator.set_state(self.states[stage])
+        output = call.function(**call.arguments)
+        if is_again:
             generator.set_state(now)
+        else:
+            self.states.append(None if torch.equal(generator.get_state(), now) else now)
+        return output
 
     def forward(self, hidden: Tensor, tensors: list[Tensor]) -> Tensor:
         """The output, of all tokens; nothing is kept."""

@@ -18,6 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from hf_memsave import MemSaveCallback, MemSaveConfig, MemSaveLoraConfig, MemSaveTrainer, patch
 from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.patching.swap import is_patched
+from hf_memsave.patching.tile_mode import attentions_in, caught_in
+from hf_memsave.patching.tile_plan import signature
 from hf_memsave.tape import current
 from hf_memsave.tape.private import innermost_hooks, innermost_mode
 from support.lora import quantized
@@ -293,6 +295,15 @@ def test_threads_that_share_a_model():
     finally:
         sys.setswitchinterval(before)
     assert not wrong
+
+
+def test_a_block_is_the_same_while_another_thread_runs_a_tile_of_it():
+    """Its plan is found, and not made again of what that thread has put into the block."""
+    block = llama().model.layers[0]
+    before = {signature(block)}
+    with caught_in(attentions_in(block), [block.mlp.gate_proj]):
+        assert block.self_attn.config is not block.mlp.config and "forward" in vars(block.mlp.gate_proj)
+        assert signature(block) in before
 
 
 @pytest.mark.long
