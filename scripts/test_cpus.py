@@ -3,7 +3,8 @@
     python scripts/test_cpus.py [--out scripts/results/cpus.json] [ARGUMENTS OF PYTEST ...]     # or: make test-cpus
 
 A processor can be told to use fewer instructions than it has, never more: run it on several. The rows of this one, by
-its name, are replaced in --out and in the table beside it.
+its name, are replaced in --out and in the table beside it. Each instruction set runs with one thread, the widest with
+2 and 4 too.
 """
 
 from __future__ import annotations
@@ -39,13 +40,15 @@ def main() -> int:
     """Run under each setting, and note; 1 where a test failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "scripts" / "results" / "cpus.json")
+    parser.add_argument("--only", help="these instructions, with one thread, as 'AVX2'")
     options, more = parser.parse_known_args()
     name, flags = processor()
     sets = [(words, wanted) for words, flag, wanted in _SETS if flag in flags]
-    # Each set with one thread, the widest and the narrowest with more.
-    settings = [(*one, 1) for one in sets] + [(*one, threads) for one in (sets[-1], sets[0]) for threads in (2, 4)]
+    settings = [(*one, 1) for one in sets] + [(*sets[-1], threads) for threads in (2, 4)]
     rows: list[dict[str, Any]] = []
     for words, wanted, threads in settings:
+        if options.only and (words, threads) != (options.only, 1):
+            continue
         started, environment = time.monotonic(), {**wanted, "TEST_THREADS": str(threads)}
         with tempfile.TemporaryDirectory() as folder:
             arguments = ["--part", "first", *(more or TESTS)]
@@ -55,7 +58,7 @@ def main() -> int:
         row = {"processor": name, "instructions": words, "threads": threads, "passed": passed, "skipped": skipped}
         minutes = round((time.monotonic() - started) / 60, 1)
         rows.append({**row, "failed": failed, "minutes": minutes} | about())
-        note(options.out, name, rows)
+        note(options.out, rows)
     return int(any(row["failed"] for row in rows))
 
 
@@ -72,10 +75,14 @@ def about() -> dict[str, Any]:
     return {"torch": torch.__version__, "commit": commit.strip(), "date": str(date.today())}
 
 
-def note(out: Path, name: str, rows: list[dict[str, Any]]) -> None:
-    """Write the rows of this processor beside those of others, and the table."""
-    others = json.loads(out.read_text()) if out.exists() else []
-    every = sorted([one for one in others if one["processor"] != name] + rows, key=lambda one: str(one["processor"]))
+def _setting(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["processor"], row["instructions"], row["threads"]
+
+
+def note(out: Path, rows: list[dict[str, Any]]) -> None:
+    """Write these rows in the place of those of the same setting, and the table."""
+    known = {_setting(one): one for one in (json.loads(out.read_text()) if out.exists() else [])}
+    every = list((known | {_setting(row): row for row in rows}).values())
     out.write_text(json.dumps(every, indent=1) + "\n")
     lines = ["Tests that compare bits, by what the processor is told to use", "", f"| {' | '.join(_HEADER)} |"]
     lines.append(f"|{' --- |' * len(_HEADER)}")

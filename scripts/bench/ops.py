@@ -61,15 +61,13 @@ def launches(call: Callable[[], Any], repeats: int) -> Counter[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every case at every shape; 1 where one failed, or is wrong."""
     parser = arguments(__doc__)
-    parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="ROWSxCOLUMNS")
+    parser.add_argument("--shapes", nargs="+", metavar="ROWSxCOLUMNS")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--smoke", action="store_true", help="tiny tensors, on whatever device there is")
     options = parser.parse_args(argv)
     if DEVICE.type == "cpu" and not options.smoke:
         parser.error("expected a CUDA device, got none. Use --smoke under TRITON_INTERPRET=1 to see whether it runs.")
-    shapes, repeats = options.shapes, options.repeats
-    if options.smoke and shapes != ["machine"]:
-        shapes = ["8x64", "2x70000"]
+    shapes, repeats = options.shapes or (["8x64", "2x70000"] if options.smoke else SHAPES), options.repeats
     header = ["shape", "case", "kernel", "us", "GB/s", "of a copy's", "all, us", "PyTorch, us", "verdict"]
     found: dict[str, list[list[str]]] = earlier("gpu-ops", options.out)
     title = f"Kernels in bf16, triton {triton.__version__}"

@@ -40,7 +40,7 @@ def samples():
     return Dataset.from_list([{"input_ids": [3] * n} for n in (5, LONGEST - 7, 30, 50, 7, 64, 9, 11)])
 
 
-def llama(layers=6):
+def llama(layers=3):
     return build("llama", Size(hidden=128, layers=layers), torch.bfloat16)
 
 
@@ -50,7 +50,7 @@ arguments = partial(rows.arguments, max_steps=2, optim="sgd", per_device_train_b
 def planned(lora=None):
     """Less than a step needs at the floor, and what is planned for it by hand."""
     step = dict(batch_size=BATCH, seq_len=LONGEST, optimizer="sgd", padded=True, lora=lora)
-    budget = plan(llama(), budget="1TiB", **step).best.needed - 2 * 2**20
+    budget = plan(llama(), budget="1TiB", **step).best.needed - 2**20
     return budget, plan(llama(), budget=budget, **step).config
 
 

@@ -11,8 +11,7 @@ from support.script_helpers import SCRIPTS, load_script
 FULL = ("stock", "memsave", "gate", "block", "checkpointing")
 #: Models by a part of their name, and methods.
 ESTIMATED = [
-    ("Llama-3-8B, LoRA", "memsave"), ("Llama-3-8B, LoRA", "gate"), ("BERT", "memsave"), ("first 8", "offload"),
-    ("QLoRA", "gate"), ("T5", "gate"),
+    ("Llama-3-8B, LoRA", "memsave"), ("Llama-3-8B, LoRA", "gate"), ("BERT", "memsave"), ("first 8", "offload")
 ]  # fmt: skip
 MORE = [
     *(("Llama-3-8B, LoRA", method) for method in (*FULL, "checkpointing, chunked loss")),
