@@ -12,7 +12,8 @@ TORCH ?= 2.11.0
 OLDEST := tests/patching/test_patch.py tests/end_to_end/test_bits.py tests/end_to_end/test_kept.py \
 	tests/integrations/test_from_pretrained.py tests/integrations/test_lora.py
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
-PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+# Modules are compiled as they are imported: most never are, and pip would take half of its time for that.
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help install test test-all test-cpus test-oldest test-torch kernels matrix demo mutants evidence docs lint clean
