@@ -67,6 +67,12 @@ def x(a):
     return (a.x,)
 
 
+def scaled(a):
+    """Of PyTorch 2.15, without a kernel on CPU."""
+    x, scale = a.normal(16, 16), [torch.ones((), device=a.device), F.ScalingType.TensorWise]
+    return x, x.to(torch.float8_e4m3fn), x.to(torch.float8_e4m3fn).t(), *scale, *scale
+
+
 def flag(a):
     return (a.flag,)
 
@@ -180,6 +186,8 @@ WRITERS = {
     **of("bernoulli_ cauchy_ exponential_ log_normal_ normal_ random_ uniform_ zero_ conj_physical_", x),
     **of("kaiming_uniform_", x),
     **of("_philox_normal_ _philox_uniform_", lambda a: (a.x, a.indices(3, 4).to(torch.uint64))),
+    **of("scaled_addmm_", scaled),
+    **of("_philox_randint_", lambda a: (a.indices(3, 4), a.indices(3, 4).to(torch.uint64))),
     **of("dropout_ alpha_dropout_ feature_dropout_ feature_alpha_dropout_", lambda a: (a.x, 0.5, True)),
     **of("hardtanh_ leaky_relu_ relu6_ rrelu_", x),
     **of("rrelu_with_noise_", lambda a: (a.x, a.y, 0.1, 0.3, True)),
