@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from support.helpers import MATRIX
-
 TESTS = Path(__file__).parents[1]
 #: Run, as "dtype-variant" -> how many cases are equal, at least. A plain one takes two samples of each operation.
 RUNS = {
@@ -49,6 +47,7 @@ def test_some_of_pytorchs_operations_and_modules_train_as_in_stock():
     check({run: cases // EVERY * 0.7 for run, cases in RUNS.items()}, EVERY)
 
 
-@pytest.mark.parametrize("run", [pytest.param(run, marks=MATRIX) for run in RUNS])
+@pytest.mark.long
+@pytest.mark.parametrize("run", RUNS)
 def test_every_operation_and_module_of_pytorch_trains_as_in_stock(run):
     check({run: RUNS[run]})
