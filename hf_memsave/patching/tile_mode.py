@@ -345,7 +345,7 @@ def _quantized(module: Any, forward: Callable[..., Tensor], x: Tensor, *args: An
 
 #: Modules and attributes of theirs that are ours for now -> how many threads run a tile of them, and what was there.
 _swapped: dict[tuple[nn.Module, str], tuple[int, Any]] = {}
-#: Held while they change, and while a plan is made, which sees all that changes.
+#: Held while they change, and while a plan is made, which sees what a block's modules have then and later.
 LOCK = threading.RLock()
 
 

@@ -28,7 +28,7 @@ pytestmark = [
     on_stand_in,
 ]
 
-LAYERS = 3
+LAYERS = 5
 SIZE = Size(hidden=128, layers=LAYERS, batch=8, seq=128)
 CONFIGS = {family: config_of(family, SIZE) for family in ("bert", "llama")}
 STEP = dict(batch_size=8, seq_len=128, optimizer="sgd")

@@ -73,7 +73,9 @@ def error(ours, exact):
 
 def of_ours_over_stocks(make, context=None, draws=6, **options):
     """The distance of our gradients to float64, over that of stock's: the median over several models and batches."""
-    return ratios(make, context, draws, **options).median().item()
+    found = ratios(make, context, draws, **options)
+    assert found.max() < 1.05, found  # measured: 1.004
+    return found.median().item()
 
 
 def assert_as_near_as_stock(make, context=None, draws=24, **options):
