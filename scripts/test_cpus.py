@@ -27,32 +27,13 @@ from test_torch import ROOT, outcomes
 TESTS = [f"tests/{folder}" for folder in ("end_to_end", "tape", "ops", "attacks", "integrations")]
 #: An instruction set, the flag of a processor that has it, and how PyTorch, oneDNN and MKL are told to use no more.
 _SETS = (
-    (
-        "baseline",
-        "sse2",
-        {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
-    ),
-    ("AVX2", "avx2", {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}),
-    (
-        "AVX-512",
-        "avx512f",
-        {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "MKL_ENABLE_INSTRUCTIONS": "AVX512"},
-    ),
-    (
-        "AVX-512, bf16",
-        "avx512_bf16",
-        {
-            "ATEN_CPU_CAPABILITY": "avx512",
-            "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
-            "MKL_ENABLE_INSTRUCTIONS": "AVX512",
-        },
-    ),
-    (
-        "AMX",
-        "amx_tile",
-        {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX", "MKL_ENABLE_INSTRUCTIONS": "AVX512"},
-    ),
+    ("baseline", "sse2", "default", "SSE41", "SSE4_2"),
+    ("AVX2", "avx2", "avx2", "AVX2", "AVX2"),
+    ("AVX-512", "avx512f", "avx512", "AVX512_CORE", "AVX512"),
+    ("AVX-512, bf16", "avx512_bf16", "avx512", "AVX512_CORE_BF16", "AVX512"),
+    ("AMX", "amx_tile", "avx512", "AVX512_CORE_AMX", "AVX512"),
 )
+_VARIABLES = "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"
 _HEADER = ["processor", "instructions", "threads", "passed", "skipped", "failed", "minutes", "torch", "commit", "date"]
 
 
@@ -63,7 +44,7 @@ def main() -> int:
     parser.add_argument("--only", help="these instructions, with one thread, as 'AVX2'")
     options, more = parser.parse_known_args()
     name, flags = processor()
-    sets = [(words, wanted) for words, flag, wanted in _SETS if flag in flags]
+    sets = [(words, dict(zip(_VARIABLES, most, strict=True))) for words, flag, *most in _SETS if flag in flags]
     settings = [(*one, 1) for one in sets] + [(*sets[-1], threads) for threads in (2, 4)]
     if options.only:
         settings = [one for one in settings if (one[0], one[2]) == (options.only, 1)]

@@ -1,6 +1,7 @@
 """Blocks in tiles under trainers, adapters, quantized bases and PyTorch's own tools: stock's numbers, in float64."""
 
 import contextlib
+import copy
 import functools
 import gc
 import io
@@ -265,17 +266,17 @@ def test_an_exception_midway_leaves_no_tensor_and_no_mode(call, monkeypatch):
 
 def test_threads_that_share_a_model():
     model, wrong = llama(), []
-    patch(model, TILES)
+    stock = copy.deepcopy(model)
+    patch(model, TILES)  # so that threads make the plans, too
     batches = [batch_for(model, SIZE, seed=seed) for seed in range(3)]
-    weights = list(model.parameters())
 
-    def gradients_of(batch):
-        return torch.autograd.grad(model(**batch).loss, weights)
+    def gradients_of(batch, model=model):
+        return torch.autograd.grad(model(**batch).loss, list(model.parameters()))
 
     def named(found):
         return dict(enumerate(found))
 
-    expected = [named(gradients_of(batch)) for batch in batches]
+    expected = [named(gradients_of(batch, stock)) for batch in batches]
 
     def run(number):
         for _ in range(3):
@@ -295,6 +296,7 @@ def test_threads_that_share_a_model():
     finally:
         sys.setswitchinterval(before)
     assert not wrong
+    assert_tiled(model)
 
 
 def test_a_block_is_the_same_while_another_thread_runs_a_tile_of_it():

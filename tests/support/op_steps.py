@@ -99,6 +99,7 @@ class Model(nn.Module):
         copies = block.copies()
         outputs = self.around(block)(first, **copies)
         found += first  # and no more, should the block run again
+        self.first, self.noted = first, len(first)
         loss = self.bias.square().sum()
         outputs = [z if z.is_complex() else F.dropout(z, 0.3) for z in outputs]
         for i, z in enumerate([*outputs, *(x for x in copies.values() if x.layout is torch.strided)]):
@@ -122,6 +123,7 @@ def train(model, is_autocast, steps, made):
             loss.backward()
         except Exception as error:
             return found, error
+        made += [Block] * (len(model.first) > model.noted)
         tensors = {"loss": loss, "generator": torch.get_rng_state(), **{n: p.grad for n, p in model.named_parameters()}}
         tensors |= {f"consumer {i}": weight.grad for i, weight in enumerate(model.weights)}
         found[-1] += [name if t is None else noted(name, t) for name, t in tensors.items()]
@@ -208,6 +210,7 @@ def main():
                     told.setdefault(outcome, []).append(f"{info.name}: {why}")
                 remade["anything"] += bool(made)
                 remade["by other functions"] += any(f in TABLE and f not in AROUND for f in made)
+                remade["the product"] += Block in made or F.linear in made
         told = {outcome: sorted(set(said)) for outcome, said in told.items()}
         seconds = round(time.process_time() - begin, 1)
         print(json.dumps(dict(run=run, counts=counts, remade=remade, seconds=seconds, told=told)), flush=True)
