@@ -48,7 +48,7 @@ kernels: $(INSTALLED) ## Run the tests of the vendored Triton kernels, and of op
 matrix: $(INSTALLED) ## Run what `make test-all` leaves out: more combinations of settings and budgets
 	$(PYTEST) -m matrix $(ARGS)
 
-demo: $(USED) ## Fine-tune two small models, stock and patched: with the install of what that needs three minutes
+demo: $(USED) ## Fine-tune two small models, stock and patched: with the install of what that needs two minutes
 	$(BIN)/memsave demo $(ARGS)
 
 mutants: $(INSTALLED) ## Plant the faults of tests/mutants.yaml, one at a time: each must make a test fail
