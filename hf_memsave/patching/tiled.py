@@ -264,12 +264,13 @@ class _Run:
         now = generator.get_state()
         if is_again:
             generator.set_state(self.states[stage])
-        output = call.function(**call.arguments)
-        if is_again:
-            generator.set_state(now)
-        else:
-            self.states.append(None if torch.equal(generator.get_state(), now) else now)
-        return output
+        try:
+            return call.function(**call.arguments)
+        finally:
+            if is_again:
+                generator.set_state(now)
+            else:
+                self.states.append(None if torch.equal(generator.get_state(), now) else now)
 
     def forward(self, hidden: Tensor, tensors: list[Tensor]) -> Tensor:
         """The output, of all tokens; nothing is kept."""
