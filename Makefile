@@ -27,7 +27,7 @@ test: $(INSTALLED) ## Run every test that is not long, with three of its cases: 
 	$(PYTEST) $(or $(ARGS),--part first)
 
 test-all: $(INSTALLED) kernels ## Run the rest: long tests, all other cases, and the kernels
-	$(PYTEST) --part rest $(ARGS)
+	$(PYTEST) --part rest --durations=30 $(ARGS)
 
 test-cpus: $(INSTALLED) ## Run what compares bits as on processors that can do less, and with 1, 2 and 4 threads
 	$(BIN)/python scripts/test_cpus.py $(ARGS)
