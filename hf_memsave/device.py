@@ -40,9 +40,7 @@ def has_kernels(x: Tensor) -> bool:
 
 def has_wide_products(x: Tensor) -> bool:
     """Whether a product of bf16 or fp16 there can be given in fp32: ``torch.mm(..., out_dtype=)``."""
-    if x.device.type == STAND_IN:  # which runs nothing: what the functions of this version of PyTorch take
-        return "dtype" in torch.ops.aten.mm.overloads()
-    return x.device.type in _AS_CUDA and _gives_wide_products(x.device, x.dtype)
+    return x.device.type == STAND_IN or (x.device.type in _AS_CUDA and _gives_wide_products(x.device, x.dtype))
 
 
 @functools.cache
@@ -61,8 +59,6 @@ _adds: dict[tuple[torch.device, torch.dtype], bool] = {}
 
 def adds_wide_products(x: Tensor) -> bool:
     """Whether such a product can be added to a tensor in fp32: ``torch.addmm(..., out_dtype=, out=)``."""
-    if x.device.type == STAND_IN:
-        return "dtype_out" in torch.ops.aten.addmm.overloads()
     key = x.device, x.dtype
     if key not in _adds and type(x) is Tensor and not is_capturing(x.device):
         found = False
@@ -72,7 +68,7 @@ def adds_wide_products(x: Tensor) -> bool:
                 torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
                 found = bool((total == 17).all())
         _adds[key] = found  # another thread that asks meanwhile tries as well
-    return _adds.get(key, False)  # what cannot be tried now can be asked again
+    return _adds.get(key, x.device.type == STAND_IN)  # what cannot be tried now can be asked again
 
 
 def has_numbers(x: Tensor) -> bool:

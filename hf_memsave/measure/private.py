@@ -72,6 +72,11 @@ def fake_tensors() -> contextlib.AbstractContextManager[Any]:
         def may_turn_const(self, tensor: torch.Tensor) -> bool:
             return tensor.device.type == "cpu" and super().may_turn_const(tensor)
 
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.addmm.dtype_out:  # in which PyTorch 2.11 takes the dtype for ``beta``
+                return kwargs["out"]
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
     return Mode(allow_non_fake_inputs=True)
 
 
