@@ -157,6 +157,8 @@ def test_parameters_buffers_and_the_batch_do_not_count_nor_what_was_alive_before
     model, before = nn.BatchNorm1d(WIDTH).to(device).eval(), torch.randn(100)
     found = measure_kept(model, x, forward=lambda x: (x, before, *model.parameters(), *model.buffers()))
     assert found.storages == ()
+    popped = [torch.randn(100)]
+    assert measure_kept(model, x, forward=lambda x: popped.pop()).storages == (), "it dies with the output alone"
     without = measure_kept(mlp, x).total
     assert measure_kept(mlp, x.requires_grad_()).total == without
 
