@@ -71,6 +71,22 @@ def adds_wide_products(x: Tensor) -> bool:
     return _adds.get(key, x.device.type == STAND_IN)  # what cannot be tried now can be asked again
 
 
+def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """``a @ b`` of ``[M, K]`` and ``[K, N]`` of one dtype, in ``dtype``, that or a wider one; rounded once."""
+    if a.dtype == dtype:
+        return a @ b
+    if dtype == torch.float32 and has_wide_products(a):
+        return torch.mm(a, b, out_dtype=dtype)
+    return a.to(dtype) @ b.to(dtype)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Add ``a @ b`` of ``[M, K]`` and ``[K, N]``, bf16 or fp16, to ``total``, fp32, in place by the product itself."""
+    if adds_wide_products(a):
+        return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    return total.add_(wide_product(a, b, total.dtype))
+
+
 def has_numbers(x: Tensor) -> bool:
     """Whether a program may ask for the numbers in ``x``; on CUDA it waits for them."""
     return x.device.type not in ("meta", STAND_IN)

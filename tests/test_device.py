@@ -12,8 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_memsave import device as ask
+from hf_memsave.device import add_product, wide_product
 from hf_memsave.measure.fake_device import STATE_BYTES, fake_device
-from hf_memsave.ops.loss.wide_product import add_product, wide_product
 from hf_memsave.tape.dropout import scale_of
 from hf_memsave.tape.functions import widens
 

@@ -144,6 +144,8 @@ class StorageMode(TorchDispatchMode):
     counts: Callable[[str], bool] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(getattr(kind, "has_no_bytes", False) for kind in types):  # the ops that it runs come one by one
+            return NotImplemented
         if func is torch.ops.prim.device.default:  # autograd asks fake tensors often
             return device_of(args[0])
         given = {s._cdata: (s, s.nbytes()) for s in storages(tree_leaves((args, kwargs)), self.counts)}

@@ -27,8 +27,7 @@ from hf_memsave.logs import is_measuring
 from hf_memsave.ops.fused import linear as fused_linear
 from hf_memsave.ops.fused.codes import FUSED_CODERS
 from hf_memsave.ops.loss.chunked_loss import divided_by
-from hf_memsave.ops.loss.lazy_head import of_linear
-from hf_memsave.ops.loss.reference import without_tape
+from hf_memsave.ops.loss.lazy_head import of_linear, without_tape
 from hf_memsave.ops.op import is_parametrized
 from hf_memsave.ops.sampled.sampler import INDEX, Sampler
 from hf_memsave.patching.blocks import head_of

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 
 from hf_memsave import KeptTensorChangedError, PatchError, patch
 from hf_memsave.ops.loss import chunked_loss
-from hf_memsave.ops.loss.lazy_logits import LazyLogits
+from hf_memsave.ops.loss.unread import Unread
 from support.zoo import Size, batch_for, build
 
 SIZE = Size(seq=32)
@@ -184,7 +184,7 @@ def test_a_head_has_stocks_gradients(make, is_chunked):
     stock = make()
     ours, batch = patched_copy(stock), batch_for(stock, SIZE)
     expected, out = step(stock, batch), step(ours, batch)
-    assert (type(out.logits) is LazyLogits) == is_chunked
+    assert (type(out.logits) is Unread) == is_chunked
     torch.testing.assert_close(out.loss, expected.loss)
     assert_same_gradients(stock, ours)
 
@@ -195,8 +195,8 @@ def test_logits_of_a_tied_head_that_are_read_have_stocks_bits(make):
     batch = batch_for(stock, SIZE)
     del batch["labels"]
     found = patched_copy(stock)(**batch).logits
-    assert type(found) is LazyLogits
-    assert torch.equal(found.computed(), stock(**batch).logits)
+    assert type(found) is Unread
+    assert torch.equal(found.numbers(), stock(**batch).logits)
 
 
 def test_trained_tokens_are_no_less_accurate_than_in_stock():
@@ -234,7 +234,7 @@ def test_hooks_on_parameters_run_once(make, when):
             hook(which)
         (out.logits.square().mean() if "read" in when else out.loss).backward()
         counts.append(len(calls))
-    assert type(out.logits) is LazyLogits
+    assert type(out.logits) is Unread
     assert counts[1] == 2 * counts[0] > 0
     assert_same_gradients(model, ours)
 
@@ -249,7 +249,7 @@ def test_a_head_that_uses_what_is_not_its_own_is_refused(is_read):
     batch = batch_for(model, SIZE)
     labels = batch.pop("labels")
     logits = model(**batch).logits
-    assert type(logits) is LazyLogits
+    assert type(logits) is Unread
     with pytest.raises(PatchError, match=r"would get none\. Use MemSaveConfig\(loss='stock'\)"):
         (logits.square().mean() if is_read else model(**batch, labels=labels).loss).backward()
 
@@ -284,7 +284,7 @@ def test_a_head_that_was_switched_since_the_forward_is_refused(switch, is_read):
     with switch(model):
         logits = model(**batch).logits
         assert model(**batch).logits.argmax().numel() == 1
-    assert type(logits) is LazyLogits
+    assert type(logits) is Unread
     with pytest.raises(KeptTensorChangedError, match=r"the head was switched: .* MemSaveConfig\(loss='stock'\)"):
         logits.argmax() if is_read else nn.functional.cross_entropy(logits.view(-1, 512), labels.view(-1))
 
@@ -293,7 +293,7 @@ def test_evaluating_is_no_switch_without_dropout_and_what_is_frozen_before_backw
     model = lora()
     patch(model)
     logits = model(**batch_for(model, SIZE)).logits
-    assert type(logits) is LazyLogits
+    assert type(logits) is Unread
     assert model.eval()(**batch_for(model, SIZE)).logits.equal(logits)
     loss = logits.square().mean()
     frozen = head_of(model).lora_A["default"].weight.requires_grad_(False)
@@ -343,7 +343,7 @@ def test_gradients_of_several_factors_at_once(seq, monkeypatch):
         if is_patched:
             patch(model)
         out = model(**batch_for(model, size))
-        assert (type(out.logits) is LazyLogits) == is_patched
+        assert (type(out.logits) is Unread) == is_patched
         factors = torch.tensor([1.0, 2.0, 3.0])
         found += torch.autograd.grad(out.loss, [model.lm_head.weight], factors, is_grads_batched=True)
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-7)
@@ -375,4 +375,4 @@ def test_logits_of_fewer_words_than_twice_the_width_take_less_than_what_is_kept_
     model = build("llama", Size(layers=1), vocab_size=words)
     patch(model)
     ids = torch.randint(0, words, (1, 400))
-    assert (type(model(input_ids=ids, labels=ids).logits) is LazyLogits) == is_lazy
+    assert (type(model(input_ids=ids, labels=ids).logits) is Unread) == is_lazy

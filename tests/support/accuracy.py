@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 
 from hf_memsave import patch
-from hf_memsave.ops.loss.lazy_logits import LazyLogits
+from hf_memsave.ops.loss.head import HeadCall
+from hf_memsave.ops.loss.unread import Unread, unread_logits
 from support.zoo import Size, batch_for, build
 
 LONG = Size(seq=64)
@@ -32,26 +33,25 @@ def adapted(dtype=torch.float32, targets=("lm_head", "q_proj"), rank=8):
     return get_peft_model(lm("llama", dtype), config, autocast_adapter_dtype=False).train()
 
 
-class OfLinear:
-    """A head that is a linear of these, always the same, and what follows it."""
+class OfLinear(torch.nn.Module):
+    """A linear head of these tensors."""
 
-    def __init__(self, weight, bias=None, steps=(), fuses_loss=False):
-        self.weight, self.bias = weight, bias
-        self.steps, self.fuses_loss, self.module = steps, fuses_loss, torch.nn.Module()
+    def __init__(self, weight, bias=None):
+        super().__init__()
+        self.given = [tensor for tensor in (weight, bias) if tensor is not None]
 
-    def parameters(self):
-        return [tensor for tensor in (self.weight, self.bias) if tensor is not None and tensor.requires_grad]
+    def parameters(self, recurse=True):
+        return iter(self.given)
 
-    def of_chunk(self, hidden):
-        logits = F.linear(hidden, self.weight, self.bias)
-        for func, args, kwargs in self.steps:
-            logits = func(logits, *args, **kwargs)
-        return logits
+    def forward(self, hidden):
+        return F.linear(hidden, *self.given)
 
-    def check(self):
-        """Nothing changes it."""
 
-    renew = check
+def unread(x, weight, bias=None, fuses_loss=False):
+    """The logits of x by a linear head, not computed yet."""
+    head = OfLinear(weight, bias)
+    dtype = torch.bfloat16 if torch.is_autocast_enabled(x.device.type) else x.dtype
+    return unread_logits(HeadCall(head, head.forward, x, len(weight), fuses_loss=fuses_loss), x, dtype)
 
 
 def step(model, batch, **options):
@@ -101,7 +101,7 @@ def ratios(make, context=None, draws=6, config=True, **options):
             stock, of_stock = step(model, batch, **options)
             report = patch(model, config)
             out, ours = step(model, batch, **options)
-        assert type(out.logits) is LazyLogits
+        assert type(out.logits) is Unread
         assert "the loss was computed in chunks" in str(report)
         assert (out.loss.dtype, out.logits.dtype) == (stock.loss.dtype, stock.logits.dtype)
         assert torch.allclose(out.loss, stock.loss, rtol=1e-6)

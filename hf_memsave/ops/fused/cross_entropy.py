@@ -23,15 +23,17 @@ from torch import Tensor
 from hf_memsave.device import has_numbers
 from hf_memsave.ops.fused.kernels import can_run, kernels
 
-#: Conversions, which may give back what they are given; and what keeps its own result.
-_CONVERTS = {Tensor.float, Tensor.to, Tensor.bfloat16, Tensor.half, Tensor.type}
-_KEEPS = {torch.tanh, Tensor.tanh}
+#: What may give back what it is given, or keeps only numbers for backward.
+_KEEPS_NOTHING = {torch.ops.aten._to_copy.default, torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor}
 
 
-def suits(steps: Any, z: Tensor) -> bool:
-    """Whether logits ``z`` may be written over, after these steps from a product, and the kernel knows their dtype."""
-    last = next((func for func, *_ in reversed(steps) if func not in _CONVERTS), None)
-    return last not in _KEEPS and z.is_contiguous() and can_run(z)
+def suits(node: Any, z: Tensor) -> bool:
+    """Whether logits ``z`` may be written over, after what led to ``node``, and the kernel knows their dtype."""
+    while node.args:
+        if getattr(node.func, "func", node.func) not in _KEEPS_NOTHING:
+            return False
+        node = node.args[0]
+    return z.is_contiguous() and can_run(z)
 
 
 def loss_and_gradient(z: Tensor, target: Tensor, ignored: int, count: Tensor) -> tuple[Tensor, Tensor]:

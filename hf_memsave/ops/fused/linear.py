@@ -28,11 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_memsave.device import current_stream, is_autocast
+from hf_memsave.device import add_product, current_stream, is_autocast, wide_product
 from hf_memsave.ops.fused.joint import Joint, edge_of, leaves_if_hooked
 from hf_memsave.ops.fused.kernels import can_run
 from hf_memsave.ops.fused.low_parameters import Low, LowParameters
-from hf_memsave.ops.loss.wide_product import add_product, wide_product
 from hf_memsave.ops.op import once_differentiable
 from hf_memsave.tape import Tape, private
 from hf_memsave.tape.products import is_thin, product, record_if_chosen

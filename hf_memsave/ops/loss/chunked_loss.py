@@ -23,22 +23,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_memsave.device import HALVES, has_numbers, is_autocast, memory_of
+from hf_memsave.device import HALVES, is_autocast, memory_of
 from hf_memsave.ops.fused import cross_entropy as fused
-from hf_memsave.ops.loss.head import Head, gradients
+from hf_memsave.ops.loss.head import HeadCall, gradients
+from hf_memsave.ops.loss.rows import LOGITS, ByRow, Kept, Node, Part, parts_of, values
 from hf_memsave.ops.loss.sums import Sums, gradient
 from hf_memsave.ops.op import once_differentiable
 from hf_memsave.tape import current
 from hf_memsave.tape.as_stock import counted
 from hf_memsave.tape.content import same
-from hf_memsave.tape.private import no_autocast, no_modes
+from hf_memsave.tape.private import no_autocast, no_modes, stands_for_many
 
 #: Bytes that a chunk takes; and that all logits may take in fp32 where there are no chunks.
 CHUNK = 128 * 2**20
@@ -58,111 +59,107 @@ def divided_by(number: Tensor | float | None) -> Iterator[None]:
         _divisor.reset(token)
 
 
-class _Options(NamedTuple):
-    """What ``F.cross_entropy`` takes after logits and targets."""
+def cross_entropy(x: Any, target: Tensor, ignored: int, is_sum: bool) -> Tensor:
+    """``F.cross_entropy`` of unread logits, its sum or mean, and its gradient, a chunk of rows at a time."""
+    call, node, place = x.call, x.cell.node, x.place
 
-    weight: Tensor | None = None
-    size_average: Any = None
-    ignore_index: int = -100
-    reduce: Any = None
-    reduction: str = "mean"
-    label_smoothing: float = 0.0
+    def stock(hidden: Tensor) -> Tensor:
+        z = call.logits(hidden).reshape(-1, call.words)
+        part = next(parts_of(place.flat, call.count, hidden))
+        return F.cross_entropy(values(node, part, lambda: z[part.index]), target.reshape(-1), ignore_index=ignored)
 
-
-def cross_entropy(hidden: Tensor, head: Head, like: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-    """``F.cross_entropy(head(hidden), target, *args, **kwargs)``, a chunk of rows at a time.
-
-    ``hidden`` is ``[T, H]``, ``target`` ``[T]``, and ``like`` has the shape ``[T, V]`` and dtype of the logits.
-
-    Returns:
-        The loss, in the logits' dtype, or in fp32 under autocast. None for what it does not know: what is deprecated,
-        targets that are no classes, class weights, label smoothing, and no reduction where the head wants a gradient.
-    """
-    options, parameters = _Options(*args, **kwargs), head.parameters()
-    is_known = options.reduction in ("mean", "sum") or (options.reduction == "none" and not parameters)
-    is_plain = like.dim() == 2 and target.shape == like.shape[:1] and target.dtype == torch.int64
-    is_weighed = options.weight is not None or options.label_smoothing != 0
-    is_old = options.size_average is not None or options.reduce is not None
-    if not (is_known and is_plain) or is_weighed or is_old:
-        return None
-    run = partial(_ChunkedLoss.apply, hidden, target, head, options, (like.shape[1], like.dtype), *parameters)
-
-    def stock(x: Tensor) -> Tensor:
-        return F.cross_entropy(head(x), target, **options._asdict())
-
-    return counted(current(), "cross_entropy", run, stock, (hidden,), head.module)
+    run = partial(_ChunkedLoss.apply, x, target.reshape(-1), ignored, is_sum)
+    return cast("Tensor", counted(current(), "cross_entropy", run, stock, (x.hidden,), call.module))
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, target: Tensor, head: Head, options: _Options, geometry: Any, *parameters: Tensor
-    ) -> Tensor:
-        words, dtype = geometry
+    def forward(ctx: Any, x: Any, target: Tensor, ignored: int, is_sum: bool) -> Tensor:
+        call, node, dtype, hidden = x.call, x.cell.node, x.dtype, x.hidden
         wide = torch.promote_types(dtype, torch.float32)
-        losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
-        wanted = [p for p, needs in zip(parameters, ctx.needs_input_grad[5:], strict=True) if needs]
-        count = _count(target, options, wide)
-        rows = rows_of_chunk(words * (dtype.itemsize + 2 * wide.itemsize), hidden)
-        starts = range(0, len(hidden), rows)
-        starts = starts if has_numbers(hidden) else starts[:2]  # the others have as many bytes
-        parts = (slice(start, start + rows) for start in starts)
+        losses = torch.empty(len(target), dtype=wide, device=hidden.device)
+        count = _count(target, ignored, is_sum, wide)
+        rows = rows_of_chunk(call.words * (dtype.itemsize + 2 * wide.itemsize), hidden)
 
-        def dz_of(z: Tensor, part: slice) -> Tensor:
-            losses[part], dz = _of_chunk(head, z, target[part], options, count)
+        def dz_of(z: Tensor, part: Part) -> Tensor:
+            losses[part.here], dz = _of_chunk(call, node, z, target[part.here], ignored, count)
             return dz
 
-        dx, kept = in_chunks(head, hidden, parts, wanted, wide, dz_of, ctx.needs_input_grad[0])
-        ctx.save_for_backward(dx, count, *(tensor for tensors in kept for tensor in tensors))
+        call.check(hidden)
+        wanted, parts = call.parameters(), parts_of(x.place.flat, rows, hidden)
+        dx, kept = in_chunks(call, hidden, parts, wanted, wide, dz_of, hidden.requires_grad, len(target), node)
+        ctx.save_for_backward(hidden, dx, count, target, *(tensor for tensors in kept for tensor in tensors))
         ctx.set_materialize_grads(False)
-        ctx.kept = [(len(tensors), p.dtype) for tensors, p in zip(kept, wanted, strict=True)]
-        ctx.is_sum = options.reduction == "sum"
-        loss = losses if options.reduction == "none" else losses.sum()
-        loss = loss / count if options.reduction == "mean" else loss
+        ctx.kept = [(p, len(tensors)) for tensors, p in zip(kept, wanted, strict=True)]
+        ctx.ignored, ctx.is_sum, ctx.call, ctx.kinds = ignored, is_sum, call, (type(x), type(x.cell))
+        ctx.cell = type(x.cell)(node, x.like, x.place)  # whatever is written to x later
+        loss = losses.sum() if is_sum else losses.sum() / count
         return loss.to(torch.float32 if dtype in HALVES and is_autocast(hidden) else dtype)  # autocast widens a loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        dx, count, *tensors = ctx.saved_tensors
-        factor, rest = dy.to(count.dtype), iter(tensors)
-        factor = factor * count if ctx.is_sum else factor
-        found = iter([gradient(list(islice(rest, n)), factor, dtype) for n, dtype in ctx.kept])
-        by_row = factor.unsqueeze(-1) if factor.dim() else factor
-        first = None if dx is None else (dx * by_row).to(dx.dtype)
-        return first, None, None, None, None, *(next(found) if n else None for n in ctx.needs_input_grad[5:])
+        hidden, dx, count, target, *tensors = ctx.saved_tensors
+        (unread, cell), node, place, call = ctx.kinds, ctx.cell.node, ctx.cell.place, ctx.call
+        factor, divisor = dy.to(count.dtype), None if ctx.is_sum else count
+        if stands_for_many(dy):  # a batch of gradients has no place in a node
+            z = unread.of(hidden, call, ctx.cell).numbers().movedim(place.dim, -1)
+            dz = _gradient(z.reshape(-1, call.words), target.unsqueeze(-1), factor, divisor, ctx.ignored)
+            return dz.view(z.shape).movedim(-1, place.dim), None, None, None
+
+        def finish() -> tuple[Tensor | None, dict[int, Tensor | None]]:
+            rest, whole = iter(tensors), factor * count if ctx.is_sum else factor
+            found = {id(p): gradient(list(islice(rest, n)), whole, p.dtype) for p, n in ctx.kept}
+            return None if dx is None else (dx * whole).to(dx.dtype), found
+
+        by_row = ByRow(place.by_row(target.view(place.rows.shape), call.count))
+        kept = Kept(finish, node, len(target))
+        made = Node(partial(_gradient, ignored=ctx.ignored), node, by_row, factor, divisor, kept=kept)
+        return unread.of(hidden, call, cell(made, ctx.cell.like, place)), None, None, None
+
+
+def _gradient(z: Tensor, target: Tensor, dy: Tensor, divisor: Tensor | None, ignored: int) -> Tensor:
+    """For logits ``[n, V]`` and classes ``[n, 1]`` the gradient of the losses' sum, or its quotient, that gets dy."""
+    scale = dy if divisor is None else dy / divisor
+    is_counted = target != ignored
+    p = torch.softmax(z, -1, dtype=torch.promote_types(z.dtype, torch.float32))
+    dz = p.scatter_add(-1, target.where(is_counted, 0), -torch.ones_like(target, dtype=p.dtype))
+    return (dz * (scale * is_counted)).to(z.dtype)
 
 
 def in_chunks(
-    head: Head,
+    call: HeadCall,
     hidden: Tensor,
-    parts: Iterable[slice],
+    parts: Iterable[Part],
     wanted: Sequence[Tensor],
     wide: torch.dtype,
-    dz_of: Callable[[Tensor, slice], Tensor],
+    dz_of: Callable[[Tensor, Part], Tensor],
     wants_dx: bool,
-    is_all: bool = True,
+    rows: int,
+    node: Node = LOGITS,
 ) -> tuple[Tensor | None, list[tuple[Tensor, ...]]]:
-    """The gradient of ``hidden``, and what is kept of parameters': ``dz_of`` gives that of each part's logits."""
-    empty = torch.empty_like if is_all else torch.zeros_like  # where some rows are in no part
-    dx, sums = empty(hidden) if wants_dx else None, Sums(wanted, wide, len(hidden))
-    head.check()
+    """The gradient of a head's input, and what is kept of parameters': ``dz_of`` gives that of each part of a node."""
+    hidden = hidden.detach().reshape(-1, hidden.shape[-1])
+    empty = torch.empty_like if rows == len(hidden) else torch.zeros_like  # where some rows are in no part
+    dx, sums = empty(hidden) if wants_dx else None, Sums(wanted, wide, rows)
     with no_modes(), saved_tensors_hooks(same, same):
         for part in parts:
-            x = hidden[part].detach().requires_grad_()
-            with torch.enable_grad(), sums.of_linears(head.module):
-                logits = head.of_chunk(x.view_as(x))  # autocast would share one cast of a leaf
-            dz = dz_of(logits.detach(), part)
+            x = hidden[part.index].detach().requires_grad_()
+            with torch.enable_grad(), sums.of_linears(call.module):
+                logits = call.logits(x.view_as(x), is_chunk=True)  # autocast would share one cast of a leaf
+                with no_autocast():
+                    logits = values(node, part, partial(Tensor.view_as, logits, logits))
             with no_autocast():  # as outside of the forward, where stock's backward runs
+                with torch.no_grad():
+                    dz = dz_of(logits.detach(), part)
                 found, *others = gradients(logits, [x, *wanted], dz)
             del logits, dz
             for one, other in zip(sums.of.values(), others, strict=True):
                 if other is not None:
                     one.total().add_(other)
             if dx is not None and found is not None:
-                dx[part] = found
+                dx[part.index] = found
             del found, others
-    head.renew()  # some adapters write to their own weights
     return dx, [one.kept() for one in sums.of.values()]
 
 
@@ -175,10 +172,11 @@ def rows_of_chunk(of_row: int, x: Tensor) -> int:
     return max(rows // TILE * TILE, ROWS if memory is None or ROWS * of_row <= memory // _PART else TILE)
 
 
-def _of_chunk(head: Head, z: Tensor, target: Tensor, options: _Options, count: Tensor) -> tuple[Tensor, Tensor]:
+def _of_chunk(
+    call: HeadCall, node: Node, z: Tensor, target: Tensor, ignored: int, count: Tensor
+) -> tuple[Tensor, Tensor]:
     """Each row's loss, and its gradient over ``count`` in the dtype of z; where it can be, by a kernel in its place."""
-    ignored = options.ignore_index
-    if head.fuses_loss and fused.suits(head.steps, z):
+    if call.fuses_loss and fused.suits(node, z):
         return fused.loss_and_gradient(z, target, ignored, count)
     minus_z = F.nll_loss(z, target, ignore_index=ignored, reduction="none")  # refuses what is no class
     is_counted = target != ignored
@@ -193,11 +191,11 @@ def _of_chunk(head: Head, z: Tensor, target: Tensor, options: _Options, count: T
     return losses.where(is_counted, 0), dz.to(z.dtype)
 
 
-def _count(target: Tensor, options: _Options, wide: torch.dtype) -> Tensor:
+def _count(target: Tensor, ignored: int, is_sum: bool, wide: torch.dtype) -> Tensor:
     """What each gradient is divided by before it is rounded; and a mean's sum of losses."""
-    number = {"mean": None, "sum": _divisor.get(), "none": 1.0}[options.reduction]
+    number = _divisor.get() if is_sum else None
     if isinstance(number, Tensor) and number.dim() == 0:
         return number.detach().to(target.device, wide)
     if isinstance(number, (int, float)):  # filled in: a copy from the host would wait for the device
         return torch.full((), float(number), dtype=wide, device=target.device)
-    return (target != options.ignore_index).sum().to(wide)
+    return (target != ignored).sum().to(wide)

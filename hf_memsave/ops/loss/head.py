@@ -2,50 +2,96 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from hf_memsave.device import has_numbers
 from hf_memsave.errors import KeptTensorChangedError, PatchError
 from hf_memsave.tape.again import AutocastState
-from hf_memsave.tape.private import without_hooks
+from hf_memsave.tape.private import no_modes, without_hooks
+from hf_memsave.tape.tensors import is_plain
 
-#: A function and its other arguments.
-Step = tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]]
 #: What every module has.
 _OF_MODULES = vars(nn.Module()).keys()
 
 
-def followed(z: Tensor, steps: tuple[Step, ...]) -> Tensor:
-    """``z`` after ``steps``."""
-    for func, args, kwargs in steps:
-        z = func(z, *args, **kwargs)
-    return z
+class HeadCall:
+    """One call of a head of ``words`` classes: what computes logits of its input, and how all of it was."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[[Tensor], Tensor],
+        hidden: Tensor,
+        words: int,
+        of_rows: Callable[[Tensor], Tensor] | None = None,
+        fuses_loss: bool = False,
+    ) -> None:
+        self.module, self.forward, self.words, self.count = module, forward, words, hidden.shape[:-1].numel()
+        self.of_rows = of_rows or forward  # of a chunk: equal to ``forward`` up to the order of sums
+        self.fuses_loss = fuses_loss  # a kernel may write a loss's gradient over logits
+        self.autocast = AutocastState(hidden.device.type)
+        self.given, self.was = _state_of(hidden), self._now()
+
+    def parameters(self) -> list[Tensor]:
+        """The module's parameters that want a gradient."""
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+    def check(self, hidden: Tensor) -> None:
+        """Raise KeptTensorChangedError where what logits are computed of is not as it was, whoever changed it."""
+        (weights, settings), (weights_now, settings_now) = self.was, self._now()
+        changed = ""
+        if not _are_equal([self.given], [_state_of(hidden)]):
+            changed = "the hidden states that they are made of have been written to"
+        elif not _are_equal(weights, weights_now):
+            changed = "the head's weights have been written to, or freed"
+        elif settings != settings_now:
+            changed = "the head was switched: train() or eval(), or its adapters"
+        if changed:
+            raise KeptTensorChangedError(
+                f"these logits are computed when they are read, and since the forward {changed}. Read them before that "
+                "(before optimizer.step()), or use MemSaveConfig(loss='stock')."
+            )
+
+    def logits(self, x: Tensor, is_chunk: bool = False) -> Tensor:
+        """Logits ``[..., V]`` of x ``[..., H]``: with stock's bits, but for a chunk of rows."""
+        with copy(self.autocast):  # each thread's own
+            return self.of_rows(x) if is_chunk else self.forward(x)
+
+    def _now(self) -> tuple[list[tuple[Any, Any]], list[Any]]:
+        """Of each parameter, what a write changes; of each module, whether it draws, and its settings."""
+        settings = [
+            (draws(m), repr({name: v for name, v in vars(m).items() if name not in _OF_MODULES and _is_setting(v)}))
+            for m in self.module.modules()
+        ]
+        return [_state_of(parameter) for parameter in self.module.parameters()], settings
 
 
-def _weights(module: nn.Module) -> list[tuple[int, int, int]]:
-    """By which a later write to a parameter shows, and that FSDP2 or ZeRO-3 has taken it away."""
-    return [(id(parameter), parameter._version, parameter.numel()) for parameter in module.parameters()]
+@torch.no_grad()
+def _state_of(tensor: Tensor) -> tuple[Any, Any]:
+    """Its shape, and the sum of all bits: it shows also a write that autograd is not told of (a fused optimizer's)."""
+    if not (is_plain(tensor) and has_numbers(tensor) and tensor.numel()):
+        return tensor.shape, (id(tensor), tensor._version)
+    with torch.inference_mode(False), no_modes():
+        dense = tensor.detach().reshape(-1)
+        whole = dense.nbytes % 8 == 0 and dense.storage_offset() * dense.itemsize % 8 == 0
+        return tensor.shape, dense.view(torch.int64 if whole else torch.uint8).sum(dtype=torch.int64)
 
 
-def _settings(module: nn.Module) -> list[tuple[bool, str]]:
-    """Of each module, whether it draws, and its attributes that are numbers, texts or collections of those."""
-    return [
-        (draws(m), repr({name: v for name, v in vars(m).items() if name not in _OF_MODULES and _is_plain(v)}))
-        for m in module.modules()
-    ]
+def _are_equal(was: list[tuple[Any, Any]], now: list[tuple[Any, Any]]) -> bool:
+    return len(was) == len(now) and all(a[0] == b[0] and bool(a[1] == b[1]) for a, b in zip(was, now, strict=True))
 
 
-def _is_plain(value: Any) -> bool:
+def _is_setting(value: Any) -> bool:
     if isinstance(value, dict):
         value = (*value, *value.values())
     if isinstance(value, (list, tuple, set, frozenset)):
-        return all(map(_is_plain, value))
+        return all(map(_is_setting, value))
     return value is None or isinstance(value, (bool, int, float, str))
 
 
@@ -59,10 +105,10 @@ def draws(module: nn.Module) -> bool:
 
 
 def gradients(y: Tensor, inputs: Sequence[Tensor], dy: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradient of each of ``inputs``, or None; their hooks wait for the whole one.
+    """The gradient of each of ``inputs``; their hooks wait for the whole one.
 
     Returns:
-        None for inputs that y is not computed from.
+        None for those that y is not computed from.
 
     Raises:
         PatchError: Another leaf than these wants a gradient of y.
@@ -81,63 +127,3 @@ def gradients(y: Tensor, inputs: Sequence[Tensor], dy: Tensor) -> tuple[Tensor |
         nodes.extend(new)
     with without_hooks(inputs):
         return torch.autograd.grad(y, inputs, dy, allow_unused=True)
-
-
-@dataclass(eq=False)
-class Head:
-    """What computes logits, under an autocast state."""
-
-    module: nn.Module
-    forward: Callable[[Tensor], Tensor]  # its own
-    autocast: AutocastState
-    fuses_loss: bool = False  # a kernel may write the loss's gradient over logits, which nothing else holds
-    of_rows: Callable[[Tensor], Tensor] | None = None  # for a chunk: equal to ``forward`` up to the order of sums
-    steps: tuple[Step, ...] = ()  # what is done to its output, one number at a time
-    state: list[Any] = field(default_factory=list)  # shared with all that follow by a step
-
-    def __post_init__(self) -> None:
-        self.renew()
-
-    def with_steps(self, steps: tuple[Step, ...], fuses_loss: bool = False) -> Head:
-        """The head with these steps instead of its own, and this ``fuses_loss``."""
-        after = copy.copy(self)
-        after.steps, after.fuses_loss = steps, fuses_loss
-        return after
-
-    def renew(self) -> None:
-        """Take what logits depend on beside their input (weights, mode, settings of adapters) as it is now."""
-        self.state[:] = _weights(self.module), _settings(self.module)
-
-    def check(self) -> None:
-        """Raise KeptTensorChangedError where it is not as it was."""
-        weights, settings = self.state
-        changed = ""
-        if weights != _weights(self.module):
-            changed = "the head's weights have been written to, or freed, since the forward. Read them before "
-            changed += "optimizer.step()"
-        elif settings != _settings(self.module):
-            changed = "since the forward the head was switched: train() or eval(), or its adapters. Read them before"
-        if changed:
-            raise KeptTensorChangedError(
-                f"these logits are computed when they are first read, and {changed}, or use "
-                "MemSaveConfig(loss='stock')."
-            )
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """The logits ``[..., V]`` of ``hidden`` ``[..., H]``, if the head is as it was."""
-        self.check()
-        logits = self._run(self.forward, hidden)
-        self.renew()  # some adapters write to their own weights
-        return logits
-
-    def of_chunk(self, hidden: Tensor) -> Tensor:
-        """Logits of a chunk of rows, of the head as it is."""
-        return self._run(self.of_rows or self.forward, hidden)
-
-    def _run(self, forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        with self.autocast:
-            return followed(forward(hidden), self.steps)
-
-    def parameters(self) -> list[Tensor]:
-        """The module's parameters that want a gradient."""
-        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]

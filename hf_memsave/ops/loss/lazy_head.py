@@ -1,4 +1,4 @@
-"""The head of a language model whose logits are many hands on :class:`LazyLogits` instead.
+"""The head of a language model whose logits are many hands on :class:`.unread.Unread` instead.
 
 Where all logits fit in one chunk, and where no tape is laid (evaluation, ``generate``, ``torch.compile``), stock's own
 product runs. A plain linear is known by its weight, as it is called, and its class stays; one that adapters wrap, or
@@ -7,22 +7,25 @@ that is quantized, is replaced by the op ``lazy_head``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from hf_memsave.device import HALVES
 from hf_memsave.ops.loss import chunked_loss
-from hf_memsave.ops.loss.head import Head, draws
-from hf_memsave.ops.loss.lazy_logits import LazyLogits
-from hf_memsave.ops.op import Op, not_parametrized
+from hf_memsave.ops.loss.head import HeadCall, draws
+from hf_memsave.ops.loss.unread import unread_logits
+from hf_memsave.ops.op import Op, is_parametrized, not_parametrized
 from hf_memsave.tape import current
 from hf_memsave.tape.again import AutocastState
-from hf_memsave.tape.private import FakeTensor
+from hf_memsave.tape.private import FakeTensor, functions_in_forward, hooks_work
+from hf_memsave.tape.tensors import tensors_in
 
 #: Adapters whose result for a row depends on the others, or is drawn.
 _NOT_BY_ROW = ("peft.tuners.lily", "peft.tuners.xlora", "peft.tuners.lora.monteclora")
@@ -31,20 +34,20 @@ _NOT_BY_ROW = ("peft.tuners.lily", "peft.tuners.xlora", "peft.tuners.lora.montec
 def logits_of(
     module: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Tensor, *, is_plain: bool = False, **of_head: Any
 ) -> Tensor | None:
-    """Logits ``[..., V]`` of ``[..., H]`` by a :class:`Head`, not computed yet; None where they must be at once."""
-    tape, is_reference = current(), is_plain and not torch.is_grad_enabled()
-    if (tape is None and not is_reference) or not _is_long(module, hidden):
+    """Logits ``[..., V]`` of ``[..., H]``, not computed yet; None where they must be at once."""
+    tape, is_reference, words = current(), is_plain and not torch.is_grad_enabled(), _words(module)
+    count = hidden.shape[:-1].numel() * words
+    if (tape is None and not is_reference) or not _is_long(module, hidden, count):
         return None
     autocast = AutocastState(hidden.device.type)
-    dtype = autocast.dtype if autocast.enabled and hidden.dtype != torch.float64 else hidden.dtype
+    dtype = autocast.dtype if autocast.dtype and hidden.dtype != torch.float64 else hidden.dtype
     if dtype == torch.float16:  # whose gradients a loss scale of the caller's keeps in range, and it comes too late
         return None
-    if not (is_plain and dtype in HALVES) and not is_reference and 2 * _wanted(module) > 3 * _logits(module, hidden):
+    if not (is_plain and dtype in HALVES) and not is_reference and 2 * _wanted(module) > 3 * count:
         return None  # sums, or gradients of logits in fp32, may take more than logits
     if tape is not None and tape.ledger is not None:
         tape.ledger.is_loss_chunked = True
-    like = torch.empty(*hidden.shape[:-1], _words(module), dtype=dtype, device="meta")
-    return LazyLogits.of(hidden, Head(module, forward, autocast, **of_head), like)
+    return unread_logits(HeadCall(module, forward, hidden, words, **of_head), hidden, dtype)
 
 
 def of_linear(
@@ -58,13 +61,10 @@ def of_linear(
     return logits_of(module, forward, hidden, is_plain=True, fuses_loss=fuses_loss)
 
 
-def _is_long(module: nn.Module, hidden: Tensor) -> bool:
-    """Whether the logits of ``hidden`` are more than a chunk, and chunks change nothing but the order of sums."""
-    count = _logits(module, hidden)
+def _is_long(module: nn.Module, hidden: Tensor, count: int) -> bool:
+    """Whether the ``count`` logits of ``hidden`` are more than a chunk, and chunks change sums' order alone."""
     is_constant = torch.is_grad_enabled() and not (hidden.requires_grad or _wanted(module))
-    if is_constant or count * 4 <= chunked_loss.CHUNK:
-        return False
-    if count < 2 * hidden.numel():  # than which what is kept of hidden states takes more
+    if is_constant or count * 4 <= chunked_loss.CHUNK or count < 2 * hidden.numel():  # kept of hidden states is more
         return False
     if not all(parameter.is_leaf for parameter in module.parameters()):  # hooks on them would run in every chunk
         return False
@@ -72,10 +72,6 @@ def _is_long(module: nn.Module, hidden: Tensor) -> bool:
     # Accelerate's offload); some adapters look at all rows.
     bad = (draws(m) or _has_hooks(m) or type(m).__module__.startswith(_NOT_BY_ROW) for m in module.modules())
     return not any(bad)
-
-
-def _logits(module: nn.Module, hidden: Tensor) -> int:
-    return hidden.shape[:-1].numel() * _words(module)
 
 
 def _words(module: nn.Module) -> int:
@@ -130,3 +126,30 @@ def _check(module: nn.Module, value: Any) -> str:
 
 
 LAZY_HEAD = Op("lazy_head", _lazy_head, _check, is_implied=True)
+
+
+class _Intercepted(TorchFunctionMode):
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.head = head
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = None
+        if func is F.linear and len(args) > 1 and args[1] is self.head.weight:
+            made = of_linear(self.head, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if made is None else made
+
+
+def without_tape(
+    head: nn.Module | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> contextlib.AbstractContextManager[Any]:
+    """Where the forward of a model with this head runs under ``no_grad``, and gives logits without a loss."""
+    is_asked = not (torch.is_grad_enabled() or torch.is_inference_mode_enabled()) and kwargs.get("labels") is None
+    if not is_asked or not isinstance(head, nn.Linear) or is_parametrized(head):
+        return contextlib.nullcontext()
+    tokens = max((tensor.shape[:2].numel() for tensor in tensors_in((*args, *kwargs.values()))), default=0)
+    with torch.enable_grad():
+        works = tokens * head.out_features * 4 > chunked_loss.CHUNK and hooks_work()
+    return _Intercepted(head) if works and next(functions_in_forward(), None) is None else contextlib.nullcontext()

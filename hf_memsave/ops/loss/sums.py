@@ -24,8 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hf_memsave.device import has_wide_products, is_autocast
-from hf_memsave.ops.loss.wide_product import add_product, wide_product
+from hf_memsave.device import add_product, has_wide_products, is_autocast, wide_product
 from hf_memsave.tape.private import FakeTensor, all_subclasses, innermost_hooks, no_modes, stands_for_many
 
 #: Elements of a sum to which a product is added at once.

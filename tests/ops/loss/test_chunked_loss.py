@@ -12,9 +12,10 @@ from hf_memsave import MemSaveConfig, patch
 from hf_memsave.count.peak import count_peak
 from hf_memsave.measure.fake_device import fake_device
 from hf_memsave.ops.loss import chunked_loss, sums
-from hf_memsave.ops.loss.lazy_logits import LazyLogits
+from hf_memsave.ops.loss.head import HeadCall
+from hf_memsave.ops.loss.unread import Unread
 from support import accuracy
-from support.accuracy import LONG, SMALL, OfLinear, adapted, lm, of_ours_over_stocks, step
+from support.accuracy import LONG, SMALL, adapted, lm, of_ours_over_stocks, step, unread
 from support.fake import NoTransfers, on_fake
 from support.zoo import Size, batch_for, build
 
@@ -70,11 +71,11 @@ def test_a_sum_over_its_number_of_labels_has_the_gradients_of_the_mean(monkeypat
     """To the bit: gradients are divided by that number before they are rounded."""
     monkeypatch.setattr(chunked_loss, "CHUNK", 50 * 10 * 5)
     x, w = (torch.randn(n, 8, dtype=torch.bfloat16, requires_grad=True) for n in (37, 50))
-    target, like = torch.randint(0, 50, (37,)), torch.empty(37, 50, dtype=torch.bfloat16, device="meta")
+    target = torch.randint(0, 50, (37,))
     target[::5] = -100
     found = []
     for reduction, count in (("mean", 1), ("sum", (target >= 0).sum())):
-        loss = chunked_loss.cross_entropy(x, OfLinear(w), like, target, reduction=reduction)
+        loss = F.cross_entropy(unread(x, w), target, reduction=reduction)
         found.append(torch.autograd.grad(loss.float() / count, [x, w]))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
@@ -99,13 +100,15 @@ def test_every_reduction_of_cross_entropy(reduction, monkeypatch):
     stock = F.cross_entropy(x @ w.T, target, **options)
     expected = torch.autograd.grad(stock, wanted, upstream)
     monkeypatch.setattr(chunked_loss, "CHUNK", 50 * 8 * 3 * 5)
-    like = torch.empty(37, 50, dtype=torch.float64, device="meta")
-    ours = chunked_loss.cross_entropy(x, OfLinear(w), like, target, **options)
+    logits = unread(x, w)
+    ours = F.cross_entropy(logits, target, **options)
     found = torch.autograd.grad(ours, wanted, upstream)
     torch.testing.assert_close(ours, stock, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
-    for left_to_stock in ({"label_smoothing": 0.1}, {"weight": torch.rand(50, dtype=torch.float64)}):
-        assert chunked_loss.cross_entropy(x, OfLinear(w), like, target, **options, **left_to_stock) is None
+    assert not logits.is_read()
+    for more in ({"label_smoothing": 0.1}, {"weight": torch.rand(50, dtype=torch.float64)}):
+        expected = F.cross_entropy(x @ w.T, target, **options, **more)
+        torch.testing.assert_close(F.cross_entropy(logits, target, **options, **more), expected)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_items_in_batch": 7}], ids=["mean", "sum"])
@@ -160,7 +163,7 @@ def test_under_autocast_a_loss_of_logits_in_16_bits_is_in_fp32_as_stocks(make, d
             out = model(**batch)
         losses.append(out.loss)
         assert out.logits.dtype == torch.bfloat16
-        assert (type(out.logits) is LazyLogits) == is_patched
+        assert (type(out.logits) is Unread) == is_patched
     stock, ours = losses
     assert ours.dtype == stock.dtype == torch.float32
     torch.testing.assert_close(ours, stock, rtol=2e-3, atol=0)
@@ -183,17 +186,9 @@ def test_on_a_gpu_the_loss_is_in_fp32_too_and_the_host_waits_for_nothing(make, h
         with NoTransfers():
             with torch.autocast(model.device.type, torch.bfloat16):
                 out = model(**batch, **options)
-            assert type(out.logits) is LazyLogits
+            assert type(out.logits) is Unread
             assert out.loss.dtype == torch.float32
             out.loss.backward()
-
-
-class Seen(OfLinear):
-    """A head that notes how many rows it is given at once."""
-
-    def of_chunk(self, hidden):
-        self.steps = (*self.steps, len(hidden))
-        return F.linear(hidden, self.weight)
 
 
 @pytest.mark.parametrize(
@@ -203,11 +198,12 @@ class Seen(OfLinear):
 def test_rows_of_a_chunk_fill_the_tiles_of_a_devices_products(memory, words, rows, monkeypatch):
     """On CPU as many as take 128 MiB: 104 of 128,256 words, which would fill four fifths of a tile."""
     monkeypatch.setattr(chunked_loss, "memory_of", lambda x: memory)
+    seen, stock = [], HeadCall.logits
+    monkeypatch.setattr(HeadCall, "logits", lambda self, x, **chunk: seen.append(len(x)) or stock(self, x, **chunk))
     with fake_device() as device:
         x, w = (torch.empty(n, 64, dtype=torch.bfloat16, device=device) for n in (9000, words))
-        head, like = Seen(w), torch.empty(9000, words, dtype=x.dtype, device="meta")
-        chunked_loss.cross_entropy(x.requires_grad_(), head, like, torch.empty(9000, dtype=torch.int64, device=device))
-    assert head.steps == (rows, min(rows, 9000 - rows))
+        F.cross_entropy(unread(x.requires_grad_(), w), torch.empty(9000, dtype=torch.int64, device=device))
+    assert seen == [rows, min(rows, 9000 - rows)]
     assert chunked_loss.rows_of_chunk(128_256 * 10, torch.empty(1)) == 104
 
 
@@ -256,11 +252,10 @@ def test_few_tokens_of_a_trained_head_peak_no_higher_than_in_stock(mode, tokens,
 def head_and_loss(words, h, tokens, trains_head=True, trains_below=True):
     """In bf16: what computes the loss of a head alone, and where it puts it."""
     w = torch.randn(words, h, dtype=torch.bfloat16, requires_grad=trains_head)
-    like = torch.empty(tokens, words, dtype=torch.bfloat16, device="meta")
     target = torch.randint(0, words, (tokens,))
     x = torch.randn(tokens, h, dtype=torch.bfloat16, requires_grad=trains_below)
     held = []
-    return lambda: held.append(chunked_loss.cross_entropy(x, OfLinear(w), like, target)) or held, held
+    return lambda: held.append(F.cross_entropy(unread(x, w), target)) or held, held
 
 
 @of_cpu_kernels

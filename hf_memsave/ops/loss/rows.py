@@ -1,0 +1,167 @@
+"""Functions of rows of logits: what was done to each, and how to do it to some of them.
+
+A :class:`Node` is a function of single rows: of those that other nodes give, and of tensors with a number for each row.
+The first, :data:`LOGITS`, stands for what the head gives. The values of a node for some rows, ``[n, V]``, are computed
+when they are asked for, and dropped; nothing changes a node, so they are the same whenever they are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_memsave.device import has_numbers
+from hf_memsave.tape.content import written
+
+
+class ByRow:
+    """Numbers ``[T, k]`` for all rows of the head's input, in their order."""
+
+    def __init__(self, of: Tensor) -> None:
+        self.of, self.version = of, of._version
+
+    def at(self, part: Part) -> Tensor:
+        """Those of some rows, if nobody has written to them since."""
+        if self.of._version != self.version:
+            raise written(self.of, self.version)
+        return self.of[part.index]
+
+
+class Place:
+    """Which row of the head's input each row of a tensor is of."""
+
+    def __init__(self, rows: np.ndarray, dim: int, parent: Place | None = None) -> None:
+        self.rows, self.dim = rows, dim  # numbers, of the tensor's shape but for one word; where its words are
+        self.parent = parent  # that of which it is a part
+
+    @property
+    def flat(self) -> np.ndarray:
+        """The numbers, in the tensor's order."""
+        return self.rows.reshape(-1)
+
+    def shape(self, words: int) -> tuple[int, ...]:
+        """The tensor's."""
+        return (*self.rows.shape[: self.dim], words, *self.rows.shape[self.dim + 1 :])
+
+    def probe(self) -> Tensor:
+        """The numbers, twice where the words are, so that it shows in a view where they come to."""
+        return torch.from_numpy(self.rows).expand(self.shape(2))
+
+    def of_view(self, probe: Tensor, shape: torch.Size, words: int) -> Place | None:
+        """That of a view of this shape, where the probe came to; None where rows are not whole in it."""
+        dims = [d for d in range(probe.dim()) if probe.stride(d) == 0 and probe.shape[d] == 2]
+        if len(dims) != 1:
+            return None
+        own = Place(probe.narrow(dims[0], 0, 1).numpy().copy(), dims[0], self)
+        known = next((other for other in (self, self.parent) if other and other.is_at(own)), own)
+        return known if shape == own.shape(words) else None
+
+    def is_at(self, other: Place) -> bool:
+        """Whether ``other`` has the same rows at the same places."""
+        return self is other or (self.dim == other.dim and np.array_equal(self.rows, other.rows))
+
+    def by_row(self, numbers: Tensor, count: int) -> Tensor:
+        """``[T, k]`` in the order of all ``count`` rows, of a tensor with k numbers for each row here."""
+        own = numbers.movedim(self.dim, -1).reshape(-1, numbers.shape[self.dim])
+        if np.array_equal(self.flat, np.arange(count)) or not has_numbers(own):
+            return own
+        every, at = own.new_zeros(count, own.shape[1]), torch.from_numpy(self.flat).to(own.device)
+        return every.index_copy_(0, at, own)
+
+    def shaped(self, own: Tensor) -> Tensor:
+        """A tensor with k numbers for each row here, of ``[n, k]``."""
+        lead = [n for d, n in enumerate(self.rows.shape) if d != self.dim]
+        return own.view(*lead, own.shape[-1]).movedim(-1, self.dim)
+
+
+class Kept(NamedTuple):
+    """What a loss has computed already of where its gradient leads to: see :mod:`.chunked_loss`."""
+
+    finish: Callable[[], tuple[Tensor | None, dict[int, Tensor | None]]]  # dx, and by id those of parameters
+    node: Node  # whose gradient it is that leads there
+    rows: int  # that it has
+
+
+class Part(NamedTuple):
+    """Some rows: which of the head's they are, the first and the last of them, and their places where asked for."""
+
+    index: Any  # a slice or numbers
+    span: tuple[int, int]
+    here: slice
+
+
+class Node:
+    """What ``func`` gives for some rows of ``args``: nodes, :class:`ByRow`, and what is the same for all rows."""
+
+    __slots__ = ("func", "args", "kept", "rows", "size")
+
+    def __init__(
+        self, func: Callable[..., Tensor], *args: Any, kept: Kept | None = None, rows: np.ndarray | None = None
+    ) -> None:
+        self.func, self.args, self.kept = func, args, kept
+        self.rows = rows  # if not None, all others are zero
+        sizes = [arg.size for arg in args if isinstance(arg, Node)]
+        #: How many tensors as large as logits there are at once, at most, while its values are computed.
+        self.size: int = 2 + max(sizes) if func is sum else 1 + sum(sizes)
+
+
+#: What the head gives.
+LOGITS = Node(Tensor.detach)
+
+
+def parts_of(rows: np.ndarray, step: int, x: Tensor) -> Iterator[Part]:
+    """These rows of x, ``step`` at a time."""
+    for start in range(0, len(rows), step)[: None if has_numbers(x) else 2]:  # the others have as many bytes
+        own = rows[start : start + step]
+        first, last = int(own.min()), int(own.max())
+        if not has_numbers(x):
+            index: Any = slice(0, len(own))
+        elif (np.diff(own) == 1).all():
+            index = slice(first, last + 1)
+        else:
+            index = torch.from_numpy(own).to(x.device)
+        yield Part(index, (first, last), slice(start, start + len(own)))
+
+
+def zero_outside(node: Node, rows: np.ndarray, count: int, x: Tensor) -> Node:
+    """``node`` where a row of x, which has ``count``, is among ``rows``; else zero."""
+    if len(rows) == count or not has_numbers(x):
+        return node
+    mask = np.zeros((count, 1), dtype=np.bool_)
+    mask[rows] = True
+    kept = node.kept if node.kept is not None and node.kept.rows == len(rows) else None
+    by_row = ByRow(torch.from_numpy(mask).to(x.device))
+    return Node(lambda z, mask: z.where(mask, 0), node, by_row, kept=kept, rows=np.sort(rows))
+
+
+def total(nodes: list[Node]) -> Node:
+    """The sum of nodes that have nothing in common but logits: see :func:`values`."""
+    some = [node.rows for node in nodes if node.rows is not None]
+    return Node(sum, *nodes, rows=np.unique(np.concatenate(some)) if len(some) == len(nodes) else None)
+
+
+def values(node: Node, part: Part, logits: Callable[[], Tensor]) -> Tensor:
+    """The values ``[n, V]`` of ``node`` for some rows, of which ``logits()`` gives the head's."""
+    return _values(node, part, cache(logits), {})
+
+
+def _values(node: Node, part: Part, logits: Callable[[], Tensor], known: dict[Node, Tensor]) -> Tensor:
+    if node is LOGITS:
+        return logits()
+    if node not in known:
+        if node.func is sum:  # one after the other, and none that is zero there
+            here = [arg for arg in node.args if _reaches(arg, part)] or node.args[:1]
+            known[node] = sum((_values(arg, part, logits, {}) for arg in here[1:]), _values(here[0], part, logits, {}))
+        else:
+            args = [_values(arg, part, logits, known) if isinstance(arg, Node) else arg for arg in node.args]
+            known[node] = node.func(*(arg.at(part) if isinstance(arg, ByRow) else arg for arg in args))
+    return known[node]
+
+
+def _reaches(node: Node, part: Part) -> bool:
+    return node.rows is None or (node.rows[0] <= part.span[1] and part.span[0] <= node.rows[-1])
