@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hf_memsave.integrations.peft import MemSaveLoraConfig
     from hf_memsave.integrations.trainer import MemSaveCallback, MemSaveMixin, MemSaveTrainer
     from hf_memsave.measure.estimate import estimate
+    from hf_memsave.ops.loss.token_log_probs import token_log_probs
     from hf_memsave.patching.patch import PatchReport, patch, unpatch
     from hf_memsave.planner.plan import plan
 
@@ -23,7 +24,8 @@ __version__ = "0.1.0"
 __all__ = [
     "WTACRS", "ConfigError", "Kept", "KeptTensorChangedError", "MeasureError", "MemSaveCallback", "MemSaveConfig",
     "MemSaveError", "MemSaveLoraConfig", "MemSaveMixin", "MemSaveTrainer", "PatchError", "PatchReport", "PlanError",
-    "estimate", "install", "measure_kept", "patch", "plan", "uninstall", "unpatch",
+    "estimate", "install", "measure_kept", "patch", "plan", "token_log_probs", "uninstall",
+    "unpatch",
 ]  # fmt: skip
 
 #: Module -> the names above that are loaded from it when they are first asked for; all others are errors.
@@ -32,6 +34,7 @@ _MODULES = {
     "integrations.peft": ("MemSaveLoraConfig",),
     "integrations.trainer": ("MemSaveCallback", "MemSaveMixin", "MemSaveTrainer"),
     "measure.estimate": ("estimate",),
+    "ops.loss.token_log_probs": ("token_log_probs",),
     "patching.patch": ("PatchReport", "patch", "unpatch"),
     "planner.plan": ("plan",),
     "count.kept": ("Kept", "measure_kept"),
