@@ -62,6 +62,8 @@ def divided_by(number: Tensor | float | None) -> Iterator[None]:
 def cross_entropy(x: Any, target: Tensor, ignored: int, is_sum: bool) -> Tensor:
     """``F.cross_entropy`` of unread logits, its sum or mean, and its gradient, a chunk of rows at a time."""
     call, node, place = x.call, x.cell.node, x.place
+    if current() is None:  # not in the model's own forward, where the host would wait for the device
+        call.check(x.hidden)
 
     def stock(hidden: Tensor) -> Tensor:
         z = call.logits(hidden).reshape(-1, call.words)
@@ -85,7 +87,6 @@ class _ChunkedLoss(torch.autograd.Function):
             losses[part.here], dz = _of_chunk(call, node, z, target[part.here], ignored, count)
             return dz
 
-        call.check(hidden)
         wanted, parts = call.parameters(), parts_of(x.place.flat, rows, hidden)
         dx, kept = in_chunks(call, hidden, parts, wanted, wide, dz_of, hidden.requires_grad, len(target), node)
         ctx.save_for_backward(hidden, dx, count, target, *(tensor for tensors in kept for tensor in tensors))
