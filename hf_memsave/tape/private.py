@@ -45,6 +45,14 @@ copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._for
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 #: A tensor of this shape on the storage of another, of which autograd does not know that it is a view.
 not_a_view: Callable[[torch.Tensor, torch.Size], torch.Tensor] = torch.ops.aten._unsafe_view.default
+#: Ops that autograd calls: a conversion, a view of another shape; softmaxes, and the place of their dimension.
+to_copy, unsafe_view = torch.ops.aten._to_copy.default, torch.ops.aten._unsafe_view.default
+softmaxes: dict[Any, int] = {
+    torch.ops.aten._softmax.default: 1, torch.ops.aten._log_softmax.default: 1,
+    torch.ops.aten._softmax_backward_data.default: 2, torch.ops.aten._log_softmax_backward_data.default: 2,
+}  # fmt: skip
+#: What ``tensor.data = other`` calls.
+set_data: Callable[..., None] = operator.attrgetter("data.__set__")(torch.Tensor)
 #: The class of the nodes that a ``torch.autograd.Function`` puts into the graph; they are its contexts.
 node_class: Callable[[Any], Any] = operator.attrgetter("_backward_cls")
 #: The function mode innermost on this thread; taking it off, and making one the innermost; likewise of tensor hooks.

@@ -17,6 +17,9 @@ from hf_memsave.tape.tensors import is_asked, is_plain
 
 def taken_apart(tensor: Tensor) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], Tensor]] | None:
     """What a tensor wraps, and a function that wraps as much again; None where that is not known, or on its way."""
+    if hasattr(tensor, "taken_apart"):
+        apart: tuple[list[Tensor], Callable[[Iterable[Tensor]], Tensor]] = tensor.taken_apart()
+        return apart
     if not is_traceable_wrapper_subclass(tensor) or hasattr(tensor, "trigger_wait"):
         return None
     names, context = tensor.__tensor_flatten__()

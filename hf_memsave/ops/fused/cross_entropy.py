@@ -22,9 +22,10 @@ from torch import Tensor
 
 from hf_memsave.device import has_numbers
 from hf_memsave.ops.fused.kernels import can_run, kernels
+from hf_memsave.tape.private import to_copy
 
 #: What may give back what it is given, or keeps only numbers for backward.
-_KEEPS_NOTHING = {torch.ops.aten._to_copy.default, torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor}
+_KEEPS_NOTHING = {to_copy, torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor}
 
 
 def suits(node: Any, z: Tensor) -> bool:

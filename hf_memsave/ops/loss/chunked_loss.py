@@ -5,15 +5,10 @@ Kept for backward, with T tokens, V words and x ``[T, H]`` the head's input::
     eager    the logits in the model's dtype, in fp32, and their log-softmax: up to 10 V bytes a token, 14 V at the peak
     here     dx; of a trained head its gradient, or dz of all rows, 2 V bytes a token; one chunk at the peak
 
-With z = head(x), p = softmax(z) and e the target's one-hot row::
-
-    loss_i = -log p_t
-    dz_i   = p - e
-
-Both are computed in forward, chunk after chunk. While all logits fit in one chunk, stock's own expression runs, bit for
-bit; beyond, all equals stock's up to the order of fp32 sums (see ``sums``). Gradients of a mean are divided before they
-are rounded, and so are those of a sum: by what the forward divides it by (``num_items_in_batch``), or else by the
-number of labels. Source: Wijmans et al. (2024), arXiv:2411.09009; Hsu et al. (2024), arXiv:2410.10989.
+With z = head(x), p = softmax(z) and e the target's one-hot row, ``loss_i = -log p_t`` and ``dz_i = p - e``: both in
+forward, chunk after chunk, and stock's up to the order of fp32 sums (see ``sums``). Gradients of a mean are divided
+before they are rounded, and those of a sum: by what the forward divides it by (``num_items_in_batch``), or the number
+of labels. Source: Wijmans et al. (2024), arXiv:2411.09009; Hsu et al. (2024), arXiv:2410.10989.
 """
 
 from __future__ import annotations
@@ -87,8 +82,8 @@ class _ChunkedLoss(torch.autograd.Function):
             losses[part.here], dz = _of_chunk(call, node, z, target[part.here], ignored, count)
             return dz
 
-        wanted, parts = call.parameters(), parts_of(x.place.flat, rows, hidden)
-        dx, kept = in_chunks(call, hidden, parts, wanted, wide, dz_of, hidden.requires_grad, len(target), node)
+        wanted, parts = call.wanted(), parts_of(x.place.flat, rows, hidden)
+        dx, kept = in_chunks(call, hidden, parts, wanted, dz_of, hidden.requires_grad, len(target), node)
         ctx.save_for_backward(hidden, dx, count, target, *(tensor for tensors in kept for tensor in tensors))
         ctx.set_materialize_grads(False)
         ctx.kept = [(p, len(tensors)) for tensors, p in zip(kept, wanted, strict=True)]
@@ -114,7 +109,7 @@ class _ChunkedLoss(torch.autograd.Function):
             return None if dx is None else (dx * whole).to(dx.dtype), found
 
         by_row = ByRow(place.by_row(target.view(place.rows.shape), call.count))
-        kept = Kept(finish, node, len(target))
+        kept = Kept(finish, node, place.flat)
         made = Node(partial(_gradient, ignored=ctx.ignored), node, by_row, factor, divisor, kept=kept)
         return unread.of(hidden, call, cell(made, ctx.cell.like, place)), None, None, None
 
@@ -125,7 +120,7 @@ def _gradient(z: Tensor, target: Tensor, dy: Tensor, divisor: Tensor | None, ign
     is_counted = target != ignored
     p = torch.softmax(z, -1, dtype=torch.promote_types(z.dtype, torch.float32))
     dz = p.scatter_add(-1, target.where(is_counted, 0), -torch.ones_like(target, dtype=p.dtype))
-    return (dz * (scale * is_counted)).to(z.dtype)
+    return (dz * scale.where(is_counted, 0)).to(z.dtype)
 
 
 def in_chunks(
@@ -133,7 +128,6 @@ def in_chunks(
     hidden: Tensor,
     parts: Iterable[Part],
     wanted: Sequence[Tensor],
-    wide: torch.dtype,
     dz_of: Callable[[Tensor, Part], Tensor],
     wants_dx: bool,
     rows: int,
@@ -142,7 +136,7 @@ def in_chunks(
     """The gradient of a head's input, and what is kept of parameters': ``dz_of`` gives that of each part of a node."""
     hidden = hidden.detach().reshape(-1, hidden.shape[-1])
     empty = torch.empty_like if rows == len(hidden) else torch.zeros_like  # where some rows are in no part
-    dx, sums = empty(hidden) if wants_dx else None, Sums(wanted, wide, rows)
+    dx, sums = empty(hidden) if wants_dx else None, Sums(wanted, torch.promote_types(hidden.dtype, torch.float32), rows)
     with no_modes(), saved_tensors_hooks(same, same):
         for part in parts:
             x = hidden[part.index].detach().requires_grad_()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -36,11 +38,12 @@ class HeadCall:
         self.of_rows = of_rows or forward  # of a chunk: equal to ``forward`` up to the order of sums
         self.fuses_loss = fuses_loss  # a kernel may write a loss's gradient over logits
         self.autocast = AutocastState(hidden.device.type)
+        self.weights = list(module.parameters())
         self.given, self.was = _state_of(hidden), self._now()
 
-    def parameters(self) -> list[Tensor]:
-        """The module's parameters that want a gradient."""
-        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+    def wanted(self) -> list[Tensor]:
+        """The weights that want a gradient."""
+        return [parameter for parameter in self.weights if parameter.requires_grad]
 
     def check(self, hidden: Tensor) -> None:
         """Raise KeptTensorChangedError where what logits are computed of is not as it was, whoever changed it."""
@@ -65,22 +68,27 @@ class HeadCall:
 
     def _now(self) -> tuple[list[tuple[Any, Any]], list[Any]]:
         """Of each parameter, what a write changes; of each module, whether it draws, and its settings."""
-        settings = [
+        settings: list[Any] = [
             (draws(m), repr({name: v for name, v in vars(m).items() if name not in _OF_MODULES and _is_setting(v)}))
             for m in self.module.modules()
         ]
-        return [_state_of(parameter) for parameter in self.module.parameters()], settings
+        if not isinstance(self.forward, partial) or self.forward.func is not F.linear:  # of these very weights
+            settings.append([id(parameter) for parameter in self.module.parameters()])
+        return list(map(_state_of, self.weights)), settings
 
 
 @torch.no_grad()
 def _state_of(tensor: Tensor) -> tuple[Any, Any]:
-    """Its shape, and the sum of all bits: it shows also a write that autograd is not told of (a fused optimizer's)."""
+    """Its shape, and a sum of all bits: it shows also a write that autograd is not told of (a fused optimizer's)."""
     if not (is_plain(tensor) and has_numbers(tensor) and tensor.numel()):
         return tensor.shape, (id(tensor), tensor._version)
     with torch.inference_mode(False), no_modes():
         dense = tensor.detach().reshape(-1)
         whole = dense.nbytes % 8 == 0 and dense.storage_offset() * dense.itemsize % 8 == 0
-        return tensor.shape, dense.view(torch.int64 if whole else torch.uint8).sum(dtype=torch.int64)
+        bits = dense.view(torch.int64 if whole else torch.uint8)
+        table = bits.view(len(tensor) if tensor.dim() and len(bits) % len(tensor) == 0 else 1, -1)
+        sums = [table.sum(dim, dtype=torch.int64) for dim in (0, 1)]  # each row's and column's counts by its place
+        return tensor.shape, sum((one * torch.arange(1, 2 * len(one), 2, device=one.device)).sum() for one in sums)
 
 
 def _are_equal(was: list[tuple[Any, Any]], now: list[tuple[Any, Any]]) -> bool:
@@ -118,9 +126,8 @@ def gradients(y: Tensor, inputs: Sequence[Tensor], dy: Tensor) -> tuple[Tensor |
     for node in nodes:  # which grows
         if node.name() == "torch::autograd::AccumulateGrad":
             raise PatchError(
-                "chunked loss: expected a head whose logits are computed from its input and its own parameters, got "
-                "one that uses other tensors that want a gradient, and would get none. Use "
-                "MemSaveConfig(loss='stock')."
+                "chunked loss: expected a head of its input and parameters alone, got one that uses other tensors that "
+                "want a gradient, and would get none. Use MemSaveConfig(loss='stock')."
             )
         new = {following for following, _ in node.next_functions if following is not None} - seen
         seen |= new

@@ -1,13 +1,12 @@
 """Functions of rows of logits: what was done to each, and how to do it to some of them.
 
-A :class:`Node` is a function of single rows: of those that other nodes give, and of tensors with a number for each row.
-The first, :data:`LOGITS`, stands for what the head gives. The values of a node for some rows, ``[n, V]``, are computed
-when they are asked for, and dropped; nothing changes a node, so they are the same whenever they are asked for.
+A :class:`Node` is a function of rows that other nodes give, and of numbers by row. Its values ``[n, V]`` for some rows
+are computed when they are asked for, and dropped; nothing changes a node, so they are always the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -37,12 +36,7 @@ class Place:
 
     def __init__(self, rows: np.ndarray, dim: int, parent: Place | None = None) -> None:
         self.rows, self.dim = rows, dim  # numbers, of the tensor's shape but for one word; where its words are
-        self.parent = parent  # that of which it is a part
-
-    @property
-    def flat(self) -> np.ndarray:
-        """The numbers, in the tensor's order."""
-        return self.rows.reshape(-1)
+        self.parent, self.flat = parent, rows.reshape(-1)  # that of which it is a part; the numbers in order
 
     def shape(self, words: int) -> tuple[int, ...]:
         """The tensor's."""
@@ -84,7 +78,7 @@ class Kept(NamedTuple):
 
     finish: Callable[[], tuple[Tensor | None, dict[int, Tensor | None]]]  # dx, and by id those of parameters
     node: Node  # whose gradient it is that leads there
-    rows: int  # that it has
+    rows: np.ndarray  # all that it has
 
 
 class Part(NamedTuple):
@@ -98,8 +92,6 @@ class Part(NamedTuple):
 class Node:
     """What ``func`` gives for some rows of ``args``: nodes, :class:`ByRow`, and what is the same for all rows."""
 
-    __slots__ = ("func", "args", "kept", "rows", "size")
-
     def __init__(
         self, func: Callable[..., Tensor], *args: Any, kept: Kept | None = None, rows: np.ndarray | None = None
     ) -> None:
@@ -107,7 +99,7 @@ class Node:
         self.rows = rows  # if not None, all others are zero
         sizes = [arg.size for arg in args if isinstance(arg, Node)]
         #: How many tensors as large as logits there are at once, at most, while its values are computed.
-        self.size: int = 2 + max(sizes) if func is sum else 1 + sum(sizes)
+        self.size: int = 2 + 2 * max(sizes) if func is sum else 1 + sum(sizes)
 
 
 #: What the head gives.
@@ -119,12 +111,8 @@ def parts_of(rows: np.ndarray, step: int, x: Tensor) -> Iterator[Part]:
     for start in range(0, len(rows), step)[: None if has_numbers(x) else 2]:  # the others have as many bytes
         own = rows[start : start + step]
         first, last = int(own.min()), int(own.max())
-        if not has_numbers(x):
-            index: Any = slice(0, len(own))
-        elif (np.diff(own) == 1).all():
-            index = slice(first, last + 1)
-        else:
-            index = torch.from_numpy(own).to(x.device)
+        is_run = not has_numbers(x) or (np.diff(own) == 1).all()
+        index = slice(first, first + len(own)) if is_run else torch.from_numpy(own).to(x.device)
         yield Part(index, (first, last), slice(start, start + len(own)))
 
 
@@ -134,15 +122,16 @@ def zero_outside(node: Node, rows: np.ndarray, count: int, x: Tensor) -> Node:
         return node
     mask = np.zeros((count, 1), dtype=np.bool_)
     mask[rows] = True
-    kept = node.kept if node.kept is not None and node.kept.rows == len(rows) else None
+    rows = np.sort(rows)
+    kept = node.kept if node.kept is not None and np.array_equal(np.sort(node.kept.rows), rows) else None
     by_row = ByRow(torch.from_numpy(mask).to(x.device))
-    return Node(lambda z, mask: z.where(mask, 0), node, by_row, kept=kept, rows=np.sort(rows))
+    return Node(lambda z, mask: z.where(mask, 0), node, by_row, kept=kept, rows=rows)
 
 
-def total(nodes: list[Node]) -> Node:
-    """The sum of nodes that have nothing in common but logits: see :func:`values`."""
-    some = [node.rows for node in nodes if node.rows is not None]
-    return Node(sum, *nodes, rows=np.unique(np.concatenate(some)) if len(some) == len(nodes) else None)
+def union(nodes: Sequence[Any]) -> np.ndarray | None:
+    """The rows outside of which all of these are zero."""
+    some = [node.rows for node in nodes if isinstance(node, Node) and node.rows is not None]
+    return np.unique(np.concatenate(some)) if len(some) == len(nodes) else None
 
 
 def values(node: Node, part: Part, logits: Callable[[], Tensor]) -> Tensor:

@@ -26,8 +26,7 @@ def token_log_probs(
         entropy: Compute the entropy of each of these distributions too, in nats.
 
     Returns:
-        ``[batch, tokens]`` in fp32, zero for labels of -100 and, as nothing comes before it, for a decoder's first
-        token; with ``entropy`` that and the entropies.
+        ``[batch, tokens]`` in fp32, zero for labels of -100 and for a decoder's first token; or that and the entropies.
 
     Raises:
         MeasureError: The labels are not one for each of the model's logits.

@@ -6,16 +6,15 @@ given such a tensor arrives in ``__torch_dispatch__``:
 
 - a view, or a function of each row (what is pointwise, a softmax over the words), gives another unread tensor;
 - what has some numbers for each row (``gather``, ``logsumexp``, a sum over the words) is computed now, in chunks;
-- any other op runs on the numbers themselves, computed once from all logits by the head's own forward: they stay.
+- any other op runs on the numbers, computed once from all logits by the head's own forward: they stay.
 
-In backward gradients of such tensors are unread in turn, as they are functions of each row too, and the head computes
-its own and its input's in chunks (:class:`_OfHead`). ``F.cross_entropy`` is that of :mod:`.chunked_loss`.
+So are their gradients, of which the head computes its own in chunks. A cross-entropy is :mod:`.chunked_loss`'s.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -28,50 +27,46 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_memsave.config.sizes import gib
 from hf_memsave.device import HALVES, is_autocast
+from hf_memsave.errors import PatchError
 from hf_memsave.logs import logger
 from hf_memsave.ops.loss import chunked_loss
 from hf_memsave.ops.loss.head import HeadCall, gradients
-from hf_memsave.ops.loss.rows import LOGITS, ByRow, Node, Part, Place, parts_of, total, values, zero_outside
+from hf_memsave.ops.loss.rows import LOGITS, ByRow, Node, Part, Place, parts_of, union, values, zero_outside
 from hf_memsave.ops.loss.sums import gradient
 from hf_memsave.ops.op import once_differentiable
 from hf_memsave.tape import current, private
 from hf_memsave.tape.as_stock import in_place_of_stock
 from hf_memsave.tape.content import same
-from hf_memsave.tape.private import FakeTensor, no_autocast, no_modes, no_subclasses, stands_for_many, tree_leaves
+from hf_memsave.tape.private import no_autocast, no_modes, no_subclasses, softmaxes, stands_for_many, tree_leaves
 from hf_memsave.tape.tensors import View
 
 aten = torch.ops.aten
 #: Ops that give the same numbers in another order, by which rows stay whole; and those that are told a shape.
 _VIEWS = {
-    aten.view.default, aten._unsafe_view.default, aten.slice.Tensor, aten.select.int, aten.unsqueeze.default,
+    aten.view.default, private.unsafe_view, aten.slice.Tensor, aten.select.int, aten.unsqueeze.default,
     aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.transpose.int, aten.permute.default,
     aten.alias.default, aten.detach.default, aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default,
 }  # fmt: skip
-_SIZED = {aten.view.default, aten._unsafe_view.default}
+_SIZED = {aten.view.default, private.unsafe_view}
 #: In backward: what gives zeros elsewhere, by the op whose backward it is; and what puts parts together.
 _WIDENED = {aten.slice_backward.default: aten.slice.Tensor, aten.select_backward.default: aten.select.int}
 _JOINED = {aten.stack.default, aten.cat.default}
-#: Functions over the words, and the place of the dimension.
-_OVER_WORDS = {
-    aten._softmax.default: 1, aten._log_softmax.default: 1,
-    aten._softmax_backward_data.default: 2, aten._log_softmax_backward_data.default: 2,
-}  # fmt: skip
 #: What gives some numbers for each row, with the dimension as the next argument.
 _REDUCED = {aten.sum.dim_IntList, aten.logsumexp.default, aten.argmax.default, aten.gather.default}
-_COPY, _SCALED = aten._to_copy.default, {aten.mul.Tensor, aten.div.Tensor}
+_COPY, _SCALED = private.to_copy, {aten.mul.Tensor, aten.div.Tensor}
 #: Losses, and by which name autocast knows them.
 _LOSSES = {F.cross_entropy: "cross_entropy_loss", F.nll_loss: "nll_loss"}
 _OF_LOSS = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
+_PLAIN = (Tensor, torch.nn.Parameter, private.FakeTensor)
 #: What reads bytes and is no op.
 _RAW = {
     getattr(Tensor, name)
     for name in "numpy tolist data_ptr untyped_storage storage _typed_storage __array__ __dlpack__ __reduce_ex__ "
     "__deepcopy__ __repr__ share_memory_ is_shared".split()
 }
-#: Of a node, beyond which it is read.
-_LARGE = 256
+_LARGE = 256  # of a node, beyond which it is read
 _told: set[str] = set()
+_CHANGED = "%s changes what logits that are not computed yet are. Use another, or MemSaveConfig(loss='stock')."
 
 
 class Cell:
@@ -97,17 +92,15 @@ class Unread(Tensor):
         """All that is in ``cell``, or a view of the geometry of ``like``, of the rows at ``place``."""
         like, place, make = like or cell.like, place or cell.place, cast("Any", Tensor._make_wrapper_subclass)
         options = dict(storage_offset=like.storage_offset(), dtype=like.dtype, device=hidden.device)
-        made: Unread = make(Unread, like.shape, strides=like.stride(), **options)
+        with torch.inference_mode(False):  # where views of others are no inference tensors
+            made: Unread = make(Unread, like.shape, strides=like.stride(), **options)
         made.hidden, made.call, made.cell, made.like, made.place = hidden, call, cell, like, place
         return made
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+    def taken_apart(self) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], Tensor]]:
         """Told to a tape: of what an op keeps it packs the head's input, which it may make again."""
-        return ["hidden"], (self.call, self.cell, self.like, self.place)
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, *_: Any) -> Unread:
-        return Unread.of(inner["hidden"], *context)
+        rest = self.call, self.cell, self.like, self.place
+        return [self.hidden], lambda parts: Unread.of(next(iter(parts)), *rest)
 
     def made(self, node: Node, like: Tensor, place: Place) -> Unread:
         """What a node gives, on memory of its own."""
@@ -129,7 +122,9 @@ class Unread(Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, x, made = kwargs or {}, args[0] if args else None, NotImplemented
-        if isinstance(x, Unread) and not x.is_read():
+        if func == private.set_data and isinstance(x, Unread):
+            raise PatchError(_CHANGED % "logits.data = ...")
+        if isinstance(x, Unread) and not x.is_read() and x.place.rows.size:
             if func in _LOSSES:
                 made = _loss(x, func, args[1:], kwargs)
             elif func in (Tensor.gather, torch.gather) and torch.is_grad_enabled() and x.requires_grad:
@@ -148,14 +143,16 @@ class Unread(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.Tag.inplace_view in func.tags:
+            raise PatchError(_CHANGED % func)
         unread = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Unread)]
         if not any(x.is_read() for x in unread):
             if (made := _derived(func, args, kwargs, unread)) is not NotImplemented:
                 return made
             if (name := str(func)) not in _told:
                 _told.add(name)
-                size = gib(unread[0].numel() * unread[0].element_size())
-                logger.info("%s reads logits, or their gradient, whole: %s (said once)", name, size)
+                size = unread[0].numel() * unread[0].element_size()
+                logger.info("%s reads logits, or their gradient, whole: %s (said once)", name, gib(size))
         args, kwargs = private.tree_map(lambda a: a.numbers() if isinstance(a, Unread) else a, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -163,13 +160,13 @@ class Unread(Tensor):
 def unread_logits(call: HeadCall, hidden: Tensor, dtype: torch.dtype) -> Unread:
     """The logits ``[..., V]`` of ``hidden`` ``[..., H]``."""
     with in_place_of_stock(current()):
-        return cast("Unread", _OfHead.apply(hidden, call, dtype, *call.parameters()))
+        return cast("Unread", _OfHead.apply(hidden, call, dtype, *call.wanted()))
 
 
 @contextlib.contextmanager
 def _evaluating() -> Iterator[None]:
-    """Where values are computed: without a graph, autocast, modes of functions, and hooks of the caller's."""
-    with torch.inference_mode(False), torch.no_grad(), no_modes(), no_autocast(), saved_tensors_hooks(same, same):
+    """Where values are computed: without a graph, autocast, and modes of functions."""
+    with torch.inference_mode(False), torch.no_grad(), no_modes(), no_autocast():
         yield
 
 
@@ -194,6 +191,8 @@ def _read(hidden: Tensor, call: HeadCall, cell: Cell) -> Tensor:
     with _evaluating():
         call.check(hidden)
         logits = call.logits(hidden.detach()).reshape(-1, call.words)
+        if not cell.place.rows.size:
+            return logits.new_empty(cell.like.shape, dtype=cell.like.dtype)
         part = next(parts_of(cell.place.flat, call.count, logits))
         found = cell.place.shaped(values(cell.node, part, lambda: logits[part.index]))
         real = torch.empty_strided(found.shape, cell.like.stride(), dtype=found.dtype, device=found.device)
@@ -207,6 +206,8 @@ def _derived(func: Any, args: Sequence[Any], kwargs: dict[str, Any], unread: lis
         return NotImplemented
     if func in _VIEWS:
         return _viewed(x, func, args[1:], kwargs)
+    if not x.place.rows.size:
+        return NotImplemented
     if func in _WIDENED:
         return _widened(x, func, *args[1:])
     if func in _JOINED and len(unread) == len(args[0]):
@@ -218,7 +219,7 @@ def _derived(func: Any, args: Sequence[Any], kwargs: dict[str, Any], unread: lis
     if func in _REDUCED and args[0] is x and len(unread) == 1:
         return _reduced(x, func, *args[1:], **kwargs)
     is_pointwise = func.namespace == "aten" and torch.Tag.pointwise in func.tags
-    if func in _OVER_WORDS or func is _COPY or (is_pointwise and torch.Tag.nondeterministic_seeded not in func.tags):
+    if func in softmaxes or func is _COPY or (is_pointwise and torch.Tag.nondeterministic_seeded not in func.tags):
         return _by_row(func, args, kwargs, unread)
     return NotImplemented
 
@@ -260,14 +261,16 @@ def _widened(x: Unread, func: Any, sizes: Sequence[int], *args: Any) -> Any:
 
 def _joined(func: Any, parts: list[Unread], args: Sequence[Any]) -> Any:
     """Gradients of parts of one tensor, which have no row in common."""
-    whole = parts[0].place.parent
+    whole, kinds = parts[0].place.parent, {x.dtype for x in parts}
+    if len(kinds) > 1 or not parts[0].is_floating_point():  # which ``cat`` converts
+        return NotImplemented
     with _geometry():
         rows = func([torch.from_numpy(x.place.rows) for x in parts], *args).numpy()
         like = func([_bare(x) for x in parts], *args)
     if whole is None or not np.array_equal(rows, whole.rows):
         return NotImplemented
-    node = total([zero_outside(x.cell.node, x.place.flat, x.call.count, x.hidden) for x in parts])
-    return parts[0].made(node, like, whole)
+    nodes = [zero_outside(x.cell.node, x.place.flat, x.call.count, x.hidden) for x in parts]
+    return parts[0].made(Node(sum, *nodes, rows=union(nodes)), like, whole)
 
 
 def _by_row(func: Any, args: Sequence[Any], kwargs: dict[str, Any], unread: list[Unread]) -> Any:
@@ -286,8 +289,11 @@ def _by_row(func: Any, args: Sequence[Any], kwargs: dict[str, Any], unread: list
     is_known = not any(a is NotImplemented for a in given) and not any(isinstance(a, Tensor) for a in kwargs.values())
     if func is None or is_elsewhere or not is_known:
         return NotImplemented
-    with _geometry():
-        like = func(*map(_bare, args), **kwargs, **laid_out)
+    try:
+        with _geometry():
+            like = func(*map(_bare, args), **kwargs, **laid_out)
+    except (RuntimeError, TypeError):  # in place it takes other arguments; or stock's own error
+        return NotImplemented
     if not isinstance(like, Tensor) or like.shape != x.shape or (is_write and like.dtype != x.dtype):
         return NotImplemented
     node = _node(func, x, args, given, kwargs)
@@ -320,25 +326,25 @@ def _node(func: Any, x: Unread, args: Sequence[Any], given: list[Any], kwargs: d
     first = given[0]
     if func is aten.clone.default or (func is _COPY and kwargs.get("dtype", x.dtype) == x.dtype):
         return cast("Node", first)
-    if func is aten.add.Tensor and not kwargs and all(isinstance(a, Node) for a in given):
-        return total(given)
     run: Callable[..., Tensor] = partial(func, **kwargs) if kwargs else func
-    if func in _OVER_WORDS:
-        if args[_OVER_WORDS[func]] % x.dim() != x.place.dim:
+    if func in softmaxes:
+        if args[softmaxes[func]] % x.dim() != x.place.dim:
             return None
-        given[_OVER_WORDS[func]] = -1
+        given[softmaxes[func]] = -1
         run = partial(_over_words, func, x.call.words)
     node = Node(run, *given)
     if isinstance(first, Node):
         is_scaled = func in _SCALED and isinstance(given[1], (int, float))
         node.rows = first.rows if is_scaled or func in (_COPY, aten.neg.default) else None
+        node.rows = union(given) if func is aten.add.Tensor and not kwargs else node.rows
         if first.kept is not None and _is_backward(func, given, first.kept.node):
             node.kept = first.kept._replace(node=first.kept.node.args[0])
     return node
 
 
 def _over_words(func: Any, words: int, *args: Any) -> Tensor:
-    out: Tensor = func(*(a.expand(len(a), words) if isinstance(a, Tensor) else a for a in args))
+    rows = max(len(a) for a in args if isinstance(a, Tensor) and a.dim() == 2)
+    out: Tensor = func(*(a.expand(rows, words) if isinstance(a, Tensor) else a for a in args))
     return out
 
 
@@ -383,7 +389,11 @@ def _reduced(x: Unread, func: Any, dim: Any = None, *args: Any, **kwargs: Any) -
 def _is_index(x: Unread, index: Any, sparse_grad: bool = False) -> bool:
     """Whether ``gather`` over the words takes some of each row."""
     is_plain = type(index) in _PLAIN and index.dtype == torch.int64 and index.dim() == x.dim() and not sparse_grad
-    return is_plain and all(index.shape[d] == x.shape[d] for d in range(x.dim()) if d != x.place.dim)
+    return (
+        is_plain
+        and not stands_for_many(index)
+        and all(index.shape[d] == x.shape[d] for d in range(x.dim()) if d != x.place.dim)
+    )
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -413,14 +423,11 @@ class _Chosen(torch.autograd.Function):
         shape = place.shape(call.words)
         if stands_for_many(dy):
             return dy.new_zeros(shape).scatter_add(place.dim, index, dy), None
-        node = Node(partial(_scattered, call.words), *(ByRow(place.by_row(a, call.count)) for a in (index, dy)))
+        rows, words = [ByRow(place.by_row(a, call.count)) for a in (index, dy)], call.words
+        node = Node(lambda index, dy: dy.new_zeros(len(dy), words).scatter_add_(-1, index, dy), *rows)
         with _geometry():
             like = torch.empty(shape, dtype=dy.dtype, device="meta")
         return Unread.of(hidden, call, Cell(node, View(like), place)), None
-
-
-def _scattered(words: int, index: Tensor, dy: Tensor) -> Tensor:
-    return dy.new_zeros(len(dy), words).scatter_add_(-1, index, dy)
 
 
 class _OfHead(torch.autograd.Function):
@@ -442,33 +449,27 @@ class _OfHead(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         (hidden,), call, needs = ctx.saved_tensors, ctx.call, ctx.needs_input_grad[3:]
         wanted = [p for p, is_wanted in zip(ctx.parameters, needs, strict=True) if is_wanted and p.requires_grad]
-        if isinstance(dy, Unread) and not dy.is_read() and dy.place.is_at(ctx.cell.place):
-            dx, of = _in_chunks(call, hidden, dy.cell.node, dy.dtype, wanted, ctx.needs_input_grad[0])
+        is_unread = isinstance(dy, Unread) and not dy.is_read() and dy.call is call and dy.place.is_at(ctx.cell.place)
+        node, wide = cast("Unread", dy).cell.node if is_unread else None, _wide(dy.dtype)
+        if node is not None and node.kept is not None and node.kept.node is LOGITS:
+            dx, of = node.kept.finish()
+            return None if dx is None else dx.view(hidden.shape), None, None, *(of.get(id(p)) for p in ctx.parameters)
+        call.check(hidden)
+        if node is not None:
+            rows = np.arange(call.count) if node.rows is None else node.rows
+            step = chunked_loss.rows_of_chunk(call.words * wide.itemsize * (2 + node.size), hidden)
+            parts, dz_of = parts_of(rows, step, hidden), partial(_of_logits, node)
+            dx, sums = chunked_loss.in_chunks(call, hidden, parts, wanted, dz_of, ctx.needs_input_grad[0], len(rows))
+            one = torch.ones((), dtype=wide, device=hidden.device)
+            found = [gradient(tensors, one, p.dtype) for tensors, p in zip(sums, wanted, strict=True)]
         else:
-            call.check(hidden)
             x = hidden.detach().requires_grad_()
             with torch.enable_grad(), no_modes(), saved_tensors_hooks(same, same):
                 logits = call.logits(x.view_as(x))
             with no_autocast():
                 dx, *found = gradients(logits, [x, *wanted], dy.numbers() if isinstance(dy, Unread) else dy)
-            of = dict(zip(map(id, wanted), found, strict=True))
+        of = dict(zip(map(id, wanted), found, strict=True))
         return None if dx is None else dx.view(hidden.shape), None, None, *(of.get(id(p)) for p in ctx.parameters)
-
-
-def _in_chunks(
-    call: HeadCall, hidden: Tensor, node: Node, dtype: torch.dtype, wanted: list[Tensor], wants_dx: bool
-) -> tuple[Tensor | None, dict[int, Tensor | None]]:
-    """The gradient of the head's input, and those of its parameters by their ids, where a node gives that of logits."""
-    if node.kept is not None and node.kept.node is LOGITS:
-        return node.kept.finish()
-    call.check(hidden)
-    rows = np.arange(call.count) if node.rows is None else node.rows
-    step = chunked_loss.rows_of_chunk(call.words * _wide(dtype).itemsize * (2 + node.size), hidden)
-
-    parts, of = parts_of(rows, step, hidden), partial(_of_logits, node)
-    dx, kept = chunked_loss.in_chunks(call, hidden, parts, wanted, _wide(dtype), of, wants_dx, len(rows))
-    one = torch.ones((), dtype=_wide(dtype), device=hidden.device)
-    return dx, {id(p): gradient(tensors, one, p.dtype) for tensors, p in zip(kept, wanted, strict=True)}
 
 
 def _of_logits(node: Node, z: Tensor, part: Part) -> Tensor:

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.checkpoint import checkpoint
 from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
-from hf_memsave import KeptTensorChangedError, patch
+from hf_memsave import KeptTensorChangedError, PatchError, patch
 from hf_memsave.count.peak import count_peak
 from hf_memsave.ops.loss import chunked_loss
 from hf_memsave.ops.loss.head import HeadCall
@@ -222,7 +222,11 @@ def write(model):
     model.lm_head.weight.data[3, 4] += 1
 
 
-@pytest.mark.parametrize("change", [fused_step, write], ids=["fused", "data"])
+def permute(model):
+    model.lm_head.weight.data.copy_(model.lm_head.weight.flip(0))
+
+
+@pytest.mark.parametrize("change", [fused_step, write, permute])
 def test_logits_read_after_weights_were_written_to_are_refused(change, ours):
     logits, ids = asked(ours)
     number, read = of_chosen(logits, ids), asked(ours)[0].clone()
@@ -249,6 +253,93 @@ def test_hidden_states_or_labels_written_to_before_logits_are_read_are_refused(o
     out.hidden_states[-1].data.mul_(2)
     with pytest.raises(KeptTensorChangedError, match=r"hidden states .* written to.* MemSaveConfig\(loss='stock'\)"):
         masked.std()
+
+
+def loss_of(x, ids):
+    return F.cross_entropy(flat(x), ids.view(-1))
+
+
+def given(x, ids, other):
+    """A gradient of these logits, or of a part, to those of another forward, or to another part."""
+    (dy,) = torch.autograd.grad(loss_of(x, ids), x)
+    other.backward(dy)
+
+
+def to_another_part(x, ids, other):
+    (dy,) = torch.autograd.grad(F.cross_entropy(x[:1].flatten(0, 1), ids[0]), x)
+    x[1:].backward(dy[1:])
+
+
+def with_a_backward_of_all(x, ids, other):
+    (loss_of(x, torch.full_like(ids, -100)) + x.logsumexp(-1).square().mean()).backward()
+
+
+def of_words_alone(x, ids, other):
+    ((x.log_softmax(-1) + 1).sum((0, 1)) * torch.arange(WORDS)).sum().backward()
+
+
+def of_no_rows(x, ids, other):
+    none = x[:, :0]
+    found = none.logsumexp(-1), none.exp(), F.cross_entropy(none.transpose(1, 2), ids[:, :0], reduction="none")
+    (x.logsumexp(-1).sum() + F.cross_entropy(none.reshape(-1, WORDS), ids[:, :0].flatten(), reduction="sum")).backward()
+    return [one.detach() for one in found]
+
+
+def of_other_dtypes(x, ids, other):
+    x = x.detach()
+    return [torch.cat([x[:1] > 0, x[1:]]).sum(-1), torch.cat([x[:1] > 0, x[1:] > 0.05]) + 0, (x / 2).square_().sum(-1)]
+
+
+def in_long_chains(x, ids, other):
+    for _ in range(20):
+        x = x + 0.1 * x.tanh()
+    x.logsumexp(-1).sum().backward()
+
+
+def in_inference_mode(x, ids, other):
+    with torch.inference_mode():
+        return [x[0].sum(-1).clone(), flat(x).logsumexp(-1).clone(), x[:, :-1].argmax(-1).clone()]
+
+
+def in_transforms(x, ids, other):
+    chosen = torch.func.vmap(lambda ids: of_chosen(x.detach(), ids))(torch.stack([ids, ids.flip(0)]))
+    return [chosen, torch.func.grad(lambda x: loss_of(x, ids))(x.detach())]
+
+
+def compiled(x, ids, other):
+    return [torch.compile(lambda x: x.logsumexp(-1), backend="eager")(x.detach())]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [given, to_another_part, with_a_backward_of_all, of_words_alone, of_no_rows, of_other_dtypes, in_long_chains]
+    + [in_inference_mode, in_transforms, compiled],
+)
+def test_what_else_is_done_with_them_is_as_in_stock(use, ours):
+    found = []
+    for model in (lm("llama"), ours):
+        (x, ids), other = asked(model), model(input_ids=batch_for(model, Size())["input_ids"].flip(0)).logits
+        out = use(x, ids, other) or []
+        found.append([*out, *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+def test_with_weights_given_to_one_call(ours):
+    found = []
+    for model in (lm("llama"), ours):
+        new = {name: torch.nn.Parameter(p.detach() + 0.1) for name, p in model.named_parameters()}
+        batch = {"input_ids": batch_for(model, Size())["input_ids"]}
+        number = torch.func.functional_call(model, new, (), batch).logits.logsumexp(-1)
+        found.append([number, *torch.autograd.grad(number.sum(), list(new.values()))])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda x: x.transpose_(1, 2), lambda x: setattr(x, "data", x + 1)], ids=["in place", "data"]
+)
+def test_what_would_change_their_memory_is_refused(change, ours):
+    with pytest.raises(PatchError, match=r"Use another, or MemSaveConfig\(loss='stock'\)"):
+        change(asked(ours)[0].detach())
 
 
 def test_several_gradients_at_once(small_chunks):
