@@ -24,17 +24,14 @@ from hf_memsave.device import has_numbers
 from hf_memsave.ops.fused.kernels import can_run, kernels
 from hf_memsave.tape.private import to_copy
 
-#: What may give back what it is given, or keeps only numbers for backward.
+#: What gives a tensor of its own, which it does not keep for backward.
 _KEEPS_NOTHING = {to_copy, torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor}
 
 
 def suits(node: Any, z: Tensor) -> bool:
     """Whether logits ``z`` may be written over, after what led to ``node``, and the kernel knows their dtype."""
-    while node.args:
-        if getattr(node.func, "func", node.func) not in _KEEPS_NOTHING:
-            return False
-        node = node.args[0]
-    return z.is_contiguous() and can_run(z)
+    is_own = not node.args or getattr(node.func, "func", node.func) in _KEEPS_NOTHING
+    return is_own and z.is_contiguous() and can_run(z)
 
 
 def loss_and_gradient(z: Tensor, target: Tensor, ignored: int, count: Tensor) -> tuple[Tensor, Tensor]:

@@ -87,8 +87,7 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.save_for_backward(hidden, dx, count, target, *(tensor for tensors in kept for tensor in tensors))
         ctx.set_materialize_grads(False)
         ctx.kept = [(p, len(tensors)) for tensors, p in zip(kept, wanted, strict=True)]
-        ctx.ignored, ctx.is_sum, ctx.call, ctx.kinds = ignored, is_sum, call, (type(x), type(x.cell))
-        ctx.cell = type(x.cell)(node, x.like, x.place)  # whatever is written to x later
+        ctx.ignored, ctx.is_sum, ctx.of, ctx.like = ignored, is_sum, x.of_node, (call, node, dtype, x.place)
         loss = losses.sum() if is_sum else losses.sum() / count
         return loss.to(torch.float32 if dtype in HALVES and is_autocast(hidden) else dtype)  # autocast widens a loss
 
@@ -96,10 +95,10 @@ class _ChunkedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         hidden, dx, count, target, *tensors = ctx.saved_tensors
-        (unread, cell), node, place, call = ctx.kinds, ctx.cell.node, ctx.cell.place, ctx.call
+        call, node, dtype, place = ctx.like
         factor, divisor = dy.to(count.dtype), None if ctx.is_sum else count
         if stands_for_many(dy):  # a batch of gradients has no place in a node
-            z = unread.of(hidden, call, ctx.cell).numbers().movedim(place.dim, -1)
+            z = ctx.of(hidden, call, node, dtype, place).numbers().movedim(place.dim, -1)
             dz = _gradient(z.reshape(-1, call.words), target.unsqueeze(-1), factor, divisor, ctx.ignored)
             return dz.view(z.shape).movedim(-1, place.dim), None, None, None
 
@@ -111,7 +110,7 @@ class _ChunkedLoss(torch.autograd.Function):
         by_row = ByRow(place.by_row(target.view(place.rows.shape), call.count))
         kept = Kept(finish, node, place.flat)
         made = Node(partial(_gradient, ignored=ctx.ignored), node, by_row, factor, divisor, kept=kept)
-        return unread.of(hidden, call, cell(made, ctx.cell.like, place)), None, None, None
+        return ctx.of(hidden, call, made, dtype, place), None, None, None
 
 
 def _gradient(z: Tensor, target: Tensor, dy: Tensor, divisor: Tensor | None, ignored: int) -> Tensor:

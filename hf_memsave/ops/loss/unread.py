@@ -97,14 +97,17 @@ class Unread(Tensor):
         made.hidden, made.call, made.cell, made.like, made.place = hidden, call, cell, like, place
         return made
 
+    @staticmethod
+    def of_node(hidden: Tensor, call: HeadCall, node: Node, dtype: torch.dtype, place: Place) -> Unread:
+        """What a node gives for these rows, on memory of its own."""
+        with _geometry():
+            like = torch.empty(place.shape(call.words), dtype=dtype, device="meta")
+        return Unread.of(hidden, call, Cell(node, View(like), place))
+
     def taken_apart(self) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], Tensor]]:
         """Told to a tape: of what an op keeps it packs the head's input, which it may make again."""
         rest = self.call, self.cell, self.like, self.place
         return [self.hidden], lambda parts: Unread.of(next(iter(parts)), *rest)
-
-    def made(self, node: Node, like: Tensor, place: Place) -> Unread:
-        """What a node gives, on memory of its own."""
-        return Unread.of(self.hidden, self.call, Cell(node, View(like), place))
 
     def is_read(self) -> bool:
         """Whether the numbers are there."""
@@ -255,8 +258,8 @@ def _widened(x: Unread, func: Any, sizes: Sequence[int], *args: Any) -> Any:
         part, own = _WIDENED[func](whole.probe(), *args), x.place.probe()
         if part.shape != own.shape or not torch.equal(part, own):
             return NotImplemented
-        like = torch.empty(tuple(sizes), dtype=x.dtype, device="meta")
-    return x.made(zero_outside(x.cell.node, x.place.flat, x.call.count, x.hidden), like, whole)
+    node = zero_outside(x.cell.node, x.place.flat, x.call.count, x.hidden)
+    return Unread.of_node(x.hidden, x.call, node, x.dtype, whole)
 
 
 def _joined(func: Any, parts: list[Unread], args: Sequence[Any]) -> Any:
@@ -266,11 +269,10 @@ def _joined(func: Any, parts: list[Unread], args: Sequence[Any]) -> Any:
         return NotImplemented
     with _geometry():
         rows = func([torch.from_numpy(x.place.rows) for x in parts], *args).numpy()
-        like = func([_bare(x) for x in parts], *args)
     if whole is None or not np.array_equal(rows, whole.rows):
         return NotImplemented
     nodes = [zero_outside(x.cell.node, x.place.flat, x.call.count, x.hidden) for x in parts]
-    return parts[0].made(Node(sum, *nodes, rows=union(nodes)), like, whole)
+    return Unread.of_node(parts[0].hidden, parts[0].call, Node(sum, *nodes, rows=union(nodes)), parts[0].dtype, whole)
 
 
 def _by_row(func: Any, args: Sequence[Any], kwargs: dict[str, Any], unread: list[Unread]) -> Any:
@@ -298,7 +300,7 @@ def _by_row(func: Any, args: Sequence[Any], kwargs: dict[str, Any], unread: list
         return NotImplemented
     node = _node(func, x, args, given, kwargs)
     if node is None or not is_write:
-        return NotImplemented if node is None else x.made(node, like, x.place)
+        return NotImplemented if node is None else Unread.of(x.hidden, x.call, Cell(node, View(like), x.place))
     x.cell.node = node
     return x
 
@@ -412,22 +414,19 @@ class _Chosen(torch.autograd.Function):
     def forward(ctx: Any, x: Unread, index: Tensor) -> Tensor:
         ctx.save_for_backward(x.hidden, index)
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.cell = x.call, Cell(x.cell.node, x.like, x.place)
+        ctx.call, ctx.place = x.call, x.place
         with no_subclasses():
             return torch.gather(x, x.place.dim, index)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        (hidden, index), call, place = ctx.saved_tensors, ctx.call, ctx.cell.place
-        shape = place.shape(call.words)
+        (hidden, index), call, place = ctx.saved_tensors, ctx.call, ctx.place
         if stands_for_many(dy):
-            return dy.new_zeros(shape).scatter_add(place.dim, index, dy), None
+            return dy.new_zeros(place.shape(call.words)).scatter_add(place.dim, index, dy), None
         rows, words = [ByRow(place.by_row(a, call.count)) for a in (index, dy)], call.words
         node = Node(lambda index, dy: dy.new_zeros(len(dy), words).scatter_add_(-1, index, dy), *rows)
-        with _geometry():
-            like = torch.empty(shape, dtype=dy.dtype, device="meta")
-        return Unread.of(hidden, call, Cell(node, View(like), place)), None
+        return Unread.of_node(hidden, call, node, dy.dtype, place), None
 
 
 class _OfHead(torch.autograd.Function):
@@ -439,17 +438,15 @@ class _OfHead(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call, ctx.parameters = call, parameters
         rows = np.arange(call.count).reshape(*hidden.shape[:-1], 1)
-        with _geometry():
-            like = torch.empty(*hidden.shape[:-1], call.words, dtype=dtype, device="meta")
-        ctx.cell = Cell(LOGITS, View(like), Place(rows, rows.ndim - 1))
-        return Unread.of(hidden, call, ctx.cell)
+        ctx.place = Place(rows, rows.ndim - 1)
+        return Unread.of_node(hidden, call, LOGITS, dtype, ctx.place)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         (hidden,), call, needs = ctx.saved_tensors, ctx.call, ctx.needs_input_grad[3:]
         wanted = [p for p, is_wanted in zip(ctx.parameters, needs, strict=True) if is_wanted and p.requires_grad]
-        is_unread = isinstance(dy, Unread) and not dy.is_read() and dy.call is call and dy.place.is_at(ctx.cell.place)
+        is_unread = isinstance(dy, Unread) and not dy.is_read() and dy.call is call and dy.place.is_at(ctx.place)
         node, wide = cast("Unread", dy).cell.node if is_unread else None, _wide(dy.dtype)
         if node is not None and node.kept is not None and node.kept.node is LOGITS:
             dx, of = node.kept.finish()

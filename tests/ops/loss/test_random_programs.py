@@ -45,13 +45,22 @@ class Program:
         f = self.random.choice(
             [lambda: x / 0.7, lambda: x * 1.3, lambda: x.float(), lambda: x.double(), lambda: x.tanh(), lambda: -x]
             + [lambda: F.log_softmax(x, dim=-1), lambda: x.softmax(-1), lambda: x + 0.5, lambda: x.clamp(-1, 1)]
-            + [lambda: x[:, :-1], lambda: x[1:], lambda: x.reshape(-1, x.shape[-1]), lambda: x[0], lambda: x[..., 1:]]
+            + [
+                lambda: x[:, :-1],
+                lambda: x[1:],
+                lambda: x[:, 1:],
+                lambda: x[1],
+                lambda: x.reshape(-1, x.shape[-1]),
+                lambda: x[0],
+                lambda: x[..., 1:],
+            ]
             + [lambda: x.transpose(0, -2), lambda: x.transpose(-1, -2).transpose(-1, -2), lambda: x.unsqueeze(0)]
             + [lambda: x.masked_fill(torch.arange(x.shape[-1]) < 2, -3.0), lambda: x.detach(), lambda: x.squeeze()]
             + [lambda: x.masked_fill(self.of_each(x)[..., None] < 0, 0.5), lambda: x * self.of_each(x)[..., None]]
             + [lambda: torch.cat(x.split(1)), lambda: torch.stack(list(x)), lambda: x - x.logsumexp(-1, keepdim=True)]
             + [lambda: torch.cat(x.split(2)[::-1]), lambda: torch.cat([x[:1], x]), lambda: x.contiguous()]
             + [lambda: x[torch.tensor([0, 0])], lambda: x * self.random.choice(self.wide), lambda: x.flip(0)]
+            + [lambda: x[:, :-1] * x[:, 1:], lambda: x[0] - x[1]]
             + [lambda: x + self.random.choice(self.wide), lambda: x.expand(2, *x.shape), lambda: x.exp()]
         )
         if x.dim() > 1 and whole and x.shape[0]:
@@ -66,6 +75,7 @@ class Program:
     def number(self):
         x = self.random.choice(self.wide)
         if x.dim() < 2 or x.shape[-1] != WORDS or not x.numel():
+            self.numbers += [x.logsumexp(-1)] if x.dim() and x.numel() else []
             return
         ids = torch.randint(0, WORDS, x.shape[:-1], generator=self.torch)
         ignored = ids.masked_fill(ids == 3, -100)
@@ -180,4 +190,4 @@ def test_random_programs_give_stocks_numbers(block, monkeypatch):
             plain(found), plain(expected), rtol=1e-4, atol=1e-5, msg=lambda m, s=seed: f"{s}: {m}"
         )
         equal += 1
-    assert equal >= 220  # stock raises in the others
+    assert equal >= 200  # stock raises in the others
