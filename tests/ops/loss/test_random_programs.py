@@ -53,6 +53,7 @@ class Program:
                 lambda: x.reshape(-1, x.shape[-1]),
                 lambda: x[0],
                 lambda: x[..., 1:],
+                lambda: x[..., :4],
             ]
             + [lambda: x.transpose(0, -2), lambda: x.transpose(-1, -2).transpose(-1, -2), lambda: x.unsqueeze(0)]
             + [lambda: x.masked_fill(torch.arange(x.shape[-1]) < 2, -3.0), lambda: x.detach(), lambda: x.squeeze()]
