@@ -127,7 +127,7 @@ class Program:
             x.retain_grad()
             self.retained.append(x)
         else:
-            x.register_hook(lambda dy: self.seen.append(dy.sum()) or (dy * 2 if kind == "double" else None))
+            x.register_hook(lambda dy: self.seen.append(dy.abs().sum()) or (dy * 2 if kind == "double" else None))
 
     def differentiate(self):
         of = self.random.sample(self.wide, 1) + self.random.sample(self.leaves, 1)
