@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
@@ -46,7 +47,7 @@ class HeadCall:
         return [parameter for parameter in self.weights if parameter.requires_grad]
 
     def check(self, hidden: Tensor) -> None:
-        """Raise KeptTensorChangedError where what logits are computed of is not as it was, whoever changed it."""
+        """Raise KeptTensorChangedError if weights, ``hidden`` or the head's settings are not the forward's."""
         (weights, settings), (weights_now, settings_now) = self.was, self._now()
         changed = ""
         if not _are_equal([self.given], [_state_of(hidden)]):
@@ -86,8 +87,8 @@ def _state_of(tensor: Tensor) -> tuple[Any, Any]:
         dense = tensor.detach().reshape(-1)
         whole = dense.nbytes % 8 == 0 and dense.storage_offset() * dense.itemsize % 8 == 0
         bits = dense.view(torch.int64 if whole else torch.uint8)
-        table = bits.view(len(tensor) if tensor.dim() and len(bits) % len(tensor) == 0 else 1, -1)
-        sums = [table.sum(dim, dtype=torch.int64) for dim in (0, 1)]  # each row's and column's counts by its place
+        table = bits.view(-1, math.gcd(len(bits), 4096))  # of which sums of rows and columns take few bytes
+        sums = [table.sum(dim, dtype=torch.int64) for dim in (0, 1)]  # each counts by its place
         return tensor.shape, sum((one * torch.arange(1, 2 * len(one), 2, device=one.device)).sum() for one in sums)
 
 

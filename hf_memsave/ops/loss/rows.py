@@ -25,7 +25,7 @@ class ByRow:
         self.of, self.version = of, of._version
 
     def at(self, part: Part) -> Tensor:
-        """Those of some rows, if nobody has written to them since."""
+        """Return the numbers of a part; raise KeptTensorChangedError if the tensor was written to after the forward."""
         if self.of._version != self.version:
             raise written(self.of, self.version)
         return self.of[part.index]
@@ -47,7 +47,7 @@ class Place:
         return torch.from_numpy(self.rows).expand(self.shape(2))
 
     def of_view(self, probe: Tensor, shape: torch.Size, words: int) -> Place | None:
-        """That of a view of this shape, where the probe came to; None where rows are not whole in it."""
+        """Return the place of a view of this shape, whose probe is the same view; None if it splits rows."""
         dims = [d for d in range(probe.dim()) if probe.stride(d) == 0 and probe.shape[d] == 2]
         if len(dims) != 1:
             return None

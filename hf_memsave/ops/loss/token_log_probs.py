@@ -29,16 +29,18 @@ def token_log_probs(
         ``[batch, tokens]`` in fp32, zero for labels of -100 and for a decoder's first token; or that and the entropies.
 
     Raises:
-        MeasureError: The labels are not one for each of the model's logits.
+        MeasureError: The labels are not one for each of the model's logits, or the temperature is not above zero.
 
     Example:
         >>> logp = hf_memsave.token_log_probs(model, batch, batch["input_ids"])  # doctest: +SKIP
     """
-    given, parts = {name: value for name, value in batch.items() if name != "labels"}, cast("Any", model)
-    ahead = 0 if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else 1
+    if temperature <= 0:
+        raise MeasureError(f"token_log_probs: expected a temperature above 0, got {temperature}. Leave it out for 1.")
+    given, inner = {k: v for k, v in batch.items() if k != "labels"}, cast("Any", getattr(model, "module", model))
+    ahead = 0 if getattr(getattr(inner, "config", None), "is_encoder_decoder", False) else 1  # DDP wraps a model
     if not ahead and "decoder_input_ids" not in given:
-        given["decoder_input_ids"] = parts.prepare_decoder_input_ids_from_labels(labels)
-    logits = parts(**given).logits
+        given["decoder_input_ids"] = inner.prepare_decoder_input_ids_from_labels(labels)
+    logits = model(**given).logits
     if labels.shape != logits.shape[:-1]:
         raise MeasureError(
             f"token_log_probs: expected labels of shape {tuple(logits.shape[:-1])}, one for each of the model's "

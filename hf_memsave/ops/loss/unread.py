@@ -215,10 +215,10 @@ def _derived(func: Any, args: Sequence[Any], kwargs: dict[str, Any], unread: lis
         return _widened(x, func, *args[1:])
     if func in _JOINED and len(unread) == len(args[0]):
         return _joined(func, unread, args[1:])
-    if func in (aten.mean.default, aten.sum.default) and len(args) == 1:
-        by_row, dtype = _reduced(x, aten.sum.dim_IntList, x.place.dim, dtype=_wide(x.dtype)), kwargs.get("dtype")
-        whole = by_row.sum() if func is aten.sum.default else by_row.sum() / x.numel()
-        return whole.to(dtype or x.dtype) if x.is_floating_point() else NotImplemented
+    if func in (aten.mean.default, aten.sum.default) and x.is_floating_point():
+        dtype = kwargs.get("dtype") or x.dtype
+        whole = _reduced(x, aten.sum.dim_IntList, x.place.dim, dtype=_wide(dtype)).sum()
+        return (whole if func is aten.sum.default else whole / x.numel()).to(dtype)
     if func in _REDUCED and args[0] is x and len(unread) == 1:
         return _reduced(x, func, *args[1:], **kwargs)
     is_pointwise = func.namespace == "aten" and torch.Tag.pointwise in func.tags

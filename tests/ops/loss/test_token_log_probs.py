@@ -61,7 +61,9 @@ def test_an_encoder_decoders_labels_are_its_logits_own_and_what_does_not_fit_is_
     torch.manual_seed(0)
     model = T5ForConditionalGeneration(T5Config(**T5))
     batch = {name: torch.randint(1, 64, (2, 6)) for name in ("input_ids", "labels")}
-    found = token_log_probs(model.eval(), batch, batch["labels"])
-    torch.testing.assert_close(-found.mean(), model(**batch).loss)
+    for one in (model.eval(), torch.nn.DataParallel(model)):
+        torch.testing.assert_close(-token_log_probs(one, batch, batch["labels"]).mean(), model(**batch).loss)
+    with pytest.raises(MeasureError, match="expected a temperature above 0, got 0"):
+        token_log_probs(model, batch, batch["labels"], temperature=0)
     with pytest.raises(MeasureError, match=r"expected labels of shape \(2, 16\).*got \(2, 15\).* do not shift them"):
         token_log_probs(lm("llama"), batch_for(lm("llama"), Size()), torch.zeros(2, 15, dtype=torch.int64))
