@@ -1,10 +1,10 @@
 """What a setting costs: operations and bytes over what a device does of them in a second.
 
 A step's time is that of its matrix products and of attention; forward takes a third of it, of frozen products half.
-Products that run again add theirs; in tiles what gives q, k and v runs once more than the others. Offloaded bytes cross
-the bus in forward, and back in backward, beside the products, but for those that
-:mod:`~hf_memsave.tape.transfers` leaves on the device: what they take longer than the products is added, and their pass
-through the device's own memory twice. What the floor computes again costs the same in each setting.
+Products that run again add theirs. Offloaded bytes cross
+the bus in forward, and back in backward, beside the products, but for those that are still on their way as forward ends
+(:mod:`~hf_memsave.tape.offload`): what they take longer than the products is added, and their pass through the device's
+own memory twice. What the floor computes again costs the same in each setting.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_memsave.errors import PlanError
 from hf_memsave.measure.models import build_empty
 from hf_memsave.measure.training import Training
 from hf_memsave.patching.blocks import block_at, block_numbers
-from hf_memsave.tape.transfers import AHEAD, HELD
+from hf_memsave.tape.offload import IN_FLIGHT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +62,13 @@ class Work:
     again: dict[str, float]  # rung -> those that a layer adds which runs so far again
     widest: int  # bytes of the widest input or output of a linear in a block
 
-    def held(self, rates: Rates, away: float) -> float:
-        """Of bytes ``away`` that are offloaded, those on the device as forward ends: a slow bus has not moved them."""
-        left = rates.bus * self.forward / rates.flops
-        return min(away, max(self.widest, AHEAD * away, min(HELD * away, away - left)))
+    def held(self, away: float) -> float:
+        """Of bytes ``away`` that are offloaded, those that may still be on the device as forward ends."""
+        return min(away, max(2 * self.widest, IN_FLIGHT))
 
     def cost(self, rates: Rates, again: float, away: float) -> float:
         """What a step takes longer, as a part of stock's step; for bytes ``away``."""
-        away -= self.held(rates, away)
+        away -= self.held(away)
         forward, backward, bus = self.forward / rates.flops, (self.backward + again) / rates.flops, away / rates.bus
         waits = max(0.0, bus - forward) + max(0.0, bus - backward)
         seconds = again / rates.flops + waits + 2 * away / rates.memory
@@ -81,7 +80,7 @@ def work_of(config: PreTrainedConfig, training: Training) -> Work:
     model = build_empty(config)
     numbers = block_numbers(model)
     tokens = training.batch_size * training.seq_len
-    of_all = in_blocks = gate = qkv = widest = 0
+    of_all = in_blocks = gate = widest = 0
     for name, module in model.named_modules():
         if path_of(type(module)) in RUN_AGAIN:
             weight: Any = module.weight
@@ -89,11 +88,10 @@ def work_of(config: PreTrainedConfig, training: Training) -> Work:
             if block_at(name, numbers) is not None:
                 in_blocks += n
                 gate += n * is_run_again(name, "gate")
-                qkv += n * (is_run_again(name, "qkv") - is_run_again(name, "o_proj"))
                 widest = max(widest, *weight.shape)
     layers = max(1, len(numbers))
     attention = 4 * tokens * training.seq_len * getattr(config, "hidden_size", 0)
-    again = {"gate": gate, "block": gate, "tiles": in_blocks + qkv}
+    again = {"gate": gate, "block": gate, "tiles": in_blocks}
     return Work(
         forward=2 * tokens * of_all + layers * attention,
         backward=2 * tokens * of_all * (1 if training.lora else 2) + 2 * layers * attention,

@@ -145,7 +145,7 @@ class Settings:
         again = layers * self.work.again[family.rung] if family.rung else 0.0
         return Setting(
             config=self._config(family, layers),
-            needed=self._peak(family, layers) + int(self.work.held(self.rates, away)) + OWN,  # what has not left yet
+            needed=self._peak(family, layers) + int(self.work.held(away)) + OWN,  # what has not left yet
             away=int(away),
             cost=self.work.cost(self.rates, again, away),
         )

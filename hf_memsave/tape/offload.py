@@ -1,32 +1,45 @@
 """Offload: what a tape still has to keep goes to main memory, and comes back in backward, before it is asked for.
 
-A storage is copied once, however many views of it are kept; :mod:`~hf_memsave.tape.transfers` says when. On CUDA it
-goes into pinned memory while the model computes, on CPU it is a plain copy. Exact: a copy there and back. Source:
-``torch.autograd.graph.save_on_cpu``; Rajbhandari et al. (2021), arXiv:2104.07857.
+A storage is copied once, however many views of it are kept: on CUDA into pinned memory, while the model computes.
+
+1. It leaves as it is packed, and its memory is let go of once the copy is known to be done. Beyond :data:`IN_FLIGHT`
+   bytes the host waits for the oldest copy: a slow bus slows the model, and does not fill the device.
+2. Backward uses what is still there. It fetches the rest ahead of time, the last packed first, as many bytes at most.
+3. Memory that a copy reads or writes is let go of when the host has seen it done, or when the memory's own stream waits
+   for it: nothing waits for the allocator (``record_stream``), but where another stream reads what came back.
+4. A storage that was written to before its copy was known to be done is an error, as in stock, and no wrong number.
+
+Exact: a copy there and back. Source: ``torch.autograd.graph.save_on_cpu``; Rajbhandari et al. (2021), arXiv:2104.07857.
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
+import sys
+import threading
 import weakref
-from collections.abc import Iterable
-from functools import cache, partial
+from collections import deque
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_memsave.device import STAND_IN, free_main_memory, has_streams
+from hf_memsave.device import STAND_IN, current_stream, free_main_memory, has_streams
 from hf_memsave.errors import MemSaveError
 from hf_memsave.tape.content import BUFFER, COUNTED, MARK, linked, written
-from hf_memsave.tape.lanes import AtOnce, Streams
 from hf_memsave.tape.private import neg_view
 from hf_memsave.tape.tensors import is_plain
-from hf_memsave.tape.transfers import Parcel, Transfers
 from hf_memsave.tape.wrappers import taken_apart
 
 #: Bytes below which a storage stays where it is.
 SMALLEST_NBYTES = 2**16
+#: Bytes that may be on their way, out or back; twice the largest storage, if that is more.
+IN_FLIGHT = 2**29
+#: How many storages, packed before the one that backward asks for, may be fetched ahead.
+AHEAD = 64
 #: The part that may be taken of the main memory that was free at first: later PyTorch holds what it has pinned.
 SHARE = 0.8
 _free_at_first = cache(free_main_memory)
@@ -59,8 +72,10 @@ class Offload(saved_tensors_hooks):
         copy: Away | None = away()
         known = linked(storage)
         if copy is None or version != tensor._version or (known is not None and known.is_unversioned):
-            # Versions tell nothing of what may be written to through `.data`, or filled and freed by an engine.
-            copy = Away(tensor, is_at_once=known is not None and (known.is_unversioned or known.owner is None))
+            copy = Away(tensor)
+            if known is not None and (known.is_unversioned or known.owner is None):
+                # Versions tell nothing of what may be written to through `.data`, or filled and freed by an engine.
+                copy.before_write()
             setattr(storage, _COPY, (weakref.ref(copy), tensor._version))
             if (entry := getattr(storage, COUNTED, None)) is not None:
                 entry.copies.add(copy)
@@ -99,8 +114,72 @@ def _is_there_anyway(tensor: Tensor) -> bool:
     return is_buffer or isinstance(base, nn.Parameter)
 
 
+class _InOrder:
+    """The stream and the events of a device that does at once what it is asked to, such as a CPU."""
+
+    def _done(self, *_: Any) -> _InOrder:
+        return self
+
+    wait_event = wait_stream = record_event = query = synchronize = _done
+
+
+class Queue:
+    """What leaves one device and comes back, for all forwards and threads."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.in_order, self.lock = device, _InOrder(), threading.Lock()
+        self.out, self.into = (torch.cuda.Stream(device) if has_streams(device) else self.in_order for _ in range(2))
+        self.bound = self.leaving = 0  # bytes that may be on their way; that were sent, and not seen to arrive
+        self.sent = deque[tuple[Any, int, weakref.ref[Away]]]()
+        self.packed = weakref.WeakKeyDictionary[Away, None]()  # in this order
+        self.coming = weakref.WeakSet[Away]()  # fetched, and not asked for yet
+
+    def now(self) -> Any:
+        """Return the stream that the caller works on; in backward, autograd has set it."""
+        return current_stream(self.device) or self.in_order
+
+    def copy(self, source: Tensor, target: Tensor, stream: Any) -> Any:
+        """Copy on ``stream``, and return the event when it is done; a host that waits for it sleeps."""
+        if stream is self.in_order:
+            target.copy_(source)
+            return stream
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        return stream.record_event(torch.cuda.Event(blocking=True))
+
+    def add(self, away: Away) -> None:
+        """Take ``away``, which was sent, and let go of what has arrived."""
+        self.bound = max(self.bound, IN_FLIGHT, 2 * away.nbytes)
+        self.leaving += away.nbytes
+        self.packed[away] = None
+        self.sent.append((away.left, away.nbytes, weakref.ref(away)))
+        while self.sent and (self.leaving > self.bound or self.sent[0][0].query()):
+            left, nbytes, ref = self.sent.popleft()
+            left.synchronize()
+            self.leaving -= nbytes
+            if (oldest := ref()) is not None:
+                oldest.drop()
+
+    def fetch_before(self, asked: Away) -> None:
+        """Fetch what was packed before ``asked``, as far as there is room; if nothing is on its way, one."""
+        room = self.bound - sum(away.nbytes for away in self.coming)
+        order = itertools.dropwhile(lambda ref: ref() is not asked, reversed(self.packed.keyrefs()))
+        for away in (ref() for ref in itertools.islice(order, 1, 1 + AHEAD)):
+            if away is not None and away.there is not None:
+                room -= away.nbytes
+            elif away is not None and away.lent[0]() is None:
+                if self.coming and away.nbytes > room:
+                    return
+                away.fetch()
+                room -= away.nbytes
+
+
+#: The queue of a device.
+queue_of = cache(Queue)
+
+
 class Away:
-    """The bytes of one storage, in main memory or on their way.
+    """The bytes of one storage: on the device (``there``), in main memory (``host``), or both.
 
     Attributes:
         total: Bytes that all that are alive take of main memory.
@@ -108,44 +187,76 @@ class Away:
     """
 
     total = moved = 0
+    there: Any = None  # until the copy is known to be done, or the stream of its memory waits for it
+    coming: Any = None  # what was fetched, until it is asked for
+    lost: Exception | None = None  # it was written to before the copy was known to be done
 
-    def __init__(self, tensor: Tensor, is_at_once: bool = False) -> None:
-        self._transfers = transfers = transfers_of(tensor.device)
-        there = _bytes(tensor)
-        watched = () if transfers.lane.is_at_once else ((tensor.detach(), tensor._version), (there, there._version))
-        self._parcel = Parcel(there, len(there), partial(_written_since, watched))
-        Away.moved += len(there)
-        weakref.finalize(self, transfers.let_go, self._parcel).atexit = False
-        transfers.pack(self._parcel, is_at_once)
-
-    @property
-    def host(self) -> Tensor | None:
-        """The copy, if there is one already."""
-        return self._parcel.host
+    def __init__(self, tensor: Tensor) -> None:
+        there, self.queue = _bytes(tensor), queue_of(tensor.device)
+        self.nbytes, home = len(there), self.queue.now()
+        self.watched: Any = (tensor.detach(), tensor._version), (there, there._version)
+        # What is given back, weakly; its version; the event after which it can be read; the stream of its memory.
+        self.lent: Any = weakref.ref(there), there._version, home.record_event(), home
+        with self.queue.lock:
+            self.host = main_memory(self.nbytes, tensor.device)
+            self.queue.out.wait_event(self.lent[2])
+            self.left = self.queue.copy(there, self.host, self.queue.out)  # the event after which `host` can be read
+            self.there = there
+            Away.moved += self.nbytes
+            self.queue.add(self)
 
     def before_write(self) -> None:
-        """What is done to the storage from now on comes after its copy."""
-        self._transfers.secure(self._parcel)
+        """Have what the caller's stream does to the storage from now on wait for the copy."""
+        with self.queue.lock:
+            for stream in (self.queue.now(), self.lent[3]):
+                stream.wait_event(self.left)
+            self.drop()
 
-    def back(self) -> Tensor:
-        """The bytes where they were."""
-        there: Tensor = self._transfers.back(self._parcel)
+    def drop(self) -> None:
+        """Let go of its memory on the device, which others may write to from now on."""
+        self.check()
+        if self.there is not None:
+            self.there, self.watched, self.lent = None, (), (lambda: None, *self.lent[1:])
+
+    def check(self) -> Exception | None:
+        """Return what to raise if it was written to before :meth:`drop`."""
+        writes = (written(tensor, version) for tensor, version in self.watched if tensor._version != version)
+        self.lost = self.lost or next(writes, None)
+        return self.lost
+
+    def back(self) -> Any:
+        """Return the bytes where they were, for the caller's stream; what was packed before them follows."""
+        with self.queue.lock:
+            if (lost := self.check()) is not None:
+                raise copy.copy(lost)  # which will hold the graph by its traceback
+            there = self.lent[0]()
+            if there is None or there._version != self.lent[1]:  # who was given it may have written to it
+                there = self.fetch()
+            self.coming = None
+            self.queue.coming.discard(self)
+            now, (_, _, event, home) = self.queue.now(), self.lent
+            now.wait_event(event)
+            if now != home:
+                there.record_stream(now)
+            if self.queue.into is not self.queue.in_order:
+                self.queue.fetch_before(self)
+            return there
+
+    def fetch(self) -> Tensor:
+        """Have it come back, into memory that the caller's stream may have used until now."""
+        queue, home = self.queue, self.queue.now()
+        there = torch.empty(self.nbytes, dtype=torch.uint8, device=queue.device)
+        queue.into.wait_event(self.left)
+        queue.into.wait_stream(home)
+        event = queue.copy(self.host, there, queue.into)
+        self.coming, self.lent = there, (weakref.ref(there), there._version, event, home)
+        queue.coming.add(self)
         return there
 
-
-def _written_since(watched: Iterable[tuple[Tensor, int]]) -> Exception | None:
-    return next((written(tensor, version) for tensor, version in watched if tensor._version != version), None)
-
-
-_transfers: dict[torch.device, Transfers] = {}
-
-
-def transfers_of(device: torch.device) -> Transfers:
-    """What leaves ``device`` and comes back, for all threads."""
-    if (found := _transfers.get(device)) is None:
-        lane = Streams if has_streams(device) else AtOnce
-        found = _transfers.setdefault(device, Transfers(lane(device, main_memory)))
-    return found
+    def __del__(self) -> None:
+        """Have the stream of its memory wait for what is under way: in any thread at any time, so without the lock."""
+        if (self.there is not None or self.coming is not None) and not sys.is_finalizing():
+            self.lent[3].wait_event(self.lent[2] if self.there is None else self.left)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

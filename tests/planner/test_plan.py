@@ -15,6 +15,7 @@ from hf_memsave.errors import PlanError
 from hf_memsave.measure.estimate import CONTEXT, WORKSPACES, estimate
 from hf_memsave.measure.lora import Lora
 from hf_memsave.measure.training import Training, build, trace_at
+from hf_memsave.planner import rates as planner_rates
 from hf_memsave.planner.plan import plan
 from hf_memsave.planner.rates import Rates, rates_of, work_of
 from hf_memsave.planner.settings import RUNGS, trace_of
@@ -33,6 +34,13 @@ SIZE = Size(hidden=128, layers=LAYERS, batch=8, seq=128)
 CONFIGS = {family: config_of(family, SIZE) for family in ("bert", "llama")}
 STEP = dict(batch_size=8, seq_len=128, optimizer="sgd")
 STEPS = Training(**STEP)
+#: Bytes that may be on their way, of models whose layers are a thousandth of those that are trained.
+IN_FLIGHT = 2**19
+
+
+@pytest.fixture(autouse=True)
+def few_on_their_way(monkeypatch):
+    monkeypatch.setattr(planner_rates, "IN_FLIGHT", IN_FLIGHT)
 
 
 def needed(config, memsave):
@@ -95,7 +103,7 @@ SLOW_BUS = Rates(flops=1e15, memory=1e15, bus=1e3)
 def test_it_finds_what_brute_force_finds(of_every_setting, share, rates):
     """Of all settings, each traced by itself, none that fits costs less."""
     config, needs, away_of = of_every_setting
-    held = {memsave: held_of(config, away_between(memsave, away_of), rates_of(rates)) for memsave in needs}
+    held = {memsave: held_of(config, away_between(memsave, away_of)) for memsave in needs}
     needs = {memsave: need + held[memsave] for memsave, need in needs.items()}
     budget = int(min(needs.values()) + share * (needs[MemSaveConfig()] - min(needs.values())))
     found = plan(config, budget=budget, rates=rates, **STEP)
@@ -113,11 +121,10 @@ def away_between(memsave, away_of):
     return layers * away_of[memsave.checkpoint] + (LAYERS - layers) * away_of[None] if memsave.offload else 0
 
 
-def held_of(config, away, rates):
-    """Of that, what is on the device: what has not left, two fifths at most; or the next one, of the MLP's width."""
+def held_of(config, away):
+    """Of that, what may be on the device as forward ends: two of the MLP's width, or what may be on its way."""
     one = STEP["batch_size"] * STEP["seq_len"] * config.intermediate_size * 2
-    late = away - rates.bus * work_of(config, STEPS).forward / rates.flops
-    return min(away, max(one, away / 32, min(0.4 * away, late)))
+    return min(away, max(2 * one, IN_FLIGHT))
 
 
 def costs_of(config, settings, away_of, rates):
@@ -128,7 +135,7 @@ def costs_of(config, settings, away_of, rates):
         layers = dict(memsave.layers or ()).get("checkpoint", 0)
         again = layers * work.again[memsave.checkpoint] if layers else 0
         away = away_between(memsave, away_of)
-        away -= held_of(config, away, rates)
+        away -= held_of(config, away)
         forward, backward = work.forward / rates.flops, (work.backward + again) / rates.flops
         waits = max(0, away / rates.bus - forward) + max(0, away / rates.bus - backward)
         more = again / rates.flops + waits + 2 * away / rates.memory

@@ -2,14 +2,18 @@
 
 import contextlib
 import gc
+import threading
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 
 from hf_memsave import MemSaveConfig, MemSaveError, patch
+from hf_memsave.errors import KeptTensorChangedError
 from hf_memsave.tape import offload
-from hf_memsave.tape.offload import Away, Offload
+from hf_memsave.tape.offload import Away, Offload, Queue
+from support.attacks import Attack
 from support.lora import adapted
 from support.steps import assert_same, backward
 from support.tapes import held_tensors
@@ -125,3 +129,150 @@ def test_too_little_main_memory_is_an_error_with_a_remedy(monkeypatch):
     patch(model, MemSaveConfig(offload=True))
     with pytest.raises(MemSaveError, match=r"expected room for .* in main memory, .* Use a smaller batch"):
         model(**batch_for(model, Size()))
+
+
+class Stream:
+    """Of a device that is not there, or an event of it: ``work`` ends at ``time``, and is done as late as it may be."""
+
+    def __init__(self, host=None, time=0.0, work=None):
+        self.host, self.time, self.work = host or self, time, work
+
+    def wait_event(self, event):
+        self.time, work, event.work = max(self.time, event.time), event.work, None
+        if work is not None:
+            work()
+
+    wait_stream = wait_event
+
+    def record_event(self, work=None):
+        return Stream(self.host, self.time, work)
+
+    def synchronize(self):
+        self.host.wait_event(self)
+
+    def query(self):
+        return self.time <= self.host.time and self.synchronize() is None
+
+
+class Clock(Queue):
+    """As on CUDA: the host goes on unless it has to wait. What is let go of before its copy is done is a fault."""
+
+    def __init__(self, bandwidth):
+        super().__init__(torch.device("cpu"))
+        self.host, self.bandwidth, self.copies, self.faults = Stream(), bandwidth, [], []
+        self.model, self.out, self.into = (Stream(self.host) for _ in range(3))
+
+    def compute(self, seconds):
+        self.model.time = max(self.model.time, self.host.time) + seconds
+
+    def now(self):
+        return self.model
+
+    def copy(self, source, target, stream):
+        is_out = stream is self.out
+        there, host = (source, target) if is_out else (target.fill_(255), source)
+        stream.time = max(stream.time, self.host.time) + len(host) / self.bandwidth
+        self.copies.append((is_out, int(source[0])))
+        ref = weakref.ref(there, lambda ref: self.faults.append(event.time) if event.work else None)
+        event = stream.record_event(lambda: host.copy_(ref()) if is_out else ref().data.copy_(host))
+        return event
+
+
+@pytest.fixture
+def clock_of(monkeypatch):
+    def make(bandwidth, in_flight):
+        clocks.append(Clock(bandwidth))
+        monkeypatch.setattr(offload, "IN_FLIGHT", in_flight)
+        monkeypatch.setattr(offload, "queue_of", lambda device: clocks[0])
+        return clocks[0]
+
+    clocks = []
+    yield make
+    gc.collect()
+    assert len(clocks[0].packed) == len(clocks[0].coming) == 0 and not clocks[0].faults
+
+
+@pytest.fixture(params=[(1, 2**40), (3e8, 0), (1e12, 0)], ids=["a bus that stands still", "slow", "fast"])
+def late(request, clock_of):
+    return clock_of(*request.param)
+
+
+@pytest.mark.parametrize(("bandwidth", "seconds"), [(500, 39), (1e6, 30)], ids=["slow", "fast"])
+def test_copies_leave_first_in_first_out_and_come_back_in_reverse(bandwidth, seconds, clock_of):
+    """Ten storages, each computed in 1 s and used for 2 s. The slow bus takes 2 s for a copy: in 21 s all are out."""
+    clock, kept = clock_of(bandwidth, in_flight=4000), []
+    for i in range(10):
+        clock.compute(1)
+        kept.append(Away(torch.full((1000,), i, dtype=torch.uint8)))
+        assert sum(away.there is not None for away in kept) == min(i + 1, 4)
+    while kept:
+        assert kept[-1].back().eq(len(kept) - 1).all()
+        assert sum(away.there is not None or away.coming is not None for away in kept) <= 5
+        clock.compute(2)
+        del kept[-1]
+    assert clock.copies == [(True, i) for i in range(10)] + [(False, i) for i in reversed(range(6))]
+    assert clock.model.time == pytest.approx(seconds, abs=0.1)
+
+
+@pytest.mark.parametrize(("family", "rung"), [("llama", None), ("gpt2", None), ("llama", "block")])
+def test_a_step_is_stocks_to_the_bit_however_late_copies_are(family, rung, late):
+    model = build(family, Size())
+    batch = batch_for(model, Size(), padded=True)
+    _, stock = step(model, batch)
+    patch(model, MemSaveConfig(offload=True, checkpoint=rung))
+    for module in model.modules():
+        module.register_forward_hook(lambda *args: late.compute(1e-4))
+    assert_same(step(model, batch)[1], stock)
+    torch.manual_seed(1)
+    loss = model(**batch).loss
+    loss.backward(retain_graph=True)
+    assert_same(backward(model, loss), stock)
+    assert {is_out for is_out, _ in late.copies} == ({True, False} if late.bandwidth > 1 else {True})
+    model(**batch)  # whose graph goes without a backward
+    assert not late.faults
+
+
+@pytest.mark.parametrize("how", [lambda h: h.add_(1), lambda h: h.data.mul_(2)], ids=["in place", "through .data"])
+def test_what_the_forward_writes_to_is_copied_before(how, late):
+    def writing(model, x):
+        h = model.p * x
+        first = h.sin()
+        how(h)
+        return first + h.exp()
+
+    model = Attack(writing, p=torch.nn.Parameter(torch.linspace(-1, 1, 4096)))
+    patch(model, MemSaveConfig(offload=True))
+    model(torch.tensor(2.0)).sum().backward()
+    h = model.p.detach() * 2
+    expected = h.cos() * 2
+    how(h)
+    torch.testing.assert_close(model.p.grad, expected + h.exp() * 2)
+
+
+def test_what_is_written_to_after_the_forward_is_an_error_as_in_stock_or_was_copied_before(late):
+    kept = [torch.ones(1000) for _ in range(8)]
+    away = [late.compute(1e-4) or Away(x) for x in kept]
+    is_there = [one.there is not None for one in away]
+    assert is_there == [late.bandwidth == 1] * 6 + is_there[6:] and is_there[-1]
+    for x, one, is_early in zip(kept, away, is_there, strict=True):
+        x.fill_(2)
+        with pytest.raises(KeptTensorChangedError, match="inplace") if is_early else contextlib.nullcontext():
+            assert one.back().view(torch.float32).eq(1).all()
+
+
+def test_what_was_given_back_is_shared_until_its_storage_is_written_to(late):
+    away = Away(x := torch.ones(1000))
+    first = away.back()
+    assert away.back() is first
+    away.before_write()
+    x.fill_(2)
+    assert away.back().view(torch.float32).eq(1).all()
+
+
+def test_a_finalizer_in_another_thread_waits_for_no_lock(late):
+    kept = [Away(torch.ones(1000)) for _ in range(3)]
+    with late.lock:
+        thread = threading.Thread(target=kept.clear, daemon=True)
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive() and len(late.packed) == 0
