@@ -133,7 +133,7 @@ def add_memsave(parser: argparse.ArgumentParser, words: str = "a preset or YAML 
     _add(parser, "--memsave", help=words)
     again = "what of each block runs again in backward: each in turn frees more, and takes more time"
     parser.add_argument("--checkpoint", choices=RUNGS, help=again)
-    sizes = "run blocks again in tiles of so many tokens of each sequence (auto: by what is free)"
+    sizes = "run blocks again, MLPs on so many tokens of each sequence at a time (auto: 4096 of all)"
     parser.add_argument(
         "--tiles", type=lambda text: text if text == "auto" else _positive_int(text), metavar="N|auto", help=sizes
     )

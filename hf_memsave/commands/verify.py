@@ -74,7 +74,7 @@ def _verdict(found: step.StepComparison) -> str:
         return f"Different: {gradients}{' and the loss' * loss}."
     if found.is_tiled:
         return (
-            f"Equal within {found.tolerance:.1e}: blocks that run in tiles sum the gradients of weights, in fp32, in "
+            f"Equal within {found.tolerance:.1e}: modules that run in rows sum the gradients of weights, in fp32, in "
             f"another order than stock. The loss is {_distance(found.loss)}."
         )
     return (

@@ -40,13 +40,12 @@ class MemSaveConfig:
     Attributes:
         checkpoint: Which products of a repeated block run again in backward: none, "o_proj" (attention's output
             projection), and with it "qkv", and with those "up", "gate" (all of an MLP that an activation reads),
-            "block" (and attention itself), "tiles" (as "block", but in tiles of the sequence: see ``tiles``). Exact; it
-            costs the time of those products.
-        tiles: How many tokens of each sequence a block runs at a time, forward and backward, with attention alone run
-            on all of them; "auto" takes several thousand, by what is free on the device. A shorter sequence runs as
-            with "block", and so does a block that mixes tokens otherwise than by attention. Losses are stock's to the
-            bit in fp32; gradients up to the order of sums, as weights' are summed over tiles, in fp32. It chooses
-            checkpoint="tiles", which without it takes "auto".
+            "block" (and attention itself), "tiles" (as "block", with MLPs on a part of the tokens at a time: see
+            ``tiles``). Exact; it costs the time of those products.
+        tiles: On how many tokens of each sequence a block's MLPs, Python-written norms and LoRA layers run at a time,
+            forward and backward; "auto": 4096 of all sequences. A shorter sequence runs as with "block", and so does a
+            module that mixes tokens. Loss and gradients equal stock's up to the order of sums in products, as gradients
+            of weights are summed over parts, in fp32. It chooses checkpoint="tiles", which without it takes "auto".
         offload: Whether what still has to be kept goes to main memory, and comes back in backward. Exact, for CUDA.
         budget: What a training step may take of a GPU, in bytes or as "24GiB": trainers, which know batch size and
             sequence length, plan the cheapest checkpoint and offload that fit (:func:`hf_memsave.plan`).
@@ -147,8 +146,8 @@ class MemSaveConfig:
         self._expect("tiles", self.tiles in (None, "auto") or is_size, expected, "Use 'auto', or leave it out.")
         if self.tiles is not None and self.checkpoint not in (None, "tiles"):
             raise ConfigError(
-                f"MemSaveConfig.tiles={self.tiles!r} runs whole blocks again in tiles, got checkpoint="
-                f"{self.checkpoint!r} beside it. Leave out one of the two."
+                f"MemSaveConfig.tiles={self.tiles!r} runs whole blocks again, MLPs on parts of the tokens, got "
+                f"checkpoint={self.checkpoint!r} beside it. Leave out one of the two."
             )
         if self.tiles is None and self.checkpoint != "tiles":
             return
@@ -157,8 +156,8 @@ class MemSaveConfig:
         found = {name: getattr(self, name) for name in ("storage", "linear", "compile")}
         if given := [f"{name}={value!r}" for name, value in found.items() if value]:
             raise ConfigError(
-                f"MemSaveConfig.checkpoint='tiles' keeps a block's input alone, exactly, and runs the block's own code "
-                f"on parts of it, got {', '.join(given)}. Use checkpoint='block', or leave that out."
+                f"MemSaveConfig.checkpoint='tiles' keeps a block's input alone, exactly, and runs its MLPs on parts of "
+                f"the tokens, got {', '.join(given)}. Use checkpoint='block', or leave that out."
             )
 
     def _refuse_beside_compile(self) -> None:

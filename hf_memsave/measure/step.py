@@ -27,7 +27,7 @@ from hf_memsave.patching.swap import set_class
 DISTANCES = 2
 #: The most that stock may be from itself for a comparison to tell anything, with 32-bit numbers and with 16-bit ones.
 TOLERANCE, HALF_TOLERANCE = 1e-3, 2e-2
-#: What is allowed of 32-bit numbers where blocks run in tiles, over which weight gradients are summed: some roundings.
+#: What is allowed of 32-bit numbers where modules run in rows, over which weight gradients are summed: some roundings.
 TILES_TOLERANCE = 2.0**-16
 #: How the names begin under which patching keeps things on a module.
 _OURS = "_memsave_"
@@ -84,7 +84,7 @@ def compare_step(
     """Run forward and backward stock (twice, to see that it repeats itself) and patched, each from the same seed.
 
     Equal bits are asked on CPU, under :func:`deterministic_kernels`, and wherever stock repeats itself; elsewhere on
-    CUDA the measure is stock's own distance between its two runs. Where blocks run in tiles, weight gradients are sums
+    CUDA the measure is stock's own distance between its two runs. Where modules run in rows, weight gradients are sums
     in another order: :data:`TILES_TOLERANCE` is allowed, or :data:`HALF_TOLERANCE` with 16-bit numbers. The model,
     which returns a loss or a mapping with one, runs in the mode it is in; it and the random state are left as they
     were.

@@ -17,12 +17,12 @@ from hf_memsave.errors import PatchError
 from hf_memsave.ops import OPS
 from hf_memsave.ops.approximate.few_bit import FewBit
 from hf_memsave.ops.fused.kernels import why_not
-from hf_memsave.ops.loss.norm_in_rows import runs_in_rows
 from hf_memsave.ops.run_again import is_known_by_weight
 from hf_memsave.ops.sampled.eager_attention import NAME, implementation, is_attention
 from hf_memsave.patching import refusals
 from hf_memsave.patching.blocks import block_at, block_numbers, head_of, number_of
 from hf_memsave.patching.refusals import SiteReport
+from hf_memsave.patching.rows import may_run_in_rows
 from hf_memsave.patching.sharded import refuse_zero3
 from hf_memsave.patching.swap import Patch, hides_forward, stock_class
 
@@ -62,7 +62,7 @@ def collect(
         config = replace(config, backend="torch")
         sites.append(_site(prefix, model, "fused", reason))
     heads = {head_of(m) for m in model.modules()} if config.loss == "chunked" else set()
-    has_rows = config.checkpoint in ("block", "tiles") and bool(heads - {None})  # else a norm is not the peak
+    has_norm = config.checkpoint in WHOLE and bool(heads - {None})  # that may be the peak of a step
     root_is_layer = not prefix and not isinstance(model, PreTrainedModel) and not numbers.keys() - {""}
     for name, module in model.named_modules():
         around = block_at(name, numbers) if block is None else block
@@ -77,8 +77,9 @@ def collect(
         is_known = isinstance(module, nn.Linear) and not type(module).__module__.startswith("bitsandbytes")
         if op in (None, "lora") and module in heads and not is_known:
             op, value = "lazy_head", config.loss
-        if op is None and around is None and has_rows and runs_in_rows(stock_class(module)):
-            op = "norm_in_rows"
+        rows = _rows(module, config, around, len(numbers)) if around is not None or has_norm and op is None else None
+        if rows is not None and not hides_forward(module):
+            plan[module] = plan.get(module, Patch(stock_class(module)))._replace(rows=rows)
         if op is None:
             continue
         is_by_weight = op == "run_again" and is_known_by_weight(module)
@@ -99,6 +100,16 @@ def collect(
     if config.linear is not None and not prefix:
         refusals.refuse_unsampled(sites, config.linear, model)
     return sites, plan, again
+
+
+def _rows(module: nn.Module, config: MemSaveConfig, block: int | None, blocks: int) -> int | str | None:
+    """How many tokens of each sequence a module of the block of this number, or of none, runs at a time."""
+    cls = stock_class(module)
+    if block is None:
+        return "norm" if kind_of(cls) == "norm" and may_run_in_rows(module, cls) else None
+    is_within = config.checkpoint == "tiles" and not issubclass(cls, GradientCheckpointingLayer)
+    is_one = is_within and config.converts("checkpoint", block, blocks) and may_run_in_rows(module, cls)
+    return config.tiles if is_one else None
 
 
 def _site(name: str, module: nn.Module, op: str, reason: str = "") -> SiteReport:

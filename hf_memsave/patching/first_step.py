@@ -68,7 +68,7 @@ def waiting(module: nn.Module) -> Ledger | None:
 def sentences(step: Ledger, config: MemSaveConfig) -> list[str]:
     """What a step kept, of what, and what freed it, in people's words."""
     rung, again = config.checkpoint, step.nbytes_again
-    whole = "blocks run again" + (", in tiles" if rung == "tiles" else "")
+    whole = "blocks run again" + (", MLPs in rows" if rung == "tiles" else "")
     runs = whole if rung in WHOLE else f"{gib(again)} of products run again" if again else ""
     first = "the first step" if len(step.told) < 2 else "the first step that trains other parameters"
     how = "; ".join(filter(None, ("" if step.uncounted else kinds(step, "avoided"), runs)))

@@ -21,10 +21,10 @@ from hf_memsave.patching.checkpointed import AGAIN, choose_again
 from hf_memsave.patching.collect import Patches, collect
 from hf_memsave.patching.first_step import FIRST, LEDGER, kept, kinds, sentences, trained_in
 from hf_memsave.patching.refusals import SiteReport
+from hf_memsave.patching.rows import forget, reasons
 from hf_memsave.patching.sampled_layers import attach, sampler_of
 from hf_memsave.patching.swap import is_patched, is_wrapped, patched_class, patched_models, set_class, stock_class
 from hf_memsave.patching.taped import BUFFERS, CODED, COMPILED, DECIDED, mark_buffers
-from hf_memsave.patching.tiled import PLANS
 from hf_memsave.tape.codecs import leave_alone
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.quantize import FORMATS
@@ -126,11 +126,10 @@ class PatchReport:
         said = "  gradients are exact, but not stock's bits: compiled, sums are in another order, and masks other ones"
         return [said, *(f"  compiled {n:>4} x {name}: {what}" for n, name, what in lines)] if lines else []
 
-    def _tiled(self) -> list[str]:
-        plans = [(name, one) for m, name in _classes(self._model()) for one in m.__dict__.get(PLANS, {}).values()]
-        found = Counter((name, one.why_not or "") for name, one in plans)
+    def _rows(self) -> list[str]:
+        found = Counter((name, why) for m, name in _classes(self._model()) for why in reasons(m))
         return [
-            f"  in tiles {n:>4} x {name}" if not why else f"  no tiles {n:>4} x {name}: {why}; run again as a whole"
+            f"  whole {n:>4} x {name}: {why}" if why else f"  in rows {n:>4} x {name}"
             for (name, why), n in sorted(found.items())
         ]
 
@@ -170,7 +169,7 @@ class PatchReport:
         for (status, op, cls, reason), count in sorted(counts.items()):
             if status == "skipped" or op not in ("model", "block"):
                 lines.append(f"  {status:<8} {count:>4} x {op:<18} {cls}{': ' + reason if reason else ''}")
-        lines += self._sampling() + self._compiled() + self._tiled()
+        lines += self._sampling() + self._compiled() + self._rows()
         if self.config.storage is not None:
             lines.append(f"  activations that have to be kept are kept in {FORMATS[self.config.storage].bits} bits")
         if added := self.added:
@@ -295,7 +294,8 @@ def _swap(model: nn.Module, plan: Patches, again: set[nn.Module]) -> set[nn.Modu
             set_class(module, cls)
             DECIDED.pop(module, None)  # under another configuration other calls leave records
             changed.add(module)
-        for name in (BUFFERS, LEDGER, FIRST, CODED, PLANS):
+        forget(module)
+        for name in (BUFFERS, LEDGER, FIRST, CODED):
             if name != CODED or module not in coded:
                 module.__dict__.pop(name, None)
     for module, index in coded.items():

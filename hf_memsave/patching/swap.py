@@ -21,6 +21,7 @@ from hf_memsave.ops import OPS
 from hf_memsave.ops.sampled.sampler import INDEX
 from hf_memsave.patching.checkpointed import checkpoint_block, running_by
 from hf_memsave.patching.first_step import LEDGER
+from hf_memsave.patching.rows import run_in_rows
 from hf_memsave.patching.taped import COMPILED, asks_for_index, call_with_batch, run_taped
 from hf_memsave.tape import current
 from hf_memsave.tape.as_stock import counted
@@ -40,6 +41,7 @@ class Patch(NamedTuple):
     value: Any = None  # what chose the op
     is_hidden: bool = False  # the instance has a forward of another tool: the tape is laid around the call
     rung: str | None = None  # what of a block runs again: all of it, or where it is compiled, up to what
+    rows: int | str | None = None  # how many tokens of each sequence run at a time, as run_in_rows takes it
 
 
 def patch_of(module: nn.Module) -> Patch | None:
@@ -119,8 +121,12 @@ def patched_class(patch: Patch) -> Any:
             keep_the_floor(rung)
         if is_compiling or (now := patch_of(self)) is None:
             return stock.forward(self, *args, **kwargs)
+        if now.rows is not None:
+            y = run_in_rows(self, now.stock.forward, now.rows, args, kwargs)
+            if y is not NotImplemented:
+                return y
         if now.config is None:
-            return _run_op(self, *args, **kwargs)
+            return (_run_op if now.op else now.stock.forward)(self, *args, **kwargs)
         return run_taped(self, now.config, now.block, _run_op if now.op else now.stock.forward, args, kwargs)
 
     @functools.wraps(stock.__call__)
@@ -160,9 +166,7 @@ def patched_class(patch: Patch) -> Any:
 
             body[COMPILED] = CompiledBlocks(stock, rung)
         elif rung in WHOLE:
-            from hf_memsave.patching.tiled import tile  # which needs this
-
-            body |= running_by(tile if rung == "tiles" else checkpoint_block, stock.__call__)
+            body |= running_by(checkpoint_block, stock.__call__)
         if config.linear is not None:
             body["__call__"] = call_with_batch(body.get("__call__", stock.__call__))
     cls = type(stock)(stock.__name__, (stock,), body)

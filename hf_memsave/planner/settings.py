@@ -25,7 +25,7 @@ from hf_memsave.measure.estimate import OWN, sharded
 from hf_memsave.measure.models import depth_of
 from hf_memsave.measure.trace import Trace
 from hf_memsave.measure.training import Training
-from hf_memsave.patching.tiled import TOKENS
+from hf_memsave.patching.rows import ROWS
 from hf_memsave.planner.rates import Rates, Work, work_of
 
 RUNGS: tuple[Any, ...] = (None, "gate", "block")
@@ -98,7 +98,7 @@ class Settings:
 
     def families(self) -> list[Family]:
         """All that may be used."""
-        rungs = (*RUNGS, "tiles") if self.training.seq_len > TOKENS else RUNGS
+        rungs = (*RUNGS, "tiles") if self.training.seq_len > ROWS else RUNGS
         return [Family(offload, rung) for offload in (False, True) for rung in rungs]
 
     def stock(self) -> dict[str, tuple[int, float]]:

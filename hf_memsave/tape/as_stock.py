@@ -7,6 +7,7 @@ one forward that a ledger counts, the stock one runs beside it on tensors withou
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -79,6 +80,8 @@ def _asked(
             found[_place(tensor)] = tensor.untyped_storage()
 
     is_cached = torch.is_autocast_cache_enabled()
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # tells of what cannot run without bytes
+    was_disabled, log.disabled = log.disabled, True
     try:
         with no_modes(), _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             torch.set_autocast_cache_enabled(False)  # where casts of weights, without bytes, would stay
@@ -95,6 +98,7 @@ def _asked(
         return None
     finally:
         torch.set_autocast_cache_enabled(is_cached)
+        log.disabled = was_disabled
 
 
 def _graph_of(out: Any) -> Any:

@@ -53,7 +53,7 @@ _OF_CHANNELS = {F.dropout1d: 3, F.dropout2d: None, F.dropout3d: 5, torch.feature
 
 def dropout(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Any function of :data:`DROPOUTS`."""
-    x, p, training, inplace = _arguments(*args, **kwargs)
+    x, p, training, inplace = dropout_arguments(*args, **kwargs)
     if inplace:
         tape.before_write(x)
     draws = training is True and 0 < p < 1 and tape.dropout != "stock"
@@ -78,8 +78,11 @@ def dropout(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     return func(*args, **kwargs)
 
 
-def _arguments(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: Any = None) -> Any:
-    p = float(p) if isinstance(p, Tensor) else p  # as stock reads it
+def dropout_arguments(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: Any = None
+) -> Any:
+    """Input, p, training and inplace of any plain dropout, as stock reads them."""
+    p = float(p) if isinstance(p, Tensor) else p
     return input, p, training if train is None else train, inplace
 
 
@@ -248,6 +251,23 @@ def drawn_again(x: Tensor, state: Tensor, p: float) -> tuple[Tensor, Tensor]:
             return torch.native_dropout(x, p, True)
         finally:
             generator.set_state(now)
+
+
+def mask_of(tape: Tape, like: Tensor, p: float) -> tuple[Tensor, Callable[[], Tensor]]:
+    """What a dropout in stock draws for ``like``, and what draws it again: noise on CPU, a boolean mask on CUDA."""
+    if not fuses_dropout(like):
+        noise, again, kept = drawn(tape, like, p, like.itemsize)
+        return noise, partial(again, *kept)
+    with TURN:
+        state = default_generator(like.device).get_state()
+        return torch.native_dropout(like, p, True)[1], partial(_Again(like, p).mask, state)
+
+
+def drop(x: Tensor, mask: Tensor, p: float) -> Tensor:
+    """A dropout of ``x`` by some rows of what :func:`mask_of` gave."""
+    if not fuses_dropout(x):
+        return x * mask
+    return torch.ops.aten.native_dropout_backward(x, mask, scale_of(p, x.dtype))
 
 
 DROPOUTS: dict[Any, Callable[..., Any]] = dict.fromkeys((F.dropout, torch.dropout, *_ALPHA, *_OF_CHANNELS), dropout)

@@ -51,6 +51,11 @@ softmaxes: dict[Any, int] = {
     torch.ops.aten._softmax.default: 1, torch.ops.aten._log_softmax.default: 1,
     torch.ops.aten._softmax_backward_data.default: 2, torch.ops.aten._log_softmax_backward_data.default: 2,
 }  # fmt: skip
+#: Ops that tell how many others are larger, or equal, or before.
+COUNTING = frozenset(getattr(torch.ops.aten, name) for name in (
+    "bincount cumsum cumprod cummax cummin histc kthvalue median mode searchsorted sort topk unique_consecutive "
+    "unique_dim _unique2"
+).split())  # fmt: skip
 #: What ``tensor.data = other`` calls.
 set_data: Callable[..., None] = operator.attrgetter("data.__set__")(torch.Tensor)
 #: The class of the nodes that a ``torch.autograd.Function`` puts into the graph; they are its contexts.

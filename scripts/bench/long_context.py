@@ -1,9 +1,10 @@
 """What a training step of Llama-3-8B takes at 32k, 128k and 512k tokens, by setting, on a CUDA GPU, estimated.
 
-    python scripts/bench/long_context.py [--only PART_OF_A_ROW] [--out [DIR]]
+    python scripts/bench/long_context.py [--only PART_OF_A_ROW] [--longest] [--out [DIR]]
 
 One sequence on each device, weights in bf16, AdamW fused: LoRA of rank 16 on all linears, in fp32 as PEFT has it, on
-one GPU; and all parameters over 8, sharded (FSDP, ZeRO-3). By ``hf_memsave.estimate``: no weights, no GPU, no network.
+one GPU; and all parameters over 8, sharded (FSDP, ZeRO-3). With --longest instead: the longest sequence that fits a
+GPU with QLoRA, rank 16 on all linears. By ``hf_memsave.estimate``: no weights, no GPU, no network.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from hf_memsave import estimate
+from hf_memsave import MemSaveConfig, estimate
+from hf_memsave.measure.largest import largest
+from hf_memsave.measure.models import depth_of
+from hf_memsave.measure.training import training_of
 from known_models import LLAMA
 from publish import arguments, publish, versions
 
@@ -39,6 +43,11 @@ ABOUT = """*Estimated* from the configuration alone, not run on a GPU. GiB on ea
 between forward and backward beside them, and the peak, which has gradients, the optimizer's states and the work of a
 step in it too, but not fragmentation, buffers of communication, nor about .5 GiB that CUDA takes for itself. Offloaded:
 kept in main memory."""
+#: GiB of a GPU.
+CARDS = (24, 48, 80)
+QLORA: dict[str, Any] = {
+    "batch_size": 1, "optimizer": "adamw_fused", "lora": {"r": 16}, "quantized": "nf4", "autocast": "bf16",
+}  # fmt: skip
 HEADER = ["trained", "tokens", "setting", "weights", "kept", "offloaded", "peak", "the peak is"]
 
 
@@ -50,13 +59,37 @@ def measured(tokens: int, of: dict[str, Any]) -> dict[str, Any]:
     return {**found, "kept": memory.kept - memory.away}
 
 
+def longest(out: str | None) -> None:
+    """Find the longest sequences, and write their table."""
+    config = LlamaConfig(**(LLAMA | {"max_position_embeddings": 2**22}))
+    results: dict[str, dict[str, int]] = {}
+    for setting in ("stock, checkpointing", '`"block"`', '`"tiles"`', '`"tiles"`, offload'):
+        options: dict[str, Any] = SETTINGS[setting]
+        memsave = MemSaveConfig.resolve(options["memsave"])
+        training = QLORA | {"checkpointing": options.get("checkpointing", False), "seq_len": 2**14}
+        results[setting] = {}
+        for gib in CARDS:
+            step = config, depth_of(config, None), training_of(**training), memsave
+            found = largest(*step, "seq_len", gib * 2**30, ("ddp", 1))
+            results[setting][f"{gib} GiB"] = found
+            print(setting, gib, found, sep=", ", flush=True)
+            gc.collect()
+    rows = [[setting, *(f"{n:,}" for n in of.values())] for setting, of in results.items()]
+    about = f"The longest sequence, in tokens, *estimated*; with CUDA's own .5 GiB in it. {versions()}."
+    title = f"# Llama-3.1-8B, QLoRA of rank 16 on all linears, one sequence\n\n{about}"
+    publish("longest", title, ["setting", *(f"{gib} GiB" for gib in CARDS)], rows, results, out)
+
+
 def main() -> None:
     """Estimate all, and write the table."""
     parser = arguments(__doc__)
     parser.add_argument("--only", default="", help="rows with this in what is trained, the setting or the tokens")
+    parser.add_argument("--longest", action="store_true", help="the longest sequences that fit, instead")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     os.environ["HF_HUB_OFFLINE"] = "1"
+    if args.longest:
+        return longest(args.out)
     results: dict[str, dict[str, Any]] = {}
     rows = []
     for trained, training in TRAINED.items():

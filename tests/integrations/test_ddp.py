@@ -25,9 +25,9 @@ from hf_memsave import MemSaveConfig, PatchError, measure_kept, patch
 from hf_memsave.ops.loss import chunked_loss
 from support import accuracy
 from support.compiled import interpreted
+from support.in_rows import SIZE as LONG
+from support.in_rows import assert_near, in_rows
 from support.steps import assert_same
-from support.tiled import SIZE as LONG
-from support.tiled import assert_near, reasons
 from support.zoo import VOCAB, Size, batch_for, build
 
 #: Engines, orders and kinds of checkpointing are in test_engines.py.
@@ -150,8 +150,8 @@ def compiled_under(engine, fields):
 
 
 def tiled_under(engine, fields, rank):
-    """Losses, gradients and weights' hooks of two steps of two micro-batches of BERT with dropouts, and the reasons."""
-    model = build("bert", LONG, torch.float32 if "bf16" in engine else torch.float64)
+    """Losses, gradients, weights' hooks and classes in rows: two steps of two micro-batches of GPT-2 with dropouts."""
+    model = build("gpt2", LONG, torch.float32 if "bf16" in engine else torch.float64)
     if fields:
         patch(model, MemSaveConfig(**fields))
     whole, calls, found = TILED[engine](model), Counter(), {}
@@ -169,7 +169,7 @@ def tiled_under(engine, fields, rank):
                 loss.backward()
             found[f"loss {number} {part}"] = loss.detach()
         found |= {f"{number} {name}": full(p.grad) for name, p in model.named_parameters()}
-    return found, dict(calls), reasons(model)
+    return found, dict(calls), in_rows(model)
 
 
 def head_under(how, is_outside, is_patched, rank):
@@ -271,8 +271,8 @@ def test_a_head_that_fsdp2_frees_trains_like_stock(case, ranks):
 @pytest.mark.parametrize("case", TILED)
 def test_blocks_in_tiles_have_stocks_gradients_and_run_each_hook_of_a_weight_as_often(case, ranks):
     slack = 0.02 if "bf16" in case else 1e-10
-    for (got, calls, why), (expected, stock_calls, _) in of_case(ranks, case):
-        assert set(why) == {None} and calls == stock_calls
+    for (got, calls, rows), (expected, stock_calls, _) in of_case(ranks, case):
+        assert rows == {"GPT2MLP"} and calls == stock_calls
         assert_near(got, expected, slack, least=1e-3)
 
 

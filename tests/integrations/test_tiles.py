@@ -19,17 +19,19 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from hf_memsave import MemSaveCallback, MemSaveConfig, MemSaveLoraConfig, MemSaveTrainer, patch
 from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.patching.swap import is_patched
-from hf_memsave.patching.tile_mode import attentions_in, caught_in
-from hf_memsave.patching.tile_plan import signature
 from hf_memsave.tape import current
 from hf_memsave.tape.private import innermost_hooks, innermost_mode
+from support.in_rows import SIZE, assert_near, in_rows, whole
 from support.lora import quantized
 from support.rows import Rows, arguments, logged
 from support.steps import step
-from support.tiled import SIZE, assert_near, assert_tiled
 from support.zoo import Size, batch_for, build
 
 TILES = MemSaveConfig(tiles=40)
+
+
+def assert_tiled(model):
+    assert "LlamaMLP" in in_rows(model) and not whole(model).keys() & in_rows(model)
 
 
 def llama(size=SIZE, dtype=torch.float64):
@@ -181,7 +183,8 @@ def test_lora_on_a_quantized_base(bits, saved):
             model.get_input_embeddings().weight[7, 3] = 20.0
         return model
 
-    assert_alike(make, lambda model: two_steps(model, size), slack=1e-5)
+    # Products in bf16 with weights in 4 bits have other last bits for other numbers of rows.
+    assert_alike(make, lambda model: two_steps(model, size), slack=2**-13 if bits == 4 else 1e-5)
 
 
 # What autograd and PyTorch's tools do beside.
@@ -297,15 +300,6 @@ def test_threads_that_share_a_model():
         sys.setswitchinterval(before)
     assert not wrong
     assert_tiled(model)
-
-
-def test_a_block_is_the_same_while_another_thread_runs_a_tile_of_it():
-    """Its plan is found, and not made again of what that thread has put into the block."""
-    block = llama().model.layers[0]
-    before = {signature(block)}
-    with caught_in(attentions_in(block), [block.mlp.gate_proj]):
-        assert block.self_attn.config is not block.mlp.config and "forward" in vars(block.mlp.gate_proj)
-        assert signature(block) in before
 
 
 @pytest.mark.long
