@@ -199,11 +199,11 @@ class _Run:
         self.masks = _Masks(rows, [*self.parts, self.checked], [])
 
     def parameters(self) -> list[Tensor]:
-        """Those that want gradients: an engine may have put others there since the forward."""
+        """Return the parameters that want gradients, read anew: FSDP2 may have replaced them since the forward."""
         return [self.module.get_parameter(name) for name in self.names or ()]
 
     def flat(self, x: Tensor) -> Tensor:
-        """``x`` with all its rows in the dimension before the last."""
+        """Return ``x [*, H]`` as ``[1, ..., rows, H]``."""
         return x.reshape(*[1] * (len(self.lead) - 1), -1, x.shape[-1])
 
     @contextlib.contextmanager
@@ -233,7 +233,7 @@ class _Run:
 
     @torch.no_grad()
     def __call__(self, *given: Tensor) -> Tensor:
-        """The output ``[*, out]`` of all rows of the arguments, the first of ``given``."""
+        """Return the output ``[*, out]`` of all rows of the arguments, which come first in ``given``."""
         flat = [self.flat(a) for a in given[: self.count]]
         y: Any = None
         self.masks.reset()
@@ -250,7 +250,7 @@ class _Run:
         return y  # type: ignore[no-any-return]
 
     def gradients(self, args: Sequence[Tensor], wants: Sequence[bool], dy: Tensor) -> list[Tensor | None]:
-        """Of the arguments and of the parameters, these summed over parts in fp32 or wider."""
+        """Return gradients of the arguments and of the parameters, these summed over parts in fp32 or wider."""
         parameters = self.parameters()
         flat, dy = [self.flat(a.detach()) for a in args], self.flat(dy)
         self.masks.reset()
@@ -292,7 +292,7 @@ class _Run:
 
 
 class _InRows(torch.autograd.Function):
-    """Of a run's arguments, which are kept, and parameters."""
+    """Has autograd keep a run's arguments, and gives it gradients of them and of the parameters."""
 
     @staticmethod
     def forward(ctx: Any, run: _Run, *given: Tensor) -> Tensor:
