@@ -82,7 +82,8 @@ class HeadCall:
 def _state_of(tensor: Tensor) -> tuple[Any, Any]:
     """Its shape, and a sum of all bits: it shows also a write that autograd is not told of (a fused optimizer's)."""
     if not (is_plain(tensor) and has_numbers(tensor) and tensor.numel()):
-        return tensor.shape, (id(tensor), tensor._version)
+        # Of what a forward made, autograd sees writes itself; and backward is given it as another object.
+        return tensor.shape, (id(tensor), tensor._version) if isinstance(tensor, nn.Parameter) else None
     with torch.inference_mode(False), no_modes():
         dense = tensor.detach().reshape(-1)
         whole = dense.nbytes % 8 == 0 and dense.storage_offset() * dense.itemsize % 8 == 0
