@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, TextIO
 
 #: The one logger of the package.
@@ -47,18 +48,15 @@ class _Handler(logging.StreamHandler[TextIO]):
         return text if text.startswith("hf_memsave") else f"hf_memsave: {text}"
 
 
-class _Filter(logging.Filter):
+#: Whether steps that this thread runs are no training.
+_is_measuring: ContextVar[bool] = ContextVar("is_measuring", default=False)
+
+
+def _is_shown(record: logging.LogRecord) -> bool:
     """Whether this process is to show a record, by its rank and by what Transformers' loggers show now."""
-
-    is_measuring = False
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        verbosity = 0 if os.environ.get(VARIABLE) else logging.getLogger("transformers").level
-        is_quiet = verbosity >= logging.ERROR or self.is_measuring or _rank() > 0
-        return not is_quiet or record.levelno >= max(verbosity, logging.ERROR)
-
-
-_filter = _Filter()
+    verbosity = 0 if os.environ.get(VARIABLE) else logging.getLogger("transformers").level
+    is_quiet = verbosity >= logging.ERROR or is_measuring() or _rank() > 0
+    return not is_quiet or record.levelno >= max(verbosity, logging.ERROR)
 
 
 def _rank() -> int:
@@ -78,21 +76,21 @@ def warn_once(text: str) -> None:
 
 @contextlib.contextmanager
 def only_measuring() -> Iterator[None]:
-    """Steps in here are no training: of them only errors are shown."""
-    before, _filter.is_measuring = _filter.is_measuring, True
+    """Steps that this thread runs in here are no training: of them only errors are shown."""
+    token = _is_measuring.set(True)
     try:
         yield
     finally:
-        _filter.is_measuring = before
+        _is_measuring.reset(token)
 
 
 def is_measuring() -> bool:
-    """Whether :func:`only_measuring` is entered."""
-    return _filter.is_measuring
+    """Whether this thread is in :func:`only_measuring`."""
+    return _is_measuring.get()
 
 
 logger.addHandler(_Handler())
-logger.addFilter(_filter)
+logger.addFilter(_is_shown)
 _asked = os.environ.get(VARIABLE, "")
 if logger.level == logging.NOTSET:  # else the user has set it before
     logger.setLevel(_LEVELS.get(_asked.lower(), logging.INFO))
