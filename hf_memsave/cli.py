@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 
 from hf_memsave import __version__
+from hf_memsave.errors import MemSaveError
 
 #: Command -> its line in the help. Each is a module of :mod:`hf_memsave.commands` with ``run``.
 COMMANDS = {
@@ -38,13 +39,12 @@ def main(given: Sequence[str] | None = None) -> int:
     if argv[0] not in COMMANDS:
         parser.parse_args(argv)  # which ends the process
     arguments = import_module("hf_memsave.commands.arguments")
-
-    from hf_memsave.errors import MemSaveError
-
-    getattr(arguments, argv[0])(parsers[argv[0]])
+    arguments.add_options(parsers[argv[0]], argv[0])
     try:
         args = parser.parse_args(argv)
         arguments.check(args)
+        if given is None and argv[0] in ("report", "estimate", "plan") and "--check" not in argv:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else each trace runs in a process of its own, without GPUs
         with quiet():
             gc.disable()
             command = import_module(f"hf_memsave.commands.{argv[0]}")

@@ -1,4 +1,4 @@
-"""What each command can be asked, and what is wrong with an answer: told before any library is loaded."""
+"""The options of each command, and what is wrong with a value: told before any library is loaded."""
 
 from __future__ import annotations
 
@@ -20,130 +20,74 @@ from hf_memsave.errors import CommandError
 BATCH_SIZE, SEQ_LEN = 2, 512
 STANDARD_OUTPUT = Path("-")
 #: The fields that have an option of their own beside ``--memsave``.
-_MEMSAVE = ("checkpoint", "tiles", "offload", "compile")
-
-
-def report(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``memsave report``."""
-    parser.description = (
-        "Lists the sites that patch() finds in a model, and measures what one training step keeps between forward and "
-        "backward, stock beside patched. Needs the configuration alone: no weights are read. Of a text model a few "
-        "layers are measured on the CPU, and further ones taken to be like those; any other model is run whole, on "
-        "images or sound of the sizes in its configuration, or on a batch of yours."
-    )
-    _add(parser, "model", "--batch")
-    add_memsave(parser)
-    _add(parser, "--batch-size", "--seq-len", "--dtype", "--autocast", "--lora", "--layers", "--json")
-
-
-def estimate(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``memsave estimate``."""
-    parser.description = (
+_FIELDS = ("checkpoint", "tiles", "offload", "compile")
+_CONFIG = "--memsave --checkpoint --tiles --offload --compile"
+_STEP = (
+    "--batch-size --seq-len --dtype --autocast --optimizer --lora --quantized --checkpointing --accumulation "
+    "--attention --padded --holds-output --devices --sharding --layers"
+)
+_INPUTS = "model --batch --batch-size --seq-len --dtype --autocast --device"  # read by commands.inputs.load_inputs
+#: Command -> its options in order, and its description. Options joined by a bar exclude each other.
+COMMANDS = {
+    "report": (
+        f"model --batch {_CONFIG} --batch-size --seq-len --dtype --autocast --lora --layers --json",
+        "Lists the sites that patch() finds in a model, and counts what one training step on a CUDA GPU keeps between "
+        "forward and backward, stock beside patched. Needs the configuration alone: no weights, no GPU. Of a text "
+        "model a few layers run on a stand-in for a CUDA device, and further ones are taken to be like those; any "
+        "other model runs whole, on images or sound of the sizes in its configuration, or on a batch of yours.",
+    ),
+    "estimate": (
+        f"model {_CONFIG} {_STEP} --memory --check --html --json",
         "Estimates the peak memory of a training step on a CUDA GPU, stock beside patched. A few layers run on a "
         "stand-in for a CUDA device, where every byte is counted; the full depth follows from them. Not modelled: "
-        "fragmentation, and buffers of communication."
-    )
-    _add(parser, "model")
-    add_memsave(parser, "the preset or YAML file to estimate beside stock (%(default)s)")
-    _add_step(parser)
-    _add(parser, "--memory", help=f"what there is: says whether it fits, and what would; {_SIZES}")
-    option = parser.add_argument
-    option("--check", action="store_true", help="run the step on this machine's GPU, and compare")
-    page = partial(picture, suffixes=(".html", ".htm"))
-    option("--html", type=page, metavar="FILE", help="write a page with pictures and explanations, all in one file")
-    _add(parser, "--json")
-
-
-def plan(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``memsave plan``."""
-    parser.description = (
+        "fragmentation, and buffers of communication.",
+    ),
+    "plan": (
+        f"model --budget --memsave --main-memory {_STEP} --out --json",
         "Finds how many layers have to run how much again in backward, and whether to offload, for a training step to "
-        "fit, and writes the configuration. It estimates as memsave estimate does."
-    )
-    _add(parser, "model")
-    _add(parser, "--budget", required=True, help=f"what there is: {_SIZES}")
-    _add(parser, "--memsave", help="a preset or YAML file to begin with (%(default)s)")
-    speed = "whose speed counts (%(default)s)"
-    parser.add_argument("--device", choices=["a100", "h100", "rtx4090"], default="a100", help=speed)
-    _add(parser, "--main-memory", help="what offload may take, such as 64GiB (any amount)")
-    _add_step(parser)
-    _add(parser, "--out", "--json")
-
-
-def demo(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``memsave demo``."""
-    parser.description = (
+        "fit, and writes the configuration. It estimates as memsave estimate does.",
+    ),
+    "demo": (
+        "--steps|--quick --out",
         "Trains a small BERT and a small LLaMA from random weights with transformers.Trainer on the CPU, each stock "
         "and patched from the same seed, and compares losses, accuracy, kept memory and time. Exit status 1 if a loss "
-        "or a weight differs in a single bit."
-    )
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument("--steps", **_NUMBER, default=240, help="so many steps (%(default)s)")
-    length.add_argument("--quick", action="store_const", dest="steps", const=70, help="%(const)s steps")
-    drawn = "the picture to write (demo.png, if matplotlib is installed)"
-    parser.add_argument("--out", type=picture, metavar="PNG", help=drawn)
-
-
-def verify(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``memsave verify``."""
-    parser.description = (
+        "or a weight differs in a single bit.",
+    ),
+    "verify": (
+        f"{_INPUTS} {_CONFIG} --layers --deterministic --json",
         "Runs one forward and backward of a model, stock and patched, from the same seed, and compares the loss, every "
         "gradient and the bytes kept in between. Exit status 0 if they are equal: to the bit, or, where stock run "
         "twice differs from itself (CUDA's kernels add in no fixed order), within twice that distance. 1 if they "
-        "differ, 2 if the step cannot be run."
-    )
-    _add_inputs(parser)
-    add_memsave(parser)
-    _add(parser, "--layers", help="with random weights, the depth (all layers, or 2 of too many)")
-    how = "ask for equal bits on CUDA too: under PyTorch's deterministic algorithms, attention as products of matrices"
-    parser.add_argument("--deterministic", action="store_true", help=how)
-    _add(parser, "--json")
-
-
-def auto(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``memsave auto``."""
-    parser.description = (
+        "differ, 2 if the step cannot be run.",
+    ),
+    "auto": (
+        f"{_INPUTS} --smart|--fast --memory {_CONFIG} --max-batch --out --json",
         "Tries a model, stock and converted, on a batch, and writes the configuration it found. --smart keeps the "
         "batch and converts as few blocks of each kind as it takes to fit; --fast asks whether converting everything "
         "pays, by the larger batch that then fits. Memory is counted: what is kept between forward and backward, "
-        "parameters, gradients, and AdamW's state; leave room for what backward computes and drops again."
-    )
-    _add_inputs(parser)
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--smart", action="store_true", help="as few conversions as it takes (this is the default)")
-    how.add_argument("--fast", action="store_true", help="everything, or nothing where that trains faster")
-    _add(parser, "--memory", help=f"the limit (on CUDA: nine tenths of what the device has left); {_SIZES}")
-    add_memsave(parser, "a preset or YAML file: what to convert to (%(default)s)")
-    parser.add_argument("--max-batch", **_NUMBER, help="with --fast, the largest batch to try")
-    _add(parser, "--out", "--json")
-
-
-def doctor(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``memsave doctor``."""
-    parser.description = (
+        "parameters, gradients, and AdamW's state; leave room for what backward computes and drops again.",
+    ),
+    "doctor": (
+        f"model {_CONFIG}",
         "Prints what a bug report needs. With a model, also what patch() changes in it, found on the meta device from "
-        "its configuration alone. Exit status 1 if something prevents patching, 2 on a wrong argument."
-    )
-    _add(parser, "model", nargs="?")
-    add_memsave(parser)
+        "its configuration alone. Exit status 1 if something prevents patching, 2 on a wrong argument.",
+    ),
+}
 
 
-def add_memsave(parser: argparse.ArgumentParser, words: str = "a preset or YAML file (%(default)s)") -> None:
-    """Add the options that :func:`memsave_of` reads."""
-    _add(parser, "--memsave", help=words)
-    again = "what of each block runs again in backward: each in turn frees more, and takes more time"
-    parser.add_argument("--checkpoint", choices=RUNGS, help=again)
-    sizes = "run blocks again, MLPs on so many tokens of each sequence at a time (auto: 4096 of all)"
-    parser.add_argument(
-        "--tiles", type=lambda text: text if text == "auto" else _positive_int(text), metavar="N|auto", help=sizes
-    )
-    parser.add_argument("--offload", action="store_true", help="what is still kept goes to main memory (for CUDA)")
-    parser.add_argument("--compile", action="store_true", help="compile each repeated block by itself")
+def add_options(parser: argparse.ArgumentParser, command: str) -> None:
+    """Add the description and the options of a command to its parser."""
+    options, parser.description = COMMANDS[command]
+    changes = CHANGES.get(command, {})
+    for names in options.split():
+        group = parser.add_mutually_exclusive_group() if "|" in names else parser
+        for name in names.split("|"):
+            group.add_argument(name, **OPTIONS[name] | changes.get(name, {}))
 
 
 def memsave_of(args: argparse.Namespace) -> MemSaveConfig:
     """The configuration that ``--memsave`` and the options beside it ask for; else ConfigError."""
-    fields = {name: value for name in _MEMSAVE if (value := getattr(args, name, None)) not in (None, False)}
+    fields = {name: value for name in _FIELDS if (value := getattr(args, name, None)) not in (None, False)}
     config = MemSaveConfig.resolve(args.memsave, fields, may_plan=getattr(args, "budget", None) is not None)
     assert config is not None  # a preset's name is none of False
     return config
@@ -151,29 +95,28 @@ def memsave_of(args: argparse.Namespace) -> MemSaveConfig:
 
 def memsave_in_words(args: argparse.Namespace) -> str:
     """What was asked for, such as "exact, checkpoint gate, offload"."""
-    named = [f"{name} {value}" for name in _MEMSAVE[:2] if (value := getattr(args, name, None))]
-    flags = [name for name in _MEMSAVE[2:] if getattr(args, name, False)]
-    return ", ".join([args.memsave, *named, *flags])
+    given = {name: value for name in _FIELDS if (value := getattr(args, name, None))}
+    return ", ".join([args.memsave, *(name if value is True else f"{name} {value}" for name, value in given.items())])
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise the error of options that do not go together, or name what is not there."""
-    given = vars(args)
+    """Raise the error of options that do not go together, or of a model that is not there."""
+    get = vars(args).get
     if args.command != "demo" and memsave_of(args).compile and args.command not in ("report", "doctor"):
         raise CommandError("expected blocks that run op by op, got compile. Leave it out: compiled, they keep as much.")
-    if given.get("autocast") and args.dtype not in (None, "fp32"):
+    if get("autocast") and args.dtype not in (None, "fp32"):
         raise CommandError(f"--autocast computes with fp32 weights, got --dtype {args.dtype}. Leave one out.")
-    if given.get("quantized") and not args.lora:
+    if get("quantized") and not args.lora:
         raise CommandError("--quantized freezes the model: expected --lora. Add --lora r=8, or leave it out.")
-    if given.get("check") and args.devices > 1:
+    if get("check") and args.devices > 1:
         raise CommandError(f"--check runs the step on one device, got --devices {args.devices}. Leave one out.")
-    if given.get("batch") and (args.batch_size or args.seq_len):
+    if get("batch") and (args.batch_size or args.seq_len):
         raise CommandError("--batch brings its own sizes, got --batch-size or --seq-len as well. Leave one out.")
-    if args.command == "auto" and args.max_batch and not args.fast:
+    if get("max_batch") and not args.fast:
         raise CommandError("--max-batch limits the batches of --fast, got --smart. Add --fast, or leave it out.")
     if args.command == "auto" and args.memory is None and args.device == "cpu":
         raise CommandError("--device cpu: expected --memory, such as --memory 16GiB, got none. Say how much there is.")
-    if "/" in (name := given.get("model") or "") and not Path(name).exists():  # without one, it may be a model type
+    if "/" in (name := get("model") or "") and not Path(name).exists():  # without one, it may be a model type
         refuse_unreachable(name)
 
 
@@ -182,14 +125,14 @@ def _model(text: str, further: str = "config.json") -> str:
     return text
 
 
-def _positive_int(text: str) -> int:
+def _number(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text!r}")
     return int(text)
 
 
 def _lora(text: str) -> Lora:
-    """Adapters from ``key=value`` pairs, joined by commas."""
+    """Read adapters from ``key=value`` pairs, joined by commas."""
     defaults = asdict(Lora())
     given: dict[str, Any] = {}
     for pair in text.split(","):
@@ -212,7 +155,7 @@ def _batch(text: str) -> Path:
 
 
 def _output(text: str, suffixes: tuple[str, ...] = ()) -> Path:
-    """A file to write: refused, before the work that it is to show, in a folder that is not there or is read-only."""
+    """Return a file to write; refuse, before the work it is to show, one in a missing or read-only folder."""
     path = Path(text)
     if suffixes and path.suffix not in suffixes:
         raise CommandError(f"{path}: expected a name that ends in {' or '.join(suffixes)}. Rename the file.")
@@ -224,78 +167,84 @@ def _output(text: str, suffixes: tuple[str, ...] = ()) -> Path:
 
 
 def picture(text: str, suffixes: tuple[str, ...] = (".png", ".pdf", ".svg")) -> Path:
-    """A picture to write, or a page with pictures; CommandError as well where what draws it is missing."""
+    """Return a picture to write, or a page with pictures; CommandError as well where what draws it is missing."""
     for name in ("matplotlib", "jinja2"):
         if find_spec(name) is None:
             raise CommandError(f"{text}: pictures need {name}, which is missing. Run: pip install 'hf_memsave[plot]'")
     return _output(text, suffixes)
 
 
-_SIZES = "24GiB and 24G are 24 x 2^30 bytes, 24GB is 24 x 10^9"
-_NUMBER: dict[str, Any] = {"type": _positive_int, "metavar": "N"}
+_UNITS = "24GiB and 24G are 24 x 2^30 bytes, 24GB is 24 x 10^9"
+_NUMBER: dict[str, Any] = {"type": _number, "metavar": "N"}
+_FLAG: dict[str, Any] = {"action": "store_true"}
 #: Option -> what argparse is told of it.
-_SHARED: dict[str, dict[str, Any]] = {
-    "model": {
-        "type": _model, "metavar": "MODEL_OR_CONFIG",
-        "help": "a folder with config.json, such a file, a model type (bert: its defaults), a name on the hub",
-    },
-    "--memsave": {"metavar": "PRESET", "default": "exact"},
-    "--batch": {
-        "type": _batch, "metavar": "FILE",
-        "help": "what the forward takes, tensors by name: torch.save, .safetensors, .json, .jsonl (examples)",
-    },
+OPTIONS: dict[str, dict[str, Any]] = {
+    "model": {"type": _model, "metavar": "MODEL_OR_CONFIG",
+              "help": "a folder with config.json, such a file, a model type (bert: its defaults), a name on the hub"},
+    "--memsave": {"metavar": "PRESET", "default": "exact", "help": "a preset or YAML file (%(default)s)"},
+    "--checkpoint": {"choices": RUNGS, "help": "what of each block runs again in backward: each in turn frees more, "
+                     "and takes more time"},
+    "--tiles": {"type": lambda text: text if text == "auto" else _number(text), "metavar": "N|auto",
+                "help": "run blocks again, MLPs on so many tokens of each sequence at a time (auto: 4096 of all)"},
+    "--offload": {**_FLAG, "help": "what is still kept goes to main memory (for CUDA)"},
+    "--compile": {**_FLAG, "help": "compile each repeated block by itself"},
+    "--batch": {"type": _batch, "metavar": "FILE",
+                "help": "what the forward takes, tensors by name: torch.save, .safetensors, .json, .jsonl (examples)"},
     "--batch-size": {**_NUMBER, "help": f"sequences on each device ({BATCH_SIZE})"},
     "--seq-len": {**_NUMBER, "help": f"tokens in each ({SEQ_LEN}, or as many as the model takes)"},
     "--dtype": {"choices": ["bf16", "fp16", "fp32"], "help": "of the weights (bf16; with --autocast fp32)"},
     "--autocast": {"choices": ["bf16"], "help": "compute in bf16 with fp32 weights (Trainer's bf16=True)"},
-    "--lora": {
-        "type": _lora, "metavar": "r=16,dropout=0.05",
-        "help": "train LoRA adapters instead of the model; further keys: alpha, targets=q_proj+v_proj (all-linear), "
-        "dtype=fp32|model (fp32, PEFT's default), dora=true",
-    },
+    "--optimizer": {"choices": ["adamw", "adamw_fused", "adamw_8bit", "adafactor", "sgd", "sgd_momentum"],
+                    "default": "adamw", "help": "(%(default)s)"},
+    "--lora": {"type": _lora, "metavar": "r=16,dropout=0.05",
+               "help": "train LoRA adapters instead of the model; further keys: alpha, targets=q_proj+v_proj "
+               "(all-linear), dtype=fp32|model (fp32, PEFT's default), dora=true"},
+    "--quantized": {"choices": ["nf4"], "help": "with --lora, a base in 4 bits (QLoRA)"},
+    "--checkpointing": {**_FLAG, "help": "with gradient checkpointing"},
+    "--accumulation": {**_NUMBER, "default": 1, "help": "batches a step (%(default)s)"},
+    "--attention": {"choices": ["flash", "efficient", "cudnn", "eager"], "default": "flash", "help": "(%(default)s)"},
+    "--padded": {**_FLAG, "help": "the batch comes with an attention mask"},
+    "--holds-output": {**_FLAG, "help": "the loop holds the logits in backward (Trainer does not)"},
+    "--devices": {**_NUMBER, "default": 1, "help": "how many GPUs train together (%(default)s)"},
+    "--sharding": {"choices": ["ddp", "zero1", "zero2", "fsdp"], "default": "ddp",
+                   "help": "over the GPUs (%(default)s)"},
     "--layers": {**_NUMBER, "help": "the depth, instead of the configuration's own"},
-    "--json": {
-        "type": lambda text: STANDARD_OUTPUT if text == "-" else _output(text), "metavar": "FILE",
-        "help": "write every figure, in bytes; - for standard output, where nothing else is then written",
-    },
+    "--device": {"choices": ["cpu", "cuda"], "default": "cpu", "help": "where to run (%(default)s)"},
+    "--deterministic": {**_FLAG, "help": "ask for equal bits on CUDA too: under PyTorch's deterministic algorithms, "
+                        "attention as products of matrices"},
+    "--memory": {"help": f"the limit (on CUDA: nine tenths of what the device has left); {_UNITS}"},
+    "--budget": {"required": True, "help": f"what there is: {_UNITS}"},
+    "--main-memory": {"help": "what offload may take, such as 64GiB (any amount)"},
+    "--smart": {**_FLAG, "help": "as few conversions as it takes (this is the default)"},
+    "--fast": {**_FLAG, "help": "everything, or nothing where that trains faster"},
+    "--max-batch": {**_NUMBER, "help": "with --fast, the largest batch to try"},
+    "--steps": {**_NUMBER, "default": 240, "help": "so many steps (%(default)s)"},
+    "--quick": {"action": "store_const", "dest": "steps", "const": 70, "help": "%(const)s steps"},
+    "--check": {**_FLAG, "help": "run the step on this machine's GPU, and compare"},
+    "--html": {"type": partial(picture, suffixes=(".html", ".htm")), "metavar": "FILE",
+               "help": "write a page with pictures and explanations, all in one file"},
     "--out": {"type": _output, "metavar": "FILE", "help": "write the configuration, as YAML or .json"},
+    "--json": {"type": lambda text: STANDARD_OUTPUT if text == "-" else _output(text), "metavar": "FILE",
+               "help": "write every figure, in bytes; - for standard output, where nothing else is then written"},
 }  # fmt: skip
 for _name in ("--memory", "--budget", "--main-memory"):
-    _SHARED[_name] = {"type": partial(bytes_of, name=_name), "metavar": "SIZE"}
-
-
-def _add(parser: argparse.ArgumentParser, *names: str, **changes: Any) -> None:
-    """Add options by name; ``changes`` are to all of them."""
-    for name in names:
-        parser.add_argument(name, **_SHARED[name] | changes)
-
-
-def _add_step(parser: argparse.ArgumentParser) -> None:
-    """Add the options that describe a training step."""
-    option = parser.add_argument
-    _add(parser, "--batch-size", "--seq-len", "--dtype")
-    in_16_bits = "compute in 16 bits with fp32 weights (Trainer's bf16=True)"
-    _add(parser, "--autocast", choices=["bf16", "fp16"], help=in_16_bits)
-    optimizers = ["adamw", "adamw_fused", "adamw_8bit", "adafactor", "sgd", "sgd_momentum"]
-    option("--optimizer", choices=optimizers, default="adamw", help="(%(default)s)")
-    _add(parser, "--lora")
-    option("--quantized", choices=["nf4"], help="with --lora, a base in 4 bits (QLoRA)")
-    option("--checkpointing", action="store_true", help="with gradient checkpointing")
-    option("--accumulation", **_NUMBER, default=1, help="batches a step (%(default)s)")
-    option("--attention", choices=["flash", "efficient", "cudnn", "eager"], default="flash", help="(%(default)s)")
-    option("--padded", action="store_true", help="the batch comes with an attention mask")
-    option("--holds-output", action="store_true", help="the loop holds the logits in backward (Trainer does not)")
-    option("--devices", **_NUMBER, default=1, help="how many GPUs train together (%(default)s)")
-    option("--sharding", choices=["ddp", "zero1", "zero2", "fsdp"], default="ddp", help="over the GPUs (%(default)s)")
-    _add(parser, "--layers")
-
-
-def _add_inputs(parser: argparse.ArgumentParser) -> None:
-    """Add the options that :func:`hf_memsave.commands.inputs.load_inputs` reads."""
-    model = "the folder of a saved model or PEFT adapter, or a name on the hub; or, for random weights, a config.json"
-    kind = partial(_model, further="adapter_config.json")
-    _add(parser, "model", type=kind, metavar="MODEL", help=f"{model} or a model type (bert, llama, ...)")
-    _add(parser, "--batch", "--batch-size", "--seq-len")
-    _add(parser, "--dtype", help="of the weights (as saved; with --autocast fp32)")
-    _add(parser, "--autocast")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to run (%(default)s)")
+    OPTIONS[_name] |= {"type": partial(bytes_of, name=_name), "metavar": "SIZE"}
+_HALVES = {"choices": ["bf16", "fp16"], "help": "compute in 16 bits with fp32 weights (Trainer's bf16=True)"}
+_LOADED: dict[str, dict[str, Any]] = {
+    "model": {"type": partial(_model, further="adapter_config.json"), "metavar": "MODEL",
+              "help": "the folder of a saved model or PEFT adapter, or a name on the hub; or, for random weights, a "
+              "config.json or a model type (bert, llama, ...)"},
+    "--dtype": {"help": "of the weights (as saved; with --autocast fp32)"},
+}  # fmt: skip
+#: Command -> what differs from OPTIONS.
+CHANGES: dict[str, dict[str, dict[str, Any]]] = {
+    "estimate": {"--memsave": {"help": "the preset or YAML file to estimate beside stock (%(default)s)"},
+                 "--autocast": _HALVES,
+                 "--memory": {"help": f"what there is: says whether it fits, and what would; {_UNITS}"}},
+    "plan": {"--memsave": {"help": "a preset or YAML file to begin with (%(default)s)"}, "--autocast": _HALVES},
+    "demo": {"--out": {"type": picture, "metavar": "PNG",
+                       "help": "the picture to write (demo.png, if matplotlib is installed)"}},
+    "verify": {**_LOADED, "--layers": {"help": "with random weights, the depth (all layers, or 2 of too many)"}},
+    "auto": {**_LOADED, "--memsave": {"help": "a preset or YAML file: what to convert to (%(default)s)"}},
+    "doctor": {"model": {"nargs": "?"}},
+}  # fmt: skip

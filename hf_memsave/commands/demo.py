@@ -1,36 +1,60 @@
-"""``memsave demo``: train two small models, stock and patched, and compare everything."""
+"""``memsave demo``: train two small models on generated pairs of sentences, stock and patched, and compare them."""
 
 from __future__ import annotations
 
 import argparse
+import io
+import random
 import sys
 import tempfile
-from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from rich import box
 from rich.table import Column, Table
-from torch import Tensor
 
 from hf_memsave import Kept, measure_kept, patch
 from hf_memsave.commands.arguments import picture
-from hf_memsave.commands.demo_task import DemoTask, generated_task
 from hf_memsave.commands.options import console_of
+from hf_memsave.config.files import write
 from hf_memsave.config.sizes import MIB
+from hf_memsave.tape.kinds import KINDS_OF_OPS
 
-_BATCH_SIZE = 32
-_SEED, _HIDDEN = 0, 128
+NUMBERS = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
+NUMBERS += "seventeen eighteen nineteen twenty".split()
+_PEOPLE = "sailor baker farmer teacher doctor painter dancer judge".split()
+_VERBS = "has finds sells paints keeps".split()
+_THINGS = "boats chairs lamps baskets clocks tables books apples".split()
+_PLACES = "harbour garden kitchen market school attic".split()
+_OTHERS = "[PAD] [UNK] [CLS] [SEP] [MASK] the in more than".split()
+# Paul Tol's muted scheme, told apart in every kind of colour vision; grey for the rest.
+_COLORS = "#332288 #88CCEE #44AA99 #117733 #DDCC77 #999933 #CC6677 #882255 #AA4499 #BBBBBB".split()
+_BATCH_SIZE, _DEV_EXAMPLES, _SEED, _HIDDEN = 32, 500, 0, 128
 
 
-@dataclass(frozen=True)
-class Run:
-    """What one run gave: the loss of every step, the final weights, dev accuracy, memory and time."""
+class Task(NamedTuple):
+    """Encoded examples (token ids and "labels", 0 or 1), their tokenizer, and a line that describes them."""
+
+    description: str
+    tokenizer: transformers.BertTokenizer
+    train: list[dict[str, Any]]
+    dev: list[dict[str, Any]]
+
+    @property
+    def majority(self) -> float:
+        """The accuracy of always giving the most frequent answer of the dev examples."""
+        answers = [example["labels"] for example in self.dev]
+        return max(answers.count(0), answers.count(1)) / len(answers)
+
+
+class Run(NamedTuple):
+    """The loss of every step of one run, its final weights, dev accuracy, kept bytes and time."""
 
     losses: list[float]
-    weights: dict[str, Tensor]
+    weights: dict[str, torch.Tensor]
     accuracy: float
     kept: Kept
     seconds_per_step: float
@@ -40,8 +64,7 @@ def run(args: argparse.Namespace) -> int:
     """Train, compare, print the table and write the picture; returns 0, or 1 if a patched run differs from stock's."""
     out = args.out or (picture("demo.png") if find_spec("matplotlib") else None)
     torch.set_num_threads(1)  # models this small gain little from more, and lose much where other programs run
-    steps, console = args.steps, console_of(args)
-    task = generated_task(steps * _BATCH_SIZE, _SEED)
+    steps, console, task = args.steps, console_of(args), generated_task(args.steps * _BATCH_SIZE, _SEED)
     console.print(task.description)
     runs = {}
     for name, config in model_configs(task).items():
@@ -49,24 +72,40 @@ def run(args: argparse.Namespace) -> int:
             runs[name] = (train(config, task, steps, False), train(config, task, steps, True))
     console.print(results_table(runs, task), *unlearned(runs, task, steps), sep="\n")
     if out:
-        from hf_memsave.commands.pictures import demo_picture
-
-        demo_picture(out, task.description, runs)
+        write_picture(out, task.description, runs)
         console.print(f"Picture: {out}")
     else:
         console.print("No picture: that needs matplotlib. Run: pip install 'hf_memsave[plot]'")
-    failed = 0
-    for name, pair in runs.items():
-        if found := difference(*pair):
-            failed = 1
-            please = "Please report this, with the versions of torch and transformers."
-            print(f"memsave demo: {name}: {found}. Expected equal bits. {please}", file=sys.stderr)
-    if not failed:
+    found = {name: where for name, pair in runs.items() if (where := difference(*pair))}
+    please = "Please report this, with the versions of torch and transformers."
+    for name, where in found.items():
+        print(f"memsave demo: {name}: {where}. Expected equal bits. {please}", file=sys.stderr)
+    if not found:
         console.print(f"Stock and patched agree to the last bit in all {steps} losses and in every trained weight.")
-    return failed
+    return int(bool(found))
 
 
-def model_configs(task: DemoTask) -> dict[str, transformers.PreTrainedConfig]:
+def generated_task(train_examples: int, seed: int) -> Task:
+    """Return pairs such as "the baker sells nine lamps in the market" and "the baker has more than six lamps"."""
+    rng = random.Random(seed)
+    first, second, labels = [], [], []
+    for _ in range(train_examples + _DEV_EXAMPLES):
+        low, high = sorted(rng.sample(range(len(NUMBERS)), 2))
+        person, thing, place = map(rng.choice, (_PEOPLE, _THINGS, _PLACES))
+        labels.append(rng.randrange(2))  # whether the second sentence follows from the first
+        said, claimed = (high, low) if labels[-1] else (low, high)
+        fact = f"the {person} {rng.choice(_VERBS)} {NUMBERS[said]} {thing}"
+        first.append(rng.choice([f"{fact} in the {place}", f"in the {place} {fact}"]))
+        second.append(f"the {person} {rng.choice(_VERBS)} more than {NUMBERS[claimed]} {thing}")
+    words = [*_OTHERS, *NUMBERS, *_PEOPLE, *_VERBS, *_THINGS, *_PLACES]
+    tokenizer = transformers.BertTokenizer(vocab={word: index for index, word in enumerate(words)})
+    encoded = {"labels": labels, **tokenizer(first, second)}
+    examples = [dict(zip(encoded, row, strict=True)) for row in zip(*encoded.values(), strict=True)]
+    description = f'Generated pairs: does "{second[0]}" follow from "{first[0]}"?'
+    return Task(description, tokenizer, examples[:train_examples], examples[train_examples:])
+
+
+def model_configs(task: Task) -> dict[str, transformers.PreTrainedConfig]:
     """Two layers of BERT, with its dropout (but none in attention), and two of LLaMA, which by default has none."""
     common = dict(
         vocab_size=len(task.tokenizer), pad_token_id=task.tokenizer.pad_token_id, num_labels=2,
@@ -79,7 +118,7 @@ def model_configs(task: DemoTask) -> dict[str, transformers.PreTrainedConfig]:
     }
 
 
-def train(config: Any, task: DemoTask, steps: int, patched: bool) -> Run:
+def train(config: Any, task: Task, steps: int, patched: bool) -> Run:
     """Train from random weights; stock and patched runs see the same seed, batches and dropout masks."""
     transformers.set_seed(_SEED)
     model = transformers.AutoModelForSequenceClassification.from_config(config)
@@ -87,38 +126,33 @@ def train(config: Any, task: DemoTask, steps: int, patched: bool) -> Run:
         patch(model)
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
-            folder, max_steps=steps, per_device_train_batch_size=_BATCH_SIZE,
-            per_device_eval_batch_size=4 * _BATCH_SIZE, learning_rate=2e-3, warmup_steps=steps // 5, logging_steps=1,
-            save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, dataloader_pin_memory=False,
-            seed=_SEED,
+            folder, seed=_SEED, max_steps=steps, learning_rate=2e-3, warmup_steps=steps // 5, logging_steps=1,
+            per_device_train_batch_size=_BATCH_SIZE, per_device_eval_batch_size=4 * _BATCH_SIZE, use_cpu=True,
+            dataloader_pin_memory=False, save_strategy="no", report_to="none", disable_tqdm=True,
         )  # fmt: skip
         trainer = transformers.Trainer(
-            model, arguments, train_dataset=task.train, eval_dataset=task.dev,
-            data_collator=transformers.DataCollatorWithPadding(task.tokenizer),
+            model, arguments, transformers.DataCollatorWithPadding(task.tokenizer), task.train, task.dev,
             compute_metrics=lambda of: {"accuracy": float((of.predictions.argmax(-1) == of.label_ids).mean())},
         )  # fmt: skip
         trainer.remove_callback(transformers.PrinterCallback)
         kept = measure_kept(model.train(), dict(next(iter(trainer.get_train_dataloader()))))
         transformers.set_seed(_SEED)
-        seconds = trainer.train().metrics["train_runtime"]
-        accuracy = trainer.evaluate()["eval_accuracy"]
+        seconds, accuracy = trainer.train().metrics["train_runtime"], trainer.evaluate()["eval_accuracy"]
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return Run(losses, model.state_dict(), accuracy, kept, seconds / steps)
 
 
 def difference(stock: Run, patched: Run) -> str | None:
-    """Where two runs differ, in a loss or a weight, or None if they are equal to the bit."""
+    """Find where two runs differ, in a loss or a weight; None if they are equal to the bit."""
     for step, (expected, got) in enumerate(zip(stock.losses, patched.losses, strict=True), start=1):
         if expected != got:
             return f"the loss of step {step} is {expected!r} stock and {got!r} patched"
-    for name, weight in stock.weights.items():
-        if not torch.equal(weight, patched.weights[name]):
-            return f"{name} differs after training"
-    return None
+    differs = (name for name, weight in stock.weights.items() if not torch.equal(weight, patched.weights[name]))
+    return next((f"{name} differs after training" for name in differs), None)
 
 
-def unlearned(runs: dict[str, tuple[Run, Run]], task: DemoTask, steps: int) -> list[str]:
-    """A line for each model that is no better than the most frequent answer by two standard errors of its accuracy."""
+def unlearned(runs: dict[str, tuple[Run, Run]], task: Task, steps: int) -> list[str]:
+    """Say which models are no better than the most frequent answer by two standard errors of their accuracy."""
     lines = []
     for name, (stock, _) in runs.items():
         error = (stock.accuracy * (1 - stock.accuracy) / len(task.dev)) ** 0.5
@@ -131,14 +165,38 @@ def unlearned(runs: dict[str, tuple[Run, Run]], task: DemoTask, steps: int) -> l
     return lines
 
 
-def results_table(runs: dict[str, tuple[Run, Run]], task: DemoTask) -> Table:
-    """Two rows for each model: stock, and patched below it."""
+def results_table(runs: dict[str, tuple[Run, Run]], task: Task) -> Table:
+    """Return two rows for each model: stock, and patched below it."""
     headers = ("final loss", "dev accuracy", "majority", "kept MiB", "ratio", "s/step")
     table = Table("model", "run", *(Column(header, justify="right") for header in headers), box=box.SIMPLE_HEAD)
-    for name, (stock, patched) in runs.items():
-        for label, run in (("stock", stock), ("patched", patched)):
-            cells = (f"{run.losses[-1]:.6f}", f"{run.accuracy:.1%}", f"{task.majority:.1%}")
-            kept = (f"{run.kept.total / MIB:.1f}", f"{stock.kept.total / run.kept.total:.2f}x")
-            table.add_row(name if run is stock else "", label, *cells, *kept, f"{run.seconds_per_step:.3f}")
+    for name, pair in runs.items():
+        for model, label, run in zip((name, ""), ("stock", "patched"), pair, strict=True):
+            kept, ratio = run.kept.total / MIB, pair[0].kept.total / run.kept.total
+            cells = (f"{run.losses[-1]:.6f}", f"{run.accuracy:.1%}", f"{task.majority:.1%}", f"{kept:.1f}")
+            table.add_row(model, label, *cells, f"{ratio:.2f}x", f"{run.seconds_per_step:.3f}")
         table.add_section()
     return table
+
+
+def write_picture(path: Path, title: str, runs: dict[str, tuple[Run, Run]]) -> None:
+    """Write the loss curves of each model's two runs, above a bar for each run: kept bytes by kind of op."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.5 * len(runs), 8.5), layout="constrained", dpi=150)
+    figure.suptitle(title, wrap=True, fontsize=11)
+    for (name, pair), curves, bars in zip(runs.items(), *figure.subplots(2, len(runs), squeeze=False), strict=True):
+        for label, run, color, width in zip(("stock", "patched"), pair, _COLORS[1::-1], (4, 1), strict=True):
+            curves.plot(range(1, len(run.losses) + 1), run.losses, color=color, linewidth=width, label=label)
+        curves.set(title=f"{name}, dev accuracy {pair[1].accuracy:.1%}", xlabel="step", ylabel="training loss")
+        curves.legend(frameon=False)
+        tops = [0.0, 0.0]
+        for kind, color in zip(KINDS_OF_OPS, _COLORS, strict=True):
+            heights = [run.kept.by_kind.get(kind, 0) / MIB for run in pair]
+            bars.bar(("stock", "patched"), heights, 0.6, tops, color=color, label=kind if any(heights) else None)
+            tops = [top + height for top, height in zip(tops, heights, strict=True)]
+        totals = [f"{tops[0]:.1f} MiB", f"{tops[1]:.1f} MiB\n{tops[0] / tops[1]:.2f}x less"]
+        bars.bar_label(bars.containers[-1], totals, padding=4, fontsize=11, fontweight="bold")
+        bars.set(ylabel="kept between forward and backward [MiB]", ylim=(0, 1.15 * max(tops)))
+        bars.legend(reverse=True, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    figure.savefig(drawn := io.BytesIO(), format=path.suffix[1:])
+    write(path, drawn.getvalue())

@@ -6,7 +6,7 @@ import argparse
 import platform
 import sys
 from collections import Counter
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import distributions, requires
 from typing import Any
 
 import torch
@@ -27,13 +27,11 @@ _MISSING = "not installed"
 
 def run(args: argparse.Namespace) -> int:
     """Look around and print; returns 0, or 1 if something prevents patching."""
-    memsave = memsave_of(args)
-    config = load_config(args.model) if args.model else None
-    problems: list[str] = []
-    sections = {"Versions": versions(problems), "Devices": devices()}
+    memsave, config = memsave_of(args), load_config(args.model) if args.model else None
+    found, problems = versions()
     model = build_empty(config) if config is not None and not problems else None
     console = console_of(args)
-    for title, rows in sections.items():
+    for title, rows in (("Versions", found), ("Devices", devices())):
         table = Table(title=title, title_justify="left", show_header=False, box=box.SIMPLE)
         for row in rows.items():
             table.add_row(*row)
@@ -42,11 +40,12 @@ def run(args: argparse.Namespace) -> int:
         try:
             report = patch(model, memsave)
             others = sum(site.op not in ("block", "model") for site in report.patched)
-            console.print(sites_table(Counter((site.status, site.op, site.cls, site.reason) for site in report.sites)))
+            sites = Counter((site.status, site.op, site.cls, site.reason) for site in report.sites)
             console.print(
-                f"{report.covered}, {counted(others, 'other module')} patched, {len(report.skipped)} skipped.\n"
-                "Functions are recorded in all that runs inside: what that frees, `memsave report` measures."
-            )
+                sites_table((*site, count) for site, count in sorted(sites.items())),
+                f"{report.covered}, {counted(others, 'other module')} patched, {len(report.skipped)} skipped.",
+                "Functions are recorded in all that runs inside: what that frees, `memsave report` measures.", sep="\n",
+            )  # fmt: skip
         except PatchError as error:
             problems.append(f"{args.model}: {error.on_command_line}")
     for problem in problems:
@@ -56,19 +55,19 @@ def run(args: argparse.Namespace) -> int:
     return int(bool(problems))
 
 
-def versions(problems: list[str]) -> dict[str, str]:
-    """Package -> its version, and which ones hf_memsave needs; ours and Python's first."""
-    wanted = [Requirement(text) for text in requires("hf_memsave") or ()]
+def versions() -> tuple[dict[str, str], list[str]]:
+    """Package -> its version, and which ones hf_memsave needs, ours and Python's first; and what is too old."""
+    wanted, problems = [Requirement(text) for text in requires("hf_memsave") or ()], []
     needed = {one.name: one.specifier for one in wanted if one.specifier and one.marker is None}
     found = {"hf_memsave": __version__, "python": platform.python_version()}
     for name in _PACKAGES:
-        installed, bound = _version(name), needed.get(name)
+        installed = next((one.version for one in distributions(name=name)), _MISSING)
         found[name] = torch.__version__ if name == "torch" else installed  # with its build: "+cu130"
-        if bound:
+        if bound := needed.get(name):
             found[name] += f" (needs {bound})"
             if installed != _MISSING and not bound.contains(installed, prereleases=True):
                 problems.append(f"{name}: expected {bound}, got {installed}. Run: pip install '{name}{bound}'")
-    return found
+    return found, problems
 
 
 def devices() -> dict[str, str]:
@@ -82,10 +81,3 @@ def devices() -> dict[str, str]:
         major, minor = torch.cuda.get_device_capability(i)
         found[f"cuda:{i}"] = f"{torch.cuda.get_device_name(i)}, capability {major}.{minor}, bf16 {bf16[major >= 8]}"
     return found if len(found) > 1 else found | {"cuda": "none found"}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return _MISSING

@@ -1,8 +1,9 @@
-"""What follows from the options of several commands."""
+"""What follows from the options of several commands, and how each command prints and writes."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ from transformers import PreTrainedConfig
 from hf_memsave.commands.arguments import BATCH_SIZE, SEQ_LEN, STANDARD_OUTPUT
 from hf_memsave.config.files import write
 from hf_memsave.config.sizes import counted
+from hf_memsave.measure.estimate import Estimate
+from hf_memsave.measure.inputs import shapes
 from hf_memsave.measure.models import most_tokens
 from hf_memsave.measure.training import DTYPES as DTYPES
+from hf_memsave.measure.training import Training
 
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 #: What to do about a step that fails stock.
 GIVE_ANOTHER_BATCH = "Give one with --batch, or lower --batch-size or --seq-len."
 
@@ -26,6 +29,22 @@ GIVE_ANOTHER_BATCH = "Give one with --batch, or lower --batch-size or --seq-len.
 def weights_of(args: argparse.Namespace) -> torch.dtype | None:
     """The dtype that ``--dtype`` and ``--autocast`` give the weights; None where neither is given."""
     return torch.float32 if args.autocast else DTYPES.get(args.dtype)
+
+
+def step_of(args: argparse.Namespace, *further: str) -> dict[str, Any]:
+    """Fields of :class:`~hf_memsave.measure.training.Training`, as the options say, and ``further`` options."""
+    dtypes = {"dtype": weights_of(args) or torch.bfloat16, "autocast": DTYPES.get(args.autocast)}
+    names = [field.name for field in dataclasses.fields(Training) if field.name in args]
+    return {name: getattr(args, name) for name in (*names, *further)} | dtypes
+
+
+def step_in_words(args: argparse.Namespace, result: Estimate) -> str:
+    """What was estimated, such as "BertForMaskedLM, 12 layers, batch 2 x 512 tokens, bf16"."""
+    depth = f"{counted(' + '.join(map(str, result.depth.values())), 'layer')}, " if result.depth else ""
+    is_text = depth and not getattr(args, "batch", None)
+    batch = f"{args.batch_size} x {counted(args.seq_len, 'token')}" if is_text else shapes(result.inputs)
+    dtype = f"{args.autocast} autocast, fp32 weights" if args.autocast else args.dtype or "bf16"
+    return f"{result.cls}, {depth}batch {batch}, {dtype}"
 
 
 def name_of(model: str) -> str:

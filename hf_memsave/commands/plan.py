@@ -6,8 +6,7 @@ import argparse
 from typing import Any
 
 from hf_memsave.commands.arguments import memsave_of
-from hf_memsave.commands.estimate import step_of
-from hf_memsave.commands.options import console_of, settle_sizes, write_figures
+from hf_memsave.commands.options import console_of, settle_sizes, step_of, write_figures
 from hf_memsave.measure.models import at_depth, depth_of, load_config
 from hf_memsave.planner.plan import plan
 
@@ -16,21 +15,19 @@ def run(args: argparse.Namespace) -> int:
     """Plan, print, and write what was asked for; returns 0."""
     config, console = load_config(args.model), console_of(args, soft_wrap=True)
     note = settle_sizes(args, config)
-    options = step_of(args) | {name: getattr(args, name) for name in ("budget", "main_memory", "devices", "sharding")}
     if args.layers:
         config = at_depth(config, depth_of(config, args.layers))
     with console.status("Tracing a few layers ..."):
-        found = plan(config, memsave=memsave_of(args), rates=args.device, **options)
+        found = plan(config, memsave=memsave_of(args), **step_of(args, "budget", "main_memory", "devices", "sharding"))
     console.print(f"{note}{found}")
     if args.out:
         found.config.to_file(args.out)
     name = args.out or "plan.yaml"
     written = f"Configuration: {name}." if args.out else f"--out {name} writes the configuration."
     console.print(f'{written} Use it: Trainer(..., memsave="{name}"), or hf_memsave.patch(model, "{name}").')
-    columns = ("name", "needed", "away", "cost")
-    figures: dict[str, Any] = {what: [{name: getattr(one, name) for name in columns} for one in rows]
-                               for what, rows in (("fitting", found.fitting), ("tried", found.tried))}  # fmt: skip
-    figures |= {name: getattr(args, name) for name in ("model", "batch_size", "seq_len", "budget")}
+    figures: dict[str, Any] = {name: getattr(args, name) for name in ("model", "batch_size", "seq_len", "budget")}
+    for what, rows in (("fitting", found.fitting), ("tried", found.tried)):
+        figures[what] = [{name: getattr(one, name) for name in ("name", "needed", "away", "cost")} for one in rows]
     figures |= {"best": found.best.name, "config": found.config.to_dict(), "stock": found.stock}
     write_figures(args.json, figures, console)
     return 0

@@ -17,8 +17,6 @@ from hf_memsave.config.sizes import gib
 from hf_memsave.errors import CommandError
 from hf_memsave.measure import step
 
-_WORST = 5
-
 
 def run(args: argparse.Namespace) -> int:
     """Load, compare and print; returns 0, or 1 if the patched step fails, or differs by more than allowed."""
@@ -38,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
     context = [f"preset {memsave_in_words(args)}", f"{size / 1e6:,.1f} M parameters", args.device]
     context += ["bf16 autocast"] * bool(args.autocast) + ["deterministic algorithms"] * args.deterministic
     console.print(title, style="bold")
-    console.print(", ".join(context), *_tables(found), _verdict(found), sep="\n")
+    verdict, causes = _verdict(found)
+    console.print(", ".join(context), *_tables(found), verdict, sep="\n")
     figures = {name: getattr(found, name) for name in ("losses", "repeat", "tolerance")}
     figures |= {"model": args.model, "memsave": memsave.to_dict(), "agrees": not found.differing}
     figures |= {"loss": asdict(found.loss), "gradients": [asdict(one) for one in found.gradients]}
@@ -46,58 +45,47 @@ def run(args: argparse.Namespace) -> int:
         figures[name] = {"total": kept.total, "by_kind": kept.by_kind}
     write_figures(args.json, figures, console)
     if found.differing:
-        why = _causes(found) if memsave.is_exact else f"preset {memsave_in_words(args)} has approximate gradients."
-        print(f"memsave verify: {why}", file=sys.stderr)
+        causes = causes if memsave.is_exact else f"preset {memsave_in_words(args)} has approximate gradients."
+        print(f"memsave verify: {causes}", file=sys.stderr)
     return int(bool(found.differing))
 
 
 def _tables(found: step.StepComparison) -> list[Table]:
     table = Table("", "stock", "patched", "", box=box.SIMPLE_HEAD)
-    table.add_row("loss", *(f"{loss:.7g}" for loss in found.losses), _distance(found.loss))
+    table.add_row("loss", *(f"{loss:.7g}" for loss in found.losses), str(found.loss))
     different = sorted((d for d in found.gradients if not d.equal), key=lambda d: -d.relative)
     count = len(found.gradients)
     table.add_row("gradients", "", "", f"{count - len(different)} of {count} equal to the bit")
     stock, patched = found.stock.total, found.patched.total
     table.add_row("kept", gib(stock), gib(patched), f"{stock / max(patched, 1):.2f}x less")
     worst = Table("worst gradients", "relative L2 distance", box=box.SIMPLE_HEAD)
-    for difference in different[:_WORST]:
-        worst.add_row(difference.name, _distance(difference))
+    for difference in different[:5]:
+        worst.add_row(difference.name, str(difference))
     return [table, worst] if different else [table]
 
 
-def _verdict(found: step.StepComparison) -> str:
-    if all(d.equal for d in (found.loss, *found.gradients)):
-        return f"Equal to the last bit: the loss and all {len(found.gradients)} gradients."
-    if found.differing:
-        loss = found.loss in found.differing
-        gradients = f"{len(found.differing) - loss} of {len(found.gradients)} gradients"
-        return f"Different: {gradients}{' and the loss' * loss}."
+def _verdict(found: step.StepComparison) -> tuple[str, str]:
+    """Return how the steps compare, in a sentence, and what may have caused a difference."""
+    limit, count, expected, order = f"{found.tolerance:.1e}", len(found.gradients), "equal bits", ""
     if found.is_tiled:
-        return (
-            f"Equal within {found.tolerance:.1e}: modules that run in rows sum the gradients of weights, in fp32, in "
-            f"another order than stock. The loss is {_distance(found.loss)}."
-        )
-    return (
-        f"Equal within {found.tolerance:.1e}: kernels add in no fixed order, and stock run twice differs from itself "
-        f"by up to {found.repeat:.1e}, of which {step.DISTANCES} times are allowed. --deterministic asks for equal "
-        "bits."
-    )
-
-
-def _causes(found: step.StepComparison) -> str:
-    worst, expected = found.differing[0], "equal bits"
-    if found.is_tiled:
-        expected = f"less than {found.tolerance:.1e}, as of sums in another order"
+        expected = f"less than {limit}, as of sums in another order"
+        order = "modules that run in rows sum the gradients of weights, in fp32, in another order than stock. The loss "
+        order += f"is {found.loss}."
     elif found.tolerance:
-        expected = f"less than {found.tolerance:.1e}, {step.DISTANCES} times stock's own distance from itself"
-    return (
-        f"{worst.name} differs by {worst.relative:.1e}; expected {expected}. Look first for code in the model that "
+        expected = f"less than {limit}, {step.DISTANCES} times stock's own distance from itself"
+        order = "kernels add in no fixed order, and stock run twice differs from itself by up to "
+        order += f"{found.repeat:.1e}, of which {step.DISTANCES} times are allowed. --deterministic asks for equal "
+        order += "bits."
+    if all(d.equal for d in (found.loss, *found.gradients)):
+        return f"Equal to the last bit: the loss and all {count} gradients.", ""
+    if not found.differing:
+        return f"Equal within {limit}: {order}", ""
+    worst, has_loss = found.differing[0], found.loss in found.differing
+    causes = (
+        f"{worst.name} differs by {worst}; expected {expected}. Look first for code in the model that "
         "writes to an activation through NumPy or a pointer: nothing can see that, and what is computed again from "
         "that activation is then wrong. Write with torch, or to a copy. Under autocast, bits may also differ where "
         "docs/limits.md says so (What is exact). Otherwise please report this, with the versions that `memsave doctor` "
         "prints."
     )
-
-
-def _distance(difference: step.Difference) -> str:
-    return "equal to the bit" if difference.equal else f"{difference.relative:.1e}"
+    return f"Different: {len(found.differing) - has_loss} of {count} gradients{' and the loss' * has_loss}.", causes

@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -84,8 +84,8 @@ def measure_kept(
 
     The model runs in the mode it is in, under the autocast and hooks that are active; parameters, gradients and the
     random state are left as they were, and nothing is kept afterwards. Parameters, buffers, the batch itself and what
-    other threads make do not count. Of a model output with a loss only the loss is held, as ``Trainer`` does; otherwise
-    the whole output. Threads that measure or estimate wait for each other.
+    other threads make do not count. Of an output with a loss only the loss is held, as ``Trainer`` does; otherwise the
+    whole output. Threads that measure or estimate wait for each other.
 
     Args:
         model: Any module.
@@ -121,10 +121,8 @@ def measure_kept(
         stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
         known = {s._cdata: s for s in storages(live_tensors())}
         with watch:
-            if isinstance(batch, Mapping):
-                output = call(**batch)
-            else:
-                output = call(*batch) if isinstance(batch, (list, tuple)) else call(batch)
+            positional = batch if isinstance(batch, (list, tuple)) else (batch,)
+            output = call(**batch) if isinstance(batch, Mapping) else call(*positional)
         if isinstance(output, Mapping) and output.get("loss") is not None:
             output = output["loss"]
         gc.collect()
@@ -135,6 +133,15 @@ def measure_kept(
         del output  # what outlives it was not kept for backward: another thread may have made it meanwhile
         found += [KeptStorage("(outside any op)", "other", "unseen", n) for ref, n in unseen.values() if ref.expired()]
     return Kept(tuple(found))
+
+
+class Call(NamedTuple):
+    """An op that ran, what it was given, and what it returned."""
+
+    func: Any
+    args: Any
+    kwargs: dict[str, Any]
+    output: Any
 
 
 class StorageMode(TorchDispatchMode):
@@ -148,13 +155,14 @@ class StorageMode(TorchDispatchMode):
             return NotImplemented
         if func is torch.ops.prim.device.default:  # autograd asks fake tensors often
             return device_of(args[0])
+        kwargs = kwargs or {}
         given = {s._cdata: (s, s.nbytes()) for s in storages(tree_leaves((args, kwargs)), self.counts)}
-        output = func(*args, **(kwargs or {}))
+        output = func(*args, **kwargs)
         made = {s._cdata: s for s in storages(tree_leaves(output), self.counts) if s._cdata not in given}
-        self.after(func, args, list(given.values()), list(made.values()))
+        self.after(Call(func, args, kwargs, output), list(given.values()), list(made.values()))
         return output
 
-    def after(self, func: Any, args: Any, given: list[tuple[Any, int]], made: list[torch.UntypedStorage]) -> None:
+    def after(self, call: Call, given: list[tuple[Any, int]], made: list[torch.UntypedStorage]) -> None:
         """Called after each op; what it was given comes with its bytes before the op."""
         raise NotImplementedError
 
@@ -164,22 +172,31 @@ class _ByModule(StorageMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.names = {id(m): name or type(m).__name__ for name, m in model.named_modules(remove_duplicate=False)}
+        self.names = names_of(model)
         # The weak reference keeps the address from being used again.
         self.made: dict[int, tuple[StorageWeakRef, KeptStorage]] = {}
 
-    def after(self, func: Any, args: Any, given: list[tuple[Any, int]], made: list[torch.UntypedStorage]) -> None:
+    def after(self, call: Call, given: list[tuple[Any, int]], made: list[torch.UntypedStorage]) -> None:
         for storage in made:
             if storage._cdata not in self.made:
-                running, op = modules_that_run()[0], func.overloadpacket.__name__  # of this thread, by its frames
-                path = next((self.names[id(m)] for m in running if id(m) in self.names), "(outside the model)")
-                record = KeptStorage(path, kind_of(running[:1], op), op, storage.nbytes())
-                self.made[storage._cdata] = StorageWeakRef(storage), record
+                self.made[storage._cdata] = StorageWeakRef(storage), made_by(self.names, call.func, storage.nbytes())
 
     def alive(self) -> list[KeptStorage]:
         """What is still alive, with the bytes that it has now."""
         alive = [(ref, record) for ref, record in self.made.values() if not ref.expired()]
         return [replace(r, nbytes=torch.UntypedStorage._new_with_weak_ptr(ref.cdata).nbytes()) for ref, r in alive]
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    """The paths of the modules of ``model``, by their ``id``."""
+    return {id(m): name or type(m).__name__ for name, m in model.named_modules(remove_duplicate=False)}
+
+
+def made_by(names: Mapping[int, str], func: Any, nbytes: int) -> KeptStorage:
+    """What ``func`` makes just now on this thread, by the module that runs, one of ``names``: as its frames tell."""
+    running, op = modules_that_run()[0], func.overloadpacket.__name__
+    path = next((names[id(m)] for m in running if id(m) in names), "(outside the model)")
+    return KeptStorage(path, kind_of(running[:1], op), op, nbytes)
 
 
 def device_of(tensor: Tensor) -> torch.device:

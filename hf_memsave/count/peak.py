@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 
-from hf_memsave.count.kept import StorageMode
+from hf_memsave.count.kept import Call, KeptStorage, StorageMode
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,16 @@ def count_peak(step: Callable[[], Any], unit: int = 1) -> Peak:
     Returns:
         The peak, what is left at the end, and the bytes alive after each op.
     """
-    count = Count(unit=unit)
+    count, stock = Count(unit=unit), torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:  # which is no op, and which no mode sees
+        before = storage.nbytes()
+        result = stock(storage, size)
+        count.see(storage, before)
+        return result
+
     try:
-        with count:
+        with mock.patch.object(torch.UntypedStorage, "resize_", resize_), count:
             step()
         gc.collect()
         return Peak(count.peak, count.live, tuple(count.timeline))
@@ -61,6 +68,7 @@ class _Entry:
     ref: weakref.ref[torch.UntypedStorage]
     before: int
     counted: int = 0
+    maker: KeptStorage | None = None
 
 
 class Count(StorageMode):
@@ -87,33 +95,24 @@ class Count(StorageMode):
         if gc.isenabled():
             self._undo.callback(gc.enable)
         gc.disable()
-        stock: Any = torch.UntypedStorage.resize_  # it is no op, and no mode sees it
-
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            before = storage.nbytes()
-            result = stock(storage, size)
-            self.see(storage, before)
-            return result
-
-        self._undo.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize_))
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._undo.close()
 
-    def after(self, func: Any, args: Any, given: list[tuple[Any, int]], made: list[torch.UntypedStorage]) -> None:
+    def after(self, call: Call, given: list[tuple[Any, int]], made: list[torch.UntypedStorage]) -> None:
         """Count what the op made, and by how much it made others larger or smaller."""
-        is_constant = func is torch.ops.aten.lift_fresh.default  # torch.tensor(...): made just now, and not by an op
+        is_constant = call.func is torch.ops.aten.lift_fresh.default  # torch.tensor(...): made just now, by no op
         for storage, before in given:
             self.see(storage, 0 if is_constant else before)
         for storage in made:
             self.see(storage)
-        self.note(func, args)
+        self.note(call)
 
-    def note(self, func: Any, args: Any) -> None:
+    def note(self, call: Call) -> None:
         """Called after each op."""
-        self.timeline.append((str(func), self.live))
+        self.timeline.append((str(call.func), self.live))
 
     def see(self, storage: torch.UntypedStorage, before: int = 0) -> None:
         """Count the bytes that ``storage`` has now; it had ``before`` of them before the op, none if it is new."""

@@ -33,7 +33,7 @@ class Check:
     measured: dict[str, int]
 
     def difference(self, name: str) -> float:
-        """Of what was predicted from what was measured, as a share of the latter."""
+        """Return how far what was predicted is from what was measured, as a share of the latter."""
         return self.predicted[name] / max(1, self.measured[name]) - 1
 
     @property
@@ -42,35 +42,31 @@ class Check:
         return all(abs(self.difference(name)) <= slack for name, slack in SLACK.items())
 
 
-def check(
-    config: PreTrainedConfig, result: Estimate, training: Training, memsave: MemSaveConfig | None
-) -> dict[str, Check]:
+def check(config: PreTrainedConfig, result: Estimate, training: Training, memsave: MemSaveConfig) -> dict[str, Check]:
     """Run the step that was estimated, "stock" and "patched", and compare; MeasureError if neither fits a GPU here."""
-    free = torch.cuda.mem_get_info()[0]
-    settings = {name: memory for name, memory in result.columns.items() if name == "stock" or memsave is not None}
-    if (least := min(estimated.peak for estimated in settings.values())) > free:
-        raise MeasureError(
-            f"the step needs {least / GIB:,.1f} GiB, and {free / GIB:,.1f} GiB are free on this machine's GPU.",
-            "To check it there, lower batch_size, seq_len or the number of layers.",
-            option="To check it there, lower --batch-size, --seq-len or --layers.",
-        )
-    found = {}
-    for name, estimated in settings.items():
+    free, found, config = torch.cuda.mem_get_info()[0], {}, at_depth(config, result.depth)
+    for name, estimated in result.columns.items():
         if estimated.peak <= free:
-            measured = _on_cuda(at_depth(config, result.depth), training, None if name == "stock" else memsave)
-            found[name] = Check(predicted={"kept": estimated.kept, "peak": estimated.peak}, measured=measured)
+            predicted = {"kept": estimated.kept, "peak": estimated.peak}
+            measured = _on_cuda(config, training, None if name == "stock" else memsave)
+            found[name] = Check(predicted=predicted, measured=measured)
+    if not found:
+        least = min(estimated.peak for estimated in result.columns.values())
+        raise MeasureError(
+            f"the step needs {least / GIB:,.1f} GiB, and {free / GIB:,.1f} GiB are free on this machine's GPU. To "
+            "check it there, lower --batch-size, --seq-len or --layers."
+        )
     return found
 
 
 def _on_cuda(config: PreTrainedConfig, training: Training, memsave: MemSaveConfig | None) -> dict[str, int]:
-    """Bytes "kept", and the "peak", of a real step in which the optimizer has its states."""
+    """Run a real step, in which the optimizer has its states; returns bytes "kept" and at the "peak"."""
     gc.collect()  # a step before this one may hang in cycles
     torch.nn.Linear(8, 8, device="cuda")(torch.ones(8, 8, device="cuda")).sum().backward()  # has cuBLAS take its own
     before = torch.cuda.memory_allocated()
     held: list[Any] | None = [] if training.holds_output else None
-    # The kernel that was asked for comes first, as in the estimate.
-    names = dict.fromkeys((training.attention, "flash", "efficient", "math"))
-    kernels = sdpa_kernel([BACKENDS[name] for name in names if name != "eager"], set_priority=True)
+    names = (training.attention, "flash", "efficient", "math")  # the one that was asked for first, as in the estimate
+    kernels = sdpa_kernel([BACKENDS[name] for name in dict.fromkeys(names) if name != "eager"], set_priority=True)
     try:
         with kernels, prepared(config, training, memsave, "cuda") as (model, batch, forward, optimizer):
             make_states(optimizer)
@@ -87,7 +83,6 @@ def _on_cuda(config: PreTrainedConfig, training: Training, memsave: MemSaveConfi
         raise
     except RuntimeError as error:
         raise MeasureError(
-            f"the step cannot be run on this machine's cuda: {type(error).__name__}: {error}.",
-            "Lower batch_size, seq_len or the number of layers if memory lacks; or try another attention or dtype.",
-            option="Lower --batch-size, --seq-len or --layers if memory lacks; or try another --attention or --dtype.",
+            f"the step cannot be run on this machine's cuda: {type(error).__name__}: {error}. Lower --batch-size, "
+            "--seq-len or --layers if memory lacks; or try another --attention or --dtype."
         ) from error

@@ -15,23 +15,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedConfig
 
 from hf_memsave.config.config import MemSaveConfig
-from hf_memsave.errors import MeasureError
-from hf_memsave.measure.fake_device import without_gpus
-from hf_memsave.measure.models import period
+from hf_memsave.measure.models import DepthError, at_depth, count_parameters, depth_of, period, text_head
 from hf_memsave.measure.trace import Moment, Place, Trace
 from hf_memsave.measure.training import Training, trace_at
 from hf_memsave.tape.price import SPAN
 
 #: From which layer on those of a tape are alike, and after how many they repeat themselves: under autocast it keeps a
-#: residual sum after every SPAN-th or next block, and recomputes those between.
+#: residual sum after every SPAN-th or next block, and recomputes those between; elsewhere, in Gemma, every SPAN-th.
 FROM, REPEATS = SPAN + 2, SPAN * (SPAN + 1)
 #: From which on those of stock are alike, with the peak of a step.
 _FROM_STOCK = 3
+#: Figures of a step of which it is told how much each layer adds.
+FIGURES = ("kept", "at_loss", "away", "flops")
 
 
 @dataclass(frozen=True)
@@ -56,24 +56,6 @@ class Depths:
         return first + sum(n * (other - first) for other, n in zip(deeper, times, strict=True))
 
 
-@dataclass(frozen=True)
-class Affine:
-    """Named amounts at full depth, and the part of them that each layer of a stack adds."""
-
-    total: dict[Any, int]
-    per_layer: dict[str, dict[Any, float]]
-
-    @classmethod
-    def of(cls, points: Sequence[Mapping[Any, int]], depths: Depths) -> Affine:
-        """All that the points name, each of which is what was found at one of ``depths.run``."""
-        first, *deeper = points
-        per_layer = {
-            field: {name: (point.get(name, 0) - first.get(name, 0)) / n for name in {**first, **point}}
-            for (field, n), point in zip(depths.every.items(), deeper, strict=True)
-        }
-        return cls(depths.carried(points), per_layer)
-
-
 def depths_for(config: PreTrainedConfig, full: dict[str, int], least: int, repeats: int) -> Depths:
     """Depths from ``least`` layers on, or from the full one if it has fewer, after which layers repeat themselves."""
     own = {field: period(config) if i == 0 else 1 for i, field in enumerate(full)}  # the first stack may have types
@@ -83,45 +65,56 @@ def depths_for(config: PreTrainedConfig, full: dict[str, int], least: int, repea
     return Depths(full, first, every)
 
 
-class InFull(NamedTuple):
-    """A step at full depth, and by field what a layer adds: bytes "kept", "at_loss", and "away"."""
-
-    trace: Trace
-    per_layer: dict[str, dict[str, float]]
+def with_depth(config: PreTrainedConfig, layers: int | None = None) -> tuple[PreTrainedConfig, dict[str, int]]:
+    """The configuration at a depth, and that by field; nothing by field where few layers do not tell of the others."""
+    if layers:
+        config = at_depth(config, depth_of(config, layers))
+    try:
+        depth = depth_of(config) if text_head(config) is not None else {}
+        whole = count_parameters(config)
+        for how in ((_FROM_STOCK, 1), (FROM, SPAN), (FROM, REPEATS)):
+            depths = depths_for(config, depth, *how)
+            if depths.carried([count_parameters(at_depth(config, at)) for at in depths.run]) != whole:
+                return config, {}
+        return config, depth
+    except DepthError:
+        return config, {}
 
 
 #: What was traced, on the stand-in device -> the step: asked for again, it costs nothing.
-_KNOWN: dict[tuple[Any, bool], InFull] = {}
+_KNOWN: dict[Any, Trace] = {}
 
 
 def trace_in_full(
-    config: PreTrainedConfig, depth: dict[str, int], training: Training, memsave: MemSaveConfig | None,
-    keeps: bool = True,
-) -> InFull:  # fmt: skip
-    """A step at full depth, from few layers; without ``keeps``, it is not counted what is kept."""
+    config: PreTrainedConfig, depth: dict[str, int], training: Training, memsave: MemSaveConfig | None
+) -> Trace:
+    """A step at full depth, from few layers where it has like ones; without a ``depth``, of the model as it is."""
     key = type(config), config.to_json_string(use_diff=False), tuple(depth.items()), training, memsave
-    found = _KNOWN.get((key, True)) or _KNOWN.get((key, keeps))
-    if found is None:
-        found = _KNOWN[key, keeps] = trace_few(config, depth, training, memsave, keeps)
-    return found
+    if key not in _KNOWN:
+        _KNOWN[key] = trace_few(config, depth, training, memsave)
+    return _KNOWN[key]
 
 
-@without_gpus
 def trace_few(
-    config: PreTrainedConfig, depth: dict[str, int], training: Training, memsave: MemSaveConfig | None,
-    keeps: bool,
-) -> InFull:  # fmt: skip
+    config: PreTrainedConfig, depth: dict[str, int], training: Training, memsave: MemSaveConfig | None
+) -> Trace:
     """:func:`trace_in_full` without its memory."""
-    # Where an fp32 residual sum runs beside products in 16 bits; elsewhere each layer keeps as much as the others.
-    has_sums = memsave is not None and bool(training.autocast or training.quantized)
-    depths = depths_for(config, depth, _FROM_STOCK if memsave is None else FROM, REPEATS if has_sums else 1)
-    traces = [trace_at(config, at, training, memsave, keeps) for at in depths.run]
-    points = [{"kept": t.kept, "at_loss": t.at_loss, "away": t.away} for t in traces]
-    return InFull(trace_at_full_depth(traces, depths), Affine.of(points, depths).per_layer)
+    least, repeats = FROM, SPAN
+    if memsave is None:
+        least, repeats = _FROM_STOCK, 1
+    else:
+        least += int(max(dict(memsave.layers or ()).values(), default=0))  # the first layers are unlike the others
+        if training.autocast or training.quantized:  # an fp32 residual sum runs beside products in 16 bits
+            repeats = REPEATS
+    try:
+        depths = depths_for(config, depth, least, repeats)
+        return trace_at_full_depth([trace_at(config, at, training, memsave) for at in depths.run], depths)
+    except DepthError:
+        return trace_at(at_depth(config, depth), {}, training, memsave)
 
 
 def trace_at_full_depth(traces: Sequence[Trace], depths: Depths) -> Trace:
-    """The step at full depth, its first and its last blocks, from those at ``depths.run``; MeasureError if unlike."""
+    """The step at full depth, its first and its last blocks, from those at ``depths.run``; DepthError if unlike."""
     first = traces[0]
     blocks = depths.carried([trace.blocks for trace in traces])
     places: dict[Place, Moment] = {}
@@ -133,15 +126,16 @@ def trace_at_full_depth(traces: Sequence[Trace], depths: Depths) -> Trace:
             try:
                 moments = [trace.places[_moved(place, end, trace.blocks)] for trace in traces]
             except KeyError as error:
-                raise MeasureError(
-                    f"the blocks of {place.stack or 'the model'} are not alike: a deeper one has no {error}. Measure "
-                    "the model as it is, with hf_memsave.count.peak.count_peak."
-                ) from error
+                raise DepthError(f"the blocks of {place.stack or 'the model'} are not alike: no {error}.") from error
             found = depths.carried([moment._asdict() | {"op": 0} for moment in moments])
             places[_moved(place, end, blocks)] = Moment(**found | {"op": moments[0].op})
-    names = ("parameters", "trained", "states", "numbers", "by_kind", "by_module")
+    names = ("parameters", "trained", "states", "flops", "numbers", "by_kind", "by_module", "sites")
     figures = {name: depths.carried([getattr(trace, name) for trace in traces]) for name in names}
-    return replace(first, places=places, blocks=blocks, **figures)
+    added = {
+        field: {name: (getattr(deeper, name) - getattr(first, name)) / n for name in FIGURES}
+        for (field, n), deeper in zip(depths.every.items(), traces[1:], strict=True)
+    }
+    return replace(first, places=places, blocks=blocks, per_layer=added, depths=depths.run, **figures)
 
 
 def _moved(place: Place, end: int, blocks: Mapping[str, int]) -> Place:

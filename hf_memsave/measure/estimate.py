@@ -12,6 +12,8 @@ kernels take for themselves otherwise.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -22,10 +24,11 @@ from hf_memsave.config.config import MemSaveConfig, MemSaveLike
 from hf_memsave.config.sizes import MIB, both, bytes_of, counted, gib, html_table
 from hf_memsave.config.wtacrs import is_int
 from hf_memsave.errors import MeasureError
-from hf_memsave.measure.depth import InFull, trace_in_full
-from hf_memsave.measure.models import depth_of
+from hf_memsave.measure.depth import trace_in_full, with_depth
+from hf_memsave.measure.fake_device import without_gpus
+from hf_memsave.measure.inputs import inputs_of
 from hf_memsave.measure.trace import Moment, Place, Point, Trace, timeline
-from hf_memsave.measure.training import OPTIMIZERS, config_of, training_of
+from hf_memsave.measure.training import OPTIMIZERS, Training, config_of, training_of
 
 #: What CUDA takes for itself in each process, in no allocator; it depends on device and driver.
 CONTEXT = 500 * MIB
@@ -58,7 +61,8 @@ class Memory:
     away: int  # of that, in main memory
     by_kind: dict[str, int]  # kept bytes by kind of op
     by_module: dict[str, int]  # kept bytes by module, "*" for the number of a block
-    per_layer: dict[str, float]  # kept bytes that each layer adds, by field of the configuration
+    depths: tuple[dict[str, int], ...]  # numbers of layers that were traced, by field of the configuration
+    per_layer: dict[str, float]  # kept bytes that each layer adds, by field of the configuration; or none
     timeline: tuple[Point, ...]  # the highest moment of each part of the step, in order
     trained: int  # gradients of all that is trained, as after backward
     in_passes: int  # the most that is alive in forward and backward
@@ -80,10 +84,14 @@ class Memory:
 class Estimate:
     """What :func:`estimate` found; ``str()`` of it is a table."""
 
-    model: str  # its type, and its depth by field of the configuration
-    depth: dict[str, int]  # field of the configuration -> number of layers
+    model: str  # its type
+    cls: str  # its class
+    depth: dict[str, int]  # field of the configuration -> number of layers; of a model that is traced whole, none
     numbers: dict[str, int]  # how many "parameters" there are, and how many are "trained"
-    u: int  # bytes of one activation ``[batch, seq, hidden]``
+    inputs: dict[str, tuple[int, ...]]  # name -> shape
+    has_loss: bool  # whether the model gives one; else the sum of its whole output was taken, which was held
+    sites: tuple[tuple[Any, ...], ...]  # (status, op, class, reason, how many) of what is patched, or why it is not
+    u: int | None  # bytes of one activation ``[batch, seq, hidden]``; of other inputs than tokens, None
     stock: Memory  # without hf_memsave
     patched: Memory | None  # with it; None where that was not asked for
     optimizer: str  # as in the training
@@ -106,14 +114,15 @@ class Estimate:
 
     @property
     def _title(self) -> str:
-        layers = counted(" + ".join(map(str, self.depth.values())), "layer")
-        return f"{self.model}, {layers}, {self.numbers['parameters'] / 1e6:,.1f} M parameters"
+        layers = [counted(" + ".join(map(str, self.depth.values())), "layer")] * bool(self.depth)
+        return ", ".join([self.model, *layers, f"{self.numbers['parameters'] / 1e6:,.1f} M parameters"])
 
     def _rows(self) -> list[list[str]]:
-        shown = self.columns.values()
+        shown = [*self.columns.values()]
         named = {name: words for name, words in _ROWS.items() if name != "away" or any(m.away for m in shown)}
         rows = [[words, *(gib(getattr(m, name)) for m in shown)] for name, words in named.items()]
-        each = [[f"kept by each layer ({field})", *(gib(m.per_layer[field]) for m in shown)] for field in self.depth]
+        fields = shown[0].per_layer
+        each = [[f"kept by each layer ({field})", *(gib(m.per_layer[field]) for m in shown)] for field in fields]
         return [["", *self.columns], *rows, *each]
 
     def remarks(self) -> list[str]:
@@ -169,17 +178,18 @@ _LOWER = dict.fromkeys(OPTIMIZERS, "LoRA, or by sharding") | {
 
 
 def estimate(
-    model_or_config: str | PreTrainedConfig | nn.Module, *, batch_size: int, seq_len: int, memsave: MemSaveLike = True,
-    memory: int | str | None = None, devices: int = 1, sharding: str = "ddp", layers: int | None = None,
-    **training: Any,
+    model_or_config: str | PreTrainedConfig | nn.Module, *, batch_size: int | None = None, seq_len: int | None = None,
+    batch: Mapping[str, Any] | None = None, memsave: MemSaveLike = True, memory: int | str | None = None,
+    devices: int = 1, sharding: str = "ddp", layers: int | None = None, **training: Any,
 ) -> Estimate:  # fmt: skip
     """Estimate a training step's peak memory on a CUDA device, without one.
 
     Args:
         model_or_config: A name on the hub, a folder, a model type, a configuration, or a model of Transformers (of
             which the configuration is read, and the dtype of its weights).
-        batch_size: Sequences, on each device.
+        batch_size: Sequences, on each device; or images, or pieces of sound.
         seq_len: Tokens in each.
+        batch: Tensors by name, instead of these two: shapes and dtypes are read.
         memsave: As for :func:`hf_memsave.patch`; False for stock alone.
         memory: What there is, in bytes or as "24GiB".
         devices: Over how many to shard.
@@ -200,25 +210,39 @@ def estimate(
     if layers is not None and not (is_int(layers) and layers > 0):
         raise MeasureError(f"layers: expected a whole number from 1, or None, got {layers!r}. Change layers.")
     config = config_of(model_or_config, training)
+    if batch is not None:
+        batch_size, seq_len, training["inputs"] = 1, 1, inputs_of(batch)
     setting = training_of(batch_size=batch_size, seq_len=seq_len, **training)
     resolved = MemSaveConfig.resolve(memsave)
-    depth = depth_of(config, layers)
-    stock, *found = (trace_in_full(config, depth, setting, one) for one in dict.fromkeys((None, resolved)))
-    memories = [_memory(one, sharding, devices, min(setting.accumulation, 2)) for one in (stock, *found)]
+    config, depth = with_depth(config, layers)
+    traces = _traces(config, depth, setting, tuple(dict.fromkeys((None, resolved))))
+    memories = [_memory(one, sharding, devices, min(setting.accumulation, 2)) for one in traces]
+    last, tokens = traces[-1], traces[0].inputs.get("input_ids")
     return Estimate(
         model=config.model_type,
+        cls=last.model,
         depth=depth,
-        numbers=stock.trace.numbers,
-        u=batch_size * seq_len * config.hidden_size * setting.u_dtype.itemsize,
+        numbers=traces[0].numbers,
+        inputs=last.inputs,
+        has_loss=last.has_loss,
+        sites=tuple((*site, count) for site, count in sorted(last.sites.items())),
+        u=math.prod(tokens) * config.hidden_size * setting.u_dtype.itemsize if tokens and depth else None,
         stock=memories[0],
-        patched=memories[-1] if found else None,
+        patched=memories[-1] if resolved else None,
         optimizer=setting.optimizer,
         memory=limit,
     )
 
 
-def _memory(full: InFull, sharding: str, devices: int, batches: int) -> Memory:
-    trace = sharded(full.trace, sharding, devices)
+@without_gpus
+def _traces(
+    config: PreTrainedConfig, depth: dict[str, int], setting: Training, ways: tuple[MemSaveConfig | None, ...]
+) -> list[Trace]:
+    return [trace_in_full(config, depth, setting, memsave) for memsave in ways]
+
+
+def _memory(trace: Trace, sharding: str, devices: int, batches: int) -> Memory:
+    trace = sharded(trace, sharding, devices)
     place, highest = max(trace.places.items(), key=lambda item: item[1].live)
     op = highest.op.removeprefix("aten.").partition(".")[0]
     part = "'s step" if place.phase == "optimizer" else f" {place.where}" if place.stack else ""
@@ -235,7 +259,8 @@ def _memory(full: InFull, sharding: str, devices: int, batches: int) -> Memory:
         away=trace.away // batches,
         by_kind=dict(trace.by_kind),
         by_module=dict(trace.by_module),
-        per_layer={field: added["kept"] for field, added in full.per_layer.items()},
+        depths=trace.depths,
+        per_layer={field: added["kept"] for field, added in trace.per_layer.items()},
         timeline=timeline(trace),
         trained=trace.trained,
         in_passes=max(moment.live for place, moment in trace.places.items() if place.phase != "optimizer"),

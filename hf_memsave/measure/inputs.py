@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,9 @@ from hf_memsave.measure.models import HEADS, UNREADABLE
 
 #: What a forward takes that is no input.
 _SWITCHES = {"self", "return_dict", "output_attentions", "output_hidden_states", "use_cache", "logits_to_keep"}
-#: The tokens of a second of speech.
-_SPOKEN = 16
 
 
-def make_batch(head: Any, config: PreTrainedConfig, batch_size: int, seq_len: int) -> dict[str, Tensor]:
+def make_batch(head: Any, config: PreTrainedConfig, batch_size: int, seq_len: int) -> dict[str, Any]:
     """Random inputs, always the same, and labels for a head: token ids ``[batch, seq]``, or images, or sound."""
     generator = torch.Generator().manual_seed(0)
     try:
@@ -32,10 +30,9 @@ def make_batch(head: Any, config: PreTrainedConfig, batch_size: int, seq_len: in
         ids[ids == config.pad_token_id] = 0 if config.pad_token_id else 1  # none of them is padding
         if head not in (HEADS["SEQ_CLS"], HEADS["TOKEN_CLS"]):
             return {"input_ids": ids, "labels": ids.clone()}
-        label_dtype = torch.float if config.num_labels == 1 else torch.long  # one label means regression
         shape = (batch_size,) if head is HEADS["SEQ_CLS"] else (batch_size, seq_len)
         labels = torch.randint(max(2, config.num_labels), shape, generator=generator)
-        return {"input_ids": ids, "labels": labels.to(label_dtype)}
+        return {"input_ids": ids, "labels": labels.float() if config.num_labels == 1 else labels}  # one: regression
     except MeasureError:
         raise
     except RuntimeError as error:
@@ -47,8 +44,7 @@ def _image(config: Any) -> tuple[int, ...]:
     size = getattr(config, "image_size", 224)
     sides = (size["height"], size["width"]) if isinstance(size, Mapping) else size
     frames = [config.num_frames] if hasattr(config, "num_frames") else []
-    names = ("num_channels", "in_channels", "in_chans")
-    channels = next((getattr(config, name) for name in names if hasattr(config, name)), 3)
+    channels = next((n for name in ("num_channels", "in_channels", "in_chans") if (n := getattr(config, name, 0))), 3)
     return (*frames, channels, *([sides] * 2 if isinstance(sides, int) else sides))
 
 
@@ -62,20 +58,21 @@ _SHAPES: dict[str, tuple[Callable[[Any], tuple[int, ...]], str]] = {
 
 def _make_others(
     cls: Any, config: PreTrainedConfig, batch_size: int, seq_len: int, generator: torch.Generator
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     takes, text = taken_by(cls), config.get_text_config()
     limits = (getattr(text, name, None) for name in ("max_target_positions", "max_position_embeddings"))
-    length, vocabulary = min(seq_len, next(filter(None, limits), _SPOKEN)), getattr(text, "vocab_size", None) or 2
+    length = min(seq_len, next(filter(None, limits), 16))  # else the tokens of a second of speech
+    vocabulary = getattr(text, "vocab_size", None) or 2
     pairs = "return_loss" in takes  # texts and images, whose distances are the loss: of one pair it is zero
     batch_size = max(batch_size, 2) if pairs else batch_size
-    batch: dict[str, Tensor] = {}
+    batch: dict[str, Any] = {}
     for name in [n for n in ("input_ids", *_SHAPES) if n in takes] if pairs else [cls.main_input_name]:
         try:
             if name == "input_ids":
                 batch[name] = torch.randint(1, vocabulary, (batch_size, length), generator=generator)
             else:
-                shape, part = _SHAPES[name]
-                batch[name] = torch.randn(batch_size, *shape(getattr(config, part, config)), generator=generator)
+                shape_of, part = _SHAPES[name]
+                batch[name] = torch.randn(batch_size, *shape_of(getattr(config, part, config)), generator=generator)
         except (AttributeError, KeyError, TypeError) as error:
             raise MeasureError(
                 f"cannot make {name!r} for {cls.__name__}: expected its sizes in the configuration, as images or sound "
@@ -83,35 +80,40 @@ def _make_others(
                 "Give a batch of your own.", "Give one with --batch.",
             ) from error  # fmt: skip
     if pairs:
-        return batch | {"return_loss": torch.tensor(True)}
+        return batch | {"return_loss": True}
     labels: dict[str, tuple[tuple[int, ...], int, int]] = {  # how a class's name ends -> shape, the least, the end
         "Classification": ((), 0, config.num_labels),
         "SemanticSegmentation": (tuple(batch[cls.main_input_name].shape[2:]), 0, config.num_labels),
         "ConditionalGeneration": ((length,), 1, vocabulary),
         "CTC": ((length,), 1, vocabulary),
     }
-    kind = next((kind for kind in labels if cls.__name__.endswith(kind) and "labels" in takes), None)
-    if kind is not None:
-        shape_of, least, end = labels[kind]
-        batch["labels"] = torch.randint(least, end, (batch_size, *shape_of), generator=generator)
-        if end == 1:  # regression
-            batch["labels"] = batch["labels"].float()
+    for kind, (shape, least, end) in labels.items():
+        if cls.__name__.endswith(kind) and "labels" in takes:
+            made = torch.randint(least, end, (batch_size, *shape), generator=generator)
+            batch["labels"] = made.float() if end == 1 else made  # one label means regression
     return batch
 
 
 def taken_by(model: Any) -> list[str]:
     """The names of what the forward of a model, or of a class of models, takes."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     found = inspect.signature(model.forward).parameters.values()
-    return [p.name for p in found if p.kind not in kinds and p.name not in _SWITCHES]
+    return [p.name for p in found if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in _SWITCHES]
 
 
-def fitted(batch: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+def fitted(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """The batch on the model's device, and numbers but labels in the dtype of its weights."""
     weight = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    is_number = {name: value.is_floating_point() and name != "labels" for name, value in batch.items()}
-    return {n: value.to(weight.device, weight.dtype if is_number[n] else None) for n, value in batch.items()}
+
+    def moved(name: str, x: Tensor) -> Tensor:
+        return x.to(weight.device, weight.dtype if x.is_floating_point() and name != "labels" else None)
+
+    return {name: moved(name, x) if isinstance(x, Tensor) else x for name, x in batch.items()}
+
+
+def inputs_of(batch: Mapping[str, Any]) -> tuple[tuple[str, Any, torch.dtype | None], ...]:
+    """What a trace needs of a batch: the name, shape and dtype of each tensor; of anything else its value."""
+    return tuple((n, x.shape, x.dtype) if isinstance(x, Tensor) else (n, x, None) for n, x in batch.items())
 
 
 def read_batch(path: Path) -> dict[str, Tensor]:
@@ -147,9 +149,9 @@ def described(batch: Mapping[str, Any]) -> str:
     return shapes({n: list(value.shape) if isinstance(value, Tensor) else [] for n, value in batch.items()})
 
 
-def shapes(inputs: Mapping[str, list[int]]) -> str:
+def shapes(inputs: Mapping[str, Sequence[int]]) -> str:
     """Names, each with its shape if it has one."""
-    return ", ".join(f"{name} {shape}" if shape else name for name, shape in inputs.items())
+    return ", ".join(f"{name} {list(shape)}" if shape else name for name, shape in inputs.items())
 
 
 def forward_of(model: nn.Module, autocast: torch.dtype | None) -> Callable[..., Any]:
@@ -182,8 +184,7 @@ def loss_of(output: Any, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = ", ".join(output) if isinstance(output, Mapping) else f"a {type(output).__name__}"
-        if isinstance(loss, Tensor):
-            got = f"a tensor {list(loss.shape)}"
+        got = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else got
         can_add = "labels" in taken_by(model) and "labels" not in batch
         remedy = "Add 'labels' to the batch" if can_add else "Use a model with a head"
         raise MeasureError(

@@ -5,8 +5,7 @@ bits and no mask; "efficient" any mask, expanded to all heads, and as many heads
 any mask. The first that can run is taken, beginning with the one that was asked for; then there is the product of
 matrices, which keeps the probabilities.
 
-Autocast's lists are those of ``aten/src/ATen/autocast_mode.h`` of PyTorch 2.14; whether it has a function at all, the
-dispatcher of the PyTorch at hand is asked.
+Autocast's lists are those of ``aten/src/ATen/autocast_mode.h`` of PyTorch 2.14, as far as the PyTorch at hand has them.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,16 +28,11 @@ from hf_memsave.tape.private import autocast_cache, tree_map
 aten = torch.ops.aten
 #: Kernels by name, in the order in which PyTorch prefers them (before Hopper's, where cuDNN may come first).
 ATTENTION = ("flash", "efficient", "cudnn")
-#: The widest head of each.
-_WIDEST = {"flash": 256, "efficient": 1 << 16, "cudnn": 256}
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION, "math": SDPBackend.MATH,
 }  # fmt: skip
-_BACKWARDS = (
-    aten._scaled_dot_product_flash_attention_backward.default,
-    aten._scaled_dot_product_efficient_attention_backward.default,
-)
+_BACKWARDS = [getattr(aten, f"_scaled_dot_product_{name}_attention_backward").default for name in ATTENTION[:2]]
 
 LOW = """_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution prelu
 addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot
@@ -54,12 +49,8 @@ FP32_RESULT = "prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg
 WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add".split()
 #: What stands for autocast's cache while it holds something -> the conversions of weights that it shares.
 _casts: weakref.WeakKeyDictionary[Any, dict[Any, tuple[Tensor, Tensor]]] = weakref.WeakKeyDictionary()
-
-
-class Preferred:
-    """The kernel that is asked for."""
-
-    name = ATTENTION[0]
+#: The kernel that is asked for.
+preferred = SimpleNamespace(name=ATTENTION[0])
 
 
 def register_kernels() -> None:
@@ -67,27 +58,26 @@ def register_kernels() -> None:
     lib = library("aten")
     lib.impl("scaled_dot_product_attention", attention, "AutogradPrivateUse1")
     lib.impl("_fused_sdp_choice", choice, "AutogradPrivateUse1")
-    lib.impl("rms_norm", rms_norm, "AutogradPrivateUse1")
+    rms_norm = lambda x, shape, weight=None, eps=None: aten._fused_rms_norm(x, shape, weight, eps)[0]  # noqa: E731
+    lib.impl("rms_norm", rms_norm, "AutogradPrivateUse1")  # one kernel, which keeps its input and a number a row
     library("_").fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     low, fp32 = partial(_in, None), partial(_in, torch.float32)
     for names, rule in ((LOW, low), (FP32, fp32), (FP32_RESULT, _fp32_result), (WIDEST, _widest)):
         for func in (func for name in names for func in overloads(name)):
-            lib.impl(func.name(), partial(_under, rule, func), "AutocastPrivateUse1")  # type: ignore[attr-defined]
+            lib.impl(func.name(), partial(_under, rule, func), "AutocastPrivateUse1")
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
+    scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     """``F.scaled_dot_product_attention`` as a CUDA device runs it."""
-    name = chosen(query, key, value, attn_mask, enable_gqa)
-    q, k, v, mask, width = query, key, value, attn_mask, query.shape[-1]
+    name, width = chosen(q, k, v, mask, enable_gqa), q.shape[-1]
     if mask is not None and mask.dtype == torch.bool:  # -65504 takes as many bytes
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask.logical_not(), -torch.inf)
     if name == "math":
-        return aten._scaled_dot_product_attention_math(
-            q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )[0]
+        run = aten._scaled_dot_product_attention_math
+        return run(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
     if name == "flash":
         if width % 8:
             scale = width**-0.5 if scale is None else scale
@@ -105,30 +95,21 @@ def attention(
     return aten._scaled_dot_product_efficient_attention(q, k, v, mask, wants, dropout_p, is_causal, scale=scale)[0]
 
 
-def chosen(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool) -> str:
+def chosen(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, enable_gqa: bool) -> str:
     """The name of the kernel for these arguments."""
-    is_half = query.dtype in HALVES
-    is_grouped = enable_gqa and query.shape[-3] != key.shape[-3]
-    width = query.shape[-1]
+    width = q.shape[-1]
+    is_narrow_half = q.dtype in HALVES and width <= 256
     can = {
-        "flash": is_half and mask is None and width == value.shape[-1],
-        "efficient": not is_grouped,
-        "cudnn": is_half and width % 8 == 0,
+        "flash": is_narrow_half and mask is None and width == v.shape[-1],
+        "efficient": not enable_gqa or q.shape[-3] == k.shape[-3],
+        "cudnn": is_narrow_half and width % 8 == 0,
     }
-    order = (Preferred.name, *ATTENTION[:2])
-    return next((name for name in order if can[name] and width <= _WIDEST[name] and query.dim() == 4), "math")
+    return next((name for name in (preferred.name, *ATTENTION[:2]) if can[name] and q.dim() == 4), "math")
 
 
-def choice(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *_: Any, enable_gqa: bool = False, **__: Any
-) -> int:
+def choice(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, *_: Any, enable_gqa: bool = False, **__: Any) -> int:
     """The number of the chosen kernel in ``torch.nn.attention.SDPBackend``."""
-    return BACKENDS[chosen(query, key, value, attn_mask, enable_gqa)].value
-
-
-def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """``F.rms_norm``: one kernel, which keeps its input and a number a row."""
-    return aten._fused_rms_norm(x, shape, weight, eps)[0]
+    return BACKENDS[chosen(q, k, v, mask, enable_gqa)].value
 
 
 def workspace(func: Any, args: Any) -> int:
@@ -140,14 +121,13 @@ def workspace(func: Any, args: Any) -> int:
     return 4 * q.numel() + repeated
 
 
-def _under(rule: Callable[..., Any], func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _under(rule: Callable[..., Any], func: Any, *args: Any, **kwargs: Any) -> Any:
     with without_autocast():
         return rule(func, args, kwargs)
 
 
 def _is_eligible(x: Any) -> bool:
-    is_there = isinstance(x, Tensor) and x.device.type == STAND_IN
-    return is_there and x.is_floating_point() and x.dtype != torch.float64
+    return isinstance(x, Tensor) and x.device.type == STAND_IN and x.is_floating_point() and x.dtype != torch.float64
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
@@ -164,24 +144,22 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
     return shared[id(x), dtype][0]
 
 
-def _in(dtype: torch.dtype | None, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _in(dtype: torch.dtype | None, func: Any, args: Any, kwargs: Any) -> Any:
     dtype = dtype or torch.get_autocast_dtype(STAND_IN)
     args, kwargs = tree_map(partial(_cast, dtype=dtype), (args, kwargs))
     return func(*args, **kwargs)
 
 
-def _fp32_result(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    arguments = func._schema.arguments  # type: ignore[attr-defined]
-    names = [a.name for a in arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    if given.get("dtype") is None and _is_eligible(args[0]):
-        if "dtype" not in names:  # of norm, another overload has it
-            packet = func.overloadpacket  # type: ignore[attr-defined]
-            return packet(*[given.get(a.name, a.default_value) for a in arguments], dtype=torch.float32)
+def _fp32_result(func: Any, args: Any, kwargs: Any) -> Any:
+    arguments = func._schema.arguments
+    given = dict(zip([a.name for a in arguments], args, strict=False)) | kwargs
+    if given.get("dtype") is not None or not _is_eligible(args[0]):
+        return func(*args, **kwargs)
+    if any(a.name == "dtype" for a in arguments):
         return func(**(given | {"dtype": torch.float32}))
-    return func(*args, **kwargs)
+    return func.overloadpacket(*[given.get(a.name, a.default_value) for a in arguments], dtype=torch.float32)  # of norm
 
 
-def _widest(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _widest(func: Any, args: Any, kwargs: Any) -> Any:
     is_wide = any(_is_eligible(x) and x.dtype == torch.float32 for x in args)
     return _in(torch.float32, func, args, kwargs) if is_wide else func(*args, **kwargs)

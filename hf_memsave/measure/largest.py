@@ -1,10 +1,10 @@
-"""The largest batch, or the longest sequence, whose step fits: found by few traces."""
+"""The largest batch, or the longest sequence, whose step fits: found by a few traces."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,15 +12,17 @@ from transformers import PreTrainedConfig
 
 from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.errors import MeasureError
-from hf_memsave.measure.depth import trace_in_full
+from hf_memsave.measure.depth import FROM, depths_for, trace_in_full
 from hf_memsave.measure.estimate import OWN, sharded
 from hf_memsave.measure.fake_device import without_gpus
-from hf_memsave.measure.models import most_tokens
-from hf_memsave.measure.trace import Moment, Place, Trace
+from hf_memsave.measure.models import at_depth, most_tokens
 from hf_memsave.measure.training import Training
+from hf_memsave.tape.price import SPAN
 
 #: More is not asked for; nor, at once, for so many times what was asked for before: a batch of ids is made of it.
-_MOST, _GROWTH = 2**22, 64
+MOST, _GROWTH = 2**22, 64
+#: Every so many questions the range is halved, where what is needed is far from a line.
+_HALVED = 7
 
 
 @without_gpus
@@ -29,75 +31,62 @@ def largest(
     memory: int, sharding: tuple[str, int],
 ) -> int:  # fmt: skip
     """The largest "batch_size" or "seq_len" with which a step fits, found from that of ``training``; or 0."""
+    few = depths_for(config, depth, FROM, SPAN).run
+    is_shallow = sum(sum(at.values()) for at in few) >= sum(depth.values())  # the whole model takes no longer
+    step = (at_depth(config, depth), {}) if is_shallow else (config, depth)
+    first = sharded(trace_in_full(config, depth, training, memsave), *sharding)
 
-    def run(number: int) -> tuple[Trace, int]:
+    def needed(number: int) -> int:
+        if number == getattr(training, name):
+            return first.peak + OWN
         changes: dict[str, Any] = {name: number}
-        trace, _ = trace_in_full(config, depth, replace(training, **changes), memsave, keeps=False)
-        return sharded(trace, *sharding), OWN
+        return sharded(trace_in_full(*step, replace(training, **changes), memsave), *sharding).peak + OWN
 
-    return largest_of(run, config, name, getattr(training, name), memory)
+    return largest_of(needed, config, name, getattr(training, name), memory, first.fixed + OWN)
 
 
 def largest_of(
-    run: Callable[[int], tuple[Trace, int]], config: PreTrainedConfig, name: str, start: int, memory: int
+    needed: Callable[[int], int], config: PreTrainedConfig, name: str, start: int, memory: int, fixed: int
 ) -> int:
-    """The largest "batch_size", or "seq_len" (of 8, 16, ...), whose step fits, with the bytes beside its peak; or 0."""
-    degree = 1 if name == "batch_size" else 2
-    traces: dict[int, Trace] = {}
-    beside = 0
-
-    def needed(number: int) -> int:
-        nonlocal beside
-        traces[number], beside = run(number)
-        return traces[number].peak + beside
-
-    def predicted(number: int) -> float:  # as the bytes of each place lie on a polynomial of this degree
-        near = sorted(traces, key=lambda known: abs(known - number))[: degree + 1]
-        first, at_zero = traces[near[0]], 0.0
-        weights = {a: math.prod((number - b) / (a - b) for b in near if b != a) for a in near}
-        if len(near) <= degree:  # with the number 0 there is what has no size of the batch
-            power = (1 + degree) / (1 + len(near))  # of the first, between a line and a parabola
-            weights = {a: weight * (number / a) ** power for a, weight in weights.items()}
-            at_zero = 1 - sum(weights.values())
-
-        def live(place: Place, moment: Moment) -> float:
-            fixed = moment.live if place.phase == "optimizer" else first.parameters + first.states + moment.gradients
-            return at_zero * fixed + sum(w * traces[a].places.get(place, moment).live for a, w in weights.items())
-
-        return beside + max(live(*one) for one in first.places.items())
-
+    """The largest "batch_size", or "seq_len" (of 8, 16, ...), that needs no more than ``memory``; or 0."""
     if name == "batch_size":
-        return search(needed, memory, start, _MOST, predicted)
+        return search(needed, memory, start, MOST, {0: fixed})
     # Kernels pad tokens to a multiple of 8, so others may need more than the next one. A step with more tokens than the
     # configuration names positions for was run: it has no table of them.
     positions = most_tokens(config)
-    most = (_MOST if start > positions else min(positions, _MOST)) // 8
-    return 8 * search(lambda n: needed(8 * n), memory, max(1, start // 8), most, lambda n: predicted(8 * n))
+    most = (MOST if start > positions else min(positions, MOST)) // 8
+    return 8 * search(lambda n: needed(8 * n), memory, max(1, start // 8), most, {0: fixed})
 
 
-def search(needed: Callable[[int], int], memory: int, start: int, most: int, predicted: Callable[[int], float]) -> int:
-    """The largest number up to ``most`` for which ``needed`` is at most ``memory``; 0 if not even 1 is."""
-    # Each question costs seconds, and none is asked twice. ``needed`` rises about as ``predicted`` by what was asked.
-    # One number more is not asked about where its predicted excess is larger than the last prediction's error.
-    asked: dict[int, int] = {}
+def search(
+    needed: Callable[[int], int], memory: int, start: int, most: int, known: Mapping[int, float] | None = None
+) -> int:
+    """The largest number up to ``most`` for which ``needed``, which rises, is at most ``memory``; or 0."""
+    # Each question takes seconds. The next number is the last that fits by the line and by the parabola through the
+    # nearest answers; the last two are one that fits, and the next one. A MeasureError: no model takes so much.
+    known = dict(known or {})  # what is needed for a number
     low, high, guess = 0, most + 1, min(start, most)
+
+    def is_too_much(number: int) -> bool:
+        nearest = sorted(known, key=lambda n: abs(n - number))
+        return any(predicted(number, nearest[:count]) > memory for count in (2, 3))
+
+    def predicted(number: int, by: list[int]) -> float:
+        return sum(known[a] * math.prod((number - b) / (a - b) for b in by if b != a) for a in by)
+
     while high - low > 1:
-        expected = predicted(guess) if low else math.inf
         try:
-            asked[guess] = needed(guess)
-        except MeasureError:  # beyond what the model takes
+            known[guess] = needed(guess)
+        except MeasureError:
             if not low:
                 raise
-            high = guess
-            guess = (low + high) // 2
+            high, guess = guess, (low + guess) // 2
             continue
-        if asked[guess] <= memory:
-            low = guess
-        else:
-            high = guess
-        if low == guess and low + 1 < high and predicted(low + 1) - memory > abs(expected - asked[low]):
-            break
-        guess = low + bisect_left(range(low + 1, high), True, key=lambda n: predicted(n) > memory)
-        guess = (low + high) // 2 if len(asked) % 9 == 8 else min(guess, _GROWTH * max(low, start))
-        guess = min(max(guess, low + 1), high - 1)
+        low, high = (guess, high) if known[guess] <= memory else (low, guess)
+        guess = 2 * low or high // 2
+        if len(known) > 1:
+            guess = low + bisect_left(range(low + 1, high), True, key=is_too_much)
+        if len(known) % _HALVED == 0 and high <= most:
+            guess = (low + high) // 2
+        guess = max(low + 1, min(guess, high - 1, _GROWTH * max(low, start)))
     return low

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -79,18 +80,16 @@ def _linear_class() -> Any:
             nn.Module.__init__(self)
             self.in_features, self.out_features, self.bias = like.in_features, like.out_features, like.bias
             self.compute_dtype = _COMPUTE
-            packed = like.weight.new_empty(like.weight.numel() // 2, 1, dtype=torch.uint8)
-            weight: Any = nn.Parameter(packed, requires_grad=False)
+            of, scales = like.weight, math.ceil(like.weight.numel() / _BLOCK)
+            weight: Any = nn.Parameter(of.new_empty(of.numel() // 2, 1, dtype=torch.uint8), requires_grad=False)
             weight.compress_statistics, weight.quant_type = True, "nf4"
             self.weight = weight
-            scales = -(-like.weight.numel() // _BLOCK)
-            self.register_buffer("scales", packed.new_empty(scales), persistent=False)
-            self.register_buffer("of_scales", like.weight.new_empty(-(-scales // _SCALES), dtype=torch.float32), False)
+            self.register_buffer("scales", of.new_empty(scales, dtype=torch.uint8), persistent=False)
+            self.register_buffer("of_scales", of.new_empty(math.ceil(scales / _SCALES), dtype=torch.float32), False)
 
         def forward(self, x: Tensor) -> Tensor:
             bias = None if self.bias is None else self.bias.to(_COMPUTE)
-            shape = self.out_features, self.in_features
-            z: Tensor = _Product.apply(x.to(_COMPUTE), self.weight, shape, bias)
+            z: Tensor = _Product.apply(x.to(_COMPUTE), self.weight, (self.out_features, self.in_features), bias)
             return z.to(x.dtype)
 
     NF4Linear.__module__, NF4Linear.__qualname__ = "bitsandbytes.nn.modules", "Linear4bit"  # whose forward runs again

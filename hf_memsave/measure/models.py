@@ -8,15 +8,18 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+import numpy
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from hf_memsave.config.names import hub_answers, refuse_missing, refuse_unreachable
 from hf_memsave.errors import MeasureError
+from hf_memsave.tape.private import tree_leaves
 
 #: The heads that can be measured, by the task that PEFT has for them.
 HEADS = {
@@ -42,13 +45,6 @@ class DepthError(MeasureError):
     """A model whose depth cannot be changed, or whose layers are not alike: one that few layers do not tell of."""
 
 
-#: What to do about a DepthError, in Python and on the command line.
-AS_IT_IS = (
-    "Measure it as it is with hf_memsave.measure_kept(model, batch).",
-    "`memsave report` measures a model as it is, without --layers.",
-)
-
-
 def load_config(name: str) -> PreTrainedConfig:
     """The configuration of a folder, a file, a model type (its defaults) or a name on the hub; else MeasureError."""
     if name in CONFIG_MAPPING and not Path(name).exists():
@@ -63,26 +59,14 @@ def load_config(name: str) -> PreTrainedConfig:
     except StrictDataclassError as error:  # fields that contradict each other
         raise MeasureError(f"{name}: {' '.join(str(error).split())} Correct the configuration.") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = str(error).splitlines()[0]
         raise MeasureError(
-            f"{name}: {reason} Expected a model's folder, its config.json, a model type such as 'bert' or 'llama', or "
-            "a name on the hub."
+            f"{name}: {str(error).splitlines()[0]} Expected a model's folder, its config.json, a model type such as "
+            "'bert' or 'llama', or a name on the hub."
         ) from error
 
 
-def choose_head(config: PreTrainedConfig) -> Any:
-    """The Auto class for the architecture that a configuration names, else a usual one; else MeasureError."""
-    if (head := text_head(config)) is not None:
-        return head
-    raise MeasureError(
-        f"{config.model_type!r} has no language modelling or classification head on token ids. Expected a text model.",
-        "Measure another one with hf_memsave.measure_kept(model, batch).",
-        "`memsave report` measures any other one, on a batch of yours with --batch.",
-    )
-
-
 def text_head(config: PreTrainedConfig) -> Any:
-    """What :func:`choose_head` finds; None for a model of other inputs."""
+    """The Auto class for the architecture that a configuration names, else a usual one; None: not on token ids."""
     known = {task: cls.__name__ for task, auto in HEADS.items() if (cls := _class_in(auto, config)) is not None}
     named = (config.architectures or [""])[0]
     asked = [task for task, name in known.items() if name == named]
@@ -92,7 +76,7 @@ def text_head(config: PreTrainedConfig) -> Any:
 
 
 def class_of(config: PreTrainedConfig, has_batch: bool = False) -> Any:
-    """What to train of a configuration: of a text model :func:`choose_head`'s Auto class, else a class of models."""
+    """What to train of a configuration: of a text model :func:`text_head`'s Auto class, else a class of models."""
     # First the class that is named, if it has a head. A text model's may take more than can be made, but not more than
     # the caller's own batch. A class without a head, which gives no loss, comes last.
     named = getattr(transformers, (config.architectures or [""])[0], None)
@@ -101,13 +85,10 @@ def class_of(config: PreTrainedConfig, has_batch: bool = False) -> Any:
         return named
     if head is not None:
         return head
-    autos = (getattr(transformers, f"AutoModel{head}") for head in _OTHER_HEADS)
-    found = next(filter(None, (_class_in(auto, config) for auto in autos)), None)
-    if found is None:
-        raise MeasureError(
-            f"{config.model_type!r} has no Auto class. Name its class in the configuration's architectures."
-        )
-    return found
+    for other in _OTHER_HEADS:
+        if (found := _class_in(getattr(transformers, f"AutoModel{other}"), config)) is not None:
+            return found
+    raise MeasureError(f"{config.model_type!r} has no Auto class. Name its class in the configuration's architectures.")
 
 
 def _class_in(auto: Any, config: PreTrainedConfig) -> Any:
@@ -115,9 +96,41 @@ def _class_in(auto: Any, config: PreTrainedConfig) -> Any:
     return found[0] if isinstance(found, tuple) else found
 
 
+#: What names the dtype of its result without an argument.
+_NAMING = (torch.Tensor.float, torch.Tensor.type, torch.from_numpy)
+
+
+class _Floats(TorchFunctionMode):
+    """Has numbers made in a dtype unless another is named, on this thread: a default dtype is of the whole process."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made, given = func(*args, **(kwargs or {})), tree_leaves((args, kwargs))
+        is_meant = isinstance(made, torch.Tensor) and made.dtype == torch.get_default_dtype() and func not in _NAMING
+        if not is_meant or any(isinstance(x, (torch.dtype, numpy.ndarray)) or _is_float(x) for x in given):
+            return made
+        return made.to(self.dtype)
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
 def from_config(head: Any, config: PreTrainedConfig, **options: Any) -> Any:
-    """A model with random weights, of an Auto class or of a class of models."""
-    return getattr(head, "from_config" if hasattr(head, "from_config") else "_from_config")(config, **options)
+    """A model with random weights, of an Auto class or of a class of models, on the device that is active."""
+    make, dtype = getattr(head, "from_config", None) or head._from_config, options.get("dtype")
+    if dtype is None or not torch.empty(0).is_meta:
+        return make(config, **options)
+    with _Floats(dtype):  # Transformers would set the process's default dtype
+        model = make(config, **options | {"dtype": None})
+    for parameter in model.parameters():
+        if not parameter.is_meta:  # made by torch.Tensor(...), of which no mode is told
+            parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
+    return model
 
 
 def build_empty(config: PreTrainedConfig) -> nn.Module:
@@ -125,13 +138,17 @@ def build_empty(config: PreTrainedConfig) -> nn.Module:
     head = class_of(config)
     try:
         with torch.device("meta"):
-            model: nn.Module = from_config(head, config)
-            return model.train()
-    except (AttributeError, ImportError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            return from_config(head, config).train()  # type: ignore[no-any-return]
+    except (AssertionError, AttributeError, ImportError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise MeasureError(
             f"cannot build a {config.model_type!r} model: {type(error).__name__}: {error}. Expected a configuration "
             "that Transformers builds a model from. Correct it, or name the model's own folder."
         ) from error
+
+
+def count_parameters(config: PreTrainedConfig) -> int:
+    """How many parameters the model of a configuration has."""
+    return int(sum(p.numel() for p in build_empty(config).parameters()))
 
 
 def has_weights(name: str) -> bool:
@@ -195,11 +212,8 @@ def depth_of(config: PreTrainedConfig, layers: int | None = None) -> dict[str, i
     names = (first, "num_decoder_layers", "decoder_layers")
     found = {name: layers or getattr(config, name) for name in names if isinstance(getattr(config, name, None), int)}
     if first not in found:
-        raise DepthError(
-            f"the configuration of {config.model_type!r} has no field {first!r} with its number of layers. Expected a "
-            "model of like layers.",
-            *AS_IT_IS,
-        )
+        reason = f"the configuration of {config.model_type!r} has no field {first!r} with its number of layers."
+        raise DepthError(reason, "Expected a model of like layers. Leave the number of layers out.")
     return found
 
 
@@ -215,15 +229,13 @@ def at_depth(config: PreTrainedConfig, depth: dict[str, int]) -> PreTrainedConfi
     if not depth:  # as deep as it is
         return changed
     layers, every = next(iter(depth.values())), period(config)
-    for name, values in _lists_by_layer(config).items():
-        setattr(changed, name, [values[i % every] for i in range(layers)])
-    for field, number in depth.items():
+    lists = {name: [values[i % every] for i in range(layers)] for name, values in _lists_by_layer(config).items()}
+    for field, value in (lists | depth).items():
         try:
-            setattr(changed, field, number)
+            setattr(changed, field, value)
         except NotImplementedError as error:
-            raise DepthError(
-                f"cannot change the depth of {config.model_type!r}: {error} Expected a model of like layers.", *AS_IT_IS
-            ) from error
+            reason = f"cannot change the depth of {config.model_type!r}: {error}"
+            raise DepthError(reason, "Leave the number of layers out.") from error
     return changed
 
 

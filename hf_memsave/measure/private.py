@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from hf_memsave.device import STAND_IN
-from hf_memsave.tape.private import FakeTensorMode, is_registered
+from hf_memsave.tape.private import FakeTensorMode, backward_id, is_registered
 
 #: What PyTorch is given and does not hold.
 _held: list[Any] = []
@@ -27,10 +27,8 @@ def why_not() -> str | None:
         )
     missing = [name for name in _NEEDED if not hasattr(getattr(torch._C, "_acc", None), name)]
     if missing:
-        return (
-            f"the stand-in for a CUDA device needs PyTorch 2.10 or later, got {torch.__version__} without "
-            f"{missing[0]}. Run: pip install -U torch"
-        )
+        got = f"{torch.__version__} without {missing[0]}"
+        return f"the stand-in for a CUDA device needs PyTorch 2.10 or later, got {got}. Run: pip install -U torch"
     taken = torch._C._get_privateuse1_backend_name()
     if taken not in ("privateuseone", STAND_IN):
         return (
@@ -40,15 +38,15 @@ def why_not() -> str | None:
     return None
 
 
-def register_device(module: Any, is_on: Callable[[], bool]) -> None:
-    """Make the stand-in device known, once per process; ``is_on`` tells whether it is there."""
+def register_device(module: Any) -> None:
+    """Make the stand-in device known, once per process; ``module`` is what ``torch.cuda`` is for CUDA."""
 
     class Hooks(torch._C._acc.PrivateUse1Hooks):
         def is_available(self) -> bool:  # else PyTorch takes it for the machine's accelerator, and pins memory for it
-            return is_on()
+            return bool(module.is_available())
 
         def has_primary_context(self, index: int) -> bool:
-            return is_on()
+            return self.is_available()
 
         def is_built(self) -> bool:
             return True
@@ -57,16 +55,22 @@ def register_device(module: Any, is_on: Callable[[], bool]) -> None:
         def type_(self) -> Any:
             return torch._C._autograd.DeviceType.PrivateUse1
 
-    hooks, guard = Hooks(), Guard()
+    _held.extend((hooks := Hooks(), guard := Guard()))
     torch.utils.rename_privateuse1_backend(STAND_IN)  # type: ignore[attr-defined]
     torch._register_device_module(STAND_IN, module)
     torch._C._acc.register_python_privateuseone_hook(hooks)
     torch._C._acc.register_python_privateuseone_device_guard(guard)
-    _held.extend((hooks, guard))
+    # torch.tensor(1.0, device=...) needs both: fake tensors hold constants as tensors that are not fake.
+    lib, made = library("aten"), torch._C._acc.create_empty_tensor
+    lib.impl("empty_strided", lambda size, stride, *, dtype, **_: made(size, dtype), "PrivateUse1")
+    lib.impl("_copy_from", lambda source, target, non_blocking=False: target, "PrivateUse1")
 
 
-def fake_tensors() -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[None]:
     """A mode in which tensors have shapes, and no numbers; single ones on the CPU have theirs."""
+    errors: list[Exception] = []
+    grouped: Any = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
 
     class Mode(FakeTensorMode):
         def may_turn_const(self, tensor: torch.Tensor) -> bool:
@@ -75,9 +79,26 @@ def fake_tensors() -> contextlib.AbstractContextManager[Any]:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch.ops.aten.addmm.dtype_out:  # in which PyTorch 2.11 takes the dtype for ``beta``
                 return kwargs["out"]
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            if func is grouped and args[0].dtype is not torch.bfloat16:  # which CUDA runs too, and the shapes refuse
+                with self:
+                    low = (x.to(torch.bfloat16) for x in args[:2])
+                    return func(*low, *args[2:], **(kwargs or {})).to(args[0].dtype)
+            try:
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            except Exception as error:
+                # PyTorch ends the process where an op of a node of autograd raises on a device written in Python.
+                if backward_id() < 0:
+                    raise
+                errors.append(error)
+                made = [torch.empty_like(args[0]) for _ in func._schema.returns]
+                return made if len(made) > 1 else made[0]
 
-    return Mode(allow_non_fake_inputs=True)
+    try:
+        with Mode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        for error in errors[:1]:
+            raise error
 
 
 def library(namespace: str) -> Any:
@@ -86,23 +107,14 @@ def library(namespace: str) -> Any:
     return made
 
 
-def register_constants() -> None:
-    """Let ``torch.tensor(1.0, device=...)`` be made: fake tensors hold constants as tensors that are not fake."""
-    lib, made = library("aten"), torch._C._acc.create_empty_tensor
-    lib.impl("empty_strided", lambda size, stride, *, dtype, **_: made(size, dtype), "PrivateUse1")
-    lib.impl("_copy_from", lambda source, target, non_blocking=False: target, "PrivateUse1")
-
-
 def without_autocast() -> Any:
     """A context in which the dispatcher passes autocast by."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
     return torch._C._ExcludeDispatchKeyGuard(keys)
 
 
-def overloads(name: str) -> Iterator[Callable[..., Any]]:
+def overloads(name: str) -> list[Any]:
     """The overloads of ``aten::name`` that CUDA's autocast has a kernel for, in this version of PyTorch."""
     packet = getattr(torch.ops.aten, name, None)
-    for overload in packet.overloads() if packet is not None else ():
-        func = getattr(packet, overload)
-        if is_registered(func.name(), "AutocastCUDA"):
-            yield func
+    functions = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+    return [func for func in functions if is_registered(func.name(), "AutocastCUDA")]

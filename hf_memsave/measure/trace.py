@@ -16,18 +16,20 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as global_hooks
+from torch.utils.flop_counter import flop_registry
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_memsave.count.kept import storages
+from hf_memsave.count.kept import Call, made_by, names_of, storages
 from hf_memsave.count.peak import Count, rounded
 from hf_memsave.measure.inputs import device_of, loss_of
 from hf_memsave.measure.kernels import workspace
-from hf_memsave.tape.offload import Away
+from hf_memsave.tape.offload import queue_of
 from hf_memsave.tape.private import tree_leaves
 
 #: What CUDA's allocator rounds up to.
 UNIT = 512
+#: What is kept in main memory, among the kinds of op.
+AWAY = "in main memory"
 
 
 class Place(NamedTuple):
@@ -60,7 +62,7 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """One step of a model as it is."""
+    """One step of a model: what it takes, in bytes and in operations."""
 
     places: Mapping[Place, Moment]  # where, and the highest moment there
     blocks: Mapping[str, int]  # path of a stack -> its number of blocks
@@ -68,14 +70,27 @@ class Trace:
     trained: int  # bytes of the gradients of all
     states: int  # bytes of the optimizer's states
     of_block: Mapping[str, int]  # path of a stack -> the most bytes of parameters and buffers that a block adds
+    in_flight: int  # the most bytes that offload has on their way to main memory, and still on the device
+    flops: int  # of matrix products, convolutions and attention, as torch.utils.flop_counter has them
+    by_kind: dict[str, int]  # kept bytes by kind of op; of those that were offloaded, by AWAY
+    by_module: dict[str, int]  # kept bytes by module, with "*" for the number of a block
     numbers: dict[str, int] = field(default_factory=dict)  # how many "parameters" there are, and how many are "trained"
-    by_kind: dict[str, int] = field(default_factory=dict)  # kept bytes by kind of op; empty where they were not counted
-    by_module: dict[str, int] = field(default_factory=dict)  # kept bytes by module, with "*" for the number of a block
+    per_layer: dict[str, dict[str, float]] = field(default_factory=dict)  # by field: what a layer adds of FIGURES
+    depths: tuple[dict[str, int], ...] = ()  # that were run
+    model: str = ""  # the class
+    has_loss: bool = True  # whether the model gave one
+    sites: dict[tuple[str, ...], int] = field(default_factory=dict)  # (status, op, class, reason) -> how many
+    inputs: dict[str, tuple[int, ...]] = field(default_factory=dict)  # name -> shape
 
     @property
     def kept(self) -> int:
         """Bytes kept between forward and backward."""
         return sum(self.by_kind.values())
+
+    @property
+    def fixed(self) -> int:
+        """Bytes at any size of the batch: parameters, gradients and states."""
+        return self.parameters + self.trained + self.states
 
     @property
     def peak(self) -> int:
@@ -110,7 +125,7 @@ def trace_step(
             with torch.no_grad():
                 held.append(forward(**batch))
         for _ in range(min(accumulation, 2)):  # from the second batch on, gradients are there already
-            run_passes(model, batch, forward, held if holds_output else None, count.begin)
+            has_loss = run_passes(model, batch, forward, held if holds_output else None, count.begin)
         count.begin("optimizer")
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -128,22 +143,41 @@ def trace_step(
         trained=nbytes_of([p for p in model.parameters() if p.requires_grad], device),
         states=states,
         of_block=of_block,
+        in_flight=count.queue.bound,
+        flops=count.flops,
+        by_kind=dict(count.by_kind),
+        by_module=dict(count.by_module),
+        model=type(model).__name__,
+        has_loss=has_loss,
+        inputs={name: tuple(value.shape) for name, value in batch.items() if isinstance(value, Tensor)},
     )
 
 
 def run_passes(
     model: nn.Module, batch: Mapping[str, Tensor], forward: Callable[..., Any], held: list[Any] | None,
     begin: Callable[[str], None] = lambda phase: None,
-) -> None:  # fmt: skip
-    """Forward and backward of a training step, whose output a list holds where there is one; each is announced."""
+) -> bool:  # fmt: skip
+    """Forward and backward of a training step, whose output a list holds where there is one; each is announced.
+
+    Of a model without a loss, the sum of all that its output has is differentiated, and all of that is held.
+
+    Returns:
+        Whether the model gave a loss.
+    """
     begin("forward")
     output = forward(**batch)
-    loss = loss_of(output, model, batch)
-    if held is not None:
-        held[:] = [output]
-    del output
+    has_loss = not isinstance(output, Mapping) or output.get("loss") is not None
+    if has_loss:
+        loss = loss_of(output, model, batch)
+        if held is not None:
+            held[:] = [output]
+        del output
+    else:
+        made = [x for x in tree_leaves(dict(output)) if isinstance(x, Tensor) and x.requires_grad]
+        loss = torch.stack([x.float().sum() for x in made]).sum()
     begin("backward")
     loss.backward()
+    return has_loss
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> None:
@@ -155,6 +189,15 @@ def make_states(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
+def _grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """Of a product of each expert's rows with its own matrix."""
+    return 2 * a.numel() * b.shape[-1]
+
+
+#: Op -> how many operations it takes: what PyTorch's own counter knows, and the products of experts.
+FLOPS: dict[Any, Callable[..., int]] = {getattr(torch.ops.aten, "_grouped_mm", None): _grouped} | flop_registry
+
+
 class _Places(Count):
     """Counts what is alive in each place, beside ``base`` bytes that are there all the time.
 
@@ -163,9 +206,15 @@ class _Places(Count):
 
     def __init__(self, model: nn.Module, device: str, base: int) -> None:
         super().__init__(device, UNIT)
-        self.live, self.gradients, self.moved = base, 0, Away.moved
+        self.queue = queue_of(next((p.device for p in model.parameters()), torch.device(device)))
+        self.queue.bound = 0
+        self.live, self.gradients, self.moved = base, 0, self.queue.moved
         self.place = Place("forward")
         self.places: dict[Place, Moment] = {}
+        self.flops = 0
+        self.names = names_of(model)
+        self.by_kind: Counter[str] = Counter()
+        self.by_module: Counter[str] = Counter()
         self.blocks: dict[nn.Module, tuple[str, int]] = {}
         self.waiting: set[Tensor] = {p for p in model.parameters() if p.requires_grad}  # for a gradient
         numbers: Counter[str] = Counter()
@@ -176,20 +225,39 @@ class _Places(Count):
                 numbers[stack] += 1
 
     def begin(self, phase: str) -> None:
-        """The next phase begins."""
+        """Begin the next phase; as the first backward begins, what is alive of the forward is kept."""
+        if phase == "backward" and not self.by_kind:
+            for entry in self.made.values():
+                if entry.maker is not None:
+                    self.by_kind[entry.maker.kind] += entry.counted
+                    path = entry.maker.module.split(".")
+                    self.by_module[".".join("*" if part.isdecimal() else part for part in path)] += entry.counted
+            if moved := self.queue.moved - self.moved:
+                self.by_kind[AWAY] = self.by_module[AWAY] = moved
         self.place = Place(phase)
 
-    def note(self, func: Any, args: Any) -> None:
+    def after(self, call: Call, given: list[tuple[Any, int]], made: list[torch.UntypedStorage]) -> None:
+        """Count operations as well, and note what made a storage in the first forward."""
+        super().after(call, given, made)
+        if (flops := FLOPS.get(call.func.overloadpacket)) is not None:
+            args = [x for x in call.args if not isinstance(x, torch.dtype)]  # of an output that is wider
+            self.flops += flops(*args, **call.kwargs, out_val=call.output)
+        if self.place.phase == "forward" and not self.by_kind:
+            for storage in made:
+                if (entry := self.made.get(storage._cdata)) is not None:
+                    entry.maker = made_by(self.names, call.func, entry.counted)
+
+    def note(self, call: Call) -> None:
         """Remember the highest moment of a place."""
-        live = self.live + workspace(func, args)
+        live = self.live + workspace(call.func, call.args)
         known = self.places.get(self.place)
         if known is None or live > known.live:
-            self.places[self.place] = Moment(live, self.gradients, str(func), Away.moved - self.moved)
+            self.places[self.place] = Moment(live, self.gradients, str(call.func), self.queue.moved - self.moved)
 
     def __enter__(self) -> Any:
         handles: list[Any] = [
-            global_hooks.register_module_forward_pre_hook(self._enter_block),
-            global_hooks.register_module_forward_hook(self._leave_block),
+            *(block.register_forward_pre_hook(self._enter_block) for block in self.blocks),
+            *(block.register_forward_hook(self._leave_block) for block in self.blocks),
             *(p.register_post_accumulate_grad_hook(self._accumulated) for p in self.waiting),
         ]
         for handle in handles:
@@ -197,11 +265,11 @@ class _Places(Count):
         return super().__enter__()
 
     def _enter_block(self, module: nn.Module, args: Any) -> None:
-        if self.place.phase == "forward" and module in self.blocks:
+        if self.place.phase == "forward":
             self.place = Place("forward", *self.blocks[module])
 
     def _leave_block(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.place.phase != "forward" or module not in self.blocks:
+        if self.place.phase != "forward":
             return
         self.place = self.place._replace(is_after=True)
         first = output[0] if isinstance(output, tuple) else output

@@ -19,16 +19,14 @@ from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.config.lora import Lora
 from hf_memsave.config.wtacrs import is_int
-from hf_memsave.count.kept import measure_kept
-from hf_memsave.count.peak import rounded
 from hf_memsave.device import HALVES, STAND_IN
 from hf_memsave.errors import MeasureError, MemSaveError
 from hf_memsave.measure.fake_device import fake_device, to_fake
-from hf_memsave.measure.inputs import forward_of, make_batch
+from hf_memsave.measure.inputs import fitted, forward_of, make_batch, shapes, taken_by
 from hf_memsave.measure.kernels import ATTENTION
 from hf_memsave.measure.lora import add_adapters, quantize
-from hf_memsave.measure.models import at_depth, choose_head, from_config, load_config, name_special_tokens
-from hf_memsave.measure.trace import UNIT, Trace, trace_step
+from hf_memsave.measure.models import at_depth, class_of, from_config, load_config, name_special_tokens, text_head
+from hf_memsave.measure.trace import Trace, trace_step
 from hf_memsave.patching.patch import patch
 
 #: Short names, as Trainer and ``memsave estimate`` have them (which imports nothing of this before it runs).
@@ -78,6 +76,7 @@ class Training:
     attention: str = "flash"  # the kernel to prefer ("flash", "efficient", "cudnn"), or "eager" for none
     padded: bool = False  # whether the batch comes with an attention mask
     holds_output: bool = False  # whether the loop holds the output until the next one, as Trainer does not
+    inputs: tuple[tuple[str, Any, torch.dtype | None], ...] = ()  # of a batch of one's own: see inputs_of
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "seq_len", "accumulation"):
@@ -107,8 +106,7 @@ def training_of(**fields: Any) -> Training:
             fields[name] = DTYPES.get(value, getattr(torch, value, value))
     if isinstance(lora := fields.get("lora"), dict):
         fields["lora"] = _made(Lora, "lora", lora)
-    made: Training = _made(Training, "a step", fields)
-    return made
+    return _made(Training, "a step", fields)  # type: ignore[no-any-return]
 
 
 def _made(cls: Any, what: str, fields: dict[str, Any]) -> Any:
@@ -135,11 +133,14 @@ def config_of(model_or_config: Any, training: dict[str, Any]) -> PreTrainedConfi
     return config
 
 
-def build(config: PreTrainedConfig, training: Training, head: Any = None) -> PreTrainedModel:
+def build(config: PreTrainedConfig, training: Training) -> PreTrainedModel:
     """The model in training mode on the device that is active, or on the meta device: it has no weights."""
-    config, head = copy.deepcopy(config), head or choose_head(config)
+    config, head = copy.deepcopy(config), class_of(config, bool(training.inputs))
     name_special_tokens(config)
     config.get_text_config().use_cache = False  # as Trainer has it
+    for name, value in {"layerdrop": 0.0, "apply_spec_augment": False}.items():  # both read numbers that they draw
+        if getattr(config, name, None):
+            setattr(config, name, value)
     options = {}
     if hasattr(head, "_model_mapping"):  # an Auto class on token ids; of any other model attention is left as it is
         takes_sdpa = getattr(head._model_mapping[type(config)], "_supports_sdpa", True)
@@ -159,26 +160,26 @@ def prepared(
     config: PreTrainedConfig, training: Training, memsave: MemSaveConfig | None, device: str
 ) -> Iterator[tuple[PreTrainedModel, dict[str, Any], Callable[..., Any], torch.optim.Optimizer]]:
     """A model on a type of device, its batch, its forward and the optimizer; on the stand-in without any numbers."""
-    size, is_fake = (training.batch_size, training.seq_len), device == STAND_IN
-    batch: dict[str, Any] = make_batch(choose_head(config), config, *((1, 1) if is_fake else size))
+    is_fake = device == STAND_IN
     with contextlib.ExitStack() as stack:
         if not is_fake:
             stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
             torch.manual_seed(0)
         with torch.device("meta" if is_fake else "cpu" if training.quantized else device):
             model = build(config, training)
-        _check_positions(model, training.seq_len)
         if is_fake:
             kernel = ATTENTION[0] if training.attention == "eager" else training.attention
-            there = stack.enter_context(fake_device(kernel, training.padded))
-            to_fake(model, there)
-            batch = {n: torch.empty(size[: x.dim()], dtype=x.dtype, device=there) for n, x in batch.items()}
+            to_fake(model, stack.enter_context(fake_device(kernel, training.padded)))
         else:
             model.to(device)  # in 4 bits already: in 16 it may not fit there
-            batch = {name: value.to(device) for name, value in batch.items()}
+        given = {n: x if dtype is None else torch.empty(x, dtype=dtype) for n, x, dtype in training.inputs}
+        batch = given or make_batch(class_of(config), config, training.batch_size, training.seq_len)
+        batch = fitted(batch, model)
+        if text_head(config) is not None and "input_ids" in batch:
+            _check_positions(model, batch["input_ids"].shape[-1])
         if memsave is not None:
             patch(model, memsave)
-        if training.padded:
+        if training.padded and "input_ids" in batch:
             batch["attention_mask"] = mask = torch.ones_like(batch["input_ids"])
             mask[0, 1:] = 0  # Transformers leaves out a mask of ones alone
         optimizer = OPTIMIZERS[training.optimizer](p for p in model.parameters() if p.requires_grad)
@@ -187,42 +188,36 @@ def prepared(
 
 def trace_at(
     config: PreTrainedConfig, depth: dict[str, int], training: Training, memsave: MemSaveConfig | None,
-    keeps: bool = True, on_cpu: bool = False,
+    on_cpu: bool = False,
 ) -> Trace:  # fmt: skip
     """A step at a depth, counted on the stand-in device, or on the CPU with random weights; else MeasureError."""
     device = "cpu" if on_cpu else STAND_IN
     try:
         with prepared(at_depth(config, depth), training, memsave, device) as (model, batch, forward, optimizer):
             trace = trace_step(model, batch, optimizer, forward, training.accumulation, training.holds_output)
-            storages = measure_kept(model, batch, forward).storages if keeps else ()
     except MemSaveError:
         raise
-    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+    except (AssertionError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
+        of = f"{training.batch_size} x {training.seq_len} tokens"
+        if given := {name: shape for name, shape, dtype in training.inputs if dtype}:
+            of = f"{shapes(given)}: its forward takes {', '.join(taken_by(class_of(config, True)))}"
         raise MeasureError(
-            f"{config.model_type!r} cannot be trained on {training.batch_size} x {training.seq_len} token ids here: "
-            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-            "Lower seq_len if it is beyond the model's positions, or try fp32 weights; other inputs need "
+            f"{config.model_type!r} cannot be trained on {of}: {type(error).__name__}: "
+            f"{str(error).partition(chr(10))[0]}",
+            "Lower batch_size or seq_len, or try fp32 weights; a model that reads numbers is measured by "
             "hf_memsave.measure_kept(model, batch).",
-            option="Lower --seq-len if it is beyond the model's positions, or try --dtype fp32.",
+            option="Lower --batch-size or --seq-len, try --dtype fp32, or give a batch with --batch.",
         ) from error
-    by_kind: Counter[str] = Counter()
-    by_module: Counter[str] = Counter()
-    for storage in storages:
-        nbytes = rounded(storage.nbytes, UNIT)
-        by_kind[storage.kind] += nbytes
-        by_module[".".join("*" if part.isdecimal() else part for part in storage.module.split("."))] += nbytes
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    numbers = {"parameters": model.num_parameters(), "trained": trained}
-    return replace(trace, numbers=numbers, by_kind=dict(by_kind), by_module=dict(by_module))
+    found = patch(model, memsave).sites if memsave else ()  # again, which changes nothing
+    sites: Counter[tuple[str, ...]] = Counter((site.status, site.op, site.cls, site.reason) for site in found)
+    return replace(trace, numbers={"parameters": model.num_parameters(), "trained": trained}, sites=dict(sites))
 
 
-def _check_positions(model: PreTrainedModel, seq_len: int) -> None:
+def _check_positions(model: PreTrainedModel, tokens: int) -> None:
     """Refuse what a lookup of positions would: on the stand-in device, no index is out of range."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and ("position" in name or "wpe" in name):
-            if module.num_embeddings < seq_len:
-                raise MeasureError(
-                    f"expected at most {module.num_embeddings} tokens, the rows of {name}, got {seq_len}.",
-                    "Lower seq_len.",
-                    option="Lower --seq-len.",
-                )
+        rows = module.num_embeddings if isinstance(module, nn.Embedding) else tokens
+        if rows < tokens and ("position" in name or "wpe" in name):
+            reason = f"expected at most {rows} tokens, the rows of {name}, got {tokens}."
+            raise MeasureError(reason, "Lower seq_len.", "Lower --seq-len.")

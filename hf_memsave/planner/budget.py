@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
-from transformers import TrainingArguments
+from transformers import PreTrainedConfig, TrainingArguments
 
 from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.config.lora import Lora
@@ -40,33 +40,26 @@ def plan_for(config: MemSaveConfig, model: nn.Module, args: TrainingArguments, b
     optim, reason = str(getattr(args.optim, "value", args.optim)), ""
     if optim not in _OPTIMIZERS:
         reason = f"expected optim to be one of {', '.join(_OPTIMIZERS)}, got {optim}"
-    elif not isinstance(getattr(model, "dtype", None), torch.dtype):
+    elif not isinstance(getattr(model, "config", None), PreTrainedConfig):
         reason = f"expected a model of Transformers, got {type(model).__name__}"
     if reason:
         raise PlanError(f"budget={config.budget!r}: {reason}. {remedy}")
-    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     weights = [p for p in model.parameters() if p.is_floating_point()]
     deepspeed = getattr(args, "hf_deepspeed_config", None)
     stage = 0 if deepspeed is None else deepspeed.get_value("zero_optimization.stage", 0)
     return plan(
-        model,
-        budget=config.budget,
-        memsave=replace(config, budget=None),
-        batch_size=args.per_device_train_batch_size,
-        seq_len=_longest(batches, remedy),
+        model, budget=config.budget, memsave=replace(config, budget=None),
+        batch_size=args.per_device_train_batch_size, seq_len=_longest(batches, remedy), padded=True,
         # That of most weights: adapters and norms may have another one.
         dtype=max({p.dtype for p in weights}, key=lambda dtype: sum(p.numel() for p in weights if p.dtype == dtype)),
         autocast=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
-        optimizer=_OPTIMIZERS[optim],
-        lora=_lora(model, remedy),
-        quantized="nf4" if getattr(model, "is_loaded_in_4bit", False) else None,
+        optimizer=_OPTIMIZERS[optim], accumulation=args.gradient_accumulation_steps,
+        lora=_lora(model, remedy), quantized="nf4" if getattr(model, "is_loaded_in_4bit", False) else None,
         checkpointing=getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", False),
-        accumulation=args.gradient_accumulation_steps,
-        attention="eager" if attention == "eager" else "flash",
-        padded=True,
+        attention="eager" if getattr(model.config, "_attn_implementation", None) == "eager" else "flash",
         devices=args.world_size,
         sharding="fsdp" if args.fsdp else {1: "zero1", 2: "zero2", 3: "fsdp"}.get(stage, "ddp"),
-    )
+    )  # fmt: skip
 
 
 def _longest(batches: Any, remedy: str) -> int:
@@ -130,13 +123,7 @@ def _lora(model: nn.Module, remedy: str) -> Lora | None:
     kind = getattr(config.peft_type, "value", config.peft_type)
     if kind != "LORA":
         raise PlanError(f"budget: expected LoRA adapters or none, got {kind}. {remedy}")
-    targets = {name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "lora_A")}
-    trained = next((p for p in model.parameters() if p.requires_grad), None)
-    return Lora(
-        r=config.r,
-        alpha=config.lora_alpha,
-        dropout=config.lora_dropout,
-        targets="+".join(sorted(targets)),
-        dtype="fp32" if trained is not None and trained.dtype == torch.float32 else "model",
-        dora=config.use_dora,
-    )
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    trained = next((p.dtype for p in model.parameters() if p.requires_grad), None)
+    dtype, targets = "fp32" if trained == torch.float32 else "model", "+".join(sorted(names))
+    return Lora(config.r, config.lora_alpha, config.lora_dropout, targets, dtype, config.use_dora)

@@ -1,4 +1,4 @@
-"""What one configuration needs for one batch: bytes, counted; and the seconds of a step."""
+"""What one setting of a model needs for one batch: bytes, counted; and the seconds of a step."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_memsave.config.sizes import bytes_of, gib
+from hf_memsave.config.config import MemSaveConfig, MemSaveLike
+from hf_memsave.config.sizes import bytes_of, gib, html_table
 from hf_memsave.count.kept import measure_kept
 from hf_memsave.errors import MeasureError, PlanError
 from hf_memsave.measure.inputs import loss_of
 from hf_memsave.measure.largest import search
+from hf_memsave.patching.patch import PatchReport, patch
+from hf_memsave.patching.swap import is_patched
 
 #: Runs the step it is given as often as it likes, and returns the seconds of one.
 Timer = Callable[[Callable[[], None]], float]
-
-_STEPS = 5
 #: Of the memory that a CUDA device has left; the rest is for backward's temporaries and fragmentation.
 _USABLE = 0.9
 
@@ -39,38 +40,82 @@ class Trial:
     seconds: float | None = None  # of one forward and backward; None where it was not timed
 
 
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """What :func:`fast` or :func:`smart` found, and what was done: prints as a table."""
+
+    config: MemSaveConfig | None  # what the model is patched with now; None if it was left stock
+    batch_size: int  # sequences in the batch that it is for
+    memory: int  # the limit in bytes
+    reason: str  # why, in one sentence
+    trials: tuple[Trial, ...]  # all that were tried, in order
+    report: PatchReport | None = None  # of the patched model; None if it was left stock
+
+    @property
+    def converted(self) -> bool:
+        """Whether anything in the model was converted."""
+        return self.config is not None
+
+    def _rows(self) -> list[list[str]]:
+        rows = [["converted", "batch", "kept", "needed", "seconds", ""]]
+        for t in self.trials:
+            seconds, fits = "" if t.seconds is None else f"{t.seconds:.4f}", "fits" if t.fits else "too much"
+            rows.append([t.name, str(t.batch_size), gib(t.kept), gib(t.needed), seconds, fits])
+        return rows
+
+    def __repr__(self) -> str:
+        return f"<Plan for a batch of {self.batch_size} in {gib(self.memory)}: {self.reason}>"
+
+    def __str__(self) -> str:
+        lines = ["{:<48} {:>6} {:>12} {:>12} {:>8} {}".format(*row).rstrip() for row in self._rows()]
+        return "\n".join([*lines, self.reason])
+
+    def _repr_html_(self) -> str:
+        return html_table(f"Auto-Tempo in {gib(self.memory)}", self._rows(), [self.reason])
+
+
 class _DeviceFullError(PlanError):
     """A batch that the device has no room for."""
 
 
 def median_seconds(step: Callable[[], None]) -> float:
-    """The median of a few steps, after one to warm up."""
-    return statistics.median(timeit.repeat(step, number=1, repeat=1 + _STEPS)[1:])
+    """Return the median of five steps, after one to warm up."""
+    return statistics.median(timeit.repeat(step, number=1, repeat=6)[1:])
 
 
 class Bench:
-    """Counts and times a model as it is patched at the moment, in ``trials``; it does not put anything back."""
+    """Counts and times a stock model, as it is patched meanwhile, in ``trials``; it does not put anything back."""
 
     def __init__(
-        self, model: nn.Module, batch: Mapping[str, Any], memory: int, forward: Callable[..., Any] | None,
-        optimizer_bytes: int, timer: Timer,
+        self, model: nn.Module, batch: Mapping[str, Any], config: MemSaveLike, memory: int | str | None,
+        forward: Callable[..., Any] | None, optimizer_bytes: int, timer: Timer,
     ) -> None:  # fmt: skip
-        if not model.training:  # else parts of it may be in another mode on purpose
-            model.train()
-        self.model, self.batch, self.memory, self.timer = model, batch, memory, timer
+        if any(map(is_patched, model.modules())):
+            raise PlanError(
+                f"expected a stock {type(model).__name__}, got one that is patched already. Call "
+                "hf_memsave.unpatch(model) first, or load it without memsave=."
+            )
+        if (resolved := MemSaveConfig.resolve(config)) is None:
+            raise PlanError(f"config: expected something to convert, got {config!r}. Use config=True.")
+        self.model, self.batch, self.config, self.timer = model, batch, resolved, timer
+        self.memory, self.trials = limit_of(memory, model), list[Trial]()
         self.call = model if forward is None else forward
         self.trained = [p for p in model.parameters() if p.requires_grad]
         if not self.trained:
             raise PlanError(
                 f"expected parameters of {type(model).__name__} that require a gradient, got none. Unfreeze some."
             )
-        self.fixed = own_bytes(model) + sum(p.numel() * (p.itemsize + optimizer_bytes) for p in self.trained)
+        self.fixed = sum(t.numel() * t.itemsize for t in (*model.parameters(), *model.buffers()))
+        self.fixed += sum(p.numel() * (p.itemsize + optimizer_bytes) for p in self.trained)
         self.batch_size = _batch_size(batch)
-        self.trials: list[Trial] = []
 
-    def count(self, name: str, batch_size: int | None = None) -> Trial:
-        """Count what the model needs for the batch, or for one of another size."""
-        size = batch_size or self.batch_size
+    def plan(self, config: MemSaveConfig | None, batch_size: int, reason: str) -> Plan:
+        """Patch the model with what was found, if anything was."""
+        report = None if config is None else patch(self.model, config)
+        return Plan(config, batch_size, self.memory, reason, tuple(self.trials), report)
+
+    def count(self, name: str, size: int) -> Trial:
+        """Count what the model needs for a batch of this size."""
         with self._batch(size) as batch:
             kept = measure_kept(self.model, batch, self._loss).total
         needed = self.fixed + kept
@@ -78,7 +123,7 @@ class Bench:
         return trial
 
     def seconds(self, trial: Trial) -> float:
-        """The seconds of one forward and backward on the batch of a trial, which are noted there."""
+        """Time one forward and backward on the batch of a trial, and note it there."""
 
         def step() -> None:
             # Not backward(): it would add to gradients that are not the model's, and run an optimizer in a hook.
@@ -91,82 +136,71 @@ class Bench:
         self.trials[self.trials.index(trial)] = replace(trial, seconds=seconds)
         return seconds
 
-    def largest(self, name: str, most: int) -> Trial | None:
-        """Count the largest batch that fits the model as it is; None if none does."""
-        known: dict[int, Trial] = {}
-
-        def points() -> list[tuple[int, int]]:
-            return [(0, self.fixed), *sorted((n, trial.needed) for n, trial in known.items())]
-
-        def predicted(size: int) -> float:
-            (n, a), (m, b) = (points() if known else [(0, 0), (1, self.memory + 1)])[-2:]
-            return a + (size - n) * (b - a) / (m - n)
+    def largest(self, name: str, most: int) -> Trial:
+        """Count batches up to ``most`` for the largest that fits; of 0 if none does."""
+        known = {0: Trial(name, 0, 0, self.fixed, True)}
 
         def needed(size: int) -> int:
             try:
                 known[size] = self.count(name, size)
             except _DeviceFullError:
                 return 2 * self.memory
-            for (n, a), (m, b) in itertools.pairwise(points()):
-                if b <= a:
+            for (n, less), (m, more) in itertools.pairwise(sorted(known.items())):
+                if more.needed <= less.needed:
                     raise PlanError(
-                        f"expected a batch of {m} to need more than one of {n}, got {gib(b)} and {gib(a)}. Give "
-                        "tensors [batch, ...] that the loss depends on."
+                        f"expected a batch of {m} to need more than one of {n}, got {gib(more.needed)} and "
+                        f"{gib(less.needed)}. Give tensors [batch, ...] that the loss depends on."
                     )
             return known[size].needed
 
-        return known.get(search(needed, self.memory, self.batch_size, most, predicted))
+        return known[search(needed, self.memory, self.batch_size, most, {0: self.fixed})]
+
+    def _loss(self, **inputs: Any) -> Tensor:
+        return loss_of(self.call(**inputs), self.model, inputs)
 
     @contextlib.contextmanager
-    def _batch(self, batch_size: int) -> Iterator[Mapping[str, Any]]:
-        """A batch of this size, and what lacks inside of it, told."""
+    def _batch(self, size: int) -> Iterator[Mapping[str, Any]]:
+        """Give a batch of this size; errors inside say what is lacking."""
+        if not self.model.training:  # else parts of it may be in another mode on purpose
+            self.model.train()
         try:
-            yield self.batch if batch_size == self.batch_size else resized(self.batch, batch_size)
+            yield self.batch if size == self.batch_size else resized(self.batch, size)
+        except MeasureError as error:
+            raise PlanError(str(error)) from error
         except (RuntimeError, MemoryError) as error:
             if "use_reentrant=True" in str(error):
                 raise PlanError(
                     "a step is timed without touching gradients, which checkpointing with use_reentrant=True cannot "
                     "do. Have the model checkpoint with {'use_reentrant': False}, Transformers' default."
                 ) from error
-            is_of_cpu = "DefaultCPUAllocator: " in str(error)  # which has no type of its own
-            if not is_of_cpu and not isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            is_full = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+            if not is_full and "DefaultCPUAllocator: " not in str(error):  # whose error has no type of its own
                 raise
             raise _DeviceFullError(
-                f"the device ran out of memory on {batch_size} sequences, expected room for {gib(self.memory)}. What "
+                f"the device ran out of memory on {size} sequences, expected room for {gib(self.memory)}. What "
                 "backward computes and drops again is not counted: give a smaller limit, or a smaller batch."
             ) from error
 
-    def _loss(self, **inputs: Any) -> Tensor:
-        output = self.call(**inputs)
-        try:
-            return loss_of(output, self.model, inputs)
-        except MeasureError as error:
-            raise PlanError(str(error)) from error
-
-
-def own_bytes(model: nn.Module) -> int:
-    """Bytes of the parameters and buffers."""
-    return sum(t.numel() * t.itemsize for t in (*model.parameters(), *model.buffers()))
-
 
 def limit_of(memory: int | str | None, model: nn.Module) -> int:
-    """The limit in bytes; None for nine tenths of what the model's CUDA device has for it, if it is on one."""
+    """Return the limit in bytes; for None, nine tenths of what the model's one CUDA device has left for it."""
     if memory is not None:
         return bytes_of(memory)
-    devices = {p.device for p in model.parameters()}
-    if len(devices) != 1 or (device := next(iter(devices))).type != "cuda":
-        where = ", ".join(sorted(map(str, devices)))
+    parameters = list(model.parameters())
+    devices = sorted({p.device for p in parameters}, key=str)
+    if [device.type for device in devices] != ["cuda"]:
         raise PlanError(
-            f"memory: expected how much there is, such as '16GiB', got None for a model on {where}. Only for one CUDA "
-            "device it can be asked: name it."
+            f"memory: expected how much there is, such as '16GiB', got None for a model on "
+            f"{', '.join(map(str, devices))}. Only for one CUDA device it can be asked: name it."
         )
-    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    gradients = sum(p.grad.numel() * p.grad.itemsize for p in model.parameters() if p.grad is not None)
-    return int(_USABLE * (free - torch.cuda.memory_allocated(device) + own_bytes(model) + gradients))
+    free = torch.cuda.mem_get_info(devices[0])[0] + torch.cuda.memory_reserved(devices[0])
+    own = [*parameters, *model.buffers(), *(p.grad for p in parameters if p.grad is not None)]
+    free += sum(t.numel() * t.itemsize for t in own) - torch.cuda.memory_allocated(devices[0])
+    return int(_USABLE * free)
 
 
 def resized(batch: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """The first ``size`` sequences of the batch, begun again where it ends."""
+    """Return the first ``size`` sequences of the batch, begun again where it ends."""
     index = torch.arange(size) % _batch_size(batch)
     return {k: v[index.to(v.device)] if isinstance(v, Tensor) and v.dim() else v for k, v in batch.items()}
 

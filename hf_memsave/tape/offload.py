@@ -130,6 +130,7 @@ class Queue:
         self.device, self.in_order, self.lock = device, _InOrder(), threading.Lock()
         self.out, self.into = (torch.cuda.Stream(device) if has_streams(device) else self.in_order for _ in range(2))
         self.bound = self.leaving = 0  # bytes that may be on their way; that were sent, and not seen to arrive
+        self.moved = 0  # bytes of all that was ever sent
         self.sent = deque[tuple[Any, int, weakref.ref[Away]]]()
         self.packed = weakref.WeakKeyDictionary[Away, None]()  # in this order
         self.coming = weakref.WeakSet[Away]()  # fetched, and not asked for yet
@@ -183,10 +184,9 @@ class Away:
 
     Attributes:
         total: Bytes that all that are alive take of main memory.
-        moved: Bytes of all that there ever were.
     """
 
-    total = moved = 0
+    total = 0
     there: Any = None  # until the copy is known to be done, or the stream of its memory waits for it
     coming: Any = None  # what was fetched, until it is asked for
     lost: Exception | None = None  # it was written to before the copy was known to be done
@@ -202,7 +202,7 @@ class Away:
             self.queue.out.wait_event(self.lent[2])
             self.left = self.queue.copy(there, self.host, self.queue.out)  # the event after which `host` can be read
             self.there = there
-            Away.moved += self.nbytes
+            self.queue.moved += self.nbytes
             self.queue.add(self)
 
     def before_write(self) -> None:

@@ -13,12 +13,15 @@ import json
 import time
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+from unittest import mock
 
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from hf_memsave import MemSaveError, estimate
+from hf_memsave.config.lora import Lora
 from hf_memsave.errors import MeasureError
+from hf_memsave.measure.estimate import Estimate
 from publish import RESULTS, arguments, as_json
 from publish import table as markdown
 
@@ -30,28 +33,26 @@ GPU unless a row says otherwise, and nothing fitted. `python scripts/bench/estim
 settings are in `scripts/bench/estimate_records.json`."""
 
 
-class Adapter(NamedTuple):
-    """Any adapters of PEFT, by the fields of their configuration; in the place of a ``Lora``."""
+def put_adapters(record: dict[str, Any], model: PreTrainedModel) -> None:
+    """Freeze the model and put a record's adapters into it; a MeasureError where they work outside of its layers."""
+    from peft import PeftConfig, get_peft_model
 
-    fields: dict[str, Any]
-    autocast_adapter_dtype: bool
-
-    def add_to(self, model: PreTrainedModel) -> None:
-        """Freeze the model and put adapters into it; a MeasureError where they work outside of its layers."""
-        from peft import PeftConfig, get_peft_model
-
-        config = PeftConfig.from_peft_type(**self.fields)
-        if config.is_prompt_learning or config.is_adaption_prompt:
-            raise MeasureError(f"{config.peft_type}: expected adapters in layers, got ones that change the input.")
-        get_peft_model(model, config, autocast_adapter_dtype=self.autocast_adapter_dtype)
+    config = PeftConfig.from_peft_type(**record["adapter"])
+    if config.is_prompt_learning or config.is_adaption_prompt:
+        raise MeasureError(f"{config.peft_type}: expected adapters in layers, got ones that change the input.")
+    get_peft_model(model, config, autocast_adapter_dtype=record.get("autocast_adapter_dtype", True))
 
 
-def training_of(record: dict[str, Any], common: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of :func:`hf_memsave.estimate`."""
-    training = {**common, **record.get("training", {})}
-    if fields := record.get("adapter"):
-        training["lora"] = Adapter(fields, record.get("autocast_adapter_dtype", True))
-    return training
+def estimated(record: dict[str, Any], config: PreTrainedConfig, common: dict[str, Any]) -> Estimate:
+    """The estimate of a record's training; with adapters of any kind in place of LoRA's."""
+    training = {**common, **record.get("training", {}), "memsave": False}
+    if "adapter" not in record:
+        return estimate(config, **training)
+    with (
+        mock.patch("hf_memsave.measure.training.add_adapters", lambda model, _: put_adapters(record, model)),
+        mock.patch.dict("hf_memsave.measure.depth._KNOWN", clear=True),
+    ):
+        return estimate(config, lora=Lora(), **training)
 
 
 def measured(record: dict[str, Any], source: dict[str, Any], models: dict[str, Any]) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def measured(record: dict[str, Any], source: dict[str, Any], models: dict[str, A
     try:
         fields = models[record.get("model", source.get("model"))]
         config = CONFIG_MAPPING[fields["model_type"]](**fields)
-        result = estimate(config, **training_of(record, source["training"]), memsave=False)
+        result = estimated(record, config, source["training"])
     except MemSaveError as error:
         return {"why_not": _why_not(error)}
     trained = record.get("trained", result.numbers["trained"])

@@ -3,7 +3,7 @@
     python scripts/bench/known_models.py [--only PART_OF_A_NAME] [--out [DIR]]
 
 No weights, no GPU and no network; three minutes. ``models.py`` measures these steps on a GPU, and known-models.json is
-what it expects. Text models by ``hf_memsave.estimate``, ViT at its full depth on the same stand-in for a CUDA device.
+what it expects. By ``hf_memsave.estimate``, ViT at its full depth.
 Peak: the most that PyTorch's allocator gives out at once, weights, gradients and the optimizer's states included,
 fragmentation and CUDA's own memory (about .5 GiB) not. The optimizer is AdamW, fused.
 """
@@ -16,15 +16,9 @@ import warnings
 from typing import Any, NamedTuple
 from unittest import mock
 
-import torch
-from transformers import BertConfig, LlamaConfig, PreTrainedConfig, T5Config, ViTConfig, ViTForImageClassification
+from transformers import BertConfig, LlamaConfig, PreTrainedConfig, T5Config, ViTConfig
 
-from hf_memsave import MemSaveConfig, estimate, patch
-from hf_memsave.arch.versions import enable_checkpointing
-from hf_memsave.measure.fake_device import fake_device, to_fake, without_gpus
-from hf_memsave.measure.inputs import forward_of
-from hf_memsave.measure.trace import trace_step
-from hf_memsave.measure.training import OPTIMIZERS
+from hf_memsave import MemSaveConfig, estimate
 from publish import arguments, publish, versions
 
 LLAMA = dict(
@@ -113,10 +107,8 @@ def expected(name: str, method: str) -> dict[str, int]:
     That is what a Hopper GPU's own choice of kernels takes; there each layer has a mask of its own.
     """
     (config, batch, tokens, training), (memsave, checkpointing, _) = MODELS[name], METHODS[method]
-    if tokens is None:
-        return expected_of_images(name, method)
     of: dict[str, Any] = dict(
-        batch_size=batch, seq_len=tokens, memsave=memsave or False, checkpointing=checkpointing, **training
+        batch_size=batch, seq_len=tokens or 1, memsave=memsave or False, checkpointing=checkpointing, **training
     )
     result = estimate(config, **of)
     memory = result.patched or result.stock
@@ -126,25 +118,6 @@ def expected(name: str, method: str) -> dict[str, int]:
             by_cudnn = estimate(config, attention="cudnn", **of)
         found["peak under cuDNN"] = (by_cudnn.patched or by_cudnn.stock).peak
     return found
-
-
-@without_gpus
-def expected_of_images(name: str, method: str) -> dict[str, int]:
-    """The bytes at the "peak" of a step of ViT, all of its layers run on the stand-in."""
-    (config, batch, _, training), (memsave, checkpointing, _) = MODELS[name], METHODS[method]
-    with torch.device("meta"):
-        model = ViTForImageClassification._from_config(config, attn_implementation="sdpa").train()
-    if checkpointing:
-        enable_checkpointing(model)
-    with fake_device() as device:
-        to_fake(model, device)
-        pixels = torch.empty(batch, 3, config.image_size, config.image_size, device=device)
-        labels = torch.empty(batch, dtype=torch.int64, device=device)
-        if memsave is not None:
-            patch(model, memsave)
-        optimizer = OPTIMIZERS[training["optimizer"]](model.parameters())
-        forward = forward_of(model, torch.bfloat16)
-        return {"peak": trace_step(model, {"pixel_values": pixels, "labels": labels}, optimizer, forward).peak}
 
 
 def main() -> None:

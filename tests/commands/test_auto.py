@@ -8,20 +8,13 @@ import pytest
 import torch
 import yaml
 
-from hf_memsave import MemSaveConfig, patch
+from hf_memsave import MemSaveConfig, patch, unpatch
 from hf_memsave.cli import main
 from hf_memsave.errors import PlanError
-from hf_memsave.planner import fast, smart, trial
+from hf_memsave.planner import fast, smart
 from hf_memsave.planner.trial import bytes_of, limit_of
 from support.planning import SIZE, bert, between, needs, once
 from support.zoo import batch_for
-
-
-def auto(capsys, *argv):
-    status = main(["auto", *map(str, argv)])
-    output, error = capsys.readouterr()
-    lines = [line for line in error.splitlines(keepends=True) if "Loading weights" not in line]  # Transformers' own bar
-    return status, " ".join(output.split()), "".join(lines).lstrip("\r")
 
 
 @pytest.fixture(scope="module")
@@ -35,38 +28,34 @@ def saved(tmp_path_factory):
     return types.SimpleNamespace(folder=folder, model=model, batch=batch, half=between(model, batch, 0.5))
 
 
-def kib(size):
-    return f"{size / 1024}KiB"
-
-
 @pytest.mark.long
-def test_auto_writes_what_smart_finds(saved, tmp_path, capsys):
-    options = ("--batch", saved.folder / "batch.pt", "--memory", kib(saved.half), "--out", tmp_path / "plan.yaml")
-    status, output, error = auto(capsys, saved.folder, *options)
-    assert (status, error) == (0, "") and "preset exact, cpu, limit" in output and "too much" in output
-    config = MemSaveConfig.from_file(tmp_path / "plan.yaml")
+@pytest.mark.parametrize("memsave", ["exact", "tempo"])
+def test_auto_writes_or_prints_what_smart_finds_and_says_whether_it_is_exact(memsave, saved, tmp_path, capsys):
+    line = ["auto", saved.folder, "--batch", saved.folder / "batch.pt", "--memory", f"{saved.half / 1024}KiB"]
+    line += ["--out", tmp_path / "plan.yaml"] if memsave == "exact" else ["--memsave", memsave]
+    assert main([*map(str, line)]) == 0
+    output, error = capsys.readouterr()
+    assert not [one for one in error.splitlines() if one.strip() and "Loading weights" not in one]  # Transformers' bar
+    assert "too much" in output
+    if memsave == "exact":
+        assert "preset exact, cpu, limit" in output
+        config = MemSaveConfig.from_file(tmp_path / "plan.yaml")
+    else:
+        assert "preset tempo (gradients are approximate), cpu" in output
+        config = MemSaveConfig.from_dict(yaml.safe_load(output[output.index("activation: ") :]))
+    assert config.layers and config.is_exact == (memsave == "exact")
     assert needs(saved.model, saved.batch, config) <= saved.half < needs(saved.model, saved.batch)
-    assert config.layers and config.is_exact
     assert patch(saved.model, config).patched
-    patch(saved.model, config).undo()
+    unpatch(saved.model)
 
 
 @pytest.mark.long
-def test_auto_prints_the_configuration_without_out_and_says_that_it_is_approximate(saved, capsys):
-    options = ["--batch", saved.folder / "batch.pt", "--memory", kib(saved.half), "--memsave", "tempo"]
-    assert main(["auto", *map(str, [saved.folder, *options])]) == 0
-    output = capsys.readouterr().out
-    assert "preset tempo (gradients are approximate), cpu" in output
-    assert MemSaveConfig.from_dict(yaml.safe_load(output[output.index("activation: ") :])).layers
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("how", ["--fast", "--smart"])
+@pytest.mark.parametrize("how", [["--fast", "--max-batch", 2], ["--smart"]], ids=str)
 def test_auto_writes_nothing_where_stock_is_better(how, saved, tmp_path, capsys):
-    more = ["--max-batch", 2] if how == "--fast" else []
-    options = [how, "--memory", "1GiB", "--out", tmp_path / "plan.yaml", "--autocast", "bf16", *more]
-    status, output, _ = auto(capsys, saved.folder, *options)
-    assert status == 0 and "bf16 autocast" in output and "there is no configuration to write" in output
+    line = ["auto", saved.folder, *how, "--memory", "1GiB", "--out", tmp_path / "plan.yaml", "--autocast", "bf16"]
+    assert main([*map(str, line)]) == 0
+    output = capsys.readouterr().out
+    assert "bf16 autocast" in output and "there is no configuration to write" in output
     assert not (tmp_path / "plan.yaml").exists()
 
 
@@ -79,15 +68,19 @@ def test_a_limit_is_bytes_or_a_text():
 
 
 def test_a_limit_may_be_left_out_on_one_cuda_device_only(monkeypatch):
-    found = {"memory_reserved": 300, "memory_allocated": 200, "mem_get_info": (500, 1000)}
-    for name, value in found.items():
+    for name, value in {"memory_reserved": 300, "memory_allocated": 200, "mem_get_info": (500, 1000)}.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    monkeypatch.setattr(trial, "own_bytes", lambda model: 100)
-    on = {device: types.SimpleNamespace(device=torch.device(device), grad=None) for device in ("cuda:0", "cpu")}
-    assert limit_of(None, types.SimpleNamespace(parameters=lambda: [on["cuda:0"]])) == 0.9 * (500 + 300 - 200 + 100)
+    of = dict(numel=lambda: 25, itemsize=2)
+    on = {d: types.SimpleNamespace(device=torch.device(d), **of) for d in ("cuda:0", "cpu")}
+    on["cuda:0"].grad, on["cpu"].grad = types.SimpleNamespace(**of), None
+
+    def model(*devices):
+        return types.SimpleNamespace(parameters=lambda: [on[d] for d in devices], buffers=lambda: [on["cpu"]])
+
+    assert limit_of(None, model("cuda:0")) == 0.9 * (500 + 300 - 200 + 3 * 50)
     for devices in (["cpu"], ["cpu", "cuda:0"]):
         with pytest.raises(PlanError, match="got None for a model on cpu.*name it"):
-            limit_of(None, types.SimpleNamespace(parameters=lambda devices=devices: [on[d] for d in devices]))
+            limit_of(None, model(*devices))
 
 
 IDS = torch.ones(2, 6, dtype=torch.long)
@@ -96,10 +89,7 @@ SMART, FAST = partial(smart, memory="1GiB", timer=once), partial(fast, memory="1
 #: What is called with a model, and what is said.
 WRONG = {
     "no loss": (lambda model: SMART(model, {"input_ids": IDS}), "expected a loss in the output .*Add 'labels'"),
-    "two sizes": (
-        lambda model: FAST(model, BATCH | {"labels": torch.zeros(1, dtype=torch.long)}),
-        "one batch size, got {'input_ids': 2, 'labels': 1}",
-    ),
+    "two sizes": (lambda model: FAST(model, BATCH | {"labels": IDS[:1, 0]}), "size, got {'input_ids': 2, 'labels': 1}"),
     "no mapping": (lambda model: FAST(model, IDS), "expected a mapping of tensors .*got Tensor"),
     "nothing": (lambda model: FAST(model, BATCH, False), "expected something to convert, got False"),
     "frozen": (lambda model: SMART(model.requires_grad_(False), BATCH), "that require a gradient, got none. Unfreeze"),

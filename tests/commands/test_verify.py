@@ -16,12 +16,11 @@ from hf_memsave.commands import inputs
 from hf_memsave.config.sizes import gib
 from hf_memsave.measure.inputs import read_batch
 from hf_memsave.measure.step import compare_step
-from support.planted import plant_wrong_gradient
 from support.zoo import Size, build, config_of
 
-#: With dropout in attention, too.
 TINY = config_of("bert", Size(layers=1), attention_probs_dropout_prob=0.1)
 IDS = torch.arange(12).reshape(2, 6) + 3
+ON_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 BATCH = {"input_ids": IDS, "labels": torch.tensor([0, 1])}
 
 
@@ -40,22 +39,25 @@ def bert(tmp_path) -> Path:
 
 @pytest.mark.parametrize(
     ("model", "options"),
-    [("bert", []), ("llama", ["--autocast", "bf16"]), ("t5-decoder", ["--dtype", "bf16"]), ("bert", ["--seq-len=7"])],
+    [("bert", ["--deterministic"]), ("llama", ["--autocast=bf16"]), ("t5-decoder", ["--dtype=bf16", "--seq-len=7"]),
+     pytest.param("bert", ["--deterministic", "--device=cuda"], marks=ON_CUDA)],
     ids=str,
-)
+)  # fmt: skip
 def test_verify_of_a_config_is_equal(model, options, tmp_path, capsys):
     config_of(model, Size(layers=1)).save_pretrained(tmp_path)
     status, output, error = verify(capsys, tmp_path / "config.json", *options)
     assert (status, error) == (0, "")
     assert "random weights: input_ids [2, " in output and "Equal to the last bit: the loss and all " in output
-    assert ("bf16 autocast" in output) == ("--autocast" in options)
+    assert ("bf16 autocast" in output) == (model == "llama")
+    assert ("deterministic algorithms" in output) == (model == "bert")
 
 
-def test_verify_prints_what_compare_step_found(bert, tmp_path, capsys):
-    model = BertForSequenceClassification(TINY).train()
+def test_verify_of_saved_weights_prints_what_compare_step_found_in_all_layers(tmp_path, monkeypatch, capsys):
+    model = BertForSequenceClassification(config_of("bert", Size(layers=3), attention_probs_dropout_prob=0.1)).train()
     model.save_pretrained(tmp_path / "saved")
     batch = {"input_ids": IDS.repeat(8, 8), "labels": torch.arange(16) % 2}
     torch.save(batch, tmp_path / "batch.pt")
+    monkeypatch.setattr(inputs, "_MOST", 10)
     status, output, _ = verify(capsys, tmp_path / "saved", "--batch", tmp_path / "batch.pt")
     found = compare_step(model, batch)
     assert status == 0 and found.differing == () and found.repeat == found.tolerance == 0
@@ -65,6 +67,8 @@ def test_verify_prints_what_compare_step_found(bert, tmp_path, capsys):
     assert f"gradients {count} of {count} equal to the bit" in output
     assert found.stock == hf_memsave.measure_kept(model, batch) and 0 < found.patched.total < found.stock.total
     assert f"kept {gib(found.stock.total)} {gib(found.patched.total)}" in output
+    status, _, error = verify(capsys, tmp_path / "saved", "--layers", 1)
+    assert status == 2 and "--layers: expected random weights" in error
 
 
 def test_verify_of_a_large_model_compares_two_of_its_layers_or_as_many_as_it_is_told(tmp_path, monkeypatch, capsys):
@@ -75,7 +79,7 @@ def test_verify_of_a_large_model_compares_two_of_its_layers_or_as_many_as_it_is_
         status, output, error = verify(capsys, deep, *more)
         assert (status, error) == (0, "")
         few = BertForSequenceClassification(AutoConfig.from_pretrained(deep, num_hidden_layers=layers))
-        asks = "parameters in 7 layers. Compared are 2 layers of that width" in output and "--layers N" in output
+        asks = "parameters in 7 layers. Compared are 2 layers of that width, " in output and "--layers N" in output
         assert asks == (layers == 2)
         count = sum(p.numel() for p in few.parameters())
         assert f"{count / 1e6:.1f} M parameters" in output and f"all {len(list(few.parameters()))} gradients" in output
@@ -84,28 +88,15 @@ def test_verify_of_a_large_model_compares_two_of_its_layers_or_as_many_as_it_is_
     assert status == 2 and "even 1 of its layers need" in error and "Use --dtype bf16, or name a config.json" in error
 
 
-def test_verify_of_saved_weights_takes_all_layers(tmp_path, monkeypatch, capsys):
-    BertForSequenceClassification(TINY).save_pretrained(tmp_path)
-    monkeypatch.setattr(inputs, "_MOST", 10)
-    assert verify(capsys, tmp_path)[0] == 0
-    status, _, error = verify(capsys, tmp_path, "--layers", 1)
-    assert status == 2 and "--layers: expected random weights" in error
-
-
-LISTS = {name: value.tolist() for name, value in BATCH.items()}
-ROWS = [{name: value[i] for name, value in LISTS.items()} for i in range(2)]
-SAVES = {
-    "b.pt": lambda path: torch.save(BATCH, path),
-    "b.safetensors": lambda path: save_file(BATCH, path),
-    "b.json": lambda path: path.write_text(json.dumps(LISTS)),
-    "rows.json": lambda path: path.write_text(json.dumps(ROWS)),
-    "b.jsonl": lambda path: path.write_text("".join(json.dumps(row) + "\n" for row in ROWS)),
-}
-
-
 def test_the_same_batch_is_read_from_every_format(tmp_path):
-    for name, save in SAVES.items():
-        save(tmp_path / name)
+    lists = {name: value.tolist() for name, value in BATCH.items()}
+    rows = [{name: value[i] for name, value in lists.items()} for i in range(2)]
+    texts = {"b.json": json.dumps(lists), "rows.json": json.dumps(rows), "b.jsonl": "\n".join(map(json.dumps, rows))}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    torch.save(BATCH, tmp_path / "b.pt")
+    save_file(BATCH, tmp_path / "b.safetensors")
+    for name in (*texts, "b.pt", "b.safetensors"):
         read = read_batch(tmp_path / name)
         assert read.keys() == BATCH.keys() and all(torch.equal(read[key], BATCH[key]) for key in BATCH)
 
@@ -122,15 +113,7 @@ def test_verify_of_an_adapter_compares_its_gradients(tmp_path, capsys):
     assert "adapter adapter" in output and "all 4 gradients" in output
 
 
-def test_verify_sees_a_wrong_gradient(bert, capsys, monkeypatch):
-    plant_wrong_gradient(monkeypatch)
-    status, output, error = verify(capsys, bert)
-    assert "equal to the bit" in output.split("gradients")[0]  # the loss: a forward is right as it is
-    assert status == 1 and "worst gradients" in output and "Different: " in output
-    assert "expected equal bits" in error and "please report" in error
-
-
-def test_verify_names_the_write_as_a_possible_cause(bert, capsys, monkeypatch):
+def test_verify_sees_a_wrong_gradient_and_names_a_write_as_a_possible_cause(bert, capsys, monkeypatch):
     def forward(self, hidden_states):
         hidden = self.dense(hidden_states)
         output = self.intermediate_act_fn(hidden)
@@ -139,9 +122,22 @@ def test_verify_names_the_write_as_a_possible_cause(bert, capsys, monkeypatch):
 
     monkeypatch.setattr(modeling_bert.BertIntermediate, "forward", forward)
     status, output, error = verify(capsys, bert)
-    assert status == 1 and "Different: 1 of 25 gradients." in output
+    assert "equal to the bit" in output.split("gradients")[0]  # the loss: a forward is right as it is
+    assert status == 1 and "worst gradients" in output and "Different: 1 of 25 gradients." in output
     assert output.count("bert.encoder") == 1 and "bert.encoder.layer.0.output.dense.weight 1." in output
+    assert "expected equal bits" in error and "please report" in error
     assert "through NumPy or a pointer" in error and error.count("\n") == 1
+
+
+def test_an_op_without_a_deterministic_form_is_told(bert, capsys, monkeypatch):
+    def forward(self, hidden_states):
+        if torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation")
+
+    monkeypatch.setattr(modeling_bert.BertIntermediate, "forward", forward)
+    status, output, error = verify(capsys, bert, "--deterministic")
+    assert (status, output) == (2, "")
+    assert "does not have a deterministic implementation" in error and "Leave --deterministic out" in error
 
 
 def test_a_write_after_the_forward_fails_the_patched_step_alone(bert, capsys, monkeypatch):

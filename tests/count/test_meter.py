@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -53,12 +54,18 @@ def test_paths_are_those_of_the_whole_model_and_what_is_made_outside_says_so(mlp
     assert measure_kept(Calls(torch.clone), x).by_module == {"Calls": NARROW_BYTES}, "the root, by its class"
 
 
-def test_kinds_and_modules_sum_to_the_total_and_come_in_the_order_of_tables(device, x):
+def test_kinds_and_modules_sum_to_the_total_in_the_order_of_tables_and_under_autocast_and_no_grad_too(device, x):
     model = nn.Sequential(nn.Dropout(0.5), nn.LayerNorm(WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).to(device)
     found = measure_kept(model, x)
-    assert len(found.storages) > 4
+    with torch.no_grad():
+        assert measure_kept(model, x) == found, "measuring again gives the same"
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert measure_kept(model, x) == measure_kept(model, x)
     assert sum(found.by_kind.values()) == sum(found.by_module.values()) == found.total
     assert list(found.by_kind) == [k for k in KINDS_OF_OPS if k in ("linear", "norm", "activation", "dropout")]
+
+
+HIDDEN = []
 
 
 class OnCtx(torch.autograd.Function):
@@ -70,9 +77,6 @@ class OnCtx(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         return None, None
-
-
-HIDDEN = []
 
 
 def in_a_closure(x):
@@ -91,6 +95,7 @@ def in_a_cycle(x):
 #: Forward -> bytes beside the sum that it returns, or its output.
 COUNTED = {
     "a view, as its whole storage": (lambda x: x.clone()[0], NARROW_BYTES - FP32),
+    "by many ops, once": (lambda x: sum(map(torch.square, [x.clone()] * 3)).sum(), NARROW_BYTES),
     "what is not kept": (lambda x: (x.clone() + 1).sum(), 0),
     "on a ctx": (lambda x: OnCtx.apply(x, x.detach().clone), NARROW_BYTES),
     "a generator's state on a ctx": (lambda x: OnCtx.apply(x, torch.get_rng_state), torch.get_rng_state().nbytes),
@@ -111,12 +116,6 @@ def test_what_hides_counts(name, x):
         HIDDEN.clear()
 
 
-def test_a_tensor_kept_by_many_counts_once(device, x):
-    q, k, v = (nn.Linear(WIDTH, 1, bias=False, device=device) for _ in range(3))
-    model = Calls(lambda x: sum(f(x) for f in (q, k, v)).sum())
-    assert measure_kept(model, x, forward=lambda x: model(x.clone())).total == NARROW_BYTES + FP32
-
-
 def test_what_hooks_keep_instead_counts(mlp, x):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().to(torch.float64), lambda t: t.float()):
         found = measure_kept(mlp, x, forward=lambda x: mlp(x).sum())
@@ -125,22 +124,16 @@ def test_what_hooks_keep_instead_counts(mlp, x):
 
 
 def test_checkpoints_keep_their_input_and_nested_ones_the_outer_ones(mlp, x):
-    def checkpointed(fn, x):
-        return checkpoint(fn, x, use_reentrant=False, preserve_rng_state=False)
-
+    checkpointed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     for inner in (mlp, lambda x: checkpointed(mlp, checkpointed(mlp, x))):
         found = measure_kept(mlp, x, lambda x, inner=inner: checkpointed(inner, x.clone().requires_grad_()).sum())
         assert found.total == NARROW_BYTES + FP32
 
 
-def test_a_loss_is_held_without_the_other_outputs_and_without_one_the_whole_output(mlp, x):
-    for name, more in (("loss", 0), ("sum", NARROW_BYTES)):
-
-        def forward(x, name=name):
-            y = mlp(x)
-            return {name: y.sum(), "logits": y}
-
-        assert measure_kept(mlp, x, forward).total == 2 * WIDE_BYTES + FP32 + more
+@pytest.mark.parametrize(("name", "more"), [("loss", 0), ("sum", NARROW_BYTES)])
+def test_a_loss_is_held_without_the_other_outputs_and_without_one_the_whole_output(mlp, x, name, more):
+    found = measure_kept(mlp, x, lambda x: {"logits": (y := mlp(x)), name: y.sum()})
+    assert found.total == 2 * WIDE_BYTES + FP32 + more
 
 
 def test_a_tensor_of_a_transform_that_is_held_does_not_stop_the_meter(mlp, x):
@@ -167,56 +160,37 @@ def test_parameters_buffers_and_the_batch_do_not_count_nor_what_was_alive_before
 
 
 def test_a_batch_is_positional_arguments_keywords_or_the_only_argument(mlp, x):
-    def add(a, b=1):
-        return a + b
-
     for batch in ((x, x), [x, x], {"a": x, "b": x}, x):
-        assert measure_kept(Calls(add), batch).total == NARROW_BYTES
+        assert measure_kept(Calls(lambda a, b=1: a + b), batch).total == NARROW_BYTES
     assert measure_kept(mlp, {"x": x}, forward=lambda x: mlp[0](x)).by_module == {"0": WIDE_BYTES}
-
-
-def test_measuring_again_gives_the_same_under_autocast_and_no_grad_too(device, x):
-    model = nn.Sequential(nn.Linear(WIDTH, WIDE), nn.Dropout(0.5), nn.Linear(WIDE, WIDTH)).to(device)
-    expected = measure_kept(model, x)
-    with torch.no_grad():
-        assert measure_kept(model, x) == expected
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        assert measure_kept(model, x) == measure_kept(model, x)
 
 
 # What it leaves behind.
 
 
+def live_storages():
+    gc.collect()
+    return {o.untyped_storage()._cdata for o in gc.get_objects() if issubclass(type(o), torch.Tensor)}
+
+
 @pytest.mark.parametrize("is_broken", [False, True], ids=["returns", "raises"])
-def test_the_random_state_and_hooks_are_as_they_were(device, x, is_broken):
+def test_the_model_the_random_state_and_hooks_are_as_they_were_and_nothing_is_alive(device, mlp, x, is_broken):
     def forward(x):
-        nn.functional.dropout(x)
+        mlp(nn.functional.dropout(x))
         if is_broken:
             raise ZeroDivisionError
 
     def state():
         hooks = len(global_hooks._global_forward_hooks), len(global_hooks._global_forward_pre_hooks)
-        return hooks, generator_state(device).tolist()
-
-    before = state()
-    with pytest.raises(ZeroDivisionError) if is_broken else contextlib.nullcontext():
-        measure_kept(nn.Dropout(0.5), x, forward)
-    assert state() == before
-
-
-def test_gradients_and_the_mode_are_as_they_were_and_nothing_is_alive(mlp, x):
-    def live_storages():
-        gc.collect()
-        tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
-        return {t.untyped_storage()._cdata for t in tensors}
+        gradients = [p.grad if p.grad is None else p.grad.tolist() for p in mlp.parameters()]
+        return hooks, gradients, [m.training for m in mlp], generator_state(device).tolist()
 
     mlp(x).sum().backward()
     mlp[0].bias.grad = None
     mlp.eval()[1].train()
-    before = {name: p.grad if p.grad is None else p.grad.clone() for name, p in mlp.named_parameters()}
-    alive = live_storages()
-    measure_kept(mlp, x)
+    before, gradients, alive = state(), [p.grad for p in mlp.parameters()], live_storages()
+    with pytest.raises(ZeroDivisionError) if is_broken else contextlib.nullcontext():
+        measure_kept(mlp, x, forward)
     assert live_storages() <= alive
-    assert [m.training for m in mlp] == [False, True, False]
-    for name, p in mlp.named_parameters():
-        assert p.grad is before[name] or torch.equal(p.grad, before[name])
+    assert state() == before
+    assert all(p.grad is gradient for p, gradient in zip(mlp.parameters(), gradients, strict=True))

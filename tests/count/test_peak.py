@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import weakref
 
 import pytest
 import torch
@@ -64,6 +63,17 @@ def cycles(x):
         cycle.append(cycle)
 
 
+class Wasteful(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.x = x
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return sum([ctx.x + i for i in range(5)])
+
+
 #: The peak, and what is left at the end, in tensors like ``x``.
 SIMPLE = {
     "a leak": (keeping(lambda x: x + 1), 1, 1),
@@ -76,6 +86,9 @@ SIMPLE = {
     "a write in place": (views_of(torch.relu_), 1, 0),
     "a flat view": (views_of(lambda a: a.view(-1)), 1, 0),
     "a wrapper": (lambda x: TwoTensor(x, x.clone()) + 1, 3, 0),  # counts as what it is made of
+    "a tensor made from numbers": (keeping(lambda x: torch.tensor([1.0, 2.0])), 2 * FP32 / UNIT, 2 * FP32 / UNIT),
+    # Five at once; sum() then has its old and its new result beside them.
+    "what backward makes": (lambda x: Wasteful.apply(x.requires_grad_()).backward(), pytest.approx(7, abs=0.01), 1),
     "cycles": (cycles, 3, 0),  # to the end of the step
     "an op that resizes": (lambda x: (x + 1).resize_(2 * ROWS, WIDTH), 2, 0),
     "an output that is resized": (lambda x: torch.add(x, 1, out=x.new_empty(0)), 1, 0),
@@ -100,52 +113,15 @@ def test_what_autograd_keeps_counts_until_its_backward(x):
     assert 2 * UNIT <= found.peak <= 2 * UNIT + 2 * FP32
 
 
-def test_what_backward_makes_counts(x):
-    class Wasteful(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.sum()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return sum([x + i for i in range(5)])
-
-    # Five at once; sum() then has its old and its new result beside them.
-    assert units(lambda: Wasteful.apply(x.requires_grad_()).backward()) == (pytest.approx(7, abs=0.01), 1)
-
-
 def test_gradients_are_what_is_left_and_those_from_before_do_not_count(device, x):
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 1)).to(device)
 
-    def step():
-        model(x).sum().backward()
-
+    step = lambda: model(x).sum().backward()  # noqa: E731
     assert count_peak(step).end == sum(p.nbytes for p in model.parameters())
     again = count_peak(step)
     assert again.end == 0 and again == count_peak(step)
-
-
-def test_a_tensor_made_from_numbers_counts():
-    made = []
-    assert count_peak(lambda: made.append(torch.tensor([1.0, 2.0]))).end == 2 * FP32
-
-
-def test_a_cast_of_a_weight_counts_though_autocast_has_it(device, x):
-    linear = nn.Linear(WIDTH, WIDTH, bias=False, device=device)
-    with torch.autocast(device.type, torch.bfloat16):
-        first = count_peak(lambda: linear(x))
-        assert count_peak(lambda: linear(x)).timeline == first.timeline
-
-
-def test_storages_from_before_neither_count_nor_are_subtracted(x):
-    before = [x + 1, x + 2]
-
-    def step():
-        a = before.pop() * 2
-        before.clear()
-        return a * 2
-
-    assert units(step) == (2, 0)
+    with torch.autocast(device.type, torch.bfloat16):  # a cast of a weight counts, though autocast has it
+        assert count_peak(lambda: model(x)).timeline == count_peak(lambda: model(x)).timeline
 
 
 def test_a_storage_emptied_and_filled_again_counts_what_it_has(x):
@@ -163,17 +139,24 @@ def test_a_storage_emptied_and_filled_again_counts_what_it_has(x):
     assert found.end == UNIT
 
 
-def test_of_a_storage_from_before_only_growth_counts(x):
-    storage = x.untyped_storage()
+def test_storages_from_before_neither_count_nor_are_subtracted_but_for_their_growth(x):
+    before, storage = [x + 1, x + 2], x.untyped_storage()
 
     def step():
+        a = before.pop() * 2
+        before.clear()
+        return a * 2
+
+    assert units(step) == (2, 0)
+
+    def resize():
         storage.resize_(0)
         storage.resize_(UNIT)
         x.zero_()
         storage.resize_(3 * UNIT)
         storage.resize_(UNIT)
 
-    assert units(step) == (2, 0)
+    assert units(resize) == (2, 0)
 
 
 @pytest.mark.parametrize("is_broken", [False, True], ids=["returns", "raises"])
@@ -192,17 +175,3 @@ def test_resizing_and_the_collector_are_as_they_were(x, is_broken):
     assert torch.UntypedStorage.resize_ is stock
     assert "resize_" not in vars(torch.UntypedStorage)
     assert gc.isenabled()
-
-
-def test_counting_keeps_nothing_alive(x):
-    died = []
-
-    def step():
-        a = x + 1
-        weakref.finalize(a.untyped_storage(), died.append, "a")
-        b = a + 1
-        del a
-        assert died == ["a"]
-        return b
-
-    count_peak(step)

@@ -6,7 +6,6 @@ import torch
 from hf_memsave import MemSaveConfig
 from hf_memsave.cli import main
 from hf_memsave.errors import MeasureError
-from hf_memsave.measure import check as module
 from hf_memsave.measure.check import SLACK, Check, check
 from hf_memsave.measure.estimate import estimate
 from hf_memsave.measure.training import Training
@@ -18,32 +17,25 @@ STEP = {"batch_size": 4, "seq_len": 64}
 
 @pytest.mark.long
 @on_stand_in
-def test_on_cuda_the_allocators_peak_is_asked_for(monkeypatch):
-    config = config_of("llama", Size(hidden=64, layers=3))
+def test_what_fits_is_run(monkeypatch):
+    config, memsave = config_of("llama", Size(hidden=64, layers=3)), MemSaveConfig()
     result = estimate(config, **STEP)
-    asked = []
-
-    def measured(config, training, memsave):
-        asked.append(memsave)
-        return {"kept": result.stock.kept, "peak": result.stock.peak}
-
-    monkeypatch.setattr(module, "_on_cuda", measured)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (result.stock.peak - 1, 2**30))
-    found = check(config, result, Training(**STEP), MemSaveConfig())
-    assert asked == [MemSaveConfig()]  # stock is too large
-    assert found["patched"].predicted == {"kept": result.patched.kept, "peak": result.patched.peak}
+    stock, patched = result.stock, result.patched
+    monkeypatch.setattr("hf_memsave.measure.check._on_cuda", lambda config, training, memsave: memsave)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (stock.peak - 1, 2**30))
+    predicted = {"kept": patched.kept, "peak": patched.peak}
+    assert check(config, result, Training(**STEP), memsave) == {"patched": Check(predicted=predicted, measured=memsave)}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 2**30))
     with pytest.raises(MeasureError, match="are free on this machine's GPU"):
-        check(config, result, Training(**STEP), None)
+        check(config, result, Training(**STEP), memsave)
 
 
-def test_what_is_allowed_has_an_end():
-    for what, share in SLACK.items():
-        for sign in (-1, 1):
-            for times, agrees in ((0.9, True), (1.1, False)):
-                measured = {"kept": 10**6, "peak": 10**6}
-                predicted = measured | {what: round(10**6 * (1 + sign * times * share))}
-                assert Check(predicted=predicted, measured=measured).agrees is agrees
+@pytest.mark.parametrize("what", SLACK)
+def test_what_is_allowed_has_an_end(what):
+    measured = {"kept": 10**6, "peak": 10**6}
+    for times, agrees in ((-1.1, False), (-0.9, True), (0.9, True), (1.1, False)):
+        predicted = measured | {what: round(10**6 * (1 + times * SLACK[what]))}
+        assert Check(predicted=predicted, measured=measured).agrees is agrees
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

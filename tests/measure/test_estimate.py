@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 import hf_memsave
 from hf_memsave import MemSaveConfig, measure_kept, patch
@@ -17,7 +18,7 @@ from hf_memsave.measure.estimate import CONTEXT, WORKSPACES, estimate, sharded
 from hf_memsave.measure.inputs import forward_of, make_batch
 from hf_memsave.measure.largest import search
 from hf_memsave.measure.lora import Lora
-from hf_memsave.measure.models import choose_head, depth_of
+from hf_memsave.measure.models import depth_of, text_head
 from hf_memsave.measure.trace import Place, timeline
 from hf_memsave.measure.training import OPTIMIZERS, Training, build, trace_at
 from hf_memsave.ops.loss import chunked_loss
@@ -32,6 +33,7 @@ CONFIGS = {
     family.partition("-")[0]: config_of(family, SIZE, 0.0 if "phi" in family else 0.1)
     for family in ("bert", "gpt2", "opt", "llama", "gemma", "phi", "phi3", "t5-encoder")
 }
+LLAMA = CONFIGS["llama"], depth_of(CONFIGS["llama"], 2)
 ADAPTERS = {"full": None, "LoRA": Lora(dropout=0.05), "LoRA bf16": Lora(dtype="model")}
 SETTINGS = {"stock": None, **{name: MemSaveConfig.preset(name) for name in presets() if name != "selective"}}
 
@@ -59,14 +61,14 @@ def test_few_layers_tell_of_many(family, fields, setting):
     config, memsave, of = CONFIGS[family], SETTINGS[setting], training(**fields)
     layers = (11 if of.autocast or of.quantized else 8) if memsave else 6
     depth = depth_of(config, layers)
-    told, per_layer = trace_in_full(config, depth, of, memsave)
+    told = trace_in_full(config, depth, of, memsave)
     true = trace_at(config, depth, of, memsave)
     assert sum(told.by_kind.values()) == pytest.approx(sum(true.by_kind.values()), rel=0.01)
     assert told.peak == pytest.approx(true.peak, rel=0.001)
     assert told.at_loss == pytest.approx(true.at_loss, rel=0.001)
     assert (told.parameters, told.trained, told.numbers) == (true.parameters, true.trained, true.numbers)
     assert told.states == pytest.approx(true.states, rel=1e-3)
-    assert list(per_layer) == list(depth)
+    assert list(told.per_layer) == list(depth)
     # The last two blocks are counted, and not taken to lie on a line.
     assert {Place("backward", stack, n - i) for stack, n in true.blocks.items() for i in (1, 2)} <= told.places.keys()
     assert {place.phase for place in told.places} == {"forward", "backward", "optimizer"}
@@ -77,7 +79,7 @@ def test_few_layers_tell_of_many(family, fields, setting):
 
 @pytest.mark.long
 def test_a_timelines_blocks_come_in_order_and_back():
-    trace = trace_at(CONFIGS["t5"], depth_of(CONFIGS["t5"], 2), training(seq_len=8), None, keeps=False)
+    trace = trace_at(CONFIGS["t5"], depth_of(CONFIGS["t5"], 2), training(seq_len=8), None)
     assert [f"{p.phase} {p.where}".strip() for p in timeline(trace)] == [
         "forward outside of the blocks",
         "forward of block 0 of encoder.block", "forward of block 1 of encoder.block",
@@ -93,30 +95,24 @@ def test_a_timelines_blocks_come_in_order_and_back():
 
 def traced(config, of, memsave, on_cpu=True):
     """Bytes kept, and the peak of both passes without weights and the batch."""
-    depth = depth_of(config)
-    found = trace_at(config, depth, of, memsave, on_cpu=on_cpu)
-    ids = sum(t.nbytes for t in make_batch(choose_head(config), config, of.batch_size, of.seq_len).values())
+    found = trace_at(config, depth_of(config), of, memsave, on_cpu=on_cpu)
+    ids = sum(t.nbytes for t in make_batch(text_head(config), config, of.batch_size, of.seq_len).values())
     passes = max(m.live for place, m in found.places.items() if place.phase != "optimizer")
     return sum(found.by_kind.values()), passes - found.parameters - ids
-
-
-def count_step(model, config, of, memsave):
-    """What a real step keeps, and the peak of both passes, by two meters that know nothing of the estimate."""
-    batch = make_batch(choose_head(config), config, of.batch_size, of.seq_len)
-    if memsave is not None:
-        patch(model, memsave)
-    forward = forward_of(model, of.autocast)
-    return measure_kept(model, batch, forward), count_peak(lambda: forward(**batch).loss.backward()).peak
 
 
 def assert_as_a_real_step(config, of, memsave):
     """By two meters that know nothing of the estimate."""
     kept, peak = traced(config, of, memsave)
     torch.manual_seed(0)
-    true_kept, true_peak = count_step(build(config, of), config, of, memsave)
-    assert kept == pytest.approx(true_kept.total, rel=0.01)
-    assert peak == pytest.approx(true_peak, rel=0.03)
-    return kept, peak
+    model, batch = build(config, of), make_batch(text_head(config), config, of.batch_size, of.seq_len)
+    if memsave is not None:
+        patch(model, memsave)
+    true_kept = measure_kept(model, batch, forward := forward_of(model, of.autocast))
+    by_ops = sum(s.nbytes for s in true_kept.storages if s.op != "unseen")  # without the states of CPU's generators
+    assert kept == pytest.approx(by_ops, rel=0.01)
+    assert peak == pytest.approx(count_peak(lambda: forward(**batch).loss.backward()).peak, rel=0.03)
+    return peak
 
 
 def shallow(family, layers, **fields):
@@ -151,7 +147,7 @@ def test_logits_are_whole_in_stock_alone_in_a_real_step_and_on_the_stand_in(fami
     monkeypatch.setattr(chunked_loss, "TILE", 1)  # chunks as on CPU: else a device's has all rows of this batch
     monkeypatch.setattr(chunked_loss, "ROWS", 1)
     config, of = shallow(family, 2, vocab_size=WORDS), training(lora=lora, **FP32)
-    _, on_cpu = assert_as_a_real_step(config, of, MemSaveConfig())
+    on_cpu = assert_as_a_real_step(config, of, MemSaveConfig())
     (_, here), (_, stock) = (traced(config, of, memsave, on_cpu=False) for memsave in (MemSaveConfig(), None))
     gradients = 0 if lora else WORDS * 128 * 4  # of the head or of the embeddings
     assert here == pytest.approx(on_cpu, rel=0.2)  # other attention
@@ -174,21 +170,18 @@ def test_the_stand_in_keeps_what_a_real_step_keeps(family, checkpointing, memsav
 
 def test_optimizers_have_the_states_they_have():
     parameter, found = torch.nn.Parameter(torch.ones(256, 128)), {}
-    for name, optimizer in ((name, make([parameter])) for name, make in OPTIMIZERS.items()):
-        parameter.grad = torch.ones_like(parameter)
+    parameter.grad = torch.ones_like(parameter)
+    for name, make in OPTIMIZERS.items():
+        optimizer = make([parameter])
         optimizer.step()
         states = [t for t in optimizer.state[parameter].values() if isinstance(t, torch.Tensor) and t.dim()]
         found[name] = sum(t.nbytes for t in states) / (256 * 128)
-    adafactor = 4 * (256 + 128) / (256 * 128)
     each = {"adamw": 8, "adamw_fused": 8, "adamw_8bit": 2 + 2 * 4 / 256, "sgd": 0, "sgd_momentum": 4}
-    assert found == each | {"adafactor": adafactor}
+    assert found == each | {"adafactor": 4 * (256 + 128) / (256 * 128)}
 
 
 def test_a_foreach_optimizer_holds_the_parameters_once_more():
-    fused, foreach = (
-        trace_at(CONFIGS["llama"], depth_of(CONFIGS["llama"], 2), training(optimizer=name), None, keeps=False)
-        for name in ("adamw_fused", "adamw")
-    )
+    fused, foreach = (trace_at(*LLAMA, training(optimizer=name), None) for name in ("adamw_fused", "adamw"))
     highest = [max(m.live for p, m in t.places.items() if p.phase == "optimizer") for t in (fused, foreach)]
     assert highest[1] - highest[0] == pytest.approx(foreach.trained, rel=0.02)
 
@@ -196,18 +189,32 @@ def test_a_foreach_optimizer_holds_the_parameters_once_more():
 @pytest.mark.long
 def test_adapters_on_four_bits_keep_a_quarter_of_the_weights():
     of = training(batch_size=1, seq_len=8, lora=Lora(r=1))
-    both = (trace_at(CONFIGS["llama"], depth_of(CONFIGS["llama"], 3), replace(of, quantized=q), None, keeps=False)
-            for q in (None, "nf4"))  # fmt: skip
-    half, quarter = (trace.parameters for trace in both)
-    weights = 3 * (2 * 128**2 + 2 * 128 * 64 + 3 * 128 * 352)
+    half, quarter = (trace_at(*LLAMA, replace(of, quantized=q), None).parameters for q in (None, "nf4"))
+    weights = 2 * (2 * 128**2 + 2 * 128 * 64 + 3 * 128 * 352)
     others = 2 * 512 * 128
     assert half - quarter == pytest.approx(weights * (2 - 0.516) - others * 2, rel=0.05)
+
+
+@pytest.mark.parametrize("family", ["bart-encoder", "mixtral"])
+def test_heads_with_a_bias_and_experts_are_estimated(family):
+    """BART adds a buffer to its logits; what a mixture's router picks has no number here."""
+    result = estimate(config_of(family, Size(hidden=64, layers=2)), batch_size=1, seq_len=16)
+    assert 0 < result.patched.kept < result.stock.kept
+
+
+@pytest.mark.parametrize("first", [3, 4, 5])
+def test_a_model_whose_first_layers_are_unlike_is_estimated_as_it_is(first):
+    sizes = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=4, vocab_size=512)
+    sizes |= dict(num_hidden_layers=9, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, head_dim=16)
+    config = AutoConfig.for_model("qwen3_moe", **sizes, mlp_only_layers=list(range(first)))
+    found, true = (estimate(config, batch_size=1, seq_len=16), trace_at(config, {}, training(), None))
+    assert found.stock.parameters == found.patched.parameters == true.parameters
 
 
 @pytest.mark.long
 def test_sharding_divides_what_it_says():
     config, of = CONFIGS["llama"], training(batch_size=1, seq_len=8)
-    trace, _ = trace_in_full(config, depth_of(config, 8), of, None)
+    trace = trace_in_full(config, depth_of(config, 8), of, None)
     whole, zero1, zero2, fsdp = (sharded(trace, name, 4) for name in ("ddp", "zero1", "zero2", "fsdp"))
     assert whole.states == pytest.approx(4 * zero1.states, rel=1e-3)
     assert whole.parameters == zero1.parameters == zero2.parameters == pytest.approx(4 * fsdp.parameters, rel=1e-3)
@@ -244,7 +251,7 @@ def test_where_there_are_gpus_it_runs_in_another_process_which_passes_errors_on(
 
 def test_layers_that_are_not_alike_are_told():
     config = CONFIGS["llama"]
-    one, two = (trace_at(config, depth_of(config, n), training(), None, keeps=False) for n in (3, 4))
+    one, two = (trace_at(config, depth_of(config, n), training(), None) for n in (3, 4))
     odd = type(two)(**{**vars(two), "places": dict(itertools.islice(two.places.items(), 3))})
     with pytest.raises(MeasureError, match="are not alike"):
         trace_at_full_depth([one, odd], Depths(depth_of(config, 4), depth_of(config, 3), depth_of(config, 1)))
@@ -258,5 +265,5 @@ def test_the_search_finds_the_largest(limit):
 
     for start in (1, 8, 300):
         asked = []
-        assert search(needed, needed(limit), start, 1000, lambda n: 1000 + 10 * n) == min(limit, 1000)
+        assert search(needed, needed(limit), start, 1000) == min(limit, 1000)
         assert len(set(asked)) < 25

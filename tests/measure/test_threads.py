@@ -1,19 +1,22 @@
 """A thread that measures or estimates changes nothing that another thread trains or measures."""
 
-import gc
+import random
 import threading
 from collections import Counter
 from contextlib import contextmanager
 from functools import partial
 
+import numpy
 import pytest
 import torch
+from torch.nn.modules import module as module_hooks
 from transformers import masking_utils
 
+import hf_memsave
 from hf_memsave import estimate, measure_kept
+from hf_memsave.logs import is_measuring
 from hf_memsave.measure import depth
 from hf_memsave.measure.fake_device import fake_device
-from hf_memsave.measure.kernels import Preferred
 from support.helpers import on_stand_in
 from support.threads import switching
 from support.zoo import build, config_of
@@ -92,21 +95,48 @@ def test_losses_of_a_stock_model_stay_while_another_thread_is_on_the_stand_in(pa
     assert found == [True]
 
 
+def of_the_process():
+    """What a thread could change for all others."""
+    hooks = [
+        getattr(module_hooks, name) for name in vars(module_hooks) if name.startswith("_global_") and "hook" in name
+    ]
+    functions = {**vars(masking_utils), **vars(torch.UntypedStorage), **vars(torch.nn.functional)}
+    return {
+        "functions": {name: id(of) for name, of in functions.items() if callable(of)},
+        "hooks": [len(hook) for hook in hooks if hasattr(hook, "__len__")],
+        "dtype": torch.get_default_dtype(), "measures": is_measuring(),
+        "random": (torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()),
+    }  # fmt: skip
+
+
 @on_stand_in
 @pytest.mark.long
-def test_threads_estimate_at_once_and_leave_everything_as_it_was(monkeypatch):
-    def state():
-        names = ("find_packed_sequence_indices", "_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
-        functions = [getattr(masking_utils, name) for name in names]
-        return functions, Preferred.name, gc.get_freeze_count() > 0, torch.get_default_dtype()
+@pytest.mark.parametrize("work", ["estimate", "plan", "measure_kept", "compare"])
+def test_what_measures_beside_changes_nothing_of_the_process(work):
+    config, model, ids = config_of("llama"), llama(), torch.arange(48).view(2, 24) + 1
+    report = hf_memsave.patch(patched := llama())
+    doing = {
+        "estimate": lambda n: estimate(config, batch_size=n, seq_len=32, dtype="bf16"),
+        "plan": lambda n: hf_memsave.plan(config, batch_size=n, seq_len=32, budget="24GiB"),
+        "measure_kept": lambda n: measure_kept(model, {"input_ids": ids, "labels": ids}),
+        "compare": lambda n: report.compare({"input_ids": ids, "labels": ids}) and patched,
+    }[work]
+    before = of_the_process()
+    with beside(doing):
+        for _ in range(200):
+            assert of_the_process() == before
 
+
+@on_stand_in
+@pytest.mark.long
+def test_threads_estimate_at_once_and_find_what_they_find_alone(monkeypatch):
     def work(attention):
         found[attention] = repr(estimate(config_of("llama"), batch_size=2, seq_len=32, attention=attention))
 
-    before, wanted = state(), {}
-    for attention in ("flash", "eager"):
-        wanted[attention] = repr(estimate(config_of("llama"), batch_size=2, seq_len=32, attention=attention))
     found = {}
+    for attention in ("flash", "eager"):
+        work(attention)
+    wanted, found = found, {}
     monkeypatch.setattr(depth, "_KNOWN", {})  # what was traced is not traced again
     threads = [threading.Thread(target=work, args=(attention,)) for attention in wanted]
     for thread in threads:
@@ -114,7 +144,6 @@ def test_threads_estimate_at_once_and_leave_everything_as_it_was(monkeypatch):
     for thread in threads:
         thread.join()
     assert found == wanted
-    assert state() == before
 
 
 def made_by_ops(kept):

@@ -38,24 +38,6 @@ class Snapshot:
         assert not is_stock or now.state == self.state
 
 
-def prepared(device):
-    """A BERT with a frozen part, a part in training mode, some gradients, and a buffer that counts; and its batch."""
-    model = bert(device)
-    model.set_attn_implementation("sdpa")
-    model.bert.embeddings.requires_grad_(False)
-    model.bert.encoder.layer[1].train()
-    for parameter in model.bert.encoder.layer[0].parameters():
-        parameter.grad = torch.ones_like(parameter)
-    model.register_buffer("calls", torch.zeros((), device=device))
-    model.register_forward_hook(lambda module, args, output: module.calls.add_(1) and None)
-    return model, batch_for(model, SIZE)
-
-
-def limit_of(search, model, batch):
-    """A limit at which ``search`` converts something."""
-    return between(model, batch, 0.4) + (0 if search is smart else needs(model, batch))
-
-
 class Fault(Exception):
     """Not ours."""
 
@@ -65,28 +47,34 @@ class Fault(Exception):
     ("search", "where"), [(smart, None), (fast, None), *halved([smart, fast], ["timer", "forward", "backward"])]
 )
 def test_a_plan_or_a_fault_leaves_all_but_what_is_converted(search, where, device):
-    model, batch = prepared(device)
-    limit, snapshot, faults, left = limit_of(search, model, batch), Snapshot(model), 0, 1
+    model = bert(device)  # a part is frozen, a part in training mode, some have gradients, and a buffer counts
+    model.set_attn_implementation("sdpa")
+    model.bert.embeddings.requires_grad_(False)
+    model.bert.encoder.layer[1].train()
+    for parameter in model.bert.encoder.layer[0].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    model.register_buffer("calls", torch.zeros((), device=device))
+    model.register_forward_hook(lambda module, args, output: module.calls.add_(1) and None)
+    batch = batch_for(model, SIZE)
+    limit = between(model, batch, 0.4) + (0 if search is smart else needs(model, batch))
+    snapshot, faults, left = Snapshot(model), 0, 1
 
-    def maybe(*_):
+    def maybe(here):
         nonlocal left
-        left -= 1
-        if left == 0:
+        left -= here == where
+        if here == where and left == 0:
             raise Fault
 
     def timer(run):
         run()
         random.random(), numpy.random.rand()
-        if where == "timer":
-            maybe()
+        maybe("timer")
         return 1.0
 
     def forward(**inputs):
-        if where == "forward":
-            maybe()
+        maybe("forward")
         output = model(**inputs)
-        if where == "backward":
-            output.loss.register_hook(maybe)
+        output.loss.register_hook(lambda _: maybe("backward"))
         return output
 
     while True:

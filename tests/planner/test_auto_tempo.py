@@ -35,17 +35,16 @@ def made(device):
     ids=["all", "some", "few", "gpt2"],
 )
 def test_smart_finds_the_least_that_fits(make, share, config, device):
-    model = make(device)
-    batch = batch_for(model, SIZE)
+    model, batch = (model := make(device)), batch_for(model, SIZE)
     limit = between(model, batch, share, config)
     plan = smart(model, batch, config, limit, timer=once)
     assert plan.converted and plan.report.config == plan.config and patched_classes(model)
     assert needs(model, batch, plan.config) <= limit < needs(model, batch)
     layers = dict(plan.config.layers)
     assert set(layers) == {"activation", "norm", "dropout", "attention"} and any(layers.values())
-    for kind in (kind for kind, number in layers.items() if number):
-        if sum(layers.values()) > 1:
-            fewer = dataclasses.replace(plan.config, layers=layers | {kind: layers[kind] - 1})
+    for kind, number in layers.items():
+        if number and sum(layers.values()) > 1:
+            fewer = dataclasses.replace(plan.config, layers=layers | {kind: number - 1})
             assert needs(model, batch, fewer) > limit
     assert MemSaveConfig.resolve(config) == dataclasses.replace(plan.config, layers=None)
 
@@ -66,9 +65,8 @@ def test_what_is_needed_is_counted(made):
 
 @pytest.mark.parametrize("kind", ["activation", "norm", "dropout"])
 def test_smart_with_one_kind(kind, made):
-    model, batch = made
     config = MemSaveConfig(**{other: "stock" for other in KINDS if other != kind})
-    plan = smart(model, batch, config, between(model, batch, 0.5, config), timer=once)
+    plan = smart(*made, config, between(*made, 0.5, config), timer=once)
     assert plan.config.layers == ((kind, 2),)
     assert all(trial.seconds is None for trial in plan.trials)  # nothing to choose between
 
@@ -83,33 +81,25 @@ def test_smart_converts_first_what_costs_least(cheap, made):
         layers = [dict(config.layers) for _, config in patched_models(model)]
         return 1.0 + sum(number for found in layers for kind, number in found.items() if kind != cheap)
 
-    alone = MemSaveConfig(layers=dict.fromkeys(KINDS, 0) | {cheap: 3})
-    limit = needs(model, batch, alone)
+    limit = needs(model, batch, MemSaveConfig(layers=dict.fromkeys(KINDS, 0) | {cheap: 3}))
     plan = smart(model, batch, EXACT, limit, timer=timer)
     assert dict(plan.config.layers) == dict.fromkeys(KINDS[:-1], 0) | {cheap: 3}
 
 
 def test_smart_converts_no_more_than_its_config_says(made):
-    model, batch = made
     config = MemSaveConfig(layers={"norm": 2, "activation": 1, "attention": 0})
-    plan = smart(model, batch, config, between(model, batch, 0, config), timer=once)
+    plan = smart(*made, config, between(*made, 0, config), timer=once)
     assert dict(plan.config.layers) == {"norm": 2, "activation": 1, "attention": 0, "dropout": SIZE.layers}
 
 
-def test_a_model_that_fits_stays_stock(made):
+def test_what_fits_stays_stock_and_what_cannot_fit_is_an_error_with_figures(made):
     model, batch = made
-    before = state_of(model)
-    plan = smart(model, batch, "tempo", memory=needs(model, batch), timer=once)
+    before, stock, least = state_of(model), needs(model, batch), needs(model, batch, "tempo")
+    plan = smart(model, batch, "tempo", memory=stock, timer=once)
     assert (plan.config, plan.report, plan.converted, len(plan.trials)) == (None, None, False, 1)
     assert "stays stock" in plan.reason and state_of(model) == before
-
-
-def test_what_cannot_fit_is_an_error_with_figures(made):
-    model, batch = made
-    before = state_of(model)
-    limit = needs(model, batch, "tempo") - 1
     with pytest.raises(PlanError, match=r"batch of 4 does not fit: expected at most .* MiB, got .*stock .*smaller bat"):
-        smart(model, batch, "tempo", memory=limit, timer=once)
+        smart(model, batch, "tempo", memory=least - 1, timer=once)
     with pytest.raises(PlanError, match=r"not one sequence fits .*expected at most .* Use shorter sequences"):
         fast(model, batch, "tempo", memory=fixed(model), timer=once)
     assert state_of(model) == before
@@ -117,43 +107,30 @@ def test_what_cannot_fit_is_an_error_with_figures(made):
 
 def sizes_of(model, seen):
     """A forward that notes its batch sizes."""
-
-    def forward(**inputs):
-        seen.append(len(inputs["input_ids"]))
-        return model(**inputs)
-
-    return forward
+    return lambda **inputs: (seen.append(len(inputs["input_ids"])), model(**inputs))[1]
 
 
-@pytest.mark.parametrize("pays", [True, False])
-def test_fast_decides_by_sequences_a_second(pays, made, device):
+@pytest.mark.parametrize(("size", "room", "pays"), [(4, 6, False), (1, 7, True), (3, 5, True), (9, 2, True)])
+def test_fast_finds_the_largest_batches_and_decides_by_sequences_a_second(size, room, pays, made, device):
     (model, batch), seen = made, []
 
     def timer(run):
         run()
         return 1.0 if pays else float(seen[-1]) ** 2
 
-    before, limit = state_of(model), needs(model, resized(batch, 6))
-    plan = fast(model, batch, "tempo", memory=limit, forward=sizes_of(model, seen), timer=timer)
+    before, limit = state_of(model), needs(model, resized(batch, room))
+    plan = fast(model, resized(batch, size), "tempo", memory=limit, forward=sizes_of(model, seen), timer=timer)
     assert plan.converted == pays and ("everything is converted" in plan.reason) == pays
-    timed = {trial.name: trial for trial in plan.trials if trial.seconds is not None}
-    assert timed["nothing"].batch_size == 6 < timed["everything"].batch_size
-    assert plan.batch_size == timed["everything" if pays else "nothing"].batch_size
+    largest = {trial.name: trial.batch_size for trial in plan.trials if trial.seconds is not None}
+    most = largest["everything"]
+    assert largest["nothing"] == room < most and plan.batch_size == (most if pays else room)
     if pays:
         assert plan.config == MemSaveConfig.preset("tempo")
         assert patched_classes(model) == patched_classes(patched(bert(device), "tempo"))
     else:
         assert state_of(model) == before
-
-
-@pytest.mark.parametrize(("size", "room"), [(1, 7), (3, 5), (9, 2)])
-def test_fast_finds_the_largest_batches(size, room, made):
-    model, batch = made
-    limit = needs(model, resized(batch, room)) + 100
-    plan = fast(model, resized(batch, size), "tempo", memory=limit, timer=once)
-    largest = {t.name: t.batch_size for t in plan.trials if t.seconds is not None}
-    assert largest["nothing"] == room and needs(model, resized(batch, room + 1)) > limit
-    most = largest["everything"]
+    unpatch(model)
+    assert needs(model, resized(batch, room + 1)) > limit
     assert needs(model, resized(batch, most), "tempo") <= limit < needs(model, resized(batch, most + 1), "tempo")
 
 

@@ -2,6 +2,7 @@
 
 import random
 from functools import partial
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -22,9 +23,7 @@ from support import rows
 from support.helpers import on_stand_in
 from support.zoo import Size, build
 
-pytestmark = [
-    on_stand_in,
-]
+pytestmark = on_stand_in
 #: The longest row has 113 tokens, and is padded.
 LONGEST, BATCH = 120, 8
 
@@ -47,28 +46,24 @@ def llama(layers=3):
 arguments = partial(rows.arguments, max_steps=2, optim="sgd", per_device_train_batch_size=BATCH)
 
 
-def planned(lora=None):
-    """Less than a step needs at the floor, and what is planned for it by hand."""
-    step = dict(batch_size=BATCH, seq_len=LONGEST, optimizer="sgd", padded=True, lora=lora)
-    budget = plan(llama(), budget="1TiB", **step).best.needed - 2**20
-    return budget, plan(llama(), budget=budget, **step).config
-
-
-def trained(trainer):
-    trainer.train()
-    return next(c for c in trainer.callback_handler.callbacks if isinstance(c, MemSaveCallback))
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("door", ["callback", "trainer"])
+@pytest.mark.parametrize("door", ["callback", "trainer", "trainer, with LoRA"])
 def test_a_trainer_plans_for_its_own_batch_and_its_step_stays_within_the_budget(tmp_path, door, caplog):
-    (budget, wanted), model = planned(), llama()
+    model, lora = llama(), None
+    if "LoRA" in door:
+        lora = Lora(r=4, alpha=8, dropout=0.1, targets="q_proj+v_proj")
+        config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
+        model = get_peft_model(model, config)
+    step = dict(batch_size=BATCH, seq_len=LONGEST, optimizer="sgd", padded=True, lora=lora)
+    budget = plan(llama(), budget="1TiB", **step).best.needed - 2**20  # less than a step needs at the floor
+    wanted = plan(llama(), budget=budget, **step).config
     assert wanted.checkpoint or wanted.offload
     common = dict(model=model, args=arguments(tmp_path), train_dataset=samples(), data_collator=collate)
-    memsave = MemSaveConfig(budget=budget)
-    options = {"callbacks": [MemSaveCallback(memsave)]} if door == "callback" else {"memsave": memsave}
+    options = {"callbacks": [MemSaveCallback({"budget": budget})]} if door == "callback" else {}
+    trainer = Trainer(**common, **(options or {"memsave": MemSaveConfig(budget=budget)}))
     with caplog.at_level("INFO", "hf_memsave"):
-        callback = trained(Trainer(**common, **options))
+        trainer.train()
+    callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, MemSaveCallback))
     assert callback.config == callback.report.config == wanted
     assert f"The cheapest in {budget / 2**20:,.2f} MiB" in caplog.text
     model.zero_grad()
@@ -77,46 +72,26 @@ def test_a_trainer_plans_for_its_own_batch_and_its_step_stays_within_the_budget(
     assert peak + sum(p.nbytes for p in model.parameters()) <= 1.03 * (budget - CONTEXT - WORKSPACES)
 
 
-@pytest.mark.long
-def test_lora_adapters_are_planned_for(tmp_path):
-    budget, wanted = planned(Lora(r=4, alpha=8, dropout=0.1, targets="q_proj+v_proj"))
-    config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
-    trainer = Trainer(
-        model=get_peft_model(llama(), config), args=arguments(tmp_path), train_dataset=samples(), data_collator=collate,
-        memsave={"budget": budget},
-    )  # fmt: skip
-    assert trained(trainer).config == wanted
-
-
-class Crop:
-    """Draws from a generator of its own, within the data set."""
-
-    def __init__(self):
-        self.generator = numpy.random.default_rng(0)
-
-    def __call__(self, row):
-        at = int(self.generator.integers(8))
-        return row[at : at + 16]
-
-
 class Drawing(torch.utils.data.Dataset):
     """Crops and masks at random: every row by all generators that there are, and by how many were read."""
 
     def __init__(self):
         self.rows = torch.randint(1, 256, (40_000, 32), generator=torch.Generator().manual_seed(0))
         self.torch, self.python = torch.Generator().manual_seed(0), random.Random(0)
-        self.numpy, self.crop, self.reads = numpy.random.RandomState(0), Crop(), 0
+        self.numpy, self.reads = numpy.random.RandomState(0), 0
+        self.crop = SimpleNamespace(generator=numpy.random.default_rng(0))  # within the data set, one of its own
 
     def __len__(self):
         return len(self.rows)
 
     def __getitem__(self, i):
         self.reads += 1
+        at = int(self.crop.generator.integers(8))
         draws = (
             torch.randint(256, ()), random.randrange(256), numpy.random.randint(256), self.numpy.randint(256),
             torch.randint(256, (), generator=self.torch), self.python.randrange(256), self.reads,
         )  # fmt: skip
-        ids = self.crop(self.rows[i]).clone()
+        ids = self.rows[i][at : at + 16].clone()
         ids[: len(draws)] = torch.tensor(draws) % 256
         return {"input_ids": ids}
 

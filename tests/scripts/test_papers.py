@@ -11,7 +11,7 @@ from transformers import BertConfig, BertForSequenceClassification
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
 
 import papers
-from paper_tables.rows import COLUMNS, GB, STOCK, Row, deep_trace, forward_peak, largest_batch, result_of, text_trace
+from paper_tables.rows import COLUMNS, GB, STOCK, Row, deep_trace, forward_peak, result_of, text_trace
 
 CONFIG = BertConfig(hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, vocab_size=99)
 
@@ -52,10 +52,3 @@ def test_a_wrong_figure_is_reported(off):
     assert result.distance == pytest.approx(100 / off - 100)
     assert f"{int(abs(100 / off - 100) <= 10)} are within 10% with today's" in papers.count_line([result])
     assert result.behind == ["the paper's"] and "`exact`: the paper's" in papers.cells(result)  # a hundredth of stock
-
-
-@pytest.mark.parametrize(("memory", "largest"), [(99, 0), (100 + 7 * 30, 30), (100 + 7 * 31 - 1, 30), (10**6, 142842)])
-def test_the_largest_batch_is_right_at_its_border(memory, largest):
-    asked = []
-    assert largest_batch(lambda batch: asked.append(batch) or max(100 + 7 * batch, 107), memory) == largest
-    assert len(asked) < 12

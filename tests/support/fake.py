@@ -10,9 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_memsave import measure_kept, patch
+from hf_memsave.count.peak import rounded
 from hf_memsave.device import STAND_IN
 from hf_memsave.measure.fake_device import fake_device, to_fake
 from hf_memsave.measure.inputs import forward_of
+from hf_memsave.measure.training import prepared
 from support.lora import adapted
 from support.zoo import QUOTED, batch_for, build
 
@@ -42,6 +44,16 @@ def kept_on_fake(family, layers, mode="bf16", attention="flash", lora=False, con
         if config is not None:
             patch(model, config)
         return measure_kept(model, batch, forward_of(model, torch.bfloat16 if mode == "autocast" else None)).total
+
+
+def directly(config, training, memsave):
+    """A configuration's model at its full depth, and what it keeps by kind of op, each storage as CUDA rounds it."""
+    with prepared(config, training, memsave, STAND_IN) as (model, batch, forward, _):
+        found = Counter()
+        for storage in measure_kept(model, batch, forward).storages:
+            if storage.op not in ("unseen", "empty"):  # seeds and states of generators, in main memory
+                found[storage.kind] += rounded(storage.nbytes, 512)
+    return model, dict(found)
 
 
 def u_on_fake(family, mode="bf16", attention="flash", lora=False, config=True):

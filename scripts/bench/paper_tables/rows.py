@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -208,7 +207,7 @@ def text_trace(
     fields = training_of(batch_size=batch, seq_len=tokens, checkpointing=setting.checkpointing, **training)
     trace = trace_few if old_softmax else trace_in_full  # which remembers
     with softmax_before_1_11(old_softmax):
-        return trace(config, depth_of(config), fields, setting.memsave, keeps=False).trace
+        return trace(config, depth_of(config), fields, setting.memsave)
 
 
 class _Softmax(torch.autograd.Function):
@@ -237,21 +236,3 @@ def softmax_before_1_11(is_old: bool = True) -> Iterator[None]:
 
     with mock.patch.object(F, "softmax", softmax) if is_old else contextlib.nullcontext():
         yield
-
-
-def largest_batch(peak: Callable[[int], float], memory: float, start: int = 8) -> int:
-    """The largest batch whose peak is at most ``memory``, where peaks rise with it about as a line; 0 if none is."""
-    known: dict[int, float] = {}
-    low, high, guess = 0, 0, start  # as long as none has been too large, high is 0
-    while not high or high - low > 1:
-        known[guess] = peak(guess)
-        low, high = (guess, high) if known[guess] <= memory else (low, guess)
-        guess = 2 * low if low else high // 2
-        if len(known) > 1:  # by the line through what is nearest on both sides, or on the one that there is
-            a, b = (low, high) if low and high else sorted(sorted(known, reverse=bool(low))[:2])
-            slope = (known[b] - known[a]) / (b - a)
-            guess = a + math.floor((memory - known[a]) / slope) if slope > 0 else 8 * b
-        if high and len(known) % 4 == 0:  # where it is no line
-            guess = (low + high) // 2
-        guess = min(max(guess, low + 1), high - 1 if high else 64 * max(low, 1))
-    return low

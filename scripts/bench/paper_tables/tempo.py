@@ -17,7 +17,8 @@ from transformers import BertConfig, BertForSequenceClassification
 from hf_memsave import MemSaveConfig
 from hf_memsave.count.kept import KeptStorage
 from hf_memsave.measure.estimate import OWN
-from paper_tables.rows import COLUMNS, GB, GIB, STOCK, Measure, Row, Setting, largest_batch, step_kept, text_trace
+from hf_memsave.measure.largest import MOST, search
+from paper_tables.rows import COLUMNS, GB, GIB, STOCK, Measure, Row, Setting, step_kept, text_trace
 
 TEMPO = Setting(MemSaveConfig.resolve("tempo"))
 CHECKPOINT = COLUMNS["checkpointing"]
@@ -97,14 +98,14 @@ def rows() -> Iterator[Row]:
 
 def most(config: BertConfig, tokens: int, size: int) -> Measure:
     """The largest batch in a GPU's memory, less what CUDA takes."""
-    return lambda setting: largest_batch(
-        lambda batch: peak(config, batch, tokens, setting), size * GIB - OWN, 4096 // tokens
+    return lambda setting: search(
+        lambda batch: peak(config, batch, tokens, setting), size * GIB - OWN, 4096 // tokens, MOST
     )
 
 
 def then(config: BertConfig, tokens: int, size: int) -> Callable[[], float]:
     """The largest batch of stock as of then."""
-    return lambda: largest_batch(lambda batch: peak_then(config, batch, tokens), size * GIB - OWN, 2048 // tokens)
+    return lambda: search(lambda batch: peak_then(config, batch, tokens), size * GIB - OWN, 2048 // tokens, MOST)
 
 
 def bert(config: BertConfig, layers: int) -> nn.Module:

@@ -19,9 +19,10 @@ from transformers import T5Config, T5ForConditionalGeneration
 from hf_memsave import WTACRS, MemSaveConfig
 from hf_memsave.config.lora import Lora
 from hf_memsave.measure.estimate import OWN
+from hf_memsave.measure.largest import MOST, search
 from hf_memsave.measure.lora import add_adapters, quantize
 from hf_memsave.measure.trace import Trace
-from paper_tables.rows import STOCK, Row, Setting, deep_trace, largest_batch
+from paper_tables.rows import STOCK, Row, Setting, deep_trace
 
 MIB = 2**20
 #: The paper's GB.
@@ -158,7 +159,7 @@ def over_full(model: str, training: str, setting: Setting, batch: int = 100, **o
 
 def most(training: str, setting: Setting) -> float:
     """The largest batch of T5-3B."""
-    return largest_batch(lambda batch: trace("T5-3B", training, setting, batch).peak, A100, 32)
+    return search(lambda batch: trace("T5-3B", training, setting, batch).peak, A100, 32, MOST)
 
 
 def activations(model: str, tokens: int, then: bool, setting: Setting) -> float:
