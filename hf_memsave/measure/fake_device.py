@@ -68,6 +68,8 @@ class _Masks(TorchFunctionMode):
     and where nothing is padded, that there is no mask (decoders like BART's make one of ones).
     """
 
+    lets_by = True  # a fused layer: it asks for no more than the two calls below
+
     def __init__(self, padded: bool) -> None:
         super().__init__()
         self.padded = padded

@@ -69,7 +69,8 @@ def _is_suited(tape: Tape, x: Any, weight: Any, bias: Any) -> bool:
         return False
     if tape.head is not None and weight is tape.head.weight:  # its logits may be computed later
         return False
-    if private.innermost_mode() is not None or x.is_inference() or x.dim() < 2:  # another mode wants to see the call
+    around = private.innermost_mode()
+    if not getattr(around, "lets_by", around is None) or x.is_inference() or x.dim() < 2:  # it wants to see the call
         return False
     low = torch.get_autocast_dtype(x.device.type)
     if low == torch.float32 or x.dtype not in (torch.float32, low) or not _is_wide(weight, 2, x):
