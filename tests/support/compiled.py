@@ -74,7 +74,7 @@ class _Count(Count):
 
     supports_higher_order_operators = True
 
-    def note(self, func, args):
+    def note(self, call):
         pass
 
 
