@@ -81,7 +81,7 @@ tests() { # NAME SECONDS FOLDER ARGUMENTS...: of what FIRST has finished, the fa
 
 slow=1 workers=12 kernels=(-m "not long" -k "not test_installs") # pip may lack its network
 claims=(tests/measure/test_check.py tests/measure/test_step.py tests/ops/sampled/test_waits.py tests/ops/fused
-  tests/end_to_end/test_bits.py tests/tape)
+  tests/commands/test_verify.py::test_verify_of_a_config_is_equal tests/end_to_end/test_bits.py tests/tape)
 why_not='' launch=()
 if [ -n "$smoke" ]; then
   slow=3 workers=2 kernels=(tests/test_numbers.py -k test_no_rows)
