@@ -110,19 +110,19 @@ def check(args: argparse.Namespace) -> None:
         raise CommandError("--quantized freezes the model: expected --lora. Add --lora r=8, or leave it out.")
     if get("check") and args.devices > 1:
         raise CommandError(f"--check runs the step on one device, got --devices {args.devices}. Leave one out.")
+    if get("batch") and not args.batch.is_file():
+        expected = "Expected tensors by name, as torch.save(dict(batch), ...) writes."
+        raise CommandError(f"{args.batch}: no such file. {expected}")
     if get("batch") and (args.batch_size or args.seq_len):
         raise CommandError("--batch brings its own sizes, got --batch-size or --seq-len as well. Leave one out.")
     if get("max_batch") and not args.fast:
         raise CommandError("--max-batch limits the batches of --fast, got --smart. Add --fast, or leave it out.")
     if args.command == "auto" and args.memory is None and args.device == "cpu":
         raise CommandError("--device cpu: expected --memory, such as --memory 16GiB, got none. Say how much there is.")
-    if "/" in (name := get("model") or "") and not Path(name).exists():  # without one, it may be a model type
-        refuse_unreachable(name)
-
-
-def _model(text: str, further: str = "config.json") -> str:
-    refuse_missing(text, "config.json", further)
-    return text
+    if (name := get("model")) is not None:
+        refuse_missing(name, "config.json", *["adapter_config.json"] * (args.command in ("verify", "auto")))
+        if "/" in name and not Path(name).exists():  # without one, it may be a model type
+            refuse_unreachable(name)
 
 
 def _number(text: str) -> int:
@@ -146,12 +146,6 @@ def _lora(text: str) -> Lora:
             expected = "dora=true or dora=false" if key == "dora" else f"a number for {key}"
             raise CommandError(f"--lora: expected {expected}, got {value!r}. Correct that.") from error
     return Lora(**given)
-
-
-def _batch(text: str) -> Path:
-    if not Path(text).is_file():
-        raise CommandError(f"{text}: no such file. Expected tensors by name, as torch.save(dict(batch), ...) writes.")
-    return Path(text)
 
 
 def _output(text: str, suffixes: tuple[str, ...] = ()) -> Path:
@@ -179,7 +173,7 @@ _NUMBER: dict[str, Any] = {"type": _number, "metavar": "N"}
 _FLAG: dict[str, Any] = {"action": "store_true"}
 #: Option -> what argparse is told of it.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "model": {"type": _model, "metavar": "MODEL_OR_CONFIG",
+    "model": {"metavar": "MODEL_OR_CONFIG",
               "help": "a folder with config.json, such a file, a model type (bert: its defaults), a name on the hub"},
     "--memsave": {"metavar": "PRESET", "default": "exact", "help": "a preset or YAML file (%(default)s)"},
     "--checkpoint": {"choices": RUNGS, "help": "what of each block runs again in backward: each in turn frees more, "
@@ -188,7 +182,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
                 "help": "run blocks again, MLPs on so many tokens of each sequence at a time (auto: 4096 of all)"},
     "--offload": {**_FLAG, "help": "what is still kept goes to main memory (for CUDA)"},
     "--compile": {**_FLAG, "help": "compile each repeated block by itself"},
-    "--batch": {"type": _batch, "metavar": "FILE",
+    "--batch": {"type": Path, "metavar": "FILE",
                 "help": "what the forward takes, tensors by name: torch.save, .safetensors, .json, .jsonl (examples)"},
     "--batch-size": {**_NUMBER, "help": f"sequences on each device ({BATCH_SIZE})"},
     "--seq-len": {**_NUMBER, "help": f"tokens in each ({SEQ_LEN}, or as many as the model takes)"},
@@ -231,7 +225,7 @@ for _name in ("--memory", "--budget", "--main-memory"):
     OPTIONS[_name] |= {"type": partial(bytes_of, name=_name), "metavar": "SIZE"}
 _HALVES = {"choices": ["bf16", "fp16"], "help": "compute in 16 bits with fp32 weights (Trainer's bf16=True)"}
 _LOADED: dict[str, dict[str, Any]] = {
-    "model": {"type": partial(_model, further="adapter_config.json"), "metavar": "MODEL",
+    "model": {"metavar": "MODEL",
               "help": "the folder of a saved model or PEFT adapter, or a name on the hub; or, for random weights, a "
               "config.json or a model type (bert, llama, ...)"},
     "--dtype": {"help": "of the weights (as saved; with --autocast fp32)"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 
 import yaml
 
@@ -40,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         plan.config.to_file(args.out)
         console.print(f"Configuration: {args.out}")
-    figures = {name: getattr(plan, name) for name in ("batch_size", "memory", "reason")} | {"model": args.model}
-    figures |= {"config": plan.config and plan.config.to_dict(), "trials": [asdict(trial) for trial in plan.trials]}
+    figures = {name: getattr(plan, name) for name in ("batch_size", "memory", "reason", "trials")}
+    figures |= {"model": args.model, "config": plan.config and plan.config.to_dict()}
     write_figures(args.json, figures, console)
     return 0

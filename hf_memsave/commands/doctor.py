@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
-from collections import Counter
 from importlib.metadata import distributions, requires
 from typing import Any
 
@@ -40,9 +39,8 @@ def run(args: argparse.Namespace) -> int:
         try:
             report = patch(model, memsave)
             others = sum(site.op not in ("block", "model") for site in report.patched)
-            sites = Counter((site.status, site.op, site.cls, site.reason) for site in report.sites)
             console.print(
-                sites_table((*site, count) for site, count in sorted(sites.items())),
+                sites_table(report.counts),
                 f"{report.covered}, {counted(others, 'other module')} patched, {len(report.skipped)} skipped.",
                 "Functions are recorded in all that runs inside: what that frees, `memsave report` measures.", sep="\n",
             )  # fmt: skip

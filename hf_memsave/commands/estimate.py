@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from typing import Any
 
 import torch
@@ -28,8 +27,7 @@ def run(args: argparse.Namespace) -> int:
     config, console = load_config(args.model), console_of(args, soft_wrap=True)
     note = settle_sizes(args, config)
     with console.status("Tracing a few layers ..."):
-        step = step_of(args, "memory", "devices", "sharding", "layers")
-        result = estimate(config, memsave=memsave_of(args), **step)
+        result = estimate(config, memsave=memsave_of(args), **step_of(args, "memory", "devices", "sharding", "layers"))
     console.print(f"{note}{result}")
     figures, agrees = {"model_or_config": args.model, **result.to_dict()}, True
     if args.memory:
@@ -76,17 +74,16 @@ def _check(args: argparse.Namespace, config: Any, result: Estimate, console: Con
     allowed = ", ".join(f"{what} {slack:.0%}" for what, slack in SLACK.items())
     agrees = all(one.agrees for one in found.values())
     console.print(f"{'Within' if agrees else 'Not within'} what is allowed ({allowed}).")
-    return {name: dataclasses.asdict(one) for name, one in found.items()}, agrees
+    return found, agrees
 
 
 def _within(args: argparse.Namespace, config: Any, result: Estimate, console: Console) -> dict[str, Any]:
     """Print and return the "largest" batch and sequence that fit, and "what_fits" where the step does not."""
-    found, fixed = {}, (args.memory, (args.sharding, args.devices))
+    memsave, training, shards, found = memsave_of(args), Training(**step_of(args)), (args.sharding, args.devices), {}
     with console.status("Looking for what fits ..."):
-        for label, chosen in (("stock", None), ("patched", memsave_of(args))):
-            setting = config, result.depth, Training(**step_of(args)), chosen
-            names = ("batch_size", "seq_len") if result.u else ("batch_size",)
-            found[label] = most = {name: largest(*setting, name, *fixed) for name in names}
+        for label, chosen in (("stock", None), ("patched", memsave)):
+            step, names = (config, result.depth, training, chosen), ["batch_size", *["seq_len"] * bool(result.u)]
+            found[label] = most = {name: largest(*step, name, args.memory, shards) for name in names}
             told = f"the largest batch that fits is {most['batch_size']}"
             if result.u:
                 told += f" (of {args.seq_len} tokens), the longest sequence {most['seq_len']} (in batches of "
@@ -94,11 +91,11 @@ def _within(args: argparse.Namespace, config: Any, result: Estimate, console: Co
             console.print(f"{label}: {told if any(most.values()) else 'no batch fits, not even of 8 tokens'}.")
     if result.fits or not result.depth:  # of which there is a plan
         return {"largest": found}
-    from hf_memsave.planner.plan import what_fits
+    from hf_memsave.planner.plan import Settings, what_fits
 
     with console.status("Looking for what makes it fit ..."):
-        step = step_of(args, "devices", "sharding")
-        changes = what_fits(at_depth(config, result.depth), budget=args.memory, memsave=memsave_of(args), **step)
+        settings = Settings(at_depth(config, result.depth), result.depth, training, shards, memsave)
+        changes = what_fits(settings, settings.way(memsave.checkpoint, memsave.offload), args.memory)
     each = f"Each of these alone makes it fit, patched: {'; '.join(changes)}."
     console.print(each if changes else "No other change alone makes it fit.")
     return {"largest": found, "what_fits": changes}

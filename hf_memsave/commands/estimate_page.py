@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 
 from hf_memsave.config.files import write
 from hf_memsave.config.sizes import GIB, MIB, gib, html_table
-from hf_memsave.measure.estimate import OWN, Estimate, Memory
+from hf_memsave.measure.estimate import Estimate
+from hf_memsave.measure.figures import OWN, Trace
 
 #: Part of a step's memory -> its colour: Paul Tol's bright scheme, told apart in every kind of colour vision.
 PARTS = {"parameters": "#4477AA", "states": "#66CCEE", "gradients": "#CCBB44", "activations": "#EE6677"}
@@ -23,12 +24,12 @@ PARTS = {"parameters": "#4477AA", "states": "#66CCEE", "gradients": "#CCBB44", "
 _WIDTHS = {"forward": 1.0, "backward": 1.0, "optimizer": 0.3}
 
 
-def draw_step(axes: Axes, memory: Memory, unit: int) -> None:
+def draw_step(axes: Axes, memory: Trace, unit: int) -> None:
     """Draw the memory over a step, part upon part, and mark the peak."""
-    points, counts = memory.timeline, Counter(point.phase for point in memory.timeline)
-    edges = np.cumsum([0, *(_WIDTHS[point.phase] / counts[point.phase] for point in points)])
+    moments, phases = memory.timeline.values(), [place.phase for place in memory.timeline]
+    edges = np.cumsum([0, *(_WIDTHS[phase] / phases.count(phase) for phase in phases)])
     held = memory.parameters + memory.states
-    tops = np.array([(memory.parameters, held, held + point.gradients, point.live) for point in points]).T / unit
+    tops = np.array([(memory.parameters, held, held + moment.gradients, moment.live) for moment in moments]).T / unit
     for (part, color), base, top in zip(PARTS.items(), [0, *tops[:-1]], tops, strict=True):
         axes.stairs(top, edges, baseline=base, fill=True, color=color, label=part)
     highest = tops[-1].argmax()

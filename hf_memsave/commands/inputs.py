@@ -22,18 +22,16 @@ _COPIES = 5  # weights, their gradients, and the gradients of the three steps th
 _SHARE = 0.7  # of the free memory
 
 
-def load_inputs(
-    args: argparse.Namespace, console: Console, may_shrink: bool = False
-) -> tuple[Any, dict[str, Any], str]:
-    """Load a model in training mode, perhaps with fewer layers if its weights are random, and a batch; name both."""
+def load_inputs(args: argparse.Namespace, console: Console) -> tuple[Any, dict[str, Any], str]:
+    """Load a model in training mode, for ``verify`` perhaps with fewer layers, and a batch; name both."""
     if args.device == "cuda" and not torch.cuda.is_available():
         raise CommandError("--device cuda: expected a CUDA device, found none. Use --device cpu.")
     batch = read_batch(args.batch) if args.batch else None  # a wrong file must not cost a download
     config, dtype, note = None, weights_of(args), ""
     with console.status(f"Loading {args.model} ..."):
-        if may_shrink and not has_weights(args.model):
+        if "layers" in args and not has_weights(args.model):
             config = _shrunk(args, dtype, console)
-        elif may_shrink and args.layers:
+        elif getattr(args, "layers", None):
             raise CommandError(f"--layers: expected random weights, got those of {args.model}. Leave it out.")
         model, head, weights = load_model(args.model, dtype, config=config, has_batch=batch is not None)
         if batch is None:

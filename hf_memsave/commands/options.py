@@ -42,9 +42,9 @@ def step_in_words(args: argparse.Namespace, result: Estimate) -> str:
     """What was estimated, such as "BertForMaskedLM, 12 layers, batch 2 x 512 tokens, bf16"."""
     depth = f"{counted(' + '.join(map(str, result.depth.values())), 'layer')}, " if result.depth else ""
     is_text = depth and not getattr(args, "batch", None)
-    batch = f"{args.batch_size} x {counted(args.seq_len, 'token')}" if is_text else shapes(result.inputs)
+    batch = f"{args.batch_size} x {counted(args.seq_len, 'token')}" if is_text else shapes(result.step.inputs)
     dtype = f"{args.autocast} autocast, fp32 weights" if args.autocast else args.dtype or "bf16"
-    return f"{result.cls}, {depth}batch {batch}, {dtype}"
+    return f"{result.step.model}, {depth}batch {batch}, {dtype}"
 
 
 def name_of(model: str) -> str:
@@ -79,8 +79,9 @@ def settle_sizes(args: argparse.Namespace, config: PreTrainedConfig) -> str:
 
 def write_figures(path: Path | None, figures: dict[str, Any], console: Console) -> None:
     """Write and name what ``--json`` asks for, if it does."""
+    text = json.dumps(figures, indent=2, default=dataclasses.asdict)
     if path == STANDARD_OUTPUT:
-        print(json.dumps(figures, indent=2))
+        print(text)
     elif path is not None:
-        write(path, json.dumps(figures, indent=2) + "\n")
+        write(path, f"{text}\n")
         console.print(f"Figures: {path}")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Mapping
 
 from rich import box
 from rich.table import Column, Table
@@ -12,10 +11,10 @@ from rich.table import Column, Table
 from hf_memsave.commands.arguments import memsave_in_words, memsave_of
 from hf_memsave.commands.options import console_of, name_of, settle_sizes, step_in_words, step_of, write_figures
 from hf_memsave.config.sizes import gib
-from hf_memsave.measure.estimate import Estimate, Memory, estimate
+from hf_memsave.measure.estimate import Estimate, estimate
+from hf_memsave.measure.figures import AWAY, Trace
 from hf_memsave.measure.inputs import read_batch
 from hf_memsave.measure.models import load_config
-from hf_memsave.measure.trace import AWAY
 from hf_memsave.tape.kinds import KINDS_OF_OPS
 
 
@@ -26,11 +25,11 @@ def run(args: argparse.Namespace) -> int:
     with console.status(f"Tracing {args.model} ..."):
         batch = read_batch(args.batch) if args.batch else None
         result = estimate(config, batch=batch, memsave=memsave, **step_of(args, "layers"))
-    stock, patched = result.stock, result.patched or result.stock
+    stock, patched = result.stock, result.step
     console.print(f"{name_of(args.model)}: {step_in_words(args, result)}", style="bold")
-    console.print(f"{note}preset {memsave_in_words(args)}, {result.numbers['parameters'] / 1e6:,.1f} M parameters")
+    console.print(f"{note}preset {memsave_in_words(args)}, {stock.numbers['parameters'] / 1e6:,.1f} M parameters")
     console.print(f"LoRA on a frozen model: {args.lora}\n" if args.lora else "")
-    console.print(sites_table(result.sites), kept_table(stock, patched), sep="\n")
+    console.print(sites_table(patched.sites), kept_table(stock, patched), sep="\n")
     kept = f"Kept for backward: {gib(patched.kept)}, where stock keeps {gib(stock.kept)}"
     console.print(f"{kept}: {freed(stock.kept, patched.kept)} freed.", style="bold")
     if memsave.compile:
@@ -41,16 +40,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def sites_table(sites: Iterable[tuple[Any, ...]]) -> Table:
-    """(status, op, class, reason, how many): what was patched, and what was not and why."""
+def sites_table(sites: Mapping[tuple[str, str, str, str], int]) -> Table:
+    """(status, op, class, reason) -> how many: what was patched, and what was not and why."""
     count_of = Column("count", justify="right")
     table = Table("status", count_of, "op", "class", "why", box=box.SIMPLE_HEAD, title="Sites", title_justify="left")
-    for status, *what, count in sites:
+    for (status, *what), count in sorted(sites.items()):
         table.add_row(status, str(count), *what)
     return table
 
 
-def kept_table(stock: Memory, patched: Memory) -> Table:
+def kept_table(stock: Trace, patched: Trace) -> Table:
     """Kept memory by kind of op, stock beside patched, and what is freed."""
     columns = [Column(name, justify="right") for name in ("stock", "patched", "freed")]
     title = "Kept between forward and backward"
@@ -73,7 +72,7 @@ def explain(result: Estimate, dtype: str) -> list[str]:
     """How the figures were found, and what they are not."""
     lines, columns = [], [*result.columns.values()]
     for field in columns[0].per_layer:
-        each = [memory.per_layer[field] for memory in columns]
+        each = [memory.per_layer[field]["kept"] for memory in columns]
         which = "" if len(result.depth) == 1 else " of the decoder" if "decoder" in field else " of the encoder"
         units = f" ({' and '.join(f'{n / result.u:.2f}' for n in each)} u)" if result.u else ""
         lines.append(f"A layer{which} keeps {gib(each[0])} stock, {gib(each[-1])} patched{units}.")
@@ -87,6 +86,6 @@ def explain(result: Estimate, dtype: str) -> list[str]:
     lines.append(f"Every byte is counted that is alive after a forward on a stand-in for a CUDA device, {traced}")
     keeps = "an op that keeps its input, not its output, moves bytes to the op before it"
     lines.append(f"A tensor counts for the op that made it: {keeps}.")
-    if not result.has_loss:
-        lines.append(f"{result.cls} returns no loss for this batch, so its whole output was held.")
+    if not result.step.has_loss:
+        lines.append(f"{result.step.model} returns no loss for this batch, so its whole output was held.")
     return lines

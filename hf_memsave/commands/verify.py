@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from dataclasses import asdict
 
 from rich import box
 from rich.table import Table
@@ -23,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
     memsave, console = memsave_of(args), console_of(args)
     try:
         with step.deterministic_kernels() if args.deterministic else contextlib.nullcontext():
-            model, batch, title = load_inputs(args, console, may_shrink=True)
+            model, batch, title = load_inputs(args, console)
             with console.status("Running ..."):
                 found = step.compare_step(model, batch, memsave, autocast=DTYPES.get(args.autocast))
     except step.StockStepError as error:
@@ -38,9 +37,8 @@ def run(args: argparse.Namespace) -> int:
     console.print(title, style="bold")
     verdict, causes = _verdict(found)
     console.print(", ".join(context), *_tables(found), verdict, sep="\n")
-    figures = {name: getattr(found, name) for name in ("losses", "repeat", "tolerance")}
+    figures = {name: getattr(found, name) for name in ("losses", "repeat", "tolerance", "loss", "gradients")}
     figures |= {"model": args.model, "memsave": memsave.to_dict(), "agrees": not found.differing}
-    figures |= {"loss": asdict(found.loss), "gradients": [asdict(one) for one in found.gradients]}
     for name, kept in (("stock", found.stock), ("patched", found.patched)):
         figures[name] = {"total": kept.total, "by_kind": kept.by_kind}
     write_figures(args.json, figures, console)

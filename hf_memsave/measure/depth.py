@@ -20,8 +20,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from hf_memsave.config.config import MemSaveConfig
+from hf_memsave.measure.figures import Moment, Place, Trace
 from hf_memsave.measure.models import DepthError, at_depth, count_parameters, depth_of, period, text_head
-from hf_memsave.measure.trace import Moment, Place, Trace
 from hf_memsave.measure.training import Training, trace_at
 from hf_memsave.tape.price import SPAN
 
@@ -31,7 +31,7 @@ FROM, REPEATS = SPAN + 2, SPAN * (SPAN + 1)
 #: From which on those of stock are alike, with the peak of a step.
 _FROM_STOCK = 3
 #: Figures of a step of which it is told how much each layer adds.
-FIGURES = ("kept", "at_loss", "away", "flops")
+_OF_LAYER = ("kept", "at_loss", "away", "flops")
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def trace_at_full_depth(traces: Sequence[Trace], depths: Depths) -> Trace:
     names = ("parameters", "trained", "states", "flops", "numbers", "by_kind", "by_module", "sites")
     figures = {name: depths.carried([getattr(trace, name) for trace in traces]) for name in names}
     added = {
-        field: {name: (getattr(deeper, name) - getattr(first, name)) / n for name in FIGURES}
+        field: {name: (getattr(deeper, name) - getattr(first, name)) / n for name in _OF_LAYER}
         for (field, n), deeper in zip(depths.every.items(), traces[1:], strict=True)
     }
     return replace(first, places=places, blocks=blocks, per_layer=added, depths=depths.run, **figures)

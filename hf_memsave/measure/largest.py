@@ -13,8 +13,8 @@ from transformers import PreTrainedConfig
 from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure.depth import FROM, depths_for, trace_in_full
-from hf_memsave.measure.estimate import OWN, sharded
 from hf_memsave.measure.fake_device import without_gpus
+from hf_memsave.measure.figures import OWN
 from hf_memsave.measure.models import at_depth, most_tokens
 from hf_memsave.measure.training import Training
 from hf_memsave.tape.price import SPAN
@@ -34,13 +34,13 @@ def largest(
     few = depths_for(config, depth, FROM, SPAN).run
     is_shallow = sum(sum(at.values()) for at in few) >= sum(depth.values())  # the whole model takes no longer
     step = (at_depth(config, depth), {}) if is_shallow else (config, depth)
-    first = sharded(trace_in_full(config, depth, training, memsave), *sharding)
+    first = trace_in_full(config, depth, training, memsave).sharded(*sharding)
 
     def needed(number: int) -> int:
         if number == getattr(training, name):
-            return first.peak + OWN
+            return first.needed
         changes: dict[str, Any] = {name: number}
-        return sharded(trace_in_full(*step, replace(training, **changes), memsave), *sharding).peak + OWN
+        return trace_in_full(*step, replace(training, **changes), memsave).sharded(*sharding).needed
 
     return largest_of(needed, config, name, getattr(training, name), memory, first.fixed + OWN)
 

@@ -1,19 +1,12 @@
-"""One training step, its bytes counted: where in it they are highest, block by block.
-
-A step is cut into *places*: a phase ("forward", "backward", "optimizer"), a stack of repeated blocks, and the number of
-the block in it that runs. Of each place the highest moment is kept: with it the step of a deeper model is known too
-(:mod:`~hf_memsave.measure.depth`).
-"""
+"""Runs one training step, and counts its bytes: where in it they are highest, block by block."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
@@ -21,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave.count.kept import Call, made_by, names_of, storages
 from hf_memsave.count.peak import Count, rounded
+from hf_memsave.measure.figures import AWAY, Moment, Place, Trace
 from hf_memsave.measure.inputs import device_of, loss_of
 from hf_memsave.measure.kernels import workspace
 from hf_memsave.tape.offload import queue_of
@@ -28,85 +22,6 @@ from hf_memsave.tape.private import tree_leaves
 
 #: What CUDA's allocator rounds up to.
 UNIT = 512
-#: What is kept in main memory, among the kinds of op.
-AWAY = "in main memory"
-
-
-class Place(NamedTuple):
-    """Where in a step: its phase, the path of a stack, and the number of a block in it; outside of blocks, "" and 0.
-
-    ``is_after`` is set between the end of a block's forward and whatever block comes next.
-    """
-
-    phase: str
-    stack: str = ""
-    block: int = 0
-    is_after: bool = False
-
-    @property
-    def where(self) -> str:
-        """The part of the phase, in words."""
-        if not self.stack:
-            return "" if self.phase == "optimizer" else "outside of the blocks"
-        return f"{'after' if self.is_after else 'of'} block {self.block} of {self.stack}"
-
-
-class Moment(NamedTuple):
-    """The bytes alive after an op, those of gradients among them, and what was moved to main memory until then."""
-
-    live: int
-    gradients: int
-    op: str
-    away: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trace:
-    """One step of a model: what it takes, in bytes and in operations."""
-
-    places: Mapping[Place, Moment]  # where, and the highest moment there
-    blocks: Mapping[str, int]  # path of a stack -> its number of blocks
-    parameters: int  # bytes of parameters and buffers
-    trained: int  # bytes of the gradients of all
-    states: int  # bytes of the optimizer's states
-    of_block: Mapping[str, int]  # path of a stack -> the most bytes of parameters and buffers that a block adds
-    in_flight: int  # the most bytes that offload has on their way to main memory, and still on the device
-    flops: int  # of matrix products, convolutions and attention, as torch.utils.flop_counter has them
-    by_kind: dict[str, int]  # kept bytes by kind of op; of those that were offloaded, by AWAY
-    by_module: dict[str, int]  # kept bytes by module, with "*" for the number of a block
-    numbers: dict[str, int] = field(default_factory=dict)  # how many "parameters" there are, and how many are "trained"
-    per_layer: dict[str, dict[str, float]] = field(default_factory=dict)  # by field: what a layer adds of FIGURES
-    depths: tuple[dict[str, int], ...] = ()  # that were run
-    model: str = ""  # the class
-    has_loss: bool = True  # whether the model gave one
-    sites: dict[tuple[str, ...], int] = field(default_factory=dict)  # (status, op, class, reason) -> how many
-    inputs: dict[str, tuple[int, ...]] = field(default_factory=dict)  # name -> shape
-
-    @property
-    def kept(self) -> int:
-        """Bytes kept between forward and backward."""
-        return sum(self.by_kind.values())
-
-    @property
-    def fixed(self) -> int:
-        """Bytes at any size of the batch: parameters, gradients and states."""
-        return self.parameters + self.trained + self.states
-
-    @property
-    def peak(self) -> int:
-        """The most bytes alive at once."""
-        return max(moment.live for moment in self.places.values())
-
-    @property
-    def at_loss(self) -> int:
-        """Bytes alive as the loss is computed, without parameters and states; 0 for a model without known blocks."""
-        ends = [self.places.get(Place("forward", stack, n - 1, True)) for stack, n in self.blocks.items()]
-        return ends[-1].live - self.parameters - self.states if ends and ends[-1] else 0
-
-    @property
-    def away(self) -> int:
-        """Bytes that were moved to main memory."""
-        return max(moment.away for moment in self.places.values())
 
 
 def trace_step(
@@ -226,6 +141,8 @@ class _Places(Count):
 
     def begin(self, phase: str) -> None:
         """Begin the next phase; as the first backward begins, what is alive of the forward is kept."""
+        if phase == "forward" and not self.by_kind:
+            self.flops = 0  # of a step, and not of the output that is held from the one before
         if phase == "backward" and not self.by_kind:
             for entry in self.made.values():
                 if entry.maker is not None:
@@ -252,7 +169,7 @@ class _Places(Count):
         live = self.live + workspace(call.func, call.args)
         known = self.places.get(self.place)
         if known is None or live > known.live:
-            self.places[self.place] = Moment(live, self.gradients, str(call.func), self.queue.moved - self.moved)
+            self.places[self.place] = Moment(live, self.gradients, str(call.func))
 
     def __enter__(self) -> Any:
         handles: list[Any] = [
@@ -289,35 +206,3 @@ def nbytes_of(tensors: Any, device: str) -> int:
     """Bytes of the storages of all tensors in ``tensors`` on a type of device, each rounded up."""
     found = {s._cdata: s for s in storages(tree_leaves(tensors), lambda kind: kind == device)}
     return sum(rounded(s.nbytes(), UNIT) for s in found.values())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """The highest moment in a part of a step."""
-
-    phase: str  # "forward", "backward" or "optimizer"
-    where: str  # in words, such as "block 3 of model.layers"
-    live: int  # bytes alive
-    gradients: int  # bytes of gradients among them
-
-
-def timeline(trace: Trace) -> tuple[Point, ...]:
-    """One point for each block in forward and in backward, and for what comes before and after them, in order."""
-    found: list[Point] = []
-    for phase, stack in dict.fromkeys((place.phase, place.stack) for place in trace.places):
-        last = trace.blocks.get(stack, 1) - 1
-        end = Place(phase, stack, last, is_after=True)
-        known: dict[int, Moment] = {}
-        for place, moment in trace.places.items():
-            if (place.phase, place.stack) == (phase, stack) and place != end:
-                known[place.block] = max(moment, known.get(place.block, moment))
-        blocks = sorted(known)
-        figures = zip(*[(known[block].live, known[block].gradients) for block in blocks], strict=True)
-        # Blocks between the first ones and the last ones are taken to lie on a line.
-        live, gradients = (numpy.interp(range(last + 1), blocks, figure).round() for figure in figures)
-        places = [(Place(phase, stack, block), int(live[block]), int(gradients[block])) for block in range(last + 1)]
-        places = places if phase == "forward" else places[::-1]
-        if end in trace.places:
-            places.append((end, *trace.places[end][:2]))
-        found += [Point(phase=phase, where=place.where, live=n, gradients=of) for place, n, of in places]
-    return tuple(found)

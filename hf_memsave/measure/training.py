@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,11 +21,12 @@ from hf_memsave.config.wtacrs import is_int
 from hf_memsave.device import HALVES, STAND_IN
 from hf_memsave.errors import MeasureError, MemSaveError
 from hf_memsave.measure.fake_device import fake_device, to_fake
+from hf_memsave.measure.figures import Trace
 from hf_memsave.measure.inputs import fitted, forward_of, make_batch, shapes, taken_by
 from hf_memsave.measure.kernels import ATTENTION
 from hf_memsave.measure.lora import add_adapters, quantize
 from hf_memsave.measure.models import at_depth, class_of, from_config, load_config, name_special_tokens, text_head
-from hf_memsave.measure.trace import Trace, trace_step
+from hf_memsave.measure.trace import trace_step
 from hf_memsave.patching.patch import patch
 
 #: Short names, as Trainer and ``memsave estimate`` have them (which imports nothing of this before it runs).
@@ -209,9 +209,8 @@ def trace_at(
             option="Lower --batch-size or --seq-len, try --dtype fp32, or give a batch with --batch.",
         ) from error
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    found = patch(model, memsave).sites if memsave else ()  # again, which changes nothing
-    sites: Counter[tuple[str, ...]] = Counter((site.status, site.op, site.cls, site.reason) for site in found)
-    return replace(trace, numbers={"parameters": model.num_parameters(), "trained": trained}, sites=dict(sites))
+    sites = patch(model, memsave).counts if memsave else {}  # again, which changes nothing
+    return replace(trace, numbers={"parameters": model.num_parameters(), "trained": trained}, sites=sites)
 
 
 def _check_positions(model: PreTrainedModel, tokens: int) -> None:

@@ -72,6 +72,11 @@ class PatchReport:
         self.covered = f"{counted(count['model'], 'model')} and {counted(count['block'], 'repeated block')} covered"
 
     @property
+    def counts(self) -> Counter[tuple[str, str, str, str]]:
+        """(status, op, class, reason) -> how many sites."""
+        return Counter((site.status, site.op, site.cls, site.reason) for site in self.sites)
+
+    @property
     def added(self) -> tuple[str, ...]:
         """Paths of sites that came since, such as adapters: the next :func:`patch` of the model covers them."""
         model = self._model()
@@ -165,8 +170,7 @@ class PatchReport:
         lines = [f"hf_memsave: {self.covered}, {counted(len(self.skipped), 'module')} skipped"]
         if inexact := self.config.inexact:
             lines.append(f"  gradients are not exact: {', '.join(inexact)}")
-        counts = Counter((site.status, site.op, site.cls, site.reason) for site in self.sites)
-        for (status, op, cls, reason), count in sorted(counts.items()):
+        for (status, op, cls, reason), count in sorted(self.counts.items()):
             if status == "skipped" or op not in ("model", "block"):
                 lines.append(f"  {status:<8} {count:>4} x {op:<18} {cls}{': ' + reason if reason else ''}")
         lines += self._sampling() + self._compiled() + self._rows()

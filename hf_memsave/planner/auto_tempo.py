@@ -114,9 +114,8 @@ def smart(
 
         @functools.cache  # none is counted twice
         def tried(**blocks: int) -> Trial:
-            is_all = blocks == most
-            patch(model, bench.config if is_all else _limited(bench.config, blocks), replace=True)
-            return bench.count("everything" if is_all else _words(blocks), stock.batch_size)
+            patch(model, _limited(bench.config, blocks), replace=True)
+            return bench.count("everything" if blocks == most else _words(blocks), stock.batch_size)
 
         if not (everything := tried(**most)).fits:
             raise PlanError(

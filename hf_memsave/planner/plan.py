@@ -9,11 +9,11 @@ comes after those that fit without.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+import itertools
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -21,25 +21,13 @@ from transformers import PreTrainedConfig
 from hf_memsave.config.config import MemSaveConfig, MemSaveLike
 from hf_memsave.config.lora import Lora
 from hf_memsave.config.sizes import both, bytes_of, counted, gib, html_table
-from hf_memsave.errors import MeasureError, PlanError
+from hf_memsave.errors import ConfigError, MeasureError, PatchError, PlanError
 from hf_memsave.measure.depth import trace_in_full, with_depth
-from hf_memsave.measure.estimate import OWN, sharded
 from hf_memsave.measure.fake_device import without_gpus
+from hf_memsave.measure.figures import OWN, Trace
 from hf_memsave.measure.largest import largest_of
-from hf_memsave.measure.trace import Place, Trace
 from hf_memsave.measure.training import Training, config_of, training_of
 from hf_memsave.patching.rows import ROWS
-
-
-class Family(NamedTuple):
-    """Settings that differ in their number of layers alone; those without a rung are one."""
-
-    offload: bool
-    rung: Any
-
-
-#: How often the number of devices is doubled.
-_DOUBLED = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,42 +40,45 @@ class Setting:
     cost: float  # the operations that a step adds to stock's, as a part of stock's
 
     @property
-    def family(self) -> Family:
-        """The settings that differ from this one in their number of layers."""
-        return Family(self.config.offload, self.config.checkpoint)
-
-    @property
     def name(self) -> str:
         """What is done, in words."""
-        return in_words(self.family, f" in {counted(int(self.config.first_blocks('checkpoint') or 0), 'layer')}")
+        return in_words(self.config, f" in {counted(int(self.config.first_blocks('checkpoint') or 0), 'layer')}")
 
 
-def in_words(family: Family, layers: str = "") -> str:
-    """What a family does, in words."""
-    parts = [f"checkpoint={family.rung!r}{layers}"] if family.rung else []
-    return ", ".join([*parts, *["offload"] * family.offload]) or "no product runs again"
+def in_words(config: MemSaveConfig, layers: str = "") -> str:
+    """The rung, in these layers, and offload, in words."""
+    parts = [f"checkpoint={config.checkpoint!r}{layers}"] if config.checkpoint else []
+    return ", ".join([*parts, *["offload"] * config.offload]) or "no product runs again"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of one model and step; what has to be traced is traced when it is asked for."""
+    """The settings of one model and step. A *way* is one whose rung is in all layers; others have it in the first."""
 
     config: PreTrainedConfig
     depth: dict[str, int]
     training: Training
     shards: tuple[str, int]
-    base: MemSaveConfig
-    _traces: dict[Family, Trace] = field(default_factory=dict, init=False)
+    start: MemSaveConfig  # what to begin with
 
     @cached_property
     def stacks(self) -> list[str]:
         """The field of the configuration that counts it, for each layer."""
         return [field for field, layers in self.depth.items() for _ in range(layers)]
 
-    def families(self) -> list[Family]:
+    def ways(self) -> list[MemSaveConfig]:
         """All that may be used, those that offload last."""
-        rungs = (None, "gate", "block", *["tiles"] * (self.training.seq_len > ROWS))
-        return [Family(offload, rung) for offload in (False, True) for rung in rungs]
+        rungs, found = (None, "gate", "block", *["tiles"] * (self.training.seq_len > ROWS)), []
+        for offload, rung in itertools.product((False, True), rungs):
+            with contextlib.suppress(ConfigError):  # of what cannot be beside what was asked for
+                found.append(self.way(rung, offload))
+        return found
+
+    def way(self, rung: Any = None, offload: bool = False) -> MemSaveConfig:
+        """What to begin with, with this rung in all layers and perhaps offload."""
+        layers = {kind: number for kind, number in dict(self.start.layers or ()).items() if kind != "checkpoint"}
+        tiles = self.start.tiles if rung == "tiles" else None
+        return replace(self.start, budget=None, checkpoint=rung, tiles=tiles, offload=offload, layers=layers)
 
     def stock(self) -> dict[str, tuple[int, float]]:
         """Stock, and stock with gradient checkpointing -> bytes needed, and the cost."""
@@ -95,69 +86,50 @@ class Settings:
         for name, checkpointing in (("stock", False), ("stock, gradient checkpointing", True)):
             if checkpointing or not self.training.checkpointing:
                 with contextlib.suppress(MeasureError):  # of a model that cannot be checkpointed
-                    trace, stock = self._stock(checkpointing), self._stock()
-                    found[name] = trace.peak + OWN, trace.flops / stock.flops - 1
+                    trace, stock = self.trace(None, checkpointing=checkpointing), self.trace(None, checkpointing=False)
+                    found[name] = trace.needed, trace.flops / stock.flops - 1
         return found
 
-    def _stock(self, checkpointing: bool = False) -> Trace:
-        return self._traced(replace(self.training, checkpointing=checkpointing), None)
-
-    def whole(self, family: Family) -> Setting:
-        """The rung in all layers."""
-        return self.setting(family, len(self.stacks) if family.rung else 0)
-
-    def of(self, family: Family) -> Iterator[Setting]:
-        """The rung in 1 layer, 2 layers, ..., all."""
-        return (self.setting(family, layers) for layers in (range(1, len(self.stacks) + 1) if family.rung else [0]))
-
-    def trace(self, family: Family) -> Trace:
-        """The step with the family's rung in all layers, on one of the devices."""
-        if family not in self._traces:
-            self._traces[family] = self._traced(self.training, self._config(family))
-        return self._traces[family]
-
-    def setting(self, family: Family, layers: int) -> Setting:
-        """The rung in the first ``layers``."""
-        plain, whole, stock = self.trace(family._replace(rung=None)), self.trace(family), self._stock()
-        away = int(self._mixed(plain, whole, layers, "away") // min(self.training.accumulation, 2))  # that were traced
-        # Outside of layers the work is that of stock; of a loss in chunks, a trace runs some.
-        flops = sum(plain.per_layer[stack]["flops"] - stock.per_layer[stack]["flops"] for stack in self.stacks)
-        again = plain, whole
-        if family.rung == "tiles":  # of whose rows a trace runs some: all products of a block run once more
-            again = stock, self._stock(checkpointing=True)
-        flops += self._mixed(*again, layers, "flops") - again[0].flops
-        return Setting(
-            config=self._config(family, layers),
-            needed=self._peak(plain, whole, layers) + min(away, plain.in_flight) + OWN,  # what has not left yet
-            away=away,
-            cost=round(flops / stock.flops, 6),
-        )
-
-    def _traced(self, training: Training, memsave: MemSaveConfig | None) -> Trace:
-        trace = trace_in_full(self.config, self.depth, training, memsave)
+    def trace(self, way: MemSaveConfig | None, **changes: Any) -> Trace:
+        """The step on one of the devices, with these fields changed; stock's for None."""
+        trace = trace_in_full(self.config, self.depth, replace(self.training, **changes), way)
         if not trace.per_layer:
             raise MeasureError(
                 f"a plan needs a text model whose layers are alike, got {trace.model}. Compare settings by hand, each "
                 "with hf_memsave.estimate(...)."
             )
-        return sharded(trace, *self.shards)
+        return trace.sharded(*self.shards)
 
-    def _config(self, family: Family, layers: int | None = None) -> MemSaveConfig:
-        """The rung in the first ``layers``, or in all that a model has, which is traced with more of them."""
-        changes = {"checkpoint": layers} if family.rung and layers is not None else {}
-        layers_of = dict(self.base.layers or ()) | changes
-        return replace(self.base, offload=family.offload, checkpoint=family.rung, layers=layers_of or None)
+    def setting(self, way: MemSaveConfig, layers: int | None = None, **changes: Any) -> Setting:
+        """What a way takes, with its rung in the first ``layers`` or in all, in a step with these fields changed."""
+        layers = len(self.stacks) if layers is None else layers
+        plain, whole = self.trace(self.way(offload=way.offload), **changes), self.trace(way, **changes)
+        stock = self.trace(None, **changes | {"checkpointing": False})
+        away = int(self._mixed(plain, whole, layers, "away"))
+        # Outside of layers the work is that of stock; of a loss in chunks, a trace runs some.
+        flops = sum(plain.per_layer[stack]["flops"] - stock.per_layer[stack]["flops"] for stack in self.stacks)
+        again = plain, whole
+        if way.checkpoint == "tiles":  # of whose rows a trace runs some: all products of a block run once more
+            again = stock, self.trace(None, **changes | {"checkpointing": True})
+        flops += self._mixed(*again, layers, "flops") - again[0].flops
+        limited = {**dict(way.layers or ()), "checkpoint": layers}
+        return Setting(
+            config=replace(way, layers=limited) if way.checkpoint else way,
+            needed=self._peak(plain, whole, layers) + min(away, plain.in_flight) + OWN,  # what has not left yet
+            away=away,
+            cost=round(flops / stock.flops, 6),
+        )
 
     def _mixed(self, plain: Trace, whole: Trace, layers: int, name: str) -> float:
         """A figure with the rung in the first ``layers``, of traces with it in none and in all."""
         # Each later layer adds as much as others of its stack; what is left is the first one's, which may be unlike.
         more = (whole.per_layer[stack][name] - plain.per_layer[stack][name] for stack in self.stacks[layers:])
-        return float(getattr(whole, name) - sum(more) if layers else getattr(plain, name))
+        return float(getattr(whole, name) - sum(more))
 
     def _peak(self, plain: Trace, whole: Trace, layers: int) -> int:
         """With the rung in the first ``layers``: there a block sees what it sees where all have it."""
-        if layers in (0, len(self.stacks)):
-            return (whole if layers else plain).peak
+        if layers == len(self.stacks):
+            return whole.peak
         blocks = [(stack, block) for stack, count in plain.blocks.items() for block in range(count)]
         less = int(plain.at_loss - self._mixed(plain, whole, layers, "at_loss"))
         highest = 0
@@ -177,7 +149,7 @@ class BudgetPlan:
 
     best: Setting  # the one of those that fit that adds the least work
     budget: int  # bytes that there are
-    fitting: tuple[Setting, ...]  # the cheapest of each family that fits: without offload first, then by cost
+    fitting: tuple[Setting, ...]  # the cheapest of each way that fits: without offload first, then by cost
     tried: tuple[Setting, ...]  # the floor, and each other setting that was traced, in all layers
     stock: dict[str, tuple[int, float]]  # stock, without and with gradient checkpointing -> bytes needed, and the cost
 
@@ -192,9 +164,10 @@ class BudgetPlan:
             return [name, gib(needed), f"{cost:.1%}", gib(away) if away else "", much if needed > self.budget else fits]
 
         rows = [row(name, *found, 0, "fits") for name, found in self.stock.items()]
-        families = {setting.family for setting in self.fitting}
-        for one in (*self.fitting, *(one for one in self.tried if one.family not in families)):
-            fits = "the best" if one == self.best else "fits" if one.family in families else "too much main memory"
+        way_of = attrgetter("config.offload", "config.checkpoint")
+        others = [one for one in self.tried if way_of(one) not in map(way_of, self.fitting)]
+        for one in (*self.fitting, *others):
+            fits = "too much main memory" if one in others else "the best" if one == self.best else "fits"
             rows.append(row(one.name, one.needed, one.cost, one.away, fits))
         return [["", "needed", "more work", "main memory", ""], *rows]
 
@@ -248,56 +221,51 @@ def plan(
     """
     limit = bytes_of(budget, "budget")
     most_away = None if main_memory is None else bytes_of(main_memory, "main_memory")
-    training |= {"batch_size": batch_size, "seq_len": seq_len}
-    return _plan(_settings(model_or_config, memsave, (sharding, devices), training), limit, most_away)
+    start = MemSaveConfig.resolve(memsave, may_plan=True)
+    if start is None:
+        raise PlanError(f"memsave: expected what to begin with, got {memsave!r}. Leave it out for the exact default.")
+    config, depth = with_depth(config_of(model_or_config, training))
+    step = training_of(batch_size=batch_size, seq_len=seq_len, **training)
+    return _plan(Settings(config, depth, step, (sharding, devices), start), limit, most_away)
 
 
 @without_gpus
 def _plan(settings: Settings, limit: int, most_away: int | None) -> BudgetPlan:
-    tried: list[Setting] = []
-    fitting: dict[Family, Setting] = {}
-    for family in settings.families():
-        if family.offload and Family(False, None) in fitting:  # which costs nothing
+    tried: dict[MemSaveConfig, Setting] = {}
+    fitting: dict[MemSaveConfig, Setting] = {}
+    for way in settings.ways():
+        if way.offload and settings.way() in fitting:  # which costs nothing
             break
-        tried.append(settings.whole(family))
-        fit = (s for s in settings.of(family) if s.needed <= limit and s.away <= (most_away or s.away))
-        if (first := next(fit, None)) is not None:
-            fitting[family] = first
+        try:
+            tried[way] = settings.setting(way)
+        except PatchError:  # such as of "gate", beside linears that are sampled
+            if not tried:
+                raise
+            continue
+        fewer = (settings.setting(way, layers) for layers in range(1, len(settings.stacks)) if way.checkpoint)
+        for one in itertools.chain(fewer, [tried[way]]):
+            if one.needed <= limit and one.away <= (most_away or one.away):
+                fitting[way] = one
+                break
     if not fitting:
         raise PlanError(_too_much(settings, tried, limit))
     by_cost = sorted(fitting.values(), key=attrgetter("config.offload", "cost", "needed"))
-    return BudgetPlan(best=by_cost[0], budget=limit, fitting=tuple(by_cost), tried=tuple(tried), stock=settings.stock())
+    every = tuple(tried.values())
+    return BudgetPlan(best=by_cost[0], budget=limit, fitting=tuple(by_cost), tried=every, stock=settings.stock())
 
 
-def _settings(model: Any, memsave: Any, shards: tuple[str, int], fields: dict[str, Any]) -> Settings:
-    config, training = config_of(model, fields), training_of(**fields)
-    start = MemSaveConfig.resolve(memsave, may_plan=True)
-    if start is None:
-        raise PlanError(f"memsave: expected what to begin with, got {memsave!r}. Leave it out for the exact default.")
-    config, depth = with_depth(config)
-    layers = {kind: number for kind, number in dict(start.layers or ()).items() if kind != "checkpoint"}
-    base = replace(start, budget=None, checkpoint=None, offload=False, layers=layers)
-    return Settings(config, depth, training, shards, base)
-
-
-def _with(settings: Settings, **changes: Any) -> Settings:
-    """The settings of another step."""
-    return replace(settings, training=replace(settings.training, **changes))
-
-
-def _too_much(settings: Settings, tried: list[Setting], limit: int) -> str:
-    least = min(tried, key=lambda setting: setting.needed)
-    trace, would = settings.trace(least.family), []
+def _too_much(settings: Settings, tried: dict[MemSaveConfig, Setting], limit: int) -> str:
+    way, least = min(tried.items(), key=lambda item: item[1].needed)
+    trace, would = settings.trace(way), []
     for name, words in (("batch_size", "sequences a batch"), ("seq_len", "tokens a sequence")):
 
         def needed(number: int, name: str = name) -> int:
-            return _with(settings, **{name: number}).whole(least.family).needed
+            return settings.setting(way, **{name: number}).needed
 
-        if number := largest_of(
-            needed, settings.config, name, getattr(settings.training, name), limit, trace.fixed + OWN
-        ):
+        start, fixed = getattr(settings.training, name), trace.fixed + OWN
+        if number := largest_of(needed, settings.config, name, start, limit, fixed):
             would.append(f"{name}={number} ({words})")
-    would += _what_fits(settings, least.family, limit)
+    would += what_fits(settings, way, limit)
     remedy = f"What fits: {'; '.join(would)}." if would else "Not one sequence of 8 tokens fits: use a smaller model."
     return (
         f"nothing fits: expected at most {gib(limit)}, got {gib(least.needed)} by {least.name} (parameters, gradients "
@@ -306,44 +274,26 @@ def _too_much(settings: Settings, tried: list[Setting], limit: int) -> str:
     )
 
 
-def what_fits(
-    model_or_config: str | PreTrainedConfig | nn.Module, *, budget: int | str, batch_size: int, seq_len: int,
-    memsave: MemSaveLike = True, devices: int = 1, sharding: str = "ddp", **training: Any,
-) -> list[str]:  # fmt: skip
-    """Changes of a step, each of which makes it fit, in words and with what is needed then.
-
-    Arguments and errors are those of :func:`plan`.
-
-    Returns:
-        Those that fit, each estimated: a rung in all layers, offload, another optimizer, adapters, FSDP.
-    """
-    start = MemSaveConfig.resolve(memsave) or MemSaveConfig()
-    training |= {"batch_size": batch_size, "seq_len": seq_len}
-    settings = _settings(model_or_config, start, (sharding, devices), training)
-    return _what_fits(settings, Family(start.offload, start.checkpoint), bytes_of(budget, "budget"))
-
-
 @without_gpus
-def _what_fits(settings: Settings, family: Family, limit: int) -> list[str]:
-    trace, training = settings.trace(family), settings.training
-    step = trace.places.get(Place("optimizer"))
-    ways: dict[str, tuple[Settings, Family]] = {}
-    if step is None or step.live + OWN <= limit:  # else no rung changes that
-        ways = {in_words(other): (settings, other) for other in settings.families()[1:]}
+def what_fits(settings: Settings, way: MemSaveConfig, limit: int) -> list[str]:
+    """Changes of a way's step that make it fit, each alone, in words and with what is estimated to be needed then."""
+    training, changes = settings.training, dict[str, tuple[MemSaveConfig, dict[str, Any]]]()
+    if settings.trace(way).in_optimizer + OWN <= limit:  # else no rung changes that
+        changes = {in_words(other): (other, {}) for other in settings.ways()[1:]}
     if training.optimizer == "adamw":
-        ways["fused AdamW"] = _with(settings, optimizer="adamw_fused"), family
+        changes["fused AdamW"] = way, {"optimizer": "adamw_fused"}
     if training.optimizer in ("adamw", "adamw_fused"):
-        ways["8-bit AdamW"] = _with(settings, optimizer="adamw_8bit"), family
+        changes["8-bit AdamW"] = way, {"optimizer": "adamw_8bit"}
     if training.lora is None:
-        ways["LoRA (r=8)"] = _with(settings, lora=Lora(r=8)), family
+        changes["LoRA (r=8)"] = way, {"lora": Lora(r=8)}
     if not training.quantized:
-        ways["LoRA on a model in 4 bits"] = _with(settings, lora=training.lora or Lora(r=8), quantized="nf4"), family
+        changes["LoRA on a model in 4 bits"] = way, {"lora": training.lora or Lora(r=8), "quantized": "nf4"}
     found = []
-    for words, (other, way) in ways.items():
-        with contextlib.suppress(MeasureError):
-            if (needed := other.whole(way).needed) <= limit:
+    for words, (other, fields) in changes.items():
+        with contextlib.suppress(MeasureError, PatchError):
+            if (needed := settings.setting(other, **fields).needed) <= limit:
                 found.append(f"{words} ({gib(needed)})")
-    for devices in (2 * settings.shards[1] * 2**i for i in range(_DOUBLED)):
-        if (needed := replace(settings, shards=("fsdp", devices)).whole(family).needed) <= limit:
+    for devices in (settings.shards[1] * 2**doubled for doubled in range(1, 11)):
+        if (needed := replace(settings, shards=("fsdp", devices)).setting(way).needed) <= limit:
             return [*found, f"FSDP over {devices} devices ({gib(needed)})"]
     return found

@@ -64,8 +64,8 @@ def measured(record: dict[str, Any], source: dict[str, Any], models: dict[str, A
         result = estimated(record, config, source["training"])
     except MemSaveError as error:
         return {"why_not": _why_not(error)}
-    trained = record.get("trained", result.numbers["trained"])
-    if trained != result.numbers["trained"]:
+    trained = record.get("trained", result.stock.numbers["trained"])
+    if trained != result.stock.numbers["trained"]:
         return {"why_not": f"{trained:,} numbers were trained, and the model made here has another number"}
     return {
         "estimated": result.stock.peak,

@@ -49,7 +49,7 @@ def kept(name: str, trained: str, setting: str, dtype: str) -> float:
     if trained != "whole":
         training["lora"] = {"r": 32, "dropout": 0.1, "targets": qkv if "q, k, v" in trained else "all-linear"}
     found = estimate(config, batch_size=BATCH, seq_len=SEQ, memsave=SETTINGS[setting], **training)
-    return sum((found.patched or found.stock).per_layer.values()) / found.u
+    return sum(added["kept"] for added in (found.patched or found.stock).per_layer.values()) / found.u
 
 
 def main() -> None:

@@ -14,12 +14,12 @@ from hf_memsave.count.peak import count_peak
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure import depth as module
 from hf_memsave.measure.depth import Depths, trace_at_full_depth, trace_in_full
-from hf_memsave.measure.estimate import CONTEXT, WORKSPACES, estimate, sharded
+from hf_memsave.measure.estimate import estimate
+from hf_memsave.measure.figures import CONTEXT, WORKSPACES, Place
 from hf_memsave.measure.inputs import forward_of, make_batch
-from hf_memsave.measure.largest import search
+from hf_memsave.measure.largest import largest, search
 from hf_memsave.measure.lora import Lora
 from hf_memsave.measure.models import depth_of, text_head
-from hf_memsave.measure.trace import Place, timeline
 from hf_memsave.measure.training import OPTIMIZERS, Training, build, trace_at
 from hf_memsave.ops.loss import chunked_loss
 from support.helpers import MATRIX, halved, on_stand_in
@@ -51,12 +51,11 @@ MANY = [
 ]  # fmt: skip
 MORE = [("llama", {"lora": Lora(), "quantized": "nf4"}, "exact")]
 MORE += [(family, {"lora": lora}, s) for family in CONFIGS for lora in ADAPTERS.values() for s in SETTINGS]
+MANY += [pytest.param(*one, marks=MATRIX) for one in MORE if one not in MANY]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("family", "fields", "setting"), [*MANY, *(pytest.param(*one, marks=MATRIX) for one in MORE if one not in MANY)]
-)
+@pytest.mark.parametrize(("family", "fields", "setting"), MANY)
 def test_few_layers_tell_of_many(family, fields, setting):
     config, memsave, of = CONFIGS[family], SETTINGS[setting], training(**fields)
     layers = (11 if of.autocast or of.quantized else 8) if memsave else 6
@@ -80,17 +79,14 @@ def test_few_layers_tell_of_many(family, fields, setting):
 @pytest.mark.long
 def test_a_timelines_blocks_come_in_order_and_back():
     trace = trace_at(CONFIGS["t5"], depth_of(CONFIGS["t5"], 2), training(seq_len=8), None)
-    assert [f"{p.phase} {p.where}".strip() for p in timeline(trace)] == [
+    parts = ("of", 0), ("of", 1), ("after", 1)
+    assert [f"{p.phase} {p.where}".strip() for p in trace.timeline] == [
         "forward outside of the blocks",
-        "forward of block 0 of encoder.block", "forward of block 1 of encoder.block",
-        "forward after block 1 of encoder.block",
-        "forward of block 0 of decoder.block", "forward of block 1 of decoder.block",
-        "forward after block 1 of decoder.block",
+        *(f"forward {part} block {n} of {s}.block" for s in ("encoder", "decoder") for part, n in parts),
         "backward outside of the blocks",
-        "backward of block 1 of decoder.block", "backward of block 0 of decoder.block",
-        "backward of block 1 of encoder.block", "backward of block 0 of encoder.block",
+        *(f"backward of block {n} of {s}.block" for s in ("decoder", "encoder") for n in (1, 0)),
         "optimizer",
-    ]  # fmt: skip
+    ]
 
 
 def traced(config, of, memsave, on_cpu=True):
@@ -124,13 +120,11 @@ REAL = [(family, "full", "exact") for family in ("gemma", "opt", "phi", "phi3")]
 REAL += [("bert", "LoRA bf16", "exact"), ("llama", "LoRA", "exact"), ("gpt2", "LoRA", "stock")]
 REAL += [("t5", "full", "tempo"), ("bert", "full", "wta-crs")]
 MORE_REAL = itertools.product(CONFIGS, ADAPTERS, ("stock", "exact", "tempo", "wta-crs"))
+REAL += [pytest.param(*one, marks=MATRIX) for one in MORE_REAL if one not in REAL]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("family", "adapters", "setting"),
-    [*REAL, *(pytest.param(*one, marks=MATRIX) for one in MORE_REAL if one not in REAL)],
-)
+@pytest.mark.parametrize(("family", "adapters", "setting"), REAL)
 def test_a_real_step_keeps_and_peaks_as_predicted(family, adapters, setting):
     assert_as_a_real_step(shallow(family, 4), training(lora=ADAPTERS[adapters], optimizer="sgd"), SETTINGS[setting])
 
@@ -168,7 +162,7 @@ def test_the_stand_in_keeps_what_a_real_step_keeps(family, checkpointing, memsav
     assert here == pytest.approx(there, rel=0.01)
 
 
-def test_optimizers_have_the_states_they_have():
+def test_optimizers_have_the_states_they_have_and_foreach_holds_the_parameters_once_more():
     parameter, found = torch.nn.Parameter(torch.ones(256, 128)), {}
     parameter.grad = torch.ones_like(parameter)
     for name, make in OPTIMIZERS.items():
@@ -178,9 +172,6 @@ def test_optimizers_have_the_states_they_have():
         found[name] = sum(t.nbytes for t in states) / (256 * 128)
     each = {"adamw": 8, "adamw_fused": 8, "adamw_8bit": 2 + 2 * 4 / 256, "sgd": 0, "sgd_momentum": 4}
     assert found == each | {"adafactor": 4 * (256 + 128) / (256 * 128)}
-
-
-def test_a_foreach_optimizer_holds_the_parameters_once_more():
     fused, foreach = (trace_at(*LLAMA, training(optimizer=name), None) for name in ("adamw_fused", "adamw"))
     highest = [max(m.live for p, m in t.places.items() if p.phase == "optimizer") for t in (fused, foreach)]
     assert highest[1] - highest[0] == pytest.approx(foreach.trained, rel=0.02)
@@ -215,11 +206,11 @@ def test_a_model_whose_first_layers_are_unlike_is_estimated_as_it_is(first):
 def test_sharding_divides_what_it_says():
     config, of = CONFIGS["llama"], training(batch_size=1, seq_len=8)
     trace = trace_in_full(config, depth_of(config, 8), of, None)
-    whole, zero1, zero2, fsdp = (sharded(trace, name, 4) for name in ("ddp", "zero1", "zero2", "fsdp"))
+    whole, zero1, zero2, fsdp = (trace.sharded(name, 4) for name in ("ddp", "zero1", "zero2", "fsdp"))
     assert whole.states == pytest.approx(4 * zero1.states, rel=1e-3)
     assert whole.parameters == zero1.parameters == zero2.parameters == pytest.approx(4 * fsdp.parameters, rel=1e-3)
     assert whole.peak > zero1.peak > zero2.peak > fsdp.peak > whole.peak / 4
-    assert sharded(trace, "fsdp", 1) == whole == trace
+    assert trace.sharded("fsdp", 1) == whole == trace
 
 
 @pytest.mark.long
@@ -232,9 +223,14 @@ def test_the_result_is_readable_and_plain_and_read_of_a_model():
     stock = plain["stock"]
     assert plain["fits"] is True and hf_memsave.estimate is estimate
     assert sum(stock["by_module"].values()) == stock["kept"] == sum(stock["by_kind"].values())
+    assert 0 < plain["patched"]["kept"] < stock["kept"]
     assert sum(stock[name] for name in ("parameters", "gradients", "states", "activations")) == stock["peak"]
     model = build(CONFIGS["bert"], training(dtype=torch.float32))
-    assert estimate(model, batch_size=2, seq_len=32, memory="1GiB") == result
+    plain["stock"]["by_kind"].clear()
+    result.stock.by_module.clear()
+    again = estimate(model, batch_size=2, seq_len=32, memory="1GiB")  # which is not traced again
+    assert sum(again.stock.by_kind.values()) == sum(again.stock.by_module.values()) == again.stock.kept > 0
+    assert (again.stock.peak, again.patched) == (result.stock.peak, result.patched)
 
 
 @pytest.mark.long
@@ -247,6 +243,22 @@ def test_where_there_are_gpus_it_runs_in_another_process_which_passes_errors_on(
     assert estimate(CONFIGS["gpt2"], seq_len=16, **of) == here
     with pytest.raises(MeasureError, match="expected at most 1024 tokens"):
         estimate(CONFIGS["gpt2"], seq_len=1025, **of)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "sgd"])
+@pytest.mark.parametrize("sharding", [("ddp", 1), ("zero1", 2)], ids=str)
+def test_the_largest_batch_is_the_last_that_fits_where_the_optimizers_step_is_the_peak(optimizer, sharding):
+    config, depth = shallow("llama", 4, vocab_size=8000), {"num_hidden_layers": 4}
+    of = training(batch_size=1, seq_len=64, optimizer=optimizer, holds_output=True)  # which grows with the batch
+
+    def needed(number):
+        return trace_in_full(config, depth, replace(of, batch_size=number), None).sharded(*sharding).needed
+
+    for mib in (0, 1, 3, 8):
+        memory = needed(1) + mib * 2**20
+        found = largest(config, depth, of, None, "batch_size", memory, sharding)
+        assert needed(found) <= memory < needed(found + 1)
 
 
 def test_layers_that_are_not_alike_are_told():

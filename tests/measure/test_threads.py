@@ -1,8 +1,11 @@
 """A thread that measures or estimates changes nothing that another thread trains or measures."""
 
+import itertools
 import random
 import threading
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 
@@ -45,61 +48,54 @@ def losses(model):
 
 @contextmanager
 def beside(work):
-    """``work(n)`` for n = 1, 2, ... on another thread, until the end; its error is raised there."""
-    stop, errors, begun = threading.Event(), [], threading.Event()
+    """``work(n)`` for n = 1, 2, ... on another thread, until the end; gives a function that tells how often it was.
+
+    An error of it is raised by that function, and at the end.
+    """
+    stop, begun, done = threading.Event(), threading.Event(), []
 
     def run():
-        n = 0
-        try:
-            while not stop.is_set():
-                n += 1
-                begun.set()
-                work(n)
-        except BaseException as error:
-            errors.append(error)
+        for n in itertools.takewhile(lambda _: not stop.is_set(), itertools.count(1)):
+            begun.set()
+            work(n)
+            done.append(n)
 
-    thread = threading.Thread(target=run)
-    with switching(1e-4):
-        thread.start()
+    with switching(1e-4), ThreadPoolExecutor(1) as thread:
+        running = thread.submit(run)
         begun.wait()
         try:
-            yield
+            yield lambda: running.result() if running.done() else len(done)
         finally:
             stop.set()
-            thread.join()
-    if errors:
-        raise errors[0]
+    running.result()
 
 
 @on_stand_in
 @pytest.mark.parametrize("padded", [False, True])
 def test_losses_of_a_stock_model_stay_while_another_thread_is_on_the_stand_in(padded):
     wanted, model = losses(llama()), llama()
-    inside, done, found = threading.Event(), threading.Event(), []
+    inside, done = threading.Event(), threading.Event()
 
     def stay():
         with fake_device(padded=padded):
-            found.append(torch.accelerator.is_available())
             inside.set()
             done.wait()
+            return torch.accelerator.is_available()
 
-    thread = threading.Thread(target=stay)
-    thread.start()
-    inside.wait()
-    try:
-        assert not torch.accelerator.is_available()  # else a data loader pins memory for it
-        assert losses(model) == wanted
-    finally:
-        done.set()
-        thread.join()
-    assert found == [True]
+    with ThreadPoolExecutor(1) as thread:
+        staying = thread.submit(stay)
+        inside.wait()
+        try:
+            assert not torch.accelerator.is_available()  # else a data loader pins memory for it
+            assert losses(model) == wanted
+        finally:
+            done.set()
+    assert staying.result() is True
 
 
 def of_the_process():
     """What a thread could change for all others."""
-    hooks = [
-        getattr(module_hooks, name) for name in vars(module_hooks) if name.startswith("_global_") and "hook" in name
-    ]
+    hooks = [of for name, of in vars(module_hooks).items() if name.startswith("_global_") and "hook" in name]
     functions = {**vars(masking_utils), **vars(torch.UntypedStorage), **vars(torch.nn.functional)}
     return {
         "functions": {name: id(of) for name, of in functions.items() if callable(of)},
@@ -122,32 +118,22 @@ def test_what_measures_beside_changes_nothing_of_the_process(work):
         "compare": lambda n: report.compare({"input_ids": ids, "labels": ids}) and patched,
     }[work]
     before = of_the_process()
-    with beside(doing):
-        for _ in range(200):
+    with beside(doing) as times:
+        while times() < 2:
             assert of_the_process() == before
+            time.sleep(2e-3)  # else the other thread would wait for this one at every op
 
 
 @on_stand_in
 @pytest.mark.long
 def test_threads_estimate_at_once_and_find_what_they_find_alone(monkeypatch):
     def work(attention):
-        found[attention] = repr(estimate(config_of("llama"), batch_size=2, seq_len=32, attention=attention))
+        return repr(estimate(config_of("llama"), batch_size=2, seq_len=32, attention=attention))
 
-    found = {}
-    for attention in ("flash", "eager"):
-        work(attention)
-    wanted, found = found, {}
+    wanted = [work(attention) for attention in ("flash", "eager")]
     monkeypatch.setattr(depth, "_KNOWN", {})  # what was traced is not traced again
-    threads = [threading.Thread(target=work, args=(attention,)) for attention in wanted]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == wanted
-
-
-def made_by_ops(kept):
-    return Counter(storage for storage in kept.storages if storage.op != "unseen")
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(work, ("flash", "eager"))) == wanted
 
 
 def test_measuring_and_training_threads_do_not_see_each_other():
@@ -158,6 +144,7 @@ def test_measuring_and_training_threads_do_not_see_each_other():
     with beside(lambda n: mine(**batch).loss.backward()):
         found = [measure_kept(other, batch) for _ in range(20)]
     # But for what no op makes: a tensor of another thread that dies as the output does cannot be told from a kept one.
-    assert all(made_by_ops(kept) == made_by_ops(wanted) for kept in found)
+    wanted, *found = (Counter(s for s in kept.storages if s.op != "unseen") for kept in (wanted, *found))
+    assert found == [wanted] * 20
     with beside(lambda n: measure_kept(mine, batch)):
         assert losses(other) == stock

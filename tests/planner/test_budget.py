@@ -15,7 +15,7 @@ from transformers import Trainer
 from hf_memsave import MemSaveCallback, MemSaveConfig
 from hf_memsave.count.peak import count_peak
 from hf_memsave.errors import PlanError
-from hf_memsave.measure.estimate import CONTEXT, WORKSPACES
+from hf_memsave.measure.figures import CONTEXT, WORKSPACES
 from hf_memsave.measure.lora import Lora
 from hf_memsave.planner.budget import _longest
 from hf_memsave.planner.plan import plan

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import hf_memsave
-from hf_memsave import MemSaveConfig, MemSaveError, patch
+from hf_memsave import WTACRS, MemSaveConfig, MemSaveError, patch
 from hf_memsave.count.peak import Count
 from hf_memsave.errors import MeasureError, PlanError
 from hf_memsave.measure.depth import trace_in_full
-from hf_memsave.measure.estimate import CONTEXT, WORKSPACES, estimate
+from hf_memsave.measure.estimate import estimate
+from hf_memsave.measure.figures import CONTEXT, WORKSPACES
 from hf_memsave.measure.lora import Lora
 from hf_memsave.measure.training import Training, build, trace_at
 from hf_memsave.planner.plan import plan
@@ -53,6 +54,8 @@ def test_what_fits_at_the_floor_costs_nothing_and_nothing_is_traced_again(monkey
     found = plan(config, budget=budget_of(config, 1, **STEP), **STEP)
     assert found.config == MemSaveConfig() and found.best.cost == 0
     assert [one.config.checkpoint for one in found.tried] == [None, "gate", "block"]
+    held = plan(config, budget=2**40, holds_output=True, **STEP)  # of the step before, whose work is not this one's
+    assert [one.cost for one in held.tried] == [one.cost for one in found.tried]
     monkeypatch.setattr("hf_memsave.measure.depth.trace_at", None)
     again = plan(copy.deepcopy(config), budget="24GiB", **STEP)
     assert again.best == found.best
@@ -156,7 +159,19 @@ def test_arguments_are_checked(argument, message):
         plan(CONFIGS["llama"], **{"budget": "1GiB"} | STEP | argument)
 
 
-def test_a_plan_begins_with_what_was_asked_for_and_needs_layers_that_are_alike():
+def test_a_plan_begins_with_what_was_asked_for_and_needs_layers_that_are_alike(monkeypatch):
+    monkeypatch.setattr("hf_memsave.planner.plan.ROWS", 64)
+    rungs, sampled = [None, "gate", "block", "tiles"], [None, "block"]  # of rows that are drawn, no product runs again
+    compiled = {"compile": True}, rungs[:3]
+    for asked, tried in (
+        ({"tiles": 32}, rungs),
+        ({"storage": "int4"}, rungs[:3]),
+        ({"linear": WTACRS()}, sampled),
+        compiled,
+    ):
+        found = plan(CONFIGS["llama"], budget="24GiB", memsave=asked, **STEP)
+        assert [one.config.checkpoint for one in found.tried] == tried
+        assert found.tried[-1].config == MemSaveConfig(checkpoint=tried[-1], layers={"checkpoint": LAYERS}, **asked)
     begun = plan(CONFIGS["llama"], budget="24GiB", memsave={"dropout": "mask", "layers": {"norm": 2}}, **STEP)
     assert begun.config == MemSaveConfig(dropout="mask", layers={"norm": 2})
     with pytest.raises(MeasureError, match="a plan needs a text model whose layers are alike"):

@@ -25,9 +25,10 @@ from hf_memsave.count.kept import KeptStorage
 from hf_memsave.count.peak import Count
 from hf_memsave.measure.depth import FROM, depths_for, trace_at_full_depth, trace_few, trace_in_full
 from hf_memsave.measure.fake_device import fake_device, to_fake, without_gpus
+from hf_memsave.measure.figures import Trace
 from hf_memsave.measure.inputs import device_of, forward_of
 from hf_memsave.measure.models import at_depth, depth_of
-from hf_memsave.measure.trace import UNIT, Trace, nbytes_of, trace_step
+from hf_memsave.measure.trace import UNIT, nbytes_of, trace_step
 from hf_memsave.measure.training import OPTIMIZERS, training_of
 
 GB, GIB = 10**9, 2**30

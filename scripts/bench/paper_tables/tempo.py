@@ -16,7 +16,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from hf_memsave import MemSaveConfig
 from hf_memsave.count.kept import KeptStorage
-from hf_memsave.measure.estimate import OWN
+from hf_memsave.measure.figures import OWN
 from hf_memsave.measure.largest import MOST, search
 from paper_tables.rows import COLUMNS, GB, GIB, STOCK, Measure, Row, Setting, step_kept, text_trace
 

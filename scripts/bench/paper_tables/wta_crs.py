@@ -18,10 +18,9 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from hf_memsave import WTACRS, MemSaveConfig
 from hf_memsave.config.lora import Lora
-from hf_memsave.measure.estimate import OWN
+from hf_memsave.measure.figures import OWN, Trace
 from hf_memsave.measure.largest import MOST, search
 from hf_memsave.measure.lora import add_adapters, quantize
-from hf_memsave.measure.trace import Trace
 from paper_tables.rows import STOCK, Row, Setting, deep_trace
 
 MIB = 2**20
