@@ -14,7 +14,7 @@ from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.errors import MeasureError
 from hf_memsave.measure.depth import FROM, depths_for, trace_in_full
 from hf_memsave.measure.fake_device import without_gpus
-from hf_memsave.measure.figures import OWN
+from hf_memsave.measure.figures import OWN, Trace
 from hf_memsave.measure.models import at_depth, most_tokens
 from hf_memsave.measure.training import Training
 from hf_memsave.tape.price import SPAN
@@ -36,11 +36,17 @@ def largest(
     step = (at_depth(config, depth), {}) if is_shallow else (config, depth)
     first = trace_in_full(config, depth, training, memsave).sharded(*sharding)
 
+    def plain(number: int) -> Trace:
+        """The step with an optimizer that has neither states nor temporaries: those are the same for any number."""
+        changes: dict[str, Any] = {name: number, "optimizer": "sgd"}
+        return trace_in_full(*step, replace(training, **changes), memsave).sharded(*sharding)
+
     def needed(number: int) -> int:
         if number == getattr(training, name):
             return first.needed
-        changes: dict[str, Any] = {name: number}
-        return trace_in_full(*step, replace(training, **changes), memsave).sharded(*sharding).needed
+        trace, start = plain(number), plain(getattr(training, name))
+        more = trace.in_optimizer - start.in_optimizer  # the batch, and an output that is held
+        return max(trace.in_passes + first.states, first.in_optimizer + more) + OWN
 
     return largest_of(needed, config, name, getattr(training, name), memory, first.fixed + OWN)
 
