@@ -1,104 +1,34 @@
-"""``memsave`` and ``memsave report``: its figures are those of a direct measurement at full depth."""
+"""``memsave``: sizes, options, what is written; ``plan`` writes a configuration, and what ``doctor`` prints is so."""
 
 import json
-import re
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from dataclasses import replace
+from importlib.metadata import distributions, requires, version
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForSequenceClassification
 
 import hf_memsave
-from hf_memsave import MemSaveConfig, commands
+from hf_memsave import MemSaveConfig, PlanError, commands, patch, plan
 from hf_memsave.cli import COMMANDS, main
-from hf_memsave.commands import arguments, options
-from hf_memsave.config.lora import Lora
+from hf_memsave.commands import arguments, doctor, options
 from hf_memsave.config.sizes import both, bytes_of, counted
-from hf_memsave.measure.training import OPTIMIZERS, Training
-from support.fake import directly
-from support.helpers import on_stand_in, thinned
-
-WIDTH = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4}
-CONFIGS = {
-    "bert": {**WIDTH, "num_hidden_layers": 17, "intermediate_size": 128, "attention_probs_dropout_prob": 0.1},
-    "llama": {**WIDTH, "num_hidden_layers": 16, "intermediate_size": 88, "num_key_value_heads": 2},
-    "opt": {**WIDTH, "num_hidden_layers": 21, "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64},
-    "gpt2": {"vocab_size": 96, "n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 64},
-    "t5": {"vocab_size": 96, "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "num_layers": 3,
-           "num_decoder_layers": 17, "decoder_start_token_id": 0},
-    # Every third layer attends to all tokens, the others to a window: two masks, and 17 is no multiple of three.
-    "gemma3_text": {**WIDTH, "num_hidden_layers": 17, "intermediate_size": 64, "head_dim": 8, "num_key_value_heads": 2,
-                    "layer_types": ((["sliding_attention"] * 2 + ["full_attention"]) * 6)[:17], "sliding_window": 8},
-}  # fmt: skip
-STACKS = ("encoder", "decoder")
+from hf_memsave.measure.training import OPTIMIZERS
+from support.helpers import on_stand_in
 
 
-def write_config(folder: Path, model_type: str, **changes: object) -> Path:
-    (folder / "config.json").write_text(json.dumps({"model_type": model_type, **CONFIGS[model_type], **changes}))
-    return folder
-
-
-def figures_of(folder: Path, *argv: object) -> dict[str, Any]:
-    assert main(["report", *map(str, argv), "--json", str(folder / "out.json")]) == 0
-    return json.loads((folder / "out.json").read_text())
-
-
-#: Options of a report beside the model's -> what they make of a training step.
-STEPS = {
-    ("--dtype", "fp32"): {"dtype": torch.float32},
-    ("--autocast", "bf16"): {"dtype": torch.float32, "autocast": torch.bfloat16},
-    ("--lora", "r=4,dropout=0.05"): {"lora": Lora(r=4, dropout=0.05)},
-    ("--lora", "r=4,dtype=model,dora=true"): {"lora": Lora(r=4, dtype="model", dora=True)},
-}
-
-
-@on_stand_in
-@pytest.mark.long
-@pytest.mark.parametrize(("model_type", "options"), thinned(3, CONFIGS, STEPS))
-def test_report_equals_a_direct_measurement_at_full_depth(model_type, options, tmp_path):
-    folder = write_config(tmp_path, model_type)
-    figures = figures_of(tmp_path, folder, *options, "--batch-size", 3, "--seq-len", 24)
-    config, training = AutoConfig.from_pretrained(folder), Training(batch_size=3, seq_len=24, **STEPS[options])
-    for column, memsave in (("stock", None), ("patched", MemSaveConfig())):
-        model, kept = directly(config, training, memsave)
-        assert figures[column]["kept"] == pytest.approx(sum(kept.values()), rel=0.001)
-        assert {n: k for n, k in figures[column]["by_kind"].items() if k} == pytest.approx(kept, rel=0.01, abs=2**14)
-        assert figures["numbers"]["parameters"] == model.num_parameters()
-        is_few = max(figures[column]["depths"][-1].values()) < max(figures["depth"].values())
-        assert is_few or model_type == "gpt2" or "bf16" in options
-    sites = Counter((site.status, site.op, site.cls, site.reason) for site in hf_memsave.patch(model, memsave).sites)
-    assert {tuple(site): count for *site, count in figures["sites"]} == sites
-
-
-@on_stand_in
-def test_report_prints_sites_table_and_how_it_was_measured(tmp_path, capsys):
-    assert main(["report", str(write_config(tmp_path, "t5")), "--seq-len", "16"]) == 0
-    output = capsys.readouterr().out
-    lines = {line.split()[0]: line.split() for line in output.splitlines() if line.strip()}
-    assert ["patched", "20", "block", "T5Block"] in [line.split() for line in output.splitlines()]
-    _, stock, unit, patched, other, freed = lines["all"]
-    assert {unit, other} <= {"KiB", "MiB"} and freed.endswith("%")
-    assert f"Kept for backward: {patched} {other}, where stock keeps {stock} {unit}: {freed} freed." in output
-    size = r"[\d.]+ [KM]iB"
-    assert all(re.search(rf"A layer of the {stack} keeps {size} stock, {size} patched", output) for stack in STACKS)
-    text = " ".join(output.split())
-    assert "T5ForConditionalGeneration, 3 + 17 layers, batch 2 x 16 tokens, bf16" in text
-    assert "with 3 + 5 and 5 + 5 and 3 + 7 layers of full width (stock: 3 + 3 and 4 + 3 and 3 + 4); further" in text
-
-
-@on_stand_in
-@pytest.mark.long
-def test_report_of_another_depth(tmp_path):
-    few, many = (figures_of(tmp_path, write_config(tmp_path, "llama"), "--layers", layers) for layers in (4, 9))
-    assert (few["depth"], many["depth"]) == ({"num_hidden_layers": 4}, {"num_hidden_layers": 9})
-    added = many["patched"]["kept"] - few["patched"]["kept"]
-    assert added == 5 * many["patched"]["per_layer"]["num_hidden_layers"]
+@pytest.fixture
+def gpt2(tmp_path):
+    """A folder with the configuration of a small model, that takes 64 tokens."""
+    config = {"model_type": "gpt2", "vocab_size": 96, "n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
 
 
 @pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])
@@ -113,9 +43,9 @@ def test_a_picture_without_what_draws_it_names_the_extra(missing, capsys, monkey
 @pytest.mark.long
 @on_stand_in
 @pytest.mark.parametrize("line", ["report", "estimate", "plan --budget 24GB", "verify", "auto --memory 24G"])
-def test_figures_go_to_standard_output_alone_and_a_model_of_fewer_tokens_has_as_many(line, tmp_path, capsys):
+def test_figures_go_to_standard_output_alone_and_a_model_of_fewer_tokens_has_as_many(line, gpt2, capsys):
     name, *rest = line.split()
-    assert main([name, str(write_config(tmp_path, "gpt2")), *rest, "--json", "-"]) == 0
+    assert main([name, str(gpt2), *rest, "--json", "-"]) == 0
     output, text = capsys.readouterr()
     found = json.loads(output)
     assert "64 tokens: as many as" in text and found.get("seq_len", 64) == 64
@@ -135,8 +65,12 @@ def test_the_length_is_what_the_model_has_positions_for(rows, padding, tokens):
 
 
 def test_sizes_are_read_as_people_write_them_and_told_in_both_units():
-    for text in ("24G", "24g", "24GiB", "24 GiB", "24gib", "25769803776"):
-        assert bytes_of(text) == 24 * 2**30, text
+    assert {bytes_of(text) for text in ("24G", "24g", "24GiB", "24 GiB", "24gib", "25769803776")} == {24 * 2**30}
+    assert [bytes_of(size) for size in (7, "1.5MiB", "800MB")] == [7, 3 * 2**19, 8 * 10**8]
+    assert [bytes_of(size) for size in ("64TiB", "2 tb", "9" * 400 + "GB")] == [2**46, 2 * 10**12, sys.maxsize]
+    for size in ("16", "much", "GiB", 1.5, -5, 0, "0GiB", "-1GiB", True, None, "infGiB"):
+        with pytest.raises(PlanError, match=r"expected bytes, or a text .*more than 0, got .*a unit: .*GiB, TiB, KB"):
+            bytes_of(size)
     assert bytes_of("24GB") == bytes_of("24gb") == 24 * 10**9 and bytes_of("800M") == 800 * 2**20
     assert both(24 * 10**9) == "22.35 GiB (24.0 GB)" and both(3 * 2**20) == "3.00 MiB (3.1 MB)"
     assert [counted(n, "model") for n in (0, 1, 2, "6 + 6")] == ["0 models", "1 model", "2 models", "6 + 6 models"]
@@ -155,11 +89,10 @@ def test_checkpoint_and_offload_are_options_of_every_command_and_optimizers_are_
 
 
 @pytest.mark.long
-def test_nothing_but_the_answer_is_written_where_output_is_piped(tmp_path):
+def test_nothing_but_the_answer_is_written_where_output_is_piped(gpt2):
     """No progress, nor what libraries log as they are loaded; of saved weights too."""
-    config = AutoConfig.from_pretrained(write_config(tmp_path, "gpt2"))
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "saved")
-    command = [sys.executable, "-m", "hf_memsave.cli", "verify", str(tmp_path / "saved")]
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(gpt2)).save_pretrained(gpt2 / "saved")
+    command = [sys.executable, "-m", "hf_memsave.cli", "verify", str(gpt2 / "saved")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr == "" and done.stdout.startswith("GPT2LMHeadModel, weights of saved: input_ids [2, 64]")
     assert "\n\n\n" not in done.stdout
@@ -183,3 +116,78 @@ print("loaded", {"torch", "transformers", "numpy", "rich", "yaml"} & set(sys.mod
     files = Path(commands.__file__).parent.glob("*.py")
     assert {path.stem for path in files if "def run(" in path.read_text()} == COMMANDS.keys()
     assert all(f"    {name}  " in output and " ".join(line.split()[:3]) in output for name, line in COMMANDS.items())
+
+
+@pytest.mark.long
+@on_stand_in
+def test_what_fits_is_said_and_written_and_patches_a_model(tmp_path, capsys):
+    out = tmp_path / "plan.yaml"
+    command = f"plan bert --layers 6 --batch-size 4 --seq-len 256 --optimizer sgd --out {out}".split()
+    assert main([*command, "--budget", "30GiB"]) == 0
+    said = capsys.readouterr().out
+    assert "The cheapest in 30.00 GiB (32.2 GB): no product runs again" in said
+    assert said.endswith(f'Use it: Trainer(..., memsave="{out}"), or hf_memsave.patch(model, "{out}").\n')
+    assert MemSaveConfig.from_file(out) == MemSaveConfig()
+    floor = plan(BertConfig(num_hidden_layers=6), budget="1TiB", batch_size=32, seq_len=256, optimizer="sgd")
+    assert main([*command, "--budget", f"{floor.best.needed // 2**20 - 100}MiB", "--batch-size", "32"]) == 0
+    config = MemSaveConfig.from_file(out)
+    assert config.checkpoint or config.offload
+    model = BertForSequenceClassification(BertConfig(num_hidden_layers=6, hidden_size=64, num_attention_heads=4))
+    assert patch(model, out).config == config == patch(model, str(out)).config
+
+
+@on_stand_in
+@pytest.mark.parametrize(
+    ("kind", "fields"), [("t5", ["num_layers", "num_decoder_layers"]), ("gemma3_text", ["num_hidden_layers"])]
+)
+def test_layers_are_those_of_every_stack_and_a_list_by_layer_has_as_many_entries(kind, fields, monkeypatch):
+    asked = []
+    monkeypatch.setattr("hf_memsave.commands.plan.plan", lambda config, **options: asked.append(config) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["plan", kind, "--budget", "30GiB", "--layers", "3"])
+    assert [getattr(asked[0], field) for field in fields] == [3] * len(fields)
+    assert len(getattr(asked[0], "layer_types", None) or range(3)) == 3
+
+
+def call_doctor(capsys, *argv: object) -> tuple[int, list[list[str]], str]:
+    """Status, the words of each line of output, and errors."""
+    status = main(["doctor", *map(str, argv)])
+    output, error = capsys.readouterr()
+    return status, [line.split() for line in output.splitlines()], error
+
+
+def test_doctor_prints_versions_and_devices_and_which_packages_are_too_old_or_missing(capsys, monkeypatch):
+    status, lines, error = call_doctor(capsys)
+    assert (status, error) == (0, "")
+    assert ["hf_memsave", hf_memsave.__version__] in lines
+    bounds = dict(one.split(">=") for one in requires("hf_memsave") if ">=" in one and ";" not in one)
+    for name, installed in {"torch": torch.__version__, "transformers": version("transformers")}.items():
+        assert [name, installed, "(needs", f">={bounds[name]})"] in lines
+    assert any(line[:1] == ["cpu"] and "bf16" in line for line in lines)
+    assert any(line[:1] == (["cuda:0"] if torch.cuda.is_available() else ["cuda"]) for line in lines)
+    assert lines[-1] == "Nothing found that prevents patching.".split()
+    found = {"peft": [SimpleNamespace(version="0.17.1")], "torch": [*distributions(name="torch")]}
+    monkeypatch.setattr(doctor, "distributions", lambda name: found.get(name, []))
+    status, lines, error = call_doctor(capsys)
+    assert status == 1 and "peft: expected >=0.18, got 0.17.1. Run: pip install 'peft>=0.18'" in error
+    assert ["trl", "not", "installed"] in lines
+
+
+@pytest.mark.parametrize(("model_type", "norm"), [("bert", "recompute"), ("vit", "recompute"), ("bert", "stock")])
+def test_doctor_lists_the_sites_that_patch_finds_and_those_a_preset_leaves(model_type, norm, tmp_path, capsys):
+    config = {"model_type": model_type, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
+    config["num_hidden_layers"] = 3 if model_type == "bert" else 2
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "memsave.yaml").write_text(f"norm: {norm}")
+    status, lines, error = call_doctor(capsys, tmp_path, "--memsave", tmp_path / "memsave.yaml")
+    assert (status, error) == (0, "")
+    model = doctor.build_empty(AutoConfig.from_pretrained(tmp_path))
+    assert all(parameter.is_meta for parameter in model.parameters()) and model.training
+    sites = patch(model, MemSaveConfig(norm=norm)).sites
+    for (op, cls), count in Counter((site.op, site.cls) for site in sites).items():
+        assert [str(count), op, cls] in [line[-3:] for line in lines]
+    text, blocks = " ".join(sum(lines, [])), sum(site.op == "block" for site in sites)
+    others = "7 other modules" if norm == "stock" else "0 other modules"
+    assert blocks == config["num_hidden_layers"]
+    assert f"1 model and {blocks} repeated blocks covered, {others} patched, 0 skipped." in text
+    assert norm == "recompute" or ["7", "quiet", "LayerNorm"] in [line[-3:] for line in lines]

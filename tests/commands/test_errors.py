@@ -46,7 +46,7 @@ BATCHES = {
 #: Command -> what its error says, besides what it expected.
 ERRORS = {
     "report broken.json": "not a valid JSON file", "doctor other.json": "Should have a `model_type` key",
-    "doctor odd": "cannot build a 'bert' model",
+    "doctor odd": "cannot build a 'bert' model: .*Correct it",
     "report funnel --layers 2": "cannot change the depth.*Leave the number of layers out",
     "estimate contradicting --seq-len 16": "is not a multiple of",
     "estimate quux --seq-len 16": "does not recognize this architecture",

@@ -123,28 +123,19 @@ def test_what_asks_for_a_number_raises(ask):
 #: Calls with ``x``, ``[4, 4]`` in fp32, by the dtype of what they give under autocast to bf16.
 CASTS = {
     torch.bfloat16: [
-        lambda x: F.linear(x, x),
-        lambda x: x @ x.mT,
-        lambda x: F.gelu(x.bfloat16()),
-        lambda x: x.bfloat16().mean(),
+        lambda x: F.linear(x, x), lambda x: x @ x.mT, lambda x: F.gelu(x.bfloat16()), lambda x: x.bfloat16().mean(),
     ],
     torch.float32: [
-        lambda x: F.layer_norm(x, x.shape[-1:]),
-        lambda x: x.bfloat16().softmax(-1),
-        lambda x: x.bfloat16().pow(2),
-        lambda x: x.bfloat16().sum(),
-        lambda x: x.bfloat16().norm(),
-        lambda x: torch.ops.aten.norm(x.bfloat16(), 2, [0]),
-        lambda x: torch.ops.aten.norm(x.bfloat16()),
-        lambda x: torch.addcmul(x, x.bfloat16(), x),
+        lambda x: F.layer_norm(x, x.shape[-1:]), lambda x: x.bfloat16().softmax(-1), lambda x: x.bfloat16().pow(2),
+        lambda x: x.bfloat16().sum(), lambda x: x.bfloat16().norm(), lambda x: torch.ops.aten.norm(x.bfloat16()),
+        lambda x: torch.ops.aten.norm(x.bfloat16(), 2, [0]), lambda x: torch.addcmul(x, x.bfloat16(), x),
         lambda x: F.interpolate(x.bfloat16().view(1, 4, 4), scale_factor=2),
         lambda x: F.interpolate(x.bfloat16().view(1, 1, 4, 4), scale_factor=2, mode="bicubic"),
         lambda x: torch.grid_sampler(x.view(1, 2, 2, 2, 2).bfloat16(), x.new_ones(1, 2, 2, 1, 3), 0, 0, False),
-        lambda x: F.huber_loss(x.bfloat16(), x.bfloat16()),
-        lambda x: torch.cat((x, x.bfloat16())),
+        lambda x: F.huber_loss(x.bfloat16(), x.bfloat16()), lambda x: torch.cat((x, x.bfloat16())),
     ],
     torch.float64: [lambda x: x.double() @ x.double().mT],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "dtype"), [(call, dtype) for dtype, calls in CASTS.items() for call in calls])
@@ -181,17 +172,11 @@ def test_backward_draws_no_dropout_again_twice_and_a_seed_is_kept_and_no_mask():
         assert not [s for s in kept if s.op == "bitwise_or_"]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "width", "mask", "grouped", "expected"),
-    [
-        (torch.bfloat16, 64, None, False, "flash"),
-        (torch.bfloat16, 64, torch.ones(8, 8) > 0, False, "efficient"),
-        (torch.float32, 64, None, False, "efficient"),
-        (torch.float32, 64, None, True, "math"),
-        (torch.bfloat16, 64, None, True, "flash"),
-        (torch.bfloat16, 512, None, False, "efficient"),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "width", "mask", "grouped", "expected"), [
+    (torch.bfloat16, 64, None, False, "flash"), (torch.bfloat16, 64, torch.ones(8, 8) > 0, False, "efficient"),
+    (torch.float32, 64, None, False, "efficient"), (torch.float32, 64, None, True, "math"),
+    (torch.bfloat16, 64, None, True, "flash"), (torch.bfloat16, 512, None, False, "efficient"),
+])  # fmt: skip
 def test_the_kernel_is_the_one_that_can(dtype, width, mask, grouped, expected):
     with fake_device() as device:
         q = torch.ones(2, 4, 8, width, dtype=dtype, device=device, requires_grad=True)

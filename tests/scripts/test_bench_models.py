@@ -1,27 +1,28 @@
-"""``scripts/bench/``: that models.py and ops.py would run where there is a GPU, and techniques.py's figures."""
+"""``scripts/bench/``: models.py and ops.py would run where there is a GPU; techniques.py's figures; fine_tuning.py."""
 
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import transformers
 
 from hf_memsave import MemSaveConfig
-from support.script_helpers import load_script
+from support.script_helpers import BENCH, glue_data, load_script, pretrained
+from wordpiece import train_wordpiece
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.long
 
 
 @pytest.fixture
 def bench(monkeypatch):
     """The script, of which ``scripts`` has a namesake."""
-    monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
-    spec = importlib.util.spec_from_file_location("bench_models", ROOT / "scripts" / "bench" / "models.py")
+    monkeypatch.syspath_prepend(BENCH)
+    spec = importlib.util.spec_from_file_location("bench_models", BENCH / "models.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -49,7 +50,10 @@ def test_each_method_has_a_row_and_what_was_right_is_not_made_again(bench, tmp_p
     assert [name for name in figures if name != "about"] == [f"{BERT[1]}: stock"], "one table is of one machine"
 
 
-def test_a_peak_that_is_a_tenth_too_high_is_wrong_and_made_again(bench, tmp_path):
+def test_a_peak_a_tenth_too_high_is_wrong_and_made_again_and_so_is_what_fails(bench, tmp_path, monkeypatch):
+    def failing(*_):
+        raise RuntimeError("a fault\nand more")
+
     argv = ["--smoke", "--out", str(tmp_path), *BERT, "memsave"]
     assert bench.main([*argv, "--plant"]) == 1
     (row,) = (one for name, one in json.loads((tmp_path / "gpu-models.json").read_text()).items() if name != "about")
@@ -57,28 +61,12 @@ def test_a_peak_that_is_a_tenth_too_high_is_wrong_and_made_again(bench, tmp_path
     assert row["peak"] == pytest.approx(1.1 * row["expected"]["peak"], rel=0.01)
     assert bench.main([*argv, "--seconds", "-1"]) == 1, "there was no time to make it again"
     assert bench.main(argv) == 0
-
-
-def test_what_does_not_fit_is_not_begun_and_what_fails_is_wrong(bench, tmp_path, monkeypatch):
-    def failing(*_):
-        raise RuntimeError("a fault\nand more")
-
     monkeypatch.setattr(bench, "run", failing)
-    assert bench.main(["--smoke", "--out", str(tmp_path), *BERT, "stock"]) == 1
+    assert bench.main([*argv[:-1], "stock"]) == 1
     assert "WRONG: RuntimeError: a fault |" in (tmp_path / "gpu-models.md").read_text()
     monkeypatch.setattr(bench, "expectation", lambda *_: {"peak": 2**60, "kept": 0})
-    assert bench.main(["--smoke", "--out", str(tmp_path), *BERT, "stock"]) == 0
+    assert bench.main([*argv[:-1], "stock"]) == 0, "what does not fit is not begun"
     assert "left out: does not fit" in (tmp_path / "gpu-models.md").read_text()
-
-
-def test_each_kernel_has_a_row(tmp_path):
-    pytest.importorskip("triton")
-    command = [sys.executable, ROOT / "scripts" / "bench" / "ops.py", "--smoke", "--out", tmp_path]
-    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "TRITON_INTERPRET": "1"})
-    figures = json.loads((tmp_path / "gpu-ops.json").read_text())
-    rows = [row for shape in figures if shape != "about" for row in figures[shape]]
-    kernels = {"rms_norm_backward_kernel", "rotary_kernel", "dropout_norm_backward_kernel", "cross_entropy_kernel"}
-    assert kernels <= {row[1] for row in rows} and all(float(row[2]) > 0 and row[-1] == "" for row in rows)
 
 
 WRONG_KERNEL = """
@@ -91,25 +79,23 @@ assert ops.main(["--smoke", "--shapes", "8x64", "--out", sys.argv[1]]) == 1
 """
 
 
-def test_a_wrong_result_of_a_kernel_is_told(tmp_path):
+def test_each_kernel_has_a_row_and_a_wrong_result_is_told(tmp_path):
     pytest.importorskip("triton")
-    where = {"PYTHONPATH": str(ROOT / "scripts" / "bench"), "TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, "-c", WRONG_KERNEL, tmp_path], check=True, env={**os.environ, **where})
-    rows = json.loads((tmp_path / "gpu-ops.json").read_text())["8x64"]
+    where = {**os.environ, "PYTHONPATH": str(BENCH), "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, BENCH / "ops.py", "--smoke", "--out", tmp_path], check=True, env=where)
+    figures = json.loads((tmp_path / "gpu-ops.json").read_text())
+    rows = [row for shape in figures if shape != "about" for row in figures[shape]]
+    kernels = {"rms_norm_backward_kernel", "rotary_kernel", "dropout_norm_backward_kernel", "cross_entropy_kernel"}
+    assert kernels <= {row[1] for row in rows} and all(float(row[2]) > 0 and row[-1] == "" for row in rows)
+    subprocess.run([sys.executable, "-c", WRONG_KERNEL, tmp_path / "wrong"], check=True, env=where)
+    rows = json.loads((tmp_path / "wrong" / "gpu-ops.json").read_text())["8x64"]
     assert [row[-1].partition(":")[0] for row in rows] == ["", "", "", "WRONG", "WRONG"]
 
 
-@pytest.fixture
-def techniques(monkeypatch):
-    return load_script("techniques", monkeypatch)
-
-
-def test_what_a_whole_model_keeps_follows_from_two_depths(techniques):
+def test_a_whole_model_follows_from_two_depths_and_few_bits_keep_less_before_a_frozen_linear(monkeypatch):
+    techniques = load_script("techniques", monkeypatch)
     one, two, three = (techniques.kept_at(techniques.bert(layers), 1, MemSaveConfig()) for layers in (1, 2, 3))
     assert three - two == two - one > 0
-
-
-def test_few_bits_keep_less_than_exact_before_a_frozen_linear(techniques):
     settings, make = techniques.SETTINGS, techniques.MODELS["LoRA on q, v"]
     few, exact, stock = (techniques.kept_at(make(1), 1, settings[name]) for name in ("few-bit", "exact", "stock"))
     assert few < 0.8 * exact < exact < stock
@@ -121,3 +107,31 @@ def test_the_peak_of_images_falls_with_every_rung(monkeypatch):
     monkeypatch.setitem(known.MODELS, "tiny", known.Model(transformers.ViTConfig(**tiny), 8, None, known.AUTOCAST))
     stock, floor, gate = (known.expected("tiny", method)["peak"] for method in ("stock", "memsave", "gate"))
     assert stock > 1.2 * floor > 1.2 * 1.2 * gate
+
+
+CHOSEN = ("exact", "WTA-CRS @0.3", "head and norms, exact")
+
+
+def test_runs_train_what_they_say_and_a_loss_that_differs_is_reported(tmp_path, monkeypatch, capsys):
+    bench = load_script("fine_tuning", monkeypatch)
+    monkeypatch.setattr(bench, "METHODS", {name: bench.METHODS[name] for name in CHOSEN})
+    monkeypatch.setitem(bench.TASKS, "MRPC", ("MRPC", ("--max_steps=20", "--max_seq_length=32"), "eval_f1", "F1"))
+    glue_data(tmp_path)
+    tokenizer = train_wordpiece(["cat hat mat sat"], 120)
+    model = pretrained(tmp_path, "bert", transformers.AutoModelForSequenceClassification, tokenizer)
+    places = tmp_path / "cache", tmp_path, Path(model)
+    places[0].mkdir()
+    runs = [("MRPC", name, seed) for name in CHOSEN for seed in (0, 1)] + [("MRPC", "stock", 0)]
+    for run in runs:
+        assert f"seed {run[2]}: eval_f1" in bench.train(*places, *run)
+    found = {run: json.loads(bench.cached(*places, *run).read_text()) for run in runs}
+    losses = {run[1]: one["losses"] for run, one in found.items() if run[2] == 0}
+    assert losses["stock"] == losses["exact"] != losses["WTA-CRS @0.3"]
+    kept = {run[1]: one["memsave/kept_gib"] for run, one in found.items() if "memsave/kept_gib" in one}
+    assert kept["head and norms, exact"] < kept["exact"]
+    bench.report(Namespace(tasks=["MRPC"], seeds=2, out=tmp_path), found)
+    assert "every loss and the metric equal those of exact" in capsys.readouterr().out
+    assert (tmp_path / "fine-tuning.png").stat().st_size > 10_000
+    found["MRPC", "stock", 0]["losses"][0] += 1e-4
+    bench.report(Namespace(tasks=["MRPC"], seeds=2, out=None), found)
+    assert "differ from" in capsys.readouterr().out

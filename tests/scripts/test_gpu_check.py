@@ -6,19 +6,17 @@ import os
 import re
 import subprocess
 import tarfile
-from pathlib import Path
 
 import pytest
 import torch
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+from support.script_helpers import SCRIPTS, load_script
 
 
 @pytest.fixture
 def bench(monkeypatch):
     """The script, with four of its rows."""
-    monkeypatch.syspath_prepend(SCRIPTS / "bench")
-    import gpu_bits
+    gpu_bits = load_script("gpu_bits", monkeypatch)
 
     def few(rows):
         for make, kernels in itertools.product((rows.bits, rows.waits), ("deterministic", "default")):
@@ -37,27 +35,21 @@ WRONG = {
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_a_fault_makes_its_rows_wrong_and_no_others(bench, fault, tmp_path, capsys):
-    plant = ["--plant", fault] if fault else []
-    assert bench.main(["--smoke", "--out", str(tmp_path), *plant]) == bool(fault)
+def test_a_fault_makes_its_rows_wrong_and_no_others_and_these_are_made_again(bench, fault, tmp_path, monkeypatch):
+    command, plant, made = ["--smoke", "--out", str(tmp_path)], ["--plant", fault] if fault else [], []
+    assert bench.main([*command, *plant]) == bool(fault)
     rows = json.loads((tmp_path / "gpu-bits.json").read_text())["rows"]
     assert [(r["kind"], r["kernels"]) for r in rows if r["verdict"].startswith("WRONG")] == WRONG[fault]
     assert len(rows) == 4 and all(float(r["kept, of stock's"]) < 0.9 for r in rows if r["kind"] == "bits")
-
-
-def test_rows_that_were_right_are_not_made_again(bench, tmp_path, monkeypatch):
-    assert bench.main(["--smoke", "--out", str(tmp_path), "--plant", "error"]) == 1
-    assert bench.main(["--smoke", "--out", str(tmp_path), "--seconds", "-1"]) == 1, "there was no time to make it again"
-    made = []
+    assert bench.main([*command, "--seconds", "-1"]) == bool(fault), "there was no time to make them again"
     monkeypatch.setattr(bench, "judged", lambda *args: made.append(args) or bench.Row("", ""))
-    assert bench.main(["--smoke", "--out", str(tmp_path)]) == 0
-    assert len(made) == 1 and len(json.loads((tmp_path / "gpu-bits.json").read_text())["rows"]) == 4
+    assert bench.main(command) == 0
+    assert len(made) == [kind for kind, _ in WRONG[fault]].count("bits")
+    assert len(json.loads((tmp_path / "gpu-bits.json").read_text())["rows"]) == 4
 
 
 def test_every_row_is_planned_once_and_those_that_tell_most_come_first(monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPTS / "bench")
-    import gpu_bits
-
+    gpu_bits = load_script("gpu_bits", monkeypatch)
     tasks = list(dict.fromkeys(gpu_bits.planned(gpu_bits.Rows(False, None))))
     assert {case.mode for _, case in tasks[:16]} == {"bf16", "autocast"}
     assert {case.family for _, case in tasks[:16]} == set(gpu_bits.FAMILIES)
