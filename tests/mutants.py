@@ -157,6 +157,7 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT, imported: Sequenc
         if (count := len(mutant.places(root / PACKAGE))) != 1:
             found[mutant] = Result("to be stated again", f"its snippet occurs {count} times")
             print(f"!!! {mutant.name}: to be stated again: its snippet occurs {count} times: {mutant.fault}")
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its kernels run without a GPU
     for name in imported:
         importlib.import_module(name)
     gc.freeze()

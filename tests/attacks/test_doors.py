@@ -100,7 +100,7 @@ def test_data_parallel_counts_the_first_replica_of_the_first_step(device):
     found = []
     for _ in range(3):
         for replica in [replica_of(model) for _ in range(2)]:
-            replica(x).sum().backward()
+            replica(x[: 2 - len(found) % 2]).sum().backward()  # the last one has fewer rows
             found.append((report.step.nbytes_kept, report.step.nbytes_avoided))
     assert found == 6 * [expected] and expected[0] > 0
 

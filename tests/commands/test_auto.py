@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import yaml
+from torch.nn.modules.module import register_module_forward_hook
 
 from hf_memsave import MemSaveConfig, patch, unpatch
 from hf_memsave.cli import main
@@ -52,7 +53,10 @@ def test_auto_writes_or_prints_what_smart_finds_and_says_whether_it_is_exact(mem
 @pytest.mark.parametrize("how", [["--fast", "--max-batch", 2], ["--smart"]], ids=str)
 def test_auto_writes_nothing_where_stock_is_better(how, saved, tmp_path, capsys):
     line = ["auto", saved.folder, *how, "--memory", "1GiB", "--out", tmp_path / "plan.yaml", "--autocast", "bf16"]
-    assert main([*map(str, line)]) == 0
+    ran = []
+    handle = register_module_forward_hook(lambda *_: ran.append(torch.is_autocast_enabled("cpu")))
+    assert main([*map(str, line)]) == 0 and ran and all(ran)
+    handle.remove()
     output = capsys.readouterr().out
     assert "bf16 autocast" in output and "there is no configuration to write" in output
     assert not (tmp_path / "plan.yaml").exists()

@@ -1,6 +1,7 @@
 """``memsave``: sizes, options, what is written; ``plan`` writes a configuration, and what ``doctor`` prints is so."""
 
 import json
+import logging
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
@@ -19,6 +20,7 @@ from hf_memsave import MemSaveConfig, PlanError, commands, patch, plan
 from hf_memsave.cli import COMMANDS, main
 from hf_memsave.commands import arguments, doctor, options
 from hf_memsave.config.sizes import both, bytes_of, counted
+from hf_memsave.measure.lora import Lora
 from hf_memsave.measure.training import OPTIMIZERS
 from support.helpers import on_stand_in
 
@@ -149,9 +151,39 @@ def test_layers_are_those_of_every_stack_and_a_list_by_layer_has_as_many_entries
     assert len(getattr(asked[0], "layer_types", None) or range(3)) == 3
 
 
+#: Options of a step, and what is estimated or planned for.
+STEP = (
+    "--batch-size 3 --seq-len 8 --autocast fp16 --optimizer sgd --lora r=2,dora=true --quantized nf4 --checkpointing "
+    "--accumulation 5 --attention efficient --padded --holds-output --devices 4 --sharding fsdp"
+)
+ASKED = dict(
+    batch_size=3, seq_len=8, dtype=torch.float32, autocast=torch.float16, optimizer="sgd", lora=Lora(r=2, dora=True),
+    quantized="nf4", checkpointing=True, accumulation=5, attention="efficient", padded=True, holds_output=True,
+    devices=4, sharding="fsdp",
+)  # fmt: skip
+#: Command -> further options, and what they ask for.
+FURTHER = {
+    "estimate": ("--memory 1GiB --layers 2 --checkpoint gate --offload", dict(
+        memory=2**30, layers=2, memsave=MemSaveConfig(checkpoint="gate", offload=True))),
+    "plan": ("--budget 2GiB --main-memory 1GiB --memsave tempo", dict(
+        budget=2**31, main_memory=2**30, memsave=MemSaveConfig.preset("tempo"))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", FURTHER)
+def test_every_option_of_a_step_is_asked_for(command, gpt2, monkeypatch):
+    asked, (further, expected) = [], FURTHER[command]
+    name = f"hf_memsave.commands.{command}.{command}"
+    monkeypatch.setattr(name, lambda config, **options: asked.append(options) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main([command, str(gpt2), *STEP.split(), *further.split()])
+    assert asked == [ASKED | expected]
+
+
 def call_doctor(capsys, *argv: object) -> tuple[int, list[list[str]], str]:
     """Status, the words of each line of output, and errors."""
     status = main(["doctor", *map(str, argv)])
+    assert logging.root.manager.disable == 0 and not logging.getLogger("torch._subclasses.fake_tensor").disabled
     output, error = capsys.readouterr()
     return status, [line.split() for line in output.splitlines()], error
 

@@ -1,5 +1,6 @@
 """What a command cannot do is one line on stderr with a remedy in options, exit status 2, and nothing on stdout."""
 
+import contextlib
 import json
 import os
 import re
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 from hf_memsave.cli import main
+from hf_memsave.config import names
+from hf_memsave.errors import MeasureError
 from support.helpers import on_stand_in
 
 TINY = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 64}
@@ -154,6 +157,14 @@ print("loaded", {"torch", "transformers", "rich"} & set(sys.modules), time.proce
     for (line, message), error in zip(WRONG.items(), told, strict=True):
         assert re.search(rf"^memsave( {line.split()[0]})?: error: .*{message}", error), error
         assert not re.search(PYTHON, error)
+
+
+@pytest.mark.parametrize("found", [None, "the file"])
+def test_a_model_in_the_cache_asks_for_no_answer_of_the_hub(found, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: found)
+    monkeypatch.setattr(names, "hub_answers", lambda: False)
+    with pytest.raises(MeasureError, match="expected a model in") if found is None else contextlib.nullcontext():
+        names.refuse_unreachable("some/model")
 
 
 FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")

@@ -78,6 +78,8 @@ def test_the_picture_ends_at_the_peak(result):
         drawn = [patch.get_data() for patch in axes.patches]
         assert list(drawn[-1].values) == [moment.live for moment in memory.timeline.values()]
         assert all(list(above.baseline) == list(below.values) for below, above in pairwise(drawn))
+        heights = [(part.values - part.baseline)[drawn[-1].values.argmax()] for part in drawn]
+        assert heights == [getattr(memory, part) for part in PARTS]
         assert list(axes.lines[0].get_ydata()) == [memory.peak] and memory.peak <= axes.get_ylim()[1]
         assert f"peak {gib(memory.peak)}" in picture(result) and "limit" not in picture(result)
     assert "limit" in picture(dataclasses.replace(result, memory=OWN + result.stock.peak))

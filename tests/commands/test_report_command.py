@@ -1,7 +1,6 @@
 """``memsave report`` counts what a direct measurement does: of text, images, sound and any batch; and others run."""
 
 import json
-import re
 from collections import Counter
 
 import pytest
@@ -11,6 +10,7 @@ from transformers import AutoConfig
 from hf_memsave import MemSaveConfig, patch
 from hf_memsave.cli import main
 from hf_memsave.config.lora import Lora
+from hf_memsave.config.sizes import gib
 from hf_memsave.measure.inputs import inputs_of
 from hf_memsave.measure.training import Training
 from support.fake import directly
@@ -158,17 +158,18 @@ def test_report_equals_a_direct_measurement_at_full_depth(model_type, options, t
 
 @on_stand_in
 def test_report_prints_sites_table_and_how_it_was_measured(tmp_path, capsys):
-    assert main(["report", str(folder_of(tmp_path, "t5")), "--seq-len", "16"]) == 0
-    output = capsys.readouterr().out
+    command = ["report", str(folder_of(tmp_path, "t5")), "--seq-len", "16", "--json", str(tmp_path / "out.json")]
+    assert main(command) == 0
+    output, figures = capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())
     lines = {line.split()[0]: line.split() for line in output.splitlines() if line.strip()}
     assert ["patched", "20", "block", "T5Block"] in [line.split() for line in output.splitlines()]
     _, stock, unit, patched, other, freed = lines["all"]
     assert {unit, other} <= {"KiB", "MiB"} and freed.endswith("%")
     assert f"Kept for backward: {patched} {other}, where stock keeps {stock} {unit}: {freed} freed." in output
-    size = r"[\d.]+ [KM]iB"
-    for stack in ("encoder", "decoder"):
-        assert re.search(rf"A layer of the {stack} keeps {size} stock, {size} patched", output)
     text = " ".join(output.split())
+    for stack, field in (("encoder", "num_layers"), ("decoder", "num_decoder_layers")):
+        sizes = [gib(figures[column]["per_layer"][field]) for column in ("stock", "patched")]
+        assert sizes[0] != sizes[1] and "A layer of the {} keeps {} stock, {} patched".format(stack, *sizes) in text
     assert "T5ForConditionalGeneration, 3 + 17 layers, batch 2 x 16 tokens, bf16" in text
     assert "with 3 + 5 and 5 + 5 and 3 + 7 layers of full width (stock: 3 + 3 and 4 + 3 and 3 + 4); further" in text
 

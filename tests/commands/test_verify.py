@@ -1,11 +1,14 @@
 """``memsave verify``: equal where it is, and a planted difference is seen, named, and ends with status 1."""
 
 import json
+import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import AutoConfig, BertForSequenceClassification
 from transformers.models.bert import modeling_bert
@@ -14,7 +17,8 @@ import hf_memsave
 from hf_memsave.cli import main
 from hf_memsave.commands import inputs
 from hf_memsave.config.sizes import gib
-from hf_memsave.measure.inputs import read_batch
+from hf_memsave.measure import step
+from hf_memsave.measure.inputs import fitted, read_batch
 from hf_memsave.measure.step import compare_step
 from support.zoo import Size, build, config_of
 
@@ -45,8 +49,11 @@ def bert(tmp_path) -> Path:
 )  # fmt: skip
 def test_verify_of_a_config_is_equal(model, options, tmp_path, capsys):
     config_of(model, Size(layers=1)).save_pretrained(tmp_path)
+    ran = set()
+    handle = register_module_forward_hook(lambda *_: ran.add(torch.is_autocast_enabled("cpu")))
     status, output, error = verify(capsys, tmp_path / "config.json", *options)
-    assert (status, error) == (0, "")
+    handle.remove()
+    assert (status, error, ran) == (0, "", {model == "llama"})
     assert "random weights: input_ids [2, " in output and "Equal to the last bit: the loss and all " in output
     assert ("bf16 autocast" in output) == (model == "llama")
     assert ("deterministic algorithms" in output) == (model == "bert")
@@ -101,6 +108,13 @@ def test_the_same_batch_is_read_from_every_format(tmp_path):
         assert read.keys() == BATCH.keys() and all(torch.equal(read[key], BATCH[key]) for key in BATCH)
 
 
+def test_numbers_but_labels_are_in_the_dtype_of_the_weights():
+    labels = torch.tensor([0.1, 0.2])
+    batch = fitted(BATCH | {"labels": labels, "pixels": torch.ones(2), "return_loss": True}, nn.Linear(2, 2).half())
+    assert batch["labels"] is labels and batch["input_ids"] is IDS and batch["return_loss"] is True
+    assert batch["pixels"].dtype == torch.float16
+
+
 def test_verify_of_an_adapter_compares_its_gradients(tmp_path, capsys):
     peft = pytest.importorskip("peft")
     base = build("llama", Size(layers=1))
@@ -126,6 +140,23 @@ def test_verify_sees_a_wrong_gradient_and_names_a_write_as_a_possible_cause(bert
     assert output.count("bert.encoder") == 1 and "bert.encoder.layer.0.output.dense.weight 1." in output
     assert "expected equal bits" in error and "please report" in error
     assert "through NumPy or a pointer" in error and error.count("\n") == 1
+
+
+def test_of_the_gradients_that_differ_those_that_differ_most_are_shown(bert, capsys, monkeypatch):
+    patch, planted = step.patch, []
+
+    def wrong_patch(model, config):
+        for name, parameter in model.named_parameters():
+            if "output" in name and name.endswith("weight"):
+                planted.append(name)
+                parameter.register_hook(partial(torch.mul, 1 + len(planted)))
+        return patch(model, config)
+
+    monkeypatch.setattr(step, "patch", wrong_patch)
+    status, output, _ = verify(capsys, bert)
+    shown = re.findall(r"(bert\S+) (\d\.\d)", output.split("worst gradients")[1])
+    most = [(name, f"{len(planted) - i}.0") for i, name in enumerate(planted[::-1])]
+    assert status == 1 and len(most) > 2 and shown == most[:5]
 
 
 def test_an_op_without_a_deterministic_form_is_told(bert, capsys, monkeypatch):

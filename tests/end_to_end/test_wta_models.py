@@ -6,11 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import nn
 
 from hf_memsave import WTACRS, MemSaveConfig, PatchError, measure_kept, patch, unpatch
 from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.ops.sampled.batch import Tokens
 from hf_memsave.ops.sampled.norm_cache import NONZERO, ZERO
+from hf_memsave.ops.sampled.wta_crs import LAYER
 from hf_memsave.patching.sampled_layers import sampler_of
 from hf_memsave.patching.swap import patch_of
 from support.helpers import assert_same_bits, halved, only_on_cpu
@@ -211,6 +213,14 @@ def test_a_second_patch_keeps_the_cache_another_config_does_not_and_undo_leaves_
     assert {name: set(m.__dict__) for name, m in model.named_modules()} == before
     patch(model)
     assert sampler_of(model) is None
+
+
+def test_a_layer_has_one_name_under_every_wrapper(device):
+    names = []
+    for wrap in (lambda model: model, lambda model: nn.ModuleDict({"module": model}), nn.DataParallel):
+        patch(model := wrap(build("bert", SIZE).to(device)), MemSaveConfig(linear=SAMPLED))
+        names.append(sorted(m.__dict__[LAYER].name for m in model.modules() if LAYER in m.__dict__))
+    assert names[0] == names[1] == names[2] != []
 
 
 # What a backward tells the cache.

@@ -323,6 +323,17 @@ def test_a_weight_that_is_given_other_bytes_is_the_old_one_in_backward(ran):
     assert ran
 
 
+def test_second_derivatives_after_a_weight_was_given_other_bytes_are_refused(ran):
+    model = patched(reads(p=0.0, wants="norm"))
+    x = rows(model)
+    loss = model(x).sum()
+    parameter = model.get_parameter("base_model.model.k_proj.lora_A.default.weight")
+    parameter.data = parameter.data * 2
+    with pytest.raises(KeptTensorChangedError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, x, create_graph=True)
+    assert ran
+
+
 def test_a_mode_around_the_model_sees_peft(ran):
     class Doubles(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):

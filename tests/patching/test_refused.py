@@ -51,6 +51,19 @@ def test_a_refused_model_is_left_as_it_was(spoil, before, llama, monkeypatch):
     assert state_of(llama) == state
 
 
+@pytest.mark.parametrize("rung", ["gate", "block"])
+def test_linears_do_not_run_again_where_zero3_takes_their_weights_away(rung, llama):
+    for parameter in llama.parameters():
+        parameter.ds_id = 0
+    if rung == "block":
+        assert patch(llama, rung).patched
+        return
+    state = state_of(llama)
+    with pytest.raises(PatchError, match="checkpoint='gate': expected parameters that stay, got DeepSpeed ZeRO-3's"):
+        patch(llama, rung)
+    assert state_of(llama) == state
+
+
 def test_a_traced_part_is_refused():
     part = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).eval()
     for traced in (torch.jit.trace(part, torch.randn(2, 4)), torch.fx.symbolic_trace(part)):

@@ -68,6 +68,30 @@ def test_what_is_kept_instead_of_a_tensor_is_less_avoided(device):
     assert report.step.nbytes_avoided == stock - kept > stock / 2
 
 
+class Sublayer(nn.Module):
+    """Of the kinds that a block has: an MLP, a dropout, a residual and a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.act, self.dropout, self.down = nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.5), nn.Linear(32, 8)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        return self.norm(x + self.down(self.dropout(self.act(self.up(x))))).view(-1).square()
+
+
+def test_a_kind_is_that_of_the_op_that_made_what_is_kept(device):
+    only_on_cpu(device, "this count of bytes")
+    model = Sublayer()
+    report = patch(model)
+    model(random(16, 8)).sum().backward()
+    kept, avoided = (report.step.by_kind(what) for what in ("kept", "avoided"))
+    wide, narrow, bits = 16 * 32 * 4, 16 * 8 * 4, 16 * 32 // 8
+    del kept["other"]
+    assert kept == {"activations": wide, "residual sums": narrow, "norms": 16 * 2 * 4, "dropout masks": bits}
+    assert avoided == {"dropouts": wide, "dropout masks": wide - bits, "norms": narrow}
+
+
 def test_kinds_add_up_the_most_first(llama):
     report = patch(llama)
     step(llama, batch_for(llama))
@@ -194,9 +218,16 @@ def test_a_model_where_little_is_avoided_gets_one_warning_that_says_where_its_by
     assert "most of it linear layers " in message and "Linears" in message
 
 
-@pytest.mark.parametrize(("family", "is_warned_of"), [("phi", True), ("llama", False)])
-def test_everything_left_to_stock_is_no_error_and_warned_of_where_nothing_is_avoided(family, is_warned_of, said):
+@pytest.mark.parametrize(
+    ("family", "checkpointing", "is_warned_of"), [("phi", False, True), ("phi", True, False), ("llama", False, False)]
+)
+def test_everything_left_to_stock_is_no_error_and_warned_of_where_nothing_is_avoided(
+    family, checkpointing, is_warned_of, said
+):
+    """But where the caller's checkpointing decides what is kept."""
     model = build(family)
+    if checkpointing:
+        enable_checkpointing(model)
     patch(model, dict.fromkeys(("norm", "activation", "dropout", "attention", "lora"), "stock") | {"frozen": False})
     for _ in range(2):
         step(model, batch_for(model))

@@ -73,6 +73,8 @@ def counted(model, config, batch, context=contextlib.nullcontext):
         report = patch(model, config)
         kept = measure_kept(model, batch).total
         model(**batch)
+        # As they were.
+        assert torch.is_autocast_cache_enabled() and not logging.getLogger("torch._subclasses.fake_tensor").disabled
         return stock, kept, report.step
 
 

@@ -17,7 +17,8 @@ from hf_memsave.count.peak import count_peak
 from hf_memsave.errors import PlanError
 from hf_memsave.measure.figures import CONTEXT, WORKSPACES
 from hf_memsave.measure.lora import Lora
-from hf_memsave.planner.budget import _longest
+from hf_memsave.planner import budget as module
+from hf_memsave.planner.budget import _longest, plan_for
 from hf_memsave.planner.plan import plan
 from support import rows
 from support.helpers import on_stand_in
@@ -70,6 +71,21 @@ def test_a_trainer_plans_for_its_own_batch_and_its_step_stays_within_the_budget(
     batch = collate([{"input_ids": [3] * LONGEST}] * BATCH)
     peak = count_peak(lambda: model(**batch).loss.backward()).peak
     assert peak + sum(p.nbytes for p in model.parameters()) <= 1.03 * (budget - CONTEXT - WORKSPACES)
+
+
+def test_a_step_is_planned_as_the_trainer_takes_it(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(module, "plan", lambda model, **step: asked.append(step))
+    lora = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], use_dora=True)
+    args = arguments(tmp_path, optim="adafactor", gradient_accumulation_steps=3, gradient_checkpointing=True, bf16=True)
+    batches = torch.utils.data.DataLoader(samples(), collate_fn=collate)
+    plan_for(MemSaveConfig(budget="24GiB", norm="stock"), get_peft_model(llama(), lora), args, batches)
+    assert asked == [dict(
+        budget="24GiB", memsave=MemSaveConfig(norm="stock"), batch_size=BATCH, seq_len=LONGEST, padded=True,
+        dtype=torch.bfloat16, autocast=torch.bfloat16, optimizer="adafactor", accumulation=3,
+        lora=Lora(r=4, alpha=8, dropout=0.1, targets="q_proj+v_proj", dora=True), quantized=None, checkpointing=True,
+        attention="flash", devices=1, sharding="ddp",
+    )]  # fmt: skip
 
 
 class Drawing(torch.utils.data.Dataset):

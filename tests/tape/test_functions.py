@@ -22,7 +22,7 @@ from hf_memsave.tape.functions import CHEAP, MAY_ALIAS, NEW, NEW_FUNCTIONAL, nam
 from hf_memsave.tape.tensors import leaves
 from support.examples import Arguments, calls_of, consumed, name_of
 from support.helpers import LAYOUTS, assert_same_bits, laid, only_on_cpu, random, taping
-from support.tapes import is_remade
+from support.tapes import is_remade, sources_of
 
 CALLS = [c for f, handler in CHEAP.items() if not getattr(handler, "is_write", False) for c in calls_of(f)]
 #: How each is called: every dtype, every layout, and arguments that want no gradient.
@@ -314,6 +314,26 @@ def test_what_autocast_converts_on_a_processor_is_remade_in_the_dtype_that_it_ha
             handle = tape.pack(y)
         assert is_remade(handle) and handle.get().dtype == y.dtype
         assert torch.equal(handle.get(), y)
+
+
+@pytest.mark.parametrize("convert", [Tensor.type_as, Tensor.to], ids=name_of)
+def test_of_a_tensor_that_is_there_for_its_dtype_nothing_is_held(device, convert):
+    x, other = random(4, 6, device=device), random(8, 6, device=device).bfloat16()
+    with taping(inputs=[x]) as tape:
+        handle = tape.pack(convert(x, other))
+    assert is_remade(handle) and [source.data_ptr() for source in sources_of(handle)] == [x.data_ptr()]
+    assert_same_bits(handle.get(), x.bfloat16())
+
+
+@pytest.mark.parametrize("make", [torch.zeros, torch.ones, lambda size: torch.full(size, 2.0)])
+def test_numbers_are_made_again_on_the_device_that_they_were_on(make):
+    with taping() as tape:
+        made = make((4, 6))
+        handle = tape.pack(made)
+    with torch.device("meta"):
+        again = handle.get()
+    assert is_remade(handle)
+    assert_same_bits(again, made)
 
 
 class Packed(nn.Module):

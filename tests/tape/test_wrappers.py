@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave import MemSaveConfig, measure_kept, patch
 from hf_memsave.count.kept import storages
+from hf_memsave.errors import KeptTensorChangedError
 from hf_memsave.tape import offload
 from hf_memsave.tape.offload import Away, Offload
 from hf_memsave.tape.tensors import is_plain
@@ -216,6 +217,16 @@ def test_gradients_through_a_wrapper_are_stocks(make, setting, monkeypatch):
     moved, ours = gradient(around or contextlib.nullcontext)
     assert_same_bits(ours, stock)
     assert (moved > 0) == (make is Told and setting in ("offload", "under a hook"))
+
+
+def test_a_write_through_a_wrapper_after_the_forward_is_told():
+    p = nn.Parameter(torch.linspace(-1, 1, 64).view(4, 16))
+    model, x = Attack(lambda model, x: (model.p * x).tanh(), p=p), Told(torch.linspace(-2, 2, 64).view(4, 16))
+    patch(model)
+    y = model(x)
+    x.mul_(2)
+    with pytest.raises(KeptTensorChangedError, match="modified by an inplace operation"):
+        y.backward(Told(torch.ones(4, 16)))
 
 
 def parallel(mesh):

@@ -130,6 +130,12 @@ def test_inverted_runs_backward_twice_and_again_but_not_double_nor_after_a_write
         y.sum().backward()
 
 
+def test_an_activation_that_was_made_another_since_has_its_own_slope(device, value):
+    op, x = swapped(activations.GELUActivation(), "activation", value), random(3, 8, device=device)
+    op.act = torch.tanh
+    assert_same_result(run(op, [x], tape=True), run(torch.tanh, [x]))
+
+
 @pytest.mark.parametrize("kind", ["gelu", "new_gelu"])
 def test_inverted_under_autocast(device, kind, value):
     low, leaf = torch.bfloat16, random(3, 8, dtype=torch.bfloat16, device=device).requires_grad_()

@@ -17,6 +17,7 @@ from hf_memsave.arch import fused_of
 from hf_memsave.arch.versions import enable_checkpointing
 from hf_memsave.measure.fake_device import fake_device, to_fake
 from hf_memsave.ops.fused import dropout_norm, lora
+from hf_memsave.ops.fused import kernels as kernels_file
 from hf_memsave.ops.fused.kernels import kernels
 from support.helpers import assert_same_bits, random
 from support.kernels import SMALL, TRITON, distance, interpreted, rounding, same, step  # noqa: F401
@@ -113,6 +114,28 @@ def test_dropouts_that_are_left_to_stock_draw_as_stock(name, options, is_again, 
     stock = step(model)
     patch(model, MemSaveConfig(backend="triton", **options))
     assert distance(step(model), stock) < 1e-5
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["bert", "llama+lora"])
+def test_what_goes_into_a_graph_draws_as_stock(name, device, monkeypatch):
+    """Else it would drop the same at each replay."""
+    model = model_of(name, device)
+    stock = step(model)
+    patch(model, TRITON)
+    monkeypatch.setattr(kernels_file, "is_capturing", lambda device: True)
+    assert distance(step(model), stock) < 1e-5
+
+
+@interpreted
+def test_an_adapter_for_each_row_is_that_which_the_caller_names(device):
+    model = model_of("llama+lora", device)
+    model.add_adapter("two", LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    stock = copy.deepcopy(model.eval())
+    patch(model, TRITON)
+    batch = batch_for(model, SMALL)
+    found = [one(**batch, adapter_names=["two", "__base__"]).logits for one in (model, stock)]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 @interpreted
@@ -246,6 +269,20 @@ def test_a_residual_that_is_not_the_last_norms_output_is_added_itself(device, be
         for mine, theirs in zip(of_sublayers(ours, device), of_sublayers(model, device), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0.05, atol=0.02 * float(theirs.abs().amax()))
     assert True not in summed
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_the_other_part_of_a_norm_that_is_half_frozen_gets_its_gradient(device, name):
+    model, found = Sublayers().to(device), []
+    for norm in (model.first.LayerNorm, model.second.LayerNorm):
+        getattr(norm, name).requires_grad_(False)
+    ours = copy.deepcopy(model)
+    patch(ours, TRITON)
+    for one in (ours, model):
+        one(random(3, 8, 16, device=device)).cos().sum().backward()
+        found.append({name: p.grad for name, p in one.named_parameters() if p.requires_grad})
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 def test_a_first_residual_in_16_bits_is_added_itself():

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import grad
+from transformers import BertConfig
+from transformers.models.bert.modeling_bert import BertSelfOutput
 
 from hf_memsave.ops.fused import joint
 from support import steps
@@ -161,6 +163,27 @@ def test_a_residual_is_where_the_sum_begins(device, added, dropout):
         exact = gradients(copy.deepcopy(model).double(), None)
         ratios = [a / b for a, b in zip(far(together, exact), far(gradients(model), exact), strict=True) if b]
         assert sum(ratios) / len(ratios) < 1
+
+
+class Early(nn.Module):
+    """A residual is added before the last linear takes it, whose product so comes first in backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(24, 24), nn.Linear(24, 24)
+        self.norm = BertSelfOutput(BertConfig(hidden_size=24, hidden_dropout_prob=0.0))
+
+    def forward(self, x):
+        y = self.norm(self.first(x).tanh(), x)
+        return y + self.last(x)
+
+
+def test_a_residual_adds_to_what_products_have_added_up(device, x, added):
+    model = Early().to(device)
+    ours = patched(model)
+    for _ in range(3):
+        assert_near(step(ours, x, device), step(model, x, device))
+    assert added[-3:] == [True] * 3
 
 
 def test_hooks_of_a_module_change_what_it_gives(device, x):

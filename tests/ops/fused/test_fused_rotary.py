@@ -4,6 +4,7 @@ import copy
 import functools
 import importlib
 import inspect
+import types
 from functools import partial
 
 import pytest
@@ -41,12 +42,12 @@ def inputs(device, dtype, of_tables=None, dim=1, tables=2, width=8, is_transpose
 
 
 def turned(function, tensors, dim):
-    """Queries and keys, turned; and their gradients for some that come in."""
+    """Queries and keys, turned; and for some gradients that come in theirs, and those of tables that learn."""
     q, k = (x.detach().requires_grad_() for x in tensors[:2])
     found = function(q, k, *tensors[2:], unsqueeze_dim=dim)
     torch.manual_seed(9)
     incoming = [torch.randn(x.shape).to(x) for x in found]
-    return [*found, *torch.autograd.grad(found, (q, k), incoming)]
+    return [*found, *torch.autograd.grad(found, (q, k, *(x for x in tensors[2:] if x.requires_grad)), incoming)]
 
 
 @interpreted
@@ -127,9 +128,13 @@ def test_a_class_is_known_by_the_code_that_its_forward_calls(monkeypatch):
         assert op(name, cls) == "fused_rotary"
     for name, cls in [("olmo2", "Olmo2Attention"), ("cohere", "CohereAttention"), ("bert", "BertSelfAttention")]:
         assert op(name, cls) is None  # in the dtype of the tables; of neighbours, not of halves; none
-    monkeypatch.setattr(modeling("qwen2"), "rotate_half", lambda x: -x)
-    fused._fused_of.cache_clear()
-    assert op("qwen2", "Qwen2Attention") is None
+    halves = modeling("qwen2").rotate_half
+    constants = tuple(4 if constant == 2 else constant for constant in halves.__code__.co_consts)
+    quarters = types.FunctionType(halves.__code__.replace(co_consts=constants), halves.__globals__)
+    for other in (lambda x: -x, quarters):
+        monkeypatch.setattr(modeling("qwen2"), "rotate_half", other)
+        fused._fused_of.cache_clear()
+        assert op("qwen2", "Qwen2Attention") is None
     fused._fused_of.cache_clear()
 
 

@@ -375,6 +375,13 @@ def test_where_logits_are_stocks(ours, monkeypatch):
         assert type(asked(ours)[0]) is torch.Tensor
 
 
+def test_a_hook_on_the_head_is_given_logits(ours):
+    seen = []
+    ours.lm_head.register_forward_hook(lambda module, args, logits: seen.append(type(logits)))
+    assert type(asked(ours)[0]) is torch.Tensor
+    assert seen == [torch.Tensor]
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
 def test_labels_that_stock_refuses_are_refused(dtype, ours):
     batch = batch_for(ours, Size())

@@ -259,6 +259,21 @@ def test_tokens_are_where_a_layer_is():
     assert cache.predict("layer", batch, tokens).is_meta
 
 
+def test_cross_attention_of_an_encoder_as_long_as_the_decoder_has_the_encoders_tokens():
+    hidden = random(2, 8, 4)
+    batch = Batch(0, Tokens(random(2, 8) > 0), other=Tokens(random(2, 8, seed=1) > 0))
+    batch.other_storage = hidden.untyped_storage()._cdata
+    assert batch.tokens(hidden) is batch.other and batch.tokens(random(2, 8, 4)) is batch.own
+
+
+def test_a_batch_that_ends_keeps_the_masks_alone_of_what_is_not_known_outside():
+    outside, inside = Batch(0, Tokens(random(2, 8) > 0)), Tokens(random(2, 6) > 0)
+    for tokens in (outside.own, inside):
+        assert tokens.from_end.shape == tokens.mask.shape
+    Batch(0, outside.own, other=inside).forget(outside)
+    assert "from_end" in vars(outside.own) and vars(inside).keys() == {"mask", "share"}
+
+
 # Which samples a batch has: by their column of indices, or by what they contain.
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hf_memsave import WTACRS, MemSaveConfig, PatchError, patch
+from hf_memsave.ops.sampled import eager_attention
 from hf_memsave.ops.sampled.sampler import Layer, Sampler
 from hf_memsave.ops.sampled.wta_crs import LAYER
 from hf_memsave.ops.sampled.wta_matmul import wta_matmul
@@ -179,6 +180,20 @@ def test_sampled_attention_leaves_the_loss_alone_and_eval_exact_and_is_reported_
     report.undo()
     assert state_of(model) == before
     assert_same(step(model, batch), expected)
+
+
+def test_each_product_of_an_attention_draws_under_a_name_of_its_own(device, monkeypatch):
+    drawn = []
+
+    def sampled(a, b, layer, name):
+        drawn.append(name)
+        return wta_matmul(a, b, layer, name)
+
+    monkeypatch.setattr(eager_attention, "wta_matmul", sampled)
+    model = eager("bert", device=device)
+    patch(model, MemSaveConfig(linear=SMALL))
+    step(model, batch_for(model))
+    assert drawn == ["product 1", "product 2"] * 2
 
 
 def test_sampled_attention_refuses_what_it_cannot_patch(device):
