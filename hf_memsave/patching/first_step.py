@@ -54,12 +54,12 @@ def trained_in(model: nn.Module) -> int:
     return hash(tuple([p is not None and p.requires_grad for p in parameters]))
 
 
-def waiting(module: nn.Module) -> Ledger | None:
+def waiting(module: nn.Module, trained: int) -> Ledger | None:
     """The ledger that waits for the next forward of ``module``; that of its first step once more, if others train."""
     own = module.__dict__
     ledger, step = own.get(LEDGER), own.get(FIRST)
     if ledger is None and step is not None and 0 < len(step.told) < _MOST and module.training and not is_measuring():
-        if trained_in(module) not in step.told:
+        if trained not in step.told:
             vars(step).update(vars(Ledger()), told=step.told)
             ledger = own[LEDGER] = step
     return ledger

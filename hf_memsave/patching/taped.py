@@ -32,16 +32,16 @@ from hf_memsave.ops.op import is_parametrized
 from hf_memsave.ops.sampled.sampler import INDEX, Sampler
 from hf_memsave.patching.blocks import head_of
 from hf_memsave.patching.checkpointed import runs_again, weights_in, with_cache
-from hf_memsave.patching.first_step import FIRST, LEDGER, tell, waiting
+from hf_memsave.patching.first_step import FIRST, LEDGER, tell, trained_in, waiting
 from hf_memsave.patching.sharded import frees_after_forward, mark_of
 from hf_memsave.tape import Tape, clear_leftovers, current, has_leftovers, hooks_work, private, table_without
 from hf_memsave.tape.codecs import CODERS, Coders, Encoder, leave_alone
 from hf_memsave.tape.content import BUFFER, MARK
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.offload import Offload
-from hf_memsave.tape.price import Decisions
+from hf_memsave.tape.price import Calls
 from hf_memsave.tape.private import checkpoint_frame, function_in_backward, innermost_hooks
-from hf_memsave.tape.tensors import tensors_in
+from hf_memsave.tape.tensors import is_plain, tensors_in
 
 #: Where a block finds the :class:`~hf_memsave.ops.sampled.sampler.Sampler` of the sampled linears in it.
 SAMPLER = "_memsave_sampler"
@@ -56,8 +56,8 @@ BATCH = "_memsave_batch"
 Forward = Callable[..., Any]
 Settings = tuple[Mapping[Any, Any], str, Coders]
 _ALONE = contextlib.nullcontext()
-#: What the tapes of each module have decided.
-DECIDED: weakref.WeakKeyDictionary[nn.Module, Decisions] = weakref.WeakKeyDictionary()
+#: Of each module, the calls of earlier forwards (:class:`~hf_memsave.tape.price.Calls`).
+CALLS: weakref.WeakKeyDictionary[nn.Module, dict[int, dict[int, int]]] = weakref.WeakKeyDictionary()
 
 
 @lru_cache(1024)
@@ -132,13 +132,15 @@ def _lay(module: nn.Module, settings: Settings, config: MemSaveConfig, forward: 
         codec = Encoder(config.storage, index, forward_number)
     # A foreign hook outside is that of a checkpoint, which holds what the block is called with. A batch is not held:
     # Trainer lets go of it before backward, and a collator may fill the same tensors again.
-    held = list(tensors_in((*args, *kwargs.values()))) if innermost_hooks() is not None else []
-    decided = DECIDED.setdefault(module, Decisions())
-    ledger = _before_forward(module, tensors_in((*args, *kwargs.values())))
+    given = list(tensors_in((*args, *kwargs.values())))
+    held = given if innermost_hooks() is not None else []
+    trained, sizes = trained_in(module), [x.numel() for x in given if is_plain(x)]
+    calls = Calls(CALLS.setdefault(module, {}), *map(id, settings), codec is None, module.training, trained, *sizes)
+    ledger = _before_forward(module, given, trained)
     told = _told_within(module, kwargs) if ledger is None and innermost_hooks() is not None else ledger
     cached = with_cache(module, kwargs) if config.checkpoint in WHOLE else contextlib.nullcontext()
     offload = Offload() if config.offload and innermost_hooks() is None else None  # where there is no foreign hook
-    new = Tape(*settings, codec, held, told, decided, mark_of(module, config.checkpoint), offload)
+    new = Tape(*settings, codec, held, told, calls, mark_of(module, config.checkpoint), offload)
     try:
         with cached, divided_by(kwargs.get("num_items_in_batch")), new as tape:
             tape.again = weights_in(module) if config.checkpoint else []
@@ -171,14 +173,14 @@ def _head_below(module: nn.Module) -> nn.Module | None:
     return head_of(next((m for m in module.modules() if isinstance(m, PreTrainedModel)), module))
 
 
-def _before_forward(module: nn.Module, given: Iterable[Tensor]) -> Ledger | None:
+def _before_forward(module: nn.Module, given: Iterable[Tensor], trained: int) -> Ledger | None:
     """Mark the buffers, which ``.to()`` has replaced since; the ledger that waits for this forward of ``given``."""
     own = module.__dict__
     for owner, name in own.get(BUFFERS, ())[:1]:
         buffer = owner._buffers.get(name)
         if buffer is not None and getattr(buffer.untyped_storage(), MARK, None) is not BUFFER:
             mark_buffers(module)
-    if (ledger := waiting(module)) is None:
+    if (ledger := waiting(module, trained)) is None:
         return None
     if checkpoint_frame()[0] is not None or function_in_backward() is not None:
         ledger.uncounted = "it runs within gradient checkpointing, which keeps its arguments alone until it runs again"

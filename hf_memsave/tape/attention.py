@@ -150,7 +150,7 @@ def _repeated_from(tape: Tape, x: Tensor) -> Tensor | None:
     content = tape.content_of(x)
     if content is None or content.func is not Tensor.reshape or content.is_weak or not content.is_of(x):
         return None
-    tape.plan.asked.add(content.made)
+    tape.calls.used.add(content.made)
     once, version = content.seen[0]
     if 0 not in once.stride() or not x.is_contiguous() or x.numel() != once.numel():  # or x is a view of the copy
         return None
@@ -180,7 +180,7 @@ def _made_before(tape: Tape, mask: Tensor) -> Tensor:
     content = tape.content_of(mask)
     if content is None or content.func is None or content.is_kept or not content.is_of(mask):
         return mask
-    tape.plan.asked.add(content.made)
+    tape.calls.used.add(content.made)
     _, made, version = tape.memo.get(_identity(tape, mask, mask._version), (None, mask, mask._version))
     theirs = tape.content_of(made)
     return mask if theirs is None or theirs.is_unversioned or made._version != version else made
@@ -198,7 +198,7 @@ def _identity(tape: Tape, x: Tensor, version: int, depth: int = 4) -> Any:
         return tape.memo[address][0]
     identity: Any = address
     if content.func is not None and is_its and depth:
-        tape.plan.asked.add(content.made)
+        tape.calls.used.add(content.made)
         versions = {id(argument): seen for argument, seen in content.seen}
         kwargs = content.kwargs or {}
         made = [_same(tape, a, versions, depth - 1) for a in (*content.args, *kwargs.values())]

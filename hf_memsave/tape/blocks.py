@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 
 from hf_memsave.tape.content import BUFFER, Content, Ghost, Handle, Ticket, added, alive, mapped
-from hf_memsave.tape.price import EVEN, NEVER, NO, SPAN, TINY, YES, Plan, is_available, is_near, may_change
+from hf_memsave.tape.price import SPAN, is_available, is_near, may_change
 from hf_memsave.tape.private import no_modes
 from hf_memsave.tape.store import Store
 from hf_memsave.tape.tensors import CONSTANT, tensors_in
 
-#: So small a part of a tensor is held while it is open whether that can be remade from it.
-SMALL = 64
+#: So small a part of a tensor, or so few bytes, is held while it is open whether that can be remade from it.
+SMALL, TINY = 64, 64
 
 Refs = list[weakref.ref[Content]]
+Take = Callable[[Tensor, Content], Handle]
 #: Where an input can be had for nothing: a tensor, a content, or a call with such a list for its own inputs.
 Source = Tensor | Content | tuple[Content, list[Any]]
 
@@ -44,7 +45,7 @@ class Blocks:
             for tensor in tensors_in(inputs):
                 _anchor(store, tensor, 0, store.block)
 
-    def end(self, store: Store, plan: Plan, take: Callable[[Tensor, Content], Handle], outputs: Iterable[Any]) -> None:
+    def end(self, store: Store, used: set[int], take: Take, outputs: Iterable[Any]) -> None:
         """The block hands on ``outputs``."""
         with no_modes():
             handed_on: dict[Content, None] = {}
@@ -57,7 +58,7 @@ class Blocks:
                     setattr(storage, store.mark, weakref.ref(content))
             for content in alive(kept):
                 if content.seen is not None:
-                    sweep(store, plan, take, content)
+                    sweep(store, used, take, content)
                     content.forget()
             for content in alive(calls):
                 content.forget()
@@ -70,12 +71,9 @@ class Blocks:
             store.block += 1
             store.empty_casts()
 
-    def weaken(self, store: Store, plan: Plan, content: Content, nbytes: int) -> None:
+    def weaken(self, store: Store, content: Content, nbytes: int) -> None:
         """The tensor is kept: hold what it was made from no more, but know it again if others keep it too."""
-        if plan.decided[content.key] == NEVER:
-            content.forget()
-            return
-        _weaken(store, plan, content, content, nbytes, 1)
+        _weaken(store, content, content, nbytes, 1)
         content.is_weak = True
         self.kept.append(weakref.ref(content))
         ghosts = [x for x, _ in content.seen if type(x) is Ghost]
@@ -115,7 +113,7 @@ def _gather(store: Store, x: Tensor, found: dict[Content, None]) -> None:
                 store.copy_of(argument)  # while it is there
 
 
-def _weaken(store: Store, plan: Plan, of: Content, into: Content, nbytes: int, depth: int) -> None:
+def _weaken(store: Store, of: Content, into: Content, nbytes: int, depth: int) -> None:
     """Give ``into`` the call of ``of``, with ghosts that remember how they were made, ``depth`` steps back.
 
     What is small beside its tensor of ``nbytes``, such as a row's mean, stays: until the sweep.
@@ -134,10 +132,10 @@ def _weaken(store: Store, plan: Plan, of: Content, into: Content, nbytes: int, d
         elif theirs.owner is not None and storage.nbytes() > small and not theirs.is_kept:
             weak = Ghost(theirs, x)
             if depth and theirs.seen is not None and theirs.is_of(x):
-                plan.asked.add(theirs.made)
                 call = weak.call = Content(store.lock)
-                call.stride, call.dtype, call.nbytes = theirs.stride, theirs.dtype, storage.nbytes()
-                _weaken(store, plan, theirs, call, call.nbytes, depth - 1)
+                call.made, call.stride, call.dtype = theirs.made, theirs.stride, theirs.dtype
+                call.nbytes = storage.nbytes()
+                _weaken(store, theirs, call, call.nbytes, depth - 1)
         found.append(weak)
         return weak
 
@@ -147,22 +145,14 @@ def _weaken(store: Store, plan: Plan, of: Content, into: Content, nbytes: int, d
     into.func, into.args, into.seen = func, args, list(zip(found, versions, strict=True))
 
 
-def sweep(store: Store, plan: Plan, take: Callable[[Tensor, Content], Handle], content: Content) -> None:
+def sweep(store: Store, used: set[int], take: Take, content: Content) -> None:
     """What was kept before it was known that others keep all it was made from is remade from there."""
     if store.outer is not None or content.tensor is None:
         return
     found = _sources(store, content)
-    decision = plan.decided[content.key]
-    if found is None or found[1] > store.most_work:
-        if decision in (NO, EVEN):
-            plan.learn(content.key, NEVER)
-        return
-    if not content.is_of(content.tensor):  # written to before it was kept
-        return
-    # Else a forward that goes on otherwise would keep more than stock; and the next one need not wait for this.
-    if decision == EVEN and not any(type(source) is tuple for source in found[0]):
-        plan.learn(content.key, YES)
-    _remake(store, take, content, found[0])
+    is_its = content.is_of(content.tensor)  # else it was written to before it was kept
+    if found is not None and found[1] <= store.most_work and is_its:
+        _remake(store, used, take, content, found[0])
 
 
 def _sources(store: Store, content: Content) -> tuple[list[Source], int] | None:
@@ -193,8 +183,9 @@ def _sources(store: Store, content: Content) -> tuple[list[Source], int] | None:
 
 
 @torch.no_grad()
-def _remake(store: Store, take: Callable[[Tensor, Content], Handle], content: Content, sources: list[Source]) -> None:
+def _remake(store: Store, used: set[int], take: Take, content: Content, sources: list[Source]) -> None:
     left = iter(sources)
+    used.add(content.made)
     content.work, content.depth, content.first, content.make = 1, 1, store.block, content.func
 
     def handle(x: Any) -> Handle:
@@ -203,7 +194,7 @@ def _remake(store: Store, take: Callable[[Tensor, Content], Handle], content: Co
             return take(x, content)
         if isinstance(source, tuple):
             source, inner = source
-            _remake(store, take, source, inner)
+            _remake(store, used, take, source, inner)
         else:
             source.readers = added(source.readers, content)
         content.builds_on(source)

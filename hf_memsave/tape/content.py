@@ -46,7 +46,7 @@ class Content(Handle):
     """
 
     __slots__ = (
-        "func", "args", "kwargs", "seen", "made", "key", "tensor", "at", "make", "inputs", "named", "view", "is_lent",
+        "func", "args", "kwargs", "seen", "made", "tensor", "at", "make", "inputs", "named", "view", "is_lent",
         "is_lossy", "is_kept", "nbytes_code", "work", "depth", "first", "reads", "uses", "users", "left", "task",
         "out", "out_version", "stream", "version", "dtype", "stride", "nbytes", "is_input", "is_weak", "is_sharded",
         "is_brief", "is_activation", "is_unversioned", "readers", "parts", "others", "remakes", "views", "owner",
@@ -60,7 +60,7 @@ class Content(Handle):
         self.args: Any = ()
         self.kwargs: Any = None
         self.seen: Any = None
-        self.made = self.key = 0  # of the call, alike in every forward that does alike; of the decision to keep it
+        self.made = 0  # the number of the call, alike in every forward that does alike
 
         # Where it is.
         self.tensor: Tensor | None = None

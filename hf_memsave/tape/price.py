@@ -1,9 +1,8 @@
-"""What it costs to have a tensor in backward, and what has been decided about it.
+"""What it costs to have a tensor in backward, and which calls it is of no use to record.
 
 A :class:`Price` is a number of new bytes and of functions to run: each tensor that one was made from is kept already,
-or remade in turn, or kept now, whichever is less. A :class:`Plan` remembers what was decided, for a model does the same
-at every step: of a question, by all that has happened in the forward until then, whether it pays to remake the tensor;
-and of a call, whether it was ever asked how its result was made. It is a cache: without it the same bytes are kept.
+or remade in turn, or kept now, whichever is less. :class:`Calls` numbers the calls of one forward: of those that two
+forwards had no use for, the next ones keep no record, so that their arguments die as early as in stock.
 """
 
 from __future__ import annotations
@@ -26,16 +25,12 @@ MOST_DEPTH = 64
 #: How many blocks back a tensor may be remade from. A chain through all of them (an fp32 residual sum, remade from the
 #: sum before it) would cost a step's time, and its peak.
 SPAN = 2
-#: Bytes that are not worth a question.
-TINY = 64
 #: Conversions: what a parameter is converted to, its own module needs, so the parameter is there in backward.
 CASTS = frozenset({Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double})
-#: Of a question: it pays; it does not; nor does a sweep find all that it was made from; it does not, but costs no more.
-YES, NO, NEVER, EVEN = 1, 2, 3, 7
-#: Of a call: it was asked how its result was made; it was not in one forward; nor in the next.
-ASKED, ONCE, UNASKED = 4, 5, 6
-#: How many forwards that differ, and how many decisions, each of two generations remembers.
-MOST_FORWARDS, MOST_DECIDED = 64, 2**15
+#: Forwards that had no use for the record of a call, after which there is none.
+UNUSED = 2
+#: Signatures of forwards, and calls of each, that are remembered.
+MOST_SIGNATURES, MOST_CALLS = 64, 2**15
 
 New = dict[int, int]
 
@@ -99,92 +94,35 @@ class Price:
         return {key: x.numel() * x.itemsize} if is_copied(x, content, func) and not content.is_brief else {}
 
 
-class Decisions(dict[int, int]):
-    """What the forwards of one module have decided and learned, but for those that differ from all of the last.
+class Calls:
+    """Number the calls of one forward, and remember across forwards which of them are recorded for nothing.
 
-    What is found among the earlier ones moves to the later ones. Those become the earlier ones when there are enough,
-    and only where a forward ends, so that what belongs to one is forgotten together: a batch of another length asks
-    all its questions under other numbers.
+    A call is known by the forward's signature (settings, what is trained, sizes of inputs) and by the sizes of all that
+    was made before it. The forwards of a module share ``seen``: signature -> call -> how many of them had no use for
+    it; below zero once one had. It is of use where a tensor is made again by it, or what is kept depends on its price.
     """
 
-    def __init__(self) -> None:
-        self.earlier: dict[int, int] = {}
-        self.forwards = self.known = 0
+    def __init__(self, seen: dict[int, dict[int, int]], *signature: Any) -> None:
+        self.state = hash(signature)
+        self.made: list[int] = []  # the numbers of all calls that were recorded
+        self.used: set[int] = set()
+        known = seen.pop(self.state, None)
+        self.known = seen[self.state] = {} if known is None else known  # the latest stand last
+        if len(seen) > MOST_SIGNATURES:
+            seen.pop(list(seen)[0], None)
 
-    def __missing__(self, key: int) -> int | None:
-        found = self.earlier.get(key)
-        if found is not None:
-            self[key] = found
-        return found
+    def next(self, size: int) -> int:
+        """Return the number of the call that makes so many elements now."""
+        self.state = hash((self.state, size))
+        return self.state
 
-    def end_forward(self) -> None:
-        """Count a forward that brought anything, and forget the earlier ones if these are enough."""
-        self.forwards += len(self) > self.known
-        if self.forwards >= MOST_FORWARDS or len(self) >= MOST_DECIDED:
-            self.earlier, self.forwards = dict(self), 0
-            self.clear()
-        self.known = len(self)
-
-
-class Plan:
-    """One forward's way through the decisions of its module: a call or question is known by all that came before."""
-
-    def __init__(self, decided: Decisions) -> None:
-        self.decided = decided
-        self.state = self.calls = 0
-        self.made: list[int] = []  # the numbers of all calls that were noted
-        self.asked: set[int] = set()  # those of which it was asked how their tensor was made
-        self.is_new = False  # something was decided that no earlier forward had decided
-
-    def question_key(self, nbytes: int) -> int:
-        """The next question, whether to keep so much; tiny ones leave the next one their number."""
-        key = hash((self.state, self.calls, nbytes))
-        if nbytes > TINY:
-            self.state = key
-        return key
-
-    def decide_remake(self, store: Store, content: Content, nbytes: int) -> bool:
-        """Whether remaking ``content`` keeps less than ``nbytes``: decided once, and found again."""
-        key = hash((self.state, self.calls, nbytes))
-        if nbytes > TINY:
-            self.state = key
-        content.key = key = hash((key, content.made))
-        decision = self.decided[key]
-        if decision is None:
-            price = Price(store)
-            found = price.of_call(content)
-            cost = sys.maxsize if found is None else sum(found[0].values())
-            self.asked.update(price.looked_at)
-            self.learn(key, YES if cost < nbytes else EVEN if cost == nbytes else NO)
-            return cost < nbytes
-        return decision == YES and _is_as_it_was(store, content)
-
-    def learn(self, key: int, decision: int) -> None:
-        """Decide, or decide otherwise, for the next forwards."""
-        self.decided[key], self.is_new = decision, True
-
-    def close(self, is_foreign: bool) -> None:
-        """After a forward that decided nothing new: a call that was not asked, twice, is not noted in the next ones."""
-        # Under a foreign hook it is: a checkpointed block that runs again must ask for the same tensors as at first.
-        if not (self.is_new or is_foreign or len(self.made) > MOST_DECIDED):
-            for made in self.made:
-                known = self.decided[made]
-                if made in self.asked:
-                    self.decided[made] = ASKED
-                elif known != ASKED:
-                    self.decided[made] = ONCE if known is None else UNASKED
-        self.made, self.asked = [], set()
-        self.decided.end_forward()
-
-
-def _is_as_it_was(store: Store, content: Content) -> bool:
-    """Whether what it was made from was not written to, nor, if it is a parameter, freed."""
-    for x, version in content.seen:
-        if x._version != version or (theirs := store.content_on(x.untyped_storage(), x)).is_unversioned:
-            return False
-        if theirs.owner is None and not is_available(store, x, theirs, content.func):
-            return False
-    return True
+    def end(self) -> None:
+        """Learn from a forward that has ended."""
+        if len(self.known) + len(self.made) > MOST_CALLS:
+            self.known.clear()
+        for made in self.made[:MOST_CALLS]:
+            times = self.known.get(made, 0)
+            self.known[made] = -1 if made in self.used or times < 0 else times + 1
 
 
 def is_near(store: Store, content: Content) -> bool:

@@ -208,7 +208,7 @@ def _as_side(tape: Tape, side: Side, tensor: Tensor) -> Handle | None:
     content = tape.content_of(tensor)
     if content is None or tape.is_kept(tensor) or not tensor.is_floating_point() or not is_dense(tensor):
         return None
-    tape.plan.asked.add(content.made)
+    tape.calls.used.add(content.made)
     if content.func is not None and tape.cost(tensor) <= tensor.numel() // 8:
         return None
     notes, key = tape.notes(tensor), (side, *place_of(tensor))

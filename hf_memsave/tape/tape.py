@@ -11,7 +11,7 @@ tensor, :meth:`Tape.pack` keeps whichever costs fewer new bytes: the tensor, or 
 4. A storage's link to a content that is nowhere yet is strong, and for two blocks to one that will be made again; to
    any other it is weak.
 5. Nothing on the tape refers to the tape, and nothing on it has a graph.
-6. What was decided is a cache: with none of it, the same bytes are kept.
+6. What a tape knows of earlier forwards decides nothing: without it the same bytes are kept.
 7. Where the bytes of a parameter are just now decides nothing, but where a sharding engine may take them away.
 """
 
@@ -38,7 +38,7 @@ from hf_memsave.tape.codecs import CODERS, Coders, as_bits
 from hf_memsave.tape.content import Content, Handle, Kept, KeptView, Sharded, Ticket, added, alive, is_parameter, mapped
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.offload import Offload
-from hf_memsave.tape.price import Decisions, Plan, Price
+from hf_memsave.tape.price import Calls, Price
 from hf_memsave.tape.private import OPS, FakeTensor, hooks_work, in_transform, innermost_hooks
 from hf_memsave.tape.store import Store
 from hf_memsave.tape.tensors import CONSTANT, is_flipped, is_plain, leaves, owned, place_of, plain_tensors, tensors_in
@@ -72,7 +72,7 @@ class Tape(Store, TorchFunctionMode):
         codec: Codes what has to be kept; None keeps it as it is.
         inputs: What the caller holds until backward: it costs nothing.
         ledger: Told of every tensor that autograd asks to keep.
-        decided: What earlier forwards of the same module decided.
+        calls: Knows which calls earlier forwards of the same module had no use for.
         mark_of: What to mark the storage of a parameter with, where a sharding engine may own it.
         below: Hooks to be entered with it, which are outside of it.
     """
@@ -85,7 +85,7 @@ class Tape(Store, TorchFunctionMode):
         codec: Any = None,
         inputs: Iterable[Any] = (),
         ledger: Ledger | None = None,
-        decided: Decisions | None = None,
+        calls: Calls | None = None,
         mark_of: Callable[[Tensor], Content] | None = None,
         below: saved_tensors_hooks | None = None,
     ) -> None:
@@ -96,8 +96,8 @@ class Tape(Store, TorchFunctionMode):
         self.again: list[tuple[dict[str, Any], str]] = []  # where weights are whose products run again
         self.head: nn.Module | None = None  # gives logits, if those may be computed later, as `logits` then does
         self.logits: Any = None
-        self.decided, self.blocks = Decisions() if decided is None else decided, Blocks()
-        self.plan, self.is_quick = Plan(self.decided), False  # nothing but this tape has a say in what is kept
+        self.calls, self.blocks = calls or Calls({}), Blocks()
+        self.is_quick = False  # nothing but this tape has a say in what is kept
         self._inputs, self._given = inputs, list[Content]()
         self.below, self.depth = below, 0  # function modes before it
         self.before: Any = None  # hooks before it
@@ -116,12 +116,10 @@ class Tape(Store, TorchFunctionMode):
             self.is_quick = self.outer is self.around is self.codec is self.ledger is None
             private.push_mode(self)
             inputs, self._inputs = self._inputs, ()
-            self.plan.state = hash((id(self.table), self.dropout, self.outer is None, self.codec is None))
             for tensor in tensors_in(inputs):
                 if self.owns(content := self.content_of(tensor)):
                     content.is_input = content.is_kept = True
                     self._given.append(content)
-                    self.plan.state = hash((self.plan.state, tensor.shape))
         except BaseException:
             self._close(*sys.exc_info())
             raise
@@ -144,8 +142,9 @@ class Tape(Store, TorchFunctionMode):
             private.push_mode(self.around)
         self.end_block()
         self.end_block()
-        if error[0] is None:
-            self.plan.close(self.outer is not None)
+        # Under a hook outside all is recorded: a checkpointed block that runs again must ask for the same tensors.
+        if error[0] is None and self.outer is None:
+            self.calls.end()
         self.close()
         for held in (self.at_end, self.again, self._given):
             held.clear()
@@ -158,7 +157,7 @@ class Tape(Store, TorchFunctionMode):
 
     def end_block(self, *outputs: Any) -> None:
         """A block hands on ``outputs``."""
-        self.blocks.end(self, self.plan, self.take, outputs)
+        self.blocks.end(self, self.calls.used, self.take, outputs)
 
     # What was made, and from what
 
@@ -192,10 +191,8 @@ class Tape(Store, TorchFunctionMode):
 
     def record(self, out: Tensor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None) -> None:
         """``func(*args, **kwargs)`` gives ``out``, which shares its storage with no argument, to the bit."""
-        plan = self.plan
-        plan.calls = calls = plan.calls + 1
-        made = hash((plan.state, calls))
-        if self.outer is None and plan.decided[made] == price.UNASKED:
+        made = self.calls.next(out.numel())
+        if self.outer is None and self.calls.known.get(made, 0) >= price.UNUSED:
             return
         try:
             seen = plain_tensors(args if not kwargs else (*args, *kwargs.values()))
@@ -223,13 +220,12 @@ class Tape(Store, TorchFunctionMode):
         content.version, content.dtype, content.stride, content.made = out._version, out.dtype, out.stride(), made
         content.nbytes = storage.nbytes()
         self.blocks.calls.append(weakref.ref(content))
-        plan.made.append(made)
+        self.calls.made.append(made)
         if content.is_kept or content.parts:  # the op asked to keep its own result, before there was a call
-            plan.asked.add(made)
-            if plan.decide_remake(self, content, content.nbytes if content.is_kept else 1):
+            if self.is_cheaper(content, content.nbytes if content.is_kept else 1):
                 self.settle(content, storage)
             elif content.is_kept:
-                self.blocks.weaken(self, plan, content, content.nbytes)
+                self.blocks.weaken(self, content, content.nbytes)
         elif content.nbytes_code:  # likewise, and it was coded
             self._give_code_way(content, storage)
 
@@ -275,8 +271,6 @@ class Tape(Store, TorchFunctionMode):
         content.tensor, content.is_kept = tensor if tensor.is_leaf else tensor.detach(), True
         content.uses += 1
         setattr(storage, self.mark, weakref.ref(content))
-        if (nbytes := storage.nbytes()) > price.TINY:
-            self.plan.state = hash((self.plan.state, self.plan.calls, nbytes))
         return content
 
     def pack_told(self, tensor: Tensor) -> Handle:
@@ -299,12 +293,9 @@ class Tape(Store, TorchFunctionMode):
                 self._give_code_way(content, storage)
         elif content.seen is None:
             return None
-        elif self.plan.decide_remake(self, content, storage.nbytes()):
-            self.plan.asked.add(content.made)
+        elif self.is_cheaper(content, storage.nbytes()):
             content = self.settle(content, storage)
         else:
-            if self.decided[content.key] != price.NEVER:  # another thread may have cleared them
-                self.plan.asked.add(content.made)
             return None
         return Ticket(content, tensor)
 
@@ -335,10 +326,8 @@ class Tape(Store, TorchFunctionMode):
         setattr(storage, self.mark, weakref.ref(content))
         if content.parts:
             self._share(content, tensor)
-        if not is_kept and is_new:
-            self.plan.question_key(storage.nbytes())
-        elif not is_kept:
-            self.blocks.weaken(self, self.plan, content, storage.nbytes())
+        if not is_kept and not is_new:
+            self.blocks.weaken(self, content, storage.nbytes())
         if content.is_lent or (is_new and self.ledger is None) or not content.is_of(tensor):
             content.uses += 1
             return content
@@ -444,9 +433,17 @@ class Tape(Store, TorchFunctionMode):
         """Let go of the code of a tensor that can be had by what is kept, coded or not, anyway."""
         if content.nbytes_code:
             kept = sum(a.tensor.nbytes for a in content.inputs if type(a) is Content and a.tensor is not None)
-            if self.plan.decide_remake(self, content, kept):
-                self.plan.asked.add(content.made)
+            if self.is_cheaper(content, kept):
                 self.settle(content, storage)
+
+    def is_cheaper(self, content: Content, nbytes: int) -> bool:
+        """Whether to have ``content`` made again keeps less than ``nbytes``."""
+        price = Price(self)
+        found = price.of_call(content)
+        if found is None or sum(found[0].values()) >= nbytes:
+            return False
+        self.calls.used.update(price.looked_at, (content.made,))
+        return True
 
     def cost(self, tensor: Tensor) -> int:
         """Bytes that having ``tensor`` in backward would add to what is kept so far: the next forward asks likewise."""
@@ -454,7 +451,7 @@ class Tape(Store, TorchFunctionMode):
             return tensor.numel() * tensor.itemsize
         question = Price(self)
         new, _ = question.of(tensor, content)
-        self.plan.asked.update(question.looked_at)
+        self.calls.used.update(question.looked_at)
         return sum(new.values())
 
 

@@ -52,14 +52,14 @@ def test_random_graphs_are_as_in_stock(batch, monkeypatch):
 
 @pytest.mark.parametrize(("batch",), halved(range(BATCHES // 2)))
 def test_random_graphs_seen_before_are_as_in_stock(batch, monkeypatch):
-    unasked, close = 0, price.Plan.close
+    unused, end = 0, price.Calls.end
 
-    def counted(plan, is_foreign):
-        nonlocal unasked
-        close(plan, is_foreign)
-        unasked += list(plan.decided.values()).count(price.UNASKED)
+    def counted(calls):
+        nonlocal unused
+        end(calls)
+        unused += list(calls.known.values()).count(price.UNUSED)
 
-    monkeypatch.setattr(price.Plan, "close", counted)
+    monkeypatch.setattr(price.Calls, "end", counted)
     for seed in range(batch * BATCH, (batch + 1) * BATCH):
         check(draw(seed), is_taught=True)
-    assert unasked > 5 * BATCH, "few calls were left unrecorded: the test tests little"
+    assert unused > 5 * BATCH, "few calls were left unrecorded: the test tests little"

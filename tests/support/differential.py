@@ -12,7 +12,6 @@ import torch
 from hf_memsave import KeptTensorChangedError
 from hf_memsave.patching import taped
 from hf_memsave.tape import codecs
-from hf_memsave.tape.price import Decisions
 from support.helpers import assert_same_bits, autocasting, nodes
 from support.program_ops import CONTEXTS, MASKS, Fault, graph_of
 from support.programs import Backward
@@ -111,11 +110,11 @@ def small_codes():
 
 def run_taught(program):
     """On a patched graph whose tapes have seen the program before, as far as they decide by what they have seen."""
-    decided = {}
+    seen = {}
     for _ in range(LESSONS):
         graph = graph_of(program.dtype, program.dropout)
         for name, module in graph.named_modules():
-            taped.DECIDED[module] = decided.setdefault(name, Decisions())
+            taped.CALLS[module] = seen.setdefault(name, {})
         run = Run(program, graph)
     return run
 
@@ -124,7 +123,7 @@ def runs_of(program, is_taught=False):
     """On a patched graph that has learned nothing of earlier programs, if not taught; or on two at once, in threads."""
     if is_taught and not program.threads:
         return [run_taught(program)]
-    taped.DECIDED.clear()
+    taped.CALLS.clear()
     graphs = [graph_of(program.dtype, program.dropout, number) for number in range(1 + program.threads)]
     if not program.threads:
         return [Run(program, graphs[0])]

@@ -12,8 +12,8 @@ from hf_memsave.tape import Tape, attention, content, price, store
 from hf_memsave.tape.content import BUFFER, MARK, PARAMETER, Content, same
 from support.helpers import is_remade
 
-#: The module that decides, functions that remaking one tensor may run, and how many blocks back.
-DECISIONS, MOST_WORK, SPAN = price, store.MOST_WORK, price.SPAN
+#: Where calls are numbered, functions that remaking one tensor may run, and how many blocks back.
+CALLS, MOST_WORK, SPAN = price, store.MOST_WORK, price.SPAN
 #: What gives a tensor once in a backward; and the module where it asks which backward runs, on which stream.
 OnDemand, HANDLES = Content, content
 #: What a tape does for a model, and where: recorded, packed, settled and made again.
@@ -64,26 +64,26 @@ def held_tensors():
 
 
 def remembered(model):
-    decided = taped.DECIDED[model]
-    return len(decided) + len(decided.earlier)
+    """How many calls the tape of a model remembers."""
+    return sum(map(len, taped.CALLS[model].values()))
 
 
 @pytest.fixture
 def tapes(monkeypatch):
-    """Of every tape that is laid from now on: what it decided by, and what it had made and asked in the end."""
-    found, enter, close = [], Tape.__enter__, price.Plan.close
+    """Of every tape that is laid from now on: the calls that it knew, and what it had made and used in the end."""
+    found, enter, end = [], Tape.__enter__, price.Calls.end
 
     def noted(tape):
-        found.append(SimpleNamespace(decided=tape.decided, made=[], asked=set(), plan=weakref.ref(tape.plan)))
+        found.append(SimpleNamespace(known=tape.calls.known, made=[], used=set(), calls=weakref.ref(tape.calls)))
         return enter(tape)
 
-    def closed(plan, is_foreign):
-        last = next(one for one in found if one.plan() is plan)
-        last.made, last.asked = plan.made, plan.asked
-        close(plan, is_foreign)
+    def ended(calls):
+        last = next(one for one in found if one.calls() is calls)
+        last.made, last.used = calls.made, calls.used
+        end(calls)
 
     monkeypatch.setattr(Tape, "__enter__", noted)
-    monkeypatch.setattr(price.Plan, "close", closed)
+    monkeypatch.setattr(price.Calls, "end", ended)
     return found
 
 

@@ -15,7 +15,7 @@ from hf_memsave.count.kept import measure_kept
 from support.attacks import WIDTH, Block, flat, pair, trained
 from support.helpers import autocasting, taping
 from support.steps import assert_same, step
-from support.tapes import DECISIONS, references, remembered
+from support.tapes import CALLS, references, remembered
 from support.zoo import FAMILIES, MORE, Size, batch_for, build
 
 ENOUGH = 5
@@ -33,7 +33,7 @@ def test_only_what_is_asked_for_is_recorded_and_as_much_is_kept(family, tapes, d
         assert_same(step(model, batch, number, low), step(stock, batch, number, low))
     *_, before, last = tapes
     assert len(last.made) == len(before.made) < len(tapes[0].made)
-    assert set(last.made) <= last.asked
+    assert set(last.made) <= last.used
     assert kept_by(model, batch, low) <= first
 
 
@@ -49,7 +49,7 @@ def branching(model, x):
 
 
 def writing_later(model, x):
-    """The first forwards never write; what they decided to remake from ``h`` must not be remade from what follows."""
+    """The first forwards never write; what they remade from ``h`` must not be remade from what follows."""
     h = model.f(x)
     y = model.g(torch.sin(h))
     if not model.training:
@@ -67,7 +67,7 @@ def write_before_the_question(model, x):
 
 
 def going_on_otherwise(model, x):
-    """What a sweep finds is decided at once only where that costs no more, should the sources not be kept after all."""
+    """What a sweep finds in one forward says nothing of the next, in which the sources may not be kept after all."""
     a, b = model.f(x), model.g(x)
     y = torch.sin(a + b)  # asked for before it is known that a and b are kept, in training mode
     return y + torch.sin(a) + torch.sin(b) if model.training else y + a + b
@@ -91,9 +91,9 @@ def assert_trained_alike(ours, stock, x):
     assert_same(*(flat(trained(model, x, ENOUGH)) for model in (ours, stock)))
 
 
-def test_what_batches_of_other_lengths_decided_is_forgotten(device, monkeypatch):
-    """And decided again alike: as much is kept as before, with stock's bits."""
-    monkeypatch.setattr(DECISIONS, "MOST_FORWARDS", 8)
+def test_calls_of_batches_of_other_lengths_are_forgotten(device, monkeypatch):
+    """And learned again alike: as much is kept as before, with stock's bits."""
+    monkeypatch.setattr(CALLS, "MOST_SIGNATURES", 8)
     stock = build("bert", Size(layers=1)).to(device)
     model, counts = copy.deepcopy(stock), []
     patch(model)
@@ -109,12 +109,29 @@ def test_what_batches_of_other_lengths_decided_is_forgotten(device, monkeypatch)
     assert remembered(model) == before, "what was used lately is remembered"
 
 
+def test_blocks_that_train_later_keep_what_they_would_have_kept_from_the_start(device):
+    """What was of no use while they were frozen is recorded once it is."""
+    stock = build("bert").to(device)
+    batch, kept = batch_for(stock), []
+    for frozen_first in (False, True):
+        model = copy.deepcopy(stock)
+        patch(model)
+        if frozen_first:
+            model.bert.encoder.requires_grad_(False)
+            for _ in range(ENOUGH):
+                step(model, batch)
+            model.bert.encoder.requires_grad_(True)
+        step(model, batch)
+        kept.append(kept_by(model, batch))
+    assert kept[0] == kept[1]
+
+
 def test_what_a_forward_learned_goes_with_it(tapes):
     """A tensor that is held for long, such as a loss, must not hold what its tape knew."""
     held, model = [], build("bert", Size(layers=1))
     patch(model)
     held.append(model(**batch_for(model, Size()), output_hidden_states=True).hidden_states[-1].detach())
-    assert tapes[-1].plan() is None
+    assert tapes[-1].calls() is None
 
 
 def test_a_tensor_that_is_kept_or_read_hundreds_of_times_holds_few_dead_references():
@@ -149,7 +166,7 @@ def test_a_forward_that_failed_teaches_nothing(tapes):
     for _ in range(ENOUGH):
         with pytest.raises(ValueError):
             model(x)
-    assert DECISIONS.UNASKED not in tapes[-1].decided.values()
+    assert not tapes[-1].known
     model.fails = False
     kept = measure_kept(model, x).total
     for _ in range(ENOUGH):
@@ -157,18 +174,19 @@ def test_a_forward_that_failed_teaches_nothing(tapes):
     assert measure_kept(model, x).total == kept
 
 
-def test_what_a_sweep_finds_is_decided_at_once_the_next_time(tapes):
-    def forward(model, x):
+def test_what_others_keep_after_all_is_not_kept_twice():
+    def first(model, x):
         h = model.f(x)
         y = model.g(h + 1)  # asked for before it is known that h is kept
         return y + torch.cos(h)
 
-    x, (model, _) = torch.randn(8, WIDTH), pair(forward, torch.device("cpu"))
-    kept = [measure_kept(model, x).total for _ in range(ENOUGH)]
+    def last(model, x):
+        h = model.f(x)
+        return torch.cos(h) + model.g(h + 1)
+
+    x, models = torch.randn(8, WIDTH), [pair(forward, torch.device("cpu"))[0] for forward in (first, last)]
+    kept = [measure_kept(model, x).total for model in models for _ in range(ENOUGH)]
     assert len(set(kept)) == 1
-    found = set(tapes[-1].decided.values())
-    assert DECISIONS.YES in found
-    assert DECISIONS.NO not in found
 
 
 def test_a_checkpointed_block_that_is_called_in_two_ways_asks_again_what_it_asked(device):
