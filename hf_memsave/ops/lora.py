@@ -69,7 +69,7 @@ def _lora(module: Any, patch: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tens
     if call is None:
         return patch.stock.forward(module, x)
     base = x if call.weight is not None else module._modules["base_layer"](x)
-    if tape.ledger is None or tape.in_place:
+    if tape.ledger is None or tape.replaces_stock:
         return _run(tape, call, x, base)
     given = x, base, call.a, call.b, call.weight, call.bias
     return counted(tape, "lora", partial(_run, tape, call, x, base), partial(_as_stock, call), given)

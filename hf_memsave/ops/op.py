@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,7 @@ class Op:
         check: Returns why this module cannot take the op, or "". Must neither change the module nor run it.
         refuse: Likewise of the value that was asked for, with the remedy; it always ends in an error.
         is_implied: It is not asked for by name: where another tool's forward runs instead, it is skipped, and no error.
-        in_place: None where autograd is asked to keep what stock asks for. Else a first step counts that instead, and
-            this says how: see :func:`~hf_memsave.tape.as_stock.counted`.
+        replaces_stock: Autograd is asked to keep other tensors than stock asks for, which a first step counts instead.
     """
 
     name: str
@@ -34,7 +33,7 @@ class Op:
     check: Callable[[nn.Module, Any], str] = lambda module, value: ""
     refuse: Callable[[nn.Module, Any], str] = lambda module, value: ""
     is_implied: bool = False
-    in_place: Literal["exact", "cheap", "product"] | None = None
+    replaces_stock: bool = False
 
 
 def is_parametrized(module: nn.Module) -> bool:

@@ -25,7 +25,7 @@ from transformers import Cache
 from hf_memsave.arch.versions import cache_in
 from hf_memsave.errors import KeptTensorChangedError
 from hf_memsave.tape import current
-from hf_memsave.tape.as_stock import in_place_of_stock
+from hf_memsave.tape.as_stock import replacing_stock
 from hf_memsave.tape.private import all_subclasses, asks_classes, checkpoint_frame, innermost_hooks, no_modes
 from hf_memsave.tape.tensors import is_asked, tensors_in
 from hf_memsave.tape.wrappers import parts_of
@@ -126,7 +126,7 @@ def checkpoint_block(function: Any, *args: Any) -> Any:
     given = *getattr(function, "args", ()), getattr(getattr(function, "func", None), "__self__", None)
     block = next((one for one in given if isinstance(one, nn.Module)), None)
     if torch.compiler.is_compiling() or block is None:
-        with in_place_of_stock(current()):
+        with replacing_stock(current()):
             return checkpoint(function, *args, use_reentrant=False)
     before: dict[str, Any] = {}
     sums: list[Tensor] = []  # one, of the bits of what was kept, and of what it gave
@@ -172,7 +172,7 @@ def checkpoint_block(function: Any, *args: Any) -> Any:
         with saved_tensors_hooks(*hooks):
             return function(*args)
 
-    with in_place_of_stock(current()):
+    with replacing_stock(current()):
         return checkpoint(run, *args, use_reentrant=False)
 
 

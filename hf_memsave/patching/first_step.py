@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from torch import nn
 
-from hf_memsave.arch import is_run_again
 from hf_memsave.config.config import WHOLE, MemSaveConfig
 from hf_memsave.config.sizes import gib
 from hf_memsave.device import has_numbers
@@ -38,7 +37,6 @@ def tell(module: nn.Module, step: Ledger, config: MemSaveConfig) -> None:
     is_vain = is_real and _warn_if_in_vain(module, step, config)
     if not module.training or is_measuring() or not is_real:
         return
-    step.takes_gate = any(is_run_again(name, "gate") for name, _ in module.named_modules())
     step.told.append(trained_in(module))
     if step.told[-1] not in step.told[:-1] and not is_vain and step.nbytes_stock:
         logger.info("hf_memsave: %s More: print(hf_memsave.patch(model))", " ".join(sentences(step, config)))
@@ -79,9 +77,8 @@ def sentences(step: Ledger, config: MemSaveConfig) -> list[str]:
     said = [f"gradient checkpointing is on: {said[0]}"]
     if rung in WHOLE:
         return [*said, f'Leave it out: memsave="{rung}" runs blocks again by itself.']
-    other, less = ("gate", ' less, and "block"') if step.takes_gate and not rung else ("block", "")
     without = "Without it more is kept, and no block runs twice: use that where it fits."
-    return [*said, f'{without} Else memsave="{other}" in its place keeps{less} as little as now.']
+    return [*said, f'{without} Else memsave="block" in its place keeps as little as now.']
 
 
 def kept(step: Ledger) -> str:
@@ -128,8 +125,6 @@ def _warn_if_in_vain(module: nn.Module, step: Ledger, config: MemSaveConfig) -> 
         )  # fmt: skip
     kept += step.nbytes_offloaded
     pairs = []
-    if config.inexact and not step.is_checkpointed:
-        pairs.append((", ".join(config.inexact), kept, step.nbytes_exact, "an exact setting keeps"))
     if config.checkpoint not in (None, *WHOLE) and not is_rerun:
         pairs.append((f'checkpoint="{config.checkpoint}"', kept, kept + step.nbytes_again, "without it it keeps"))
     if config.offload:

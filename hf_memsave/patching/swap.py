@@ -179,11 +179,11 @@ def patched_class(patch: Patch) -> Any:
 def _run_op(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     patch: Any = patch_of(self)
     op = OPS[patch.op]
-    if op.in_place is None or kwargs or (tape := current()) is None or tape.ledger is None:
+    if not op.replaces_stock or kwargs or (tape := current()) is None or tape.ledger is None:
         return op.forward(self, patch, *args, **kwargs)
     run = functools.partial(op.forward, self, patch, *args)
     stock = functools.partial(patch.stock.forward, self)
-    return counted(tape, op.name, run, stock, args, self, op.in_place)
+    return counted(tape, op.name, run, stock, args, self)
 
 
 def _rebuild(patch: Patch) -> nn.Module:

@@ -137,12 +137,15 @@ def _lay(module: nn.Module, settings: Settings, config: MemSaveConfig, forward: 
     trained, sizes = trained_in(module), [x.numel() for x in given if is_plain(x)]
     calls = Calls(CALLS.setdefault(module, {}), *map(id, settings), codec is None, module.training, trained, *sizes)
     ledger = _before_forward(module, given, trained)
-    told = _told_within(module, kwargs) if ledger is None and innermost_hooks() is not None else ledger
+    told, is_within = ledger, False
+    if ledger is None and innermost_hooks() is not None:
+        told, is_within = _told_within(module, kwargs)
     cached = with_cache(module, kwargs) if config.checkpoint in WHOLE else contextlib.nullcontext()
     offload = Offload() if config.offload and innermost_hooks() is None else None  # where there is no foreign hook
     new = Tape(*settings, codec, held, told, calls, mark_of(module, config.checkpoint), offload)
     try:
         with cached, divided_by(kwargs.get("num_items_in_batch")), new as tape:
+            tape.is_within = is_within
             tape.again = weights_in(module) if config.checkpoint else []
             head = _head_below(module) if config.loss == "chunked" else None
             if isinstance(head, nn.Linear) and not is_parametrized(head):  # whose weight is computed as it is read
@@ -196,16 +199,16 @@ def _before_forward(module: nn.Module, given: Iterable[Tensor], trained: int) ->
     return ledger
 
 
-def _told_within(module: nn.Module, kwargs: Mapping[str, Any]) -> Ledger | None:
-    """Where a tape under a foreign hook counts; None if nothing does, as where stock runs it again too."""
+def _told_within(module: nn.Module, kwargs: Mapping[str, Any]) -> tuple[Ledger | None, bool]:
+    """Where a tape under a foreign hook counts, None where stock runs it again too; and whether we run it again."""
     around = private.innermost_mode()
-    ledger = around.root.ledger if isinstance(around, Tape) else None
+    ledger, is_within = (around.ledger, around.is_within) if isinstance(around, Tape) else (None, False)
     frame = checkpoint_frame()[0]
-    if ledger is None or ledger.is_within or frame is None:
-        return ledger
+    if ledger is None or is_within or frame is None:
+        return ledger, is_within
     is_ours = runs_again(module)  # and positional arguments, the checkpoint asks the model's tape to keep
     ledger.note_checkpoint(frame, tensors_in(kwargs.values()), is_asked=not is_ours)
-    return ledger.within() if is_ours else None
+    return ledger if is_ours else None, is_ours
 
 
 def mark_buffers(model: nn.Module) -> None:

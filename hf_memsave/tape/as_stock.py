@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,9 @@ from hf_memsave.tape.tape import Tape
 from hf_memsave.tape.tensors import leaves
 
 
-def in_place_of_stock(tape: Tape | None, is_exact: bool = True) -> contextlib.AbstractContextManager[None]:
-    """What autograd asks ``tape`` to keep meanwhile, stock does not ask for; and no exact setting, but if this is."""
-    return contextlib.nullcontext() if tape is None else during(tape, in_place="exact" if is_exact else "inexact")
+def replacing_stock(tape: Tape | None) -> contextlib.AbstractContextManager[None]:
+    """Leave what autograd asks ``tape`` to keep meanwhile out of what stock asks for."""
+    return contextlib.nullcontext() if tape is None else during(tape, replaces_stock=True)
 
 
 def counted(
@@ -35,32 +35,27 @@ def counted(
     stock: Callable[..., Any],
     args: Sequence[Any],
     module: nn.Module | None = None,
-    how: Literal["exact", "cheap", "product"] = "exact",
 ) -> Any:
     """``run()``, in whose place stock has ``stock(*args)``; the ledger of ``tape`` is told what that asks for.
 
-    ``stock`` is called at most once, with tensors without bytes, and may read the parameters of ``module``. By ``how``,
-    ``run`` is "exact"; or else an exact setting remakes what it gives ("cheap"), or keeps it ("product").
+    ``stock`` is called at most once, with tensors without bytes, and may read the parameters of ``module``.
 
     Returns:
         What ``run`` returns.
     """
-    if tape is None or tape.ledger is None or tape.in_place:
+    if tape is None or tape.ledger is None or tape.replaces_stock:
         return run()
     if (asked := _asked(stock, args, module)) is None:
         tape.ledger.note_missing(name if module is None else type(module).__name__)
         return run()
     inputs, nbytes, is_out_asked = asked
-    costs = [None if how == "exact" else tape.cost(x) for x in inputs]
-    with in_place_of_stock(tape, how == "exact"):
+    with replacing_stock(tape):
         out = run()
-    ledger, by = tape.ledger, _graph_of(out)
-    for x, cost in zip(inputs, costs, strict=True):
-        if tape.owns(content := tape.content_of(x)):
-            ledger.note_input(x.untyped_storage(), x, content, cost, by)
-    if type(out) is Tensor and (content := tape.content_of(out)) is not None:
-        ledger.note_made(out.untyped_storage(), out, content, by if is_out_asked else None, how == "cheap")
-    ledger.note_stock(name, nbytes, by)
+    by = _graph_of(out)
+    for x in (*inputs, *([out] if is_out_asked else [])):
+        if (entry := tape.note(x, tape.content_of(x))) is not None:
+            entry.asked_by.add(by)
+    tape.ledger.note_stock(name, nbytes, by)
     return out
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hf_memsave.device import new_generator
-from hf_memsave.tape.content import COUNTED, Blank, Content, Handle, Ticket
+from hf_memsave.tape.content import Blank, Content, Handle, Ticket
 from hf_memsave.tape.private import is_concrete
 from hf_memsave.tape.quantize import FORMATS, Format, decode, encode
 from hf_memsave.tape.store import Store
@@ -112,9 +112,7 @@ def coded(
     if code.nbytes == storage.nbytes():
         code.version, code.dtype = tensor._version, tensor.dtype
         store.link(storage, code, content)
-    store.note_code(code, sum(c.nbytes for c in codes), "code", is_exact=not is_lossy)
-    if is_lossy and store.in_place != "inexact" and (entry := getattr(storage, COUNTED, None)) is not None:
-        entry.cost = entry.nbytes
+    store.note_code(code, sum(c.nbytes for c in codes), "code")
     return code
 
 

@@ -10,7 +10,6 @@ that the user has turned on, too. What only checkpointed blocks of ours would ha
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import weakref
 from collections import Counter
@@ -40,25 +39,17 @@ class _Entry:
     forward: object  # in which it is counted
     nbytes: int
     made_by: str
-    is_of_op: bool = False  # nothing but what is not exact asks to keep it
     is_given: bool = False  # the caller of the model holds it, whatever is kept
-    is_remade: bool = False  # an exact setting remakes it from what it is known to keep
-    cost: int | None = None  # what an exact setting would keep to have it, where it is not kept here
     contents: WeakSet[Content] = field(default_factory=WeakSet)  # that tapes may keep
     copies: WeakSet[Away] = field(default_factory=WeakSet)  # in main memory
     asked_by: WeakSet[Any] = field(default_factory=WeakSet)  # what autograd got when it asked to keep it
     held_by: WeakSet[Any] = field(default_factory=WeakSet)  # what else holds it, such as a checkpoint
 
-    def ask(self, by: Any) -> None:
-        """Stock asks autograd to keep it, for as long as ``by`` is there."""
-        self.asked_by.add(by)
-        self.is_of_op = False
-
     def hold(self, by: Any, is_asked: bool) -> None:
-        """``by`` holds it itself, in stock too if that ``is_asked``."""
+        """Note that ``by`` holds it itself, in stock too if that ``is_asked``."""
         self.held_by.add(by)
         if is_asked:
-            self.ask(by)
+            self.asked_by.add(by)
 
     def is_kept(self) -> bool:
         """Whether it is kept on the device, and would not be if nothing asked for it."""
@@ -72,15 +63,12 @@ class Ledger:
         avoided: Bytes that stock keeps and we do not, by kind of op; below zero for what is kept instead.
         kept: Bytes that are kept on the device, by what made them.
         offloaded: Bytes that are kept in main memory, likewise.
-        nbytes_exact: What the same setting would keep without its approximations, samples and codes.
-        nbytes_again: What it would keep beyond that if no linear ran again.
+        nbytes_again: What would be kept beyond that if no linear ran again.
         is_counted: A forward was counted; the numbers are zero before.
-        is_checkpointed: Blocks of it run again as a whole; ``is_checkpointed_in_stock``: as the caller has asked for.
+        is_checkpointed_in_stock: Blocks of it run again as a whole, as the caller has asked for.
         is_loss_chunked: Logits were not computed at once.
-        takes_gate: Some linears have the names of those that ``checkpoint="gate"`` runs again.
         is_trial: What it counted was no training step: that is still counted.
         told: Which parameters the model trained, as a number each time that what it counted was said.
-        is_within: It is told by the tape of a block that runs again: what stock asks for, and nothing that is kept.
         uncounted: Why a forward was not counted, or of one that was, what stock keeps; empty where all was.
     """
 
@@ -88,48 +76,23 @@ class Ledger:
         self.avoided: Counter[str] = Counter()
         self.kept: Counter[str] = Counter()
         self.offloaded: Counter[str] = Counter()
-        self.nbytes_exact = self.nbytes_again = 0
-        self.is_counted = self.is_checkpointed = self.is_checkpointed_in_stock = self.is_loss_chunked = False
-        self.is_within = self.is_trial = self.takes_gate = False
+        self.nbytes_again = 0
+        self.is_counted = self.is_checkpointed_in_stock = self.is_loss_chunked = self.is_trial = False
         self.uncounted = ""
         self.told: list[int] = []
         self.forget()
 
-    def within(self) -> Ledger:
-        """For the tape of a block that runs again: it adds to what this has noted."""
-        ledger = copy.copy(self)
-        ledger.is_within = True
-        return ledger
-
-    def note(self, storage: Any, tensor: Any, content: Content | None, is_of_op: bool = False) -> _Entry:
-        """``tensor`` may be kept, as ``content`` tells at the end; ``is_of_op``: only what is not exact asks for it."""
-        return self._entry(storage, tensor, content, is_of_op and not self.is_within)
-
-    def _entry(self, storage: Any, tensor: Any, content: Content | None, is_of_op: bool) -> _Entry:
+    def note(self, tensor: Tensor, content: Content | None = None) -> _Entry:
+        """Note that ``tensor`` may be kept, as ``content`` tells at the end; returns what is known of its storage."""
+        storage = tensor.untyped_storage()
         entry: _Entry | None = getattr(storage, COUNTED, None)
         if entry is None or entry.forward is not self._forward:
-            entry = _Entry(self._forward, storage.nbytes(), self.makers.of(tensor), is_of_op)
+            entry = _Entry(self._forward, storage.nbytes(), self.makers.of(tensor))
             setattr(storage, COUNTED, entry)
             self._entries.append(entry)
-        if content is not None and not self.is_within:
+        if content is not None:
             entry.contents.add(content)
         return entry
-
-    def note_input(self, storage: Any, tensor: Any, content: Content | None, cost: int | None, by: Any) -> None:
-        """Stock keeps ``tensor`` for ``by``, in whose call another one runs; exactly for ``cost``, or this is exact."""
-        cost = None if self.is_within else cost
-        entry = self._entry(storage, tensor, content, cost is not None)
-        entry.asked_by.add(by)
-        entry.is_of_op &= cost is not None
-        entry.cost = entry.cost if cost is None else cost
-
-    def note_made(self, storage: Any, tensor: Any, content: Content | None, by: Any, is_cheap: bool) -> None:
-        """Such an operation made ``tensor``, which stock keeps for ``by``, if any; exactly it is remade, if cheap."""
-        is_cheap &= not self.is_within
-        if by is not None or is_cheap:
-            entry = self._entry(storage, tensor, content, True)
-            entry.asked_by.update([] if by is None else [by])
-            entry.is_remade = is_cheap
 
     def note_checkpoint(self, frame: Any, tensors: Iterable[Tensor], is_asked: bool) -> None:
         """``frame`` holds these and the state of a generator; in stock too, if that ``is_asked``."""
@@ -138,7 +101,6 @@ class Ledger:
         for entry in [*self._of(tensors), state]:
             entry.hold(frame, is_asked)
         self._frames.append(weakref.ref(frame))
-        self.is_checkpointed |= not is_asked
         self.is_checkpointed_in_stock |= is_asked
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
@@ -148,38 +110,36 @@ class Ledger:
 
     def _of(self, tensors: Iterable[Tensor]) -> list[_Entry]:
         plain = [x for x in tensors if is_plain(x) and x.layout is torch.strided and not is_parameter(x)]
-        return [self.note(x.untyped_storage(), x, None) for x in plain]
+        return [self.note(x) for x in plain]
 
-    def note_code(self, code: Content, name: str, is_exact: bool) -> None:
-        """``code`` keeps less instead of a tensor, in an exact setting too or not; within a block, until that ends."""
-        if not self.is_within:
-            self._codes.append((weakref.ref(code), self.makers.here(name), is_exact))
+    def note_code(self, code: Content, name: str) -> None:
+        """Note that ``code`` keeps less instead of a tensor."""
+        self._codes.append((weakref.ref(code), self.makers.here(name)))
 
     def note_stock(self, name: str, nbytes: int, by: Any) -> None:
-        """Stock keeps so much more for ``by``, which nothing makes here."""
-        self._stock.append((self.makers.here(name), nbytes, weakref.ref(by)))
+        """Note that stock keeps so much more for ``by``, which nothing makes here."""
+        self._entries.append(_Entry(self._forward, nbytes, self.makers.here(name), asked_by=WeakSet([by])))
 
     def note_run_again(self, nbytes: int) -> None:
-        """A linear of a rung runs again, in whose place a tensor would be kept."""
-        self._again.append(nbytes)
+        """Note that a linear of a rung runs again, in whose place so much would be kept."""
+        self._again += nbytes
 
     def note_missing(self, what: str) -> None:
         """What stock keeps of ``what`` cannot be known."""
         self._missing.append(f"stock's {what} could not run beside it, as where its modules have hooks")
 
     def note_again(self, storage: Any) -> None:
-        """Stock makes another tensor like this one, and keeps that too, if it keeps this one."""
+        """Note that stock makes another tensor like this one, and keeps that too where it keeps this one."""
         entry: _Entry | None = getattr(storage, COUNTED, None)
-        if entry is not None and entry.forward is self._forward and entry.asked_by:
-            self._stock.append((entry.made_by, entry.nbytes, weakref.ref(entry)))
+        if entry is not None and entry.forward is self._forward:
+            self._entries.append(_Entry(self._forward, entry.nbytes, entry.made_by, asked_by=entry.asked_by))
 
     def forget(self) -> None:
-        """The forward failed: count another one."""
+        """Count another forward: this one failed, or was counted."""
+        self._again = 0
         self._forward, self._entries = object(), list[_Entry]()
-        self._codes: list[tuple[weakref.ref[Content], str, bool]] = []
-        self._stock: list[tuple[str, int, weakref.ref[Any]]] = []
+        self._codes: list[tuple[weakref.ref[Content], str]] = []
         self.makers = Makers()
-        self._again: list[int] = []
         self._missing: list[str] = []
         self._frames: list[weakref.ref[Any]] = []
 
@@ -187,7 +147,7 @@ class Ledger:
         """The forward has given ``out``: count."""
         for counter in (self.avoided, self.kept, self.offloaded):
             counter.clear()
-        self.nbytes_exact, self.nbytes_again = 0, sum(self._again)
+        self.nbytes_again = self._again
         for frame in filter(None, (ref() for ref in self._frames)):
             for entry in self._of(_selected(frame)):
                 entry.hold(frame, is_asked=True)
@@ -202,16 +162,10 @@ class Ledger:
             if is_kept:
                 (self.offloaded if is_away else self.kept)[entry.made_by] += n
             self.avoided[entry.made_by] += n * ((len(entry.asked_by) > 0 and not entry.is_given) - is_kept)
-            if not entry.is_remade and not entry.is_given:
-                exact = n if is_kept and not (entry.is_of_op and entry.cost is None) else 0
-                self.nbytes_exact += exact or entry.cost or 0
-        for ref, name, is_exact in self._codes:
+        for ref, name in self._codes:
             if (code := ref()) is not None and (nbytes := code.nbytes_code):
                 (self.offloaded if _is_away(code) else self.kept)[name] += nbytes
                 self.avoided[name] -= nbytes
-                self.nbytes_exact += nbytes if is_exact else 0
-        for name, nbytes, by in self._stock:
-            self.avoided[name] += nbytes * (by() is not None)
         self.is_counted, self.uncounted = True, next(iter(self._missing), "")
         self.forget()
 

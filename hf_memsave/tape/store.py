@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,8 @@ class Store:
         self.block = 0  # how many have ended
         self.most_work = MOST_WORK
         self.unversioned = 0  # tensors written to, or that may be, without their version telling; on the root
-        self.in_place: Literal["exact", "inexact"] | None = None  # of what something else asks now: see as_stock.py
+        self.replaces_stock = False  # what asks autograd now is not what stock would run: see as_stock.py
+        self.is_within = False  # of a block that runs again: of its tensors, those that stock asks for are counted
         self.is_in_attention = self.is_in_loss = False
         self.coders, self.ledger, self.mark_of = coders, ledger, mark_of
         self.lock = threading.RLock()
@@ -307,10 +308,10 @@ class Store:
         """Tell the ledger that ``tensor`` may be kept: what that knows of it, or None where nothing is counted."""
         if self.ledger is None or content is None or content.owner is not self.lock:
             return None
-        return self.ledger.note(tensor.untyped_storage(), tensor, content, self.in_place == "inexact")
+        return self.ledger.note(tensor, None if self.is_within else content)
 
-    def note_code(self, code: Content, nbytes: int, name: str, is_exact: bool = True) -> None:
+    def note_code(self, code: Content, nbytes: int, name: str) -> None:
         """So little is kept instead of a tensor."""
         code.nbytes_code = nbytes
-        if self.ledger is not None:
-            self.ledger.note_code(code, name, is_exact and self.in_place != "inexact")
+        if self.ledger is not None and not self.is_within:
+            self.ledger.note_code(code, name)

@@ -278,8 +278,8 @@ class Tape(Store, TorchFunctionMode):
         if self.ledger is not None:  # else a part of a wrapper, in later steps
             self.ledger.makers.see()
         entry, handle = self.note(tensor, self.content_of(tensor)), self.pack(tensor)
-        if entry is not None and self.in_place is None:
-            entry.ask(handle)
+        if entry is not None and not self.replaces_stock:
+            entry.asked_by.add(handle)
         return handle
 
     def ticket(self, content: Content, storage: Any, tensor: Tensor) -> Ticket | None:

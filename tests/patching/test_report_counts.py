@@ -109,7 +109,7 @@ def test_stock_is_the_model_with_its_own_gradient_checkpointing(family, adapter,
         model.enable_input_require_grads()  # of which the graph keeps the output of the embeddings
     stock, kept, step = counted(model, config_of(name), batch_for(model, SIZE))
     check(stock, kept, step)
-    assert not step.is_checkpointed and (step.nbytes_avoided < 0.2 * stock or "int8" in name)
+    assert step.nbytes_avoided < 0.2 * stock or "int8" in name
 
 
 @pytest.mark.parametrize("by", ["PyTorch", "TRL"])
@@ -213,25 +213,3 @@ def test_logits_that_are_not_computed_are_avoided(lora, monkeypatch):
     stock, kept, step = counted(model, True, {"input_ids": x, "labels": x, "use_cache": False})
     check(stock, kept, step)
     assert step.is_loss_chunked and step.by_kind("avoided")["loss"] > 0.9 * step.nbytes_avoided > 0.6 * stock
-
-
-# Beside an exact setting
-
-
-@pytest.mark.parametrize(
-    ("family", "adapter", "name", "frees"),
-    [("bert", "full", "int8", True), ("bert", "lora", "few_bit", True), ("bert", "full", "few_bit", False),
-     ("bert", "full", "sampled", False), ("t5-encoder", "full", "sampled", True)],
-)  # fmt: skip
-def test_what_frees_nothing_beside_an_exact_setting_says_so_with_both_numbers(family, adapter, name, frees, said):
-    batch = batch_for(make(family, adapter), SIZE)
-    _, exact, _ = counted(make(family, adapter), True, batch)
-    model = make(family, adapter)
-    report = patch(model, config_of(name))
-    for _ in range(2):
-        model(**batch).loss.backward()
-    assert report.step.nbytes_exact == pytest.approx(exact, rel=0.02)
-    assert len(said("frees nothing")) == (not frees)
-    for message in said("frees nothing"):
-        ours, exactly = gib(report.step.nbytes_kept), gib(report.step.nbytes_exact)
-        assert f"kept {ours}, and an exact setting keeps {exactly}" in message

@@ -32,4 +32,4 @@ def _check(module: nn.Module, value: Any) -> str:
     return f"expected torch's own gelu, got {getattr(act, '__qualname__', act)}"
 
 
-ACTIVATION = Op("activation", _activation, _check, in_place="cheap")
+ACTIVATION = Op("activation", _activation, _check, replaces_stock=True)

@@ -190,4 +190,4 @@ def _refuse(module: nn.Module, value: Any) -> str:
     )
 
 
-OUTPUT_NORM = Op("output_norm", _output_norm, refuse=_refuse, in_place="cheap")
+OUTPUT_NORM = Op("output_norm", _output_norm, refuse=_refuse, replaces_stock=True)

@@ -64,5 +64,5 @@ def _is_no_gated_mlp(module: nn.Module, value: Any) -> str:
     return _has_no_kernel(module.get_submodule("act_fn"), value)
 
 
-FUSED_ACTIVATION = Op("fused_activation", _activation, _has_no_kernel, is_implied=True, in_place="exact")
-FUSED_GATED = Op("fused_gated", _gated, _is_no_gated_mlp, is_implied=True, in_place="exact")
+FUSED_ACTIVATION = Op("fused_activation", _activation, _has_no_kernel, is_implied=True, replaces_stock=True)
+FUSED_GATED = Op("fused_gated", _gated, _is_no_gated_mlp, is_implied=True, replaces_stock=True)

@@ -121,4 +121,4 @@ def _has_no_kernel(module: nn.Module, value: Any) -> str:
     return ""
 
 
-FUSED_DROPOUT_NORM = Op("fused_dropout_norm", _dropout_norm, _has_no_kernel, is_implied=True, in_place="exact")
+FUSED_DROPOUT_NORM = Op("fused_dropout_norm", _dropout_norm, _has_no_kernel, is_implied=True, replaces_stock=True)

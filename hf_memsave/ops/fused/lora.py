@@ -61,4 +61,4 @@ def added(base: Tensor, b: Tensor, scale: float) -> Tensor:
     return fused(partial(kernels().lora_output_forward, scale=scale), back, base, b, kept=slice(0))
 
 
-FUSED_LORA = Op("fused_lora", _lora, check, is_implied=True, in_place="exact")
+FUSED_LORA = Op("fused_lora", _lora, check, is_implied=True, replaces_stock=True)

@@ -28,4 +28,4 @@ def _rms_norm(module: nn.Module, patch: Any, x: Tensor) -> Tensor:
     return fused(run, lambda wanted, *given: kernels().rms_norm_backward(*given, style, wanted[1]), x, weight)
 
 
-FUSED_RMS_NORM = Op("fused_rms_norm", _rms_norm, not_parametrized, is_implied=True, in_place="exact")
+FUSED_RMS_NORM = Op("fused_rms_norm", _rms_norm, not_parametrized, is_implied=True, replaces_stock=True)

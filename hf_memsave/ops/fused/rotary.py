@@ -93,4 +93,4 @@ def _back(dtype: torch.dtype, wanted: tuple[bool, ...], dy: Tensor, cos: Tensor,
     return (kernels().rotary_backward(dy, cos, sin, dtype),)
 
 
-FUSED_ROTARY = Op("fused_rotary", _rotary, is_implied=True, in_place="exact")
+FUSED_ROTARY = Op("fused_rotary", _rotary, is_implied=True, replaces_stock=True)

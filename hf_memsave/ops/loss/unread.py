@@ -35,7 +35,7 @@ from hf_memsave.ops.loss.rows import LOGITS, ByRow, Node, Part, Place, parts_of,
 from hf_memsave.ops.loss.sums import gradient
 from hf_memsave.ops.op import once_differentiable
 from hf_memsave.tape import current, private
-from hf_memsave.tape.as_stock import in_place_of_stock
+from hf_memsave.tape.as_stock import replacing_stock
 from hf_memsave.tape.content import same
 from hf_memsave.tape.private import no_autocast, no_modes, no_subclasses, softmaxes, stands_for_many, tree_leaves
 from hf_memsave.tape.tensors import View
@@ -162,7 +162,7 @@ class Unread(Tensor):
 
 def unread_logits(call: HeadCall, hidden: Tensor, dtype: torch.dtype) -> Unread:
     """The logits ``[..., V]`` of ``hidden`` ``[..., H]``."""
-    with in_place_of_stock(current()):
+    with replacing_stock(current()):
         return cast("Unread", _OfHead.apply(hidden, call, dtype, *call.wanted()))
 
 

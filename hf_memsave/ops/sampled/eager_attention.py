@@ -62,7 +62,7 @@ class _Sampling(TorchFunctionMode):
         self.products += 1
         a, b = map(autocast_low, args)
         run = partial(wta_matmul, a, b, self.layer, f"product {self.products}")
-        return counted(current(), "matmul", run, torch.matmul, (a, b), how="product")
+        return counted(current(), "matmul", run, torch.matmul, (a, b))
 
 
 def _eager_attention(module: nn.Module, patch: Any, *args: Any, **kwargs: Any) -> Any:

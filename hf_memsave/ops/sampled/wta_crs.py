@@ -165,4 +165,4 @@ def _kept(tape: Tape, h: Tensor, shared: SharedDraw) -> Tensor:
     return rows
 
 
-WTA_CRS = Op("wta_crs", _wta_crs, in_place="product")
+WTA_CRS = Op("wta_crs", _wta_crs, replaces_stock=True)
