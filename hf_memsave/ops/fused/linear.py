@@ -97,7 +97,9 @@ def _called(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None, is_turne
     with torch.no_grad():
         w, b = (None if p is None else parameters.low(p, dtype, where) for p in (weight, bias))
     edge, joint = edge_of(tape, x, weight) if x.dtype is torch.float32 else (x, None)
-    return _Linear.apply(edge, weight, bias, low, w, b, is_turned, tape.block, joint)
+    # A parameter may be given other bytes before backward, by ``.data =``: not where an engine gives it its own again.
+    held = None if tape.content_of(weight).is_sharded else weight.detach()
+    return _Linear.apply(edge, weight, bias, low, w, b, is_turned, tape.block, joint, held)
 
 
 def give_low(tape: Tape, x: Tensor, low: Tensor, made: tuple[Any, tuple[Tensor, ...]] | None = None) -> None:
@@ -156,11 +158,12 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor, w: Tensor, b: Tensor | None,
-        is_turned: bool, block: int, joint: Joint | None,
+        is_turned: bool, block: int, joint: Joint | None, held: Tensor | None,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(low, weight if ctx.needs_input_grad[0] else None)
         ctx.set_materialize_grads(False)
         ctx.x, ctx.is_turned, ctx.block, ctx.own, ctx.joint = x.dtype, is_turned, block, weakref.ref(weight), joint
+        ctx.held = held if ctx.needs_input_grad[0] else None
         y = F.linear(low, w.t() if is_turned else w, b)
         return y if y._base is None else private.not_a_view(y, y.shape)  # of a view, autograd would refuse writes
 
@@ -172,7 +175,7 @@ class _Linear(torch.autograd.Function):
         rows, into = low.reshape(-1, low.shape[-1]), dy.reshape(-1, dy.shape[-1])
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            w = _low_again(weight, ctx.own(), low.dtype, ctx.block)
+            w = _low_again(weight if ctx.held is None else ctx.held, ctx.own(), low.dtype, ctx.block)
             w = w.t() if ctx.is_turned else w
             joined = None if ctx.joint is None else ctx.joint.sum_for(ctx, 0, dy)
             if joined is not None and joined.total is not None:
@@ -188,7 +191,7 @@ class _Linear(torch.autograd.Function):
             db, version = getattr(dy, _SUM, (None, 0))
             if db is None or version != dy._version:
                 db = into.sum(0, dtype=torch.float32)
-        return dx, dw, db, *[None] * 6
+        return dx, dw, db, *[None] * 7
 
 
 def wants_sum(y: Tensor) -> bool:

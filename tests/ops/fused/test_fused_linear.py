@@ -439,6 +439,19 @@ def test_a_backward_that_fails_leaves_nothing(device):
     assert not linear._running
 
 
+def test_a_weight_that_is_given_other_bytes_is_the_old_one_in_backward(device):
+    stock, x = Attention().to(device), random(5, 24, device=device)
+    ours, found = patched(stock), []
+    for model in (ours, stock):
+        leaf = x.clone().requires_grad_()
+        with autocast(device):
+            y = model(leaf * 1.5)
+        for p in model.parameters():
+            p.data = p.data * 2
+        found.append(torch.autograd.grad(y.float().cos().sum(), leaf))
+    assert_near(*found)
+
+
 def test_a_weight_may_change_before_a_backward_that_does_not_need_it(device):
     stock, x = net(device, nn.Linear(24, 24)), random(5, 24, device=device)
     ours = patched(stock)
