@@ -247,7 +247,7 @@ def _added(rounds: str, scale: float, base: Tensor, h: Tensor, b: Tensor) -> Ten
 def _record(tape: Tape, call: _Call, z: Tensor, base: Tensor, h: Tensor) -> None:
     """Where the base layer's output can be had again, as below the floor, z can."""
     content = tape.content_of(base)
-    if content is not None and (content.seen is not None or content.make is not None):
+    if content is not None and (tape.call_that_made(base) is not None or content.make is not None):
         if (gathers := tape.gathers_of((call.b,))) is not None:
             again = LinearAgain(partial(_added, call.rounds, call.scale), z.device.type, gathers)
             tape.record(z, again, (base, h, call.b))

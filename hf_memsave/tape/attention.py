@@ -147,11 +147,10 @@ def _low_heads(tape: Tape, x: Tensor) -> Tensor:
 
 def _repeated_from(tape: Tape, x: Tensor) -> Tensor | None:
     """The expanded tensor that ``x`` is a copy of, where neither was written to."""
-    content = tape.content_of(x)
-    if content is None or content.func is not Tensor.reshape or content.is_weak or not content.is_of(x):
+    call = tape.call_that_made(x)
+    if call is None or call.func is not Tensor.reshape or call.is_weak or not tape.content_of(x).is_of(x):
         return None
-    tape.calls.used.add(content.made)
-    once, version = content.seen[0]
+    once, version = call.seen[0]
     if 0 not in once.stride() or not x.is_contiguous() or x.numel() != once.numel():  # or x is a view of the copy
         return None
     source = tape.content_of(once)
@@ -178,9 +177,8 @@ def _shared_mask(tape: Tape, mask: Tensor, dtype: torch.dtype, is_low: bool) -> 
 def _made_before(tape: Tape, mask: Tensor) -> Tensor:
     """The mask that an earlier layer made from the same tensors (a boolean mask, T5's position bias), or this one."""
     content = tape.content_of(mask)
-    if content is None or content.func is None or content.is_kept or not content.is_of(mask):
+    if tape.call_that_made(mask) is None or content.is_kept or not content.is_of(mask):
         return mask
-    tape.calls.used.add(content.made)
     _, made, version = tape.memo.get(_identity(tape, mask, mask._version), (None, mask, mask._version))
     theirs = tape.content_of(made)
     return mask if theirs is None or theirs.is_unversioned or made._version != version else made
@@ -197,12 +195,11 @@ def _identity(tape: Tape, x: Tensor, version: int, depth: int = 4) -> Any:
     if address in tape.memo:
         return tape.memo[address][0]
     identity: Any = address
-    if content.func is not None and is_its and depth:
-        tape.calls.used.add(content.made)
-        versions = {id(argument): seen for argument, seen in content.seen}
-        kwargs = content.kwargs or {}
-        made = [_same(tape, a, versions, depth - 1) for a in (*content.args, *kwargs.values())]
-        identity = *geometry, content.func, *made, *kwargs
+    if is_its and depth and (call := tape.call_that_made(x)) is not None:
+        versions = {id(argument): seen for argument, seen in call.seen}
+        kwargs = call.kwargs or {}
+        made = [_same(tape, a, versions, depth - 1) for a in (*call.args, *kwargs.values())]
+        identity = *geometry, call.func, *made, *kwargs
     if identity not in tape.memo:  # which holds the first tensor of each identity, so that its address stays its own
         tape.memo[identity] = tape.memo[address] = identity, x, version
     return identity
@@ -250,7 +247,7 @@ def _unpinned(tape: Tape, x: Tensor, others: tuple[Tensor, ...]) -> Tensor:
 def _held_whole(tape: Tape, query: Tensor) -> Handle | None:
     """What keeps a fused projection that q is a part of: SDPA asks for a k that a cache has copied from it first."""
     content: Any = tape.content_of(query) if tape.outer is None and tape.codec is None else None
-    if not tape.owns(content) or content.func is not None or content.make is not None:
+    if not tape.owns(content) or tape.call_that_made(query) is not None or content.make is not None:
         return None
     return tape.hold(content, query.untyped_storage(), query)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_memsave.tape.content import BUFFER, Content, Ghost, Handle, Ticket, added, alive, mapped
+from hf_memsave.tape.content import BUFFER, Call, Content, Ghost, Handle, Ticket, added, alive, mapped
 from hf_memsave.tape.price import SPAN, is_available, is_near, may_change
 from hf_memsave.tape.private import no_modes
 from hf_memsave.tape.store import Store
@@ -57,15 +57,14 @@ class Blocks:
                 if type(content := getattr(storage, store.mark, None)) is Content:
                     setattr(storage, store.mark, weakref.ref(content))
             for content in alive(kept):
-                if content.seen is not None:
+                if content.call is not None:
                     sweep(store, used, take, content)
-                    content.forget()
+                    content.call = None
             for content in alive(calls):
-                content.forget()
+                content.call = None
             for ref in self.calls:
-                if (content := ref()) is not None and content.seen is not None and not content.is_kept:
-                    if content not in handed_on:
-                        content.forget()
+                if (content := ref()) is not None and not content.is_kept and content not in handed_on:
+                    content.call = None
             self.before = [weakref.ref(content) for content in handed_on], self.kept, self.settled
             self.calls, self.kept, self.settled = [], [], []
             store.block += 1
@@ -73,10 +72,9 @@ class Blocks:
 
     def weaken(self, store: Store, content: Content, nbytes: int) -> None:
         """The tensor is kept: hold what it was made from no more, but know it again if others keep it too."""
-        _weaken(store, content, content, nbytes, 1)
-        content.is_weak = True
+        content.call = call = _weak(store, content.call, nbytes, 1)
         self.kept.append(weakref.ref(content))
-        ghosts = [x for x, _ in content.seen if type(x) is Ghost]
+        ghosts = [x for x, _ in call.seen if type(x) is Ghost]
         if len(ghosts) == 1 and store.outer is None and (source := ghosts[0].of()) is not None:
             if source.owner is not None:  # else a parameter, which is always there
                 source.remakes = added(source.remakes, content)
@@ -85,7 +83,7 @@ class Blocks:
 def _anchor(store: Store, x: Tensor, depth: int, block: int) -> None:
     """What a block is given must not build on blocks too far back: keep one between, up to ``depth`` calls back."""
     content = store.content_of(x)
-    if content is None or content.is_kept or (content.make is None and content.seen is None) or not content.is_of(x):
+    if content is None or content.is_kept or (content.make is None and content.call is None) or not content.is_of(x):
         return
     if content.make is not None:
         is_whole = x.stride() == content.stride and x.numel() * x.itemsize == content.nbytes
@@ -94,7 +92,7 @@ def _anchor(store: Store, x: Tensor, depth: int, block: int) -> None:
             store.keep(x, content)
             content.first = store.block
     elif depth:
-        for argument, _ in content.seen:
+        for argument, _ in content.call.seen:
             _anchor(store, argument, depth - 1, block)
 
 
@@ -103,23 +101,24 @@ def _gather(store: Store, x: Tensor, found: dict[Content, None]) -> None:
     tensors = [x]
     while tensors:
         content = store.content_of(tensors.pop())
-        if content is None or content.owner is None or content.is_weak or content.seen is None or content in found:
+        call = None if content is None or content in found else content.call
+        if call is None or call.is_weak:
             continue
         found[content] = None
-        for argument, _ in content.seen:
+        for argument, _ in call.seen:
             tensors.append(argument)
             known = store.content_of(argument) if argument.dim() <= 1 else None
             if known is not None and known.owner is None and known is not BUFFER and not known.is_brief:
                 store.copy_of(argument)  # while it is there
 
 
-def _weaken(store: Store, of: Content, into: Content, nbytes: int, depth: int) -> None:
-    """Give ``into`` the call of ``of``, with ghosts that remember how they were made, ``depth`` steps back.
+def _weak(store: Store, call: Call, nbytes: int, depth: int) -> Call:
+    """Return ``call`` with ghosts for arguments, which remember how they were made, ``depth`` steps back.
 
     What is small beside its tensor of ``nbytes``, such as a row's mean, stays: until the sweep.
     """
     small = max(min(TINY, nbytes // 8), nbytes // SMALL)
-    func, found = of.func, []
+    func, found = call.func, []
 
     def ghost(x: Tensor) -> Any:
         theirs, storage = store.content_of(x), x.untyped_storage()
@@ -131,18 +130,17 @@ def _weaken(store: Store, of: Content, into: Content, nbytes: int, depth: int) -
                 store.copy_of(x)
         elif theirs.owner is not None and storage.nbytes() > small and not theirs.is_kept:
             weak = Ghost(theirs, x)
-            if depth and theirs.seen is not None and theirs.is_of(x):
-                call = weak.call = Content(store.lock)
-                call.made, call.stride, call.dtype = theirs.made, theirs.stride, theirs.dtype
-                call.nbytes = storage.nbytes()
-                _weaken(store, theirs, call, call.nbytes, depth - 1)
+            if depth and theirs.call is not None and theirs.is_of(x):
+                maker = weak.maker = Content(store.lock)
+                maker.stride, maker.dtype, maker.nbytes = theirs.stride, theirs.dtype, storage.nbytes()
+                maker.call = _weak(store, theirs.call, maker.nbytes, depth - 1)
         found.append(weak)
         return weak
 
-    versions = [version for _, version in of.seen]
-    args = [a if type(a) in CONSTANT else mapped(a, ghost) for a in of.args]
-    into.kwargs = {name: mapped(a, ghost) for name, a in of.kwargs.items()} if of.kwargs else None
-    into.func, into.args, into.seen = func, args, list(zip(found, versions, strict=True))
+    versions = [version for _, version in call.seen]
+    args = [a if type(a) in CONSTANT else mapped(a, ghost) for a in call.args]
+    kwargs = {name: mapped(a, ghost) for name, a in call.kwargs.items()} if call.kwargs else None
+    return Call(func, args, kwargs, list(zip(found, versions, strict=True)), call.number, is_weak=True)
 
 
 def sweep(store: Store, used: set[int], take: Take, content: Content) -> None:
@@ -158,7 +156,7 @@ def sweep(store: Store, used: set[int], take: Take, content: Content) -> None:
 def _sources(store: Store, content: Content) -> tuple[list[Source], int] | None:
     """Where all that a content was made from can be had for nothing, and how many functions run; or None."""
     sources, work = [], 1
-    for x, version in content.seen:
+    for x, version in content.call.seen:
         source: Source | None = None
         if isinstance(x, Tensor):
             is_same = x._version == version and not store.content_of(x).is_unversioned
@@ -173,8 +171,8 @@ def _sources(store: Store, content: Content) -> tuple[list[Source], int] | None:
             elif is_its and theirs.make is not None:
                 source = theirs if is_near(store, theirs) else None
                 work += theirs.work
-            elif x.call is not None and (found := _sources(store, x.call)) is not None:
-                source = x.call, found[0]
+            elif x.maker is not None and (found := _sources(store, x.maker)) is not None:
+                source = x.maker, found[0]
                 work += found[1]
         if source is None:
             return None
@@ -184,9 +182,10 @@ def _sources(store: Store, content: Content) -> tuple[list[Source], int] | None:
 
 @torch.no_grad()
 def _remake(store: Store, used: set[int], take: Take, content: Content, sources: list[Source]) -> None:
+    call: Any = content.call
     left = iter(sources)
-    used.add(content.made)
-    content.work, content.depth, content.first, content.make = 1, 1, store.block, content.func
+    used.add(call.number)
+    content.become(call.func, (), block=store.block)
 
     def handle(x: Any) -> Handle:
         source = next(left)
@@ -200,7 +199,5 @@ def _remake(store: Store, used: set[int], take: Take, content: Content, sources:
         content.builds_on(source)
         return Ticket(source, x)
 
-    inputs = [mapped(a, handle) for a in content.args]
-    named = {name: mapped(a, handle) for name, a in content.kwargs.items()} if content.kwargs else None
-    content.settle(content.func, inputs, named)
-    content.forget()
+    content.inputs = [mapped(a, handle) for a in call.args]
+    content.named = {name: mapped(a, handle) for name, a in call.kwargs.items()} if call.kwargs else None

@@ -106,8 +106,8 @@ def coded(
 ) -> Content:
     """Gives ``tensor``, dense, back as ``decode(*codes)``; and all views of ``storage``, where that holds no more."""
     code = Content(store.lock)
-    code.settle(decode, [store.keep(c) for c in codes])
-    code.is_lossy, code.work, code.depth = is_lossy, 1, 1
+    code.become(decode, [store.keep(c) for c in codes])
+    code.is_lossy = is_lossy
     code.stride, code.nbytes = tensor.stride(), tensor.numel() * tensor.itemsize
     if code.nbytes == storage.nbytes():
         code.version, code.dtype = tensor._version, tensor.dtype

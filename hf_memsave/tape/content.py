@@ -1,9 +1,9 @@
 """A content: what a storage held at one version. A ticket: a view of it, which is what autograd holds.
 
-A content knows two things. *How it was made*: a call (``func``, ``args``, ``kwargs``, ``seen``), known in forward only
-and never on the tape. *Where it is*: nowhere yet; a ``tensor``; or ``make(*inputs, **named)``, whose inputs are tickets
-of other contents, codes, or what a hook outside made of the tensor. Every change of mind (a sweep, a freeze before a
-write, a code that gives way) replaces the second in place: the holders of tickets do not notice.
+A content knows two things. *How it was made*: a :class:`Call`, known in forward only and never on the tape. *Where it
+is*: nowhere yet; a ``tensor``; or ``make(*inputs, **named)``, whose inputs are tickets of other contents, codes, or
+what a hook outside made of the tensor. Every change of mind (a sweep, a freeze before a write, a code that is
+forgotten) replaces the second in place: the holders of tickets do not notice.
 """
 
 from __future__ import annotations
@@ -39,6 +39,20 @@ class Handle:
         raise NotImplementedError
 
 
+class Call:
+    """How a tensor was made: ``func(*args, **kwargs)``.
+
+    ``seen`` are the tensors among the arguments, each with its version; where the call ``is_weak``, as its result is
+    kept, ghosts stand for those that are not small. ``number`` is alike in every forward that does alike.
+    """
+
+    __slots__ = ("func", "args", "kwargs", "seen", "number", "is_weak")
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, seen: Any, number: int, is_weak: bool = False) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.seen, self.number, self.is_weak = seen, number, is_weak
+
+
 class Content(Handle):
     """See above. One is made at most cheap calls, so it has slots, all of them filled: nothing is looked up twice.
 
@@ -46,21 +60,17 @@ class Content(Handle):
     """
 
     __slots__ = (
-        "func", "args", "kwargs", "seen", "made", "tensor", "at", "make", "inputs", "named", "view", "is_lent",
-        "is_lossy", "is_kept", "nbytes_code", "work", "depth", "first", "reads", "uses", "users", "left", "task",
-        "out", "out_version", "stream", "version", "dtype", "stride", "nbytes", "is_input", "is_weak", "is_sharded",
-        "is_brief", "is_activation", "is_unversioned", "readers", "parts", "others", "remakes", "views", "owner",
+        "owner", "call", "tensor", "at", "make", "inputs", "named", "view", "is_lent", "is_lossy", "is_kept",
+        "nbytes_code", "work", "depth", "first", "reads", "uses", "users", "shared", "version", "dtype", "stride",
+        "nbytes", "is_input", "is_activation", "is_unversioned", "readers", "parts", "remakes", "views",
     )  # fmt: skip
+
+    #: Of storages that a sharding engine fills: see :class:`Sharded`.
+    is_sharded = is_brief = False
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
-
-        # How it was made: `seen` are the tensors among the arguments, with versions; ghosts where it `is_weak`.
-        self.func: Any = None
-        self.args: Any = ()
-        self.kwargs: Any = None
-        self.seen: Any = None
-        self.made = 0  # the number of the call, alike in every forward that does alike
+        self.call: Any = None  # a Call
 
         # Where it is.
         self.tensor: Tensor | None = None
@@ -71,34 +81,30 @@ class Content(Handle):
         self.view: View | None = None  # of a tensor that a hook outside keeps (`is_lent`), or that this stands in for
         self.is_lent = self.is_lossy = False
         self.is_kept = False  # its bytes are held: by its tensor, a hook outside, or the model's caller (`is_input`)
-        self.nbytes_code = 0  # what is kept instead of a tensor, until that gives way
+        self.nbytes_code = 0  # what is kept instead of a tensor, until that is kept anyway
 
         # What may build on it: functions that a remake runs, how deep they nest, the earliest block that it builds on.
         self.work = self.depth = 0
         self.first = sys.maxsize
         self.reads: Any = ()  # storages of parameters: FSDP1 may free them
 
-        # One backward shares what it makes, and drops it after the last use.
-        self.uses = self.left = 0
-        self.users = object()  # its tickets hold that
-        self.task = -1
-        self.out: Tensor | None = None
-        self.out_version = 0
-        self.stream: Any = None
+        # Who may ask in backward: so many holders of itself, and tickets, each of which holds `users`.
+        self.uses = 0
+        self.users = object()
+        self.shared: _Shared | None = None
 
         # What the storage held.
         self.version = -1
         self.dtype: Any = None
         self.stride: Any = None
         self.nbytes = 0
-        self.is_input = self.is_weak = self.is_sharded = self.is_brief = False
+        self.is_input = False
         self.is_activation = False  # it depends on the batch, though no autograd node says so
         self.is_unversioned = False  # it may be written to without its version telling
 
         # Who depends on it, weakly.
         self.readers: Any = ()  # contents with it among their inputs
         self.parts: Any = ()  # what stands in for it
-        self.others: Any = None  # what hooks keep of its other views, by their places
         self.remakes: Any = ()  # contents that are kept, though it alone would give them
         self.views: Any = ()  # what holds views of `tensor` for as long as that is kept
 
@@ -117,26 +123,33 @@ class Content(Handle):
         """Whether what it reads was not freed: what is there after its own block, is there in backward."""
         return not self.reads or all(storage.nbytes() for storage in self.reads)
 
-    def nbytes_let_go(self, version: int) -> int:
-        """What would be let go of if the storage itself were kept, as it is at ``version``."""
-        codes = sum(part.nbytes_code for part in alive(self.parts))
-        kept = [c for c in alive(self.remakes) if c.func is not None and c.is_kept]
-        return codes + sum(c.nbytes for c in kept if any(type(x) is Ghost and x.version == version for x, _ in c.seen))
+    def freed_by_keeping(self, version: int, calls: list[int]) -> int:
+        """Return the bytes that others would not keep if the storage itself were kept, as it is at ``version``.
+
+        The numbers of calls on which that depends are added to ``calls``.
+        """
+        freed = sum(part.nbytes_code for part in alive(self.parts))
+        for one in alive(self.remakes):
+            if one.is_kept and (call := one.call) is not None:
+                if any(type(x) is Ghost and x.version == version for x, _ in call.seen):
+                    freed += one.nbytes
+                    calls.append(call.number)
+        return freed
 
     # Changes of mind
 
-    def forget(self) -> None:
-        """Hold nothing that it was made from."""
-        self.func = self.kwargs = self.seen = None
-        self.args = ()
+    def become(self, make: Callable[..., Tensor], inputs: Any, named: Any = None, block: int = sys.maxsize) -> None:
+        """Be ``make(*inputs, **named)`` from now on, which ``block`` runs: forget its tensor, and how it was made.
 
-    def settle(self, make: Callable[..., Tensor], inputs: Any, named: Any = None) -> None:
-        """It is ``make(*inputs, **named)`` from now on."""
-        self.make, self.inputs, self.named = make, inputs, named
-        self.tensor, self.is_lent, self.is_kept = None, False, self.is_input
+        Inputs that are contents or tickets of others are given to :meth:`builds_on` as they are found.
+        """
+        self.call, self.make, self.inputs, self.named = None, make, inputs, named
+        self.tensor, self.is_lent, self.is_lossy, self.nbytes_code = None, False, False, 0
+        self.is_kept = self.is_input
+        self.work, self.depth, self.first = 1, 1, block
         if self.views:
             for view in alive(self.views):
-                view.let_go()
+                view.forget()
 
     def keep(self, tensor: Tensor) -> None:
         """It is ``tensor`` from now on."""
@@ -145,20 +158,19 @@ class Content(Handle):
         if self.make is not None:
             self.make, self.inputs, self.named, self.work, self.depth, self.reads = None, (), None, 0, 0, ()
 
-    def lend(self, tensor: Tensor, pack: Callable[[Tensor], Any], fetch: Callable[[Any], Tensor]) -> None:
-        """A hook outside keeps ``tensor`` from now on."""
-        once = unexpanded(tensor)
+    def hand_on(self, tensor: Tensor, pack: Callable[[Tensor], Any], fetch: Callable[[Any], Tensor]) -> None:
+        """Have a hook outside keep ``tensor`` from now on."""
+        once, call = unexpanded(tensor), self.call
         stride = once.stride() if tensor.layout is torch.strided and is_plain(tensor) else None
-        self.view, self.work, self.depth, self.reads = View(tensor), 0, 0, ()
-        self.settle(partial(_fetched, fetch, stride, tensor.shape, []), (pack(once),))
+        self.become(partial(_fetched, fetch, stride, tensor.shape, []), (pack(once),))
+        self.view, self.work, self.depth, self.first, self.reads, self.call = View(tensor), 0, 0, sys.maxsize, (), call
         self.is_lent = self.is_kept = True
 
     def give_way(self, content: Content) -> None:
         """Where it is a code: ask ``content``, which gives the tensor that this stands in for, from now on."""
-        self.nbytes_code = 0
         if content.is_lent:
             content.uses += 1
-        self.settle(same, [content if content.is_lent else Ticket(content, self.view)])
+        self.become(same, [content if content.is_lent else Ticket(content, self.view)])
 
     def freeze(self) -> None:
         """Remake it now, and keep the result: an input is about to be written to."""
@@ -187,32 +199,12 @@ class Content(Handle):
                 raise written(tensor, self.at)
             return tensor
         with self.owner:  # CUDA runs backward, and so this, on one thread per device
-            task = backward_id()
-            if task != self.task:
+            task, shared = backward_id(), self.shared
+            if shared is None or shared.task != task:
                 if (holders := self.holders()) < 2:  # nothing to share
                     return self._made()
-                self.task, self.left, self.out = task, holders, None
-            self.left -= 1
-            out = self.out
-            if out is None or out._version != self.out_version:
-                out = self._made()
-                if self.left > 0 and task != -1:
-                    if self.out is None:  # a user may never ask, in a backward for a subset of the gradients
-                        after_backward(partial(_drop, weakref.ref(self)))
-                    self.out, self.out_version = out, out._version
-                    self.stream = None if out.is_cpu else current_stream(out.device)
-                return out
-            if not out.is_cpu:
-                self._wait(out)
-            if self.left <= 0:
-                self.out = None
-            return out
-
-    def _wait(self, out: Tensor) -> None:
-        # What one stream made and another one uses must be ready, and not be given away too early.
-        if (now := current_stream(out.device)) != self.stream:
-            now.wait_stream(self.stream)
-            out.record_stream(now)
+                shared = self.shared = _Shared(task, holders)
+            return shared.get(self)
 
     def _made(self) -> Tensor:
         """Its tensor, remade without gradients, and without autocast: its casts stand among the calls."""
@@ -245,6 +237,37 @@ class Content(Handle):
         return out
 
 
+class _Shared:
+    """What one backward has made of a content, until the last of those who may ask for it has asked."""
+
+    __slots__ = ("task", "left", "out", "version", "stream", "__weakref__")
+
+    def __init__(self, task: int, holders: int) -> None:
+        self.task, self.left = task, holders
+        self.out: Tensor | None = None
+        self.version, self.stream = 0, None
+
+    def get(self, content: Content) -> Tensor:
+        """Return what was made, made again where it was written to since."""
+        self.left -= 1
+        out = self.out
+        if out is None or out._version != self.version:
+            out = content._made()
+            if self.left > 0 and self.task != -1:
+                if self.out is None:  # a user may never ask, in a backward for a subset of the gradients
+                    after_backward(partial(_drop, weakref.ref(self)))
+                self.out, self.version = out, out._version
+                self.stream = None if out.is_cpu else current_stream(out.device)
+            return out
+        # What one stream made and another one uses must be ready, and not be given away too early.
+        if not out.is_cpu and (now := current_stream(out.device)) != self.stream:
+            now.wait_stream(self.stream)
+            out.record_stream(now)
+        if self.left <= 0:
+            self.out = None
+        return out
+
+
 #: Without tickets.
 _NEW = Content(None)
 
@@ -273,11 +296,11 @@ class Apart:
         empty = torch.empty(0, dtype=kept.dtype, device=storage.device)
         copy = empty.set_(storage.clone(), kept.storage_offset(), kept.shape, kept.stride())
         if content.is_lent:
-            content.lend(copy, *self.hooks)
+            content.hand_on(copy, *self.hooks)
             content.view = None  # of another storage
         else:
             for view in alive(content.views):
-                view.let_go()
+                view.forget()
             content.keep(copy)
 
 
@@ -331,7 +354,7 @@ class KeptView(Handle):
         else:
             content.views = added(views, self)
 
-    def let_go(self) -> None:
+    def forget(self) -> None:
         """Hold no bytes any more, but a ticket."""
         if (view := self.tensor) is not None:
             self.ticket, self.tensor = Ticket(self.content, view), None
@@ -349,15 +372,15 @@ class KeptView(Handle):
 class Ghost(View):
     """An argument of the call of a content that is kept: there, if others keep it or can give it back.
 
-    ``of`` is its content, weakly. ``call`` tells how it was made, where that is known, with ghosts as its arguments.
+    ``of`` is its content, weakly. ``maker`` has the call that made it, where that is known, with ghosts as arguments.
     """
 
-    __slots__ = ("of", "call")
+    __slots__ = ("of", "maker")
 
     def __init__(self, content: Content, tensor: Tensor) -> None:
         super().__init__(tensor)
         self.of = weakref.ref(content)
-        self.call: Content | None = None
+        self.maker: Content | None = None
 
 
 class Blank(Handle):
@@ -385,12 +408,13 @@ class Sharded(Content):
         gather: Has the engine bring it back in backward, where the engine can.
     """
 
+    is_sharded = True
     #: A parameter was brief in this process: from now on tapes copy small ones as they see them.
     any_is_brief = False
 
     def __init__(self, is_brief: bool, gather: Callable[[], None] | None = None) -> None:
         super().__init__(None)
-        self.is_sharded, self.is_brief, self.gather = True, is_brief, gather
+        self.is_brief, self.gather = is_brief, gather
         Sharded.any_is_brief |= is_brief
 
 
@@ -476,7 +500,7 @@ def _without_class(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
-def _drop(shared: weakref.ref[Content]) -> None:
+def _drop(shared: weakref.ref[_Shared]) -> None:
     if (alive := shared()) is not None:
         alive.out = None
 

@@ -87,9 +87,8 @@ def dropout_arguments(
 
 
 def _noise(tape: Tape, like: Tensor, p: float, is_scaled: bool = True) -> Tensor:
-    content = tape.content_of(like)
-    is_cast = content is not None and content.func in CASTS
-    dtype = content.seen[0][0].dtype if is_cast else like.dtype
+    call = tape.call_that_made(like)
+    dtype = call.seen[0][0].dtype if call is not None and call.func in CASTS else like.dtype
     noise, again, kept = drawn(tape, like, p, dtype.itemsize, is_scaled)
     tape.record(noise, again, kept)
     return noise

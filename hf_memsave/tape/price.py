@@ -41,7 +41,7 @@ class Price:
     def __init__(self, store: Store) -> None:
         self.store, self.left, self.depth = store, 4 * store.most_work, 0
         self.too_dear: set[int] = set()
-        self.looked_at: list[int] = []  # the calls that the answer depends on
+        self.looked_at: list[int] = []  # the numbers of the calls that the answer depends on
 
     def of_call(self, content: Content, known: Collection[int] = (), most: int | None = None) -> tuple[New, int] | None:
         """Of remaking it by ``most`` functions, where ``known`` storages are there anyway; None if it cannot be."""
@@ -49,7 +49,7 @@ class Price:
         self.left -= 1
         new: New = {}
         work = 1
-        for x, version in content.seen:
+        for x, version in content.call.seen:
             if x._version != version or work > most or self.left < 0:
                 return None
             theirs = self.store.content_of(x)
@@ -58,7 +58,7 @@ class Price:
             storage = x.untyped_storage()
             if id(storage) in new or id(storage) in known or theirs.is_kept:
                 continue
-            inner, more = self.of(x, theirs, (*known, *new) if new else known, content.func, most - work)
+            inner, more = self.of(x, theirs, (*known, *new) if new else known, content.call.func, most - work)
             new.update(inner)
             work += more
         return (new, work) if work <= most else None
@@ -75,8 +75,8 @@ class Price:
         if content.make is not None:
             if content.is_of(x) and is_near(self.store, content):
                 return {}, content.work
-        elif content.seen is not None and id(storage) not in self.too_dear and content.is_of(x):
-            self.looked_at.append(content.made)
+        elif content.call is not None and id(storage) not in self.too_dear and content.is_of(x):
+            self.looked_at.append(content.call.number)
             self.depth += 1
             found = self.of_call(content, known, most) if self.depth < MOST_DEPTH else None
             self.depth -= 1
@@ -84,7 +84,7 @@ class Price:
                 found[0][id(storage)] = 0  # who else needs it, finds it there
                 return found
             self.too_dear.add(id(storage))
-        return {id(storage): max(0, storage.nbytes() - content.nbytes_let_go(x._version))}, 0
+        return {id(storage): max(0, storage.nbytes() - content.freed_by_keeping(x._version, self.looked_at))}, 0
 
     def _of_parameter(self, x: Tensor, content: Content, func: Any) -> New:
         """Nothing, or a copy's bytes; without a copy it cannot be had where a sharding engine takes it away."""
@@ -97,9 +97,9 @@ class Price:
 class Calls:
     """Number the calls of one forward, and remember across forwards which of them are recorded for nothing.
 
-    A call is known by the forward's signature (settings, what is trained, sizes of inputs) and by the sizes of all that
-    was made before it. The forwards of a module share ``seen``: signature -> call -> how many of them had no use for
-    it; below zero once one had. It is of use where a tensor is made again by it, or what is kept depends on its price.
+    A call is known by the forward's signature (settings, what is trained, sizes of inputs) and by all calls before it,
+    their functions and sizes. The forwards of a module share ``seen``: signature -> call -> how many of them had no use
+    for it; below zero once one had. It is of use where a tensor is made again by it, or what is kept depends on it.
     """
 
     def __init__(self, seen: dict[int, dict[int, int]], *signature: Any) -> None:
@@ -111,9 +111,9 @@ class Calls:
         if len(seen) > MOST_SIGNATURES:
             seen.pop(list(seen)[0], None)
 
-    def next(self, size: int) -> int:
-        """Return the number of the call that makes so many elements now."""
-        self.state = hash((self.state, size))
+    def next(self, *call: Any) -> int:
+        """Return the number of the call that is made now, which ``call`` tells from others."""
+        self.state = hash((self.state, call))
         return self.state
 
     def end(self) -> None:

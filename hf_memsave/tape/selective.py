@@ -208,13 +208,15 @@ def _as_side(tape: Tape, side: Side, tensor: Tensor) -> Handle | None:
     content = tape.content_of(tensor)
     if content is None or tape.is_kept(tensor) or not tensor.is_floating_point() or not is_dense(tensor):
         return None
-    tape.calls.used.add(content.made)
-    if content.func is not None and tape.cost(tensor) <= tensor.numel() // 8:
+    if tape.call_that_made(tensor) is not None and tape.cost(tensor) <= tensor.numel() // 8:
         return None
     notes, key = tape.notes(tensor), (side, *place_of(tensor))
     if key in notes and (known := notes[key]()) is not None and known.nbytes_code:
         return known
-    if content.nbytes_let_go(tensor._version) + tensor.numel() // 8 >= tensor.untyped_storage().nbytes():
+    calls: list[int] = []
+    freed = content.freed_by_keeping(tensor._version, calls)
+    tape.calls.used.update(calls)
+    if freed + tensor.numel() // 8 >= tensor.untyped_storage().nbytes():
         return None
     decode = partial(_from_side, unpack=tape.coders.unpack_bits, side=side, like=Blank(tensor))
     handle = tape.stand_in(tensor, tape.coders.pack_bits(side.flags(tensor.detach())), decode)

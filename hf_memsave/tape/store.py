@@ -136,7 +136,7 @@ class Store:
     def release(self, tensor: Tensor) -> None:
         """``tensor`` is not asked for any more, though it lives on: hold nothing that it was made from."""
         if self.owns(content := self.content_of(tensor)) and not content.is_kept:
-            content.forget()
+            content.call = None
 
     def notes(self, tensor: Tensor) -> dict[Any, Any]:
         """What others wish to find again with the storage of ``tensor``, while this forward lasts."""
@@ -160,13 +160,13 @@ class Store:
         if self.outer is None:
             content.keep(tensor)
         else:
-            content.lend(tensor, *self.outer)
+            content.hand_on(tensor, *self.outer)
         return content
 
     def stand_in(self, tensor: Tensor, small: Tensor, decode: Callable[[Tensor], Tensor] | None) -> Content:
         """Keeps ``small``, which suffices for one operation, instead of ``tensor``, until that is kept anyway."""
         code = Content(self.lock)
-        code.settle(decode or contents.same, [self.keep(small)])
+        code.become(decode or contents.same, [self.keep(small)])
         code.uses, code.view = 1, View(tensor)
         self.note_code(code, small.nbytes, "code")
         if self.owns(content := self.content_of(tensor)):
@@ -294,7 +294,7 @@ class Store:
             if content.owner is None:
                 self._marks.append((storage, content))
             else:
-                content.forget()
+                content.call = None
                 content.is_unversioned, new.readers = True, content.readers
             new.is_unversioned = True
             setattr(storage, self.mark, new)

@@ -35,7 +35,7 @@ from hf_memsave.tape import price, private
 from hf_memsave.tape.again import LinearAgain
 from hf_memsave.tape.blocks import Blocks
 from hf_memsave.tape.codecs import CODERS, Coders, as_bits
-from hf_memsave.tape.content import Content, Handle, Kept, KeptView, Sharded, Ticket, added, alive, is_parameter, mapped
+from hf_memsave.tape.content import Content, Handle, Kept, KeptView, Ticket, added, alive, is_parameter, mapped
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.offload import Offload
 from hf_memsave.tape.price import Calls, Price
@@ -46,6 +46,8 @@ from hf_memsave.tape.wrappers import Wrapped, are_asked, by_class, taken_apart, 
 
 _fetch = operator.methodcaller("get")
 _ONE_TENSOR = (Tensor,)
+#: Among the notes on a storage: what hooks outside keep of its other views, by their places.
+_OTHERS = "others"
 #: Types of what a call makes that can be noted.
 MADE = (Tensor, FakeTensor)
 
@@ -191,7 +193,7 @@ class Tape(Store, TorchFunctionMode):
 
     def record(self, out: Tensor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None) -> None:
         """``func(*args, **kwargs)`` gives ``out``, which shares its storage with no argument, to the bit."""
-        made = self.calls.next(out.numel())
+        made = self.calls.next(getattr(func, "__name__", type(func)), out.numel())
         if self.outer is None and self.calls.known.get(made, 0) >= price.UNUSED:
             return
         try:
@@ -205,7 +207,9 @@ class Tape(Store, TorchFunctionMode):
             storage = out.untyped_storage()
         except (RuntimeError, NotImplementedError):  # inference tensors have no version, sparse ones no storage
             return
-        for x, _ in seen if Sharded.any_is_brief else ():  # some parameters are there only while their module runs
+        for x, _ in (
+            seen if contents.Sharded.any_is_brief else ()
+        ):  # some parameters are there only while their module runs
             if (x.dim() <= 1 or isinstance(func, LinearAgain)) and (theirs := self.content_of(x)).is_brief:
                 if price.is_copied(x, theirs, func):
                     self.copy_of(x)
@@ -214,10 +218,10 @@ class Tape(Store, TorchFunctionMode):
         if content is None or content.owner is not self.lock:
             content = Content(self.lock)
             setattr(storage, self.mark, content)
-        elif content.seen is not None or not _may_be_made_as(content, out):
+        elif content.call is not None or not _may_be_made_as(content, out):
             return
-        content.func, content.args, content.kwargs, content.seen = func, args, kwargs, seen
-        content.version, content.dtype, content.stride, content.made = out._version, out.dtype, out.stride(), made
+        content.call = contents.Call(func, args, kwargs, seen, made)
+        content.version, content.dtype, content.stride = out._version, out.dtype, out.stride()
         content.nbytes = storage.nbytes()
         self.blocks.calls.append(weakref.ref(content))
         self.calls.made.append(made)
@@ -228,6 +232,14 @@ class Tape(Store, TorchFunctionMode):
                 self.blocks.weaken(self, content, content.nbytes)
         elif content.nbytes_code:  # likewise, and it was coded
             self._give_code_way(content, storage)
+
+    def call_that_made(self, tensor: Tensor) -> contents.Call | None:
+        """Return how ``tensor`` was made, where that is known, and have the next forwards record it too."""
+        content = self.content_of(tensor)
+        call: contents.Call | None = None if content is None else content.call
+        if call is not None:
+            self.calls.used.add(call.number)
+        return call
 
     # What to keep
 
@@ -259,7 +271,7 @@ class Tape(Store, TorchFunctionMode):
             apart = taken_apart(tensor)
             is_of_one = apart is not None and len(apart[0]) == 1
             return Wrapped(tensor, self.pack_told(apart[0][0]), apart[1]) if apart and is_of_one else self.keep(tensor)
-        is_open = content.tensor is None and (content.seen is not None or content.make is not None)
+        is_open = content.tensor is None and (content.call is not None or content.make is not None)
         ticket = self.ticket(content, storage, tensor) if is_open else None
         return self.hold(content, storage, tensor) if ticket is None else ticket
 
@@ -289,9 +301,9 @@ class Tape(Store, TorchFunctionMode):
         if content.make is not None:
             if content.reads and not content.is_there():
                 return None
-            if content.seen is not None:
+            if content.call is not None:
                 self._give_code_way(content, storage)
-        elif content.seen is None:
+        elif content.call is None:
             return None
         elif self.is_cheaper(content, storage.nbytes()):
             content = self.settle(content, storage)
@@ -301,7 +313,7 @@ class Tape(Store, TorchFunctionMode):
 
     def hold(self, content: Content, storage: Any, tensor: Tensor) -> Handle:
         """For a tensor that has to be kept."""
-        kept, is_kept, is_new = content.tensor, content.is_kept, content.seen is None
+        kept, is_kept, is_new = content.tensor, content.is_kept, content.call is None
         if kept is not None and not content.is_unversioned and content.is_of(tensor):
             is_its = kept.untyped_storage() is storage  # else it was frozen, or is another's cast
             return KeptView(content, tensor) if is_its else Ticket(content, tensor)
@@ -337,15 +349,15 @@ class Tape(Store, TorchFunctionMode):
         """What a hook outside keeps of this very view, on the storage of ``content``."""
         if content.view is not None and content.view.is_of(tensor):
             return content
-        return content.others.get(_view_of(tensor)) if content.others else None
+        others = self.notes(tensor).get(_OTHERS)
+        return None if others is None else others.get(_view_of(tensor))
 
     def _hold_beside(self, content: Content, storage: Any, tensor: Tensor) -> Content:
         fresh = self.keep(tensor)
         fresh.version, fresh.dtype = tensor._version, tensor.dtype
         self.note(tensor, fresh)
         if content.is_lent:
-            content.others = content.others or weakref.WeakValueDictionary()
-            content.others[_view_of(tensor)] = fresh
+            self.notes(tensor).setdefault(_OTHERS, weakref.WeakValueDictionary())[_view_of(tensor)] = fresh
         elif not is_flipped(tensor):
             self.link(storage, fresh, content)
             self._share(fresh, tensor)
@@ -363,9 +375,10 @@ class Tape(Store, TorchFunctionMode):
     def settle(self, content: Content, storage: Any) -> Content:
         """Have it remade, by what this returns: what it was made from becomes handles."""
         # Autocast converts an input for each product that takes it: as one content, so that backward converts once.
-        func, args, kwargs, first = content.func, content.args, content.kwargs, None
+        call, parts, first = content.call, content.parts, None
+        func = call.func
         if func in price.CASTS:
-            x = content.seen[0][0]
+            x = call.seen[0][0]
             notes, key = self.notes(x), (place_of(x), is_flipped(x), content.dtype, content.stride)
             first = notes[key]() if key in notes else None
             if first is not None and (first.make is None or not price.is_near(self, first)):
@@ -373,15 +386,10 @@ class Tape(Store, TorchFunctionMode):
             notes[key] = weakref.ref(content if first is None else first)
         if type(func) is LinearAgain and self.ledger is not None:
             self.ledger.note_run_again(storage.nbytes())
-        content.forget()
-        parts = content.parts
         if first is not None and not content.holders():
-            content = first
+            content.call, content = None, first
         else:
-            if content.is_kept or content.make is not None:
-                content.is_lossy, content.nbytes_code = False, 0
-                content.settle(func, ())
-            content.work, content.depth, content.first, content.make = 1, 1, self.block, func
+            content.become(func, (), block=self.block)
             if first is not None:
                 content.builds_on(first)
                 first.uses += 1
@@ -390,10 +398,10 @@ class Tape(Store, TorchFunctionMode):
                 content.inputs = [
                     a if (kind := type(a)) in CONSTANT
                     else self.take(a, content) if kind is Tensor or kind is nn.Parameter
-                    else mapped(a, partial(self.take, content=content)) for a in args
+                    else mapped(a, partial(self.take, content=content)) for a in call.args
                 ]  # fmt: skip
-                if kwargs:
-                    take, named = partial(self.take, content=content), kwargs.items()
+                if call.kwargs:
+                    take, named = partial(self.take, content=content), call.kwargs.items()
                     content.named = {name: a if type(a) in CONSTANT else mapped(a, take) for name, a in named}
         setattr(storage, self.mark, content)  # who asked may be gone before another asks, as a statistic that is logged
         self.blocks.settled.append(weakref.ref(storage))
@@ -418,7 +426,7 @@ class Tape(Store, TorchFunctionMode):
         if not argument.requires_grad:  # a write could give it a graph, which would then hold itself by this handle
             argument = argument.detach()
         handle: Handle | None = None
-        if not theirs.is_kept and (theirs.seen is not None if theirs.make is None else price.is_near(self, theirs)):
+        if not theirs.is_kept and (theirs.call is not None if theirs.make is None else price.is_near(self, theirs)):
             handle = self.ticket(theirs, storage, argument)
         if handle is None:
             theirs.readers = added(theirs.readers, content)
@@ -442,7 +450,7 @@ class Tape(Store, TorchFunctionMode):
         found = price.of_call(content)
         if found is None or sum(found[0].values()) >= nbytes:
             return False
-        self.calls.used.update(price.looked_at, (content.made,))
+        self.calls.used.update(price.looked_at, (content.call.number,))
         return True
 
     def cost(self, tensor: Tensor) -> int:

@@ -5,7 +5,7 @@ What may differ is said in :func:`check`. To look at a failure again: ``python s
 
 import pytest
 
-from hf_memsave.tape import Tape, content, price
+from hf_memsave.tape import content, price
 from hf_memsave.tape.content import Content
 from support.differential import check
 from support.helpers import halved, nodes
@@ -25,21 +25,14 @@ def spread(share):
 
 @pytest.mark.parametrize(("batch",), halved(range(BATCHES)))
 def test_random_graphs_are_as_in_stock(batch, monkeypatch):
-    made, outcomes, with_nodes, settle, sweep = [], [], 0, Tape.settle, Content.settle
+    made, outcomes, with_nodes, become = [], [], 0, Content.become
 
-    def settled(self, *args):
-        found = settle(self, *args)
-        if found.make is not content.same:  # handed on
-            made.append(None)
-        return found
-
-    def swept(self, make, *args):
+    def counted(self, make, *args, **kwargs):
         if getattr(make, "func", make) not in (content._fetched, content.same):  # kept by a hook, or handed on
             made.append(None)
-        return sweep(self, make, *args)
+        return become(self, make, *args, **kwargs)
 
-    monkeypatch.setattr(Tape, "settle", settled)
-    monkeypatch.setattr(Content, "settle", swept)
+    monkeypatch.setattr(Content, "become", counted)
     for seed in range(batch * BATCH, (batch + 1) * BATCH):
         made.clear()
         outcomes.append(check(draw(seed)))

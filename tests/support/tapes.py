@@ -54,12 +54,14 @@ def is_trusted(tensor):
 def references(tape, tensor):
     """Weak references that the tape has for the storage of ``tensor``: to its views, what reads, and what it gives."""
     found = tape.content_of(tensor)
-    return [found.others.valuerefs() if found.others else (), found.readers, found.remakes]
+    others = tape.notes(tensor).get("others")
+    return [() if others is None else others.valuerefs(), found.readers, found.remakes]
 
 
 def held_tensors():
     """What contents hold outside of the sight of Python's garbage collector."""
-    found = [x for one in gc.get_objects() if isinstance(one, Content) for x in (one.tensor, one.out)]
+    contents = [one for one in gc.get_objects() if isinstance(one, Content)]
+    found = [x for one in contents for x in (one.tensor, one.shared and one.shared.out)]
     return [tensor for tensor in found if tensor is not None]
 
 

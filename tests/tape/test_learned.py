@@ -14,6 +14,7 @@ from hf_memsave import patch
 from hf_memsave.count.kept import measure_kept
 from support.attacks import WIDTH, Block, flat, pair, trained
 from support.helpers import autocasting, taping
+from support.lora import adapted
 from support.steps import assert_same, step
 from support.tapes import CALLS, references, remembered
 from support.zoo import FAMILIES, MORE, Size, batch_for, build
@@ -40,6 +41,19 @@ def test_only_what_is_asked_for_is_recorded_and_as_much_is_kept(family, tapes, d
 def kept_by(model, batch, low=None):
     with autocasting(model.device, low):
         return measure_kept(model, batch).total
+
+
+@pytest.mark.parametrize("checkpoint", [None, "gate"])
+@pytest.mark.parametrize("dropout", [0.0, 0.05])
+@pytest.mark.parametrize("family", ["bert", "t5-encoder", "llama"])
+def test_adapters_keep_as_much_in_every_step(family, dropout, checkpoint):
+    """What a handler asks of how a tensor was made, it can ask in the next forward."""
+    size = Size(hidden=64, layers=3, seq=64)
+    model = adapted(family, "fp32", dropout, size)
+    batch = batch_for(model, size)
+    patch(model, checkpoint=checkpoint)
+    kept = [measure_kept(model, batch).total for _ in range(ENOUGH)]
+    assert len(set(kept)) == 1, kept
 
 
 def branching(model, x):
@@ -89,6 +103,23 @@ def test_another_forward_that_begins_alike_has_stocks_bits_and_keeps_no_more(for
 
 def assert_trained_alike(ours, stock, x):
     assert_same(*(flat(trained(model, x, ENOUGH)) for model in (ours, stock)))
+
+
+def test_a_forward_that_calls_other_functions_keeps_what_it_would_have_kept_first():
+    def forward(model, x):
+        h = model.f(x)
+        if model.is_other:
+            return model.g(torch.sin(h)) + torch.cos(h)
+        return model.g(x) + torch.exp(h).detach().mean() + h
+
+    x, kept = torch.randn(8, WIDTH), []
+    for before in (0, ENOUGH):
+        model, _ = pair(forward, torch.device("cpu"), is_other=False)
+        for _ in range(before):
+            model(x).sum().backward()
+        model.is_other = True
+        kept.append(measure_kept(model, x).total)
+    assert kept[0] == kept[1]
 
 
 def test_calls_of_batches_of_other_lengths_are_forgotten(device, monkeypatch):

@@ -154,7 +154,7 @@ def ask_from_three(shared, streams):
         with streams.on(Stream(name)):
             shared.get().read()
     assert len(shared.made) == 1
-    assert shared.out is None
+    assert shared.shared.out is None
     shared.made.clear()
     assert not streams.faults, streams.faults
 
