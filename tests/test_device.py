@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hf_memsave import device as ask
 from hf_memsave.device import add_product, wide_product
 from hf_memsave.measure.fake_device import STATE_BYTES, fake_device
+from hf_memsave.tape.autocast import widens
 from hf_memsave.tape.dropout import scale_of
-from hf_memsave.tape.functions import widens
 
 
 @pytest.mark.parametrize("wrong", [False, True])

@@ -23,7 +23,7 @@ from hf_memsave.config.config import MemSaveConfig
 from hf_memsave.measure.figures import Moment, Place, Trace
 from hf_memsave.measure.models import DepthError, at_depth, count_parameters, depth_of, period, text_head
 from hf_memsave.measure.training import Training, trace_at
-from hf_memsave.tape.price import SPAN
+from hf_memsave.tape.decide import SPAN
 
 #: From which layer on those of a tape are alike, and after how many they repeat themselves: under autocast it keeps a
 #: residual sum after every SPAN-th or next block, and recomputes those between; elsewhere, in Gemma, every SPAN-th.

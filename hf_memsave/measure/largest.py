@@ -17,7 +17,7 @@ from hf_memsave.measure.fake_device import without_gpus
 from hf_memsave.measure.figures import OWN, Trace
 from hf_memsave.measure.models import at_depth, most_tokens
 from hf_memsave.measure.training import Training
-from hf_memsave.tape.price import SPAN
+from hf_memsave.tape.decide import SPAN
 
 #: More is not asked for; nor, at once, for so many times what was asked for before: a batch of ids is made of it.
 MOST, _GROWTH = 2**22, 64

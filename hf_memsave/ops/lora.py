@@ -33,10 +33,13 @@ from hf_memsave.ops.op import Op
 from hf_memsave.tape import Tape, current, private
 from hf_memsave.tape.again import LinearAgain
 from hf_memsave.tape.as_stock import counted
-from hf_memsave.tape.content import Apart, Kept, Sharded, same, written
+from hf_memsave.tape.autocast import low
+from hf_memsave.tape.content import Kept, same, written
 from hf_memsave.tape.dropout import TURN, can_redraw, drawn, drawn_again
 from hf_memsave.tape.functions import MADE
-from hf_memsave.tape.products import is_thin, low
+from hf_memsave.tape.parameters import Sharded, gathers_of
+from hf_memsave.tape.products import is_thin
+from hf_memsave.tape.storage import Apart
 
 #: All that the forwards of PEFT's layers name, where they compute what is written above.
 _NAMES = frozenset(
@@ -248,7 +251,7 @@ def _record(tape: Tape, call: _Call, z: Tensor, base: Tensor, h: Tensor) -> None
     """Where the base layer's output can be had again, as below the floor, z can."""
     content = tape.content_of(base)
     if content is not None and (tape.call_that_made(base) is not None or content.make is not None):
-        if (gathers := tape.gathers_of((call.b,))) is not None:
+        if (gathers := gathers_of(tape, (call.b,))) is not None:
             again = LinearAgain(partial(_added, call.rounds, call.scale), z.device.type, gathers)
             tape.record(z, again, (base, h, call.b))
 

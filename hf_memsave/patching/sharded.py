@@ -16,7 +16,8 @@ from torch import Tensor, distributed, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_memsave.errors import PatchError
-from hf_memsave.tape.content import PARAMETER, Content, Sharded
+from hf_memsave.tape.content import PARAMETER, Content
+from hf_memsave.tape.parameters import Sharded
 
 
 def mark_of(model: nn.Module, rung: str | None = None) -> Callable[[Tensor], Content] | None:

@@ -37,9 +37,9 @@ from hf_memsave.patching.sharded import frees_after_forward, mark_of
 from hf_memsave.tape import Tape, clear_leftovers, current, has_leftovers, hooks_work, private, table_without
 from hf_memsave.tape.codecs import CODERS, Coders, Encoder, leave_alone
 from hf_memsave.tape.content import BUFFER, MARK
+from hf_memsave.tape.decide import Calls
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.offload import Offload
-from hf_memsave.tape.price import Calls
 from hf_memsave.tape.private import checkpoint_frame, function_in_backward, innermost_hooks
 from hf_memsave.tape.tensors import is_plain, tensors_in
 
@@ -56,7 +56,7 @@ BATCH = "_memsave_batch"
 Forward = Callable[..., Any]
 Settings = tuple[Mapping[Any, Any], str, Coders]
 _ALONE = contextlib.nullcontext()
-#: Of each module, the calls of earlier forwards (:class:`~hf_memsave.tape.price.Calls`).
+#: Of each module, the calls of earlier forwards (:class:`~hf_memsave.tape.decide.Calls`).
 CALLS: weakref.WeakKeyDictionary[nn.Module, dict[int, dict[int, int]]] = weakref.WeakKeyDictionary()
 
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from hf_memsave.tape.content import BUFFER, Call, Content, Ghost, Handle, Ticket, added, alive, mapped
-from hf_memsave.tape.price import SPAN, is_available, is_near, may_change
+from hf_memsave.tape.decide import SPAN, is_near
+from hf_memsave.tape.parameters import copy_of, is_available, may_change
 from hf_memsave.tape.private import no_modes
-from hf_memsave.tape.store import Store
+from hf_memsave.tape.storage import Storages
 from hf_memsave.tape.tensors import CONSTANT, tensors_in
 
 #: So small a part of a tensor, or so few bytes, is held while it is open whether that can be remade from it.
@@ -39,26 +40,26 @@ class Blocks:
         self.settled: list[weakref.ref[Any]] = []  # storages whose contents are remade, and held until then
         self.before: tuple[Refs, Refs, list[weakref.ref[Any]]] = [], [], []
 
-    def begin(self, store: Store, inputs: Iterable[Any]) -> None:
+    def begin(self, storages: Storages, inputs: Iterable[Any]) -> None:
         """What a block is given and blocks far back made, such as an encoder's output: kept once, for all that come."""
         with no_modes():
             for tensor in tensors_in(inputs):
-                _anchor(store, tensor, 0, store.block)
+                _anchor(storages, tensor, 0, storages.block)
 
-    def end(self, store: Store, used: set[int], take: Take, outputs: Iterable[Any]) -> None:
+    def end(self, storages: Storages, used: set[int], take: Take, outputs: Iterable[Any]) -> None:
         """The block hands on ``outputs``."""
         with no_modes():
             handed_on: dict[Content, None] = {}
             for tensor in tensors_in(outputs):
-                _anchor(store, tensor, 3, store.block + 1)
-                _gather(store, tensor, handed_on)
+                _anchor(storages, tensor, 3, storages.block + 1)
+                _gather(storages, tensor, handed_on)
             calls, kept, settled = self.before
             for storage in alive(settled):
-                if type(content := getattr(storage, store.mark, None)) is Content:
-                    setattr(storage, store.mark, weakref.ref(content))
+                if type(content := getattr(storage, storages.mark, None)) is Content:
+                    setattr(storage, storages.mark, weakref.ref(content))
             for content in alive(kept):
                 if content.call is not None:
-                    sweep(store, used, take, content)
+                    sweep(storages, used, take, content)
                     content.call = None
             for content in alive(calls):
                 content.call = None
@@ -67,52 +68,52 @@ class Blocks:
                     content.call = None
             self.before = [weakref.ref(content) for content in handed_on], self.kept, self.settled
             self.calls, self.kept, self.settled = [], [], []
-            store.block += 1
-            store.empty_casts()
+            storages.block += 1
+            storages.empty_casts()
 
-    def weaken(self, store: Store, content: Content, nbytes: int) -> None:
+    def weaken(self, storages: Storages, content: Content, nbytes: int) -> None:
         """The tensor is kept: hold what it was made from no more, but know it again if others keep it too."""
-        content.call = call = _weak(store, content.call, nbytes, 1)
+        content.call = call = _weak(storages, content.call, nbytes, 1)
         self.kept.append(weakref.ref(content))
         ghosts = [x for x, _ in call.seen if type(x) is Ghost]
-        if len(ghosts) == 1 and store.outer is None and (source := ghosts[0].of()) is not None:
+        if len(ghosts) == 1 and storages.outer is None and (source := ghosts[0].of()) is not None:
             if source.owner is not None:  # else a parameter, which is always there
                 source.remakes = added(source.remakes, content)
 
 
-def _anchor(store: Store, x: Tensor, depth: int, block: int) -> None:
+def _anchor(storages: Storages, x: Tensor, depth: int, block: int) -> None:
     """What a block is given must not build on blocks too far back: keep one between, up to ``depth`` calls back."""
-    content = store.content_of(x)
+    content = storages.content_of(x)
     if content is None or content.is_kept or (content.make is None and content.call is None) or not content.is_of(x):
         return
     if content.make is not None:
         is_whole = x.stride() == content.stride and x.numel() * x.itemsize == content.nbytes
         if is_whole and (block - content.first > SPAN or not content.is_there()):
-            store.note(x, content)
-            store.keep(x, content)
-            content.first = store.block
+            storages.note(x, content)
+            storages.keep(x, content)
+            content.first = storages.block
     elif depth:
         for argument, _ in content.call.seen:
-            _anchor(store, argument, depth - 1, block)
+            _anchor(storages, argument, depth - 1, block)
 
 
-def _gather(store: Store, x: Tensor, found: dict[Content, None]) -> None:
+def _gather(storages: Storages, x: Tensor, found: dict[Content, None]) -> None:
     """Add to ``found`` the content of ``x``, and those of all that it was made from; copy small parameters among it."""
     tensors = [x]
     while tensors:
-        content = store.content_of(tensors.pop())
+        content = storages.content_of(tensors.pop())
         call = None if content is None or content in found else content.call
         if call is None or call.is_weak:
             continue
         found[content] = None
         for argument, _ in call.seen:
             tensors.append(argument)
-            known = store.content_of(argument) if argument.dim() <= 1 else None
+            known = storages.content_of(argument) if argument.dim() <= 1 else None
             if known is not None and known.owner is None and known is not BUFFER and not known.is_brief:
-                store.copy_of(argument)  # while it is there
+                copy_of(storages, argument)  # while it is there
 
 
-def _weak(store: Store, call: Call, nbytes: int, depth: int) -> Call:
+def _weak(storages: Storages, call: Call, nbytes: int, depth: int) -> Call:
     """Return ``call`` with ghosts for arguments, which remember how they were made, ``depth`` steps back.
 
     What is small beside its tensor of ``nbytes``, such as a row's mean, stays: until the sweep.
@@ -121,19 +122,19 @@ def _weak(store: Store, call: Call, nbytes: int, depth: int) -> Call:
     func, found = call.func, []
 
     def ghost(x: Tensor) -> Any:
-        theirs, storage = store.content_of(x), x.untyped_storage()
+        theirs, storage = storages.content_of(x), x.untyped_storage()
         weak: Any = x
         if may_change(x, theirs, func):
-            if x.dim() > 1 or not is_available(store, x, theirs, func):
+            if x.dim() > 1 or not is_available(storages, x, theirs, func):
                 weak = Ghost(theirs, x)  # no version tells of what optimizers do, and FSDP2
             else:
-                store.copy_of(x)
+                copy_of(storages, x)
         elif theirs.owner is not None and storage.nbytes() > small and not theirs.is_kept:
             weak = Ghost(theirs, x)
             if depth and theirs.call is not None and theirs.is_of(x):
-                maker = weak.maker = Content(store.lock)
+                maker = weak.maker = Content(storages.lock)
                 maker.stride, maker.dtype, maker.nbytes = theirs.stride, theirs.dtype, storage.nbytes()
-                maker.call = _weak(store, theirs.call, maker.nbytes, depth - 1)
+                maker.call = _weak(storages, theirs.call, maker.nbytes, depth - 1)
         found.append(weak)
         return weak
 
@@ -143,23 +144,23 @@ def _weak(store: Store, call: Call, nbytes: int, depth: int) -> Call:
     return Call(func, args, kwargs, list(zip(found, versions, strict=True)), call.number, is_weak=True)
 
 
-def sweep(store: Store, used: set[int], take: Take, content: Content) -> None:
+def sweep(storages: Storages, used: set[int], take: Take, content: Content) -> None:
     """What was kept before it was known that others keep all it was made from is remade from there."""
-    if store.outer is not None or content.tensor is None:
+    if storages.outer is not None or content.tensor is None:
         return
-    found = _sources(store, content)
+    found = _sources(storages, content)
     is_its = content.is_of(content.tensor)  # else it was written to before it was kept
-    if found is not None and found[1] <= store.most_work and is_its:
-        _remake(store, used, take, content, found[0])
+    if found is not None and found[1] <= storages.most_work and is_its:
+        _remake(storages, used, take, content, found[0])
 
 
-def _sources(store: Store, content: Content) -> tuple[list[Source], int] | None:
+def _sources(storages: Storages, content: Content) -> tuple[list[Source], int] | None:
     """Where all that a content was made from can be had for nothing, and how many functions run; or None."""
     sources, work = [], 1
     for x, version in content.call.seen:
         source: Source | None = None
         if isinstance(x, Tensor):
-            is_same = x._version == version and not store.content_of(x).is_unversioned
+            is_same = x._version == version and not storages.content_of(x).is_unversioned
             source = x if is_same else None
         elif x.version == version:
             theirs = x.of()
@@ -169,9 +170,9 @@ def _sources(store: Store, content: Content) -> tuple[list[Source], int] | None:
             if is_its and theirs.tensor is not None:
                 source = theirs if theirs.tensor._version == theirs.at else None
             elif is_its and theirs.make is not None:
-                source = theirs if is_near(store, theirs) else None
+                source = theirs if is_near(storages, theirs) else None
                 work += theirs.work
-            elif x.maker is not None and (found := _sources(store, x.maker)) is not None:
+            elif x.maker is not None and (found := _sources(storages, x.maker)) is not None:
                 source = x.maker, found[0]
                 work += found[1]
         if source is None:
@@ -181,11 +182,11 @@ def _sources(store: Store, content: Content) -> tuple[list[Source], int] | None:
 
 
 @torch.no_grad()
-def _remake(store: Store, used: set[int], take: Take, content: Content, sources: list[Source]) -> None:
+def _remake(storages: Storages, used: set[int], take: Take, content: Content, sources: list[Source]) -> None:
     call: Any = content.call
     left = iter(sources)
     used.add(call.number)
-    content.become(call.func, (), block=store.block)
+    content.become(call.func, (), block=storages.block)
 
     def handle(x: Any) -> Handle:
         source = next(left)
@@ -193,7 +194,7 @@ def _remake(store: Store, used: set[int], take: Take, content: Content, sources:
             return take(x, content)
         if isinstance(source, tuple):
             source, inner = source
-            _remake(store, used, take, source, inner)
+            _remake(storages, used, take, source, inner)
         else:
             source.readers = added(source.readers, content)
         content.builds_on(source)

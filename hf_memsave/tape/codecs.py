@@ -24,7 +24,7 @@ from hf_memsave.device import new_generator
 from hf_memsave.tape.content import Blank, Content, Handle, Ticket
 from hf_memsave.tape.private import is_concrete
 from hf_memsave.tape.quantize import FORMATS, Format, decode, encode
-from hf_memsave.tape.store import Store
+from hf_memsave.tape.storage import Storages
 from hf_memsave.tape.tensors import is_dense
 
 #: Booleans below which bits are not worth their trouble.
@@ -96,7 +96,7 @@ def unpack_codes(packed: Tensor, numel: int) -> Tensor:
 
 
 def coded(
-    store: Store,
+    storages: Storages,
     content: Content,
     storage: Any,
     tensor: Tensor,
@@ -105,28 +105,30 @@ def coded(
     is_lossy: bool,
 ) -> Content:
     """Gives ``tensor``, dense, back as ``decode(*codes)``; and all views of ``storage``, where that holds no more."""
-    code = Content(store.lock)
-    code.become(decode, [store.keep(c) for c in codes])
+    code = Content(storages.lock)
+    code.become(decode, [storages.keep(c) for c in codes])
     code.is_lossy = is_lossy
     code.stride, code.nbytes = tensor.stride(), tensor.numel() * tensor.itemsize
     if code.nbytes == storage.nbytes():
         code.version, code.dtype = tensor._version, tensor.dtype
-        store.link(storage, code, content)
-    store.note_code(code, sum(c.nbytes for c in codes), "code")
+        storages.link(storage, code, content)
+    storages.note_code(code, sum(c.nbytes for c in codes), "code")
     return code
 
 
-def as_bits(store: Store, content: Content, storage: Any, tensor: Tensor) -> Handle | None:
+def as_bits(storages: Storages, content: Content, storage: Any, tensor: Tensor) -> Handle | None:
     """One bit for each byte of the storage of a boolean tensor, for all its views; None where that saves nothing."""
     if not SMALLEST <= storage.nbytes() <= 2 * tensor.numel() or not is_dense(tensor):
         return None
     coded_in = getattr(storage, CODED_IN, None)
-    if coded_in is not None and coded_in() is not store.root:  # held beyond a forward: bits would be kept in addition
+    if (
+        coded_in is not None and coded_in() is not storages.root
+    ):  # held beyond a forward: bits would be kept in addition
         return None
-    setattr(storage, CODED_IN, weakref.ref(store.root))
+    setattr(storage, CODED_IN, weakref.ref(storages.root))
     flags = tensor.detach().as_strided((storage.nbytes(),), (1,), 0)
-    decode = partial(store.coders.unpack_bits, numel=flags.numel())
-    code = coded(store, content, storage, flags, decode, (store.coders.pack_bits(flags),), is_lossy=False)
+    decode = partial(storages.coders.unpack_bits, numel=flags.numel())
+    code = coded(storages, content, storage, flags, decode, (storages.coders.pack_bits(flags),), is_lossy=False)
     return Ticket(code, tensor)
 
 
@@ -149,7 +151,7 @@ class Encoder:
         self.seed = hash((torch.initial_seed(), index, forward)) & (2**63 - 1)
         self.generators: dict[torch.device, torch.Generator] = {}
 
-    def __call__(self, store: Store, content: Content, storage: Any, tensor: Tensor) -> Handle | None:
+    def __call__(self, storages: Storages, content: Content, storage: Any, tensor: Tensor) -> Handle | None:
         """What goes on the tape for ``tensor``; None to keep it as it is."""
         if not _is_activation(tensor, content):
             return None
@@ -159,12 +161,12 @@ class Encoder:
                 return None
             mine = mine.contiguous()
         flat = mine.as_strided((mine.numel(),), (1,), mine.storage_offset())
-        form = FORMATS["int8"] if store.is_in_attention or store.is_in_loss else self.form
-        remake = partial(_decoded, decode=store.coders.decode, form=form, like=Blank(mine))
+        form = FORMATS["int8"] if storages.is_in_attention or storages.is_in_loss else self.form
+        remake = partial(_decoded, decode=storages.coders.decode, form=form, like=Blank(mine))
         if (generator := self.generators.get(flat.device)) is None:
             generator = self.generators[flat.device] = new_generator(flat.device, self.seed)
-        codes = store.coders.encode(flat, form, generator)
-        ticket = Ticket(coded(store, content, storage, mine, remake, codes, is_lossy=True), mine)
+        codes = storages.coders.encode(flat, form, generator)
+        ticket = Ticket(coded(storages, content, storage, mine, remake, codes, is_lossy=True), mine)
         ticket.offset = 0  # the decoded tensor has a storage of its own
         return ticket
 

@@ -272,38 +272,6 @@ class _Shared:
 _NEW = Content(None)
 
 
-class Apart:
-    """Gives a content that is kept a copy of its storage before that is written to, where stock keeps another tensor.
-
-    As long as this is alive. ``linked`` is what the storage of ``tensor`` carries, ``kept`` what holds that very view,
-    and ``hooks`` are those outside, if any.
-    """
-
-    __slots__ = ("content", "storage", "hooks", "__weakref__")
-
-    def __init__(self, linked: Content, kept: Content, tensor: Tensor, hooks: Any) -> None:
-        self.content, self.storage, self.hooks = weakref.ref(kept), weakref.ref(tensor.untyped_storage()), hooks
-        linked.readers = added(linked.readers, self)
-
-    def freeze(self) -> None:
-        """Copy it, if it is a tensor still."""
-        content, storage = self.content(), self.storage()
-        if content is None or storage is None or not content.is_kept:
-            return
-        kept: Any = content.view if content.is_lent else content.tensor
-        if kept is None:
-            return
-        empty = torch.empty(0, dtype=kept.dtype, device=storage.device)
-        copy = empty.set_(storage.clone(), kept.storage_offset(), kept.shape, kept.stride())
-        if content.is_lent:
-            content.hand_on(copy, *self.hooks)
-            content.view = None  # of another storage
-        else:
-            for view in alive(content.views):
-                view.forget()
-            content.keep(copy)
-
-
 class Kept(Handle):
     """A tensor that is kept whatever the tape does, such as a parameter."""
 
@@ -398,24 +366,6 @@ class Blank(Handle):
 
 #: Of parameters and buffers: kept whatever the tape does, but written to by optimizers and freed by FSDP.
 PARAMETER, BUFFER = Content(None), Content(None)
-
-
-class Sharded(Content):
-    """On the storage of a parameter that a sharding engine fills, empties and moves by itself.
-
-    Attributes:
-        is_brief: It is there only while its own module runs, forward or backward; others while its block does.
-        gather: Has the engine bring it back in backward, where the engine can.
-    """
-
-    is_sharded = True
-    #: A parameter was brief in this process: from now on tapes copy small ones as they see them.
-    any_is_brief = False
-
-    def __init__(self, is_brief: bool, gather: Callable[[], None] | None = None) -> None:
-        super().__init__(None)
-        self.is_brief, self.gather = is_brief, gather
-        Sharded.any_is_brief |= is_brief
 
 
 def linked(storage: Any, mark: str = MARK) -> Content | None:

@@ -36,7 +36,7 @@ from hf_memsave.device import current_stream, default_generator, fuses_dropout, 
 from hf_memsave.tape.codecs import coded
 from hf_memsave.tape.content import Blank, Ticket
 from hf_memsave.tape.functions import during
-from hf_memsave.tape.price import CASTS
+from hf_memsave.tape.parameters import CASTS
 from hf_memsave.tape.private import after_backward, backward_id, in_transform, is_concrete, outside_transforms
 from hf_memsave.tape.tape import Tape
 from hf_memsave.tape.tensors import is_dense, is_plain

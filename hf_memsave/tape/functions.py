@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,16 +17,15 @@ from torch import Tensor, nn
 from torch.nn import init
 from torch.nn.parameter import is_lazy
 
-from hf_memsave.device import HALVES, is_autocast, waits
-from hf_memsave.tape.again import AutocastState, run_under
-from hf_memsave.tape.price import CASTS
-from hf_memsave.tape.private import any_autocast, c_functions, has_autocast
+from hf_memsave.device import waits
+from hf_memsave.tape.autocast import WIDENED, WIDENED_WITHIN, wide
+from hf_memsave.tape.parameters import CASTS
+from hf_memsave.tape.private import c_functions
 from hf_memsave.tape.tape import MADE as MADE
+from hf_memsave.tape.tape import Handler as Handler
 from hf_memsave.tape.tape import Tape
 from hf_memsave.tape.tape import new as new
 from hf_memsave.tape.tensors import leaves
-
-Handler = Callable[[Tape, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 #: Functions and methods whose result is always a new tensor.
 NEW = """add sub subtract rsub mul multiply div divide true_divide neg negative pow float_power square sqrt rsqrt
@@ -56,22 +54,6 @@ ACTIVATIONS = frozenset(
     {getattr(F, name) for name in "gelu silu elu selu celu softplus mish hardswish hardsigmoid glu".split()}
     | {torch.celu, torch.selu}
 )
-#: What autocast may run in fp32 (on CUDA; on CPU ``polar`` alone), by the operation of PyTorch that it converts for.
-WIDENED = {
-    "pow": ("pow", "square", "__pow__", "__rpow__"),
-    **{name: (name,) for name in "rsqrt exp expm1 log log1p log2 log10 reciprocal cosh sinh tan erfinv".split()},
-    **{name: (name,) for name in "softplus layer_norm rms_norm group_norm polar".split()},
-    **{name: (name, f"arc{name[1:]}") for name in ("acos", "asin")},
-}
-#: What converts within, and keeps nothing of what it converted: one kernel of 16 bits with a result in fp32, say.
-WIDENED_WITHIN = {
-    "softmax": ("softmax", "softmin"),
-    "log_softmax": ("log_softmax",),
-    "linalg_vector_norm": ("normalize",),
-    "reciprocal": ("__rdiv__", "__rtruediv__"),
-    "pow": ("ldexp",),  # a composite of it in some versions
-    "prelu": ("prelu",),  # to 16 bits, as products
-}
 
 
 @contextlib.contextmanager
@@ -90,14 +72,6 @@ def during(tape: Tape, **values: Any) -> Iterator[None]:
 def argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str, default: Any = None) -> Any:
     """An argument of a call, given by place or by name."""
     return args[place] if place < len(args) else kwargs.get(name, default)
-
-
-def converted(
-    convert: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, with its tensors converted in autocast's order: from the last one to the first."""
-    new_args = [convert(a) if isinstance(a, Tensor) else a for a in reversed(args)]
-    return tuple(new_args[::-1]), {name: convert(a) if isinstance(a, Tensor) else a for name, a in kwargs.items()}
 
 
 def writes_in_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -216,30 +190,6 @@ def unversioned_alias(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...
     out = func(*args, **kwargs)
     tape.mark_alias(args[0])
     return out
-
-
-def widens(x: Tensor, name: str) -> bool:
-    """Whether autocast is on for the device of ``x``, and there converts what ``aten::name`` is called with."""
-    return has_autocast(name, x.device.type) and is_autocast(x)
-
-
-def wide(name: str, is_within: bool) -> Handler:
-    """Of a function that autocast may run in fp32: its conversions, if not within it, are made to be recorded."""
-
-    def handler(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)] if any_autocast() else []
-        if not tensors or not widens(tensors[0], name):
-            return new(tape, func, args, kwargs)
-        if is_within:  # run again under autocast: converted before, it would keep more, and maybe other bits
-            return new(tape, func, args, kwargs, partial(run_under, AutocastState(tensors[0].device.type), func))
-
-        def widened(x: Tensor) -> Tensor:
-            return tape.call(Tensor.to, x, torch.float32) if x.dtype in HALVES else x
-
-        args, kwargs = converted(widened, args, kwargs)
-        return new(tape, func, args, kwargs)
-
-    return handler
 
 
 def named(names: Iterable[str], *homes: Any) -> Iterator[Any]:

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from hf_memsave.device import is_autocast
 from hf_memsave.tape.again import LinearAgain
-from hf_memsave.tape.content import contents_on
-from hf_memsave.tape.functions import MADE, Handler, converted, during, indexed, named, unrecorded
-from hf_memsave.tape.private import any_autocast, autocast_cache, no_dispatch
-from hf_memsave.tape.store import MOST_WORK
+from hf_memsave.tape.autocast import converted, low, own_cast
+from hf_memsave.tape.functions import MADE, Handler, during, indexed, named, unrecorded
+from hf_memsave.tape.parameters import gathers_of
+from hf_memsave.tape.private import any_autocast
+from hf_memsave.tape.storage import MOST_WORK
 from hf_memsave.tape.tape import Tape
 from hf_memsave.tape.tensors import is_plain
 from hf_memsave.tape.wrappers import parts_of
@@ -60,12 +61,12 @@ def product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     if tape.again and record_if_chosen(tape, out, func, given, given_by_name):
         return out
     if func is F.linear and len(args) > 1 and args[1].shape[-1] <= _THIN and is_thin(args[1]) and type(out) in MADE:
-        gathers = tape.gathers_of(given[1:])
+        gathers = gathers_of(tape, given[1:])
         if gathers is None or gathers:  # its parameters are copied now, or gathered then
             tape.record(out, LinearAgain(func, out.device.type, gathers or ()), given, given_by_name)
         elif not any_autocast() or tape.is_innermost():  # else its conversions are hidden
-            args = tuple([_own(tape, a, made) for a, made in zip(given, args, strict=True)])
-            kwargs = {name: _own(tape, given_by_name[name], made) for name, made in kwargs.items()}
+            args = tuple([own_cast(tape, a, made) for a, made in zip(given, args, strict=True)])
+            kwargs = {name: own_cast(tape, given_by_name[name], made) for name, made in kwargs.items()}
             tape.record(out, func, args, kwargs)
     return out
 
@@ -102,7 +103,7 @@ def record_again(
     tape: Tape, out: Tensor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
     """``func(*args, **kwargs)``, under the autocast of now, gives ``out`` again: whether that can be noted."""
-    parts, gathers = parts_of(out), tape.gathers_of(args)
+    parts, gathers = parts_of(out), gathers_of(tape, args)
     if gathers is None:
         warnings.warn(_KEPT, stacklevel=2)
         return False
@@ -133,46 +134,6 @@ def _is_autocast(arguments: tuple[Any, ...]) -> bool:
     tensors = [a for a in arguments if isinstance(a, Tensor)]
     has_no_functions = (is_plain(a) or type(a).__torch_function__ is nn.Parameter.__torch_function__ for a in tensors)
     return bool(tensors) and is_autocast(tensors[0]) and all(has_no_functions)
-
-
-def low(tape: Tape, x: Tensor) -> Tensor:
-    """``x`` as autocast would hand it to a product; as there, the conversion of a leaf is shared by all who need it."""
-    dtype = torch.get_autocast_dtype(x.device.type)
-    if x.dtype == dtype or not x.is_floating_point() or x.dtype == torch.float64:
-        return x
-    is_shared = x.is_leaf and x.requires_grad and x.dtype == torch.float32 and not x._is_view()
-    if not is_shared or not torch.is_autocast_cache_enabled():
-        return tape.call(Tensor.to, x, dtype)
-    casts, key = _casts(tape), (id(x), dtype)
-    cast, _ = casts.get(key, (None, None))
-    if cast is not None and cast.shape != x.shape:  # emptied at the end of a block
-        with torch.no_grad(), no_dispatch():
-            cast.data = x.to(dtype)
-    known = () if cast is None else tuple(contents_on(cast.untyped_storage()))
-    if cast is None or any(content.owner is not tape.lock and content.is_kept for content in known):
-        cast = tape.call(Tensor.to, x, dtype)
-        casts[key] = cast, x
-    elif not any(content.owner is tape.lock for content in known):
-        tape.record(cast, Tensor.to, (x, dtype))
-    return cast
-
-
-def _casts(tape: Tape) -> dict[Any, tuple[Tensor, Tensor]]:
-    """The shared conversions; none any more where autocast has let go of its own since, within the forward."""
-    root = tape.root
-    if (alive := root.memo.get(autocast_cache)) is None or alive() is None:
-        root.casts.clear()
-        root.memo[autocast_cache] = autocast_cache()
-    return root.casts
-
-
-def _own(tape: Tape, given: Any, made: Any) -> Any:
-    """An argument of a product, to be recorded: the shared conversion of a leaf is emptied too early."""
-    if made is given or not (given.is_leaf and given.requires_grad):
-        return made
-    own = given.detach().to(made.dtype)
-    tape.record(own, Tensor.to, (given, made.dtype))
-    return own
 
 
 def loss(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

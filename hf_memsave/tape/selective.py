@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_memsave.tape.autocast import converted, low
 from hf_memsave.tape.content import Blank, Handle
-from hf_memsave.tape.functions import MADE, argument, converted, during, may_write, named, sees_writes, writes_in_place
+from hf_memsave.tape.functions import MADE, argument, during, may_write, named, sees_writes, writes_in_place
 from hf_memsave.tape.private import any_autocast
-from hf_memsave.tape.products import low
 from hf_memsave.tape.tape import Tape
 from hf_memsave.tape.tensors import is_dense, place_of, with_stride
 

@@ -31,16 +31,16 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from hf_memsave.tape import content as contents
-from hf_memsave.tape import price, private
+from hf_memsave.tape import decide, parameters, private
 from hf_memsave.tape.again import LinearAgain
 from hf_memsave.tape.blocks import Blocks
 from hf_memsave.tape.codecs import CODERS, Coders, as_bits
 from hf_memsave.tape.content import Content, Handle, Kept, KeptView, Ticket, added, alive, is_parameter, mapped
+from hf_memsave.tape.decide import Calls, Price
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.offload import Offload
-from hf_memsave.tape.price import Calls, Price
 from hf_memsave.tape.private import OPS, FakeTensor, hooks_work, in_transform, innermost_hooks
-from hf_memsave.tape.store import Store
+from hf_memsave.tape.storage import Storages
 from hf_memsave.tape.tensors import CONSTANT, is_flipped, is_plain, leaves, owned, place_of, plain_tensors, tensors_in
 from hf_memsave.tape.wrappers import Wrapped, are_asked, by_class, taken_apart, waited
 
@@ -48,6 +48,8 @@ _fetch = operator.methodcaller("get")
 _ONE_TENSOR = (Tensor,)
 #: Among the notes on a storage: what hooks outside keep of its other views, by their places.
 _OTHERS = "others"
+#: What a tape does when a function of its table is called.
+Handler = Callable[["Tape", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 #: Types of what a call makes that can be noted.
 MADE = (Tensor, FakeTensor)
 
@@ -63,7 +65,7 @@ def new(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     return out
 
 
-class Tape(Store, TorchFunctionMode):
+class Tape(Storages, TorchFunctionMode):
     """``with Tape(table): block(x)`` notes calls under ``table``, and keeps what costs least.
 
     Args:
@@ -194,7 +196,7 @@ class Tape(Store, TorchFunctionMode):
     def record(self, out: Tensor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None) -> None:
         """``func(*args, **kwargs)`` gives ``out``, which shares its storage with no argument, to the bit."""
         made = self.calls.next(getattr(func, "__name__", type(func)), out.numel())
-        if self.outer is None and self.calls.known.get(made, 0) >= price.UNUSED:
+        if self.outer is None and self.calls.known.get(made, 0) >= decide.UNUSED:
             return
         try:
             seen = plain_tensors(args if not kwargs else (*args, *kwargs.values()))
@@ -208,11 +210,11 @@ class Tape(Store, TorchFunctionMode):
         except (RuntimeError, NotImplementedError):  # inference tensors have no version, sparse ones no storage
             return
         for x, _ in (
-            seen if contents.Sharded.any_is_brief else ()
+            seen if parameters.Sharded.any_is_brief else ()
         ):  # some parameters are there only while their module runs
             if (x.dim() <= 1 or isinstance(func, LinearAgain)) and (theirs := self.content_of(x)).is_brief:
-                if price.is_copied(x, theirs, func):
-                    self.copy_of(x)
+                if parameters.is_copied(x, theirs, func):
+                    parameters.copy_of(self, x)
         link = getattr(storage, self.mark, None)
         content: Any = link() if type(link) is weakref.ref else link
         if content is None or content.owner is not self.lock:
@@ -377,11 +379,11 @@ class Tape(Store, TorchFunctionMode):
         # Autocast converts an input for each product that takes it: as one content, so that backward converts once.
         call, parts, first = content.call, content.parts, None
         func = call.func
-        if func in price.CASTS:
+        if func in parameters.CASTS:
             x = call.seen[0][0]
             notes, key = self.notes(x), (place_of(x), is_flipped(x), content.dtype, content.stride)
             first = notes[key]() if key in notes else None
-            if first is not None and (first.make is None or not price.is_near(self, first)):
+            if first is not None and (first.make is None or not decide.is_near(self, first)):
                 first = None
             notes[key] = weakref.ref(content if first is None else first)
         if type(func) is LinearAgain and self.ledger is not None:
@@ -415,9 +417,9 @@ class Tape(Store, TorchFunctionMode):
         storage = argument.untyped_storage()
         theirs = self.content_on(storage, argument)
         if theirs.owner is None:
-            if price.is_copied(argument, theirs, content.make):
-                return self.copy_of(argument)
-            if price.is_local(content.make) and not theirs.is_brief and not getattr(content.make, "gathers", ()):
+            if parameters.is_copied(argument, theirs, content.make):
+                return parameters.copy_of(self, argument)
+            if parameters.is_local(content.make) and not theirs.is_brief and not getattr(content.make, "gathers", ()):
                 content.reads = (*content.reads, storage)
             if not theirs.is_sharded:
                 self.reads(content, argument)
@@ -426,7 +428,7 @@ class Tape(Store, TorchFunctionMode):
         if not argument.requires_grad:  # a write could give it a graph, which would then hold itself by this handle
             argument = argument.detach()
         handle: Handle | None = None
-        if not theirs.is_kept and (theirs.call is not None if theirs.make is None else price.is_near(self, theirs)):
+        if not theirs.is_kept and (theirs.call is not None if theirs.make is None else decide.is_near(self, theirs)):
             handle = self.ticket(theirs, storage, argument)
         if handle is None:
             theirs.readers = added(theirs.readers, content)

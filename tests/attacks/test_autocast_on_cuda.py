@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from hf_memsave.measure import private as measure_private
 from hf_memsave.measure.fake_device import fake_device
 from hf_memsave.measure.kernels import FP32, FP32_RESULT, LOW, WIDEST
-from hf_memsave.tape import functions, private
+from hf_memsave.tape import autocast, functions, private
 from hf_memsave.tape.functions import CHEAP
 from hf_memsave.tape.tensors import leaves
 from support.examples import Arguments, calls_of, name_of
@@ -107,7 +107,7 @@ def test_what_converts_within_is_remade_from_16_bits():
 def test_what_autocast_has_no_kernel_for_is_not_converted(monkeypatch, is_there):
     """As rms_norm before PyTorch 2.12."""
     has = private.has_autocast
-    monkeypatch.setattr(functions, "has_autocast", lambda name, _: has(name, _) and (is_there or name != "layer_norm"))
+    monkeypatch.setattr(autocast, "has_autocast", lambda name, _: has(name, _) and (is_there or name != "layer_norm"))
     with fake_device() as device:
         x = torch.zeros(2, WIDTH, dtype=torch.bfloat16, device=device)
         with torch.autocast(device.type, torch.bfloat16), taping(inputs=[x]) as tape:

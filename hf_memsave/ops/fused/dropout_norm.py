@@ -26,7 +26,8 @@ from hf_memsave.ops.fused.kernels import LONGEST_ROW, can_run, draws_as_stock, i
 from hf_memsave.ops.fused.linear import give_low
 from hf_memsave.ops.op import Op, is_parametrized, once_differentiable
 from hf_memsave.tape import Tape, current
-from hf_memsave.tape.functions import widens
+from hf_memsave.tape.autocast import widens
+from hf_memsave.tape.parameters import copy_all
 from hf_memsave.tape.private import no_modes
 
 
@@ -55,7 +56,7 @@ def _taped(tensors: tuple[Tensor, ...], eps: float, p: float, seed: int, out: to
         return _DropoutNorm.apply(*tensors, residual, eps, p, seed, out, None, None)[0]
     edge, joint = (residual, None) if residual.dtype is x.dtype else edge_of(tape, residual)
     y, h, y_low, mean, rstd = _DropoutNorm.apply(*tensors, edge, eps, p, seed, out, low, joint)
-    tape.copy_all([weight, bias])
+    copy_all(tape, [weight, bias])
     sources = _before(tape, residual, h.dtype) or (residual,)
     tape.record(h, lambda x, other, *norm: kernels().dropout_sum(x, other, p, seed, norm or None), (x, *sources))
     made = h, weight, bias, mean, rstd

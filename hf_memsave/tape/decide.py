@@ -11,13 +11,11 @@ import sys
 from collections.abc import Collection
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from hf_memsave.tape.again import LinearAgain
-from hf_memsave.tape.content import BUFFER, Content
-from hf_memsave.tape.private import OpOverload
-from hf_memsave.tape.store import Store
+from hf_memsave.tape.content import Content
+from hf_memsave.tape.parameters import is_available, is_copied
+from hf_memsave.tape.storage import Storages
 
 #: How many calls may be looked at for each other, and how many may nest in a content that is built on. Remaking a
 #: tensor then nests twice as many at most, five of Python's frames each, of which there are 1000.
@@ -25,8 +23,6 @@ MOST_DEPTH = 64
 #: How many blocks back a tensor may be remade from. A chain through all of them (an fp32 residual sum, remade from the
 #: sum before it) would cost a step's time, and its peak.
 SPAN = 2
-#: Conversions: what a parameter is converted to, its own module needs, so the parameter is there in backward.
-CASTS = frozenset({Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double})
 #: Forwards that had no use for the record of a call, after which there is none.
 UNUSED = 2
 #: Signatures of forwards, and calls of each, that are remembered.
@@ -38,21 +34,21 @@ New = dict[int, int]
 class Price:
     """One question: what having contents newly keeps (address of a storage -> bytes), and how many functions run."""
 
-    def __init__(self, store: Store) -> None:
-        self.store, self.left, self.depth = store, 4 * store.most_work, 0
+    def __init__(self, storages: Storages) -> None:
+        self.storages, self.left, self.depth = storages, 4 * storages.most_work, 0
         self.too_dear: set[int] = set()
         self.looked_at: list[int] = []  # the numbers of the calls that the answer depends on
 
     def of_call(self, content: Content, known: Collection[int] = (), most: int | None = None) -> tuple[New, int] | None:
         """Of remaking it by ``most`` functions, where ``known`` storages are there anyway; None if it cannot be."""
-        most = self.store.most_work if most is None else most
+        most = self.storages.most_work if most is None else most
         self.left -= 1
         new: New = {}
         work = 1
         for x, version in content.call.seen:
             if x._version != version or work > most or self.left < 0:
                 return None
-            theirs = self.store.content_of(x)
+            theirs = self.storages.content_of(x)
             if theirs.is_unversioned:
                 return None
             storage = x.untyped_storage()
@@ -73,7 +69,7 @@ class Price:
         if content.is_kept:
             return {}, 0
         if content.make is not None:
-            if content.is_of(x) and is_near(self.store, content):
+            if content.is_of(x) and is_near(self.storages, content):
                 return {}, content.work
         elif content.call is not None and id(storage) not in self.too_dear and content.is_of(x):
             self.looked_at.append(content.call.number)
@@ -89,7 +85,7 @@ class Price:
     def _of_parameter(self, x: Tensor, content: Content, func: Any) -> New:
         """Nothing, or a copy's bytes; without a copy it cannot be had where a sharding engine takes it away."""
         key = id(x.untyped_storage())
-        if not is_available(self.store, x, content, func):
+        if not is_available(self.storages, x, content, func):
             return {key: sys.maxsize}
         return {key: x.numel() * x.itemsize} if is_copied(x, content, func) and not content.is_brief else {}
 
@@ -125,35 +121,6 @@ class Calls:
             self.known[made] = -1 if made in self.used or times < 0 else times + 1
 
 
-def is_near(store: Store, content: Content) -> bool:
+def is_near(storages: Storages, content: Content) -> bool:
     """Whether what is asked for now may build on ``content``."""
-    return store.block - content.first <= SPAN and content.depth < MOST_DEPTH and content.is_there()
-
-
-def is_available(store: Store, x: Tensor, content: Content, func: Any) -> bool:
-    """Whether what ``func`` makes will have a parameter or buffer ``x`` in backward."""
-    # Of a brief one the copy alone tells: a block that runs again may find it at other times than its forward did.
-    if not content.is_brief and (x.untyped_storage().nbytes() or not x.numel()):
-        return True
-    if is_copied(x, content, func):
-        return store.has_copy(x)
-    return content.is_brief or bool(getattr(func, "gathers", ()))
-
-
-def is_copied(x: Tensor, content: Content, func: Any) -> bool:
-    """Whether what ``func`` makes holds a copy of a parameter or buffer ``x``, and not the thing itself."""
-    if x.dim() <= 1 or (content.is_brief and isinstance(func, LinearAgain) and not func.gathers):
-        return True
-    return may_change(x, content, func)
-
-
-def may_change(x: Tensor, content: Content, func: Any) -> bool:
-    """Whether a parameter or buffer may be another in backward though no version tells: by ``.data``, FSDP2 or EMA."""
-    if content is BUFFER:
-        return x.is_floating_point() and not is_local(func)  # whole numbers are not updated: weights in 4 bits, say
-    return content.owner is None and func not in CASTS and not is_local(func)
-
-
-def is_local(func: Any) -> bool:
-    """Whether ``func`` reads a parameter that its own module's backward needs: a product, or dequantizing."""
-    return func is F.linear or isinstance(func, (OpOverload, LinearAgain))
+    return storages.block - content.first <= SPAN and content.depth < MOST_DEPTH and content.is_there()

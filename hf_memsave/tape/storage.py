@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from hf_memsave.tape import content as contents
 from hf_memsave.tape import offload
-from hf_memsave.tape.content import MARK, PARAMETER, Content, Sharded, added, alive, contents_on, is_parameter, linked
+from hf_memsave.tape.content import MARK, PARAMETER, Content, added, alive, contents_on, is_parameter, linked
 from hf_memsave.tape.ledger import Ledger
-from hf_memsave.tape.private import checkpoint_frame, copy_each, no_dispatch, no_modes, unwrapped, written_by
-from hf_memsave.tape.tensors import View, is_plain, leaves, place_of
+from hf_memsave.tape.private import checkpoint_frame, no_dispatch, unwrapped, written_by
+from hf_memsave.tape.tensors import View, is_plain, leaves
 from hf_memsave.tape.wrappers import parts_of
 
 #: Functions that remaking one tensor may run.
@@ -31,13 +31,45 @@ MOST_WORK = 64
 _NOTES = "_memsave_notes"
 
 
-class Store:
+class Apart:
+    """Gives a content that is kept a copy of its storage before that is written to, where stock keeps another tensor.
+
+    As long as this is alive. ``linked`` is what the storage of ``tensor`` carries, ``kept`` what holds that very view,
+    and ``hooks`` are those outside, if any.
+    """
+
+    __slots__ = ("content", "storage", "hooks", "__weakref__")
+
+    def __init__(self, linked: Content, kept: Content, tensor: Tensor, hooks: Any) -> None:
+        self.content, self.storage, self.hooks = weakref.ref(kept), weakref.ref(tensor.untyped_storage()), hooks
+        linked.readers = added(linked.readers, self)
+
+    def freeze(self) -> None:
+        """Copy it, if it is a tensor still."""
+        content, storage = self.content(), self.storage()
+        if content is None or storage is None or not content.is_kept:
+            return
+        kept: Any = content.view if content.is_lent else content.tensor
+        if kept is None:
+            return
+        empty = torch.empty(0, dtype=kept.dtype, device=storage.device)
+        copy = empty.set_(storage.clone(), kept.storage_offset(), kept.shape, kept.stride())
+        if content.is_lent:
+            content.hand_on(copy, *self.hooks)
+            content.view = None  # of another storage
+        else:
+            for view in alive(content.views):
+                view.forget()
+            content.keep(copy)
+
+
+class Storages:
     """What a tape knows. Its lock tells its contents from those of other tapes."""
 
     def __init__(self, coders: Any, ledger: Ledger | None, mark_of: Callable[[Tensor], Content] | None = None) -> None:
         super().__init__()
         self.outer: Any = None  # the (pack, unpack) pair of the hooks active outside
-        self.around: Store | None = None  # the tape that this is within: a checkpointed block's is in the model's
+        self.around: Storages | None = None  # the tape that this is within: a checkpointed block's is in the model's
         self.mark = MARK
         self.block = 0  # how many have ended
         self.most_work = MOST_WORK
@@ -66,7 +98,7 @@ class Store:
         self.outer = self.ledger = self.around = self.mark_of = None
 
     @property
-    def root(self) -> Store:
+    def root(self) -> Storages:
         """The tape of the model, around those of checkpointed blocks."""
         return self if self.around is None else self.around.root
 
@@ -172,50 +204,6 @@ class Store:
         if self.owns(content := self.content_of(tensor)):
             content.parts = added(content.parts, code)
         return code
-
-    # FSDP2 frees parameters when their block's forward ends, and gathers them again only for that block's backward,
-    # while the next block may need what was made from them before. And optimizers write to them through ``.data``,
-    # which no version tells. So of small ones a copy goes on the tape.
-
-    def copy_of(self, parameter: Tensor) -> Content:
-        """What goes on the tape instead of a small parameter, or a buffer."""
-        content = self.copies.get(place := self._place(parameter))
-        if content is None:
-            return self._keep_copy(place, parameter.detach().clone())
-        content.uses += 1
-        return content
-
-    def copy_all(self, parameters: list[Tensor]) -> None:
-        """Make what :meth:`copy_of` each would make, in one launch, unless a hook outside asks for one at a time."""
-        new = [p for p in parameters if not self.has_copy(p)] if self.outer is None else []
-        with no_modes(), torch.no_grad():
-            copies = [torch.empty_like(p) for p in new]
-            if new:
-                copy_each(copies, new)
-        for p, copy in zip(new, copies, strict=True):
-            self._keep_copy(self._place(p), copy)
-
-    def _keep_copy(self, place: tuple[Any, ...], copy: Tensor) -> Content:
-        content = self.copies[place] = self.keep(copy)
-        self.note_code(content, copy.nbytes, "copy of a parameter")
-        return content
-
-    def has_copy(self, parameter: Tensor) -> bool:
-        """Whether :meth:`copy_of` made one already."""
-        return self._place(parameter) in self.copies
-
-    def _place(self, parameter: Tensor) -> tuple[Any, ...]:
-        """What tells a parameter, or a view of one, from others; ZeRO-3 gives it another storage each time."""
-        is_whole = Sharded.any_is_brief and parameter.is_leaf and self.content_of(parameter).is_brief
-        return (id(parameter), parameter._version) if is_whole else place_of(parameter)
-
-    def gathers_of(self, args: Iterable[Any]) -> Any:
-        """Functions that bring back, in backward, what a sharding engine takes away of ``args``; None if it cannot."""
-        if self.root.mark_of is None:
-            return ()
-        marks = [mark for a in args if isinstance(a, Tensor) and isinstance(mark := self.content_of(a), Sharded)]
-        found: Any = dict.fromkeys(m.gather for m in marks if m.gather or m.is_brief)  # in order on every rank
-        return None if None in found else found
 
     def empty_casts(self) -> None:
         """Of leaves, shared under autocast: what is kept of one is remade, and the next block fills it again."""
