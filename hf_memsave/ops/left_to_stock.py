@@ -14,12 +14,9 @@ from hf_memsave.tape.table import UNRECORDED, UNRECORDED_BUT_DROPOUTS
 def _unrecorded(module: nn.Module, patch: Any, *args: Any, **kwargs: Any) -> Any:
     if (tape := current()) is None:
         return patch.stock.forward(module, *args, **kwargs)
-    before = tape.table
-    tape.table = UNRECORDED_BUT_DROPOUTS if before.get(F.dropout) is dropout else UNRECORDED
-    try:
+    is_ours = tape.frame.table.get(F.dropout) is dropout
+    with tape.using(table=UNRECORDED_BUT_DROPOUTS if is_ours else UNRECORDED):
         return patch.stock.forward(module, *args, **kwargs)
-    finally:
-        tape.table = before
 
 
 LEFT_TO_STOCK = Op("quiet", _unrecorded, is_implied=True)

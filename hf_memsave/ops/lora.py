@@ -72,7 +72,7 @@ def _lora(module: Any, patch: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tens
     if call is None:
         return patch.stock.forward(module, x)
     base = x if call.weight is not None else module._modules["base_layer"](x)
-    if tape.ledger is None or tape.replaces_stock:
+    if tape.ledger is None or tape.frame.replaces_stock:
         return _run(tape, call, x, base)
     given = x, base, call.a, call.b, call.weight, call.bias
     return counted(tape, "lora", partial(_run, tape, call, x, base), partial(_as_stock, call), given)
@@ -113,14 +113,15 @@ def _call_of(layer: Any, rounds: str, tape: Tape, x: Any) -> _Call | None:
     if (a.dtype != b.dtype and to is None) or (x.numel() == x.shape[-1] and 1 in a.shape):
         return None  # of one row, and rank or width 1, autograd computes gradients by another product
     p = float(dropout.p) if dropout.training and type(dropout) is nn.Dropout else 0.0
-    if p and (p >= 1 or tape.dropout == "stock"):
+    if p and (p >= 1 or tape.frame.dropout == "stock"):
         return None
-    if p and not (x.is_cpu or (fuses_dropout(x) and tape.dropout != "mask" and can_redraw(x))):
+    if p and not (x.is_cpu or (fuses_dropout(x) and tape.frame.dropout != "mask" and can_redraw(x))):
         return None
     is_mixed = rounds == "summand" and torch.is_autocast_enabled()  # as PEFT's layers of bitsandbytes ask
     converts = not is_mixed and layer.__dict__.get("cast_input_dtype_enabled", True)
     base = layer._modules["base_layer"]
-    weight, bias = (None, None) if tape.again or type(base) is not nn.Linear or is_watched(base) else _frozen(base)
+    is_own = not tape.frame.again and type(base) is nn.Linear and not is_watched(base)  # its product is in our node
+    weight, bias = _frozen(base) if is_own else (None, None)
     return _Call(a.dtype if converts else x.dtype, to, scale, p, "" if is_mixed else rounds, a, b, weight, bias)
 
 

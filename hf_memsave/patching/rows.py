@@ -38,9 +38,9 @@ from hf_memsave.logs import warn_once
 from hf_memsave.ops.loss import chunked_loss
 from hf_memsave.tape import Tape, current
 from hf_memsave.tape.as_stock import counted
-from hf_memsave.tape.codecs import CODERS
 from hf_memsave.tape.content import written
 from hf_memsave.tape.dropout import DROPOUTS, as_bits, drop, dropout_arguments, mask_of
+from hf_memsave.tape.frame import Frame
 from hf_memsave.tape.private import (
     COUNTING,
     are_all_watched,
@@ -336,7 +336,7 @@ class _Masks(TorchFunctionMode):
         again: What draws each mask again; filled as they are drawn for the first time. None drops nothing.
     """
 
-    coders, dropout = CODERS, "seed"  # of what draws for a tape
+    frame = Frame({}, "seed")  # of what draws for a tape
 
     def __init__(self, count: int, parts: Sequence[Any], again: list[Callable[[], Tensor]] | None) -> None:
         super().__init__()

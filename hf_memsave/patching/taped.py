@@ -35,9 +35,11 @@ from hf_memsave.patching.checkpointed import runs_again, weights_in, with_cache
 from hf_memsave.patching.first_step import FIRST, LEDGER, tell, trained_in, waiting
 from hf_memsave.patching.sharded import frees_after_forward, mark_of
 from hf_memsave.tape import Tape, clear_leftovers, current, has_leftovers, hooks_work, private, table_without
-from hf_memsave.tape.codecs import CODERS, Coders, Encoder, leave_alone
+from hf_memsave.tape.bits import CODERS, Coders
+from hf_memsave.tape.codecs import Encoder, leave_alone
 from hf_memsave.tape.content import BUFFER, MARK
 from hf_memsave.tape.decide import Calls
+from hf_memsave.tape.frame import Frame
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.offload import Offload
 from hf_memsave.tape.private import checkpoint_frame, function_in_backward, innermost_hooks
@@ -111,13 +113,13 @@ def run_taped(module: nn.Module, config: MemSaveConfig, block: int, forward: For
         is_block = isinstance(module, GradientCheckpointingLayer)
         if is_block:
             tape.blocks.begin(tape, (*args, *kwargs.values()))
-        before = tape.table, tape.dropout, tape.coders, tape.again
-        tape.table, tape.dropout, tape.coders = settings
-        tape.again = weights_in(module) if config.checkpoint else []
+        before, (table, dropout, coders) = tape.frame, settings
+        again = weights_in(module) if config.checkpoint else ()
+        tape.frame = before._replace(table=table, dropout=dropout, coders=coders, again=again)
         try:
             out = forward(module, *args, **kwargs)
         finally:
-            tape.table, tape.dropout, tape.coders, tape.again = before
+            tape.frame = before
         if is_block:
             tape.end_block(*(out if isinstance(out, tuple) else (out,)))
         return out
@@ -142,15 +144,14 @@ def _lay(module: nn.Module, settings: Settings, config: MemSaveConfig, forward: 
         told, is_within = _told_within(module, kwargs)
     cached = with_cache(module, kwargs) if config.checkpoint in WHOLE else contextlib.nullcontext()
     offload = Offload() if config.offload and innermost_hooks() is None else None  # where there is no foreign hook
-    new = Tape(*settings, codec, held, told, calls, mark_of(module, config.checkpoint), offload)
+    frame = Frame(*settings, again=weights_in(module) if config.checkpoint else ())
+    head = _head_below(module) if config.loss == "chunked" else None
+    if isinstance(head, nn.Linear) and not is_parametrized(head):  # whose weight is computed as it is read
+        frame = frame._replace(head=head, logits=functools.partial(of_linear, fuses_loss=config.backend != "torch"))
+    new = Tape(frame, codec, held, told, calls, mark_of(module, config.checkpoint), offload)
     try:
         with cached, divided_by(kwargs.get("num_items_in_batch")), new as tape:
             tape.is_within = is_within
-            tape.again = weights_in(module) if config.checkpoint else []
-            head = _head_below(module) if config.loss == "chunked" else None
-            if isinstance(head, nn.Linear) and not is_parametrized(head):  # whose weight is computed as it is read
-                tape.head = head
-                tape.logits = functools.partial(of_linear, fuses_loss=config.backend != "torch")
             out = forward(module, *args, **kwargs)
     except BaseException as error:
         if ledger is not None:  # the next forward is counted

@@ -17,7 +17,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_memsave.device import has_numbers
-from hf_memsave.tape.functions import during
 from hf_memsave.tape.private import FakeTensor, FakeTensorMode, Note, no_modes
 from hf_memsave.tape.tape import Tape
 from hf_memsave.tape.tensors import leaves
@@ -25,7 +24,7 @@ from hf_memsave.tape.tensors import leaves
 
 def replacing_stock(tape: Tape | None) -> contextlib.AbstractContextManager[None]:
     """Leave what autograd asks ``tape`` to keep meanwhile out of what stock asks for."""
-    return contextlib.nullcontext() if tape is None else during(tape, replaces_stock=True)
+    return contextlib.nullcontext() if tape is None else tape.using(replaces_stock=True)
 
 
 def counted(
@@ -43,7 +42,7 @@ def counted(
     Returns:
         What ``run`` returns.
     """
-    if tape is None or tape.ledger is None or tape.replaces_stock:
+    if tape is None or tape.ledger is None or tape.frame.replaces_stock:
         return run()
     if (asked := _asked(stock, args, module)) is None:
         tape.ledger.note_missing(name if module is None else type(module).__name__)

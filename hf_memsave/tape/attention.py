@@ -51,11 +51,10 @@ def attention(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
     is_part = query.requires_grad and query.untyped_storage().nbytes() > query.numel() * query.itemsize
     held = _held_whole(tape, query) if is_part and is_one_kernel(query, key, value, mask, **rest) else None
     call = partial(_composed, tape) if is_composed else func
-    tape.is_in_attention = True
     try:
-        return call(query, key, value, mask, **rest)
+        with tape.using(is_in_attention=True):
+            return call(query, key, value, mask, **rest)
     finally:
-        tape.is_in_attention = False
         del held
         for tensor in given:  # a cache may hold it for long: let go of what it was made from
             tape.release(tensor)

@@ -14,16 +14,14 @@ import contextlib
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hf_memsave.device import new_generator
 from hf_memsave.tape.content import Blank, Content, Handle, Ticket
-from hf_memsave.tape.private import is_concrete
-from hf_memsave.tape.quantize import FORMATS, Format, decode, encode
+from hf_memsave.tape.quantize import FORMATS, Format
 from hf_memsave.tape.storage import Storages
 from hf_memsave.tape.tensors import is_dense
 
@@ -32,67 +30,9 @@ SMALLEST = 4096
 #: On the storage of booleans, a function that gives the forward in which they were coded; or None, once that is over.
 CODED_IN = "_memsave_coded_in"
 
-_BITS = 8
-#: Booleans that NumPy packs and unpacks at once; what it allocates no counter of peaks sees.
-_FEW = 2**16
-#: Eight bytes of 0 or 1, lowest first, times this have them as the bits of the highest byte.
-_GATHER = 0x0102040810204080
-#: A byte times this is eight of it, of which the other leaves bit i in byte i.
-_COPY, _EACH = 0x0101010101010101, 0x8040201008040201 - 2**64
 #: Elements of a tensor below which a code is not worth its launches.
 SMALLEST_CODED = 512
 _CODED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-
-
-def pack_bits(flags: Tensor) -> Tensor:
-    """Eight booleans a byte, lowest bit first, as uint8 ``[ceil(numel / 8)]``; what is not zero is true."""
-    flat = flags.reshape(-1).view(torch.uint8)
-    if _is_quick(flat, flat.numel()):
-        return torch.from_numpy(np.packbits(flat.numpy(), bitorder="little")).clone()  # which PyTorch allocates
-    flat = flat.clamp_max(1)  # CPU compares bytes one by one
-    if rest := -flat.numel() % _BITS:
-        flat = torch.cat([flat, flat.new_zeros(rest)])
-    return flat.view(torch.int64).mul_(_GATHER).__irshift__(56).to(torch.uint8)
-
-
-def unpack_bits(packed: Tensor, numel: int) -> Tensor:
-    """The first ``numel`` booleans that :func:`pack_bits` packed, as bool ``[numel]``."""
-    if _is_quick(packed, numel):
-        return torch.from_numpy(np.unpackbits(packed.numpy(), count=numel, bitorder="little").view(np.bool_))
-    spread = packed.to(torch.int64).mul_(_COPY).__iand__(_EACH)
-    flags = spread.view(torch.uint8).clamp_max_(1).view(torch.bool)
-    return flags if flags.numel() == numel else flags[:numel].clone()  # on a storage of its own size
-
-
-def _is_quick(x: Tensor, numel: int) -> bool:
-    """Whether NumPy, in one call, does what PyTorch would in five, of so little that no peak is of it."""
-    return x.is_cpu and numel <= _FEW and is_concrete(x)
-
-
-class Coders(NamedTuple):
-    """What packs and codes: functions of these four names and arguments, whose results each other's can read."""
-
-    pack_bits: Callable[[Tensor], Tensor] = pack_bits
-    unpack_bits: Callable[..., Tensor] = unpack_bits
-    encode: Callable[..., tuple[Tensor, Tensor]] = encode
-    decode: Callable[..., Tensor] = decode
-
-
-#: PyTorch's own functions.
-CODERS = Coders()
-
-
-def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """uint8 codes below 2^bits as ``[bits, *]``: :func:`pack_bits` of every lowest bit, then of every next one."""
-    return torch.stack([pack_bits((codes >> plane & 1).bool()) for plane in range(bits)])
-
-
-def unpack_codes(packed: Tensor, numel: int) -> Tensor:
-    """The first ``numel`` codes that :func:`pack_codes` packed, as uint8 ``[numel]``."""
-    codes = torch.zeros(numel, dtype=torch.uint8, device=packed.device)
-    for plane, row in enumerate(packed):
-        codes |= unpack_bits(row, numel).to(torch.uint8) << plane
-    return codes
 
 
 def coded(
@@ -127,8 +67,8 @@ def as_bits(storages: Storages, content: Content, storage: Any, tensor: Tensor) 
         return None
     setattr(storage, CODED_IN, weakref.ref(storages.root))
     flags = tensor.detach().as_strided((storage.nbytes(),), (1,), 0)
-    decode = partial(storages.coders.unpack_bits, numel=flags.numel())
-    code = coded(storages, content, storage, flags, decode, (storages.coders.pack_bits(flags),), is_lossy=False)
+    decode = partial(storages.frame.coders.unpack_bits, numel=flags.numel())
+    code = coded(storages, content, storage, flags, decode, (storages.frame.coders.pack_bits(flags),), is_lossy=False)
     return Ticket(code, tensor)
 
 
@@ -161,11 +101,11 @@ class Encoder:
                 return None
             mine = mine.contiguous()
         flat = mine.as_strided((mine.numel(),), (1,), mine.storage_offset())
-        form = FORMATS["int8"] if storages.is_in_attention or storages.is_in_loss else self.form
-        remake = partial(_decoded, decode=storages.coders.decode, form=form, like=Blank(mine))
+        form = FORMATS["int8"] if storages.frame.is_in_attention or storages.frame.is_in_loss else self.form
+        remake = partial(_decoded, decode=storages.frame.coders.decode, form=form, like=Blank(mine))
         if (generator := self.generators.get(flat.device)) is None:
             generator = self.generators[flat.device] = new_generator(flat.device, self.seed)
-        codes = storages.coders.encode(flat, form, generator)
+        codes = storages.frame.coders.encode(flat, form, generator)
         ticket = Ticket(coded(storages, content, storage, mine, remake, codes, is_lossy=True), mine)
         ticket.offset = 0  # the decoded tensor has a storage of its own
         return ticket

@@ -35,7 +35,6 @@ from torch import Tensor
 from hf_memsave.device import current_stream, default_generator, fuses_dropout, is_aligned, is_capturing
 from hf_memsave.tape.codecs import coded
 from hf_memsave.tape.content import Blank, Ticket
-from hf_memsave.tape.functions import during
 from hf_memsave.tape.parameters import CASTS
 from hf_memsave.tape.private import after_backward, backward_id, in_transform, is_concrete, outside_transforms
 from hf_memsave.tape.tape import Tape
@@ -56,7 +55,7 @@ def dropout(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     x, p, training, inplace = dropout_arguments(*args, **kwargs)
     if inplace:
         tape.before_write(x)
-    draws = training is True and 0 < p < 1 and tape.dropout != "stock"
+    draws = training is True and 0 < p < 1 and tape.frame.dropout != "stock"
     if not draws or not isinstance(x, Tensor) or not is_plain(x) or not x.numel():
         return func(*args, **kwargs)
     if func in _OF_CHANNELS:
@@ -122,15 +121,15 @@ def drawn(
 
 def _is_kept_in_bits(tape: Tape, like: Tensor, itemsize: int) -> bool:
     # Bits are quick to read: chosen where they take no more than a state does, or at the floor 1/32 of what is kept.
-    if tape.dropout == "auto" and itemsize >= _WIDE:
+    if tape.frame.dropout == "auto" and itemsize >= _WIDE:
         return True
-    return tape.dropout == "mask" or (tape.dropout != "seed" and like.numel() <= 8 * _STATE)
+    return tape.frame.dropout == "mask" or (tape.frame.dropout != "seed" and like.numel() <= 8 * _STATE)
 
 
 def as_bits(tape: Tape, noise: Tensor, p: float, is_scaled: bool) -> tuple[Callable[..., Tensor], Tensor]:
     """What gives ``noise`` again, or a mask, of the bits that are returned beside."""
-    again = partial(_from_bits, unpack=tape.coders.unpack_bits, like=Blank(noise), p=p, is_scaled=is_scaled)
-    return again, tape.coders.pack_bits(noise.as_strided((noise.numel(),), (1,)).bool())
+    again = partial(_from_bits, unpack=tape.frame.coders.unpack_bits, like=Blank(noise), p=p, is_scaled=is_scaled)
+    return again, tape.frame.coders.pack_bits(noise.as_strided((noise.numel(),), (1,)).bool())
 
 
 class _Private(threading.local):
@@ -178,7 +177,7 @@ TURN = threading.RLock()
 
 
 def _fused(tape: Tape, x: Tensor, p: float) -> Tensor:
-    if tape.dropout == "mask":
+    if tape.frame.dropout == "mask":
         y, mask = torch.native_dropout(x, p, True)
         unpacked, bits = as_bits(tape, mask, p, is_scaled=False)
         tape.record(mask, unpacked, (bits,))
@@ -192,7 +191,7 @@ def _fused(tape: Tape, x: Tensor, p: float) -> Tensor:
         again.is_asked = True
         return Ticket(coded(tape, content, mask.untyped_storage(), mask, again.mask, (state,), is_lossy=False), mask)
 
-    with TURN, during(tape, coder=code):
+    with TURN, tape.using(coder=code):
         state = default_generator(x.device).get_state()
         y, _ = torch.native_dropout(x, p, True)
     tape.record(y, again.output, (x, state))

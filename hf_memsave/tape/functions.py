@@ -7,7 +7,6 @@ is not deterministic on CUDA (``index_add``, ``cumsum``).
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -54,19 +53,6 @@ ACTIVATIONS = frozenset(
     {getattr(F, name) for name in "gelu silu elu selu celu softplus mish hardswish hardsigmoid glu".split()}
     | {torch.celu, torch.selu}
 )
-
-
-@contextlib.contextmanager
-def during(tape: Tape, **values: Any) -> Iterator[None]:
-    """``tape`` with these attributes."""
-    before = {name: getattr(tape, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(tape, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(tape, name, value)
 
 
 def argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str, default: Any = None) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hf_memsave.device import is_autocast
 from hf_memsave.tape.again import LinearAgain
 from hf_memsave.tape.autocast import converted, low, own_cast
-from hf_memsave.tape.functions import MADE, Handler, during, indexed, named, unrecorded
+from hf_memsave.tape.functions import MADE, Handler, indexed, named, unrecorded
 from hf_memsave.tape.parameters import gathers_of
 from hf_memsave.tape.private import any_autocast
 from hf_memsave.tape.storage import MOST_WORK
@@ -46,8 +46,8 @@ def product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     """A matrix product."""
     if kwargs and kwargs.get("out") is not None:  # autocast converts nothing there
         return unrecorded(tape, func, args, kwargs)
-    if tape.head is not None and func is F.linear and len(args) > 1 and args[1] is tape.head.weight:
-        if (made := tape.logits(tape.head, *args, **kwargs)) is not None:
+    if tape.frame.head is not None and func is F.linear and len(args) > 1 and args[1] is tape.frame.head.weight:
+        if (made := tape.frame.logits(tape.frame.head, *args, **kwargs)) is not None:
             return made
     given, given_by_name = args, kwargs
     is_converted = any_autocast() and func not in _GROUPED and _is_autocast((*args, *kwargs.values()))
@@ -58,7 +58,7 @@ def product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
         if is_seen and args[0].shape[:-2] == args[1].shape[:-2]:  # the copies are made before, where the tape sees them
             args = tuple([tape.call(Tensor.flatten, a, 0, -3).view(a.shape) for a in args])
     out = func(*args, **kwargs) if kwargs else func(*args)
-    if tape.again and record_if_chosen(tape, out, func, given, given_by_name):
+    if tape.frame.again and record_if_chosen(tape, out, func, given, given_by_name):
         return out
     if func is F.linear and len(args) > 1 and args[1].shape[-1] <= _THIN and is_thin(args[1]) and type(out) in MADE:
         gathers = gathers_of(tape, given[1:])
@@ -74,7 +74,7 @@ def product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
 def record_if_chosen(
     tape: Tape, out: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
-    """Whether ``out`` is made again in backward, as a weight among the arguments is one of those in ``tape.again``."""
+    """Whether ``out`` is made again in backward, as a weight among the arguments is one that the frame names."""
     is_chosen = any(isinstance(a, Tensor) and _is_chosen(tape, a) for a in reversed(args))
     return is_chosen and record_again(tape, out, func, args, kwargs)
 
@@ -82,7 +82,7 @@ def record_if_chosen(
 def _is_chosen(tape: Tape, weight: Tensor) -> bool:
     """Whether it is a weight that runs again, or that of one expert in it, or made of such a one."""
     whole = weight if weight._base is None else weight._base
-    for own, name in tape.again:
+    for own, name in tape.frame.again:
         if (found := own.get(name)) is weight or found is whole:
             return True
     content = tape.known(weight)
@@ -93,7 +93,7 @@ def _is_chosen(tape: Tape, weight: Tensor) -> bool:
 
 def gathered(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x[index]``, where ``x`` may be weights of experts, and each token asks for those of its own."""
-    if not tape.again or not _is_chosen(tape, args[0]):
+    if not tape.frame.again or not _is_chosen(tape, args[0]):
         return indexed(tape, func, args, kwargs)
     out = func(*args)
     return out if out._is_view() or record_again(tape, out, func, args, kwargs) else out
@@ -138,7 +138,7 @@ def _is_autocast(arguments: tuple[Any, ...]) -> bool:
 
 def loss(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A loss of probabilities: a codec must know."""
-    with during(tape, is_in_loss=True):
+    with tape.using(is_in_loss=True):
         return func(*args, **kwargs)
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hf_memsave.tape.autocast import converted, low
 from hf_memsave.tape.content import Blank, Handle
-from hf_memsave.tape.functions import MADE, argument, during, may_write, named, sees_writes, writes_in_place
+from hf_memsave.tape.functions import MADE, argument, may_write, named, sees_writes, writes_in_place
 from hf_memsave.tape.private import any_autocast
 from hf_memsave.tape.tape import Tape
 from hf_memsave.tape.tensors import is_dense, place_of, with_stride
@@ -35,7 +35,7 @@ from hf_memsave.tape.tensors import is_dense, place_of, with_stride
 
 def _coded(tape: Tape, code: Callable[[Tensor], Handle | None], func: Any, args: Any, kwargs: Any) -> Any:
     """Run one operation; for each tensor that it asks to keep, ``code`` chooses what goes on the tape."""
-    with during(tape, coder=code):
+    with tape.using(coder=code):
         return func(*args, **kwargs)
 
 
@@ -65,7 +65,7 @@ def batch_norm(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwar
         return statistics_alone(tape, func, args, kwargs)
     wants = weight is not None and weight.requires_grad
     if not (wants or (training and x.requires_grad)):
-        with during(tape, coder=lambda t: Blank(t) if t.shape == x.shape else None):
+        with tape.using(coder=lambda t: Blank(t) if t.shape == x.shape else None):
             return statistics_alone(tape, func, args, kwargs)
     y = statistics_alone(tape, func, args, kwargs)
     statistics = (None, None) if training else (mean, var)
@@ -218,8 +218,8 @@ def _as_side(tape: Tape, side: Side, tensor: Tensor) -> Handle | None:
     tape.calls.used.update(calls)
     if freed + tensor.numel() // 8 >= tensor.untyped_storage().nbytes():
         return None
-    decode = partial(_from_side, unpack=tape.coders.unpack_bits, side=side, like=Blank(tensor))
-    handle = tape.stand_in(tensor, tape.coders.pack_bits(side.flags(tensor.detach())), decode)
+    decode = partial(_from_side, unpack=tape.frame.coders.unpack_bits, side=side, like=Blank(tensor))
+    handle = tape.stand_in(tensor, tape.frame.coders.pack_bits(side.flags(tensor.detach())), decode)
     notes[key] = weakref.ref(handle)
     return handle
 

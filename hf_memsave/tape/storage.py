@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from hf_memsave.tape import content as contents
 from hf_memsave.tape import offload
 from hf_memsave.tape.content import MARK, PARAMETER, Content, added, alive, contents_on, is_parameter, linked
+from hf_memsave.tape.frame import Frame
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.private import checkpoint_frame, no_dispatch, unwrapped, written_by
 from hf_memsave.tape.tensors import View, is_plain, leaves
@@ -66,7 +67,7 @@ class Apart:
 class Storages:
     """What a tape knows. Its lock tells its contents from those of other tapes."""
 
-    def __init__(self, coders: Any, ledger: Ledger | None, mark_of: Callable[[Tensor], Content] | None = None) -> None:
+    def __init__(self, frame: Frame, ledger: Ledger | None, mark_of: Callable[[Tensor], Content] | None = None) -> None:
         super().__init__()
         self.outer: Any = None  # the (pack, unpack) pair of the hooks active outside
         self.around: Storages | None = None  # the tape that this is within: a checkpointed block's is in the model's
@@ -74,10 +75,8 @@ class Storages:
         self.block = 0  # how many have ended
         self.most_work = MOST_WORK
         self.unversioned = 0  # tensors written to, or that may be, without their version telling; on the root
-        self.replaces_stock = False  # what asks autograd now is not what stock would run: see as_stock.py
         self.is_within = False  # of a block that runs again: of its tensors, those that stock asks for are counted
-        self.is_in_attention = self.is_in_loss = False
-        self.coders, self.ledger, self.mark_of = coders, ledger, mark_of
+        self.frame, self.ledger, self.mark_of = frame, ledger, mark_of
         self.lock = threading.RLock()
         self.casts: dict[Any, tuple[Tensor, Tensor]] = {}  # of leaves, shared as by autocast's own cache
         self.copies: dict[Any, Content] = {}  # of small parameters

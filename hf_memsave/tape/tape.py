@@ -17,10 +17,11 @@ tensor, :meth:`Tape.pack` keeps whichever costs fewer new bytes: the tensor, or 
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -34,9 +35,10 @@ from hf_memsave.tape import content as contents
 from hf_memsave.tape import decide, parameters, private
 from hf_memsave.tape.again import LinearAgain
 from hf_memsave.tape.blocks import Blocks
-from hf_memsave.tape.codecs import CODERS, Coders, as_bits
+from hf_memsave.tape.codecs import as_bits
 from hf_memsave.tape.content import Content, Handle, Kept, KeptView, Ticket, added, alive, is_parameter, mapped
 from hf_memsave.tape.decide import Calls, Price
+from hf_memsave.tape.frame import Frame
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.offload import Offload
 from hf_memsave.tape.private import OPS, FakeTensor, hooks_work, in_transform, innermost_hooks
@@ -66,13 +68,10 @@ def new(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 
 class Tape(Storages, TorchFunctionMode):
-    """``with Tape(table): block(x)`` notes calls under ``table``, and keeps what costs least.
+    """``with Tape(Frame(table)): block(x)`` notes calls of functions in ``table``, and keeps what costs least.
 
     Args:
-        table: Function -> what to do when it is called, as ``handler(tape, func, args, kwargs)``.
-        dropout: What is kept of a dropout's mask: the generator's state ("seed"), a bit an element ("mask"), what is
-            cheaper at the floor ("auto") or below it ("small"), "stock".
-        coders: What packs bits and codes.
+        frame: What holds for the calls outside of any block or operation that says otherwise.
         codec: Codes what has to be kept; None keeps it as it is.
         inputs: What the caller holds until backward: it costs nothing.
         ledger: Told of every tensor that autograd asks to keep.
@@ -83,9 +82,7 @@ class Tape(Storages, TorchFunctionMode):
 
     def __init__(
         self,
-        table: Mapping[Any, Any],
-        dropout: str = "auto",
-        coders: Coders = CODERS,
+        frame: Frame,
         codec: Any = None,
         inputs: Iterable[Any] = (),
         ledger: Ledger | None = None,
@@ -93,13 +90,9 @@ class Tape(Storages, TorchFunctionMode):
         mark_of: Callable[[Tensor], Content] | None = None,
         below: saved_tensors_hooks | None = None,
     ) -> None:
-        super().__init__(coders, ledger, mark_of)
-        self.table, self.dropout, self.codec = table, dropout, codec
-        self.coder: Callable[[Tensor], Handle | None] | None = None  # while one operation runs, has the first say
+        super().__init__(frame, ledger, mark_of)
+        self.codec = codec
         self.at_end: list[Callable[[], None]] = []
-        self.again: list[tuple[dict[str, Any], str]] = []  # where weights are whose products run again
-        self.head: nn.Module | None = None  # gives logits, if those may be computed later, as `logits` then does
-        self.logits: Any = None
         self.calls, self.blocks = calls or Calls({}), Blocks()
         self.is_quick = False  # nothing but this tape has a say in what is kept
         self._inputs, self._given = inputs, list[Content]()
@@ -150,9 +143,18 @@ class Tape(Storages, TorchFunctionMode):
         if error[0] is None and self.outer is None:
             self.calls.end()
         self.close()
-        for held in (self.at_end, self.again, self._given):
+        for held in (self.at_end, self._given):
             held.clear()
-        self.codec = self.head = self.logits = None
+        self.codec, self.frame = None, Frame({})
+
+    @contextlib.contextmanager
+    def using(self, **values: Any) -> Iterator[None]:
+        """Have these fields of the frame hold for what is called meanwhile."""
+        before, self.frame = self.frame, self.frame._replace(**values)
+        try:
+            yield
+        finally:
+            self.frame = before
 
     def is_innermost(self) -> bool:
         """Whether calls ask this tape now: there is no foreign hook, and no ``torch.func`` transform."""
@@ -172,7 +174,7 @@ class Tape(Storages, TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if types and types != _ONE_TENSOR and are_asked(types):
             return by_class(self, func, types, args, kwargs or {})
-        handler = self.table.get(func)
+        handler = self.frame.table.get(func)
         if handler is None:
             if kwargs and (kwargs.get("out") is not None or kwargs.get("inplace")):
                 self.before_writes(args, kwargs)
@@ -247,7 +249,7 @@ class Tape(Storages, TorchFunctionMode):
 
     def pack(self, tensor: Tensor) -> Handle:
         """Called by autograd with each tensor to keep; returns what goes on the tape."""
-        if self.coder is not None and (chosen := self.coder(tensor)) is not None:
+        if (coder := self.frame.coder) is not None and (chosen := coder(tensor)) is not None:
             return chosen
         kind, content = type(tensor), None
         if kind is Tensor and tensor.layout is torch.strided:  # quickly
@@ -292,7 +294,7 @@ class Tape(Storages, TorchFunctionMode):
         if self.ledger is not None:  # else a part of a wrapper, in later steps
             self.ledger.makers.see()
         entry, handle = self.note(tensor, self.content_of(tensor)), self.pack(tensor)
-        if entry is not None and not self.replaces_stock:
+        if entry is not None and not self.frame.replaces_stock:
             entry.asked_by.add(handle)
         return handle
 

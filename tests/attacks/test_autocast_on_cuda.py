@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from hf_memsave.measure import private as measure_private
 from hf_memsave.measure.fake_device import fake_device
 from hf_memsave.measure.kernels import FP32, FP32_RESULT, LOW, WIDEST
-from hf_memsave.tape import autocast, functions, private
+from hf_memsave.tape import autocast, private
 from hf_memsave.tape.functions import CHEAP
 from hf_memsave.tape.tensors import leaves
 from support.examples import Arguments, calls_of, name_of

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_memsave import KeptTensorChangedError, patch
 from hf_memsave.arch.versions import enable_checkpointing
+from hf_memsave.tape.frame import Frame
 from hf_memsave.tape.tape import Tape
 from support.attacks import WIDTH, Attack, Block, assert_alike, assert_trains_like_stock, kept_of, trained
 from support.helpers import only_on_cpu, random
@@ -74,7 +75,7 @@ def test_conjugates(name, context, device):
 @pytest.mark.parametrize("name", ["chunks", "data"])
 def test_a_tensor_with_a_version_of_its_own_is_written_to_before_backward(name):
     model = nn.Linear(WIDTH, 2 * WIDTH)
-    with Tape({}):
+    with Tape(Frame({})):
         first, second = torch.unsafe_chunk(model(random(16, WIDTH)), 2, dim=-1)
         if name == "data":
             second = DATA(first)

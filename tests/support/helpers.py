@@ -18,6 +18,7 @@ from hf_memsave.measure.private import why_not
 from hf_memsave.patching.swap import Patch, patched_class, set_class
 from hf_memsave.tape import Tape, table_without
 from hf_memsave.tape.content import Content
+from hf_memsave.tape.frame import Frame
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -83,7 +84,8 @@ def of_layers(kept):
 
 def taping(*stock, **options):
     """A tape as a patched model lays it, without these kinds."""
-    return Tape(table_without(*stock), **options)
+    fields = {name: options.pop(name) for name in Frame._fields if name in options}
+    return Tape(Frame(table_without(*stock), **fields), **options)
 
 
 def laid(tape):

@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hf_memsave import measure_kept, patch
 from hf_memsave.count.peak import count_peak
 from hf_memsave.tape import Tape, table_without
+from hf_memsave.tape.frame import Frame
 from support.attention import BATCH, DIM, HEADS, SEQ, attention, bias_of, inputs, mask_of, sdpa
 from support.helpers import kept, laid, nodes, only_on_cpu, random, taping
 from support.zoo import QUOTED, batch_for, build
@@ -70,7 +71,7 @@ def spying(seen):
         seen.append(mask)
         return stock(q, k, v, mask, **options)
 
-    return Tape({**table_without(), stock: lambda tape, func, args, kwargs: handler(tape, spy, args, kwargs)})
+    return Tape(Frame({**table_without(), stock: lambda tape, func, args, kwargs: handler(tape, spy, args, kwargs)}))
 
 
 @pytest.mark.parametrize(("kind", "with_bias"), [("bool", True), ("bool", False), ("float", True)])

@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_memsave import measure_kept, patch
-from hf_memsave.tape import codecs
-from hf_memsave.tape.codecs import pack_bits, unpack_bits
+from hf_memsave.tape import bits
+from hf_memsave.tape.bits import pack_bits, unpack_bits
 from support.helpers import assert_same_bits, random
 from support.launches import Launches
 from support.steps import assert_same, backward
@@ -122,7 +122,7 @@ def test_eight_booleans_are_packed_and_unpacked_by_four_operations_or_by_numpy(n
     flags = torch.arange(n, dtype=torch.uint8).mul(85).view(torch.bool)  # 0, 85, 170, 255, 84 and so on
     few = pack_bits(flags)
     found_of_few = unpack_bits(few, n)
-    monkeypatch.setattr(codecs, "_FEW", -1)
+    monkeypatch.setattr(bits, "_FEW", -1)
     with Launches() as packing:
         packed = pack_bits(flags)
     with Launches() as unpacking:

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_memsave import patch
 from hf_memsave.tape import Tape, current, private, table_without
+from hf_memsave.tape.frame import Frame
 from support.helpers import assert_same_bits, laid, nodes, random, taping
 from support.steps import assert_same, backward
 from support.tapes import of_ones
@@ -49,7 +50,7 @@ def test_strides_that_a_hook_outside_loses_are_restored(device, weight):
         seen.append(x.stride())
         return torch.sin(x)
 
-    with saved_tensors_hooks(lambda t: t.contiguous(), lambda h: h), Tape({}, inputs=[x]) as tape:
+    with saved_tensors_hooks(lambda t: t.contiguous(), lambda h: h), Tape(Frame({}), inputs=[x]) as tape:
         y = fn(x)
         tape.record(y, fn, (x,))
         z = (y @ weight).sum()
@@ -155,7 +156,7 @@ def test_a_tape_that_cannot_be_laid_leaves_nothing_behind():
     inputs = (1 / 0 for _ in range(1))
     with save_on_cpu():
         before = private.innermost_hooks(), private.innermost_mode()
-        with pytest.raises(ZeroDivisionError), Tape(table_without(), inputs=inputs):
+        with pytest.raises(ZeroDivisionError), Tape(Frame(table_without()), inputs=inputs):
             pass
         assert (private.innermost_hooks(), private.innermost_mode()) == before
     assert private.innermost_hooks() is None

@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memsave import patch
 from hf_memsave.tape import Tape
+from hf_memsave.tape.frame import Frame
 from support.attacks import WIDTH, Attack, assert_trains_like_stock, trained
 from support.helpers import assert_same_bits, kept, nodes, random, taping
 from support.tapes import MOST_WORK, SPAN, is_remade
@@ -142,7 +143,7 @@ def test_no_tensor_is_remade_from_many_blocks_back(device):
         calls.append(1)
         return torch.add(x, y)
 
-    with Tape({}, inputs=[x]) as tape:
+    with Tape(Frame({}), inputs=[x]) as tape:
         for _ in range(blocks):
             branch = torch.ops.aten._to_copy(torch.ops.aten.sin(x.detach()), dtype=torch.bfloat16).requires_grad_()
             y = torch.ops.aten.mul(branch, branch)  # keeps the branch

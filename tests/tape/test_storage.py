@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_memsave import MemSaveConfig, measure_kept
-from hf_memsave.tape.codecs import CODERS, Encoder
+from hf_memsave.tape.bits import CODERS
+from hf_memsave.tape.codecs import Encoder
 from hf_memsave.tape.quantize import FORMATS, decode, encode
 from support.attacks import WIDTH, pair
 from support.helpers import DTYPES, Calls, assert_same_bits, random, taping

@@ -8,6 +8,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memsave.tape import Tape, current
+from hf_memsave.tape.frame import Frame
 from support.helpers import assert_same_bits, random, taping
 from support.tapes import of_ones
 
@@ -58,7 +59,7 @@ def test_a_tensor_that_is_remade_is_freed_and_what_was_made_without_a_tape_is_ke
 
 def test_one_call_serves_all_consumers_of_a_backward(x, weight):
     fn = Counter()
-    with Tape({}, inputs=[x]) as tape:
+    with Tape(Frame({}), inputs=[x]) as tape:
         y = recorded(tape, fn, x)
         z = sum((y @ weight).sum() for _ in range(3))
     z.backward()
@@ -125,7 +126,7 @@ class OnTheWayBack(torch.autograd.Function):
 def test_what_was_remade_dies_with_its_last_consumer_and_is_not_held_for_one_that_never_asks(x, consumers):
     weights = [random(20, 20, device=x.device, seed=seed).requires_grad_() for seed in range(2)][:consumers]
     fn, alive = Counter(), []
-    with Tape({}) as tape:
+    with Tape(Frame({})) as tape:
         h = OnTheWayBack.apply(x, lambda: alive.append(not fn.made[1].expired()))
         y = recorded(tape, fn, h)
         z = sum((y @ weight).sum() for weight in weights)

@@ -131,7 +131,7 @@ def test_a_write_of_a_kind_that_is_left_to_stock_or_where_nothing_is_recorded(de
         expected = target * 2
         with taping(left, inputs=[target]) as tape:
             handle = tape.pack(target * 2)
-            tape.table = UNRECORDED if left == "all" else tape.table
+            tape.frame = tape.frame._replace(table=UNRECORDED) if left == "all" else tape.frame
             OTHERS[name](target)
         assert_same_bits(handle.get(), expected, name)
 

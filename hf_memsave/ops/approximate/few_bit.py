@@ -45,7 +45,7 @@ from hf_memsave.ops.fused.kernels import kernels
 from hf_memsave.ops.op import once_differentiable
 from hf_memsave.tape import current
 from hf_memsave.tape.again import AutocastState, run_under
-from hf_memsave.tape.codecs import pack_codes, unpack_codes
+from hf_memsave.tape.bits import pack_codes, unpack_codes
 from hf_memsave.tape.content import Handle
 
 #: Elements that share the byte that says whether one of them is not finite.
@@ -72,11 +72,8 @@ def few_bit(x: Tensor, name: str, forward: Callable[[Tensor], Tensor], bits: int
             return None  # kept anyway, or had from what is
         return tape.stand_in(x, _codes(x, name, bits, is_fused), None)
 
-    before, tape.coder = tape.coder, code
-    try:
+    with tape.using(coder=code):
         y = _FewBit.apply(x, forward, name, bits, True, is_fused)
-    finally:
-        tape.coder = before
     tape.record(y, partial(run_under, AutocastState(x.device.type), forward), (x,))
     return y
 

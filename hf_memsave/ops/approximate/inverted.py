@@ -39,7 +39,7 @@ from hf_memsave.ops.approximate.inverse import FITS, InverseFit, slope, wide
 from hf_memsave.ops.fused.codes import are_wanted
 from hf_memsave.ops.fused.kernels import ACTIVATIONS, kernels
 from hf_memsave.ops.op import once_differentiable
-from hf_memsave.tape.codecs import pack_bits, unpack_bits
+from hf_memsave.tape.bits import pack_bits, unpack_bits
 from hf_memsave.tape.private import no_modes
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

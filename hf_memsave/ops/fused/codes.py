@@ -1,6 +1,6 @@
 """Bits, codes and draws by kernels, where they run; elsewhere by PyTorch, whose results are of the same kind.
 
-A tape's :class:`~hf_memsave.tape.codecs.Coders` say which of both it uses; forward decides for backward.
+A tape's :class:`~hf_memsave.tape.bits.Coders` say which of both it uses; forward decides for backward.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from torch import Tensor
 from hf_memsave.ops.fused.kernels import can_run, kernels, runs_on, seed_for
 from hf_memsave.ops.sampled import estimators
 from hf_memsave.ops.sampled.estimators import EAGER, Draw, Drawing
-from hf_memsave.tape import codecs, current, quantize
+from hf_memsave.tape import bits, current, quantize
 
 
 def are_wanted(*tensors: Tensor) -> bool:
     """Whether the model that runs was patched for kernels, and they run on these."""
     tape = current()
-    return tape is not None and tape.coders is FUSED_CODERS and can_run(*tensors)
+    return tape is not None and tape.frame.coders is FUSED_CODERS and can_run(*tensors)
 
 
 def drawing_for(x: Tensor) -> Drawing:
@@ -26,11 +26,11 @@ def drawing_for(x: Tensor) -> Drawing:
 
 
 def _pack_bits(flags: Tensor) -> Tensor:
-    return kernels().pack_bits(flags) if runs_on(flags) else codecs.pack_bits(flags)
+    return kernels().pack_bits(flags) if runs_on(flags) else bits.pack_bits(flags)
 
 
 def _unpack_bits(packed: Tensor, numel: int) -> Tensor:
-    return kernels().unpack_bits(packed, numel) if runs_on(packed) else codecs.unpack_bits(packed, numel)
+    return kernels().unpack_bits(packed, numel) if runs_on(packed) else bits.unpack_bits(packed, numel)
 
 
 def _encode(flat: Tensor, form: quantize.Format, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
@@ -49,5 +49,5 @@ def _draw(estimator: str, p: Tensor, k: int, u: Tensor) -> Draw:
     return estimators.topk(p, k) if estimator == "topk" else Draw(*kernels().draw(p, k, u, estimator))
 
 
-FUSED_CODERS = codecs.Coders(_pack_bits, _unpack_bits, _encode, _decode)
+FUSED_CODERS = bits.Coders(_pack_bits, _unpack_bits, _encode, _decode)
 FUSED_DRAWING = Drawing(lambda x: kernels().row_norms(x), lambda *norms: kernels().probabilities(*norms), _draw)

@@ -54,7 +54,7 @@ def linear(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         if _is_suited(tape, x, weight, bias) and (bias is not None if is_turned else not is_thin(weight)):
             with private.no_modes():
                 y = _called(tape, x, weight, bias, is_turned)
-                if tape.again:
+                if tape.frame.again:
                     record_if_chosen(tape, y, func, args, {})
             return y
     return product(tape, func, args, kwargs)
@@ -67,7 +67,7 @@ def _is_suited(tape: Tape, x: Any, weight: Any, bias: Any) -> bool:
     """Whether autocast is on for these, and parameters are what stock would convert for this product alone."""
     if not private.any_autocast() or type(x) not in _PLAIN or not is_autocast(x) or not tape.is_innermost():
         return False
-    if tape.head is not None and weight is tape.head.weight:  # its logits may be computed later
+    if tape.frame.head is not None and weight is tape.frame.head.weight:  # its logits may be computed later
         return False
     around = private.innermost_mode()
     if not getattr(around, "lets_by", around is None) or x.is_inference() or x.dim() < 2:  # it wants to see the call

@@ -15,7 +15,7 @@ from hf_memsave import MemSaveConfig, measure_kept, patch
 from hf_memsave.ops.approximate import few_bit as file
 from hf_memsave.ops.approximate.few_bit import RANGE, FewBit, levels
 from hf_memsave.ops.approximate.inverse import ACTIVATIONS
-from hf_memsave.tape.codecs import pack_bits, pack_codes, unpack_bits, unpack_codes
+from hf_memsave.tape.bits import pack_bits, pack_codes, unpack_bits, unpack_codes
 from support.helpers import (
     DTYPES,
     LAYOUTS,

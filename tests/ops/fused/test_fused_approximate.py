@@ -15,7 +15,7 @@ from hf_memsave.ops.fused.codes import FUSED_CODERS
 from hf_memsave.ops.fused.codes import FUSED_DRAWING as BY_KERNELS
 from hf_memsave.ops.fused.kernels import kernels
 from hf_memsave.ops.sampled.estimators import EAGER
-from hf_memsave.tape.codecs import CODERS
+from hf_memsave.tape.bits import CODERS
 from hf_memsave.tape.quantize import FORMATS
 from support.kernels import distance, interpreted, rounding  # noqa: F401
 from support.kernels import step as one_step
