@@ -34,9 +34,10 @@ from hf_memsave.tape import Tape, current, private
 from hf_memsave.tape.again import LinearAgain
 from hf_memsave.tape.as_stock import counted
 from hf_memsave.tape.autocast import low
-from hf_memsave.tape.content import Kept, same, written
+from hf_memsave.tape.content import same
 from hf_memsave.tape.dropout import TURN, can_redraw, drawn, drawn_again
 from hf_memsave.tape.functions import MADE
+from hf_memsave.tape.handles import Kept, written
 from hf_memsave.tape.parameters import Sharded, gathers_of
 from hf_memsave.tape.products import is_thin
 from hf_memsave.tape.storage import Apart

@@ -38,9 +38,9 @@ from hf_memsave.logs import warn_once
 from hf_memsave.ops.loss import chunked_loss
 from hf_memsave.tape import Tape, current
 from hf_memsave.tape.as_stock import counted
-from hf_memsave.tape.content import written
 from hf_memsave.tape.dropout import DROPOUTS, as_bits, drop, dropout_arguments, mask_of
 from hf_memsave.tape.frame import Frame
+from hf_memsave.tape.handles import written
 from hf_memsave.tape.private import (
     COUNTING,
     are_all_watched,

@@ -36,9 +36,9 @@ from hf_memsave.patching.first_step import FIRST, LEDGER, tell, trained_in, wait
 from hf_memsave.patching.sharded import frees_after_forward, mark_of
 from hf_memsave.tape import Tape, clear_leftovers, current, has_leftovers, hooks_work, private, table_without
 from hf_memsave.tape.bits import CODERS, Coders
+from hf_memsave.tape.calls import Calls
 from hf_memsave.tape.codecs import Encoder, leave_alone
 from hf_memsave.tape.content import BUFFER, MARK
-from hf_memsave.tape.decide import Calls
 from hf_memsave.tape.frame import Frame
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.offload import Offload

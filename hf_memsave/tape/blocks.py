@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_memsave.tape.content import BUFFER, Call, Content, Ghost, Handle, Ticket, added, alive, mapped
+from hf_memsave.tape.content import BUFFER, Call, Content, Ghost, Ticket, added, alive, mapped
 from hf_memsave.tape.decide import SPAN, is_near
+from hf_memsave.tape.handles import Handle
 from hf_memsave.tape.parameters import copy_of, is_available, may_change
 from hf_memsave.tape.private import no_modes
 from hf_memsave.tape.storage import Storages
@@ -46,7 +47,7 @@ class Blocks:
             for tensor in tensors_in(inputs):
                 _anchor(storages, tensor, 0, storages.block)
 
-    def end(self, storages: Storages, used: set[int], take: Take, outputs: Iterable[Any]) -> None:
+    def end(self, storages: Storages, take: Take, outputs: Iterable[Any]) -> None:
         """The block hands on ``outputs``."""
         with no_modes():
             handed_on: dict[Content, None] = {}
@@ -59,7 +60,7 @@ class Blocks:
                     setattr(storage, storages.mark, weakref.ref(content))
             for content in alive(kept):
                 if content.call is not None:
-                    sweep(storages, used, take, content)
+                    sweep(storages, take, content)
                     content.call = None
             for content in alive(calls):
                 content.call = None
@@ -144,14 +145,14 @@ def _weak(storages: Storages, call: Call, nbytes: int, depth: int) -> Call:
     return Call(func, args, kwargs, list(zip(found, versions, strict=True)), call.number, is_weak=True)
 
 
-def sweep(storages: Storages, used: set[int], take: Take, content: Content) -> None:
+def sweep(storages: Storages, take: Take, content: Content) -> None:
     """What was kept before it was known that others keep all it was made from is remade from there."""
     if storages.outer is not None or content.tensor is None:
         return
     found = _sources(storages, content)
     is_its = content.is_of(content.tensor)  # else it was written to before it was kept
     if found is not None and found[1] <= storages.most_work and is_its:
-        _remake(storages, used, take, content, found[0])
+        _remake(storages, take, content, found[0])
 
 
 def _sources(storages: Storages, content: Content) -> tuple[list[Source], int] | None:
@@ -182,10 +183,10 @@ def _sources(storages: Storages, content: Content) -> tuple[list[Source], int] |
 
 
 @torch.no_grad()
-def _remake(storages: Storages, used: set[int], take: Take, content: Content, sources: list[Source]) -> None:
+def _remake(storages: Storages, take: Take, content: Content, sources: list[Source]) -> None:
     call: Any = content.call
     left = iter(sources)
-    used.add(call.number)
+    storages.calls.used.add(call.number)
     content.become(call.func, (), block=storages.block)
 
     def handle(x: Any) -> Handle:
@@ -194,7 +195,7 @@ def _remake(storages: Storages, used: set[int], take: Take, content: Content, so
             return take(x, content)
         if isinstance(source, tuple):
             source, inner = source
-            _remake(storages, used, take, source, inner)
+            _remake(storages, take, source, inner)
         else:
             source.readers = added(source.readers, content)
         content.builds_on(source)

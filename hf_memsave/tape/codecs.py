@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from hf_memsave.device import new_generator
-from hf_memsave.tape.content import Blank, Content, Handle, Ticket
+from hf_memsave.tape.content import Content, Ticket
+from hf_memsave.tape.handles import Blank, Handle
 from hf_memsave.tape.quantize import FORMATS, Format
 from hf_memsave.tape.storage import Storages
 from hf_memsave.tape.tensors import is_dense

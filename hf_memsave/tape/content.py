@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from hf_memsave.device import current_stream
 from hf_memsave.errors import KeptTensorChangedError, MemSaveError
+from hf_memsave.tape.handles import Handle, written
 from hf_memsave.tape.private import after_backward, any_autocast, backward_id, no_autocast, no_subclasses
 from hf_memsave.tape.tensors import CONSTANT, View, is_asked, is_plain, unexpanded, with_stride
 
@@ -27,16 +28,6 @@ MARK = "_memsave"
 _DEEPEST = 4
 #: Where it carries its entry in the ledger of a forward that is counted.
 COUNTED = "_memsave_counted"
-
-
-class Handle:
-    """Anything on the tape that can give a tensor back."""
-
-    __slots__ = ("__weakref__",)
-
-    def get(self) -> Tensor:
-        """The tensor, of the size, strides and offset of the one that was kept."""
-        raise NotImplementedError
 
 
 class Call:
@@ -272,21 +263,6 @@ class _Shared:
 _NEW = Content(None)
 
 
-class Kept(Handle):
-    """A tensor that is kept whatever the tape does, such as a parameter."""
-
-    __slots__ = ("tensor", "at")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.at = tensor if tensor.is_leaf else tensor.detach(), tensor._version
-
-    def get(self) -> Tensor:
-        """The very tensor."""
-        if self.tensor._version != self.at:
-            raise written(self.tensor, self.at)
-        return self.tensor
-
-
 class Ticket(Handle):
     """A view of a content."""
 
@@ -351,19 +327,6 @@ class Ghost(View):
         self.maker: Content | None = None
 
 
-class Blank(Handle):
-    """The geometry of a tensor whose values backward does not read."""
-
-    __slots__ = ("shape", "stride", "dtype", "device")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-    def get(self) -> Tensor:
-        """NaNs, which show if they are ever read. They lie in the tensor's layout, by which kernels choose theirs."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).fill_(torch.nan)
-
-
 #: Of parameters and buffers: kept whatever the tape does, but written to by optimizers and freed by FSDP.
 PARAMETER, BUFFER = Content(None), Content(None)
 
@@ -386,15 +349,6 @@ def is_parameter(tensor: Tensor) -> bool:
     base = tensor._base
     whole = tensor if base is None else base
     return type(whole) is not Tensor and isinstance(whole, nn.Parameter)  # which asks in Python
-
-
-def written(tensor: Tensor, version: int) -> KeptTensorChangedError:
-    """What to raise of a tensor that was kept at ``version``."""
-    return KeptTensorChangedError(
-        f"a tensor needed for gradient computation has been modified by an inplace operation: {tensor.dtype} "
-        f"{list(tensor.shape)} was kept at version {version} and is now at version {tensor._version}. "
-        "Write to it after backward(), or use the out-of-place form of the operation."
-    )
 
 
 def fetched(inputs: Iterable[Any]) -> list[Any]:

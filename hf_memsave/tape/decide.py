@@ -1,8 +1,7 @@
-"""What it costs to have a tensor in backward, and which calls it is of no use to record.
+"""What it costs to have a tensor in backward: new bytes, and functions to run.
 
-A :class:`Price` is a number of new bytes and of functions to run: each tensor that one was made from is kept already,
-or remade in turn, or kept now, whichever is less. :class:`Calls` numbers the calls of one forward: of those that two
-forwards had no use for, the next ones keep no record, so that their arguments die as early as in stock.
+Each tensor that it was made from is kept already, or remade in turn, or kept now, whichever is less. The answer is
+asked for anew each time: what a tape knows of earlier forwards decides nothing.
 """
 
 from __future__ import annotations
@@ -23,11 +22,6 @@ MOST_DEPTH = 64
 #: How many blocks back a tensor may be remade from. A chain through all of them (an fp32 residual sum, remade from the
 #: sum before it) would cost a step's time, and its peak.
 SPAN = 2
-#: Forwards that had no use for the record of a call, after which there is none.
-UNUSED = 2
-#: Signatures of forwards, and calls of each, that are remembered.
-MOST_SIGNATURES, MOST_CALLS = 64, 2**15
-
 New = dict[int, int]
 
 
@@ -90,37 +84,26 @@ class Price:
         return {key: x.numel() * x.itemsize} if is_copied(x, content, func) and not content.is_brief else {}
 
 
-class Calls:
-    """Number the calls of one forward, and remember across forwards which of them are recorded for nothing.
-
-    A call is known by the forward's signature (settings, what is trained, sizes of inputs) and by all calls before it,
-    their functions and sizes. The forwards of a module share ``seen``: signature -> call -> how many of them had no use
-    for it; below zero once one had. It is of use where a tensor is made again by it, or what is kept depends on it.
-    """
-
-    def __init__(self, seen: dict[int, dict[int, int]], *signature: Any) -> None:
-        self.state = hash(signature)
-        self.made: list[int] = []  # the numbers of all calls that were recorded
-        self.used: set[int] = set()
-        known = seen.pop(self.state, None)
-        self.known = seen[self.state] = {} if known is None else known  # the latest stand last
-        if len(seen) > MOST_SIGNATURES:
-            seen.pop(list(seen)[0], None)
-
-    def next(self, *call: Any) -> int:
-        """Return the number of the call that is made now, which ``call`` tells from others."""
-        self.state = hash((self.state, call))
-        return self.state
-
-    def end(self) -> None:
-        """Learn from a forward that has ended."""
-        if len(self.known) + len(self.made) > MOST_CALLS:
-            self.known.clear()
-        for made in self.made[:MOST_CALLS]:
-            times = self.known.get(made, 0)
-            self.known[made] = -1 if made in self.used or times < 0 else times + 1
-
-
 def is_near(storages: Storages, content: Content) -> bool:
     """Whether what is asked for now may build on ``content``."""
     return storages.block - content.first <= SPAN and content.depth < MOST_DEPTH and content.is_there()
+
+
+def is_cheaper(storages: Storages, content: Content, nbytes: int) -> bool:
+    """Return whether to have ``content`` made again keeps less than ``nbytes``."""
+    price = Price(storages)
+    found = price.of_call(content)
+    if found is None or sum(found[0].values()) >= nbytes:
+        return False
+    storages.calls.used.update(price.looked_at, (content.call.number,))
+    return True
+
+
+def cost(storages: Storages, tensor: Tensor) -> int:
+    """Return the bytes that having ``tensor`` in backward would add to what is kept; the next forward asks likewise."""
+    if (content := storages.content_of(tensor)) is None:
+        return tensor.numel() * tensor.itemsize
+    price = Price(storages)
+    new, _ = price.of(tensor, content)
+    storages.calls.used.update(price.looked_at)
+    return sum(new.values())

@@ -34,7 +34,8 @@ from torch import Tensor
 
 from hf_memsave.device import current_stream, default_generator, fuses_dropout, is_aligned, is_capturing
 from hf_memsave.tape.codecs import coded
-from hf_memsave.tape.content import Blank, Ticket
+from hf_memsave.tape.content import Ticket
+from hf_memsave.tape.handles import Blank
 from hf_memsave.tape.parameters import CASTS
 from hf_memsave.tape.private import after_backward, backward_id, in_transform, is_concrete, outside_transforms
 from hf_memsave.tape.tape import Tape

@@ -29,7 +29,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hf_memsave.device import STAND_IN, current_stream, free_main_memory, has_streams
 from hf_memsave.errors import MemSaveError
-from hf_memsave.tape.content import BUFFER, COUNTED, MARK, linked, written
+from hf_memsave.tape.content import BUFFER, COUNTED, MARK, linked
+from hf_memsave.tape.handles import written
 from hf_memsave.tape.private import neg_view
 from hf_memsave.tape.tensors import is_plain
 from hf_memsave.tape.wrappers import taken_apart

@@ -51,6 +51,14 @@ def copy_of(storages: Storages, parameter: Tensor) -> Content:
     return content
 
 
+def copy_brief(storages: Storages, func: Any, seen: Iterable[tuple[Tensor, int]]) -> None:
+    """Copy parameters among the arguments of ``func`` that are there only while their own module runs."""
+    for x, _ in seen:
+        if (x.dim() <= 1 or isinstance(func, LinearAgain)) and (theirs := storages.content_of(x)).is_brief:
+            if is_copied(x, theirs, func):
+                copy_of(storages, x)
+
+
 def copy_all(storages: Storages, parameters: list[Tensor]) -> None:
     """Make what :func:`copy_of` each would make, in one launch, unless a hook outside asks for one at a time."""
     new = [p for p in parameters if not has_copy(storages, p)] if storages.outer is None else []

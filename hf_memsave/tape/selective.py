@@ -26,8 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_memsave.tape.autocast import converted, low
-from hf_memsave.tape.content import Blank, Handle
+from hf_memsave.tape.decide import cost
 from hf_memsave.tape.functions import MADE, argument, may_write, named, sees_writes, writes_in_place
+from hf_memsave.tape.handles import Blank, Handle
 from hf_memsave.tape.private import any_autocast
 from hf_memsave.tape.tape import Tape
 from hf_memsave.tape.tensors import is_dense, place_of, with_stride
@@ -208,7 +209,7 @@ def _as_side(tape: Tape, side: Side, tensor: Tensor) -> Handle | None:
     content = tape.content_of(tensor)
     if content is None or tape.is_kept(tensor) or not tensor.is_floating_point() or not is_dense(tensor):
         return None
-    if tape.call_that_made(tensor) is not None and tape.cost(tensor) <= tensor.numel() // 8:
+    if tape.call_that_made(tensor) is not None and cost(tape, tensor) <= tensor.numel() // 8:
         return None
     notes, key = tape.notes(tensor), (side, *place_of(tensor))
     if key in notes and (known := notes[key]()) is not None and known.nbytes_code:

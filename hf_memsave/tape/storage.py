@@ -9,9 +9,10 @@ gone before another asks. To any other it is weak, so that the content lives as 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 
 from hf_memsave.tape import content as contents
 from hf_memsave.tape import offload
-from hf_memsave.tape.content import MARK, PARAMETER, Content, added, alive, contents_on, is_parameter, linked
+from hf_memsave.tape.calls import Calls
+from hf_memsave.tape.content import MARK, PARAMETER, Call, Content, added, alive, contents_on, is_parameter, linked
 from hf_memsave.tape.frame import Frame
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.private import checkpoint_frame, no_dispatch, unwrapped, written_by
@@ -67,7 +69,7 @@ class Apart:
 class Storages:
     """What a tape knows. Its lock tells its contents from those of other tapes."""
 
-    def __init__(self, frame: Frame, ledger: Ledger | None, mark_of: Callable[[Tensor], Content] | None = None) -> None:
+    def __init__(self, frame: Frame, ledger: Ledger | None, calls: Calls, mark_of: Any) -> None:
         super().__init__()
         self.outer: Any = None  # the (pack, unpack) pair of the hooks active outside
         self.around: Storages | None = None  # the tape that this is within: a checkpointed block's is in the model's
@@ -76,7 +78,7 @@ class Storages:
         self.most_work = MOST_WORK
         self.unversioned = 0  # tensors written to, or that may be, without their version telling; on the root
         self.is_within = False  # of a block that runs again: of its tensors, those that stock asks for are counted
-        self.frame, self.ledger, self.mark_of = frame, ledger, mark_of
+        self.frame, self.ledger, self.calls, self.mark_of = frame, ledger, calls, mark_of
         self.lock = threading.RLock()
         self.casts: dict[Any, tuple[Tensor, Tensor]] = {}  # of leaves, shared as by autocast's own cache
         self.copies: dict[Any, Content] = {}  # of small parameters
@@ -95,6 +97,15 @@ class Storages:
         for held in (self.casts, self.copies, self.memo, self._readers, self._noted, self._marks):
             held.clear()
         self.outer = self.ledger = self.around = self.mark_of = None
+
+    @contextlib.contextmanager
+    def using(self, **values: Any) -> Iterator[None]:
+        """Have these fields of the frame hold for what is called meanwhile."""
+        before, self.frame = self.frame, self.frame._replace(**values)
+        try:
+            yield
+        finally:
+            self.frame = before
 
     @property
     def root(self) -> Storages:
@@ -163,6 +174,14 @@ class Storages:
         """Tell that ``tensor`` depends on the batch, though no autograd node says so."""
         if self.owns(content := self.content_of(tensor)):
             content.is_activation = True
+
+    def call_that_made(self, tensor: Tensor) -> Call | None:
+        """Return how ``tensor`` was made, where that is known, and have the next forwards record it too."""
+        content = self.content_of(tensor)
+        call: Call | None = None if content is None else content.call
+        if call is not None:
+            self.calls.used.add(call.number)
+        return call
 
     def release(self, tensor: Tensor) -> None:
         """``tensor`` is not asked for any more, though it lives on: hold nothing that it was made from."""

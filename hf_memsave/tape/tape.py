@@ -17,11 +17,10 @@ tensor, :meth:`Tape.pack` keeps whichever costs fewer new bytes: the tensor, or 
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -35,13 +34,14 @@ from hf_memsave.tape import content as contents
 from hf_memsave.tape import decide, parameters, private
 from hf_memsave.tape.again import LinearAgain
 from hf_memsave.tape.blocks import Blocks
+from hf_memsave.tape.calls import UNUSED, Calls
 from hf_memsave.tape.codecs import as_bits
-from hf_memsave.tape.content import Content, Handle, Kept, KeptView, Ticket, added, alive, is_parameter, mapped
-from hf_memsave.tape.decide import Calls, Price
+from hf_memsave.tape.content import Content, KeptView, Ticket, added, alive, is_parameter, mapped
+from hf_memsave.tape.decide import is_cheaper
 from hf_memsave.tape.frame import Frame
+from hf_memsave.tape.handles import Handle, Kept
 from hf_memsave.tape.ledger import Ledger
-from hf_memsave.tape.offload import Offload
-from hf_memsave.tape.private import OPS, FakeTensor, hooks_work, in_transform, innermost_hooks
+from hf_memsave.tape.private import OPS, FakeTensor, in_transform, innermost_hooks
 from hf_memsave.tape.storage import Storages
 from hf_memsave.tape.tensors import CONSTANT, is_flipped, is_plain, leaves, owned, place_of, plain_tensors, tensors_in
 from hf_memsave.tape.wrappers import Wrapped, are_asked, by_class, taken_apart, waited
@@ -90,10 +90,10 @@ class Tape(Storages, TorchFunctionMode):
         mark_of: Callable[[Tensor], Content] | None = None,
         below: saved_tensors_hooks | None = None,
     ) -> None:
-        super().__init__(frame, ledger, mark_of)
+        super().__init__(frame, ledger, calls or Calls({}), mark_of)
         self.codec = codec
         self.at_end: list[Callable[[], None]] = []
-        self.calls, self.blocks = calls or Calls({}), Blocks()
+        self.blocks = Blocks()
         self.is_quick = False  # nothing but this tape has a say in what is kept
         self._inputs, self._given = inputs, list[Content]()
         self.below, self.depth = below, 0  # function modes before it
@@ -147,15 +147,6 @@ class Tape(Storages, TorchFunctionMode):
             held.clear()
         self.codec, self.frame = None, Frame({})
 
-    @contextlib.contextmanager
-    def using(self, **values: Any) -> Iterator[None]:
-        """Have these fields of the frame hold for what is called meanwhile."""
-        before, self.frame = self.frame, self.frame._replace(**values)
-        try:
-            yield
-        finally:
-            self.frame = before
-
     def is_innermost(self) -> bool:
         """Whether calls ask this tape now: there is no foreign hook, and no ``torch.func`` transform."""
         hooks = innermost_hooks()
@@ -163,7 +154,7 @@ class Tape(Storages, TorchFunctionMode):
 
     def end_block(self, *outputs: Any) -> None:
         """A block hands on ``outputs``."""
-        self.blocks.end(self, self.calls.used, self.take, outputs)
+        self.blocks.end(self, self.take, outputs)
 
     # What was made, and from what
 
@@ -198,7 +189,7 @@ class Tape(Storages, TorchFunctionMode):
     def record(self, out: Tensor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None) -> None:
         """``func(*args, **kwargs)`` gives ``out``, which shares its storage with no argument, to the bit."""
         made = self.calls.next(getattr(func, "__name__", type(func)), out.numel())
-        if self.outer is None and self.calls.known.get(made, 0) >= decide.UNUSED:
+        if self.outer is None and self.calls.known.get(made, 0) >= UNUSED:
             return
         try:
             seen = plain_tensors(args if not kwargs else (*args, *kwargs.values()))
@@ -211,12 +202,8 @@ class Tape(Storages, TorchFunctionMode):
             storage = out.untyped_storage()
         except (RuntimeError, NotImplementedError):  # inference tensors have no version, sparse ones no storage
             return
-        for x, _ in (
-            seen if parameters.Sharded.any_is_brief else ()
-        ):  # some parameters are there only while their module runs
-            if (x.dim() <= 1 or isinstance(func, LinearAgain)) and (theirs := self.content_of(x)).is_brief:
-                if parameters.is_copied(x, theirs, func):
-                    parameters.copy_of(self, x)
+        if parameters.Sharded.any_is_brief:
+            parameters.copy_brief(self, func, seen)
         link = getattr(storage, self.mark, None)
         content: Any = link() if type(link) is weakref.ref else link
         if content is None or content.owner is not self.lock:
@@ -230,20 +217,12 @@ class Tape(Storages, TorchFunctionMode):
         self.blocks.calls.append(weakref.ref(content))
         self.calls.made.append(made)
         if content.is_kept or content.parts:  # the op asked to keep its own result, before there was a call
-            if self.is_cheaper(content, content.nbytes if content.is_kept else 1):
+            if is_cheaper(self, content, content.nbytes if content.is_kept else 1):
                 self.settle(content, storage)
             elif content.is_kept:
                 self.blocks.weaken(self, content, content.nbytes)
         elif content.nbytes_code:  # likewise, and it was coded
             self._give_code_way(content, storage)
-
-    def call_that_made(self, tensor: Tensor) -> contents.Call | None:
-        """Return how ``tensor`` was made, where that is known, and have the next forwards record it too."""
-        content = self.content_of(tensor)
-        call: contents.Call | None = None if content is None else content.call
-        if call is not None:
-            self.calls.used.add(call.number)
-        return call
 
     # What to keep
 
@@ -309,7 +288,7 @@ class Tape(Storages, TorchFunctionMode):
                 self._give_code_way(content, storage)
         elif content.call is None:
             return None
-        elif self.is_cheaper(content, storage.nbytes()):
+        elif is_cheaper(self, content, storage.nbytes()):
             content = self.settle(content, storage)
         else:
             return None
@@ -445,26 +424,8 @@ class Tape(Storages, TorchFunctionMode):
         """Let go of the code of a tensor that can be had by what is kept, coded or not, anyway."""
         if content.nbytes_code:
             kept = sum(a.tensor.nbytes for a in content.inputs if type(a) is Content and a.tensor is not None)
-            if self.is_cheaper(content, kept):
+            if is_cheaper(self, content, kept):
                 self.settle(content, storage)
-
-    def is_cheaper(self, content: Content, nbytes: int) -> bool:
-        """Whether to have ``content`` made again keeps less than ``nbytes``."""
-        price = Price(self)
-        found = price.of_call(content)
-        if found is None or sum(found[0].values()) >= nbytes:
-            return False
-        self.calls.used.update(price.looked_at, (content.call.number,))
-        return True
-
-    def cost(self, tensor: Tensor) -> int:
-        """Bytes that having ``tensor`` in backward would add to what is kept so far: the next forward asks likewise."""
-        if (content := self.content_of(tensor)) is None:
-            return tensor.numel() * tensor.itemsize
-        question = Price(self)
-        new, _ = question.of(tensor, content)
-        self.calls.used.update(question.looked_at)
-        return sum(new.values())
 
 
 def _view_of(tensor: Tensor) -> tuple[Any, ...]:
@@ -477,33 +438,6 @@ def _may_be_made_as(content: Content, out: Tensor) -> bool:
     if kept is None:
         return content.make is None or (bool(content.nbytes_code) and content.stride == out.stride())
     return content.version == out._version and (kept.shape, kept.stride()) == (out.shape, out.stride())
-
-
-def has_leftovers() -> bool:
-    """Whether a tape's mode or hooks are on this thread."""
-    modes = [private.get_mode(i) for i in range(private.count_modes())]
-    return any(isinstance(one, Tape) for one in (_owner(innermost_hooks()), *modes))
-
-
-def clear_leftovers() -> None:
-    """Take off this thread what forwards that an interrupt has ended have left on it; for where none of ours runs."""
-    while isinstance(_owner(innermost_hooks()), (Tape, Offload)):
-        private.pop_hooks()
-    modes = [private.pop_mode() for _ in range(private.count_modes())]
-    for mode in reversed(modes):
-        if not isinstance(mode, Tape):
-            private.push_mode(mode)
-
-
-def _owner(hooks: Any) -> Any:
-    return None if hooks is None else getattr(hooks[0], "__self__", None)
-
-
-def current() -> Tape | None:
-    """The tape that is innermost on this thread; None under a foreign hook, and wherever ops must be stock."""
-    hooks = innermost_hooks() if hooks_work() else None
-    owner = None if hooks is None else getattr(hooks[0], "__self__", None)
-    return owner if isinstance(owner, Tape) else None
 
 
 private.compile_nothing_of(Tape.__torch_function__, Tape.pack, Tape.pack_told)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hf_memsave.tape.content import Handle, written
+from hf_memsave.tape.handles import Handle, written
 from hf_memsave.tape.private import asks_classes, no_subclasses, pop_mode, push_mode
 from hf_memsave.tape.tensors import is_asked, is_plain
 

@@ -5,7 +5,7 @@ What may differ is said in :func:`check`. To look at a failure again: ``python s
 
 import pytest
 
-from hf_memsave.tape import content, decide
+from hf_memsave.tape import calls, content
 from hf_memsave.tape.content import Content
 from support.differential import check
 from support.helpers import halved, nodes
@@ -45,14 +45,14 @@ def test_random_graphs_are_as_in_stock(batch, monkeypatch):
 
 @pytest.mark.parametrize(("batch",), halved(range(BATCHES // 2)))
 def test_random_graphs_seen_before_are_as_in_stock(batch, monkeypatch):
-    unused, end = 0, decide.Calls.end
+    unused, end = 0, calls.Calls.end
 
     def counted(calls):
         nonlocal unused
         end(calls)
-        unused += list(calls.known.values()).count(decide.UNUSED)
+        unused += list(calls.known.values()).count(calls.UNUSED)
 
-    monkeypatch.setattr(decide.Calls, "end", counted)
+    monkeypatch.setattr(calls.Calls, "end", counted)
     for seed in range(batch * BATCH, (batch + 1) * BATCH):
         check(draw(seed), is_taught=True)
     assert unused > 5 * BATCH, "few calls were left unrecorded: the test tests little"

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from hf_memsave.patching import taped
-from hf_memsave.tape import Tape, attention, content, decide, storage
+from hf_memsave.tape import Tape, attention, calls, content, decide, storage
 from hf_memsave.tape.content import BUFFER, MARK, PARAMETER, Content, same
 from support.helpers import is_remade
 
 #: Where calls are numbered, functions that remaking one tensor may run, and how many blocks back.
-CALLS, MOST_WORK, SPAN = decide, storage.MOST_WORK, decide.SPAN
+CALLS, MOST_WORK, SPAN = calls, storage.MOST_WORK, decide.SPAN
 #: What gives a tensor once in a backward; and the module where it asks which backward runs, on which stream.
 OnDemand, HANDLES = Content, content
 #: What a tape does for a model, and where: recorded, packed, settled and made again.
@@ -73,7 +73,7 @@ def remembered(model):
 @pytest.fixture
 def tapes(monkeypatch):
     """Of every tape that is laid from now on: the calls that it knew, and what it had made and used in the end."""
-    found, enter, end = [], Tape.__enter__, decide.Calls.end
+    found, enter, end = [], Tape.__enter__, calls.Calls.end
 
     def noted(tape):
         found.append(SimpleNamespace(known=tape.calls.known, made=[], used=set(), calls=weakref.ref(tape.calls)))
@@ -85,7 +85,7 @@ def tapes(monkeypatch):
         end(calls)
 
     monkeypatch.setattr(Tape, "__enter__", noted)
-    monkeypatch.setattr(decide.Calls, "end", ended)
+    monkeypatch.setattr(calls.Calls, "end", ended)
     return found
 
 

@@ -46,7 +46,8 @@ from hf_memsave.ops.op import once_differentiable
 from hf_memsave.tape import current
 from hf_memsave.tape.again import AutocastState, run_under
 from hf_memsave.tape.bits import pack_codes, unpack_codes
-from hf_memsave.tape.content import Handle
+from hf_memsave.tape.decide import cost
+from hf_memsave.tape.handles import Handle
 
 #: Elements that share the byte that says whether one of them is not finite.
 _GROUP = 1024
@@ -68,7 +69,7 @@ def few_bit(x: Tensor, name: str, forward: Callable[[Tensor], Tensor], bits: int
         return _FewBit.apply(x, forward, name, bits, False, is_fused)
 
     def code(x: Tensor) -> Handle | None:
-        if tape.cost(x) <= sum(_sizes(x.numel(), bits)):
+        if cost(tape, x) <= sum(_sizes(x.numel(), bits)):
             return None  # kept anyway, or had from what is
         return tape.stand_in(x, _codes(x, name, bits, is_fused), None)
 

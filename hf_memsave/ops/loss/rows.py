@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_memsave.device import has_numbers
-from hf_memsave.tape.content import written
+from hf_memsave.tape.handles import written
 
 
 class ByRow:

@@ -32,6 +32,7 @@ from hf_memsave.ops.sampled.batch import Batch, Tokens
 from hf_memsave.ops.sampled.estimators import row_norms
 from hf_memsave.ops.sampled.sampler import Layer
 from hf_memsave.tape import Tape, current
+from hf_memsave.tape.decide import cost
 from hf_memsave.tape.private import after_backward, backward_id, no_modes
 
 #: Where a sampled module finds its :class:`~hf_memsave.ops.sampled.Layer`.
@@ -140,7 +141,7 @@ def _wta_crs(module: Any, patch: Any, x: Tensor) -> Tensor:
     is_named = patch.value.targets is not None or not layer.name  # a layer that was patched by itself
     if (
         not (module.training and module.weight.requires_grad)
-        or (not is_named and (not x.requires_grad or not tape.cost(x)))  # all of x is kept, or had for nothing
+        or (not is_named and (not x.requires_grad or not cost(tape, x)))  # all of x is kept, or had for nothing
         or (shared := _shared(tape, layer, x, batch)).index is None
     ):
         return patch.stock.forward(module, x)
@@ -157,7 +158,7 @@ def _kept(tape: Tape, h: Tensor, shared: SharedDraw) -> Tensor:
     if (rows := shared.rows.get(h.dtype)) is not None:
         return rows
     # A frozen embedding's output is kept once for q, k and v, of which LoRA casts each by itself.
-    if not h.requires_grad or tape.cost(h) <= len(shared.index) * h.shape[-1] * h.itemsize:
+    if not h.requires_grad or cost(tape, h) <= len(shared.index) * h.shape[-1] * h.itemsize:
         return h
     with no_modes():
         rows = shared.rows[h.dtype] = _scaled(h.detach(), shared.index, shared.scale, shared.is_fused)

@@ -33,6 +33,7 @@ from hf_memsave.ops.op import once_differentiable
 from hf_memsave.ops.sampled.batch import Batch
 from hf_memsave.ops.sampled.sampler import Layer
 from hf_memsave.tape import current
+from hf_memsave.tape.decide import cost
 from hf_memsave.tape.private import no_modes
 
 _COLUMNS, _ROWS = -1, -2
@@ -75,7 +76,7 @@ def _sample(x: Tensor, dim: int, layer: Layer, name: str, batch: Batch) -> Sampl
         p = drawing.probabilities(torch.linalg.vector_norm(x, dim=-3 - dim, dtype=precision))  # over the other one
         draw = layer.sampler.choose(p, k, f"{layer.name}, {name}", batch, drawing)
     index, scale = draw.index.int(), draw.scale
-    if tape is not None and tape.cost(x) + scale.nbytes <= x.nbytes // m * k:
+    if tape is not None and cost(tape, x) + scale.nbytes <= x.nbytes // m * k:
         return Sample(x, index, scale)
     with no_modes():
         drawn = _scaled(x.detach(), index, scale, dim)
