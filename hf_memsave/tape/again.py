@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,33 +13,24 @@ from hf_memsave.tape.tensors import is_plain
 from hf_memsave.tape.wrappers import parts_of, taken_apart
 
 
-class AutocastState:
-    """The autocast state of a device type now, to be entered again later."""
+class AutocastState(NamedTuple):
+    """The autocast state of a device type, which any thread may enter again later: a dtype, or None where it is off."""
 
-    __slots__ = ("device", "enabled", "dtype", "inner")
+    device: str
+    dtype: torch.dtype | None
 
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.inner: torch.autocast | None = None
-        self.enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        self.dtype = torch.get_autocast_dtype(device) if self.enabled else None
+    @classmethod
+    def now(cls, device: str) -> AutocastState:
+        """Return the state that holds now."""
+        is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        return cls(device, torch.get_autocast_dtype(device) if is_on else None)
 
-    def __enter__(self) -> None:
-        now = AutocastState(self.device)
-        if (now.enabled, now.dtype) != (self.enabled, self.dtype):
-            self.inner = torch.autocast(self.device, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
-            self.inner.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        if self.inner is not None:
-            self.inner.__exit__(*error)
-            self.inner = None
-
-
-def run_under(autocast: AutocastState, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """``func(*args, **kwargs)`` under an autocast state."""
-    with autocast:
-        return func(*args, **kwargs)
+    def run(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return ``func(*args, **kwargs)`` under this state."""
+        if AutocastState.now(self.device) == self:
+            return func(*args, **kwargs)
+        with torch.autocast(self.device, dtype=self.dtype, enabled=self.dtype is not None, cache_enabled=False):
+            return func(*args, **kwargs)
 
 
 class LinearAgain:
@@ -53,7 +44,7 @@ class LinearAgain:
     __slots__ = ("func", "autocast", "wraps", "gathers")
 
     def __init__(self, func: Callable[..., Tensor], device: str, gathers: Iterable[Callable[[], None]] = ()) -> None:
-        self.func, self.autocast, self.gathers = func, AutocastState(device), gathers
+        self.func, self.autocast, self.gathers = func, AutocastState.now(device), gathers
         self.wraps: list[Any] = []  # places of arguments, each with its parameter or what wraps what is given there
 
     def takes(self, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -80,6 +71,5 @@ class LinearAgain:
         given = list(args)
         for place, held, wrap in self.wraps:
             given[place] = held.get() if wrap is None else wrap([given[place]])
-        with self.autocast:
-            out = self.func(*given, **kwargs)
+        out = self.autocast.run(self.func, *given, **kwargs)
         return out if is_plain(out) else parts_of(out)[0]

@@ -1,7 +1,6 @@
 """Autocast: its conversions are made before the call that would make them inside, where no hook sees the source.
 
-To 16 bits for products (:func:`low`; that of a leaf is shared by all who need it, as autocast's own cache has it), and
-on CUDA to fp32 for what autocast runs wide (:func:`wide`).
+To 16 bits for products (:func:`low`), and on CUDA to fp32 for what autocast runs wide (:func:`wide`).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_memsave.device import HALVES, is_autocast
-from hf_memsave.tape.again import AutocastState, run_under
+from hf_memsave.tape.again import AutocastState
 from hf_memsave.tape.content import contents_on
 from hf_memsave.tape.private import any_autocast, autocast_cache, has_autocast, no_dispatch
 from hf_memsave.tape.tape import Handler, Tape, new
@@ -58,7 +57,7 @@ def wide(name: str, is_within: bool) -> Handler:
         if not tensors or not widens(tensors[0], name):
             return new(tape, func, args, kwargs)
         if is_within:  # run again under autocast: converted before, it would keep more, and maybe other bits
-            return new(tape, func, args, kwargs, partial(run_under, AutocastState(tensors[0].device.type), func))
+            return new(tape, func, args, kwargs, partial(AutocastState.now(tensors[0].device.type).run, func))
 
         def widened(x: Tensor) -> Tensor:
             return tape.call(Tensor.to, x, torch.float32) if x.dtype in HALVES else x

@@ -44,7 +44,7 @@ from hf_memsave.ops.fused.codes import are_wanted
 from hf_memsave.ops.fused.kernels import kernels
 from hf_memsave.ops.op import once_differentiable
 from hf_memsave.tape import current
-from hf_memsave.tape.again import AutocastState, run_under
+from hf_memsave.tape.again import AutocastState
 from hf_memsave.tape.bits import pack_codes, unpack_codes
 from hf_memsave.tape.decide import cost
 from hf_memsave.tape.handles import Handle
@@ -75,7 +75,7 @@ def few_bit(x: Tensor, name: str, forward: Callable[[Tensor], Tensor], bits: int
 
     with tape.using(coder=code):
         y = _FewBit.apply(x, forward, name, bits, True, is_fused)
-    tape.record(y, partial(run_under, AutocastState(x.device.type), forward), (x,))
+    tape.record(y, partial(AutocastState.now(x.device.type).run, forward), (x,))
     return y
 
 
@@ -109,7 +109,7 @@ class _FewBit(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x.detach() if is_taped else _codes(x, name, bits, is_fused))
         ctx.forward, ctx.table, ctx.is_fused = forward, (name, bits), is_fused
-        ctx.autocast = AutocastState(x.device.type)
+        ctx.autocast = AutocastState.now(x.device.type)
         return forward(x)
 
     @staticmethod
@@ -119,7 +119,7 @@ class _FewBit(torch.autograd.Function):
         if kept.is_floating_point():  # x itself: stock's own gradient
             x = kept.detach().requires_grad_()
             with torch.enable_grad():
-                y = run_under(ctx.autocast, ctx.forward, x)
+                y = ctx.autocast.run(ctx.forward, x)
             (dx,) = torch.autograd.grad(y, x, dy)
             return dx, *[None] * 5
         levels = on_device(ctx.table[0], ctx.table[1], dy.device)[1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from copy import copy
 from functools import partial
 from typing import Any
 
@@ -38,7 +37,7 @@ class HeadCall:
         self.module, self.forward, self.words, self.count = module, forward, words, hidden.shape[:-1].numel()
         self.of_rows = of_rows or forward  # of a chunk: equal to ``forward`` up to the order of sums
         self.fuses_loss = fuses_loss  # a kernel may write a loss's gradient over logits
-        self.autocast = AutocastState(hidden.device.type)
+        self.autocast = AutocastState.now(hidden.device.type)
         self.weights = list(module.parameters())
         self.given, self.was = _state_of(hidden), self._now()
 
@@ -64,8 +63,8 @@ class HeadCall:
 
     def logits(self, x: Tensor, is_chunk: bool = False) -> Tensor:
         """Logits ``[..., V]`` of x ``[..., H]``: with stock's bits, but for a chunk of rows."""
-        with copy(self.autocast):  # each thread's own
-            return self.of_rows(x) if is_chunk else self.forward(x)
+        logits: Tensor = self.autocast.run(self.of_rows if is_chunk else self.forward, x)
+        return logits
 
     def _now(self) -> tuple[list[tuple[Any, Any]], list[Any]]:
         """Of each parameter, what a write changes; of each module, whether it draws, and its settings."""

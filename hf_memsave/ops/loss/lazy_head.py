@@ -39,7 +39,7 @@ def logits_of(
     count = hidden.shape[:-1].numel() * words
     if (tape is None and not is_reference) or not _is_long(module, hidden, count):
         return None
-    autocast = AutocastState(hidden.device.type)
+    autocast = AutocastState.now(hidden.device.type)
     dtype = autocast.dtype if autocast.dtype and hidden.dtype != torch.float64 else hidden.dtype
     if dtype == torch.float16:  # whose gradients a loss scale of the caller's keeps in range, and it comes too late
         return None
