@@ -25,8 +25,8 @@ def _linear_8bit(module: nn.Module, patch: Any, x: Tensor) -> Tensor:
     held = getattr(y.grad_fn, name)
     of_many = held if isinstance(held, (list, tuple)) else None
     x = held if of_many is None else of_many[-1]
-    if tape is not None and x is not None and (entry := tape.note(x, tape.content_of(x))) is not None:
-        entry.asked_by.add(Note.of(y.grad_fn))
+    if tape is not None and x is not None:
+        tape.note(x, tape.content_of(x), Note.of(y.grad_fn))
     setattr(y.grad_fn, name, None if of_many is None else (None,) * len(of_many))
     return y
 

@@ -105,11 +105,7 @@ def kinds(step: Ledger, what: str) -> str:
 
 
 def _warn_if_in_vain(module: nn.Module, step: Ledger, config: MemSaveConfig) -> bool:
-    """Warn of a first step that frees next to nothing, and of settings that cost something and free nothing.
-
-    Returns:
-        Whether next to nothing is freed.
-    """
+    """Warn of settings that cost something and free nothing; return whether the first step frees next to nothing."""
     # Where the caller has turned on that blocks run again, they decide what is kept: nothing is said of exact settings.
     model, kept, total = type(module).__name__, step.nbytes_kept, step.nbytes_stock
     is_rerun = step.is_checkpointed_in_stock
@@ -123,18 +119,14 @@ def _warn_if_in_vain(module: nn.Module, step: Ledger, config: MemSaveConfig) -> 
             f"freed {f'{freed:.1%}' if freed >= _ROUNDS else 'nothing'} of what stock keeps", model, gib(kept),
             kinds(step, "kept"),
         )  # fmt: skip
-    kept += step.nbytes_offloaded
-    pairs = []
-    if config.checkpoint not in (None, *WHOLE) and not is_rerun:
-        pairs.append((f'checkpoint="{config.checkpoint}"', kept, kept + step.nbytes_again, "without it it keeps"))
-    if config.offload:
-        pairs.append(("offload=True", step.nbytes_kept, kept, "without it the device keeps"))
-    for what, here, without, words in pairs:
-        if without - here < _LEAST_OF_ONE * without:
+    rung = config.checkpoint if config.checkpoint not in WHOLE and not is_rerun else None
+    small = f" (tensors below {SMALLEST_NBYTES // 1024} KiB stay)"
+    costs = [(f'checkpoint="{rung}"', step.nbytes_again, "")] if rung else []
+    costs += [("offload=True", step.nbytes_offloaded, small)] if config.offload else []
+    for what, less, reason in costs:
+        if less < _LEAST_OF_ONE * (kept + less):
             logger.warning(
-                "hf_memsave: %s frees nothing here: the first training step of %s kept %s, and %s %s%s. Leave it out.",
-                what, model, gib(here), words, gib(without),
-                f" (tensors below {SMALLEST_NBYTES // 1024} KiB stay)" if what.startswith("offload") else
-                " (but for what one block takes as it runs again)" if is_rerun else "",
+                "hf_memsave: %s frees nothing here: the first training step of %s keeps %s, and %s without it%s. "
+                "Leave it out.", what, model, gib(kept), gib(kept + less), reason,
             )  # fmt: skip
     return is_vain

@@ -52,8 +52,7 @@ def counted(
         out = run()
     by = _graph_of(out)
     for x in (*inputs, *([out] if is_out_asked else [])):
-        if (entry := tape.note(x, tape.content_of(x))) is not None:
-            entry.asked_by.add(by)
+        tape.note(x, tape.content_of(x), by)
     tape.ledger.note_stock(name, nbytes, by)
     return out
 

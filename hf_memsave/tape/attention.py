@@ -146,8 +146,8 @@ def _low_heads(tape: Tape, x: Tensor) -> Tensor:
 
 def _repeated_from(tape: Tape, x: Tensor) -> Tensor | None:
     """The expanded tensor that ``x`` is a copy of, where neither was written to."""
-    call = tape.call_that_made(x)
-    if call is None or call.func is not Tensor.reshape or call.is_weak or not tape.content_of(x).is_of(x):
+    call = tape.call_that_made(x, (Tensor.reshape,))
+    if call is None or call.is_weak or not tape.content_of(x).is_of(x):
         return None
     once, version = call.seen[0]
     if 0 not in once.stride() or not x.is_contiguous() or x.numel() != once.numel():  # or x is a view of the copy

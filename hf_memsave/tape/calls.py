@@ -1,7 +1,4 @@
-"""The calls of a forward, by numbers: of those that two forwards had no use for, the next ones keep no record.
-
-So their arguments die as early as in stock, and a forward that has been seen before takes less of the host's time.
-"""
+"""The calls of a forward, by numbers: those that two forwards had no use for leave no record, as in stock."""
 
 from __future__ import annotations
 
@@ -9,8 +6,8 @@ from typing import Any
 
 #: Forwards that had no use for the record of a call, after which there is none.
 UNUSED = 2
-#: Signatures of forwards, and calls of each, that are remembered.
-MOST_SIGNATURES, MOST_CALLS = 64, 2**15
+#: Signatures of forwards, and calls of all of them, that a module remembers.
+MOST_SIGNATURES, MOST_CALLS = 64, 2**16
 
 
 class Calls:
@@ -22,23 +19,16 @@ class Calls:
     """
 
     def __init__(self, seen: dict[int, dict[int, int]], *signature: Any) -> None:
-        self.state = hash(signature)
+        self.state, self.seen = hash(signature), seen  # the state is the number of the call that was made last
         self.made: list[int] = []  # the numbers of all calls that were recorded
         self.used: set[int] = set()
         known = seen.pop(self.state, None)
         self.known = seen[self.state] = {} if known is None else known  # the latest stand last
-        if len(seen) > MOST_SIGNATURES:
-            seen.pop(list(seen)[0], None)
-
-    def next(self, *call: Any) -> int:
-        """Return the number of the call that is made now, which ``call`` tells from others."""
-        self.state = hash((self.state, call))
-        return self.state
 
     def end(self) -> None:
-        """Learn from a forward that has ended."""
-        if len(self.known) + len(self.made) > MOST_CALLS:
-            self.known.clear()
-        for made in self.made[:MOST_CALLS]:
+        """Learn from a forward that has ended; forget the oldest signatures where that is too much."""
+        for made in self.made:
             times = self.known.get(made, 0)
             self.known[made] = -1 if made in self.used or times < 0 else times + 1
+        while sum(map(len, list(self.seen.values()))) > MOST_CALLS or len(self.seen) > MOST_SIGNATURES:
+            self.seen.pop(next(iter(list(self.seen)), 0), None)  # of threads, any may be first

@@ -37,14 +37,9 @@ _CODED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 def coded(
-    storages: Storages,
-    content: Content,
-    storage: Any,
-    tensor: Tensor,
-    decode: Callable[..., Tensor],
-    codes: tuple[Tensor, ...],
-    is_lossy: bool,
-) -> Content:
+    storages: Storages, content: Content, storage: Any, tensor: Tensor, decode: Callable[..., Tensor],
+    codes: tuple[Tensor, ...], is_lossy: bool,
+) -> Content:  # fmt: skip
     """Gives ``tensor``, dense, back as ``decode(*codes)``; and all views of ``storage``, where that holds no more."""
     code = Content(storages.lock)
     code.become(decode, [storages.keep(c) for c in codes])

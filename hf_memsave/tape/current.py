@@ -12,7 +12,8 @@ from hf_memsave.tape.tape import Tape
 
 def current() -> Tape | None:
     """Return the tape innermost on this thread; None under a foreign hook, and wherever ops must be stock."""
-    owner = _owner(innermost_hooks()) if hooks_work() else None
+    hooks = innermost_hooks() if hooks_work() else None
+    owner = None if hooks is None else getattr(hooks[0], "__self__", None)
     return owner if isinstance(owner, Tape) else None
 
 

@@ -1,7 +1,6 @@
-"""What it costs to have a tensor in backward: new bytes, and functions to run.
+"""What it costs to have a tensor in backward: new bytes, and functions to run. It is computed each time it is asked.
 
-Each tensor that it was made from is kept already, or remade in turn, or kept now, whichever is less. The answer is
-asked for anew each time: what a tape knows of earlier forwards decides nothing.
+Each tensor that it was made from is kept already, or remade in turn, or kept now, whichever is less.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ class Price:
         for x, version in content.call.seen:
             if x._version != version or work > most or self.left < 0:
                 return None
-            theirs = self.storages.content_of(x)
+            storage = x.untyped_storage()
+            theirs = self.storages.content_on(storage, x)
             if theirs.is_unversioned:
                 return None
-            storage = x.untyped_storage()
             if id(storage) in new or id(storage) in known or theirs.is_kept:
                 continue
             inner, more = self.of(x, theirs, (*known, *new) if new else known, content.call.func, most - work)
@@ -74,7 +73,9 @@ class Price:
                 found[0][id(storage)] = 0  # who else needs it, finds it there
                 return found
             self.too_dear.add(id(storage))
-        return {id(storage): max(0, storage.nbytes() - content.freed_by_keeping(x._version, self.looked_at))}, 0
+        has_others = content.parts or content.remakes
+        freed = content.freed_by_keeping(x._version, self.looked_at) if has_others else 0
+        return {id(storage): max(0, storage.nbytes() - freed)}, 0
 
     def _of_parameter(self, x: Tensor, content: Content, func: Any) -> New:
         """Nothing, or a copy's bytes; without a copy it cannot be had where a sharding engine takes it away."""

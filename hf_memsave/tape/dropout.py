@@ -87,8 +87,8 @@ def dropout_arguments(
 
 
 def _noise(tape: Tape, like: Tensor, p: float, is_scaled: bool = True) -> Tensor:
-    call = tape.call_that_made(like)
-    dtype = call.seen[0][0].dtype if call is not None and call.func in CASTS else like.dtype
+    cast = tape.call_that_made(like, CASTS)
+    dtype = like.dtype if cast is None else cast.seen[0][0].dtype
     noise, again, kept = drawn(tape, like, p, dtype.itemsize, is_scaled)
     tape.record(noise, again, kept)
     return noise

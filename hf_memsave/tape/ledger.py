@@ -82,8 +82,8 @@ class Ledger:
         self.told: list[int] = []
         self.forget()
 
-    def note(self, tensor: Tensor, content: Content | None = None) -> _Entry:
-        """Note that ``tensor`` may be kept, as ``content`` tells at the end; returns what is known of its storage."""
+    def note(self, tensor: Tensor, content: Content | None = None, asked_by: Any = None) -> _Entry:
+        """Note that ``tensor`` may be kept, as ``content`` tells at the end, and in stock for ``asked_by``."""
         storage = tensor.untyped_storage()
         entry: _Entry | None = getattr(storage, COUNTED, None)
         if entry is None or entry.forward is not self._forward:
@@ -92,6 +92,8 @@ class Ledger:
             self._entries.append(entry)
         if content is not None:
             entry.contents.add(content)
+        if asked_by is not None:
+            entry.asked_by.add(asked_by)
         return entry
 
     def note_checkpoint(self, frame: Any, tensors: Iterable[Tensor], is_asked: bool) -> None:

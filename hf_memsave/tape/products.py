@@ -86,8 +86,7 @@ def _is_chosen(tape: Tape, weight: Tensor) -> bool:
         if (found := own.get(name)) is weight or found is whole:
             return True
     content = tape.known(weight)
-    call = None if content is None else tape.call_that_made(weight)
-    again = call.func if call is not None else content and content.make
+    again = content and (content.make if content.call is None else content.call.func)
     return type(again) is LinearAgain and again.func is Tensor.__getitem__
 
 

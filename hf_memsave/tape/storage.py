@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -152,7 +152,7 @@ class Storages:
         """As :meth:`content_of`, where it is known: FSDP2 fills storages of parameters before they are parameters."""
         try:
             return linked(tensor.untyped_storage(), self.mark) if is_plain(tensor) else None
-        except NotImplementedError:  # a sparse tensor
+        except NotImplementedError:  # a sparse tensor, or one of a transform
             return None
 
     def owns(self, content: Content | None) -> bool:
@@ -175,12 +175,13 @@ class Storages:
         if self.owns(content := self.content_of(tensor)):
             content.is_activation = True
 
-    def call_that_made(self, tensor: Tensor) -> Call | None:
-        """Return how ``tensor`` was made, where that is known, and have the next forwards record it too."""
+    def call_that_made(self, tensor: Tensor, funcs: Container[Any] | None = None) -> Call | None:
+        """Return how ``tensor`` was made, by one of ``funcs`` if given: then the next forwards record that too."""
         content = self.content_of(tensor)
         call: Call | None = None if content is None else content.call
-        if call is not None:
-            self.calls.used.add(call.number)
+        if call is None or (funcs is not None and call.func not in funcs):
+            return None
+        self.calls.used.add(call.number)
         return call
 
     def release(self, tensor: Tensor) -> None:
@@ -310,11 +311,11 @@ class Storages:
 
     # Who counts
 
-    def note(self, tensor: Tensor, content: Content | None) -> Any:
-        """Tell the ledger that ``tensor`` may be kept: what that knows of it, or None where nothing is counted."""
+    def note(self, tensor: Tensor, content: Content | None, asked_by: Any = None) -> Any:
+        """Tell the ledger that ``tensor`` may be kept, in stock for ``asked_by``; returns None where nothing counts."""
         if self.ledger is None or content is None or content.owner is not self.lock:
             return None
-        return self.ledger.note(tensor, None if self.is_within else content)
+        return self.ledger.note(tensor, None if self.is_within else content, asked_by)
 
     def note_code(self, code: Content, nbytes: int, name: str) -> None:
         """So little is kept instead of a tensor."""

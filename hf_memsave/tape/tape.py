@@ -11,7 +11,7 @@ tensor, :meth:`Tape.pack` keeps whichever costs fewer new bytes: the tensor, or 
 4. A storage's link to a content that is nowhere yet is strong, and for two blocks to one that will be made again; to
    any other it is weak.
 5. Nothing on the tape refers to the tape, and nothing on it has a graph.
-6. What a tape knows of earlier forwards decides nothing: without it the same bytes are kept.
+6. What a tape knows of earlier forwards decides which calls it records, and nothing else: no bit depends on it.
 7. Where the bytes of a parameter are just now decides nothing, but where a sharding engine may take them away.
 """
 
@@ -81,15 +81,10 @@ class Tape(Storages, TorchFunctionMode):
     """
 
     def __init__(
-        self,
-        frame: Frame,
-        codec: Any = None,
-        inputs: Iterable[Any] = (),
-        ledger: Ledger | None = None,
-        calls: Calls | None = None,
-        mark_of: Callable[[Tensor], Content] | None = None,
+        self, frame: Frame, codec: Any = None, inputs: Iterable[Any] = (), ledger: Ledger | None = None,
+        calls: Calls | None = None, mark_of: Callable[[Tensor], Content] | None = None,
         below: saved_tensors_hooks | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(frame, ledger, calls or Calls({}), mark_of)
         self.codec = codec
         self.at_end: list[Callable[[], None]] = []
@@ -188,8 +183,9 @@ class Tape(Storages, TorchFunctionMode):
 
     def record(self, out: Tensor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None) -> None:
         """``func(*args, **kwargs)`` gives ``out``, which shares its storage with no argument, to the bit."""
-        made = self.calls.next(getattr(func, "__name__", type(func)), out.numel())
-        if self.outer is None and self.calls.known.get(made, 0) >= UNUSED:
+        calls = self.calls  # every call comes here
+        calls.state = made = hash((calls.state, getattr(func, "__name__", type(func)), out.numel()))
+        if self.outer is None and calls.known.get(made, 0) >= UNUSED:
             return
         try:
             seen = plain_tensors(args if not kwargs else (*args, *kwargs.values()))
@@ -215,7 +211,7 @@ class Tape(Storages, TorchFunctionMode):
         content.version, content.dtype, content.stride = out._version, out.dtype, out.stride()
         content.nbytes = storage.nbytes()
         self.blocks.calls.append(weakref.ref(content))
-        self.calls.made.append(made)
+        calls.made.append(made)
         if content.is_kept or content.parts:  # the op asked to keep its own result, before there was a call
             if is_cheaper(self, content, content.nbytes if content.is_kept else 1):
                 self.settle(content, storage)

@@ -213,3 +213,14 @@ def test_logits_that_are_not_computed_are_avoided(lora, monkeypatch):
     stock, kept, step = counted(model, True, {"input_ids": x, "labels": x, "use_cache": False})
     check(stock, kept, step)
     assert step.is_loss_chunked and step.by_kind("avoided")["loss"] > 0.9 * step.nbytes_avoided > 0.6 * stock
+
+
+@pytest.mark.parametrize(("name", "field"), [("gate", 'checkpoint="gate"'), ("offload", "offload=True")])
+def test_a_setting_that_frees_nothing_says_so_once(name, field, said):
+    model = build("bert", Size(hidden=8, heads=2, batch=1, seq=2)).requires_grad_(False)
+    model.classifier.requires_grad_(True)
+    patch(model, config_of(name))
+    for _ in range(3):
+        model(**batch_for(model, Size(batch=1, seq=2))).loss.backward()
+    (message,) = said("frees nothing")
+    assert message.startswith(f"hf_memsave: {field} frees nothing here") and "Leave it out" in message
