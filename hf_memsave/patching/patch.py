@@ -24,7 +24,7 @@ from hf_memsave.patching.refusals import SiteReport
 from hf_memsave.patching.rows import forget, reasons
 from hf_memsave.patching.sampled_layers import attach, sampler_of
 from hf_memsave.patching.swap import is_patched, is_wrapped, patched_class, patched_models, set_class, stock_class
-from hf_memsave.patching.taped import BUFFERS, CALLS, CODED, COMPILED, mark_buffers
+from hf_memsave.patching.taped import BUFFERS, CODED, COMPILED, mark_buffers
 from hf_memsave.tape.codecs import leave_alone
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.quantize import FORMATS
@@ -296,7 +296,6 @@ def _swap(model: nn.Module, plan: Patches, again: set[nn.Module]) -> set[nn.Modu
             compiled.why_not = ""  # which was of another model
         if type(module) is not cls and not is_wrapped(module):
             set_class(module, cls)
-            CALLS.pop(module, None)  # under another configuration other calls leave records
             changed.add(module)
         forget(module)
         for name in (BUFFERS, LEDGER, FIRST, CODED):

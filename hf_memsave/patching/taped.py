@@ -137,7 +137,7 @@ def _lay(module: nn.Module, settings: Settings, config: MemSaveConfig, forward: 
     given = list(tensors_in((*args, *kwargs.values())))
     held = given if innermost_hooks() is not None else []
     trained, sizes = trained_in(module), [x.numel() for x in given if is_plain(x)]
-    calls = Calls(CALLS.setdefault(module, {}), *map(id, settings), codec is None, module.training, trained, *sizes)
+    calls = Calls(CALLS.setdefault(module, {}), config, module.training, trained, *sizes)
     ledger = _before_forward(module, given, trained)
     told, is_within = ledger, False
     if ledger is None and innermost_hooks() is not None:

@@ -13,7 +13,7 @@ MOST_SIGNATURES, MOST_CALLS = 64, 2**16
 class Calls:
     """Number the calls of one forward, and remember across forwards which of them are recorded for nothing.
 
-    A call is known by the forward's signature (settings, what is trained, sizes of inputs) and by all calls before it,
+    A call is known by the forward's signature (config, what is trained, sizes of inputs) and by all calls before it,
     their functions and sizes. The forwards of a module share ``seen``: signature -> call -> how many of them had no use
     for it; below zero once one had. It is of use where a tensor is made again by it, or what is kept depends on it.
     """
