@@ -201,6 +201,6 @@ def test_no_parameter_that_is_a_tape_hides_its_type():
     for module, path in modules(SOURCE).items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             for one in [*node.args.args, *node.args.kwonlyargs] if isinstance(node, ast.FunctionDef) else ():
-                if one.arg in ("tape", "store", "plan") and ast.unparse(one.annotation or ast.Name("Any")) == "Any":
+                if one.arg in ("tape", "storages") and ast.unparse(one.annotation or ast.Name("Any")) == "Any":
                     hidden.append(f"{module}:{node.lineno} {node.name}")
     assert not hidden

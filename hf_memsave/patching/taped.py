@@ -58,7 +58,7 @@ BATCH = "_memsave_batch"
 Forward = Callable[..., Any]
 Settings = tuple[Mapping[Any, Any], str, Coders]
 _ALONE = contextlib.nullcontext()
-#: Of each module, the calls of earlier forwards (:class:`~hf_memsave.tape.decide.Calls`).
+#: Of each module, the calls of earlier forwards (:class:`~hf_memsave.tape.calls.Calls`).
 CALLS: weakref.WeakKeyDictionary[nn.Module, dict[int, dict[int, int]]] = weakref.WeakKeyDictionary()
 
 

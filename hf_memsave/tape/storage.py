@@ -88,7 +88,7 @@ class Storages:
         self._marks: list[tuple[Any, Content]] = []
 
     def close(self) -> None:
-        """Let go of all: storages that live on know the store, which must not hold what knows them."""
+        """Let go of all: storages that live on know the tape, which must not hold what knows them."""
         self.root.empty_casts()
         for storage, content in self._marks:  # parameters and buffers, unversioned for as long as the forward
             setattr(storage, self.mark, content)
@@ -267,7 +267,7 @@ class Storages:
                 offload.before_write(tensor)
             if content.owner is None:
                 stores = () if content.is_sharded else (self, self.root)
-                readers = [ref for store in stores for ref in store._readers.pop(id(storage), ())]
+                readers = [ref for one in stores for ref in one._readers.pop(id(storage), ())]
             else:
                 readers, content.readers = list(content.readers), ()
             for reader in alive(readers):
