@@ -47,10 +47,10 @@ def test_random_graphs_are_as_in_stock(batch, monkeypatch):
 def test_random_graphs_seen_before_are_as_in_stock(batch, monkeypatch):
     unused, end = 0, calls.Calls.end
 
-    def counted(calls):
+    def counted(of_forward):
         nonlocal unused
-        end(calls)
-        unused += list(calls.known.values()).count(calls.UNUSED)
+        end(of_forward)
+        unused += list(of_forward.known.values()).count(calls.UNUSED)
 
     monkeypatch.setattr(calls.Calls, "end", counted)
     for seed in range(batch * BATCH, (batch + 1) * BATCH):
