@@ -135,15 +135,18 @@ def _lay(module: nn.Module, settings: Settings, config: MemSaveConfig, forward: 
     # A foreign hook outside is that of a checkpoint, which holds what the block is called with. A batch is not held:
     # Trainer lets go of it before backward, and a collator may fill the same tensors again.
     given = list(tensors_in((*args, *kwargs.values())))
-    held = given if innermost_hooks() is not None else []
-    trained, sizes = trained_in(module), [x.numel() for x in given if is_plain(x)]
-    calls = Calls(CALLS.setdefault(module, {}), config, module.training, trained, *sizes)
+    is_alone = innermost_hooks() is None
+    held = [] if is_alone else given
+    trained, calls = trained_in(module) if is_alone or FIRST in module.__dict__ else 0, None
+    if is_alone:  # else all is recorded, each time
+        sizes = [x.numel() for x in given if is_plain(x)]
+        calls = Calls(CALLS.setdefault(module, {}), config, module.training, trained, *sizes)
     ledger = _before_forward(module, given, trained)
     told, is_within = ledger, False
-    if ledger is None and innermost_hooks() is not None:
+    if ledger is None and not is_alone:
         told, is_within = _told_within(module, kwargs)
     cached = with_cache(module, kwargs) if config.checkpoint in WHOLE else contextlib.nullcontext()
-    offload = Offload() if config.offload and innermost_hooks() is None else None  # where there is no foreign hook
+    offload = Offload() if config.offload and is_alone else None  # where there is no foreign hook
     frame = Frame(*settings, again=weights_in(module) if config.checkpoint else ())
     head = _head_below(module) if config.loss == "chunked" else None
     if isinstance(head, nn.Linear) and not is_parametrized(head):  # whose weight is computed as it is read

@@ -28,6 +28,8 @@ from hf_memsave.tape.private import checkpoint_frame, no_dispatch, unwrapped, wr
 from hf_memsave.tape.tensors import View, is_plain, leaves
 from hf_memsave.tape.wrappers import parts_of
 
+#: What to mark the storage of a parameter with, where a sharding engine may own it.
+MarkOf = Callable[[Tensor], Content] | None
 #: Functions that remaking one tensor may run.
 MOST_WORK = 64
 #: Where a storage carries what handlers wish to find again with it.
@@ -69,7 +71,7 @@ class Apart:
 class Storages:
     """What a tape knows. Its lock tells its contents from those of other tapes."""
 
-    def __init__(self, frame: Frame, ledger: Ledger | None, calls: Calls, mark_of: Any) -> None:
+    def __init__(self, frame: Frame, ledger: Ledger | None, calls: Calls, mark_of: MarkOf = None) -> None:
         super().__init__()
         self.outer: Any = None  # the (pack, unpack) pair of the hooks active outside
         self.around: Storages | None = None  # the tape that this is within: a checkpointed block's is in the model's

@@ -42,7 +42,7 @@ from hf_memsave.tape.frame import Frame
 from hf_memsave.tape.handles import Handle, Kept
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.private import OPS, FakeTensor, in_transform, innermost_hooks
-from hf_memsave.tape.storage import Storages
+from hf_memsave.tape.storage import MarkOf, Storages
 from hf_memsave.tape.tensors import CONSTANT, is_flipped, is_plain, leaves, owned, place_of, plain_tensors, tensors_in
 from hf_memsave.tape.wrappers import Wrapped, are_asked, by_class, taken_apart, waited
 
@@ -82,8 +82,7 @@ class Tape(Storages, TorchFunctionMode):
 
     def __init__(
         self, frame: Frame, codec: Any = None, inputs: Iterable[Any] = (), ledger: Ledger | None = None,
-        calls: Calls | None = None, mark_of: Callable[[Tensor], Content] | None = None,
-        below: saved_tensors_hooks | None = None,
+        calls: Calls | None = None, mark_of: MarkOf = None, below: saved_tensors_hooks | None = None,
     ) -> None:  # fmt: skip
         super().__init__(frame, ledger, calls or Calls({}), mark_of)
         self.codec = codec
