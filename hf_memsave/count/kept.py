@@ -26,7 +26,7 @@ from hf_memsave.config.sizes import gib, html_table
 from hf_memsave.device import fuses_dropout
 from hf_memsave.errors import MeasureError, not_a_module
 from hf_memsave.logs import only_measuring
-from hf_memsave.tape.kinds import KINDS_OF_OPS, kind_of
+from hf_memsave.tape.kinds import KINDS_OF_OPS, kind_of_op
 from hf_memsave.tape.private import modules_that_run
 from hf_memsave.tape.wrappers import parts_of
 
@@ -135,7 +135,7 @@ def measure_kept(
     return Kept(tuple(found))
 
 
-class Call(NamedTuple):
+class OpCall(NamedTuple):
     """An op that ran, what it was given, and what it returned."""
 
     func: Any
@@ -159,10 +159,10 @@ class StorageMode(TorchDispatchMode):
         given = {s._cdata: (s, s.nbytes()) for s in storages(tree_leaves((args, kwargs)), self.counts)}
         output = func(*args, **kwargs)
         made = {s._cdata: s for s in storages(tree_leaves(output), self.counts) if s._cdata not in given}
-        self.after(Call(func, args, kwargs, output), list(given.values()), list(made.values()))
+        self.after(OpCall(func, args, kwargs, output), list(given.values()), list(made.values()))
         return output
 
-    def after(self, call: Call, given: list[tuple[Any, int]], made: list[torch.UntypedStorage]) -> None:
+    def after(self, call: OpCall, given: list[tuple[Any, int]], made: list[torch.UntypedStorage]) -> None:
         """Called after each op; what it was given comes with its bytes before the op."""
         raise NotImplementedError
 
@@ -176,7 +176,7 @@ class _ByModule(StorageMode):
         # The weak reference keeps the address from being used again.
         self.made: dict[int, tuple[StorageWeakRef, KeptStorage]] = {}
 
-    def after(self, call: Call, given: list[tuple[Any, int]], made: list[torch.UntypedStorage]) -> None:
+    def after(self, call: OpCall, given: list[tuple[Any, int]], made: list[torch.UntypedStorage]) -> None:
         for storage in made:
             if storage._cdata not in self.made:
                 self.made[storage._cdata] = StorageWeakRef(storage), made_by(self.names, call.func, storage.nbytes())
@@ -196,7 +196,7 @@ def made_by(names: Mapping[int, str], func: Any, nbytes: int) -> KeptStorage:
     """What ``func`` makes just now on this thread, by the module that runs, one of ``names``: as its frames tell."""
     running, op = modules_that_run()[0], func.overloadpacket.__name__
     path = next((names[id(m)] for m in running if id(m) in names), "(outside the model)")
-    return KeptStorage(path, kind_of(running[:1], op), op, nbytes)
+    return KeptStorage(path, kind_of_op(running[:1], op), op, nbytes)
 
 
 def device_of(tensor: Tensor) -> torch.device:

@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 
-from hf_memsave.count.kept import Call, KeptStorage, StorageMode
+from hf_memsave.count.kept import KeptStorage, OpCall, StorageMode
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def count_peak(step: Callable[[], Any], unit: int = 1) -> Peak:
 
 
 @dataclass
-class _Entry:
+class _Counted:
     """A storage that counts: the reference that tells of its death, and its bytes, without those from before."""
 
     ref: weakref.ref[torch.UntypedStorage]
@@ -85,7 +85,7 @@ class Count(StorageMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.unit = unit
         self.counts = lambda kind: kind != "meta" if device is None else kind == device
-        self.made: dict[int, _Entry] = {}
+        self.made: dict[int, _Counted] = {}
         self.live = self.peak = 0
         self.timeline: list[tuple[str, int]] = []
         self._undo = contextlib.ExitStack()
@@ -101,7 +101,7 @@ class Count(StorageMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._undo.close()
 
-    def after(self, call: Call, given: list[tuple[Any, int]], made: list[torch.UntypedStorage]) -> None:
+    def after(self, call: OpCall, given: list[tuple[Any, int]], made: list[torch.UntypedStorage]) -> None:
         """Count what the op made, and by how much it made others larger or smaller."""
         is_constant = call.func is torch.ops.aten.lift_fresh.default  # torch.tensor(...): made just now, by no op
         for storage, before in given:
@@ -110,7 +110,7 @@ class Count(StorageMode):
             self.see(storage)
         self.note(call)
 
-    def note(self, call: Call) -> None:
+    def note(self, call: OpCall) -> None:
         """Called after each op."""
         self.timeline.append((str(call.func), self.live))
 
@@ -122,7 +122,7 @@ class Count(StorageMode):
             if nbytes == before:  # from before the step, or empty
                 return
             # The address can serve another storage only after the reference's callback has run.
-            entry = self.made[key] = _Entry(weakref.ref(storage, partial(self._died, key)), before)
+            entry = self.made[key] = _Counted(weakref.ref(storage, partial(self._died, key)), before)
         counted = max(0, nbytes - entry.before)
         self.live += counted - entry.counted
         entry.counted = counted

@@ -61,7 +61,7 @@ def _register() -> None:
     register_kernels()
 
 
-class _Masks(TorchFunctionMode):
+class _GpuMasks(TorchFunctionMode):
     """Has Transformers make no S x S mask but those that it makes on a GPU, where it reads what is packed and padded.
 
     It makes them of tensors without numbers that it is given on this thread: so it is told here that none are packed,
@@ -91,7 +91,7 @@ def fake_device(attention: str = "flash", padded: bool = True) -> Iterator[torch
         _register()
         with mock.patch.object(preferred, "name", attention), mock.patch.object(_module, "thread", get_ident()):
             # Backward runs on this thread: the engine's others were started before the device was known.
-            with torch.autograd.set_multithreading_enabled(False), _Masks(padded), fake_tensors():
+            with torch.autograd.set_multithreading_enabled(False), _GpuMasks(padded), fake_tensors():
                 yield torch.device(STAND_IN, 0)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_memsave.count.kept import Call, made_by, names_of, storages
+from hf_memsave.count.kept import OpCall, made_by, names_of, storages
 from hf_memsave.count.peak import Count, rounded
 from hf_memsave.measure.figures import AWAY, Moment, Place, Trace
 from hf_memsave.measure.inputs import device_of, loss_of
@@ -153,7 +153,7 @@ class _Places(Count):
                 self.by_kind[AWAY] = self.by_module[AWAY] = moved
         self.place = Place(phase)
 
-    def after(self, call: Call, given: list[tuple[Any, int]], made: list[torch.UntypedStorage]) -> None:
+    def after(self, call: OpCall, given: list[tuple[Any, int]], made: list[torch.UntypedStorage]) -> None:
         """Count operations as well, and note what made a storage in the first forward."""
         super().after(call, given, made)
         if (flops := FLOPS.get(call.func.overloadpacket)) is not None:
@@ -164,7 +164,7 @@ class _Places(Count):
                 if (entry := self.made.get(storage._cdata)) is not None:
                     entry.maker = made_by(self.names, call.func, entry.counted)
 
-    def note(self, call: Call) -> None:
+    def note(self, call: OpCall) -> None:
         """Remember the highest moment of a place."""
         live = self.live + workspace(call.func, call.args)
         known = self.places.get(self.place)

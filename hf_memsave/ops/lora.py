@@ -31,15 +31,15 @@ from hf_memsave.device import default_generator, fuses_dropout, is_autocast
 from hf_memsave.ops.fused.kernels import is_watched
 from hf_memsave.ops.op import Op
 from hf_memsave.tape import Tape, current, private
-from hf_memsave.tape.again import LinearAgain
-from hf_memsave.tape.as_stock import counted
+from hf_memsave.tape.as_stock import run_counted
 from hf_memsave.tape.autocast import low
 from hf_memsave.tape.content import same
-from hf_memsave.tape.dropout import TURN, can_redraw, drawn, drawn_again
+from hf_memsave.tape.dropout import TURN, can_redraw, drawn, redrawn
 from hf_memsave.tape.functions import MADE
-from hf_memsave.tape.handles import Kept, written
+from hf_memsave.tape.handles import KeptTensor, written
 from hf_memsave.tape.parameters import Sharded, gathers_of
 from hf_memsave.tape.products import is_thin
+from hf_memsave.tape.recomputed import RecomputedProduct
 from hf_memsave.tape.storage import Apart
 
 #: All that the forwards of PEFT's layers name, where they compute what is written above.
@@ -76,7 +76,7 @@ def _lora(module: Any, patch: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tens
     if tape.ledger is None or tape.frame.replaces_stock:
         return _run(tape, call, x, base)
     given = x, base, call.a, call.b, call.weight, call.bias
-    return counted(tape, "lora", partial(_run, tape, call, x, base), partial(_as_stock, call), given)
+    return run_counted(tape, "lora", partial(_run, tape, call, x, base), partial(_as_stock, call), given)
 
 
 def _run(tape: Tape, call: _Call, x: Tensor, base: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def _run(tape: Tape, call: _Call, x: Tensor, base: Tensor) -> Tensor:
         node: Any = z.grad_fn
         if node is not None and (call.p or call.low or call.into is not x.dtype):  # stock keeps y, and not x
             content = tape.content_of(x)
-            kept = tape.lent(content, x) if content.is_lent else content
+            kept = tape.handed_on(content, x) if content.is_handed_on else content
             node.apart = Apart(content, kept, x, tape.outer) if tape.owns(content) and kept is not None else None
         return z
 
@@ -104,7 +104,7 @@ def _call_of(layer: Any, rounds: str, tape: Tape, x: Any) -> _Call | None:
     if type(x) not in MADE or x.dim() < 2 or not x.numel() or not _is_in_rows(x) or x.is_inference():
         return None
     dropout, of_a, of_b, scale = parts
-    if Sharded.any_is_brief or (a := _only_weight(of_a)) is None or (b := _only_weight(of_b)) is None:
+    if Sharded.any_is_per_module or (a := _only_weight(of_a)) is None or (b := _only_weight(of_b)) is None:
         return None
     to = torch.get_autocast_dtype(x.device.type) if private.any_autocast() and is_autocast(x) else None
     if to is not None and x.is_leaf and x.requires_grad:  # autocast converts it once for all who read it
@@ -121,7 +121,7 @@ def _call_of(layer: Any, rounds: str, tape: Tape, x: Any) -> _Call | None:
     is_mixed = rounds == "summand" and torch.is_autocast_enabled()  # as PEFT's layers of bitsandbytes ask
     converts = not is_mixed and layer.__dict__.get("cast_input_dtype_enabled", True)
     base = layer._modules["base_layer"]
-    is_own = not tape.frame.again and type(base) is nn.Linear and not is_watched(base)  # its product is in our node
+    is_own = not tape.frame.recomputed and type(base) is nn.Linear and not is_watched(base)  # a product in our node
     weight, bias = _frozen(base) if is_own else (None, None)
     return _Call(a.dtype if converts else x.dtype, to, scale, p, "" if is_mixed else rounds, a, b, weight, bias)
 
@@ -185,7 +185,7 @@ class _Layer(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call, ctx.dtype = call, h.dtype
         # A parameter may be given other bytes before backward: `.data = `.
-        ctx.weights = [(w, Kept(w.detach())) for w in (call.a, call.b, call.weight) if w is not None]
+        ctx.weights = [(w, KeptTensor(w.detach())) for w in (call.a, call.b, call.weight) if w is not None]
         return z
 
     @staticmethod
@@ -227,7 +227,7 @@ def _gradients(ctx: Any, dz: Tensor, x: Tensor, h: Any, *kept: Tensor) -> tuple[
     return dx, dbase if of_base else dz, db, da
 
 
-def _weight(low: torch.dtype | None, parameter: Tensor, kept: Kept) -> Tensor:
+def _weight(low: torch.dtype | None, parameter: Tensor, kept: KeptTensor) -> Tensor:
     weight = kept.get()
     if parameter.requires_grad and torch.is_grad_enabled():
         if not parameter.is_set_to(weight):
@@ -254,7 +254,7 @@ def _record(tape: Tape, call: _Call, z: Tensor, base: Tensor, h: Tensor) -> None
     content = tape.content_of(base)
     if content is not None and (tape.call_that_made(base) is not None or content.make is not None):
         if (gathers := gathers_of(tape, (call.b,))) is not None:
-            again = LinearAgain(partial(_added, call.rounds, call.scale), z.device.type, gathers)
+            again = RecomputedProduct(partial(_added, call.rounds, call.scale), z.device.type, gathers)
             tape.record(z, again, (base, h, call.b))
 
 
@@ -276,7 +276,7 @@ def _times(again: Callable[[Tensor], Tensor], x: Tensor, kept: Tensor) -> tuple[
 
 
 def _drawn(p: float, x: Tensor, state: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    y, mask = drawn_again(x, state, p)
+    y, mask = redrawn(x, state, p)
     return y, partial(torch.ops.aten.native_dropout_backward, mask=mask, scale=1.0 / (1.0 - p))
 
 

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_memsave.arch.sites import OWN_FORWARD, first_of_experts, path_of
 from hf_memsave.ops.op import Op, not_parametrized
 from hf_memsave.tape import current
-from hf_memsave.tape.products import record_again
+from hf_memsave.tape.products import record_recomputed
 from hf_memsave.tape.tensors import is_plain
 
 
@@ -24,9 +24,9 @@ def _linear(module: nn.Module, patch: Any, *args: Any, **kwargs: Any) -> Any:
     y = patch.stock.forward(module, *args, **kwargs)
     tape = current()
     if tape is not None and len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and is_plain(y):
-        tape.release(y)  # a quantized linear ends with a conversion, of what cannot be remade
+        tape.forget_call(y)  # a quantized linear ends with a conversion, of what cannot be remade
         stock, own = patch.stock, module.parameters(recurse=False)
-        record_again(tape, y, lambda x, *_: stock.forward(module, x), (*args, *own), {})
+        record_recomputed(tape, y, lambda x, *_: stock.forward(module, x), (*args, *own), {})
     return y
 
 

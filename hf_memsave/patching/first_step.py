@@ -65,7 +65,7 @@ def waiting(module: nn.Module, trained: int) -> Ledger | None:
 
 def sentences(step: Ledger, config: MemSaveConfig) -> list[str]:
     """What a step kept, of what, and what freed it, in people's words."""
-    rung, again = config.checkpoint, step.nbytes_again
+    rung, again = config.checkpoint, step.nbytes_recomputed
     whole = "blocks run again" + (", MLPs in rows" if rung == "tiles" else "")
     runs = whole if rung in WHOLE else f"{gib(again)} of products run again" if again else ""
     first = "the first step" if len(step.told) < 2 else "the first step that trains other parameters"
@@ -121,7 +121,7 @@ def _warn_if_in_vain(module: nn.Module, step: Ledger, config: MemSaveConfig) -> 
         )  # fmt: skip
     rung = config.checkpoint if config.checkpoint not in WHOLE and not is_rerun else None
     small = f" (tensors below {SMALLEST_NBYTES // 1024} KiB stay)"
-    costs = [(f'checkpoint="{rung}"', step.nbytes_again, "")] if rung else []
+    costs = [(f'checkpoint="{rung}"', step.nbytes_recomputed, "")] if rung else []
     costs += [("offload=True", step.nbytes_offloaded, small)] if config.offload else []
     for what, less, reason in costs:
         if less < _LEAST_OF_ONE * (kept + less):

@@ -37,8 +37,8 @@ from hf_memsave.errors import MemSaveError
 from hf_memsave.logs import warn_once
 from hf_memsave.ops.loss import chunked_loss
 from hf_memsave.tape import Tape, current
-from hf_memsave.tape.as_stock import counted
-from hf_memsave.tape.dropout import DROPOUTS, as_bits, drop, dropout_arguments, mask_of
+from hf_memsave.tape.as_stock import run_counted
+from hf_memsave.tape.dropout import DROPOUTS, drop, dropout_arguments, mask_as_bits, mask_of
 from hf_memsave.tape.frame import Frame
 from hf_memsave.tape.handles import written
 from hf_memsave.tape.private import (
@@ -141,7 +141,7 @@ def run_in_rows(module: nn.Module, forward: Callable[..., Any], rows: int | str,
             run.versions = [g._version for g in given[len(args) :] if frame is None]  # a block reads those of then
             is_asked = number in decided and any(g.requires_grad for g in given)
             held = [tape.pack(a) for a in args] if is_asked else []  # so that a rerun that needs no more ends here
-            y = counted(tape, "rows", partial(_InRows.apply, run, *given), partial(forward, module), args, module)
+            y = run_counted(tape, "rows", partial(_InRows.apply, run, *given), partial(forward, module), args, module)
             del held
             if kind_of(type(module)) == "norm":
                 tape.record(y, run, given)  # so that it is made again, where what follows asks for it
@@ -383,7 +383,7 @@ class _Masks(TorchFunctionMode):
             known.append(again)
         else:
             mask = known[self.number]()
-        return [as_bits(tape, mask[..., part, :].contiguous(), p, not fuses_dropout(x)) for part in self.parts]
+        return [mask_as_bits(tape, mask[..., part, :].contiguous(), p, not fuses_dropout(x)) for part in self.parts]
 
 
 # What is known of a module before it runs in rows.

@@ -51,7 +51,7 @@ def refuse_zero3(model: nn.Module, rung: str | None) -> None:
         )
 
 
-_zero3 = cache(partial(Sharded, is_brief=True))
+_zero3 = cache(partial(Sharded, is_per_module=True))
 
 
 def _groups(module: nn.Module) -> Any:

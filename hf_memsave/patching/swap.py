@@ -24,7 +24,7 @@ from hf_memsave.patching.first_step import LEDGER
 from hf_memsave.patching.rows import run_in_rows
 from hf_memsave.patching.taped import COMPILED, asks_for_index, call_with_batch, run_taped
 from hf_memsave.tape import current
-from hf_memsave.tape.as_stock import counted
+from hf_memsave.tape.as_stock import run_counted
 
 _PATCH = "_memsave_patch"
 #: The forwards of our classes. (A mark on them would be copied by ``functools.wraps``.)
@@ -183,7 +183,7 @@ def _run_op(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return op.forward(self, patch, *args, **kwargs)
     run = functools.partial(op.forward, self, patch, *args)
     stock = functools.partial(patch.stock.forward, self)
-    return counted(tape, op.name, run, stock, args, self)
+    return run_counted(tape, op.name, run, stock, args, self)
 
 
 def _rebuild(patch: Patch) -> nn.Module:

@@ -56,14 +56,14 @@ COMPILED = "_memsave_compiled"
 #: The argument by which a block that gradient checkpointing runs again knows the batch of its forward.
 BATCH = "_memsave_batch"
 Forward = Callable[..., Any]
-Settings = tuple[Mapping[Any, Any], str, Coders]
+BlockSettings = tuple[Mapping[Any, Any], str, Coders]
 _ALONE = contextlib.nullcontext()
 #: Of each module, the calls of earlier forwards (:class:`~hf_memsave.tape.calls.Calls`).
 CALLS: weakref.WeakKeyDictionary[nn.Module, dict[int, dict[int, int]]] = weakref.WeakKeyDictionary()
 
 
 @lru_cache(1024)
-def settings_of(config: MemSaveConfig, block: int, has_quantized: bool) -> Settings:
+def settings_of(config: MemSaveConfig, block: int, has_quantized: bool) -> BlockSettings:
     """For the repeated block of this number: handlers of functions, how dropouts are kept, what packs bits."""
     stock = [kind for kind in ("activation", "norm", "dropout", "attention") if not config.converts(kind, block)]
     stock += [] if config.frozen else ["frozen"]
@@ -114,8 +114,8 @@ def run_taped(module: nn.Module, config: MemSaveConfig, block: int, forward: For
         if is_block:
             tape.blocks.begin(tape, (*args, *kwargs.values()))
         before, (table, dropout, coders) = tape.frame, settings
-        again = weights_in(module) if config.checkpoint else ()
-        tape.frame = before._replace(table=table, dropout=dropout, coders=coders, again=again)
+        recomputed = weights_in(module) if config.checkpoint else ()
+        tape.frame = before._replace(table=table, dropout=dropout, coders=coders, recomputed=recomputed)
         try:
             out = forward(module, *args, **kwargs)
         finally:
@@ -125,7 +125,9 @@ def run_taped(module: nn.Module, config: MemSaveConfig, block: int, forward: For
         return out
 
 
-def _lay(module: nn.Module, settings: Settings, config: MemSaveConfig, forward: Forward, args: Any, kwargs: Any) -> Any:
+def _lay(
+    module: nn.Module, settings: BlockSettings, config: MemSaveConfig, forward: Forward, args: Any, kwargs: Any
+) -> Any:  # fmt: skip
     """The forward under a tape of its own."""
     codec = None
     if config.storage is not None:
@@ -147,7 +149,7 @@ def _lay(module: nn.Module, settings: Settings, config: MemSaveConfig, forward: 
         told, is_within = _told_within(module, kwargs)
     cached = with_cache(module, kwargs) if config.checkpoint in WHOLE else contextlib.nullcontext()
     offload = Offload() if config.offload and is_alone else None  # where there is no foreign hook
-    frame = Frame(*settings, again=weights_in(module) if config.checkpoint else ())
+    frame = Frame(*settings, recomputed=weights_in(module) if config.checkpoint else ())
     head = _head_below(module) if config.loss == "chunked" else None
     if isinstance(head, nn.Linear) and not is_parametrized(head):  # whose weight is computed as it is read
         frame = frame._replace(head=head, logits=functools.partial(of_linear, fuses_loss=config.backend != "torch"))

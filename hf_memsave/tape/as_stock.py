@@ -27,7 +27,7 @@ def replacing_stock(tape: Tape | None) -> contextlib.AbstractContextManager[None
     return contextlib.nullcontext() if tape is None else tape.using(replaces_stock=True)
 
 
-def counted(
+def run_counted(
     tape: Tape | None,
     name: str,
     run: Callable[[], Any],

@@ -44,7 +44,7 @@ def attention(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
         of_stock = mask.dtype is torch.bool and fills_finite(query) and is_cudnn(query, key, value, mask, **rest)
         of_layer, mask = mask, mask if of_stock else _shared_mask(tape, mask, query.dtype, is_low)
         if tape.ledger is not None and mask.untyped_storage() is not of_layer.untyped_storage():
-            tape.ledger.note_again(mask.untyped_storage())
+            tape.ledger.note_stock_copy(mask.untyped_storage())
     value = _unpinned(tape, value, (query, key))
     key = _unpinned(tape, key, (query, value))
     is_composed = _is_composed(query, key, value, mask, **rest)
@@ -57,7 +57,7 @@ def attention(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwarg
     finally:
         del held
         for tensor in given:  # a cache may hold it for long: let go of what it was made from
-            tape.release(tensor)
+            tape.forget_call(tensor)
 
 
 def _arguments(
@@ -121,7 +121,7 @@ def _product(tape: Tape, *factors: Tensor) -> Tensor:
     batches = [_one_batch(tape, x) for x in factors]
     product: Tensor = tape.call(torch.matmul, *batches)
     for x in batches:
-        tape.release(x)
+        tape.forget_call(x)
     return product
 
 
@@ -139,7 +139,7 @@ def _low_heads(tape: Tape, x: Tensor) -> Tensor:
     once = _repeated_from(tape, x)
     out = low(tape, x)
     if once is not None and out is not x:
-        tape.release(out)
+        tape.forget_call(out)
         tape.record(out, _repeated, (unexpanded(once).detach().to(out.dtype), once.shape, x.shape))
     return out
 
@@ -147,7 +147,7 @@ def _low_heads(tape: Tape, x: Tensor) -> Tensor:
 def _repeated_from(tape: Tape, x: Tensor) -> Tensor | None:
     """The expanded tensor that ``x`` is a copy of, where neither was written to."""
     call = tape.call_that_made(x, (Tensor.reshape,))
-    if call is None or call.is_weak or not tape.content_of(x).is_of(x):
+    if call is None or call.has_ghosts or not tape.content_of(x).is_of(x):
         return None
     once, version = call.seen[0]
     if 0 not in once.stride() or not x.is_contiguous() or x.numel() != once.numel():  # or x is a view of the copy
@@ -248,7 +248,7 @@ def _held_whole(tape: Tape, query: Tensor) -> Handle | None:
     content: Any = tape.content_of(query) if tape.outer is None and tape.codec is None else None
     if not tape.owns(content) or tape.call_that_made(query) is not None or content.make is not None:
         return None
-    return tape.hold(content, query.untyped_storage(), query)
+    return tape.keep_or_reuse(content, query.untyped_storage(), query)
 
 
 ATTENTION: dict[Any, Handler] = {F.scaled_dot_product_attention: attention, float_mask: new, laid_out: new}

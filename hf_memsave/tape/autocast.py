@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from hf_memsave.device import HALVES, is_autocast
-from hf_memsave.tape.again import AutocastState
 from hf_memsave.tape.content import contents_on
 from hf_memsave.tape.private import any_autocast, autocast_cache, has_autocast, no_dispatch
+from hf_memsave.tape.recomputed import AutocastState
 from hf_memsave.tape.tape import Handler, Tape, new
 
 #: What autocast may run in fp32 (on CUDA; on CPU ``polar`` alone), by the operation of PyTorch that it converts for.

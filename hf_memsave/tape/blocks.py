@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_memsave.tape.content import BUFFER, Call, Content, Ghost, Ticket, added, alive, mapped
+from hf_memsave.tape.content import BUFFER, Call, Content, Ghost, Ticket, alive, mapped, with_ref
 from hf_memsave.tape.decide import SPAN, is_near
 from hf_memsave.tape.handles import Handle
 from hf_memsave.tape.parameters import copy_of, is_available, may_change
@@ -27,7 +27,7 @@ from hf_memsave.tape.tensors import CONSTANT, tensors_in
 SMALL, TINY = 64, 64
 
 Refs = list[weakref.ref[Content]]
-Take = Callable[[Tensor, Content], Handle]
+InputHandle = Callable[[Tensor, Content], Handle]
 #: Where an input can be had for nothing: a tensor, a content, or a call with such a list for its own inputs.
 Source = Tensor | Content | tuple[Content, list[Any]]
 
@@ -38,7 +38,7 @@ class Blocks:
     def __init__(self) -> None:
         self.calls: Refs = []
         self.kept: Refs = []
-        self.settled: list[weakref.ref[Any]] = []  # storages whose contents are remade, and held until then
+        self.recomputed: list[weakref.ref[Any]] = []  # storages whose contents are remade, and held until then
         self.before: tuple[Refs, Refs, list[weakref.ref[Any]]] = [], [], []
 
     def begin(self, storages: Storages, inputs: Iterable[Any]) -> None:
@@ -47,39 +47,39 @@ class Blocks:
             for tensor in tensors_in(inputs):
                 _anchor(storages, tensor, 0, storages.block)
 
-    def end(self, storages: Storages, take: Take, outputs: Iterable[Any]) -> None:
+    def end(self, storages: Storages, input_handle: InputHandle, outputs: Iterable[Any]) -> None:
         """The block hands on ``outputs``."""
         with no_modes():
             handed_on: dict[Content, None] = {}
             for tensor in tensors_in(outputs):
                 _anchor(storages, tensor, 3, storages.block + 1)
                 _gather(storages, tensor, handed_on)
-            calls, kept, settled = self.before
-            for storage in alive(settled):
+            calls, kept, recomputed = self.before
+            for storage in alive(recomputed):
                 if type(content := getattr(storage, storages.mark, None)) is Content:
                     setattr(storage, storages.mark, weakref.ref(content))
             for content in alive(kept):
                 if content.call is not None:
-                    sweep(storages, take, content)
+                    sweep(storages, input_handle, content)
                     content.call = None
             for content in alive(calls):
                 content.call = None
             for ref in self.calls:
                 if (content := ref()) is not None and not content.is_kept and content not in handed_on:
                     content.call = None
-            self.before = [weakref.ref(content) for content in handed_on], self.kept, self.settled
-            self.calls, self.kept, self.settled = [], [], []
+            self.before = [weakref.ref(content) for content in handed_on], self.kept, self.recomputed
+            self.calls, self.kept, self.recomputed = [], [], []
             storages.block += 1
             storages.empty_casts()
 
-    def weaken(self, storages: Storages, content: Content, nbytes: int) -> None:
+    def forget_arguments(self, storages: Storages, content: Content, nbytes: int) -> None:
         """The tensor is kept: hold what it was made from no more, but know it again if others keep it too."""
-        content.call = call = _weak(storages, content.call, nbytes, 1)
+        content.call = call = _with_ghosts(storages, content.call, nbytes, 1)
         self.kept.append(weakref.ref(content))
         ghosts = [x for x, _ in call.seen if type(x) is Ghost]
         if len(ghosts) == 1 and storages.outer is None and (source := ghosts[0].of()) is not None:
             if source.owner is not None:  # else a parameter, which is always there
-                source.remakes = added(source.remakes, content)
+                source.remakes = with_ref(source.remakes, content)
 
 
 def _anchor(storages: Storages, x: Tensor, depth: int, block: int) -> None:
@@ -104,17 +104,17 @@ def _gather(storages: Storages, x: Tensor, found: dict[Content, None]) -> None:
     while tensors:
         content = storages.content_of(tensors.pop())
         call = None if content is None or content in found else content.call
-        if call is None or call.is_weak:
+        if call is None or call.has_ghosts:
             continue
         found[content] = None
         for argument, _ in call.seen:
             tensors.append(argument)
             known = storages.content_of(argument) if argument.dim() <= 1 else None
-            if known is not None and known.owner is None and known is not BUFFER and not known.is_brief:
+            if known is not None and known.owner is None and known is not BUFFER and not known.is_per_module:
                 copy_of(storages, argument)  # while it is there
 
 
-def _weak(storages: Storages, call: Call, nbytes: int, depth: int) -> Call:
+def _with_ghosts(storages: Storages, call: Call, nbytes: int, depth: int) -> Call:
     """Return ``call`` with ghosts for arguments, which remember how they were made, ``depth`` steps back.
 
     What is small beside its tensor of ``nbytes``, such as a row's mean, stays: until the sweep.
@@ -135,24 +135,24 @@ def _weak(storages: Storages, call: Call, nbytes: int, depth: int) -> Call:
             if depth and theirs.call is not None and theirs.is_of(x):
                 maker = weak.maker = Content(storages.lock)
                 maker.stride, maker.dtype, maker.nbytes = theirs.stride, theirs.dtype, storage.nbytes()
-                maker.call = _weak(storages, theirs.call, maker.nbytes, depth - 1)
+                maker.call = _with_ghosts(storages, theirs.call, maker.nbytes, depth - 1)
         found.append(weak)
         return weak
 
     versions = [version for _, version in call.seen]
     args = [a if type(a) in CONSTANT else mapped(a, ghost) for a in call.args]
     kwargs = {name: mapped(a, ghost) for name, a in call.kwargs.items()} if call.kwargs else None
-    return Call(func, args, kwargs, list(zip(found, versions, strict=True)), call.number, is_weak=True)
+    return Call(func, args, kwargs, list(zip(found, versions, strict=True)), call.number, has_ghosts=True)
 
 
-def sweep(storages: Storages, take: Take, content: Content) -> None:
+def sweep(storages: Storages, input_handle: InputHandle, content: Content) -> None:
     """What was kept before it was known that others keep all it was made from is remade from there."""
     if storages.outer is not None or content.tensor is None:
         return
     found = _sources(storages, content)
     is_its = content.is_of(content.tensor)  # else it was written to before it was kept
     if found is not None and found[1] <= storages.most_work and is_its:
-        _remake(storages, take, content, found[0])
+        _remake(storages, input_handle, content, found[0])
 
 
 def _sources(storages: Storages, content: Content) -> tuple[list[Source], int] | None:
@@ -183,7 +183,7 @@ def _sources(storages: Storages, content: Content) -> tuple[list[Source], int] |
 
 
 @torch.no_grad()
-def _remake(storages: Storages, take: Take, content: Content, sources: list[Source]) -> None:
+def _remake(storages: Storages, input_handle: InputHandle, content: Content, sources: list[Source]) -> None:
     call: Any = content.call
     left = iter(sources)
     storages.calls.used.add(call.number)
@@ -192,12 +192,12 @@ def _remake(storages: Storages, take: Take, content: Content, sources: list[Sour
     def handle(x: Any) -> Handle:
         source = next(left)
         if isinstance(source, Tensor):
-            return take(x, content)
+            return input_handle(x, content)
         if isinstance(source, tuple):
             source, inner = source
-            _remake(storages, take, source, inner)
+            _remake(storages, input_handle, source, inner)
         else:
-            source.readers = added(source.readers, content)
+            source.readers = with_ref(source.readers, content)
         content.builds_on(source)
         return Ticket(source, x)
 

@@ -33,15 +33,15 @@ COUNTED = "_memsave_counted"
 class Call:
     """How a tensor was made: ``func(*args, **kwargs)``.
 
-    ``seen`` are the tensors among the arguments, each with its version; where the call ``is_weak``, as its result is
+    ``seen`` are the tensors among the arguments, each with its version; where the call ``has_ghosts``, as its result is
     kept, ghosts stand for those that are not small. ``number`` is alike in every forward that does alike.
     """
 
-    __slots__ = ("func", "args", "kwargs", "seen", "number", "is_weak")
+    __slots__ = ("func", "args", "kwargs", "seen", "number", "has_ghosts")
 
-    def __init__(self, func: Any, args: Any, kwargs: Any, seen: Any, number: int, is_weak: bool = False) -> None:
+    def __init__(self, func: Any, args: Any, kwargs: Any, seen: Any, number: int, has_ghosts: bool = False) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
-        self.seen, self.number, self.is_weak = seen, number, is_weak
+        self.seen, self.number, self.has_ghosts = seen, number, has_ghosts
 
 
 class Content(Handle):
@@ -51,13 +51,13 @@ class Content(Handle):
     """
 
     __slots__ = (
-        "owner", "call", "tensor", "at", "make", "inputs", "named", "view", "is_lent", "is_lossy", "is_kept",
+        "owner", "call", "tensor", "at", "make", "inputs", "named", "view", "is_handed_on", "is_lossy", "is_kept",
         "nbytes_code", "work", "depth", "first", "reads", "uses", "users", "shared", "version", "dtype", "stride",
         "nbytes", "is_input", "is_activation", "is_unversioned", "readers", "parts", "remakes", "views",
     )  # fmt: skip
 
     #: Of storages that a sharding engine fills: see :class:`Sharded`.
-    is_sharded = is_brief = False
+    is_sharded = is_per_module = False
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
@@ -69,8 +69,8 @@ class Content(Handle):
         self.make: Any = None
         self.inputs: Any = ()
         self.named: Any = None
-        self.view: View | None = None  # of a tensor that a hook outside keeps (`is_lent`), or that this stands in for
-        self.is_lent = self.is_lossy = False
+        self.view: View | None = None  # of what a hook outside keeps (`is_handed_on`), or this is kept instead of
+        self.is_handed_on = self.is_lossy = False
         self.is_kept = False  # its bytes are held: by its tensor, a hook outside, or the model's caller (`is_input`)
         self.nbytes_code = 0  # what is kept instead of a tensor, until that is kept anyway
 
@@ -135,7 +135,7 @@ class Content(Handle):
         Inputs that are contents or tickets of others are given to :meth:`builds_on` as they are found.
         """
         self.call, self.make, self.inputs, self.named = None, make, inputs, named
-        self.tensor, self.is_lent, self.is_lossy, self.nbytes_code = None, False, False, 0
+        self.tensor, self.is_handed_on, self.is_lossy, self.nbytes_code = None, False, False, 0
         self.is_kept = self.is_input
         self.work, self.depth, self.first = 1, 1, block
         if self.views:
@@ -155,18 +155,18 @@ class Content(Handle):
         stride = once.stride() if tensor.layout is torch.strided and is_plain(tensor) else None
         self.become(partial(_fetched, fetch, stride, tensor.shape, []), (pack(once),))
         self.view, self.work, self.depth, self.first, self.reads, self.call = View(tensor), 0, 0, sys.maxsize, (), call
-        self.is_lent = self.is_kept = True
+        self.is_handed_on = self.is_kept = True
 
-    def give_way(self, content: Content) -> None:
+    def forget_code(self, content: Content) -> None:
         """Where it is a code: ask ``content``, which gives the tensor that this stands in for, from now on."""
-        if content.is_lent:
+        if content.is_handed_on:
             content.uses += 1
-        self.become(same, [content if content.is_lent else Ticket(content, self.view)])
+        self.become(same, [content if content.is_handed_on else Ticket(content, self.view)])
 
     def freeze(self) -> None:
         """Remake it now, and keep the result: an input is about to be written to."""
         with self.owner:
-            if self.make is not None and not self.is_lent:
+            if self.make is not None and not self.is_handed_on:
                 self.keep(self._made())
 
     def builds_on(self, other: Content) -> None:
@@ -199,7 +199,7 @@ class Content(Handle):
 
     def _made(self) -> Tensor:
         """Its tensor, remade without gradients, and without autocast: its casts stand among the calls."""
-        if self.is_lent:
+        if self.is_handed_on:
             return self.make(*self.inputs)
         if torch.is_grad_enabled() or any_autocast():
             with torch.no_grad(), no_autocast():
@@ -296,7 +296,7 @@ class KeptView(Handle):
         if (views := content.views) and len(views) < 8:
             views.append(weakref.ref(self))
         else:
-            content.views = added(views, self)
+            content.views = with_ref(views, self)
 
     def forget(self) -> None:
         """Hold no bytes any more, but a ticket."""
@@ -374,7 +374,7 @@ def mapped(argument: Any, fn: Callable[[Any], Any]) -> Any:
     return type(argument)([a if type(a) in CONSTANT else mapped(a, fn) for a in argument])
 
 
-def added(refs: Any, item: Any) -> Any:
+def with_ref(refs: Any, item: Any) -> Any:
     """Weak references, in a list that this gave or none, and one to ``item``; those to what is gone go now and then.
 
     Returns:

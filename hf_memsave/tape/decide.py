@@ -82,7 +82,7 @@ class Price:
         key = id(x.untyped_storage())
         if not is_available(self.storages, x, content, func):
             return {key: sys.maxsize}
-        return {key: x.numel() * x.itemsize} if is_copied(x, content, func) and not content.is_brief else {}
+        return {key: x.numel() * x.itemsize} if is_copied(x, content, func) and not content.is_per_module else {}
 
 
 def is_near(storages: Storages, content: Content) -> bool:

@@ -116,7 +116,7 @@ def drawn(
     if state is not None and _begins_at(state, noise, p):
         again, kept = partial(_redraw, like=Blank(noise), p=p, is_scaled=is_scaled), state
     else:
-        again, kept = as_bits(tape, noise, p, is_scaled)
+        again, kept = mask_as_bits(tape, noise, p, is_scaled)
     return noise.div_(1 - p) if is_scaled else noise, again, (kept,)
 
 
@@ -127,7 +127,7 @@ def _is_kept_in_bits(tape: Tape, like: Tensor, itemsize: int) -> bool:
     return tape.frame.dropout == "mask" or (tape.frame.dropout != "seed" and like.numel() <= 8 * _STATE)
 
 
-def as_bits(tape: Tape, noise: Tensor, p: float, is_scaled: bool) -> tuple[Callable[..., Tensor], Tensor]:
+def mask_as_bits(tape: Tape, noise: Tensor, p: float, is_scaled: bool) -> tuple[Callable[..., Tensor], Tensor]:
     """What gives ``noise`` again, or a mask, of the bits that are returned beside."""
     again = partial(_from_bits, unpack=tape.frame.coders.unpack_bits, like=Blank(noise), p=p, is_scaled=is_scaled)
     return again, tape.frame.coders.pack_bits(noise.as_strided((noise.numel(),), (1,)).bool())
@@ -180,11 +180,11 @@ TURN = threading.RLock()
 def _fused(tape: Tape, x: Tensor, p: float) -> Tensor:
     if tape.frame.dropout == "mask":
         y, mask = torch.native_dropout(x, p, True)
-        unpacked, bits = as_bits(tape, mask, p, is_scaled=False)
+        unpacked, bits = mask_as_bits(tape, mask, p, is_scaled=False)
         tape.record(mask, unpacked, (bits,))
         tape.record(y, torch.ops.aten.native_dropout_backward, (x, mask, scale_of(p, x.dtype)))
         return y
-    again = _Again(x, p)
+    again = _Redrawn(x, p)
 
     def code(mask: Tensor) -> Ticket | None:  # autograd asks for the mask while it is drawn
         if mask.dtype is not torch.bool or (content := tape.content_of(mask)) is None:
@@ -204,7 +204,7 @@ def scale_of(p: float, dtype: torch.dtype = torch.float32) -> float:
     return 1.0 / (1.0 - p if dtype is torch.float64 else float(np.float32(1.0 - p)))
 
 
-class _Again:
+class _Redrawn:
     """Draws a dropout of ``x`` again: backward asks for the output first; its mask waits, if that ``is_asked`` for."""
 
     def __init__(self, x: Tensor, p: float) -> None:
@@ -212,7 +212,7 @@ class _Again:
         self.waiting: list[tuple[Tensor, Any]] = []
 
     def output(self, x: Tensor, state: Tensor) -> Tensor:
-        y, mask = drawn_again(x, state, self.p)
+        y, mask = redrawn(x, state, self.p)
         if self.is_asked and backward_id() != -1:
             if not self.waiting:  # in a backward for a subset of the gradients, it may never be asked for
                 after_backward(partial(_forget, weakref.ref(self)))
@@ -225,21 +225,21 @@ class _Again:
         if mask is not None and mask.stride() == like.stride and stream == current_stream(like.device):
             return mask
         x = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=like.device)
-        return drawn_again(x, state, self.p)[1]
+        return redrawn(x, state, self.p)[1]
 
 
-def _forget(again: weakref.ref[_Again]) -> None:
+def _forget(again: weakref.ref[_Redrawn]) -> None:
     if (alive := again()) is not None:
         alive.waiting.clear()
 
 
 def can_redraw(x: Tensor) -> bool:
-    """Whether :func:`drawn_again` draws on CUDA what was drawn for ``x``."""
+    """Whether :func:`redrawn` draws on CUDA what was drawn for ``x``."""
     # How the kernel hands out random numbers depends on layout and alignment: those of a fresh tensor must do.
     return is_dense(x) and is_aligned(x) and not is_capturing(x.device)
 
 
-def drawn_again(x: Tensor, state: Tensor, p: float) -> tuple[Tensor, Tensor]:
+def redrawn(x: Tensor, state: Tensor, p: float) -> tuple[Tensor, Tensor]:
     """A dropout of ``x`` and its mask, as they were drawn on CUDA from ``state``."""
     # The fused kernel draws from the device's default generator only: lend it the old state for one call.
     generator = default_generator(x.device)
@@ -259,7 +259,7 @@ def mask_of(tape: Tape, like: Tensor, p: float) -> tuple[Tensor, Callable[[], Te
         return noise, partial(again, *kept)
     with TURN:
         state = default_generator(like.device).get_state()
-        return torch.native_dropout(like, p, True)[1], partial(_Again(like, p).mask, state)
+        return torch.native_dropout(like, p, True)[1], partial(_Redrawn(like, p).mask, state)
 
 
 def drop(x: Tensor, mask: Tensor, p: float) -> Tensor:

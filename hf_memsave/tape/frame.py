@@ -18,7 +18,7 @@ class Frame(NamedTuple):
         dropout: What is kept of a dropout's mask: the generator's state ("seed"), a bit an element ("mask"), what is
             cheaper at the floor ("auto") or below it ("small"), "stock".
         coders: What packs bits and codes.
-        again: Where weights are whose products run again: attributes of a module, and a name in them.
+        recomputed: Where weights are whose products run again: attributes of a module, and a name in them.
         head: The linear whose logits may be computed later; ``logits(head, x, weight, bias)`` gives those.
         coder: Has the first say in what goes on the tape for a tensor that autograd asks to keep.
         replaces_stock: What asks to keep tensors is not what stock would run (:mod:`~hf_memsave.tape.as_stock`).
@@ -28,7 +28,7 @@ class Frame(NamedTuple):
     table: Mapping[Any, Any]
     dropout: str = "auto"
     coders: Coders = CODERS
-    again: Sequence[tuple[dict[str, Any], str]] = ()
+    recomputed: Sequence[tuple[dict[str, Any], str]] = ()
     head: nn.Module | None = None
     logits: Any = None
     coder: Callable[[Tensor], Any] | None = None

@@ -18,7 +18,7 @@ class Handle:
         raise NotImplementedError
 
 
-class Kept(Handle):
+class KeptTensor(Handle):
     """A tensor that is kept whatever the tape does, such as a parameter."""
 
     __slots__ = ("tensor", "at")

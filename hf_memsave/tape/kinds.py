@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from hf_memsave.tape.private import modules_that_run, next_number, number_of
+from hf_memsave.tape.private import modules_that_run, next_number, sequence_number
 
 #: Kinds of op, in the order tables and pictures show them.
 KINDS_OF_OPS = (
@@ -36,7 +36,7 @@ VIEWS = frozenset(
 )
 
 
-def kind_of(stack: Sequence[nn.Module], op: str) -> str:
+def kind_of_op(stack: Sequence[nn.Module], op: str) -> str:
     """By the class of the innermost (last) module where that says it, else by the op, of ATen or of autograd."""
     name, op = type(stack[-1]).__name__.lower() if stack else "", op.lower().replace("_", "")
     own = next((kind for kind, words in _BY_CLASS.items() if any(w in name for w in words)), None)
@@ -76,7 +76,7 @@ class _Place(NamedTuple):
                 if not i or self.modules[i - 1] is not module._modules.get("base_layer"):
                     return "linear" if op == "add" else "adapter"  # to the output of the model's own
                 break
-        return "dropout" if "dropout" in self.functions else kind_of(self.modules[:1], op)
+        return "dropout" if "dropout" in self.functions else kind_of_op(self.modules[:1], op)
 
 
 class Makers:
@@ -110,7 +110,7 @@ class Makers:
             return WORDS["cast" if is_cast else kind]
         while _name(node) in VIEWS and node.next_functions and (before := node.next_functions[0][0]) is not None:
             node = before
-        at = bisect(self._seen, number_of(node) + 1, key=lambda seen: seen[0])
+        at = bisect(self._seen, sequence_number(node) + 1, key=lambda seen: seen[0])
         kind = self._seen[at - 1][1].kind(_name(node)) if at else "other"
         if kind in _VAGUE and (kept_for := _Place(*modules_that_run()).kind("")) not in _VAGUE:
             kind = kept_for

@@ -45,7 +45,7 @@ class _Entry:
     asked_by: WeakSet[Any] = field(default_factory=WeakSet)  # what autograd got when it asked to keep it
     held_by: WeakSet[Any] = field(default_factory=WeakSet)  # what else holds it, such as a checkpoint
 
-    def hold(self, by: Any, is_asked: bool) -> None:
+    def note_holder(self, by: Any, is_asked: bool) -> None:
         """Note that ``by`` holds it itself, in stock too if that ``is_asked``."""
         self.held_by.add(by)
         if is_asked:
@@ -63,7 +63,7 @@ class Ledger:
         avoided: Bytes that stock keeps and we do not, by kind of op; below zero for what is kept instead.
         kept: Bytes that are kept on the device, by what made them.
         offloaded: Bytes that are kept in main memory, likewise.
-        nbytes_again: What would be kept beyond that if no linear ran again.
+        nbytes_recomputed: What would be kept beyond that if no linear ran again.
         is_counted: A forward was counted; the numbers are zero before.
         is_checkpointed_in_stock: Blocks of it run again as a whole, as the caller has asked for.
         is_loss_chunked: Logits were not computed at once.
@@ -76,7 +76,7 @@ class Ledger:
         self.avoided: Counter[str] = Counter()
         self.kept: Counter[str] = Counter()
         self.offloaded: Counter[str] = Counter()
-        self.nbytes_again = 0
+        self.nbytes_recomputed = 0
         self.is_counted = self.is_checkpointed_in_stock = self.is_loss_chunked = self.is_trial = False
         self.uncounted = ""
         self.told: list[int] = []
@@ -101,7 +101,7 @@ class Ledger:
         state = _Entry(self._forward, torch.get_rng_state().nbytes, STATE)
         self._entries.append(state)
         for entry in [*self._of(tensors), state]:
-            entry.hold(frame, is_asked)
+            entry.note_holder(frame, is_asked)
         self._frames.append(weakref.ref(frame))
         self.is_checkpointed_in_stock |= is_asked
 
@@ -122,15 +122,15 @@ class Ledger:
         """Note that stock keeps so much more for ``by``, which nothing makes here."""
         self._entries.append(_Entry(self._forward, nbytes, self.makers.here(name), asked_by=WeakSet([by])))
 
-    def note_run_again(self, nbytes: int) -> None:
+    def note_recomputed(self, nbytes: int) -> None:
         """Note that a linear of a rung runs again, in whose place so much would be kept."""
-        self._again += nbytes
+        self._recomputed += nbytes
 
     def note_missing(self, what: str) -> None:
         """What stock keeps of ``what`` cannot be known."""
         self._missing.append(f"stock's {what} could not run beside it, as where its modules have hooks")
 
-    def note_again(self, storage: Any) -> None:
+    def note_stock_copy(self, storage: Any) -> None:
         """Note that stock makes another tensor like this one, and keeps that too where it keeps this one."""
         entry: _Entry | None = getattr(storage, COUNTED, None)
         if entry is not None and entry.forward is self._forward:
@@ -138,7 +138,7 @@ class Ledger:
 
     def forget(self) -> None:
         """Count another forward: this one failed, or was counted."""
-        self._again = 0
+        self._recomputed = 0
         self._forward, self._entries = object(), list[_Entry]()
         self._codes: list[tuple[weakref.ref[Content], str]] = []
         self.makers = Makers()
@@ -149,15 +149,15 @@ class Ledger:
         """The forward has given ``out``: count."""
         for counter in (self.avoided, self.kept, self.offloaded):
             counter.clear()
-        self.nbytes_again = self._again
+        self.nbytes_recomputed = self._recomputed
         for frame in filter(None, (ref() for ref in self._frames)):
             for entry in self._of(_selected(frame)):
-                entry.hold(frame, is_asked=True)
+                entry.note_holder(frame, is_asked=True)
                 entry.made_by = SELECTED
         for node in _nodes_of(out):
             self.is_checkpointed_in_stock |= "run_function" in getattr(node, "__dict__", {})  # reentrant
             for entry in self._of(_held_by(node)):
-                entry.hold(self, is_asked=True)
+                entry.note_holder(self, is_asked=True)
         for entry in self._entries:
             n, is_away = entry.nbytes, len(entry.copies) > 0
             is_kept = is_away or entry.is_kept()
@@ -203,8 +203,8 @@ class Ledger:
 
 def _is_away(code: Content) -> bool:
     """Whether what stands for a tensor lies in main memory: our own hook has packed it."""
-    parts = [code] if code.is_lent else code.inputs
-    packed = [part.inputs[0] for part in parts if type(part) is Content and part.is_lent]
+    parts = [code] if code.is_handed_on else code.inputs
+    packed = [part.inputs[0] for part in parts if type(part) is Content and part.is_handed_on]
     return any(type(one) is tuple and len(one) > 0 and isinstance(one[0], Away) for one in packed)
 
 

@@ -169,7 +169,7 @@ class Queue:
         for away in (ref() for ref in itertools.islice(order, 1, 1 + AHEAD)):
             if away is not None and away.there is not None:
                 room -= away.nbytes
-            elif away is not None and away.lent[0]() is None:
+            elif away is not None and away.returned[0]() is None:
                 if self.coming and away.nbytes > room:
                     return
                 away.fetch()
@@ -197,10 +197,10 @@ class Away:
         self.nbytes, home = len(there), self.queue.now()
         self.watched: Any = (tensor.detach(), tensor._version), (there, there._version)
         # What is given back, weakly; its version; the event after which it can be read; the stream of its memory.
-        self.lent: Any = weakref.ref(there), there._version, home.record_event(), home
+        self.returned: Any = weakref.ref(there), there._version, home.record_event(), home
         with self.queue.lock:
             self.host = main_memory(self.nbytes, tensor.device)
-            self.queue.out.wait_event(self.lent[2])
+            self.queue.out.wait_event(self.returned[2])
             self.left = self.queue.copy(there, self.host, self.queue.out)  # the event after which `host` can be read
             self.there = there
             self.queue.moved += self.nbytes
@@ -209,7 +209,7 @@ class Away:
     def before_write(self) -> None:
         """Have what the caller's stream does to the storage from now on wait for the copy."""
         with self.queue.lock:
-            for stream in (self.queue.now(), self.lent[3]):
+            for stream in (self.queue.now(), self.returned[3]):
                 stream.wait_event(self.left)
             self.drop()
 
@@ -217,7 +217,7 @@ class Away:
         """Let go of its memory on the device, which others may write to from now on."""
         self.check()
         if self.there is not None:
-            self.there, self.watched, self.lent = None, (), (lambda: None, *self.lent[1:])
+            self.there, self.watched, self.returned = None, (), (lambda: None, *self.returned[1:])
 
     def check(self) -> Exception | None:
         """Return what to raise if it was written to before :meth:`drop`."""
@@ -230,12 +230,12 @@ class Away:
         with self.queue.lock:
             if (lost := self.check()) is not None:
                 raise copy.copy(lost)  # which will hold the graph by its traceback
-            there = self.lent[0]()
-            if there is None or there._version != self.lent[1]:  # who was given it may have written to it
+            there = self.returned[0]()
+            if there is None or there._version != self.returned[1]:  # who was given it may have written to it
                 there = self.fetch()
             self.coming = None
             self.queue.coming.discard(self)
-            now, (_, _, event, home) = self.queue.now(), self.lent
+            now, (_, _, event, home) = self.queue.now(), self.returned
             now.wait_event(event)
             if now != home:
                 there.record_stream(now)
@@ -250,14 +250,14 @@ class Away:
         queue.into.wait_event(self.left)
         queue.into.wait_stream(home)
         event = queue.copy(self.host, there, queue.into)
-        self.coming, self.lent = there, (weakref.ref(there), there._version, event, home)
+        self.coming, self.returned = there, (weakref.ref(there), there._version, event, home)
         queue.coming.add(self)
         return there
 
     def __del__(self) -> None:
         """Have the stream of its memory wait for what is under way: in any thread at any time, so without the lock."""
         if (self.there is not None or self.coming is not None) and not sys.is_finalizing():
-            self.lent[3].wait_event(self.lent[2] if self.there is None else self.left)
+            self.returned[3].wait_event(self.returned[2] if self.there is None else self.left)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

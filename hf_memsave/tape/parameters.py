@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_memsave.tape.again import LinearAgain
 from hf_memsave.tape.content import BUFFER, Content
 from hf_memsave.tape.private import OpOverload, copy_each, no_modes
+from hf_memsave.tape.recomputed import RecomputedProduct
 from hf_memsave.tape.storage import Storages
 from hf_memsave.tape.tensors import place_of
 
@@ -28,18 +28,18 @@ class Sharded(Content):
     """On the storage of a parameter that a sharding engine fills, empties and moves by itself.
 
     Attributes:
-        is_brief: It is there only while its own module runs, forward or backward; others while its block does.
+        is_per_module: It is there only while its own module runs, forward or backward; others while its block does.
         gather: Has the engine bring it back in backward, where the engine can.
     """
 
     is_sharded = True
     #: A parameter was brief in this process: from now on tapes copy small ones as they see them.
-    any_is_brief = False
+    any_is_per_module = False
 
-    def __init__(self, is_brief: bool, gather: Callable[[], None] | None = None) -> None:
+    def __init__(self, is_per_module: bool, gather: Callable[[], None] | None = None) -> None:
         super().__init__(None)
-        self.is_brief, self.gather = is_brief, gather
-        Sharded.any_is_brief |= is_brief
+        self.is_per_module, self.gather = is_per_module, gather
+        Sharded.any_is_per_module |= is_per_module
 
 
 def copy_of(storages: Storages, parameter: Tensor) -> Content:
@@ -51,10 +51,10 @@ def copy_of(storages: Storages, parameter: Tensor) -> Content:
     return content
 
 
-def copy_brief(storages: Storages, func: Any, seen: Iterable[tuple[Tensor, int]]) -> None:
+def copy_per_module(storages: Storages, func: Any, seen: Iterable[tuple[Tensor, int]]) -> None:
     """Copy parameters among the arguments of ``func`` that are there only while their own module runs."""
     for x, _ in seen:
-        if (x.dim() <= 1 or isinstance(func, LinearAgain)) and (theirs := storages.content_of(x)).is_brief:
+        if (x.dim() <= 1 or isinstance(func, RecomputedProduct)) and (theirs := storages.content_of(x)).is_per_module:
             if is_copied(x, theirs, func):
                 copy_of(storages, x)
 
@@ -83,7 +83,7 @@ def has_copy(storages: Storages, parameter: Tensor) -> bool:
 
 def _place(storages: Storages, parameter: Tensor) -> tuple[Any, ...]:
     """Return what tells a parameter, or a view of one, from others; ZeRO-3 gives it another storage each time."""
-    is_whole = Sharded.any_is_brief and parameter.is_leaf and storages.content_of(parameter).is_brief
+    is_whole = Sharded.any_is_per_module and parameter.is_leaf and storages.content_of(parameter).is_per_module
     return (id(parameter), parameter._version) if is_whole else place_of(parameter)
 
 
@@ -92,23 +92,23 @@ def gathers_of(storages: Storages, args: Iterable[Any]) -> Any:
     if storages.root.mark_of is None:
         return ()
     marks = [mark for a in args if isinstance(a, Tensor) and isinstance(mark := storages.content_of(a), Sharded)]
-    found: Any = dict.fromkeys(m.gather for m in marks if m.gather or m.is_brief)  # in order on every rank
+    found: Any = dict.fromkeys(m.gather for m in marks if m.gather or m.is_per_module)  # in order on every rank
     return None if None in found else found
 
 
 def is_available(storages: Storages, x: Tensor, content: Content, func: Any) -> bool:
     """Whether what ``func`` makes will have a parameter or buffer ``x`` in backward."""
     # Of a brief one the copy alone tells: a block that runs again may find it at other times than its forward did.
-    if not content.is_brief and (x.untyped_storage().nbytes() or not x.numel()):
+    if not content.is_per_module and (x.untyped_storage().nbytes() or not x.numel()):
         return True
     if is_copied(x, content, func):
         return has_copy(storages, x)
-    return content.is_brief or bool(getattr(func, "gathers", ()))
+    return content.is_per_module or bool(getattr(func, "gathers", ()))
 
 
 def is_copied(x: Tensor, content: Content, func: Any) -> bool:
     """Whether what ``func`` makes holds a copy of a parameter or buffer ``x``, and not the thing itself."""
-    if x.dim() <= 1 or (content.is_brief and isinstance(func, LinearAgain) and not func.gathers):
+    if x.dim() <= 1 or (content.is_per_module and isinstance(func, RecomputedProduct) and not func.gathers):
         return True
     return may_change(x, content, func)
 
@@ -122,4 +122,4 @@ def may_change(x: Tensor, content: Content, func: Any) -> bool:
 
 def is_local(func: Any) -> bool:
     """Whether ``func`` reads a parameter that its own module's backward needs: a product, or dequantizing."""
-    return func is F.linear or isinstance(func, (OpOverload, LinearAgain))
+    return func is F.linear or isinstance(func, (OpOverload, RecomputedProduct))

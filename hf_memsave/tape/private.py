@@ -242,7 +242,7 @@ def are_all_watched() -> bool:
     return any(not str(getattr(hook, "__module__", "")).startswith("hf_memsave.") for hook in hooks)
 
 
-def number_of(node: Any) -> int:
+def sequence_number(node: Any) -> int:
     """Of an autograd node: those of one thread are numbered in order."""
     return int(getattr(node, "_sequence_nr", int)())
 

@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_memsave.device import is_autocast
-from hf_memsave.tape.again import LinearAgain
 from hf_memsave.tape.autocast import converted, low, own_cast
 from hf_memsave.tape.functions import MADE, Handler, indexed, named, unrecorded
 from hf_memsave.tape.parameters import gathers_of
 from hf_memsave.tape.private import any_autocast
+from hf_memsave.tape.recomputed import RecomputedProduct
 from hf_memsave.tape.storage import MOST_WORK
 from hf_memsave.tape.tape import Tape
 from hf_memsave.tape.tensors import is_plain
@@ -58,12 +58,12 @@ def product(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
         if is_seen and args[0].shape[:-2] == args[1].shape[:-2]:  # the copies are made before, where the tape sees them
             args = tuple([tape.call(Tensor.flatten, a, 0, -3).view(a.shape) for a in args])
     out = func(*args, **kwargs) if kwargs else func(*args)
-    if tape.frame.again and record_if_chosen(tape, out, func, given, given_by_name):
+    if tape.frame.recomputed and record_if_chosen(tape, out, func, given, given_by_name):
         return out
     if func is F.linear and len(args) > 1 and args[1].shape[-1] <= _THIN and is_thin(args[1]) and type(out) in MADE:
         gathers = gathers_of(tape, given[1:])
         if gathers is None or gathers:  # its parameters are copied now, or gathered then
-            tape.record(out, LinearAgain(func, out.device.type, gathers or ()), given, given_by_name)
+            tape.record(out, RecomputedProduct(func, out.device.type, gathers or ()), given, given_by_name)
         elif not any_autocast() or tape.is_innermost():  # else its conversions are hidden
             args = tuple([own_cast(tape, a, made) for a, made in zip(given, args, strict=True)])
             kwargs = {name: own_cast(tape, given_by_name[name], made) for name, made in kwargs.items()}
@@ -76,29 +76,29 @@ def record_if_chosen(
 ) -> bool:
     """Whether ``out`` is made again in backward, as a weight among the arguments is one that the frame names."""
     is_chosen = any(isinstance(a, Tensor) and _is_chosen(tape, a) for a in reversed(args))
-    return is_chosen and record_again(tape, out, func, args, kwargs)
+    return is_chosen and record_recomputed(tape, out, func, args, kwargs)
 
 
 def _is_chosen(tape: Tape, weight: Tensor) -> bool:
     """Whether it is a weight that runs again, or that of one expert in it, or made of such a one."""
     whole = weight if weight._base is None else weight._base
-    for own, name in tape.frame.again:
+    for own, name in tape.frame.recomputed:
         if (found := own.get(name)) is weight or found is whole:
             return True
     content = tape.known(weight)
     again = content and (content.make if content.call is None else content.call.func)
-    return type(again) is LinearAgain and again.func is Tensor.__getitem__
+    return type(again) is RecomputedProduct and again.func is Tensor.__getitem__
 
 
 def gathered(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x[index]``, where ``x`` may be weights of experts, and each token asks for those of its own."""
-    if not tape.frame.again or not _is_chosen(tape, args[0]):
+    if not tape.frame.recomputed or not _is_chosen(tape, args[0]):
         return indexed(tape, func, args, kwargs)
     out = func(*args)
-    return out if out._is_view() or record_again(tape, out, func, args, kwargs) else out
+    return out if out._is_view() or record_recomputed(tape, out, func, args, kwargs) else out
 
 
-def record_again(
+def record_recomputed(
     tape: Tape, out: Tensor, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
     """``func(*args, **kwargs)``, under the autocast of now, gives ``out`` again: whether that can be noted."""
@@ -106,9 +106,9 @@ def record_again(
     if gathers is None:
         warnings.warn(_KEPT, stacklevel=2)
         return False
-    again = LinearAgain(func, out.device.type, gathers)
+    again = RecomputedProduct(func, out.device.type, gathers)
     is_wrapper = any(isinstance(a, Tensor) and not is_plain(a) for a in kwargs.values())
-    given = again.takes(args) if len(parts) == 1 and not is_wrapper else None
+    given = again.arguments_for(args) if len(parts) == 1 and not is_wrapper else None
     if given is None:
         return False
     tape.most_work = MOST_WORK_OF_A_BLOCK

@@ -111,7 +111,7 @@ def max_pool(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs
             return Blank(tensor)
         options = kernel, kernel if stride is None or not np.size(stride) else stride, padding, dilation
         windows = Windows(shape[-rank:], *(np.broadcast_to(option, rank).tolist() for option in options))
-        return tape.stand_in(tensor, windows.places(tensor), partial(windows.indices, stride=tensor.stride()))
+        return tape.keep_instead(tensor, windows.places(tensor), partial(windows.indices, stride=tensor.stride()))
 
     return _coded(tape, code, func, args, kwargs)
 
@@ -220,7 +220,7 @@ def _as_side(tape: Tape, side: Side, tensor: Tensor) -> Handle | None:
     if freed + tensor.numel() // 8 >= tensor.untyped_storage().nbytes():
         return None
     decode = partial(_from_side, unpack=tape.frame.coders.unpack_bits, side=side, like=Blank(tensor))
-    handle = tape.stand_in(tensor, tape.frame.coders.pack_bits(side.flags(tensor.detach())), decode)
+    handle = tape.keep_instead(tensor, tape.frame.coders.pack_bits(side.flags(tensor.detach())), decode)
     notes[key] = weakref.ref(handle)
     return handle
 

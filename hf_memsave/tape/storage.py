@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hf_memsave.tape import content as contents
 from hf_memsave.tape import offload
 from hf_memsave.tape.calls import Calls
-from hf_memsave.tape.content import MARK, PARAMETER, Call, Content, added, alive, contents_on, is_parameter, linked
+from hf_memsave.tape.content import MARK, PARAMETER, Call, Content, alive, contents_on, is_parameter, linked, with_ref
 from hf_memsave.tape.frame import Frame
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.private import checkpoint_frame, no_dispatch, unwrapped, written_by
@@ -47,19 +47,19 @@ class Apart:
 
     def __init__(self, linked: Content, kept: Content, tensor: Tensor, hooks: Any) -> None:
         self.content, self.storage, self.hooks = weakref.ref(kept), weakref.ref(tensor.untyped_storage()), hooks
-        linked.readers = added(linked.readers, self)
+        linked.readers = with_ref(linked.readers, self)
 
     def freeze(self) -> None:
         """Copy it, if it is a tensor still."""
         content, storage = self.content(), self.storage()
         if content is None or storage is None or not content.is_kept:
             return
-        kept: Any = content.view if content.is_lent else content.tensor
+        kept: Any = content.view if content.is_handed_on else content.tensor
         if kept is None:
             return
         empty = torch.empty(0, dtype=kept.dtype, device=storage.device)
         copy = empty.set_(storage.clone(), kept.storage_offset(), kept.shape, kept.stride())
-        if content.is_lent:
+        if content.is_handed_on:
             content.hand_on(copy, *self.hooks)
             content.view = None  # of another storage
         else:
@@ -186,7 +186,7 @@ class Storages:
         self.calls.used.add(call.number)
         return call
 
-    def release(self, tensor: Tensor) -> None:
+    def forget_call(self, tensor: Tensor) -> None:
         """``tensor`` is not asked for any more, though it lives on: hold nothing that it was made from."""
         if self.owns(content := self.content_of(tensor)) and not content.is_kept:
             content.call = None
@@ -216,14 +216,14 @@ class Storages:
             content.hand_on(tensor, *self.outer)
         return content
 
-    def stand_in(self, tensor: Tensor, small: Tensor, decode: Callable[[Tensor], Tensor] | None) -> Content:
+    def keep_instead(self, tensor: Tensor, small: Tensor, decode: Callable[[Tensor], Tensor] | None) -> Content:
         """Keeps ``small``, which suffices for one operation, instead of ``tensor``, until that is kept anyway."""
         code = Content(self.lock)
         code.become(decode or contents.same, [self.keep(small)])
         code.uses, code.view = 1, View(tensor)
         self.note_code(code, small.nbytes, "code")
         if self.owns(content := self.content_of(tensor)):
-            content.parts = added(content.parts, code)
+            content.parts = with_ref(content.parts, code)
         return code
 
     def empty_casts(self) -> None:
@@ -278,7 +278,7 @@ class Storages:
     def reads(self, content: Content, parameter: Tensor) -> None:
         """``content`` has a parameter or a buffer itself among its inputs."""
         key = id(parameter.untyped_storage())
-        self._readers[key] = added(self._readers.get(key, ()), content)
+        self._readers[key] = with_ref(self._readers.get(key, ()), content)
 
     def may_alias_parameter(self, tensor: Tensor) -> bool:
         """Whether a write to ``tensor`` may be one to a parameter or buffer whose version does not tell."""

@@ -32,16 +32,16 @@ from torch.overrides import TorchFunctionMode
 
 from hf_memsave.tape import content as contents
 from hf_memsave.tape import decide, parameters, private
-from hf_memsave.tape.again import LinearAgain
 from hf_memsave.tape.blocks import Blocks
 from hf_memsave.tape.calls import UNUSED, Calls
 from hf_memsave.tape.codecs import as_bits
-from hf_memsave.tape.content import Content, KeptView, Ticket, added, alive, is_parameter, mapped
+from hf_memsave.tape.content import Content, KeptView, Ticket, alive, is_parameter, mapped, with_ref
 from hf_memsave.tape.decide import is_cheaper
 from hf_memsave.tape.frame import Frame
-from hf_memsave.tape.handles import Handle, Kept
+from hf_memsave.tape.handles import Handle, KeptTensor
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.private import OPS, FakeTensor, in_transform, innermost_hooks
+from hf_memsave.tape.recomputed import RecomputedProduct
 from hf_memsave.tape.storage import MarkOf, Storages
 from hf_memsave.tape.tensors import CONSTANT, is_flipped, is_plain, leaves, owned, place_of, plain_tensors, tensors_in
 from hf_memsave.tape.wrappers import Wrapped, are_asked, by_class, taken_apart, waited
@@ -56,14 +56,14 @@ Handler = Callable[["Tape", Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 MADE = (Tensor, FakeTensor)
 
 
-def new(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], again: Any = None) -> Any:
-    """A handler, of a function whose result is new, and is made again by ``again`` or by the function itself."""
+def new(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], remake: Any = None) -> Any:
+    """A handler, of a function whose result is new, and is recomputed by ``remake`` or by the function itself."""
     if kwargs and kwargs.get("out") is not None:
         tape.before_writes(args, kwargs)
         return func(*args, **kwargs)
     out = func(*args, **kwargs) if kwargs else func(*args)
     if type(out) in MADE:
-        tape.record(out, again or func, args, kwargs)
+        tape.record(out, remake or func, args, kwargs)
     return out
 
 
@@ -148,7 +148,7 @@ class Tape(Storages, TorchFunctionMode):
 
     def end_block(self, *outputs: Any) -> None:
         """A block hands on ``outputs``."""
-        self.blocks.end(self, self.take, outputs)
+        self.blocks.end(self, self.input_handle, outputs)
 
     # What was made, and from what
 
@@ -197,8 +197,8 @@ class Tape(Storages, TorchFunctionMode):
             storage = out.untyped_storage()
         except (RuntimeError, NotImplementedError):  # inference tensors have no version, sparse ones no storage
             return
-        if parameters.Sharded.any_is_brief:
-            parameters.copy_brief(self, func, seen)
+        if parameters.Sharded.any_is_per_module:
+            parameters.copy_per_module(self, func, seen)
         link = getattr(storage, self.mark, None)
         content: Any = link() if type(link) is weakref.ref else link
         if content is None or content.owner is not self.lock:
@@ -213,11 +213,11 @@ class Tape(Storages, TorchFunctionMode):
         calls.made.append(made)
         if content.is_kept or content.parts:  # the op asked to keep its own result, before there was a call
             if is_cheaper(self, content, content.nbytes if content.is_kept else 1):
-                self.settle(content, storage)
+                self.recompute(content, storage)
             elif content.is_kept:
-                self.blocks.weaken(self, content, content.nbytes)
+                self.blocks.forget_arguments(self, content, content.nbytes)
         elif content.nbytes_code:  # likewise, and it was coded
-            self._give_code_way(content, storage)
+            self._forget_needless_code(content, storage)
 
     # What to keep
 
@@ -237,13 +237,13 @@ class Tape(Storages, TorchFunctionMode):
                 content = self.content_on(storage, tensor)
             elif content.owner is not self.lock:
                 if content.owner is None and self.outer is None:
-                    return Kept(tensor)
+                    return KeptTensor(tensor)
                 content = self.content_on(storage, tensor)
         elif kind is not nn.Parameter and (content := self.content_of(tensor)) is not None:
             storage = tensor.untyped_storage()
         if content is None or content.owner is None:
             if self.outer is None and (content is not None or kind is nn.Parameter):
-                return Kept(tensor)
+                return KeptTensor(tensor)
             if is_plain(tensor) or is_parameter(tensor):
                 return self.keep(tensor)
             apart = taken_apart(tensor)
@@ -251,7 +251,7 @@ class Tape(Storages, TorchFunctionMode):
             return Wrapped(tensor, self.pack_told(apart[0][0]), apart[1]) if apart and is_of_one else self.keep(tensor)
         is_open = content.tensor is None and (content.call is not None or content.make is not None)
         ticket = self.ticket(content, storage, tensor) if is_open else None
-        return self.hold(content, storage, tensor) if ticket is None else ticket
+        return self.keep_or_reuse(content, storage, tensor) if ticket is None else ticket
 
     def _keep_new(self, content: Content, storage: Any, tensor: Tensor) -> Content:
         """Keep a tensor of whose storage nothing else is known, and nothing has a say in it but this tape."""
@@ -280,16 +280,16 @@ class Tape(Storages, TorchFunctionMode):
             if content.reads and not content.is_there():
                 return None
             if content.call is not None:
-                self._give_code_way(content, storage)
+                self._forget_needless_code(content, storage)
         elif content.call is None:
             return None
         elif is_cheaper(self, content, storage.nbytes()):
-            content = self.settle(content, storage)
+            content = self.recompute(content, storage)
         else:
             return None
         return Ticket(content, tensor)
 
-    def hold(self, content: Content, storage: Any, tensor: Tensor) -> Handle:
+    def keep_or_reuse(self, content: Content, storage: Any, tensor: Tensor) -> Handle:
         """For a tensor that has to be kept."""
         kept, is_kept, is_new = content.tensor, content.is_kept, content.call is None
         if kept is not None and not content.is_unversioned and content.is_of(tensor):
@@ -303,11 +303,11 @@ class Tape(Storages, TorchFunctionMode):
             fresh = self.keep(tensor)
             self.note(tensor, fresh)
             return fresh
-        if content.is_lent and (same := self.lent(content, tensor)) is not None:
+        if content.is_handed_on and (same := self.handed_on(content, tensor)) is not None:
             same.uses += 1
             return same
         if kept is not None or content.make is not None or not (is_new or content.is_of(tensor)):
-            return self._hold_beside(content, storage, tensor)  # of another version, or view
+            return self._keep_beside(content, storage, tensor)  # of another version, or view
         if is_new and self.is_quick and not is_kept and not content.parts:
             return self._keep_new(content, storage, tensor)
         if is_new:
@@ -315,42 +315,42 @@ class Tape(Storages, TorchFunctionMode):
         self.keep(tensor, content)
         setattr(storage, self.mark, weakref.ref(content))
         if content.parts:
-            self._share(content, tensor)
+            self._forget_codes(content, tensor)
         if not is_kept and not is_new:
-            self.blocks.weaken(self, content, storage.nbytes())
-        if content.is_lent or (is_new and self.ledger is None) or not content.is_of(tensor):
+            self.blocks.forget_arguments(self, content, storage.nbytes())
+        if content.is_handed_on or (is_new and self.ledger is None) or not content.is_of(tensor):
             content.uses += 1
             return content
         return Ticket(content, tensor)
 
-    def lent(self, content: Content, tensor: Tensor) -> Content | None:
+    def handed_on(self, content: Content, tensor: Tensor) -> Content | None:
         """What a hook outside keeps of this very view, on the storage of ``content``."""
         if content.view is not None and content.view.is_of(tensor):
             return content
         others = self.notes(tensor).get(_OTHERS)
         return None if others is None else others.get(_view_of(tensor))
 
-    def _hold_beside(self, content: Content, storage: Any, tensor: Tensor) -> Content:
+    def _keep_beside(self, content: Content, storage: Any, tensor: Tensor) -> Content:
         fresh = self.keep(tensor)
         fresh.version, fresh.dtype = tensor._version, tensor.dtype
         self.note(tensor, fresh)
-        if content.is_lent:
+        if content.is_handed_on:
             self.notes(tensor).setdefault(_OTHERS, weakref.WeakValueDictionary())[_view_of(tensor)] = fresh
         elif not is_flipped(tensor):
             self.link(storage, fresh, content)
-            self._share(fresh, tensor)
+            self._forget_codes(fresh, tensor)
         return fresh
 
-    def _share(self, content: Content, tensor: Tensor) -> None:
+    def _forget_codes(self, content: Content, tensor: Tensor) -> None:
         """``tensor`` is kept: codes that stand in for it share its bytes."""
         for code in alive(content.parts):
             if not code.nbytes_code or (view := code.view) is None:
                 continue
             is_same = view.version == tensor._version and view.dtype == tensor.dtype and not is_flipped(tensor)
-            if view.is_of(tensor) if content.is_lent else is_same:
-                code.give_way(content)
+            if view.is_of(tensor) if content.is_handed_on else is_same:
+                code.forget_code(content)
 
-    def settle(self, content: Content, storage: Any) -> Content:
+    def recompute(self, content: Content, storage: Any) -> Content:
         """Have it remade, by what this returns: what it was made from becomes handles."""
         # Autocast converts an input for each product that takes it: as one content, so that backward converts once.
         call, parts, first = content.call, content.parts, None
@@ -362,8 +362,8 @@ class Tape(Storages, TorchFunctionMode):
             if first is not None and (first.make is None or not decide.is_near(self, first)):
                 first = None
             notes[key] = weakref.ref(content if first is None else first)
-        if type(func) is LinearAgain and self.ledger is not None:
-            self.ledger.note_run_again(storage.nbytes())
+        if type(func) is RecomputedProduct and self.ledger is not None:
+            self.ledger.note_recomputed(storage.nbytes())
         if first is not None and not content.holders():
             content.call, content = None, first
         else:
@@ -375,52 +375,53 @@ class Tape(Storages, TorchFunctionMode):
             else:
                 content.inputs = [
                     a if (kind := type(a)) in CONSTANT
-                    else self.take(a, content) if kind is Tensor or kind is nn.Parameter
-                    else mapped(a, partial(self.take, content=content)) for a in call.args
+                    else self.input_handle(a, content) if kind is Tensor or kind is nn.Parameter
+                    else mapped(a, partial(self.input_handle, content=content)) for a in call.args
                 ]  # fmt: skip
                 if call.kwargs:
-                    take, named = partial(self.take, content=content), call.kwargs.items()
-                    content.named = {name: a if type(a) in CONSTANT else mapped(a, take) for name, a in named}
+                    handle_of, named = partial(self.input_handle, content=content), call.kwargs.items()
+                    content.named = {name: a if type(a) in CONSTANT else mapped(a, handle_of) for name, a in named}
         setattr(storage, self.mark, content)  # who asked may be gone before another asks, as a statistic that is logged
-        self.blocks.settled.append(weakref.ref(storage))
+        self.blocks.recomputed.append(weakref.ref(storage))
         for code in alive(parts) if parts else ():
             if code.nbytes_code and not content.is_lossy:
-                code.give_way(content)
+                code.forget_code(content)
         return content
 
-    def take(self, argument: Tensor, content: Content) -> Handle:
+    def input_handle(self, argument: Tensor, content: Content) -> Handle:
         """An input of ``content``: kept already, remade in turn, or kept from now on."""
         storage = argument.untyped_storage()
         theirs = self.content_on(storage, argument)
         if theirs.owner is None:
             if parameters.is_copied(argument, theirs, content.make):
                 return parameters.copy_of(self, argument)
-            if parameters.is_local(content.make) and not theirs.is_brief and not getattr(content.make, "gathers", ()):
+            has_gathers = bool(getattr(content.make, "gathers", ()))
+            if parameters.is_local(content.make) and not (theirs.is_per_module or has_gathers):
                 content.reads = (*content.reads, storage)
             if not theirs.is_sharded:
                 self.reads(content, argument)
             # Whose ``.data`` another tensor may replace before backward; but not where an engine fills it again.
-            return self.keep(argument) if theirs.is_sharded else Kept(argument.detach())
+            return self.keep(argument) if theirs.is_sharded else KeptTensor(argument.detach())
         if not argument.requires_grad:  # a write could give it a graph, which would then hold itself by this handle
             argument = argument.detach()
         handle: Handle | None = None
         if not theirs.is_kept and (theirs.call is not None if theirs.make is None else decide.is_near(self, theirs)):
             handle = self.ticket(theirs, storage, argument)
         if handle is None:
-            theirs.readers = added(theirs.readers, content)
+            theirs.readers = with_ref(theirs.readers, content)
             if self.ledger is not None:
                 self.note(argument, theirs)
-            handle = self.hold(theirs, storage, argument)
+            handle = self.keep_or_reuse(theirs, storage, argument)
         if isinstance(handle, (Ticket, KeptView)):
             content.builds_on(handle.content)
         return handle
 
-    def _give_code_way(self, content: Content, storage: Any) -> None:
+    def _forget_needless_code(self, content: Content, storage: Any) -> None:
         """Let go of the code of a tensor that can be had by what is kept, coded or not, anyway."""
         if content.nbytes_code:
             kept = sum(a.tensor.nbytes for a in content.inputs if type(a) is Content and a.tensor is not None)
             if is_cheaper(self, content, kept):
-                self.settle(content, storage)
+                self.recompute(content, storage)
 
 
 def _view_of(tensor: Tensor) -> tuple[Any, ...]:
@@ -429,7 +430,7 @@ def _view_of(tensor: Tensor) -> tuple[Any, ...]:
 
 def _may_be_made_as(content: Content, out: Tensor) -> bool:
     """Whether a call that gives ``out`` may give the content: handles without a view of their own ask for that."""
-    kept: Any = content.view if content.is_lent else content.tensor
+    kept: Any = content.view if content.is_handed_on else content.tensor
     if kept is None:
         return content.make is None or (bool(content.nbytes_code) and content.stride == out.stride())
     return content.version == out._version and (kept.shape, kept.stride()) == (out.shape, out.stride())

@@ -102,7 +102,7 @@ EARLIER = weakref.WeakSet()
 def is_remade(handle):
     """Whether what lies on the tape is remade in backward, and not kept."""
     content = getattr(handle, "content", handle)
-    return type(content) is Content and content.make is not None and not content.is_lent
+    return type(content) is Content and content.make is not None and not content.is_handed_on
 
 
 def nodes():

@@ -16,8 +16,8 @@ from support.helpers import is_remade
 CALLS, MOST_WORK, SPAN = calls, storage.MOST_WORK, decide.SPAN
 #: What gives a tensor once in a backward; and the module where it asks which backward runs, on which stream.
 OnDemand, HANDLES = Content, content
-#: What a tape does for a model, and where: recorded, packed, settled and made again.
-COUNTED = (Tape, "record"), (Tape, "pack"), (Tape, "settle"), (Content, "_made")
+#: What a tape does for a model, and where: recorded, packed, recomputed and made again.
+COUNTED = (Tape, "record"), (Tape, "pack"), (Tape, "recompute"), (Content, "_made")
 
 
 def is_counted(name, owner):

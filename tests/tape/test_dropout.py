@@ -197,9 +197,9 @@ def test_it_is_stock_in_eval_and_without_gradients_and_refuses_what_stock_refuse
 
 def test_one_draw_of_the_fused_kernel_gives_the_output_and_the_mask_again(monkeypatch):
     """CPU has that function, too. A mask that is not asked for does not wait beyond backward."""
-    draws, made, drawn_again = [], [], module.drawn_again
-    monkeypatch.setattr(module, "drawn_again", lambda *args: draws.append(args) or drawn_again(*args))
-    monkeypatch.setattr(module, "_Again", lambda *args, cls=module._Again: made.append(cls(*args)) or made[-1])
+    draws, made, redrawn = [], [], module.redrawn
+    monkeypatch.setattr(module, "redrawn", lambda *args: draws.append(args) or redrawn(*args))
+    monkeypatch.setattr(module, "_Redrawn", lambda *args, cls=module._Redrawn: made.append(cls(*args)) or made[-1])
     x, weight = (torch.ones(100, 50, requires_grad=True) for _ in "xw")
     with taping(inputs=[x]) as tape:
         y = module._fused(tape, x, 0.3)

@@ -44,10 +44,10 @@ from hf_memsave.ops.fused.codes import are_wanted
 from hf_memsave.ops.fused.kernels import kernels
 from hf_memsave.ops.op import once_differentiable
 from hf_memsave.tape import current
-from hf_memsave.tape.again import AutocastState
 from hf_memsave.tape.bits import pack_codes, unpack_codes
 from hf_memsave.tape.decide import cost
 from hf_memsave.tape.handles import Handle
+from hf_memsave.tape.recomputed import AutocastState
 
 #: Elements that share the byte that says whether one of them is not finite.
 _GROUP = 1024
@@ -71,7 +71,7 @@ def few_bit(x: Tensor, name: str, forward: Callable[[Tensor], Tensor], bits: int
     def code(x: Tensor) -> Handle | None:
         if cost(tape, x) <= sum(_sizes(x.numel(), bits)):
             return None  # kept anyway, or had from what is
-        return tape.stand_in(x, _codes(x, name, bits, is_fused), None)
+        return tape.keep_instead(x, _codes(x, name, bits, is_fused), None)
 
     with tape.using(coder=code):
         y = _FewBit.apply(x, forward, name, bits, True, is_fused)

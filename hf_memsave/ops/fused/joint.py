@@ -31,7 +31,7 @@ _shared = WeakIdKeyDictionary()
 
 
 @dataclass
-class Sum:
+class RunningSum:
     """What one backward has added up of a gradient: a tensor to add to in place, held nowhere else."""
 
     total: Tensor | None = None
@@ -42,21 +42,21 @@ class Joint:
 
     def __init__(self, x: Tensor) -> None:
         self._device, self._stream = x.device, current_stream(x.device)
-        self._sums: dict[int, Sum] = {}
+        self._sums: dict[int, RunningSum] = {}
 
-    def sum_for(self, ctx: Any, place: int, *dys: Tensor | None) -> Sum | None:
+    def sum_for(self, ctx: Any, place: int, *dys: Tensor | None) -> RunningSum | None:
         """What a function's backward may add to, giving autograd nothing for its tensor at ``place``; or None."""
         is_plain = all(dy is None or not (dy.requires_grad or stands_for_many(dy)) for dy in dys)
         if not is_plain or current_stream(self._device) != self._stream:
             return None
         key = backward_id()
         if key not in self._sums and is_to_run(ctx.next_functions[place][0]):
-            self._sums[key] = Sum()
+            self._sums[key] = RunningSum()
         return self._sums.get(key)
 
     def take(self) -> Tensor | None:
         """What this backward has added up, if anything; the next one begins at nothing."""
-        return self._sums.pop(backward_id(), Sum()).total
+        return self._sums.pop(backward_id(), RunningSum()).total
 
 
 def edge_of(tape: Tape, x: Tensor, parameter: Tensor | None = None) -> tuple[Tensor, Joint | None]:

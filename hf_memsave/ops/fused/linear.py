@@ -54,7 +54,7 @@ def linear(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         if _is_suited(tape, x, weight, bias) and (bias is not None if is_turned else not is_thin(weight)):
             with private.no_modes():
                 y = _called(tape, x, weight, bias, is_turned)
-                if tape.frame.again:
+                if tape.frame.recomputed:
                     record_if_chosen(tape, y, func, args, {})
             return y
     return product(tape, func, args, kwargs)

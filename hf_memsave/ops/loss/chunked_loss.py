@@ -28,11 +28,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from hf_memsave.device import HALVES, is_autocast, memory_of
 from hf_memsave.ops.fused import cross_entropy as fused
 from hf_memsave.ops.loss.head import HeadCall, gradients
-from hf_memsave.ops.loss.rows import LOGITS, ByRow, Kept, Node, Part, parts_of, values
+from hf_memsave.ops.loss.rows import LOGITS, ByRow, Node, Part, Precomputed, parts_of, values
 from hf_memsave.ops.loss.sums import Sums, gradient
 from hf_memsave.ops.op import once_differentiable
 from hf_memsave.tape import current
-from hf_memsave.tape.as_stock import counted
+from hf_memsave.tape.as_stock import run_counted
 from hf_memsave.tape.content import same
 from hf_memsave.tape.private import no_autocast, no_modes, stands_for_many
 
@@ -66,7 +66,7 @@ def cross_entropy(x: Any, target: Tensor, ignored: int, is_sum: bool) -> Tensor:
         return F.cross_entropy(values(node, part, lambda: z[part.index]), target.reshape(-1), ignore_index=ignored)
 
     run = partial(_ChunkedLoss.apply, x, target.reshape(-1), ignored, is_sum)
-    return cast("Tensor", counted(current(), "cross_entropy", run, stock, (x.hidden,), call.module))
+    return cast("Tensor", run_counted(current(), "cross_entropy", run, stock, (x.hidden,), call.module))
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -108,7 +108,7 @@ class _ChunkedLoss(torch.autograd.Function):
             return None if dx is None else (dx * whole).to(dx.dtype), found
 
         by_row = ByRow(place.by_row(target.view(place.rows.shape), call.count))
-        kept = Kept(finish, node, place.flat)
+        kept = Precomputed(finish, node, place.flat)
         made = Node(partial(_gradient, ignored=ctx.ignored), node, by_row, factor, divisor, kept=kept)
         return ctx.of(hidden, call, made, dtype, place), None, None, None
 

@@ -14,8 +14,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from hf_memsave.device import has_numbers
 from hf_memsave.errors import KeptTensorChangedError, PatchError
-from hf_memsave.tape.again import AutocastState
 from hf_memsave.tape.private import no_modes, without_hooks
+from hf_memsave.tape.recomputed import AutocastState
 from hf_memsave.tape.tensors import is_plain
 
 #: What every module has.

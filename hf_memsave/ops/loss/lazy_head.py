@@ -23,8 +23,8 @@ from hf_memsave.ops.loss.head import HeadCall, draws
 from hf_memsave.ops.loss.unread import unread_logits
 from hf_memsave.ops.op import Op, is_parametrized, not_parametrized
 from hf_memsave.tape import current
-from hf_memsave.tape.again import AutocastState
 from hf_memsave.tape.private import FakeTensor, functions_in_forward, hooks_work
+from hf_memsave.tape.recomputed import AutocastState
 from hf_memsave.tape.tensors import tensors_in
 
 #: Adapters whose result for a row depends on the others, or is drawn.

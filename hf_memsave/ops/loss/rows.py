@@ -31,10 +31,10 @@ class ByRow:
         return self.of[part.index]
 
 
-class Place:
+class RowMap:
     """Which row of the head's input each row of a tensor is of."""
 
-    def __init__(self, rows: np.ndarray, dim: int, parent: Place | None = None) -> None:
+    def __init__(self, rows: np.ndarray, dim: int, parent: RowMap | None = None) -> None:
         self.rows, self.dim = rows, dim  # numbers, of the tensor's shape but for one word; where its words are
         self.parent, self.flat = parent, rows.reshape(-1)  # that of which it is a part; the numbers in order
 
@@ -46,16 +46,16 @@ class Place:
         """The numbers, twice where the words are, so that it shows in a view where they come to."""
         return torch.from_numpy(self.rows).expand(self.shape(2))
 
-    def of_view(self, probe: Tensor, shape: torch.Size, words: int) -> Place | None:
+    def of_view(self, probe: Tensor, shape: torch.Size, words: int) -> RowMap | None:
         """Return the place of a view of this shape, whose probe is the same view; None if it splits rows."""
         dims = [d for d in range(probe.dim()) if probe.stride(d) == 0 and probe.shape[d] == 2]
         if len(dims) != 1:
             return None
-        own = Place(probe.narrow(dims[0], 0, 1).numpy().copy(), dims[0], self)
+        own = RowMap(probe.narrow(dims[0], 0, 1).numpy().copy(), dims[0], self)
         known = next((other for other in (self, self.parent) if other and other.is_at(own)), own)
         return known if shape == own.shape(words) else None
 
-    def is_at(self, other: Place) -> bool:
+    def is_at(self, other: RowMap) -> bool:
         """Whether ``other`` has the same rows at the same places."""
         return self is other or (self.dim == other.dim and np.array_equal(self.rows, other.rows))
 
@@ -73,7 +73,7 @@ class Place:
         return own.view(*lead, own.shape[-1]).movedim(-1, self.dim)
 
 
-class Kept(NamedTuple):
+class Precomputed(NamedTuple):
     """What a loss has computed already of where its gradient leads to: see :mod:`.chunked_loss`."""
 
     finish: Callable[[], tuple[Tensor | None, dict[int, Tensor | None]]]  # dx, and by id those of parameters
@@ -93,7 +93,7 @@ class Node:
     """What ``func`` gives for some rows of ``args``: nodes, :class:`ByRow`, and what is the same for all rows."""
 
     def __init__(
-        self, func: Callable[..., Tensor], *args: Any, kept: Kept | None = None, rows: np.ndarray | None = None
+        self, func: Callable[..., Tensor], *args: Any, kept: Precomputed | None = None, rows: np.ndarray | None = None
     ) -> None:
         self.func, self.args, self.kept = func, args, kept
         self.rows = rows  # if not None, all others are zero

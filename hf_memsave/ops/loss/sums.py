@@ -129,10 +129,10 @@ class Sums(TorchFunctionMode):
             low = weight.detach().to(x.dtype)
         if weight.requires_grad:  # one for all chunks; another weight may be made for each
             self.casts[id(weight), x.dtype] = low
-        return _Linear.apply(x, weight, bias, low, self.of)
+        return _LinearToSums.apply(x, weight, bias, low, self.of)
 
 
-class _Linear(torch.autograd.Function):
+class _LinearToSums(torch.autograd.Function):
     """A linear by ``low``, a weight in the dtype of x; gradients of its parameters go to ``sums``."""
 
     @staticmethod

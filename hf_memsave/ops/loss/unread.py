@@ -31,7 +31,7 @@ from hf_memsave.errors import PatchError
 from hf_memsave.logs import logger
 from hf_memsave.ops.loss import chunked_loss
 from hf_memsave.ops.loss.head import HeadCall, gradients
-from hf_memsave.ops.loss.rows import LOGITS, ByRow, Node, Part, Place, parts_of, union, values, zero_outside
+from hf_memsave.ops.loss.rows import LOGITS, ByRow, Node, Part, RowMap, parts_of, union, values, zero_outside
 from hf_memsave.ops.loss.sums import gradient
 from hf_memsave.ops.op import once_differentiable
 from hf_memsave.tape import current, private
@@ -72,7 +72,7 @@ _CHANGED = "%s changes what logits that are not computed yet are. Use another, o
 class Cell:
     """What tensors that share memory share: a node, until they are read or written to; their geometry, their rows."""
 
-    def __init__(self, node: Node, like: View, place: Place) -> None:
+    def __init__(self, node: Node, like: View, place: RowMap) -> None:
         self.node, self.like, self.place = node, like, place
         self.real: Tensor | None = None
 
@@ -85,10 +85,10 @@ class Unread(Tensor):
     call: HeadCall
     cell: Cell
     like: View
-    place: Place
+    place: RowMap
 
     @staticmethod
-    def of(hidden: Tensor, call: HeadCall, cell: Cell, like: View | None = None, place: Place | None = None) -> Unread:
+    def of(hidden: Tensor, call: HeadCall, cell: Cell, like: View | None = None, place: RowMap | None = None) -> Unread:
         """All that is in ``cell``, or a view of the geometry of ``like``, of the rows at ``place``."""
         like, place, make = like or cell.like, place or cell.place, cast("Any", Tensor._make_wrapper_subclass)
         options = dict(storage_offset=like.storage_offset(), dtype=like.dtype, device=hidden.device)
@@ -98,7 +98,7 @@ class Unread(Tensor):
         return made
 
     @staticmethod
-    def of_node(hidden: Tensor, call: HeadCall, node: Node, dtype: torch.dtype, place: Place) -> Unread:
+    def of_node(hidden: Tensor, call: HeadCall, node: Node, dtype: torch.dtype, place: RowMap) -> Unread:
         """What a node gives for these rows, on memory of its own."""
         with _geometry():
             like = torch.empty(place.shape(call.words), dtype=dtype, device="meta")
@@ -235,7 +235,7 @@ def _viewed(x: Unread, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
             if func not in _SIZED:
                 probes = func(place.probe(), *args, **kwargs)
             elif place.dim == x.dim() - 1 and likes.shape[-1:] == x.shape[-1:]:
-                probes = Place(place.rows.reshape(*likes.shape[:-1], 1), likes.dim() - 1).probe()
+                probes = RowMap(place.rows.reshape(*likes.shape[:-1], 1), likes.dim() - 1).probe()
             else:
                 return NotImplemented
         except (RuntimeError, IndexError):  # stock's own error comes from the logits
@@ -438,7 +438,7 @@ class _OfHead(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call, ctx.parameters = call, parameters
         rows = np.arange(call.count).reshape(*hidden.shape[:-1], 1)
-        ctx.place = Place(rows, rows.ndim - 1)
+        ctx.place = RowMap(rows, rows.ndim - 1)
         return Unread.of_node(hidden, call, LOGITS, dtype, ctx.place)
 
     @staticmethod

@@ -26,7 +26,7 @@ from hf_memsave.ops.sampled.sampler import Layer
 from hf_memsave.ops.sampled.wta_crs import LAYER
 from hf_memsave.ops.sampled.wta_matmul import wta_matmul
 from hf_memsave.tape import current
-from hf_memsave.tape.as_stock import counted
+from hf_memsave.tape.as_stock import run_counted
 from hf_memsave.tape.private import FakeTensor, innermost_hooks
 
 #: The implementation that this op is for.
@@ -62,7 +62,7 @@ class _Sampling(TorchFunctionMode):
         self.products += 1
         a, b = map(autocast_low, args)
         run = partial(wta_matmul, a, b, self.layer, f"product {self.products}")
-        return counted(current(), "matmul", run, torch.matmul, (a, b))
+        return run_counted(current(), "matmul", run, torch.matmul, (a, b))
 
 
 def _eager_attention(module: nn.Module, patch: Any, *args: Any, **kwargs: Any) -> Any:

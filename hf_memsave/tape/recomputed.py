@@ -33,7 +33,7 @@ class AutocastState(NamedTuple):
             return func(*args, **kwargs)
 
 
-class LinearAgain:
+class RecomputedProduct:
     """A product, or the forward of a linear that calls no product, under the autocast that it ran under.
 
     Its parameters are arguments as well, so that one that is written to before backward raises, as in stock. Arguments
@@ -47,7 +47,7 @@ class LinearAgain:
         self.func, self.autocast, self.gathers = func, AutocastState.now(device), gathers
         self.wraps: list[Any] = []  # places of arguments, each with its parameter or what wraps what is given there
 
-    def takes(self, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def arguments_for(self, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """The arguments to call this with in place of ``args``; None where one of them cannot be had again."""
         given = list(args)
         for place, argument in enumerate(args):
