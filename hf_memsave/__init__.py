@@ -5,7 +5,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from hf_memsave.integrations.hooks import install, uninstall
+from hf_memsave.integrations.hooks import uninstall
+from hf_memsave.integrations.memsave_argument import install
 
 if TYPE_CHECKING:
     from hf_memsave.config.config import MemSaveConfig
@@ -28,7 +29,7 @@ __all__ = [
     "unpatch",
 ]  # fmt: skip
 
-#: Module -> the names above that are loaded from it when they are first asked for; all others are errors.
+#: Module -> the names above that are loaded from it when they are first used; all others are in ``errors``.
 _MODULES = {
     "config": ("WTACRS", "MemSaveConfig"),
     "integrations.peft": ("MemSaveLoraConfig",),

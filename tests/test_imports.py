@@ -27,7 +27,7 @@ FLOORS = {
 #: Who may use what the root exports.
 TOP = {"cli", "commands"}
 #: Which package may use another one on its own floor.
-SIDEWAYS = {("config", "errors"), ("integrations", "planner")}
+SIDEWAYS = {("config", "errors"), ("integrations", "planner"), ("cli", "commands")}
 
 
 class Import(NamedTuple):
@@ -65,6 +65,10 @@ def imports(module: str, path: Path) -> list[Import]:
         elif isinstance(node, ast.ImportFrom):
             target = "." * node.level + (node.module or "")
             found.append(Import(module, node.lineno, target, tuple(alias.name for alias in node.names), runs))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            name = node.args[0].values[0] if isinstance(node.args[0], ast.JoinedStr) else node.args[0]
+            if isinstance(name, ast.Constant):
+                found.append(Import(module, node.lineno, name.value.rstrip("."), (), False))
     return [one for one in found if f"{one.target}.".startswith((f"{NAME}.", "."))]
 
 
@@ -140,6 +144,9 @@ def are_neighbours(mine: str, theirs: str, root: Path) -> bool:
 
 def test_imports_point_down_and_do_not_go_round():
     assert faults(SOURCE) + cycles(SOURCE) == []
+    known = modules(SOURCE)
+    asked = {(name, file) for name, path in known.items() for one in imports(name, path) for file in needs(one, known)}
+    assert not [pair for pair in asked if pair[::-1] in asked], "files that import each other, if only in functions"
     assert {part(module) for module in modules(SOURCE)} - {""} == FLOORS.keys()
     seen = {one.target for name, path in modules(SOURCE).items() for one in imports(name, path)}
     assert {f"{NAME}.tape", f"{NAME}.errors", f"{NAME}.config.config"} <= seen
@@ -151,6 +158,8 @@ TREES = {
     "up at the top": ({"tape/a.py": "from US.ops import OPS"}, ["above floor 2"]),
     "up in a function": ({"tape/a.py": "def f():\n    from US.ops import OPS"}, ["above floor 2"]),
     "up as a module": ({"errors.py": "import US.tape.meter"}, ["above floor 0"]),
+    "up by a string": ({"config/a.py": "def f(): importlib.import_module('US.patching.b')"}, ["above floor 0"]),
+    "up by a string with a name in it": ({"tape/a.py": "import_module(f'US.ops.{name}')"}, ["above floor 2"]),
     "up for types only": ({"config/a.py": "if TYPE_CHECKING:\n    import US.patching"}, ["above floor 0"]),
     "relative": ({"tape/a.py": "from ..errors import x\nfrom . import b"}, ["relative", "relative"]),
     "of the root": ({"ops/a.py": "from US import MemSaveConfig"}, ["above everything"]),

@@ -1,4 +1,4 @@
-"""``MemSaveConfig``: what to keep for backward, in one frozen, strict, serializable place."""
+"""``MemSaveConfig``: what to keep for backward, as a frozen, strict, serializable dataclass."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -19,7 +18,7 @@ from hf_memsave.config.sizes import bytes_of
 from hf_memsave.config.wtacrs import WTACRS, is_int
 from hf_memsave.errors import ConfigError, PlanError
 
-#: What runs again in backward, from the least to the most; each is a preset by its name as well.
+#: What runs again in backward, from the least to the most; each is also the name of a preset.
 Rung = Literal["o_proj", "qkv", "up", "gate", "block", "tiles"]
 RUNGS: tuple[str, ...] = get_args(Rung)
 #: The rungs by which whole blocks run again.
@@ -33,48 +32,54 @@ LIMITED = (*KINDS, "checkpoint")
 @named_fields
 @dataclass(frozen=True, kw_only=True)
 class MemSaveConfig:
-    """What autograd keeps for backward. The defaults give stock's gradients, to the bit (but see ``loss``).
+    """A choice of what autograd keeps for backward. The defaults give stock's gradients, to the bit (but see ``loss``).
 
     The first five fields free more than the default does, each at its own price; the others are for advanced use.
+
+    Example:
+        >>> from hf_memsave import MemSaveConfig
+        >>> config = MemSaveConfig(checkpoint="gate", layers={"checkpoint": 0.5})
+        >>> config.is_exact, config.to_dict()["checkpoint"], MemSaveConfig.preset("gate")
+        (True, 'gate', MemSaveConfig(checkpoint='gate'))
 
     Attributes:
         checkpoint: Which products of a repeated block run again in backward: none, "o_proj" (attention's output
             projection), and with it "qkv", and with those "up", "gate" (all of an MLP that an activation reads),
             "block" (and attention itself), "tiles" (as "block", with MLPs on a part of the tokens at a time: see
             ``tiles``). Exact; it costs the time of those products.
-        tiles: On how many tokens of each sequence a block's MLPs, Python-written norms and LoRA layers run at a time,
-            forward and backward; "auto": 4096 of all sequences. A shorter sequence runs as with "block", and so does a
-            module that mixes tokens. Loss and gradients equal stock's up to the order of sums in products, as gradients
-            of weights are summed over parts, in fp32. It chooses checkpoint="tiles", which without it takes "auto".
+        tiles: Tokens of each sequence on which a block's MLPs, Python-written norms and LoRA layers run at a time,
+            forward and backward; "auto": 4096 of all sequences. A shorter sequence runs as with "block", as does a
+            module that mixes tokens. Loss and gradients equal stock's up to the order of sums in products, as weight
+            gradients are summed over parts, in fp32. Implies checkpoint="tiles", which without it takes "auto".
         offload: Whether what still has to be kept goes to main memory, and comes back in backward. Exact, for CUDA.
-        budget: What a training step may take of a GPU, in bytes or as "24GiB": trainers, which know batch size and
-            sequence length, plan the cheapest checkpoint and offload that fit (:func:`hf_memsave.plan`).
-        storage: What still has to be kept: as it is (None), or activations in about 8 ("int8") or 4.5 bits ("int4") an
-            element, rounded at random. Not exact: unbiased is the weight gradient of a linear that keeps its own input.
+        budget: GPU memory for a training step, in bytes or as "24GiB": trainers, which know batch size and sequence
+            length, plan the cheapest checkpoint and offload that fit (:func:`hf_memsave.plan`).
+        storage: How what still has to be kept is stored: as it is (None), or activations in about 8 ("int8") or 4.5
+            bits ("int4") an element, rounded stochastically. Not exact: the weight gradient of a linear
+            that keeps its own input is unbiased.
         linear: Weight gradients of linears: exact (None), or unbiased from a sample of rows (:class:`WTACRS`).
         activation: Outputs of activations and gates: recomputed, or kept as stock does. Not exact: "invert" (kept: the
             output and one bit an element, which give the slope), "precision_bit" (the bit in the output's last one),
             "few_bit" (:attr:`few_bits` bits of the slope where nothing wants the output; elsewhere "recompute").
         few_bits: Bits an element for activation="few_bit", 1 to 8.
         norm: Outputs of norms: recomputed, or kept as stock does. Not exact: "output" (kept instead of the input).
-        dropout: Masks: drawn again from the generator's state ("seed"), kept in one bit an element ("mask": faster on
-            CPU), by what is cheaper ("auto": on CPU a bit where that is at most 1/32 of what it drops from, or less
-            than a state), or kept as stock does.
+        dropout: Dropout masks: drawn again from the generator's state ("seed"), kept in one bit an element ("mask":
+            faster on CPU), by what is cheaper ("auto": on CPU a bit where that is at most 1/32 of what it drops from,
+            or less than a state), or kept as stock does.
         attention: SDPA's repeated k and v, masks and transposed output, and what eager attention computes beyond its
             softmax: recomputed or shared, or kept as stock does.
         lora: PEFT adapters' casts of their input: recomputed, or kept as stock does.
-        frozen: Convolutions, batch norms, pools and rectifiers keep only what the wanted gradients need.
+        frozen: Whether convolutions, batch norms, pools and rectifiers keep only what the wanted gradients need.
         loss: A language model's head and cross-entropy: "chunked" (logits of more than 128 MiB in fp32 a chunk at a
             time; gradients equal stock's up to the order of fp32 sums), or "stock".
-        backend: What computes norms, activations, gated MLPs, rotary embeddings, dropout, LoRA, a chunk of a loss, and
-            what is not exact: PyTorch ("torch"), or Triton kernels ("auto": where Triton runs; "triton": or an error).
-            As exact, but not the same bits.
-        compile: Whether each repeated block is compiled by itself (``torch.compile``, with a partitioner that keeps as
+        backend: For norms, activations, gated MLPs, rotary embeddings, dropout, LoRA, loss chunks and what is not
+            exact: "torch", or Triton ("auto": where it runs; "triton": or an error), as exact, but not the same bits.
+        compile: Whether each repeated block is compiled on its own (``torch.compile``, with a partitioner that keeps as
             little). As exact, but not the same bits: sums in another order, and other dropout masks.
-        layers: In how many of the first blocks (an encoder's before a decoder's) a field holds, such as
-            ``{"activation": 6, "dropout": 0}``; elsewhere those modules stay stock, and kinds not named hold
-            everywhere. What lies outside every block goes with the first. For "checkpoint" also a part of the blocks,
-            such as 0.5. Held as sorted pairs.
+        layers: Field -> the number of first blocks (an encoder's before a decoder's) in which it holds, such as
+            ``{"activation": 6, "dropout": 0}``; modules of later blocks stay stock, and fields not named hold
+            everywhere. What lies outside every block goes with the first. For "checkpoint" also a fraction of the
+            blocks, such as 0.5. Held as sorted pairs.
     """
 
     checkpoint: Rung | None = None
@@ -140,7 +145,7 @@ class MemSaveConfig:
             raise ConfigError(f"MemSaveConfig.{name} must be {expected}, got {getattr(self, name)!r}. {remedy}")
 
     def _resolve_tiles(self) -> None:
-        """Have ``tiles`` and its rung go together; raise where they cannot."""
+        """Set ``tiles`` and ``checkpoint`` to go together; raise ConfigError where they cannot."""
         is_size = is_int(self.tiles) and self.tiles >= 1
         expected = "None, 'auto' or a whole number of tokens, 1 or more"
         self._expect("tiles", self.tiles in (None, "auto") or is_size, expected, "Use 'auto', or leave it out.")
@@ -161,7 +166,7 @@ class MemSaveConfig:
             )
 
     def _refuse_beside_compile(self) -> None:
-        """Raise for what a compiled block cannot do."""
+        """Raise ConfigError for fields that a compiled block cannot heed."""
         found = {name: getattr(self, name) for name in ("offload", "budget", "storage", "linear", *KINDS, "backend")}
         harmless = {"dropout": ("seed", "mask", "auto"), "backend": ("torch", "auto")}
         given = [f"{n}={v!r}" for n, v in found.items() if v not in harmless.get(n, (getattr(MemSaveConfig, n),))]
@@ -176,7 +181,7 @@ class MemSaveConfig:
     def resolve(
         cls, value: MemSaveLike | None, fields: Mapping[str, Any] | None = None, *, may_plan: bool = False
     ) -> MemSaveConfig | None:
-        """Returns the config that a ``memsave=`` argument means; None for False and None.
+        """Return the config that a ``memsave=`` argument means; None for False and None.
 
         Args:
             value: True for the default, a preset's name, a YAML or JSON file, a dict of fields, a config, or False.
@@ -184,8 +189,7 @@ class MemSaveConfig:
             may_plan: Whether a budget is allowed: whether the caller knows a batch size and a sequence length.
 
         Raises:
-            ConfigError: A preset, file, field or value does not exist, there is a budget that may not be, or ``fields``
-                has a checkpoint, and so has ``value``.
+            ConfigError: A name or value does not exist, a budget is not allowed, or both arguments set a checkpoint.
         """
         if value is None or value is False:
             return None
@@ -220,7 +224,7 @@ class MemSaveConfig:
 
     @classmethod
     def named(cls, name: str | Path) -> MemSaveConfig:
-        """:meth:`preset` or :meth:`from_file`."""
+        """Return the preset of this name, or the config in the file of this name."""
         is_file = str(name).endswith((".yaml", ".yml", ".json")) or Path(name).is_file()
         if isinstance(name, Path) or (is_file and name not in (*RUNGS, *presets())):
             return cls.from_file(name)
@@ -228,11 +232,7 @@ class MemSaveConfig:
 
     @classmethod
     def preset(cls, name: str) -> MemSaveConfig:
-        """Returns the config that ``hf_memsave/presets/<name>.yaml`` holds, or the one with the rung of this name.
-
-        Raises:
-            ConfigError: There is no such preset; the message lists those there are.
-        """
+        """Return the config in ``hf_memsave/presets/<name>.yaml``, or with the rung ``name``; else ConfigError."""
         found = presets()
         if name in RUNGS:
             return cls.from_dict({"checkpoint": name})
@@ -246,7 +246,7 @@ class MemSaveConfig:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> MemSaveConfig:
-        """The config with these fields; the others have their defaults. Raises ConfigError for what is not allowed."""
+        """Return the config with these fields, the others at their defaults; ConfigError for what is not allowed."""
         if not isinstance(fields, dict):
             raise ConfigError(f"expected a mapping of MemSaveConfig fields, got {type(fields).__name__}: {fields!r}.")
         refuse_unknown(cls, fields)
@@ -255,18 +255,14 @@ class MemSaveConfig:
             fields = {**fields, "linear": WTACRS(**linear)}
         return cls(**fields)
 
-    def callback(self, **options: Any) -> Any:
-        """``MemSaveCallback(self, **options)``: how a trainer takes the config that has no argument ``memsave``."""
-        return import_module("hf_memsave.integrations.trainer").MemSaveCallback(self, **options)  # of a floor above
-
     def to_dict(self) -> dict[str, Any]:
-        """Every field, as JSON and YAML know it."""
+        """Return every field, as JSON and YAML know it."""
         fields = dataclasses.asdict(self) | {"layers": dict(self.layers) if self.layers else None}
         return dict(json.loads(json.dumps(fields)))
 
     @classmethod
     def from_file(cls, path: str | Path) -> MemSaveConfig:
-        """The config that :meth:`to_file` wrote; raises ConfigError where the file is missing, empty or wrong."""
+        """Read the config that :meth:`to_file` wrote; raise ConfigError if the file is missing, empty or wrong."""
         fields = fields_of(path)
         try:
             return cls.from_dict(fields)
@@ -274,40 +270,40 @@ class MemSaveConfig:
             raise ConfigError(f"{path}: {error}") from error
 
     def to_file(self, path: str | Path) -> None:
-        """Write JSON where the name ends in ``.json``, else YAML; OSError leaves the file that was there."""
+        """Write JSON where the name ends in ``.json``, else YAML; an OSError leaves the file that was there."""
         text = json.dumps(self.to_dict(), indent=2) if str(path).endswith(".json") else yaml.safe_dump(self.to_dict())
         write(path, text)
 
     @property
     def is_exact(self) -> bool:
-        """Whether gradients are stock's as mathematics: to the bit too, but for a chunked loss, kernels and compile."""
+        """Whether gradients are mathematically stock's; bits differ by chunked losses, tiles, Triton and compile."""
         return not self.inexact
 
     @property
     def inexact(self) -> tuple[str, ...]:
-        """The fields by which gradients are not stock's, as Python writes them."""
+        """The fields by which gradients differ from stock's mathematically, as Python code."""
         fields = {"activation": self.activation, "norm": self.norm, "storage": self.storage}
         found = [f'{name}="{value}"' for name, value in fields.items() if value not in (None, "recompute", "stock")]
         return tuple(found if self.linear is None else [*found, f"linear=WTACRS(budget={self.linear.budget})"])
 
     def converts(self, kind: str, block: int, blocks: int = 0) -> bool:
-        """Whether what is of this kind is converted in the repeated block of this number, of so many."""
+        """Return whether sites of this kind are converted in repeated block number ``block`` of ``blocks``."""
         first = self.first_blocks(kind)
         if isinstance(first, float):
             first = math.ceil(first * blocks)
         return getattr(self, kind) not in ("stock", None) and (first is None or block < first)
 
     def first_blocks(self, kind: str | None) -> float | None:
-        """In how many of the first blocks sites of this kind are converted, or in what part of them; None for all."""
+        """Return in how many first blocks, or in what fraction, sites of this kind are converted; None for all."""
         return dict(self.layers or ()).get(kind or "")
 
 
-#: What stands for a config: True for the default, False for none, a preset's name, a file, a dict of fields.
+#: What ``memsave=`` takes: True for the default, False for none, a preset's name, a file, a dict of fields, a config.
 MemSaveLike = MemSaveConfig | str | Path | bool | dict[str, Any]
 
 
 def _as_pairs(layers: Any) -> tuple[tuple[str, float], ...] | None:
-    """``layers`` as sorted pairs, which can be hashed; None where nothing is limited; else raises ConfigError."""
+    """Return ``layers`` as sorted, hashable pairs, or None where nothing is limited; else raise ConfigError."""
     if layers is None:
         return None
     remedy = "Use layers={'norm': 6}, or leave it out to convert every block."

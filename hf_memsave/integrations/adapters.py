@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from hf_memsave.config.config import MemSaveConfig
-from hf_memsave.errors import PatchError
 from hf_memsave.logs import logger
 from hf_memsave.patching.blocks import block_numbers, number_of
 from hf_memsave.patching.collect import collect
 from hf_memsave.patching.patch import patch
-from hf_memsave.patching.refusals import refuse_another_config, refuse_foreign_patches
+from hf_memsave.patching.refusals import check
 from hf_memsave.patching.sampled_layers import attach
 from hf_memsave.patching.swap import is_patched, patch_of, patched_class, patched_models, set_class
 
@@ -21,9 +20,7 @@ def inject_adapter(stock: Callable[..., Any], tuner: Any, model: Any, name: str,
     memsave = getattr(tuner.peft_config[name], "memsave", None)
     asked = None if memsave is True and patched_models(model) else MemSaveConfig.resolve(memsave)
     if asked is not None:  # a model that cannot be patched is refused before PEFT touches it
-        refuse_foreign_patches(model)
-        collect(model, asked)
-        refuse_another_config(model, asked)
+        check(model, asked, collect(model, asked))
     result = stock(tuner, model, name, *args, **kwargs)
     if asked is not None:
         patch(model, asked)
@@ -39,13 +36,11 @@ def inject_adapter(stock: Callable[..., Any], tuner: Any, model: Any, name: str,
         around = max(filter(f"{path}.".startswith, configs), key=len, default=None)
         if around is None or not isinstance(module, BaseTunerLayer):
             continue
-        try:
-            plan = collect(module, configs[around], prefix=path, block=number_of(path, numbers))[1]
-        except PatchError as error:
-            logger.warning("The adapter in %s stays as PEFT made it: %s", path, error)
-            continue
-        for added, change in plan.items():
-            if not is_patched(added):
+        found = collect(module, configs[around], prefix=path, block=number_of(path, numbers))
+        if found.errors:
+            logger.warning("The adapter in %s stays as PEFT made it: %s", path, found.errors[0])
+        for added, change in found.patches.items():
+            if not (found.errors or is_patched(added)):
                 set_class(added, patched_class(change))
     attach(model)
     return result

@@ -1,4 +1,4 @@
-"""What importing this package changes in other libraries, once they are imported: functions of a few classes."""
+"""Changing functions of classes of other libraries, once those are imported; and taking it back."""
 
 from __future__ import annotations
 
@@ -13,30 +13,18 @@ from weakref import WeakKeyDictionary
 
 from hf_memsave.logs import logger
 
-#: Module -> the function of ``memsave_argument.py`` that is called with it once it has been imported.
-_DOORS = {
-    "transformers.modeling_utils": "teach_models",
-    "transformers.trainer": "teach_trainers",
-    "transformers.trainer_callback": "teach_callbacks",
-    "peft.tuners.tuners_utils": "teach_peft",
-}
 #: On each function of ours: itself (another wrapper may have copied our attributes) and what stood in its place.
 _MARK = "_memsave_stock"
 #: Class -> the names of its functions that are ours.
 _WRAPPED: WeakKeyDictionary[type, set[str]] = WeakKeyDictionary()
 
 
-def install() -> None:
-    """Have models and trainers of Transformers take ``memsave=``: importing hf_memsave does it, until ``uninstall``."""
-    for name in _DOORS:
-        if name in sys.modules:
-            _teach(import_module(name))  # which waits where another thread is importing it
-        elif not any(isinstance(finder, _WhenImported) and finder.name == name for finder in sys.meta_path):
-            sys.meta_path.insert(0, _WhenImported(name))
-
-
-def _teach(module: ModuleType) -> None:
-    getattr(import_module("hf_memsave.integrations.memsave_argument"), _DOORS[module.__name__])(module)
+def when_imported(name: str, teach: Callable[[Any], None]) -> None:
+    """Call ``teach`` with the module ``name``: now if it is imported, else once it is, until :func:`uninstall`."""
+    if name in sys.modules:
+        teach(import_module(name))  # which waits where another thread is importing it
+    elif not any(isinstance(finder, _WhenImported) and finder.name == name for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WhenImported(name, teach))
 
 
 def wrap(owner: type, name: str, call: Callable[..., Any]) -> None:
@@ -79,13 +67,13 @@ def uninstall() -> None:
 
 
 class _WhenImported(MetaPathFinder):
-    """Waits for a module, and leaves once it is there."""
+    """Wait for a module, and leave once it is there."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, teach: Callable[[Any], None]) -> None:
+        self.name, self.teach = name, teach
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-        """The spec that the other finders give, its loader followed by ours."""
+        """Return the spec that the other finders give, its loader followed by ours."""
         if fullname != self.name:
             return None
         others = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]  # old ones have none
@@ -98,4 +86,4 @@ class _WhenImported(MetaPathFinder):
         exec_module(module)  # of a loader that may be shared, as that of a zip file is
         if module.__name__ == self.name and self in sys.meta_path:  # not after `uninstall`
             sys.meta_path.remove(self)
-            _teach(module)
+            self.teach(module)

@@ -12,14 +12,23 @@ import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hf_memsave.config.config import MemSaveConfig, MemSaveLike
 from hf_memsave.errors import ConfigError
-from hf_memsave.integrations.hooks import wrap
+from hf_memsave.integrations.hooks import when_imported, wrap
 from hf_memsave.logs import logger
+
+if TYPE_CHECKING:  # importing hf_memsave imports this file, and loads nothing that takes long
+    from hf_memsave.config.config import MemSaveLike
+
+
+def install() -> None:
+    """Have models and trainers of Transformers take ``memsave=``: importing hf_memsave does it, until ``uninstall``."""
+    when_imported("transformers.modeling_utils", teach_models)
+    when_imported("transformers.trainer", teach_trainers)
+    when_imported("transformers.trainer_callback", teach_callbacks)
+    when_imported("peft.tuners.tuners_utils", teach_peft)
 
 
 def teach_models(modeling_utils: Any) -> None:
@@ -30,6 +39,8 @@ def teach_models(modeling_utils: Any) -> None:
 
 def _load(stock: Callable[..., Any], cls: Any, /, *args: Any, memsave: MemSaveLike | None = None, **kwargs: Any) -> Any:
     from transformers import PreTrainedConfig
+
+    from hf_memsave.config.config import MemSaveConfig
 
     config = MemSaveConfig.resolve(memsave)  # a wrong name must not cost a download
     for given in (*args, kwargs.get("config")):
@@ -58,8 +69,9 @@ def _add_adapter(
     is_asked = getattr(self.peft_config[adapter_name], "memsave", None) not in (None, False)
     if not is_asked and "hf_memsave.patching.swap" not in sys.modules:  # nothing is patched
         return stock(self, model, adapter_name, *args, **kwargs)
-    adapters = import_module("hf_memsave.integrations.adapters")
-    return adapters.inject_adapter(stock, self, model, adapter_name, *args, **kwargs)
+    from hf_memsave.integrations.adapters import inject_adapter
+
+    return inject_adapter(stock, self, model, adapter_name, *args, **kwargs)
 
 
 def teach_trainers(module: Any) -> None:
@@ -90,34 +102,22 @@ def _make_trainer(
     hands_on: bool, stock: Callable[..., None], self: Any, /, *args: Any, memsave: MemSaveLike | None = None,
     **kwargs: Any,
 ) -> None:  # fmt: skip
+    from hf_memsave.config.config import MemSaveConfig
+
     config = MemSaveConfig.resolve(memsave, may_plan=True)  # a wrong name must not cost a download
     handed_on = {"memsave": memsave} if hands_on and memsave is not None else {}
     stock(self, *args, **handed_on, **kwargs)
+    if config is None and "hf_memsave.patching.patch" not in sys.modules:  # nothing is patched
+        return
+    from hf_memsave.integrations.trainer import MemSaveCallback, without_callback
+
     if config is None:
-        settle(self, memsave)
+        without_callback(self, memsave)
         return
-    ours, given = config.callback(), kwargs.get("callbacks") or ()
-    there = [c for c in self.callback_handler.callbacks if type(c) is type(ours) and c not in given]
+    given = kwargs.get("callbacks") or ()
+    there = [c for c in self.callback_handler.callbacks if type(c) is MemSaveCallback and c not in given]
     if not handed_on or not there:  # else it has arrived, perhaps as another config
-        ours.add_to(self)
-
-
-def settle(trainer: Any, memsave: Any) -> None:
-    """Make the trainer's model stock for ``memsave=False``, if it was patched before and no callback of ours is there.
-
-    Else have it be patched under the forward that a trainer (TRL's) has put over ours since.
-    """
-    model, swap = getattr(trainer, "model", None), sys.modules.get("hf_memsave.patching.swap")
-    if model is None or swap is None or not (found := swap.patched_models(model)):
-        return
-    patching, ours = (import_module(f"hf_memsave.{name}") for name in ("patching.patch", "integrations.trainer"))
-    if memsave is False and not any(isinstance(c, ours.MemSaveCallback) for c in trainer.callback_handler.callbacks):
-        patching.unpatch(model)
-        logger.info("memsave=False: the model was patched before, and is stock again: hf_memsave.patch patches it.")
-        return
-    for module, config in found:
-        if swap.hides_forward(module):
-            patching.patch(module, config)
+        MemSaveCallback(config).add_to(self)
 
 
 def teach_callbacks(module: Any) -> None:

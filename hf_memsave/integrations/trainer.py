@@ -21,11 +21,10 @@ from transformers.trainer_callback import ExportableState
 from hf_memsave.config.config import MemSaveConfig, MemSaveLike
 from hf_memsave.config.sizes import GIB
 from hf_memsave.errors import ConfigError, PatchError
-from hf_memsave.integrations.memsave_argument import settle
 from hf_memsave.logs import logger
 from hf_memsave.patching.patch import patch, unpatch
 from hf_memsave.patching.sampled_layers import sampler_of
-from hf_memsave.patching.swap import patched_models
+from hf_memsave.patching.swap import hides_forward, patched_models
 
 
 class MemSaveCallback(TrainerCallback, ExportableState):
@@ -154,6 +153,22 @@ class MemSaveCallback(TrainerCallback, ExportableState):
         self.report, self._model = patch(model, self.config), weakref.ref(model)
 
 
+def without_callback(trainer: Any, memsave: Any) -> None:
+    """Make the model of a trainer that was given ``memsave=False`` stock, if it was patched and no callback is there.
+
+    Else patch it under the forward that a trainer (TRL's) has put over ours since.
+    """
+    if (model := getattr(trainer, "model", None)) is None or not (found := patched_models(model)):
+        return
+    if memsave is False and not any(isinstance(c, MemSaveCallback) for c in trainer.callback_handler.callbacks):
+        unpatch(model)
+        logger.info("memsave=False: the model was patched before, and is stock again: hf_memsave.patch patches it.")
+        return
+    for module, config in found:
+        if hides_forward(module):
+            patch(module, config)
+
+
 class MemSaveMixin:
     """Gives a trainer class the argument ``memsave``: ``class MyTrainer(MemSaveMixin, SFTTrainer)``.
 
@@ -170,7 +185,7 @@ class MemSaveMixin:
         config = MemSaveConfig.resolve(memsave, may_plan=True)  # a wrong name must not cost a download
         super().__init__(*args, **kwargs)
         if memsave is False:
-            settle(self, memsave)
+            without_callback(self, memsave)
         else:
             MemSaveCallback(config).add_to(self)
 

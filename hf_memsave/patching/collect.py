@@ -1,8 +1,8 @@
-"""Finding what of a model is to change, and checking all of it, before anything is changed."""
+"""Collecting what of a model is to change, and what speaks against it; nothing is changed here."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -19,48 +19,76 @@ from hf_memsave.ops.approximate.few_bit import FewBit
 from hf_memsave.ops.fused.kernels import why_not
 from hf_memsave.ops.run_again import is_known_by_weight
 from hf_memsave.ops.sampled.eager_attention import NAME, implementation, is_attention
-from hf_memsave.patching import refusals
 from hf_memsave.patching.blocks import block_at, block_numbers, head_of, number_of
-from hf_memsave.patching.refusals import SiteReport
 from hf_memsave.patching.rows import may_run_in_rows
-from hf_memsave.patching.sharded import refuse_zero3
-from hf_memsave.patching.swap import Patch, hides_forward, stock_class
+from hf_memsave.patching.swap import Patch, hides_forward, patched_models, stock_class
 
 #: Kinds whose modules are text in Python: left to stock, what runs inside is not recorded.
 _QUIET = ("activation", "norm", "attention", "lora")
 #: Activations of one function, whose slope is one of two: they are the field "frozen"'s, too.
 _RECTIFIERS = (nn.ReLU, nn.Hardtanh, nn.LeakyReLU, nn.Threshold)
-Patches = dict[nn.Module, Patch]
 
 
-def collect(
-    model: nn.Module, config: MemSaveConfig, prefix: str = "", block: int | None = None
-) -> tuple[list[SiteReport], Patches, set[nn.Module]]:
-    """Every module of ``model`` that ``config`` changes, checked; the model is not touched.
+@dataclass(frozen=True)
+class SiteReport:
+    """One module: its path, its stock class, what is done there, and "patched" or "skipped", and why that.
+
+    ``op`` is "model" or "block" for what lays a tape or ends a block of one, else what replaces the forward.
+    """
+
+    name: str
+    cls: str
+    op: str
+    status: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Hold what a config changes in a model: ``refusals.check`` reads it, ``swap`` carries it out.
+
+    Attributes:
+        sites: A line for each module that is changed, or skipped for a reason.
+        patches: Each module that becomes another class, and what that class does.
+        recomputed: Linears that run again as the classes that they are.
+        before: The models that were patched already, and the config of each.
+        errors: What was asked for of a module that cannot have it.
+    """
+
+    sites: list[SiteReport] = field(default_factory=list)
+    patches: dict[nn.Module, Patch] = field(default_factory=dict)
+    recomputed: set[nn.Module] = field(default_factory=set)
+    before: list[tuple[nn.Module, MemSaveConfig]] = field(default_factory=list)
+    errors: list[PatchError] = field(default_factory=list)
+
+    def add(self, name: str, module: nn.Module, op: str, reason: str = "") -> None:
+        """Add the site of ``op``: patched, or skipped for ``reason``."""
+        status = "skipped" if reason else "patched"
+        self.sites.append(SiteReport(name, stock_class(module).__name__, op, status, reason))
+
+    def change(self, module: nn.Module, **fields: Any) -> None:
+        """Set fields of the patch that ``module`` gets."""
+        self.patches[module] = self.patches.get(module, Patch(stock_class(module)))._replace(**fields)
+
+
+def collect(model: nn.Module, config: MemSaveConfig, prefix: str = "", block: int | None = None) -> Found:
+    """Return every module of ``model`` that ``config`` changes; the model is not touched.
 
     Args:
         model: Stock, or patched before.
         config: What was asked for.
         prefix: The path of ``model`` in the model that it is a part of; then only its ops are collected.
         block: The number of the repeated block that ``model`` is a part of, if it is.
-
-    Returns:
-        A line for each, what each shall become, and the linears that run again as the classes that they are.
-
-    Raises:
-        PatchError: A module has a forward that hides ours, or cannot have what was asked for.
     """
-    sites: list[SiteReport] = []
-    plan: Patches = {}
-    again: set[nn.Module] = set()
+    found = Found(before=patched_models(model))
     numbers = block_numbers(model)
     if not prefix:
-        _collect_taped(model, config, sites, plan, numbers)
+        _collect_taped(model, config, found, numbers)
     if config.backend != "torch" and (reason := why_not(model)):
         if config.backend == "triton":
-            raise PatchError(f"backend='triton' cannot run: {reason}. Use backend='auto' or 'torch'.")
+            found.errors.append(PatchError(f"backend='triton' cannot run: {reason}. Use backend='auto' or 'torch'."))
         config = replace(config, backend="torch")
-        sites.append(_site(prefix, model, "fused", reason))
+        found.add(prefix, model, "fused", reason)
     heads = {head_of(m) for m in model.modules()} if config.loss == "chunked" else set()
     has_norm = config.checkpoint in WHOLE and bool(heads - {None})  # that may be the peak of a step
     root_is_layer = not prefix and not isinstance(model, PreTrainedModel) and not numbers.keys() - {""}
@@ -72,34 +100,30 @@ def collect(
             if op is None:
                 op, value = "run_again", config.checkpoint
             else:
-                sites.append(_site(name, module, "run_again", f"{op} replaces its forward"))
+                found.add(name, module, "run_again", f"{op} replaces its forward")
         # A tape sees ``F.linear`` called with the weight of such a head, so that its class can stay.
         is_known = isinstance(module, nn.Linear) and not type(module).__module__.startswith("bitsandbytes")
         if op in (None, "lora") and module in heads and not is_known:
             op, value = "lazy_head", config.loss
         rows = _rows(module, config, around, len(numbers)) if around is not None or has_norm and op is None else None
         if rows is not None and not hides_forward(module):
-            plan[module] = plan.get(module, Patch(stock_class(module)))._replace(rows=rows)
+            found.change(module, rows=rows)
         if op is None:
             continue
         is_by_weight = op == "run_again" and is_known_by_weight(module)
         if hides_forward(module) and not is_by_weight:
-            reason = refusals.refuse_hidden(name, module, OPS[op].is_implied)  # another tool's forward runs instead
+            reason = _why_hidden(name, module, OPS[op].is_implied, found)  # another tool's forward runs instead
         elif refusal := OPS[op].refuse(module, value):
-            raise PatchError(f"{name or 'the model'} ({stock_class(module).__name__}) {refusal}")
+            found.errors.append(PatchError(f"{name or 'the model'} ({stock_class(module).__name__}) {refusal}"))
+            continue
         else:
             reason = OPS[op].check(module, value)
-        sites.append(_site(name, module, op, reason))
+        found.add(name, module, op, reason)
         if not reason and is_by_weight:
-            again.add(module)
+            found.recomputed.add(module)
         elif not reason:
-            plan[module] = plan.get(module, Patch(stock_class(module)))._replace(op=op, value=value)
-    if config.checkpoint is not None and not prefix:
-        refuse_zero3(model, config.checkpoint)
-        refusals.refuse_no_rung(sites, config, model)
-    if config.linear is not None and not prefix:
-        refusals.refuse_unsampled(sites, config.linear, model)
-    return sites, plan, again
+            found.change(module, op=op, value=value)
+    return found
 
 
 def _rows(module: nn.Module, config: MemSaveConfig, block: int | None, blocks: int) -> int | str | None:
@@ -112,14 +136,8 @@ def _rows(module: nn.Module, config: MemSaveConfig, block: int | None, blocks: i
     return config.tiles if is_one else None
 
 
-def _site(name: str, module: nn.Module, op: str, reason: str = "") -> SiteReport:
-    return SiteReport(name, stock_class(module).__name__, op, "skipped" if reason else "patched", reason)
-
-
-def _collect_taped(
-    model: nn.Module, config: MemSaveConfig, sites: list[SiteReport], plan: Patches, numbers: dict[str, int]
-) -> None:
-    """The outermost models whose own forward runs, and the repeated blocks: what lays a tape."""
+def _collect_taped(model: nn.Module, config: MemSaveConfig, found: Found, numbers: dict[str, int]) -> None:
+    """Collect what lays a tape: the outermost models whose own forward runs, and the repeated blocks."""
     roots: tuple[str, ...] = ()
     outer = model
     while stock_class(outer).__module__.startswith(("torch.nn.parallel", "torch.distributed", "torch._dynamo")):
@@ -134,17 +152,42 @@ def _collect_taped(
         op = "block" if is_block else "model"
         is_hidden = hides_forward(module)
         if is_hidden and (is_block or not is_model):
-            sites.append(_site(name, module, op, refusals.refuse_hidden(name, module, is_implied=is_block)))
+            found.add(name, module, op, _why_hidden(name, module, is_block, found))
             continue
         if not is_block:
             roots += (f"{name}." if name else "",)
         number = number_of(name, numbers)
         rung = config.checkpoint if config.converts("checkpoint", number, len(numbers)) or not is_block else None
         number = number if config.layers and not config.compile else 0  # blocks of one class share a graph
-        plan[module] = Patch(stock_class(module), config, number, is_hidden=is_hidden, rung=rung)
-        sites.append(_site(name, module, op))
+        found.change(module, config=config, block=number, is_hidden=is_hidden, rung=rung)
+        found.add(name, module, op)
         if is_block and rung in WHOLE:
-            sites.append(_site(name, module, "run_again"))
+            found.add(name, module, "run_again")
+
+
+def tool_of(forward: Any) -> str:
+    """Return the name of the Python module whose code a forward is; ``functools.wraps`` cannot hide it."""
+    name: str = getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__", "")
+    return name
+
+
+def hidden(name: str, module: nn.Module) -> PatchError:
+    """Return the error for a module whose own forward, set by another tool, would hide ours."""
+    return PatchError(
+        f"{name or 'the model'} ({type(module).__name__}) has a forward of its own, set on the instance by another "
+        f"tool ({tool_of(module.__dict__['forward']) or 'one written in C'}), which would hide ours. Build the model "
+        "without it (for kernelize: use_kernels=False, for Liger: use_liger_kernel=False), patch before that tool, or "
+        "leave out what was asked for this module."
+    )
+
+
+def _why_hidden(name: str, module: nn.Module, is_implied: bool, found: Found) -> str:
+    """Return why a module whose forward hides ours stays stock; an error in ``found`` unless ours ``is_implied``."""
+    if not is_implied:
+        found.errors.append(hidden(name, module))
+    is_dispatched = "_original_forward" in module.__dict__
+    tool = "accelerate" if is_dispatched else tool_of(module.__dict__["forward"]) or "code in C"
+    return f"its forward was set by {tool}; what lies below is patched"  # which has tapes of its own
 
 
 def _choice(

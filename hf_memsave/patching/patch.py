@@ -16,15 +16,15 @@ from hf_memsave.count.kept import Kept, measure_kept
 from hf_memsave.errors import ConfigError, PatchError, not_a_module
 from hf_memsave.logs import warn_once
 from hf_memsave.ops.sampled.sampler import MOST
-from hf_memsave.patching import refusals
-from hf_memsave.patching.checkpointed import AGAIN, choose_again
-from hf_memsave.patching.collect import Patches, collect
+from hf_memsave.patching.apply import swap
+from hf_memsave.patching.checkpointed import AGAIN
+from hf_memsave.patching.collect import Found, SiteReport, collect
 from hf_memsave.patching.first_step import FIRST, LEDGER, kept, kinds, sentences, trained_in
-from hf_memsave.patching.refusals import SiteReport
-from hf_memsave.patching.rows import forget, reasons
-from hf_memsave.patching.sampled_layers import attach, sampler_of
-from hf_memsave.patching.swap import is_patched, is_wrapped, patched_class, patched_models, set_class, stock_class
-from hf_memsave.patching.taped import BUFFERS, CODED, COMPILED, mark_buffers
+from hf_memsave.patching.refusals import check
+from hf_memsave.patching.rows import reasons
+from hf_memsave.patching.sampled_layers import sampler_of
+from hf_memsave.patching.swap import is_patched, patched_models, stock_class
+from hf_memsave.patching.taped import COMPILED, mark_buffers
 from hf_memsave.tape.codecs import leave_alone
 from hf_memsave.tape.ledger import Ledger
 from hf_memsave.tape.quantize import FORMATS
@@ -83,8 +83,9 @@ class PatchReport:
         if model is None or not any(is_patched(module) for module in model.modules()):
             return ()
         names = {id(module): name for name, module in model.named_modules()}
-        _, plan, again = collect(model, self.config)
-        added = [m for m in plan if not is_patched(m)] + [m for m in again if AGAIN not in m.__dict__]
+        found = collect(model, self.config)
+        added = [m for m in found.patches if not is_patched(m)]
+        added += [m for m in found.recomputed if AGAIN not in m.__dict__]
         return tuple(names[id(module)] for module in added)
 
     def undo(self) -> None:
@@ -222,24 +223,19 @@ def patch(model: nn.Module, config: MemSaveLike = True, *, replace: bool = False
     resolved = MemSaveConfig.resolve(config, fields)
     if resolved is None:
         raise PatchError(f"patch(model, {config!r}) asks for nothing. Use patch(model), or unpatch(model) to undo.")
-    refusals.refuse_foreign_patches(model)
-    sites, plan, again = collect(model, resolved)
-    refusals.refuse_nothing(model)
-    refusals.refuse_unseen_batches(model, resolved)
-    refusals.refuse_uncompilable(model, sites, resolved)
-    if not replace:
-        refusals.refuse_another_config(model, resolved)
-    before = patched_models(model)
+    found = collect(model, resolved)
+    check(model, resolved, found, replace)
+    before = found.before
     is_waiting, step = any(LEDGER in module.__dict__ for module, _ in before), _step_of(before)
     inside = {m for covered, _ in before for m in covered.modules() if m is not covered}
-    if inside & _swap(model, plan, again) or step is None or {config for _, config in before} != {resolved}:
+    if inside & swap(model, found) or step is None or {config for _, config in before} != {resolved}:
         is_waiting, step = not resolved.compile, Ledger()
         step.uncounted = "the repeated blocks are compiled" if resolved.compile else ""
     _wait_with(model, step, is_waiting)
     leave_alone([vars(module) for module in model.modules()])
     if not resolved.is_exact:
         warn_once(f"hf_memsave: gradients are not exact: {', '.join(resolved.inexact)}")
-    return PatchReport(model, resolved, sites, step)
+    return PatchReport(model, resolved, found.sites, step)
 
 
 def unpatch(model: nn.Module) -> None:
@@ -250,7 +246,7 @@ def unpatch(model: nn.Module) -> None:
     """
     if not isinstance(model, nn.Module):
         raise PatchError(not_a_module("unpatch(model)", model))
-    _swap(model, {}, set())
+    swap(model, Found())
 
 
 def _step_of(models: Sequence[tuple[nn.Module, Any]]) -> Ledger | None:
@@ -269,43 +265,6 @@ def _wait_with(model: nn.Module, step: Ledger, is_waiting: bool) -> None:
         module.__dict__.pop(LEDGER, None)
         if is_waiting:
             module.__dict__[LEDGER] = step
-
-
-def _swap(model: nn.Module, plan: Patches, again: set[nn.Module]) -> set[nn.Module]:
-    """Have the modules of ``plan`` patched as it says and ``again`` run again; all others of ``model`` are stock.
-
-    Returns:
-        The modules that this changes.
-
-    Raises:
-        PatchError: Another tool has wrapped one of them since.
-    """
-    classes = {module: patched_class(patch) for module, patch in plan.items()}
-    for name, module in model.named_modules():
-        if is_wrapped(module) and classes.get(module) not in type(module).__mro__:
-            raise PatchError(
-                f"cannot undo {name or 'the model'}: its class is {type(module).__name__} of {type(module).__module__},"
-                " which another tool (such as FSDP2) put over ours since. Undo before you wrap, or build the model "
-                "again."
-            )
-    coded = {module: i for i, (module, patch) in enumerate(plan.items()) if patch.config and patch.config.storage}
-    changed = {module for module in model.modules() if (AGAIN in module.__dict__) != (module in again)}
-    for module in model.modules():
-        cls = classes.get(module, stock_class(module))
-        if (compiled := getattr(cls, COMPILED, None)) is not None:
-            compiled.why_not = ""  # which was of another model
-        if type(module) is not cls and not is_wrapped(module):
-            set_class(module, cls)
-            changed.add(module)
-        forget(module)
-        for name in (BUFFERS, LEDGER, FIRST, CODED):
-            if name != CODED or module not in coded:
-                module.__dict__.pop(name, None)
-    for module, index in coded.items():
-        module.__dict__.setdefault(CODED, (index, 0))
-    choose_again(model, again)
-    attach(model)
-    return changed
 
 
 def _has_gradients(model: nn.Module) -> bool:

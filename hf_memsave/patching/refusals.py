@@ -1,9 +1,6 @@
-"""What a patch refuses, with an error that names the module and the remedy, and what it skips."""
+"""Checking, before anything is changed, that a model can be patched: an error names the module and the remedy."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,21 +11,34 @@ from hf_memsave.config.config import WHOLE, MemSaveConfig
 from hf_memsave.config.wtacrs import WTACRS
 from hf_memsave.errors import PatchError
 from hf_memsave.ops.sampled.eager_attention import NAME, implementation, is_attention
-from hf_memsave.patching.swap import patched_models, stock_class
+from hf_memsave.patching.collect import Found, SiteReport, hidden, tool_of
+from hf_memsave.patching.sharded import refuse_zero3
+from hf_memsave.patching.swap import stock_class
 
 
-@dataclass(frozen=True)
-class SiteReport:
-    """One module: its path, its stock class, what is done there, and "patched" or "skipped", and why that.
+def check(model: nn.Module, config: MemSaveConfig, found: Found, replace: bool = False) -> None:
+    """Raise the first reason why ``model`` cannot be patched with ``config``, of which collecting gave ``found``.
 
-    ``op`` is "model" or "block" for what lays a tape or ends a block of one, else what replaces the forward.
+    Raises:
+        PatchError: See :func:`~hf_memsave.patch`; ``replace`` allows another config than the one there.
     """
-
-    name: str
-    cls: str
-    op: str
-    status: str
-    reason: str = ""
+    _refuse_foreign_patches(model)
+    for error in found.errors:
+        raise error
+    if config.checkpoint is not None:
+        refuse_zero3(model, config.checkpoint)
+        _refuse_no_rung(found.sites, config, model)
+    if config.linear is not None:
+        _refuse_unsampled(found.sites, config.linear, model)
+    _refuse_nothing(model)
+    _refuse_unseen_batches(model, config)
+    _refuse_uncompilable(model, found.sites, config)
+    for module, other in [] if replace else found.before:
+        if other != config:
+            raise PatchError(
+                f"this {type(module).__name__} is patched with {_short(other)}, got {_short(config)}: expected the "
+                "same again. Call hf_memsave.unpatch(model) first, or hf_memsave.patch(model, ..., replace=True)."
+            )
 
 
 def _names_in(model: nn.Module, paths: tuple[str, ...]) -> list[str]:
@@ -36,7 +46,7 @@ def _names_in(model: nn.Module, paths: tuple[str, ...]) -> list[str]:
     return sorted({name.rpartition(".")[2] for name, m in model.named_modules() if path_of(stock_class(m)) in paths})
 
 
-def refuse_no_rung(sites: list[SiteReport], config: MemSaveConfig, model: nn.Module) -> None:
+def _refuse_no_rung(sites: list[SiteReport], config: MemSaveConfig, model: nn.Module) -> None:
     """Raise where nothing runs again, though that was asked for."""
     asked, blocks = ([site for site in sites if site.op == op] for op in ("run_again", "block"))
     if config.first_blocks("checkpoint") == 0 or any(site.status == "patched" for site in asked):
@@ -58,7 +68,7 @@ def refuse_no_rung(sites: list[SiteReport], config: MemSaveConfig, model: nn.Mod
     raise PatchError(f"checkpoint={config.checkpoint!r}: expected {expected}, got {got}.", remedy, option)
 
 
-def refuse_unsampled(sites: list[SiteReport], config: WTACRS, model: nn.Module) -> None:
+def _refuse_unsampled(sites: list[SiteReport], config: WTACRS, model: nn.Module) -> None:
     """Raise where a target of sampling is no linear (adapters may be added later), or attention not the eager one."""
     sampled = [f".{site.name}." for site in sites if site.op == "wta_crs"]
     for target in config.targets or ():
@@ -90,7 +100,7 @@ def refuse_unsampled(sites: list[SiteReport], config: WTACRS, model: nn.Module) 
             )
 
 
-def refuse_nothing(model: nn.Module) -> None:
+def _refuse_nothing(model: nn.Module) -> None:
     """Raise for a module that autograd keeps no tensor for: without parameters or parts, and no known activation."""
     is_known = type(model).__module__.startswith("torch.nn.modules") or kind_of(type(model)) is not None
     if not is_known and next(model.parameters(), None) is None and next(model.children(), None) is None:
@@ -100,7 +110,7 @@ def refuse_nothing(model: nn.Module) -> None:
         )
 
 
-def refuse_unseen_batches(model: nn.Module, config: MemSaveConfig) -> None:
+def _refuse_unseen_batches(model: nn.Module, config: MemSaveConfig) -> None:
     """Raise where norms are to be cached by sample, and no model in ``model`` sees the batch."""
     if config.linear is None or config.linear.cache not in ("sample_idx", "content"):
         return
@@ -112,7 +122,7 @@ def refuse_unseen_batches(model: nn.Module, config: MemSaveConfig) -> None:
         )
 
 
-def refuse_uncompilable(model: nn.Module, sites: list[SiteReport], config: MemSaveConfig) -> None:
+def _refuse_uncompilable(model: nn.Module, sites: list[SiteReport], config: MemSaveConfig) -> None:
     """Raise where no block is to be compiled, or the compiler is set to keep or to draw otherwise."""
     if not config.compile:
         return
@@ -126,27 +136,7 @@ def refuse_uncompilable(model: nn.Module, sites: list[SiteReport], config: MemSa
     refuse_other_settings()
 
 
-def _tool(forward: Any) -> str:
-    """The module whose code a forward is; ``functools.wraps`` cannot hide it."""
-    name: str = getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__", "")
-    return name
-
-
-def refuse_hidden(name: str, module: nn.Module, is_implied: bool = False) -> str:
-    """Raise for a module whose own forward would hide ours; return why it stays stock where ours ``is_implied``."""
-    tool = _tool(module.__dict__["forward"])
-    if not is_implied:
-        raise PatchError(
-            f"{name or 'the model'} ({type(module).__name__}) has a forward of its own, set on the instance by another "
-            f"tool ({tool or 'one written in C'}), which would hide ours. Build the model without it (for kernelize: "
-            "use_kernels=False, for Liger: use_liger_kernel=False), patch before that tool, or leave out what was "
-            "asked for this module."
-        )
-    tool = "accelerate" if "_original_forward" in module.__dict__ else tool or "code in C"
-    return f"its forward was set by {tool}; what lies below is patched"  # which has tapes of its own
-
-
-def refuse_foreign_patches(model: nn.Module) -> None:
+def _refuse_foreign_patches(model: nn.Module) -> None:
     """Raise where another tool has replaced a forward already."""
     for name, module in model.named_modules():
         if isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)):
@@ -160,18 +150,8 @@ def refuse_foreign_patches(model: nn.Module) -> None:
                 f"{name or 'the model'} is patched by Liger-Kernel, process-wide, and the two cannot be combined. Load "
                 "the model in a process that has not applied Liger (for Trainer: use_liger_kernel=False)."
             )
-        if _tool(module.__dict__.get("forward")).startswith("liger_kernel"):
-            refuse_hidden(name, module)
-
-
-def refuse_another_config(model: nn.Module, config: MemSaveConfig) -> None:
-    """Raise where ``model``, or a model in it, is patched with another config."""
-    for module, found in patched_models(model):
-        if found != config:
-            raise PatchError(
-                f"this {type(module).__name__} is patched with {_short(found)}, got {_short(config)}: expected the "
-                "same again. Call hf_memsave.unpatch(model) first, or hf_memsave.patch(model, ..., replace=True)."
-            )
+        if tool_of(module.__dict__.get("forward")).startswith("liger_kernel"):
+            raise hidden(name, module)
 
 
 def _short(config: MemSaveConfig) -> str:

@@ -139,11 +139,6 @@ def test_a_model_of_model_init_is_patched_once(arguments):
     assert patch_of(trainer.model).config == MemSaveConfig.preset("wta-crs") and len(callbacks(trainer)) == 1
 
 
-def test_a_config_gives_its_callback():
-    callback = MemSaveConfig(norm="stock").callback(undo=True)
-    assert type(callback) is MemSaveCallback and (callback.config, callback.undo) == (MemSaveConfig(norm="stock"), True)
-
-
 # What import changes, and the way back.
 
 #: Nothing of Transformers is imported yet: hooks wait for it, and no longer once taken back.
