@@ -1,4 +1,4 @@
-"""Full name of a stock class -> the op that fuses it, where Triton runs; or the code of its forward -> that op."""
+"""Tables of the ops that fuse stock classes where Triton runs, by full class name or by the code of the forward."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from hf_memsave.arch.sites import ACTIVATIONS, LIKE_LLAMA, in_models, path_of
 
 
 class Fused(NamedTuple):
-    """How a class is fused."""
+    """The op that fuses a stock class, and what the op needs to know of it."""
 
-    kind: str  # by which a configuration leaves it to stock
+    kind: str  # by which a configuration leaves the class to stock
     op: str
-    value: Any = None  # what the op needs to know: of a norm its style, and the attribute that holds its epsilon
-    draws: bool = False  # dropout masks; then the op's value is whether they may differ from stock's
+    value: Any = None  # of a norm: its style, and the name of the attribute that holds its epsilon
+    draws: bool = False  # it draws dropout masks; the op's value says whether they may differ from stock's
 
 
-#: MLPs that say ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``.
+#: MLPs whose forward computes ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``.
 _GATED = in_models(
     "Llama+MLP Mistral+MLP Qwen2+MLP Qwen3+MLP Gemma+MLP Gemma2+MLP Gemma3+MLP Granite+MLP Olmo2+MLP SmolLM3+MLP"
 )
@@ -39,7 +39,7 @@ FUSED = {
     **dict.fromkeys(ACTIVATIONS, Fused("activation", "fused_activation")),
 }
 
-#: The rotary embedding's name in Transformers' files, and those that have the kernel's: of whole heads; of a part.
+#: The rotary function's name in Transformers' files; the models whose version the kernel has: of whole heads, a part.
 ROTARY_NAME = "apply_rotary_pos_emb"
 ROTARY = ("llama", "phi3")
 #: Modules known by the code of their forward, which the files of many models repeat.
@@ -47,7 +47,7 @@ ALIKE = {"transformers.models.bert.modeling_bert.BertSelfOutput": Fused("norm", 
 
 
 def fused_of(cls: type[nn.Module]) -> Fused | None:
-    """How a stock class is fused, by its name or its code; None if it is not, or its forward was set from elsewhere."""
+    """Return how a stock class is fused, by its name or its code; None if it is not, or its forward was replaced."""
     known: Any = cls
     return _fused_of(known, known.forward)
 
@@ -67,17 +67,17 @@ def _fused_of(cls: Any, forward: Any) -> Fused | None:
 
 
 def _turns(names: dict[str, Any]) -> bool:
-    """Whether what a file calls a rotary embedding is one that the kernel computes."""
+    """Return whether the rotary embedding among a file's global ``names`` is one that the kernel computes."""
     files = (importlib.import_module(f"transformers.models.{model}.modeling_{model}") for model in ROTARY)
     return any(all(_is_same(names.get(p), getattr(file, p)) for p in (ROTARY_NAME, "rotate_half")) for file in files)
 
 
 def _is_same(found: Any, known: Callable[..., Any]) -> bool:
-    """Whether a function is written as a known one is."""
+    """Return whether a function has the code of a known one."""
     return isinstance(found, FunctionType) and _text(found.__code__) == _text(known.__code__)
 
 
 def _text(code: CodeType) -> Any:
-    """What tells how a function is written, but for its docstring and annotations."""
+    """Return the parts of a code object to compare functions by: all but docstring and annotations."""
     constants = code.co_consts[1:] if code.co_consts and isinstance(code.co_consts[0], str) else code.co_consts
     return code.co_code, code.co_names, code.co_varnames, code.co_argcount, constants

@@ -11,12 +11,12 @@ from torch import nn
 
 
 def path_of(cls: type[nn.Module]) -> str:
-    """The full name of a class; a patched one has that of its stock class."""
+    """Return the full name of a class; a patched class has its stock class's."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def in_models(classes: str) -> list[str]:
-    """The full names of classes of Transformers, each ``Prefix+Suffix``; ``Qwen2Moe`` is defined in ``qwen2_moe``."""
+    """Return full names of Transformers' classes, from ``Prefix+Suffix``; ``Qwen2Moe`` is defined in ``qwen2_moe``."""
     found = []
     for prefix, suffix in (cls.split("+") for cls in classes.split()):
         file = re.sub(r"(?<=\d)(?=[A-Z])", "_", prefix).lower()
@@ -24,7 +24,7 @@ def in_models(classes: str) -> list[str]:
     return found
 
 
-#: Norms that say ``weight * (x * rsqrt(mean(x²) + eps)).to(x.dtype)``, as LLaMA's does.
+#: Norms that compute ``weight * (x * rsqrt(mean(x²) + eps)).to(x.dtype)``, as LLaMA's does.
 LIKE_LLAMA = in_models(
     "Llama+RMSNorm Mistral+RMSNorm Mixtral+RMSNorm Phi3+RMSNorm Qwen2+RMSNorm Qwen2Moe+RMSNorm Qwen3+RMSNorm "
     "Qwen3Moe+RMSNorm Granite+RMSNorm SmolLM3+RMSNorm"
@@ -47,21 +47,21 @@ KIND_OF_CLASS = {
 }
 #: Linears, whose weight gradients can be sampled.
 LINEARS = ("torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D")
-#: Linears whose own forward runs again; of bitsandbytes' in 8 bits, what they keep cannot be seen.
+#: Linears whose own forward runs again; not bitsandbytes' 8-bit one, whose autograd node hides what it keeps.
 OWN_FORWARD = (
     "bitsandbytes.nn.modules.Linear4bit", "hqq.core.quantize.HQQLinear", "optimum.quanto.nn.qlinear.QLinear",
 )  # fmt: skip
 #: Linears that can run again.
 RUN_AGAIN = (*LINEARS, *OWN_FORWARD)
-#: What keeps tensors where no tape can see them, and the op that helps.
+#: Modules whose autograd nodes keep tensors where no tape sees them -> the op that helps.
 HIDDEN = {"bitsandbytes.nn.modules.Linear8bitLt": "linear_8bit"}
-#: PEFT's layers of plain LoRA -> what of a sum is converted to the base layer's dtype: all of it, or what is added.
+#: PEFT's plain LoRA layers -> what is converted to the base layer's dtype: the sum, or the adapter's summand.
 LORA = {
     "peft.tuners.lora.layer.Linear": "sum",
     **dict.fromkeys((f"peft.tuners.lora.bnb.{name}" for name in ("Linear4bit", "Linear8bitLt")), "summand"),
 }
 
-#: Rung below the floor -> the linears that run again there beside those of the rungs before, by their paths in a block.
+#: Rung below the floor -> the linears that it adds to the ones that run again, by their paths in a block.
 _RUNGS = {
     "o_proj": r"(o|o_[ab]|out|output)_proj|out_lin|linear_out|"
     r"\w*[Aa]tt(n|ention)\.(o|Wo|output|final|dense|c_proj|proj\w*|\w*out(put)?[._](dense|proj))",
@@ -74,19 +74,19 @@ _RUNGS = {
 
 
 def is_run_again(path: str, last: str) -> bool:
-    """Whether the linear at ``path``, which adapters may wrap, runs again where ``last`` is the last rung taken."""
+    """Return whether the linear at ``path``, maybe wrapped by adapters, runs again where ``last`` is the last rung."""
     taken = "|".join(list(_RUNGS.values())[: list(_RUNGS).index(last) + 1])
     return re.fullmatch(rf"(.*\.)?({taken})(\.linear)?(\.base_layer)?", path) is not None
 
 
 def first_of_experts(module: nn.Module) -> list[str]:
-    """The names of parameters of three dimensions, a matrix an expert, that are not those of a down projection."""
+    """Return the names of expert weights: 3-D parameters, a matrix an expert, except a down projection's."""
     named = module._parameters.items() if not type(module).__module__.startswith("torch.nn.") else ()  # convolutions
     return [name for name, p in named if p is not None and p.dim() == 3 and "down" not in name]
 
 
 def kind_of(cls: type[nn.Module]) -> str | None:
-    """What a configuration that leaves a kind to stock means by it: modules whose class name says so."""
+    """Return the kind by which configurations leave a class to stock: by table, base class or name; None if none."""
     if (known := KIND_OF_CLASS.get(path_of(cls))) is not None:
         return known
     if any(base.__module__ == "peft.tuners.tuners_utils" for base in cls.__mro__) and hasattr(cls, "_cast_input_dtype"):

@@ -1,4 +1,4 @@
-"""One op per file; the table of those that replace a module's forward. All else is functions: see ``tape``."""
+"""Table of the ops that replace a module's forward, one a file; handlers of functions are in ``tape``."""
 
 from hf_memsave.ops.approximate.activation import ACTIVATION
 from hf_memsave.ops.approximate.output_norm import OUTPUT_NORM

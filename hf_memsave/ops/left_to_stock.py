@@ -1,4 +1,4 @@
-"""``quiet``: a module whose kind a configuration leaves to stock. Of what runs inside, dropouts alone are recorded."""
+"""``quiet``: a module of a kind that a configuration leaves to stock; only dropouts inside are recorded on the tape."""
 
 from typing import Any
 

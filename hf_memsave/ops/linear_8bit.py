@@ -1,7 +1,7 @@
 r"""``linear_8bit``: bitsandbytes' ``Linear8bitLt``, whose autograd node hides its input where no hook sees it.
 
-Of a frozen int8 weight, only whose gradient needs x ``[*, in]``, nothing is kept where eager keeps x. Exact: the
-module's own forward runs; what its node will not read is taken off it afterwards.
+Eager keeps x ``[*, in]``, which only the weight's gradient needs; for a frozen int8 weight nothing is kept here. Exact:
+the module's own forward runs; what its node will not read is removed from the node afterwards.
 Source: Dettmers et al. (2022), arXiv:2208.07339; ``MatMul8bitLt`` and ``MatMul8bitFp`` of bitsandbytes.
 """
 

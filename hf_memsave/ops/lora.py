@@ -8,12 +8,12 @@ Forward, with x ``[*, in]``, m the dropout's mask over 1 - p, and for an incomin
 Kept for backward::
 
     stock    x in A's dtype, m, y and h; under autocast A, B and W in its dtype
-    here     x as it came, which is mostly kept or remade anyway; m's seed, or what is cheaper; h
+    here     x as it came, which is mostly kept or recomputed anyway; m's seed, or what is cheaper; h
 
 Exact: forward calls the functions that PEFT's layer calls, backward those that autograd would call for them, and x is
 given twice, first to the adapter, so that autograd adds up its gradients in stock's order. A base layer that is no
-frozen ``nn.Linear``, or runs again, stays a node of its own, and its output is given. Where gradients are
-differentiated in turn, backward makes h again from what it depends on.
+frozen ``nn.Linear``, or runs again, stays a node of its own, whose output is given. Where gradients are
+differentiated again, backward recomputes h from what it depends on.
 Source: Hu et al. (2022), arXiv:2106.09685; ``Linear``, ``Linear4bit`` and ``Linear8bitLt`` of ``peft.tuners.lora``.
 """
 
@@ -42,7 +42,7 @@ from hf_memsave.tape.products import is_thin
 from hf_memsave.tape.recomputed import RecomputedProduct
 from hf_memsave.tape.storage import Apart
 
-#: All that the forwards of PEFT's layers name, where they compute what is written above.
+#: All names in the forwards of PEFT's layers that compute what is written above.
 _NAMES = frozenset(
     """_check_forward_args pop VARIANT_KWARG_KEYS disable_adapters merged unmerge base_layer _mixed_batch_forward dtype
     lora_A keys active_adapters lora_B lora_dropout scaling _cast_input_dtype weight lora_variant forward to clone torch
@@ -51,16 +51,16 @@ _NAMES = frozenset(
 
 
 class _Call(NamedTuple):
-    """How one forward is computed."""
+    """The parameters and settings of one forward."""
 
-    into: torch.dtype  # that x is converted to before it is dropped out
-    low: torch.dtype | None  # autocast's
+    into: torch.dtype  # x is converted to it before dropout
+    low: torch.dtype | None  # autocast's; None where it is off
     scale: float
     p: float
-    rounds: str  # to the base layer's dtype: the "sum", the "summand" or neither
+    rounds: str  # what is rounded to the base layer's dtype: the "sum", the "summand" or ""
     a: Tensor
     b: Tensor
-    weight: Tensor | None = None  # of the base layer, where that is computed here
+    weight: Tensor | None = None  # of the base layer, where its product is computed here
     bias: Tensor | None = None
 
 
@@ -92,13 +92,13 @@ def _run(tape: Tape, call: _Call, x: Tensor, base: Tensor) -> Tensor:
 
 
 def _as_stock(call: _Call, x: Tensor, base: Tensor, a: Tensor, b: Tensor, weight: Any, bias: Any) -> Tensor:
-    """In the functions that PEFT's layer calls, but for a base layer that has run."""
+    """Run the functions that PEFT's layer calls, except a base layer that has run, to count what they keep."""
     out = base if weight is None else F.linear(x, weight, bias)
     return _added(call.rounds, call.scale, out, F.linear(F.dropout(x.to(call.into), call.p), a), b)
 
 
 def _call_of(layer: Any, rounds: str, tape: Tape, x: Any) -> _Call | None:
-    """None where PEFT's layer computes more than one plain adapter, or a hook or a mode watches how."""
+    """Return the call to run; None where PEFT's layer computes more than a plain adapter, or a hook or mode watches."""
     if (parts := plain_adapter(layer)) is None or not private.is_only_mode(tape) or tape.codec is not None:
         return None
     if type(x) not in MADE or x.dim() < 2 or not x.numel() or not _is_in_rows(x) or x.is_inference():
@@ -127,7 +127,7 @@ def _call_of(layer: Any, rounds: str, tape: Tape, x: Any) -> _Call | None:
 
 
 def plain_adapter(layer: Any) -> tuple[Any, Any, Any, float] | None:
-    """Dropout, A, B and scale of the only adapter that is active, if that is plain LoRA and not merged."""
+    """Return dropout, A, B and scale of the only active adapter; None unless it is plain LoRA, and not merged."""
     own = layer.__dict__
     if own["_disable_adapters"] or own["merged_adapters"] or private.are_all_watched():
         return None
@@ -146,13 +146,13 @@ def plain_adapter(layer: Any) -> tuple[Any, Any, Any, float] | None:
 
 
 def _is_in_rows(x: Tensor) -> bool:
-    """Whether it lies as a matrix does, with no odd stride where its size is 1: else products may be batched ones."""
+    """Return whether x is laid out as a matrix, with no odd stride where a size is 1: else products may run batched."""
     size, stride = x.shape, x.stride()
     return x.is_contiguous() and all([stride[i] == stride[i + 1] * size[i + 1] for i in range(len(size) - 1)])
 
 
 def _only_weight(linear: Any) -> Any:
-    """The weight of a plain linear without a bias; None of any other."""
+    """Return the weight of a plain linear without bias or hooks; None of any other."""
     if type(linear) is not nn.Linear or linear._parameters.get("bias") is not None or is_watched(linear):
         return None
     weight = linear._parameters.get("weight")
@@ -160,7 +160,7 @@ def _only_weight(linear: Any) -> Any:
 
 
 def _frozen(base: Any) -> tuple[Tensor | None, Tensor | None]:
-    """The weight and bias of a frozen linear, if its product is not one that the tape may run again."""
+    """Return a frozen linear's weight and bias; two Nones for any other, or if the tape may run its product again."""
     weight, bias = base._parameters.get("weight"), base._parameters.get("bias")
     is_plain = type(weight) is nn.Parameter and weight.is_contiguous() and not is_thin(weight)
     is_frozen = is_plain and not weight.requires_grad and (bias is None or not bias.requires_grad)
@@ -201,7 +201,7 @@ _apply = super(torch.autograd.Function, _Layer).apply  # without what torch.func
 
 
 def _gradients(ctx: Any, dz: Tensor, x: Tensor, h: Any, *kept: Tensor) -> tuple[Tensor | None, ...]:
-    """Of x, of x or the base layer's output, of B and of A; autograd converts each to the dtype of its tensor."""
+    """Compute the gradients of x, ``base``, B and A; autograd converts each to the dtype of its tensor."""
     call, (_, _, wants_x, wants_base, wants_b, wants_a) = ctx.call, ctx.needs_input_grad
     of_a, of_b, *of_base = ctx.weights
     dx = dbase = da = db = back = None
@@ -237,12 +237,12 @@ def _weight(low: torch.dtype | None, parameter: Tensor, kept: KeptTensor) -> Ten
 
 
 def _as(x: Any, dtype: torch.dtype | None) -> Any:
-    """As autocast would hand it to a product."""
+    """Convert a tensor as autocast would for a product; ``dtype`` is None where it is off."""
     return x if dtype is None or x is None or x.dtype in (dtype, torch.float64) else x.to(dtype)
 
 
 def _added(rounds: str, scale: float, base: Tensor, h: Tensor, b: Tensor) -> Tensor:
-    """The output, z."""
+    """Add the scaled adapter's output to the base layer's, rounded as in PEFT: z."""
     delta = F.linear(h, b if b.dtype == h.dtype else b.to(h.dtype)) * scale
     if rounds == "summand":
         return base + delta.to(base.dtype)
@@ -250,7 +250,7 @@ def _added(rounds: str, scale: float, base: Tensor, h: Tensor, b: Tensor) -> Ten
 
 
 def _record(tape: Tape, call: _Call, z: Tensor, base: Tensor, h: Tensor) -> None:
-    """Where the base layer's output can be had again, as below the floor, z can."""
+    """Record how z is recomputed, if the base layer's output can be, as below the floor."""
     content = tape.content_of(base)
     if content is not None and (tape.call_that_made(base) is not None or content.make is not None):
         if (gathers := gathers_of(tape, (call.b,))) is not None:
@@ -259,7 +259,7 @@ def _record(tape: Tape, call: _Call, z: Tensor, base: Tensor, h: Tensor) -> None
 
 
 def _dropped(tape: Tape, x: Tensor, p: float, itemsize: int) -> tuple[Tensor, Callable[..., Any], tuple[Tensor, ...]]:
-    """The dropout of x; what is kept; and what gives, of x and of that, the dropout again and a function of its dy."""
+    """Return dropout(x), a function of x and the kept tensors that gives it again with its backward, and these."""
     if fuses_dropout(x):
         with TURN:
             state = default_generator(x.device).get_state()
@@ -281,7 +281,7 @@ def _drawn(p: float, x: Tensor, state: Tensor) -> tuple[Tensor, Callable[[Tensor
 
 
 def check(module: nn.Module, value: Any) -> str:
-    """The ``check`` of an op that stands for the forward of one of PEFT's layers."""
+    """Return why an op cannot stand for the forward of this PEFT layer, or "": the ``check`` of such ops."""
     forwards = (vars(cls).get("forward") for cls in type(module).__mro__ if "_memsave_patch" not in vars(cls))
     code = getattr(next(found for found in forwards if found is not None), "__code__", None)
     unknown = {"no code"} if code is None else set(code.co_names) - _NAMES

@@ -1,4 +1,4 @@
-"""What ops share: their description for the patching layer, and the backward of those that differentiate once."""
+"""Common parts of ops: their description for patching, and a decorator for backwards that differentiate once."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Op:
     """One replacement of a module's forward.
 
     Attributes:
-        name: What reports call it.
+        name: Its name in reports.
         forward: Called as ``forward(module, patch, *args, **kwargs)``, where ``patch.stock`` is the module's stock
-            class and ``patch.value`` what was chosen. It must draw random numbers as stock does.
+            class and ``patch.value`` the chosen value. It must draw random numbers as stock does.
         check: Returns why this module cannot take the op, or "". Must neither change the module nor run it.
-        refuse: Likewise of the value that was asked for, with the remedy; it always ends in an error.
-        is_implied: It is not asked for by name: where another tool's forward runs instead, it is skipped, and no error.
-        replaces_stock: Autograd is asked to keep other tensors than stock asks for, which a first step counts instead.
+        refuse: Returns why the value asked for is refused, with the remedy, or ""; a reason always ends in an error.
+        is_implied: It is not asked for by name: where another tool's forward runs instead, it is skipped, not an error.
+        replaces_stock: Its autograd nodes keep other tensors than stock's, which a first step counts instead.
     """
 
     name: str
@@ -37,17 +37,17 @@ class Op:
 
 
 def is_parametrized(module: nn.Module) -> bool:
-    """Whether reading a parameter of ``module`` computes it, each time: spectral_norm counts its reads."""
+    """Return whether each read of a parameter of ``module`` computes it: spectral_norm counts its reads."""
     return "parametrizations" in module._modules
 
 
 def not_parametrized(module: nn.Module, value: Any) -> str:
-    """The ``check`` of an op that reads parameters."""
+    """Return why an op that reads parameters cannot take ``module``, or "": the ``check`` of such ops."""
     return "it is parametrized: reading its weight computes it" if is_parametrized(module) else ""
 
 
 def autocast_low(x: Tensor) -> Tensor:
-    """``x`` as autocast would hand it to a product; converted before the product, it has a record on the tape."""
+    """Convert ``x`` as autocast would for a product; done before the product, it is recorded on the tape."""
     if not is_autocast(x) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
@@ -57,7 +57,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a backward to raise where its result is differentiated, also with a constant incoming gradient.
 
     PyTorch's own decorator raises only where the incoming gradient requires one. An undefined gradient is passed on as
-    such, so forward calls ``ctx.set_materialize_grads(False)``: of zeros, AdamW would decay a parameter.
+    such, so forward calls ``ctx.set_materialize_grads(False)``: with zeros, AdamW would decay a parameter.
 
     Returns:
         The decorated function.

@@ -1,8 +1,8 @@
 r"""``run_again``: a linear of a rung below the floor, run again in backward: its output is not kept.
 
-Exact: the module's own forward, on an input that is kept or remade. At LLaMA-3-8B's widths that costs 1/13 of a block's
-products for o_proj, 3/4 for all up to the gate. A linear whose forward is ``nn.Linear``'s or ``Conv1D``'s is known by
-its weight, as the product is called, and its class stays; the op is for bitsandbytes in 4 bits, HQQ and optimum-quanto.
+Exact: the module's own forward, on an input that is kept or recomputed. At LLaMA-3-8B's widths that costs 1/13 of a
+block's products for o_proj, 3/4 for all up to the gate. A linear with the forward of ``nn.Linear`` or ``Conv1D`` is
+known by its weight when called, and its class stays; the op is for 4-bit bitsandbytes, HQQ and optimum-quanto.
 Source: Chen et al. (2016), arXiv:1604.06174; Korthikanti et al. (2022), arXiv:2205.05198.
 """
 
@@ -31,7 +31,7 @@ def _linear(module: nn.Module, patch: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def is_known_by_weight(module: nn.Module) -> bool:
-    """Whether a tape sees a product called with the module's own weight, so that its class can stay."""
+    """Return whether a tape knows the module's product by its weight, so that its class need not change."""
     return type(module).forward in (nn.Linear.forward, Conv1D.forward) or bool(first_of_experts(module))
 
 

@@ -1,4 +1,4 @@
-"""``activation``: one whose gradient is not exact: ``inverted``, ``precision_bit`` or ``few_bit``, by value."""
+"""``activation``: an activation with an inexact gradient: ``inverted``, ``precision_bit`` or ``few_bit``, by value."""
 
 from __future__ import annotations
 

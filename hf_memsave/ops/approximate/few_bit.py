@@ -12,17 +12,17 @@ Kept for backward::
 
     eager                            x, and y where it is wanted (a linear whose weight is trained, an adapter,
                                      the product of a gated MLP)
-    here     x is kept already       nothing more (or it is promised from what is), and dx is stock's
+    here     x is kept already       nothing more (or x is recomputed from what is), and dx is stock's
              y is not wanted         c in b bits an element (b/16 of x's bytes in bf16), and a byte for 1024
-             y is wanted             x, as the exact op: y is promised from it, and dx is stock's
+             y is wanted             x, as the exact op: y is recomputed from it, and dx is stock's
 
-What comes later is not known when the activation runs: it keeps c, which gives way when x is kept. Without a tape, or
-with a foreign hook between the two, c stays.
+When the activation runs, it is not known whether a later op keeps x: it keeps c, which is dropped once x is kept.
+Without a tape, or with a foreign saved-tensor hook between the two, c stays.
 
 Forward is exact. The largest error of the slope falls from .5 (1 bit) to .004 (8 bits) on [-10, 10]; beyond, the
 outermost levels hold. Where x is NaN or infinite, dx is NaN, as stock's: a byte says which groups of 1024 have such an
 x, and in these the last two pieces share the mean of their levels (so of 1 bit the slope is 1/2). Once differentiable.
-Source: Novikov et al. (2023), FewBit, arXiv:2202.00441; of the levels, Section 3.
+Source: Novikov et al. (2023), FewBit, arXiv:2202.00441; levels: Section 3.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from hf_memsave.tape.decide import cost
 from hf_memsave.tape.handles import Handle
 from hf_memsave.tape.recomputed import AutocastState
 
-#: Elements that share the byte that says whether one of them is not finite.
+#: Elements of a group; a byte a group says whether one of them is not finite.
 _GROUP = 1024
 #: Levels are fitted on [-RANGE, RANGE].
 RANGE = 10.0
@@ -57,13 +57,13 @@ _CELLS, _SAMPLES = 1024, 100_000
 
 
 class FewBit(NamedTuple):
-    """What an op is given where ``activation="few_bit"`` was chosen."""
+    """The value of the activation op for ``activation="few_bit"``."""
 
     bits: int = 4
 
 
 def few_bit(x: Tensor, name: str, forward: Callable[[Tensor], Tensor], bits: int = 4) -> Tensor:
-    """``forward(x)``, the activation ``name``, which backward may call again; keeps ``bits`` bits an element, or x."""
+    """Run ``forward(x)``, the activation ``name``, which backward may rerun; keep ``bits`` bits an element, or x."""
     tape, is_fused = current(), are_wanted(x)
     if tape is None or not (x.requires_grad and torch.is_grad_enabled()):
         return _FewBit.apply(x, forward, name, bits, False, is_fused)
@@ -80,7 +80,7 @@ def few_bit(x: Tensor, name: str, forward: Callable[[Tensor], Tensor], bits: int
 
 
 def _sizes(n: int, bits: int) -> list[int]:
-    """Bytes of the codes of n elements, and of what tells groups that are not finite."""
+    """Return the bytes of n elements' codes, and of the flags of groups that are not finite."""
     return [bits * -(-n // 8), -(-n // _GROUP)]
 
 
@@ -97,7 +97,7 @@ def _codes(x: Tensor, name: str, bits: int, is_fused: bool) -> Tensor:
 
 
 def _of_each(has_odd: Tensor, n: int) -> Tensor:
-    """For each of n elements, what there is for each group."""
+    """Return for each of n elements the flag of its group."""
     return has_odd[:, None].expand(-1, _GROUP).reshape(-1)[:n]
 
 
@@ -132,7 +132,7 @@ class _FewBit(torch.autograd.Function):
 
 
 def on_device(name: str, bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Boundaries ``[2^b - 1]``, and levels ``[2^(b + 1)]`` of finite groups and of others, float32."""
+    """Return boundaries ``[2^b - 1]``, and levels ``[2^(b + 1)]`` of finite groups and then of others, float32."""
     # On CUDA they are copied there once, as a copy makes the host wait.
     return (_copied if has_streams(device) else _copied.__wrapped__)(name, bits, device)
 
@@ -146,7 +146,7 @@ def _copied(name: str, bits: int, device: torch.device) -> tuple[Tensor, Tensor]
 
 
 class Levels(NamedTuple):
-    """A step function, float32: where it steps ``[2^b - 1]``, rising, and what it is between ``[2^b]``."""
+    """A step function in float32: its rising boundaries ``[2^b - 1]``, and its levels between them ``[2^b]``."""
 
     boundaries: np.ndarray  # no tensors: cached ones would be on no device of use, and count as kept
     levels: np.ndarray
@@ -154,7 +154,7 @@ class Levels(NamedTuple):
 
 @functools.cache
 def levels(name: str, bits: int) -> Levels:
-    """The step function nearest to the derivative of an activation; 8 bits take about a second, once per process."""
+    """Fit the step function nearest to an activation's derivative; 8 bits take about a second, once per process."""
     edges = np.linspace(-RANGE, RANGE, _SAMPLES + 1)
     with _disable_current_modes():  # under a mode of fake tensors there would be no numbers
         slopes = np.diff(ACTIVATIONS[name](torch.from_numpy(edges)).numpy()) / np.diff(edges)
@@ -169,7 +169,7 @@ def levels(name: str, bits: int) -> Levels:
 
 
 def _best_cuts(cells: np.ndarray, slopes: np.ndarray, pieces: int) -> list[int]:
-    """Where the best ``pieces`` pieces meet, as indices of samples: the best up to cell j ends with one from some i."""
+    """Return the samples where the best ``pieces`` pieces meet, by dynamic programming over cells."""
     first = np.concatenate([[0], np.cumsum(slopes)])[cells]
     second = np.concatenate([[0], np.cumsum(slopes**2)])[cells]
     i, j = np.triu_indices(len(cells), 1)

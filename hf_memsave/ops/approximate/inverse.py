@@ -45,13 +45,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def name_of(module: nn.Module) -> str | None:
-    """The name in :data:`ACTIVATIONS` of what ``module`` computes, patched or not; None if it has none."""
+    """Return the name in :data:`ACTIVATIONS` of what ``module``, patched or not, computes; None if it has none."""
     name = CLASSES.get(path_of(type(module)))
     return "gelu_tanh" if name == "gelu" and getattr(module, "approximate", "none") == "tanh" else name
 
 
 class InverseFit(NamedTuple):
-    """One activation's fit; coefficients are of P_left and P_right, that of s⁰ first."""
+    """The fit of one activation, with the coefficients of P_left and P_right, the one of s⁰ first."""
 
     turn: float  # T
     minimum: tuple[float, float]  # f(T), as an fp32 number and the rest
@@ -60,7 +60,7 @@ class InverseFit(NamedTuple):
     right: tuple[float, ...]
 
     def ulp(self, dtype: torch.dtype) -> float:
-        """The distance of two neighbours in ``dtype`` at the minimum."""
+        """Return the distance between neighbouring numbers of ``dtype`` at the minimum."""
         return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(-self.minimum[0]))
 
 
@@ -70,12 +70,12 @@ def _read(fit: dict[str, Any]) -> InverseFit:
 
 
 _TEXT = files(__package__).joinpath("inverse_fits.json").read_text(encoding="utf-8")
-#: Of every activation, by name: written by ``scripts/bench/fit_inverse.py``.
+#: Fits of all activations, by name, written by ``scripts/bench/fit_inverse.py``.
 FITS = {name: _read(fit) for name, fit in json.loads(_TEXT).items()}
 
 
 def slope(y: Tensor, left: Tensor, fit: InverseFit, ulp: float) -> Tensor:
-    """f'(f⁻¹(y)) of y in fp32 or fp64, rounded to a grid of ``ulp`` at the minimum; ``left`` says where x < T."""
+    """Compute f'(f⁻¹(y)) of y in fp32 or fp64, rounded to a grid of ``ulp`` at the minimum; ``left`` is x < T."""
     high, low = fit.minimum
     s = ((y - high) - low).clamp(ulp / 10, fit.cut - high).sqrt()
     near = s * torch.where(left, y * _polynomial(fit.left, s), _polynomial(fit.right, s))
@@ -83,7 +83,7 @@ def slope(y: Tensor, left: Tensor, fit: InverseFit, ulp: float) -> Tensor:
 
 
 def wide(y: Tensor) -> Tensor:
-    """``y`` in the dtype to compute its slope in: fp32 at least."""
+    """Convert ``y`` to the dtype in which its slope is computed: fp32 at least."""
     return y.to(torch.promote_types(y.dtype, torch.float32))
 
 

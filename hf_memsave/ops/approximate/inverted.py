@@ -17,7 +17,7 @@ Kept for backward, each in x's dtype::
     inverted         y, which the next linear shares, and m in one bit an element
     precision_bit    y, which the next linear shares
 
-These are the exact op's bytes; what it spares is making y again. Before a frozen linear it saves nothing: see
+These are the exact op's bytes; what it spares is recomputing y. Before a frozen linear it saves nothing: see
 ``few_bit``. ``inverted``'s forward is exact, but for kernels', which compute in fp32 and round once. ``precision_bit``
 changes y by at most one unit in the last place; m is 1 on the left, where y is at most 0: on the right it would turn
 +inf into NaN. The slope's largest error is 6.9e-4 from an fp32 y, and from a half-precision y that of y's own rounding
@@ -46,27 +46,27 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def inverted(x: Tensor, name: str, forward: Callable[[Tensor], Tensor], in_y: bool = False) -> Tensor:
-    """``forward(x)``, which computes the activation ``name``; ``in_y``: as ``precision_bit``."""
+    """Run ``forward(x)``, the activation ``name``; ``in_y``: keep m in the output, as ``precision_bit``."""
     kernel = ACTIVATIONS.get(name) if are_wanted(x) else None
     with no_modes() if kernel else contextlib.nullcontext():
         return _Inverted.apply(x, forward, FITS[name], in_y, kernel)
 
 
 def encode(y: Tensor, m: Tensor) -> Tensor:
-    """``y`` with ``m`` in its lowest bit."""
+    """Return ``y`` with ``m`` in its lowest bit."""
     n = y.view(_INTEGERS[y.itemsize])
     return ((n & ~1) | m.to(n.dtype)).view(y.dtype)
 
 
 def decode(y: Tensor) -> tuple[Tensor, Tensor]:
-    """The middle of the two numbers that :func:`encode` makes ``y`` of, in fp32 at least; and ``m``."""
+    """Return the middle of the two numbers that :func:`encode` turns into ``y``, in fp32 at least; and ``m``."""
     n = y.view(_INTEGERS[y.itemsize])
     low, high = wide((n & ~1).view(y.dtype)), wide((n | 1).view(y.dtype))
     return torch.where(low.isfinite(), low + (high - low) / 2, low), (n & 1).bool()
 
 
 class _Inverted(torch.autograd.Function):
-    """``kernel``: what kernels call the activation; None where they do not run."""
+    """The activation of :func:`inverted`; ``kernel`` is its name among kernels, None where they do not run."""
 
     @staticmethod
     def forward(

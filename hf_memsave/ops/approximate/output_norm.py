@@ -11,17 +11,17 @@ Forward, stock's own, and, for an incoming gradient dy, backward (means over H; 
 Kept for backward (``[*, H]``)::
 
     eager    x, mean and rstd, and y in the next linear
-    here     z and rstd, and γ and β once more, from which y is made again for the next linear; γ and β themselves,
+    here     z and rstd, and γ and β once more, from which y is recomputed for the next linear; γ and β themselves,
              which must not change before backward
 
-The bytes of the exact norm, and more work; more bytes where x costs nothing (norms share it, or it could be made
-again). It is here for the paper; ``norm="recompute"`` is exact, and faster. Which columns tell x̂ is found on the
-device: the host waits for nothing. Where x is kept anyway, the norm is patched alone, or no tape can make y again, it
-is stock's: what follows would keep y beside z.
+The bytes of the exact norm, and more work; more bytes where x costs nothing (norms share it, or it could be
+recomputed). It is here for the paper; ``norm="recompute"`` is exact, and faster. Which columns tell x̂ is found on the
+device: the host waits for nothing. Where x is kept anyway, the norm is patched alone, or no tape can recompute y, it
+runs as stock: the next linear would keep y beside z.
 
 Forward is exact, but for kernels', which compute in fp32 and round once. What needs y in backward gets its bits; of a
 LayerNorm of halves, in those other columns, γ x̂ + β of the rounded x̂: at most 1.23 times as far from the truth as y.
-What x, dy, γ or β make of the gradients by being NaN or infinite, they make of stock's. Once differentiable.
+A NaN or infinite x, dy, γ or β has the effect on gradients that it has in stock. Once differentiable.
 
 In half precision the gradients have twice the error of rounding or less, while dy and x̂ correlate by .7 or less in each
 row: beyond, what is left of dy without x̂'s share shrinks, and the error does not. Where |x̂| is far below 1 in a column
@@ -48,7 +48,7 @@ from hf_memsave.tape.tensors import is_plain
 
 
 class Normed(NamedTuple):
-    """What a forward returns: y, x̂ in its dtype, 1 / deviation of each row, and whether its mean was subtracted."""
+    """The results of a norm: y, x̂ in y's dtype, 1 / deviation of each row, and whether its mean was subtracted."""
 
     y: Tensor
     normed: Tensor
@@ -57,7 +57,7 @@ class Normed(NamedTuple):
 
 
 def is_well(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """For each element of γ and β, whether x̂ can be told from y well enough."""
+    """Return for each element of γ and β whether x̂ can be computed from y accurately enough."""
     # Below 8 times tiny, γ makes much of y subnormal. As no x̂ of H numbers is above √H, y does not overflow where |β|
     # is at most |γ|, and 2 √H |γ| is finite.
     size, finite = weight.abs(), torch.finfo(weight.dtype)
@@ -68,7 +68,7 @@ def is_well(weight: Tensor, bias: Tensor | None) -> Tensor:
 def output_norm(
     forward: Callable[..., Normed], x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, is_fused: bool = False
 ) -> Tensor:
-    """``forward(x, weight, bias, eps).y`` of x ``[*, *weight.shape]``; ``is_fused``: by one kernel each way."""
+    """Return ``forward(x, weight, bias, eps).y`` of x ``[*, *weight.shape]``; ``is_fused``: by one kernel each way."""
     tape = current()
     with no_modes() if is_fused else contextlib.nullcontext():
         y, z = _OutputNorm.apply(forward, x, weight, bias, eps, is_fused, tape)
@@ -131,7 +131,7 @@ class _OutputNorm(torch.autograd.Function):
 
 
 def layer_normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Normed:
-    """``F.layer_norm``; of halves, PyTorch rounds the statistics on CPU, so they are computed once more."""
+    """Run ``F.layer_norm``; compute the statistics again where PyTorch rounds them, as for halves on CPU."""
     dims = tuple(range(-weight.dim(), 0))
     y, mean, rstd = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
     if rstd.dtype in HALVES:
@@ -141,7 +141,7 @@ def layer_normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> 
 
 
 def rms_normed(x: Tensor, weight: Tensor, bias: None, eps: float) -> Normed:
-    """``LlamaRMSNorm``."""
+    """Run the forward of ``LlamaRMSNorm``."""
     h = x.to(torch.float32)
     r = torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
     normed = (h * r).to(x.dtype)
@@ -149,7 +149,7 @@ def rms_normed(x: Tensor, weight: Tensor, bias: None, eps: float) -> Normed:
 
 
 def t5_normed(x: Tensor, weight: Tensor, bias: None, eps: float) -> Normed:
-    """``T5LayerNorm``."""
+    """Run the forward of ``T5LayerNorm``."""
     r = torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + eps)
     normed = x * r
     normed = normed.to(weight.dtype) if weight.dtype in HALVES else normed

@@ -33,22 +33,22 @@ from hf_memsave.ops.op import autocast_low, once_differentiable
 
 
 def offset(fit: InverseFit) -> float:
-    """C: a multiple of 1/64, exact in every dtype, at least 1/512 (two bf16 roundings) below the minimum."""
+    """Return C: a multiple of 1/64, exact in every dtype, at least 1/512 (two bf16 roundings) below the minimum."""
     return math.floor(64 * (fit.minimum[0] - 2**-9)) / 64
 
 
 def sign_bit(
     x: Tensor, name: str, forward: Callable[[Tensor], Tensor], weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """``F.linear(forward(x), weight, bias)`` of x ``[*, in]``, where ``forward`` computes the activation ``name``."""
+    """Run ``F.linear(forward(x), weight, bias)`` of x ``[*, in]``, where ``forward`` is the activation ``name``."""
     low = None if bias is None else autocast_low(bias)
     return _SignBit.apply(x, forward, FITS[name], autocast_low(weight), low)
 
 
 class SignBit(nn.Module):
-    """``nn.Sequential(activation, linear)`` in one, by :func:`sign_bit`, with both as its children.
+    """``nn.Sequential(activation, linear)`` as one module, by :func:`sign_bit`, with both as its children.
 
-    Once the activation or the linear is another one (an adapter, quantized), or that has hooks, both run as they are.
+    Once the activation has no fit, or the linear is replaced (an adapter, quantized) or has hooks, both run as stock.
 
     Raises:
         PatchError: The activation has no fit, or works in place.
@@ -64,7 +64,7 @@ class SignBit(nn.Module):
         self.activation, self.linear = activation, linear
 
     def forward(self, input: Tensor) -> Tensor:
-        """``linear(activation(input))``."""
+        """Return ``linear(activation(input))``."""
         linear: Any = self.linear
         # A linear whose call is the product alone; patched classes have stock's names.
         is_plain = path_of(type(linear)) == "torch.nn.modules.linear.Linear" and not is_watched(linear)

@@ -42,7 +42,7 @@ def _kernel_of(module: nn.Module) -> str:
 
 
 def _gated(module: nn.Module, patch: Any, x: Tensor) -> Tensor:
-    """The forward of an MLP that says ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
+    """Run the forward of an MLP that computes ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
     parts: Any = module
     gate, up = parts.gate_proj(x), parts.up_proj(x)
     is_known = not (_has_no_kernel(parts.act_fn, None) or is_watched(parts.act_fn))

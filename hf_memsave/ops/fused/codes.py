@@ -1,6 +1,6 @@
-"""Bits, codes and draws by kernels, where they run; elsewhere by PyTorch, whose results are of the same kind.
+"""Packed bits, codes and draws by kernels, where they run; elsewhere by PyTorch, with results of the same format.
 
-A tape's :class:`~hf_memsave.tape.bits.Coders` say which of both it uses; forward decides for backward.
+A tape's :class:`~hf_memsave.tape.bits.Coders` say which of the two it uses; forward decides for backward.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from hf_memsave.tape import bits, current, quantize
 
 
 def are_wanted(*tensors: Tensor) -> bool:
-    """Whether the model that runs was patched for kernels, and they run on these."""
+    """Return whether the model that runs was patched for kernels, and they run on these tensors."""
     tape = current()
     return tape is not None and tape.frame.coders is FUSED_CODERS and can_run(*tensors)
 
 
 def drawing_for(x: Tensor) -> Drawing:
-    """What draws the rows of x: kernels where they are wanted, by three launches around a sort."""
+    """Return the functions that draw rows of x: kernels where they are wanted, by three launches around a sort."""
     return FUSED_DRAWING if are_wanted(x) else EAGER
 
 

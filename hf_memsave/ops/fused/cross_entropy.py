@@ -1,4 +1,4 @@
-r"""``cross_entropy``: of a chunk of logits, each row's loss and its gradient, which takes their place, by one kernel.
+r"""``cross_entropy``: one kernel that computes each row's loss of a chunk of logits and writes its gradient over them.
 
 With p = softmax(z), e the target's one-hot row, and c what the sum of losses is divided by::
 
@@ -24,24 +24,24 @@ from hf_memsave.device import has_numbers
 from hf_memsave.ops.fused.kernels import can_run, kernels
 from hf_memsave.tape.private import to_copy
 
-#: What gives a tensor of its own, which it does not keep for backward.
+#: Ops that return a new tensor and do not keep it for backward.
 _KEEPS_NOTHING = {to_copy, torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor}
 
 
 def suits(node: Any, z: Tensor) -> bool:
-    """Whether logits ``z`` may be written over, after what led to ``node``, and the kernel knows their dtype."""
+    """Return whether logits ``z``, the values of ``node``, may be overwritten, and the kernel knows their dtype."""
     is_own = not node.args or getattr(node.func, "func", node.func) in _KEEPS_NOTHING
     return is_own and z.is_contiguous() and can_run(z)
 
 
 def loss_and_gradient(z: Tensor, target: Tensor, ignored: int, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses ``[T]`` in fp32 of logits ``[T, V]``, not divided; and the gradient of their sum over ``count``, in place.
+    """Compute fp32 losses ``[T]`` of logits ``[T, V]``; write the gradient of their sum over ``count`` into the logits.
 
     Returns:
-        Both; rows whose class is ``ignored`` count for nothing.
+        The losses, not divided, and the gradient; both are zero in rows whose class is ``ignored``.
 
     Raises:
-        RuntimeError: On CUDA and from its kernels, as in stock, a target is no class.
+        RuntimeError: A target is no class; on CUDA, as in stock, its kernels raise.
     """
     if has_numbers(z):  # the kernel would take such a target for one that is ignored
         index = target.where(target != ignored, 0).unsqueeze(-1)

@@ -1,4 +1,4 @@
-r"""``fused_dropout_norm``: what ends a sublayer of BERT, after its product: dropout, the residual, LayerNorm.
+r"""``fused_dropout_norm``: the end of a BERT sublayer, after its product: dropout, the residual, LayerNorm.
 
 Forward, as one kernel, and likewise backward::
 
@@ -7,7 +7,7 @@ Forward, as one kernel, and likewise backward::
 Kept for backward, each ``[*, H]``::
 
     stock    a byte an element of the mask, h, and y again in the next product
-    here     h, and two numbers a row; y is made again from them, and the mask from its seed
+    here     h, and two numbers a row; y is recomputed from them, and the mask from its seed
 
 **The masks are not stock's**, but of the same distribution. Source: Ba et al. (2016), arXiv:1607.06450.
 """
@@ -32,7 +32,7 @@ from hf_memsave.tape.private import no_modes
 
 
 def _dropout_norm(module: nn.Module, patch: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-    """The forward of a module that says ``LayerNorm(dropout(dense(hidden_states)) + input_tensor)``."""
+    """Run the forward of a module that computes ``LayerNorm(dropout(dense(hidden_states)) + input_tensor)``."""
     if _has_no_kernel(module, None):  # it may have changed since it was patched
         return patch.stock.forward(module, hidden_states, input_tensor)
     parts: Any = module
@@ -68,7 +68,7 @@ def _taped(tensors: tuple[Tensor, ...], eps: float, p: float, seed: int, out: to
 
 
 def _before(tape: Tape, y: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...] | None:
-    """The sum, weight, bias, mean and rstd that the block's last such norm made y from, so that y need not be."""
+    """Return the sum, weight, bias, mean and rstd from which the block's last such norm made y; None if it did not."""
     ref, state, made, versions = tape.memo.get(_before, (None, None, (), []))
     is_it = ref is not None and ref() is y and state == _state(tape, y) and y.dtype is made[0].dtype is dtype
     return made if is_it and versions == [t._version for t in made] else None

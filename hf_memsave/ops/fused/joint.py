@@ -5,10 +5,10 @@ For an input x of linears with incoming gradients dy₁ … dyₙ, and of a resi
     stock    dx = dx₀ + dy₁ W₁ + … + dyₙ Wₙ      n sums beside the products, each of which reads two and writes one
     here     dx = dx₀;  dx += dyᵢ Wᵢ             the products read and write dx as they go
 
-The node's backward runs once all those functions' have, which give autograd nothing and add to a sum that the node
-holds, for each backward. Nothing is kept, and x's hooks see the whole gradient. Autograd sums, as in stock, where a
-function's node has hooks, and what is differentiated again, in batches or on another stream; asked for a gradient at
-the node, it says None. Which inputs are taken more than once is learned by the first parameter that takes one.
+Those functions give autograd no gradient of x and add it to a sum that the node holds, one for each backward; the
+node's backward runs after theirs. Nothing is kept, and x's hooks see the whole gradient. As in stock, autograd sums
+where a function's node has hooks, and what is differentiated again, in batches or on another stream; the gradient at
+the node is None. An input that is taken more than once is recognized by the first parameter that takes it.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _shared = WeakIdKeyDictionary()
 
 @dataclass
 class RunningSum:
-    """What one backward has added up of a gradient: a tensor to add to in place, held nowhere else."""
+    """The sum so far of a gradient in one backward: a tensor to add to in place, held nowhere else."""
 
     total: Tensor | None = None
 
 
 class Joint:
-    """Where the gradient of an input ``x`` is added up, on its device and stream, in each backward."""
+    """The sums of the gradient of an input ``x``, one for each backward, on its device and stream."""
 
     def __init__(self, x: Tensor) -> None:
         self._device, self._stream = x.device, current_stream(x.device)
         self._sums: dict[int, RunningSum] = {}
 
     def sum_for(self, ctx: Any, place: int, *dys: Tensor | None) -> RunningSum | None:
-        """What a function's backward may add to, giving autograd nothing for its tensor at ``place``; or None."""
+        """Return the sum to add a function's gradient of its tensor at ``place`` to; None to give it to autograd."""
         is_plain = all(dy is None or not (dy.requires_grad or stands_for_many(dy)) for dy in dys)
         if not is_plain or current_stream(self._device) != self._stream:
             return None
@@ -55,15 +55,15 @@ class Joint:
         return self._sums.get(key)
 
     def take(self) -> Tensor | None:
-        """What this backward has added up, if anything; the next one begins at nothing."""
+        """Return this backward's sum, if there is one, and forget it."""
         return self._sums.pop(backward_id(), RunningSum()).total
 
 
 def edge_of(tape: Tape, x: Tensor, parameter: Tensor | None = None) -> tuple[Tensor, Joint | None]:
-    """Where a function that takes ``x`` sends its gradient; ``parameter`` is None for one that never comes first.
+    """Return where a function of ``x`` sends its gradient; ``parameter`` is None for one that never comes first.
 
     Returns:
-        What it takes instead of x, of x's shape and without its numbers, and what it adds to; or x and None.
+        The tensor to take instead of x, of its shape and without its numbers, and the joint to add to; or x and None.
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x, None
@@ -79,7 +79,7 @@ def edge_of(tape: Tape, x: Tensor, parameter: Tensor | None = None) -> tuple[Ten
 
 
 def leaves_if_hooked(function: Any) -> Any:
-    """Decorate a function that keeps a joint as ``ctx.joint``: hooks of its node see, and may change, what x gets."""
+    """Decorate a Function to drop its ``ctx.joint`` once its node has a hook, which may change x's gradient."""
     node = node_class(function)
     inherited = node.register_hook
 
@@ -92,7 +92,7 @@ def leaves_if_hooked(function: Any) -> Any:
 
 
 class _Known:
-    """An input that a function took, for those that take it after."""
+    """An input that a function took, noted for the functions that take it after."""
 
     def __init__(self, x: Tensor, first: Tensor) -> None:
         self._ref, self._first = weakref.ref(x), weakref.ref(first)
@@ -101,11 +101,11 @@ class _Known:
         self._end = None if self._joint is None else _Join.apply(x, self._joint)
 
     def is_of(self, x: Tensor) -> bool:
-        """Whether that was ``x``, as part of the graph that it is part of now."""
+        """Return whether this is ``x``, unwritten and still part of the same graph."""
         return self._ref() is x and self._state == _state(x)
 
     def edge(self, x: Tensor) -> tuple[Tensor, Joint | None]:
-        """As :func:`edge_of` returns it."""
+        """Count a use, and return what :func:`edge_of` does."""
         self._uses += 1
         if self._uses == 2 and (first := self._first()) is not None:
             _shared[first] = True

@@ -1,4 +1,4 @@
-"""The vendored Triton kernels, loaded when they are first needed; and where they run."""
+"""The vendored Triton kernels, loaded when first needed, and tests of whether they run."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 @functools.cache
 def is_installed() -> bool:
-    """Whether Triton is installed."""
+    """Return whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache
 def kernels() -> ModuleType:
-    """The vendored package, which leaves its name to one that is installed; raises ImportError without Triton."""
+    """Load the vendored package, under another name if its own is taken; raise ImportError without Triton."""
     name = f"hf_{_NAME}" if importlib.util.find_spec(_NAME) is not None else _NAME
     spec = importlib.util.spec_from_file_location(name, _FOLDER / "__init__.py")
     assert spec is not None and spec.loader is not None
@@ -51,12 +51,12 @@ def kernels() -> ModuleType:
 
 
 def is_interpreted() -> bool:
-    """Whether Triton interprets kernels, on any device and slowly, instead of compiling them."""
+    """Return whether Triton interprets kernels, on any device and slowly, instead of compiling them."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def why_not(model: nn.Module) -> str:
-    """Why no kernel can run on this machine, or on the device that stands in for one; or ""."""
+    """Return why no kernel can run on this machine, or on the stand-in device of ``model``; or ""."""
     if not is_installed():
         return "Triton is not installed: pip install triton"
     is_there = torch.cuda.is_available() or any(p.device.type == STAND_IN for p in model.parameters())
@@ -66,14 +66,14 @@ def why_not(model: nn.Module) -> str:
 
 
 def fused(run: Callable[..., Any], back: Callable[..., Any], *tensors: Tensor, kept: slice = slice(None)) -> Tensor:
-    """``run(*tensors)``, differentiable once, as one call of the tape's, which runs again.
+    """Return ``run(*tensors)``, differentiable once, as one call that the tape can run again.
 
     Args:
-        run: Gives the result, or a tuple of it and of what is kept beside.
-        back: Called with which gradients are wanted, the incoming one and what is kept; gives those of the first
-            tensors, and maybe more.
-        *tensors: What ``run`` takes.
-        kept: Those of ``tensors`` that backward needs.
+        run: Returns the result, or a tuple of it and of further tensors to keep for backward.
+        back: Called with flags of the gradients wanted, the incoming gradient and the kept tensors; returns gradients
+            of the first tensors, and maybe more.
+        *tensors: The arguments of ``run``.
+        kept: Which of ``tensors`` backward needs.
 
     Returns:
         The result.
@@ -109,12 +109,12 @@ class _Fused(torch.autograd.Function):
 
 
 def can_run(*tensors: Tensor) -> bool:
-    """Whether kernels run on tensors: not under ``torch.func``'s transforms, nor on wrappers, such as DTensor."""
+    """Return whether kernels run on tensors: not under ``torch.func``'s transforms, nor on wrappers such as DTensor."""
     return runs_on(*tensors) and all(x.dtype in _DTYPES for x in tensors)
 
 
 def runs_on(*tensors: Tensor) -> bool:
-    """As :func:`can_run`, of tensors in any dtype, such as masks."""
+    """Return what :func:`can_run` does, for tensors of any dtype, such as masks."""
     if not is_installed() or in_transform():
         return False
     with no_modes():
@@ -122,18 +122,18 @@ def runs_on(*tensors: Tensor) -> bool:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether calling the module runs more than its class's forward: hooks, or a forward set on the instance."""
+    """Return whether calling ``module`` runs more than its class's forward: hooks, or a forward set on the instance."""
     own = module.__dict__
     hooks = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
     return bool(hooks) or "forward" in own
 
 
 def draws_as_stock(x: Tensor, patch: Any) -> bool:
-    """Whether the dropout of ``x`` is left to stock: a graph of CUDA's would draw the same masks each time it runs."""
+    """Return whether the dropout of ``x`` is left to stock: a CUDA graph would draw the same masks in each run."""
     # A module's value says whether masks may be others; a tape cannot: a checkpoint's first forward may have none.
     return not patch.value or is_capturing(x.device)
 
 
 def seed_for(x: Tensor, generator: torch.Generator | None = None) -> int:
-    """A seed from a generator of the tensor's device: its default one, if None."""
+    """Draw a seed from ``generator``, by default the one of the device of ``x``; 0 where ``x`` has no numbers."""
     return kernels().draw_seed(x.device, generator) if has_numbers(x) else 0

@@ -1,4 +1,4 @@
-r"""``linear``: a linear with fp32 parameters under autocast, without the conversions that a product can do without.
+r"""``linear``: a linear with fp32 parameters under autocast, without the conversions that its products do not need.
 
 Forward, with x̃, W̃ and b̃ in autocast's dtype, and for an incoming gradient dy in that dtype::
 
@@ -11,8 +11,8 @@ Launches beside the products::
              where the kernel that made dy has it
 
 Kept for backward: x̃, or what it was made from; stock keeps W̃ too. Products add up in fp32 and give dx and dW as they
-are, where stock rounds both first. Gradients of gradients are refused. Shared conversions see the writes that versions
-and the tape see, and none through an alias of NumPy's.
+are, where stock rounds both first. Gradients of gradients are refused. Shared conversions notice writes that
+versions and the tape show, but none through a NumPy alias.
 Source: Micikevicius et al. (2018), arXiv:1710.03740.
 """
 
@@ -36,18 +36,18 @@ from hf_memsave.ops.op import once_differentiable
 from hf_memsave.tape import Tape, private
 from hf_memsave.tape.products import is_thin, product, record_if_chosen
 
-#: Types of tensors whose functions are not overridden.
+#: Types of tensors that override no functions.
 _PLAIN = frozenset({Tensor, nn.Parameter, private.FakeTensor})
 #: Groups of parameters that the forwards, and the backwards, of all models have learned.
 _forwards, _backwards = WeakIdKeyDictionary(), WeakIdKeyDictionary()
-#: On an incoming gradient, the sum of its rows and the version of it that has that.
+#: Attribute of an incoming gradient: the sum of its rows, and the version that has this sum.
 _SUM = "_memsave_sum"
-#: Of the backwards that run: what each has converted, by device and stream.
+#: Running backward, device and stream -> the parameters converted there.
 _running: dict[Any, LowParameters] = {}
 
 
 def linear(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The tape's handler of ``F.linear(x, weight, bias)`` and, as GPT-2 has it, ``torch.addmm(bias, x, weight)``."""
+    """Run ``F.linear(x, weight, bias)`` or ``torch.addmm(bias, x, weight)``, as GPT-2 has it: the tape's handler."""
     is_turned = func is torch.addmm
     if not kwargs and (len(args) == 3 or (len(args) == 2 and not is_turned)):
         x, weight, bias = [*args[1:], args[0]] if is_turned else [*args, None][:3]
@@ -64,7 +64,7 @@ FUNCTIONS = {F.linear: linear, torch.addmm: linear}
 
 
 def _is_suited(tape: Tape, x: Any, weight: Any, bias: Any) -> bool:
-    """Whether autocast is on for these, and parameters are what stock would convert for this product alone."""
+    """Return whether autocast is on for these tensors, and stock would convert parameters for this product alone."""
     if not private.any_autocast() or type(x) not in _PLAIN or not is_autocast(x) or not tape.is_innermost():
         return False
     if tape.frame.head is not None and weight is tape.frame.head.weight:  # its logits may be computed later
@@ -79,7 +79,7 @@ def _is_suited(tape: Tape, x: Any, weight: Any, bias: Any) -> bool:
 
 
 def _is_wide(p: Any, dim: int, x: Tensor) -> bool:
-    """Whether p is a trained parameter of so many dimensions, in fp32 and where x is."""
+    """Return whether p is a trained fp32 parameter of ``dim`` dimensions, on the device of x."""
     is_parameter = type(p) in _PLAIN and p.is_leaf and p.requires_grad and not p.is_inference()
     return is_parameter and p.dtype is torch.float32 and p.device == x.device and p.numel() > 0 and p.dim() == dim
 
@@ -103,16 +103,16 @@ def _called(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None, is_turne
 
 
 def give_low(tape: Tape, x: Tensor, low: Tensor, made: tuple[Any, tuple[Tensor, ...]] | None = None) -> None:
-    """Tell the linears that come next that x is ``low`` in autocast's dtype.
+    """Tell the next linears that x in autocast's dtype is ``low``.
 
-    How that was ``made`` is recorded when one takes it, maybe in the next block, where records of this one are gone.
+    The call that ``made`` it is recorded when one takes it: maybe in the next block, where these records are gone.
     """
     versions = [] if made is None else [argument._version for argument in made[1]]
     tape.memo[give_low] = weakref.ref(x), Low(low, x._version), made, versions
 
 
 def _input(tape: Tape, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x̃, which the next linear may take too."""
+    """Return x̃ (x in autocast's dtype), shared by consecutive linears of x."""
     ref, known, made, versions = tape.memo.get(give_low, (None, None, None, None))
     if ref is not None and ref() is x and known.is_of(x, dtype):
         record = tape.content_of(x)
@@ -137,7 +137,7 @@ def _cast(tape: Tape, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _low_again(weight: Tensor, own: Tensor | None, dtype: torch.dtype, block: int) -> Tensor:
-    """W̃, in backward; ``own`` is the parameter itself, if autograd has not given a copy of it, as after an offload."""
+    """Convert ``weight`` to W̃ in backward, with its group if it is the parameter ``own``, not an offload's copy."""
     if own is None or own.untyped_storage()._cdata != weight.untyped_storage()._cdata:
         return weight.to(dtype)
     key = private.backward_id(), weight.device, current_stream(weight.device)
@@ -195,11 +195,11 @@ class _Linear(torch.autograd.Function):
 
 
 def wants_sum(y: Tensor) -> bool:
-    """Whether ``y`` comes from a linear here whose bias wants its gradient, and from there as it is."""
+    """Return whether ``y`` is the direct output of a linear here whose bias wants its gradient."""
     node = y.grad_fn
     return isinstance(node, private.node_class(_Linear)) and bool(node.needs_input_grad[2])
 
 
 def give_sum(dy: Tensor, db: Tensor) -> None:
-    """Tell the backward of the linear that ``dy`` goes to that its rows have the sum ``db``, as long as it has."""
+    """Attach to ``dy`` the sum ``db`` of its rows, for the linear's backward, valid until ``dy`` is written to."""
     setattr(dy, _SUM, (db, dy._version))

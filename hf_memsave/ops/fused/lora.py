@@ -1,4 +1,4 @@
-r"""``fused_lora``: what stands around the two products of PEFT's LoRA adapter, as a kernel before and one after them.
+r"""``fused_lora``: the operations around the two products of PEFT's LoRA adapter, as one kernel before and one after.
 
 Forward, with x in A's dtype, and backward for an incoming gradient dz::
 
@@ -45,14 +45,14 @@ def _lora(module: Any, patch: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tens
 
 
 def dropped(x: Tensor, p: float, seed: int, out: torch.dtype) -> Tensor:
-    """``dropout(x)`` in the dtype ``out``, with the mask of a seed."""
+    """Return ``dropout(x)`` in the dtype ``out``, with the mask of ``seed``."""
     dtype = x.dtype
     run = partial(kernels().lora_input_forward, p=p, seed=seed, out=out)
     return fused(run, lambda _, dy: (kernels().lora_input_backward(dy, p, seed, dtype),), x, kept=slice(0))
 
 
 def added(base: Tensor, b: Tensor, scale: float) -> Tensor:
-    """``base + scale * b``, in the dtype of ``base``."""
+    """Return ``base + scale * b``, in the dtype of ``base``."""
     dtype = b.dtype
 
     def back(wanted: Any, dz: Tensor) -> Any:

@@ -21,18 +21,18 @@ MOST = 2**26
 
 
 class Low(NamedTuple):
-    """What a tensor was in a lower dtype when it had this version."""
+    """A tensor converted to a lower dtype, and the version that it had then."""
 
     tensor: Tensor
     version: int
 
     def is_of(self, x: Tensor, dtype: torch.dtype) -> bool:
-        """Whether ``x`` in ``dtype`` is still that, as far as versions tell."""
+        """Return whether this is still ``x`` in ``dtype``, as far as versions tell."""
         return self.version == x._version and self.tensor.dtype == dtype and self.tensor.shape == x.shape
 
 
 class LowParameters:
-    """What one forward, or one backward, has converted.
+    """The parameters that one forward, or one backward, has converted.
 
     Args:
         groups: A ``WeakIdKeyDictionary``: the first parameter of each known group -> weak references to the others.
@@ -45,7 +45,7 @@ class LowParameters:
         self._group: list[weakref.ref[Tensor]] = []  # an error in backward leaves this behind
 
     def low(self, p: Tensor, dtype: torch.dtype, block: Any) -> Tensor:
-        """The parameter ``p`` in ``dtype``, which is not written to; when ``block`` changes, a group ends."""
+        """Return the parameter ``p`` in ``dtype``, not to be written to; end the group when ``block`` changes."""
         if block != self._block:
             self.end()
             self._block = block
@@ -65,7 +65,7 @@ class LowParameters:
         return low[0]
 
     def end(self) -> None:
-        """At the end of a block, of a forward or backward: remember the group, but for what was not needed."""
+        """End the group, with its block, forward or backward: remember its parameters, except those not needed."""
         if self._group and (first := self._group[0]()) is not None:
             self._groups[first] = [ref for ref in self._group[1:] if id(ref()) not in self._ready]
         self._group = []
@@ -77,6 +77,6 @@ def _alive(refs: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
 
 
 def _is_like(p: Tensor, first: Tensor) -> bool:
-    """Not if it has moved, is sharded or offloaded now, or lies in a buffer that others write to."""
+    """Return whether p is still like ``first`` (not moved, sharded or offloaded), and has a storage of its own."""
     is_own = p.untyped_storage().nbytes() == p.nbytes
     return type(p) is type(first) and (p.device, p.dtype) == (first.device, first.dtype) and is_own

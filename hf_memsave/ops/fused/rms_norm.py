@@ -3,7 +3,7 @@ r"""``fused_rms_norm``: RMSNorm as one kernel each way.
 Kept for backward, x ``[T, H]``::
 
     stock    x, x in fp32, x̂, their factors: seven operations
-    here     x, and a number a row; y is made again by the same kernel, bit for bit
+    here     x, and a number a row; y is recomputed by the same kernel, bit for bit
 
 Source: Zhang and Sennrich (2019), arXiv:1910.07467.
 """

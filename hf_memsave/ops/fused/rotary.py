@@ -5,8 +5,8 @@ Kept for backward, of queries and keys ``[batch, heads, length, D]``::
     stock    cosines and sines, once for all layers: 5 operations each forward, and 9 backward
     here     cosines and sines, once for all layers: 1 operation each forward, and 1 backward
 
-A module that calls ``apply_rotary_pos_emb`` finds it among the names of its file. Here the very code of its forward
-runs, but finds that one name elsewhere: no file and no other module is touched.
+A module's forward finds ``apply_rotary_pos_emb`` among the globals of its file. Here the same code runs with that one
+global replaced: no file and no other module is touched.
 Source: Su et al. (2021), arXiv:2104.09864.
 """
 
@@ -27,7 +27,7 @@ from hf_memsave.ops.op import Op
 
 
 class _Names(dict[str, Any]):
-    """The names of a file, ``home``, as they are when they are asked for, but ours in place of its rotary embedding."""
+    """The globals of a file, ``home``, looked up when asked for, with ours in place of its rotary embedding."""
 
     def __init__(self, home: dict[str, Any]) -> None:
         super().__init__(__builtins__=home["__builtins__"], __name__=home["__name__"])
@@ -42,7 +42,7 @@ class _Names(dict[str, Any]):
 
 @functools.cache
 def _turning(forward: Any) -> Callable[..., Any]:
-    """A forward, and what it wraps, with our rotary embedding; as it is, if it is no function (it was set since)."""
+    """Return a forward, and what it wraps, with our rotary embedding; unchanged if no function (set since)."""
     if not isinstance(forward, types.FunctionType):
         return cast("Callable[..., Any]", forward)
     names = _Names(forward.__globals__) if NAME in forward.__globals__ else forward.__globals__
@@ -62,7 +62,7 @@ def _rotary(module: nn.Module, patch: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def apply(stock: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """``apply_rotary_pos_emb``, fused where kernels run and the shapes are those of attention; elsewhere ``stock``."""
+    """Run ``apply_rotary_pos_emb``, fused where kernels run and the shapes are attention's; elsewhere ``stock``."""
     dim = args[0] if len(args) == 1 else kwargs.get("unsqueeze_dim", 1)
     is_partial = "q_pass" in stock.__code__.co_varnames  # it copies what comes after R
     is_known = len(args) + len(kwargs) <= 1 and (args or not kwargs or "unsqueeze_dim" in kwargs)
@@ -75,7 +75,7 @@ def apply(stock: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Ten
 
 
 def _fit(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dim: int, is_partial: bool) -> bool:
-    """Whether the kernel computes what broadcasting would; ``dim`` is that of the tokens."""
+    """Return whether the kernel computes what broadcasting would; ``dim`` is the dimension of the tokens."""
     if not (q.dim() == k.dim() == 4 and cos.dim() == 3 and cos.shape == sin.shape and cos.dtype == sin.dtype):
         return False
     batch, length, turned = cos.shape

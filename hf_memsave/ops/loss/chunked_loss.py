@@ -5,10 +5,10 @@ Kept for backward, with T tokens, V words and x ``[T, H]`` the head's input::
     eager    the logits in the model's dtype, in fp32, and their log-softmax: up to 10 V bytes a token, 14 V at the peak
     here     dx; of a trained head its gradient, or dz of all rows, 2 V bytes a token; one chunk at the peak
 
-With z = head(x), p = softmax(z) and e the target's one-hot row, ``loss_i = -log p_t`` and ``dz_i = p - e``: both in
-forward, chunk after chunk, and stock's up to the order of fp32 sums (see ``sums``). Gradients of a mean are divided
-before they are rounded, and those of a sum: by what the forward divides it by (``num_items_in_batch``), or the number
-of labels. Source: Wijmans et al. (2024), arXiv:2411.09009; Hsu et al. (2024), arXiv:2410.10989.
+With z = head(x), p = softmax(z) and e the target's one-hot row, ``loss_i = -log p_t`` and ``dz_i = p - e``: both are
+computed in forward, chunk after chunk, and equal stock's up to the order of fp32 sums (see ``sums``). Gradients are
+divided before they are rounded: by the number of labels, or of a sum by the divisor that the forward is given
+(``num_items_in_batch``). Source: Wijmans et al. (2024), arXiv:2411.09009; Hsu et al. (2024), arXiv:2410.10989.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from hf_memsave.tape.as_stock import run_counted
 from hf_memsave.tape.content import same
 from hf_memsave.tape.private import no_autocast, no_modes, stands_for_many
 
-#: Bytes that a chunk takes; and that all logits may take in fp32 where there are no chunks.
+#: Bytes of a chunk; logits that take no more in fp32 are not computed in chunks.
 CHUNK = 128 * 2**20
-#: Rows of a product's tile on a device; and of a chunk there, which reads all of the head, while it takes so small a
-#: part of the device's memory. (Not of what is free: rows, and by them the order of sums, would not be the next run's.)
+#: On a device: rows of a product's tile; the least rows of a chunk, as each reads the whole head, if they take at most
+#: 1/32 of the memory (not of what is free: the number of rows, and so the order of sums, would differ between runs).
 TILE, ROWS, _PART = 128, 1024, 32
 _divisor: ContextVar[Tensor | float | None] = ContextVar("num_items_in_batch", default=None)
 
 
 @contextlib.contextmanager
 def divided_by(number: Tensor | float | None) -> Iterator[None]:
-    """Where a forward divides its sum of losses by ``number``, if that is one."""
+    """Note for cross-entropies in this context that their forward divides its sum of losses by ``number``, if given."""
     token = _divisor.set(number)
     try:
         yield
@@ -55,7 +55,7 @@ def divided_by(number: Tensor | float | None) -> Iterator[None]:
 
 
 def cross_entropy(x: Any, target: Tensor, ignored: int, is_sum: bool) -> Tensor:
-    """``F.cross_entropy`` of unread logits, its sum or mean, and its gradient, a chunk of rows at a time."""
+    """Compute ``F.cross_entropy`` of unread logits, its sum or mean, and its gradient, a chunk of rows at a time."""
     call, node, place = x.call, x.cell.node, x.place
     if current() is None:  # not in the model's own forward, where the host would wait for the device
         call.check(x.hidden)
@@ -114,7 +114,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _gradient(z: Tensor, target: Tensor, dy: Tensor, divisor: Tensor | None, ignored: int) -> Tensor:
-    """For logits ``[n, V]`` and classes ``[n, 1]`` the gradient of the losses' sum, or its quotient, that gets dy."""
+    """Compute the gradient of logits ``[n, V]`` with classes ``[n, 1]``, from dy of the losses' sum / ``divisor``."""
     scale = dy if divisor is None else dy / divisor
     is_counted = target != ignored
     p = torch.softmax(z, -1, dtype=torch.promote_types(z.dtype, torch.float32))
@@ -132,7 +132,7 @@ def in_chunks(
     rows: int,
     node: Node = LOGITS,
 ) -> tuple[Tensor | None, list[tuple[Tensor, ...]]]:
-    """The gradient of a head's input, and what is kept of parameters': ``dz_of`` gives that of each part of a node."""
+    """Return the gradient of a head's input, and what is kept of its parameters'; ``dz_of`` computes a part's dz."""
     hidden = hidden.detach().reshape(-1, hidden.shape[-1])
     empty = torch.empty_like if rows == len(hidden) else torch.zeros_like  # where some rows are in no part
     dx, sums = empty(hidden) if wants_dx else None, Sums(wanted, torch.promote_types(hidden.dtype, torch.float32), rows)
@@ -158,7 +158,7 @@ def in_chunks(
 
 
 def rows_of_chunk(of_row: int, x: Tensor) -> int:
-    """How many rows of so many bytes, on the device of x, a chunk has."""
+    """Return how many rows of ``of_row`` bytes a chunk has on the device of x."""
     rows = max(1, CHUNK // of_row)
     if x.is_cpu:
         return rows
@@ -169,7 +169,7 @@ def rows_of_chunk(of_row: int, x: Tensor) -> int:
 def _of_chunk(
     call: HeadCall, node: Node, z: Tensor, target: Tensor, ignored: int, count: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Each row's loss, and its gradient over ``count`` in the dtype of z; where it can be, by a kernel in its place."""
+    """Return each row's loss, and its gradient over ``count`` in the dtype of z: if a kernel can, written over z."""
     if call.fuses_loss and fused.suits(node, z):
         return fused.loss_and_gradient(z, target, ignored, count)
     minus_z = F.nll_loss(z, target, ignore_index=ignored, reduction="none")  # refuses what is no class
@@ -186,7 +186,7 @@ def _of_chunk(
 
 
 def _count(target: Tensor, ignored: int, is_sum: bool, wide: torch.dtype) -> Tensor:
-    """What each gradient is divided by before it is rounded; and a mean's sum of losses."""
+    """Return what gradients are divided by before they are rounded, and a mean's sum of losses."""
     number = _divisor.get() if is_sum else None
     if isinstance(number, Tensor) and number.dim() == 0:
         return number.detach().to(target.device, wide)

@@ -1,4 +1,4 @@
-"""A language model's head: what makes logits of hidden states, when they are asked for."""
+"""Calls of a language model's head, whose logits are computed when they are asked for."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hf_memsave.tape.private import no_modes, without_hooks
 from hf_memsave.tape.recomputed import AutocastState
 from hf_memsave.tape.tensors import is_plain
 
-#: What every module has.
+#: Attributes that every module has.
 _OF_MODULES = vars(nn.Module()).keys()
 
 
 class HeadCall:
-    """One call of a head of ``words`` classes: what computes logits of its input, and how all of it was."""
+    """One call of a head of ``words`` classes: how to compute its logits, and the state of all that they depend on."""
 
     def __init__(
         self,
@@ -42,11 +42,11 @@ class HeadCall:
         self.given, self.was = _state_of(hidden), self._now()
 
     def wanted(self) -> list[Tensor]:
-        """The weights that want a gradient."""
+        """Return the weights that want a gradient."""
         return [parameter for parameter in self.weights if parameter.requires_grad]
 
     def check(self, hidden: Tensor) -> None:
-        """Raise KeptTensorChangedError if weights, ``hidden`` or the head's settings are not the forward's."""
+        """Raise KeptTensorChangedError if weights, ``hidden`` or settings changed since the forward."""
         (weights, settings), (weights_now, settings_now) = self.was, self._now()
         changed = ""
         if not _are_equal([self.given], [_state_of(hidden)]):
@@ -62,12 +62,12 @@ class HeadCall:
             )
 
     def logits(self, x: Tensor, is_chunk: bool = False) -> Tensor:
-        """Logits ``[..., V]`` of x ``[..., H]``: with stock's bits, but for a chunk of rows."""
+        """Compute logits ``[..., V]`` of x ``[..., H]``, bit for bit stock's, except for a chunk of rows."""
         logits: Tensor = self.autocast.run(self.of_rows if is_chunk else self.forward, x)
         return logits
 
     def _now(self) -> tuple[list[tuple[Any, Any]], list[Any]]:
-        """Of each parameter, what a write changes; of each module, whether it draws, and its settings."""
+        """Return the state of each parameter, and of each module whether it draws random numbers, and its settings."""
         settings: list[Any] = [
             (draws(m), repr({name: v for name, v in vars(m).items() if name not in _OF_MODULES and _is_setting(v)}))
             for m in self.module.modules()
@@ -79,7 +79,7 @@ class HeadCall:
 
 @torch.no_grad()
 def _state_of(tensor: Tensor) -> tuple[Any, Any]:
-    """Its shape, and a sum of all bits: it shows also a write that autograd is not told of (a fused optimizer's)."""
+    """Return the shape, and a sum of all bits, which shows even writes that autograd misses (a fused optimizer's)."""
     if not (is_plain(tensor) and has_numbers(tensor) and tensor.numel()):
         # Of what a forward made, autograd sees writes itself; and backward is given it as another object.
         return tensor.shape, (id(tensor), tensor._version) if isinstance(tensor, nn.Parameter) else None
@@ -105,7 +105,7 @@ def _is_setting(value: Any) -> bool:
 
 
 def draws(module: nn.Module) -> bool:
-    """Whether it is a dropout that is on, or an adapter with one of its own, such as LoHa's ``rank_dropout``."""
+    """Return whether ``module`` is an active dropout, or an adapter with one, such as LoHa's ``rank_dropout``."""
     if not module.training:
         return False
     own = [value for name, value in vars(module).items() if name.endswith("dropout")]
@@ -114,13 +114,13 @@ def draws(module: nn.Module) -> bool:
 
 
 def gradients(y: Tensor, inputs: Sequence[Tensor], dy: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradient of each of ``inputs``; their hooks wait for the whole one.
+    """Compute the gradient of each of ``inputs``, whose hooks do not run: they wait for the whole one.
 
     Returns:
-        None for those that y is not computed from.
+        One for each input; None where y does not depend on it.
 
     Raises:
-        PatchError: Another leaf than these wants a gradient of y.
+        PatchError: A leaf that is none of ``inputs`` wants a gradient of y.
     """
     nodes = [] if y.grad_fn is None else [y.grad_fn]
     seen: set[Any] = {get_gradient_edge(tensor).node for tensor in inputs if tensor.requires_grad}

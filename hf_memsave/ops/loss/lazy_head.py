@@ -1,7 +1,7 @@
-"""The head of a language model whose logits are many hands on :class:`.unread.Unread` instead.
+"""Heads of language models, which return :class:`.unread.Unread` where logits are many.
 
 Where all logits fit in one chunk, and where no tape is laid (evaluation, ``generate``, ``torch.compile``), stock's own
-product runs. A plain linear is known by its weight, as it is called, and its class stays; one that adapters wrap, or
+product runs. A plain linear is known by its weight when it is called, and its class stays; one that adapters wrap, or
 that is quantized, is replaced by the op ``lazy_head``.
 """
 
@@ -27,14 +27,14 @@ from hf_memsave.tape.private import FakeTensor, functions_in_forward, hooks_work
 from hf_memsave.tape.recomputed import AutocastState
 from hf_memsave.tape.tensors import tensors_in
 
-#: Adapters whose result for a row depends on the others, or is drawn.
+#: Adapters whose result for a row depends on other rows, or is random.
 _NOT_BY_ROW = ("peft.tuners.lily", "peft.tuners.xlora", "peft.tuners.lora.monteclora")
 
 
 def logits_of(
     module: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Tensor, *, is_plain: bool = False, **of_head: Any
 ) -> Tensor | None:
-    """Logits ``[..., V]`` of ``[..., H]``, not computed yet; None where they must be at once."""
+    """Return logits ``[..., V]`` of ``[..., H]``, not computed yet; None where they must be computed at once."""
     tape, is_reference, words = current(), is_plain and not torch.is_grad_enabled(), _words(module)
     count = hidden.shape[:-1].numel() * words
     if (tape is None and not is_reference) or not _is_long(module, hidden, count):
@@ -53,7 +53,7 @@ def logits_of(
 def of_linear(
     module: nn.Module, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, fuses_loss: bool = False
 ) -> Tensor | None:
-    """As :func:`logits_of`, for ``F.linear(hidden, weight, bias)``, called by a head ``module`` with its parameters."""
+    """Return :func:`logits_of` for the head's ``F.linear(hidden, weight, bias)``; None if it has other parameters."""
     own, given = list(module.parameters()), [weight] if bias is None else [weight, bias]
     if [id(p) for p in own] != [id(p) for p in given] or any(type(p) not in (nn.Parameter, FakeTensor) for p in own):
         return None  # computed, or with a linear of its own
@@ -62,7 +62,7 @@ def of_linear(
 
 
 def _is_long(module: nn.Module, hidden: Tensor, count: int) -> bool:
-    """Whether the ``count`` logits of ``hidden`` are more than a chunk, and chunks change sums' order alone."""
+    """Return whether the ``count`` logits of ``hidden`` exceed a chunk, and chunks change only the order of sums."""
     is_constant = torch.is_grad_enabled() and not (hidden.requires_grad or _wanted(module))
     if is_constant or count * 4 <= chunked_loss.CHUNK or count < 2 * hidden.numel():  # kept of hidden states is more
         return False
@@ -75,7 +75,7 @@ def _is_long(module: nn.Module, hidden: Tensor, count: int) -> bool:
 
 
 def _words(module: nn.Module) -> int:
-    """The vocabulary: PEFT's copy of a tied head calls it ``in_features``; a quantized weight is of no such shape."""
+    """Return the vocabulary's size, by the weight (PEFT's copy of a tied head swaps its features) unless quantized."""
     tokens, parts = _trained_tokens(module), cast("Any", module)
     weight: Any = getattr(parts if tokens is None else tokens.base_layer, "weight", None)
     is_plain = isinstance(weight, Tensor) and weight.is_floating_point() and weight.dim() == 2
@@ -83,13 +83,13 @@ def _words(module: nn.Module) -> int:
 
 
 def _trained_tokens(module: nn.Module) -> Any:
-    """PEFT's layer that trains some rows of a weight (``trainable_token_indices``), if ``module`` is or wraps one."""
+    """Return PEFT's layer that trains some rows of a weight (``trainable_token_indices``), if there is one."""
     layer = getattr(module, "token_adapter", module)
     return layer if hasattr(layer, "trainable_tokens_delta") else None
 
 
 def _with_columns(tokens: Any, hidden: Tensor) -> Tensor:
-    """Logits ``[..., V]`` where some words are trained: theirs replace the others, where PEFT copies all weights."""
+    """Compute logits ``[..., V]`` and replace the trained words', where PEFT copies the whole weight."""
     weight = tokens.base_layer.weight
     logits = F.linear(hidden, weight)
     for name in tokens.active_adapters:
@@ -145,7 +145,7 @@ class _Intercepted(TorchFunctionMode):
 def without_tape(
     head: nn.Module | None, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> contextlib.AbstractContextManager[Any]:
-    """Where the forward of a model with this head runs under ``no_grad``, and gives logits without a loss."""
+    """Return a context in which a model's forward under ``no_grad``, without labels, gets unread logits of ``head``."""
     is_asked = not (torch.is_grad_enabled() or torch.is_inference_mode_enabled()) and kwargs.get("labels") is None
     if not is_asked or not isinstance(head, nn.Linear) or is_parametrized(head):
         return contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Functions of rows of logits: what was done to each, and how to do it to some of them.
+"""Functions of rows of logits, recorded so that they can be computed for some rows at a time.
 
 A :class:`Node` is a function of rows that other nodes give, and of numbers by row. Its values ``[n, V]`` for some rows
 are computed when they are asked for, and dropped; nothing changes a node, so they are always the same.
@@ -32,22 +32,22 @@ class ByRow:
 
 
 class RowMap:
-    """Which row of the head's input each row of a tensor is of."""
+    """The rows of the head's input that the rows of a tensor belong to."""
 
     def __init__(self, rows: np.ndarray, dim: int, parent: RowMap | None = None) -> None:
-        self.rows, self.dim = rows, dim  # numbers, of the tensor's shape but for one word; where its words are
-        self.parent, self.flat = parent, rows.reshape(-1)  # that of which it is a part; the numbers in order
+        self.rows, self.dim = rows, dim  # row numbers, in the tensor's shape with one word; the dimension of its words
+        self.parent, self.flat = parent, rows.reshape(-1)  # the map of the whole, if of a part; the numbers in order
 
     def shape(self, words: int) -> tuple[int, ...]:
-        """The tensor's."""
+        """Return the tensor's shape for so many words."""
         return (*self.rows.shape[: self.dim], words, *self.rows.shape[self.dim + 1 :])
 
     def probe(self) -> Tensor:
-        """The numbers, twice where the words are, so that it shows in a view where they come to."""
+        """Return the row numbers, repeated for two words, so that a view of them shows where its rows and words are."""
         return torch.from_numpy(self.rows).expand(self.shape(2))
 
     def of_view(self, probe: Tensor, shape: torch.Size, words: int) -> RowMap | None:
-        """Return the place of a view of this shape, whose probe is the same view; None if it splits rows."""
+        """Return the map of a view of this shape; ``probe`` is the same view of the probe. None if it splits rows."""
         dims = [d for d in range(probe.dim()) if probe.stride(d) == 0 and probe.shape[d] == 2]
         if len(dims) != 1:
             return None
@@ -56,11 +56,11 @@ class RowMap:
         return known if shape == own.shape(words) else None
 
     def is_at(self, other: RowMap) -> bool:
-        """Whether ``other`` has the same rows at the same places."""
+        """Return whether ``other`` has the same rows at the same places."""
         return self is other or (self.dim == other.dim and np.array_equal(self.rows, other.rows))
 
     def by_row(self, numbers: Tensor, count: int) -> Tensor:
-        """``[T, k]`` in the order of all ``count`` rows, of a tensor with k numbers for each row here."""
+        """Return ``numbers``, k for each row here, as ``[T, k]`` in the order of all ``count`` rows, else zero."""
         own = numbers.movedim(self.dim, -1).reshape(-1, numbers.shape[self.dim])
         if np.array_equal(self.flat, np.arange(count)) or not has_numbers(own):
             return own
@@ -68,21 +68,21 @@ class RowMap:
         return every.index_copy_(0, at, own)
 
     def shaped(self, own: Tensor) -> Tensor:
-        """A tensor with k numbers for each row here, of ``[n, k]``."""
+        """Return ``own`` ``[n, k]`` in the tensor's shape, with k numbers for each row here."""
         lead = [n for d, n in enumerate(self.rows.shape) if d != self.dim]
         return own.view(*lead, own.shape[-1]).movedim(-1, self.dim)
 
 
 class Precomputed(NamedTuple):
-    """What a loss has computed already of where its gradient leads to: see :mod:`.chunked_loss`."""
+    """The head's gradients, which a loss has computed in forward: see :mod:`.chunked_loss`."""
 
-    finish: Callable[[], tuple[Tensor | None, dict[int, Tensor | None]]]  # dx, and by id those of parameters
-    node: Node  # whose gradient it is that leads there
-    rows: np.ndarray  # all that it has
+    finish: Callable[[], tuple[Tensor | None, dict[int, Tensor | None]]]  # returns dx, and parameters' gradients by id
+    node: Node  # the function of logits whose gradient leads to them
+    rows: np.ndarray  # all rows of the loss
 
 
 class Part(NamedTuple):
-    """Some rows: which of the head's they are, the first and the last of them, and their places where asked for."""
+    """Some rows: their numbers in the head's input, the first and last number, and their places among all asked."""
 
     index: Any  # a slice or numbers
     span: tuple[int, int]
@@ -90,7 +90,7 @@ class Part(NamedTuple):
 
 
 class Node:
-    """What ``func`` gives for some rows of ``args``: nodes, :class:`ByRow`, and what is the same for all rows."""
+    """A function of rows: ``func`` of ``args``, which are nodes, :class:`ByRow`, or the same for all rows."""
 
     def __init__(
         self, func: Callable[..., Tensor], *args: Any, kept: Precomputed | None = None, rows: np.ndarray | None = None
@@ -102,12 +102,12 @@ class Node:
         self.size: int = 2 + 2 * max(sizes) if func is sum else 1 + sum(sizes)
 
 
-#: What the head gives.
+#: The head's output.
 LOGITS = Node(Tensor.detach)
 
 
 def parts_of(rows: np.ndarray, step: int, x: Tensor) -> Iterator[Part]:
-    """These rows of x, ``step`` at a time."""
+    """Yield these rows of x, ``step`` at a time."""
     for start in range(0, len(rows), step)[: None if has_numbers(x) else 2]:  # the others have as many bytes
         own = rows[start : start + step]
         first, last = int(own.min()), int(own.max())
@@ -117,7 +117,7 @@ def parts_of(rows: np.ndarray, step: int, x: Tensor) -> Iterator[Part]:
 
 
 def zero_outside(node: Node, rows: np.ndarray, count: int, x: Tensor) -> Node:
-    """``node`` where a row of x, which has ``count``, is among ``rows``; else zero."""
+    """Return ``node`` with zeros in all of the ``count`` rows of x that are not among ``rows``."""
     if len(rows) == count or not has_numbers(x):
         return node
     mask = np.zeros((count, 1), dtype=np.bool_)
@@ -129,13 +129,13 @@ def zero_outside(node: Node, rows: np.ndarray, count: int, x: Tensor) -> Node:
 
 
 def union(nodes: Sequence[Any]) -> np.ndarray | None:
-    """The rows outside of which all of these are zero."""
+    """Return the rows outside of which all of these nodes are zero; None for all rows."""
     some = [node.rows for node in nodes if isinstance(node, Node) and node.rows is not None]
     return np.unique(np.concatenate(some)) if len(some) == len(nodes) else None
 
 
 def values(node: Node, part: Part, logits: Callable[[], Tensor]) -> Tensor:
-    """The values ``[n, V]`` of ``node`` for some rows, of which ``logits()`` gives the head's."""
+    """Compute the values ``[n, V]`` of ``node`` for some rows, whose logits ``logits()`` returns."""
     return _values(node, part, cache(logits), {})
 
 

@@ -38,11 +38,11 @@ class Sum:
         self.parameter, self.dtype, self.count = parameter, dtype, count
         self._total: Tensor | None = None
         self._lost: Tensor | float = 0.0
-        self._dy: Tensor | None = None  # a buffer for rows that wait for their product with those of x
+        self._dy: Tensor | None = None  # a buffer for rows of dy that wait for their product with those of x
         self._xs: list[Tensor] = []
 
     def total(self) -> Tensor:
-        """The sum, made when it is first needed."""
+        """Return the sum, allocated when it is first needed."""
         if self._total is None:
             self._total = torch.zeros_like(self.parameter, dtype=self.dtype)
         return self._total
@@ -73,7 +73,7 @@ class Sum:
             self._xs.append(x)
 
     def kept(self) -> tuple[Tensor, ...]:
-        """What :func:`gradient` computes the gradient of, handed over; nothing where no chunk used the parameter."""
+        """Hand over the tensors that :func:`gradient` takes; none where no chunk used the parameter."""
         total, dy, xs, dtype = self._total, self._dy, self._xs, self.parameter.dtype
         self._total, self._dy, self._xs = None, None, []
         if dy is not None and xs:
@@ -98,7 +98,7 @@ class Sums(TorchFunctionMode):
 
     @contextlib.contextmanager
     def of_linears(self, module: nn.Module) -> Iterator[None]:
-        """Where ``module`` computes a chunk; what is compiled in it would trace this mode, and is left to autograd."""
+        """Enter this mode while ``module`` computes a chunk; not if it is compiled, as it would trace the mode."""
         if any(m._compiled_call_impl for m in module.modules()):
             yield
             return
@@ -155,7 +155,7 @@ class _LinearToSums(torch.autograd.Function):
 
 
 def gradient(kept: Sequence[Tensor], factor: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """What :meth:`Sum.kept` gave of a parameter of this dtype, times a number in the dtype of sums."""
+    """Compute a gradient in ``dtype``, times ``factor``, of what :meth:`Sum.kept` returned; None if that is empty."""
     if not kept:
         return None
     whole = kept[0] if len(kept) == 1 else wide_product(kept[0].t(), _joined(kept[1:]), dtype)
@@ -165,7 +165,7 @@ def gradient(kept: Sequence[Tensor], factor: Tensor, dtype: torch.dtype) -> Tens
 
 
 def _add_product(total: Tensor, dy: Tensor, *xs: Tensor) -> None:
-    """``total += dy^T x``, some rows of the total at a time."""
+    """Compute ``total += dy^T x``, some rows of the total at a time."""
     is_wide = dy.dtype != total.dtype and has_wide_products(dy)
     x = _joined(xs) if is_wide else _joined(xs).to(total.dtype)
     step = max(1, _BLOCK // total.shape[1])

@@ -16,17 +16,17 @@ def token_log_probs(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute the log-probability of each label, given the tokens before it.
 
-    Of a patched model no logits are kept, and a chunk of them is computed at a time, also under ``torch.no_grad()``.
+    For a patched model no logits are kept, and a chunk of them is computed at a time, also under ``torch.no_grad()``.
 
     Args:
         model: A language model of Transformers or PEFT, patched or not.
-        batch: What it is called with, but for labels.
+        batch: The arguments of the model; its ``labels`` are left out.
         labels: ``[batch, tokens]``, as a model takes them: not shifted, and -100 where no number is asked for.
-        temperature: What logits are divided by.
+        temperature: The number that logits are divided by.
         entropy: Compute the entropy of each of these distributions too, in nats.
 
     Returns:
-        ``[batch, tokens]`` in fp32, zero for labels of -100 and for a decoder's first token; or that and the entropies.
+        ``[batch, tokens]`` in fp32, zero for labels of -100 and for a decoder's first token; or this and the entropies.
 
     Raises:
         MeasureError: The labels are not one for each of the model's logits, or the temperature is not above zero.

@@ -1,14 +1,14 @@
 """Logits that are computed when they are read.
 
-A head hands on :class:`Unread`: a tensor by shape, dtype and device, without bytes, that autograd sees as any other. So
+A head returns :class:`Unread`: a tensor of a shape, dtype and device, without bytes, like any other to autograd. So
 hooks, ``retain_grad``, views, writes in place and ``torch.autograd.grad`` are autograd's own; below it, an op that is
 given such a tensor arrives in ``__torch_dispatch__``:
 
-- a view, or a function of each row (what is pointwise, a softmax over the words), gives another unread tensor;
-- what has some numbers for each row (``gather``, ``logsumexp``, a sum over the words) is computed now, in chunks;
+- a view, or a function of each row (pointwise, a softmax over the words), gives another unread tensor;
+- an op with some numbers for each row (``gather``, ``logsumexp``, a sum over the words) is computed now, in chunks;
 - any other op runs on the numbers, computed once from all logits by the head's own forward: they stay.
 
-So are their gradients, of which the head computes its own in chunks. A cross-entropy is :mod:`.chunked_loss`'s.
+Gradients of logits are unread too; from them the head computes its own in chunks. Cross-entropy: :mod:`.chunked_loss`.
 """
 
 from __future__ import annotations
@@ -41,36 +41,36 @@ from hf_memsave.tape.private import no_autocast, no_modes, no_subclasses, softma
 from hf_memsave.tape.tensors import View
 
 aten = torch.ops.aten
-#: Ops that give the same numbers in another order, by which rows stay whole; and those that are told a shape.
+#: Views, by which rows may stay whole; and the ones among them that are told a shape.
 _VIEWS = {
     aten.view.default, private.unsafe_view, aten.slice.Tensor, aten.select.int, aten.unsqueeze.default,
     aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.transpose.int, aten.permute.default,
     aten.alias.default, aten.detach.default, aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default,
 }  # fmt: skip
 _SIZED = {aten.view.default, private.unsafe_view}
-#: In backward: what gives zeros elsewhere, by the op whose backward it is; and what puts parts together.
+#: In backward: ops that fill up with zeros -> the view op whose backward each is; and ops that join parts.
 _WIDENED = {aten.slice_backward.default: aten.slice.Tensor, aten.select_backward.default: aten.select.int}
 _JOINED = {aten.stack.default, aten.cat.default}
-#: What gives some numbers for each row, with the dimension as the next argument.
+#: Ops that give some numbers for each row, with the dimension as the second argument.
 _REDUCED = {aten.sum.dim_IntList, aten.logsumexp.default, aten.argmax.default, aten.gather.default}
 _COPY, _SCALED = private.to_copy, {aten.mul.Tensor, aten.div.Tensor}
-#: Losses, and by which name autocast knows them.
+#: Losses -> the names by which autocast knows them.
 _LOSSES = {F.cross_entropy: "cross_entropy_loss", F.nll_loss: "nll_loss"}
 _OF_LOSS = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 _PLAIN = (Tensor, torch.nn.Parameter, private.FakeTensor)
-#: What reads bytes and is no op.
+#: Methods that read bytes and are no ops.
 _RAW = {
     getattr(Tensor, name)
     for name in "numpy tolist data_ptr untyped_storage storage _typed_storage __array__ __dlpack__ __reduce_ex__ "
     "__deepcopy__ __repr__ share_memory_ is_shared".split()
 }
-_LARGE = 256  # of a node, beyond which it is read
+_LARGE = 256  # size of a node beyond which it is read
 _told: set[str] = set()
 _CHANGED = "%s changes what logits that are not computed yet are. Use another, or MemSaveConfig(loss='stock')."
 
 
 class Cell:
-    """What tensors that share memory share: a node, until they are read or written to; their geometry, their rows."""
+    """The state that unread tensors on the same memory share: node, geometry and rows; and the numbers, once read."""
 
     def __init__(self, node: Node, like: View, place: RowMap) -> None:
         self.node, self.like, self.place = node, like, place
@@ -78,10 +78,10 @@ class Cell:
 
 
 class Unread(Tensor):
-    """Logits ``[..., V]``, or their gradient, or what is computed of each row; see the module."""
+    """Logits ``[..., V]``, their gradient, or a function of each row, not computed yet; see the module."""
 
     has_no_bytes = True  # so a mode that counts sees the ops that it runs
-    hidden: Tensor  # what the head was called with
+    hidden: Tensor  # the head's input
     call: HeadCall
     cell: Cell
     like: View
@@ -89,7 +89,7 @@ class Unread(Tensor):
 
     @staticmethod
     def of(hidden: Tensor, call: HeadCall, cell: Cell, like: View | None = None, place: RowMap | None = None) -> Unread:
-        """All that is in ``cell``, or a view of the geometry of ``like``, of the rows at ``place``."""
+        """Make a tensor of all that is in ``cell``, or a view with the geometry of ``like`` and rows of ``place``."""
         like, place, make = like or cell.like, place or cell.place, cast("Any", Tensor._make_wrapper_subclass)
         options = dict(storage_offset=like.storage_offset(), dtype=like.dtype, device=hidden.device)
         with torch.inference_mode(False):  # where views of others are no inference tensors
@@ -99,22 +99,22 @@ class Unread(Tensor):
 
     @staticmethod
     def of_node(hidden: Tensor, call: HeadCall, node: Node, dtype: torch.dtype, place: RowMap) -> Unread:
-        """What a node gives for these rows, on memory of its own."""
+        """Make a tensor of the values of ``node`` for these rows, with a cell of its own."""
         with _geometry():
             like = torch.empty(place.shape(call.words), dtype=dtype, device="meta")
         return Unread.of(hidden, call, Cell(node, View(like), place))
 
     def taken_apart(self) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], Tensor]]:
-        """Told to a tape: of what an op keeps it packs the head's input, which it may make again."""
+        """Return the head's input, which a tape packs in place of this tensor, and a function that wraps it again."""
         rest = self.call, self.cell, self.like, self.place
         return [self.hidden], lambda parts: Unread.of(next(iter(parts)), *rest)
 
     def is_read(self) -> bool:
-        """Whether the numbers are there."""
+        """Return whether the numbers have been computed."""
         return self.cell.real is not None
 
     def numbers(self) -> Tensor:
-        """The numbers, computed when they are first asked for: a plain tensor without a graph."""
+        """Return the numbers, computed when they are first asked for, as a plain tensor without a graph."""
         cell, like = self.cell, self.like
         if cell.real is None:
             cell.real = _read(self.hidden, self.call, cell)
@@ -161,27 +161,27 @@ class Unread(Tensor):
 
 
 def unread_logits(call: HeadCall, hidden: Tensor, dtype: torch.dtype) -> Unread:
-    """The logits ``[..., V]`` of ``hidden`` ``[..., H]``."""
+    """Return the logits ``[..., V]`` of ``hidden`` ``[..., H]``, not computed yet."""
     with replacing_stock(current()):
         return cast("Unread", _OfHead.apply(hidden, call, dtype, *call.wanted()))
 
 
 @contextlib.contextmanager
 def _evaluating() -> Iterator[None]:
-    """Where values are computed: without a graph, autocast, and modes of functions."""
+    """Turn off autograd, autocast and function modes while values are computed."""
     with torch.inference_mode(False), torch.no_grad(), no_modes(), no_autocast():
         yield
 
 
 @contextlib.contextmanager
 def _geometry() -> Iterator[None]:
-    """Where functions are called with tensors without bytes, or with the numbers of rows."""
+    """Turn off autograd and all modes while functions are called with meta tensors, or with the numbers of rows."""
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def _bare(a: Any) -> Any:
-    """A tensor without its bytes, of its geometry; a scalar on the CPU, which promotes no dtype, as it is."""
+    """Return a meta tensor like ``a``; unchanged if no tensor, or a scalar on the CPU, which promotes no dtype."""
     if not isinstance(a, Tensor) or (a.dim() == 0 and a.device.type == "cpu" and not isinstance(a, Unread)):
         return a
     like = a.like if isinstance(a, Unread) else View(a)
@@ -203,7 +203,7 @@ def _read(hidden: Tensor, call: HeadCall, cell: Cell) -> Tensor:
 
 
 def _derived(func: Any, args: Sequence[Any], kwargs: dict[str, Any], unread: list[Unread]) -> Any:
-    """What an op gives of these tensors, unread or computed by row; NotImplemented where it has to read them."""
+    """Return an op's result for these tensors, unread or computed by row; NotImplemented where it has to read them."""
     x = unread[0]
     if any(other.call is not x.call or other.cell.node.size > _LARGE for other in unread):
         return NotImplemented
@@ -250,7 +250,7 @@ def _viewed(x: Unread, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 
 def _widened(x: Unread, func: Any, sizes: Sequence[int], *args: Any) -> Any:
-    """A gradient of a part, and zeros elsewhere."""
+    """Return the gradient of the whole: the gradient ``x`` of a part, and zeros elsewhere; or NotImplemented."""
     whole = x.place.parent
     if whole is None or whole.shape(x.call.words) != tuple(sizes):
         return NotImplemented
@@ -263,7 +263,7 @@ def _widened(x: Unread, func: Any, sizes: Sequence[int], *args: Any) -> Any:
 
 
 def _joined(func: Any, parts: list[Unread], args: Sequence[Any]) -> Any:
-    """Gradients of parts of one tensor, which have no row in common."""
+    """Join gradients of parts of one tensor, which have no row in common; or return NotImplemented."""
     whole, kinds = parts[0].place.parent, {x.dtype for x in parts}
     if len(kinds) > 1 or not parts[0].is_floating_point():  # which ``cat`` converts
         return NotImplemented
@@ -276,7 +276,7 @@ def _joined(func: Any, parts: list[Unread], args: Sequence[Any]) -> Any:
 
 
 def _by_row(func: Any, args: Sequence[Any], kwargs: dict[str, Any], unread: list[Unread]) -> Any:
-    """A function of each row; in place, if it writes to all that is in a cell."""
+    """Apply a function to each row, in place if it writes to all that is in a cell; or return NotImplemented."""
     x, is_write = unread[0], func._schema.is_mutable
     if is_write:
         name = func._schema.name.removeprefix("aten::")
@@ -306,7 +306,7 @@ def _by_row(func: Any, args: Sequence[Any], kwargs: dict[str, Any], unread: list
 
 
 def _argument(x: Unread, a: Any) -> Any:
-    """An argument as a node has it; NotImplemented for a tensor as large as x, or with other rows."""
+    """Return an argument as a node takes it; NotImplemented for a tensor as large as x, or with other rows."""
     if isinstance(a, Unread):
         return a.cell.node if a.place.is_at(x.place) else NotImplemented
     if not isinstance(a, Tensor):
@@ -351,7 +351,7 @@ def _over_words(func: Any, words: int, *args: Any) -> Tensor:
 
 
 def _is_backward(func: Any, given: list[Any], node: Node) -> bool:
-    """Whether this function of a gradient is the backward of the one by which ``node`` was made."""
+    """Return whether this function of a gradient is the backward of the function that made ``node``."""
     was, is_number = getattr(node.func, "func", node.func), len(given) == 2 and isinstance(given[1], (int, float))
     if func in _SCALED:
         return was is func and is_number and isinstance(node.args[1], (int, float)) and given[1] == node.args[1]
@@ -361,7 +361,7 @@ def _is_backward(func: Any, given: list[Any], node: Node) -> bool:
 
 
 def _reduced(x: Unread, func: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Numbers of each row, a chunk of rows at a time."""
+    """Compute some numbers of each row, a chunk of rows at a time; or return NotImplemented."""
     dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
     if not isinstance(dim, int) or dim % x.dim() != x.place.dim or "out" in kwargs:
         return NotImplemented
@@ -389,7 +389,7 @@ def _reduced(x: Unread, func: Any, dim: Any = None, *args: Any, **kwargs: Any) -
 
 
 def _is_index(x: Unread, index: Any, sparse_grad: bool = False) -> bool:
-    """Whether ``gather`` over the words takes some of each row."""
+    """Return whether ``gather`` over the words by ``index`` takes some of each row."""
     is_plain = type(index) in _PLAIN and index.dtype == torch.int64 and index.dim() == x.dim() and not sparse_grad
     return (
         is_plain
@@ -408,7 +408,7 @@ def _gather(x: Unread, dim: Any = None, index: Any = None, *, sparse_grad: bool 
 
 
 class _Chosen(torch.autograd.Function):
-    """The logits of some words of each row: autograd's own gradient would be as large as all."""
+    """The logits of some words of each row, as autograd's own gradient would be as large as all logits."""
 
     @staticmethod
     def forward(ctx: Any, x: Unread, index: Tensor) -> Tensor:
@@ -430,7 +430,7 @@ class _Chosen(torch.autograd.Function):
 
 
 class _OfHead(torch.autograd.Function):
-    """Logits, not computed yet; in backward, the head's gradients, and its input's."""
+    """The head's product: logits that are not computed yet; in backward, gradients of its parameters and input."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, call: HeadCall, dtype: torch.dtype, *parameters: Tensor) -> Unread:
@@ -474,7 +474,7 @@ def _of_logits(node: Node, z: Tensor, part: Part) -> Tensor:
 
 
 def _loss(x: Unread, func: Callable[..., Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """``F.cross_entropy`` or ``F.nll_loss`` of unread logits; NotImplemented for what is not one class a row."""
+    """Compute ``F.cross_entropy`` or ``F.nll_loss`` of unread logits; NotImplemented for all but one class a row."""
     given = dict(zip(_OF_LOSS, args, strict=False)) | kwargs
     target, dim = given.pop("target", None), x.place.dim
     ignored, how = given.get("ignore_index", -100), given.get("reduction", "mean")

@@ -35,18 +35,18 @@ _PRODUCTS = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__})
 
 
 def is_attention(cls: type[nn.Module]) -> bool:
-    """Whether modules of the stock class ``cls`` choose their attention by its name, with eager as the default."""
+    """Return whether modules of the stock class ``cls`` choose attention by its name, with eager as the default."""
     code = getattr(inspect.unwrap(cls.forward), "__code__", None)
     return code is not None and "eager_attention_forward" in code.co_names
 
 
 def implementation(module: nn.Module) -> str | None:
-    """The attention that the config of an attention module names; None if it has no config, or that names none."""
+    """Return the attention that the config of ``module`` names; None if it has no config, or one that names none."""
     return getattr(getattr(module, "config", None), "_attn_implementation", None)
 
 
 class _Sampling(TorchFunctionMode):
-    """Samples the products of heads, tensors of four dimensions or more, under the name of ``layer``."""
+    """A mode that samples products of heads, tensors of four dimensions or more, under the name of ``layer``."""
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ where c minimises T_c / (k - c) (Theorem 2). "crs" and "wta" are unbiased for ev
 x_i y_iᵀ is not zero. The draws of "wta" are stratified (one from each of k - c equal slices of the mass), which never
 has more variance than independent ones.
 
-All run batched over leading dimensions, in float64, without a transfer to the host.
+All run batched over leading dimensions, in float64 (MPS: float32), without a transfer to the host.
 Source: Liu et al. (2023), arXiv:2305.15265; Drineas, Kannan and Mahoney (2006).
 """
 
@@ -27,14 +27,14 @@ MIX = 0.1
 
 
 class Draw(NamedTuple):
-    """Which pairs to compute, int64 ``[*, k]``, and what to multiply each with, fp32 ``[*, k]``."""
+    """The pairs to compute, int64 ``[*, k]``, and the factor of each, fp32 ``[*, k]``."""
 
     index: Tensor  # type: ignore[assignment]  # a tuple's method, asked of no draw
     scale: Tensor
 
 
 def probabilities(norms: Tensor, predicted: Tensor | None = None, allowed: Tensor | None = None) -> Tensor:
-    r"""The distribution to draw from, of ‖x_i‖ ``[*, m]`` and a prediction g_i of ‖y_i‖, to any scale (Eq. 3).
+    r"""Compute the distribution to draw from, of ‖x_i‖ ``[*, m]`` and a prediction g_i of ‖y_i‖, to any scale (Eq. 3).
 
     ::
 
@@ -42,10 +42,10 @@ def probabilities(norms: Tensor, predicted: Tensor | None = None, allowed: Tenso
 
     The second term keeps any prediction harmless (zero, stale, of another sample): no row is scaled up beyond
     ``10 Σ ‖x_j‖ / k``, since Theorem 2 makes T_c / (k - c) at most 1 / k. Where a norm is not finite, its row gets
-    nearly all the mass: its product must be seen. Where ``allowed`` is False, p_i is 0.
+    nearly all the mass, so that its product is seen. Where ``allowed`` is False, p_i is 0.
 
     Returns:
-        p ``[*, m]``, float64, with sum 1; uniform over what is allowed where all norms are 0.
+        p ``[*, m]``, float64 (float32 on MPS), with sum 1; uniform over what is allowed where all norms are 0.
     """
     a = norms.to(torch.float32 if norms.device.type == "mps" else torch.float64)
     a = a if allowed is None else a * allowed  # before what follows: a NaN at a pad stays one
@@ -64,7 +64,7 @@ def probabilities(norms: Tensor, predicted: Tensor | None = None, allowed: Tenso
 
 
 def wta(p: Tensor, k: int, u: Tensor) -> Draw:
-    """Winner-take-all (Eq. 6): k pairs by p ``[*, m]`` and uniform u ``[*, k]``; first those in C, with scale 1."""
+    """Draw k pairs by winner-take-all (Eq. 6) from p ``[*, m]`` and uniform u ``[*, k]``; first C, with scale 1."""
     order, tail = _sorted_tails(p)
     c = winners(tail, k)
     slot = torch.arange(k, device=p.device)
@@ -77,7 +77,7 @@ def wta(p: Tensor, k: int, u: Tensor) -> Draw:
 
 
 def crs(p: Tensor, k: int, u: Tensor) -> Draw:
-    """Column-row sampling (Eq. 5): independent draws, with replacement; arguments as for :func:`wta`."""
+    """Draw k pairs by column-row sampling (Eq. 5): independently, with replacement; arguments as for :func:`wta`."""
     order, tail = _sorted_tails(p)
     mass = tail[..., :1]
     position, scale = _inverse_tail(tail, mass * (1 - u))
@@ -85,13 +85,13 @@ def crs(p: Tensor, k: int, u: Tensor) -> Draw:
 
 
 def topk(p: Tensor, k: int, u: Tensor | None = None) -> Draw:
-    """The k largest p, as they are. Biased: what is left out is never seen."""
+    """Return the pairs of the k largest p, with scale 1: biased, as the others are never seen."""
     index = p.topk(k, dim=-1).indices
     return Draw(index, torch.ones(index.shape, device=p.device))
 
 
 def winners(tail: Tensor, k: int) -> Tensor:
-    """|C| in 0 ... k - 1, ``[*, 1]``, by Theorem 2; ``tail`` is T_0, T_1, ... ``[*, m + 1]``."""
+    """Return |C| in 0 ... k - 1, ``[*, 1]``, by Theorem 2; ``tail`` is T_0, T_1, ... ``[*, m + 1]``."""
     left = k - torch.arange(k, device=tail.device)
     return (tail[..., :k] / left).argmin(-1, keepdim=True)
 
@@ -101,31 +101,31 @@ ESTIMATORS: dict[str, Callable[[Tensor, int, Tensor], Draw]] = {"wta": wta, "crs
 
 
 def row_norms(x: Tensor) -> Tensor:
-    """Euclidean norms over the last dimension, in fp32 at least."""
+    """Compute Euclidean norms over the last dimension, in fp32 at least."""
     return torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 class Drawing(NamedTuple):
-    """The functions that draws are computed by: those of this module, or kernels."""
+    """The functions that compute draws: this module's, or kernels."""
 
     row_norms: Callable[[Tensor], Tensor]
     probabilities: Callable[..., Tensor]
     draw: Callable[[str, Tensor, int, Tensor], Draw]
 
 
-#: By PyTorch's own functions.
+#: Draws by PyTorch's own functions.
 EAGER = Drawing(row_norms, probabilities, lambda estimator, p, k, u: ESTIMATORS[estimator](p, k, u))
 
 
 def _sorted_tails(p: Tensor) -> tuple[Tensor, Tensor]:
-    """The order of falling p ``[*, m]``, and T_0 = 1, ..., T_m = 0: summed from the small end, so never negative."""
+    """Return the order of falling p ``[*, m]``, and T_0 = 1, ..., T_m = 0, summed from the small end: none negative."""
     values, order = p.sort(dim=-1, descending=True, stable=True)
     tail = values.flip(-1).cumsum(-1).flip(-1)
     return order, torch.nn.functional.pad(tail, (0, 1))
 
 
 def _inverse_tail(tail: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The j with T_{j+1} < v <= T_j of each v ``[*, k]``, and 1 / p_j; both 0 where v is 0 (no mass left)."""
+    """Return the j with T_{j+1} < v <= T_j of each v ``[*, k]``, and 1 / p_j, or 0 where v is 0 (no mass left)."""
     # p_j is taken as T_j - T_{j+1}, which is how often j is drawn: rounding cannot make that a bias.
     m = tail.shape[-1] - 1
     position = (m - torch.searchsorted(tail.flip(-1).contiguous(), v.contiguous())).clamp(0, m - 1)

@@ -6,11 +6,11 @@ For token t of sample b, a layer's predicted norm is ``s_b √(P_t + Q_e)``:
   mean (to the sample's, where s is known). P knows a classifier's first token, Q a causal model's last.
 - s: the sample's own norm when it was last seen, in steps of 1/8 octave: one byte a sample and layer.
 
-All lies where the gradients do, and is never asked for its numbers there: the host would wait for the last step.
-What a backward tells is learned at its end, of all layers at once: few launches instead of many.
+All tensors are on the device of the gradients, and the host never reads them: it would wait for the last step.
+The norms of a backward are learned at its end, for all layers at once: few launches instead of many.
 
-A wrong prediction costs variance and never makes a bias. Where a layer's pads had no gradient, they are not drawn from
-then on; each backward looks again, and takes that back where one has.
+A wrong prediction costs variance and never makes a bias. Once a layer's pads had no gradient, they are not drawn any
+more; each backward looks again, and draws them again if one has.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class LayerNorms:
     def __init__(self, device: torch.device) -> None:
         self.start = torch.empty(0, device=device)  # P, fp32 [longest sequence]; -1 where nothing was seen
         self.end = torch.empty(0, device=device)  # Q, likewise
-        self.reference = torch.zeros((), device=device)  # the first batch's mean squared norm; samples' are over it
+        self.reference = torch.zeros((), device=device)  # the first batch's mean squared norm; divides samples'
         self.pads = torch.zeros((), dtype=torch.int8, device=device)
         self.samples = torch.empty(0, dtype=torch.uint8, device=device)  # 0: not seen; empty until one is
 
     def fit(self, device: torch.device, length: int) -> None:
-        """Follow a model that has moved, and make room for sequences of ``length`` tokens."""
+        """Move to the device of a model that has moved, and make room for sequences of ``length`` tokens."""
         if self.start.device != device:
             self.__dict__.update({name: value.to(device) for name, value in vars(self).items()})
         for name, profile in (("start", self.start), ("end", self.end)):
@@ -54,7 +54,7 @@ class LayerNorms:
 
 
 class _Told(NamedTuple):
-    """One call of :meth:`NormCache.update`; those of one key can be learned at once."""
+    """One call of :meth:`NormCache.update`; calls of the same key can be learned at once."""
 
     key: Any
     layer: str
@@ -71,24 +71,24 @@ class NormCache:
 
     def __init__(self, kind: str | None, samples: int) -> None:
         self.kind, self.samples = kind, samples
-        self.known: set[str] = set()  # the layers that may ask
-        self.backward = -1  # the last one that was asked to have it learn at its end
+        self.known: set[str] = set()  # names of the layers that use this cache
+        self.backward = -1  # id of the last backward that was asked to call learn() at its end
         self._layers: dict[str, LayerNorms] = {}
         self._told: deque[_Told] = deque()
 
     @property
     def layers(self) -> dict[str, LayerNorms]:
-        """What has been learned, by layer."""
+        """The learned norms, by layer."""
         self.learn()
         return self._layers
 
     @property
     def nbytes(self) -> int:
-        """The most that the tables of samples take: those of layers that share a draw are one."""
+        """Bytes that the tables of samples take at most: layers that share a draw share a table."""
         return self.samples * len(self.known)
 
     def predict(self, layer: str, batch: Batch, tokens: Tokens | None) -> Tensor | None:
-        """Expected gradient norms ``[batch, seq]``, to any scale; None if nothing is known."""
+        """Return expected gradient norms ``[batch, seq]``, to any scale; None if nothing is known."""
         norms = self.layers.get(layer)
         if self.kind is None or norms is None or tokens is None:
             return None
@@ -107,17 +107,17 @@ class NormCache:
         return predicted * factor.where(known, mean.where(known.any(), 1.0))[:, None]
 
     def allowed(self, layer: str, tokens: Tokens | None) -> Tensor | None:
-        """Which rows may have to be drawn, boolean ``[batch, seq]``: pads only until a backward found theirs zero."""
+        """Return which rows may be drawn, ``[batch, seq]``: pads only until a backward found their gradients zero."""
         norms = self.layers.get(layer)
         return None if norms is None or tokens is None else tokens.mask | (norms.pads != ZERO)
 
     def update(self, layer: str, batch: Batch, tokens: Tokens, squared: Tensor) -> None:
-        """Tell of squared norms of an output's gradient, fp32 ``[batch, seq]``; what is not finite teaches nothing."""
+        """Note squared norms of an output's gradient, fp32 ``[batch, seq]``, to learn; ones not finite are ignored."""
         key = squared.shape, squared.device, id(tokens), id(batch.samples)
         self._told.append(_Told(key, layer, batch.samples, tokens, squared))
 
     def learn(self) -> None:
-        """Learn what has been told: at the end of a backward, or when asked."""
+        """Learn the noted norms: at the end of a backward, or when asked."""
         if not self._told:
             return
         with _LOCK, torch.inference_mode(False), torch.no_grad():
@@ -166,7 +166,7 @@ class NormCache:
             _give(layers, name, torch.where((count > 0) & is_good[:, None], mixed, profile))
 
     def _places(self, layer: str, samples: Tensor | None, tokens: Tokens) -> Tensor | None:
-        """The samples' places in the layer's table; None where the rows are no samples, but choices of one."""
+        """Return the samples' places in the layer's table; None without one, or if rows are choices of one sample."""
         if not self.samples or layer not in self.known or samples is None or len(samples) != len(tokens.mask):
             return None
         return samples.to(tokens.mask.device, non_blocking=True)
@@ -179,14 +179,14 @@ class NormCache:
         norms.samples.scatter_reduce_(0, samples, codes, "amax", include_self=False)  # of one seen twice: no race
 
     def pads(self) -> Iterator[tuple[list[str], Tensor]]:
-        """The states of all layers' pads: of each device, the layers' names, and theirs ``[layers]``."""
+        """Yield for each device the names of its layers, and the states of their pads ``[layers]``."""
         known = {name: norms.pads for name, norms in self.layers.items() if has_numbers(norms.pads)}
         for device in {pads.device for pads in known.values()}:
             names = [name for name, pads in known.items() if pads.device == device]
             yield names, torch.stack([known[name] for name in names])
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything learned, as tensors on the CPU."""
+        """Return everything learned, as tensors on the CPU."""
         return {
             f"{name}/{key}": value.cpu().clone()
             for name, norms in self.layers.items()
@@ -195,7 +195,7 @@ class NormCache:
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Take over what another run has learned; layers that this model lacks are left out."""
+        """Load what another run has learned, without layers that this model lacks."""
         self._layers, self._told = {}, deque()
         for full, value in state.items():
             name, _, key = full.rpartition("/")

@@ -30,33 +30,33 @@ from hf_memsave.ops.sampled.norm_cache import NONZERO, NormCache
 INDEX = "sample_idx"
 _SLOTS = 2**18
 _IGNORED = -100
-#: By which tokens and their positions are mixed into the number of a sample: odd, and of many bits.
+#: Factors of the hash of tokens and positions that numbers a sample: odd, and of many bits.
 _MIX = 0x1B873593CC9E2D51, 0x2545F4914F6CDD1D
-#: Stacks of which the share of real tokens is known.
+#: Stacks whose share of real tokens is known.
 _STACKS = "own", "decoder"
-#: In a state: these.
+#: The key of these shares in a state.
 _SHARES = "shares"
 #: Forwards among which the largest share counts: calls of several kinds (queries, documents) may take turns.
 _EARLIER = 8
-#: Above this share, drawn rows and what comes with them (a ReLU's bits, their indices) are more than all rows.
+#: Above this share, drawn rows and what comes with them (a ReLU's bits, their indices) take more than all rows.
 MOST = 15 / 16
 
 
 class Layer(NamedTuple):
-    """What a sampled module knows: its name, and the sampler of its model."""
+    """The name of a sampled module, and the sampler of its model."""
 
     name: str
     sampler: Sampler
 
 
 class Sampler:
-    """Shared by all sampled layers of a model."""
+    """The state that all sampled layers of a model share."""
 
     def __init__(self, config: WTACRS) -> None:
         samples = {"sample_idx": config.samples, "content": config.samples or _SLOTS}.get(str(config.cache), 0)
         self.config, self.step = config, 0  # training forwards so far
         self.cache = NormCache(config.cache, samples or 0)
-        # Of each stack's tokens, how many were real, in the last forwards that are known of.
+        # Each stack's shares of real tokens in the last forwards whose masks have been read.
         self.shares: dict[str, deque[float]] = {stack: deque(maxlen=_EARLIER) for stack in _STACKS}
         self._told: set[str] = set()
         self._questions, self._local, self._checkpointed = Questions(), threading.local(), Checkpointed()
@@ -78,13 +78,13 @@ class Sampler:
     def entering(
         self, arguments: Mapping[str, Any], given: Batch | None, checkpoint: Any = (None, None), function: Any = None
     ) -> Iterator[None]:
-        """While a block runs: its batch, or the part of it that the block sees.
+        """Set this thread's batch while a model or block runs: a new one, or the part of one that the block sees.
 
         Args:
-            arguments: Of its forward, by name.
+            arguments: The arguments of its forward, by name.
             given: The batch of its forward, where it is run again in backward.
             checkpoint: The frame and the run of the user's own checkpoint that it runs in.
-            function: Whose backward it runs in, as that of a reentrant checkpoint.
+            function: The autograd Function whose backward it runs in, such as a reentrant checkpoint's.
         """
         outside, (frame, run) = self.batch, checkpoint
         call = self._checkpointed.count(run)
@@ -99,13 +99,13 @@ class Sampler:
             batch.forget(outside)
 
     def remember(self, functions: Iterable[Any], function: Any) -> None:
-        """Where a block runs without gradients, in forwards of ``functions``: a run with them asks for its batch."""
+        """Note the batch for ``functions``, in whose forwards a block runs without gradients, for their backwards."""
         if (batch := self.batch or self._checkpointed.batch(function)) is not None:
             for context in functions:
                 self._checkpointed.note(context, batch)
 
     def draw(self, layer: str, x: Tensor, tokens: Tokens | None, batch: Batch, drawing: Drawing = EAGER) -> Draw | None:
-        """The rows of ``x`` ``[*, features]``, counted over all leading dimensions; None where all are taken."""
+        """Draw rows of ``x`` ``[*, features]``, counted over all leading dimensions; None where all are taken."""
         real = x.shape[:-1].numel() if tokens is None else tokens.real
         k = max(round(self.config.budget * real), self.config.minimum)
         if k > MOST * real:
@@ -136,7 +136,7 @@ class Sampler:
         return batch
 
     def _counted(self, shares: deque[float], mask: Any) -> Tokens | None:
-        """The tokens of a stack; how many of them are real, later forwards will know."""
+        """Make the tokens of a stack, and ask for their share of real ones, for later forwards."""
         if not _is_2d(mask):
             return None
         tokens = Tokens(mask != 0, max(shares, default=1.0))
@@ -146,7 +146,7 @@ class Sampler:
         return tokens
 
     def _samples(self, arguments: Mapping[str, Any]) -> Tensor | None:
-        """The batch's rows in the table of samples."""
+        """Return the batch's rows in the table of samples; None without one."""
         if self.config.cache == INDEX:
             index = arguments.get(INDEX)
             if not isinstance(index, Tensor) or index.dim() != 1 or index.is_floating_point():
@@ -182,14 +182,14 @@ class Sampler:
             )
 
     def _ask_for_pads(self) -> None:
-        """Have layers reported whose pads have a gradient after all."""
+        """Ask which layers' pads have a gradient after all, to report them."""
         if self.step < 1 or self.step & (self.step - 1) and self.step % 64:  # a transfer to the host: not every step
             return
         for names, pads in self.cache.pads():
             self._questions.ask(pads, partial(self._tell, names))
 
     def _tell(self, names: list[str], pads: Tensor) -> None:
-        """Report them, once."""
+        """Report layers whose pads have a gradient, once."""
         states = zip(names, pads.tolist(), strict=True)
         if new := [name for name, state in states if state == NONZERO and name not in self._told]:
             self._told.update(new)
@@ -199,14 +199,14 @@ class Sampler:
             )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to draw as this one would: tensors on the CPU."""
+        """Return what a resumed run needs to draw as this one would, as tensors on the CPU."""
         self._questions.hear()
         known = [[-1.0] * (_EARLIER - len(shares)) + [*shares] for shares in self.shares.values()]
         shares = torch.tensor(known, dtype=torch.float64)
         return {"step": torch.tensor(self.step), _SHARES: shares, **self.cache.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Go on where another run's :meth:`state_dict` was taken."""
+        """Continue where another run's :meth:`state_dict` was taken."""
         self.step = int(state["step"])
         self._questions = Questions()
         for stack, shares in zip(_STACKS, state[_SHARES].tolist(), strict=True):
@@ -215,7 +215,7 @@ class Sampler:
 
 
 def _within(outside: Batch, arguments: Mapping[str, Any]) -> Batch:
-    """What a block inside the model sees of the batch: a decoder stack has its own tokens, and the encoder's beside."""
+    """Return the batch as a block inside the model sees it: a decoder stack has its own tokens and the encoder's."""
     hidden, mask = arguments.get("encoder_hidden_states"), arguments.get("attention_mask")
     if isinstance(hidden, Tensor):  # gradient checkpointing may hand the block a copy of the encoder's output
         batch = replace(outside, other_storage=hidden.untyped_storage()._cdata)

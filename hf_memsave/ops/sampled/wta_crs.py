@@ -8,7 +8,7 @@ Forward and, for an incoming gradient dz, backward, with h ``[n, in]`` and a dra
 
 Kept for backward, beside the weight::
 
-    exact    h, or what it is promised from
+    exact    h, or what it is recomputed from
     here     the same and 8 bytes a drawn row, where that is kept anyway (as a norm's input is); else k scaled rows of h
 
 Linears that share an input share one draw, by their joint norm. Sampled are linears in training whose weight wants a
@@ -40,7 +40,7 @@ LAYER = "_memsave_layer"
 
 
 class JointNorms:
-    """What backward tells the cache of one draw: the norms of the output gradients of all linears that use it."""
+    """The joint norms of the output gradients of all linears that use one draw, which backward tells the cache."""
 
     def __init__(self, layer: Layer, batch: Batch, tokens: Tokens | None) -> None:
         self.layer, self.batch, self.tokens = layer, batch, tokens
@@ -48,7 +48,7 @@ class JointNorms:
         self.squared: Tensor | None = None
 
     def learn(self, dz: Tensor | None) -> None:
-        """Called by each linear in backward, with ``[n, out]`` or None for none; the last one tells the cache."""
+        """Add a linear's output gradient ``[n, out]``, or None, in backward; the draw's last linear tells the cache."""
         if dz is not None:
             squared = row_norms(dz).float().square()
             self.squared = squared if self.squared is None else self.squared + squared
@@ -78,7 +78,7 @@ class SharedDraw:
 
 
 def _shared(tape: Tape, layer: Layer, x: Tensor, batch: Batch) -> SharedDraw:
-    """The draw for ``x``: made by the first linear that takes it, found with its storage by the others."""
+    """Return the draw for ``x``: made by the first linear that takes it, found with its storage by the others."""
     notes = tape.notes(x)
     key = batch.step, x._version, x.shape, x.stride(), x.storage_offset(), id(layer.sampler)
     if key not in notes:
@@ -126,7 +126,7 @@ class _SampledLinear(torch.autograd.Function):
 
 
 def _scaled(h: Tensor, index: Tensor, scale: Tensor, is_fused: bool) -> Tensor:
-    """The drawn rows of ``h`` ``[*, in]``, each times its scale, ``[k, in]``."""
+    """Return the drawn rows of ``h`` ``[*, in]``, each times its scale, ``[k, in]``."""
     flat = h.reshape(-1, h.shape[-1])
     if is_fused:
         return kernels().gather_rows(flat, index, scale)
@@ -154,7 +154,7 @@ def _wta_crs(module: Any, patch: Any, x: Tensor) -> Tensor:
 
 
 def _kept(tape: Tape, h: Tensor, shared: SharedDraw) -> Tensor:
-    """``h`` where the tape keeps that anyway, or for less than the drawn rows; else those."""
+    """Return ``h`` where the tape keeps it anyway, or for fewer bytes than the drawn rows; else the scaled rows."""
     if (rows := shared.rows.get(h.dtype)) is not None:
         return rows
     # A frozen embedding's output is kept once for q, k and v, of which LoRA casts each by itself.

@@ -14,7 +14,7 @@ products is exact, so dQ, dK and dV are unbiased.
 Kept for backward::
 
     stock    A and B
-    here     the same and 8 bytes a drawn row or column, where that is kept anyway (as P is) or promised for less;
+    here     the same and 8 bytes a drawn row or column, where that is kept anyway (as P is) or recomputed from less;
              else the drawn ones, scaled, and 4 bytes each
 
 A dimension no longer than its draw is taken whole. Not differentiable twice.
@@ -40,20 +40,20 @@ _COLUMNS, _ROWS = -1, -2
 
 
 class Sample(NamedTuple):
-    """What is kept of an operand: of the leading dimensions ``*`` and k drawn columns or rows."""
+    """The kept part of an operand, with leading dimensions ``*`` and k drawn columns or rows."""
 
-    x: Tensor | None = None  # whole, or those columns [*, m, k] or rows [*, k, m], scaled
-    drawn: Tensor | None = None  # which, int32 [*, k]; None for all
+    x: Tensor | None = None  # the whole operand, or its drawn columns [*, m, k] or rows [*, k, m], scaled
+    drawn: Tensor | None = None  # their indices, int32 [*, k]; None for all
     scale: Tensor | None = None  # their scales, fp32 [*, k]; None where they are in x already
 
 
 def wta_matmul(a: Tensor, b: Tensor, layer: Layer, name: str) -> Tensor:
-    """``a @ b``, ``[*, n, m]`` and ``[*, m, q]``, with gradients that are sampled while a batch runs; else exact.
+    """Compute ``a @ b``, ``[*, n, m]`` and ``[*, m, q]``, with gradients sampled while a batch runs; else exact.
 
-    Its draws are made under the names of the ``layer`` and, of its products, ``name``.
+    Its draws are named by the ``layer`` and, among its products, ``name``.
 
     Returns:
-        The product, the bits of ``torch.matmul``.
+        The product, bit for bit that of ``torch.matmul``.
     """
     batch = layer.sampler.batch
     if batch is None or a.shape[:-2] != b.shape[:-2] or not torch.is_grad_enabled():
@@ -86,7 +86,7 @@ def _sample(x: Tensor, dim: int, layer: Layer, name: str, batch: Batch) -> Sampl
 
 
 class _SampledMatmul(torch.autograd.Function):
-    """``a @ b``; what is kept of b makes the gradient of a, and what is kept of a that of b."""
+    """``a @ b``; the gradient of a is computed from what is kept of b, and the gradient of b from what is kept of a."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, columns: Sample, rows: Sample) -> Tensor:
@@ -109,7 +109,7 @@ class _SampledMatmul(torch.autograd.Function):
 
 
 def _taken(x: Tensor, index: Tensor, dim: int) -> Tensor:
-    """The columns or rows of ``x`` ``[*, n, q]`` at ``index`` ``[*, k]``."""
+    """Return the columns or rows of ``x`` ``[*, n, q]`` at ``index`` ``[*, k]``."""
     return x.take_along_dim(index.long().unsqueeze(-3 - dim), dim)
 
 
